@@ -1,0 +1,80 @@
+"""Moves rows between token order, buckets and expert order: gathers forward and backward.
+
+Per device. A row knows its source and a token knows its rows, so neither direction needs a
+scatter-add, which is slow on CPU and not reproducible on GPU. An index equal to the length of what
+it points into means "nothing": such a row is zero.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def _rows(x_MD: jax.Array, index: jax.Array) -> jax.Array:
+    return jnp.take(x_MD, index, axis=0, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def permute(x_ND: jax.Array, source_M: jax.Array, place_NK: jax.Array) -> jax.Array:
+    """Returns `y_MD` with `y[m] = x[source[m]]`.
+
+    Args:
+      source_M: the row of x each row of y copies; N for a row of zeros.
+      place_NK: the inverse: the rows of y that copy row n; M for none.
+    """
+    return _rows(x_ND, source_M)
+
+
+def _permute_forward(x_ND, source_M, place_NK):
+    return permute(x_ND, source_M, place_NK), place_NK
+
+
+def _permute_backward(place_NK, gradient_MD):
+    return sum_rows(gradient_MD, place_NK), None, None
+
+
+def sum_rows(y_MD: jax.Array, place_NK: jax.Array) -> jax.Array:
+    """Returns `x_ND` with `x[n]` = the sum over k of `y[place[n, k]]`, added up in float32."""
+    K = place_NK.shape[1]
+    if K == 1:
+        return _rows(y_MD, place_NK[:, 0])
+    x_ND = sum(_rows(y_MD, place_NK[:, k]).astype(jnp.float32) for k in range(K))
+    return x_ND.astype(y_MD.dtype)
+
+
+permute.defvjp(_permute_forward, _permute_backward)
+
+
+@jax.custom_vjp
+def weighted_sum(
+    y_MD: jax.Array, weight_NK: jax.Array, place_NK: jax.Array, assignment_M: jax.Array
+) -> jax.Array:
+    """Returns `x_ND`, each token's K results weighted and summed in float32, in y's dtype.
+
+    Args:
+      place_NK: the row of y that holds the result of assignment (n, k); M if it was dropped.
+      assignment_M: the inverse: n * K + k for the assignment a row answers; N * K for none.
+    """
+    K = place_NK.shape[1]
+    x_ND = sum(
+        weight_NK[:, k, None] * _rows(y_MD, place_NK[:, k]).astype(jnp.float32) for k in range(K)
+    )
+    return x_ND.astype(y_MD.dtype)
+
+
+def _weighted_sum_forward(y_MD, weight_NK, place_NK, assignment_M):
+    saved = (y_MD, weight_NK, place_NK, assignment_M)
+    return weighted_sum(*saved), saved
+
+
+def _weighted_sum_backward(saved, gradient_ND):
+    y_MD, weight_NK, place_NK, assignment_M = saved
+    K = place_NK.shape[1]
+    weight_M = jnp.take(weight_NK.reshape(-1), assignment_M, mode="fill", fill_value=0)
+    gradient_MD = _rows(gradient_ND, assignment_M // K)
+    dot_M = jnp.sum(y_MD.astype(jnp.float32) * gradient_MD.astype(jnp.float32), axis=-1)
+    dweight_NK = jnp.take(dot_M, place_NK, mode="fill", fill_value=0)
+    dy_MD = (weight_M[:, None] * gradient_MD.astype(jnp.float32)).astype(y_MD.dtype)
+    return dy_MD, dweight_NK.astype(weight_NK.dtype), None, None
+
+
+weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)

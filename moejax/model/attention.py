@@ -1,0 +1,99 @@
+"""Grouped-query attention, causal, inside a document, heads sharded over tensor."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from moejax.comm import wire
+from moejax.comm.activations import enter_tensor, leave_tensor
+from moejax.comm.reduce import enter
+from moejax.config import ModelConfig
+from moejax.model.layers import RMSNorm
+from moejax.model.rope import rotate
+from moejax.program import Program
+
+Angles = tuple[jax.Array, jax.Array]
+
+
+class Attention(nnx.Module):
+    """Queries, keys and values, optional QK-norm and biases, rotary positions."""
+
+    def __init__(self, cfg: ModelConfig, program: Program, rngs: nnx.Rngs):
+        D, H, G, C = cfg.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_width
+        normal = jax.nn.initializers.normal(cfg.init_deviation)
+        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        self.cfg, self.program = cfg, program
+        self.w_q = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
+        self.w_k = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
+        self.w_v = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
+        self.w_o = nnx.Param(out(rngs.params(), (H, C, D)), dims="HCD")
+        self.b_q = self.b_k = self.b_v = None
+        if cfg.attention_bias:
+            self.b_q = nnx.Param(jnp.zeros((H, C)), dims="HC")
+            self.b_k = nnx.Param(jnp.zeros((G, C)), dims="GC")
+            self.b_v = nnx.Param(jnp.zeros((G, C)), dims="GC")
+        self.q_norm = self.k_norm = None
+        if cfg.qk_norm == "head":
+            self.q_norm = RMSNorm(C, cfg.norm_epsilon, dims="C")
+            self.k_norm = RMSNorm(C, cfg.norm_epsilon, dims="C")
+        elif cfg.qk_norm == "full":
+            self.q_norm = FullNorm((H, C), cfg.norm_epsilon, "HC", program)
+            self.k_norm = FullNorm((G, C), cfg.norm_epsilon, "GC", program)
+
+    def __call__(
+        self, x_BtD: Float[Array, "B t D"], mask_BTS: Bool[Array, "B T S"], angles: Angles
+    ) -> Float[Array, "B t D"]:
+        """Takes and returns activations in the layout between blocks."""
+        x_BTD = enter_tensor(x_BtD, self.program.layout)
+        q_BTHC = self._project(x_BTD, self.w_q, self.b_q)
+        k_BSGC = self._project(x_BTD, self.w_k, self.b_k)
+        v_BSGC = self._project(x_BTD, self.w_v, self.b_v)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
+        y_BTHC = jax.nn.dot_product_attention(
+            rotate(q_BTHC, angles),
+            rotate(k_BSGC, angles),
+            v_BSGC,
+            mask=mask_BTS[:, None],
+            implementation=self.program.attention,
+        )
+        w_o_HCD = enter(self.w_o, self.program)
+        B, T, H, C = y_BTHC.shape
+        y_BTD = y_BTHC.reshape(B, T, H * C) @ w_o_HCD.reshape(H * C, -1)
+        return leave_tensor(y_BTD, self.program.layout)
+
+    def _project(self, x_BTD: jax.Array, w: nnx.Param, b: nnx.Param | None) -> jax.Array:
+        w_DHC = enter(w, self.program)
+        D, H, C = w_DHC.shape
+        y_BTHC = (x_BTD @ w_DHC.reshape(D, H * C)).reshape(*x_BTD.shape[:2], H, C)
+        return y_BTHC if b is None else y_BTHC + enter(b, self.program)
+
+
+class FullNorm(nnx.Module):
+    """RMSNorm over all heads together (OLMoE), heads sharded over tensor."""
+
+    def __init__(self, shape: tuple[int, int], epsilon: float, dims: str, program: Program):
+        self.epsilon, self.program, self.width = epsilon, program, shape[0] * shape[1]
+        self.scale = nnx.Param(jnp.ones(shape, jnp.float32), dims=dims)
+
+    def __call__(self, x_BTHC: Float[Array, "B T H C"]) -> Float[Array, "B T H C"]:
+        """Wire: one float32 per position, summed over tensor."""
+        x32 = x_BTHC.astype(jnp.float32)
+        squares_BT = jnp.sum(x32 * x32, axis=(-2, -1), keepdims=True)
+        squares_BT = wire.all_reduce(squares_BT, self.program.layout.tensor)
+        inverse_BT = jax.lax.rsqrt(squares_BT / self.width + self.epsilon)
+        scale_HC = enter(self.scale, self.program, "float32")
+        return (x32 * inverse_BT * scale_HC).astype(x_BTHC.dtype)
+
+
+def attention_mask(segment_BT: Int[Array, "B T"], window: int | None) -> Bool[Array, "B T T"]:
+    """Whether position t may see position s: not later, same document, inside the window."""
+    T = segment_BT.shape[1]
+    back_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+    near_TS = back_TS >= 0
+    if window is not None:
+        near_TS &= back_TS < window
+    return near_TS & (segment_BT[:, :, None] == segment_BT[:, None, :])

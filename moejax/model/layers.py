@@ -1,0 +1,81 @@
+"""RMSNorm, the dense SwiGLU MLP, and the token embedding with its output projection."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from moejax.comm import wire
+from moejax.comm.activations import enter_tensor, leave_tensor
+from moejax.comm.reduce import enter
+from moejax.config import ModelConfig
+from moejax.program import Program
+
+
+class RMSNorm(nnx.Module):
+    """Scales to unit root mean square, in float32, then by a learned factor."""
+
+    def __init__(self, width: int, epsilon: float, dims: str = "D"):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32), dims=dims)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last dimension."""
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        return (x32 * inverse * self.scale[...]).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """Dense SwiGLU; hidden width sharded over tensor."""
+
+    def __init__(self, cfg: ModelConfig, hidden: int, program: Program, rngs: nnx.Rngs):
+        normal = jax.nn.initializers.normal(cfg.init_deviation)
+        out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
+        self.program = program
+        self.w_in = nnx.Param(normal(rngs.params(), (cfg.width, 2, hidden), jnp.float32), dims="DUF")
+        self.w_out = nnx.Param(out(rngs.params(), (hidden, cfg.width), jnp.float32), dims="FD")
+
+    def __call__(self, x_BtD: Float[Array, "B t D"]) -> Float[Array, "B t D"]:
+        """Takes and returns activations in the layout between blocks."""
+        x_BTD = enter_tensor(x_BtD, self.program.layout)
+        w_in_DUF = enter(self.w_in, self.program)
+        D, _, F = w_in_DUF.shape
+        h_BTH = x_BTD @ w_in_DUF.reshape(D, 2 * F)
+        a_BTF = jax.nn.silu(h_BTH[..., :F]) * h_BTH[..., F:]
+        return leave_tensor(a_BTF @ enter(self.w_out, self.program), self.program.layout)
+
+
+class Embedding(nnx.Module):
+    """Token embedding and output projection, vocabulary sharded over tensor."""
+
+    def __init__(self, cfg: ModelConfig, program: Program, rngs: nnx.Rngs):
+        normal = jax.nn.initializers.normal(cfg.init_deviation)
+        self.program = program
+        self.table = nnx.Param(normal(rngs.params(), (cfg.vocab_size, cfg.width)), dims="VD")
+        self.project = None
+        if not cfg.tie_embeddings:
+            self.project = nnx.Param(normal(rngs.params(), (cfg.width, cfg.vocab_size)), dims="DV")
+
+    def embed(self, token_BT: Int[Array, "B T"]) -> Float[Array, "B t D"]:
+        """Looks tokens up; each tensor rank gives the rows it holds, the sum has them all."""
+        layout = self.program.layout
+        table_vD = enter(self.table, self.program)
+        v = table_vD.shape[0]
+        if layout.size(layout.tensor) == 1:
+            return jnp.take(table_vD, token_BT, axis=0)
+        local_BT = token_BT - wire.index(layout.tensor) * v
+        here_BT = (local_BT >= 0) & (local_BT < v)
+        x_BTD = jnp.take(table_vD, jnp.where(here_BT, local_BT, 0), axis=0)
+        return leave_tensor(jnp.where(here_BT[..., None], x_BTD, 0), layout)
+
+    def logits(self, x_BtD: Float[Array, "B t D"]) -> Float[Array, "B T v"]:
+        """This tensor rank's slice of the vocabulary, at all positions, in float32."""
+        x_BTD = enter_tensor(x_BtD, self.program.layout)
+        if self.project is None:
+            w_vD = enter(self.table, self.program)
+            return jnp.einsum("BTD,VD->BTV", x_BTD, w_vD, preferred_element_type=jnp.float32)
+        w_Dv = enter(self.project, self.program)
+        return jnp.einsum("BTD,DV->BTV", x_BTD, w_Dv, preferred_element_type=jnp.float32)

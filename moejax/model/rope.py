@@ -1,0 +1,67 @@
+"""Rotary positions, and the ways to stretch them past the trained length."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moejax.config import RopeConfig
+
+
+def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
+    """Returns the angle per position of each channel pair, and the scale of cos and sin.
+
+    Sources: linear, Chen et al. 2023; llama3, the Llama 3.1 model card; yarn, Peng et al. 2023.
+    """
+    exponent = jnp.arange(0, channels, 2, dtype=jnp.float32) / channels
+    base = cfg.theta**-exponent
+    if cfg.scaling == "linear":
+        return base / cfg.factor, 1.0
+    if cfg.scaling == "llama3":
+        return _llama3(base, cfg), 1.0
+    if cfg.scaling == "yarn":
+        return _yarn(base, channels, cfg), 0.1 * math.log(cfg.factor) + 1.0
+    return base, 1.0
+
+
+def _llama3(base: jax.Array, cfg: RopeConfig) -> jax.Array:
+    """Stretches long wavelengths, keeps short ones, blends between."""
+    rotations = cfg.trained_length * base / (2 * math.pi)
+    span = cfg.high_frequency_factor - cfg.low_frequency_factor
+    keep = jnp.clip((rotations - cfg.low_frequency_factor) / span, 0, 1)
+    return keep * base + (1 - keep) * base / cfg.factor
+
+
+def _yarn(base: jax.Array, channels: int, cfg: RopeConfig) -> jax.Array:
+    """Stretches pairs that rotate fewer than beta_slow times, keeps those above beta_fast."""
+
+    def pair_of(rotations: float) -> float:
+        turn = cfg.trained_length / (rotations * 2 * math.pi)
+        return channels * math.log(turn) / (2 * math.log(cfg.theta))
+
+    low = max(math.floor(pair_of(cfg.beta_fast)), 0)
+    high = min(math.ceil(pair_of(cfg.beta_slow)), channels - 1)
+    stretch = jnp.clip((jnp.arange(channels // 2) - low) / max(high - low, 1e-3), 0, 1)
+    return stretch * base / cfg.factor + (1 - stretch) * base
+
+
+def rotate(
+    x_BTHC: Float[Array, "B T H C"], angles: tuple[jax.Array, jax.Array]
+) -> Float[Array, "B T H C"]:
+    """Turns channel pairs (c, c + C/2) by their angle, in float32.
+
+    Args:
+      angles: cos and sin, each [T, C/2], from `tables`.
+    """
+    cos, sin = (a[None, :, None, :] for a in angles)
+    first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTHC.dtype)
+
+
+def tables(length: int, channels: int, cfg: RopeConfig) -> tuple[jax.Array, jax.Array]:
+    """Returns cos and sin of every position's angles, each [length, channels / 2], float32."""
+    frequency, scale = frequencies(channels, cfg)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale

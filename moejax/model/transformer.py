@@ -1,0 +1,172 @@
+"""The language model: blocks of attention and MLP or experts, scanned by repeating pattern.
+
+Per device, inside shard_map. Modules hold this device's shards of the parameters; the letters of
+their dimensions are metadata (`dims`), from which `Layout` derives every sharding.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from moejax.comm import wire
+from moejax.comm.activations import join_positions, split_positions
+from moejax.config import ModelConfig, MoEConfig
+from moejax.model.attention import Angles, Attention, attention_mask
+from moejax.model.layers import MLP, Embedding, RMSNorm
+from moejax.model.rope import tables
+from moejax.moe.layer import MoE, MoEStats
+from moejax.moe.router import jitter_noise
+from moejax.program import Program
+
+REMAT_POLICIES: dict[str, Callable | None] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "collectives": jax.checkpoint_policies.save_only_these_names(wire.TOKEN_WIRE, wire.WEIGHT_WIRE),
+    "token_collectives": jax.checkpoint_policies.save_only_these_names(wire.TOKEN_WIRE),
+}
+
+
+def layer_groups(cfg: ModelConfig) -> list[tuple[tuple[str, ...], int]]:
+    """The blocks as (pattern, repeats): what is scanned, and how often."""
+    groups = [(("dense",), cfg.first_dense_layers)]
+    rest = cfg.num_layers - cfg.first_dense_layers
+    if cfg.moe_every is None:
+        groups = [(("dense",), cfg.num_layers)]
+    else:
+        pattern = ("dense",) * (cfg.moe_every - 1) + ("moe",)
+        groups += [(pattern, rest // cfg.moe_every), (("dense",), rest % cfg.moe_every)]
+    return [(pattern, repeats) for pattern, repeats in groups if repeats]
+
+
+class Block(nnx.Module):
+    """Attention, then an MLP or experts, each on a normalised copy of the residual stream."""
+
+    def __init__(
+        self, kind: str, cfg: ModelConfig, moe: MoEConfig, program: Program, rngs: nnx.Rngs
+    ):
+        self.program = program
+        self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
+        self.attention = Attention(cfg, program, rngs)
+        self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
+        self.moe = MoE(cfg, moe, program, rngs) if kind == "moe" else None
+        hidden = cfg.mlp_hidden if kind == "dense" else moe.num_shared_experts * moe.expert_hidden
+        self.mlp = MLP(cfg, hidden, program, rngs) if hidden else None
+
+    def __call__(
+        self, x_BtD: jax.Array, mask_BTS: jax.Array, angles: Angles, noise_key: jax.Array | None
+    ) -> tuple[jax.Array, MoEStats | None]:
+        """Returns the new residual stream and what the experts report."""
+        layout, stats = self.program.layout, None
+        with jax.named_scope("attention"):
+            x_BtD = x_BtD + self.attention(self.attention_norm(x_BtD), mask_BTS, angles)
+        h_BtD = self.mlp_norm(x_BtD)
+        if self.moe is not None:
+            h_split = split_positions(h_BtD, layout)
+            noise = None
+            if noise_key is not None:
+                amount = self.moe.moe.router.jitter
+                noise = jitter_noise(h_split.shape, amount, noise_key, layout)
+            y_BtD, stats = self.moe(h_split, noise)
+            x_BtD = x_BtD + join_positions(y_BtD, layout)
+        if self.mlp is not None:
+            with jax.named_scope("mlp"):
+                x_BtD = x_BtD + self.mlp(h_BtD)
+        return x_BtD, stats
+
+
+class Pattern(nnx.Module):
+    """The blocks of one repeat of a layer group."""
+
+    def __init__(
+        self,
+        kinds: tuple[str, ...],
+        cfg: ModelConfig,
+        moe: MoEConfig,
+        program: Program,
+        rngs: nnx.Rngs,
+    ):
+        self.blocks = nnx.List([Block(kind, cfg, moe, program, rngs) for kind in kinds])
+
+    def __call__(
+        self, x_BtD: jax.Array, mask_BTS: jax.Array, angles: Angles, noise_key: jax.Array | None
+    ) -> tuple[jax.Array, list[MoEStats]]:
+        """Runs the blocks in order."""
+        reports = []
+        for place, block in enumerate(self.blocks):
+            key = None if noise_key is None else jax.random.fold_in(noise_key, place)
+            x_BtD, stats = block(x_BtD, mask_BTS, angles, key)
+            reports += [] if stats is None else [stats]
+        return x_BtD, reports
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model. Layers of a group are stacked in front of each parameter."""
+
+    def __init__(self, cfg: ModelConfig, moe: MoEConfig, program: Program, rngs: nnx.Rngs):
+        self.cfg, self.moe, self.program = cfg, moe, program
+        self.embedding = Embedding(cfg, program, rngs)
+        self.groups = nnx.List()
+        for kinds, repeats in layer_groups(cfg):
+            make = partial(Pattern, kinds, cfg, moe, program)
+            stack = nnx.vmap(make, in_axes=0, out_axes=0)
+            self.groups.append(stack(rngs.fork(split=repeats)))
+        self.norm = RMSNorm(cfg.width, cfg.norm_epsilon)
+
+    def __call__(
+        self,
+        token_BT: Int[Array, "B T"],
+        segment_BT: Int[Array, "B T"],
+        noise_key: jax.Array | None = None,
+    ) -> tuple[Float[Array, "B T v"], MoEStats | None]:
+        """Returns this tensor rank's logits, and expert reports stacked over expert layers.
+
+        Args:
+          segment_BT: document of each position; attention stays inside it.
+          noise_key: the same on every device; None where routing is to be noiseless.
+        """
+        cfg = self.cfg
+        mask_BTS = attention_mask(segment_BT, cfg.sliding_window)
+        angles = tables(token_BT.shape[1], cfg.head_width, cfg.rope)
+        with jax.named_scope("embed"):
+            x_BtD = self.embedding.embed(token_BT)
+        reports = []
+        for place, group in enumerate(self.groups):
+            key = None if noise_key is None else jax.random.fold_in(noise_key, place)
+            x_BtD, stats = self._run_group(group, x_BtD, mask_BTS, angles, key)
+            reports += [] if stats is None else [stats]
+        with jax.named_scope("logits"):
+            logits_BTv = self.embedding.logits(self.norm(x_BtD))
+        if not reports:
+            return logits_BTv, None
+        return logits_BTv, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
+
+    def _run_group(
+        self,
+        group: Pattern,
+        x_BtD: jax.Array,
+        mask_BTS: jax.Array,
+        angles: Angles,
+        noise_key: jax.Array | None,
+    ) -> tuple[jax.Array, MoEStats | None]:
+        """Scans one layer group; reports come back stacked in layer order."""
+        graph, stacked = nnx.split(group)
+        repeats = jax.tree.leaves(stacked)[0].shape[0]
+
+        def repeat(x_BtD, scanned):
+            layer, state = scanned
+            key = None if noise_key is None else jax.random.fold_in(noise_key, layer)
+            return nnx.merge(graph, state)(x_BtD, mask_BTS, angles, key)
+
+        if self.cfg.remat != "none":
+            repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])
+        unroll = 1 if self.cfg.scan_layers else repeats
+        x_BtD, reports = jax.lax.scan(repeat, x_BtD, (jnp.arange(repeats), stacked), unroll=unroll)
+        if not reports:
+            return x_BtD, None
+        # [repeat, ...] for each expert block of the pattern -> [repeat * blocks, ...], in order.
+        stats = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *reports)
+        return x_BtD, stats

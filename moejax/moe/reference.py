@@ -1,0 +1,59 @@
+"""The oracle: what an expert layer computes, dense, on one device, with no sort and no network.
+
+Every mesh, route, chunk count and kernel must agree with this within a derived tolerance.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from moejax.config import RouterConfig
+
+
+def moe_reference(
+    x_ND: Float[Array, "N D"],
+    w_router_DE: Float[Array, "D E"],
+    bias_E: Float[Array, " E"],
+    w_in_EDUF: Float[Array, "E D 2 F"],
+    w_out_EFD: Float[Array, "E F D"],
+    cfg: RouterConfig,
+    *,
+    k: int,
+) -> tuple[Float[Array, "N D"], Float[Array, "N E"]]:
+    """Returns the layer's output and the dense routing weights (zero where not chosen)."""
+    logit_NE = x_ND.astype(jnp.float32) @ w_router_DE
+    if cfg.score == "softmax":
+        score_NE = jnp.exp(logit_NE) / jnp.sum(jnp.exp(logit_NE), axis=-1, keepdims=True)
+    else:
+        score_NE = 1 / (1 + jnp.exp(-logit_NE))
+    chosen_NE = _chosen(jax.lax.stop_gradient(score_NE + bias_E), cfg, k)
+    weight_NE = jnp.where(chosen_NE, score_NE, 0.0)
+    if cfg.renormalize:
+        weight_NE = weight_NE / jnp.sum(weight_NE, axis=-1, keepdims=True)
+    weight_NE = weight_NE * cfg.weight_scale
+    h_NEUF = jnp.einsum("ND,EDUF->NEUF", x_ND, w_in_EDUF)
+    gate_NEF, up_NEF = h_NEUF[:, :, 0], h_NEUF[:, :, 1]
+    y_NED = jnp.einsum("NEF,EFD->NED", gate_NEF * jax.nn.sigmoid(gate_NEF) * up_NEF, w_out_EFD)
+    return jnp.einsum("NE,NED->ND", weight_NE, y_NED), weight_NE
+
+
+def _chosen(election_NE: jax.Array, cfg: RouterConfig, k: int) -> jax.Array:
+    """Whether each expert is among the token's k best, by counting those that beat it."""
+    if cfg.num_groups > 1:
+        N, E = election_NE.shape
+        by_group = jnp.sort(election_NE.reshape(N, cfg.num_groups, -1), axis=-1)
+        best = 2 if cfg.score == "sigmoid" else 1
+        in_group = _best(jnp.sum(by_group[:, :, -best:], axis=-1), cfg.groups_per_token)
+        in_group = jnp.repeat(in_group, E // cfg.num_groups, axis=1)
+        election_NE = jnp.where(in_group, election_NE, -jnp.inf)
+    return _best(election_NE, k)
+
+
+def _best(value_NX: jax.Array, k: int) -> jax.Array:
+    """Marks the k largest of each row; of equals the first wins, as in `lax.top_k`."""
+    index_X = jnp.arange(value_NX.shape[1])
+    larger = value_NX[:, None, :] > value_NX[:, :, None]
+    equal_before = (value_NX[:, None, :] == value_NX[:, :, None]) & (
+        index_X[None, None, :] < index_X[None, :, None]
+    )
+    return jnp.sum(larger | equal_before, axis=-1) < k

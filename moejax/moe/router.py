@@ -1,0 +1,131 @@
+"""Chooses experts for each token, and keeps them balanced.
+
+Per device, always in float32. Three ways to balance: a loss over the batch or over each sequence,
+a z-loss on the logits, and a selection bias moved after each step (loss-free, DeepSeek-V3).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from moejax.comm import wire
+from moejax.config import RouterConfig
+from moejax.dims import Layout
+
+
+class Routing(NamedTuple):
+    """Where each token goes. `score_NE` is what the balance loss sees."""
+
+    expert_NK: Int[Array, "N K"]
+    weight_NK: Float[Array, "N K"]
+    score_NE: Float[Array, "N E"]
+
+
+def route(
+    logit_NE: Float[Array, "N E"], bias_E: Float[Array, " E"], cfg: RouterConfig, *, k: int
+) -> Routing:
+    """Picks the k experts with the highest score plus bias; weights come from the scores alone.
+
+    Group-limited: only experts in a token's best groups stand for election. A group is as good as
+    its two best experts together (sigmoid scores, DeepSeek-V3) or its best one (softmax, V2).
+    """
+    if cfg.score == "softmax":
+        score_NE = jax.nn.softmax(logit_NE, axis=-1)
+    else:
+        score_NE = jax.nn.sigmoid(logit_NE)
+    election_NE = jax.lax.stop_gradient(score_NE + bias_E)
+    if cfg.num_groups > 1:
+        election_NE = jnp.where(_allowed(election_NE, cfg), election_NE, -jnp.inf)
+    expert_NK = jax.lax.top_k(election_NE, k)[1]
+    weight_NK = jnp.take_along_axis(score_NE, expert_NK, axis=-1)
+    if cfg.renormalize:
+        # 1e-20 keeps a token whose sigmoid scores all underflow finite (DeepSeek-V3 uses the same).
+        weight_NK = weight_NK / (jnp.sum(weight_NK, axis=-1, keepdims=True) + 1e-20)
+    return Routing(expert_NK, weight_NK * cfg.weight_scale, score_NE)
+
+
+def _allowed(election_NE: jax.Array, cfg: RouterConfig) -> jax.Array:
+    """Whether each expert is in one of the token's `groups_per_token` best groups."""
+    N, E = election_NE.shape
+    by_group = election_NE.reshape(N, cfg.num_groups, E // cfg.num_groups)
+    best = 2 if cfg.score == "sigmoid" else 1
+    group_score = jnp.sum(jax.lax.top_k(by_group, best)[0], axis=-1)
+    chosen = jax.lax.top_k(group_score, cfg.groups_per_token)[1]
+    allowed = jnp.any(chosen[:, :, None] == jnp.arange(cfg.num_groups), axis=1)
+    return jnp.repeat(allowed, E // cfg.num_groups, axis=-1)
+
+
+def count_load(expert_NK: Int[Array, "N K"], num_experts: int) -> Int[Array, " E"]:
+    """Assignments to each expert on this device."""
+    return jnp.sum(expert_NK.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+
+
+def balance_loss(
+    routing: Routing, cfg: RouterConfig, *, sequences: int, layout: Layout
+) -> Float[Array, ""]:
+    """This device's share of the load-balance loss; one when the load is even.
+
+    E * sum over experts of (share of assignments) * (mean score), with the share and the mean taken
+    over the global batch or over each sequence (then averaged). Sigmoid scores are normalised to
+    sum to one. The shares carry no gradient. Wire: E integers, B * E per sequence.
+
+    Source: Switch Transformer (Fedus et al. 2021), equation 4; DeepSeek-V3, equations 17 to 20.
+    """
+    N, E = routing.score_NE.shape
+    K = routing.expert_NK.shape[1]
+    spans, axes = (1, layout.mesh_axes) if cfg.balance_over == "batch" else (sequences, layout.tensor)
+    tokens = N // spans * layout.size(axes)
+    score_NE = routing.score_NE
+    if cfg.score == "sigmoid":
+        score_NE = score_NE / (jnp.sum(score_NE, axis=-1, keepdims=True) + 1e-20)
+    count_BE = jax.vmap(lambda e: count_load(e, E))(routing.expert_NK.reshape(spans, N // spans, K))
+    share_BE = wire.all_reduce(count_BE, axes) / (tokens * K)
+    mean_BE = jnp.sum(score_NE.reshape(spans, N // spans, E), axis=1) / tokens
+    loss = E * jnp.sum(share_BE * mean_BE)
+    # Spans are averaged; the sum over devices of this value is the loss.
+    return loss if cfg.balance_over == "batch" else loss / (sequences * layout.size(layout.token_axes))
+
+
+def z_loss(logit_NE: Float[Array, "N E"], *, layout: Layout) -> Float[Array, ""]:
+    """This device's share of the mean squared log-partition of the router.
+
+    Source: ST-MoE (Zoph et al. 2022), equation 5.
+    """
+    tokens = logit_NE.shape[0] * layout.size(layout.mesh_axes)
+    return jnp.sum(jax.nn.logsumexp(logit_NE, axis=-1) ** 2) / tokens
+
+
+def update_bias(bias_E: jax.Array, load_E: jax.Array, rate: float) -> jax.Array:
+    """Moves the selection bias of over- and underloaded experts by `rate` towards balance.
+
+    Args:
+      load_E: assignments of the whole step, over all devices.
+    Source: DeepSeek-V3 (2024), section 2.1.2.
+    """
+    load_E = load_E.astype(jnp.float32)
+    return bias_E + rate * jnp.sign(jnp.mean(load_E, axis=-1, keepdims=True) - load_E)
+
+
+def jitter_noise(
+    shape: tuple[int, int, int], amount: float, key: jax.Array, layout: Layout
+) -> Float[Array, "B t D"]:
+    """Factors of the router's input, uniform in 1 - amount .. 1 + amount.
+
+    Per device, for tokens split over all mesh axes. The noise of a token depends on its place in
+    the global batch alone, so every mesh draws the same.
+
+    Args:
+      key: the same on every device; differs by step, layer and micro-batch.
+    Source: Switch Transformer (Fedus et al. 2021), section 2.2.
+    """
+    B, t, D = shape
+    sequence = wire.index(layout.token_axes) * B
+    position = wire.index(layout.tensor) * t
+
+    def noise(b: jax.Array, s: jax.Array) -> jax.Array:
+        place = jax.random.fold_in(jax.random.fold_in(key, sequence + b), position + s)
+        return jax.random.uniform(place, (D,), minval=1 - amount, maxval=1 + amount)
+
+    return jax.vmap(lambda b: jax.vmap(lambda s: noise(b, s))(jnp.arange(t)))(jnp.arange(B))

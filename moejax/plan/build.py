@@ -1,0 +1,19 @@
+"""Turns the mesh a run asks for into a JAX mesh. The one place where axis types are written."""
+
+import numpy as np
+from jax import Device
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from moejax.dims import Layout
+
+
+def build_mesh(layout: Layout, devices: list[Device]) -> Mesh:
+    """Returns the mesh over real devices, slowest axis first; the fastest axis is contiguous."""
+    names, sizes = zip(*layout.sizes, strict=True)
+    return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def build_abstract_mesh(layout: Layout) -> AbstractMesh:
+    """Returns a mesh of any size without devices, enough to trace the step."""
+    names, sizes = zip(*layout.sizes, strict=True)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))

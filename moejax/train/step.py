@@ -1,0 +1,280 @@
+"""The train step: loss, gradients, reduction and update as one `jax.shard_map` over the whole mesh.
+
+Everything inside is per-device code. The loss of a device is its share, so that the sum over all
+devices is the loss; see `comm.wire` for what that makes of the collectives' transposes.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm import wire
+from moejax.comm.reduce import reduce_whole
+from moejax.config import Config
+from moejax.dims import Layout, build_layout
+from moejax.kernels.select import select_attention, select_grouped_matmul
+from moejax.model.transformer import Transformer
+from moejax.moe.layer import RouterBias
+from moejax.moe.router import update_bias
+from moejax.program import Program
+from moejax.train.loss import LossParts, next_token_loss, token_nll
+from moejax.train.optimizer import build_optimizer, global_norm
+
+Tree = Any  # a pure dict of arrays
+
+
+class TrainState(NamedTuple):
+    """All that a checkpoint holds."""
+
+    step: jax.Array  # optimizer steps done, which is also the position in the data
+    skipped: jax.Array  # updates not applied because loss or gradient was not finite
+    params: Tree
+    balance: Tree  # selection biases of loss-free balancing
+    optimizer: Any
+
+
+class Batch(NamedTuple):
+    """One step's sequences; global arrays outside the step, this device's rows inside."""
+
+    token_BT: jax.Array
+    target_BT: jax.Array  # -1 where there is nothing to predict
+    segment_BT: jax.Array
+
+
+class Metrics(NamedTuple):
+    """Of one step, over all devices."""
+
+    loss: jax.Array  # nats per target
+    balance: jax.Array  # load-balance loss, 1 when even
+    load_LE: jax.Array  # assignments to each expert of each expert layer
+    dropped_L: jax.Array
+    gradient_norm: jax.Array  # before clipping
+    skipped: jax.Array  # updates skipped so far
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The compiled functions of a run and the shardings of what they take."""
+
+    cfg: Config
+    mesh: Mesh | AbstractMesh
+    program: Program
+    graph: nnx.GraphDef
+    dims: Tree  # letters of each parameter's dimensions
+    abstract: TrainState  # shapes, dtypes and shardings of the state
+
+    @property
+    def layout(self) -> Layout:
+        """Where arrays live."""
+        return self.program.layout
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of each array of a batch."""
+        return NamedSharding(self.mesh, self.layout.token_spec())
+
+    def abstract_batch(self) -> Batch:
+        """Shapes of one step's batch."""
+        shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
+        array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
+        return Batch(array, array, array)
+
+    def init(self) -> TrainState:
+        """Returns the first state, drawn from the seed, each device making its own shards.
+
+        The values depend on the seed alone, not on the mesh.
+        """
+        optimizer = _optimizer(self.cfg, self.dims, self.layout)
+
+        def build() -> TrainState:
+            params, balance = _split(_model(self.cfg, self.program))[1:]
+            zero = jnp.zeros((), jnp.int32)
+            return TrainState(zero, zero, params, balance, optimizer.init(params))
+
+        return jax.jit(build, out_shardings=_shardings(self.abstract))()
+
+    @property
+    def step(self) -> Any:
+        """The jitted step: (state, batch) -> (state, metrics). Takes the state's memory over."""
+        body = partial(_train_step, self, _optimizer(self.cfg, self.dims, self.layout))
+        return jax.jit(self._mapped(body, Batch, Metrics(*[P()] * 6)), donate_argnums=0)
+
+    @property
+    def evaluate(self) -> Any:
+        """The jitted (state, batch) -> summed nats over the batch's valid targets."""
+        return jax.jit(self._mapped(partial(_evaluate, self), Batch, None))
+
+    @property
+    def next_logits(self) -> Any:
+        """The jitted (state, token_BT, length) -> logits_BV that follow the first `length` tokens."""
+        specs = (_specs(self.abstract), self.layout.token_spec(), P())
+        body = partial(_next_logits, self)
+        out = self.layout.token_spec()
+        return jax.jit(
+            jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
+        )
+
+    def _mapped(self, body: Any, batch: type, metrics: Any) -> Any:
+        state = _specs(self.abstract)
+        specs = (state, batch(*[self.layout.token_spec()] * 3))
+        out = P() if metrics is None else (state, metrics)
+        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+
+def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trainer:
+    """Describes the run on a mesh; allocates nothing.
+
+    Args:
+      mesh: an AbstractMesh is enough to trace the step.
+      platform: "cpu", "gpu" or "tpu", which chooses kernels.
+    """
+    program = Program(
+        layout=build_layout(cfg.mesh),
+        dtype=cfg.model.dtype,
+        gradient_dtype=cfg.train.gradient_dtype,
+        grouped_matmul=select_grouped_matmul(platform, cfg.moe.implementation).implementation,
+        attention=select_attention(platform, cfg.model.dtype).implementation,
+    )
+    model = nnx.eval_shape(lambda: _model(cfg, program))
+    graph, params, balance = _split(model)
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    dims = nnx.to_pure_dict(
+        nnx.from_flat_state([(path, v.replace(v.get_metadata("dims"))) for path, v in flat])
+    )
+    optimizer = _optimizer(cfg, dims, program.layout)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    abstract = TrainState(scalar, scalar, params, balance, jax.eval_shape(optimizer.init, params))
+    specs = jax.tree.map(lambda x, d: program.layout.param_spec(d, x.ndim), params, dims)
+    opt_specs = optax.tree_map_params(
+        optimizer, lambda _, s: s, abstract.optimizer, specs, transform_non_params=lambda _: P()
+    )
+    all_specs = TrainState(P(), P(), specs, jax.tree.map(lambda _: P(), balance), opt_specs)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
+        abstract,
+        all_specs,
+    )
+    return Trainer(cfg, mesh, program, graph, dims, abstract)
+
+
+def _model(cfg: Config, program: Program) -> Transformer:
+    return Transformer(cfg.model, cfg.moe, program, nnx.Rngs(params=cfg.train.seed))
+
+
+def _split(model: Transformer) -> tuple[nnx.GraphDef, Tree, Tree]:
+    graph, params, balance = nnx.split(model, nnx.Param, RouterBias)
+    return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(balance)
+
+
+def _optimizer(cfg: Config, dims: Tree, layout: Layout) -> optax.GradientTransformation:
+    return build_optimizer(cfg.optimizer, dims, layout, cfg.train.num_steps)
+
+
+def _shardings(abstract: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.sharding, abstract)
+
+
+def _specs(abstract: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.sharding.spec, abstract)
+
+
+def _loss(
+    trainer: Trainer, params: Tree, balance: Tree, batch: Batch, num_targets: Any, key: Any
+) -> tuple[jax.Array, LossParts]:
+    """This device's share of the loss on its rows."""
+    model = nnx.merge(trainer.graph, params, balance)
+    noise_key = key if trainer.cfg.moe.router.jitter else None
+    logits_BTv, stats = model(batch.token_BT, batch.segment_BT, noise_key)
+    if stats is not None:
+        # Router losses are means over tokens; each micro-batch holds an equal part of them.
+        stats = stats._replace(loss=stats.loss / trainer.cfg.train.micro_batches)
+    return next_token_loss(
+        logits_BTv, batch.target_BT, stats, num_targets=num_targets, layout=trainer.layout
+    )
+
+
+def _gradients(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
+    """Gradients of the whole batch, reduced over devices, summed over micro-batches."""
+    layout, parts = trainer.layout, trainer.cfg.train.micro_batches
+    num_targets = wire.all_reduce(jnp.sum(batch.target_BT >= 0), layout.token_axes)
+    num_targets = jnp.maximum(num_targets, 1).astype(jnp.float32)
+    key = jax.random.fold_in(jax.random.key(trainer.cfg.train.seed), state.step)
+
+    def micro(part: Any, rows: Batch) -> tuple[Tree, LossParts]:
+        part_key = jax.random.fold_in(key, part)
+
+        def loss(params):
+            return _loss(trainer, params, state.balance, rows, num_targets, part_key)
+
+        return jax.grad(loss, has_aux=True)(state.params)
+
+    if parts == 1:
+        gradients, report = micro(0, batch)
+    else:
+        cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(micro, 0, jax.tree.map(lambda x: x[0], cut)))
+
+        def add(total, scanned):
+            return jax.tree.map(jnp.add, total, micro(*scanned)), None
+
+        gradients, report = jax.lax.scan(add, zeros, (jnp.arange(parts), cut))[0]
+        report = report._replace(balance=report.balance / parts)
+    leaves, tree = jax.tree.flatten(gradients)
+    whole = [i for i, d in enumerate(jax.tree.leaves(trainer.dims)) if len(d) == 1]
+    for i, summed in zip(whole, reduce_whole([leaves[i] for i in whole], layout), strict=True):
+        leaves[i] = summed
+    return jax.tree.unflatten(tree, leaves), report
+
+
+def _train_step(
+    trainer: Trainer, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    """One optimizer step; an update that is not finite is counted and not applied."""
+    layout, rate = trainer.layout, trainer.cfg.moe.router.bias_update_rate
+    gradients, report = _gradients(trainer, state, batch)
+    report = jax.tree.map(lambda x: wire.all_reduce(x, layout.mesh_axes), report)
+    with jax.named_scope("update"):
+        norm = global_norm(gradients, trainer.dims, layout)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+    balance = state.balance
+    if rate:
+        balance = _update_balance(balance, report.load_LE, rate)
+    finite = jnp.isfinite(norm) & jnp.isfinite(report.nll)
+    kept = (state.params, state.balance, state.optimizer)
+    new = jax.tree.map(partial(jnp.where, finite), (params, balance, optimizer_state), kept)
+    skipped = state.skipped + jnp.where(finite, 0, 1)
+    state = TrainState(state.step + 1, skipped, *new)
+    return state, Metrics(*report, gradient_norm=norm, skipped=skipped)
+
+
+def _update_balance(balance: Tree, load_LE: jax.Array, rate: float) -> Tree:
+    """Moves each layer's selection bias; biases are stacked per layer group, in layer order."""
+    leaves, tree = jax.tree.flatten(balance)
+    first, moved = 0, []
+    for bias_LE in leaves:
+        layers = bias_LE.shape[0]
+        moved.append(update_bias(bias_LE, load_LE[first : first + layers], rate))
+        first += layers
+    return jax.tree.unflatten(tree, moved)
+
+
+def _evaluate(trainer: Trainer, state: TrainState, batch: Batch) -> jax.Array:
+    model = nnx.merge(trainer.graph, state.params, state.balance)
+    logits_BTv, _ = model(batch.token_BT, batch.segment_BT)
+    nll_BT = token_nll(logits_BTv, batch.target_BT, trainer.layout)
+    return wire.all_reduce(jnp.sum(nll_BT), trainer.layout.token_axes)
+
+
+def _next_logits(trainer: Trainer, state: TrainState, token_BT: jax.Array, length: Any) -> Any:
+    model = nnx.merge(trainer.graph, state.params, state.balance)
+    logits_BTv, _ = model(token_BT, jnp.zeros_like(token_BT))
+    last_Bv = jax.lax.dynamic_index_in_dim(logits_BTv, length - 1, axis=1, keepdims=False)
+    return wire.all_gather(last_Bv, trainer.layout.tensor, dim=1)
