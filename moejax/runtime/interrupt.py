@@ -1,0 +1,36 @@
+"""Ctrl-C and SIGTERM: the first asks the loop to save and stop, the second stops at once."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """While entered, `requested` says whether someone asked the run to stop."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "Interrupt":
+        # Handlers can only be set in the main thread; a loop driven from another has no Ctrl-C.
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,0 +1,52 @@
+"""The run's records: one JSON object a line, written as things happen."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import InputError
+
+
+class Ledger:
+    """Appends events and metrics to `metrics.jsonl` of a run directory."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, event: str, **values: Any) -> None:
+        """Adds one line: the time in seconds since 1970, the event, and its values."""
+        line = {"time": round(time.time(), 3), "event": event, **values}
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class RunLock:
+    """Keeps two live runs out of one directory. Held until closed or the process ends."""
+
+    def __init__(self, run_dir: Path):
+        path = run_dir / "lock"
+        self._file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "unknown"
+            self._file.close()
+            raise InputError(
+                f"run directory is in use. {run_dir} belongs to {owner}. One live run a directory. "
+                f"Wait for it, stop it, or set another run_dir."
+            ) from error
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Lets the directory go."""
+        self._file.close()

@@ -1,0 +1,57 @@
+"""Starts JAX as the config asks, and measures what the devices can do."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from moejax.config import MeshConfig
+from moejax.errors import InputError
+
+
+def start(mesh: MeshConfig) -> list[jax.Device]:
+    """Chooses the platform, simulates CPU devices where asked, and returns the devices.
+
+    Must run before anything else touches a device.
+    """
+    if mesh.platform is not None:
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(mesh.platform, mesh.platform))
+    if mesh.simulated_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", mesh.simulated_devices)
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"no {mesh.platform or 'usable'} device. JAX says: {reason}. mesh.platform must name "
+            f"hardware that is present. Install moejax[cuda13] or moejax[tpu], or set "
+            f"mesh.platform=cpu."
+        ) from error
+
+
+def platform_of(devices: list[jax.Device]) -> str:
+    """Returns "cpu", "gpu" or "tpu"."""
+    return {"cuda": "gpu", "rocm": "gpu"}.get(devices[0].platform, devices[0].platform)
+
+
+def measure_peak(devices: list[jax.Device], dtype: str) -> float:
+    """Returns FLOP/s of a large matrix product over all devices.
+
+    The best of five; on CPU simulated devices share the machine, so one product, which uses all
+    cores, is the peak of them all. Takes under a second.
+    """
+    on_cpu = platform_of(devices) == "cpu"
+    size = 1536 if on_cpu else 8192
+    x = jax.device_put(jnp.ones((size, size), dtype), devices[0])
+    multiply = jax.jit(lambda a, b: a @ b)
+    jax.block_until_ready(multiply(x, x))
+    seconds = min(_timed(multiply, x) for _ in range(5))
+    return 2 * size**3 / seconds * (1 if on_cpu else len(devices))
+
+
+def _timed(function: Any, x: jax.Array) -> float:
+    begin = time.perf_counter()
+    jax.block_until_ready(function(x, x))
+    return time.perf_counter() - begin

@@ -1,0 +1,153 @@
+"""What is measured while training, and where it goes: JSONL, TensorBoard, the screen."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from tensorboardX import SummaryWriter
+
+from moejax.runtime.ledger import Ledger
+from moejax.train.step import Metrics
+
+
+@dataclass(frozen=True)
+class Report:
+    """One logged line."""
+
+    step: int
+    loss: float  # nats per target
+    tokens_per_second: float
+    flops_per_second: float  # of the model: recomputation not counted
+    share_of_peak: float  # of the measured peak of a large matrix product
+    balance: float  # load-balance loss: 1 is even
+    busiest_expert: float  # largest load of an expert over the mean, worst layer
+    dropped: list[int]  # assignments dropped in the step, by expert layer
+    gradient_norm: float
+    skipped: int  # updates skipped so far because they were not finite
+    seconds_left: float
+
+    def line(self, num_steps: int) -> str:
+        """The report as people read it."""
+        minutes, seconds = divmod(int(self.seconds_left), 60)
+        skipped = f"  skipped {self.skipped}" if self.skipped else ""
+        return (
+            f"step {self.step}/{num_steps}  loss {self.loss:.4f}  "
+            f"{self.tokens_per_second:,.0f} tok/s  {self.flops_per_second / 1e9:,.1f} GFLOP/s "
+            f"({self.share_of_peak:.0%} of peak)  balance {self.balance:.3f}  "
+            f"dropped {sum(self.dropped)}{skipped}  {minutes}:{seconds:02d} left"
+        )
+
+
+class Meter:
+    """Turns step metrics into reports. The clock starts when the first step is done."""
+
+    def __init__(
+        self, *, tokens_per_step: int, flops_per_token: int, peak: float, num_steps: int
+    ) -> None:
+        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.peak, self.num_steps = peak, num_steps
+        self._since: tuple[float, int] | None = None
+        self._paused = 0.0
+
+    def start(self, step: int) -> None:
+        """Says that `step` steps are done now; rates are measured from here."""
+        self._since, self._paused = (time.perf_counter(), step), 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Leaves time out of the rates: evaluation."""
+        self._paused += seconds
+
+    def report(self, step: int, metrics: Metrics) -> Report:
+        """Fetches a step's metrics, which waits for the step, and rates the steps since `start`."""
+        loss = float(metrics.loss)
+        assert self._since is not None, "start comes first"
+        begin, first = self._since
+        seconds = time.perf_counter() - begin - self._paused
+        per_second = (step - first) / seconds
+        tokens = per_second * self.tokens_per_step
+        load_LE = np.asarray(metrics.load_LE, np.float64)
+        busiest = float((load_LE.max(axis=1) / load_LE.mean(axis=1)).max()) if load_LE.size else 1.0
+        return Report(
+            step=step,
+            loss=loss,
+            tokens_per_second=tokens,
+            flops_per_second=tokens * self.flops_per_token,
+            share_of_peak=tokens * self.flops_per_token / self.peak,
+            balance=float(metrics.balance),
+            busiest_expert=busiest,
+            dropped=[int(n) for n in np.asarray(metrics.dropped_L)],
+            gradient_norm=float(metrics.gradient_norm),
+            skipped=int(metrics.skipped),
+            seconds_left=(self.num_steps - step) / per_second if per_second else 0.0,
+        )
+
+
+class Display:
+    """One live line on a terminal, plain lines elsewhere. A context manager."""
+
+    def __init__(self, console: Console, num_steps: int, first_step: int):
+        self.console, self.num_steps = console, num_steps
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
+            self._progress = Progress(*columns, console=console)
+            self._task = self._progress.add_task("compiling", total=num_steps, completed=first_step)
+
+    def __enter__(self) -> "Display":
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def step(self, step: int) -> None:
+        """Moves the bar."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def show(self, report: Report) -> None:
+        """Shows a report."""
+        line = report.line(self.num_steps)
+        if self._progress is None:
+            self.console.print(line, highlight=False, soft_wrap=True)
+        else:
+            self._progress.update(self._task, completed=report.step, description=line)
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        console = self.console if self._progress is None else self._progress.console
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+class Records:
+    """Writes reports and events to `metrics.jsonl` and TensorBoard."""
+
+    def __init__(self, run_dir: Path):
+        self._ledger = Ledger(run_dir / "metrics.jsonl")
+        self._board = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def report(self, report: Report) -> None:
+        """Records a training report."""
+        values = vars(report)
+        self._ledger.write("step", **values)
+        for name, value in values.items():
+            if name != "step":
+                scalar = sum(value) if isinstance(value, list) else value
+                self._board.add_scalar(f"train/{name}", scalar, report.step)
+
+    def event(self, event: str, step: int, **values: float | int | str) -> None:
+        """Records anything else; numbers go to TensorBoard too."""
+        self._ledger.write(event, step=step, **values)
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self._board.add_scalar(f"{event}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flushes and closes both."""
+        self._board.close()
+        self._ledger.close()

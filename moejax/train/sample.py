@@ -1,0 +1,41 @@
+"""Samples a short continuation, to see what the model has learned. No cache: a demonstration."""
+
+import jax
+import numpy as np
+
+from moejax.train.step import Trainer, TrainState
+
+
+def sample(
+    trainer: Trainer,
+    state: TrainState,
+    prompt: list[int],
+    *,
+    length: int,
+    allowed: int,
+    seed: int,
+    temperature: float = 0.7,
+) -> list[int]:
+    """Returns the prompt and `length` sampled tokens.
+
+    Runs the whole model on the last T - 1 tokens for each new one, on the training mesh.
+
+    Args:
+      allowed: ids from here on are never sampled (rows of the vocabulary without a token).
+    """
+    T = trainer.cfg.data.sequence_length
+    rows = trainer.layout.size(trainer.layout.token_axes)
+    tokens, next_logits = list(prompt), trainer.next_logits
+    draw = np.random.default_rng(seed)
+    for _ in range(length):
+        seen = tokens[-T:]
+        window_BT = np.zeros((rows, T), np.int32)
+        window_BT[:, : len(seen)] = seen
+        placed = jax.make_array_from_callback(
+            window_BT.shape, trainer.batch_sharding, lambda index, w=window_BT: w[index]
+        )
+        logits_BV = next_logits(state, placed, len(seen))
+        logit_V = np.asarray(logits_BV.addressable_data(0))[0, :allowed].astype(np.float64)
+        chance_V = np.exp((logit_V - logit_V.max()) / temperature)
+        tokens.append(int(draw.choice(allowed, p=chance_V / chance_V.sum())))
+    return tokens

@@ -1,0 +1,105 @@
+"""What a run is, before it starts: parameters, mesh, bytes a device, FLOPs, collectives a step."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from moejax.model.count import Counts, count
+from moejax.plan.trace import Collective, collectives
+from moejax.train.step import Trainer
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in numbers. Bytes are of one device."""
+
+    counts: Counts
+    bytes_by_kind: dict[str, int]
+    tokens_per_step: int
+    collectives: list[Collective]
+
+
+def summarize(trainer: Trainer) -> Summary:
+    """Traces the step; allocates nothing and needs no device."""
+    state, batch = trainer.abstract, trainer.abstract_batch()
+    traced = trainer.step.trace(state, batch)
+    weights = _bytes(state.params)
+    by_kind = {
+        "weights (float32 masters)": weights,
+        "gradients": weights,
+        "optimizer state": _bytes(state.optimizer),
+        "batch": _bytes(batch),
+        "logits": _logit_bytes(trainer),
+    }
+    return Summary(
+        counts=count(trainer.cfg, parameter_sizes(trainer)),
+        bytes_by_kind=by_kind,
+        tokens_per_step=trainer.cfg.train.batch_sequences * trainer.cfg.data.sequence_length,
+        collectives=collectives(traced.jaxpr.jaxpr),
+    )
+
+
+def parameter_sizes(trainer: Trainer) -> dict[str, tuple[str, int]]:
+    """Path -> (letters of the dimensions, elements) of each parameter."""
+    leaves = jax.tree_util.tree_flatten_with_path(trainer.abstract.params)[0]
+    letters = jax.tree.leaves(trainer.dims)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): (dims, int(np.prod(x.shape)))
+        for (path, x), dims in zip(leaves, letters, strict=True)
+    }
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes of one device's shards."""
+    return sum(
+        int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _logit_bytes(trainer: Trainer) -> int:
+    """Bytes of one micro-batch's logits, the largest activation of a small model."""
+    layout, cfg = trainer.layout, trainer.cfg
+    rows = cfg.train.batch_sequences // layout.size(layout.token_axes) // cfg.train.micro_batches
+    vocabulary = cfg.model.vocab_size // layout.size(layout.tensor)
+    return rows * cfg.data.sequence_length * vocabulary * 4
+
+
+def print_summary(summary: Summary, trainer: Trainer, console: Console) -> None:
+    """Shows the run as a table, and the collectives of a step by kind and axes."""
+    counts, cfg = summary.counts, trainer.cfg
+    table = Table(title="run", show_header=False, title_justify="left")
+    table.add_row("parameters", f"{counts.total:,} total, {counts.active:,} active per token")
+    table.add_row("FLOPs per token", f"{counts.flops_per_token:,} (forward and backward)")
+    mesh = " x ".join(f"{axis}={size}" for axis, size in trainer.layout.sizes)
+    table.add_row("mesh", f"{mesh} ({cfg.mesh.activations}, experts {cfg.mesh.expert_weights})")
+    steps = f"{summary.tokens_per_step:,} tokens a step, {cfg.train.num_steps:,} steps"
+    table.add_row("batch", f"{cfg.train.batch_sequences} x {cfg.data.sequence_length}: {steps}")
+    for kind, size in summary.bytes_by_kind.items():
+        table.add_row(f"{kind}, a device", human_bytes(size))
+    for (kind, axes), (calls, size) in _by_kind(summary.collectives).items():
+        table.add_row(f"{kind} over {axes}", f"{calls:,} a step, {human_bytes(size)} a device")
+    console.print(table)
+
+
+def _by_kind(found: list[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
+    totals: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for one in found:
+        key = (one.kind, ", ".join(one.axes))
+        calls, size = totals[key]
+        totals[key] = (calls + one.calls, size + one.calls * one.bytes)
+    return dict(totals)
+
+
+def human_bytes(size: float) -> str:
+    """Bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
