@@ -12,5 +12,7 @@ class Program:
     layout: Layout
     dtype: str = "float32"
     gradient_dtype: str = "float32"
-    grouped_matmul: str = "blocked"
-    attention: str | None = None  # implementation of jax.nn.dot_product_attention; None: its choice
+    experts: str = "blocked"  # implementation of kernels.expert_mlp
+    attention: str = "xla"  # implementation of jax.nn.dot_product_attention
+    # Logits that exist at one time: what fits a CPU's cache, or keeps a GPU's matrix units full.
+    logit_elements: int = 2**21

@@ -11,8 +11,8 @@ class Choice:
     reason: str
 
 
-def select_grouped_matmul(platform: str, requested: str) -> Choice:
-    """Returns the grouped matrix product for a platform ("cpu", "gpu", "tpu")."""
+def select_experts(platform: str, requested: str) -> Choice:
+    """Returns the implementation of `expert_mlp` on a platform ("cpu", "gpu", "tpu")."""
     if requested != "auto":
         return Choice(requested, "named in moe.implementation")
     if platform == "tpu":

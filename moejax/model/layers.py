@@ -55,9 +55,9 @@ class Embedding(nnx.Module):
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         self.program = program
         self.table = nnx.Param(normal(rngs.params(), (cfg.vocab_size, cfg.width)), dims="VD")
-        self.project = None
         if not cfg.tie_embeddings:
             self.project = nnx.Param(normal(rngs.params(), (cfg.width, cfg.vocab_size)), dims="DV")
+        self.tied = cfg.tie_embeddings
 
     def embed(self, token_BT: Int[Array, "B T"]) -> Float[Array, "B t D"]:
         """Looks tokens up; each tensor rank gives the rows it holds, the sum has them all."""
@@ -71,11 +71,8 @@ class Embedding(nnx.Module):
         x_BTD = jnp.take(table_vD, jnp.where(here_BT, local_BT, 0), axis=0)
         return leave_tensor(jnp.where(here_BT[..., None], x_BTD, 0), layout)
 
-    def logits(self, x_BtD: Float[Array, "B t D"]) -> Float[Array, "B T v"]:
-        """This tensor rank's slice of the vocabulary, at all positions, in float32."""
-        x_BTD = enter_tensor(x_BtD, self.program.layout)
-        if self.project is None:
-            w_vD = enter(self.table, self.program)
-            return jnp.einsum("BTD,VD->BTV", x_BTD, w_vD, preferred_element_type=jnp.float32)
-        w_Dv = enter(self.project, self.program)
-        return jnp.einsum("BTD,DV->BTV", x_BTD, w_Dv, preferred_element_type=jnp.float32)
+    def projection(self) -> Float[Array, "D v"]:
+        """This tensor rank's slice of the output projection."""
+        if self.tied:
+            return enter(self.table, self.program).T
+        return enter(self.project, self.program)

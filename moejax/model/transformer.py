@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moejax.comm import wire
-from moejax.comm.activations import join_positions, split_positions
+from moejax.comm.activations import enter_tensor, join_positions, split_positions
 from moejax.config import ModelConfig, MoEConfig
 from moejax.model.attention import Angles, Attention, attention_mask
 from moejax.model.layers import MLP, Embedding, RMSNorm
@@ -121,8 +121,10 @@ class Transformer(nnx.Module):
         token_BT: Int[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         noise_key: jax.Array | None = None,
-    ) -> tuple[Float[Array, "B T v"], MoEStats | None]:
-        """Returns this tensor rank's logits, and expert reports stacked over expert layers.
+    ) -> tuple[Float[Array, "B T D"], MoEStats | None]:
+        """Returns the final hidden states at all positions, and reports of the expert layers.
+
+        `embedding.projection()` turns hidden states into logits.
 
         Args:
           segment_BT: document of each position; attention stays inside it.
@@ -138,11 +140,10 @@ class Transformer(nnx.Module):
             key = None if noise_key is None else jax.random.fold_in(noise_key, place)
             x_BtD, stats = self._run_group(group, x_BtD, mask_BTS, angles, key)
             reports += [] if stats is None else [stats]
-        with jax.named_scope("logits"):
-            logits_BTv = self.embedding.logits(self.norm(x_BtD))
+        x_BTD = enter_tensor(self.norm(x_BtD), self.program.layout)
         if not reports:
-            return logits_BTv, None
-        return logits_BTv, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
+            return x_BTD, None
+        return x_BTD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
 
     def _run_group(
         self,

@@ -15,9 +15,9 @@ from moejax.comm.reduce import enter
 from moejax.comm.route import flat_route
 from moejax.config import ModelConfig, MoEConfig
 from moejax.dims import Layout
+from moejax.kernels.expert_mlp import expert_mlp
 from moejax.moe import router
 from moejax.moe.dispatch import combine, dispatch, plan_send
-from moejax.moe.experts import apply_experts
 from moejax.program import Program
 
 # Bucket sizes of dropless mode, over the balanced size. A bucket that holds 1.25 times the balanced
@@ -114,8 +114,8 @@ class MoE(nnx.Module):
                 )
                 x_RD, sent = dispatch(x_ND, plan, route)
             with jax.named_scope("experts"):
-                kernel = self.program.grouped_matmul
-                y_RD = apply_experts(x_RD, w_in_eDUF, w_out_eFD, sent.sizes_e, implementation=kernel)
+                kernel = self.program.experts
+                y_RD = expert_mlp(x_RD, w_in_eDUF, w_out_eFD, sent.sizes_e, implementation=kernel)
             with jax.named_scope("combine"):
                 y_ND = combine(y_RD, weight_NK, sent, route)
             return y_ND, expert_NK.size - jnp.sum(plan.counts_Pe)

@@ -1,10 +1,17 @@
-"""The loss: next-token cross-entropy over a vocabulary sharded on the tensor axis."""
+"""The loss: next-token cross-entropy over a vocabulary sharded on the tensor axis.
 
+Logits are the largest array of a small model and of any with a large vocabulary, so they never
+exist whole: a chunk of tokens at a time is projected, and its gradient is taken at once, while the
+chunk is still in cache. That is possible because the loss is a plain sum over tokens.
+"""
+
+import math
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moejax.comm import wire
@@ -22,22 +29,26 @@ class LossParts(NamedTuple):
 
 
 def next_token_loss(
-    logits_BTv: Float[Array, "B T v"],
+    x_BTD: Float[Array, "B T D"],
+    w_Dv: Float[Array, "D v"],
     target_BT: Int[Array, "B T"],
     stats: MoEStats | None,
     *,
     num_targets: jax.Array,
     layout: Layout,
+    chunk_tokens: int,
 ) -> tuple[Float[Array, ""], LossParts]:
     """This device's share of the loss, and its parts. The sum over all devices is the loss.
 
     Args:
+      x_BTD: final hidden states, all positions on every tensor rank.
+      w_Dv: this tensor rank's slice of the output projection.
       target_BT: -1 where there is nothing to predict.
       num_targets: valid targets of the whole step, over all devices and micro-batches.
     """
-    nll_BT = token_nll(logits_BTv, target_BT, layout)
-    # All tensor ranks hold the same nll: each gives its share.
-    nll = jnp.sum(nll_BT) / num_targets / layout.size(layout.tensor)
+    total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
+    # All tensor ranks hold the same sum: each gives its share.
+    nll = total / num_targets / layout.size(layout.tensor)
     if stats is None:
         empty = jnp.zeros((0,), jnp.int32)
         return nll, LossParts(nll, jnp.zeros(()), empty[:, None], empty)
@@ -45,47 +56,87 @@ def next_token_loss(
     return nll + jnp.sum(stats.loss), parts
 
 
-def token_nll(
-    logits_BTv: Float[Array, "B T v"], target_BT: Int[Array, "B T"], layout: Layout
-) -> Float[Array, "B T"]:
-    """Negative log-likelihood of each target in nats, the same on all tensor ranks; 0 for -1.
+def sum_nll(
+    x_BTD: Float[Array, "B T D"],
+    w_Dv: Float[Array, "D v"],
+    target_BT: Int[Array, "B T"],
+    layout: Layout,
+    *,
+    chunk_tokens: int,
+) -> Float[Array, ""]:
+    """Summed negative log-likelihood of the targets in nats, the same on all tensor ranks.
 
-    Wire: three float32 per position over tensor, none in backward.
+    Wire: three float32 per position over tensor, none in backward. Memory: chunk_tokens * v.
     """
-    v = logits_BTv.shape[-1]
+    N, v = target_BT.size, w_Dv.shape[1]
     first = wire.index(layout.tensor) * v if layout.size(layout.tensor) > 1 else 0
-    return _nll(logits_BTv, target_BT - first, target_BT >= 0, layout.tensor)
+    target_N = target_BT.reshape(N)
+    rows = math.gcd(N, chunk_tokens)
+    local_N = jnp.where(target_N >= 0, target_N - first, -1)
+    chunks = (
+        x_BTD.reshape(N // rows, rows, -1),
+        local_N.reshape(N // rows, rows),
+        (target_N >= 0).reshape(N // rows, rows),
+    )
+    return _sum_nll(chunks, w_Dv, layout.tensor)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _nll(logits_BTv, local_BT, valid_BT, tensor: Axes):
-    return _nll_forward(logits_BTv, local_BT, valid_BT, tensor)[0]
+Chunks = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def _nll_forward(logits_BTv, local_BT, valid_BT, tensor: Axes):
-    v = logits_BTv.shape[-1]
-    here_BT = (local_BT >= 0) & (local_BT < v)
-    safe_BT = jnp.where(here_BT, local_BT, 0)
-    chosen_BT = jnp.take_along_axis(logits_BTv, safe_BT[..., None], axis=-1)[..., 0]
-    chosen_BT = wire.all_reduce(jnp.where(here_BT, chosen_BT, 0), tensor)
-    top_BT = wire.all_max(jnp.max(logits_BTv, axis=-1), tensor)
-    total_BT = jnp.sum(jnp.exp(logits_BTv - top_BT[..., None]), axis=-1)
-    log_total_BT = jnp.log(wire.all_reduce(total_BT, tensor)) + top_BT
-    nll_BT = jnp.where(valid_BT, log_total_BT - chosen_BT, 0)
-    return nll_BT, (logits_BTv, local_BT, valid_BT, log_total_BT)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _sum_nll(chunks: Chunks, w_Dv: jax.Array, tensor: Axes) -> jax.Array:
+    def add(total, chunk):
+        return total + _chunk_nll(chunk, w_Dv, tensor)[0], None
+
+    return lax.scan(add, jnp.zeros(()), chunks)[0]
 
 
-def _nll_backward(tensor: Axes, saved, gradient_BT):
-    """Every tensor rank's copy of the result depends on these logits: the ranks' shares add up.
+def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array, ...]:
+    """One chunk's sum, logits, and log of the softmax's denominator."""
+    x_ND, local_N, valid_N = chunk
+    v = w_Dv.shape[1]
+    logit_Nv = jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
+    here_N = (local_N >= 0) & (local_N < v)
+    safe_N = jnp.where(here_N, local_N, 0)
+    chosen_N = jnp.take_along_axis(logit_Nv, safe_N[:, None], axis=1)[:, 0]
+    chosen_N = wire.all_reduce(jnp.where(here_N, chosen_N, 0), tensor)
+    top_N = wire.all_max(jnp.max(logit_Nv, axis=1), tensor)
+    total_N = wire.all_reduce(jnp.sum(jnp.exp(logit_Nv - top_N[:, None]), axis=1), tensor)
+    log_total_N = jnp.log(total_N) + top_N
+    return jnp.sum(jnp.where(valid_N, log_total_N - chosen_N, 0)), logit_Nv, log_total_N
 
-    They are equal, because each rank takes the same share of the same nll; so the sum needs no
+
+def _sum_nll_forward(chunks: Chunks, w_Dv: jax.Array, tensor: Axes):
+    """The sum, and its gradients at once."""
+
+    def add(carry, chunk):
+        total, dw_Dv = carry
+        x_ND, local_N, valid_N = chunk
+        nll, logit_Nv, log_total_N = _chunk_nll(chunk, w_Dv, tensor)
+        target_Nv = local_N[:, None] == jnp.arange(logit_Nv.shape[1])
+        dlogit_Nv = jnp.exp(logit_Nv - log_total_N[:, None]) - target_Nv
+        dlogit_Nv = jnp.where(valid_N[:, None], dlogit_Nv, 0).astype(x_ND.dtype)
+        dx_ND = lax.dot_general(dlogit_Nv, w_Dv, (((1,), (1,)), ((), ())))
+        dims = (((0,), (0,)), ((), ()))
+        dw_Dv += lax.dot_general(x_ND, dlogit_Nv, dims, preferred_element_type=jnp.float32)
+        return (total + nll, dw_Dv), dx_ND
+
+    zero = (jnp.zeros(()), jnp.zeros(w_Dv.shape, jnp.float32))
+    (total, dw_Dv), dx = lax.scan(add, zero, chunks)
+    return total, (dx, dw_Dv.astype(w_Dv.dtype))
+
+
+def _sum_nll_backward(tensor: Axes, saved, gradient: jax.Array):
+    """Every tensor rank's copy of the sum depends on these logits: the ranks' shares add up.
+
+    They are equal, because each rank takes the same share of the same sum; so adding them needs no
     communication.
     """
-    logits_BTv, local_BT, valid_BT, log_total_BT = saved
-    scale_BT = jnp.where(valid_BT, gradient_BT, 0) * wire.size(tensor)
-    target_BTv = local_BT[..., None] == jnp.arange(logits_BTv.shape[-1])
-    softmax_BTv = jnp.exp(logits_BTv - log_total_BT[..., None])
-    return (softmax_BTv - target_BTv) * scale_BT[..., None], None, None
+    dx, dw_Dv = saved
+    scale = gradient * wire.size(tensor)
+    dchunks = ((dx * scale).astype(dx.dtype), None, None)
+    return dchunks, (dw_Dv * scale).astype(dw_Dv.dtype)
 
 
-_nll.defvjp(_nll_forward, _nll_backward)
+_sum_nll.defvjp(_sum_nll_forward, _sum_nll_backward)

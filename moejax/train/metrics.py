@@ -49,12 +49,12 @@ class Meter:
     ) -> None:
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         self.peak, self.num_steps = peak, num_steps
-        self._since: tuple[float, int] | None = None
+        self.started: tuple[float, int] | None = None
         self._paused = 0.0
 
     def start(self, step: int) -> None:
         """Says that `step` steps are done now; rates are measured from here."""
-        self._since, self._paused = (time.perf_counter(), step), 0.0
+        self.started, self._paused = (time.perf_counter(), step), 0.0
 
     def pause(self, seconds: float) -> None:
         """Leaves time out of the rates: evaluation."""
@@ -63,8 +63,8 @@ class Meter:
     def report(self, step: int, metrics: Metrics) -> Report:
         """Fetches a step's metrics, which waits for the step, and rates the steps since `start`."""
         loss = float(metrics.loss)
-        assert self._since is not None, "start comes first"
-        begin, first = self._since
+        assert self.started is not None, "start comes first"
+        begin, first = self.started
         seconds = time.perf_counter() - begin - self._paused
         per_second = (step - first) / seconds
         tokens = per_second * self.tokens_per_step

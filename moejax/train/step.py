@@ -19,12 +19,12 @@ from moejax.comm import wire
 from moejax.comm.reduce import reduce_whole
 from moejax.config import Config
 from moejax.dims import Layout, build_layout
-from moejax.kernels.select import select_attention, select_grouped_matmul
+from moejax.kernels.select import select_attention, select_experts
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
 from moejax.moe.router import update_bias
 from moejax.program import Program
-from moejax.train.loss import LossParts, next_token_loss, token_nll
+from moejax.train.loss import LossParts, next_token_loss, sum_nll
 from moejax.train.optimizer import build_optimizer, global_norm
 
 Tree = Any  # a pure dict of arrays
@@ -76,6 +76,12 @@ class Trainer:
         return self.program.layout
 
     @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits exist at one time."""
+        vocabulary = self.cfg.model.vocab_size // self.layout.size(self.layout.tensor)
+        return max(1, self.program.logit_elements // vocabulary)
+
+    @property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of each array of a batch."""
         return NamedSharding(self.mesh, self.layout.token_spec())
@@ -105,6 +111,20 @@ class Trainer:
         """The jitted step: (state, batch) -> (state, metrics). Takes the state's memory over."""
         body = partial(_train_step, self, _optimizer(self.cfg, self.dims, self.layout))
         return jax.jit(self._mapped(body, Batch, Metrics(*[P()] * 6)), donate_argnums=0)
+
+    @property
+    def gradients(self) -> Any:
+        """The jitted (state, batch) -> (gradients sharded like the parameters, their loss parts)."""
+        specs = _specs(self.abstract)
+        batch = Batch(*[self.layout.token_spec()] * 3)
+        body = jax.shard_map(
+            partial(_gradients, self),
+            mesh=self.mesh,
+            in_specs=(specs, batch),
+            out_specs=(specs.params, LossParts(*[P()] * 4)),
+            check_vma=False,
+        )
+        return jax.jit(body)
 
     @property
     def evaluate(self) -> Any:
@@ -139,8 +159,9 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
         layout=build_layout(cfg.mesh),
         dtype=cfg.model.dtype,
         gradient_dtype=cfg.train.gradient_dtype,
-        grouped_matmul=select_grouped_matmul(platform, cfg.moe.implementation).implementation,
+        experts=select_experts(platform, cfg.moe.implementation).implementation,
         attention=select_attention(platform, cfg.model.dtype).implementation,
+        logit_elements=2**21 if platform == "cpu" else 2**27,
     )
     model = nnx.eval_shape(lambda: _model(cfg, program))
     graph, params, balance = _split(model)
@@ -191,17 +212,24 @@ def _loss(
     """This device's share of the loss on its rows."""
     model = nnx.merge(trainer.graph, params, balance)
     noise_key = key if trainer.cfg.moe.router.jitter else None
-    logits_BTv, stats = model(batch.token_BT, batch.segment_BT, noise_key)
+    x_BTD, stats = model(batch.token_BT, batch.segment_BT, noise_key)
     if stats is not None:
         # Router losses are means over tokens; each micro-batch holds an equal part of them.
         stats = stats._replace(loss=stats.loss / trainer.cfg.train.micro_batches)
-    return next_token_loss(
-        logits_BTv, batch.target_BT, stats, num_targets=num_targets, layout=trainer.layout
-    )
+    with jax.named_scope("loss"):
+        return next_token_loss(
+            x_BTD,
+            model.embedding.projection(),
+            batch.target_BT,
+            stats,
+            num_targets=num_targets,
+            layout=trainer.layout,
+            chunk_tokens=trainer.chunk_tokens,
+        )
 
 
 def _gradients(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
-    """Gradients of the whole batch, reduced over devices, summed over micro-batches."""
+    """Gradients and loss parts of the whole batch, over all devices and micro-batches."""
     layout, parts = trainer.layout, trainer.cfg.train.micro_batches
     num_targets = wire.all_reduce(jnp.sum(batch.target_BT >= 0), layout.token_axes)
     num_targets = jnp.maximum(num_targets, 1).astype(jnp.float32)
@@ -230,6 +258,7 @@ def _gradients(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[Tree,
     whole = [i for i, d in enumerate(jax.tree.leaves(trainer.dims)) if len(d) == 1]
     for i, summed in zip(whole, reduce_whole([leaves[i] for i in whole], layout), strict=True):
         leaves[i] = summed
+    report = jax.tree.map(lambda x: wire.all_reduce(x, layout.mesh_axes), report)
     return jax.tree.unflatten(tree, leaves), report
 
 
@@ -239,7 +268,6 @@ def _train_step(
     """One optimizer step; an update that is not finite is counted and not applied."""
     layout, rate = trainer.layout, trainer.cfg.moe.router.bias_update_rate
     gradients, report = _gradients(trainer, state, batch)
-    report = jax.tree.map(lambda x: wire.all_reduce(x, layout.mesh_axes), report)
     with jax.named_scope("update"):
         norm = global_norm(gradients, trainer.dims, layout)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
@@ -268,13 +296,15 @@ def _update_balance(balance: Tree, load_LE: jax.Array, rate: float) -> Tree:
 
 def _evaluate(trainer: Trainer, state: TrainState, batch: Batch) -> jax.Array:
     model = nnx.merge(trainer.graph, state.params, state.balance)
-    logits_BTv, _ = model(batch.token_BT, batch.segment_BT)
-    nll_BT = token_nll(logits_BTv, batch.target_BT, trainer.layout)
-    return wire.all_reduce(jnp.sum(nll_BT), trainer.layout.token_axes)
+    x_BTD, _ = model(batch.token_BT, batch.segment_BT)
+    w_Dv, layout = model.embedding.projection(), trainer.layout
+    total = sum_nll(x_BTD, w_Dv, batch.target_BT, layout, chunk_tokens=trainer.chunk_tokens)
+    return wire.all_reduce(total, layout.token_axes)
 
 
 def _next_logits(trainer: Trainer, state: TrainState, token_BT: jax.Array, length: Any) -> Any:
     model = nnx.merge(trainer.graph, state.params, state.balance)
-    logits_BTv, _ = model(token_BT, jnp.zeros_like(token_BT))
-    last_Bv = jax.lax.dynamic_index_in_dim(logits_BTv, length - 1, axis=1, keepdims=False)
-    return wire.all_gather(last_Bv, trainer.layout.tensor, dim=1)
+    x_BTD, _ = model(token_BT, jnp.zeros_like(token_BT))
+    last_BD = jax.lax.dynamic_index_in_dim(x_BTD, length - 1, axis=1, keepdims=False)
+    logits_Bv = last_BD @ model.embedding.projection()
+    return wire.all_gather(logits_Bv.astype(jnp.float32), trainer.layout.tensor, dim=1)

@@ -1,0 +1,51 @@
+# Two commands matter: `make train` on a bare machine, and `make test` before a change is sent.
+
+PYTHON ?= $(shell launch/find_python.sh)
+CONFIG ?= configs/tiny.py
+WORKERS ?= 2
+VENV := .venv
+VENV_311 := .venv-311
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-311 lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed ## make .venv with moejax and its tools (PYTHON=... to choose)
+
+train: $(VENV)/.installed ## train a small model (CONFIG=..., ARGS=--config.train.num_steps=50)
+	$(VENV)/bin/python -m moejax.train --config $(CONFIG) $(ARGS)
+
+test: $(VENV)/.installed ## run all tests on eight simulated CPU devices (ARGS=tests/moe)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
+	$(VENV_311)/bin/python -m pytest -n $(WORKERS) -m "not slow and not accelerator" $(ARGS)
+
+lint: $(VENV)/.installed ## check style, layers, spelling and types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/codespell
+	$(VENV)/bin/pyright
+
+format: $(VENV)/.installed ## rewrite the code in the project's style
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+clean: ## remove environments, caches and build outputs; runs/ stays
+	rm -rf $(VENV) $(VENV_311) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find moejax tests configs launch benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are written last, so an interrupted install is taken up again.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" # find_python.sh has said what is missing
+	"$(PYTHON)" -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	@touch $@
+
+$(VENV_311)/.installed: pyproject.toml constraints.txt
+	python=$$(launch/find_python.sh 11) && "$$python" -m venv $(VENV_311)
+	$(VENV_311)/bin/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	@touch $@

@@ -1,0 +1,57 @@
+"""DeepSeek-V3's blocks: 256 experts, top 8 of 4 groups of 8, one shared, sigmoid, loss-free balance.
+
+Hardware: 256 GPUs of 80 GB or more.
+Command:  python -m moejax.train --config configs/deepseek_v3.py --dry_run
+Dense and expert feed-forward blocks have the published shapes (DeepSeek-AI 2024). Attention does
+not: in place of latent attention this uses grouped-query attention, 128 heads of 128 channels over
+16 key/value heads; multi-token prediction is left out.
+The data is Python's own library until data.source, train_files and eval_files name token files
+that `moejax prepare` made with the model's tokenizer.json.
+"""
+
+from ml_collections import ConfigDict
+
+from moejax.settings import default_config
+
+
+def get_config() -> ConfigDict:
+    """Returns the settings of the run."""
+    config = default_config()
+    config.run_dir = "runs/deepseek_v3"
+    config.mesh.fsdp = 32
+    config.mesh.expert = 8
+
+    config.model.vocab_size = 129280
+    config.model.width = 7168
+    config.model.num_layers = 61
+    config.model.first_dense_layers = 3
+    config.model.mlp_hidden = 18432
+    config.model.num_heads = 128
+    config.model.num_kv_heads = 16
+    config.model.head_width = 128
+    config.model.tie_embeddings = False
+    config.model.dtype = "bfloat16"
+    config.model.remat = "token_collectives"
+    config.model.rope.scaling = "yarn"
+    config.model.rope.factor = 40.0
+    config.model.rope.trained_length = 4096
+    config.moe.num_experts = 256
+    config.moe.experts_per_token = 8
+    config.moe.expert_hidden = 2048
+    config.moe.num_shared_experts = 1
+    config.moe.router.score = "sigmoid"
+    config.moe.router.weight_scale = 2.5
+    config.moe.router.num_groups = 8
+    config.moe.router.groups_per_token = 4
+    config.moe.router.balance_loss = 0.0001
+    config.moe.router.balance_over = "sequence"
+    config.moe.router.bias_update_rate = 0.001
+
+    config.data.sequence_length = 4096
+    config.train.batch_sequences = 2048
+    config.train.micro_batches = 8
+    config.train.num_steps = 100_000
+    config.optimizer.learning_rate = 2.2e-4
+    config.optimizer.warmup_steps = 2000
+    config.checkpoint.save_every = 1000
+    return config

@@ -1,0 +1,32 @@
+"""The console script `moejax`: one word names the command, the rest is its own."""
+
+import sys
+
+USAGE = """\
+usage: moejax COMMAND ...
+
+  train     train a model (moejax train --help)
+  prepare   turn text into token files (moejax prepare --help)
+"""
+
+
+def main() -> int:
+    """Runs the command that the first argument names. Returns the exit code."""
+    command, rest = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    if command == "train":
+        from moejax.train.__main__ import main as train
+
+        return train(rest)
+    if command == "prepare":
+        from moejax.data.prepare import main as prepare
+
+        return prepare(rest)
+    if command in ("", "-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    print(f"moejax: error: no command {command!r}. Known: train, prepare.", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The command `python -m moejax.train`."""
+
+import argparse
+import sys
+from dataclasses import replace
+
+from rich.console import Console
+
+from moejax.checks import check, resolve_mesh
+from moejax.config import Config
+from moejax.errors import InputError
+from moejax.settings import describe_fields, load_config, to_dict
+
+EPILOG = """\
+examples:
+  python -m moejax.train --config configs/tiny.py
+  python -m moejax.train --config configs/tiny.py --config.mesh.expert=2 --config.run_dir=runs/b
+  python -m moejax.train --config configs/mixtral_8x7b.py --dry_run
+
+Running the same command again resumes from the newest checkpoint in run_dir. Ctrl-C once saves and
+stops, twice stops at once. Exit codes: 0 done, 2 bad input, 130 stopped at once.
+"""
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Splits the command line into flags and `--config.a.b=value` overrides."""
+    overrides, rest, words = [], [], iter(argv)
+    for word in words:
+        if word.startswith("--config."):
+            if "=" not in word:
+                word = f"{word}={next(words, '')}"
+            overrides.append(word)
+        else:
+            rest.append(word)
+    parser = argparse.ArgumentParser(
+        prog="moejax train",
+        description="Trains a Mixture-of-Experts language model.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="Python (get_config), YAML or JSON file")
+    parser.add_argument(
+        "--config.FIELD", metavar="VALUE", dest="_", help="override a setting; see --settings"
+    )
+    parser.add_argument("--settings", action="store_true", help="list every setting and exit")
+    parser.add_argument("--print_config", action="store_true", help="print the config and exit")
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="check everything, trace the step, print sizes and collectives, and exit",
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    return parser.parse_args(rest), overrides
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command. Returns the exit code."""
+    args, overrides = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return run(args, overrides)
+    except InputError as error:
+        if args.debug:
+            raise
+        print(f"moejax: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("moejax: stopped; the last finished checkpoint is intact", file=sys.stderr)
+        return 130
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Does what the flags ask."""
+    console = Console()
+    if args.settings:
+        print_settings(console)
+        return 0
+    if args.config is None:
+        raise InputError("no config. Got none. A run needs a file. Add --config configs/tiny.py.")
+    cfg = load_config(args.config, overrides)
+    check(cfg)
+    if args.print_config:
+        console.print_json(data=to_dict(cfg))
+        return 0
+    if args.dry_run:
+        return dry_run(cfg, console)
+    # Imported late: everything above works without starting JAX.
+    from moejax.train.loop import train
+
+    train(cfg, console)
+    return 0
+
+
+def dry_run(cfg: Config, console: Console) -> int:
+    """Checks data and config, traces the step under an abstract mesh, prints what it found."""
+    from moejax.dims import build_layout
+    from moejax.plan.build import build_abstract_mesh
+    from moejax.train.inputs import open_inputs
+    from moejax.train.step import build_trainer
+    from moejax.train.summary import print_summary, summarize
+
+    mesh = cfg.mesh
+    if mesh.replica is None:
+        others = mesh.fsdp * mesh.expert * mesh.tensor
+        mesh = replace(mesh, replica=max((mesh.simulated_devices or others) // others, 1))
+    assert mesh.replica is not None
+    devices = mesh.replica * mesh.fsdp * mesh.expert * mesh.tensor
+    cfg = resolve_mesh(replace(cfg, mesh=mesh), devices, mesh.platform or "cpu")
+    open_inputs(cfg)
+    layout = build_layout(cfg.mesh)
+    trainer = build_trainer(cfg, build_abstract_mesh(layout), cfg.mesh.platform or "cpu")
+    print_summary(summarize(trainer), trainer, console)
+    return 0
+
+
+def print_settings(console: Console) -> None:
+    """Lists every setting with its type, default, range and meaning."""
+    for name, kind, default, help_text, allowed in describe_fields():
+        shown = f"{name}  ({kind}, default {default}{', ' + allowed if allowed else ''})"
+        console.print(shown, highlight=False, markup=False, style="bold", soft_wrap=True)
+        console.print(f"    {help_text}", highlight=False, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

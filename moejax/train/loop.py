@@ -1,0 +1,225 @@
+"""The run: everything from an empty directory to trained weights, in order.
+
+Order of a start: data and checkpoint files are checked, then devices are started, the mesh is
+resolved, the step is compiled, and state comes from the newest checkpoint, else from
+`checkpoint.init_from`, else from the seed.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from moejax.checks import resolve_mesh
+from moejax.config import Config
+from moejax.dims import build_layout
+from moejax.errors import InputError
+from moejax.plan.build import build_mesh
+from moejax.runtime.interrupt import Interrupt
+from moejax.runtime.ledger import RunLock
+from moejax.runtime.start import measure_peak, platform_of, start
+from moejax.settings import save_json, to_dict
+from moejax.train.checkpoint import Checkpoints, Saved, locate, newest, restore_items
+from moejax.train.inputs import Inputs, open_inputs
+from moejax.train.metrics import Display, Meter, Records
+from moejax.train.resume import check_resumable
+from moejax.train.sample import sample
+from moejax.train.step import Trainer, TrainState, build_trainer
+from moejax.train.summary import print_summary, summarize
+
+LN2 = math.log(2)
+
+
+@dataclass
+class Run:
+    """What the stages of a run share."""
+
+    cfg: Config
+    trainer: Trainer
+    inputs: Inputs
+    checkpoints: Checkpoints
+    records: Records
+    display: Display
+    console: Console
+
+
+def train(cfg: Config, console: Console) -> TrainState:
+    """Trains as configured, resuming if the run directory holds a checkpoint. Returns the state.
+
+    Raises:
+      InputError: for anything the user can fix, before a device is touched where that is possible.
+    """
+    run_dir = Path(cfg.run_dir)
+    inputs = open_inputs(cfg)
+    lock = claim(run_dir)
+    try:
+        saved, notes = newest(run_dir / "checkpoints", cfg.checkpoint.verify)
+        source = None
+        if saved is not None:
+            changes = check_resumable(saved.manifest["config"], cfg)
+            notes += [f"setting changed since the checkpoint: {change}" for change in changes]
+        elif cfg.checkpoint.init_from is not None:
+            source = locate(cfg.checkpoint.init_from, cfg.checkpoint.verify)
+        devices = start(cfg.mesh)
+        platform = platform_of(devices)
+        cfg = resolve_mesh(cfg, len(devices), platform)
+        trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
+        summary = summarize(trainer)
+        print_summary(summary, trainer, console)
+        save_json(cfg, run_dir / "config.json")
+        records = Records(run_dir)
+        for note in notes:
+            console.print(note, highlight=False, soft_wrap=True)
+            records.event("note", 0, text=note)
+        checkpoints = Checkpoints(run_dir / "checkpoints", keep=cfg.checkpoint.keep)
+        state = first_state(trainer, checkpoints, saved, source, console)
+        meter = Meter(
+            tokens_per_step=summary.tokens_per_step,
+            flops_per_token=summary.counts.flops_per_token,
+            peak=measure_peak(devices, cfg.model.dtype),
+            num_steps=cfg.train.num_steps,
+        )
+        display = Display(console, cfg.train.num_steps, int(state.step))
+        run = Run(cfg, trainer, inputs, checkpoints, records, display, console)
+        try:
+            with display:
+                state, stopped = steps(run, state, meter)
+            if not stopped:
+                finish(run, state)
+        finally:
+            checkpoints.close()
+            records.close()
+        return state
+    finally:
+        lock.close()
+
+
+def claim(run_dir: Path) -> RunLock:
+    """Makes the run directory and takes its lock."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return RunLock(run_dir)
+    except OSError as error:
+        raise InputError(
+            f"run directory cannot be written. {run_dir}: {error.strerror}. It must be a directory "
+            f"this user may write. Set another run_dir."
+        ) from error
+
+
+def first_state(
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    saved: Saved | None,
+    source: Saved | None,
+    console: Console,
+) -> TrainState:
+    """The newest checkpoint, else weights of another run, else weights drawn from the seed."""
+    if saved is not None:
+        console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
+        return checkpoints.restore(saved, trainer.abstract)
+    state = trainer.init()
+    if source is not None:
+        console.print(f"weights from {source.path} (step {source.step})", soft_wrap=True)
+        state = state._replace(**restore_items(source.path, state, ("weights",))["weights"])
+    return state
+
+
+def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
+    """The loop. Returns the state and whether it was asked to stop before the last step."""
+    cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
+    advance = run.trainer.step
+    before: Any = None
+    with Interrupt() as interrupt, run.inputs.batches(run.trainer, step, last) as batches:
+        for batch in batches:
+            state, metrics = advance(state, batch)
+            step += 1
+            # One step in flight beside the one being prepared: never more, so that a stop, a
+            # report or a save waits for one step only.
+            jax.block_until_ready(before)
+            before = metrics.loss
+            run.display.step(step)
+            if meter.started is None or step == last or step % cfg.train.log_every == 0:
+                report(run, meter, step, metrics)
+            stop = interrupt.requested
+            if due(step, cfg.checkpoint.save_every) or step == last or stop:
+                save(run, step, state)
+            if (done := run.checkpoints.finished()) is not None:
+                run.records.event("saved", done)
+            if stop and step < last:
+                run.checkpoints.wait()
+                run.display.say(f"stopped at step {step}; run the same command to go on")
+                run.records.event("stopped", step)
+                return state, True
+            if due(step, cfg.train.eval_every) and step < last:
+                began = time.perf_counter()
+                evaluate(run, state, step, limit=cfg.train.eval_batches)
+                meter.pause(time.perf_counter() - began)
+    return state, False
+
+
+def due(step: int, every: int | None) -> bool:
+    """Whether something that happens every so many steps happens after this one."""
+    return every is not None and step % every == 0
+
+
+def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
+    """Shows and records the step's metrics; the first call starts the clock instead."""
+    if meter.started is None:
+        jax.block_until_ready(metrics.loss)
+        meter.start(step)
+        return
+    line = meter.report(step, metrics)
+    run.records.report(line)
+    run.display.show(line)
+    meter.start(step)
+
+
+def save(run: Run, step: int, state: TrainState) -> None:
+    """Starts a checkpoint."""
+    run.records.event("save", step)
+    mesh = dict(run.trainer.layout.sizes)
+    facts = {"config": to_dict(run.cfg), "mesh": mesh, "data_position": step}
+    run.checkpoints.save(step, state, {**facts, "jax": jax.__version__})
+
+
+def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
+    """Measures held-out text; says and records nats per token and bits per byte."""
+    if not run.inputs.has_eval:
+        return
+    nats = targets = 0.0
+    for batch, count in run.inputs.eval_batches(run.trainer, limit):
+        nats += float(run.trainer.evaluate(state, batch))
+        targets += count
+    nats_per_token = nats / targets
+    bits = nats_per_token / LN2 * run.inputs.eval_tokens_per_byte
+    part = "" if limit is None else f" ({int(targets):,} tokens of it)"
+    run.display.say(
+        f"step {step}  held-out{part}: {bits:.3f} bits per byte, {nats_per_token:.4f} nats per token"
+    )
+    run.records.event("eval", step, bits_per_byte=bits, nats_per_token=nats_per_token)
+
+
+def finish(run: Run, state: TrainState) -> None:
+    """After the last step: all held-out text beside what compressors need, and a sample."""
+    evaluate(run, state, run.cfg.train.num_steps, limit=None)
+    for name, bits in run.inputs.baselines().items():
+        run.console.print(f"  for the same files {name} needs {bits:.3f} bits per byte")
+    run.checkpoints.wait()
+    run.records.event("saved", run.cfg.train.num_steps)
+    length = run.cfg.train.sample_tokens
+    if length and run.inputs.tokenizer is not None:
+        prompt = run.inputs.tokenizer.encode(run.cfg.train.sample_prompt)
+        tokens = sample(
+            run.trainer,
+            state,
+            prompt,
+            length=length,
+            allowed=run.inputs.vocab_size,
+            seed=run.cfg.train.seed,
+        )
+        run.console.rule("sample", align="left")
+        run.console.print(run.inputs.tokenizer.decode(tokens), markup=False, highlight=False)

@@ -1,0 +1,123 @@
+"""The whole model on one device in plain jax.numpy: no sort, no network, no code of moejax.model.
+
+Takes global parameters as `Trainer.init` makes them and returns the loss as the step defines it:
+mean nats per target plus the weighted router losses.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from moejax.config import Config
+from moejax.moe.reference import moe_reference
+
+
+def oracle_loss(params, balance, batch, cfg: Config):
+    """Returns the loss and the assignments to each expert of each expert layer."""
+    model = cfg.model
+    x = params["embedding"]["table"][batch.token_BT]
+    losses, loads = 0.0, []
+    for group, biases in zip(*_groups(params, balance), strict=True):
+        for layer in range(_length(group)):
+            at = jax.tree.map(lambda w, layer=layer: w[layer], (group, biases))
+            for place in sorted(at[0]["blocks"]):
+                bias = at[1]["blocks"].get(place, {}) if at[1] else {}
+                x, loss, load = _block(at[0]["blocks"][place], bias, x, batch.segment_BT, cfg)
+                losses += loss
+                loads += [] if load is None else [load]
+    x = _norm(x, params["norm"]["scale"], model.norm_epsilon)
+    table = params["embedding"]
+    logits = x @ (table["table"].T if model.tie_embeddings else table["project"])
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32))
+    valid = batch.target_BT >= 0
+    chosen = jnp.take_along_axis(logp, jnp.where(valid, batch.target_BT, 0)[..., None], -1)[..., 0]
+    nll = -jnp.sum(jnp.where(valid, chosen, 0)) / jnp.maximum(jnp.sum(valid), 1)
+    return nll + losses, (nll, jnp.stack(loads) if loads else None)
+
+
+def _groups(params, balance):
+    groups = [params["groups"][i] for i in sorted(params["groups"])]
+    known = balance.get("groups", {})
+    return groups, [known.get(i, {}) for i in sorted(params["groups"])]
+
+
+def _length(group):
+    return jax.tree.leaves(group)[0].shape[0]
+
+
+def _norm(x, scale, epsilon):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon) * scale
+
+
+def _block(w, bias, x, segments, cfg: Config):
+    epsilon = cfg.model.norm_epsilon
+    attended = _norm(x, w["attention_norm"]["scale"], epsilon)
+    x = x + _attention(w["attention"], attended, segments, cfg)
+    h = _norm(x, w["mlp_norm"]["scale"], epsilon)
+    loss, load = 0.0, None
+    if "moe" in w:
+        B, T, D = h.shape
+        moe = cfg.moe
+        args = (w["moe"]["w_router"], bias["moe"]["bias"], w["moe"]["w_in"], w["moe"]["w_out"])
+        y, weight_NE = moe_reference(
+            h.reshape(-1, D), *args, moe.router, k=moe.experts_per_token
+        )
+        x = x + y.reshape(B, T, D)
+        chosen_NE = weight_NE != 0
+        load = jnp.sum(chosen_NE, axis=0)
+        loss = _router_losses(h.reshape(-1, D) @ args[0], chosen_NE, B, cfg)
+    if "mlp" in w:
+        x = x + _swiglu(h, w["mlp"]["w_in"], w["mlp"]["w_out"])
+    return x, loss, load
+
+
+def _swiglu(h, w_in, w_out):
+    gate, up = h @ w_in[:, 0], h @ w_in[:, 1]
+    return (gate * jax.nn.sigmoid(gate) * up) @ w_out
+
+
+def _router_losses(logit_NE, chosen_NE, B, cfg: Config):
+    router, (N, E) = cfg.moe.router, logit_NE.shape
+    score = jax.nn.softmax(logit_NE) if router.score == "softmax" else jax.nn.sigmoid(logit_NE)
+    if router.score == "sigmoid":
+        score = score / jnp.sum(score, axis=-1, keepdims=True)
+    spans = 1 if router.balance_over == "batch" else B
+    share = jnp.mean(chosen_NE.reshape(spans, N // spans, E), axis=1) / cfg.moe.experts_per_token
+    mean = jnp.mean(score.reshape(spans, N // spans, E), axis=1)
+    balance = E * jnp.mean(jnp.sum(share * mean, axis=-1))
+    z = jnp.mean(jnp.log(jnp.sum(jnp.exp(logit_NE), axis=-1)) ** 2)
+    return router.balance_loss * balance + router.z_loss * z
+
+
+def _attention(w, x, segments, cfg: Config):
+    model = cfg.model
+    q, k, v = (jnp.einsum("BTD,DHC->BTHC", x, w[name]) for name in ("w_q", "w_k", "w_v"))
+    if model.attention_bias:
+        q, k, v = q + w["b_q"], k + w["b_k"], v + w["b_v"]
+    if model.qk_norm == "head":
+        q = _norm(q, w["q_norm"]["scale"], model.norm_epsilon)
+        k = _norm(k, w["k_norm"]["scale"], model.norm_epsilon)
+    if model.qk_norm == "full":
+        q, k = (
+            _norm(a.reshape(*a.shape[:2], -1), w[n]["scale"].reshape(-1), model.norm_epsilon)
+            .reshape(a.shape)
+            for a, n in ((q, "q_norm"), (k, "k_norm"))
+        )
+    q, k = _rope(q, model.rope.theta), _rope(k, model.rope.theta)
+    repeats = model.num_heads // model.num_kv_heads
+    k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
+    T = x.shape[1]
+    back = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    seen = (back >= 0) & (back < (model.sliding_window or T))
+    seen = seen[None] & (segments[:, :, None] == segments[:, None, :])
+    score = jnp.einsum("BTHC,BSHC->BHTS", q, k) / jnp.sqrt(model.head_width)
+    chance = jax.nn.softmax(jnp.where(seen[:, None], score, -1e30), axis=-1)
+    return jnp.einsum("BHTS,BSHC,HCD->BTD", chance, v, w["w_o"])
+
+
+def _rope(x, theta):
+    """Rotary positions as complex multiplication: another form than the model's."""
+    half = x.shape[-1] // 2
+    frequency = theta ** -(jnp.arange(half) / half)
+    turn = jnp.exp(1j * jnp.arange(x.shape[1])[:, None] * frequency)[None, :, None, :]
+    z = (x[..., :half] + 1j * x[..., half:]) * turn
+    return jnp.concatenate([z.real, z.imag], axis=-1).astype(x.dtype)
