@@ -35,14 +35,24 @@ class RopeConfig:
 
     theta: float = setting(10_000.0, "base of the rotary frequencies", above=0)
     scaling: str = setting(
-        "none", "how frequencies stretch past the trained length", choices=("none", "linear", "llama3", "yarn")
+        "none",
+        "how frequencies stretch past the trained length",
+        choices=("none", "linear", "llama3", "yarn"),
     )
     factor: float = setting(1.0, "stretch of linear, llama3 and yarn scaling", at_least=1)
-    trained_length: int = setting(4096, "length the unscaled model was trained at (llama3, yarn)", at_least=1)
-    low_frequency_factor: float = setting(1.0, "llama3: wavelengths above trained_length / this are stretched", above=0)
-    high_frequency_factor: float = setting(4.0, "llama3: wavelengths below trained_length / this are kept", above=0)
+    trained_length: int = setting(
+        4096, "length the unscaled model was trained at (llama3, yarn)", at_least=1
+    )
+    low_frequency_factor: float = setting(
+        1.0, "llama3: wavelengths above trained_length / this are stretched", above=0
+    )
+    high_frequency_factor: float = setting(
+        4.0, "llama3: wavelengths below trained_length / this are kept", above=0
+    )
     beta_fast: float = setting(32.0, "yarn: dims with more rotations than this are kept", above=0)
-    beta_slow: float = setting(1.0, "yarn: dims with fewer rotations than this are stretched", above=0)
+    beta_slow: float = setting(
+        1.0, "yarn: dims with fewer rotations than this are stretched", above=0
+    )
 
 
 @dataclass(frozen=True)
@@ -57,20 +67,28 @@ class ModelConfig:
     head_width: int = setting(32, "C: channels of one head", at_least=2)
     mlp_hidden: int = setting(384, "F of dense (non-expert) blocks", at_least=1)
     first_dense_layers: int = setting(0, "blocks at the start that use a dense MLP", at_least=0)
-    moe_every: int | None = setting(1, "after those, each n-th block has experts; none: dense model", at_least=1)
+    moe_every: int | None = setting(
+        1, "after those, each n-th block has experts; none: dense model", at_least=1
+    )
     norm_epsilon: float = setting(1e-6, "epsilon of RMSNorm", above=0)
     qk_norm: str = setting("none", "RMSNorm on queries and keys", choices=("none", "head", "full"))
     attention_bias: bool = setting(False, "biases on the query, key and value projections")
-    sliding_window: int | None = setting(None, "positions a query sees back, itself included", at_least=1)
+    sliding_window: int | None = setting(
+        None, "positions a query sees back, itself included", at_least=1
+    )
     tie_embeddings: bool = setting(True, "use the embedding as the output projection")
     init_deviation: float = setting(0.02, "standard deviation of initial weights", above=0)
-    dtype: str = setting("float32", "dtype of compute; masters stay float32", choices=("float32", "bfloat16"))
+    dtype: str = setting(
+        "float32", "dtype of compute; masters stay float32", choices=("float32", "bfloat16")
+    )
     remat: str = setting(
         "none",
         "what backward recomputes; the last two keep what came over the network",
         choices=("none", "full", "dots", "collectives", "token_collectives"),
     )
-    scan_layers: bool = setting(True, "one compiled block for all layers; false unrolls (slower compile)")
+    scan_layers: bool = setting(
+        True, "one compiled block for all layers; false unrolls (slower compile)"
+    )
     rope: RopeConfig = section(RopeConfig, "rotary positions")
 
 
@@ -78,16 +96,28 @@ class ModelConfig:
 class RouterConfig:
     """How a token chooses its experts."""
 
-    score: str = setting("softmax", "turns router logits into scores", choices=("softmax", "sigmoid"))
+    score: str = setting(
+        "softmax", "turns router logits into scores", choices=("softmax", "sigmoid")
+    )
     renormalize: bool = setting(True, "scale the K chosen weights to sum to one")
     weight_scale: float = setting(1.0, "factor on the routing weights (DeepSeek-V3: 2.5)", above=0)
-    num_groups: int = setting(1, "experts form this many groups (group-limited routing)", at_least=1)
+    num_groups: int = setting(
+        1, "experts form this many groups (group-limited routing)", at_least=1
+    )
     groups_per_token: int = setting(1, "groups a token may choose experts from", at_least=1)
-    jitter: float = setting(0.0, "router input is scaled by uniform(1 - j, 1 + j)", at_least=0, at_most=0.5)
-    balance_loss: float = setting(0.01, "coefficient of the load-balance loss; 0 turns it off", at_least=0)
-    balance_over: str = setting("batch", "span of the load-balance loss", choices=("batch", "sequence"))
+    jitter: float = setting(
+        0.0, "router input is scaled by uniform(1 - j, 1 + j)", at_least=0, at_most=0.5
+    )
+    balance_loss: float = setting(
+        0.01, "coefficient of the load-balance loss; 0 turns it off", at_least=0
+    )
+    balance_over: str = setting(
+        "batch", "span of the load-balance loss", choices=("batch", "sequence")
+    )
     z_loss: float = setting(0.0, "coefficient of the router z-loss; 0 turns it off", at_least=0)
-    bias_update_rate: float = setting(0.0, "loss-free balance: step of the selection bias; 0 is off", at_least=0)
+    bias_update_rate: float = setting(
+        0.0, "loss-free balance: step of the selection bias; 0 is off", at_least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -97,12 +127,18 @@ class MoEConfig:
     num_experts: int = setting(8, "E: routed experts of a layer", at_least=1)
     experts_per_token: int = setting(2, "K: experts a token visits", at_least=1)
     expert_hidden: int = setting(192, "F: hidden width of an expert", at_least=1)
-    num_shared_experts: int = setting(0, "experts that every token visits, fused into one MLP", at_least=0)
+    num_shared_experts: int = setting(
+        0, "experts that every token visits, fused into one MLP", at_least=0
+    )
     capacity_factor: float | None = setting(
-        None, "none: dropless; else rows of an expert over the balanced number, the rest is dropped", above=0
+        None,
+        "none: dropless; else rows of an expert over the balanced number, the rest is dropped",
+        above=0,
     )
     implementation: str = setting(
-        "auto", "grouped matrix product of the experts", choices=("auto", "blocked", "ragged_dot", "reference")
+        "auto",
+        "grouped matrix product of the experts",
+        choices=("auto", "blocked", "ragged_dot", "reference"),
     )
     router: RouterConfig = section(RouterConfig, "routing")
 
@@ -111,20 +147,30 @@ class MoEConfig:
 class MeshConfig:
     """Devices and how the program is spread over them."""
 
-    replica: int | None = setting(1, "copies of the whole model; none: what the other axes leave", at_least=1)
+    replica: int | None = setting(
+        1, "copies of the whole model; none: what the other axes leave", at_least=1
+    )
     fsdp: int = setting(1, "weights sharded, gathered on use", at_least=1)
-    expert: int = setting(1, "experts spread over these devices (tokens and dense weights too)", at_least=1)
+    expert: int = setting(
+        1, "experts spread over these devices (tokens and dense weights too)", at_least=1
+    )
     tensor: int = setting(1, "heads and hidden width spread over these devices", at_least=1)
     activations: str = setting(
-        "sequence", "activations between blocks on the tensor axis", choices=("sequence", "replicated")
+        "sequence",
+        "activations between blocks on the tensor axis",
+        choices=("sequence", "replicated"),
     )
     expert_weights: str = setting(
         "hidden",
         "experts over (expert) with hidden over tensor, or whole experts over (expert, tensor)",
         choices=("hidden", "folded"),
     )
-    platform: str | None = setting(None, "none: what JAX finds first", choices=("cpu", "gpu", "tpu"))
-    simulated_devices: int | None = setting(None, "CPU devices to simulate in this process", at_least=1)
+    platform: str | None = setting(
+        None, "none: what JAX finds first", choices=("cpu", "gpu", "tpu")
+    )
+    simulated_devices: int | None = setting(
+        None, "CPU devices to simulate in this process", at_least=1
+    )
 
 
 @dataclass(frozen=True)
@@ -136,7 +182,9 @@ class DataConfig:
         "stdlib: the text of Python's own library; tokens, array_record: files made by moejax prepare",
         choices=("stdlib", "tokens", "array_record"),
     )
-    train_files: tuple[str, ...] = setting((), "token files or globs (sources tokens, array_record)")
+    train_files: tuple[str, ...] = setting(
+        (), "token files or globs (sources tokens, array_record)"
+    )
     eval_files: tuple[str, ...] = setting((), "held-out token files or globs; empty: no evaluation")
     sequence_length: int = setting(256, "T: positions of one sequence", at_least=1)
     shuffle: bool = setting(True, "visit sequences in an order drawn from the seed")
@@ -148,16 +196,24 @@ class DataConfig:
 class OptimizerConfig:
     """The optimizer, from optax."""
 
-    name: str = setting("adamw", "muon: matrices by Muon, the rest by AdamW", choices=("adamw", "muon"))
+    name: str = setting(
+        "adamw", "muon: matrices by Muon, the rest by AdamW", choices=("adamw", "muon")
+    )
     learning_rate: float = setting(3e-3, "peak learning rate", at_least=0)
     schedule: str = setting("cosine", "after the warm-up", choices=("cosine", "linear", "constant"))
     warmup_steps: int = setting(20, "steps of linear warm-up from zero", at_least=0)
-    final_fraction: float = setting(0.1, "learning rate at the end over its peak", at_least=0, at_most=1)
+    final_fraction: float = setting(
+        0.1, "learning rate at the end over its peak", at_least=0, at_most=1
+    )
     beta1: float = setting(0.9, "decay of the first moment", at_least=0, at_most=1)
     beta2: float = setting(0.95, "decay of the second moment", at_least=0, at_most=1)
     epsilon: float = setting(1e-8, "AdamW epsilon", above=0)
-    weight_decay: float = setting(0.1, "decoupled decay of matrices (norms and biases are exempt)", at_least=0)
-    clip_norm: float | None = setting(1.0, "global gradient norm to clip to; none: no clipping", above=0)
+    weight_decay: float = setting(
+        0.1, "decoupled decay of matrices (norms and biases are exempt)", at_least=0
+    )
+    clip_norm: float | None = setting(
+        1.0, "global gradient norm to clip to; none: no clipping", above=0
+    )
     muon_learning_rate: float = setting(2e-2, "peak learning rate of Muon's matrices", at_least=0)
     muon_momentum: float = setting(0.95, "momentum of Muon", at_least=0, at_most=1)
 
@@ -174,8 +230,12 @@ class TrainConfig:
     )
     seed: int = setting(0, "decides weights, data order and routing noise", at_least=0)
     log_every: int = setting(10, "steps between logged lines", at_least=1)
-    eval_every: int | None = setting(100, "steps between evaluations; none: only at the end", at_least=1)
-    eval_batches: int = setting(16, "batches of one evaluation; the last evaluation reads all", at_least=1)
+    eval_every: int | None = setting(
+        100, "steps between evaluations; none: only at the end", at_least=1
+    )
+    eval_batches: int = setting(
+        16, "batches of one evaluation; the last evaluation reads all", at_least=1
+    )
     sample_tokens: int = setting(200, "tokens sampled at the end; 0: none", at_least=0)
     sample_prompt: str = setting("def ", "text the sample continues")
 
@@ -184,7 +244,9 @@ class TrainConfig:
 class CheckpointConfig:
     """What is kept of a run."""
 
-    save_every: int | None = setting(100, "steps between checkpoints; none: only at the end", at_least=1)
+    save_every: int | None = setting(
+        100, "steps between checkpoints; none: only at the end", at_least=1
+    )
     keep: int = setting(3, "newest checkpoints to keep", at_least=1)
     init_from: str | None = setting(None, "checkpoint directory to take weights from at step 0")
     verify: str = setting("full", "what is checked before a restore", choices=("full", "size"))
@@ -194,7 +256,9 @@ class CheckpointConfig:
 class Config:
     """One run."""
 
-    run_dir: str = setting("runs/default", "directory of checkpoints, metrics and the resolved config")
+    run_dir: str = setting(
+        "runs/default", "directory of checkpoints, metrics and the resolved config"
+    )
     model: ModelConfig = section(ModelConfig, "transformer")
     moe: MoEConfig = section(MoEConfig, "expert layers")
     mesh: MeshConfig = section(MeshConfig, "devices")

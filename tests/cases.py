@@ -77,3 +77,44 @@ def random_batch(cfg: Config, seed: int = 0) -> Batch:
 def place(trainer: Trainer, batch: Batch) -> Batch:
     """Puts a global batch onto the trainer's mesh."""
     return Batch(*jax.device_put(tuple(batch), trainer.batch_sharding))
+
+
+def skew(balance, bias: dict[int, float]):
+    """The selection biases with some experts' entries set: routes tokens away or towards them."""
+
+    def set_entries(bias_LE):
+        for expert, value in bias.items():
+            bias_LE = bias_LE.at[:, expert].set(value)
+        return bias_LE
+
+    return jax.tree.map(set_entries, balance)
+
+
+def one_device_state(cfg: Config):
+    """The first state of a config, on one device; the mesh of `cfg` does not matter."""
+    return trainer_for(dataclasses.replace(cfg, mesh=MeshConfig())).init()
+
+
+def spread(state, trainer: Trainer):
+    """Puts a state onto the trainer's mesh."""
+    return jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, trainer.abstract)
+
+
+def assert_close(got, wanted, *, terms: int) -> None:
+    """Compares trees of float32 arrays, leaf by leaf, against each leaf's largest value.
+
+    The bound is that of adding `terms` rounded numbers in any order: terms * eps.
+    """
+    bound = terms * np.finfo(np.float32).eps
+    for path, want in jax.tree_util.tree_flatten_with_path(wanted)[0]:
+        have = np.asarray(_at(got, path), np.float64)
+        want = np.asarray(want, np.float64)
+        assert have.shape == want.shape
+        worst = np.max(np.abs(have - want), initial=0) / max(np.max(np.abs(want), initial=0), 1e-6)
+        assert worst <= bound, f"{jax.tree_util.keystr(path)}: off by {worst:.2e} > {bound:.2e}"
+
+
+def _at(tree, path):
+    for key in path:
+        tree = tree[getattr(key, "key", getattr(key, "idx", None))]
+    return tree

@@ -58,9 +58,7 @@ def _block(w, bias, x, segments, cfg: Config):
         B, T, D = h.shape
         moe = cfg.moe
         args = (w["moe"]["w_router"], bias["moe"]["bias"], w["moe"]["w_in"], w["moe"]["w_out"])
-        y, weight_NE = moe_reference(
-            h.reshape(-1, D), *args, moe.router, k=moe.experts_per_token
-        )
+        y, weight_NE = moe_reference(h.reshape(-1, D), *args, moe.router, k=moe.experts_per_token)
         x = x + y.reshape(B, T, D)
         chosen_NE = weight_NE != 0
         load = jnp.sum(chosen_NE, axis=0)
@@ -98,8 +96,9 @@ def _attention(w, x, segments, cfg: Config):
         k = _norm(k, w["k_norm"]["scale"], model.norm_epsilon)
     if model.qk_norm == "full":
         q, k = (
-            _norm(a.reshape(*a.shape[:2], -1), w[n]["scale"].reshape(-1), model.norm_epsilon)
-            .reshape(a.shape)
+            _norm(
+                a.reshape(*a.shape[:2], -1), w[n]["scale"].reshape(-1), model.norm_epsilon
+            ).reshape(a.shape)
             for a, n in ((q, "q_norm"), (k, "k_norm"))
         )
     q, k = _rope(q, model.rope.theta), _rope(k, model.rope.theta)

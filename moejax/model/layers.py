@@ -35,7 +35,9 @@ class MLP(nnx.Module):
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
         self.program = program
-        self.w_in = nnx.Param(normal(rngs.params(), (cfg.width, 2, hidden), jnp.float32), dims="DUF")
+        self.w_in = nnx.Param(
+            normal(rngs.params(), (cfg.width, 2, hidden), jnp.float32), dims="DUF"
+        )
         self.w_out = nnx.Param(out(rngs.params(), (hidden, cfg.width), jnp.float32), dims="FD")
 
     def __call__(self, x_BtD: Float[Array, "B t D"]) -> Float[Array, "B t D"]:

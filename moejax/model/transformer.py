@@ -113,7 +113,7 @@ class Transformer(nnx.Module):
         for kinds, repeats in layer_groups(cfg):
             make = partial(Pattern, kinds, cfg, moe, program)
             stack = nnx.vmap(make, in_axes=0, out_axes=0)
-            self.groups.append(stack(rngs.fork(split=repeats)))
+            self.groups.append(stack(rngs.split(repeats)))
         self.norm = RMSNorm(cfg.width, cfg.norm_epsilon)
 
     def __call__(

@@ -101,7 +101,9 @@ def _expert_order(counts_Qe: jax.Array, bucket_rows: int) -> tuple[jax.Array, ja
     R = counts_Qe.shape[0] * bucket_rows
     ends_Qe = jnp.cumsum(counts_Qe, axis=1)
     counts_eQ = counts_Qe.T
-    starts_Qe = (jnp.cumsum(counts_eQ.reshape(-1)) - counts_eQ.reshape(-1)).reshape(counts_eQ.shape).T
+    starts_Qe = (
+        (jnp.cumsum(counts_eQ.reshape(-1)) - counts_eQ.reshape(-1)).reshape(counts_eQ.shape).T
+    )
     place_J = jnp.arange(bucket_rows, dtype=jnp.int32)
 
     def sender(counts_e, ends_e, starts_e):

@@ -75,7 +75,9 @@ def balance_loss(
     """
     N, E = routing.score_NE.shape
     K = routing.expert_NK.shape[1]
-    spans, axes = (1, layout.mesh_axes) if cfg.balance_over == "batch" else (sequences, layout.tensor)
+    spans, axes = (
+        (1, layout.mesh_axes) if cfg.balance_over == "batch" else (sequences, layout.tensor)
+    )
     tokens = N // spans * layout.size(axes)
     score_NE = routing.score_NE
     if cfg.score == "sigmoid":
@@ -85,7 +87,9 @@ def balance_loss(
     mean_BE = jnp.sum(score_NE.reshape(spans, N // spans, E), axis=1) / tokens
     loss = E * jnp.sum(share_BE * mean_BE)
     # Spans are averaged; the sum over devices of this value is the loss.
-    return loss if cfg.balance_over == "batch" else loss / (sequences * layout.size(layout.token_axes))
+    return (
+        loss if cfg.balance_over == "batch" else loss / (sequences * layout.size(layout.token_axes))
+    )
 
 
 def z_loss(logit_NE: Float[Array, "N E"], *, layout: Layout) -> Float[Array, ""]:

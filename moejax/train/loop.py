@@ -188,19 +188,21 @@ def save(run: Run, step: int, state: TrainState) -> None:
 
 def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
     """Measures held-out text; says and records nats per token and bits per byte."""
-    if not run.inputs.has_eval:
+    if run.inputs.held_out is None:
         return
     nats = targets = 0.0
     for batch, count in run.inputs.eval_batches(run.trainer, limit):
         nats += float(run.trainer.evaluate(state, batch))
         targets += count
     nats_per_token = nats / targets
-    bits = nats_per_token / LN2 * run.inputs.eval_tokens_per_byte
-    part = "" if limit is None else f" ({int(targets):,} tokens of it)"
-    run.display.say(
-        f"step {step}  held-out{part}: {bits:.3f} bits per byte, {nats_per_token:.4f} nats per token"
-    )
-    run.records.event("eval", step, bits_per_byte=bits, nats_per_token=nats_per_token)
+    values = {"nats_per_token": nats_per_token}
+    shown = f"{nats_per_token:.4f} nats per token"
+    if (density := run.inputs.eval_tokens_per_byte) is not None:
+        values["bits_per_byte"] = nats_per_token / LN2 * density
+        shown = f"{values['bits_per_byte']:.3f} bits per byte, {shown}"
+    part = "all" if limit is None else f"{int(targets):,} tokens"
+    run.display.say(f"step {step}  held-out ({part}): {shown}")
+    run.records.event("eval" if limit is not None else "final_eval", step, **values)
 
 
 def finish(run: Run, state: TrainState) -> None:
@@ -211,7 +213,7 @@ def finish(run: Run, state: TrainState) -> None:
     run.checkpoints.wait()
     run.records.event("saved", run.cfg.train.num_steps)
     length = run.cfg.train.sample_tokens
-    if length and run.inputs.tokenizer is not None:
+    if length:
         prompt = run.inputs.tokenizer.encode(run.cfg.train.sample_prompt)
         tokens = sample(
             run.trainer,

@@ -4,6 +4,9 @@ Per device, inside shard_map. AdamW is elementwise, so shards need nothing from 
 things that look at whole arrays, clipping by global norm and Muon, say what they communicate.
 """
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -93,9 +96,7 @@ def global_norm(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
     return jnp.sqrt(wire.all_reduce(total, layout.mesh_axes))
 
 
-def clip_by_global_norm(
-    limit: float, dims: Tree, layout: Layout
-) -> optax.GradientTransformation:
+def clip_by_global_norm(limit: float, dims: Tree, layout: Layout) -> optax.GradientTransformation:
     """Scales gradients so that their norm over all devices is at most `limit`."""
 
     def update(updates, state, params=None):
@@ -116,15 +117,17 @@ def orthogonalize(dims: Tree, layout: Layout) -> optax.GradientTransformation:
     """
 
     def update(updates, state, params=None):
-        def one(x: jax.Array | optax.MaskedNode, d: str):
-            if isinstance(x, optax.MaskedNode):
-                return x
-            return _orthogonal_shard(x, d, layout)
+        def one(x: Any, d: str) -> Any:
+            return x if _is_masked(x) else _orthogonal_shard(x, d, layout)
 
-        is_leaf = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-        return jax.tree.map(one, updates, dims, is_leaf=is_leaf), state
+        return jax.tree.map(one, updates, dims, is_leaf=_is_masked), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _is_masked(x: Any) -> bool:
+    """Whether a leaf belongs to the other optimizer."""
+    return isinstance(x, optax.MaskedNode)
 
 
 def _orthogonal_shard(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
@@ -137,11 +140,11 @@ def _orthogonal_shard(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
     shard_shape = x.shape
     for dim, axes in axes_by_dim:
         x = wire.all_gather(x, axes, dim=dim) if axes else x
-    rows, columns, batch = _matrix_dims(dims)
+    rows, columns = _matrix_dims(dims)
     numbers = contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
     muon = contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=numbers)
     x = muon.update(x, muon.init(x))[0]
-    fan_in, fan_out = (int(jnp.prod(jnp.array([x.shape[i] for i in part]))) for part in (rows, columns))
+    fan_in, fan_out = (math.prod(x.shape[i] for i in part) for part in (rows, columns))
     x = x * max(1.0, fan_out / fan_in) ** 0.5
     for dim, axes in axes_by_dim:
         if axes and layout.size(axes) > 1:
@@ -150,13 +153,12 @@ def _orthogonal_shard(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
     return x
 
 
-def _matrix_dims(dims: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Which dimensions are the matrix's rows (inputs), its columns (outputs), and neither.
+def _matrix_dims(dims: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which dimensions are the matrix's inputs and its outputs; the model's width is one of them.
 
     Gate and up (U) and experts (E) are separate matrices.
     """
-    batch = tuple(i for i, letter in enumerate(dims) if letter in "EU")
-    inner = tuple(i for i in range(len(dims)) if i not in batch)
+    inner = tuple(i for i, letter in enumerate(dims) if letter not in "EU")
     width = dims.index("D")
     others = tuple(i for i in inner if i != width)
-    return ((width,), others, batch) if inner[0] == width else (others, (width,), batch)
+    return ((width,), others) if inner[0] == width else (others, (width,))

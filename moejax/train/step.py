@@ -5,7 +5,7 @@ devices is the loss; see `comm.wire` for what that makes of the collectives' tra
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -106,13 +106,13 @@ class Trainer:
 
         return jax.jit(build, out_shardings=_shardings(self.abstract))()
 
-    @property
+    @cached_property
     def step(self) -> Any:
         """The jitted step: (state, batch) -> (state, metrics). Takes the state's memory over."""
         body = partial(_train_step, self, _optimizer(self.cfg, self.dims, self.layout))
         return jax.jit(self._mapped(body, Batch, Metrics(*[P()] * 6)), donate_argnums=0)
 
-    @property
+    @cached_property
     def gradients(self) -> Any:
         """The jitted (state, batch) -> (gradients sharded like the parameters, their loss parts)."""
         specs = _specs(self.abstract)
@@ -126,12 +126,12 @@ class Trainer:
         )
         return jax.jit(body)
 
-    @property
+    @cached_property
     def evaluate(self) -> Any:
         """The jitted (state, batch) -> summed nats over the batch's valid targets."""
         return jax.jit(self._mapped(partial(_evaluate, self), Batch, None))
 
-    @property
+    @cached_property
     def next_logits(self) -> Any:
         """The jitted (state, token_BT, length) -> logits_BV that follow the first `length` tokens."""
         specs = (_specs(self.abstract), self.layout.token_spec(), P())
@@ -174,7 +174,12 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
     abstract = TrainState(scalar, scalar, params, balance, jax.eval_shape(optimizer.init, params))
     specs = jax.tree.map(lambda x, d: program.layout.param_spec(d, x.ndim), params, dims)
     opt_specs = optax.tree_map_params(
-        optimizer, lambda _, s: s, abstract.optimizer, specs, transform_non_params=lambda _: P()
+        optimizer,
+        lambda x, spec: x if _is_masked(x) else spec,
+        abstract.optimizer,
+        specs,
+        transform_non_params=lambda _: P(),
+        is_leaf=_is_masked,
     )
     all_specs = TrainState(P(), P(), specs, jax.tree.map(lambda _: P(), balance), opt_specs)
     abstract = jax.tree.map(
@@ -196,6 +201,10 @@ def _split(model: Transformer) -> tuple[nnx.GraphDef, Tree, Tree]:
 
 def _optimizer(cfg: Config, dims: Tree, layout: Layout) -> optax.GradientTransformation:
     return build_optimizer(cfg.optimizer, dims, layout, cfg.train.num_steps)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def _shardings(abstract: Tree) -> Tree:
@@ -247,7 +256,9 @@ def _gradients(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[Tree,
         gradients, report = micro(0, batch)
     else:
         cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(micro, 0, jax.tree.map(lambda x: x[0], cut)))
+        zeros = jax.tree.map(
+            jnp.zeros_like, jax.eval_shape(micro, 0, jax.tree.map(lambda x: x[0], cut))
+        )
 
         def add(total, scanned):
             return jax.tree.map(jnp.add, total, micro(*scanned)), None

@@ -1,0 +1,83 @@
+"""Real text that every machine has: the source of Python's own standard library.
+
+About one file in twenty, chosen by a hash of its name, is held out: training never sees it. What
+general compressors need for the held-out files says how good a model's bits per byte are.
+"""
+
+import gzip
+import hashlib
+import lzma
+import sysconfig
+from collections import Counter
+from functools import cache
+from math import log2
+from pathlib import Path
+
+from moejax.errors import InputError
+
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+HELD_OUT_ONE_IN = 20
+
+
+@cache
+def documents() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """Returns the training files and the held-out files, each in order of their names.
+
+    Raises:
+      InputError: if the library's source is not on this machine.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    train, held_out = [], []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if LEFT_OUT.intersection(name.parts):
+            continue
+        text = path.read_bytes()
+        if not text or not _is_utf8(text):
+            continue
+        (held_out if is_held_out(name.as_posix()) else train).append(text)
+    if not train or not held_out:
+        raise InputError(
+            f"no standard library text. {root} has {len(train) + len(held_out)} usable .py files. "
+            f"data.source=stdlib reads Python's own source. Use a Python that ships it, or set "
+            f"data.source=tokens."
+        )
+    return tuple(train), tuple(held_out)
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a file is kept from training; depends on its name alone."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def baselines() -> dict[str, float]:
+    """Bits per byte of the held-out files, joined, by what else could predict them.
+
+    `gzip -9` and `xz -9` start from nothing and read the held-out files alone; the unigram model
+    knows the byte frequencies of the training files, every byte counted once more than seen.
+    """
+    train, held_out = documents()
+    text = b"".join(held_out)
+    return {
+        "gzip -9": 8 * len(gzip.compress(text, compresslevel=9, mtime=0)) / len(text),
+        "xz -9": 8 * len(lzma.compress(text, preset=9)) / len(text),
+        "a unigram model": _unigram_bits(train, text),
+    }
+
+
+def _unigram_bits(train: tuple[bytes, ...], text: bytes) -> float:
+    """Cross-entropy of `text` under the byte frequencies of `train`, bits per byte."""
+    seen: Counter[int] = Counter()
+    for document in train:
+        seen.update(document)
+    total = sum(seen.values()) + 256
+    return -sum(n * log2((seen[b] + 1) / total) for b, n in Counter(text).items()) / len(text)

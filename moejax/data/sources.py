@@ -1,0 +1,35 @@
+"""Opens what a run's data settings name: training stream, held-out stream, tokenizer."""
+
+from typing import NamedTuple
+
+from moejax.config import DataConfig
+from moejax.data import corpus
+from moejax.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_beside
+from moejax.data.tokens import TokenSource, from_documents, open_files
+
+
+class Sources(NamedTuple):
+    """The streams of a run."""
+
+    train: TokenSource
+    held_out: TokenSource | None
+    tokenizer: Tokenizer
+
+
+def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
+    """Opens and checks every file that the settings name.
+
+    Raises:
+      InputError: for files that are missing, damaged, or do not fit the model.
+    """
+    if data.source == "stdlib":
+        train, held_out = corpus.documents()
+        return Sources(from_documents(train), from_documents(held_out), ByteTokenizer())
+    wanted = "bin" if data.source == "tokens" else "array_record"
+    train = open_files(data.train_files, wanted, model_vocab=model_vocab)
+    held_out = None
+    if data.eval_files:
+        held_out = open_files(data.eval_files, wanted, model_vocab=model_vocab)
+    first = train.sources[0]
+    tokenizer = tokenizer_beside(first.path, first.sidecar.tokenizer, first.eos_id)
+    return Sources(train, held_out, tokenizer)

@@ -1,0 +1,100 @@
+"""Text to ids and back: bytes, or any `tokenizer.json`."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from moejax.errors import InputError
+
+# What well-known tokenizers call the token that ends a document, most specific first.
+EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+
+
+class Tokenizer(Protocol):
+    """What training needs of a tokenizer."""
+
+    vocab_size: int
+    eos_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without marks for its beginning or end."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text behind ids; end-of-document marks are left out."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes of UTF-8; 256 ends a document."""
+
+    vocab_size = 257
+    eos_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Bytes of the text."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the bytes; what is not UTF-8 shows as a replacement mark."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json`, through the `tokenizers` library; runs no code of the file's author."""
+
+    def __init__(self, path: Path, eos: str | None = None):
+        self._tokenizer = _load(path)
+        self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        self.eos_id = self._find_eos(path, eos)
+
+    def _find_eos(self, path: Path, eos: str | None) -> int:
+        """The id of the named token, else of the first usual name the vocabulary has."""
+        if eos is not None and eos.isdecimal():
+            if int(eos) < self.vocab_size:
+                return int(eos)
+        else:
+            for name in EOS_NAMES if eos is None else (eos,):
+                found = self._tokenizer.token_to_id(name)
+                if found is not None:
+                    return int(found)
+        raise InputError(
+            f"no end-of-document token. {path} has no {eos or ', '.join(EOS_NAMES)}. Documents are "
+            f"joined by one token. Name it: --eos NAME, or --eos ID below {self.vocab_size}."
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text behind ids."""
+        return self._tokenizer.decode([i for i in ids if i != self.eos_id])
+
+
+def _load(path: Path) -> Any:
+    """Reads a tokenizer.json with the tokenizers library."""
+    try:
+        from tokenizers import Tokenizer as Library
+    except ImportError as error:
+        raise InputError(
+            f"the tokenizers library is missing. {path} needs it. It comes with an extra. Run "
+            f"pip install 'moejax[hf]'."
+        ) from error
+    if not path.is_file():
+        raise InputError(
+            f"no tokenizer. {path} does not exist. It must be a tokenizer.json. Check the path."
+        )
+    try:
+        return Library.from_file(str(path))
+    except Exception as error:  # The library raises plain Exception for every damaged file.
+        raise InputError(
+            f"tokenizer is damaged. {path}: {' '.join(str(error).split())[:160]}. It must be a "
+            f"tokenizer.json. Copy it again."
+        ) from error
+
+
+def tokenizer_beside(token_file: Path, name: str, eos_id: int) -> Tokenizer:
+    """The tokenizer that a token file's sidecar names; its file lies beside the token file."""
+    if name == "bytes":
+        return ByteTokenizer()
+    return FileTokenizer(token_file.parent / Path(name).name, eos=str(eos_id))

@@ -1,0 +1,105 @@
+"""Brings a run's tokens onto the devices. Files are checked before a device is touched."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.config import Config
+from moejax.data import batches as data_batches
+from moejax.data import corpus
+from moejax.data.sources import open_sources
+from moejax.data.tokenizer import Tokenizer
+from moejax.data.tokens import TokenSource
+from moejax.train.step import Batch, Trainer
+
+
+@dataclass
+class Inputs:
+    """The run's training sequences, held-out text and tokenizer."""
+
+    cfg: Config
+    train: data_batches.Batches
+    held_out: TokenSource | None
+    tokenizer: Tokenizer
+    vocab_size: int  # of the tokenizer; the model's may be padded
+
+    def batches(
+        self, trainer: Trainer, first: int, last: int
+    ) -> AbstractContextManager[Iterator[Batch]]:
+        """The batches of steps first .. last - 1 on the mesh, prepared ahead in a thread."""
+
+        def on_devices(step: int) -> Batch:
+            return self._on_devices(trainer, lambda a, b: self.train.rows(step, a, b))
+
+        return closing(data_batches.prefetch(on_devices, first, last))
+
+    def _on_devices(self, trainer: Trainer, rows: Any) -> Batch:
+        """Global arrays, of which this process reads the rows that its devices hold."""
+        shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
+        sharding = trainer.batch_sharding
+        local = {
+            index[0].indices(shape[0])[:2]
+            for index in sharding.addressable_devices_indices_map(shape).values()
+        }
+        read = {bounds: rows(*bounds) for bounds in sorted(local)}
+
+        def array(name: str) -> jax.Array:
+            def shard(index: tuple[slice, ...]) -> np.ndarray:
+                return getattr(read[index[0].indices(shape[0])[:2]], name)
+
+            return jax.make_array_from_callback(shape, sharding, shard)
+
+        return Batch(array("token_BT"), array("target_BT"), array("segment_BT"))
+
+    def eval_batches(self, trainer: Trainer, limit: int | None) -> Iterator[tuple[Batch, int]]:
+        """Batches of held-out text and how many targets each has."""
+        assert self.held_out is not None
+        found = data_batches.eval_batches(
+            self.held_out,
+            sequence_length=self.cfg.data.sequence_length,
+            batch_sequences=self.cfg.train.batch_sequences,
+            limit=limit,
+            isolate_documents=self.cfg.data.isolate_documents,
+        )
+        for whole in found:
+
+            def rows(first: int, last: int, whole: Any = whole) -> Any:
+                return Batch(*(getattr(whole, name)[first:last] for name in Batch._fields))
+
+            yield self._on_devices(trainer, rows), int(np.sum(whole.target_BT >= 0))
+
+    @property
+    def eval_tokens_per_byte(self) -> float | None:
+        """Held-out targets per byte of the text behind them; None if the text's size is unknown."""
+        if self.held_out is None or not self.held_out.num_bytes:
+            return None
+        return (self.held_out.num_tokens - 1) / self.held_out.num_bytes
+
+    def baselines(self) -> dict[str, float]:
+        """Bits per byte that other models need for the same held-out text, by name."""
+        return corpus.baselines() if self.cfg.data.source == "stdlib" else {}
+
+
+def open_inputs(cfg: Config) -> Inputs:
+    """Opens and checks the data a config names. Touches no device.
+
+    Raises:
+      InputError: see moejax.data.
+    """
+    data, length = cfg.data, cfg.data.sequence_length
+    train, held_out, tokenizer = open_sources(data, model_vocab=cfg.model.vocab_size)
+    ordered = data_batches.Batches(
+        train,
+        sequence_length=length,
+        batch_sequences=cfg.train.batch_sequences,
+        seed=cfg.train.seed,
+        shuffle=data.shuffle,
+        repeat=data.repeat,
+        isolate_documents=data.isolate_documents,
+    )
+    ordered.check_steps(cfg.train.num_steps)
+    return Inputs(cfg, ordered, held_out, tokenizer, train.vocab_size)
