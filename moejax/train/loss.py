@@ -5,7 +5,6 @@ exist whole: a chunk of tokens at a time is projected, and its gradient is taken
 chunk is still in cache. That is possible because the loss is a plain sum over tokens.
 """
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -44,6 +43,7 @@ def next_token_loss(
       x_BTD: final hidden states, all positions on every tensor rank.
       w_Dv: this tensor rank's slice of the output projection.
       target_BT: -1 where there is nothing to predict.
+      chunk_tokens: tokens whose logits exist at one time, at most.
       num_targets: valid targets of the whole step, over all devices and micro-batches.
     """
     total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
@@ -71,7 +71,7 @@ def sum_nll(
     N, v = target_BT.size, w_Dv.shape[1]
     first = wire.index(layout.tensor) * v if layout.size(layout.tensor) > 1 else 0
     target_N = target_BT.reshape(N)
-    rows = math.gcd(N, chunk_tokens)
+    rows = next(r for r in range(min(N, chunk_tokens), 0, -1) if N % r == 0)
     local_N = jnp.where(target_N >= 0, target_N - first, -1)
     chunks = (
         x_BTD.reshape(N // rows, rows, -1),
