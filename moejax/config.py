@@ -179,7 +179,7 @@ class DataConfig:
 
     source: str = setting(
         "stdlib",
-        "stdlib: the text of Python's own library; tokens, array_record: files made by moejax prepare",
+        "stdlib: the text of Python's own library; else files that moejax prepare made",
         choices=("stdlib", "tokens", "array_record"),
     )
     train_files: tuple[str, ...] = setting(

@@ -25,7 +25,7 @@ def send(x_PJD: jax.Array, route: Route) -> jax.Array:
 
 
 def send_back(y_QJD: jax.Array, route: Route) -> jax.Array:
-    """Takes each sender's bucket home, the mirror of `send`: gathered rows are summed on the way."""
+    """Takes each sender's bucket home, mirroring `send`: gathered rows are summed."""
     for hop in reversed(route):
         if hop.kind == "all_to_all":
             y_QJD = wire.all_to_all(y_QJD, hop.axes)

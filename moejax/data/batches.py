@@ -5,7 +5,7 @@ one as targets. Every process asks for its own rows of the global batch, so the 
 any number of processes, and the position in the data is one integer, the step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
@@ -129,7 +129,7 @@ def eval_batches(
 
 def prefetch(
     make: Callable[[int], Item], first: int, last: int, *, depth: int = 2
-) -> Iterator[Item]:
+) -> Generator[Item, None, None]:
     """Yields make(first) .. make(last - 1), prepared up to `depth` ahead in one thread.
 
     An error of `make` is raised where its item would have come. Closing the iterator stops the

@@ -17,6 +17,8 @@ from moejax.errors import InputError
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HELD_OUT_ONE_IN = 20
+# Written when Python is built; holds paths of the machine that built it.
+BUILT_HERE = ("_sysconfigdata", "config-")
 
 
 @cache
@@ -27,14 +29,16 @@ def documents() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
       InputError: if the library's source is not on this machine.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    train, held_out = [], []
+    train, held_out, seen = [], [], set()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if LEFT_OUT.intersection(name.parts):
+        if LEFT_OUT.intersection(name.parts) or name.parts[0].startswith(BUILT_HERE):
             continue
         text = path.read_bytes()
-        if not text or not _is_utf8(text):
+        # A copy of an earlier file could stand on the other side of the split.
+        if not text or text in seen or not _is_utf8(text):
             continue
+        seen.add(text)
         (held_out if is_held_out(name.as_posix()) else train).append(text)
     if not train or not held_out:
         raise InputError(

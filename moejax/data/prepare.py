@@ -5,30 +5,31 @@ names, digested while they are written, and renamed when they are complete.
 """
 
 import argparse
-import hashlib
-import json
 import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from moejax.data.tokens import FORMAT_VERSION, Sidecar, sidecar_of
+from moejax.data.documents import Document, is_held_out, read_documents
+from moejax.data.sidecar import FORMAT_VERSION, Sidecar, is_plain_name, sidecar_of
+from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
+from moejax.data.tokens import open_files, verify
 from moejax.errors import InputError
 
 CHUNK_TOKENS = 8192
 SUFFIXES = {"bin": ".bin", "array_record": ".array_record"}
+SECONDS_BETWEEN_LINES = 10  # where there is no terminal to draw on
 EPILOG = """\
 examples:
   moejax prepare books/*.txt --out data/books
   moejax prepare web.jsonl --text-field text --tokenizer tokenizer.json --out data/web
   moejax prepare wiki.parquet --format array_record --out data/wiki
+  moejax prepare --verify data/books.*.bin
 
 writes data/books.train.bin and data/books.eval.bin, each with a .json beside it. Train on them with
   --config.data.source=tokens --config.data.train_files=data/books.train.bin \\
@@ -41,10 +42,16 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 0, or 2 for bad input."""
     args = parser().parse_args(argv)
     try:
-        prepare(args, Console(stderr=True))
-    except InputError as error:
+        if args.verify:
+            verify_files(args.files)
+        else:
+            prepare(args, Console(stderr=True))
+    except (InputError, OSError) as error:
         print(f"moejax: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("moejax: stopped; unfinished files were removed", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -62,7 +69,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help=".jsonl: an object a line; .parquet: a document a row; else: a document a file",
     )
-    made.add_argument("--out", required=True, help="output path without ending, e.g. data/books")
+    made.add_argument("--out", help="output path without ending, e.g. data/books")
+    made.add_argument(
+        "--verify", action="store_true", help="check the sha256 of token files; write nothing"
+    )
     made.add_argument("--tokenizer", help="a tokenizer.json; without it, ids are bytes")
     made.add_argument("--eos", help="token (or id) that ends a document; default: the usual names")
     made.add_argument("--text-field", default="text", help="field or column of the text")
@@ -79,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
 
 def prepare(args: argparse.Namespace, console: Console) -> None:
     """Writes the token files that the command line asks for."""
+    _check_arguments(args)
     if not 0 <= args.eval_fraction < 1:
         raise InputError(
             f"`--eval-fraction` is out of range. Got {args.eval_fraction}. It must be at least 0 "
@@ -95,9 +106,16 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
     if args.tokenizer is not None:
         tokenizer = FileTokenizer(Path(args.tokenizer), args.eos)
     splits = ["train", "eval"] if args.eval_fraction else ["train"]
-    writers = {split: _open_writer(args, split, tokenizer) for split in splits}
+    _check_output(args)
+    writers: dict[str, Writer] = {}
     try:
+        for split in splits:
+            writers[split] = _open_writer(args, split, tokenizer)
         _write_documents(args, files, tokenizer, writers, console)
+        _remove_replaced(args)
+        if args.tokenizer is not None:
+            # Beside the tokens: training samples text with it long after the original has moved.
+            _copy_tokenizer(Path(args.tokenizer), _tokenizer_copy(args))
         for writer in writers.values():
             writer.finish()
     except BaseException:
@@ -114,23 +132,73 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
 
 
 def _open_writer(args: argparse.Namespace, split: str, tokenizer: Tokenizer) -> "Writer":
-    """Makes the output of one split; refuses to replace files unasked."""
+    """Begins the output of one split."""
     path = Path(f"{args.out}.{split}{SUFFIXES[args.format]}")
-    if path.exists() and not args.overwrite:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = BinWriter if args.format == "bin" else ArrayRecordWriter
+    if args.tokenizer is None:
+        return kind(path, tokenizer, "bytes")
+    return kind(path, tokenizer, _tokenizer_copy(args).name, digest(Path(args.tokenizer)))
+
+
+def _tokenizer_copy(args: argparse.Namespace) -> Path:
+    return Path(f"{args.out}.tokenizer.json")
+
+
+def _copy_tokenizer(original: Path, copy: Path) -> None:
+    if copy.exists() and copy.samefile(original):
+        return
+    partial = copy.with_name(copy.name + ".partial")
+    shutil.copyfile(original, partial)
+    partial.replace(copy)
+
+
+def _outputs(args: argparse.Namespace) -> list[Path]:
+    """Every token file of this name that exists, of any split and format, with its sidecar."""
+    files = [Path(f"{args.out}.{s}{end}") for s in ("train", "eval") for end in SUFFIXES.values()]
+    return [path for file in files for path in (file, sidecar_of(file)) if path.exists()]
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    """Refuses to replace files unasked."""
+    found = _outputs(args)
+    if found and not args.overwrite:
         raise InputError(
-            f"output exists. {path} is there already. Nothing is replaced unasked. Add "
+            f"output exists. {found[0]} is there already. Nothing is replaced unasked. Add "
             f"--overwrite, or choose another --out."
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    name = "bytes"
-    if args.tokenizer is not None:
-        # A copy beside the tokens: training samples text with it long after this one has moved.
-        name = f"{path.name.split('.')[0]}.tokenizer.json"
-        copy = path.with_name(name)
-        if not copy.exists() or not copy.samefile(args.tokenizer):
-            shutil.copyfile(args.tokenizer, copy)
-    kind = BinWriter if args.format == "bin" else ArrayRecordWriter
-    return kind(path, tokenizer, name)
+
+
+def _remove_replaced(args: argparse.Namespace) -> None:
+    """Removes what an earlier run wrote: its held-out text may be trained on now."""
+    for path in _outputs(args):
+        path.unlink()
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if args.out is None or not is_plain_name(Path(args.out).name):
+        raise InputError(
+            f"no output name. `--out` is {args.out!r}. It must be a path that ends in a name of "
+            f"ASCII letters, digits and . _ + -. Write --out data/books."
+        )
+    if args.eos is not None and args.tokenizer is None:
+        raise InputError(
+            f"`--eos` has no effect. Got {args.eos!r} without --tokenizer. The tokenizer of bytes "
+            f"has eos 256. Leave --eos out, or name a --tokenizer."
+        )
+
+
+def verify_files(patterns: list[str]) -> None:
+    """Checks token files of both formats against the digests in their sidecars.
+
+    Raises:
+      InputError: for the first that differs.
+    """
+    for pattern in patterns:
+        format = "array_record" if pattern.endswith(SUFFIXES["array_record"]) else "bin"
+        for source in open_files([pattern], format, model_vocab=2**31).sources:
+            verify(source)
+            print(f"{source.path}: sha256 is right")
 
 
 def _write_documents(
@@ -142,7 +210,9 @@ def _write_documents(
 ) -> None:
     """Streams every document to its split, with progress on a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    said = time.monotonic()
+    drawn = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not drawn) as progress:
         task = progress.add_task("reading")
         for number, document in enumerate(read_documents(files, args.text_field)):
             held_out = "eval" in writers and is_held_out(document, args.eval_fraction)
@@ -151,113 +221,30 @@ def _write_documents(
                 tokens = sum(writer.num_tokens for writer in writers.values())
                 text = f"{document.source}  {number:,} documents, {tokens:,} tokens"
                 progress.update(task, description=text)
+                if not console.is_terminal and time.monotonic() - said > SECONDS_BETWEEN_LINES:
+                    console.print(text, highlight=False, soft_wrap=True)
+                    said = time.monotonic()
     for split, writer in writers.items():
         if not writer.num_documents:
+            total = sum(writer.num_documents for writer in writers.values())
             raise InputError(
-                f"no {split} documents. {len(files)} files gave "
-                f"{sum(w.num_documents for w in writers.values())} documents. Each split needs one. "
-                f"Give more documents, or change --eval-fraction (0: no held-out file)."
+                f"no {split} documents. {len(files)} files gave {total} documents. Each split "
+                f"needs one. Give more documents, or change --eval-fraction (0: no held-out file)."
             )
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text and where it came from."""
-
-    text: str
-    source: str
-
-
-def is_held_out(document: Document, fraction: float) -> bool:
-    """Whether a document goes to the held-out file; depends on its text alone."""
-    digest = hashlib.sha256(document.text.encode("utf-8")).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
-
-
-def read_documents(files: list[Path], text_field: str) -> Iterator[Document]:
-    """Yields the documents of all files that are not empty."""
-    for file in files:
-        if file.suffix == ".jsonl":
-            found = _read_jsonl(file, text_field)
-        elif file.suffix == ".parquet":
-            found = _read_parquet(file, text_field)
-        else:
-            found = iter([Document(_decode(file.read_bytes(), str(file)), str(file))])
-        for document in found:
-            if document.text:
-                yield document
-
-
-def _decode(raw: bytes, source: str) -> str:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"text is not UTF-8. {source}, byte {error.start}: 0x{raw[error.start]:02x}. All text "
-            f"must be UTF-8. Convert it with iconv."
-        ) from error
-
-
-def _read_jsonl(file: Path, text_field: str) -> Iterator[Document]:
-    with file.open("rb") as opened:
-        for number, raw in enumerate(opened, 1):
-            source = f"{file}, line {number}"
-            if not raw.strip():
-                continue
-            try:
-                value = json.loads(_decode(raw, source))
-            except json.JSONDecodeError as error:
-                raise InputError(
-                    f"line is not JSON. {source}: {error.msg}. Every line must be one JSON object. "
-                    f"Correct or remove the line."
-                ) from error
-            yield Document(_field(value, text_field, source), source)
-
-
-def _field(value: Any, text_field: str, source: str) -> str:
-    if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
-        have = ", ".join(sorted(value)[:8]) if isinstance(value, dict) else type(value).__name__
-        raise InputError(
-            f"no text. {source} has {have}. Field {text_field!r} must hold a string. Name the "
-            f"right one with --text-field."
-        )
-    return value[text_field]
-
-
-def _read_parquet(file: Path, text_field: str) -> Iterator[Document]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise InputError(
-            f"pyarrow is missing. {file} is a Parquet file. It comes with an extra. Run pip "
-            f"install 'moejax[data]'."
-        ) from error
-    try:
-        table = parquet.ParquetFile(file)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise InputError(
-            f"Parquet file is damaged. {file}: {' '.join(str(error).split())[:120]}. It must be "
-            f"Parquet. Copy it again."
-        ) from error
-    if text_field not in table.schema_arrow.names:
-        have = ", ".join(table.schema_arrow.names[:8])
-        raise InputError(
-            f"no text. {file} has columns {have}. Column {text_field!r} must hold strings. Name "
-            f"the right one with --text-field."
-        )
-    row = 0
-    for batch in table.iter_batches(columns=[text_field]):
-        for value in batch.column(0):
-            source, row = f"{file}, row {row}", row + 1
-            yield Document(_field({text_field: value.as_py()}, text_field, source), source)
 
 
 class Writer:
     """A token file in the making; subclasses store ids."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, tokenizer_name: str):
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: Tokenizer,
+        tokenizer_name: str,
+        tokenizer_sha256: str | None = None,
+    ):
         self.path, self.tokenizer_name = path, tokenizer_name
+        self.tokenizer_sha256 = tokenizer_sha256
         self.partial = path.with_name(path.name + ".partial")
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
@@ -267,7 +254,13 @@ class Writer:
 
     def add(self, document: Document, tokenizer: Tokenizer) -> None:
         """Adds a document and the token that ends it."""
-        self._store([*tokenizer.encode(document.text), self.eos_id])
+        ids = tokenizer.encode(document.text)
+        if self.eos_id in ids:
+            raise InputError(
+                f"eos stands in a document. {document.source} holds token {self.eos_id}, which "
+                f"separates documents. Choose another --eos, or take that text out."
+            )
+        self._store([*ids, self.eos_id])
         self.num_documents += 1
         self.num_bytes += len(document.text.encode("utf-8"))
 
@@ -279,8 +272,6 @@ class Writer:
     def finish(self) -> None:
         """Closes the file, writes its sidecar, and gives both their names."""
         self._close()
-        with self.partial.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
         sidecar = Sidecar(
             format_version=FORMAT_VERSION,
             format=self.format,
@@ -290,8 +281,9 @@ class Writer:
             num_tokens=self.num_tokens,
             num_bytes=self.num_bytes,
             num_documents=self.num_documents,
-            sha256=digest,
+            sha256=digest(self.partial),
             tokenizer=self.tokenizer_name,
+            tokenizer_sha256=self.tokenizer_sha256,
             chunk_tokens=CHUNK_TOKENS if self.format == "array_record" else None,
         )
         sidecar_of(self.path).unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from moejax.config import DataConfig
 from moejax.data import corpus
 from moejax.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_beside
-from moejax.data.tokens import TokenSource, from_documents, open_files
+from moejax.data.tokens import TokenSource, check_apart, from_documents, open_files
 
 
 class Sources(NamedTuple):
@@ -30,6 +30,12 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
     held_out = None
     if data.eval_files:
         held_out = open_files(data.eval_files, wanted, model_vocab=model_vocab)
+        check_apart(train, held_out)
     first = train.sources[0]
-    tokenizer = tokenizer_beside(first.path, first.sidecar.tokenizer, first.eos_id)
+    tokenizer = tokenizer_beside(
+        first.path,
+        first.sidecar.tokenizer,
+        eos_id=first.eos_id,
+        sha256=first.sidecar.tokenizer_sha256,
+    )
     return Sources(train, held_out, tokenizer)

@@ -1,7 +1,8 @@
 """Text to ids and back: bytes, or any `tokenizer.json`."""
 
+import hashlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from moejax.errors import InputError
 
@@ -9,6 +10,7 @@ from moejax.errors import InputError
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What training needs of a tokenizer."""
 
@@ -44,7 +46,9 @@ class FileTokenizer:
 
     def __init__(self, path: Path, eos: str | None = None):
         self._tokenizer = _load(path)
-        self.vocab_size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        # Ids may have holes, so their number is not the bound.
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
         self.eos_id = self._find_eos(path, eos)
 
     def _find_eos(self, path: Path, eos: str | None) -> int:
@@ -85,16 +89,39 @@ def _load(path: Path) -> Any:
             f"no tokenizer. {path} does not exist. It must be a tokenizer.json. Check the path."
         )
     try:
-        return Library.from_file(str(path))
+        library = Library.from_file(str(path))
     except Exception as error:  # The library raises plain Exception for every damaged file.
         raise InputError(
             f"tokenizer is damaged. {path}: {' '.join(str(error).split())[:160]}. It must be a "
             f"tokenizer.json. Copy it again."
         ) from error
+    # A file may ask for truncation or padding, made for another use; both would spoil documents.
+    library.no_truncation()
+    library.no_padding()
+    # Text that spells a special token stays text; else a document could hold eos.
+    library.encode_special_tokens = True
+    return library
 
 
-def tokenizer_beside(token_file: Path, name: str, eos_id: int) -> Tokenizer:
-    """The tokenizer that a token file's sidecar names; its file lies beside the token file."""
+def tokenizer_beside(token_file: Path, name: str, *, eos_id: int, sha256: str | None) -> Tokenizer:
+    """The tokenizer that a token file's sidecar names; its file lies beside the token file.
+
+    Raises:
+      InputError: if it is missing, or is not the one that made the tokens.
+    """
     if name == "bytes":
         return ByteTokenizer()
-    return FileTokenizer(token_file.parent / Path(name).name, eos=str(eos_id))
+    path = token_file.parent / Path(name).name
+    if sha256 is not None and path.is_file() and digest(path) != sha256:
+        raise InputError(
+            f"tokenizer was changed. {path} has sha256 {digest(path)[:16]}, the sidecar of "
+            f"{token_file} says {sha256[:16]}. It must be the one that made the tokens. Copy it "
+            f"again, or prepare the text again."
+        )
+    return FileTokenizer(path, eos=str(eos_id))
+
+
+def digest(path: Path) -> str:
+    """The sha256 of a file."""
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -5,23 +5,20 @@ too, so every token after the first is a target, predicted from its own document
 """
 
 import glob
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from moejax.data.sidecar import Sidecar, read_sidecar
+from moejax.data.tokenizer import digest
 from moejax.errors import InputError
 
-FORMAT_VERSION = 1
-SIDECAR_LIMIT = 1 << 20
-DTYPES = ("uint8", "uint16", "uint32")
 
-
+@runtime_checkable
 class TokenSource(Protocol):
     """A stream that can be read anywhere."""
 
@@ -78,86 +75,6 @@ def from_documents(documents: Sequence[bytes]) -> MemorySource:
     return MemorySource(np.concatenate(parts), 257, 256, sum(map(len, documents)))
 
 
-@dataclass(frozen=True)
-class Sidecar:
-    """What `FILE.json` says of the token file beside it."""
-
-    format_version: int
-    format: str  # "bin" or "array_record"
-    dtype: str
-    vocab_size: int
-    eos_id: int
-    num_tokens: int
-    num_bytes: int
-    num_documents: int
-    sha256: str  # of the token file
-    tokenizer: str  # "bytes", or the name of a tokenizer.json beside this file
-    chunk_tokens: int | None = None  # array_record: tokens of a record
-
-    def write(self, path: Path) -> None:
-        """Writes the sidecar of a token file."""
-        text = json.dumps(asdict(self), indent=1) + "\n"
-        sidecar_of(path).write_text(text, encoding="utf-8")
-
-
-def sidecar_of(path: Path) -> Path:
-    """The sidecar of a token file: its name with .json behind."""
-    return path.with_name(path.name + ".json")
-
-
-def read_sidecar(path: Path) -> Sidecar:
-    """Reads and checks the sidecar of a token file.
-
-    Raises:
-      InputError: if it is missing, too large, damaged, or of a newer format.
-    """
-    file = sidecar_of(path)
-    if not file.is_file():
-        raise InputError(
-            f"no sidecar. {file} does not exist. A token file needs the JSON that moejax prepare "
-            f"wrote beside it. Copy it too, or prepare the text again."
-        )
-    if file.stat().st_size > SIDECAR_LIMIT:
-        raise InputError(
-            f"sidecar is too large. {file} has {file.stat().st_size} bytes. The limit is "
-            f"{SIDECAR_LIMIT}. Prepare the text again."
-        )
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        version = facts.get("format_version")
-    except (ValueError, AttributeError) as error:
-        raise InputError(
-            f"sidecar is damaged. {file}: {error}. It must be the JSON that moejax prepare wrote. "
-            f"Prepare the text again."
-        ) from error
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise InputError(
-            f"token file of a newer moejax. {file} has format {version}. This version reads up to "
-            f"{FORMAT_VERSION}. Upgrade moejax."
-        )
-    return _checked(file, facts)
-
-
-def _checked(file: Path, facts: dict[str, Any]) -> Sidecar:
-    """Builds the sidecar, refusing fields that are missing, unknown or of the wrong kind."""
-    try:
-        sidecar = Sidecar(**facts)
-        counts = (sidecar.vocab_size, sidecar.eos_id, sidecar.num_tokens, sidecar.num_bytes)
-        assert all(isinstance(n, int) and n >= 0 for n in counts), "a count is not a number"
-        assert sidecar.dtype in DTYPES, f"dtype {sidecar.dtype!r} is not one of {DTYPES}"
-        assert sidecar.eos_id < sidecar.vocab_size, "eos_id is outside the vocabulary"
-        assert sidecar.format in ("bin", "array_record"), f"format {sidecar.format!r} is unknown"
-        if sidecar.format == "array_record":
-            assert (sidecar.chunk_tokens or 0) > 0, "chunk_tokens is missing"
-        assert Path(sidecar.tokenizer).name == sidecar.tokenizer, "tokenizer is not a plain name"
-    except (TypeError, AssertionError) as error:
-        raise InputError(
-            f"sidecar is damaged. {file}: {error}. It must be the JSON that moejax prepare wrote. "
-            f"Prepare the text again."
-        ) from error
-    return sidecar
-
-
 class FileSource:
     """A token file, opened and checked; subclasses read it."""
 
@@ -172,6 +89,7 @@ class FileSource:
         Raises:
           InputError: for an id outside the vocabulary, with file and offset.
         """
+        assert 0 <= start <= start + length <= self.num_tokens
         tokens = self._read(start, length).astype(np.int64)
         wrong = np.flatnonzero(tokens >= self.vocab_size)
         if len(wrong):
@@ -182,6 +100,17 @@ class FileSource:
                 f"of another tokenizer: check it with its sha256, or prepare the text again."
             )
         return tokens.astype(np.int32)
+
+    def check_ends(self) -> None:
+        """Raises InputError unless the stream begins and ends with eos."""
+        for offset in (0, self.num_tokens - 1):
+            found = int(self.read(offset, 1)[0])
+            if found != self.eos_id:
+                raise InputError(
+                    f"token file has no eos at its ends. {self.path}, token {offset}: id {found}. "
+                    f"A stream begins and ends with eos = {self.eos_id}. Check the file with its "
+                    f"sha256, or prepare the text again."
+                )
 
     def _read(self, start: int, length: int) -> np.ndarray:
         raise NotImplementedError
@@ -223,17 +152,33 @@ class ArrayRecordSource(FileSource):
     def _read(self, start: int, length: int) -> np.ndarray:
         chunk = self.sidecar.chunk_tokens
         assert chunk is not None, "checked with the sidecar"
+        if not length:
+            return np.empty(0, self.sidecar.dtype)
         first, last = start // chunk, (start + length - 1) // chunk
         dtype = np.dtype(self.sidecar.dtype).newbyteorder("<")
         try:
-            parts = [np.frombuffer(self._records[i], dtype) for i in range(first, last + 1)]
+            records = [self._records[i] for i in range(first, last + 1)]
         except (ValueError, RuntimeError, IndexError) as error:
             raise InputError(
                 f"ArrayRecord is damaged. {self.path}, records {first} to {last}: "
                 f"{' '.join(str(error).split())[:120]}. Every record carries a hash. Copy the file "
                 f"again, or prepare the text again."
             ) from error
-        return np.concatenate(parts)[start - first * chunk :][:length]
+        for number, record in enumerate(records, first):
+            self._check_record(number, record, chunk * dtype.itemsize)
+        tokens = np.frombuffer(b"".join(records), dtype)
+        return tokens[start - first * chunk :][:length]
+
+    def _check_record(self, number: int, record: bytes, full: int) -> None:
+        """A record of another size was written with another dtype or chunk: all ids are wrong."""
+        total = self.num_tokens * np.dtype(self.sidecar.dtype).itemsize
+        expected = min(full, total - number * full)
+        if len(record) != expected:
+            raise InputError(
+                f"ArrayRecord does not fit its sidecar. {self.path}, record {number} has "
+                f"{len(record)} bytes, dtype and chunk_tokens of the sidecar ask for {expected}. "
+                f"They must agree. Copy both files again, or prepare the text again."
+            )
 
 
 class JoinedSource:
@@ -244,11 +189,13 @@ class JoinedSource:
         self.vocab_size, self.eos_id = sources[0].vocab_size, sources[0].eos_id
         self.ends = np.cumsum([source.num_tokens for source in sources])
         self.num_tokens = int(self.ends[-1])
-        self.num_bytes = sum(source.num_bytes for source in sources)
+        sizes = [source.num_bytes for source in sources]
+        self.num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens start .. start + length - 1, int32, across file ends where it must."""
-        parts, stop = [], start + length
+        assert 0 <= start <= start + length <= self.num_tokens
+        parts, stop = [np.empty(0, np.int32)], start + length
         place = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop and place < len(self.sources):
             source, end = self.sources[place], int(self.ends[place])
@@ -268,17 +215,8 @@ def open_files(patterns: Sequence[str], wanted: str, *, model_vocab: int) -> Joi
     Raises:
       InputError: if a pattern matches nothing, or files are damaged or do not fit together.
     """
-    paths = []
-    for pattern in patterns:
-        found = sorted(path for path in glob.glob(pattern, recursive=True))
-        if not found:
-            raise InputError(
-                f"no token file. {pattern!r} matches nothing from {Path.cwd().name}/. A path or "
-                f"glob must name files of moejax prepare. Check the path, or prepare the text."
-            )
-        paths += [Path(path) for path in found if not path.endswith(".json")]
     sources = []
-    for path in paths:
+    for path in _find_files(patterns):
         sidecar = read_sidecar(path)
         if sidecar.format != wanted:
             raise InputError(
@@ -287,26 +225,73 @@ def open_files(patterns: Sequence[str], wanted: str, *, model_vocab: int) -> Joi
             )
         kind = BinSource if wanted == "bin" else ArrayRecordSource
         sources.append(kind(path, sidecar))
+        sources[-1].check_ends()
     _check_together(sources, model_vocab)
     return JoinedSource(sources)
+
+
+def _find_files(patterns: Sequence[str]) -> list[Path]:
+    """The token files that paths and globs name; sidecars and tokenizers beside them are not."""
+    paths: list[Path] = []
+    for pattern in patterns:
+        # A path that exists is taken as it is, though it may hold characters of a pattern.
+        found = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
+        files = [Path(name) for name in found if Path(name).is_file() and name[-5:] != ".json"]
+        if not files:
+            raise InputError(
+                f"no token file. {pattern!r} matches none, seen from {Path.cwd()}. A path or "
+                f"glob must name files of moejax prepare. Check the path, or prepare the text."
+            )
+        paths += files
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise InputError(
+            f"token file is named twice. {twice} matches more than once in {list(patterns)}. Each "
+            f"is read once an epoch. Take it out of one pattern."
+        )
+    return paths
+
+
+def check_apart(train: JoinedSource, held_out: JoinedSource) -> None:
+    """Refuses held-out files that are trained on, or that come from another tokenizer.
+
+    Raises:
+      InputError: see above.
+    """
+    _check_same([train.sources[0], held_out.sources[0]])
+    trained = {source.path.resolve() for source in train.sources}
+    for source in held_out.sources:
+        if source.path.resolve() in trained:
+            raise InputError(
+                f"held-out text is trained on. {source.path} is in data.train_files and in "
+                f"data.eval_files. No file may be in both. Write patterns that do not meet, such "
+                f"as '*.train.bin' and '*.eval.bin'."
+            )
 
 
 def _check_together(sources: Sequence[FileSource], model_vocab: int) -> None:
     """Refuses files of different tokenizers, and a model too small for them."""
     first = sources[0]
-    for source in sources:
-        same = (source.vocab_size, source.eos_id) == (first.vocab_size, first.eos_id)
-        if not same:
-            raise InputError(
-                f"token files disagree. {first.path} has vocabulary {first.vocab_size} and eos "
-                f"{first.eos_id}, {source.path} has {source.vocab_size} and {source.eos_id}. All "
-                f"files of a run need one tokenizer. Prepare them alike."
-            )
+    _check_same(sources)
     if first.vocab_size > model_vocab:
         raise InputError(
             f"tokenizer is larger than the model. {first.path} has vocabulary {first.vocab_size}, "
             f"model.vocab_size is {model_vocab}. Every id needs a row. Raise model.vocab_size."
         )
+
+
+def _check_same(sources: Sequence[FileSource]) -> None:
+    first = sources[0]
+    for source in sources:
+        mine, other = ((s.vocab_size, s.eos_id) for s in (first, source))
+        # The name of the tokenizer's copy may differ, its content may not.
+        digests = [s.sidecar.tokenizer_sha256 for s in (first, source)]
+        if mine != other or digests[0] != digests[1]:
+            raise InputError(
+                f"token files disagree. {first.path} has vocabulary {mine[0]}, eos {mine[1]} and "
+                f"tokenizer sha256 {digests[0]}, {source.path} has {other[0]}, {other[1]} and "
+                f"{digests[1]}. All files of a run need one tokenizer. Prepare them alike."
+            )
 
 
 def verify(source: FileSource) -> None:
@@ -315,8 +300,7 @@ def verify(source: FileSource) -> None:
     Raises:
       InputError: if they differ.
     """
-    with source.path.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    found = digest(source.path)
     if found != source.sidecar.sha256:
         raise InputError(
             f"token file is damaged. {source.path} has sha256 {found[:16]}, its sidecar says "

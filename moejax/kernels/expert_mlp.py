@@ -53,7 +53,9 @@ def _swiglu(h_MH: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _blocked(x_MD: jax.Array, w_in_GDH: jax.Array, w_out_GFD: jax.Array, sizes_G: jax.Array):
+def _blocked(
+    x_MD: jax.Array, w_in_GDH: jax.Array, w_out_GFD: jax.Array, sizes_G: jax.Array
+) -> jax.Array:
     def block(start, rows, carry, w_in_DH, w_out_FD):
         a_BF = _swiglu(rows(x_MD) @ w_in_DH)
         return _write(carry, a_BF @ w_out_FD, start)
@@ -144,7 +146,6 @@ def _blocks(block: Callable, carry, num_rows: int, start, end, w_in_DH, w_out_FD
     `block(start, rows, carry, w_in, w_out)` gets `rows(x)`, the block's rows of a padded array,
     zero where they belong to the next group.
     """
-
     ladder = _ladder(num_rows)
 
     def sized(size: int, start, carry):

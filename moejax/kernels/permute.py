@@ -5,6 +5,8 @@ scatter-add, which is slow on CPU and not reproducible on GPU. An index equal to
 it points into means "nothing": such a row is zero.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -37,8 +39,8 @@ def sum_rows(y_MD: jax.Array, place_NK: jax.Array) -> jax.Array:
     K = place_NK.shape[1]
     if K == 1:
         return _rows(y_MD, place_NK[:, 0])
-    x_ND = sum(_rows(y_MD, place_NK[:, k]).astype(jnp.float32) for k in range(K))
-    return x_ND.astype(y_MD.dtype)
+    parts = [_rows(y_MD, place_NK[:, k]).astype(jnp.float32) for k in range(K)]
+    return functools.reduce(jnp.add, parts).astype(y_MD.dtype)
 
 
 permute.defvjp(_permute_forward, _permute_backward)
@@ -55,10 +57,10 @@ def weighted_sum(
       assignment_M: the inverse: n * K + k for the assignment a row answers; N * K for none.
     """
     K = place_NK.shape[1]
-    x_ND = sum(
+    parts = [
         weight_NK[:, k, None] * _rows(y_MD, place_NK[:, k]).astype(jnp.float32) for k in range(K)
-    )
-    return x_ND.astype(y_MD.dtype)
+    ]
+    return functools.reduce(jnp.add, parts).astype(y_MD.dtype)
 
 
 def _weighted_sum_forward(y_MD, weight_NK, place_NK, assignment_M):

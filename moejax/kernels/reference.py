@@ -18,7 +18,7 @@ def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax
 
 
 def permute(x_ND: jax.Array, source_M: jax.Array, place_NK: jax.Array) -> jax.Array:
-    """Copies rows; index N gives zeros. `place_NK` is the inverse, which this form does not need."""
+    """Copies rows; index N gives zeros. The inverse, `place_NK`, is not needed here."""
     return jnp.concatenate([x_ND, jnp.zeros_like(x_ND[:1])])[source_M]
 
 

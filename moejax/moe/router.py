@@ -113,7 +113,7 @@ def update_bias(bias_E: jax.Array, load_E: jax.Array, rate: float) -> jax.Array:
 
 
 def jitter_noise(
-    shape: tuple[int, int, int], amount: float, key: jax.Array, layout: Layout
+    shape: tuple[int, ...], amount: float, key: jax.Array, layout: Layout
 ) -> Float[Array, "B t D"]:
     """Factors of the router's input, uniform in 1 - amount .. 1 + amount.
 
@@ -121,6 +121,7 @@ def jitter_noise(
     the global batch alone, so every mesh draws the same.
 
     Args:
+      shape: of the input, [B, t, D].
       key: the same on every device; differs by step, layer and micro-batch.
     Source: Switch Transformer (Fedus et al. 2021), section 2.2.
     """

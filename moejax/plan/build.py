@@ -1,13 +1,15 @@
 """Turns the mesh a run asks for into a JAX mesh. The one place where axis types are written."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
-from jax import Device
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moejax.dims import Layout
 
 
-def build_mesh(layout: Layout, devices: list[Device]) -> Mesh:
+def build_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
     """Returns the mesh over real devices, slowest axis first; the fastest axis is contiguous."""
     names, sizes = zip(*layout.sizes, strict=True)
     return Mesh(np.array(devices).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))

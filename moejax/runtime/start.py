@@ -10,7 +10,7 @@ from moejax.config import MeshConfig
 from moejax.errors import InputError
 
 
-def start(mesh: MeshConfig) -> list[jax.Device]:
+def start(mesh: MeshConfig) -> list[Any]:
     """Chooses the platform, simulates CPU devices where asked, and returns the devices.
 
     Must run before anything else touches a device.
@@ -31,12 +31,13 @@ def start(mesh: MeshConfig) -> list[jax.Device]:
         ) from error
 
 
-def platform_of(devices: list[jax.Device]) -> str:
+def platform_of(devices: list[Any]) -> str:
     """Returns "cpu", "gpu" or "tpu"."""
-    return {"cuda": "gpu", "rocm": "gpu"}.get(devices[0].platform, devices[0].platform)
+    name: str = devices[0].platform
+    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 
-def measure_peak(devices: list[jax.Device], dtype: str) -> float:
+def measure_peak(devices: list[Any], dtype: str) -> float:
     """Returns FLOP/s of a large matrix product over all devices.
 
     The best of five; on CPU simulated devices share the machine, so one product, which uses all

@@ -138,9 +138,7 @@ def _flat(tree: Any) -> dict[str, Any]:
 def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> dict[str, Any]:
     """Reads some items of a checkpoint, shaped and sharded like those of `abstract`."""
     wanted = {name: tree for name, tree in _items(abstract).items() if name in names}
-    handler = ocp.CompositeCheckpointHandler(
-        **{name: ocp.StandardCheckpointHandler() for name in wanted}
-    )
+    handler = ocp.CompositeCheckpointHandler()
     args = {name: ocp.args.StandardRestore(_flat(tree)) for name, tree in wanted.items()}
     with ocp.Checkpointer(handler) as reader:
         read = reader.restore(path, args=ocp.args.Composite(**args))

@@ -1,6 +1,6 @@
 """Brings a run's tokens onto the devices. Files are checked before a device is touched."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Any
@@ -37,19 +37,20 @@ class Inputs:
 
         return closing(data_batches.prefetch(on_devices, first, last))
 
-    def _on_devices(self, trainer: Trainer, rows: Any) -> Batch:
+    def _on_devices(self, trainer: Trainer, rows: Callable[[int, int], Any]) -> Batch:
         """Global arrays, of which this process reads the rows that its devices hold."""
         shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
+
+        def bounds(index: Any) -> tuple[int, int]:
+            return index[0].indices(shape[0])[:2]
+
         sharding = trainer.batch_sharding
-        local = {
-            index[0].indices(shape[0])[:2]
-            for index in sharding.addressable_devices_indices_map(shape).values()
-        }
-        read = {bounds: rows(*bounds) for bounds in sorted(local)}
+        held = set(map(bounds, sharding.addressable_devices_indices_map(shape).values()))
+        read = {each: rows(*each) for each in sorted(held)}
 
         def array(name: str) -> jax.Array:
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
-                return getattr(read[index[0].indices(shape[0])[:2]], name)
+            def shard(index: Any) -> np.ndarray:
+                return getattr(read[bounds(index)], name)
 
             return jax.make_array_from_callback(shape, sharding, shard)
 

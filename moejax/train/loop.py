@@ -214,7 +214,9 @@ def finish(run: Run, state: TrainState) -> None:
     run.records.event("saved", run.cfg.train.num_steps)
     length = run.cfg.train.sample_tokens
     if length:
-        prompt = run.inputs.tokenizer.encode(run.cfg.train.sample_prompt)
+        # As a training document begins.
+        tokenizer = run.inputs.tokenizer
+        prompt = [tokenizer.eos_id, *tokenizer.encode(run.cfg.train.sample_prompt)]
         tokens = sample(
             run.trainer,
             state,
@@ -224,4 +226,4 @@ def finish(run: Run, state: TrainState) -> None:
             seed=run.cfg.train.seed,
         )
         run.console.rule("sample", align="left")
-        run.console.print(run.inputs.tokenizer.decode(tokens), markup=False, highlight=False)
+        run.console.print(tokenizer.decode(tokens), markup=False, highlight=False)

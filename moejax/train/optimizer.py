@@ -92,8 +92,8 @@ def global_norm(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
         # Copies of a shard would count several times; device counts divide exactly in float32.
         return jnp.sum(jnp.square(x.astype(jnp.float32))) * (shards / devices)
 
-    total = sum(jax.tree.leaves(jax.tree.map(share, tree, dims)))
-    return jnp.sqrt(wire.all_reduce(total, layout.mesh_axes))
+    shares = jnp.stack(jax.tree.leaves(jax.tree.map(share, tree, dims)))
+    return jnp.sqrt(wire.all_reduce(jnp.sum(shares), layout.mesh_axes))
 
 
 def clip_by_global_norm(limit: float, dims: Tree, layout: Layout) -> optax.GradientTransformation:
@@ -130,7 +130,7 @@ def _is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def _orthogonal_shard(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
+def _orthogonal_shard(x: Any, dims: str, layout: Layout) -> jax.Array:
     """One parameter, possibly with stacked layers in front."""
     if x.ndim > len(dims):
         return jax.lax.map(lambda layer: _orthogonal_shard(layer, dims, layout), x)

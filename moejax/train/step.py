@@ -28,13 +28,14 @@ from moejax.train.loss import LossParts, next_token_loss, sum_nll
 from moejax.train.optimizer import build_optimizer, global_norm
 
 Tree = Any  # a pure dict of arrays
+Leaf = Any  # an array; in a description of one, its shape or sharding
 
 
 class TrainState(NamedTuple):
     """All that a checkpoint holds."""
 
-    step: jax.Array  # optimizer steps done, which is also the position in the data
-    skipped: jax.Array  # updates not applied because loss or gradient was not finite
+    step: Leaf  # optimizer steps done, which is also the position in the data
+    skipped: Leaf  # updates not applied because loss or gradient was not finite
     params: Tree
     balance: Tree  # selection biases of loss-free balancing
     optimizer: Any
@@ -43,9 +44,9 @@ class TrainState(NamedTuple):
 class Batch(NamedTuple):
     """One step's sequences; global arrays outside the step, this device's rows inside."""
 
-    token_BT: jax.Array
-    target_BT: jax.Array  # -1 where there is nothing to predict
-    segment_BT: jax.Array
+    token_BT: Leaf
+    target_BT: Leaf  # -1 where there is nothing to predict
+    segment_BT: Leaf
 
 
 class Metrics(NamedTuple):
@@ -56,7 +57,7 @@ class Metrics(NamedTuple):
     load_LE: jax.Array  # assignments to each expert of each expert layer
     dropped_L: jax.Array
     gradient_norm: jax.Array  # before clipping
-    skipped: jax.Array  # updates skipped so far
+    skipped: Leaf  # updates skipped so far
 
 
 @dataclass(frozen=True)
@@ -110,42 +111,35 @@ class Trainer:
     def step(self) -> Any:
         """The jitted step: (state, batch) -> (state, metrics). Takes the state's memory over."""
         body = partial(_train_step, self, _optimizer(self.cfg, self.dims, self.layout))
-        return jax.jit(self._mapped(body, Batch, Metrics(*[P()] * 6)), donate_argnums=0)
+        return self._jitted(body, (self._state_specs, P()), donate_argnums=0)
 
     @cached_property
     def gradients(self) -> Any:
-        """The jitted (state, batch) -> (gradients sharded like the parameters, their loss parts)."""
-        specs = _specs(self.abstract)
-        batch = Batch(*[self.layout.token_spec()] * 3)
-        body = jax.shard_map(
-            partial(_gradients, self),
-            mesh=self.mesh,
-            in_specs=(specs, batch),
-            out_specs=(specs.params, LossParts(*[P()] * 4)),
-            check_vma=False,
-        )
-        return jax.jit(body)
+        """The jitted (state, batch) -> (gradients, loss parts); gradients shard like parameters."""
+        return self._jitted(partial(_gradients, self), (self._state_specs.params, P()))
 
     @cached_property
     def evaluate(self) -> Any:
         """The jitted (state, batch) -> summed nats over the batch's valid targets."""
-        return jax.jit(self._mapped(partial(_evaluate, self), Batch, None))
+        return self._jitted(partial(_evaluate, self), P())
 
     @cached_property
     def next_logits(self) -> Any:
-        """The jitted (state, token_BT, length) -> logits_BV that follow the first `length` tokens."""
-        specs = (_specs(self.abstract), self.layout.token_spec(), P())
-        body = partial(_next_logits, self)
-        out = self.layout.token_spec()
-        return jax.jit(
-            jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
-        )
+        """The jitted (state, (token_BT, length)) -> logits_BV after the first `length` tokens."""
+        batch = (self.layout.token_spec(), P())
+        return self._jitted(partial(_next_logits, self), self.layout.token_spec(), batch)
 
-    def _mapped(self, body: Any, batch: type, metrics: Any) -> Any:
-        state = _specs(self.abstract)
-        specs = (state, batch(*[self.layout.token_spec()] * 3))
-        out = P() if metrics is None else (state, metrics)
-        return jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
+    @property
+    def _state_specs(self) -> TrainState:
+        return jax.tree.map(lambda x: x.sharding.spec, self.abstract)
+
+    def _jitted(self, body: Any, out_specs: Any, batch: Any = None, **options: Any) -> Any:
+        """Maps per-device code over the mesh: (state, batch) -> results laid out by `out_specs`."""
+        in_specs = (self._state_specs, batch or self.layout.token_spec())
+        mapped = jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return jax.jit(mapped, **options)
 
 
 def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trainer:
@@ -209,10 +203,6 @@ def _is_masked(x: Any) -> bool:
 
 def _shardings(abstract: Tree) -> Tree:
     return jax.tree.map(lambda x: x.sharding, abstract)
-
-
-def _specs(abstract: Tree) -> Tree:
-    return jax.tree.map(lambda x: x.sharding.spec, abstract)
 
 
 def _loss(
@@ -313,7 +303,8 @@ def _evaluate(trainer: Trainer, state: TrainState, batch: Batch) -> jax.Array:
     return wire.all_reduce(total, layout.token_axes)
 
 
-def _next_logits(trainer: Trainer, state: TrainState, token_BT: jax.Array, length: Any) -> Any:
+def _next_logits(trainer: Trainer, state: TrainState, prompt: Any) -> jax.Array:
+    token_BT, length = prompt
     model = nnx.merge(trainer.graph, state.params, state.balance)
     x_BTD, _ = model(token_BT, jnp.zeros_like(token_BT))
     last_BD = jax.lax.dynamic_index_in_dim(x_BTD, length - 1, axis=1, keepdims=False)

@@ -156,8 +156,10 @@ def test_gradient_is_the_slope_of_the_loss():
     for direction in (jax.tree.map(np.asarray, gradients), noise):
         norm = float(np.sqrt(sum(np.sum(d**2) for d in jax.tree.leaves(direction))))
 
-        def loss_at(distance, direction=direction, norm=norm):
-            moved = jax.tree.map(lambda p, d: p + distance / norm * d, state.params, direction)
+        unit = jax.tree.map(lambda d, n=norm: d / n, direction)
+
+        def loss_at(distance, unit=unit):
+            moved = jax.tree.map(lambda p, u: p + distance * u, state.params, unit)
             moved = spread(state._replace(params=moved), trainer)
             return float(trainer.evaluate(moved, batch)) / targets
 

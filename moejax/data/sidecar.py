@@ -1,0 +1,135 @@
+"""The JSON file beside each token file, which says what the tokens are.
+
+Format: docs/formats/tokens.md. All of it is checked: a wrong dtype or count would train on noise.
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import InputError
+
+FORMAT_VERSION = 1
+SIDECAR_LIMIT = 1 << 20
+DTYPES = ("uint8", "uint16", "uint32")
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What `FILE.json` says of the token file beside it."""
+
+    format_version: int
+    format: str  # "bin" or "array_record"
+    dtype: str
+    vocab_size: int
+    eos_id: int
+    num_tokens: int
+    num_bytes: int | None  # of the UTF-8 text; None if unknown
+    num_documents: int | None
+    sha256: str  # of the token file
+    tokenizer: str  # "bytes", or the name of a tokenizer.json beside this file
+    tokenizer_sha256: str | None = None  # of that tokenizer.json
+    chunk_tokens: int | None = None  # array_record: tokens of a record
+
+    def write(self, path: Path) -> None:
+        """Writes the sidecar of a token file."""
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        sidecar_of(path).write_text(text, encoding="utf-8")
+
+
+def sidecar_of(path: Path) -> Path:
+    """The sidecar of a token file: its name with .json behind."""
+    return path.with_name(path.name + ".json")
+
+
+def read_sidecar(path: Path) -> Sidecar:
+    """Reads and checks the sidecar of a token file.
+
+    Raises:
+      InputError: if it is missing, too large, damaged, or of a newer format.
+    """
+    file = sidecar_of(path)
+    if not file.is_file():
+        raise InputError(
+            f"no sidecar. {file} does not exist. A token file needs the JSON that moejax prepare "
+            f"wrote beside it. Copy it too, or prepare the text again."
+        )
+    if file.stat().st_size > SIDECAR_LIMIT:
+        raise InputError(
+            f"sidecar is too large. {file} has {file.stat().st_size} bytes. The limit is "
+            f"{SIDECAR_LIMIT}. Prepare the text again."
+        )
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        version = facts.get("format_version")
+    # Brackets nested thousands deep end json with RecursionError.
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise InputError(
+            f"sidecar is damaged. {file}: {error}. It must be the JSON that moejax prepare wrote. "
+            f"Prepare the text again."
+        ) from error
+    if type(version) is int and version > FORMAT_VERSION:
+        raise InputError(
+            f"token file of a newer moejax. {file} has format {version}. This version reads up to "
+            f"{FORMAT_VERSION}. Upgrade moejax."
+        )
+    return _checked(file, facts)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a file name stays in its folder, on any system."""
+    return re.fullmatch(r"\w[\w .+-]*", name, re.ASCII) is not None
+
+
+def _checked(file: Path, facts: dict[str, Any]) -> Sidecar:
+    """Builds the sidecar, refusing fields that are missing, unknown or of the wrong kind."""
+    try:
+        sidecar = Sidecar(**facts)
+    except TypeError as error:
+        raise _damaged(file, str(error)) from error
+    if wrong := _find_wrong(sidecar):
+        raise _damaged(file, wrong)
+    return sidecar
+
+
+def _damaged(file: Path, wrong: str) -> InputError:
+    return InputError(
+        f"sidecar is damaged. {file}: {wrong}. It must be the JSON that moejax prepare wrote. "
+        f"Prepare the text again."
+    )
+
+
+def _find_wrong(sidecar: Sidecar) -> str | None:
+    """Says what contradicts the format. No asserts: `python -O` would leave them out."""
+    digest, name = sidecar.tokenizer_sha256, sidecar.tokenizer
+    # `type`, because True is an int to isinstance.
+    for field in ("format_version", "vocab_size", "eos_id", "num_tokens"):
+        if type(getattr(sidecar, field)) is not int or getattr(sidecar, field) < 0:
+            return f"{field} is {getattr(sidecar, field)!r}, not a count"
+    for field in ("num_bytes", "num_documents", "chunk_tokens"):
+        value = getattr(sidecar, field)
+        if value is not None and (type(value) is not int or value < 0):
+            return f"{field} is {value!r}, not a count"
+    if sidecar.format_version != FORMAT_VERSION:
+        return f"format_version {sidecar.format_version} is unknown"
+    if sidecar.dtype not in DTYPES:
+        return f"dtype {sidecar.dtype!r} is not one of {DTYPES}"
+    if not sidecar.eos_id < sidecar.vocab_size < 2**31:
+        return f"eos_id {sidecar.eos_id} or vocab_size {sidecar.vocab_size} is out of range"
+    if sidecar.num_tokens < 2:
+        return f"num_tokens is {sidecar.num_tokens}; a stream has an eos at each end"
+    if sidecar.format not in ("bin", "array_record"):
+        return f"format {sidecar.format!r} is unknown"
+    if sidecar.format == "array_record" and not sidecar.chunk_tokens:
+        return "chunk_tokens is missing"
+    if not isinstance(name, str) or not is_plain_name(name):
+        return f"tokenizer {name!r} is not a plain name"
+    if not _is_digest(sidecar.sha256) or (digest is not None and not _is_digest(digest)):
+        return "a sha256 is not 64 hexadecimal digits"
+    return None
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None

@@ -1,0 +1,112 @@
+import gzip
+import math
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from moejax.data import corpus
+from moejax.errors import InputError
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A small standard library, read in place of this Python's own."""
+
+    def write(files: dict[str, bytes]) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(text)
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+        return corpus.documents.__wrapped__()
+
+    return write
+
+
+def _named(held_out: bool, count: int) -> list[str]:
+    names = (f"module_{i}.py" for i in range(10_000))
+    return [name for name in names if corpus.is_held_out(name) == held_out][:count]
+
+
+def test_text_of_this_python_is_python_and_large():
+    train, held_out = corpus.documents()
+    assert sum(map(len, train + held_out)) > 5_000_000
+    assert all(text.decode() for text in train + held_out)
+    assert (Path(sysconfig.get_path("stdlib")) / "dataclasses.py").read_bytes() in train + held_out
+
+
+def test_some_files_are_held_out_and_none_of_them_trained_on():
+    train, held_out = corpus.documents()
+    assert 0.01 < len(held_out) / len(train + held_out) < 0.1
+    assert not set(train) & set(held_out)
+
+
+def test_a_file_is_held_out_by_its_name_alone(library):
+    kept, trained = _named(True, 2), _named(False, 3)
+    first = library({name: name.encode() for name in kept + trained})
+    assert set(first[1]) == {name.encode() for name in kept}
+    more = library({name: name.encode() for name in _named(False, 20)})
+    assert more[1] == first[1]
+
+
+def test_order_is_that_of_the_names(library):
+    names = _named(False, 12)
+    train, _ = library({name: name.encode() for name in [*names[::-1], *_named(True, 1)]})
+    assert list(train) == sorted(name.encode() for name in names)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test/a.py",
+        "ctypes/test/a.py",
+        "unittest/tests/a.py",
+        "idlelib/idle_test/a.py",
+        "site-packages/package/a.py",
+        "dist-packages/a.py",
+        "__pycache__/a.py",
+        "notes.txt",
+        "_sysconfigdata__linux.py",
+        "config-3.13-x86_64/a.py",
+    ],
+)
+def test_tests_and_installed_packages_are_left_out(library, name):
+    base = {kept: kept.encode() for kept in _named(False, 1) + _named(True, 1)}
+    train, held_out = library({**base, name: b"left out"})
+    assert b"left out" not in train + held_out
+
+
+def test_files_that_are_empty_or_not_utf8_are_left_out(library):
+    a, b, c = _named(False, 3)
+    train, _ = library({a: b"\xff\xfe", b: b"", c: b"text", _named(True, 1)[0]: b"other"})
+    assert train == (b"text",)
+
+
+def test_a_python_without_its_source_is_refused(library):
+    with pytest.raises(InputError, match=r"data\.source"):
+        library({"readme.txt": b"no python here"})
+
+
+def test_baselines_measure_the_held_out_text(monkeypatch):
+    text = b"abab" * 500
+    monkeypatch.setattr(corpus, "documents", lambda: ((b"ab" * 1000,), (text[:800], text[800:])))
+    bits = corpus.baselines()
+    # Two bytes, equally frequent: one bit each, but for one count added to each of 256 bytes.
+    assert bits.pop("a unigram model") == pytest.approx(-math.log2(1001 / 2256), rel=1e-12)
+    assert bits["gzip -9"] == 8 * len(gzip.compress(text, 9)) / len(text)
+    assert 0 < bits["gzip -9"] < 0.2
+    assert 0 < bits["xz -9"] < 0.5
+
+
+def test_compressors_order_on_the_real_text():
+    bits = corpus.baselines()
+    assert 1 < bits["xz -9"] < bits["gzip -9"] < bits["a unigram model"] < 6
+
+
+def test_a_copy_of_a_file_does_not_cross_the_split(library):
+    a, b = _named(False, 2)
+    train, held_out = library(
+        {a: b"same", b: b"other", _named(True, 1)[0]: b"same"}
+        | {name: name.encode() for name in _named(True, 2)[1:]}
+    )
+    assert sorted(train + held_out).count(b"same") == 1

@@ -1,0 +1,314 @@
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moejax.config import DataConfig
+from moejax.data import prepare, sidecar, tokens
+from moejax.data.sources import open_sources
+
+KINDS = ("text", "jsonl", "parquet")
+FORMATS = {"bin": "tokens", "array_record": "array_record"}
+TEXTS = [f"document {i}: caf\u00e9 " * (i % 7 + 1) for i in range(40)]
+
+
+def _inputs(folder, kind, texts):
+    """Writes texts as input files of a kind. Returns their paths."""
+    if kind == "text":
+        for number, text in enumerate(texts):
+            (folder / f"{number:03}.txt").write_text(text, encoding="utf-8")
+        return sorted(str(path) for path in folder.glob("*.txt"))
+    if kind == "jsonl":
+        path = folder / "texts.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        path = folder / "texts.parquet"
+        table = pyarrow.table({"text": texts, "other": list(range(len(texts)))})
+        pyarrow.parquet.write_table(table, path, row_group_size=7)
+    return [str(path)]
+
+
+@pytest.fixture(autouse=True)
+def _import_parquet():
+    """`pyarrow.parquet` is not imported by `import pyarrow`."""
+    pytest.importorskip("pyarrow.parquet")
+
+
+def _run(*arguments):
+    return prepare.main([str(argument) for argument in arguments])
+
+
+def _documents(source, eos_id):
+    """Splits a stream at eos, which must stand around every document."""
+    ids = source.read(0, source.num_tokens)
+    ends = np.flatnonzero(ids == eos_id)
+    assert ends[0] == 0
+    assert ends[-1] == len(ids) - 1
+    return [ids[a + 1 : b].tolist() for a, b in itertools.pairwise(ends)]
+
+
+def _open(out, format, splits=("train", "eval")):
+    ending = prepare.SUFFIXES[format]
+    train, held_out = (
+        (f"{out}.{split}{ending}",) if split in splits else () for split in ("train", "eval")
+    )
+    data = DataConfig(source=FORMATS[format], train_files=train, eval_files=held_out)
+    return open_sources(data, model_vocab=1000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_document_comes_back_from_one_of_the_two_splits(tmp_path, kind, format):
+    files = _inputs(tmp_path, kind, TEXTS)
+    out = tmp_path / "out" / "name"
+    assert _run(*files, "--out", out, "--format", format, "--eval-fraction", "0.3") == 0
+    found = _open(out, format)
+    train, held_out = (
+        [bytes(document).decode() for document in _documents(source, 256)]
+        for source in (found.train, found.held_out)
+    )
+    assert train
+    assert held_out
+    # The order of the input is kept in both.
+    assert train == [text for text in TEXTS if text not in held_out]
+    assert held_out == [text for text in TEXTS if text not in train]
+    for source in (*found.train.sources, *found.held_out.sources):
+        tokens.verify(source)
+
+
+def test_the_sidecar_says_what_the_file_holds(tmp_path):
+    out = tmp_path / "name"
+    _run(*_inputs(tmp_path, "jsonl", TEXTS), "--out", out, "--eval-fraction", "0")
+    said = json.loads((tmp_path / "name.train.bin.json").read_text())
+    num_bytes = sum(len(text.encode()) for text in TEXTS)
+    counts = {key: said[key] for key in ("num_documents", "num_bytes", "num_tokens")}
+    assert counts == {
+        "num_documents": len(TEXTS),
+        "num_bytes": num_bytes,
+        "num_tokens": num_bytes + len(TEXTS) + 1,
+    }
+    assert (said["dtype"], said["vocab_size"], said["eos_id"]) == ("uint16", 257, 256)
+    assert not (tmp_path / "name.eval.bin").exists()
+
+
+@given(st.lists(st.text(max_size=20).filter(bool), min_size=1, max_size=6))
+@settings(max_examples=25)
+def test_jsonl_keeps_any_text(tmp_path_factory, texts):
+    folder = tmp_path_factory.mktemp("any")
+    assert _run(*_inputs(folder, "jsonl", texts), "--out", folder / "x", "--eval-fraction", 0) == 0
+    found = _open(folder / "x", "bin", splits=("train",))
+    assert [bytes(d).decode() for d in _documents(found.train, 256)] == texts
+
+
+def test_a_document_is_held_out_by_its_text_alone(tmp_path):
+    splits = []
+    for number, texts in enumerate((TEXTS, [*TEXTS[::-1], "one more"])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        _run(*_inputs(folder, "jsonl", texts), "--out", folder / "x", "--eval-fraction", "0.3")
+        found = _open(folder / "x", "bin")
+        splits.append({bytes(d).decode() for d in _documents(found.held_out, 256)})
+    assert splits[0] == splits[1] - {"one more"}
+
+
+def test_about_the_fraction_asked_for_is_held_out():
+    documents = [prepare.Document(f"text {i}", "") for i in range(4000)]
+    held_out = sum(prepare.is_held_out(document, 0.1) for document in documents)
+    assert 320 < held_out < 480  # four standard deviations
+
+
+def test_a_tokenizer_file_is_copied_and_found_for_sampling(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<eos>": 0, "<unk>": 1, "document": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<eos>"])
+    original = tmp_path / "elsewhere.json"
+    made.save(str(original))
+    files = _inputs(tmp_path, "jsonl", ["document document", "else document"])
+    out = tmp_path / "name"
+    assert _run(*files, "--out", out, "--tokenizer", original, "--eval-fraction", 0) == 0
+    original.unlink()
+    found = _open(out, "bin", splits=("train",))
+    assert (found.tokenizer.vocab_size, found.tokenizer.eos_id) == (3, 0)
+    assert found.train.read(0, found.train.num_tokens).tolist() == [0, 2, 2, 0, 1, 2, 0]
+    assert found.tokenizer.decode([0, 2, 0]) == "document"
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(65536, "uint16"), (65537, "uint32")])
+def test_the_dtype_fits_the_vocabulary(tmp_path, size, dtype):
+    class Wide:
+        vocab_size, eos_id = size, size - 1
+
+        def encode(self, text):
+            return [size - 2]
+
+        def decode(self, ids):
+            return ""
+
+    writer = prepare.BinWriter(tmp_path / "a.bin", Wide(), "bytes")
+    writer.add(prepare.Document("x", ""), Wide())
+    writer.finish()
+    assert sidecar.read_sidecar(tmp_path / "a.bin").dtype == dtype
+    source = tokens.open_files([str(tmp_path / "a.bin")], "bin", model_vocab=size)
+    assert source.read(0, 3).tolist() == [size - 1, size - 2, size - 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "arguments", "message"),
+    [
+        ("x.jsonl", b'{"text": "a"}\n{bad\n', (), r"x.jsonl, line 2"),
+        ("x.jsonl", b'{"text": "a"}\n\n{"body": "b"}\n', (), r"x.jsonl, line 3 has body"),
+        ("x.jsonl", b'{"text": 7}\n', (), r"x.jsonl, line 1"),
+        ("x.jsonl", b'["text"]\n', (), r"x.jsonl, line 1"),
+        ("x.jsonl", b'{"text": "\xff"}\n', (), r"not UTF-8.*x.jsonl, line 1"),
+        ("x.jsonl", b'{"text": "a"}\n', ("--text-field", "body"), r"line 1 has text.*'body'"),
+        ("x.jsonl", b'{"text": "\\ud800"}\n', (), r"x.jsonl, line 1, character 0"),
+        ("x.jsonl", b"[" * 100_000 + b"\n", (), r"x.jsonl, line 1"),
+        ("x.txt", b"text", ("--eos", "5"), r"`--eos` has no effect"),
+        ("x.txt", b"fine\n\xff", (), r"not UTF-8.*x.txt"),
+        ("x.txt", b"", (), r"no train documents"),
+        ("x.jsonl", b"", (), r"no train documents"),
+        ("x.parquet", b"PAR1 not really PAR1", (), r"damaged.*x.parquet"),
+        ("x.txt", b"text", ("--eval-fraction", "1.5"), r"--eval-fraction"),
+        ("x.txt", b"text", ("--tokenizer", "nowhere.json"), r"nowhere.json"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_no_files(
+    tmp_path, capsys, name, content, arguments, message
+):
+    (tmp_path / name).write_bytes(content)
+    out = tmp_path / "out" / "name"
+    defaults = () if "--eval-fraction" in arguments else ("--eval-fraction", "0")
+    assert _run(tmp_path / name, "--out", out, *defaults, *arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert lines[-1].startswith("moejax: error: ")
+    assert re.search(message, lines[-1])
+    assert not out.parent.exists() or os.listdir(out.parent) == []
+
+
+def test_a_missing_column_lists_what_there_is(tmp_path, capsys):
+    files = _inputs(tmp_path, "parquet", TEXTS)
+    assert _run(*files, "--out", tmp_path / "x", "--text-field", "body") == 2
+    assert "columns text, other" in capsys.readouterr().err
+
+
+def test_an_input_that_does_not_exist_is_named(tmp_path, capsys):
+    assert _run(tmp_path / "nowhere.txt", "--out", tmp_path / "x") == 2
+    assert "nowhere.txt does not exist" in capsys.readouterr().err
+
+
+def test_output_is_replaced_only_when_asked(tmp_path, capsys):
+    files = _inputs(tmp_path, "jsonl", TEXTS)
+    command = (*files, "--out", tmp_path / "x", "--eval-fraction", "0")
+    assert _run(*command) == 0
+    before = (tmp_path / "x.train.bin").read_bytes()
+    _inputs(tmp_path, "jsonl", ["changed"])
+    assert _run(*command) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert (tmp_path / "x.train.bin").read_bytes() == before
+    assert _run(*command, "--overwrite") == 0
+    assert _open(tmp_path / "x", "bin", splits=("train",)).train.num_tokens == 9
+
+
+def test_a_failed_replacement_leaves_the_old_files(tmp_path):
+    files = _inputs(tmp_path, "jsonl", TEXTS)
+    command = (*files, "--out", tmp_path / "x", "--eval-fraction", "0")
+    assert _run(*command) == 0
+    before = sorted((path.name, path.read_bytes()) for path in tmp_path.glob("x.*"))
+    (tmp_path / "texts.jsonl").write_text('{"text": "fine"}\nbroken\n')
+    assert _run(*command, "--overwrite") == 2
+    assert sorted((path.name, path.read_bytes()) for path in tmp_path.glob("x.*")) == before
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path, capsys, monkeypatch):
+    files = _inputs(tmp_path, "parquet", TEXTS)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert _run(*files, "--out", tmp_path / "x") == 2
+    assert "moejax[data]" in capsys.readouterr().err
+
+
+def test_the_module_runs_as_a_command_without_jax(tmp_path):
+    files = _inputs(tmp_path, "jsonl", TEXTS)
+    program = (
+        "import runpy, sys\n"
+        "sys.modules['jax'] = None\n"  # an import of JAX would raise
+        "sys.argv = ['prepare', *sys.argv[1:]]\n"
+        "runpy.run_module('moejax.data.prepare', run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", program, *files, "--out", str(tmp_path / "x")]
+    done = subprocess.run(
+        [*command, "--eval-fraction", "0"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "x.train.bin").exists()
+
+
+def test_help_shows_an_example(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        _run("--help")
+    assert stopped.value.code == 0
+    assert "moejax prepare books/*.txt --out data/books" in capsys.readouterr().out
+
+
+def test_a_tokenizer_of_another_name_is_left_alone(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    files = _inputs(tmp_path, "jsonl", ["word"])
+    for name, size in (("web", 2), ("web.v2", 3)):
+        vocabulary = {"<eos>": 0, "word": 1, "more": 2}
+        kept = {word: id for word, id in vocabulary.items() if id < size}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(kept, unk_token="<eos>"))
+        made.save(str(tmp_path / "t.json"))
+        command = (*files, "--out", tmp_path / name, "--tokenizer", tmp_path / "t.json")
+        assert _run(*command, "--eval-fraction", "0") == 0
+    for name, size in (("web", 2), ("web.v2", 3)):
+        found = _open(tmp_path / name, "bin", splits=("train",))
+        assert found.tokenizer.vocab_size == size
+
+
+def test_replacing_removes_held_out_files_of_the_earlier_run(tmp_path):
+    files = _inputs(tmp_path, "jsonl", TEXTS)
+    command = (*files, "--out", tmp_path / "x")
+    assert _run(*command, "--eval-fraction", "0.3", "--format", "array_record") == 0
+    assert _run(*command, "--eval-fraction", "0") == 2
+    assert _run(*command, "--eval-fraction", "0", "--overwrite") == 0
+    # Otherwise text that is trained on now would still pass for held out.
+    names = sorted(path.name for path in tmp_path.glob("x.*"))
+    assert names == ["x.train.bin", "x.train.bin.json"]
+
+
+@pytest.mark.parametrize("out", ["a/", "a/..", "a/caf\u00e9", "a/.hidden"])
+def test_an_output_name_that_a_sidecar_could_not_hold_is_refused(tmp_path, capsys, out):
+    files = _inputs(tmp_path, "jsonl", TEXTS)
+    out = f"{tmp_path}/{out}" if out != "a/" else ""
+    assert _run(*files, "--out", out) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
+    files = _inputs(tmp_path, "jsonl", TEXTS)
+    (tmp_path / "file").write_text("in the way")
+    assert _run(*files, "--out", tmp_path / "file" / "x") == 2
+    assert "moejax: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_verify_tells_damage_from_health(tmp_path, capsys, format):
+    files = _inputs(tmp_path, "jsonl", ["long text " * 3000])
+    _run(*files, "--out", tmp_path / "x", "--format", format, "--eval-fraction", "0")
+    path = tmp_path / f"x.train{prepare.SUFFIXES[format]}"
+    assert _run("--verify", path) == 0
+    assert "sha256 is right" in capsys.readouterr().out
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+    assert _run("--verify", path) == 2
+    assert path.name in capsys.readouterr().err

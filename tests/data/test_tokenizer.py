@@ -1,0 +1,136 @@
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, digest, tokenizer_beside
+from moejax.errors import InputError
+
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def _train(*special, size=300):
+    """A small byte-level BPE tokenizer."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(special),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["a document and another document"] * 20, trainer)
+    return made
+
+
+def _save(path, *special):
+    _train(*special).save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return _save(tmp_path_factory.mktemp("tokenizer") / "t.json", "<|endoftext|>", "<|other|>")
+
+
+@given(st.text())
+def test_bytes_give_any_text_back(text):
+    ids = ByteTokenizer().encode(text)
+    assert ids == list(text.encode())
+    assert ByteTokenizer().decode([256, *ids, 256]) == text
+
+
+def test_broken_characters_are_replaced():
+    assert ByteTokenizer().decode([0x61, 0xC3, 256]) == "a\ufffd"
+
+
+@given(text=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])))
+def test_a_tokenizer_file_gives_any_text_back(path, text):
+    tokenizer = FileTokenizer(path)
+    ids = tokenizer.encode(text)
+    assert all(0 <= id < tokenizer.vocab_size for id in ids)
+    assert tokenizer.decode([tokenizer.eos_id, *ids, tokenizer.eos_id]) == text
+
+
+@pytest.mark.parametrize("name", ["</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>"])
+def test_eos_is_found_by_its_common_names(tmp_path, name):
+    tokenizer = FileTokenizer(_save(tmp_path / "t.json", "<pad>", name))
+    assert tokenizer.eos_id == 1
+
+
+def test_eos_is_chosen_by_name_or_id(path):
+    assert FileTokenizer(path).eos_id == 0
+    assert FileTokenizer(path, eos="<|other|>").eos_id == 1
+    assert FileTokenizer(path, eos="5").eos_id == 5
+
+
+@pytest.mark.parametrize("eos", ["<|no such token|>", "100000"])
+def test_an_unknown_eos_is_refused(path, eos):
+    with pytest.raises(InputError, match="--eos"):
+        FileTokenizer(path, eos=eos)
+
+
+def test_a_tokenizer_without_a_known_eos_says_how_to_choose(tmp_path):
+    with pytest.raises(InputError, match=r"--eos NAME.*--eos ID"):
+        FileTokenizer(_save(tmp_path / "t.json", "<pad>"))
+
+
+def test_without_the_package_the_extra_is_named(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(InputError, match=r"pip install .?moejax\[hf\]"):
+        FileTokenizer(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe"])
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"t\.json"):
+        FileTokenizer(tmp_path / "t.json")
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"t\.json does not exist"):
+        FileTokenizer(tmp_path / "t.json")
+
+
+def test_the_copy_beside_a_token_file_is_found(path):
+    beside = path.parent / "a.train.bin"
+    found = tokenizer_beside(beside, path.name, eos_id=1, sha256=digest(path))
+    assert isinstance(found, FileTokenizer)
+    assert found.eos_id == 1
+    found = tokenizer_beside(beside, "bytes", eos_id=256, sha256=None)
+    assert isinstance(found, ByteTokenizer)
+
+
+def test_a_copy_that_was_changed_is_refused(path):
+    with pytest.raises(InputError, match="changed"):
+        tokenizer_beside(path.parent / "a.train.bin", path.name, eos_id=1, sha256="0" * 64)
+
+
+def test_truncation_and_padding_of_the_file_are_not_used(tmp_path):
+    made = _train("<eos>")
+    made.enable_truncation(3)
+    made.enable_padding(length=50)
+    made.save(str(tmp_path / "t.json"))
+    tokenizer = FileTokenizer(tmp_path / "t.json")
+    text = "document " * 20
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("a")) == 1
+
+
+def test_text_that_spells_eos_stays_text(path):
+    tokenizer = FileTokenizer(path)
+    ids = tokenizer.encode("a<|endoftext|>b")
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode(ids) == "a<|endoftext|>b"
+
+
+def test_a_vocabulary_with_holes_counts_its_highest_id(tmp_path):
+    model = tokenizers.models.WordLevel({"<eos>": 0, "word": 900}, unk_token="<eos>")
+    made = tokenizers.Tokenizer(model)
+    made.save(str(tmp_path / "t.json"))
+    tokenizer = FileTokenizer(tmp_path / "t.json")
+    assert tokenizer.encode("word") == [900]
+    assert tokenizer.vocab_size == 901
