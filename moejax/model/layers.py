@@ -61,20 +61,22 @@ class Embedding(nnx.Module):
             self.project = nnx.Param(normal(rngs.params(), (cfg.width, cfg.vocab_size)), dims="DV")
         self.tied = cfg.tie_embeddings
 
-    def embed(self, token_BT: Int[Array, "B T"]) -> Float[Array, "B t D"]:
-        """Looks tokens up; each tensor rank gives the rows it holds, the sum has them all."""
-        layout = self.program.layout
+    def weights(self) -> tuple[Float[Array, "v D"], Float[Array, "D v"]]:
+        """This tensor rank's rows of the table, and its slice of the output projection.
+
+        A tied table enters once, so that its gradient is reduced once.
+        """
         table_vD = enter(self.table, self.program)
-        v = table_vD.shape[0]
+        return table_vD, table_vD.T if self.tied else enter(self.project, self.program)
+
+    def embed(
+        self, token_BT: Int[Array, "B T"], table_vD: Float[Array, "v D"]
+    ) -> Float[Array, "B t D"]:
+        """Looks tokens up; each tensor rank gives the rows it holds, the sum has them all."""
+        layout, v = self.program.layout, table_vD.shape[0]
         if layout.size(layout.tensor) == 1:
             return jnp.take(table_vD, token_BT, axis=0)
         local_BT = token_BT - wire.index(layout.tensor) * v
         here_BT = (local_BT >= 0) & (local_BT < v)
         x_BTD = jnp.take(table_vD, jnp.where(here_BT, local_BT, 0), axis=0)
         return leave_tensor(jnp.where(here_BT[..., None], x_BTD, 0), layout)
-
-    def projection(self) -> Float[Array, "D v"]:
-        """This tensor rank's slice of the output projection."""
-        if self.tied:
-            return enter(self.table, self.program).T
-        return enter(self.project, self.program)

@@ -121,10 +121,11 @@ class Transformer(nnx.Module):
         token_BT: Int[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         noise_key: jax.Array | None = None,
-    ) -> tuple[Float[Array, "B T D"], MoEStats | None]:
-        """Returns the final hidden states at all positions, and reports of the expert layers.
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"], MoEStats | None]:
+        """Returns the final hidden states at all positions, what projects them to logits, reports.
 
-        `embedding.projection()` turns hidden states into logits.
+        The projection is this tensor rank's slice of the vocabulary; the expert layers' reports are
+        stacked in layer order.
 
         Args:
           segment_BT: document of each position; attention stays inside it.
@@ -134,7 +135,8 @@ class Transformer(nnx.Module):
         mask_BTS = attention_mask(segment_BT, cfg.sliding_window)
         angles = tables(token_BT.shape[1], cfg.head_width, cfg.rope)
         with jax.named_scope("embed"):
-            x_BtD = self.embedding.embed(token_BT)
+            table_vD, w_Dv = self.embedding.weights()
+            x_BtD = self.embedding.embed(token_BT, table_vD)
         reports = []
         for place, group in enumerate(self.groups):
             key = None if noise_key is None else jax.random.fold_in(noise_key, place)
@@ -142,8 +144,8 @@ class Transformer(nnx.Module):
             reports += [] if stats is None else [stats]
         x_BTD = enter_tensor(self.norm(x_BtD), self.program.layout)
         if not reports:
-            return x_BTD, None
-        return x_BTD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
+            return x_BTD, w_Dv, None
+        return x_BTD, w_Dv, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
 
     def _run_group(
         self,

@@ -14,12 +14,14 @@ def start(mesh: MeshConfig) -> list[Any]:
     """Chooses the platform, simulates CPU devices where asked, and returns the devices.
 
     Must run before anything else touches a device.
+
+    Raises:
+      InputError: if the hardware is not there, or JAX has already simulated other devices.
     """
     if mesh.platform is not None:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(mesh.platform, mesh.platform))
     if mesh.simulated_devices is not None:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", mesh.simulated_devices)
+        _simulate(mesh.simulated_devices)
     try:
         return jax.devices()
     except RuntimeError as error:
@@ -29,6 +31,21 @@ def start(mesh: MeshConfig) -> list[Any]:
             f"hardware that is present. Install moejax[cuda13] or moejax[tpu], or set "
             f"mesh.platform=cpu."
         ) from error
+
+
+def _simulate(count: int) -> None:
+    """Makes `count` CPU devices. The config wins over what XLA_FLAGS asks for."""
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:  # JAX has started: in a notebook, by an earlier run.
+        found = len(jax.devices("cpu"))
+        if found != count:
+            raise InputError(
+                f"JAX has already started. It has {found} CPU devices, mesh.simulated_devices is "
+                f"{count}. Their number cannot change in a process. Restart it, or set "
+                f"mesh.simulated_devices={found}."
+            ) from error
 
 
 def platform_of(devices: list[Any]) -> str:

@@ -98,7 +98,7 @@ def newest(directory: Path, verify: str) -> tuple[Saved | None, list[str]]:
     Touches no device.
 
     Raises:
-      InputError: if there are checkpoints but none is whole, or a newer version wrote them.
+      InputError: if all are damaged, or a newer version wrote them.
     """
     if not directory.is_dir():
         return None, []
@@ -110,12 +110,13 @@ def newest(directory: Path, verify: str) -> tuple[Saved | None, list[str]]:
         damage = find_damage(path, manifest, verify)
         if damage is None:
             return Saved(step, path.absolute(), manifest), notes
-        path.rename(path.with_name(f"{step}.corrupt"))
-        notes.append(f"checkpoint {step} set aside as {step}.corrupt: {damage}")
-    if notes:
+        notes.append(_set_aside(path, "corrupt", damage))
+    # Also those that an earlier start set aside: else the second attempt would begin from nothing.
+    if damaged := sorted(path.name for path in directory.glob("*.corrupt")):
         raise InputError(
-            f"no whole checkpoint in {directory}. {'; '.join(notes)}. A run never restarts "
-            f"silently from nothing. Restore the files from a copy, or set another run_dir."
+            f"no whole checkpoint in {directory}. Found {'; '.join(notes) or ', '.join(damaged)}. "
+            f"A run never restarts silently from nothing. Restore the files from a copy, set "
+            f"another run_dir, or remove what was set aside to begin again."
         )
     return None, notes
 
@@ -185,8 +186,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         version = int(manifest["format_version"])
-        assert isinstance(manifest["files"], dict)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        int(manifest["step"])
+        for facts in manifest["files"].values():
+            int(facts["bytes"]), str(facts["sha256"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"manifest is damaged. {file}: {error!r}. It must be the JSON that moejax wrote. "
             f"Restore it from a copy, or rename the directory to {path.name}.corrupt to go on "
@@ -228,11 +231,19 @@ def _sweep(directory: Path) -> list[str]:
     for left in directory.glob("*.orbax-checkpoint-tmp*"):
         shutil.rmtree(left, ignore_errors=True)
     notes = []
-    for path in directory.iterdir():
+    for path in sorted(directory.iterdir()):
         if path.is_dir() and path.name.isdigit() and not (path / MANIFEST).is_file():
-            path.rename(path.with_name(f"{path.name}.unfinished"))
-            notes.append(f"checkpoint {path.name} set aside as {path.name}.unfinished: no manifest")
+            notes.append(_set_aside(path, "unfinished", "no manifest"))
     return notes
+
+
+def _set_aside(path: Path, kind: str, reason: str) -> str:
+    """Renames a step's directory so that nothing takes it for a checkpoint. Says so."""
+    aside = path.with_name(f"{path.name}.{kind}")
+    # One of the same step is older: the run has passed that step again since.
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    return f"checkpoint {path.name} set aside as {aside.name}: {reason}"
 
 
 def locate(source: str, verify: str) -> Saved:

@@ -26,7 +26,7 @@ from moejax.settings import save_json, to_dict
 from moejax.train.checkpoint import Checkpoints, Saved, locate, newest, restore_items
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.metrics import Display, Meter, Records
-from moejax.train.resume import check_resumable
+from moejax.train.resume import check_resumable, check_same_weights
 from moejax.train.sample import sample
 from moejax.train.step import Trainer, TrainState, build_trainer
 from moejax.train.summary import print_summary, summarize
@@ -60,10 +60,11 @@ def train(cfg: Config, console: Console) -> TrainState:
         saved, notes = newest(run_dir / "checkpoints", cfg.checkpoint.verify)
         source = None
         if saved is not None:
-            changes = check_resumable(saved.manifest["config"], cfg)
+            changes = check_resumable(saved.manifest["config"], cfg, step=saved.step)
             notes += [f"setting changed since the checkpoint: {change}" for change in changes]
         elif cfg.checkpoint.init_from is not None:
             source = locate(cfg.checkpoint.init_from, cfg.checkpoint.verify)
+            check_same_weights(source.manifest["config"], cfg)
         devices = start(cfg.mesh)
         platform = platform_of(devices)
         cfg = resolve_mesh(cfg, len(devices), platform)
@@ -147,10 +148,9 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
             stop = interrupt.requested
             if due(step, cfg.checkpoint.save_every) or step == last or stop:
                 save(run, step, state)
-            if (done := run.checkpoints.finished()) is not None:
-                run.records.event("saved", done)
+            record_saved(run, run.checkpoints.finished())
             if stop and step < last:
-                run.checkpoints.wait()
+                record_saved(run, run.checkpoints.wait())
                 run.display.say(f"stopped at step {step}; run the same command to go on")
                 run.records.event("stopped", step)
                 return state, True
@@ -179,11 +179,18 @@ def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
 
 
 def save(run: Run, step: int, state: TrainState) -> None:
-    """Starts a checkpoint."""
+    """Starts a checkpoint, when the one before it is done."""
+    record_saved(run, run.checkpoints.wait())
     run.records.event("save", step)
     mesh = dict(run.trainer.layout.sizes)
     facts = {"config": to_dict(run.cfg), "mesh": mesh, "data_position": step}
     run.checkpoints.save(step, state, {**facts, "jax": jax.__version__})
+
+
+def record_saved(run: Run, step: int | None) -> None:
+    """Records that a checkpoint was finished, if one was."""
+    if step is not None:
+        run.records.event("saved", step)
 
 
 def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
@@ -210,8 +217,7 @@ def finish(run: Run, state: TrainState) -> None:
     evaluate(run, state, run.cfg.train.num_steps, limit=None)
     for name, bits in run.inputs.baselines().items():
         run.console.print(f"  for the same files {name} needs {bits:.3f} bits per byte")
-    run.checkpoints.wait()
-    run.records.event("saved", run.cfg.train.num_steps)
+    record_saved(run, run.checkpoints.wait())
     length = run.cfg.train.sample_tokens
     if length:
         # As a training document begins.

@@ -1,4 +1,4 @@
-"""Which settings may change when a run goes on from a checkpoint."""
+"""Which settings may change when a run goes on from a checkpoint, or starts from its weights."""
 
 from typing import Any
 
@@ -17,22 +17,74 @@ FIXED = (
 )
 # Of those, what changes how the step computes and not what it computes.
 FREE = ("model.dtype", "model.remat", "model.scan_layers", "moe.implementation")
+# What decides which parameters there are, and their shapes.
+SHAPES = (
+    "model.vocab_size",
+    "model.width",
+    "model.num_layers",
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.head_width",
+    "model.mlp_hidden",
+    "model.first_dense_layers",
+    "model.moe_every",
+    "model.qk_norm",
+    "model.attention_bias",
+    "model.tie_embeddings",
+    "moe.num_experts",
+    "moe.expert_hidden",
+    "moe.num_shared_experts",
+)
+Change = tuple[str, Any, Any]  # name, value in the checkpoint, value now
 
 
-def check_resumable(saved: dict[str, Any], cfg: Config) -> list[str]:
+def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[str]:
     """Compares the config of a checkpoint with the run's.
 
     Returns what changed harmlessly, to be logged.
 
+    Args:
+      step: of the checkpoint.
     Raises:
       InputError: if something changed that the checkpoint depends on; the message lists it.
     """
     changes = diff(from_dict(saved), cfg)
-    refused = [c for c in changes if c[0].startswith(FIXED) and c[0] not in FREE]
-    if refused:
-        listed = ", ".join(f"{name}: {before} -> {after}" for name, before, after in refused)
+    if refused := [change for change in changes if _is_fixed(change)]:
         raise InputError(
-            f"config differs from the checkpoint's. {listed}. These cannot change within a run. "
-            f"Change them back, or set another run_dir (with checkpoint.init_from to keep weights)."
+            f"config differs from the checkpoint's. {_listed(refused)}. These cannot change within "
+            f"a run. Change them back, or set another run_dir (with checkpoint.init_from to keep "
+            f"weights)."
         )
-    return [f"{name}: {before} -> {after}" for name, before, after in changes]
+    if step > cfg.train.num_steps:
+        raise InputError(
+            f"run is past its end. The checkpoint has step {step}, train.num_steps is "
+            f"{cfg.train.num_steps}. A run does not go back. Raise train.num_steps, or set another "
+            f"run_dir."
+        )
+    return [_listed([change]) for change in changes]
+
+
+def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:
+    """Refuses to start from the weights of a model of other parameters.
+
+    Raises:
+      InputError: the message lists the settings that differ.
+    """
+    refused = [change for change in diff(from_dict(saved), cfg) if change[0] in SHAPES]
+    if refused:
+        raise InputError(
+            f"model differs from that of checkpoint.init_from. {_listed(refused)}. Its weights fit "
+            f"a model of the same shape only. Change these back, or take weights from another run."
+        )
+
+
+def _is_fixed(change: Change) -> bool:
+    name, before, after = change
+    # Clipping is a stage of the optimizer's state: its limit may change, its presence may not.
+    if name == "optimizer.clip_norm":
+        return before is None or after is None
+    return name.startswith(FIXED) and name not in FREE
+
+
+def _listed(changes: list[Change]) -> str:
+    return ", ".join(f"{name}: {before} -> {after}" for name, before, after in changes)

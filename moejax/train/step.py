@@ -211,14 +211,14 @@ def _loss(
     """This device's share of the loss on its rows."""
     model = nnx.merge(trainer.graph, params, balance)
     noise_key = key if trainer.cfg.moe.router.jitter else None
-    x_BTD, stats = model(batch.token_BT, batch.segment_BT, noise_key)
+    x_BTD, w_Dv, stats = model(batch.token_BT, batch.segment_BT, noise_key)
     if stats is not None:
         # Router losses are means over tokens; each micro-batch holds an equal part of them.
         stats = stats._replace(loss=stats.loss / trainer.cfg.train.micro_batches)
     with jax.named_scope("loss"):
         return next_token_loss(
             x_BTD,
-            model.embedding.projection(),
+            w_Dv,
             batch.target_BT,
             stats,
             num_targets=num_targets,
@@ -297,8 +297,8 @@ def _update_balance(balance: Tree, load_LE: jax.Array, rate: float) -> Tree:
 
 def _evaluate(trainer: Trainer, state: TrainState, batch: Batch) -> jax.Array:
     model = nnx.merge(trainer.graph, state.params, state.balance)
-    x_BTD, _ = model(batch.token_BT, batch.segment_BT)
-    w_Dv, layout = model.embedding.projection(), trainer.layout
+    x_BTD, w_Dv, _ = model(batch.token_BT, batch.segment_BT)
+    layout = trainer.layout
     total = sum_nll(x_BTD, w_Dv, batch.target_BT, layout, chunk_tokens=trainer.chunk_tokens)
     return wire.all_reduce(total, layout.token_axes)
 
@@ -306,7 +306,7 @@ def _evaluate(trainer: Trainer, state: TrainState, batch: Batch) -> jax.Array:
 def _next_logits(trainer: Trainer, state: TrainState, prompt: Any) -> jax.Array:
     token_BT, length = prompt
     model = nnx.merge(trainer.graph, state.params, state.balance)
-    x_BTD, _ = model(token_BT, jnp.zeros_like(token_BT))
+    x_BTD, w_Dv, _ = model(token_BT, jnp.zeros_like(token_BT))
     last_BD = jax.lax.dynamic_index_in_dim(x_BTD, length - 1, axis=1, keepdims=False)
-    logits_Bv = last_BD @ model.embedding.projection()
+    logits_Bv = last_BD @ w_Dv
     return wire.all_gather(logits_Bv.astype(jnp.float32), trainer.layout.tensor, dim=1)

@@ -24,15 +24,13 @@ from tests.oracle import oracle_loss
 TERMS = 8 * 16
 
 MESHES = [
-    (1, 1, 1, 1),
     (1, 1, 1, 8),
     (1, 1, 8, 1),
     (8, 1, 1, 1),
     (1, 8, 1, 1),
+    (1, 2, 4, 1),
     (2, 1, 2, 2),
     (1, 2, 2, 2),
-    (1, 2, 4, 1),
-    (2, 2, 2, 1),
     (2, 2, 1, 2),
 ]
 LAYOUTS = [("sequence", "hidden"), ("sequence", "folded"), ("replicated", "hidden")]

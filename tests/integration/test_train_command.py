@@ -1,0 +1,276 @@
+"""The command `python -m moejax.train`: whole runs in processes of their own."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.data import prepare
+from moejax.data.tokenizer import ByteTokenizer
+from moejax.settings import load_config
+from moejax.train.checkpoint import Checkpoints, finished_steps, newest
+from tests.cases import trainer_for
+
+REPOSITORY = Path(__file__).parents[2]
+STEPS = 60
+CONFIG = f"""
+run_dir: RUN
+model: {{vocab_size: 264, width: 16, num_layers: 1, num_heads: 4, num_kv_heads: 2, head_width: 4}}
+moe: {{num_experts: 4, expert_hidden: 8}}
+mesh: {{simulated_devices: 8, replica: null, expert: 2, tensor: 2}}
+data: {{source: tokens, train_files: [TRAIN], eval_files: [EVAL], sequence_length: 32}}
+optimizer: {{warmup_steps: 2}}
+train:
+  num_steps: {STEPS}
+  batch_sequences: 8
+  log_every: 1
+  eval_every: 20
+  eval_batches: 1
+  sample_tokens: 2
+checkpoint: {{save_every: 10, keep: 2}}
+"""
+
+
+def write_tokens(path):
+    """Writes a file of byte tokens as `moejax prepare` does."""
+    writer = prepare.BinWriter(path, ByteTokenizer(), "bytes")
+    for number in range(100):
+        writer.add(prepare.Document(f"document {number} " * (number % 7 + 1), ""), ByteTokenizer())
+    writer.finish()
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with token files and a config, and what compiled programs are kept in."""
+    folder = tmp_path_factory.mktemp("runs")
+    text = CONFIG.replace("RUN", str(folder / "straight"))
+    for name in ("train", "eval"):
+        path = write_tokens(folder / f"{name}.bin")
+        text = text.replace(name.upper(), str(path))
+    (folder / "config.yaml").write_text(text)
+    return folder
+
+
+def begin(place, *words):
+    """Starts the command. The simulated devices are those of the config, not of the tests."""
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    env |= {
+        "PYTHONPATH": str(REPOSITORY),
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "COLUMNS": "120",
+    }
+    command = [sys.executable, "-m", "moejax.train", "--config", str(place / "config.yaml"), *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, cwd=place)
+
+
+def run(place, *words):
+    """Runs the command to its end. Returns exit code, stdout and stderr."""
+    process = begin(place, *words)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def run_until(place, step, number, *words):
+    """Runs the command, sends a signal once it has shown `step`, and returns as `run` does."""
+    process, lines = begin(place, *words), []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(f"step {step}/"):
+            process.send_signal(number)
+            break
+    out, err = process.communicate(timeout=240)
+    return process.returncode, "".join(lines) + out, err
+
+
+@pytest.fixture(scope="module")
+def straight(place):
+    """The directory and the output of an undisturbed run."""
+    code, out, err = run(place)
+    assert code == 0, err
+    return place / "straight", out
+
+
+def records(run_dir, event=None):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if event in (None, line["event"])]
+
+
+def final_state(run_dir):
+    """Every array of the newest checkpoint, restored onto this process's devices."""
+    saved, notes = newest(run_dir / "checkpoints", "full")
+    assert notes == []
+    cfg = load_config(run_dir / "config.json")
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, simulated_devices=None))
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep=2)
+    state = checkpoints.restore(saved, trainer_for(cfg).abstract)
+    checkpoints.close()
+    return saved.step, [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+def assert_same_end(one, other):
+    (step, wanted), (other_step, got) = final_state(one), final_state(other)
+    assert step == other_step == STEPS
+    assert [x.tobytes() for x in got] == [x.tobytes() for x in wanted]
+
+
+@pytest.mark.slow
+def test_a_run_leaves_config_metrics_events_and_the_newest_checkpoints(place, straight):
+    run_dir, out = straight
+    assert load_config(run_dir / "config.json").mesh.replica == 2, "what was resolved is kept"
+    assert [r["step"] for r in records(run_dir, "step")] == list(range(2, STEPS + 1))
+    assert [r["step"] for r in records(run_dir, "save")] == list(range(10, STEPS + 1, 10))
+    assert [r["step"] for r in records(run_dir, "saved")] == list(range(10, STEPS + 1, 10))
+    assert [r["step"] for r in records(run_dir, "eval")] == [20, 40]
+    losses = [r["loss"] for r in records(run_dir, "step")]
+    assert losses[-1] < losses[0]
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    assert sorted(finished_steps(run_dir / "checkpoints")) == [STEPS - 10, STEPS]
+    assert f"step {STEPS}/{STEPS}" in out
+    assert f"step {STEPS}  held-out (all):" in out
+    assert "dropped 0" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_a_stopped_run_goes_on_to_the_same_bits(place, straight, number, code):
+    name = signal.Signals(number).name
+    run_dir = place / name
+    # Any step will do; where exactly the signal arrives depends on the machine anyway.
+    step = np.random.default_rng(number).integers(12, 30)
+    got, out, err = run_until(place, step, number, f"--config.run_dir={run_dir}")
+    assert got == code, err
+    last = records(run_dir)[-1]
+    assert step <= last["step"] < STEPS, "the signal came too late to prove anything"
+    if code == 0:
+        stopped = last["step"]
+        assert last["event"] == "stopped"
+        assert f"stopped at step {stopped}; run the same command to go on" in out
+        assert max(finished_steps(run_dir / "checkpoints")) == stopped
+        assert "Traceback" not in err
+    got, out, err = run(place, f"--config.run_dir={run_dir}")
+    assert got == 0, err
+    assert "resuming at step" in out
+    assert_same_end(straight[0], run_dir)
+
+
+@pytest.mark.slow
+def test_a_second_run_in_a_live_runs_directory_is_refused(place):
+    words = [f"--config.run_dir={place / 'shared'}"]
+    first = begin(place, *words)
+    try:
+        # The lock is written before JAX starts.
+        lock = place / "shared" / "lock"
+        until = time.monotonic() + 60
+        while not (lock.is_file() and lock.read_text()) and time.monotonic() < until:
+            time.sleep(0.05)
+        code, _, err = run(place, *words)
+        assert first.poll() is None, "the first run ended before the second was refused"
+    finally:
+        first.kill()
+        first.communicate()
+    assert code == 2
+    assert err.startswith("moejax: error: run directory is in use.")
+    assert f"process {first.pid} on" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_settings_that_define_the_run_cannot_change_when_it_goes_on(place, straight):
+    run_dir, _ = straight
+    before = (run_dir / "config.json").read_text()
+    code, _, err = run(place, "--config.model.width=32", "--config.train.seed=3")
+    assert code == 2
+    assert "model.width: 16 -> 32, train.seed: 0 -> 3" in err
+    assert err.count("\n") == 1
+    assert (run_dir / "config.json").read_text() == before
+
+
+@pytest.mark.slow
+def test_a_run_made_longer_goes_on_and_logs_the_change(place, straight):
+    source, run_dir = straight[0], place / "longer"
+    # A copy, because other tests compare the end of the straight run.
+    subprocess.run(["cp", "-r", source, run_dir], check=True)
+    words = [f"--config.run_dir={run_dir}", f"--config.train.num_steps={STEPS + 5}"]
+    code, out, err = run(place, *words)
+    assert code == 0, err
+    assert f"train.num_steps: {STEPS} -> {STEPS + 5}" in out
+    assert any("train.num_steps" in note["text"] for note in records(run_dir, "note"))
+    assert max(finished_steps(run_dir / "checkpoints")) == STEPS + 5
+    assert records(run_dir, "step")[-1]["step"] == STEPS + 5
+
+
+@pytest.mark.slow
+def test_a_run_takes_its_first_weights_from_another(place, straight):
+    run_dir = place / "second"
+    words = [f"--config.run_dir={run_dir}", f"--config.checkpoint.init_from={straight[0]}"]
+    words += ["--config.train.num_steps=4", "--config.optimizer.learning_rate=0"]
+    code, out, err = run(place, *words)
+    assert code == 0, err
+    assert f"(step {STEPS})" in out
+    weights = {}
+    for name in (straight[0], run_dir):
+        saved, _ = newest(name / "checkpoints", "full")
+        cfg = dataclasses.replace(load_config(name / "config.json"))
+        cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, simulated_devices=None))
+        checkpoints = Checkpoints(name / "checkpoints", keep=2)
+        state = checkpoints.restore(saved, trainer_for(cfg).abstract)
+        checkpoints.close()
+        weights[name] = jax.tree.map(np.asarray, state.params)
+        assert int(state.step) == saved.step
+    # At a learning rate of zero the weights stay as they were taken over.
+    jax.tree.map(np.testing.assert_array_equal, *weights.values())
+
+
+def test_a_dry_run_prints_sizes_and_wire_and_touches_nothing(place):
+    run_dir = place / "dry"
+    script = (
+        "import sys\n"
+        "from jax._src import xla_bridge\n"
+        "from moejax.train.__main__ import main\n"
+        "code = main(sys.argv[1:])\n"
+        "assert not xla_bridge.backends_are_initialized(), 'a device was started'\n"
+        "sys.exit(code)\n"
+    )
+    words = ["--dry_run", "--config", str(place / "config.yaml"), f"--config.run_dir={run_dir}"]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "120"}
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # Embedding, attention, expert layer, router and norms of the config above, added by hand.
+    V, D, E, F, H, G, C = 264, 16, 4, 8, 4, 2, 4
+    total = V * D + 2 * D * H * C + 2 * D * G * C + E * 3 * D * F + D * E + 3 * D
+    assert f"{total:,} total" in done.stdout
+    assert "replica=2 x fsdp=1 x expert=2 x tensor=2" in done.stdout
+    assert "all_to_all over expert" in done.stdout
+    assert not run_dir.exists()
+
+
+def test_print_config_gives_json_that_is_a_config(place, tmp_path):
+    code, out, err = run(place, "--print_config", "--config.train.num_steps=7")
+    assert code == 0, err
+    copy = tmp_path / "copy.json"
+    copy.write_text(out)
+    overrides = ["train.num_steps=7"]
+    assert load_config(copy) == load_config(place / "config.yaml", overrides)
+
+
+def test_hardware_that_is_absent_is_named(place, tmp_path):
+    words = [f"--config.run_dir={tmp_path}", "--config.mesh.simulated_devices=none"]
+    code, _, err = run(place, *words, "--config.mesh.platform=tpu", "--config.mesh.replica=2")
+    assert code == 2
+    line = err.splitlines()[-1]
+    assert line.startswith("moejax: error: no tpu device.")
+    assert "set mesh.platform=cpu" in line

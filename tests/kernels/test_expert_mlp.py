@@ -1,0 +1,69 @@
+"""Every implementation of the expert MLP against the reference, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moejax.kernels import expert_mlp as module
+from moejax.kernels.expert_mlp import expert_mlp
+
+
+def operands(sizes, spare_rows, dtype=np.float32, seed=0):
+    """Rows for the groups plus spare ones filled with noise that must not matter."""
+    rng = np.random.default_rng(seed)
+    M, G, D, F = sum(sizes) + spare_rows, len(sizes), 6, 4
+    shapes = [(M, D), (G, D, 2, F), (G, F, D), (M, D)]
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def run(implementation, sizes, x, w_in, w_out, gradient):
+    def forward(x, w_in, w_out):
+        counts = jnp.asarray(sizes, jnp.int32)
+        return expert_mlp(x, w_in, w_out, counts, implementation=implementation)
+
+    y, pull = jax.vjp(forward, x, w_in, w_out)
+    return [y, *pull(gradient)]
+
+
+def check(implementation, sizes, spare_rows):
+    args = operands(sizes, spare_rows)
+    rows = sum(sizes)
+    # The gradient of rows that hold nothing must not reach the weights.
+    got = run(implementation, sizes, *args)
+    wanted = run("reference", sizes, *args)
+    assert not np.asarray(got[0])[rows:].any(), "rows past the last group are zero"
+    for have, want in zip(got, wanted, strict=True):
+        have, want = np.asarray(have), np.asarray(want)
+        if have.shape == args[0].shape:
+            have, want = have[:rows], want[:rows]
+        bound = max(rows, 8) * np.finfo(np.float32).eps * max(np.abs(want).max(initial=0), 1)
+        np.testing.assert_allclose(have, want, rtol=0, atol=bound)
+
+
+@settings(max_examples=12)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5), spare=st.integers(0, 9))
+def test_blocked_equals_the_reference(sizes, spare):
+    check("blocked", sizes, spare + (sum(sizes) == 0))
+
+
+def test_blocked_takes_groups_larger_than_its_largest_block(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_ROWS", (4, 8))
+    check("blocked", [3, 21, 0, 8, 9], 5)
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 7], [0, 0, 12], [1, 1, 1]])
+def test_ragged_dot_equals_the_reference(sizes):
+    check("ragged_dot", sizes, 2)
+
+
+def test_blocked_in_bfloat16_stays_near_float32():
+    sizes = [70, 3, 90]
+    args = operands(sizes, 4)
+    low = run("blocked", sizes, *(a.astype(jnp.bfloat16) for a in args))
+    full = run("reference", sizes, *args)
+    for have, want in zip(low, full, strict=True):
+        have, want = np.asarray(have, np.float32), np.asarray(want)
+        assert np.abs(have[:160] - want[:160]).max() < 2**-5 * np.abs(want).max()

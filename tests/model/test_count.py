@@ -1,0 +1,57 @@
+"""Published models have their published sizes: counted from the model, not from a formula."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from moejax.checks import check
+from moejax.dims import build_layout
+from moejax.plan.build import build_abstract_mesh
+from moejax.settings import load_config
+from moejax.train.step import build_trainer
+from moejax.train.summary import parameter_sizes, summarize
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def trainer_of(name):
+    cfg = load_config(CONFIGS / f"{name}.py")
+    check(cfg)
+    return build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        # Totals: the model cards' checkpoints. Active: 12.9 B, 3.3 B and 1.3 B as published.
+        ("mixtral_8x7b", 46_702_792_704, 12_879_925_248),
+        ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704),
+        ("olmoe_1b_7b", 6_919_161_856, 1_282_017_280),
+    ],
+)
+def test_published_models_have_their_published_sizes(name, total, active):
+    counts = summarize(trainer_of(name)).counts
+    assert (counts.total, counts.active) == (total, active)
+
+
+def test_deepseek_v3s_feed_forward_blocks_have_their_published_sizes():
+    sizes = parameter_sizes(trainer_of("deepseek_v3"))
+    dense = sum(n for path, (_, n) in sizes.items() if ".mlp.w" in path and "groups.0" in path)
+    assert dense == 3 * (3 * 7168 * 18432)
+    expert = sum(n for path, (_, n) in sizes.items() if ".moe.w" in path)
+    shared = sum(n for path, (_, n) in sizes.items() if ".mlp.w" in path and "groups.1" in path)
+    assert expert == 58 * (256 * 3 * 7168 * 2048 + 7168 * 256)
+    assert shared == 58 * (3 * 7168 * 2048)
+
+
+def test_every_config_traces():
+    names = sorted(path.stem for path in CONFIGS.glob("*.py"))
+    assert "tiny" in names
+    trainer = trainer_of("tiny")
+    assert summarize(trainer).counts.total > 1_000_000
+    # FLOPs follow the window that attention may see.
+    narrow = dataclasses.replace(trainer.cfg.model, sliding_window=8)
+    cfg = dataclasses.replace(trainer.cfg, model=narrow)
+    less = build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    assert summarize(less).counts.flops_per_token < summarize(trainer).counts.flops_per_token

@@ -1,0 +1,272 @@
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.errors import InputError
+from moejax.train import checkpoint
+from moejax.train.checkpoint import Checkpoints, locate, newest, restore_items
+from tests.cases import place, random_batch, small_config, trainer_for
+
+MESHES = [(1, 1, 1, 1), (1, 1, 8, 1), (2, 1, 2, 2), (1, 2, 2, 2), (8, 1, 1, 1)]
+
+
+@functools.cache
+def case(mesh=(1, 1, 1, 1), name="adamw"):
+    """A trainer and, on the first mesh, a state whose every array was changed by steps."""
+    trainer = trainer_for(
+        small_config(mesh, optimizer={"name": name}, router={"bias_update_rate": 0.01})
+    )
+    if mesh != (1, 1, 1, 1):
+        return trainer, None
+    state = trainer.init()
+    for step in range(2):
+        state, _ = trainer.step(state, place(trainer, random_batch(trainer.cfg, seed=step)))
+    return trainer, state
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A directory with checkpoints of steps 1 and 2, written once; tests damage copies."""
+    directory = tmp_path_factory.mktemp("written") / "checkpoints"
+    _, state = case()
+    writer = Checkpoints(directory, keep=3)
+    for step in (1, 2):
+        writer.save(step, state, {"config": {"run_dir": f"step {step}"}})
+    writer.close()
+    return directory
+
+
+@pytest.fixture
+def directory(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "checkpoints")
+
+
+def bits(tree):
+    return [(np.asarray(x).dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def largest_file(path):
+    return max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_checkpoint_restores_to_the_same_bits_on_any_mesh(written, mesh):
+    trainer, _ = case(mesh)
+    saved, notes = newest(written, "full")
+    assert (saved.step, notes) == (2, [])
+    reader = Checkpoints(written, keep=3)
+    restored = reader.restore(saved, trainer.abstract)
+    reader.close()
+    assert bits(restored) == bits(case()[1])
+    same = jax.tree.map(lambda x, a: x.sharding == a.sharding, restored, trainer.abstract)
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:3])
+def test_a_checkpoint_written_on_any_mesh_restores_on_one_device(tmp_path, mesh):
+    trainer, _ = case(mesh, "muon")
+    state = trainer.init()
+    writer = Checkpoints(tmp_path, keep=1)
+    writer.save(7, state, {})
+    assert writer.wait() == 7
+    restored = writer.restore(newest(tmp_path, "full")[0], case(name="muon")[0].abstract)
+    writer.close()
+    assert bits(restored) == bits(state)
+
+
+def test_the_manifest_lists_every_file_and_keeps_the_facts(written):
+    path = written / "2"
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    assert manifest["format_version"] == checkpoint.FORMAT_VERSION
+    assert (manifest["step"], manifest["config"]) == (2, {"run_dir": "step 2"})
+    present = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
+    assert set(manifest["files"]) == present - {checkpoint.MANIFEST}
+
+
+def flip_a_bit(path):
+    flip(largest_file(path), 100)
+
+
+def cut_short(path):
+    file = largest_file(path)
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lose_a_file(path):
+    largest_file(path).unlink()
+
+
+DAMAGES = {flip_a_bit: "has digest", cut_short: "bytes, expected", lose_a_file: "is missing"}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(directory, damage):
+    damage(directory / "2")
+    saved, notes = newest(directory, "full")
+    assert saved.step == 1
+    assert saved.manifest["config"] == {"run_dir": "step 1"}
+    assert len(notes) == 1
+    assert notes[0].startswith("checkpoint 2 set aside as 2.corrupt: ")
+    assert DAMAGES[damage] in notes[0]
+    assert sorted(p.name for p in directory.iterdir() if p.is_dir()) == ["1", "2.corrupt"]
+
+
+@pytest.mark.parametrize("position", [0, 0.3, 0.6, 1])
+def test_a_bit_flipped_anywhere_in_any_file_is_found(written, tmp_path, position):
+    path = shutil.copytree(written / "2", tmp_path / "2")
+    manifest = checkpoint.read_manifest(path)
+    for name, facts in manifest["files"].items():
+        if not facts["bytes"]:
+            continue
+        offset = int(position * (facts["bytes"] - 1))
+        flip(path / name, offset)
+        assert name in checkpoint.find_damage(path, manifest, "full")
+        flip(path / name, offset)
+    assert checkpoint.find_damage(path, manifest, "full") is None
+
+
+def test_checking_sizes_alone_sees_what_is_short_and_not_what_is_flipped(directory):
+    flip_a_bit(directory / "2")
+    assert newest(directory, "size")[0].step == 2
+    cut_short(directory / "2")
+    assert newest(directory, "size")[0].step == 1
+
+
+def test_when_all_are_damaged_the_run_does_not_start_again_silently(directory):
+    for step in ("1", "2"):
+        flip_a_bit(directory / step)
+    with pytest.raises(InputError, match=r"no whole checkpoint in .*2\.corrupt.*1\.corrupt"):
+        newest(directory, "full")
+    # Nor does the next attempt, which finds only what was set aside.
+    with pytest.raises(InputError, match="no whole checkpoint"):
+        newest(directory, "full")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"format_version": "x", "files": {}}', '{"files": {}}']
+)
+def test_a_damaged_manifest_is_refused_with_its_path(directory, content):
+    (directory / "2" / checkpoint.MANIFEST).write_text(content)
+    with pytest.raises(InputError, match=r"manifest is damaged. .*2.moejax_manifest.json"):
+        newest(directory, "full")
+
+
+def test_a_checkpoint_of_a_newer_format_asks_for_an_upgrade(directory):
+    file = directory / "2" / checkpoint.MANIFEST
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps({**manifest, "format_version": 99}))
+    with pytest.raises(InputError, match=r"newer moejax. .*format 99.*Upgrade"):
+        newest(directory, "full")
+
+
+def test_what_a_killed_save_leaves_is_swept(directory):
+    half = directory / "3.orbax-checkpoint-tmp-0"
+    (half / "weights").mkdir(parents=True)
+    (half / "weights" / "part").write_bytes(b"half")
+    (directory / "2" / checkpoint.MANIFEST).unlink()
+    saved, notes = newest(directory, "full")
+    assert saved.step == 1
+    assert notes == ["checkpoint 2 set aside as 2.unfinished: no manifest"]
+    names = sorted(p.name for p in directory.iterdir() if p.is_dir())
+    assert names == ["1", "2.unfinished"]
+
+
+def test_a_step_that_was_set_aside_before_can_be_set_aside_again(directory):
+    for name in ("2.corrupt", "2.unfinished"):
+        shutil.copytree(directory / "1", directory / name)
+    kept = shutil.copytree(directory / "2", directory.parent / "kept")
+    flip_a_bit(directory / "2")
+    assert newest(directory, "full")[0].step == 1
+    shutil.copytree(kept, directory / "2")
+    (directory / "2" / checkpoint.MANIFEST).unlink()
+    assert newest(directory, "full")[0].step == 1
+
+
+def test_a_step_set_aside_does_not_keep_the_run_from_saving_it_again(directory):
+    flip_a_bit(directory / "2")
+    saved, _ = newest(directory, "full")
+    trainer, state = case()
+    writer = Checkpoints(directory, keep=3)
+    assert saved.step == 1
+    writer.save(2, state, {})
+    writer.wait()
+    assert bits(writer.restore(newest(directory, "full")[0], trainer.abstract)) == bits(state)
+    writer.close()
+
+
+def test_a_directory_without_checkpoints_is_a_new_run(tmp_path):
+    assert newest(tmp_path / "absent", "full") == (None, [])
+    assert newest(tmp_path, "full") == (None, [])
+
+
+def test_only_the_newest_are_kept_and_all_of_them_are_whole(tmp_path):
+    _, state = case()
+    writer = Checkpoints(tmp_path, keep=2)
+    finished = []
+    for step in (10, 20, 100):
+        writer.save(step, state, {})
+        finished.append(writer.wait())
+    writer.close()
+    assert finished == [10, 20, 100]
+    assert sorted(checkpoint.finished_steps(tmp_path)) == [20, 100]
+    for step in ("20", "100"):
+        manifest = checkpoint.read_manifest(tmp_path / step)
+        assert checkpoint.find_damage(tmp_path / step, manifest, "full") is None
+
+
+def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    _, state = case()
+
+    def fail(*_):
+        raise OSError("disk is full")
+
+    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+    writer = Checkpoints(tmp_path, keep=2)
+    writer.save(1, state, {})
+    with pytest.raises(OSError, match="disk is full"):
+        writer.wait()
+    writer.close()
+    assert checkpoint.finished_steps(tmp_path) == []
+
+
+def test_weights_are_located_by_run_directory_checkpoints_or_step(directory):
+    for source in (directory.parent, directory, directory / "2"):
+        assert locate(str(source), "full").step == 2
+    assert locate(str(directory / "1"), "full").step == 1
+
+
+def test_a_source_without_checkpoint_says_what_is_there(directory, tmp_path):
+    with pytest.raises(InputError, match="no finished checkpoint at .*Found nothing"):
+        locate(str(tmp_path / "absent"), "full")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(InputError, match=r"Found notes\.txt"):
+        locate(str(tmp_path / "other"), "full")
+
+
+def test_a_damaged_source_is_refused_and_left_as_it_is(directory):
+    flip_a_bit(directory / "2")
+    with pytest.raises(InputError, match="checkpoint is damaged"):
+        locate(str(directory.parent), "full")
+    assert (directory / "2").is_dir()
+
+
+def test_weights_can_be_read_without_the_optimizer(directory):
+    # Adam's moments would not fit Muon's state; weights alone do.
+    shutil.rmtree(directory / "2" / "optimizer")
+    trainer, _ = case((2, 1, 2, 2), "muon")
+    read = restore_items(directory / "2", trainer.abstract, ("weights",))
+    state = case()[1]
+    assert list(read) == ["weights"]
+    assert bits(read["weights"]["params"]) == bits(state.params)
+    assert bits(read["weights"]["balance"]) == bits(state.balance)
