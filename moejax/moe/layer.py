@@ -21,8 +21,8 @@ from moejax.moe.dispatch import combine, dispatch, plan_send
 from moejax.program import Program
 
 # Bucket sizes of dropless mode, over the balanced size. A bucket that holds 1.25 times the balanced
-# load is enough for most batches of a balanced router; the last size always holds everything.
-BUCKET_LADDER = (1.25, 2.5, math.inf)
+# load is enough for most batches of a balanced router; a last size always holds everything.
+BUCKET_LADDER = (1.25, 2.5)
 
 
 class RouterBias(nnx.Variable):
@@ -142,4 +142,9 @@ def bucket_sizes(moe: MoEConfig, layout: Layout, *, tokens: int) -> tuple[int, .
     if capacity is not None:
         return (min(worst, capacity * experts_here),)
     balanced = tokens * moe.experts_per_token / P
-    return tuple(sorted({math.ceil(min(factor * balanced, worst)) for factor in BUCKET_LADDER}))
+    sizes = [worst]
+    for factor in reversed(BUCKET_LADDER):
+        # Each size compiles the layer once more: one that saves less than half is not worth it.
+        if math.ceil(factor * balanced) * 2 <= sizes[0]:
+            sizes.insert(0, math.ceil(factor * balanced))
+    return tuple(sizes)

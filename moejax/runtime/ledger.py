@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ class Ledger:
     def write(self, event: str, **values: Any) -> None:
         """Adds one line: the time in seconds since 1970, the event, and its values."""
         line = {"time": round(time.time(), 3), "event": event, **values}
-        self._file.write(json.dumps(line) + "\n")
+        # JSON has no NaN and no infinity: a loss that is none is null.
+        known = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()}
+        self._file.write(json.dumps(known, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Closes the file."""

@@ -105,7 +105,9 @@ class Trainer:
             zero = jnp.zeros((), jnp.int32)
             return TrainState(zero, zero, params, balance, optimizer.init(params))
 
-        return jax.jit(build, out_shardings=_shardings(self.abstract))()
+        # Runs once, so on CPU it asks LLVM for little: seconds of compilation saved.
+        quick = {"xla_backend_optimization_level": 0} if self._on_cpu else None
+        return jax.jit(build, out_shardings=_shardings(self.abstract), compiler_options=quick)()
 
     @cached_property
     def step(self) -> Any:
@@ -128,6 +130,11 @@ class Trainer:
         """The jitted (state, (token_BT, length)) -> logits_BV after the first `length` tokens."""
         batch = (self.layout.token_spec(), P())
         return self._jitted(partial(_next_logits, self), self.layout.token_spec(), batch)
+
+    @property
+    def _on_cpu(self) -> bool:
+        assert isinstance(self.mesh, Mesh), "an abstract mesh runs nothing"
+        return self.mesh.devices.flat[0].platform == "cpu"
 
     @property
     def _state_specs(self) -> TrainState:

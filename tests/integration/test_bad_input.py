@@ -54,7 +54,7 @@ CONFIGS = {
     ("moe.capacity_factor=0",): ["moe.capacity_factor"],
     ("optimizer.learning_rate=-1",): ["optimizer.learning_rate", "-1"],
     ("optimizer.learning_rate=nan",): ["optimizer.learning_rate", "nan"],
-    ("mesh.simulated_devices=8", "mesh.expert=4", "mesh.tensor=4"): ["16", "8"],
+    ("mesh.simulated_devices=8", "mesh.expert=8", "mesh.tensor=2"): ["needs 16", "found 8"],
     ("mesh.expert=8", "moe.num_experts=6"): ["6 experts", "expert axis of 8", "1, 2, 3, 6"],
     ("mesh.tensor=3",): ["mesh.tensor", "3", "model."],
     ("mesh.expert=4", "train.batch_sequences=6"): ["train.batch_sequences", "6"],
@@ -173,7 +173,6 @@ def test_data_that_is_wrong_is_refused_before_a_run_directory_is_made(
     command, tokens, damage, words, fragments
 ):
     damage(tokens)
-    # The default run has no held-out text here, so evaluation settings stay as they are.
     refused(command(*words), *fragments)
     assert not (tokens / "run").exists()
 

@@ -67,6 +67,8 @@ def begin(place, *words):
         "PYTHONPATH": str(REPOSITORY),
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "COLUMNS": "120",
+        "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     command = [sys.executable, "-m", "moejax.train", "--config", str(place / "config.yaml"), *words]
     pipe = subprocess.PIPE
@@ -143,13 +145,13 @@ def test_a_run_leaves_config_metrics_events_and_the_newest_checkpoints(place, st
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)],
+    [(signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_a_stopped_run_goes_on_to_the_same_bits(place, straight, number, code):
     name = signal.Signals(number).name
     run_dir = place / name
-    # Any step will do; where exactly the signal arrives depends on the machine anyway.
-    step = np.random.default_rng(number).integers(12, 30)
+    # Any step will do after the second save began, because the first is finished by then.
+    step = np.random.default_rng().integers(22, 45)
     got, out, err = run_until(place, step, number, f"--config.run_dir={run_dir}")
     assert got == code, err
     last = records(run_dir)[-1]

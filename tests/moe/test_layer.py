@@ -25,7 +25,9 @@ def test_the_last_bucket_holds_any_routing_and_the_first_holds_a_balanced_one(
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == tokens * min(moe.experts_per_token, per_peer)
     assert sizes[0] * peers >= tokens * moe.experts_per_token
-    assert sizes[0] <= max(1.25 * tokens * moe.experts_per_token / peers + 1, 1)
+    smallest = 1.25 * tokens * moe.experts_per_token / peers + 1
+    assert sizes[0] <= 2 * smallest
+    assert all(b >= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
 
 
 @given(tokens=st.integers(1, 5000), factor=st.sampled_from([0.5, 1.0, 1.25, 8.0]))

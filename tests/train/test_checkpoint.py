@@ -246,7 +246,7 @@ def test_weights_are_located_by_run_directory_checkpoints_or_step(directory):
 
 
 def test_a_source_without_checkpoint_says_what_is_there(directory, tmp_path):
-    with pytest.raises(InputError, match="no finished checkpoint at .*Found nothing"):
+    with pytest.raises(InputError, match=r"no finished checkpoint at .*Found nothing"):
         locate(str(tmp_path / "absent"), "full")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()

@@ -1,0 +1,160 @@
+import io
+import json
+
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from moejax.train import metrics
+from moejax.train.metrics import Display, Meter, Records
+from moejax.train.step import Metrics
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    fake = Clock()
+    monkeypatch.setattr(metrics, "time", fake)
+    return fake
+
+
+def step_metrics(load=((1, 1, 1, 5), (2, 2, 2, 2)), loss=1.5):
+    return Metrics(
+        loss=jnp.array(loss),
+        balance=jnp.array(1.25),
+        load_LE=jnp.array(load, jnp.int32).reshape(len(load), 4),
+        dropped_L=jnp.array([0, 3], jnp.int32),
+        gradient_norm=jnp.array(2.0),
+        skipped=jnp.array(1, jnp.int32),
+    )
+
+
+def meter():
+    return Meter(tokens_per_step=100, flops_per_token=50, peak=1e5, num_steps=30)
+
+
+def report(clock):
+    found = meter()
+    found.start(10)
+    clock.now += 2
+    return found.report(14, step_metrics())
+
+
+def test_rates_are_of_the_steps_since_the_start(clock):
+    line = report(clock)
+    assert line.step == 14
+    assert line.tokens_per_second == pytest.approx(4 * 100 / 2)
+    assert line.flops_per_second == pytest.approx(200 * 50)
+    assert line.share_of_peak == pytest.approx(0.1)
+    assert line.seconds_left == pytest.approx((30 - 14) / 2)
+
+
+def test_what_the_step_measured_is_passed_on(clock):
+    line = report(clock)
+    assert (line.loss, line.balance, line.gradient_norm) == (1.5, 1.25, 2.0)
+    assert (line.dropped, line.skipped) == ([0, 3], 1)
+    # Five of eight assignments against two on average, in the first of two layers.
+    assert line.busiest_expert == pytest.approx(2.5)
+
+
+def test_evaluation_does_not_count_as_training_time(clock):
+    found = meter()
+    found.start(0)
+    clock.now += 7
+    found.pause(5)
+    assert found.report(2, step_metrics()).tokens_per_second == pytest.approx(100)
+    # The next stretch starts anew.
+    found.start(2)
+    clock.now += 1
+    assert found.report(3, step_metrics()).tokens_per_second == pytest.approx(100)
+
+
+def test_a_model_without_experts_has_no_busiest_one(clock):
+    found = meter()
+    found.start(0)
+    clock.now += 1
+    assert found.report(1, step_metrics(load=())).busiest_expert == 1.0
+
+
+def test_the_line_shows_everything_a_reader_needs(clock):
+    line = report(clock).line(30)
+    for part in ("step 14/30", "loss 1.5000", "200 tok/s", "(10% of peak)", "dropped 3"):
+        assert part in line
+    assert "skipped 1" in line
+    assert "0:08 left" in line
+
+
+def test_records_are_json_lines_and_tensorboard_events(tmp_path, clock):
+    records = Records(tmp_path)
+    records.report(report(clock))
+    records.event("eval", 14, bits_per_byte=2.5)
+    records.event("note", 0, text="a note")
+    # Written as things happen: a killed run keeps its lines.
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records.close()
+    assert [line["event"] for line in lines] == ["step", "eval", "note"]
+    assert (lines[0]["step"], lines[0]["loss"], lines[0]["dropped"]) == (14, 1.5, [0, 3])
+    assert lines[1]["bits_per_byte"] == 2.5
+    assert lines[2]["text"] == "a note"
+    assert all(line["time"] > 0 for line in lines)
+    (events,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
+    content = events.read_bytes()
+    for tag in (b"train/loss", b"train/dropped", b"eval/bits_per_byte"):
+        assert tag in content
+    assert b"note/text" not in content
+
+
+def test_a_second_run_adds_to_the_records_of_the_first(tmp_path, clock):
+    for step in (1, 2):
+        records = Records(tmp_path)
+        records.event("stopped", step)
+        records.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_a_loss_that_is_no_number_stays_json(tmp_path, clock):
+    records = Records(tmp_path)
+    found = meter()
+    found.start(0)
+    clock.now += 1
+    records.report(found.report(1, step_metrics(loss=float("nan"))))
+    records.close()
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=refuse)["loss"] is None
+
+
+def shown(clock, terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200)
+    with Display(console, 30, 10) as display:
+        display.step(11)
+        display.show(report(clock))
+        display.say("[held] out")
+    return out.getvalue()
+
+
+def test_without_a_terminal_lines_are_plain(clock):
+    text = shown(clock, terminal=False)
+    assert "\x1b" not in text
+    assert text.splitlines()[0] == report(clock).line(30)
+    assert len(text.splitlines()) == 2
+
+
+def test_on_a_terminal_one_line_is_redrawn(clock):
+    text = shown(clock, terminal=True)
+    assert "\x1b[" in text
+    assert "loss 1.5000" in text

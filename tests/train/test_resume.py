@@ -1,0 +1,116 @@
+import dataclasses
+
+import pytest
+
+from moejax.config import Config
+from moejax.errors import InputError
+from moejax.fields import fields
+from moejax.settings import from_dict, to_dict
+from moejax.train.resume import SHAPES, check_resumable, check_same_weights
+from tests.cases import small_config, trainer_for
+
+
+def changed(name, value, cfg=None):
+    """A config with one setting changed."""
+    nested = to_dict(cfg or Config())
+    *groups, last = name.split(".")
+    inner = nested
+    for group in groups:
+        inner = inner[group]
+    inner[last] = value
+    return from_dict(nested)
+
+
+REFUSED = {
+    "model.width": 64,
+    "model.rope.theta": 5e5,
+    "model.sliding_window": 7,
+    "moe.num_experts": 4,
+    "moe.router.score": "sigmoid",
+    "moe.capacity_factor": 1.5,
+    "data.source": "tokens",
+    "data.sequence_length": 128,
+    "data.shuffle": False,
+    "optimizer.name": "muon",
+    "optimizer.clip_norm": None,
+    "train.batch_sequences": 16,
+    "train.seed": 1,
+}
+ALLOWED = {
+    "run_dir": "elsewhere",
+    "mesh.expert": 4,
+    "mesh.replica": None,
+    "model.dtype": "bfloat16",
+    "model.remat": "full",
+    "model.scan_layers": False,
+    "moe.implementation": "reference",
+    "optimizer.learning_rate": 1e-4,
+    "optimizer.clip_norm": 0.5,
+    "optimizer.schedule": "linear",
+    "train.num_steps": 1000,
+    "train.micro_batches": 2,
+    "train.log_every": 1,
+    "checkpoint.keep": 1,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_checkpoint_depends_on_cannot_change(name):
+    with pytest.raises(InputError) as raised:
+        check_resumable(to_dict(Config()), changed(name, REFUSED[name]), step=5)
+    before = to_dict(Config())
+    for part in name.split("."):
+        before = before[part]
+    assert f"{name}: {before} -> {REFUSED[name]}" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_it_does_not_depend_on_may_change_and_is_told(name):
+    told = check_resumable(to_dict(Config()), changed(name, ALLOWED[name]), step=5)
+    assert len(told) == 1
+    assert told[0].startswith(f"{name}: ")
+    assert told[0].endswith(f" -> {ALLOWED[name]}")
+
+
+def test_the_same_config_changes_nothing():
+    assert check_resumable(to_dict(Config()), Config(), step=200) == []
+
+
+def test_only_the_refused_changes_are_listed():
+    cfg = changed("train.seed", 3, changed("train.num_steps", 300))
+    with pytest.raises(InputError, match=r"train\.seed: 0 -> 3") as raised:
+        check_resumable(to_dict(Config()), cfg, step=5)
+    assert "num_steps" not in str(raised.value)
+
+
+def test_a_run_does_not_go_back():
+    cfg = changed("train.num_steps", 100)
+    assert check_resumable(to_dict(Config()), cfg, step=100)
+    with pytest.raises(InputError, match=r"step 101, train\.num_steps is 100"):
+        check_resumable(to_dict(Config()), cfg, step=101)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("optimizer.clip_norm", 0.5), ("optimizer.schedule", "linear")]
+)
+def test_an_allowed_change_of_the_optimizer_keeps_its_state(name, value):
+    cfg = small_config()
+    states = [trainer_for(c).abstract.optimizer for c in (cfg, changed(name, value, cfg))]
+    assert states[0] == states[1]
+
+
+def test_weights_may_go_into_a_run_with_other_data_and_optimizer():
+    cfg = dataclasses.replace(Config(), optimizer=changed("optimizer.name", "muon").optimizer)
+    check_same_weights(to_dict(Config()), changed("train.seed", 9, cfg))
+    check_same_weights(to_dict(Config()), changed("model.sliding_window", 9))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_weights_of_another_shape_are_refused(name):
+    value = {"model.qk_norm": "head", "model.moe_every": 2}.get(name)
+    if value is None:
+        default = fields()[name].default
+        value = not default if isinstance(default, bool) else default + 1
+    with pytest.raises(InputError, match=f"{name}: ") as raised:
+        check_same_weights(to_dict(Config()), changed(name, value))
+    assert "checkpoint.init_from" in str(raised.value)
