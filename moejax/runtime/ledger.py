@@ -22,7 +22,9 @@ class Ledger:
         """Adds one line: the time in seconds since 1970, the event, and its values."""
         line = {"time": round(time.time(), 3), "event": event, **values}
         # JSON has no NaN and no infinity: a loss that is none is null.
-        known = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()}
+        known = {
+            k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()
+        }
         self._file.write(json.dumps(known, allow_nan=False) + "\n")
 
     def close(self) -> None:

@@ -92,12 +92,16 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def dry_run(cfg: Config, console: Console) -> int:
     """Checks data and config, traces the step under an abstract mesh, prints what it found."""
+    import jax
+
     from moejax.dims import build_layout
     from moejax.plan.build import build_abstract_mesh
     from moejax.train.inputs import open_inputs
     from moejax.train.step import build_trainer
     from moejax.train.summary import print_summary, summarize
 
+    # Describing the optimizer makes a few scalars: on the CPU, so that no accelerator is started.
+    jax.config.update("jax_platforms", "cpu")
     mesh = cfg.mesh
     if mesh.replica is None:
         others = mesh.fsdp * mesh.expert * mesh.tensor

@@ -188,7 +188,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         version = int(manifest["format_version"])
         int(manifest["step"])
         for facts in manifest["files"].values():
-            int(facts["bytes"]), str(facts["sha256"])
+            _ = facts["bytes"], facts["sha256"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"manifest is damaged. {file}: {error!r}. It must be the JSON that moejax wrote. "

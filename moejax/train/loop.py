@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from moejax.checks import resolve_mesh
+from moejax.checks import check, resolve_mesh
 from moejax.config import Config
 from moejax.dims import build_layout
 from moejax.errors import InputError
@@ -53,6 +53,7 @@ def train(cfg: Config, console: Console) -> TrainState:
     Raises:
       InputError: for anything the user can fix, before a device is touched where that is possible.
     """
+    check(cfg)
     run_dir = Path(cfg.run_dir)
     inputs = open_inputs(cfg)
     lock = claim(run_dir)

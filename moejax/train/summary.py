@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from moejax.dims import Layout
 from moejax.model.count import Counts, count
 from moejax.plan.trace import Collective, collectives
 from moejax.train.step import Trainer
@@ -34,7 +35,7 @@ def summarize(trainer: Trainer) -> Summary:
         "gradients": weights,
         "optimizer state": _bytes(state.optimizer),
         "batch": _bytes(batch),
-        "logits": _logit_bytes(trainer),
+        "logits of one chunk": _logit_bytes(trainer),
     }
     return Summary(
         counts=count(trainer.cfg, parameter_sizes(trainer)),
@@ -63,11 +64,11 @@ def _bytes(tree: Any) -> int:
 
 
 def _logit_bytes(trainer: Trainer) -> int:
-    """Bytes of one micro-batch's logits, the largest activation of a small model."""
+    """Bytes of the logits that exist at one time."""
     layout, cfg = trainer.layout, trainer.cfg
     rows = cfg.train.batch_sequences // layout.size(layout.token_axes) // cfg.train.micro_batches
-    vocabulary = cfg.model.vocab_size // layout.size(layout.tensor)
-    return rows * cfg.data.sequence_length * vocabulary * 4
+    tokens = min(rows * cfg.data.sequence_length, trainer.chunk_tokens)
+    return tokens * cfg.model.vocab_size // layout.size(layout.tensor) * 4
 
 
 def print_summary(summary: Summary, trainer: Trainer, console: Console) -> None:
@@ -82,15 +83,18 @@ def print_summary(summary: Summary, trainer: Trainer, console: Console) -> None:
     table.add_row("batch", f"{cfg.train.batch_sequences} x {cfg.data.sequence_length}: {steps}")
     for kind, size in summary.bytes_by_kind.items():
         table.add_row(f"{kind}, a device", human_bytes(size))
-    for (kind, axes), (calls, size) in _by_kind(summary.collectives).items():
+    for (kind, axes), (calls, size) in _by_kind(summary.collectives, trainer.layout).items():
         table.add_row(f"{kind} over {axes}", f"{calls:,} a step, {human_bytes(size)} a device")
     console.print(table)
 
 
-def _by_kind(found: list[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
+def _by_kind(
+    found: list[Collective], layout: Layout
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """Calls and bytes by kind and axes; axes of one device are left out."""
     totals: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for one in found:
-        key = (one.kind, ", ".join(one.axes))
+        key = (one.kind, ", ".join(axis for axis in one.axes if layout.size((axis,)) > 1))
         calls, size = totals[key]
         totals[key] = (calls + one.calls, size + one.calls * one.bytes)
     return dict(totals)

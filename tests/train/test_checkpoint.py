@@ -153,7 +153,17 @@ def test_when_all_are_damaged_the_run_does_not_start_again_silently(directory):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"format_version": "x", "files": {}}', '{"files": {}}']
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"files": {}}',
+        '{"format_version": "x", "step": 2, "files": {}}',
+        '{"format_version": 1, "step": 2, "files": []}',
+        '{"format_version": 1, "step": 2, "files": {"weights": {"bytes": 3}}}',
+    ],
 )
 def test_a_damaged_manifest_is_refused_with_its_path(directory, content):
     (directory / "2" / checkpoint.MANIFEST).write_text(content)

@@ -39,7 +39,7 @@ REFUSED = {
 ALLOWED = {
     "run_dir": "elsewhere",
     "mesh.expert": 4,
-    "mesh.replica": None,
+    "mesh.replica": 2,
     "model.dtype": "bfloat16",
     "model.remat": "full",
     "model.scan_layers": False,
@@ -70,6 +70,11 @@ def test_what_it_does_not_depend_on_may_change_and_is_told(name):
     assert len(told) == 1
     assert told[0].startswith(f"{name}: ")
     assert told[0].endswith(f" -> {ALLOWED[name]}")
+
+
+def test_a_replica_axis_left_open_is_no_change():
+    saved = to_dict(changed("mesh.replica", 4))
+    assert check_resumable(saved, changed("mesh.replica", None), step=5) == []
 
 
 def test_the_same_config_changes_nothing():

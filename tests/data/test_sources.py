@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax.config import DataConfig
+from moejax.data import corpus, prepare
+from moejax.data.sidecar import Sidecar
+from moejax.data.sources import open_sources
+from moejax.data.tokenizer import ByteTokenizer
+from moejax.data.tokens import FileSource, JoinedSource
+from moejax.errors import InputError
+
+
+def write(path, *texts):
+    """Writes a file of byte tokens as `moejax prepare` does."""
+    writer = prepare.BinWriter(path, ByteTokenizer(), "bytes")
+    for text in texts:
+        writer.add(prepare.Document(text, ""), ByteTokenizer())
+    writer.finish()
+    return str(path)
+
+
+def test_the_standard_library_is_read_whole_and_split_as_the_corpus_says():
+    found = open_sources(DataConfig(), model_vocab=264)
+    for source, documents in zip(found[:2], corpus.documents(), strict=True):
+        assert source.num_bytes == sum(map(len, documents))
+        assert source.num_tokens == source.num_bytes + len(documents) + 1
+    head = found.train.read(1, len(corpus.documents()[0][0])).tolist()
+    assert found.tokenizer.decode(head) == corpus.documents()[0][0].decode()
+
+
+def test_files_without_held_out_text_are_enough(tmp_path):
+    data = DataConfig(source="tokens", train_files=(write(tmp_path / "a.bin", "text"),))
+    found = open_sources(data, model_vocab=264)
+    assert found.held_out is None
+    assert found.tokenizer.decode(found.train.read(0, found.train.num_tokens).tolist()) == "text"
+
+
+def test_held_out_files_must_fit_the_model_too(tmp_path):
+    files = {name: (write(tmp_path / f"{name}.bin", "text"),) for name in ("train", "eval")}
+    data = DataConfig(source="tokens", train_files=files["train"], eval_files=files["eval"])
+    assert open_sources(data, model_vocab=257).held_out.num_bytes == 4
+    with pytest.raises(InputError, match="vocabulary 257"):
+        open_sources(data, model_vocab=256)
+
+
+class Listed(FileSource):
+    """A token file whose content is a list."""
+
+    def __init__(self, tokens):
+        n = len(tokens)
+        said = Sidecar(1, "bin", "uint8", 100, 0, n, n, 1, "0" * 64, "bytes")
+        super().__init__(Path("listed.bin"), said)
+        self._tokens = tokens
+
+    def _read(self, start, length):
+        return self._tokens[start : start + length]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
+def test_joined_streams_read_as_one_across_any_ends(lengths, data):
+    whole = np.arange(sum(lengths), dtype=np.int32)
+    parts = np.split(whole, np.cumsum(lengths)[:-1])
+    joined = JoinedSource([Listed(part) for part in parts])
+    start = data.draw(st.integers(0, len(whole)))
+    length = data.draw(st.integers(0, len(whole) - start))
+    read = joined.read(start, length)
+    assert read.dtype == np.int32
+    assert read.tolist() == whole[start : start + length].tolist()
+    assert (joined.num_tokens, joined.num_bytes) == (len(whole), len(whole))

@@ -1,0 +1,45 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from moejax.errors import InputError
+from moejax.runtime.ledger import Ledger, RunLock
+
+HOLD = """
+import pathlib, sys
+from moejax.runtime.ledger import RunLock
+lock = RunLock(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_every_line_is_json_and_is_there_at_once(tmp_path):
+    ledger = Ledger(tmp_path / "metrics.jsonl")
+    ledger.write("step", step=1, loss=float("inf"), text="line\nbreak")
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ledger.close()
+    found = json.loads(line)
+    assert found.pop("time") > 0
+    assert found == {"event": "step", "step": 1, "loss": None, "text": "line\nbreak"}
+
+
+def test_a_directory_has_one_owner_who_is_named(tmp_path):
+    lock = RunLock(tmp_path)
+    with pytest.raises(InputError, match=f"in use.*process {os.getpid()} on"):
+        RunLock(tmp_path)
+    lock.close()
+    RunLock(tmp_path).close()
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(InputError, match=f"process {holder.pid} on"):
+            RunLock(tmp_path)
+        holder.kill()
+    RunLock(tmp_path).close()

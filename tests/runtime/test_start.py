@@ -1,0 +1,39 @@
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from moejax.config import MeshConfig
+from moejax.errors import InputError
+from moejax.runtime.start import measure_peak, platform_of, start
+
+
+def test_devices_that_were_already_simulated_are_taken():
+    count = len(jax.devices())
+    assert start(MeshConfig(simulated_devices=count)) == jax.devices()
+
+
+def test_another_number_of_devices_in_a_started_process_is_refused():
+    count = len(jax.devices())
+    with pytest.raises(InputError, match=f"has {count} CPU devices.*is {count + 1}"):
+        start(MeshConfig(simulated_devices=count + 1))
+
+
+def test_the_config_wins_over_the_flags_of_the_environment():
+    code = (
+        "from moejax.config import MeshConfig\n"
+        "from moejax.runtime.start import start\n"
+        "print(len(start(MeshConfig(simulated_devices=3))))\n"
+    )
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=5"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+
+
+def test_the_platform_and_its_peak_are_measured():
+    assert platform_of(jax.devices()) == "cpu"
+    # Any machine that runs this does more than a hundred million operations a second.
+    assert measure_peak(jax.devices(), "float32") > 1e8
