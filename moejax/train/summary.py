@@ -88,9 +88,7 @@ def print_summary(summary: Summary, trainer: Trainer, console: Console) -> None:
     console.print(table)
 
 
-def _by_kind(
-    found: list[Collective], layout: Layout
-) -> dict[tuple[str, str], tuple[int, int]]:
+def _by_kind(found: list[Collective], layout: Layout) -> dict[tuple[str, str], tuple[int, int]]:
     """Calls and bytes by kind and axes; axes of one device are left out."""
     totals: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
     for one in found:

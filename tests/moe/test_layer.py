@@ -1,6 +1,7 @@
 """Bucket sizes: enough for any routing, small for a balanced one."""
 
 import dataclasses
+import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ def test_the_last_bucket_holds_any_routing_and_the_first_holds_a_balanced_one(
     assert sizes[0] * peers >= tokens * moe.experts_per_token
     smallest = 1.25 * tokens * moe.experts_per_token / peers + 1
     assert sizes[0] <= 2 * smallest
-    assert all(b >= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(b >= 2 * a for a, b in itertools.pairwise(sizes))
 
 
 @given(tokens=st.integers(1, 5000), factor=st.sampled_from([0.5, 1.0, 1.25, 8.0]))
