@@ -33,7 +33,7 @@ from moejax.train.loop import train
 
 def configs(num_steps: int) -> dict[str, Config]:
     """The two models, alike but for their feed-forward blocks."""
-    model = ModelConfig(width=128, num_layers=4, num_heads=2, num_kv_heads=2, head_width=64)
+    model = ModelConfig(width=128, num_layers=2, num_heads=2, num_kv_heads=2, head_width=64)
     run = Config(
         model=model,
         moe=MoEConfig(num_experts=8, experts_per_token=2, expert_hidden=192),
@@ -108,10 +108,10 @@ def page(result: dict) -> str:
     wins = sum(gain > 0 for gain in gains)
     return (
         "# MoE against dense at equal active FLOPs and tokens\n\n"
-        "`python benchmarks/moe_vs_dense.py`: 4 layers of width 128; 8 experts, top 2, hidden 192, "
+        "`python benchmarks/moe_vs_dense.py`: 2 layers of width 128; 8 experts, top 2, hidden 192, "
         "against one MLP of hidden 384. The router adds 1,024 of about 213,000 multiply-adds a "
         f"token and layer. {result['tokens']:,} tokens of the built-in text; JAX "
-        f"{result['machine']['jax']}, Python {result['python']}, CPU.\n\n"
+        f"{result['jax']}, Python {result['python']}, CPU.\n\n"
         "| model | held-out bits per byte, mean | by seed |\n|---|---|---|\n"
         + "\n".join(rows)
         + f"\n\nThe MoE model needs {statistics.mean(gains):.3f} bits per byte less on average "

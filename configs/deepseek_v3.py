@@ -1,4 +1,4 @@
-"""DeepSeek-V3's blocks: 256 experts, top 8 in 4 of 8 groups, one shared, sigmoid, loss-free balance.
+"""DeepSeek-V3: 256 experts, top 8 in 4 of 8 groups, one shared, sigmoid, loss-free balance.
 
 Hardware: 256 GPUs of 80 GB or more.
 Command:  python -m moejax.train --config configs/deepseek_v3.py --dry_run
