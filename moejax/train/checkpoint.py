@@ -186,9 +186,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         version = int(manifest["format_version"])
-        int(manifest["step"])
-        for facts in manifest["files"].values():
-            _ = facts["bytes"], facts["sha256"]
+        if version <= FORMAT_VERSION:
+            _ = int(manifest["step"]), manifest["config"].items()
+            _ = [(facts["bytes"], facts["sha256"]) for facts in manifest["files"].values()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"manifest is damaged. {file}: {error!r}. It must be the JSON that moejax wrote. "

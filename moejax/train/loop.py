@@ -168,9 +168,9 @@ def due(step: int, every: int | None) -> bool:
 
 
 def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
-    """Shows and records the step's metrics; the first call starts the clock instead."""
+    """Shows and records the step's metrics; the first call notes the loss and starts the clock."""
     if meter.started is None:
-        jax.block_until_ready(metrics.loss)
+        run.records.event("first_step", step, loss=float(metrics.loss))
         meter.start(step)
         return
     line = meter.report(step, metrics)
