@@ -32,7 +32,7 @@ PRODUCT_SIZE = 2048
 MOST_IDLE_SHARE = 0.05  # CPU that a waiting side may use, of one CPU
 
 # Both sides, by glibc, keep memory that they freed instead of handing it back to the system and
-# faulting it in again each step. PyTorch eager gains TODO; moejax TODO.
+# faulting it in again each step: a setting that helps whichever side allocates more.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
