@@ -28,13 +28,13 @@ def get_config() -> ConfigDict:
     config.moe.experts_per_token = 2
     config.moe.expert_hidden = 128
 
-    config.data.sequence_length = 256
+    config.data.sequence_length = 128
     config.train.batch_sequences = 16
-    config.train.num_steps = 400
+    config.train.num_steps = 500
     config.train.log_every = 10
     config.train.eval_every = 100
     config.train.eval_batches = 16
-    config.optimizer.learning_rate = 6e-3
-    config.optimizer.warmup_steps = 40
-    config.checkpoint.save_every = 200
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.warmup_steps = 50
+    config.checkpoint.save_every = 250
     return config
