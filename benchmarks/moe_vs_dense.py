@@ -85,10 +85,8 @@ def main() -> None:
     result = {
         "tokens": tokens,
         "runs": runs,
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "jax": jax.__version__,
-        },
+        "machine": describe(sorted(os.sched_getaffinity(0))),
+        "jax": jax.__version__,
         "python": platform.python_version(),
     }
     args.out.mkdir(parents=True, exist_ok=True)
