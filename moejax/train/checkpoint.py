@@ -187,7 +187,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         version = int(manifest["format_version"])
         if version <= FORMAT_VERSION:
-            _ = int(manifest["step"]), manifest["config"].items()
+            _ = int(manifest["step"])
             _ = [(facts["bytes"], facts["sha256"]) for facts in manifest["files"].values()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(

@@ -61,11 +61,11 @@ def train(cfg: Config, console: Console) -> TrainState:
         saved, notes = newest(run_dir / "checkpoints", cfg.checkpoint.verify)
         source = None
         if saved is not None:
-            changes = check_resumable(saved.manifest["config"], cfg, step=saved.step)
+            changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
             notes += [f"setting changed since the checkpoint: {change}" for change in changes]
         elif cfg.checkpoint.init_from is not None:
             source = locate(cfg.checkpoint.init_from, cfg.checkpoint.verify)
-            check_same_weights(source.manifest["config"], cfg)
+            check_same_weights(source.manifest.get("config", {}), cfg)
         devices = start(cfg.mesh)
         platform = platform_of(devices)
         cfg = resolve_mesh(cfg, len(devices), platform)
