@@ -118,14 +118,14 @@ def orthogonalize(dims: Tree, layout: Layout) -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         def one(x: Any, d: str) -> Any:
-            return x if _is_masked(x) else _orthogonal_shard(x, d, layout)
+            return x if is_masked(x) else _orthogonal_shard(x, d, layout)
 
-        return jax.tree.map(one, updates, dims, is_leaf=_is_masked), state
+        return jax.tree.map(one, updates, dims, is_leaf=is_masked), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def _is_masked(x: Any) -> bool:
+def is_masked(x: Any) -> bool:
     """Whether a leaf belongs to the other optimizer."""
     return isinstance(x, optax.MaskedNode)
 

@@ -25,7 +25,7 @@ from moejax.moe.layer import RouterBias
 from moejax.moe.router import update_bias
 from moejax.program import Program
 from moejax.train.loss import LossParts, next_token_loss, sum_nll
-from moejax.train.optimizer import build_optimizer, global_norm
+from moejax.train.optimizer import build_optimizer, global_norm, is_masked
 
 Tree = Any  # a pure dict of arrays
 Leaf = Any  # an array; in a description of one, its shape or sharding
@@ -176,11 +176,11 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
     specs = jax.tree.map(lambda x, d: program.layout.param_spec(d, x.ndim), params, dims)
     opt_specs = optax.tree_map_params(
         optimizer,
-        lambda x, spec: x if _is_masked(x) else spec,
+        lambda x, spec: x if is_masked(x) else spec,
         abstract.optimizer,
         specs,
         transform_non_params=lambda _: P(),
-        is_leaf=_is_masked,
+        is_leaf=is_masked,
     )
     all_specs = TrainState(P(), P(), specs, jax.tree.map(lambda _: P(), balance), opt_specs)
     abstract = jax.tree.map(
@@ -202,10 +202,6 @@ def _split(model: Transformer) -> tuple[nnx.GraphDef, Tree, Tree]:
 
 def _optimizer(cfg: Config, dims: Tree, layout: Layout) -> optax.GradientTransformation:
     return build_optimizer(cfg.optimizer, dims, layout, cfg.train.num_steps)
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
 
 
 def _shardings(abstract: Tree) -> Tree:
