@@ -13,6 +13,6 @@ class Program:
     dtype: str = "float32"
     gradient_dtype: str = "float32"
     experts: str = "blocked"  # implementation of kernels.expert_mlp
-    attention: str = "xla"  # implementation of jax.nn.dot_product_attention
+    attention: str = "blocked"  # implementation of kernels.attention
     # Logits that exist at one time: what fits a CPU's cache, or keeps a GPU's matrix units full.
     logit_elements: int = 2**21

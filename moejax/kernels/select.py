@@ -22,7 +22,7 @@ def select_experts(platform: str, requested: str) -> Choice:
 
 
 def select_attention(platform: str, dtype: str) -> Choice:
-    """Returns the implementation argument of `jax.nn.dot_product_attention`."""
+    """Returns the implementation of `kernels.attention`."""
     if platform == "gpu" and dtype == "bfloat16":
         return Choice("cudnn", "cuDNN's fused attention takes bfloat16 on GPU")
-    return Choice("xla", f"cuDNN's fused attention does not run {dtype} on {platform}")
+    return Choice("blocked", f"cuDNN's fused attention does not run {dtype} on {platform}")

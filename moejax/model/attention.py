@@ -11,6 +11,7 @@ from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.reduce import enter
 from moejax.config import ModelConfig
+from moejax.kernels.attention import attention
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import rotate
 from moejax.program import Program
@@ -42,7 +43,7 @@ class Attention(nnx.Module):
             self.k_norm = FullNorm((G, C), cfg.norm_epsilon, "GC", program)
 
     def __call__(
-        self, x_BtD: Float[Array, "B t D"], mask_BTS: Bool[Array, "B T S"], angles: Angles
+        self, x_BtD: Float[Array, "B t D"], mask_BST: Bool[Array, "B S T"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
         x_BTD = enter_tensor(x_BtD, self.program.layout)
@@ -56,7 +57,14 @@ class Attention(nnx.Module):
         if self.cfg.qk_norm != "none":
             q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
         q_BTHC, k_BSGC = rotate(q_BTHC, angles), rotate(k_BSGC, angles)
-        y_BTHC = attend(q_BTHC, k_BSGC, v_BSGC, mask_BTS, self.program.attention)
+        y_BTHC = attention(
+            q_BTHC,
+            k_BSGC,
+            v_BSGC,
+            mask_BST,
+            window=self.cfg.sliding_window,
+            implementation=self.program.attention,
+        )
         w_o_HCD = enter(self.w_o, self.program)
         B, T, H, C = y_BTHC.shape
         y_BTD = y_BTHC.reshape(B, T, H * C) @ w_o_HCD.reshape(H * C, -1)
@@ -66,33 +74,6 @@ class Attention(nnx.Module):
         w_DHC = enter(w, self.program)
         D, H, C = w_DHC.shape
         return (x_BTD @ w_DHC.reshape(D, H * C)).reshape(*x_BTD.shape[:2], H, C)
-
-
-def attend(
-    q_BTHC: Float[Array, "B T H C"],
-    k_BSGC: Float[Array, "B S G C"],
-    v_BSGC: Float[Array, "B S G C"],
-    mask_BTS: Bool[Array, "B T S"],
-    implementation: str,
-) -> Float[Array, "B T H C"]:
-    """Softmax attention of each query over the keys that its mask allows.
-
-    cuDNN keeps no T x S array. Without it, one sequence at a time is attended and backward
-    recomputes its probabilities: they stay in cache and are never kept. On 2 cores that takes
-    19 ms forward and backward where the whole batch at once takes 30 (B=8, T=256, H=8, C=32).
-    """
-    if implementation == "cudnn":
-        return jax.nn.dot_product_attention(
-            q_BTHC, k_BSGC, v_BSGC, mask=mask_BTS[:, None], implementation="cudnn"
-        )
-
-    def sequence(q_THC, k_SGC, v_SGC, mask_TS):
-        return jax.nn.dot_product_attention(
-            q_THC, k_SGC, v_SGC, mask=mask_TS[None], implementation="xla"
-        )
-
-    one = jax.checkpoint(lambda args: sequence(*args))
-    return jax.lax.map(one, (q_BTHC, k_BSGC, v_BSGC, mask_BTS))
 
 
 class FullNorm(nnx.Module):
@@ -113,10 +94,13 @@ class FullNorm(nnx.Module):
 
 
 def attention_mask(segment_BT: Int[Array, "B T"], window: int | None) -> Bool[Array, "B T T"]:
-    """Whether position t may see position s: not later, same document, inside the window."""
+    """Returns mask_BST: whether query t may see key s.
+
+    It may when s is not later, in the same document, and inside the window.
+    """
     T = segment_BT.shape[1]
-    back_TS = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
-    near_TS = back_TS >= 0
+    back_ST = jnp.arange(T)[None, :] - jnp.arange(T)[:, None]
+    near_ST = back_ST >= 0
     if window is not None:
-        near_TS &= back_TS < window
-    return near_TS & (segment_BT[:, :, None] == segment_BT[:, None, :])
+        near_ST &= back_ST < window
+    return near_ST & (segment_BT[:, :, None] == segment_BT[:, None, :])

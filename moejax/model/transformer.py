@@ -57,12 +57,12 @@ class Block(nnx.Module):
         self.mlp = MLP(cfg, hidden, program, rngs) if hidden else None
 
     def __call__(
-        self, x_BtD: jax.Array, mask_BTS: jax.Array, angles: Angles, noise_key: jax.Array | None
+        self, x_BtD: jax.Array, mask_BST: jax.Array, angles: Angles, noise_key: jax.Array | None
     ) -> tuple[jax.Array, MoEStats | None]:
         """Returns the new residual stream and what the experts report."""
         layout, stats = self.program.layout, None
         with jax.named_scope("attention"):
-            x_BtD = x_BtD + self.attention(self.attention_norm(x_BtD), mask_BTS, angles)
+            x_BtD = x_BtD + self.attention(self.attention_norm(x_BtD), mask_BST, angles)
         h_BtD = self.mlp_norm(x_BtD)
         if self.moe is not None:
             h_split = split_positions(h_BtD, layout)
@@ -92,13 +92,13 @@ class Pattern(nnx.Module):
         self.blocks = nnx.List([Block(kind, cfg, moe, program, rngs) for kind in kinds])
 
     def __call__(
-        self, x_BtD: jax.Array, mask_BTS: jax.Array, angles: Angles, noise_key: jax.Array | None
+        self, x_BtD: jax.Array, mask_BST: jax.Array, angles: Angles, noise_key: jax.Array | None
     ) -> tuple[jax.Array, list[MoEStats]]:
         """Runs the blocks in order."""
         reports = []
         for place, block in enumerate(self.blocks):
             key = None if noise_key is None else jax.random.fold_in(noise_key, place)
-            x_BtD, stats = block(x_BtD, mask_BTS, angles, key)
+            x_BtD, stats = block(x_BtD, mask_BST, angles, key)
             reports += [] if stats is None else [stats]
         return x_BtD, reports
 
@@ -132,7 +132,7 @@ class Transformer(nnx.Module):
           noise_key: the same on every device; None where routing is to be noiseless.
         """
         cfg = self.cfg
-        mask_BTS = attention_mask(segment_BT, cfg.sliding_window)
+        mask_BST = attention_mask(segment_BT, cfg.sliding_window)
         angles = tables(token_BT.shape[1], cfg.head_width, cfg.rope)
         with jax.named_scope("embed"):
             table_vD, w_Dv = self.embedding.weights()
@@ -140,7 +140,7 @@ class Transformer(nnx.Module):
         reports = []
         for place, group in enumerate(self.groups):
             key = None if noise_key is None else jax.random.fold_in(noise_key, place)
-            x_BtD, stats = self._run_group(group, x_BtD, mask_BTS, angles, key)
+            x_BtD, stats = self._run_group(group, x_BtD, mask_BST, angles, key)
             reports += [] if stats is None else [stats]
         x_BTD = enter_tensor(self.norm(x_BtD), self.program.layout)
         if not reports:
@@ -151,7 +151,7 @@ class Transformer(nnx.Module):
         self,
         group: Pattern,
         x_BtD: jax.Array,
-        mask_BTS: jax.Array,
+        mask_BST: jax.Array,
         angles: Angles,
         noise_key: jax.Array | None,
     ) -> tuple[jax.Array, MoEStats | None]:
@@ -162,7 +162,7 @@ class Transformer(nnx.Module):
         def repeat(x_BtD, scanned):
             layer, state = scanned
             key = None if noise_key is None else jax.random.fold_in(noise_key, layer)
-            return nnx.merge(graph, state)(x_BtD, mask_BTS, angles, key)
+            return nnx.merge(graph, state)(x_BtD, mask_BST, angles, key)
 
         if self.cfg.remat != "none":
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])

@@ -20,7 +20,7 @@ def test_a_named_implementation_is_taken():
 
 @pytest.mark.parametrize(
     ("platform", "dtype", "wanted"),
-    [("gpu", "bfloat16", "cudnn"), ("gpu", "float32", "xla"), ("cpu", "bfloat16", "xla")],
+    [("gpu", "bfloat16", "cudnn"), ("gpu", "float32", "blocked"), ("cpu", "bfloat16", "blocked")],
 )
 def test_attention_by_platform_and_dtype(platform, dtype, wanted):
     assert select_attention(platform, dtype).implementation == wanted

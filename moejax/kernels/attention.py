@@ -1,0 +1,143 @@
+"""Softmax attention that never keeps scores: causal, inside a document, grouped queries.
+
+Per device. `blocked` works on one sequence and one block of queries at a time, over the keys that
+the block may see, so that scores stay in cache and causality halves the work. Scores are laid out
+keys first: softmax then runs along whole vectors, and no product needs a transposed copy of them.
+Backward computes the probabilities again from the saved log of the softmax's denominator
+(FlashAttention: Dao et al. 2022). What it gains: `benchmarks/ops.py attention`.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+MASKED = -1e30  # a score that softmax turns into zero; finite, so that no difference is NaN
+
+
+def attention(
+    q_BTHC: Float[Array, "B T H C"],
+    k_BSGC: Float[Array, "B S G C"],
+    v_BSGC: Float[Array, "B S G C"],
+    mask_BST: Bool[Array, "B S T"],
+    *,
+    window: int | None,
+    implementation: str,
+) -> Float[Array, "B T H C"]:
+    """Returns each query's mean of the values, weighted by the softmax of its scores.
+
+    Head h reads keys and values h // (H / G). FLOPs: 4 * B * H * C * (pairs of positions visited).
+
+    Args:
+      mask_BST: whether query t may see key s; never a later one, never one `window` or more back,
+        always itself.
+      implementation: "blocked", "cudnn" or "reference" (the whole batch at once, scores kept).
+    """
+    if implementation == "blocked":
+        return _attention(q_BTHC, k_BSGC, v_BSGC, mask_BST, window)
+    library = {"cudnn": "cudnn", "reference": "xla"}[implementation]
+    mask_BHTS = mask_BST.swapaxes(1, 2)[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTHC, k_BSGC, v_BSGC, mask=mask_BHTS, implementation=library
+    )
+
+
+def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
+    """Blocks of queries, each with the keys that any of them may see."""
+    rows = max(64, min(length // 4, 256))
+    starts = range(0, length, rows)
+    ends = [min(start + rows, length) for start in starts]
+    firsts = [0 if window is None else max(0, start - window + 1) for start in starts]
+    return [(slice(a, b), slice(c, b)) for a, b, c in zip(starts, ends, firsts, strict=True)]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q_BTHC, k_BSGC, v_BSGC, mask_BST, window: int | None):
+    return _forward(q_BTHC, k_BSGC, v_BSGC, mask_BST, window)[0]
+
+
+def _forward(q_BTHC, k_BSGC, v_BSGC, mask_BST, window: int | None):
+    def sequence(arrays):
+        q_GRTC, k_GSC, v_GCS, mask_ST = arrays
+        G, R, _, C = q_GRTC.shape
+        y_blocks, log_blocks = [], []
+        for queries, keys in _blocks(mask_ST.shape[1], window):
+            score_GSQ = _scores(q_GRTC[:, :, queries], k_GSC[:, keys], mask_ST[keys, queries])
+            top_G1Q = jnp.max(score_GSQ, axis=1, keepdims=True)
+            p_GSQ = jnp.exp(score_GSQ - top_G1Q)
+            total_G1Q = jnp.sum(p_GSQ, axis=1, keepdims=True)
+            y_GCQ = _multiply(v_GCS[:, :, keys], p_GSQ.astype(v_GCS.dtype)) / total_G1Q
+            y_blocks.append(y_GCQ.astype(v_GCS.dtype).reshape(G, C, R, -1))
+            log_blocks.append((top_G1Q + jnp.log(total_G1Q)).reshape(G, R, -1))
+        return jnp.concatenate(y_blocks, axis=3), jnp.concatenate(log_blocks, axis=2)
+
+    G = k_BSGC.shape[2]
+    arrays = (_by_head(_scaled(q_BTHC), G), k_BSGC.transpose(0, 2, 1, 3))
+    arrays += (v_BSGC.transpose(0, 2, 3, 1), mask_BST)
+    y_BGCRT, log_BGRT = lax.map(sequence, arrays)
+    y_BTHC = y_BGCRT.transpose(0, 4, 1, 3, 2).reshape(q_BTHC.shape)
+    return y_BTHC, (q_BTHC, k_BSGC, v_BSGC, mask_BST, y_BTHC, log_BGRT)
+
+
+def _backward(window: int | None, saved, dy_BTHC):
+    def sequence(arrays):
+        q_GRTC, k_GSC, v_GSC, mask_ST, log_GRT, dot_GRT, dy_GRTC = arrays
+        G, R, _, C = q_GRTC.shape
+        dk_GSC = jnp.zeros(k_GSC.shape, jnp.float32)
+        dv_GSC, dq_blocks = dk_GSC, []
+        for queries, keys in _blocks(mask_ST.shape[1], window):
+            q_GQC = q_GRTC[:, :, queries].reshape(G, -1, C)
+            dy_GQC = dy_GRTC[:, :, queries].reshape(G, -1, C)
+            log_G1Q, dot_G1Q = (x[:, :, queries].reshape(G, 1, -1) for x in (log_GRT, dot_GRT))
+            score_GSQ = _scores(q_GRTC[:, :, queries], k_GSC[:, keys], mask_ST[keys, queries])
+            p_GSQ = jnp.exp(score_GSQ - log_G1Q)
+            dscore_GSQ = p_GSQ * (_multiply_transposed(v_GSC[:, keys], dy_GQC) - dot_G1Q)
+            p_GSQ, dscore_GSQ = p_GSQ.astype(q_GQC.dtype), dscore_GSQ.astype(q_GQC.dtype)
+            dv_GSC = dv_GSC.at[:, keys].add(_multiply(p_GSQ, dy_GQC))
+            dk_GSC = dk_GSC.at[:, keys].add(_multiply(dscore_GSQ, q_GQC))
+            dq_GCQ = _multiply(k_GSC[:, keys].transpose(0, 2, 1), dscore_GSQ)
+            dq_blocks.append(dq_GCQ.reshape(G, C, R, -1))
+        return jnp.concatenate(dq_blocks, axis=3), dk_GSC, dv_GSC
+
+    q_BTHC, k_BSGC, v_BSGC, mask_BST, y_BTHC, log_BGRT = saved
+    G = k_BSGC.shape[2]
+    dot_BTH1 = jnp.sum(y_BTHC.astype(jnp.float32) * dy_BTHC, axis=-1, keepdims=True)
+    arrays = (_by_head(_scaled(q_BTHC), G), k_BSGC.transpose(0, 2, 1, 3))
+    arrays += (v_BSGC.transpose(0, 2, 1, 3), mask_BST, log_BGRT)
+    arrays += (_by_head(dot_BTH1, G)[..., 0], _by_head(dy_BTHC, G))
+    dq_BGCRT, dk_BGSC, dv_BGSC = lax.map(sequence, arrays)
+    dq_BTHC = _scaled(dq_BGCRT.transpose(0, 4, 1, 3, 2).reshape(q_BTHC.shape))
+    dk_BSGC, dv_BSGC = (x.transpose(0, 2, 1, 3).astype(k_BSGC.dtype) for x in (dk_BGSC, dv_BGSC))
+    return dq_BTHC.astype(q_BTHC.dtype), dk_BSGC, dv_BSGC, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _scores(q_GRQC: jax.Array, k_GSC: jax.Array, mask_SQ: jax.Array) -> jax.Array:
+    """Scores of a block, keys first; the R heads that share keys lie side by side."""
+    G, R, _, C = q_GRQC.shape
+    score_GSQ = _multiply_transposed(k_GSC, q_GRQC.reshape(G, -1, C))
+    return jnp.where(jnp.tile(mask_SQ, (1, R)), score_GSQ, MASKED)
+
+
+def _by_head(x_BTHC: jax.Array, num_groups: int) -> jax.Array:
+    """[B, T, H, C] -> [B, G, H / G, T, C]."""
+    B, T, _, C = x_BTHC.shape
+    return x_BTHC.reshape(B, T, num_groups, -1, C).transpose(0, 2, 3, 1, 4)
+
+
+def _scaled(q_BTHC: jax.Array) -> jax.Array:
+    return q_BTHC * (1 / math.sqrt(q_BTHC.shape[-1]))
+
+
+def _multiply(x_GMK: jax.Array, y_GKN: jax.Array) -> jax.Array:
+    return jnp.matmul(x_GMK, y_GKN, preferred_element_type=jnp.float32)
+
+
+def _multiply_transposed(x_GMK: jax.Array, y_GNK: jax.Array) -> jax.Array:
+    dims = (((2,), (2,)), ((0,), (0,)))
+    return lax.dot_general(x_GMK, y_GNK, dims, preferred_element_type=jnp.float32)
