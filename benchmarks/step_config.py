@@ -21,6 +21,7 @@ def get_config() -> ConfigDict:
     config.model.vocab_size = 8192
     config.model.width = 256
     config.model.num_layers = 4
+    config.model.scan_layers = False  # PyTorch's are not scanned either
     config.model.num_heads = 8
     config.model.num_kv_heads = 8
     config.model.head_width = 32
