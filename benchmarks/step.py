@@ -263,7 +263,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"moejax takes **{ratio:.2f} x** PyTorch's time (ratio of medians; by round: median "
         f"{by_round['median']:.2f}, quartiles {by_round['quartile_1']:.2f} to "
         f"{by_round['quartile_3']:.2f}, range {by_round['minimum']:.2f} to "
-        f"{by_round['maximum']:.2f}). The bar of at most {MOST_RATIO} x {verdict}.",
+        f"{by_round['maximum']:.2f}). The bar of at most {MOST_RATIO} x {verdict}. Profile, "
+        "bounds and what was tried: [docs/log.md](../../docs/log.md).",
         "",
         "| side | median (s) | quartiles (s) | minimum (s) | its matrix products alone (s) |",
         "|---|---|---|---|---|",

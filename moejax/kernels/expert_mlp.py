@@ -5,8 +5,7 @@ Per device. Legend: M rows, G groups (experts), D width, F hidden, U gate and up
 `lax.ragged_dot` costs G times the FLOPs on CPU, and on CUDA where no kernel takes it over. The
 blocked form computes each expert's rows and no others: sizes are known only at run time and shapes
 must be static, so a group is cut into blocks and each block runs at the smallest size of a ladder
-that holds it. Measured on 2 cores (M=4096, G=8, D=256, F=512, forward and backward): 62 ms, equal
-groups in one batched product 53 ms, fixed blocks of 256 rows 84 ms (docs/log.md, 2026-11-20).
+that holds it. Beside equal groups in one batched product, and `ragged_dot`: `benchmarks/ops.py`.
 """
 
 from collections.abc import Callable
