@@ -38,10 +38,14 @@ def attention(
     """
     if implementation == "blocked":
         return _attention(q_BTHC, k_BSGC, v_BSGC, mask_BST, window)
-    library = {"cudnn": "cudnn", "reference": "xla"}[implementation]
-    mask_BHTS = mask_BST.swapaxes(1, 2)[:, None]
+    assert implementation in ("cudnn", "reference"), implementation
+    mask_B1TS = mask_BST.swapaxes(1, 2)[:, None]
     return jax.nn.dot_product_attention(
-        q_BTHC, k_BSGC, v_BSGC, mask=mask_BHTS, implementation=library
+        q_BTHC,
+        k_BSGC,
+        v_BSGC,
+        mask=mask_B1TS,
+        implementation="cudnn" if implementation == "cudnn" else "xla",
     )
 
 
