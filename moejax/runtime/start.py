@@ -1,5 +1,6 @@
 """Starts JAX as the config asks, and measures what the devices can do."""
 
+import os
 import time
 from typing import Any
 
@@ -8,6 +9,22 @@ import jax.numpy as jnp
 
 from moejax.config import MeshConfig
 from moejax.errors import InputError
+
+
+def join() -> None:
+    """Joins the program that a launcher of `launch/` started this process for; else does nothing.
+
+    Must run before anything else touches a device. On CPU the processes talk through gloo.
+    """
+    coordinator = os.environ.get("MOEJAX_COORDINATOR")
+    if coordinator is None:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator_address=coordinator,
+        num_processes=int(os.environ["MOEJAX_PROCESSES"]),
+        process_id=int(os.environ["MOEJAX_PROCESS"]),
+    )
 
 
 def start(mesh: MeshConfig) -> list[Any]:

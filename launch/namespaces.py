@@ -1,0 +1,140 @@
+"""An emulated cluster: hosts as network namespaces, joined by shaped links through a switch.
+
+Standard library, `ip` and `tc`. Every name starts with `moejax-` and the number of the process that
+made it, so that nothing else is ever touched, and the next launcher finds what a killed one left
+behind. Links shape bandwidth, not latency.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+PREFIX = "moejax-"
+HOSTS_FILES = Path("/etc/netns")  # `ip netns exec` mounts these over /etc
+RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)$")
+UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+def missing() -> list[str]:
+    """What this machine lacks to emulate a cluster."""
+    found = [] if os.geteuid() == 0 else ["root"]
+    return found + [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+
+
+def bits_per_second(rate: str) -> float:
+    """Reads `200mbit`.
+
+    Raises:
+      ValueError: if it is not a number with kbit, mbit or gbit.
+    """
+    match = RATE.match(rate)
+    if match is None or not float(match[1]):
+        raise ValueError(f"rate is `{rate}`. It must be a number and kbit, mbit or gbit: 200mbit.")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def remove_left_over() -> None:
+    """Removes the namespaces of launchers that are gone."""
+    for name in _namespaces():
+        owner = name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            _remove(name)
+
+
+class Cluster:
+    """Hosts and their links; a context manager that leaves nothing behind."""
+
+    def __init__(self, hosts: int, link: str | None, fast_link: str | None):
+        """Takes the rate of each host's link to the switch, both directions, and inside a host."""
+        self.link, self.fast_link = link, fast_link
+        self.switch = f"{PREFIX}{os.getpid()}-switch"
+        self.hosts = [f"{PREFIX}{os.getpid()}-h{number}" for number in range(hosts)]
+        self.addresses = [f"10.77.0.{number + 1}" for number in range(hosts)]
+
+    def __enter__(self) -> "Cluster":
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in [*self.hosts, self.switch]:
+            _remove(name)
+
+    def prefix(self, host: int) -> tuple[str, ...]:
+        """What starts a command on a host. gloo binds to what the host's name resolves to."""
+        name = self.hosts[host]
+        shell = f'hostname {name}; exec "$@"'
+        return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", shell, "sh")
+
+    def bytes_sent(self) -> list[int]:
+        """Bytes that each host has put on its link, by the kernel's counter."""
+        counted = []
+        for name in self.hosts:
+            shown = json.loads(_run("ip", "-n", name, "-s", "-j", "link", "show", "dev", "net0"))
+            counted.append(int(shown[0]["stats64"]["tx"]["bytes"]))
+        return counted
+
+    def _build(self) -> None:
+        _run("ip", "netns", "add", self.switch)
+        _run("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self.switch, "link", "set", "bridge", "up")
+        listed = "".join(
+            f"{address} {name}\n" for address, name in zip(self.addresses, self.hosts, strict=True)
+        )
+        for number, (name, address) in enumerate(zip(self.hosts, self.addresses, strict=True)):
+            _run("ip", "netns", "add", name)
+            files = HOSTS_FILES / name
+            files.mkdir(parents=True)
+            (files / "hosts").write_text(f"127.0.0.1 localhost\n{listed}")
+            port = f"port{number}"
+            peer = ("peer", "name", "net0", "netns", name)
+            _run("ip", "-n", self.switch, "link", "add", port, "type", "veth", *peer)
+            _run("ip", "-n", self.switch, "link", "set", port, "master", "bridge", "up")
+            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "net0")
+            for device in ("lo", "net0"):
+                _run("ip", "-n", name, "link", "set", device, "up")
+            for where, device, rate in (
+                (name, "net0", self.link),
+                (self.switch, port, self.link),
+                (name, "lo", self.fast_link),
+            ):
+                if rate is not None:
+                    _shape(where, device, rate)
+
+
+def _shape(namespace: str, device: str, rate: str) -> None:
+    """Limits what leaves a device. The bucket holds 4 ms, the queue 100 ms, or 64 KiB packets."""
+    bytes_per_second = bits_per_second(rate) / 8
+    burst, limit = (max(int(bytes_per_second * s), n * 2**16) for s, n in ((0.004, 1), (0.1, 16)))
+    sizes = ("rate", rate, "burst", str(burst), "limit", str(limit))
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *sizes)
+
+
+def _namespaces() -> list[str]:
+    names = [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.split()]
+    return [name for name in names if name.startswith(PREFIX)]
+
+
+def _remove(name: str) -> None:
+    """Kills what runs in a namespace and deletes it, its devices and its files."""
+    if name in _namespaces():
+        for number in _run("ip", "netns", "pids", name).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(number), signal.SIGKILL)
+        _run("ip", "netns", "delete", name)
+    shutil.rmtree(HOSTS_FILES / name, ignore_errors=True)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout

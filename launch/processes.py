@@ -1,0 +1,139 @@
+"""Starts the processes of one program, shows and keeps their output, and ends them together.
+
+The code path that all launchers of this folder share. Standard library only. Each process finds its
+place in the environment, where `moejax.runtime.start.join` reads it:
+
+    MOEJAX_COORDINATOR   address:port of process 0
+    MOEJAX_PROCESSES     how many there are
+    MOEJAX_PROCESS       which one this is
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GRACE_SECONDS = 60  # to save and stop, after an interrupt or when another process has failed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process runs."""
+
+    name: str  # in front of its lines, and its log file's name
+    prefix: tuple[str, ...] = ()  # what the command is started through
+
+
+def environment(
+    coordinator: str, process: int, processes: int, devices: int | None
+) -> dict[str, str]:
+    """Returns this process's environment for one process of the program.
+
+    Args:
+      devices: CPU devices to simulate in the process; None leaves the hardware as it is.
+    """
+    found = dict(os.environ, PYTHONUNBUFFERED="1")
+    found |= {
+        "MOEJAX_COORDINATOR": coordinator,
+        "MOEJAX_PROCESSES": str(processes),
+        "MOEJAX_PROCESS": str(process),
+    }
+    if devices is not None:
+        found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    return found
+
+
+def run(
+    places: Sequence[Place],
+    command: Sequence[str],
+    *,
+    coordinator: str,
+    devices: int | None,
+    logs: Path,
+) -> int:
+    """Runs the command once at every place; returns the first exit code that is not zero.
+
+    Every line is shown with its place's name and kept in `logs`. When one process fails the others
+    are interrupted, and killed if they do not stop. An interrupt is passed on to all.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    started: list[subprocess.Popen] = []
+    readers: list[threading.Thread] = []
+    interrupts = _Interrupts(started)
+    with interrupts:
+        try:
+            for number, place in enumerate(places):
+                process = subprocess.Popen(
+                    [*place.prefix, *command],
+                    env=environment(coordinator, number, len(places), devices),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                started.append(process)
+                log = logs / f"{place.name}.log"
+                readers.append(threading.Thread(target=_show, args=(process, place.name, log)))
+                readers[-1].start()
+            return _wait(started)
+        finally:
+            for process in started:
+                _signal(process, signal.SIGKILL)
+            for reader in readers:
+                reader.join()
+
+
+class _Interrupts:
+    """Passes SIGINT and SIGTERM on to the processes' groups."""
+
+    def __init__(self, processes: list[subprocess.Popen]):
+        self.processes = processes
+
+    def __enter__(self) -> None:
+        self.kept = {s: signal.signal(s, self._pass) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.kept.items():
+            signal.signal(number, handler)
+
+    def _pass(self, number: int, _: object) -> None:
+        for process in self.processes:
+            _signal(process, number)
+
+
+def _wait(processes: list[subprocess.Popen]) -> int:
+    """Waits for all; once one has failed, gives the others a while to stop."""
+    code, deadline = 0, float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        code = code or next((p.returncode for p in processes if p.returncode), 0)
+        if code and deadline == float("inf"):
+            deadline = time.monotonic() + GRACE_SECONDS
+            for process in processes:
+                _signal(process, signal.SIGINT)
+        time.sleep(0.05)
+    code = code or next((p.returncode for p in processes if p.returncode), 0)
+    return code if code >= 0 else 128 - code
+
+
+def _signal(process: subprocess.Popen, number: int) -> None:
+    # Its whole group: a prefix such as `ip netns exec` stands between us and the program.
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def _show(process: subprocess.Popen, name: str, log: Path) -> None:
+    """Copies a process's lines to our output, with its name, and to its log."""
+    assert process.stdout is not None
+    with log.open("wb") as kept:
+        for line in process.stdout:
+            kept.write(line)
+            kept.flush()
+            sys.stdout.write(f"[{name}] {line.decode(errors='replace')}")
+            sys.stdout.flush()

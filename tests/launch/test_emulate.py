@@ -1,0 +1,146 @@
+"""The emulated cluster: real namespaces, shaped links and counters; what it leaves behind."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EMULATE = ROOT / "launch" / "emulate"
+LACKING = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+LACKING += [] if os.geteuid() == 0 else ["root"]
+needs_namespaces = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}")
+
+
+def begin(*arguments, **options):
+    """Starts the launcher. The processes choose their devices, so ours must not reach them."""
+    environment = {name: v for name, v in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(
+        [sys.executable, EMULATE, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        **options,
+    )
+
+
+def emulate(*arguments):
+    """Returns the launcher's exit code and output."""
+    process = begin(*arguments)
+    output = process.communicate(timeout=240)[0]
+    return process.returncode, output
+
+
+def namespaces_of(pid):
+    """Namespaces, and files for them, that a launcher has made."""
+    shown = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    names = [line.split()[0] for line in shown.stdout.splitlines()]
+    files = [path.name for path in Path("/etc/netns").glob("*")]
+    return [name for name in names + files if name.startswith(f"moejax-{pid}-")]
+
+
+def wait_for(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.1)
+
+
+@needs_namespaces
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_bytes_and_rate_of_an_exchange(tmp_path, hosts):
+    per_host, size = 2, 2**16
+    command = [sys.executable, ROOT / "tests" / "launch" / "exchange_once.py", size]
+    flags = ["--hosts", hosts, "--devices-per-host", per_host, "--link", "20mbit"]
+    code, output = emulate(*flags, "--logs", tmp_path, "--", *command)
+    assert code == 0, output
+    payload = per_host * per_host * (hosts - 1) * size * 4
+    counted = [int(n.replace(",", "")) for n in re.findall(r"sent ([\d,]+) bytes", output)]
+    assert len(counted) == hosts
+    for sent in counted:
+        # Headers of 66 bytes in packets of 1500, acknowledgements, JAX's own messages.
+        assert payload < sent < 1.1 * payload + 100_000
+    seconds = [float(s) for s in re.findall(r"exchanged in ([\d.]+) s", output)]
+    assert len(seconds) == hosts
+    # Nothing is faster than its link; the bucket and the queues may hold the last 200 KB.
+    assert min(seconds) > (payload - 200_000) * 8 / 20e6
+    for host in range(hosts):
+        assert "exchanged in" in (tmp_path / f"h{host}.log").read_text()
+
+
+@needs_namespaces
+def test_hosts_are_apart_and_nothing_is_left(tmp_path):
+    script = "hostname; cat /etc/hosts; echo place $MOEJAX_PROCESS of $MOEJAX_PROCESSES"
+    process = begin("--hosts", 2, "--logs", tmp_path, "--", "sh", "-c", script)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    for host in range(2):
+        assert f"[h{host}] moejax-{process.pid}-h{host}\n" in output
+        assert f"[h{host}] place {host} of 2" in output
+    assert namespaces_of(process.pid) == []
+
+
+@needs_namespaces
+def test_a_failing_host_ends_the_others(tmp_path):
+    script = "test $MOEJAX_PROCESS = 0 && exit 7; sleep 300"
+    began = time.monotonic()
+    code, _ = emulate("--hosts", 2, "--logs", tmp_path, "--", "sh", "-c", script)
+    assert code == 7
+    assert time.monotonic() - began < 60
+
+
+@needs_namespaces
+def test_an_interrupt_stops_and_removes_everything(tmp_path):
+    process = begin("--hosts", 2, "--logs", tmp_path, "--", "sh", "-c", "echo up; sleep 300")
+    wait_for(lambda: (tmp_path / "h1.log").exists() and (tmp_path / "h1.log").read_text())
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert namespaces_of(process.pid) == []
+
+
+@needs_namespaces
+def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path):
+    marker = f"sleep {300 + os.getpid() / 1e6:.6f}"
+    process = begin("--hosts", 2, "--logs", tmp_path, "--", "sh", "-c", f"echo up; {marker}")
+    wait_for(lambda: (tmp_path / "h1.log").exists() and (tmp_path / "h1.log").read_text())
+    process.kill()
+    process.communicate(timeout=60)
+    assert namespaces_of(process.pid), "a kill leaves no time to clean up"
+    assert emulate("--hosts", 1, "--logs", tmp_path, "--", "true")[0] == 0
+    assert namespaces_of(process.pid) == []
+    assert subprocess.run(["pgrep", "-f", marker], capture_output=True).returncode == 1
+
+
+def test_unshaped_needs_nothing(tmp_path):
+    script = "echo place $MOEJAX_PROCESS, $JAX_NUM_CPU_DEVICES devices"
+    flags = ["--unshaped", "--hosts", 2, "--devices-per-host", 3, "--logs", tmp_path]
+    code, output = emulate(*flags, "--", "sh", "-c", script)
+    assert code == 0
+    assert {"[h0] place 0, 3 devices", "[h1] place 1, 3 devices"} <= set(output.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "no command"),
+        (["--hosts", "0", "--", "true"], "--hosts is 0"),
+        (["--link", "200", "--", "true"], "rate is `200`"),
+        (["--link", "0mbit", "--", "true"], "rate is `0mbit`"),
+        (["--unshaped", "--link", "1gbit", "--", "true"], "no links to shape"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(flags, message):
+    code, output = emulate(*flags)
+    assert code == 2
+    assert message in output
+    assert len(output.splitlines()) == 1
