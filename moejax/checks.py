@@ -13,6 +13,7 @@ from moejax.errors import InputError
 from moejax.fields import fields, get_value, short
 
 AXES = ("replica", "fsdp", "expert", "tensor")
+ROUTE_SETTINGS = ("route", "route_chunks", "route_chunks_backward")
 
 
 def check(cfg: Config) -> None:
@@ -26,6 +27,7 @@ def check(cfg: Config) -> None:
         _check_experts(cfg)
         _check_groups(cfg)
         _check_expert_axis(cfg)
+        _check_route(cfg)
     _check_tensor_axis(cfg)
     _check_width(cfg)
     _check_batch(cfg)
@@ -33,14 +35,25 @@ def check(cfg: Config) -> None:
         resolve_mesh(cfg, cfg.mesh.simulated_devices, "cpu")
 
 
-def resolve_mesh(cfg: Config, num_devices: int, platform: str) -> Config:
-    """Returns `cfg` with the replica axis known, for a mesh of exactly `num_devices` devices.
+def resolve_mesh(
+    cfg: Config, num_devices: int, platform: str, *, processes: int | None = None
+) -> Config:
+    """Returns `cfg` with replica axis and nodes known, for a mesh of exactly `num_devices` devices.
+
+    Args:
+      processes: how many share the devices, if that is known already.
 
     Raises:
-      InputError: the axes do not multiply to `num_devices`, or the batch does not divide by them.
+      InputError: the axes do not multiply to `num_devices`, the batch does not divide by them, or
+        the nodes do not fit the axes.
     """
     resolved = _fill_replica(cfg, num_devices, platform)
     _check_batch(resolved)
+    nodes = resolved.mesh.nodes or processes
+    if nodes is None:
+        return resolved
+    resolved = dataclasses.replace(resolved, mesh=dataclasses.replace(resolved.mesh, nodes=nodes))
+    _check_nodes(resolved, num_devices)
     return resolved
 
 
@@ -61,7 +74,7 @@ _Effect = tuple[tuple[str, ...], Callable[[Config], bool], str]
 
 def _effects() -> Iterator[_Effect]:
     yield (
-        ("moe.", "model.first_dense_layers", "mesh.expert_weights", "mesh.expert"),
+        ("moe.", "model.first_dense_layers", "mesh.expert_weights", "mesh.expert", *ROUTE_SETTINGS),
         lambda cfg: has_experts(cfg.model),
         "`model.moe_every` is none, so no block has experts",
     )
@@ -74,6 +87,11 @@ def _effects() -> Iterator[_Effect]:
         ("mesh.expert_weights", "mesh.activations"),
         lambda cfg: cfg.mesh.tensor > 1,
         "`mesh.tensor` is 1",
+    )
+    yield (
+        ("route_chunks", "route_chunks_backward"),
+        lambda cfg: _owners(cfg.mesh) > 1 or cfg.route == "spread",
+        "one device owns all experts, so nothing is exchanged",
     )
     yield (
         ("moe.router.groups_per_token",),
@@ -285,14 +303,69 @@ def _check_groups(cfg: Config) -> None:
 
 def _check_expert_axis(cfg: Config) -> None:
     E, mesh = cfg.moe.num_experts, cfg.mesh
-    folded = mesh.expert_weights == "folded"
-    owners = mesh.expert * mesh.tensor if folded else mesh.expert
+    folded, owners = mesh.expert_weights == "folded", _owners(mesh)
     axis = "expert x tensor axis (folded)" if folded else "expert axis"
     _require(
         E % owners == 0,
         f"{E} experts on an {axis} of {owners}: choose {_divisors(E)} or change "
         "moe.num_experts. The axis must divide the experts.",
     )
+
+
+def _owners(mesh: MeshConfig) -> int:
+    """Devices that the experts of a layer are spread over."""
+    return mesh.expert * mesh.tensor if mesh.expert_weights == "folded" else mesh.expert
+
+
+def _check_route(cfg: Config) -> None:
+    mesh, route = cfg.mesh, cfg.route
+    if route in ("duplicate", "spread", "gather_home"):
+        _require(
+            mesh.tensor > 1 and mesh.expert_weights == "hidden",
+            f"`route` = {route} is for experts whose hidden width is sharded. `mesh.tensor` is "
+            f"{mesh.tensor}, `mesh.expert_weights` is {mesh.expert_weights}. Choose split, or a "
+            "tensor axis above 1 and hidden.",
+        )
+    if route in ("merge", "two_level_merge"):
+        plain = "split" if route == "merge" else "two_level"
+        _require(
+            cfg.moe.experts_per_token > 1,
+            f"`route` = {route} merges a token's copies. `moe.experts_per_token` is 1, so there is "
+            f"one. Choose {plain}.",
+        )
+
+
+def _check_nodes(cfg: Config, num_devices: int) -> None:
+    """Nodes hold whole pieces of the mesh; two levels need experts across and inside them."""
+    mesh = cfg.mesh
+    assert mesh.nodes is not None, "resolve_mesh fills it first"
+    _require(
+        num_devices % mesh.nodes == 0,
+        f"`mesh.nodes` = {mesh.nodes} does not divide {num_devices} devices. Nodes have equally "
+        f"many. Choose {_divisors(num_devices)}.",
+    )
+    room, inside = num_devices // mesh.nodes, {}
+    for axis in reversed(AXES):
+        size = getattr(mesh, axis)
+        inside[axis] = math.gcd(size, room)
+        room //= inside[axis]
+        _require(
+            inside[axis] == size or room == 1,
+            f"`mesh.{axis}` = {size} does not fit nodes of {num_devices // mesh.nodes} devices: a "
+            f"node would hold {room} pieces of {inside[axis]}. Choose a mesh.{axis} that is a "
+            f"multiple or a divisor of {room * inside[axis]}.",
+        )
+    if has_experts(cfg.model) and cfg.route.startswith("two_level"):
+        own = ("expert", "tensor") if mesh.expert_weights == "folded" else ("expert",)
+        across = any(inside[axis] < getattr(mesh, axis) for axis in own)
+        within = math.prod(inside[axis] for axis in own) > 1
+        _require(
+            across and within,
+            f"`route` = {cfg.route} needs experts on several nodes and on several devices of each. "
+            f"`mesh.nodes` is {mesh.nodes}, and a node holds "
+            f"{math.prod(inside[axis] for axis in own)} of {_owners(mesh)} owners of experts. "
+            "Choose another mesh or route=split.",
+        )
 
 
 def _check_tensor_axis(cfg: Config) -> None:

@@ -162,8 +162,13 @@ class MeshConfig:
     )
     expert_weights: str = setting(
         "hidden",
-        "experts over (expert) with hidden over tensor, or whole experts over (expert, tensor)",
-        choices=("hidden", "folded"),
+        "hidden over tensor; folded: experts over (expert, tensor); whole: a copy a tensor rank",
+        choices=("hidden", "folded", "whole"),
+    )
+    nodes: int | None = setting(
+        None,
+        "nodes that slow links join, equally many devices each; none: as many as processes",
+        at_least=1,
     )
     platform: str | None = setting(
         None, "none: what JAX finds first", choices=("cpu", "gpu", "tpu")
@@ -258,6 +263,25 @@ class Config:
 
     run_dir: str = setting(
         "runs/default", "directory of checkpoints, metrics and the resolved config"
+    )
+    route: str = setting(
+        "split",
+        "how tokens travel to their experts; docs/architecture.md draws the routes",
+        choices=(
+            "duplicate",
+            "split",
+            "spread",
+            "gather_home",
+            "merge",
+            "two_level",
+            "two_level_merge",
+        ),
+    )
+    route_chunks: int = setting(
+        1, "pieces of the exchange that follow each other, to overlap", at_least=1
+    )
+    route_chunks_backward: int | None = setting(
+        None, "the same in the backward pass; none: as many as forward", at_least=1
     )
     model: ModelConfig = section(ModelConfig, "transformer")
     moe: MoEConfig = section(MoEConfig, "expert layers")

@@ -1,8 +1,9 @@
-"""What model code must know of the run besides its own config: where arrays live, and dtypes."""
+"""What model code must know of the run besides its own config: where arrays live, routes, dtypes."""
 
 from dataclasses import dataclass
 
 from moejax.dims import Layout
+from moejax.route import Route
 
 
 @dataclass(frozen=True)
@@ -10,9 +11,13 @@ class Program:
     """Static choices of the compiled step. Hashable, so that modules can hold it."""
 
     layout: Layout
+    route: Route  # of tokens to their experts
     dtype: str = "float32"
     gradient_dtype: str = "float32"
     experts: str = "blocked"  # implementation of kernels.expert_mlp
     attention: str = "blocked"  # implementation of kernels.attention
+    # Whether the steps of the token pipeline are held together for a compiler that orders the
+    # program statically (GPU, TPU); the CPU runtime starts whatever is ready.
+    pin: bool = False
     # Logits that exist at one time: what fits a CPU's cache, or keeps a GPU's matrix units full.
     logit_elements: int = 2**21

@@ -138,6 +138,18 @@ def test_settings_that_fit_together_pass(values):
             {"mesh.expert": 8, "mesh.tensor": 2, "mesh.expert_weights": "folded"},
             ["8 experts on an expert x tensor axis (folded) of 16: choose 1, 2, 4, 8"],
         ),
+        (
+            {"route": "duplicate", "mesh.expert": 2},
+            ["`route` = duplicate", "`mesh.tensor` is 1", "Choose split"],
+        ),
+        (
+            {"route": "spread", "mesh.tensor": 2, "mesh.expert_weights": "whole"},
+            ["`route` = spread", "`mesh.expert_weights` is whole"],
+        ),
+        (
+            {"route": "two_level_merge", "mesh.expert": 4, "moe.experts_per_token": 1},
+            ["`moe.experts_per_token` is 1", "Choose two_level."],
+        ),
         ({"mesh.tensor": 3}, ["`model.num_heads` = 4", "`mesh.tensor` = 3", "3 or 6 here"]),
         (
             {**LARGE, "model.num_kv_heads": 2, "mesh.tensor": 4},
@@ -214,6 +226,8 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
         ),
         ({"model.mlp_hidden": 64}, "model.mlp_hidden", "every block has experts"),
         ({"mesh.expert_weights": "folded"}, "mesh.expert_weights", "`mesh.tensor` is 1"),
+        ({"route_chunks": 2}, "route_chunks", "nothing is exchanged"),
+        ({"model.moe_every": None, "route": "merge"}, "route", "no block has experts"),
         ({"mesh.activations": "replicated"}, "mesh.activations", "`mesh.tensor` is 1"),
         (
             {"moe.router.groups_per_token": 2},
@@ -371,3 +385,43 @@ def test_reading_and_checking_a_config_does_not_import_jax():
         "check(from_dict({})); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+NODES = {"mesh.expert": 4, "mesh.tensor": 2, "train.batch_sequences": 32}
+
+
+def resolve(changes, devices=8, **known):
+    cfg = from_dict(NODES | changes)
+    check(cfg)
+    return resolve_mesh(cfg, devices, "cpu", **known).mesh
+
+
+def test_nodes_are_as_many_as_processes_unless_set():
+    assert resolve({}, processes=2).nodes == 2
+    assert resolve({"mesh.nodes": 4}, processes=2).nodes == 4
+    assert resolve({}).nodes is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh.nodes": 3}, ["`mesh.nodes` = 3 does not divide 8", "1, 2, 4, 8"]),
+        (
+            {"mesh.nodes": 8, "route": "two_level"},
+            ["`route` = two_level", "a node holds 1 of 4 owners of experts"],
+        ),
+        ({"route": "two_level_merge", "mesh.nodes": 1}, ["a node holds 4 of 4 owners"]),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused(changes, words):
+    with pytest.raises(InputError) as caught:
+        resolve(changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_node_holds_whole_pieces_of_an_axis():
+    changes = {"mesh.expert": 6, "mesh.tensor": 1, "mesh.replica": 2, "mesh.nodes": 3}
+    sizes = {"moe.num_experts": 12, "train.batch_sequences": 48, "model.width": 96}
+    with pytest.raises(InputError, match="2 pieces of 2"):
+        resolve({**changes, **sizes}, devices=12)

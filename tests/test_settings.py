@@ -36,6 +36,7 @@ FIELD_NAMES = [
     "mesh.expert",
     "mesh.expert_weights",
     "mesh.fsdp",
+    "mesh.nodes",
     "mesh.platform",
     "mesh.replica",
     "mesh.simulated_devices",
@@ -94,6 +95,9 @@ FIELD_NAMES = [
     "optimizer.schedule",
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
+    "route",
+    "route_chunks",
+    "route_chunks_backward",
     "run_dir",
     "train.batch_sequences",
     "train.eval_batches",
@@ -182,7 +186,7 @@ def test_an_optional_setting_of_default_config_takes_none_and_values(name):
     for chosen in (None, value, None):
         config = default_config()
         group, _, last = name.rpartition(".")
-        config[group][last] = chosen
+        (config[group] if group else config)[last] = chosen
         assert get_value(from_dict(config.to_dict()), name) == chosen
 
 

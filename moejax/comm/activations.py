@@ -25,15 +25,25 @@ def leave_tensor(y_BTD: jax.Array, layout: Layout) -> jax.Array:
     return wire.all_reduce(y_BTD, layout.tensor)
 
 
+def own_positions(x_BTD: jax.Array, layout: Layout) -> jax.Array:
+    """This tensor rank's positions out of all; nothing moves."""
+    length = x_BTD.shape[1] // layout.size(layout.tensor)
+    start = wire.index(layout.tensor) * length
+    return lax.dynamic_slice_in_dim(x_BTD, start, length, axis=1)
+
+
 def split_positions(x_BtD: jax.Array, layout: Layout) -> jax.Array:
-    """This tensor rank's positions; nothing moves."""
-    parts = layout.size(layout.tensor)
-    if layout.sequence_sharded or parts == 1:
+    """This tensor rank's positions of what blocks exchange; nothing moves."""
+    if layout.sequence_sharded or layout.size(layout.tensor) == 1:
         return x_BtD
-    length = x_BtD.shape[1] // parts
-    return lax.dynamic_slice_in_dim(x_BtD, wire.index(layout.tensor) * length, length, axis=1)
+    return own_positions(x_BtD, layout)
 
 
 def join_positions(y_BtD: jax.Array, layout: Layout) -> jax.Array:
     """Undoes `split_positions`: back to the layout that blocks exchange."""
     return y_BtD if layout.sequence_sharded else wire.all_gather(y_BtD, layout.tensor, dim=1)
+
+
+def leave_replicated(y_BTD: jax.Array, layout: Layout) -> jax.Array:
+    """Whole results that every tensor rank holds, in the layout that blocks exchange."""
+    return own_positions(y_BTD, layout) if layout.sequence_sharded else y_BTD

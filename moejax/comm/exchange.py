@@ -1,34 +1,174 @@
-"""Carries buckets of rows along a route, and their results home.
+"""Carries rows along a route, and their results home.
 
-Per device, inside shard_map. A bucket is a fixed number of rows bound for one peer, padded with
-zeros: static shapes are what every backend's all-to-all supports.
+Per device, inside shard_map. `plan_journey` sends the integers that say where every row goes;
+`outward` and `homeward` then move rows, any number of parts at a time, and are each other's mirror:
+the gradient of a result travels outward, the gradient of a row travels homeward. Buckets have a
+fixed number of rows, padded with zeros: static shapes are what every backend's all-to-all supports.
 """
 
+from typing import Any, NamedTuple
+
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
 
 from moejax.comm import wire
-from moejax.comm.route import Route
+from moejax.comm.buckets import Places, follow, place_items
+from moejax.route import Hop, Route
+from moejax.dims import Layout
+from moejax.kernels.permute import rows_at, sum_rows
 
 
-def send(x_PJD: jax.Array, route: Route) -> jax.Array:
-    """Takes bucket p to peer p. Returns `x_QJD`: one bucket from each sender, in rank order.
+class Journey(NamedTuple):
+    """Where all rows of one device go, hop after hop.
 
-    Also carries the metadata that describes a bucket (any array that leads with P).
-    Wire per device: all_to_all (P - 1) / P of x's bytes, gather (n - 1) times what it holds.
+    Places of the first exchange are over all parts; of later ones per part, I in front.
     """
-    for hop in route:
-        if hop.kind == "all_to_all":
-            x_PJD = wire.all_to_all(x_PJD, hop.axes)
-        else:
-            x_PJD = wire.all_gather(x_PJD, hop.axes, dim=0)
-    return x_PJD
+
+    places: tuple[Places, ...]  # of each all-to-all hop
+    expert_IMK: Int[Array, "I M k"]  # at the end: choices of each row; experts_here for none
 
 
-def send_back(y_QJD: jax.Array, route: Route) -> jax.Array:
-    """Takes each sender's bucket home, mirroring `send`: gathered rows are summed."""
-    for hop in reversed(route):
+def plan_journey(
+    expert_NK: Int[Array, "N K"],
+    route: Route,
+    layout: Layout,
+    *,
+    num_experts: int,
+    rows: tuple[int, ...],
+) -> Journey:
+    """Plans the journey of every assignment whose expert is below `num_experts`.
+
+    Wire: the expert numbers of each bucket row, in the smallest integer that holds them.
+
+    Args:
+      rows: J of each exchange, of one part of a bucket.
+    """
+    parts, span, places = route.parts, num_experts, []
+    expert_IMK = expert_NK[None]
+    for hop in route.hops:
         if hop.kind == "all_to_all":
-            y_QJD = wire.all_to_all(y_QJD, hop.axes)
-        else:
-            y_QJD = wire.reduce_scatter(y_QJD, hop.axes, dim=0)
-    return y_QJD
+            J, peers, first = rows[len(places)], hop.peers(layout), not places
+            span //= peers
+
+            def bucket(expert_MK, J=J, peers=peers, span=span, first=first, merge=hop.merge):
+                peer_MK = jnp.minimum(expert_MK // span, peers)
+                cut = parts if first else 1
+                placed = place_items(peer_MK, peers=peers, rows=J, parts=cut, merge=merge)
+                options = {"peers": peers, "rows": J, "per_peer": span, "merge": merge}
+                return placed, follow(expert_MK, placed, **options)
+
+            placed, expert_IMK = jax.vmap(bucket)(expert_IMK)
+            if first:
+                placed = jax.tree.map(lambda x: x[0], placed)
+                expert_IMK = expert_IMK.reshape(parts, peers * J, -1)
+            places.append(placed)
+        expert_IMK = _ship_choices(expert_IMK, hop, layout, none=span)
+    return Journey(tuple(places), expert_IMK)
+
+
+def _ship_choices(expert_IMK: jax.Array, hop: Hop, layout: Layout, *, none: int) -> jax.Array:
+    dtype = next(d for d in ("uint8", "uint16", "int32") if none <= jnp.iinfo(d).max)
+    return ship(expert_IMK.astype(dtype), hop, layout).astype(jnp.int32)
+
+
+def outward(rows: Any, places: tuple[Places, ...], route: Route, layout: Layout, **way) -> Any:
+    """Takes bucket rows of some parts to the experts.
+
+    Args:
+      rows: arrays [I, P * J, ...]: the first exchange's buckets.
+      places: of the exchanges after the first, for these parts.
+      way: gradient=True where the rows are gradients of results on their way back.
+    """
+    later = iter(places)
+    for number, hop in enumerate(route.hops):
+        if number and hop.kind == "all_to_all":
+            placed = next(later)
+            rows = jax.tree.map(lambda x, placed=placed: jax.vmap(_put)(x, placed), rows)
+        rows = jax.tree.map(lambda x, hop=hop: ship(x, hop, layout, **way), rows)
+    return rows
+
+
+def homeward(results: Any, places: tuple[Places, ...], route: Route, layout: Layout, **way) -> Any:
+    """Takes what the experts made of `outward`'s rows back into the first exchange's buckets.
+
+    Args:
+      results: arrays [I, M, ...], a row for each that arrived.
+      way: gradient=True where they are gradients of rows on their way back.
+    """
+    later = iter(reversed(places))
+    for number, hop in reversed(list(enumerate(route.hops))):
+        results = jax.tree.map(lambda x, hop=hop: bring(x, hop, layout, **way), results)
+        if number and hop.kind == "all_to_all":
+            placed = next(later)
+            results = jax.tree.map(
+                lambda x, placed=placed: jax.vmap(sum_rows)(x, placed.slot_MK), results
+            )
+    return results
+
+
+def _put(x_MD: jax.Array, placed: Places) -> jax.Array:
+    return rows_at(x_MD, placed.item_S // placed.slot_MK.shape[1])
+
+
+def ship(x_IM: jax.Array, hop: Hop, layout: Layout, *, gradient: bool = False) -> jax.Array:
+    """One hop outward: array [I, M, ...] of bucket rows, peer by peer, to what arrives.
+
+    Wire per device: all_to_all (P - 1) / P of x's bytes (a share of them with `split`, several
+    times with `copies`), gather (n - 1) times x's bytes, sum nothing (a gradient: an all-reduce).
+    """
+    if hop.kind == "gather":
+        return wire.all_gather(x_IM, hop.axes, dim=1)
+    if hop.kind == "sum":
+        return wire.all_reduce(x_IM, hop.axes) if gradient else x_IM
+    x_PIJ = _by_peer(x_IM, hop.peers(layout))
+    if hop.split:
+        share = wire.reduce_scatter if gradient else _own_share
+        x_PIJ = share(x_PIJ, hop.split, dim=2)
+    if hop.copies:
+        copies = layout.size(hop.copies)
+        x_PIJ = jnp.repeat(x_PIJ, copies, axis=0)
+    return _by_part(wire.all_to_all(x_PIJ, hop.axes))
+
+
+def bring(y_IM: jax.Array, hop: Hop, layout: Layout, *, gradient: bool = False) -> jax.Array:
+    """One hop homeward, the mirror of `ship`: what was copied or gathered comes back summed."""
+    if hop.kind == "gather":
+        return wire.reduce_scatter(y_IM, hop.axes, dim=1)
+    if hop.kind == "sum":
+        return y_IM if gradient else wire.all_reduce(y_IM, hop.axes)
+    y_PIJ = wire.all_to_all(_by_peer(y_IM, layout.size(hop.axes)), hop.axes)
+    if hop.copies:
+        by_copy = y_PIJ.reshape(-1, layout.size(hop.copies), *y_PIJ.shape[1:])
+        y_PIJ = jnp.sum(by_copy.astype(jnp.float32), axis=1).astype(y_PIJ.dtype)
+    if hop.split:
+        join = _only_share if gradient else wire.all_gather
+        y_PIJ = join(y_PIJ, hop.split, dim=2)
+    return _by_part(y_PIJ)
+
+
+def _by_peer(x_IM: jax.Array, peers: int) -> jax.Array:
+    """[I, P * J, ...] -> [P, I, J, ...]."""
+    parts, rows = x_IM.shape[:2]
+    return jnp.swapaxes(x_IM.reshape(parts, peers, rows // peers, *x_IM.shape[2:]), 0, 1)
+
+
+def _by_part(x_PIJ: jax.Array) -> jax.Array:
+    """[P, I, J, ...] -> [I, P * J, ...]."""
+    peers, parts, rows = x_PIJ.shape[:3]
+    return jnp.swapaxes(x_PIJ, 0, 1).reshape(parts, peers * rows, *x_PIJ.shape[3:])
+
+
+def _own_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
+    size = x.shape[dim] // wire.size(axes)
+    return lax.dynamic_slice_in_dim(x, wire.index(axes) * size, size, axis=dim)
+
+
+def _only_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
+    """The transpose of `_own_share`: zeros where the other devices' shares are."""
+    size = x.shape[dim]
+    shape = (*x.shape[:dim], size * wire.size(axes), *x.shape[dim + 1 :])
+    return lax.dynamic_update_slice_in_dim(
+        jnp.zeros(shape, x.dtype), x, wire.index(axes) * size, axis=dim
+    )

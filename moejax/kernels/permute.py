@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 
-def _rows(x_MD: jax.Array, index: jax.Array) -> jax.Array:
+def rows_at(x_MD: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of x by number; zeros for a number past the end. Not for differentiation."""
     return jnp.take(x_MD, index, axis=0, mode="fill", fill_value=0)
 
 
@@ -23,7 +24,7 @@ def permute(x_ND: jax.Array, source_M: jax.Array, place_NK: jax.Array) -> jax.Ar
       source_M: the row of x each row of y copies; N for a row of zeros.
       place_NK: the inverse: the rows of y that copy row n; M for none.
     """
-    return _rows(x_ND, source_M)
+    return rows_at(x_ND, source_M)
 
 
 def _permute_forward(x_ND, source_M, place_NK):
@@ -38,12 +39,34 @@ def sum_rows(y_MD: jax.Array, place_NK: jax.Array) -> jax.Array:
     """Returns `x_ND` with `x[n]` = the sum over k of `y[place[n, k]]`, added up in float32."""
     K = place_NK.shape[1]
     if K == 1:
-        return _rows(y_MD, place_NK[:, 0])
-    parts = [_rows(y_MD, place_NK[:, k]).astype(jnp.float32) for k in range(K)]
+        return rows_at(y_MD, place_NK[:, 0])
+    parts = [rows_at(y_MD, place_NK[:, k]).astype(jnp.float32) for k in range(K)]
     return functools.reduce(jnp.add, parts).astype(y_MD.dtype)
 
 
 permute.defvjp(_permute_forward, _permute_backward)
+
+
+@jax.custom_vjp
+def collect(y_MD: jax.Array, place_NK: jax.Array, source_M: jax.Array) -> jax.Array:
+    """Returns `x_ND` with `x[n]` = the sum over k of `y[place[n, k]]`: the transpose of `permute`.
+
+    Args:
+      place_NK: the rows of y that belong to row n; M for none.
+      source_M: the inverse: the row of x each row of y belongs to; N for none.
+    """
+    return sum_rows(y_MD, place_NK)
+
+
+def _collect_forward(y_MD, place_NK, source_M):
+    return collect(y_MD, place_NK, source_M), source_M
+
+
+def _collect_backward(source_M, gradient_ND):
+    return rows_at(gradient_ND, source_M), None, None
+
+
+collect.defvjp(_collect_forward, _collect_backward)
 
 
 @jax.custom_vjp
@@ -58,7 +81,7 @@ def weighted_sum(
     """
     K = place_NK.shape[1]
     parts = [
-        weight_NK[:, k, None] * _rows(y_MD, place_NK[:, k]).astype(jnp.float32) for k in range(K)
+        weight_NK[:, k, None] * rows_at(y_MD, place_NK[:, k]).astype(jnp.float32) for k in range(K)
     ]
     return functools.reduce(jnp.add, parts).astype(y_MD.dtype)
 
@@ -72,7 +95,7 @@ def _weighted_sum_backward(saved, gradient_ND):
     y_MD, weight_NK, place_NK, assignment_M = saved
     K = place_NK.shape[1]
     weight_M = jnp.take(weight_NK.reshape(-1), assignment_M, mode="fill", fill_value=0)
-    gradient_MD = _rows(gradient_ND, assignment_M // K)
+    gradient_MD = rows_at(gradient_ND, assignment_M // K)
     dot_M = jnp.sum(y_MD.astype(jnp.float32) * gradient_MD.astype(jnp.float32), axis=-1)
     dweight_NK = jnp.take(dot_M, place_NK, mode="fill", fill_value=0)
     dy_MD = (weight_M[:, None] * gradient_MD.astype(jnp.float32)).astype(y_MD.dtype)

@@ -13,13 +13,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from moejax.comm import wire
-from moejax.comm.activations import enter_tensor, join_positions, split_positions
+from moejax.comm.activations import enter_tensor
 from moejax.config import ModelConfig, MoEConfig
 from moejax.model.attention import Angles, Attention, attention_mask
 from moejax.model.layers import MLP, Embedding, RMSNorm
 from moejax.model.rope import tables
 from moejax.moe.layer import MoE, MoEStats
-from moejax.moe.router import jitter_noise
 from moejax.program import Program
 
 REMAT_POLICIES: dict[str, Callable | None] = {
@@ -48,7 +47,6 @@ class Block(nnx.Module):
     def __init__(
         self, kind: str, cfg: ModelConfig, moe: MoEConfig, program: Program, rngs: nnx.Rngs
     ):
-        self.program = program
         self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
         self.attention = Attention(cfg, program, rngs)
         self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
@@ -60,18 +58,13 @@ class Block(nnx.Module):
         self, x_BtD: jax.Array, mask_BST: jax.Array, angles: Angles, noise_key: jax.Array | None
     ) -> tuple[jax.Array, MoEStats | None]:
         """Returns the new residual stream and what the experts report."""
-        layout, stats = self.program.layout, None
+        stats = None
         with jax.named_scope("attention"):
             x_BtD = x_BtD + self.attention(self.attention_norm(x_BtD), mask_BST, angles)
         h_BtD = self.mlp_norm(x_BtD)
         if self.moe is not None:
-            h_split = split_positions(h_BtD, layout)
-            noise = None
-            if noise_key is not None:
-                amount = self.moe.moe.router.jitter
-                noise = jitter_noise(h_split.shape, amount, noise_key, layout)
-            y_BtD, stats = self.moe(h_split, noise)
-            x_BtD = x_BtD + join_positions(y_BtD, layout)
+            y_BtD, stats = self.moe(h_BtD, noise_key)
+            x_BtD = x_BtD + y_BtD
         if self.mlp is not None:
             with jax.named_scope("mlp"):
                 x_BtD = x_BtD + self.mlp(h_BtD)

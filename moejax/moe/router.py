@@ -113,24 +113,29 @@ def update_bias(bias_E: jax.Array, load_E: jax.Array, rate: float) -> jax.Array:
 
 
 def jitter_noise(
-    shape: tuple[int, ...], amount: float, key: jax.Array, layout: Layout
+    shape: tuple[int, ...],
+    amount: float,
+    key: jax.Array,
+    layout: Layout,
+    *,
+    first_position: jax.Array | int,
 ) -> Float[Array, "B t D"]:
     """Factors of the router's input, uniform in 1 - amount .. 1 + amount.
 
-    Per device, for tokens split over all mesh axes. The noise of a token depends on its place in
-    the global batch alone, so every mesh draws the same.
+    Per device. The noise of a token depends on its place in the global batch alone, so every mesh
+    draws the same.
 
     Args:
       shape: of the input, [B, t, D].
       key: the same on every device; differs by step, layer and micro-batch.
+      first_position: in the sequence, of this device's t.
     Source: Switch Transformer (Fedus et al. 2021), section 2.2.
     """
     B, t, D = shape
     sequence = wire.index(layout.token_axes) * B
-    position = wire.index(layout.tensor) * t
 
     def noise(b: jax.Array, s: jax.Array) -> jax.Array:
-        place = jax.random.fold_in(jax.random.fold_in(key, sequence + b), position + s)
+        place = jax.random.fold_in(jax.random.fold_in(key, sequence + b), first_position + s)
         return jax.random.uniform(place, (D,), minval=1 - amount, maxval=1 + amount)
 
     return jax.vmap(lambda b: jax.vmap(lambda s: noise(b, s))(jnp.arange(t)))(jnp.arange(B))

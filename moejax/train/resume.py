@@ -61,8 +61,9 @@ def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[st
             f"{cfg.train.num_steps}. A run does not go back. Raise train.num_steps, or set another "
             f"run_dir."
         )
-    # The checkpoint's replica axis was resolved; a run that leaves it open changed nothing.
-    return [_listed([c]) for c in changes if c[0] != "mesh.replica" or c[2] is not None]
+    # The checkpoint's replica axis and nodes were resolved; leaving them open changes nothing.
+    open_ended = ("mesh.replica", "mesh.nodes")
+    return [_listed([c]) for c in changes if c[0] not in open_ended or c[2] is not None]
 
 
 def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:

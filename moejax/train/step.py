@@ -24,6 +24,7 @@ from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
 from moejax.moe.router import update_bias
 from moejax.program import Program
+from moejax.route import build_route
 from moejax.train.loss import LossParts, next_token_loss, sum_nll
 from moejax.train.optimizer import build_optimizer, global_norm, is_masked
 
@@ -156,8 +157,14 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
       mesh: an AbstractMesh is enough to trace the step.
       platform: "cpu", "gpu" or "tpu", which chooses kernels.
     """
+    layout = build_layout(cfg.mesh)
+    backward = cfg.route_chunks_backward or cfg.route_chunks
     program = Program(
-        layout=build_layout(cfg.mesh),
+        layout=layout,
+        route=build_route(
+            cfg.route, layout, chunks=cfg.route_chunks, chunks_backward=backward
+        ),
+        pin=platform != "cpu",
         dtype=cfg.model.dtype,
         gradient_dtype=cfg.train.gradient_dtype,
         experts=select_experts(platform, cfg.moe.implementation).implementation,

@@ -79,13 +79,17 @@ def test_the_bias_moves_towards_idle_experts_by_its_rate():
 
 def test_jitter_depends_on_the_global_position_alone():
     key = jax.random.key(0)
-    whole = in_one_device_map(lambda k: router.jitter_noise((4, 6, 2), 0.1, k, ONE), key)
+    whole = in_one_device_map(
+        lambda k: router.jitter_noise((4, 6, 2), 0.1, k, ONE, first_position=0), key
+    )
     mesh_cfg = MeshConfig(replica=2, expert=2, tensor=2)
     layout = build_layout(mesh_cfg)
     mesh = jax.make_mesh((2, 1, 2, 2), layout.mesh_axes)
     spec = jax.sharding.PartitionSpec
     mapped = jax.shard_map(
-        lambda k: router.jitter_noise((1, 3, 2), 0.1, k, layout),
+        lambda k: router.jitter_noise(
+            (1, 3, 2), 0.1, k, layout, first_position=3 * jax.lax.axis_index("tensor")
+        ),
         mesh=mesh,
         in_specs=spec(),
         out_specs=spec(layout.token_axes, layout.tensor),

@@ -38,7 +38,10 @@ REFUSED = {
 }
 ALLOWED = {
     "run_dir": "elsewhere",
+    "route": "merge",
+    "route_chunks": 2,
     "mesh.expert": 4,
+    "mesh.nodes": 2,
     "mesh.replica": 2,
     "model.dtype": "bfloat16",
     "model.remat": "full",

@@ -58,8 +58,9 @@ def oracle_case(cfg, bias):
 
 
 def check_against_oracle(cfg, bias=()):
-    # The mesh does not change what is right, so all meshes share one oracle run.
-    state, batch, nll, load, wanted = oracle_case(dataclasses.replace(cfg, mesh=MESH_OF_ONE), bias)
+    # Neither mesh nor route changes what is right, so all of them share one oracle run.
+    plain = dataclasses.replace(cfg, mesh=MESH_OF_ONE, **NO_ROUTE)
+    state, batch, nll, load, wanted = oracle_case(plain, bias)
     trainer = trainer_for(cfg)
     gradients, parts = trainer.gradients(spread(state, trainer), place(trainer, batch))
     np.testing.assert_allclose(parts.nll, nll, rtol=TERMS * np.finfo(np.float32).eps)
@@ -70,6 +71,7 @@ def check_against_oracle(cfg, bias=()):
 
 
 MESH_OF_ONE = small_config().mesh
+NO_ROUTE = {"route": "split", "route_chunks": 1, "route_chunks_backward": None}
 
 
 @pytest.mark.slow
@@ -88,6 +90,82 @@ def test_every_mesh_and_layout_gives_the_oracles_loss_and_gradients(
     )
     parts = check_against_oracle(cfg, bias=((0, -10.0),))
     assert int(parts.load_LE[0, 0]) == 0
+
+
+# route, mesh, nodes, chunks forward and backward, K; each of the last three differs somewhere.
+ROUTES = [
+    ("duplicate", (1, 1, 4, 2), 1, (2, 2), 2),
+    ("duplicate", (1, 1, 2, 4), 1, (1, 1), 8),
+    ("spread", (1, 1, 4, 2), 1, (3, 2), 2),
+    ("spread", (1, 2, 1, 4), 1, (1, 1), 2),
+    ("gather_home", (1, 1, 4, 2), 1, (4, 3), 2),
+    ("gather_home", (2, 1, 2, 2), 1, (1, 2), 8),
+    ("split", (1, 1, 4, 2), 1, (2, 2), 1),
+    ("split", (1, 2, 2, 2), 1, (3, 4), 2),
+    ("split", (1, 1, 8, 1), 1, (6, 1), 2),
+    ("split", (1, 1, 2, 4), 1, (10, 10), 8),
+    ("merge", (1, 1, 8, 1), 1, (1, 1), 8),
+    ("merge", (1, 1, 2, 4), 1, (4, 6), 2),
+    ("two_level", (1, 1, 8, 1), 2, (3, 3), 2),
+    ("two_level", (2, 1, 4, 1), 4, (1, 1), 8),
+    ("two_level_merge", (1, 1, 8, 1), 2, (1, 1), 2),
+    ("two_level_merge", (1, 1, 8, 1), 4, (2, 3), 8),
+    ("two_level_merge", (1, 1, 4, 2), 2, (4, 4), 2),
+]
+
+
+def routed(cfg, route, nodes, chunks, **mesh):
+    """The config with another route."""
+    return dataclasses.replace(
+        cfg,
+        route=route,
+        route_chunks=chunks[0],
+        route_chunks_backward=chunks[1],
+        mesh=dataclasses.replace(cfg.mesh, nodes=nodes, **mesh),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("route", "mesh", "nodes", "chunks", "k"), ROUTES)
+def test_every_route_gives_the_oracles_loss_and_gradients(route, mesh, nodes, chunks, k):
+    # Expert 0 is chosen by nobody; 16 experts are more than any axis here has devices. Buckets of
+    # 16 or 32 tokens overflow now and then, so some of these go in rounds.
+    moe = {"num_experts": 16, "experts_per_token": k, "implementation": "reference"}
+    cfg = routed(small_config(mesh, moe=moe), route, nodes, chunks)
+    parts = check_against_oracle(cfg, bias=((0, -10.0),))
+    assert int(parts.load_LE[0, 0]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("route", "weights"),
+    [("split", "whole"), ("merge", "folded"), ("two_level_merge", "folded"), ("merge", "whole")],
+)
+@pytest.mark.parametrize("activations", ["sequence", "replicated"])
+def test_routes_with_other_expert_layouts(route, weights, activations):
+    moe = {"num_experts": 16, "implementation": "reference"}
+    cfg = small_config((1, 1, 4, 2), activations=activations, expert_weights=weights, moe=moe)
+    check_against_oracle(routed(cfg, route, 2, (2, 2)))
+
+
+@pytest.mark.parametrize("route", ["duplicate", "gather_home", "merge", "two_level_merge"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe": {"capacity_factor": 8.0}, "activations": "replicated"},
+        {"router": {"jitter": 0.2}, "model": {"remat": "collectives"}},
+        {"train": {"micro_batches": 2}, "router": {"balance_over": "sequence"}},
+    ],
+)
+def test_routes_give_the_split_routes_gradients(route, changes):
+    """With what the oracle has not: jitter, micro-batches, replicated activations."""
+    cfg = small_config((1, 1, 4, 2), **changes)
+    state, batch = one_device_state(cfg), random_batch(cfg)
+    found = []
+    for name, chunks in (("split", (1, 1)), (route, (2, 2))):
+        trainer = trainer_for(routed(cfg, name, 2, chunks))
+        found.append(trainer.gradients(spread(state, trainer), place(trainer, batch))[0])
+    assert_close(found[1], jax.tree.map(np.asarray, found[0]), terms=TERMS)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 8, 1), (1, 1, 4, 2), (2, 1, 2, 2)])

@@ -1,0 +1,106 @@
+"""Which bucket row each token travels in: integers only, known before any row moves.
+
+Per device. An item is what gets a row of its own in a bucket: an assignment (row m, choice k), or,
+where a hop merges, all of a row's choices behind one peer together, counted as the first of them.
+A bucket is cut in I parts so that exchanges can run in chunks; items are dealt to the parts in
+turn, so that each part is as full as the others and meets the same mix of experts.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+class Places(NamedTuple):
+    """Where each item goes, and its inverse. Slots are numbered (part * P + peer) * J + place."""
+
+    slot_MK: Int[Array, "M K"]  # an item's slot; I * P * J if it has none
+    item_S: Int[Array, "S"]  # m * K + k of the item in a slot; M * K if it is empty
+
+
+def rank_items(
+    peer_MK: Int[Array, "M K"], *, peers: int, merge: bool
+) -> tuple[Int[Array, "M K"], Int[Array, "M K"], Int[Array, " P"]]:
+    """Numbers the items bound for each peer, in row order.
+
+    Returns the peer of each item (`peers` where there is none), its number, and how many items each
+    peer gets.
+
+    Args:
+      peer_MK: `peers` for choices that go nowhere.
+      merge: whether a row's choices with the same peer are one item.
+    """
+    K = peer_MK.shape[1]
+    if merge:
+        earlier_KK = jnp.tri(K, k=-1, dtype=bool)
+        same_MKK = peer_MK[:, :, None] == peer_MK[:, None, :]
+        peer_MK = jnp.where(jnp.any(same_MKK & earlier_KK, axis=2), peers, peer_MK)
+    peer_A = peer_MK.reshape(-1)
+    order_A = jnp.argsort(peer_A, stable=True)
+    positions_A = jnp.arange(peer_A.size, dtype=jnp.int32)
+    sorted_A = jnp.zeros_like(positions_A).at[order_A].set(positions_A, unique_indices=True)
+    counts = jnp.sum(peer_A[:, None] == jnp.arange(peers + 1), axis=0, dtype=jnp.int32)
+    rank_A = sorted_A - (jnp.cumsum(counts) - counts)[peer_A]
+    return peer_MK, rank_A.reshape(peer_MK.shape), counts[:peers]
+
+
+def place_items(
+    peer_MK: Int[Array, "M K"], *, peers: int, rows: int, parts: int = 1, merge: bool = False
+) -> Places:
+    """Gives each item a slot in its peer's bucket.
+
+    Args:
+      rows: J, of one part of a bucket; the caller has made sure that none overflows.
+    """
+    peer_MK, rank_MK, _ = rank_items(peer_MK, peers=peers, merge=merge)
+    slots = parts * peers * rows
+    slot_MK = ((rank_MK % parts) * peers + peer_MK) * rows + rank_MK // parts
+    slot_MK = jnp.where(peer_MK < peers, slot_MK, slots)
+    return Places(slot_MK, invert(slot_MK, slots))
+
+
+def order_items(
+    group_MK: Int[Array, "M K"], *, groups: int, rows: int
+) -> tuple[Places, Int[Array, " G"]]:
+    """Sorts the items by group, without gaps: `rows` slots in all. Returns the groups' sizes too."""
+    group_MK, rank_MK, sizes_G = rank_items(group_MK, peers=groups, merge=False)
+    starts_G = jnp.cumsum(sizes_G) - sizes_G
+    start_MK = jnp.take(starts_G, group_MK, mode="fill", fill_value=rows)
+    slot_MK = jnp.minimum(start_MK + rank_MK, rows)
+    return Places(slot_MK, invert(slot_MK, rows)), sizes_G
+
+
+def invert(slot_MK: Int[Array, "M K"], slots: int) -> Int[Array, "S"]:
+    """The item in each slot."""
+    items_A = jnp.arange(slot_MK.size, dtype=jnp.int32)
+    item_S = jnp.full((slots,), slot_MK.size, jnp.int32)
+    return item_S.at[slot_MK.reshape(-1)].set(items_A, mode="drop")
+
+
+def follow(
+    expert_MK: Int[Array, "M K"],
+    places: Places,
+    *,
+    peers: int,
+    rows: int,
+    per_peer: int,
+    merge: bool,
+) -> Int[Array, "S k"]:
+    """The experts that the row in each slot visits, numbered as its peer numbers them.
+
+    A merged row keeps its K choices, with those of other peers masked; other rows have one choice.
+
+    Args:
+      expert_MK: numbered over all peers; peers * per_peer stands for none, in the result per_peer.
+      rows: J, of one part of a bucket.
+    """
+    item_S = places.item_S
+    source_S = item_S // expert_MK.shape[1] if merge else item_S
+    choices = expert_MK if merge else expert_MK.reshape(-1, 1)
+    none = peers * per_peer
+    expert_SK = jnp.take(choices, source_S, axis=0, mode="fill", fill_value=none)
+    peer_S = jnp.arange(item_S.shape[0], dtype=jnp.int32) // rows % peers
+    here_SK = expert_SK - peer_S[:, None] * per_peer
+    return jnp.where((here_SK >= 0) & (here_SK < per_peer), here_SK, per_peer)

@@ -1,0 +1,127 @@
+"""How many rows buckets hold: enough for a balanced router and some more, agreed on by all devices.
+
+Static shapes need sizes before routing is known. The usual sizes hold `HEADROOM` times the balanced
+load. Before rows move, all devices agree (one small maximum) whether everything fits; if not, the
+layer runs in rounds of the plain route (`comm.rounds`), as many as the fullest bucket needs.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from moejax.comm import wire
+from moejax.comm.buckets import rank_items
+from moejax.config import MoEConfig
+from moejax.dims import Axes, Layout
+from moejax.route import Route
+
+# A bucket that holds 1.25 times the balanced load is enough for most batches of a balanced router.
+HEADROOM = 1.25
+
+
+class Sizes(NamedTuple):
+    """Rows of one part of the buckets."""
+
+    rows: tuple[int, ...]  # J of each exchange
+    arriving: int  # at the experts
+    work: int  # rows, sorted by expert, that the experts work on
+    certain: bool  # whether no routing can overflow them
+
+
+def expert_capacity(moe: MoEConfig, *, tokens: int) -> int | None:
+    """Rows a device may send to one expert; None in dropless mode."""
+    if moe.capacity_factor is None:
+        return None
+    return math.ceil(moe.capacity_factor * tokens * moe.experts_per_token / moe.num_experts)
+
+
+def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) -> Sizes:
+    """The sizes for a router that is near balance; with a capacity, for any.
+
+    Args:
+      tokens: N, on one device.
+    """
+    E, K, parts = moe.num_experts, moe.experts_per_token, route.parts
+    capacity = expert_capacity(moe, tokens=tokens)
+    arriving, choices, owners, ranks = tokens, K, 1, 1
+    rows: list[int] = []
+    certain = True
+
+    def bounded(worst: int, balanced: float, sources: int) -> int:
+        nonlocal certain
+        limit = math.ceil(HEADROOM * balanced)
+        if capacity is not None:
+            limit = sources * capacity * (E // owners)
+        elif limit < worst:
+            certain = False
+        return min(worst, limit)
+
+    for hop in route.hops:
+        if hop.kind == "all_to_all":
+            sources = owners
+            owners *= hop.peers(layout)
+            share = _reach(E, K, owners) if hop.merge else K / owners
+            worst = arriving * (1 if hop.merge else min(choices, E // owners))
+            size = bounded(worst, sources * tokens * share / (parts if rows else 1), sources)
+            size = math.ceil(size / (1 if rows else parts))
+            shares = layout.size(hop.split)
+            rows.append(math.ceil(size / shares) * shares)
+            arriving = layout.size(hop.axes) * rows[-1] // shares
+            choices = choices if hop.merge else 1
+        elif hop.kind == "gather":
+            ranks = layout.size(hop.axes)
+            arriving *= ranks
+    if choices == 1:
+        return Sizes(tuple(rows), arriving, arriving, certain)
+    balanced = tokens * K * ranks / parts
+    worst = arriving * min(K, E // owners)
+    work = bounded(worst, balanced, owners * ranks) if rows else worst
+    return Sizes(tuple(rows), arriving, work, certain)
+
+
+def _reach(E: int, K: int, groups: int) -> float:
+    """The chance that a token's K of E experts, drawn evenly, touch one of `groups` equal groups."""
+    return 1 - math.comb(E - E // groups, K) / math.comb(E, K)
+
+
+def needed(
+    expert_NK: Int[Array, "N K"], route: Route, layout: Layout, *, num_experts: int
+) -> Int[Array, " S"]:
+    """What this routing needs of each of `Sizes.rows` and, where rows merge, of `Sizes.work`.
+
+    The fullest over all parts, peers and devices. Wire: a few integers a peer, and their maximum.
+    """
+    K, parts = expert_NK.shape[1], route.parts
+    found: list[jax.Array] = []
+    passed: Axes = ()
+    owners, part_NK = 1, jnp.zeros_like(expert_NK)
+    for hop in route.exchanges:
+        owners *= hop.peers(layout)
+        peer_NK = jnp.minimum(expert_NK // (num_experts // owners), owners)
+        item_NK, rank_NK, counts_P = rank_items(peer_NK, peers=owners, merge=hop.merge)
+        if not found:
+            found.append(-(-jnp.max(counts_P) // parts))
+            # A merged row's later choices travel in the part of its first one.
+            same_NKK = peer_NK[:, :, None] == jnp.where(item_NK < owners, item_NK, -1)[:, None, :]
+            part_NK = jnp.sum(jnp.where(same_NKK, rank_NK[:, None, :], 0), axis=2) % parts
+            part_NK = part_NK if hop.merge else rank_NK % parts
+        else:
+            found.append(_fullest(item_NK, part_NK, parts, owners, passed))
+        passed += hop.axes
+    if route.merges:
+        peer_NK = jnp.minimum(expert_NK // (num_experts // owners), owners)
+        gathers = tuple(axis for hop in route.hops if hop.kind == "gather" for axis in hop.axes)
+        found.append(_fullest(peer_NK, part_NK, parts, owners, passed + gathers))
+    return wire.all_max(jnp.stack(found), layout.mesh_axes)
+
+
+def _fullest(
+    peer_NK: jax.Array, part_NK: jax.Array, parts: int, peers: int, axes: Axes
+) -> jax.Array:
+    """The most items of any part for any peer, added up over the devices along `axes`."""
+    key_A = jnp.where(peer_NK < peers, part_NK * peers + peer_NK, parts * peers).reshape(-1)
+    counts = jnp.zeros((parts * peers,), jnp.int32).at[key_A].add(1, mode="drop")
+    return jnp.max(wire.all_reduce(counts, axes))

@@ -1,0 +1,118 @@
+"""Bucket sizes: enough for a balanced router, and known when they are enough for any."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from moejax.config import MeshConfig, MoEConfig
+from moejax.dims import build_layout
+from moejax.moe.sizes import HEADROOM, expert_capacity, needed, usual_sizes
+from moejax.plan.build import build_mesh
+from moejax.route import ROUTES, build_route
+
+LAYOUT = build_layout(MeshConfig(expert=8, nodes=2))
+
+
+@given(
+    name=st.sampled_from(sorted(ROUTES)),
+    tokens=st.integers(1, 3000),
+    per_peer=st.integers(1, 8),
+    k=st.integers(1, 8),
+    chunks=st.integers(1, 4),
+)
+def test_usual_sizes_hold_a_balanced_routing(name, tokens, per_peer, k, chunks):
+    moe = MoEConfig(num_experts=8 * per_peer, experts_per_token=k)
+    route = build_route(name, LAYOUT, chunks=chunks)
+    sizes = usual_sizes(route, LAYOUT, moe, tokens=tokens)
+    assert sizes.work * route.parts >= tokens * k
+    # Every token in every round-robin routing: each device sends each other as many.
+    assert sizes.rows[0] * chunks * route.exchanges[0].peers(LAYOUT) >= tokens
+    if not route.merges and len(sizes.rows) == 1:
+        assert sizes.rows[0] <= np.ceil(np.ceil(HEADROOM * tokens * k / 8) / chunks)
+
+
+@given(tokens=st.integers(1, 5000), factor=st.sampled_from([0.5, 1.0, 1.25, 8.0]))
+def test_a_capacity_bounds_every_bucket(tokens, factor):
+    moe = MoEConfig(num_experts=8, experts_per_token=2, capacity_factor=factor)
+    layout = build_layout(MeshConfig(expert=4))
+    capacity = expert_capacity(moe, tokens=tokens)
+    sizes = usual_sizes(build_route("split", layout), layout, moe, tokens=tokens)
+    assert sizes.rows == (min(2 * capacity, 2 * tokens),)
+    assert sizes.certain
+
+
+def send_all(routing: str, devices: int, tokens: int, E: int, K: int) -> np.ndarray:
+    """Experts of every token: drawn, or the same K for all."""
+    rng = np.random.default_rng(0)
+    if routing == "drawn":
+        return np.stack([rng.permutation(E)[:K] for _ in range(devices * tokens)])
+    return np.tile(np.arange(E)[-K:], (devices * tokens, 1))
+
+
+@pytest.mark.parametrize("routing", ["drawn", "crowded"])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", ["split", "merge", "two_level", "two_level_merge"])
+def test_what_a_routing_needs_is_the_fullest_bucket(name, chunks, routing):
+    """Counted again in NumPy, bucket by bucket, from the tokens of all devices."""
+    E, K, tokens = 16, 3, 10
+    route = build_route(name, LAYOUT, chunks=chunks)
+    expert_AK = send_all(routing, 8, tokens, E, K)
+    mapped = jax.shard_map(
+        lambda e: needed(e, route, LAYOUT, num_experts=E)[None],
+        mesh=build_mesh(LAYOUT, jax.devices()[:8]),
+        in_specs=P(LAYOUT.mesh_axes),
+        out_specs=P(LAYOUT.mesh_axes),
+        check_vma=False,
+    )
+    got = np.asarray(jax.jit(mapped)(jnp.asarray(expert_AK, jnp.int32)))
+    assert np.all(got == got[0]), "all devices agree"
+    np.testing.assert_array_equal(got[0], count(expert_AK, route, tokens, E))
+
+
+def count(expert_AK, route, tokens, E):
+    """The rows that each stage of a route needs, walking tokens one by one."""
+    sizes = [hop.peers(LAYOUT) for hop in route.exchanges]
+    # What a device holds: (part, experts to visit) of each row; a row's part is dealt at home.
+    held = {
+        d: [(None, list(e)) for e in expert_AK[d * tokens : (d + 1) * tokens]] for d in range(8)
+    }
+    needs, passed = [], 1
+    for size in sizes:
+        passed *= size
+        behind, stride = E // passed, 8 // passed
+        arrived = {d: [] for d in range(8)}
+        fullest = 0
+        for d, rows in held.items():
+            full = {}
+            for part, experts in rows:
+                groups = [[e] for e in experts]
+                if route.merges:
+                    groups = [
+                        [e for e in experts if e // behind == p]
+                        for p in dict.fromkeys(e // behind for e in experts)
+                    ]
+                for group in groups:
+                    peer = group[0] // behind
+                    now = part
+                    if now is None:
+                        dealt = sum(full.get((i, peer), 0) for i in range(route.parts))
+                        now = dealt % route.parts
+                    full[now, peer] = full.get((now, peer), 0) + 1
+                    # The peer along this hop's axes; the axes not yet passed stay as they are.
+                    target = peer * stride + d % stride
+                    arrived[target].append((now, group))
+            fullest = max([fullest, *full.values()])
+        needs.append(fullest)
+        held = arrived
+    if route.merges:
+        work = [
+            sum(len(group) for now, group in rows if now == part)
+            for rows in held.values()
+            for part in range(route.parts)
+        ]
+        needs.append(max(work))
+    return needs
