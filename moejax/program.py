@@ -1,4 +1,4 @@
-"""What model code must know of the run besides its own config: where arrays live, routes, dtypes."""
+"""What model code must know of the run besides its config: where arrays live, routes, dtypes."""
 
 from dataclasses import dataclass
 

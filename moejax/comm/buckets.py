@@ -8,7 +8,6 @@ turn, so that each part is as full as the others and meets the same mix of exper
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -64,7 +63,7 @@ def place_items(
 def order_items(
     group_MK: Int[Array, "M K"], *, groups: int, rows: int
 ) -> tuple[Places, Int[Array, " G"]]:
-    """Sorts the items by group, without gaps: `rows` slots in all. Returns the groups' sizes too."""
+    """Sorts the items by group into `rows` slots, without gaps; returns the sizes too."""
     group_MK, rank_MK, sizes_G = rank_items(group_MK, peers=groups, merge=False)
     starts_G = jnp.cumsum(sizes_G) - sizes_G
     start_MK = jnp.take(starts_G, group_MK, mode="fill", fill_value=rows)

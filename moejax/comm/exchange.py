@@ -1,9 +1,10 @@
 """Carries rows along a route, and their results home.
 
 Per device, inside shard_map. `plan_journey` sends the integers that say where every row goes;
-`outward` and `homeward` then move rows, any number of parts at a time, and are each other's mirror:
-the gradient of a result travels outward, the gradient of a row travels homeward. Buckets have a
-fixed number of rows, padded with zeros: static shapes are what every backend's all-to-all supports.
+`outward` and `homeward` then move rows, one hop and any number of parts at a time, and are each
+other's mirror: the gradient of a result travels outward, the gradient of a row travels homeward.
+Buckets have a fixed number of rows, padded with zeros: static shapes are what every backend's
+all-to-all supports.
 """
 
 from typing import Any, NamedTuple
@@ -11,13 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
 
 from moejax.comm import wire
 from moejax.comm.buckets import Places, follow, place_items
-from moejax.route import Hop, Route
 from moejax.dims import Layout
 from moejax.kernels.permute import rows_at, sum_rows
+from moejax.route import Hop, Route
 
 
 class Journey(NamedTuple):
@@ -70,81 +72,77 @@ def plan_journey(
 
 def _ship_choices(expert_IMK: jax.Array, hop: Hop, layout: Layout, *, none: int) -> jax.Array:
     dtype = next(d for d in ("uint8", "uint16", "int32") if none <= jnp.iinfo(d).max)
-    return ship(expert_IMK.astype(dtype), hop, layout).astype(jnp.int32)
+    shipped = ship(expert_IMK.astype(dtype), hop, layout)
+    return checkpoint_name(shipped, wire.TOKEN_WIRE).astype(jnp.int32)
 
 
-def outward(rows: Any, places: tuple[Places, ...], route: Route, layout: Layout, **way) -> Any:
-    """Takes bucket rows of some parts to the experts.
+def outward(
+    rows: Any, number: int, later: tuple[Places, ...], route: Route, layout: Layout, **way: bool
+) -> Any:
+    """Takes rows of some parts one hop towards the experts.
 
     Args:
-      rows: arrays [I, P * J, ...]: the first exchange's buckets.
-      places: of the exchanges after the first, for these parts.
+      rows: arrays [I, M, ...]; before the first exchange, its buckets.
+      number: of the hop.
+      later: places of the exchanges after the first, for these parts.
       way: gradient=True where the rows are gradients of results on their way back.
     """
-    later = iter(places)
-    for number, hop in enumerate(route.hops):
-        if number and hop.kind == "all_to_all":
-            placed = next(later)
-            rows = jax.tree.map(lambda x, placed=placed: jax.vmap(_put)(x, placed), rows)
-        rows = jax.tree.map(lambda x, hop=hop: ship(x, hop, layout, **way), rows)
-    return rows
+    hop = route.hops[number]
+    if number and hop.kind == "all_to_all":
+        slot_IMK, item_IS = later[number - 1]
+        row_IS = item_IS // slot_IMK.shape[-1]
+        rows = jax.tree.map(lambda x_IMD: jax.vmap(rows_at)(x_IMD, row_IS), rows)
+    return jax.tree.map(lambda x: ship(x, hop, layout, **way), rows)
 
 
-def homeward(results: Any, places: tuple[Places, ...], route: Route, layout: Layout, **way) -> Any:
-    """Takes what the experts made of `outward`'s rows back into the first exchange's buckets.
-
-    Args:
-      results: arrays [I, M, ...], a row for each that arrived.
-      way: gradient=True where they are gradients of rows on their way back.
-    """
-    later = iter(reversed(places))
-    for number, hop in reversed(list(enumerate(route.hops))):
-        results = jax.tree.map(lambda x, hop=hop: bring(x, hop, layout, **way), results)
-        if number and hop.kind == "all_to_all":
-            placed = next(later)
-            results = jax.tree.map(
-                lambda x, placed=placed: jax.vmap(sum_rows)(x, placed.slot_MK), results
-            )
+def homeward(
+    results: Any, number: int, later: tuple[Places, ...], route: Route, layout: Layout, **way: bool
+) -> Any:
+    """Takes what became of `outward`'s rows back one hop; arguments as there."""
+    hop = route.hops[number]
+    results = jax.tree.map(lambda y: bring(y, hop, layout, **way), results)
+    if number and hop.kind == "all_to_all":
+        slot_IMK = later[number - 1].slot_MK
+        results = jax.tree.map(lambda y_ISD: jax.vmap(sum_rows)(y_ISD, slot_IMK), results)
     return results
-
-
-def _put(x_MD: jax.Array, placed: Places) -> jax.Array:
-    return rows_at(x_MD, placed.item_S // placed.slot_MK.shape[1])
 
 
 def ship(x_IM: jax.Array, hop: Hop, layout: Layout, *, gradient: bool = False) -> jax.Array:
     """One hop outward: array [I, M, ...] of bucket rows, peer by peer, to what arrives.
 
+    Its results are not tagged for remat: the pipeline tags them where its steps end.
     Wire per device: all_to_all (P - 1) / P of x's bytes (a share of them with `split`, several
     times with `copies`), gather (n - 1) times x's bytes, sum nothing (a gradient: an all-reduce).
     """
     if hop.kind == "gather":
-        return wire.all_gather(x_IM, hop.axes, dim=1)
+        return wire.all_gather(x_IM, hop.axes, dim=1, tag=None)
     if hop.kind == "sum":
-        return wire.all_reduce(x_IM, hop.axes) if gradient else x_IM
+        return wire.all_reduce(x_IM, hop.axes, tag=None) if gradient else x_IM
     x_PIJ = _by_peer(x_IM, hop.peers(layout))
-    if hop.split:
-        share = wire.reduce_scatter if gradient else _own_share
-        x_PIJ = share(x_PIJ, hop.split, dim=2)
+    if hop.split and gradient:
+        x_PIJ = wire.reduce_scatter(x_PIJ, hop.split, dim=2, tag=None)
+    elif hop.split:
+        x_PIJ = _own_share(x_PIJ, hop.split, dim=2)
     if hop.copies:
         copies = layout.size(hop.copies)
         x_PIJ = jnp.repeat(x_PIJ, copies, axis=0)
-    return _by_part(wire.all_to_all(x_PIJ, hop.axes))
+    return _by_part(wire.all_to_all(x_PIJ, hop.axes, tag=None))
 
 
 def bring(y_IM: jax.Array, hop: Hop, layout: Layout, *, gradient: bool = False) -> jax.Array:
     """One hop homeward, the mirror of `ship`: what was copied or gathered comes back summed."""
     if hop.kind == "gather":
-        return wire.reduce_scatter(y_IM, hop.axes, dim=1)
+        return wire.reduce_scatter(y_IM, hop.axes, dim=1, tag=None)
     if hop.kind == "sum":
-        return y_IM if gradient else wire.all_reduce(y_IM, hop.axes)
-    y_PIJ = wire.all_to_all(_by_peer(y_IM, layout.size(hop.axes)), hop.axes)
+        return y_IM if gradient else wire.all_reduce(y_IM, hop.axes, tag=None)
+    y_PIJ = wire.all_to_all(_by_peer(y_IM, layout.size(hop.axes)), hop.axes, tag=None)
     if hop.copies:
         by_copy = y_PIJ.reshape(-1, layout.size(hop.copies), *y_PIJ.shape[1:])
         y_PIJ = jnp.sum(by_copy.astype(jnp.float32), axis=1).astype(y_PIJ.dtype)
-    if hop.split:
-        join = _only_share if gradient else wire.all_gather
-        y_PIJ = join(y_PIJ, hop.split, dim=2)
+    if hop.split and gradient:
+        y_PIJ = _only_share(y_PIJ, hop.split, dim=2)
+    elif hop.split:
+        y_PIJ = wire.all_gather(y_PIJ, hop.split, dim=2, tag=None)
     return _by_part(y_PIJ)
 
 

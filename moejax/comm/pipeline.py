@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from moejax.comm import wire
 from moejax.comm.exchange import Journey, homeward, outward
-from moejax.route import Route
 from moejax.dims import Layout
+from moejax.route import Route
 
 # (rows [M, D], weights [M, K] or None, choices [M, K], params) -> results [M, D]; no communication.
 Work = Callable[[jax.Array, jax.Array | None, jax.Array, Any], jax.Array]
@@ -24,13 +26,16 @@ Work = Callable[[jax.Array, jax.Array | None, jax.Array, Any], jax.Array]
 Stage = Callable[[int, Any], Any]
 
 
-def run_stages(stages: Sequence[Stage], chunks: Sequence[Any], *, pin: bool) -> list[Any]:
+def run_stages(
+    stages: Sequence[Stage], chunks: Sequence[Any], *, pin: bool, held: dict[str, Any]
+) -> list[Any]:
     """Takes each chunk through the stages, one stage behind the chunk before it.
 
     Args:
-      pin: holds each step's stages together (an optimization barrier), so that a compiler that
-        orders the program statically puts them side by side. A runtime that starts whatever is
-        ready needs none.
+      pin: ties what each step makes together (an optimization barrier), so that a compiler that
+        orders the program statically puts the step's stages side by side. A runtime that starts
+        whatever is ready needs none.
+      held: what stages put aside for the caller, tied to the step that made it.
     """
     flight = dict(enumerate(chunks))
     for step in range(len(chunks) + len(stages) - 1):
@@ -40,7 +45,8 @@ def run_stages(stages: Sequence[Stage], chunks: Sequence[Any], *, pin: bool) -> 
             if 0 <= number < len(chunks):
                 moved[number] = stage(number, flight[number])
         if pin and len(moved) > 1:
-            moved = lax.optimization_barrier(moved)
+            moved, tied = lax.optimization_barrier((moved, held))
+            held.update(tied)
         flight |= moved
     return [flight[number] for number in range(len(chunks))]
 
@@ -62,32 +68,28 @@ def carry(
 
 def _forward(route, layout, work, pin, rows, params, journey):
     k = route.chunks
-    later = _cut(journey.places[1:], k)
     choices = _cut(journey.expert_IMK, k)
     kept: dict[int, Any] = {}
 
     def labour(number: int, arrived: Any) -> jax.Array:
+        # Tagged here, after the barrier: remat then keeps what the barrier let through.
+        arrived = _tag(arrived)
         y_MD, pull = _differentiable(work, arrived, choices[number], params)
         # With as many chunks in backward, what the experts saved serves; else they work again.
         kept[number] = pull if k == route.chunks_backward else arrived
         return _unflat(y_MD, arrived[0].shape[0])
 
-    stages = (
-        lambda number, chunk: outward(chunk, later[number], route, layout),
-        labour,
-        lambda number, chunk: homeward(chunk, later[number], route, layout),
-    )
-    results = _join(run_stages(stages, _cut(rows, k), pin=pin))
+    stages = _stages(route, layout, _cut(journey.places[1:], k), labour)
+    results = _tag(_join(run_stages(stages, _cut(rows, k), pin=pin, held={})))
     return results, ([kept[number] for number in range(k)], params, journey)
 
 
 def _backward(route, layout, work, pin, saved, gradient):
     kept, params, journey = saved
     k = route.chunks_backward
-    later = _cut(journey.places[1:], k)
-    totals: list[Any] = []
     if k != route.chunks:
         kept = _cut((_join(kept), journey.expert_IMK), k)
+    held: dict[str, Any] = {}
 
     def labour(number: int, gradient: jax.Array) -> Any:
         pull = kept[number]
@@ -95,32 +97,45 @@ def _backward(route, layout, work, pin, saved, gradient):
             arrived, choices = pull
             pull = _differentiable(work, arrived, choices, params)[1]
         dx_MD, dweight_MK, dparams = pull(_flat(gradient))
-        totals.append(dparams)
+        if k > 1:  # chunks' weight gradients are added up in float32
+            dparams = jax.tree.map(lambda g: g.astype(jnp.float32), dparams)
+        held["params"] = jax.tree.map(jnp.add, held["params"], dparams) if held else dparams
         return _unflat((dx_MD, dweight_MK), gradient.shape[0])
 
-    stages = (
-        lambda number, chunk: outward(chunk, later[number], route, layout, gradient=True),
-        labour,
-        lambda number, chunk: homeward(chunk, later[number], route, layout, gradient=True),
-    )
-    drows = _join(run_stages(stages, _cut(gradient, k), pin=pin))
-    return drows, jax.tree.map(_total, *totals), None
+    stages = _stages(route, layout, _cut(journey.places[1:], k), labour, gradient=True)
+    drows = _join(run_stages(stages, _cut(gradient, k), pin=pin, held=held))
+    dparams = jax.tree.map(lambda g, w: g.astype(w.dtype), held["params"], params)
+    return drows, dparams, None
 
 
 carry.defvjp(_forward, _backward)
 
 
+def _stages(
+    route: Route, layout: Layout, later: list[Any], labour: Stage, **way: bool
+) -> list[Stage]:
+    """The hops outward, the experts' work, the hops homeward: each can hide behind the others."""
+
+    def hop(move: Callable, place: int) -> Stage:
+        return lambda number, rows: move(rows, place, later[number], route, layout, **way)
+
+    there = [hop(outward, place) for place in range(len(route.hops))]
+    back = [hop(homeward, place) for place in reversed(range(len(route.hops)))]
+    return [*there, labour, *back]
+
+
+def _tag(tree: Any) -> Any:
+    return jax.tree.map(lambda x: checkpoint_name(x, wire.TOKEN_WIRE), tree)
+
+
 def _differentiable(work: Work, arrived: Any, choices_IMK: jax.Array, params: Any) -> Any:
     """The results of `work`, and the function that takes their gradient back."""
     x_MD, weight_MK, choices_MK = _flat((*arrived, choices_IMK))
-    return jax.vjp(lambda x, weight, params: work(x, weight, choices_MK, params), x_MD, weight_MK, params)
 
+    def operate(x_MD: jax.Array, weight_MK: jax.Array | None, params: Any) -> jax.Array:
+        return work(x_MD, weight_MK, choices_MK, params)
 
-def _total(*parts: jax.Array) -> jax.Array:
-    """The sum of the chunks' weight gradients, added up in float32."""
-    if len(parts) == 1:
-        return parts[0]
-    return sum(part.astype(jnp.float32) for part in parts).astype(parts[0].dtype)
+    return jax.vjp(operate, x_MD, weight_MK, params)
 
 
 def _flat(x_IM: Any) -> Any:

@@ -6,7 +6,8 @@ the transpose of each collective is its true transpose: all-gather and reduce-sc
 other's, all-to-all is its own inverse, all-reduce is its own. See docs/decisions/0001.
 
 Each call names its axes; an axis of one device costs nothing. Results that carry tokens are tagged
-TOKEN_WIRE and gathered weights WEIGHT_WIRE, so that remat policies can keep what was communicated.
+TOKEN_WIRE and gathered weights WEIGHT_WIRE, so that remat policies can keep what was communicated;
+tag=None leaves that to the caller.
 """
 
 import jax
@@ -29,39 +30,45 @@ def index(axes: Axes) -> jax.Array:
     return lax.axis_index(axes)
 
 
-def all_gather(x: jax.Array, axes: Axes, *, dim: int, tag: str = TOKEN_WIRE) -> jax.Array:
+def all_gather(x: jax.Array, axes: Axes, *, dim: int, tag: str | None = TOKEN_WIRE) -> jax.Array:
     """Joins the devices' `x` along `dim`. Wire: (n - 1) / n of the result's bytes per device."""
     if size(axes) == 1:
         return x
-    return checkpoint_name(lax.all_gather(x, axes, axis=dim, tiled=True), tag)
+    return _tagged(lax.all_gather(x, axes, axis=dim, tiled=True), tag)
 
 
-def reduce_scatter(x: jax.Array, axes: Axes, *, dim: int, tag: str = TOKEN_WIRE) -> jax.Array:
+def reduce_scatter(
+    x: jax.Array, axes: Axes, *, dim: int, tag: str | None = TOKEN_WIRE
+) -> jax.Array:
     """Sums the devices' `x`; each keeps its slice of `dim`. Wire: (n - 1) / n of x's bytes."""
     if size(axes) == 1:
         return x
-    return checkpoint_name(lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True), tag)
+    return _tagged(lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True), tag)
 
 
-def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
+def all_reduce(x: jax.Array, axes: Axes, *, tag: str | None = TOKEN_WIRE) -> jax.Array:
     """Sums the devices' `x`. Wire: 2 (n - 1) / n of x's bytes per device."""
     if size(axes) == 1:
         return x
-    return checkpoint_name(lax.psum(x, axes), TOKEN_WIRE)
+    return _tagged(lax.psum(x, axes), tag)
 
 
 def all_max(x: jax.Array, axes: Axes) -> jax.Array:
     """The largest of the devices' `x`; not differentiable."""
     if size(axes) == 1:
         return x
-    return checkpoint_name(lax.pmax(lax.stop_gradient(x), axes), TOKEN_WIRE)
+    return _tagged(lax.pmax(lax.stop_gradient(x), axes), TOKEN_WIRE)
 
 
-def all_to_all(x_P: jax.Array, axes: Axes) -> jax.Array:
+def all_to_all(x_P: jax.Array, axes: Axes, *, tag: str | None = TOKEN_WIRE) -> jax.Array:
     """Sends `x_P[p]` to device p along `axes`, receives into the same place.
 
     Its own inverse and its own transpose. Wire: (n - 1) / n of x's bytes per device.
     """
     if size(axes) == 1:
         return x_P
-    return checkpoint_name(lax.all_to_all(x_P, axes, 0, 0, tiled=True), TOKEN_WIRE)
+    return _tagged(lax.all_to_all(x_P, axes, 0, 0, tiled=True), tag)
+
+
+def _tagged(x: jax.Array, tag: str | None) -> jax.Array:
+    return x if tag is None else checkpoint_name(x, tag)

@@ -73,8 +73,8 @@ def visit_experts(
         return in_rounds(one, -(-fullest // rows), operands, (expert_NK, rank_NK))
 
     need = needed(expert_NK, route, layout, num_experts=moe.num_experts)
-    fits = jnp.all(need <= jnp.array((*usual.rows, usual.work)[: need.shape[0]]))
-    return lax.cond(fits, partial(run, route, usual), rounds, operands, expert_NK)
+    overflows = jnp.any(need > jnp.array((*usual.rows, usual.work)[: need.shape[0]]))
+    return lax.cond(overflows, rounds, partial(run, route, usual), operands, expert_NK)
 
 
 def _along(
@@ -93,9 +93,12 @@ def _along(
         journey = plan_journey(
             expert_NK, route, program.layout, num_experts=moe.num_experts, rows=sizes.rows
         )
-    run = partial(carry, route, program.layout, work, program.pin)
+
+    def run(rows: tuple[jax.Array, jax.Array | None]) -> jax.Array:
+        return carry(route, program.layout, work, program.pin, rows, params, journey)
+
     if not journey.places:  # every expert is at home, whole or sharded
-        return run((x_ND[None], weight_NK[None]), params, journey)[0]
+        return run((x_ND[None], weight_NK[None]))[0]
     slot_NK, item_S = journey.places[0]
     token_S = item_S // slot_NK.shape[1]
 
@@ -104,7 +107,7 @@ def _along(
 
     with jax.named_scope("dispatch"):
         sent = (bucket(x_ND), bucket(weight_NK) if route.merges else None)
-    y_SD = run(sent, params, journey).reshape(-1, x_ND.shape[1])
+    y_SD = run(sent).reshape(-1, x_ND.shape[1])
     with jax.named_scope("combine"):
         if route.merges:
             return collect(y_SD, slot_NK, token_S)

@@ -83,7 +83,7 @@ def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) ->
 
 
 def _reach(E: int, K: int, groups: int) -> float:
-    """The chance that a token's K of E experts, drawn evenly, touch one of `groups` equal groups."""
+    """The chance that one of `groups` equal groups has some of a token's K of E experts."""
     return 1 - math.comb(E - E // groups, K) / math.comb(E, K)
 
 
@@ -94,7 +94,7 @@ def needed(
 
     The fullest over all parts, peers and devices. Wire: a few integers a peer, and their maximum.
     """
-    K, parts = expert_NK.shape[1], route.parts
+    parts = route.parts
     found: list[jax.Array] = []
     passed: Axes = ()
     owners, part_NK = 1, jnp.zeros_like(expert_NK)

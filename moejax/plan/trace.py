@@ -1,7 +1,7 @@
 """Reads a traced program: every collective it will issue, with its axes and bytes.
 
-The walk enters loops (multiplied by their length) and calls. Of a `lax.switch` it counts the first
-branch, the one that an ordinary step takes.
+The walk enters loops (multiplied by their length) and calls. Of a `lax.switch` or `lax.cond` it
+counts the first branch (the false one), which is what an ordinary step takes.
 """
 
 from collections.abc import Iterator

@@ -161,9 +161,7 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
     backward = cfg.route_chunks_backward or cfg.route_chunks
     program = Program(
         layout=layout,
-        route=build_route(
-            cfg.route, layout, chunks=cfg.route_chunks, chunks_backward=backward
-        ),
+        route=build_route(cfg.route, layout, chunks=cfg.route_chunks, chunks_backward=backward),
         pin=platform != "cpu",
         dtype=cfg.model.dtype,
         gradient_dtype=cfg.train.gradient_dtype,

@@ -83,9 +83,7 @@ def test_a_bucket_row_knows_the_experts_it_visits(case, per_peer, merge):
     peer_NK = jnp.minimum(expert_NK // per_peer, P)
     places = place_items(peer_NK, peers=P, rows=rows, merge=merge)
     choice_Sk = np.asarray(
-        follow(
-            jnp.asarray(expert_NK), places, peers=P, rows=rows, per_peer=per_peer, merge=merge
-        )
+        follow(jnp.asarray(expert_NK), places, peers=P, rows=rows, per_peer=per_peer, merge=merge)
     )
     visits = sorted(
         (int(places.item_S[s]) // expert_NK.shape[1], s // rows * per_peer + int(choice))

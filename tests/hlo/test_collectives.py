@@ -53,7 +53,7 @@ def test_the_compiled_program_has_the_collectives_of_the_traced_one(mesh):
 
 
 def test_tokens_cross_the_expert_axis_four_times_a_layer_and_in_the_compute_dtype():
-    """Dispatch and combine, forward and backward; one more carries the counts."""
+    """Dispatch and combine, forward and backward; one more carries which expert a row visits."""
     cfg = capacity_case((1, 1, 8, 1), model={"num_layers": 3, "dtype": "bfloat16"})
     found, _ = census(cfg)
     moved = [one for one in found if one.kind == "all_to_all"]
@@ -62,7 +62,8 @@ def test_tokens_cross_the_expert_axis_four_times_a_layer_and_in_the_compute_dtyp
     assert {one.axes for one in moved} == {("expert",)}
     # 8 peers, 16 tokens a device, top 2 of 8 experts, capacity factor 2: 8 rows to each expert.
     assert {one.bytes for one in tokens} == {8 * 8 * 32 * 2}
-    assert sum(one.calls for one in moved if one.dtype == "int32") == 3
+    choices = [one for one in moved if one.dtype == "uint8"]
+    assert [(one.calls, one.bytes) for one in choices] == [(3, 8 * 8)]
 
 
 def test_a_mesh_of_one_communicates_nothing():
