@@ -13,7 +13,7 @@ from moejax.errors import InputError
 from moejax.fields import fields, get_value, short
 
 AXES = ("replica", "fsdp", "expert", "tensor")
-ROUTE_SETTINGS = ("route", "route_chunks", "route_chunks_backward")
+ROUTE_SETTINGS = ("route", "route_chunks", "route_chunks_backward", "route_trim")
 
 
 def check(cfg: Config) -> None:
@@ -89,7 +89,7 @@ def _effects() -> Iterator[_Effect]:
         "`mesh.tensor` is 1",
     )
     yield (
-        ("route_chunks", "route_chunks_backward"),
+        ("route_chunks", "route_chunks_backward", "route_trim"),
         lambda cfg: _owners(cfg.mesh) > 1 or cfg.route == "spread",
         "one device owns all experts, so nothing is exchanged",
     )
@@ -317,6 +317,10 @@ def _owners(mesh: MeshConfig) -> int:
     return mesh.expert * mesh.tensor if mesh.expert_weights == "folded" else mesh.expert
 
 
+def _chunks(cfg: Config) -> tuple[int, int]:
+    return cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
+
+
 def _check_route(cfg: Config) -> None:
     mesh, route = cfg.mesh, cfg.route
     if route in ("duplicate", "spread", "gather_home"):
@@ -326,6 +330,12 @@ def _check_route(cfg: Config) -> None:
             f"{mesh.tensor}, `mesh.expert_weights` is {mesh.expert_weights}. Choose split, or a "
             "tensor axis above 1 and hidden.",
         )
+    _require(
+        not cfg.route_trim or (route != "gather_home" and _chunks(cfg) == (1, 1)),
+        f"`route_trim` sends each bucket in one piece. `route` is {route} with "
+        f"{' and '.join(map(str, _chunks(cfg)))} chunks, which cuts it. Leave `route_trim` off, or "
+        "choose one chunk and another route than gather_home.",
+    )
     if route in ("merge", "two_level_merge"):
         plain = "split" if route == "merge" else "two_level"
         _require(

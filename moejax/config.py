@@ -283,6 +283,9 @@ class Config:
     route_chunks_backward: int | None = setting(
         None, "the same in the backward pass; none: as many as forward", at_least=1
     )
+    route_trim: bool = setting(
+        False, "send only the rows of a bucket that some device fills (needs one chunk)"
+    )
     model: ModelConfig = section(ModelConfig, "transformer")
     moe: MoEConfig = section(MoEConfig, "expert layers")
     mesh: MeshConfig = section(MeshConfig, "devices")

@@ -60,6 +60,7 @@ class Route:
     replicated: bool = False  # whether it starts from the tokens of all tensor ranks
     chunks: int = 1
     chunks_backward: int = 1
+    trim: bool = False  # whether only the filled rows of buckets travel, not whole buckets
 
     @property
     def parts(self) -> int:
@@ -77,7 +78,9 @@ class Route:
         return tuple(hop for hop in self.hops if hop.kind == "all_to_all")
 
 
-def build_route(name: str, layout: Layout, *, chunks: int = 1, chunks_backward: int = 1) -> Route:
+def build_route(
+    name: str, layout: Layout, *, chunks: int = 1, chunks_backward: int = 1, trim: bool = False
+) -> Route:
     """Returns a route of `ROUTES` on a mesh; hops of one device are left out."""
     owner, tensor = layout.expert_owner_axes, layout.tensor
     merge = name in ("merge", "two_level_merge")
@@ -96,8 +99,8 @@ def build_route(name: str, layout: Layout, *, chunks: int = 1, chunks_backward: 
             hops.append(Hop("gather", tensor))
     hops = tuple(hop for hop in hops if layout.size(hop.axes + hop.split) > 1)
     if not any(hop.kind == "all_to_all" for hop in hops):
-        chunks = chunks_backward = 1  # without buckets there is nothing to cut
-    return Route(name, hops, name in ("duplicate", "gather_home"), chunks, chunks_backward)
+        chunks, chunks_backward, trim = 1, 1, False  # there are no buckets
+    return Route(name, hops, name in ("duplicate", "gather_home"), chunks, chunks_backward, trim)
 
 
 def plain_route(route: Route, layout: Layout) -> Route:

@@ -98,6 +98,7 @@ FIELD_NAMES = [
     "route",
     "route_chunks",
     "route_chunks_backward",
+    "route_trim",
     "run_dir",
     "train.batch_sequences",
     "train.eval_batches",

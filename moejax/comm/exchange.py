@@ -21,6 +21,9 @@ from moejax.dims import Layout
 from moejax.kernels.permute import rows_at, sum_rows
 from moejax.route import Hop, Route
 
+# Into how many equal steps a bucket's rows are counted when only the filled ones travel.
+PIECES = 128
+
 
 class Journey(NamedTuple):
     """Where all rows of one device go, hop after hop.
@@ -30,6 +33,8 @@ class Journey(NamedTuple):
 
     places: tuple[Places, ...]  # of each all-to-all hop
     expert_IMK: Int[Array, "I M k"]  # at the end: choices of each row; experts_here for none
+    # Rows of a bucket that any device fills, for each exchange; None: whole buckets travel.
+    filled: Int[Array, " S"] | None
 
 
 def plan_journey(
@@ -39,6 +44,7 @@ def plan_journey(
     *,
     num_experts: int,
     rows: tuple[int, ...],
+    filled: Int[Array, " S"] | None = None,
 ) -> Journey:
     """Plans the journey of every assignment whose expert is below `num_experts`.
 
@@ -46,6 +52,7 @@ def plan_journey(
 
     Args:
       rows: J of each exchange, of one part of a bucket.
+      filled: as in `Journey`; the same on every device.
     """
     parts, span, places = route.parts, num_experts, []
     expert_IMK = expert_NK[None]
@@ -67,7 +74,7 @@ def plan_journey(
                 expert_IMK = expert_IMK.reshape(parts, peers * J, -1)
             places.append(placed)
         expert_IMK = _ship_choices(expert_IMK, hop, layout, none=span)
-    return Journey(tuple(places), expert_IMK)
+    return Journey(tuple(places), expert_IMK, filled)
 
 
 def _ship_choices(expert_IMK: jax.Array, hop: Hop, layout: Layout, *, none: int) -> jax.Array:
@@ -77,37 +84,52 @@ def _ship_choices(expert_IMK: jax.Array, hop: Hop, layout: Layout, *, none: int)
 
 
 def outward(
-    rows: Any, number: int, later: tuple[Places, ...], route: Route, layout: Layout, **way: bool
+    rows: Any, number: int, piece: Journey, route: Route, layout: Layout, **way: bool
 ) -> Any:
     """Takes rows of some parts one hop towards the experts.
 
     Args:
       rows: arrays [I, M, ...]; before the first exchange, its buckets.
       number: of the hop.
-      later: places of the exchanges after the first, for these parts.
+      piece: the journey, with the places of the exchanges after the first, for these parts.
       way: gradient=True where the rows are gradients of results on their way back.
     """
     hop = route.hops[number]
     if number and hop.kind == "all_to_all":
-        slot_IMK, item_IS = later[number - 1]
+        slot_IMK, item_IS = piece.places[number - 1]
         row_IS = item_IS // slot_IMK.shape[-1]
         rows = jax.tree.map(lambda x_IMD: jax.vmap(rows_at)(x_IMD, row_IS), rows)
-    return jax.tree.map(lambda x: ship(x, hop, layout, **way), rows)
+    filled = _filled(piece, number, hop)
+    return jax.tree.map(lambda x: ship(x, hop, layout, filled=filled, **way), rows)
 
 
 def homeward(
-    results: Any, number: int, later: tuple[Places, ...], route: Route, layout: Layout, **way: bool
+    results: Any, number: int, piece: Journey, route: Route, layout: Layout, **way: bool
 ) -> Any:
     """Takes what became of `outward`'s rows back one hop; arguments as there."""
     hop = route.hops[number]
-    results = jax.tree.map(lambda y: bring(y, hop, layout, **way), results)
+    filled = _filled(piece, number, hop)
+    results = jax.tree.map(lambda y: bring(y, hop, layout, filled=filled, **way), results)
     if number and hop.kind == "all_to_all":
-        slot_IMK = later[number - 1].slot_MK
+        slot_IMK = piece.places[number - 1].slot_MK
         results = jax.tree.map(lambda y_ISD: jax.vmap(sum_rows)(y_ISD, slot_IMK), results)
     return results
 
 
-def ship(x_IM: jax.Array, hop: Hop, layout: Layout, *, gradient: bool = False) -> jax.Array:
+def _filled(piece: Journey, number: int, hop: Hop) -> jax.Array | None:
+    if piece.filled is None or hop.kind != "all_to_all":
+        return None
+    return piece.filled[number]
+
+
+def ship(
+    x_IM: jax.Array,
+    hop: Hop,
+    layout: Layout,
+    *,
+    gradient: bool = False,
+    filled: jax.Array | None = None,
+) -> jax.Array:
     """One hop outward: array [I, M, ...] of bucket rows, peer by peer, to what arrives.
 
     Its results are not tagged for remat: the pipeline tags them where its steps end.
@@ -126,16 +148,23 @@ def ship(x_IM: jax.Array, hop: Hop, layout: Layout, *, gradient: bool = False) -
     if hop.copies:
         copies = layout.size(hop.copies)
         x_PIJ = jnp.repeat(x_PIJ, copies, axis=0)
-    return _by_part(wire.all_to_all(x_PIJ, hop.axes, tag=None))
+    return _by_part(_swap(x_PIJ, hop, filled))
 
 
-def bring(y_IM: jax.Array, hop: Hop, layout: Layout, *, gradient: bool = False) -> jax.Array:
+def bring(
+    y_IM: jax.Array,
+    hop: Hop,
+    layout: Layout,
+    *,
+    gradient: bool = False,
+    filled: jax.Array | None = None,
+) -> jax.Array:
     """One hop homeward, the mirror of `ship`: what was copied or gathered comes back summed."""
     if hop.kind == "gather":
         return wire.reduce_scatter(y_IM, hop.axes, dim=1, tag=None)
     if hop.kind == "sum":
         return y_IM if gradient else wire.all_reduce(y_IM, hop.axes, tag=None)
-    y_PIJ = wire.all_to_all(_by_peer(y_IM, layout.size(hop.axes)), hop.axes, tag=None)
+    y_PIJ = _swap(_by_peer(y_IM, layout.size(hop.axes)), hop, filled)
     if hop.copies:
         by_copy = y_PIJ.reshape(-1, layout.size(hop.copies), *y_PIJ.shape[1:])
         y_PIJ = jnp.sum(by_copy.astype(jnp.float32), axis=1).astype(y_PIJ.dtype)
@@ -144,6 +173,33 @@ def bring(y_IM: jax.Array, hop: Hop, layout: Layout, *, gradient: bool = False) 
     elif hop.split:
         y_PIJ = wire.all_gather(y_PIJ, hop.split, dim=2, tag=None)
     return _by_part(y_PIJ)
+
+
+def _swap(x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None) -> jax.Array:
+    """The all-to-all; of each bucket's J rows only as many as are filled, in steps of J / PIECES.
+
+    Shapes must be static, so the number of steps travels as its binary digits: one exchange for
+    each digit that is set. Rows that stay behind arrive as zeros, which is what they are.
+    """
+    if filled is None:
+        return wire.all_to_all(x_PIJ, hop.axes, tag=None)
+    step = -(-x_PIJ.shape[2] // PIECES)
+    steps = -(-filled // step)
+    y_PIJ, start = jnp.zeros_like(x_PIJ), jnp.int32(0)
+    for digit in reversed(range(PIECES.bit_length())):
+        size = step << digit
+        if size > x_PIJ.shape[2]:
+            continue
+
+        def send(y_PIJ: jax.Array, start=start, size=size) -> jax.Array:
+            piece = lax.dynamic_slice_in_dim(x_PIJ, start, size, axis=2)
+            piece = wire.all_to_all(piece, hop.axes, tag=None)
+            return lax.dynamic_update_slice_in_dim(y_PIJ, piece, start, axis=2)
+
+        goes = (steps >> digit) & 1 == 1
+        y_PIJ = lax.cond(~goes, lambda y_PIJ: y_PIJ, send, y_PIJ)
+        start += jnp.where(goes, size, 0)
+    return y_PIJ
 
 
 def _by_peer(x_IM: jax.Array, peers: int) -> jax.Array:

@@ -51,9 +51,8 @@ def run_stages(
     return [flight[number] for number in range(len(chunks))]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def carry(
-    route: Route, layout: Layout, work: Work, pin: bool, rows: Any, params: Any, journey: Journey
+    rows: Any, params: Any, journey: Journey, *, route: Route, layout: Layout, work: Work, pin: bool
 ) -> jax.Array:
     """Returns what the experts made of each bucket row: [I, P * J, D], at home again.
 
@@ -62,7 +61,13 @@ def carry(
       rows: (x [I, P * J, D], weights [I, P * J, K] or None where they stay at home), in the first
         exchange's buckets.
       params: of `work`; differentiated.
+      pin: see `run_stages`.
     """
+    return _carry(route, layout, work, pin, rows, params, journey)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _carry(route, layout, work, pin, rows, params, journey):
     return _forward(route, layout, work, pin, rows, params, journey)[0]
 
 
@@ -79,7 +84,7 @@ def _forward(route, layout, work, pin, rows, params, journey):
         kept[number] = pull if k == route.chunks_backward else arrived
         return _unflat(y_MD, arrived[0].shape[0])
 
-    stages = _stages(route, layout, _cut(journey.places[1:], k), labour)
+    stages = _stages(route, layout, journey, labour, k)
     results = _tag(_join(run_stages(stages, _cut(rows, k), pin=pin, held={})))
     return results, ([kept[number] for number in range(k)], params, journey)
 
@@ -102,22 +107,23 @@ def _backward(route, layout, work, pin, saved, gradient):
         held["params"] = jax.tree.map(jnp.add, held["params"], dparams) if held else dparams
         return _unflat((dx_MD, dweight_MK), gradient.shape[0])
 
-    stages = _stages(route, layout, _cut(journey.places[1:], k), labour, gradient=True)
+    stages = _stages(route, layout, journey, labour, k, gradient=True)
     drows = _join(run_stages(stages, _cut(gradient, k), pin=pin, held=held))
     dparams = jax.tree.map(lambda g, w: g.astype(w.dtype), held["params"], params)
     return drows, dparams, None
 
 
-carry.defvjp(_forward, _backward)
+_carry.defvjp(_forward, _backward)
 
 
 def _stages(
-    route: Route, layout: Layout, later: list[Any], labour: Stage, **way: bool
+    route: Route, layout: Layout, journey: Journey, labour: Stage, chunks: int, **way: bool
 ) -> list[Stage]:
     """The hops outward, the experts' work, the hops homeward: each can hide behind the others."""
+    pieces = [journey._replace(places=later) for later in _cut(journey.places[1:], chunks)]
 
     def hop(move: Callable, place: int) -> Stage:
-        return lambda number, rows: move(rows, place, later[number], route, layout, **way)
+        return lambda number, rows: move(rows, place, pieces[number], route, layout, **way)
 
     there = [hop(outward, place) for place in range(len(route.hops))]
     back = [hop(homeward, place) for place in reversed(range(len(route.hops)))]

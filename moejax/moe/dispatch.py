@@ -54,8 +54,12 @@ def visit_experts(
     run = partial(_along, moe=moe, program=program)
     operands = (x_ND, weight_NK, params)
     usual = usual_sizes(route, layout, moe, tokens=x_ND.shape[0])
-    if usual.certain:
+    if usual.certain and not route.trim:
         return run(route, usual, operands, expert_NK)
+    need = needed(expert_NK, route, layout, num_experts=moe.num_experts)
+    usually = partial(run, route, usual, filled=need if route.trim else None)
+    if usual.certain:
+        return usually(operands, expert_NK)
     plain = plain_route(route, layout)
     sizes = usual_sizes(plain, layout, moe, tokens=x_ND.shape[0])
     (rows,) = sizes.rows
@@ -72,9 +76,8 @@ def visit_experts(
         fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
         return in_rounds(one, -(-fullest // rows), operands, (expert_NK, rank_NK))
 
-    need = needed(expert_NK, route, layout, num_experts=moe.num_experts)
     overflows = jnp.any(need > jnp.array((*usual.rows, usual.work)[: need.shape[0]]))
-    return lax.cond(overflows, rounds, partial(run, route, usual), operands, expert_NK)
+    return lax.cond(overflows, rounds, usually, operands, expert_NK)
 
 
 def _along(
@@ -85,20 +88,23 @@ def _along(
     *,
     moe: MoEConfig,
     program: Program,
+    filled: jax.Array | None = None,
 ) -> jax.Array:
     """Dispatch, experts and combine along one route, whose buckets hold what is sent."""
     x_ND, weight_NK, params = operands
     work = _experts_work(sizes, experts_here=params[0].shape[0], kernel=program.experts)
     with jax.named_scope("dispatch"):
         journey = plan_journey(
-            expert_NK, route, program.layout, num_experts=moe.num_experts, rows=sizes.rows
+            expert_NK,
+            route,
+            program.layout,
+            num_experts=moe.num_experts,
+            rows=sizes.rows,
+            filled=filled,
         )
-
-    def run(rows: tuple[jax.Array, jax.Array | None]) -> jax.Array:
-        return carry(route, program.layout, work, program.pin, rows, params, journey)
-
+    run = partial(carry, route=route, layout=program.layout, work=work, pin=program.pin)
     if not journey.places:  # every expert is at home, whole or sharded
-        return run((x_ND[None], weight_NK[None]))[0]
+        return run((x_ND[None], weight_NK[None]), params, journey)[0]
     slot_NK, item_S = journey.places[0]
     token_S = item_S // slot_NK.shape[1]
 
@@ -107,7 +113,7 @@ def _along(
 
     with jax.named_scope("dispatch"):
         sent = (bucket(x_ND), bucket(weight_NK) if route.merges else None)
-    y_SD = run(sent).reshape(-1, x_ND.shape[1])
+    y_SD = run(sent, params, journey).reshape(-1, x_ND.shape[1])
     with jax.named_scope("combine"):
         if route.merges:
             return collect(y_SD, slot_NK, token_S)
@@ -123,7 +129,8 @@ def _experts_work(sizes: Sizes, *, experts_here: int, kernel: str) -> Work:
         with jax.named_scope("experts"):
             (slot_MK, item_R), sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
             x_RD = permute(x_MD, item_R // K, slot_MK)
-            y_RD = expert_mlp(x_RD, *params, sizes_e, implementation=kernel)
+            w_in_EDUF, w_out_EFD = params
+            y_RD = expert_mlp(x_RD, w_in_EDUF, w_out_EFD, sizes_e, implementation=kernel)
             if weight_MK is None:
                 return collect(y_RD, slot_MK, item_R // K)
             return weighted_sum(y_RD, weight_MK, slot_MK, item_R)

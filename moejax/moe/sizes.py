@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 
 from moejax.comm import wire
 from moejax.comm.buckets import rank_items
+from moejax.comm.exchange import PIECES
 from moejax.config import MoEConfig
 from moejax.dims import Axes, Layout
 from moejax.route import Route
@@ -68,8 +69,10 @@ def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) ->
             size = bounded(worst, sources * tokens * share / (parts if rows else 1), sources)
             size = math.ceil(size / (1 if rows else parts))
             shares = layout.size(hop.split)
+            if route.trim:
+                shares = math.ceil(size / PIECES)  # buckets travel in whole steps
             rows.append(math.ceil(size / shares) * shares)
-            arriving = layout.size(hop.axes) * rows[-1] // shares
+            arriving = layout.size(hop.axes) * rows[-1] // layout.size(hop.split)
             choices = choices if hop.merge else 1
         elif hop.kind == "gather":
             ranks = layout.size(hop.axes)

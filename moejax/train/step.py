@@ -158,10 +158,15 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
       platform: "cpu", "gpu" or "tpu", which chooses kernels.
     """
     layout = build_layout(cfg.mesh)
-    backward = cfg.route_chunks_backward or cfg.route_chunks
     program = Program(
         layout=layout,
-        route=build_route(cfg.route, layout, chunks=cfg.route_chunks, chunks_backward=backward),
+        route=build_route(
+            cfg.route,
+            layout,
+            chunks=cfg.route_chunks,
+            chunks_backward=cfg.route_chunks_backward or cfg.route_chunks,
+            trim=cfg.route_trim,
+        ),
         pin=platform != "cpu",
         dtype=cfg.model.dtype,
         gradient_dtype=cfg.train.gradient_dtype,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from moejax.config import MeshConfig, MoEConfig
+from moejax.config import Config, MeshConfig, MoEConfig
 from moejax.dims import build_layout
 from moejax.moe.dispatch import drop_above, visit_experts
 from moejax.plan.build import build_mesh
@@ -31,13 +31,17 @@ CASES = {
     "two_level_merge": (MeshConfig(expert=4, tensor=2, expert_weights="folded", nodes=2), 2),
 }
 
+TRIMMED = ["split trimmed", "spread trimmed", "two_level_merge trimmed"]
+
 
 @functools.cache
 def runner(name, K):
     """(global x, weights, experts, params) -> (outputs, gradients); compiled once."""
-    mesh_config, chunks = CASES[name]
+    mesh_config, chunks = CASES[name.removesuffix(" trimmed")]
     layout = build_layout(mesh_config)
-    program = Program(layout, build_route(name, layout, chunks=chunks), experts="reference")
+    options = {"trim": True} if name.endswith(" trimmed") else {"chunks": chunks}
+    route = build_route(name.removesuffix(" trimmed"), layout, **options)
+    program = Program(layout, route, experts="reference")
     moe = MoEConfig(num_experts=E, experts_per_token=K, expert_hidden=F)
     tokens = P(layout.token_axes) if program.route.replicated else P(layout.mesh_axes)
     params = tuple(layout.param_spec(dims, len(dims)) for dims in ("EDUF", "EFD"))
@@ -103,7 +107,7 @@ def routings(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ROUTES))
+@pytest.mark.parametrize("name", [*sorted(ROUTES), *TRIMMED])
 @settings(max_examples=12, deadline=None)
 @given(case=routings())
 def test_no_choice_is_lost_on_any_route_at_any_skew(name, case):
@@ -136,7 +140,6 @@ def test_capacity_keeps_the_first_tokens_of_each_expert(case, capacity):
         assert kept[a] == (E if late else expert)
 
 
-def test_every_route_has_a_case():
-    assert set(CASES) == set(ROUTES)
-    choices = {f.name: f.metadata for f in dataclasses.fields(MeshConfig)}
-    assert choices
+def test_every_route_has_a_case_and_is_a_choice_of_the_config():
+    (choices,) = (f.metadata["choices"] for f in dataclasses.fields(Config) if f.name == "route")
+    assert set(CASES) == set(ROUTES) == set(choices)
