@@ -28,6 +28,9 @@ from moejax.route import Route, plain_route
 
 Params = tuple[jax.Array, jax.Array]  # w_in [e, D, 2, F] and w_out [e, F, D] of the experts here
 
+# A round takes a bucket's balanced load of one in so many tokens.
+ROUND_SHARE = 4
+
 
 def drop_above(
     expert_NK: Int[Array, "N K"], capacity: int, *, num_experts: int
@@ -60,8 +63,23 @@ def visit_experts(
     usually = partial(run, route, usual, filled=need if route.trim else None)
     if usual.certain:
         return usually(operands, expert_NK)
-    plain = plain_route(route, layout)
-    sizes = usual_sizes(plain, layout, moe, tokens=x_ND.shape[0])
+    rounds = partial(_in_rounds, moe=moe, program=program)
+    overflows = jnp.any(need > jnp.array((*usual.rows, usual.work)[: need.shape[0]]))
+    return lax.cond(overflows, rounds, usually, operands, expert_NK)
+
+
+def _in_rounds(
+    operands: tuple[jax.Array, jax.Array, Params],
+    expert_NK: jax.Array,
+    *,
+    moe: MoEConfig,
+    program: Program,
+) -> jax.Array:
+    """Dispatch, experts and combine in as many rounds of the plain route as the fullest needs."""
+    layout = program.layout
+    plain = plain_route(program.route, layout)
+    # Backward holds a round's results beside room for those of the usual path: so rounds are small.
+    sizes = usual_sizes(plain, layout, moe, tokens=-(-expert_NK.shape[0] // ROUND_SHARE))
     (rows,) = sizes.rows
     peers = plain.exchanges[0].peers(layout)
     peer_NK = expert_NK // (moe.num_experts // peers)
@@ -70,14 +88,10 @@ def visit_experts(
     def one(r: jax.Array, operands: Any, integers: Any) -> jax.Array:
         expert_NK, rank_NK = integers
         now_NK = jnp.where(rank_NK // rows == r, expert_NK, moe.num_experts)
-        return run(plain, sizes, operands, now_NK)
+        return _along(plain, sizes, operands, now_NK, moe=moe, program=program)
 
-    def rounds(operands: Any, expert_NK: jax.Array) -> jax.Array:
-        fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
-        return in_rounds(one, -(-fullest // rows), operands, (expert_NK, rank_NK))
-
-    overflows = jnp.any(need > jnp.array((*usual.rows, usual.work)[: need.shape[0]]))
-    return lax.cond(overflows, rounds, usually, operands, expert_NK)
+    fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
+    return in_rounds(one, -(-fullest // rows), operands, (expert_NK, rank_NK))
 
 
 def _along(

@@ -1,0 +1,160 @@
+"""The results of `exchange.py` as a Markdown page."""
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+Found = dict[str, dict[str, Any]]  # of each variant: seconds, sent, counted, ...
+COLUMNS = (
+    "variant",
+    "speed",
+    "seconds (range)",
+    "of wire time",
+    "MB sent",
+    "sent / counted",
+    "sent / least",
+    "MB memory",
+)
+
+
+def page(record: dict[str, Any], question: str) -> str:
+    """The whole page."""
+    machine = record["machine"]
+    lines = [
+        "# Routes on the emulated cluster",
+        "",
+        *question.strip().splitlines(),
+        "",
+        f"{record['date']}; {machine['cpu']}, {machine['cpus_used']} CPUs for all hosts together; "
+        f"JAX {record['jax']}, Python {record['python']}; rows are float32.",
+        "",
+        "Speed is a ratio, the median over rounds of the first variant's seconds over this one's; "
+        "all-to-all, forward and both directions are each beside their own first. Wire time is the "
+        "counted bytes over the link's rate. Sent is what the kernel counted on the busiest link, "
+        "with headers and acknowledgements; counted is from the traced program; least is each "
+        "token once to each other host that needs it. Seconds are of this machine only.",
+        "",
+        "## In short",
+        "",
+        *(f"- {line}" for result in record["results"] for line in _short(result)),
+    ]
+    for result in record["results"]:
+        lines += ["", f"## {_title(result['case'])}", "", *table(result)]
+    return "\n".join(lines) + "\n"
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """A case; speed is beside its first variant of the same kind."""
+    case, found = result["case"], result["found"]
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|---" * len(COLUMNS) + "|"
+    first: dict[str, str] = {}
+    for name, facts in found.items():
+        base = first.setdefault(case["variants"][name][0], name)
+        seconds, sent, counted = facts["seconds"], median(facts["sent"]), facts["counted"]
+        cells = [
+            name,
+            f"{_speed(found, base, name):.2f}",
+            f"{median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})",
+            f"{_over_wire(case, facts):.2f}" if case["rate"] else "",
+            f"{sent / 1e6:.2f}",
+            f"{sent / counted:.3f}" if counted else "",
+            f"{sent / facts['least']:.3f}" if facts.get("least") else "",
+            f"{facts['temporary'] / 1e6:.0f}",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _title(case: dict[str, Any]) -> str:
+    rate = f"{case['rate']} Mbit/s" if case["rate"] else "links not shaped"
+    return f"{case['name']}: {case['hosts']} hosts x {case['devices']} devices, {rate}"
+
+
+def _speed(found: Found, base: str, name: str) -> float:
+    """How many times as fast as `base`: the median over rounds, each with its own pair."""
+    pairs = zip(found[base]["seconds"], found[name]["seconds"], strict=True)
+    return median(b / s for b, s in pairs)
+
+
+def _over_wire(case: dict[str, Any], facts: dict[str, Any]) -> float:
+    return median(facts["seconds"]) * case["rate"] * 1e6 / (8 * facts["counted"])
+
+
+def _short(result: dict[str, Any]) -> Iterator[str]:
+    """What a case says, a line a question."""
+    case, found = result["case"], result["found"]
+    say = {
+        "tensor": _tensor,
+        "merging": _merging,
+        "payload": _payload,
+        "dropless": _dropless,
+        "pipeline": _pipeline,
+        "train": _train_step,
+    }[case["name"].replace(",", " ").split()[0]]
+    for line in say(case, found):
+        yield f"{_title(case)}. {line}"
+
+
+def _tensor(case: dict[str, Any], found: Found) -> Iterator[str]:
+    size = case["config"]["mesh.tensor"]
+    phase = _speed(found, "all-to-all duplicate", "all-to-all split")
+    yield (
+        f"Split over duplicate: {phase:.2f} x for the all-to-all alone ({phase / size:.2f} T), "
+        f"{_speed(found, 'forward duplicate', 'forward split'):.2f} x for the layer forward."
+    )
+    routes = [name for name, (kind, _) in case["variants"].items() if kind == "both"]
+    yield _best(found, routes, "layer, both directions")
+
+
+def _best(found: Found, routes: list[str], what: str) -> str:
+    best = max(routes, key=lambda name: _speed(found, "duplicate", name))
+    return f"Best of the {what}: {best}, {_speed(found, 'duplicate', best):.2f} x over duplicate."
+
+
+def _merging(case: dict[str, Any], found: Found) -> Iterator[str]:
+    for way, kind in (("forward", "forward "), ("both directions", "")):
+        for copies, route in (("node", "two_level_merge"), ("device", "merge")):
+            base, name = f"{kind}split", f"{kind}{route}"
+            fewer = median(found[base]["sent"]) / median(found[name]["sent"])
+            speed = _speed(found, base, name)
+            yield (
+                f"One copy a {copies}, {way}: {fewer:.2f} x fewer bytes, {speed:.2f} x as fast "
+                f"({speed / fewer:.2f} of the bytes' ratio)."
+            )
+
+
+def _payload(case: dict[str, Any], found: Found) -> Iterator[str]:
+    facts = found["two_level_merge"]
+    least, sent = facts["least"], median(facts["sent"])
+    yield (
+        f"Payload {facts['payload'] / least:.4f} x the least, metadata "
+        f"{facts['metadata'] / least:.4f}, all that the kernel counted {sent / least:.4f}, which "
+        f"is {sent / facts['counted']:.4f} of what was counted beforehand."
+    )
+
+
+def _dropless(case: dict[str, Any], found: Found) -> Iterator[str]:
+    dropless, capacity = found["dropless"], found["capacity 1.25"]
+    yield (
+        f"Dropless takes {1 / _speed(found, 'capacity 1.25', 'dropless'):.2f} x the time and "
+        f"{dropless['temporary'] / capacity['temporary']:.2f} x the temporary memory of capacity "
+        f"1.25."
+    )
+
+
+def _pipeline(case: dict[str, Any], found: Found) -> Iterator[str]:
+    for way, kind in (("forward", "forward "), ("both directions", "")):
+        for experts in ("working", "idle"):
+            by_chunks = {
+                chunks: _over_wire(case, found[f"{kind}{experts}, {chunks}"])
+                for chunks in (1, 2, 4, 8)
+            }
+            listed = ", ".join(f"{over:.2f} ({chunks})" for chunks, over in by_chunks.items())
+            yield f"Time over wire time, {way}, experts {experts}, by chunks: {listed}."
+
+
+def _train_step(case: dict[str, Any], found: Found) -> Iterator[str]:
+    base = found["duplicate"]
+    share = base["exchanged"] * 8e-6 / case["rate"] / median(base["seconds"])
+    best = _best(found, [name for name in found if name != "duplicate"], "whole step")
+    yield f"All-to-all is {share:.0%} of duplicate's step by its wire time. {best}"

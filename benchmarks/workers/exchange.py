@@ -1,0 +1,260 @@
+"""One host of `exchange.py`: builds one expert layer on several routes and times them in turns.
+
+Started by launch/emulate on every host of the emulated cluster. Each round runs every variant once,
+in rotated order, all hosts in step; what this host put on its link meanwhile is read from the
+kernel. Takes the file of a case and writes its own measurements beside it.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moejax.runtime.start import join
+
+join()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from moejax.comm import wire  # noqa: E402
+from moejax.comm.exchange import PIECES, ship  # noqa: E402
+from moejax.dims import Layout, build_layout  # noqa: E402
+from moejax.moe.layer import MoE, RouterBias  # noqa: E402
+from moejax.moe.sizes import needed, usual_sizes  # noqa: E402
+from moejax.plan.build import build_mesh  # noqa: E402
+from moejax.plan.trace import Collective, collectives  # noqa: E402
+from moejax.settings import from_dict  # noqa: E402
+from moejax.train.step import Batch, Trainer, build_trainer  # noqa: E402
+
+SENT = Path("/sys/class/net/net0/statistics/tx_bytes")
+
+
+class Variant(NamedTuple):
+    """Something to time, and what is known of it beforehand."""
+
+    run: Callable[[], Any]
+    facts: dict[str, float]
+
+
+def build(case: dict, measure: str, settings: dict) -> Variant:
+    """Compiles one variant. `measure` is all_to_all, forward, both (directions) or step."""
+    cfg = from_dict({**case["config"], **settings})
+    trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), jax.devices()), "cpu")
+    if measure == "step":
+        return build_step(trainer)
+    x_BTD = make_tokens(case["tokens"], cfg.model.width)
+    layout = trainer.layout
+    owned = P(layout.token_axes, layout.tensor)
+    x = place(x_BTD, trainer.mesh, owned)
+    if measure == "all_to_all":
+        return build_all_to_all(trainer, x)
+    params, specs, call = build_layer(trainer)
+
+    def both(params: Any, x_BtD: jax.Array) -> Any:
+        y_BtD, pull = jax.vjp(call, params, x_BtD)
+        return y_BtD, pull(x_BtD)
+
+    body, out_specs = (call, owned) if measure == "forward" else (both, (owned, (specs, owned)))
+    mapped = jax.shard_map(
+        body, mesh=trainer.mesh, in_specs=(specs, owned), out_specs=out_specs, check_vma=False
+    )
+    program, facts = compiled(jax.jit(mapped), (params, x), trainer)
+    passes = 2 if measure == "forward" else 4
+    choice_BTK = np.argsort(-x_BTD[..., : cfg.moe.num_experts])[..., : cfg.moe.experts_per_token]
+    facts["least"] = least_bytes(choice_BTK, trainer) * passes
+    if trainer.program.route.trim:
+        facts["payload"] = trimmed_bytes(trainer, choice_BTK) * passes
+        facts["counted"] += facts["payload"]
+    return Variant(lambda: program(params, x), facts)
+
+
+def make_tokens(shape: list[int], width: int) -> np.ndarray:
+    """Tokens [B, T, D] whose first E channels, all different, are their router logits."""
+    return np.random.default_rng(0).standard_normal((*shape, width), dtype=np.float32)
+
+
+def place(values: np.ndarray, mesh: Any, spec: P) -> jax.Array:
+    """A global array of which each host makes its own part."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def build_layer(trainer: Trainer) -> tuple[Any, Any, Callable]:
+    """The expert layer's weights, their specs, and the per-device (weights, x) -> y."""
+    cfg, layout = trainer.cfg, trainer.layout
+    model = nnx.eval_shape(lambda: MoE(cfg.model, cfg.moe, trainer.program, nnx.Rngs(0)))
+    graph, state, balance = nnx.split(model, nnx.Param, RouterBias)
+    specs, params = {}, {}
+    for (name,), param in nnx.to_flat_state(state):
+        dims = param.get_metadata("dims")
+        specs[name] = layout.param_spec(dims, len(dims))
+        values = np.random.default_rng(1).standard_normal(param.shape, dtype=np.float32) / 8
+        # The router reads a token's logits from its first channels.
+        values = np.eye(*param.shape, dtype=np.float32) if name == "w_router" else values
+        params[name] = place(values, trainer.mesh, specs[name])
+    bias = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.to_pure_dict(balance))
+
+    def call(params: Any, x_BtD: jax.Array) -> jax.Array:
+        return nnx.merge(graph, params, bias)(x_BtD)[0]
+
+    return params, specs, call
+
+
+def build_all_to_all(trainer: Trainer, x: jax.Array) -> Variant:
+    """The first exchange of the route alone, with buckets of the layer's size."""
+    cfg, layout, route = trainer.cfg, trainer.layout, trainer.program.route
+    tokens = x.size // cfg.model.width // layout.size(layout.mesh_axes)
+    tokens *= layout.size(layout.tensor) if route.replicated else 1
+    (hop, *_), (rows, *_) = route.exchanges, usual_sizes(route, layout, cfg.moe, tokens=tokens).rows
+    shape = (layout.size(layout.mesh_axes), hop.peers(layout) * rows, cfg.model.width)
+    buckets = place(np.ones(shape, np.float32), trainer.mesh, P(layout.mesh_axes))
+    mapped = jax.shard_map(
+        lambda x_IMD: ship(x_IMD, hop, layout),
+        mesh=trainer.mesh,
+        in_specs=P(layout.mesh_axes),
+        out_specs=P(layout.mesh_axes),
+        check_vma=False,
+    )
+    program, facts = compiled(jax.jit(mapped), (buckets,), trainer)
+    return Variant(lambda: program(buckets), facts)
+
+
+def build_step(trainer: Trainer) -> Variant:
+    """The whole train step, on random tokens."""
+    shape = trainer.abstract_batch().token_BT.shape
+    token_BT = np.random.default_rng(0).integers(0, trainer.cfg.model.vocab_size, shape, np.int32)
+    arrays = (token_BT, np.roll(token_BT, -1, axis=1), np.zeros_like(token_BT))
+    batch = Batch(*(place(x, trainer.mesh, trainer.layout.token_spec()) for x in arrays))
+    state = trainer.init()
+    program, facts = compiled(trainer.step, (state, batch), trainer)
+    kept = [state]
+
+    def run() -> Any:
+        kept[0], metrics = program(kept[0], batch)
+        return metrics
+
+    return Variant(run, facts)
+
+
+def compiled(function: Any, arguments: tuple, trainer: Trainer) -> tuple[Callable, dict]:
+    """Compiles; counts what the traced program sends over a host's link."""
+    traced = function.trace(*arguments)
+    program = traced.lower().compile()
+    calls = collectives(traced.jaxpr.jaxpr)
+    if trainer.program.route.trim:  # how many of the rows travel is for the routing to say
+        calls = [c for c in calls if c.kind != "all_to_all" or c.dtype.startswith("uint")]
+    sent = [(c, link_bytes(c, trainer.layout)) for c in calls]
+    return program, {
+        "counted": sum(n for _, n in sent),
+        "exchanged": sum(n for c, n in sent if c.kind == "all_to_all"),
+        "metadata": sum(n for c, n in sent if c.kind == "all_to_all" and c.dtype[:4] == "uint"),
+        "temporary": program.memory_analysis().temp_size_in_bytes,
+    }
+
+
+def link_bytes(call: Collective, layout: Layout) -> float:
+    """Bytes that one host's devices put on its link for a collective; rings, but for all-to-all."""
+    n, nodes = layout.size(call.axes), layout.size(layout.between_nodes(call.axes))
+    if nodes == 1:
+        return 0
+    devices = jax.local_device_count()
+    if call.kind == "all_to_all":
+        return call.calls * call.bytes * (1 - 1 / nodes) * devices
+    rings = devices / (n / nodes)
+    turns = {"all_reduce": 2, "all_max": 2}.get(call.kind, 1)
+    return call.calls * call.bytes * turns * (n - 1) / n * rings
+
+
+def by_device(choice_BTK: np.ndarray, layout: Layout) -> np.ndarray:
+    """The choices [devices, N, K] of each device's own tokens, in mesh order."""
+    B, T, K = choice_BTK.shape
+    b, t = layout.size(layout.token_axes), layout.size(layout.tensor)
+    cut = choice_BTK.reshape(b, B // b, t, T // t, K)
+    return np.swapaxes(cut, 1, 2).reshape(b * t, -1, K)
+
+
+def least_bytes(choice_BTK: np.ndarray, trainer: Trainer) -> float:
+    """Rows that must leave a host if each token goes once to each other host that needs it."""
+    layout, moe = trainer.layout, trainer.cfg.moe
+    hosts = layout.size(layout.slow)
+    host_HNK = by_device(choice_BTK, layout).reshape(hosts, -1, moe.experts_per_token)
+    host_HNK = host_HNK // (moe.num_experts // hosts)
+    needs_HNH = (host_HNK[..., None] == np.arange(hosts)).any(axis=2)
+    leaving = [needs_HNH[h].sum() - needs_HNH[h, :, h].sum() for h in range(hosts)]
+    return float(max(leaving)) * 4 * trainer.cfg.model.width
+
+
+def trimmed_bytes(trainer: Trainer, choice_BTK: np.ndarray) -> float:
+    """What one pass of rows, or of results, of a trimmed route puts on a host's link."""
+    layout, route, moe = trainer.layout, trainer.program.route, trainer.cfg.moe
+    choice_ANK = by_device(choice_BTK, layout)
+    spec = P(layout.mesh_axes)
+    mapped = jax.shard_map(
+        lambda c_ANK: needed(c_ANK[0], route, layout, num_experts=moe.num_experts),
+        mesh=trainer.mesh,
+        in_specs=spec,
+        out_specs=P(),
+        check_vma=False,
+    )
+    need = np.asarray(jax.jit(mapped)(place(choice_ANK.astype(np.int32), trainer.mesh, spec)))
+    sizes = usual_sizes(route, layout, moe, tokens=choice_ANK.shape[1])
+    total = 0.0
+    for hop, rows, filled in zip(route.exchanges, sizes.rows, need, strict=False):
+        step = math.ceil(rows / PIECES)
+        sent = math.ceil(filled / step) * step * hop.peers(layout) * 4 * trainer.cfg.model.width
+        total += link_bytes(Collective("all_to_all", hop.axes, "float32", sent, 1), layout)
+    return total
+
+
+def measure(variants: dict[str, Variant], rounds: int) -> dict[str, dict[str, list]]:
+    """Runs every variant once a round; returns seconds and bytes sent of each run, on this host."""
+    meet = jax.jit(
+        jax.shard_map(
+            lambda x: wire.all_reduce(x, ("all",)),
+            mesh=jax.make_mesh((jax.device_count(),), ("all",)),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
+    )
+    names = list(variants)
+    found: dict[str, dict[str, list]] = {name: {"seconds": [], "sent": []} for name in names}
+    for number in range(-1, rounds):  # the first connects and warms up
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            jax.block_until_ready(meet(1.0))
+            before, began = int(SENT.read_text()), time.perf_counter()
+            jax.block_until_ready(variants[name].run())
+            seconds = time.perf_counter() - began
+            jax.block_until_ready(meet(1.0))  # what left here has arrived there
+            if number >= 0:
+                found[name]["seconds"].append(seconds)
+                found[name]["sent"].append(int(SENT.read_text()) - before)
+    return found
+
+
+def main() -> None:
+    """Runs the case."""
+    path = Path(sys.argv[1])
+    case = json.loads(path.read_text())
+    variants = {}
+    for name, (kind, settings) in case["variants"].items():
+        began = time.perf_counter()
+        variants[name] = build(case, kind, settings)
+        if jax.process_index() == 0:
+            print(f"{name}: built in {time.perf_counter() - began:.0f} s", flush=True)
+    found = measure(variants, case["rounds"])
+    result = {name: found[name] | variants[name].facts for name in variants}
+    path.with_suffix(f".h{jax.process_index()}").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
