@@ -1,0 +1,107 @@
+"""What each route asks the network for: counted in the traced program, forward and backward."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from moejax.plan.trace import collectives
+from moejax.route import build_route
+from tests.cases import small_config, trainer_for
+
+# route, mesh, nodes, expert weights
+CASES = [
+    ("duplicate", (1, 1, 2, 4), 1, "hidden"),
+    ("split", (1, 1, 2, 4), 1, "hidden"),
+    ("split", (1, 1, 2, 4), 1, "whole"),
+    ("split", (1, 1, 2, 4), 1, "folded"),
+    ("spread", (1, 1, 2, 4), 1, "hidden"),
+    ("gather_home", (1, 1, 2, 4), 1, "hidden"),
+    ("merge", (1, 1, 4, 2), 1, "hidden"),
+    ("two_level", (1, 1, 4, 2), 2, "hidden"),
+    ("two_level_merge", (1, 1, 4, 2), 2, "folded"),
+]
+
+
+def routed(route, mesh, nodes, weights, *, chunks=(1, 1), remat="none", **moe):
+    cfg = small_config(mesh, expert_weights=weights, model={"remat": remat}, moe=moe)
+    return dataclasses.replace(
+        cfg,
+        route=route,
+        route_chunks=chunks[0],
+        route_chunks_backward=chunks[1],
+        mesh=dataclasses.replace(cfg.mesh, nodes=nodes),
+    )
+
+
+def census(cfg):
+    trainer = trainer_for(cfg)
+    traced = trainer.gradients.trace(trainer.abstract, trainer.abstract_batch())
+    return trainer, collectives(traced.jaxpr.jaxpr)
+
+
+def rows_sent(found):
+    """The collectives that carry rows to experts and back; choices are integers."""
+    return [one for one in found if one.kind == "all_to_all" and one.dtype == "float32"]
+
+
+def calls(found):
+    total = Counter()
+    for one in found:
+        total[one.kind, one.axes, one.dtype] += one.calls
+    return total
+
+
+@pytest.mark.parametrize("chunks", [(1, 1), (4, 4), (2, 3)])
+@pytest.mark.parametrize(("route", "mesh", "nodes", "weights"), CASES)
+def test_rows_take_every_hop_out_and_home_once_a_chunk_in_each_direction(
+    route, mesh, nodes, weights, chunks
+):
+    trainer, found = census(routed(route, mesh, nodes, weights, chunks=chunks))
+    built = build_route(route, trainer.layout, chunks=chunks[0], chunks_backward=chunks[1])
+    sent = rows_sent(found)
+    assert {one.axes for one in sent} == {hop.axes for hop in built.exchanges}
+    for hop in built.exchanges:
+        mine = [one.calls for one in sent if one.axes == hop.axes]
+        arrays = 2 if built.merges else 1  # weights go along with rows, their gradients come back
+        assert sum(mine) == (arrays + 1) * (chunks[0] + chunks[1])
+
+
+def test_each_tensor_rank_sends_its_share_of_what_duplicate_sends():
+    total = {}
+    for route in ("duplicate", "split", "gather_home"):
+        _, found = census(routed(route, (1, 1, 2, 4), 1, "hidden", capacity_factor=2.0))
+        total[route] = sum(one.bytes * one.calls for one in rows_sent(found))
+    assert total["duplicate"] == 4 * total["split"] == 4 * total["gather_home"]
+
+
+def test_the_gradient_of_a_gather_is_a_reduce_scatter():
+    """What split adds over folded experts: rows gathered and scattered, in both directions."""
+    counts = {}
+    for weights in ("hidden", "whole"):
+        _, found = census(routed("split", (1, 1, 2, 4), 1, weights))
+        counts[weights] = calls(found)
+    more = counts["hidden"] - counts["whole"]
+    tensor = ("tensor",)
+    # Forward: rows out, results home. Backward: results' gradients out, rows' gradients home.
+    assert more["all_gather", tensor, "float32"] == 2
+    assert more["reduce_scatter", tensor, "float32"] == 2
+    assert more["all_reduce", tensor, "float32"] == 0
+
+
+@pytest.mark.parametrize("capacity", [None, 2.0])
+@pytest.mark.parametrize(("route", "mesh", "nodes", "weights"), CASES)
+def test_no_route_communicates_again_to_recompute(route, mesh, nodes, weights, capacity):
+    found = {}
+    for remat in ("none", "collectives"):
+        cfg = routed(route, mesh, nodes, weights, chunks=(2, 2), remat=remat)
+        cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, capacity_factor=capacity))
+        found[remat] = calls(census(cfg)[1])
+    assert found["collectives"] == found["none"]
+
+
+def test_choices_travel_in_one_byte():
+    _, found = census(routed("two_level_merge", (1, 1, 4, 2), 2, "folded"))
+    choices = [one for one in found if one.kind == "all_to_all" and one not in rows_sent(found)]
+    assert {one.dtype for one in choices} == {"uint8"}
+    assert len(choices) == 2
