@@ -120,7 +120,7 @@ def dropless() -> Case:
         "dropless": ("both", {}),
         "capacity 1.25": ("both", {"moe.capacity_factor": 1.25}),
     }
-    config = LAYER | {"mesh.expert": 8, "route": "split"}
+    config = LAYER | {"mesh.expert": 8, "moe.expert_hidden": 1024}
     return Case("dropless", 1, 8, None, config, (8, 1024), variants, rounds=20)
 
 

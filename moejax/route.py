@@ -103,6 +103,19 @@ def build_route(
     return Route(name, hops, name in ("duplicate", "gather_home"), chunks, chunks_backward, trim)
 
 
+def explain(route: Route) -> str:
+    """One line: the hops out, the chunks, and what the route does."""
+    if not route.hops:
+        return "none: every device has all experts"
+    names = [hop.kind.replace("_", "-") + " " + ", ".join(hop.axes) for hop in route.hops]
+    said = [f"{route.name} ({' > '.join(names)}): {ROUTES[route.name]}"]
+    if route.parts > 1:
+        said.append(f"{route.chunks} chunks forward, {route.chunks_backward} backward")
+    if route.trim:
+        said.append("only filled rows travel")
+    return "; ".join(said)
+
+
 def plain_route(route: Route, layout: Layout) -> Route:
     """The route's form with one exchange, no merging and no chunks: any routing fits it in rounds.
 

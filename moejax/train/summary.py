@@ -12,6 +12,7 @@ from rich.table import Table
 from moejax.dims import Layout
 from moejax.model.count import Counts, count
 from moejax.plan.trace import Collective, collectives
+from moejax.route import explain
 from moejax.train.step import Trainer
 
 
@@ -79,6 +80,8 @@ def print_summary(summary: Summary, trainer: Trainer, console: Console) -> None:
     table.add_row("FLOPs per token", f"{counts.flops_per_token:,} (forward and backward)")
     mesh = " x ".join(f"{axis}={size}" for axis, size in trainer.layout.sizes)
     table.add_row("mesh", f"{mesh} ({cfg.mesh.activations}, experts {cfg.mesh.expert_weights})")
+    if cfg.model.moe_every is not None:
+        table.add_row("route of tokens", explain(trainer.program.route))
     steps = f"{summary.tokens_per_step:,} tokens a step, {cfg.train.num_steps:,} steps"
     table.add_row("batch", f"{cfg.train.batch_sequences} x {cfg.data.sequence_length}: {steps}")
     for kind, size in summary.bytes_by_kind.items():
