@@ -17,7 +17,7 @@ from pathlib import Path
 PREFIX = "moejax-"
 HOSTS_FILES = Path("/etc/netns")  # `ip netns exec` mounts these over /etc
 RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)$")
-# The largest, on the loopback: 64 KiB and headers. One that the bucket cannot hold is lost for ever.
+# The largest, on the loopback: 64 KiB and headers. What the bucket cannot hold is never sent.
 PACKET = 2**16 + 2**12
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 GRACE_SECONDS = 60  # to save and stop, after an interrupt or when another process has failed
 # Before the others are interrupted: what is wrong with the input, each finds and says itself.
-PATIENCE_SECONDS = 1
+PATIENCE_SECONDS = 5
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from moejax.errors import InputError
 from moejax.plan.build import build_mesh
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.ledger import RunLock
-from moejax.runtime.processes import ALONE, Processes, Stop
+from moejax.runtime.processes import ALONE, Processes, Stop, find_place
 from moejax.runtime.start import join, measure_peak, platform_of, simulated_here, start
 from moejax.settings import diff, from_dict, save_json, to_dict
 from moejax.train.checkpoint import Checkpoints, Saved, locate, newest, restore_items
@@ -57,7 +57,7 @@ def train(cfg: Config, console: Console) -> TrainState:
       InputError: for anything the user can fix, before a device is touched where that is possible.
     """
     check(cfg)
-    simulated_here(cfg.mesh)
+    check_place(cfg)
     inputs = open_inputs(cfg)
     with join() as processes:
         check_same_config(cfg, processes)
@@ -82,7 +82,7 @@ def train_claimed(
     saved, source, notes = choose(cfg, processes)
     devices = start(cfg.mesh)
     platform = platform_of(devices)
-    cfg = resolve_mesh(cfg, len(devices), platform)
+    cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
     trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     summary = summarize(trainer)
     print_summary(summary, trainer, console)
@@ -114,6 +114,17 @@ def train_claimed(
         checkpoints.close()
         records.close()
     return state
+
+
+def check_place(cfg: Config) -> None:
+    """Refuses simulated devices that this program's processes cannot share, or nodes of them.
+
+    Raises:
+      InputError: in every process, before they meet.
+    """
+    if simulated_here(cfg.mesh) is not None:
+        total, processes = cfg.mesh.simulated_devices, find_place().count
+        resolve_mesh(cfg, total, "cpu", processes=processes)
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:

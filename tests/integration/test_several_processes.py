@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sys
 
 import jax
 import numpy as np
@@ -179,11 +178,22 @@ def test_a_directory_in_use_is_refused_by_all(place, tmp_path):
     assert_one_line_each(out, f"process {os.getpid()} on")
 
 
+DIFFERENT_SEEDS = """
+import os, yaml
+from ml_collections import ConfigDict
+
+def get_config():
+    config = ConfigDict(yaml.safe_load(open("{}")))
+    config.train.seed = int(os.environ["MOEJAX_PROCESS"])
+    return config
+"""
+
+
 def test_processes_of_different_configs_are_refused(place, tmp_path):
-    script = tmp_path / "differ.sh"
-    script.write_text(f'exec {sys.executable} "$@" --config.train.seed=$MOEJAX_PROCESS\n')
-    launcher = (*LOCAL, "--", "bash", script)
-    code, out, _ = run(place, f"--config.run_dir={tmp_path / 'run'}", launcher=launcher)
+    config = tmp_path / "differ.py"
+    config.write_text(DIFFERENT_SEEDS.format(place / "config.yaml"))
+    words = ["--config", str(config), f"--config.run_dir={tmp_path / 'run'}"]
+    code, out, _ = run(place, *words, launcher=LOCAL)
     assert code == 2, out
     assert_one_line_each(out, "train.seed: ")
     assert not (tmp_path / "run").exists()

@@ -57,9 +57,9 @@ def test_all_stop_after_the_same_step_whoever_is_asked_and_whenever(data):
     def movable():
         """Whoever has no step to start may look only when the step before is finished by all."""
         for i in range(count):
-            if i not in stopped and seen[i] < last:
-                if started[i] == seen[i] or min(started) >= started[i] - 1:
-                    yield i
+            ready = started[i] == seen[i] or min(started) >= started[i] - 1
+            if i not in stopped and seen[i] < last and ready:
+                yield i
 
     while moves := list(movable()):
         i = data.draw(st.sampled_from(moves))
@@ -116,5 +116,5 @@ def test_processes_share_the_simulated_devices(monkeypatch):
         simulated_here(MeshConfig(simulated_devices=7))
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
     assert simulated_here(MeshConfig(simulated_devices=8)) == 4
-    with pytest.raises(InputError, match="2 processes of 4 devices.*simulated_devices is 4"):
+    with pytest.raises(InputError, match=r"2 processes of 4 devices.*simulated_devices is 4"):
         simulated_here(MeshConfig(simulated_devices=4))
