@@ -17,6 +17,8 @@ from pathlib import Path
 PREFIX = "moejax-"
 HOSTS_FILES = Path("/etc/netns")  # `ip netns exec` mounts these over /etc
 RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)$")
+# The largest, on the loopback: 64 KiB and headers. What the bucket cannot hold is never sent.
+PACKET = 2**16 + 2**12
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -111,9 +113,9 @@ class Cluster:
 
 
 def _shape(namespace: str, device: str, rate: str) -> None:
-    """Limits what leaves a device. The bucket holds 4 ms, the queue 100 ms, or 64 KiB packets."""
+    """Limits what leaves a device. The bucket holds 4 ms, the queue 100 ms, or whole packets."""
     bytes_per_second = bits_per_second(rate) / 8
-    burst, limit = (max(int(bytes_per_second * s), n * 2**16) for s, n in ((0.004, 1), (0.1, 16)))
+    burst, limit = (max(int(bytes_per_second * s), n * PACKET) for s, n in ((0.004, 1), (0.1, 16)))
     sizes = ("rate", rate, "burst", str(burst), "limit", str(limit))
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *sizes)
 

@@ -10,7 +10,9 @@ place in the environment, where `moejax.runtime.start.join` reads it:
 
 import contextlib
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GRACE_SECONDS = 60  # to save and stop, after an interrupt or when another process has failed
+# Before the others are interrupted: what is wrong with the input, each finds and says itself.
+PATIENCE_SECONDS = 5
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,34 @@ class Place:
 
     name: str  # in front of its lines, and its log file's name
     prefix: tuple[str, ...] = ()  # what the command is started through
+
+
+def problem(command: Sequence[str], counts: dict[str, int | None]) -> str | None:
+    """What is wrong with a launcher's command line, in one line.
+
+    Args:
+      counts: the numbers it was given, by flag.
+    """
+    if not command:
+        return "no command. Got none. There must be something to run. Add it after --."
+    if shutil.which(command[0]) is None:
+        return f"no program `{command[0]}`. It must be a path or on the PATH. Correct it."
+    for flag, value in counts.items():
+        if value is not None and not 1 <= value <= 64:
+            return f"{flag} is {value}. It must be between 1 and 64. Change it."
+    return None
+
+
+def after_dashes(words: list[str]) -> list[str]:
+    """The command in what argparse took for the rest of the line."""
+    return words[1:] if words[:1] == ["--"] else words
+
+
+def local_coordinator() -> str:
+    """An address for process 0 on this machine. Nobody listens at its port now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def environment(
@@ -109,16 +141,28 @@ class _Interrupts:
 
 def _wait(processes: list[subprocess.Popen]) -> int:
     """Waits for all; once one has failed, gives the others a while to stop."""
-    code, deadline = 0, float("inf")
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        code = code or next((p.returncode for p in processes if p.returncode), 0)
-        if code and deadline == float("inf"):
-            deadline = time.monotonic() + GRACE_SECONDS
+    code, failed, interrupted = 0, float("inf"), False
+    while any(process.poll() is None for process in processes):
+        if code == 0 and (code := _failure(processes)):
+            failed = time.monotonic()
+        seconds = time.monotonic() - failed
+        if seconds > GRACE_SECONDS:
+            break
+        if seconds > PATIENCE_SECONDS and not interrupted:
+            interrupted = True
             for process in processes:
                 _signal(process, signal.SIGINT)
         time.sleep(0.05)
-    code = code or next((p.returncode for p in processes if p.returncode), 0)
+    code = code or _failure(processes)
     return code if code >= 0 else 128 - code
+
+
+def _failure(processes: list[subprocess.Popen]) -> int:
+    """The exit code of a failed process, or 0; of one that a signal ended where there is one.
+
+    The others fail within moments, because they wait for it.
+    """
+    return min((p.returncode for p in processes if p.returncode), default=0)
 
 
 def _signal(process: subprocess.Popen, number: int) -> None:

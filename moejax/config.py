@@ -174,7 +174,7 @@ class MeshConfig:
         None, "none: what JAX finds first", choices=("cpu", "gpu", "tpu")
     )
     simulated_devices: int | None = setting(
-        None, "CPU devices to simulate in this process", at_least=1
+        None, "CPU devices to simulate, over all processes of the program", at_least=1
     )
 
 

@@ -6,41 +6,80 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import distributed
 
 from moejax.config import MeshConfig
 from moejax.errors import InputError
+from moejax.runtime.interrupt import interruptible
+from moejax.runtime.processes import Processes, find_place
 
 
-def join() -> None:
-    """Joins the program that a launcher of `launch/` started this process for; else does nothing.
+def join() -> Processes:
+    """Joins the program that a launcher of `launch/` started this process for, if one did.
 
     Must run before anything else touches a device. On CPU the processes talk through gloo.
+
+    Raises:
+      InputError: if the launcher's variables contradict each other.
     """
-    coordinator = os.environ.get("MOEJAX_COORDINATOR")
-    if coordinator is None:
-        return
+    place = find_place()
+    if place.count == 1:
+        return Processes()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        coordinator_address=coordinator,
-        num_processes=int(os.environ["MOEJAX_PROCESSES"]),
-        process_id=int(os.environ["MOEJAX_PROCESS"]),
-    )
+    # It would take SIGTERM away from `runtime.interrupt`.
+    jax.config.update("jax_enable_preemption_service", False)
+    with interruptible():
+        jax.distributed.initialize(
+            coordinator_address=place.coordinator,
+            num_processes=place.count,
+            process_id=place.index,
+            # Under Slurm it would leave each process one GPU.
+            cluster_detection_method="deactivate",
+        )
+    # JAX keeps the client that sends messages to itself; Orbax takes it from here too.
+    return Processes(place.index, place.count, distributed.global_state.client)
+
+
+def simulated_here(mesh: MeshConfig) -> int | None:
+    """How many of the config's simulated devices are this process's; None: no device is simulated.
+
+    Raises:
+      InputError: if processes cannot share them, or the launcher asks for another number.
+    """
+    total, place = mesh.simulated_devices, find_place()
+    if total is None or place.coordinator is None:
+        return total
+    count = place.count
+    if total % count:
+        raise InputError(
+            f"{count} processes cannot share {total} devices. mesh.simulated_devices is of the "
+            f"whole program. It must be a multiple of the processes. Start another number of "
+            f"processes, or set mesh.simulated_devices={-(-total // count) * count}."
+        )
+    asked = os.environ.get("JAX_NUM_CPU_DEVICES", str(total // count))
+    if asked != str(total // count):
+        raise InputError(
+            f"launcher and config differ. {count} processes of {asked} devices were started, "
+            f"mesh.simulated_devices is {total}, of the whole program. They must be equal. Start "
+            f"{total // count} devices a process, or set mesh.simulated_devices to the product."
+        )
+    return total // count
 
 
 def start(mesh: MeshConfig) -> list[Any]:
-    """Chooses the platform, simulates CPU devices where asked, and returns the devices.
+    """Chooses the platform, simulates CPU devices where asked, and returns the program's devices.
 
-    Must run before anything else touches a device.
+    Devices of one process stand together. Must run before anything else touches a device.
 
     Raises:
       InputError: if the hardware is not there, or JAX has already simulated other devices.
     """
     if mesh.platform is not None:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(mesh.platform, mesh.platform))
-    if mesh.simulated_devices is not None:
-        _simulate(mesh.simulated_devices)
+    if (simulated := simulated_here(mesh)) is not None:
+        _simulate(simulated)
     try:
-        return jax.devices()
+        return sorted(jax.devices(), key=lambda device: device.process_index)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise InputError(
@@ -51,12 +90,12 @@ def start(mesh: MeshConfig) -> list[Any]:
 
 
 def _simulate(count: int) -> None:
-    """Makes `count` CPU devices. The config wins over what XLA_FLAGS asks for."""
+    """Makes `count` CPU devices in this process. The config wins over what XLA_FLAGS asks for."""
     jax.config.update("jax_platforms", "cpu")
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:  # JAX has started: in a notebook, by an earlier run.
-        found = len(jax.devices("cpu"))
+        found = len(jax.local_devices(backend="cpu"))
         if found != count:
             raise InputError(
                 f"JAX has already started. It has {found} CPU devices, mesh.simulated_devices is "
@@ -72,7 +111,7 @@ def platform_of(devices: list[Any]) -> str:
 
 
 def measure_peak(devices: list[Any], dtype: str) -> float:
-    """Returns FLOP/s of a large matrix product over all devices.
+    """Returns FLOP/s of a large matrix product over devices of this process.
 
     The best of five; on CPU simulated devices share the machine, so one product, which uses all
     cores, is the peak of them all. Takes under a second.

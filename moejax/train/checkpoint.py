@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from moejax.errors import InputError
+from moejax.runtime.processes import ALONE, Processes
 from moejax.train.step import TrainState
 
 FORMAT_VERSION = 1
@@ -35,8 +37,9 @@ class Saved(NamedTuple):
 class Checkpoints:
     """Saves the state of one run, and restores it."""
 
-    def __init__(self, directory: Path, *, keep: int):
-        self.directory, self.keep = directory.absolute(), keep
+    def __init__(self, directory: Path, *, keep: int, processes: Processes = ALONE):
+        """Takes the processes that save together, into one directory that all of them see."""
+        self.directory, self.keep, self._first = directory.absolute(), keep, processes.first
         options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -79,11 +82,14 @@ class Checkpoints:
 
     def _finish(self, step: int, facts: dict[str, Any]) -> int:
         """After the commit: digests, the manifest, and only then the removal of old steps."""
+        # Returns when the files of every process are there.
         self._manager.wait_until_finished()
-        path = self.directory / str(step)
-        write_manifest(path, {"step": step, **facts})
-        for old in sorted(finished_steps(self.directory))[: -self.keep]:
-            self._manager.delete(old)
+        if self._first:
+            write_manifest(self.directory / str(step), {"step": step, **facts})
+            for old in sorted(finished_steps(self.directory))[: -self.keep]:
+                # Not through the manager: its delete waits for the other processes on a device,
+                # where their steps are under way.
+                shutil.rmtree(self.directory / str(old))
         return step
 
     def restore(self, saved: Saved, abstract: TrainState) -> TrainState:
@@ -92,33 +98,49 @@ class Checkpoints:
         return TrainState(**read["counters"], **read["weights"], optimizer=read["optimizer"])
 
 
-def newest(directory: Path, verify: str) -> tuple[Saved | None, list[str]]:
+def newest(
+    directory: Path, verify: str, processes: Processes = ALONE
+) -> tuple[Saved | None, list[str]]:
     """The newest checkpoint whose files match their digests, and what was set aside to find it.
 
-    Touches no device.
+    Touches no device. All processes verify, and return the same.
 
     Raises:
       InputError: if all are damaged, or a newer version wrote them.
     """
-    if not directory.is_dir():
-        return None, []
-    notes = _sweep(directory)
-    steps = sorted(finished_steps(directory), reverse=True)
+    notes, steps = processes.from_first(lambda: _survey(directory))
     for step in steps:
         path = directory / str(step)
-        manifest = read_manifest(path)
-        damage = find_damage(path, manifest, verify)
+        saved, damage = _verified(path, verify, processes)
         if damage is None:
-            return Saved(step, path.absolute(), manifest), notes
-        notes.append(_set_aside(path, "corrupt", damage))
+            return saved, notes
+        notes += processes.from_first(partial(_set_aside, path, "corrupt", damage))
     # Also those that an earlier start set aside: else the second attempt would begin from nothing.
-    if damaged := sorted(path.name for path in directory.glob("*.corrupt")):
+    damaged = processes.from_first(lambda: sorted(p.name for p in directory.glob("*.corrupt")))
+    if damaged:
         raise InputError(
             f"no whole checkpoint in {directory}. Found {'; '.join(notes) or ', '.join(damaged)}. "
             f"A run never restarts silently from nothing. Restore the files from a copy, set "
             f"another run_dir, or remove what was set aside to begin again."
         )
     return None, notes
+
+
+def _survey(directory: Path) -> tuple[list[str], list[int]]:
+    """Tidies the directory; what was set aside, and the finished steps, newest first."""
+    notes = _sweep(directory) if directory.is_dir() else []
+    return notes, sorted(finished_steps(directory), reverse=True)
+
+
+def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved, str | None]:
+    """A finished step, and what any process finds wrong with its files; None: they are whole.
+
+    Digests take long, so each process compares its share of them.
+    """
+    manifest = processes.together(lambda: read_manifest(path))
+    found = find_damage(path, manifest, verify, part=(processes.index, processes.count))
+    damage = next(filter(None, processes.gather(found)), None)
+    return Saved(int(manifest["step"]), path.absolute(), manifest), damage
 
 
 def _items(state: TrainState) -> dict[str, Any]:
@@ -203,19 +225,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def find_damage(path: Path, manifest: dict[str, Any], verify: str) -> str | None:
+def find_damage(
+    path: Path, manifest: dict[str, Any], verify: str, part: tuple[int, int] = (0, 1)
+) -> str | None:
     """Says what is wrong with a checkpoint's files; None when they are whole.
 
     Args:
       verify: "full" compares digests, "size" only sizes.
+      part: compares the digests of the first of so many shares of the files.
     """
-    for name, facts in manifest["files"].items():
+    for number, (name, facts) in enumerate(manifest["files"].items()):
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != facts["bytes"]:
             return f"{name} has {file.stat().st_size} bytes, expected {facts['bytes']}"
-        if verify == "full" and (found := sha256(file)) != facts["sha256"]:
+        compared = verify == "full" and number % part[1] == part[0]
+        if compared and (found := sha256(file)) != facts["sha256"]:
             return f"{name} has digest {found[:12]}, expected {facts['sha256'][:12]}"
     return None
 
@@ -233,36 +259,38 @@ def _sweep(directory: Path) -> list[str]:
     notes = []
     for path in sorted(directory.iterdir()):
         if path.is_dir() and path.name.isdigit() and not (path / MANIFEST).is_file():
-            notes.append(_set_aside(path, "unfinished", "no manifest"))
+            notes += _set_aside(path, "unfinished", "no manifest")
     return notes
 
 
-def _set_aside(path: Path, kind: str, reason: str) -> str:
-    """Renames a step's directory so that nothing takes it for a checkpoint. Says so."""
+def _set_aside(path: Path, kind: str, reason: str) -> list[str]:
+    """Renames a step's directory so that nothing takes it for a checkpoint. Returns the note."""
     aside = path.with_name(f"{path.name}.{kind}")
     # One of the same step is older: the run has passed that step again since.
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
-    return f"checkpoint {path.name} set aside as {aside.name}: {reason}"
+    return [f"checkpoint {path.name} set aside as {aside.name}: {reason}"]
 
 
-def locate(source: str, verify: str) -> Saved:
+def locate(source: str, verify: str, processes: Processes = ALONE) -> Saved:
     """Finds the checkpoint that `checkpoint.init_from` names: a run directory or one step.
 
     Raises:
       InputError: if there is none, or its files are damaged.
     """
-    path = Path(source)
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-    steps = finished_steps(path) if path.is_dir() else []
-    if steps:
-        path = path / str(max(steps))
-    manifest = read_manifest(path)
-    damage = find_damage(path, manifest, verify)
+    path = Path(processes.from_first(lambda: str(_newest_below(Path(source)))))
+    saved, damage = _verified(path, verify, processes)
     if damage is not None:
         raise InputError(
             f"checkpoint is damaged. {path}: {damage}. Its files must match the manifest. Copy it "
             f"again, or name an older step."
         )
-    return Saved(int(manifest["step"]), path.absolute(), manifest)
+    return saved
+
+
+def _newest_below(path: Path) -> Path:
+    """The newest finished step of a run or checkpoints directory; else the path itself."""
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    steps = finished_steps(path) if path.is_dir() else []
+    return path / str(max(steps)) if steps else path

@@ -1,8 +1,9 @@
 """The run: everything from an empty directory to trained weights, in order.
 
-Order of a start: data and checkpoint files are checked, then devices are started, the mesh is
-resolved, the step is compiled, and state comes from the newest checkpoint, else from
-`checkpoint.init_from`, else from the seed.
+Order of a start: config and data are checked, the processes of the program meet, process 0 takes
+the run directory, checkpoint files are checked; then devices are started, the mesh is resolved, the
+step is compiled, and state comes from the newest checkpoint, else from `checkpoint.init_from`, else
+from the seed. All processes run this code; process 0 alone writes records and shows them.
 """
 
 import math
@@ -21,8 +22,9 @@ from moejax.errors import InputError
 from moejax.plan.build import build_mesh
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.ledger import RunLock
-from moejax.runtime.start import measure_peak, platform_of, start
-from moejax.settings import save_json, to_dict
+from moejax.runtime.processes import ALONE, Processes, Stop, find_place
+from moejax.runtime.start import join, measure_peak, platform_of, simulated_here, start
+from moejax.settings import diff, from_dict, save_json, to_dict
 from moejax.train.checkpoint import Checkpoints, Saved, locate, newest, restore_items
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.metrics import Display, Meter, Records
@@ -45,6 +47,7 @@ class Run:
     records: Records
     display: Display
     console: Console
+    processes: Processes = ALONE
 
 
 def train(cfg: Config, console: Console) -> TrainState:
@@ -54,50 +57,103 @@ def train(cfg: Config, console: Console) -> TrainState:
       InputError: for anything the user can fix, before a device is touched where that is possible.
     """
     check(cfg)
-    run_dir = Path(cfg.run_dir)
+    check_place(cfg)
     inputs = open_inputs(cfg)
-    lock = claim(run_dir)
-    try:
-        saved, notes = newest(run_dir / "checkpoints", cfg.checkpoint.verify)
-        source = None
-        if saved is not None:
-            changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
-            notes += [f"setting changed since the checkpoint: {change}" for change in changes]
-        elif cfg.checkpoint.init_from is not None:
-            source = locate(cfg.checkpoint.init_from, cfg.checkpoint.verify)
-            check_same_weights(source.manifest.get("config", {}), cfg)
-        devices = start(cfg.mesh)
-        platform = platform_of(devices)
-        cfg = resolve_mesh(cfg, len(devices), platform)
-        trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
-        summary = summarize(trainer)
-        print_summary(summary, trainer, console)
-        save_json(cfg, run_dir / "config.json")
-        records = Records(run_dir)
-        for note in notes:
-            console.print(note, highlight=False, soft_wrap=True)
-            records.event("note", 0, text=note)
-        checkpoints = Checkpoints(run_dir / "checkpoints", keep=cfg.checkpoint.keep)
-        state = first_state(trainer, checkpoints, saved, source, console)
-        meter = Meter(
-            tokens_per_step=summary.tokens_per_step,
-            flops_per_token=summary.counts.flops_per_token,
-            peak=measure_peak(devices, cfg.model.dtype),
-            num_steps=cfg.train.num_steps,
-        )
-        display = Display(console, cfg.train.num_steps, int(state.step))
-        run = Run(cfg, trainer, inputs, checkpoints, records, display, console)
+    with join() as processes:
+        check_same_config(cfg, processes)
+        run_dir = Path(cfg.run_dir)
+        lock = processes.together(lambda: claim(run_dir) if processes.first else None)
         try:
-            with display:
-                state, stopped = steps(run, state, meter)
+            shown = console if processes.first else Console(quiet=True)
+            state = train_claimed(cfg, inputs, shown, processes)
+            # Process 0 may have written digests for long, and JAX's own end waits only minutes.
+            processes.gather("done")
+            return state
+        finally:
+            if lock is not None:
+                lock.close()
+
+
+def train_claimed(
+    cfg: Config, inputs: Inputs, console: Console, processes: Processes
+) -> TrainState:
+    """Trains in a run directory that no other run uses."""
+    run_dir = Path(cfg.run_dir)
+    saved, source, notes = choose(cfg, processes)
+    devices = start(cfg.mesh)
+    platform = platform_of(devices)
+    cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
+    trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
+    summary = summarize(trainer)
+    print_summary(summary, trainer, console)
+    if processes.first:
+        save_json(cfg, run_dir / "config.json")
+    records = Records(run_dir, written=processes.first)
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)
+        records.event("note", 0, text=note)
+    keep = cfg.checkpoint.keep
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep=keep, processes=processes)
+    state = first_state(trainer, checkpoints, saved, source, console)
+    meter = Meter(
+        tokens_per_step=summary.tokens_per_step,
+        flops_per_token=summary.counts.flops_per_token,
+        peak=sum(processes.gather(measure_peak(jax.local_devices(), cfg.model.dtype))),
+        num_steps=cfg.train.num_steps,
+    )
+    display = Display(console, cfg.train.num_steps, int(state.step))
+    run = Run(cfg, trainer, inputs, checkpoints, records, display, console, processes)
+    try:
+        # A failure ends one process of several here: the save under way waits for all of them.
+        with display, processes:
+            state, stopped = steps(run, state, meter)
+        with processes:
             if not stopped:
                 finish(run, state)
-        finally:
-            checkpoints.close()
-            records.close()
-        return state
     finally:
-        lock.close()
+        checkpoints.close()
+        records.close()
+    return state
+
+
+def check_place(cfg: Config) -> None:
+    """Refuses simulated devices that this program's processes cannot share, or nodes of them.
+
+    Raises:
+      InputError: in every process, before they meet.
+    """
+    if simulated_here(cfg.mesh) is not None:
+        total, processes = cfg.mesh.simulated_devices, find_place().count
+        resolve_mesh(cfg, total, "cpu", processes=processes)
+
+
+def check_same_config(cfg: Config, processes: Processes) -> None:
+    """Refuses processes that were started with different settings.
+
+    Raises:
+      InputError: in all of them.
+    """
+    for index, other in enumerate(processes.gather(to_dict(cfg))):
+        if changes := diff(from_dict(other), cfg):
+            listed = ", ".join(f"{name}: {theirs} and {ours}" for name, theirs, ours in changes)
+            raise InputError(
+                f"processes have different configs. {index} and {processes.index} differ: "
+                f"{listed}. One program has one config. Start all with the same file and settings."
+            )
+
+
+def choose(cfg: Config, processes: Processes) -> tuple[Saved | None, Saved | None, list[str]]:
+    """The checkpoint to go on from, else that to take weights from, and what to say about it."""
+    saved, notes = newest(Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify, processes)
+    if saved is not None:
+        changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
+        notes += [f"setting changed since the checkpoint: {change}" for change in changes]
+        return saved, None, notes
+    if cfg.checkpoint.init_from is None:
+        return None, None, notes
+    source = locate(cfg.checkpoint.init_from, cfg.checkpoint.verify, processes)
+    check_same_weights(source.manifest.get("config", {}), cfg)
+    return None, source, notes
 
 
 def claim(run_dir: Path) -> RunLock:
@@ -133,7 +189,7 @@ def first_state(
 def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     """The loop. Returns the state and whether it was asked to stop before the last step."""
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
-    advance = run.trainer.step
+    advance, stopping = run.trainer.step, Stop(run.processes)
     before: Any = None
     with Interrupt() as interrupt, run.inputs.batches(run.trainer, step, last) as batches:
         for batch in batches:
@@ -146,7 +202,7 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
             run.display.step(step)
             if meter.started is None or step == last or step % cfg.train.log_every == 0:
                 report(run, meter, step, metrics)
-            stop = interrupt.requested
+            stop = stopping.after(step, interrupt.requested)
             if due(step, cfg.checkpoint.save_every) or step == last or stop:
                 save(run, step, state)
             record_saved(run, run.checkpoints.finished())
@@ -231,6 +287,7 @@ def finish(run: Run, state: TrainState) -> None:
             length=length,
             allowed=run.inputs.vocab_size,
             seed=run.cfg.train.seed,
+            processes=run.processes,
         )
         run.console.rule("sample", align="left")
         run.console.print(tokenizer.decode(tokens), markup=False, highlight=False)

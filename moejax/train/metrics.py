@@ -1,5 +1,6 @@
 """What is measured while training, and where it goes: JSONL, TensorBoard, the screen."""
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,9 +128,10 @@ class Display:
 class Records:
     """Writes reports and events to `metrics.jsonl` and TensorBoard."""
 
-    def __init__(self, run_dir: Path):
-        self._ledger = Ledger(run_dir / "metrics.jsonl")
-        self._board = SummaryWriter(str(run_dir / "tensorboard"))
+    def __init__(self, run_dir: Path, *, written: bool = True):
+        """Takes whether anything is written: one process of a program does."""
+        self._ledger = Ledger(run_dir / "metrics.jsonl" if written else Path(os.devnull))
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), write_to_disk=written)
 
     def report(self, report: Report) -> None:
         """Records a training report."""

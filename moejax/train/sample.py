@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from moejax.runtime.processes import ALONE, Processes
 from moejax.train.step import Trainer, TrainState
 
 
@@ -15,6 +16,7 @@ def sample(
     allowed: int,
     seed: int,
     temperature: float = 0.7,
+    processes: Processes = ALONE,
 ) -> list[int]:
     """Returns the prompt and `length` sampled tokens.
 
@@ -37,5 +39,7 @@ def sample(
         logits_BV = next_logits(state, (placed, len(seen)))
         logit_V = np.asarray(logits_BV.addressable_data(0))[0, :allowed].astype(np.float64)
         chance_V = np.exp((logit_V - logit_V.max()) / temperature)
-        tokens.append(int(draw.choice(allowed, p=chance_V / chance_V.sum())))
+        token = int(draw.choice(allowed, p=chance_V / chance_V.sum()))
+        # Every process sees its own rows' logits, which may differ in the last bits.
+        tokens.append(processes.gather(token)[0])
     return tokens

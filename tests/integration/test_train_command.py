@@ -1,25 +1,19 @@
 """The command `python -m moejax.train`: whole runs in processes of their own."""
 
 import dataclasses
-import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from moejax.data import prepare
-from moejax.data.tokenizer import ByteTokenizer
 from moejax.settings import load_config
 from moejax.train.checkpoint import Checkpoints, finished_steps, newest
 from tests.cases import trainer_for
+from tests.integration.runs import assert_same_end, begin, records, run, run_until, write_config
 
-REPOSITORY = Path(__file__).parents[2]
 STEPS = 60
 CONFIG = f"""
 run_dir: RUN
@@ -39,60 +33,11 @@ checkpoint: {{save_every: 10, keep: 2}}
 """
 
 
-def write_tokens(path):
-    """Writes a file of byte tokens as `moejax prepare` does."""
-    writer = prepare.BinWriter(path, ByteTokenizer(), "bytes")
-    for number in range(100):
-        writer.add(prepare.Document(f"document {number} " * (number % 7 + 1), ""), ByteTokenizer())
-    writer.finish()
-    return path
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A directory with token files and a config, and what compiled programs are kept in."""
     folder = tmp_path_factory.mktemp("runs")
-    text = CONFIG.replace("RUN", str(folder / "straight"))
-    for name in ("train", "eval"):
-        path = write_tokens(folder / f"{name}.bin")
-        text = text.replace(name.upper(), str(path))
-    (folder / "config.yaml").write_text(text)
-    return folder
-
-
-def begin(place, *words, **variables):
-    """Starts the command. The simulated devices are those of the config, not of the tests."""
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    env |= {
-        "PYTHONPATH": str(REPOSITORY),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "COLUMNS": "120",
-        "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-        **variables,
-    }
-    command = [sys.executable, "-m", "moejax.train", "--config", str(place / "config.yaml"), *words]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, cwd=place)
-
-
-def run(place, *words, **variables):
-    """Runs the command to its end. Returns exit code, stdout and stderr."""
-    process = begin(place, *words, **variables)
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
-
-
-def run_until(place, step, number, *words):
-    """Runs the command, sends a signal once it has shown `step`, and returns as `run` does."""
-    process, lines = begin(place, *words), []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith(f"step {step}/"):
-            process.send_signal(number)
-            break
-    out, err = process.communicate(timeout=240)
-    return process.returncode, "".join(lines) + out, err
+    return write_config(folder, CONFIG, folder / "straight")
 
 
 @pytest.fixture(scope="module")
@@ -101,29 +46,6 @@ def straight(place):
     code, out, err = run(place)
     assert code == 0, err
     return place / "straight", out
-
-
-def records(run_dir, event=None):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if event in (None, line["event"])]
-
-
-def final_state(run_dir):
-    """Every array of the newest checkpoint, restored onto this process's devices."""
-    saved, notes = newest(run_dir / "checkpoints", "full")
-    assert notes == []
-    cfg = load_config(run_dir / "config.json")
-    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, simulated_devices=None))
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep=2)
-    state = checkpoints.restore(saved, trainer_for(cfg).abstract)
-    checkpoints.close()
-    return saved.step, [np.asarray(x) for x in jax.tree.leaves(state)]
-
-
-def assert_same_end(one, other):
-    (step, wanted), (other_step, got) = final_state(one), final_state(other)
-    assert step == other_step == STEPS
-    assert [x.tobytes() for x in got] == [x.tobytes() for x in wanted]
 
 
 @pytest.mark.slow

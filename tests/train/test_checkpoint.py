@@ -10,6 +10,7 @@ from moejax.errors import InputError
 from moejax.train import checkpoint
 from moejax.train.checkpoint import Checkpoints, locate, newest, restore_items
 from tests.cases import place, random_batch, small_config, trainer_for
+from tests.threads import everywhere
 
 MESHES = [(1, 1, 1, 1), (1, 1, 8, 1), (2, 1, 2, 2), (1, 2, 2, 2), (8, 1, 1, 1)]
 
@@ -280,3 +281,22 @@ def test_weights_can_be_read_without_the_optimizer(directory):
     assert list(read) == ["weights"]
     assert bits(read["weights"]["params"]) == bits(state.params)
     assert bits(read["weights"]["balance"]) == bits(state.balance)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_damage_that_one_process_finds_is_refused_by_all(directory, number):
+    # Two processes compare the digests of every other file each.
+    names = [n for n, f in checkpoint.read_manifest(directory / "2")["files"].items() if f["bytes"]]
+    flip(directory / "2" / names[number], 0)
+    one, other = everywhere(2, lambda processes: newest(directory, "full", processes))
+    assert one == other
+    assert one[0].step == 1
+    assert one[1][0].startswith("checkpoint 2 set aside as 2.corrupt: ")
+
+
+def test_processes_that_see_no_whole_checkpoint_all_stop(directory):
+    for step in ("1", "2"):
+        lose_a_file(directory / step)
+    messages = {str(error) for error in everywhere(2, lambda p: newest(directory, "full", p))}
+    assert len(messages) == 1
+    assert messages.pop().startswith("no whole checkpoint in ")

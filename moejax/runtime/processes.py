@@ -1,0 +1,183 @@
+"""The processes of one program, and how they agree on what is no array: choices, errors, a stop.
+
+JAX's coordination service carries the messages, so nothing here touches a device. The files of
+`launch/` start the processes.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+from moejax.errors import InputError
+
+T = TypeVar("T")
+Json = Any
+# A wait ends when the answer is there; in between it lets Ctrl-C through.
+POLL_MILLISECONDS = 1000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in its program."""
+
+    coordinator: str | None  # address:port of process 0; None: not started by a launcher
+    count: int
+    index: int
+
+
+def find_place() -> Place:
+    """Reads this process's place from the environment, where a launcher of `launch/` put it.
+
+    Raises:
+      InputError: if the variables do not make one.
+    """
+    names = ("MOEJAX_COORDINATOR", "MOEJAX_PROCESSES", "MOEJAX_PROCESS")
+    coordinator, *numbers = map(os.environ.get, names)
+    if coordinator is None:
+        return Place(None, 1, 0)
+    try:
+        count, index = map(int, numbers)  # type: ignore[arg-type]
+        if 0 <= index < count and ":" in coordinator:
+            return Place(coordinator, count, index)
+    except (TypeError, ValueError):
+        pass
+    seen = ", ".join(f"{name} is {os.environ.get(name, 'not set')}" for name in names)
+    raise InputError(
+        f"no place among processes. {seen}. They must be ADDRESS:PORT of process 0, how many "
+        f"processes there are, and which one this is. Start with launch/local, or unset them."
+    )
+
+
+class Processes:
+    """This process among those of its program; every process makes the same calls in one order.
+
+    A context manager, which ends the process at once when it fails: waiting for the others, as
+    JAX does at exit, would last as long as they wait for this one.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1, client: Any = None):
+        """Takes JAX's coordination client; a program of one process has none."""
+        self.index, self.count, self._client = index, count, client
+        self._rounds = 0
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # What the user did wrong is found by all, and all take the ordinary way out.
+        if error is None or isinstance(error, InputError) or self.count == 1:
+            return
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            print("moejax: stopped; the last finished checkpoint is intact", file=sys.stderr)
+            code = 130
+        else:
+            traceback.print_exception(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes the run's records and talks to the user."""
+        return self.index == 0
+
+    def gather(self, value: Json) -> list[Json]:
+        """Returns the values of all processes, in the order of their numbers."""
+        if self.count == 1:
+            return [value]
+        self._rounds += 1
+        names = [f"moejax/{self._rounds}/{index}" for index in range(self.count)]
+        self._client.key_value_set(names[self.index], json.dumps(value))
+        return [json.loads(self._wait_for(name)) for name in names]
+
+    def together(self, make: Callable[[], T]) -> T:
+        """Returns what `make` gives here, unless some process refuses the user's input.
+
+        Raises:
+          InputError: the same in all processes.
+        """
+        if self.count == 1:
+            return make()
+        value, refused = None, None
+        try:
+            value = make()
+        except InputError as error:
+            refused = str(error)
+        for message in self.gather(refused):
+            if message is not None:
+                raise InputError(message)
+        return value  # type: ignore[return-value]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Calls `make` in process 0 only, and returns its result, JSON values, in all.
+
+        Raises:
+          InputError: what `make` raised, in all.
+        """
+        return self.gather(self.together(lambda: make() if self.first else None))[0]
+
+    def tell(self, name: str, value: str) -> None:
+        """Leaves a note for the others to find."""
+        self._client.key_value_set(f"moejax/{name}", value, allow_overwrite=True)
+
+    def notes(self, folder: str) -> dict[str, str]:
+        """The notes under a name that were left so far. Does not wait."""
+        found = self._client.key_value_dir_get(f"moejax/{folder}")
+        return {name.rpartition("/")[2]: value for name, value in found}
+
+    def _wait_for(self, name: str) -> str:
+        while True:
+            try:
+                return self._client.blocking_key_value_get(name, POLL_MILLISECONDS)
+            except Exception as error:  # JAX has no class for it
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+
+
+ALONE = Processes()
+
+
+class Stop:
+    """The step after which all processes stop, once any of them was asked to.
+
+    Process 0 names it, and nobody may have passed it by then. When process 0 has started step s,
+    another may have started s + 1, which it can only finish with the help of process 0; so
+    whoever has seen step s + 1 finished has seen the name of s + 2 given.
+    """
+
+    def __init__(self, processes: Processes):
+        self._processes = processes
+        self._asked, self._last = False, None
+
+    def after(self, step: int, requested: bool) -> bool:
+        """Whether to stop after `step`, which is under way while the one before it is finished.
+
+        Costs a message to process 0 and its answer, while the step runs.
+
+        Args:
+          requested: whether this process was asked to stop.
+        """
+        if self._processes.count == 1:
+            return requested
+        if requested and not self._asked:
+            self._processes.tell("stop/asked", "")
+            self._asked = True
+        if self._last is None:
+            notes = self._processes.notes("stop")
+            if self._processes.first and notes:
+                self._processes.tell("stop/after", str(step + 2))
+                self._last = step + 2
+            elif "after" in notes:
+                self._last = int(notes["after"])
+        return step == self._last

@@ -1,0 +1,123 @@
+"""Runs of the train command in processes of their own, and what they leave behind."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from moejax.data import prepare
+from moejax.data.tokenizer import ByteTokenizer
+from moejax.settings import load_config
+from moejax.train.checkpoint import Checkpoints, newest
+from tests.cases import trainer_for
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def write_tokens(path):
+    """Writes a file of byte tokens as `moejax prepare` does."""
+    writer = prepare.BinWriter(path, ByteTokenizer(), "bytes")
+    for number in range(100):
+        writer.add(prepare.Document(f"document {number} " * (number % 7 + 1), ""), ByteTokenizer())
+    writer.finish()
+    return path
+
+
+def write_config(folder, text, run_dir):
+    """Writes a config beside its token files; the text says RUN, TRAIN and EVAL for their paths."""
+    text = text.replace("RUN", str(run_dir))
+    for name in ("train", "eval"):
+        text = text.replace(name.upper(), str(write_tokens(folder / f"{name}.bin")))
+    (folder / "config.yaml").write_text(text)
+    return folder
+
+
+def begin(place, *words, launcher=(), **variables):
+    """Starts the command. The simulated devices are those of the config, not of the tests.
+
+    Args:
+      launcher: what starts the processes of the program, with its flags; () for one process.
+    """
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    env |= {
+        "PYTHONPATH": str(REPOSITORY),
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "COLUMNS": "120",
+        "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        **variables,
+    }
+    command = [sys.executable, "-m", "moejax.train", "--config", str(place / "config.yaml"), *words]
+    if launcher:
+        command = [
+            sys.executable,
+            *map(str, launcher),
+            "--logs",
+            str(place / "logs"),
+            "--",
+            *command,
+        ]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, cwd=place)
+
+
+def run(place, *words, launcher=(), **variables):
+    """Runs the command to its end. Returns exit code, stdout and stderr."""
+    process = begin(place, *words, launcher=launcher, **variables)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def run_until(place, step, number, *words, launcher=(), member=None):
+    """Runs the command, sends a signal once it has shown `step`, and returns as `run` does.
+
+    Args:
+      member: which process of the program gets the signal; None: the one that was started.
+    """
+    process, lines = begin(place, *words, launcher=launcher), []
+    for line in process.stdout:
+        lines.append(line)
+        if f"step {step}/" in line:
+            os.kill(process.pid if member is None else find_member(process.pid, member), number)
+            break
+    out, err = process.communicate(timeout=240)
+    return process.returncode, "".join(lines) + out, err
+
+
+def find_member(launcher, index):
+    """The id of a process of the program that a launcher has started."""
+    found = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True)
+    for pid in found.stdout.split():
+        if f"MOEJAX_PROCESS={index}\0" in Path(f"/proc/{pid}/environ").read_text():
+            return int(pid)
+    raise AssertionError(f"no process {index} below {launcher}")
+
+
+def records(run_dir, event=None):
+    """The lines of metrics.jsonl, of one event if named."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if event in (None, line["event"])]
+
+
+def final_state(run_dir):
+    """Every array of the newest checkpoint, restored onto this process's devices."""
+    saved, notes = newest(run_dir / "checkpoints", "full")
+    assert notes == []
+    cfg = load_config(run_dir / "config.json")
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, simulated_devices=None))
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep=2)
+    state = checkpoints.restore(saved, trainer_for(cfg).abstract)
+    checkpoints.close()
+    return saved.step, [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+def assert_same_end(one, other):
+    """Two runs ended at the same step with the same bits."""
+    (step, wanted), (other_step, got) = final_state(one), final_state(other)
+    assert step == other_step
+    assert [x.tobytes() for x in got] == [x.tobytes() for x in wanted]

@@ -1,0 +1,199 @@
+"""The train command as several processes of one program: started, stopped, killed, resumed."""
+
+import os
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.runtime.ledger import RunLock
+from moejax.train.checkpoint import finished_steps
+from tests.integration.runs import (
+    REPOSITORY,
+    assert_same_end,
+    final_state,
+    records,
+    run,
+    run_until,
+    write_config,
+)
+from tests.launch.test_emulate import needs_namespaces
+
+STEPS = 40
+# The expert axis is across the two processes, the tensor axis inside each.
+CONFIG = f"""
+run_dir: RUN
+model: {{vocab_size: 264, width: 16, num_layers: 1, num_heads: 4, num_kv_heads: 2, head_width: 4}}
+moe: {{num_experts: 4, expert_hidden: 8}}
+mesh: {{simulated_devices: 4, expert: 2, tensor: 2}}
+data: {{source: tokens, train_files: [TRAIN], eval_files: [EVAL], sequence_length: 32}}
+optimizer: {{warmup_steps: 2}}
+train:
+  num_steps: {STEPS}
+  batch_sequences: 8
+  log_every: 1
+  eval_every: 20
+  eval_batches: 1
+  sample_tokens: 2
+checkpoint: {{save_every: 10, keep: 2}}
+"""
+LOCAL = (REPOSITORY / "launch" / "local", "--processes", 2)
+EMULATE = (REPOSITORY / "launch" / "emulate", "--hosts", 2, "--devices-per-host", 2)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with token files and a config, and what compiled programs are kept in."""
+    folder = tmp_path_factory.mktemp("several")
+    return write_config(folder, CONFIG, folder / "two")
+
+
+@pytest.fixture(scope="module")
+def two(place):
+    """The run directory and the output of an undisturbed run of two processes."""
+    code, out, _ = run(place, launcher=(*LOCAL, "--devices", 2))
+    assert code == 0, out
+    return place / "two", out
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(place, two):
+    code, _, err = run(place, f"--config.run_dir={place / 'one'}")
+    assert code == 0, err
+    for event in ("step", "eval", "final_eval"):
+        one, several = records(place / "one", event), records(two[0], event)
+        assert [r["step"] for r in one] == [r["step"] for r in several]
+        name = "loss" if event == "step" else "nats_per_token"
+        # Gloo adds the four devices' parts in another order: a few last bits in each sum, which
+        # forty steps carry on. A wrong or missing part would be off by a hundredth or more.
+        np.testing.assert_allclose(
+            [r[name] for r in several], [r[name] for r in one], rtol=1e-4, atol=0
+        )
+
+
+@pytest.mark.slow
+def test_process_0_alone_speaks_and_writes(two):
+    run_dir, out = two
+    assert f"[p0] step {STEPS}/{STEPS}" in out
+    theirs = [line for line in out.splitlines() if line.startswith("[p1]") and "Gloo" not in line]
+    assert theirs == []
+    assert [r["step"] for r in records(run_dir, "step")] == list(range(2, STEPS + 1))
+    assert [r["step"] for r in records(run_dir, "saved")] == list(range(10, STEPS + 1, 10))
+    assert sorted(finished_steps(run_dir / "checkpoints")) == [STEPS - 10, STEPS]
+    assert len(list((run_dir / "tensorboard").iterdir())) == 1
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_an_emulated_cluster_trains_to_the_same_bits(place, two):
+    flags = ("--link", "200mbit", "--fast-link", "5gbit")
+    code, out, _ = run(place, f"--config.run_dir={place / 'emulated'}", launcher=(*EMULATE, *flags))
+    assert code == 0, out
+    assert_same_end(two[0], place / "emulated")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("member", [0, 1, None])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_goes_on_to_the_same_bits(place, two, number, member):
+    if number == signal.SIGKILL and member is None:
+        pytest.skip("a launcher that is killed ends nobody")
+    run_dir = place / f"{number.name}-{member}"
+    words = [f"--config.run_dir={run_dir}"]
+    code, out, _ = run_until(place, 25, number, *words, launcher=LOCAL, member=member)
+    last = records(run_dir)[-1]
+    assert 25 <= last["step"] < STEPS, "the signal came too late to prove anything"
+    if number == signal.SIGTERM:
+        assert code == 0, out
+        assert last["event"] == "stopped"
+        assert max(finished_steps(run_dir / "checkpoints")) == last["step"]
+    else:
+        assert code != 0
+        assert max(finished_steps(run_dir / "checkpoints")) in (10, 20)
+    code, out, _ = run(place, *words, launcher=LOCAL)
+    assert code == 0, out
+    assert "[p0] resuming at step" in out
+    assert_same_end(two[0], run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), (*LOCAL[:2], 4)], ids=["one", "four"])
+def test_another_number_of_processes_takes_over(place, two, launcher):
+    run_dir = place / f"taken-over-{len(launcher)}"
+    shutil.copytree(two[0], run_dir)
+    words = [f"--config.run_dir={run_dir}", f"--config.train.num_steps={STEPS + 2}"]
+    # At a learning rate of zero the weights stay as they were restored.
+    words += ["--config.optimizer.learning_rate=0", "--config.train.eval_every=none"]
+    code, out, err = run(place, *words, launcher=launcher)
+    assert code == 0, out + err
+    assert f"resuming at step {STEPS} from" in out
+    (step, before), (later, after) = final_state(two[0]), final_state(run_dir)
+    assert (step, later) == (STEPS, STEPS + 2)
+    shapes = [x.shape for x in before]
+    assert shapes == [x.shape for x in after]
+    same = [x.tobytes() == y.tobytes() for x, y in zip(before, after, strict=True)]
+    assert sum(same) >= len(jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))) // 3
+
+
+BAD = {
+    ("--config.model.num_expert=4",): "model.num_expert",
+    ("--config.mesh.simulated_devices=3", "--config.mesh.expert=3"): "3",
+    ("--config.data.train_files=missing.bin",): "missing.bin",
+}
+
+
+@pytest.mark.parametrize("words", BAD, ids=lambda words: words[0])
+def test_bad_input_ends_all_with_one_line_each(place, words):
+    code, out, _ = run(place, *words, launcher=LOCAL)
+    assert code == 2, out
+    assert_one_line_each(out, BAD[words])
+
+
+def assert_one_line_each(out, fragment):
+    """Each process says the same, or only the first to find it."""
+    lines = out.splitlines()
+    assert 1 <= len(lines) <= 2, out
+    assert len({line[:4] for line in lines}) == len(lines)
+    for line in lines:
+        assert line[4:].startswith(" moejax: error: ")
+        assert fragment in line
+
+
+def test_devices_of_launcher_and_config_must_agree(place):
+    code, out, _ = run(place, launcher=(*LOCAL, "--devices", 3))
+    assert code == 2, out
+    assert_one_line_each(out, "2 processes of 3 devices were started, mesh.simulated_devices is 4")
+
+
+def test_a_directory_in_use_is_refused_by_all(place, tmp_path):
+    lock = RunLock(tmp_path)
+    try:
+        code, out, _ = run(place, f"--config.run_dir={tmp_path}", launcher=LOCAL)
+    finally:
+        lock.close()
+    assert code == 2, out
+    assert len(out.splitlines()) == 2
+    assert_one_line_each(out, f"process {os.getpid()} on")
+
+
+DIFFERENT_SEEDS = """
+import os, yaml
+from ml_collections import ConfigDict
+
+def get_config():
+    config = ConfigDict(yaml.safe_load(open("{}")))
+    config.train.seed = int(os.environ["MOEJAX_PROCESS"])
+    return config
+"""
+
+
+def test_processes_of_different_configs_are_refused(place, tmp_path):
+    config = tmp_path / "differ.py"
+    config.write_text(DIFFERENT_SEEDS.format(place / "config.yaml"))
+    words = ["--config", str(config), f"--config.run_dir={tmp_path / 'run'}"]
+    code, out, _ = run(place, *words, launcher=LOCAL)
+    assert code == 2, out
+    assert_one_line_each(out, "train.seed: ")
+    assert not (tmp_path / "run").exists()

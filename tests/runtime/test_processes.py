@@ -1,0 +1,120 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax.config import MeshConfig
+from moejax.errors import InputError
+from moejax.runtime.processes import ALONE, Place, Processes, Stop, find_place
+from moejax.runtime.start import simulated_here
+from tests.threads import Service, everywhere
+
+
+def test_values_are_gathered_in_order_as_often_as_asked():
+    def run(processes):
+        return [processes.gather({"from": processes.index, "round": n}) for n in range(3)]
+
+    wanted = [[{"from": i, "round": n} for i in range(3)] for n in range(3)]
+    assert everywhere(3, run) == [wanted] * 3
+
+
+def test_what_process_0_makes_reaches_all_and_only_it_makes_it():
+    made = []
+
+    def run(processes):
+        return processes.from_first(lambda: made.append(processes.index) or {"step": 7})
+
+    assert everywhere(3, run) == [{"step": 7}] * 3
+    assert made == [0]
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_bad_input_of_one_is_refused_by_all(culprit):
+    def make(index):
+        if index == culprit:
+            raise InputError(f"no file in process {index}")
+        return index
+
+    found = everywhere(3, lambda processes: processes.together(lambda: make(processes.index)))
+    assert [str(error) for error in found] == [f"no file in process {culprit}"] * 3
+
+
+def test_one_process_asks_nobody():
+    assert ALONE.gather(4) == [4]
+    assert ALONE.from_first(lambda: 5) == 5
+    assert Stop(ALONE).after(3, True)
+    assert not Stop(ALONE).after(3, False)
+
+
+@given(st.data())
+def test_all_stop_after_the_same_step_whoever_is_asked_and_whenever(data):
+    count, last = data.draw(st.integers(2, 4)), 30
+    service = Service()
+    stops = [Stop(Processes(index, count, service)) for index in range(count)]
+    asked = data.draw(st.dictionaries(st.integers(0, count - 1), st.integers(1, 20), min_size=1))
+    started, seen = [0] * count, [0] * count  # newest step under way, and asked about
+    stopped = {}
+
+    def movable():
+        """Whoever has no step to start may look only when the step before is finished by all."""
+        for i in range(count):
+            ready = started[i] == seen[i] or min(started) >= started[i] - 1
+            if i not in stopped and seen[i] < last and ready:
+                yield i
+
+    while moves := list(movable()):
+        i = data.draw(st.sampled_from(moves))
+        if started[i] == seen[i]:
+            started[i] += 1
+            continue
+        seen[i] = started[i]
+        if stops[i].after(seen[i], i in asked and seen[i] >= asked[i]):
+            stopped[i] = seen[i]
+    assert len(stopped) == count
+    assert len(set(stopped.values())) == 1
+
+
+def test_a_place_is_read_from_the_environment(monkeypatch):
+    monkeypatch.delenv("MOEJAX_COORDINATOR", raising=False)
+    assert find_place() == Place(None, 1, 0)
+    monkeypatch.setenv("MOEJAX_COORDINATOR", "10.0.0.1:29400")
+    monkeypatch.setenv("MOEJAX_PROCESSES", "4")
+    monkeypatch.setenv("MOEJAX_PROCESS", "3")
+    assert find_place() == Place("10.0.0.1:29400", 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MOEJAX_PROCESS", "2"),
+        ("MOEJAX_PROCESS", "one"),
+        ("MOEJAX_PROCESSES", None),
+        ("MOEJAX_COORDINATOR", "host"),
+    ],
+)
+def test_half_a_place_is_refused_with_what_was_seen(monkeypatch, name, value):
+    in_program(monkeypatch, processes=2)
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=f"{name} is {value or 'not set'}"):
+        find_place()
+
+
+def in_program(monkeypatch, processes):
+    monkeypatch.setenv("MOEJAX_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("MOEJAX_PROCESSES", str(processes))
+    monkeypatch.setenv("MOEJAX_PROCESS", "0")
+
+
+def test_processes_share_the_simulated_devices(monkeypatch):
+    assert simulated_here(MeshConfig(simulated_devices=8)) == 8
+    in_program(monkeypatch, processes=2)
+    assert simulated_here(MeshConfig(simulated_devices=8)) == 4
+    assert simulated_here(MeshConfig()) is None
+    with pytest.raises(InputError, match=r"2 processes cannot share 7 .*simulated_devices=8"):
+        simulated_here(MeshConfig(simulated_devices=7))
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
+    assert simulated_here(MeshConfig(simulated_devices=8)) == 4
+    with pytest.raises(InputError, match=r"2 processes of 4 devices.*simulated_devices is 4"):
+        simulated_here(MeshConfig(simulated_devices=4))
