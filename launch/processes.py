@@ -24,6 +24,8 @@ from pathlib import Path
 GRACE_SECONDS = 60  # to save and stop, after an interrupt or when another process has failed
 # Before the others are interrupted: what is wrong with the input, each finds and says itself.
 PATIENCE_SECONDS = 5
+# Each group of ranks says this once from each; it stays in the logs.
+GLOO = b"Expected number of connected peer ranks"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def run(
 ) -> int:
     """Runs the command once at every place; returns the first exit code that is not zero.
 
-    Every line is shown with its place's name and kept in `logs`. When one process fails the others
+    Output is shown with its place's name and kept in `logs`. When one process fails the others
     are interrupted, and killed if they do not stop. An interrupt is passed on to all.
     """
     logs.mkdir(parents=True, exist_ok=True)
@@ -173,11 +175,12 @@ def _signal(process: subprocess.Popen, number: int) -> None:
 
 
 def _show(process: subprocess.Popen, name: str, log: Path) -> None:
-    """Copies a process's lines to our output, with its name, and to its log."""
+    """Copies a process's lines to its log and, with its name, to our output."""
     assert process.stdout is not None
     with log.open("wb") as kept:
         for line in process.stdout:
             kept.write(line)
             kept.flush()
-            sys.stdout.write(f"[{name}] {line.decode(errors='replace')}")
-            sys.stdout.flush()
+            if GLOO not in line:
+                sys.stdout.write(f"[{name}] {line.decode(errors='replace')}")
+                sys.stdout.flush()
