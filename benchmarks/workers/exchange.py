@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from moejax.runtime.start import join
 
-join()
+processes = join()
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -73,6 +73,10 @@ def build(case: dict, measure: str, settings: dict) -> Variant:
     if trainer.program.route.trim:
         facts["payload"] = trimmed_bytes(trainer, choice_BTK) * passes
         facts["counted"] += facts["payload"]
+        if trainer.program.route.merges:  # router weights go outward with rows, gradients home
+            share = cfg.moe.experts_per_token / cfg.model.width
+            facts["metadata"] += facts["payload"] * share / 2
+            facts["counted"] += facts["payload"] * share / 2
     return Variant(lambda: program(params, x), facts)
 
 
@@ -251,6 +255,7 @@ def main() -> None:
         variants[name] = build(case, kind, settings)
         if jax.process_index() == 0:
             print(f"{name}: built in {time.perf_counter() - began:.0f} s", flush=True)
+    processes.gather("built")  # gloo gives up on a peer that is half a minute late
     found = measure(variants, case["rounds"])
     result = {name: found[name] | variants[name].facts for name in variants}
     path.with_suffix(f".h{jax.process_index()}").write_text(json.dumps(result))

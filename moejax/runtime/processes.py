@@ -127,6 +127,15 @@ class Processes:
         """
         return self.gather(self.together(lambda: make() if self.first else None))[0]
 
+    def compile(self, function: Any, *arguments: Any) -> None:
+        """Compiles a jitted function for such arguments, and waits until every process has.
+
+        Without it the first to be done would wait in a collective, and gloo gives up on a peer
+        after half a minute. A call with such arguments then takes what was compiled here.
+        """
+        function.lower(*arguments).compile()
+        self.gather("compiled")
+
     def tell(self, name: str, value: str) -> None:
         """Leaves a note for the others to find."""
         self._client.key_value_set(f"moejax/{name}", value, allow_overwrite=True)

@@ -191,6 +191,7 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
     advance, stopping = run.trainer.step, Stop(run.processes)
     before: Any = None
+    run.processes.compile(advance, run.trainer.abstract, run.trainer.abstract_batch())
     with Interrupt() as interrupt, run.inputs.batches(run.trainer, step, last) as batches:
         for batch in batches:
             state, metrics = advance(state, batch)
@@ -255,6 +256,8 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
     if run.inputs.held_out is None:
         return
     nats = targets = 0.0
+    shapes = run.trainer.abstract, run.trainer.abstract_batch()
+    run.processes.compile(run.trainer.evaluate, *shapes)
     for batch, count in run.inputs.eval_batches(run.trainer, limit):
         nats += float(run.trainer.evaluate(state, batch))
         targets += count

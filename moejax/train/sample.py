@@ -36,6 +36,8 @@ def sample(
         placed = jax.make_array_from_callback(
             window_BT.shape, trainer.batch_sharding, lambda index, w=window_BT: w[index]
         )
+        if len(tokens) == len(prompt):
+            processes.compile(next_logits, state, (placed, len(seen)))
         logits_BV = next_logits(state, (placed, len(seen)))
         logit_V = np.asarray(logits_BV.addressable_data(0))[0, :allowed].astype(np.float64)
         chance_V = np.exp((logit_V - logit_V.max()) / temperature)

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,31 @@ def test_bad_input_of_one_is_refused_by_all(culprit):
 
     found = everywhere(3, lambda processes: processes.together(lambda: make(processes.index)))
     assert [str(error) for error in found] == [f"no file in process {culprit}"] * 3
+
+
+class Slow:
+    """A jitted function that takes this process long to compile."""
+
+    def __init__(self, index, done):
+        self.index, self.done = index, done
+
+    def lower(self, *arguments):
+        assert arguments == ("x", "y")
+        return self
+
+    def compile(self):
+        time.sleep(0.2 * self.index)
+        self.done.append(self.index)
+
+
+def test_nobody_goes_on_before_all_have_compiled():
+    done = []
+
+    def run(processes):
+        processes.compile(Slow(processes.index, done), "x", "y")
+        return len(done)
+
+    assert everywhere(3, run) == [3] * 3
 
 
 def test_one_process_asks_nobody():

@@ -336,6 +336,21 @@ def test_an_update_that_is_not_finite_is_counted_and_not_applied():
     jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.optimizer))
 
 
+def test_a_step_compiled_for_shapes_is_not_compiled_again():
+    """Processes compile first and meet then; a second compilation would part them again."""
+    cfg = small_config((1, 1, 2, 2))
+    trainer = trainer_for(cfg)
+    state, batch = trainer.init(), place(trainer, random_batch(cfg))
+    trainer.step.lower(trainer.abstract, trainer.abstract_batch()).compile()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name)
+    )
+    jax.block_until_ready(trainer.step(state, batch))
+    jax.monitoring.clear_event_listeners()
+    assert not [name for name in compiled if "backend_compile" in name]
+
+
 def test_the_update_clips_by_the_norm_over_all_devices():
     norms = []
     for mesh in [(1, 1, 1, 1), (1, 2, 2, 2)]:
