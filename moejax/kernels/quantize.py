@@ -1,0 +1,114 @@
+"""Block quantisation: rows of floats to a byte or half a byte each, with a float32 scale a block.
+
+Per device. A block is so many neighbours along the last axis; its scale maps its largest magnitude
+to the largest number of the format. A block with an infinity or NaN in it decodes to NaN, so that
+a broken gradient stays visible; a block of zeros decodes to zeros.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TINY = float(np.finfo(np.float32).tiny)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Numbers that a quantised value can be.
+
+    The error of a value x in a block with largest magnitude a and scale s = a / largest is at
+    most max(|x| * relative, s * absolute) + largest * tiny: half a step between neighbours, and
+    what is lost when s is denormal. Stochastic rounding errs by up to twice as much.
+
+    Attributes:
+      largest: the largest number.
+      relative: half a step over the value, where steps grow with values; 0 where they do not.
+      absolute: half of the smallest step.
+      bits: of a value on the wire.
+    """
+
+    largest: float
+    relative: float
+    absolute: float
+    bits: int
+    dtype: Any
+
+
+FORMATS = {
+    "int8": Format(127, 0, 0.5, 8, jnp.int8),
+    "int4": Format(7, 0, 0.5, 4, jnp.int8),
+    "e4m3": Format(448, 2**-4, 2**-10, 8, jnp.float8_e4m3fn),
+    "e5m2": Format(57344, 2**-3, 2**-17, 8, jnp.float8_e5m2),
+}
+
+
+class Quantized(NamedTuple):
+    """A quantised array; leading dimensions are those of the array.
+
+    Attributes:
+      values: [..., blocks, block] uint8; of four bits [..., blocks, block / 2], low half first.
+      scale: [..., blocks] float32.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def quantize(x: jax.Array, name: str, *, block: int, key: jax.Array | None = None) -> Quantized:
+    """Quantises x along its last axis; a last block that is not full is padded with zeros.
+
+    Args:
+      x: [..., n] of any float dtype.
+      name: a key of `FORMATS`.
+      key: rounds to either neighbour at random, so that the mean is x; without one, to the nearest.
+    """
+    kind = FORMATS[name]
+    x = x.astype(jnp.float32)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)])
+    x = x.reshape(*x.shape[:-1], -1, block)
+    top = jnp.max(jnp.abs(x), axis=-1)
+    scale = jnp.where(jnp.isfinite(top), top / kind.largest, jnp.nan)
+    # A scale of zero, or so small that it is flushed to zero, has nothing to say.
+    y = jnp.where(scale[..., None] >= TINY, x / scale[..., None], 0)
+    y = jnp.clip(_rounded(y, kind, key), -kind.largest, kind.largest).astype(kind.dtype)
+    values = jax.lax.bitcast_convert_type(y, jnp.uint8)
+    if kind.bits == 4:
+        halves = values.reshape(*values.shape[:-1], -1, 2) & 15
+        values = halves[..., 0] | (halves[..., 1] << 4)
+    return Quantized(values, scale)
+
+
+def dequantize(q: Quantized, name: str, size: int) -> jax.Array:
+    """Returns the array [..., size] in float32 that was quantised."""
+    kind = FORMATS[name]
+    values = q.values
+    if kind.bits == 4:
+        halves = jnp.stack([values & 15, values >> 4], axis=-1)
+        values = halves.reshape(*values.shape[:-1], -1)
+        # Two's complement of four bits: the sign bit moves to the byte's.
+        y = jax.lax.bitcast_convert_type(values << 4, jnp.int8) >> 4
+    else:
+        y = jax.lax.bitcast_convert_type(values, kind.dtype)
+    x = y.astype(jnp.float32) * q.scale[..., None]
+    return x.reshape(*x.shape[:-2], -1)[..., :size]
+
+
+def bytes_of(size: int, name: str, *, block: int) -> int:
+    """Bytes of `size` values on the wire, padding and scales counted."""
+    blocks = -(-size // block)
+    return blocks * (block * FORMATS[name].bits // 8 + 4)
+
+
+def _rounded(y: jax.Array, kind: Format, key: jax.Array | None) -> jax.Array:
+    """The neighbours of y in the format: whole numbers, or mantissas of some bits."""
+    if not kind.relative:
+        return jnp.round(y) if key is None else jnp.floor(y + jax.random.uniform(key, y.shape))
+    if key is None:
+        return y  # the conversion rounds to the nearest
+    # The step between neighbours at y is a power of two; frexp gives that of |y|'s leading bit.
+    _, exponent = jnp.frexp(jnp.abs(y))
+    step = jnp.maximum(jnp.exp2(exponent.astype(jnp.float32)) * kind.relative, 2 * kind.absolute)
+    return jnp.floor(y / step + jax.random.uniform(key, y.shape)) * step

@@ -1,0 +1,101 @@
+"""Block quantisation: the stated bound for any floats, special values, both kinds of rounding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_np
+
+from moejax.kernels.quantize import FORMATS, TINY, bytes_of, dequantize, quantize
+
+EPS = np.finfo(np.float32).eps
+names = st.sampled_from(sorted(FORMATS))
+# Any magnitude that float32 has, denormal ones and zeros of both signs too.
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def there_and_back(x, name, block, key=None):
+    q = quantize(jnp.asarray(x), name, block=block, key=key)
+    return np.asarray(dequantize(q, name, x.shape[-1])), q
+
+
+def bound(x, name, block, steps=1):
+    """`Format`'s bound, for each value; a few roundings of float32 on top."""
+    kind = FORMATS[name]
+    padded = np.pad(np.abs(x.astype(np.float64)), [(0, 0), (0, -x.shape[-1] % block)])
+    blocks = padded.reshape(len(x), -1, block)
+    scale = blocks.max(-1, keepdims=True) / kind.largest
+    worst = np.maximum(blocks * kind.relative, scale * kind.absolute) * steps
+    worst += blocks * 4 * EPS + kind.largest * TINY
+    return worst.reshape(len(x), -1)[:, : x.shape[-1]]
+
+
+arrays = st_np.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 70)), elements=floats)
+
+
+@settings(max_examples=200, deadline=None)
+@given(x=arrays, name=names, block=st.sampled_from([2, 16, 32]))
+def test_the_error_stays_below_the_stated_bound(x, name, block):
+    y, _ = there_and_back(x, name, block)
+    assert np.all(np.abs(y - x.astype(np.float64)) <= bound(x, name, block))
+
+
+@settings(max_examples=100, deadline=None)
+@given(x=arrays, name=names, seed=st.integers(0, 99))
+def test_stochastic_rounding_errs_by_less_than_a_step(x, name, seed):
+    y, _ = there_and_back(x, name, 16, jax.random.key(seed))
+    assert np.all(np.abs(y - x.astype(np.float64)) <= bound(x, name, 16, steps=2))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not(name):
+    x = jnp.tile(jnp.float32([1.0, 0.3137, -0.0071, 0.5003]), (1, 4))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    draws = jax.vmap(lambda key: dequantize(quantize(x, name, block=16, key=key), name, 16))(keys)
+    off = np.abs(np.asarray(draws, np.float64).mean(0) - x)
+    # The mean of n draws, each within a step, is off by six standard errors almost never.
+    step = 2 * bound(np.asarray(x), name, 16)
+    assert np.all(off <= 6 * step / 2 / np.sqrt(len(keys)) + 4 * EPS)
+    nearest, _ = there_and_back(x, name, 16)
+    assert np.any(np.abs(nearest - x) > 6 * step / 2 / np.sqrt(len(keys)) + 4 * EPS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_block_that_is_not_finite_decodes_to_nan_and_no_other_does(name, value):
+    x = np.ones((1, 48), np.float32)
+    x[0, 20] = value
+    y, _ = there_and_back(x, name, 16)
+    assert np.isnan(y[0, 16:32]).all()
+    assert np.isfinite(np.delete(y, np.s_[16:32], axis=1)).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_stay_zeros_and_the_largest_value_is_kept(name):
+    x = np.zeros((2, 32), np.float32)
+    x[1, 3] = -np.finfo(np.float32).max
+    y, _ = there_and_back(x, name, 16)
+    assert not y[0].any()
+    np.testing.assert_allclose(y[1], x[1], rtol=4 * EPS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [1, 127, 128, 129])
+def test_bytes_are_those_of_the_arrays(name, size):
+    _, q = there_and_back(np.ones((3, size), np.float32), name, 128)
+    assert q.values.dtype == np.uint8
+    assert q.values.nbytes + q.scale.nbytes == 3 * bytes_of(size, name, block=128)
+
+
+def test_every_number_of_a_format_survives():
+    """Sixteen halves of a byte, and bytes: nothing is lost to packing."""
+    for name, kind in FORMATS.items():
+        numbers = np.arange(256, dtype=np.uint8).view(kind.dtype).astype(np.float32)
+        if kind.bits == 4:
+            numbers = np.arange(-7, 8, dtype=np.float32)
+        numbers = numbers[np.isfinite(numbers) & (np.abs(numbers) <= kind.largest)]
+        x = np.append(numbers, np.float32(kind.largest))[None]  # a scale of one
+        y, _ = there_and_back(x, name, 512)
+        np.testing.assert_array_equal(y, x)
