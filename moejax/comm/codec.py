@@ -1,0 +1,227 @@
+"""Codecs: what an array is turned into before it crosses a slow link, and back.
+
+Per device; nothing here communicates. A codec works along the last axis of x [..., n] and keeps the
+leading ones, so that the parts of an encoded [peers, n] can be sent to their peers. What it must
+remember between steps is one float32 array, its state, so that a state can travel through the
+backward pass as if it were a gradient (`comm.reduce`).
+
+Errors are stated beside each codec; ratios against bfloat16 count scales, indices and padding.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.kernels.quantize import Quantized, bytes_of, dequantize, quantize
+
+Payload = Any  # a pytree of arrays; leading dimensions as those of what was encoded
+
+
+class Moment(NamedTuple):
+    """When something is encoded: the step, counted from zero, and a key for random rounding."""
+
+    step: jax.Array
+    key: jax.Array
+
+
+class Codec:
+    """Something that encodes arrays."""
+
+    def state_size(self, size: int) -> int:
+        """Floats of state for each last axis of `size` values; 0 for a codec without one."""
+        return 0
+
+    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+        """Encodes x [..., n]. Returns the payload and the next state [..., state_size(n)]."""
+        raise NotImplementedError
+
+    def decode(self, payload: Payload, size: int) -> jax.Array:
+        """Returns [..., size] in float32."""
+        raise NotImplementedError
+
+    def wire_bytes(self, size: int) -> int:
+        """Bytes of a payload of `size` values, all counted."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Another dtype. bfloat16: error at most 2^-9 |x|, while |x| is above 2^-126."""
+
+    dtype: str = "bfloat16"
+
+    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+        """Rounds to the nearest."""
+        return x.astype(self.dtype), state
+
+    def decode(self, payload: Payload, size: int) -> jax.Array:
+        """Widens."""
+        return payload.astype(jnp.float32)
+
+    def wire_bytes(self, size: int) -> int:
+        """As many bytes a value as the dtype has."""
+        return size * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Blocks(Codec):
+    """Block quantisation; the bound is that of `kernels.quantize.Format`."""
+
+    format: str
+    block: int = 128
+    stochastic: bool = False
+
+    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+        """Rounds to the nearest, or to either neighbour with the key."""
+        key = moment.key if self.stochastic else None
+        return quantize(x, self.format, block=self.block, key=key), state
+
+    def decode(self, payload: Payload, size: int) -> jax.Array:
+        """Scales back."""
+        return dequantize(Quantized(*payload), self.format, size)
+
+    def wire_bytes(self, size: int) -> int:
+        """Values, padding and scales."""
+        return bytes_of(size, self.format, block=self.block)
+
+
+@dataclass(frozen=True)
+class TopK(Codec):
+    """The largest values by magnitude, with their places; all others are zero.
+
+    A threshold t is fitted to an exponential distribution of magnitudes (SIDCo): of values with
+    mean magnitude m a share d lies above -m ln(d). Magnitudes of gradients have heavier tails, so
+    the fit is repeated on what lies above, for a smaller share each time. The state keeps t,
+    refitted every `refresh` steps (DCT), and counts what found no room.
+
+    A row has room for `room` times the share: values above t that come after are left out, and
+    counted. Error: |x| where a value is left out, else that of bfloat16.
+    """
+
+    share: float
+    refresh: int = 1
+    stages: int = 2
+    room: float = 1.5
+
+    def state_size(self, size: int) -> int:
+        """The threshold, and how many values found no room."""
+        return 2
+
+    def places(self, size: int) -> int:
+        """Values that a payload has room for."""
+        return min(size, math.ceil(self.room * self.share * size))
+
+    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+        """Returns (values [..., k] bfloat16, places [..., k] uint32; n where nothing is)."""
+        n, k = x.shape[-1], self.places(x.shape[-1])
+        magnitude = jnp.abs(x.astype(jnp.float32))
+        stale = moment.step % self.refresh == 0
+        threshold = jnp.where(stale, self.fit(magnitude), state[..., 0])
+        # A value that is not finite is always sent: a broken gradient must stay visible.
+        chosen = ~(magnitude <= threshold[..., None])
+        rank = jnp.cumsum(chosen, axis=-1) - 1
+        overflow = jnp.maximum(rank[..., -1] + 1 - k, 0).astype(jnp.float32)
+        slot = jnp.where(chosen & (rank < k), rank, k)
+        place = jnp.broadcast_to(jnp.arange(n, dtype=jnp.uint32), x.shape)
+        fill = jnp.full((*x.shape[:-1], k), n, jnp.uint32)
+        places = _put(fill, slot, place)
+        values = jnp.take_along_axis(
+            jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)]), places.astype(jnp.int32), axis=-1
+        )
+        state = jnp.stack([threshold, state[..., 1] + overflow], axis=-1)
+        return (values.astype(jnp.bfloat16), places), state
+
+    def fit(self, magnitude: jax.Array) -> jax.Array:
+        """The threshold that a share of the magnitudes [..., n] is above, by the fits."""
+        threshold = jnp.zeros(magnitude.shape[:-1], jnp.float32)
+        rate = self.share ** (1 / self.stages)
+        finite = jnp.where(jnp.isfinite(magnitude), magnitude, 0)
+        for _ in range(self.stages):
+            above = finite > threshold[..., None]
+            count = jnp.maximum(jnp.sum(above, axis=-1), 1)
+            excess = jnp.sum(jnp.where(above, finite - threshold[..., None], 0), axis=-1) / count
+            threshold = threshold - excess * math.log(rate)
+        return threshold
+
+    def decode(self, payload: Payload, size: int) -> jax.Array:
+        """Values at their places among zeros."""
+        values, places = payload
+        zeros = jnp.zeros((*values.shape[:-1], size), jnp.float32)
+        return _put(zeros, places.astype(jnp.int32), values.astype(jnp.float32))
+
+    def wire_bytes(self, size: int) -> int:
+        """Two bytes a value, four a place, also for room that is empty."""
+        return 6 * self.places(size)
+
+
+def _put(into: jax.Array, place: jax.Array, values: jax.Array) -> jax.Array:
+    """`into` [..., n] with values [..., k] at places [..., k]; places past the end are left out."""
+    rows = [a.reshape(-1, a.shape[-1]) for a in (into, place, values)]
+    put = jax.vmap(lambda i, p, v: i.at[p].set(v, mode="drop"))(*rows)
+    return put.reshape(into.shape)
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Codec):
+    """Adds what earlier payloads left out to what is encoded next.
+
+    What was sent and what is kept add up to what was to be sent, up to a rounding of float32. With
+    `average` below one the state is a moving average of the errors instead, and with `stored` it is
+    kept in blocks of eight bits, and forgotten every `reset` steps: together LoCo.
+    """
+
+    codec: Codec
+    average: float = 1.0
+    stored: str | None = None  # a format of eight bits; None: float32
+    block: int = 128
+    reset: int | None = None
+    start: int = 0  # steps that are sent as they are encoded, with nothing kept
+
+    def state_size(self, size: int) -> int:
+        """What is kept, then the inner codec's own state."""
+        return self._kept(size) + self.codec.state_size(size)
+
+    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+        """Encodes x and what is kept; keeps what the payload leaves out."""
+        n, kept = x.shape[-1], self._kept(x.shape[-1])
+        before = self._load(state[..., :kept], n)
+        whole = x.astype(jnp.float32) + before
+        payload, inner = self.codec.encode(whole, state[..., kept:], moment)
+        error = whole - self.decode(payload, n)
+        after = (1 - self.average) * before + self.average * error if self.average != 1 else error
+        forgotten = moment.step < self.start
+        if self.reset is not None:
+            forgotten |= (moment.step + 1) % self.reset == 0
+        after = jnp.where(forgotten, 0, after)
+        return payload, jnp.concatenate([self._store(after), inner], axis=-1)
+
+    def decode(self, payload: Payload, size: int) -> jax.Array:
+        """As the inner codec does."""
+        return self.codec.decode(payload, size)
+
+    def wire_bytes(self, size: int) -> int:
+        """As of the inner codec."""
+        return self.codec.wire_bytes(size)
+
+    def _kept(self, size: int) -> int:
+        return size if self.stored is None else bytes_of(size, self.stored, block=self.block) // 4
+
+    def _store(self, error: jax.Array) -> jax.Array:
+        """Bytes in the clothes of float32: see the module's docstring."""
+        if self.stored is None:
+            return error
+        q = quantize(error, self.stored, block=self.block)
+        words = q.values.reshape(*q.values.shape[:-2], -1, 4)
+        values = jax.lax.bitcast_convert_type(words, jnp.float32)
+        return jnp.concatenate([values, q.scale], axis=-1)
+
+    def _load(self, kept: jax.Array, size: int) -> jax.Array:
+        if self.stored is None:
+            return kept
+        blocks = -(-size // self.block)
+        values = jax.lax.bitcast_convert_type(kept[..., :-blocks], jnp.uint8)
+        values = values.reshape(*kept.shape[:-1], blocks, self.block)
+        return dequantize(Quantized(values, kept[..., -blocks:]), self.stored, size)
