@@ -1,6 +1,7 @@
 """What model code must know of the run besides its config: where arrays live, routes, dtypes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from moejax.dims import Layout
 from moejax.route import Route
@@ -14,6 +15,9 @@ class Program:
     route: Route  # of tokens to their experts
     dtype: str = "float32"
     gradient_dtype: str = "float32"
+    # Codecs (comm.codec) of gradients where they cross nodes; None: they travel as they are.
+    dense_gradient: Any = None
+    expert_gradient: Any = None
     experts: str = "blocked"  # implementation of kernels.expert_mlp
     attention: str = "blocked"  # implementation of kernels.attention
     # Whether the steps of the token pipeline are held together for a compiler that orders the

@@ -1,12 +1,17 @@
 """Weights in, gradients out: the one function through which a parameter enters a layer.
 
 Per device, inside shard_map. `enter` gathers a weight's shards; its transpose reduces the weight's
-gradient: reduce-scatter over the axes it was gathered on, then a sum over the axes that hold
-copies. So the reduction happens inside the backward pass, layer by layer. Parameters that every
-device holds whole (norm scales) are too small for a collective each: `reduce_whole` sums
-them all in one at the end.
+gradient, hop by hop: inside the node first, so that what crosses the slow link is already a sum;
+then across nodes, where a codec may stand; then back inside the node. So the reduction
+happens inside the backward pass, layer by layer. What a codec remembers enters beside the weight,
+and its next value leaves as its "gradient": state goes through backward without side effects.
+
+Parameters that every device holds whole (norm scales) are too small for a collective each:
+`reduce_whole` sums them all in one at the end.
 """
 
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,65 +20,176 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.comm import wire
+from moejax.comm.codec import Codec, Moment
+from moejax.comm.compress import ReduceState, first_state, reduce_parts
 from moejax.dims import Axes, Layout
 from moejax.program import Program
 
-Gathers = tuple[tuple[int, Axes], ...]
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Carried:
+    """A parameter's shard, and what the codec of its gradient remembers, on this device.
+
+    Differentiating with respect to it gives the reduced gradient and the next state.
+    """
+
+    weight: jax.Array
+    state: ReduceState
+    step: jax.Array  # float32, so that it may be differentiated: the gradient is zero
+
+
+@dataclass(frozen=True)
+class Journey:
+    """How a parameter is gathered and its gradient reduced; static.
+
+    Attributes:
+      dim: the dimension whose shards are gathered; None if this device's shard is all it needs.
+      gather: mesh axes that shard it.
+      copies: mesh axes whose devices hold copies.
+      slow: of all those, what crosses nodes.
+    """
+
+    dim: int | None
+    gather: Axes
+    copies: Axes
+    slow: Axes
+
+    def split(self, axes: Axes) -> tuple[Axes, Axes]:
+        """Axes across nodes, axes inside."""
+        inside = tuple(axis for axis in axes if axis not in self.slow)
+        return tuple(axis for axis in axes if axis in self.slow), inside
+
+
+def journey(dims: str, layout: Layout) -> Journey:
+    """The journey of a parameter that is named by the letters of its dimensions."""
+    by_dim = layout.param_axes(dims)
+    kept = layout.tensor + (layout.expert_owner_axes if dims[0] == "E" else ())
+    gathers = {
+        dim: tuple(axis for axis in axes if axis not in kept and layout.size((axis,)) > 1)
+        for dim, axes in enumerate(by_dim)
+    }
+    dim, gather = next(((d, axes) for d, axes in gathers.items() if axes), (None, ()))
+    held = {axis for axes in by_dim for axis in axes}
+    copies = tuple(a for a in layout.mesh_axes if a not in held and layout.size((a,)) > 1)
+    copies = copies if held else ()
+    return Journey(dim, gather, copies, layout.between_nodes(gather + copies))
 
 
 def enter(param: Any, program: Program, dtype: str | None = None) -> jax.Array:
     """Returns the weight as this device computes with it: gathered over fsdp, cast to `dtype`.
 
-    Wire, forward: the gathered weight in `dtype`. Backward: the same in `gradient_dtype`, and for
-    axes with copies twice the shard. The gradient that leaves has the dtype of the parameter.
+    Wire, forward: the gathered weight in `dtype`. Backward: see `_reduced`. The gradient that
+    leaves has the dtype of the parameter.
 
     Args:
-      param: an `nnx.Param` that holds this device's shard and, as metadata, the letters of its
-        dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay sharded.
+      param: an `nnx.Param` that holds this device's shard, alone or in a `Carried`, and as metadata
+        the letters of its dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay sharded.
       dtype: the dtype to compute in; the program's unless given.
     """
-    gathers, copies = _plan(param.get_metadata("dims"), program.layout)
-    w = param[...]
-    dtypes = (dtype or program.dtype, program.gradient_dtype, str(w.dtype))
-    return checkpoint_name(_enter(w, gathers, copies, *dtypes), wire.WEIGHT_WIRE)
+    dims = param.get_metadata("dims")
+    how = How(journey(dims, program.layout), dtype or program.dtype, program.gradient_dtype)
+    w = param.get_value()
+    if isinstance(w, Carried):
+        how = replace(how, codec=codec_of(dims, program))
+    return checkpoint_name(_enter(w, how), wire.WEIGHT_WIRE)
 
 
-def _plan(dims: str, layout: Layout) -> tuple[Gathers, Axes]:
-    """What to gather (dimension, axes) and over which axes the parameter has copies."""
-    axes_by_dim = layout.param_axes(dims)
-    kept = layout.expert_owner_axes if dims[0] == "E" else ()
-    kept += layout.tensor
-    gathers = []
-    for dim, axes in enumerate(axes_by_dim):
-        gathered = tuple(axis for axis in axes if axis not in kept and layout.size((axis,)) > 1)
-        if gathered:
-            gathers.append((dim, gathered))
-    held = {axis for axes in axes_by_dim for axis in axes}
-    copies = tuple(a for a in layout.mesh_axes if a not in held and layout.size((a,)) > 1)
-    return tuple(gathers), copies if held else ()
+def codec_of(dims: str, program: Program) -> Codec | None:
+    """The codec of a parameter's gradient where it crosses nodes; None: it travels as it is.
+
+    The router is never compressed; biases and norm scales are too small to gain.
+    """
+    way = journey(dims, program.layout)
+    if not way.slow or "D" not in dims or dims == "DE":
+        return None
+    return program.expert_gradient if dims[0] == "E" else program.dense_gradient
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4, 5))
-def _enter(w, gathers, copies, dtype, gradient_dtype, master_dtype):
-    w = w.astype(dtype)
-    for dim, axes in gathers:
-        w = wire.all_gather(w, axes, dim=dim, tag=wire.WEIGHT_WIRE)
-    return w
+def first_state_of(dims: str, shape: tuple[int, ...], program: Program) -> ReduceState | None:
+    """What the codec of a parameter's gradient remembers at first, on one device.
+
+    Args:
+      shape: of the device's own shard.
+    """
+    codec = codec_of(dims, program)
+    if codec is None:
+        return None
+    way, size = journey(dims, program.layout), program.layout.size
+    (scatter, _), (copies, fast_copies) = way.split(way.gather), way.split(way.copies)
+    n = -(-math.prod(shape) // (size(copies) * size(fast_copies)))
+    return first_state(codec, size(scatter + copies), n, copied=size(copies) > 1)
 
 
-def _enter_forward(w, *plan):
-    return _enter(w, *plan), None
+@dataclass(frozen=True)
+class How:
+    """What `_enter` does to one parameter; static."""
+
+    journey: Journey
+    dtype: str
+    gradient_dtype: str
+    codec: Codec | None = None
 
 
-def _enter_backward(gathers, copies, dtype, gradient_dtype, master_dtype, _, gradient):
-    gradient = gradient.astype(gradient_dtype)
-    for dim, axes in reversed(gathers):
-        gradient = wire.reduce_scatter(gradient, axes, dim=dim)
-    gradient = wire.all_reduce(gradient, copies)
-    return (gradient.astype(master_dtype),)
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _enter(w: jax.Array | Carried, how: How) -> jax.Array:
+    shard = (w.weight if isinstance(w, Carried) else w).astype(how.dtype)
+    if how.journey.dim is None:
+        return shard
+    return wire.all_gather(shard, how.journey.gather, dim=how.journey.dim, tag=wire.WEIGHT_WIRE)
+
+
+def _enter_forward(w, how):
+    if isinstance(w, Carried):
+        return _enter(w, how), (jnp.zeros(0, w.weight.dtype), w.state, w.step)
+    return _enter(w, how), (jnp.zeros(0, w.dtype), None, None)
+
+
+def _enter_backward(how, kept, gradient):
+    like, state, step = kept
+    gradient = gradient.astype(how.gradient_dtype)
+    if state is None:
+        return (_reduced(gradient, how.journey, None, None, None)[0].astype(like.dtype),)
+    moment = Moment(step.astype(jnp.int32), jax.random.fold_in(jax.random.key(0), step))
+    reduced, state = _reduced(gradient, how.journey, how.codec, state, moment)
+    return (Carried(reduced.astype(like.dtype), state, jnp.zeros_like(step)),)
 
 
 _enter.defvjp(_enter_forward, _enter_backward)
+
+
+def _reduced(
+    gradient: jax.Array,
+    way: Journey,
+    codec: Codec | None,
+    state: ReduceState | None,
+    moment: Moment | None,
+) -> tuple[jax.Array, ReduceState | None]:
+    """The gradient of the whole weight, summed; each device keeps its shard.
+
+    Wire, inside a node: reduce-scatter over the axes it was gathered on, and where nodes are
+    crossed over the axes with copies, followed by an all-gather. Across nodes: reduce-scatter and
+    all-reduce, or what `reduce_parts` says, of what is left: the shard over the copies inside.
+    """
+    if not way.slow:
+        if way.dim is not None:
+            gradient = wire.reduce_scatter(gradient, way.gather, dim=way.dim)
+        return wire.all_reduce(gradient, way.copies), None
+    (slow, fast), (slow_copies, fast_copies) = way.split(way.gather), way.split(way.copies)
+    S, F, C, c = (wire.size(axes) for axes in (slow, fast, slow_copies, fast_copies))
+    moved = gradient[None] if way.dim is None else jnp.moveaxis(gradient, way.dim, 0)
+    shape = (moved.shape[0] // (S * F), *moved.shape[1:])
+    size = math.prod(shape)
+    x_Sm = wire.reduce_scatter(moved.reshape(S, F, size), fast, dim=1).reshape(S, size)
+    x_Sm = jnp.pad(x_Sm, ((0, 0), (0, -size % (C * c))))
+    x_SCn = wire.reduce_scatter(x_Sm.reshape(S, c, -1), fast_copies, dim=1).reshape(S, C, -1)
+    if codec is None:
+        x_Cn = wire.all_reduce(wire.reduce_scatter(x_SCn, slow, dim=0)[0], slow_copies)
+    else:
+        x_Cn, state = reduce_parts(x_SCn, slow, slow_copies, codec, state, moment)
+    x_m = wire.all_gather(x_Cn.reshape(1, -1), fast_copies, dim=0).reshape(-1)[:size]
+    shard = x_m.reshape(shape)
+    return (shard[0] if way.dim is None else jnp.moveaxis(shard, 0, way.dim)), state
 
 
 def reduce_whole(gradients: list[jax.Array], layout: Layout) -> list[jax.Array]:
