@@ -7,6 +7,7 @@ usage: moejax COMMAND ...
 
   train     train a model (moejax train --help)
   prepare   turn text into token files (moejax prepare --help)
+  aot       compile the train step for a cluster that is not here (moejax aot --help)
 """
 
 
@@ -21,10 +22,14 @@ def main() -> int:
         from moejax.data.prepare import main as prepare
 
         return prepare(rest)
+    if command == "aot":
+        from moejax.plan.aot import main as aot
+
+        return aot(rest)
     if command in ("", "-h", "--help"):
         print(USAGE, end="")
         return 0
-    print(f"moejax: error: no command {command!r}. Known: train, prepare.", file=sys.stderr)
+    print(f"moejax: error: no command {command!r}. Known: train, prepare, aot.", file=sys.stderr)
     return 2
 
 

@@ -77,6 +77,19 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     return _build(values)
 
 
+def split_overrides(argv: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line into flags and `--config.a.b=value` overrides."""
+    overrides, rest, words = [], [], iter(argv)
+    for word in words:
+        if word.startswith("--config."):
+            if "=" not in word:
+                word = f"{word}={next(words, '')}"
+            overrides.append(word)
+        else:
+            rest.append(word)
+    return rest, overrides
+
+
 def _add(values: dict[str, Any], entry: Entry) -> None:
     """Checks one value of a file and stores it under its dotted name."""
     if entry.name in sections() and entry.value == {}:

@@ -9,7 +9,7 @@ from rich.console import Console
 from moejax.checks import check, resolve_mesh
 from moejax.config import Config
 from moejax.errors import InputError
-from moejax.settings import describe_fields, load_config, to_dict
+from moejax.settings import describe_fields, load_config, split_overrides, to_dict
 
 EPILOG = """\
 examples:
@@ -24,14 +24,7 @@ stops, twice stops at once. Exit codes: 0 done, 2 bad input, 130 stopped at once
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Splits the command line into flags and `--config.a.b=value` overrides."""
-    overrides, rest, words = [], [], iter(argv)
-    for word in words:
-        if word.startswith("--config."):
-            if "=" not in word:
-                word = f"{word}={next(words, '')}"
-            overrides.append(word)
-        else:
-            rest.append(word)
+    rest, overrides = split_overrides(argv)
     parser = argparse.ArgumentParser(
         prog="moejax train",
         description="Trains a Mixture-of-Experts language model.",
@@ -96,6 +89,7 @@ def dry_run(cfg: Config, console: Console) -> int:
 
     from moejax.dims import build_layout
     from moejax.plan.build import build_abstract_mesh
+    from moejax.plan.target import described_cudnn
     from moejax.train.inputs import open_inputs
     from moejax.train.step import build_trainer
     from moejax.train.summary import print_summary, summarize
@@ -112,7 +106,9 @@ def dry_run(cfg: Config, console: Console) -> int:
     open_inputs(cfg)
     layout = build_layout(cfg.mesh)
     trainer = build_trainer(cfg, build_abstract_mesh(layout), cfg.mesh.platform or "cpu")
-    print_summary(summarize(trainer), trainer, console)
+    with described_cudnn():
+        summary = summarize(trainer)
+    print_summary(summary, trainer, console)
     return 0
 
 

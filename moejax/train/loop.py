@@ -122,9 +122,9 @@ def check_place(cfg: Config) -> None:
     Raises:
       InputError: in every process, before they meet.
     """
-    if simulated_here(cfg.mesh) is not None:
-        total, processes = cfg.mesh.simulated_devices, find_place().count
-        resolve_mesh(cfg, total, "cpu", processes=processes)
+    total = cfg.mesh.simulated_devices
+    if total is not None and simulated_here(cfg.mesh) is not None:
+        resolve_mesh(cfg, total, "cpu", processes=find_place().count)
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:

@@ -25,6 +25,7 @@ from moejax.moe.layer import RouterBias
 from moejax.moe.router import update_bias
 from moejax.program import Program
 from moejax.route import build_route
+from moejax.runtime.compiler import Options, compiler_options, known_options
 from moejax.train.loss import LossParts, next_token_loss, sum_nll
 from moejax.train.optimizer import build_optimizer, global_norm, is_masked
 
@@ -68,6 +69,7 @@ class Trainer:
     cfg: Config
     mesh: Mesh | AbstractMesh
     program: Program
+    platform: str  # "cpu", "gpu" or "tpu"
     graph: nnx.GraphDef
     dims: Tree  # letters of each parameter's dimensions
     abstract: TrainState  # shapes, dtypes and shardings of the state
@@ -107,7 +109,7 @@ class Trainer:
             return TrainState(zero, zero, params, balance, optimizer.init(params))
 
         # Runs once, so on CPU it asks LLVM for little: seconds of compilation saved.
-        quick = {"xla_backend_optimization_level": 0} if self._on_cpu else None
+        quick = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else None
         return jax.jit(build, out_shardings=_shardings(self.abstract), compiler_options=quick)()
 
     @cached_property
@@ -132,10 +134,13 @@ class Trainer:
         batch = (self.layout.token_spec(), P())
         return self._jitted(partial(_next_logits, self), self.layout.token_spec(), batch)
 
-    @property
-    def _on_cpu(self) -> bool:
-        assert isinstance(self.mesh, Mesh), "an abstract mesh runs nothing"
-        return self.mesh.devices.flat[0].platform == "cpu"
+    @cached_property
+    def options(self) -> Options:
+        """What is asked of the compiler; nothing where the program is only traced."""
+        options = compiler_options(self.platform, hops=len(self.program.route.hops))
+        if not isinstance(self.mesh, Mesh):
+            return {}
+        return known_options(options, self.mesh.local_devices[0])
 
     @property
     def _state_specs(self) -> TrainState:
@@ -147,7 +152,7 @@ class Trainer:
         mapped = jax.shard_map(
             body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        return jax.jit(mapped, **options)
+        return jax.jit(mapped, compiler_options=self.options or None, **options)
 
 
 def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trainer:
@@ -198,7 +203,7 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
         abstract,
         all_specs,
     )
-    return Trainer(cfg, mesh, program, graph, dims, abstract)
+    return Trainer(cfg, mesh, program, platform, graph, dims, abstract)
 
 
 def _model(cfg: Config, program: Program) -> Transformer:

@@ -174,6 +174,15 @@ def test_a_dry_run_prints_sizes_and_wire_and_starts_no_accelerator(place):
     assert not run_dir.exists()
 
 
+def test_a_dry_run_for_a_gpu_needs_neither_gpu_nor_cudnn(place):
+    # The smallest heads that cuDNN takes are eight wide.
+    mesh = ["mesh.platform=gpu", "mesh.simulated_devices=none"]
+    gpu = [*mesh, "model.dtype=bfloat16", "model.head_width=8"]
+    code, out, err = run(place, "--dry_run", *(f"--config.{word}" for word in gpu))
+    assert code == 0, err
+    assert "all_to_all over expert" in out
+
+
 def test_print_config_gives_json_that_is_a_config(place, tmp_path):
     code, out, err = run(place, "--print_config", "--config.train.num_steps=7")
     assert code == 0, err

@@ -1,0 +1,254 @@
+"""The command `python -m moejax.plan.aot`: compiles the train step for a cluster that is not here.
+
+What is compiled is the trainer's own step with the trainer's own options. Nothing runs, so nothing
+is timed; memory, collectives and their order are those of the real program.
+"""
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moejax.checks import check, resolve_mesh
+from moejax.config import Config
+from moejax.dims import build_layout
+from moejax.errors import InputError
+from moejax.plan.build import build_mesh
+from moejax.plan.compiled import CompiledText, Exchange, Schedule
+from moejax.plan.target import NODE, TARGETS, Target, describe_devices, described_cudnn
+from moejax.runtime.compiler import Options
+from moejax.settings import load_config, split_overrides
+from moejax.train.step import Trainer, build_trainer
+
+EPILOG = """\
+examples:
+  python -m moejax.plan.aot --config configs/mixtral_8x7b.py --nodes 8
+  python -m moejax.plan.aot --config configs/olmoe_1b_7b.py --config.route_chunks=4 --compare
+  python -m moejax.plan.aot --config configs/olmoe_1b_7b.py --target v6e
+
+A node has eight devices; the axes of the mesh must multiply to all of them. The cluster stands in
+for mesh.nodes, mesh.platform and mesh.simulated_devices of the config.
+
+Schedules, in the order in which a device starts things:
+  S D  start and done of an all-to-all     A  an all-to-all that is waited for
+  s d  of any other collective             a  any other collective that is waited for
+  G    a matrix product                    W C  a loop, a conditional with products inside
+What stands between S and D hides the exchange. Exit codes: 0 done, 2 bad input.
+"""
+
+# What the trainer's options are measured against: XLA's own choice, and no overlap at all.
+CONTROLS: dict[str, dict[str, Options]] = {
+    "gpu": {
+        "XLA's default": {"xla_gpu_experimental_parallel_collective_overlap_limit": 1},
+        "nothing asynchronous": {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"},
+    },
+    "tpu": {"XLA's default": {"xla_tpu_enable_async_all_to_all": "false"}},
+}
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler made of a step. Bytes are of one device."""
+
+    mesh: dict[str, int]
+    options: Options
+    seconds: float  # of compilation
+    argument_bytes: int  # state and batch
+    temporary_bytes: int
+    peak_bytes: int
+    exchanges: list[Exchange]
+    schedules: list[Schedule]
+
+    def token_exchanges(self, *, backward: bool | None = None) -> list[Exchange]:
+        """The all-to-alls that carry tokens or their gradients; None: of both passes."""
+        return [
+            one
+            for one in self.exchanges
+            if one.kind == "all_to_all"
+            and "float" in one.dtype
+            and backward in (None, one.backward)
+        ]
+
+    def hidden_share(self, *, backward: bool | None = None) -> float:
+        """The share of those all-to-alls that enclose a matrix product."""
+        exchanges = self.token_exchanges(backward=backward)
+        hidden = sum(one.calls for one in exchanges if one.hides)
+        return hidden / max(sum(one.calls for one in exchanges), 1)
+
+
+def describe(cfg: Config, target: Target, nodes: int) -> Config:
+    """Returns the config of a run on a described cluster, checked.
+
+    Raises:
+      InputError: as `check` and `resolve_mesh`.
+    """
+    mesh = replace(cfg.mesh, nodes=nodes, platform=target.platform, simulated_devices=None)
+    cfg = replace(cfg, mesh=mesh)
+    check(cfg)
+    return resolve_mesh(cfg, nodes * NODE, target.platform)
+
+
+def build_described(cfg: Config, target: Target) -> Trainer:
+    """Returns the trainer of a config that `describe` made."""
+    assert cfg.mesh.nodes is not None
+    devices = describe_devices(target, cfg.mesh.nodes)
+    return build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), target.platform)
+
+
+def compile_step(trainer: Trainer, options: Options | None = None) -> CompiledStep:
+    """Compiles the step of `build_described` and reads what came out.
+
+    Args:
+      options: on top of the trainer's own.
+    """
+    with described_cudnn():
+        lowered = trainer.step.lower(trainer.abstract, trainer.abstract_batch())
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options=options)
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    mesh = dict(trainer.layout.sizes)
+    text = CompiledText(compiled.as_text(), mesh)
+    return CompiledStep(
+        mesh=mesh,
+        options=trainer.options | (options or {}),
+        seconds=seconds,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        exchanges=text.exchanges(),
+        schedules=text.schedules(),
+    )
+
+
+def census(exchanges: Iterable[Exchange]) -> dict[tuple[str, str, str, str], list[int]]:
+    """(kind, axes, dtype, how) -> arrays moved in a step, bytes, and arrays that hide."""
+    rows: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for one in exchanges:
+        how = "async" if one.asynchronous else "sync"
+        row = rows[one.kind, ", ".join(one.axes), one.dtype, how]
+        row[0] += one.calls
+        row[1] += one.calls * one.bytes
+        row[2] += one.calls * one.hides
+    return dict(sorted(rows.items()))
+
+
+def to_json(step: CompiledStep) -> dict[str, Any]:
+    """A compiled step as JSON holds it."""
+    names = ("kind", "axes", "dtype", "how", "arrays", "bytes", "enclose_a_product")
+    rows = [(*key, *numbers) for key, numbers in census(step.exchanges).items()]
+    kept = {name: value for name, value in asdict(step).items() if name != "exchanges"}
+    return kept | {
+        "hidden_forward": step.hidden_share(backward=False),
+        "hidden_backward": step.hidden_share(backward=True),
+        "collectives": [dict(zip(names, row, strict=True)) for row in rows],
+    }
+
+
+def print_report(step: CompiledStep, title: str, target: Target, console: Console) -> None:
+    """Shows memory, collectives and schedules."""
+    table = Table("", "", title=title, show_header=False, title_justify="left")
+    table.columns[1].overflow = "fold"
+    table.add_row("mesh", " x ".join(f"{axis}={size}" for axis, size in step.mesh.items()))
+    table.add_row("compiler options", "\n".join(f"{k}={v}" for k, v in step.options.items()))
+    table.add_row("compiled in", f"{step.seconds:.0f} s")
+    room = f"of {target.memory_bytes / 2**30:.0f} GiB"
+    fits = "" if step.peak_bytes <= target.memory_bytes else ": does not fit"
+    table.add_row("peak, a device", f"{_gib(step.peak_bytes)} {room}{fits}")
+    table.add_row("arguments (state, batch)", _gib(step.argument_bytes))
+    table.add_row("temporaries", _gib(step.temporary_bytes))
+    for name, backward in (("forward", False), ("backward", True)):
+        table.add_row(f"all-to-alls of tokens, {name}", _hidden(step, backward))
+    console.print(table)
+    table = Table("collective", "axes", "dtype", "", title="arrays a step", title_justify="left")
+    for name in ("count", "MiB", "enclose a product"):
+        table.add_column(name, justify="right")
+    for key, (count, size, hidden) in census(step.exchanges).items():
+        table.add_row(*key, f"{count:,}", f"{size / 2**20:,.2f}", f"{hidden:,}")
+    console.print(table)
+    for schedule in step.schedules:
+        line = f"{schedule.calls} x {schedule.letters}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_comparison(steps: dict[str, CompiledStep], console: Console) -> None:
+    """Shows the trainer's options beside the controls."""
+    table = Table("options", "peak", "forward", "backward", title_justify="left")
+    table.title = "all-to-alls of tokens"
+    for name, step in steps.items():
+        hidden = [_hidden(step, backward) for backward in (False, True)]
+        table.add_row(name, _gib(step.peak_bytes), *hidden)
+    console.print(table)
+
+
+def _hidden(step: CompiledStep, backward: bool) -> str:
+    count = sum(one.calls for one in step.token_exchanges(backward=backward))
+    return f"{step.hidden_share(backward=backward):.0%} of {count:,} enclose a product"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command. Returns the exit code."""
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="moejax aot",
+        description="Compiles the train step for a cluster that is not here.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="as of moejax train")
+    parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
+    parser.add_argument("--nodes", type=int, default=1, help="of eight devices each (default 1)")
+    parser.add_argument("--target", choices=sorted(TARGETS), default="h200", help="default h200")
+    parser.add_argument(
+        "--compare", action="store_true", help="also compile without the trainer's options"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    args = parser.parse_args(rest)
+    try:
+        run(args, overrides)
+    except InputError as error:
+        print(f"moejax: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> None:
+    """Compiles and prints."""
+    if args.nodes < 1:
+        raise InputError(f"--nodes is {args.nodes}. It must be at least 1.")
+    target, place = TARGETS[args.target], f"{args.nodes} x {NODE} {args.target}"
+    cfg = describe(load_config(args.config, overrides), target, args.nodes)
+    trainer = build_described(cfg, target)
+    wanted: dict[str, Options] = {"the trainer's": {}}
+    if args.compare:
+        wanted |= CONTROLS[target.platform]
+    steps = {}
+    for name, options in wanted.items():
+        _say(f"tracing and compiling for {place}, options {name}: a minute, or several")
+        steps[name] = compile_step(trainer, options)
+        _say(f"compiled in {steps[name].seconds:.0f} s")
+    console = Console()
+    if args.json:
+        console.print_json(data={name: to_json(step) for name, step in steps.items()})
+        return
+    print_report(steps["the trainer's"], f"{args.config} on {place}", target, console)
+    if args.compare:
+        print_comparison(steps, console)
+
+
+def _say(words: str) -> None:
+    print(f"moejax: {words}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

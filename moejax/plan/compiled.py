@@ -1,0 +1,365 @@
+"""Reads a compiled program: which collectives it issues, and what runs while they travel.
+
+The text of a compiled program lists each computation's instructions in the order in which the
+device starts them. A collective that has a start and a done instruction travels while what stands
+between them runs; one without is waited for. The walk enters loops (multiplied by their length) and
+calls; of a conditional it takes the first branch, as `plan.trace` does.
+
+A schedule is written in letters, in that order, and other instructions are left out:
+
+    S D  start and done of an all-to-all    A  an all-to-all that is waited for
+    s d  of any other collective            a  any other collective that is waited for
+    G    a matrix product, or a kernel with products inside
+    W C  a while loop, a conditional with products inside
+
+So `SSGGDD` is two exchanges behind two products, and `GGASD` hides nothing.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+KINDS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "permute",
+}
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "u8": "uint8", "u16": "uint16"}
+# Library calls and hand-written kernels that multiply matrices.
+PRODUCT_TARGETS = re.compile(
+    r'custom_call_target="(__cublas|__cudnn|mosaic_gpu|tpu_custom_call|__op\$triton)'
+)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    op: str
+    result: str  # its type
+    rest: str  # operands and attributes
+
+    @property
+    def first_operand(self) -> str:
+        """The name of the first thing it takes."""
+        found = re.search(r"%([\w.\-]+)", self.rest)
+        return found[1] if found else ""
+
+    @cached_property
+    def called(self) -> list[str]:
+        """The computations it runs; of a conditional the one that an ordinary step takes."""
+        if self.op == "conditional":
+            first = r"(?:branch_computations=\{|false_computation=)%([\w.\-]+)"
+            return re.findall(first, self.rest)
+        return re.findall(r"(?:calls|body|to_apply)=%([\w.\-]+)", self.rest)
+
+    @property
+    def trips(self) -> int:
+        """How often a loop runs, where the compiler knows it."""
+        count = re.search(r'known_trip_count":\{"n":"(\d+)"', self.rest)
+        return int(count[1]) if count else 1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One array in a collective of the compiled program. Several may share one launch.
+
+    Attributes:
+      kind: as in `comm.wire`; the maximum counts as all_reduce.
+      axes: mesh axes of more than one device; ("?",) for groups that are no axes of the mesh.
+      dtype: of what is sent.
+      bytes: of one device's operand (all_gather: of its result), one call.
+      calls: how often a step issues it.
+      asynchronous: whether it has a start and a done.
+      hides: whether a matrix product stands between them.
+      backward: whether it belongs to the backward pass.
+      launch: the instruction that issues it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    bytes: int
+    calls: int
+    asynchronous: bool
+    hides: bool
+    backward: bool
+    launch: str
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The letters of one computation; `calls` is how often a step runs it."""
+
+    name: str
+    calls: int
+    letters: str
+
+
+class CompiledText:
+    """The text of a compiled program on a mesh.
+
+    Args:
+      text: as `Compiled.as_text()` gives it.
+      axes: name and size of each mesh axis, slowest first; devices are numbered in mesh order.
+    """
+
+    def __init__(self, text: str, axes: Mapping[str, int]):
+        self.axes = dict(axes)
+        self.computations, self.entry = _computations(text)
+        self._with_products: dict[str, bool] = {}
+
+    @cached_property
+    def calls(self) -> dict[str, int]:
+        """How often a step runs each computation."""
+        total: dict[str, int] = {}
+        waiting = [(self.entry, 1)]
+        while waiting:
+            name, times = waiting.pop()
+            total[name] = total.get(name, 0) + times
+            for line in self.computations.get(name, []):
+                inner = times * (line.trips if line.op == "while" else 1)
+                waiting += [(called, inner) for called in line.called]
+        return total
+
+    def exchanges(self) -> list[Exchange]:
+        """Every array that a collective moves."""
+        return [
+            exchange
+            for name, lines in self._schedules.items()
+            for place, line in enumerate(lines)
+            for exchange in self._exchanges(line, self._until_done(lines, place), self.calls[name])
+        ]
+
+    def schedules(self) -> list[Schedule]:
+        """The schedule of each computation that communicates, in the order of the text."""
+        found = [
+            Schedule(name, self.calls[name], "".join(map(self._letter, lines)))
+            for name, lines in self._schedules.items()
+        ]
+        return [schedule for schedule in found if re.search("[SAsa]", schedule.letters)]
+
+    @cached_property
+    def _schedules(self) -> dict[str, list[Instruction]]:
+        """The computations that a step runs; the inside of one instruction is none of them."""
+        return {
+            name: lines
+            for name, lines in self.computations.items()
+            if name in self.calls and name not in self._wrapped
+        }
+
+    @cached_property
+    def _wrapped(self) -> dict[str, Instruction]:
+        """The collective inside each computation that a fusion or an asynchronous start runs."""
+        found = {}
+        for line in itertools.chain.from_iterable(self.computations.values()):
+            if line.op == "fusion" or line.op.endswith("-start"):
+                for name in line.called:
+                    lines = self.computations.get(name, [])
+                    found.update((name, inner) for inner in lines if _kind(inner.op))
+        return found
+
+    def _issued(self, line: Instruction) -> Instruction | None:
+        """The collective that an instruction is, or starts."""
+        if _kind(line.op):
+            return line
+        return next((self._wrapped[name] for name in line.called if name in self._wrapped), None)
+
+    def multiplies(self, line: Instruction) -> bool:
+        """Whether an instruction is, or runs, a matrix product; of a conditional, in any branch."""
+        if line.op in ("dot", "ragged-dot", "convolution") or PRODUCT_TARGETS.search(line.rest):
+            return True
+        inner = line.called
+        for branches in re.findall(r"(?:branch_computations=\{|_computation=)([^}]*)", line.rest):
+            inner = inner + re.findall(r"%([\w.\-]+)", branches)
+        return any(self._has_product(name) for name in inner)
+
+    def _has_product(self, name: str) -> bool:
+        if name not in self._with_products:
+            lines = self.computations.get(name, [])
+            self._with_products[name] = any(self.multiplies(line) for line in lines)
+        return self._with_products[name]
+
+    def _letter(self, line: Instruction) -> str:
+        if line.op.endswith("-done"):
+            line = self._starts.get(_origin(line, self._starts), line)
+            start, alone = "D", "d"
+        else:
+            start, alone = ("S", "s") if line.op.endswith("-start") else ("A", "a")
+        issued = self._issued(line)
+        if issued is not None:
+            return start if _kind(issued.op) == "all-to-all" else alone
+        if start == "A" and self.multiplies(line):
+            return {"while": "W", "conditional": "C"}.get(line.op, "G")
+        return ""
+
+    @cached_property
+    def _starts(self) -> dict[str, Instruction]:
+        """Instructions that start something, or pass on what was started, by name."""
+        lines = itertools.chain.from_iterable(self.computations.values())
+        return {line.name: line for line in lines if line.op.endswith(("-start", "-update"))}
+
+    def _exchanges(
+        self, line: Instruction, between: list[Instruction] | None, calls: int
+    ) -> Iterator[Exchange]:
+        """The arrays that one instruction moves, if it communicates."""
+        issued = self._issued(line)
+        kind = _kind(issued.op) if issued else None
+        if issued is None or kind is None:
+            return
+        axes = self._axes_of(issued.rest)
+        group = math.prod(self.axes.get(axis, 1) for axis in axes)
+        for dtype, size in _arrays(issued, kind, group):
+            yield Exchange(
+                kind=KINDS[kind],
+                axes=axes,
+                dtype=DTYPES.get(dtype, dtype),
+                bytes=size,
+                calls=calls,
+                asynchronous=between is not None,
+                hides=any(self.multiplies(other) for other in between or ()),
+                backward="transpose(" in line.rest,
+                launch=line.name,
+            )
+
+    def _until_done(self, lines: list[Instruction], place: int) -> list[Instruction] | None:
+        """What stands between a start and its done; None for what has none."""
+        if not lines[place].op.endswith("-start"):
+            return None
+        ends = (
+            number
+            for number, line in enumerate(lines[place + 1 :], place + 1)
+            if line.op.endswith("-done") and _origin(line, self._starts) == lines[place].name
+        )
+        return lines[place + 1 : next(ends, len(lines))]
+
+    def _axes_of(self, attributes: str) -> tuple[str, ...]:
+        """The mesh axes along which the devices of a collective lie."""
+        named = re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", attributes)
+        if named:
+            names = re.findall(r"'(\w+)'", named[1])
+            return tuple(axis for axis in names if self.axes[axis] > 1)
+        return self._axes_of_groups(replica_groups(attributes, math.prod(self.axes.values())))
+
+    def _axes_of_groups(self, groups: frozenset[frozenset[int]]) -> tuple[str, ...]:
+        names = [axis for axis, size in self.axes.items() if size > 1]
+        for count in range(len(names) + 1):
+            for chosen in itertools.combinations(names, count):
+                if _groups_along(chosen, tuple(self.axes.items())) == groups:
+                    return chosen
+        return ("?",)
+
+
+def replica_groups(attributes: str, devices: int) -> frozenset[frozenset[int]]:
+    """The sets of devices that take part in a collective together.
+
+    Reads `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)` and `source_target_pairs`.
+    """
+    pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", attributes)
+    if pairs:
+        return _joined([set(map(int, pair.split(","))) for pair in _braced(pairs[1])])
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        shape, source, order = (_numbers(part) for part in iota.groups())
+        ids = np.arange(devices).reshape(source)
+        ids = ids.transpose(order or range(len(source))).reshape(shape[0], -1)
+        return frozenset(frozenset(group) for group in ids.tolist())
+    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", attributes)
+    groups = [_numbers(group) for group in _braced(listed[1])] if listed else [range(devices)]
+    return frozenset(frozenset(group) for group in groups)
+
+
+def _braced(text: str) -> list[str]:
+    return re.findall(r"\{([\d,]+)\}", text)
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(number) for number in text.split(",")] if text else []
+
+
+def _joined(sets: list[set[int]]) -> frozenset[frozenset[int]]:
+    """Unites sets that share a member."""
+    groups: list[set[int]] = []
+    for one in sets:
+        touching = [group for group in groups if group & one]
+        groups = [group for group in groups if not group & one] + [one.union(*touching)]
+    return frozenset(frozenset(group) for group in groups)
+
+
+@lru_cache
+def _groups_along(
+    chosen: tuple[str, ...], axes: tuple[tuple[str, int], ...]
+) -> frozenset[frozenset[int]]:
+    names, sizes = zip(*axes, strict=True)
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    places = [names.index(axis) for axis in chosen]
+    count = math.prod(sizes[place] for place in places)
+    ids = np.moveaxis(ids, places, range(-len(places), 0)).reshape(-1, count)
+    return frozenset(frozenset(group) for group in ids.tolist())
+
+
+def _computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The instructions of each computation, and the name of the first one to run."""
+    found: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
+        if head:
+            current = found.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif line == "}":
+            current = None
+        elif current is not None:
+            parsed = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z\-]*)\((.*)", line)
+            if parsed:
+                name, result, op, rest = parsed.groups()
+                current.append(Instruction(name, op, result, rest))
+    return found, entry
+
+
+def _kind(op: str) -> str | None:
+    """The key of `KINDS` that an operation is."""
+    op = op.removesuffix("-start")
+    return op if op in KINDS else None
+
+
+def _origin(line: Instruction, starts: Mapping[str, Instruction]) -> str:
+    """The name of the start instruction that a done instruction ends."""
+    name = line.first_operand
+    while name in starts and starts[name].op.endswith("-update"):
+        name = starts[name].first_operand
+    return name
+
+
+def _arrays(line: Instruction, kind: str, group: int) -> list[tuple[str, int]]:
+    """Dtype and bytes of each array that a collective moves, as `Exchange` counts them.
+
+    Args:
+      group: devices that take part together.
+    """
+    result = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", line.result)
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", result)
+    sizes = [(dtype, math.prod(_numbers(dims)) * _bits(dtype) // 8) for dtype, dims in arrays]
+    if line.op.endswith("-start") and (result.startswith("((") or line.op != "all-reduce-start"):
+        # The type of a start names operands, then results; u32[] are the runtime's own.
+        sizes = [(dtype, size) for dtype, size in sizes if (dtype, size) != ("u32", 4)]
+        half = len(sizes) // 2
+        sizes = sizes[:half] if kind == "reduce-scatter" else sizes[half:]
+    elif kind == "reduce-scatter":
+        sizes = [(dtype, size * group) for dtype, size in sizes]
+    if kind == "all-to-all" and len(sizes) == group > 1:
+        sizes = [(sizes[0][0], sum(size for _, size in sizes))]  # an operand for each peer
+    return sizes
+
+
+def _bits(dtype: str) -> int:
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8

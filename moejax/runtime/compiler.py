@@ -1,0 +1,54 @@
+"""What the trainer asks of XLA beyond its defaults, by platform.
+
+Only what changed the compiled step for the better is set: docs/decisions/0006 has the figures, and
+what else was tried. The names hold on JAX 0.10.2, 0.11.2 and 0.12.0.1.
+"""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.errors import JaxRuntimeError
+from jax.sharding import SingleDeviceSharding
+
+Options = dict[str, str | int]
+
+
+def compiler_options(platform: str, *, hops: int) -> Options:
+    """Returns the options of every program that exchanges tokens.
+
+    Args:
+      platform: "cpu", "gpu" or "tpu".
+      hops: of the route that tokens take.
+    """
+    if hops and platform == "gpu":
+        # By default one collective travels at a time, so half of the exchanges stay exposed. In
+        # the pipeline (comm.pipeline) every hop travels twice at a time, outward and homeward.
+        return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * hops}
+    if hops and platform == "tpu":
+        # By default nothing runs while an all-to-all travels.
+        return {"xla_tpu_enable_async_all_to_all": "true"}
+    return {}
+
+
+def known_options(options: Options, device: Any) -> Options:
+    """Returns the options that the compiler of a device knows, and warns of the others.
+
+    XLA refuses a program that comes with an unknown option, and these may go with any release; a
+    run without one is slower, but right. Costs a trivial compilation for each option.
+    """
+    return {name: value for name, value in options.items() if _knows(name, value, device)}
+
+
+def _knows(name: str, value: str | int, device: Any) -> bool:
+    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x, compiler_options={name: value}).lower(scalar).compile()
+    except JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        message = f"this JAX ({jax.__version__}) has no compiler option {name}: goes on without it"
+        warnings.warn(message, stacklevel=2)
+        return False
+    return True

@@ -1,0 +1,49 @@
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moejax.runtime.compiler import compiler_options, known_options
+from tests.cases import small_config, trainer_for
+
+KNOWN = {"xla_cpu_enable_fast_math": "False"}
+
+
+def test_a_known_option_is_kept_without_a_word():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert known_options(KNOWN, jax.devices()[0]) == KNOWN
+
+
+def test_an_option_that_the_compiler_does_not_know_is_dropped_with_a_warning():
+    asked = KNOWN | {"xla_gpu_of_another_release": 2}
+    with pytest.warns(UserWarning, match="no compiler option xla_gpu_of_another_release"):
+        kept = known_options(asked, jax.devices()[0])
+    assert kept == KNOWN
+    assert jax.jit(lambda x: x + 1, compiler_options=kept)(jnp.int32(1)) == 2
+
+
+def test_a_value_that_the_compiler_refuses_is_an_error():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_cpu_enable_fast_math"):
+        known_options({"xla_cpu_enable_fast_math": "perhaps"}, jax.devices()[0])
+
+
+def test_every_hop_may_travel_outward_and_homeward_at_once():
+    for hops in (1, 2):
+        (limit,) = compiler_options("gpu", hops=hops).values()
+        assert limit == 2 * hops
+
+
+def test_nothing_is_asked_where_nothing_travels_or_the_runtime_orders_the_program():
+    assert compiler_options("gpu", hops=0) == {}
+    assert compiler_options("tpu", hops=0) == {}
+    assert compiler_options("cpu", hops=2) == {}
+
+
+def test_a_run_on_cpu_compiles_nothing_to_find_its_options(monkeypatch):
+    def compile_nothing(*_, **__):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("moejax.runtime.compiler._knows", compile_nothing)
+    assert trainer_for(small_config((1, 1, 8, 1))).options == {}
