@@ -246,6 +246,19 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class CompressionConfig:
+    """Fewer bytes across nodes. A codec: none, bfloat16, int8, e4m3, e5m2, int4, loco, topk:SHARE."""
+
+    preset: str = setting(
+        "none", "codecs of all classes that are not set", choices=("none", "hybrid", "strong")
+    )
+    dense_gradient: str = setting("preset", "gradients of weights that are not experts'")
+    expert_gradient: str = setting("preset", "gradients of the experts' weights")
+    block: int = setting(128, "values that share a scale; a multiple of 4", at_least=4)
+    start: int = setting(0, "steps before codecs of gradients forget nothing they leave out", at_least=0)
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept of a run."""
 
@@ -292,4 +305,5 @@ class Config:
     data: DataConfig = section(DataConfig, "tokens")
     optimizer: OptimizerConfig = section(OptimizerConfig, "optimizer")
     train: TrainConfig = section(TrainConfig, "the loop")
+    compression: CompressionConfig = section(CompressionConfig, "codecs across nodes")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
