@@ -136,6 +136,27 @@ def test_every_route_gives_the_oracles_loss_and_gradients(route, mesh, nodes, ch
     assert int(parts.load_LE[0, 0]) == 0
 
 
+# Gradients cross nodes where weights are gathered, where they are copied, or both; the axis that
+# does lies across nodes whole, or is split; and the rest of it lies inside.
+REDUCTIONS = [
+    ((8, 1, 1, 1), 4, "hidden"),
+    ((1, 8, 1, 1), 2, "hidden"),
+    ((4, 1, 2, 1), 2, "hidden"),
+    ((2, 4, 1, 1), 4, "hidden"),
+    ((2, 2, 2, 1), 8, "hidden"),
+    ((1, 2, 2, 2), 4, "folded"),
+    ((2, 1, 2, 2), 4, "whole"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "nodes", "weights"), REDUCTIONS)
+def test_gradients_that_cross_nodes_are_reduced_by_hops(mesh, nodes, weights):
+    moe = {"num_experts": 16, "implementation": "reference"}
+    cfg = small_config(mesh, expert_weights=weights, moe=moe)
+    check_against_oracle(routed(cfg, "split", nodes, (1, 1)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "weights"),
