@@ -6,9 +6,10 @@ WORKERS ?= 2
 VENV := .venv
 VENV_311 := .venv-311
 VENV_AOT := .venv-aot
+VENV_TPU := .venv-aot-tpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-311 aot lint format clean
+.PHONY: help install train test test-311 aot aot-tpu lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,10 +23,13 @@ test: $(VENV)/.installed ## run all tests on eight simulated CPU devices (ARGS=t
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
-	$(VENV_311)/bin/python -m pytest -n $(WORKERS) -m "not slow and not accelerator and not aot" $(ARGS)
+	$(VENV_311)/bin/python -m pytest -n $(WORKERS) -m "not slow and not accelerator and not aot and not aot_tpu" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile the step for described H200 clusters and test what came out
 	$(VENV_AOT)/bin/python -m pytest -m aot tests/hlo $(ARGS)
+
+aot-tpu: $(VENV_TPU)/.installed ## the same for TPU v5p and v6e; takes long, so not in CI but every night
+	$(VENV_TPU)/bin/python -m pytest -m aot_tpu tests/hlo $(ARGS)
 
 lint: $(VENV)/.installed ## check style, layers, spelling and types
 	$(VENV)/bin/ruff check
@@ -39,7 +43,7 @@ format: $(VENV)/.installed ## rewrite the code in the project's style
 	$(VENV)/bin/ruff format
 
 clean: ## remove environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find moejax tests configs launch benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted install is taken up again.
@@ -59,4 +63,10 @@ $(VENV_AOT)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	"$(PYTHON)" -m venv $(VENV_AOT)
 	$(VENV_AOT)/bin/python -m pip install --quiet --editable '.[dev,aot]' --constraint constraints.txt
+	@touch $@
+
+$(VENV_TPU)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv $(VENV_TPU)
+	$(VENV_TPU)/bin/python -m pip install --quiet --editable '.[dev,tpu]' --constraint constraints.txt
 	@touch $@

@@ -24,7 +24,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from moejax.comm import wire  # noqa: E402
+from moejax.comm import gloo, wire  # noqa: E402
 from moejax.comm.exchange import PIECES, ship  # noqa: E402
 from moejax.dims import Layout, build_layout  # noqa: E402
 from moejax.moe.layer import MoE, RouterBias  # noqa: E402
@@ -63,10 +63,7 @@ def build(case: dict, measure: str, settings: dict) -> Variant:
         return y_BtD, pull(x_BtD)
 
     body, out_specs = (call, owned) if measure == "forward" else (both, (owned, (specs, owned)))
-    mapped = jax.shard_map(
-        body, mesh=trainer.mesh, in_specs=(specs, owned), out_specs=out_specs, check_vma=False
-    )
-    program, facts = compiled(jax.jit(mapped), (params, x), trainer)
+    program, facts = compiled(body, (specs, owned), out_specs, (params, x), trainer)
     passes = 2 if measure == "forward" else 4
     choice_BTK = np.argsort(-x_BTD[..., : cfg.moe.num_experts])[..., : cfg.moe.experts_per_token]
     facts["least"] = least_bytes(choice_BTK, trainer) * passes
@@ -120,14 +117,8 @@ def build_all_to_all(trainer: Trainer, x: jax.Array) -> Variant:
     (hop, *_), (rows, *_) = route.exchanges, usual_sizes(route, layout, cfg.moe, tokens=tokens).rows
     shape = (layout.size(layout.mesh_axes), hop.peers(layout) * rows, cfg.model.width)
     buckets = place(np.ones(shape, np.float32), trainer.mesh, P(layout.mesh_axes))
-    mapped = jax.shard_map(
-        lambda x_IMD: ship(x_IMD, hop, layout),
-        mesh=trainer.mesh,
-        in_specs=P(layout.mesh_axes),
-        out_specs=P(layout.mesh_axes),
-        check_vma=False,
-    )
-    program, facts = compiled(jax.jit(mapped), (buckets,), trainer)
+    spec = P(layout.mesh_axes)
+    program, facts = compiled(lambda x: ship(x, hop, layout), (spec,), spec, (buckets,), trainer)
     return Variant(lambda: program(buckets), facts)
 
 
@@ -138,7 +129,10 @@ def build_step(trainer: Trainer) -> Variant:
     arrays = (token_BT, np.roll(token_BT, -1, axis=1), np.zeros_like(token_BT))
     batch = Batch(*(place(x, trainer.mesh, trainer.layout.token_spec()) for x in arrays))
     state = trainer.init()
-    program, facts = compiled(trainer.step, (state, batch), trainer)
+    unordered = build_trainer(trainer.cfg, trainer.mesh.abstract_mesh, "cpu")
+    traced = unordered.step.trace(unordered.abstract, unordered.abstract_batch())
+    program = trainer.step.lower(state, batch).compile()
+    facts = count(traced, program, trainer)
     kept = [state]
 
     def run() -> Any:
@@ -148,15 +142,24 @@ def build_step(trainer: Trainer) -> Variant:
     return Variant(run, facts)
 
 
-def compiled(function: Any, arguments: tuple, trainer: Trainer) -> tuple[Callable, dict]:
-    """Compiles; counts what the traced program sends over a host's link."""
-    traced = function.trace(*arguments)
-    program = traced.lower().compile()
+def compiled(
+    body: Callable, in_specs: tuple, out_specs: Any, arguments: tuple, trainer: Trainer
+) -> tuple[Callable, dict]:
+    """Compiles per-device code; counts what it sends over a host's link."""
+    mapped = gloo.shard_map(body, trainer.mesh, in_specs, out_specs)
+    program = jax.jit(mapped).lower(*arguments).compile()
+    unordered = gloo.shard_map(body, trainer.mesh.abstract_mesh, in_specs, out_specs)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    return program, count(jax.jit(unordered).trace(*shapes), program, trainer)
+
+
+def count(traced: Any, program: Any, trainer: Trainer) -> dict:
+    """What the traced program, as it is before `comm.gloo`, sends over a host's link."""
     calls = collectives(traced.jaxpr.jaxpr)
     if trainer.program.route.trim:  # how many of the rows travel is for the routing to say
         calls = [c for c in calls if c.kind != "all_to_all" or c.dtype.startswith("uint")]
     sent = [(c, link_bytes(c, trainer.layout)) for c in calls]
-    return program, {
+    return {
         "counted": sum(n for _, n in sent),
         "exchanged": sum(n for c, n in sent if c.kind == "all_to_all"),
         "metadata": sum(n for c, n in sent if c.kind == "all_to_all" and c.dtype[:4] == "uint"),
@@ -201,12 +204,11 @@ def trimmed_bytes(trainer: Trainer, choice_BTK: np.ndarray) -> float:
     layout, route, moe = trainer.layout, trainer.program.route, trainer.cfg.moe
     choice_ANK = by_device(choice_BTK, layout)
     spec = P(layout.mesh_axes)
-    mapped = jax.shard_map(
+    mapped = gloo.shard_map(
         lambda c_ANK: needed(c_ANK[0], route, layout, num_experts=moe.num_experts),
-        mesh=trainer.mesh,
-        in_specs=spec,
-        out_specs=P(),
-        check_vma=False,
+        trainer.mesh,
+        spec,
+        P(),
     )
     need = np.asarray(jax.jit(mapped)(place(choice_ANK.astype(np.int32), trainer.mesh, spec)))
     sizes = usual_sizes(route, layout, moe, tokens=choice_ANK.shape[1])
@@ -220,15 +222,8 @@ def trimmed_bytes(trainer: Trainer, choice_BTK: np.ndarray) -> float:
 
 def measure(variants: dict[str, Variant], rounds: int) -> dict[str, dict[str, list]]:
     """Runs every variant once a round; returns seconds and bytes sent of each run, on this host."""
-    meet = jax.jit(
-        jax.shard_map(
-            lambda x: wire.all_reduce(x, ("all",)),
-            mesh=jax.make_mesh((jax.device_count(),), ("all",)),
-            in_specs=P(),
-            out_specs=P(),
-            check_vma=False,
-        )
-    )
+    every = jax.make_mesh((jax.device_count(),), ("all",))
+    meet = jax.jit(gloo.shard_map(lambda x: wire.all_reduce(x, ("all",)), every, P(), P()))
     names = list(variants)
     found: dict[str, dict[str, list]] = {name: {"seconds": [], "sent": []} for name in names}
     for number in range(-1, rounds):  # the first connects and warms up

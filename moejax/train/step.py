@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm import wire
+from moejax.comm import gloo, wire
 from moejax.comm.reduce import reduce_whole
 from moejax.config import Config
 from moejax.dims import Layout, build_layout
@@ -149,9 +149,7 @@ class Trainer:
     def _jitted(self, body: Any, out_specs: Any, batch: Any = None, **options: Any) -> Any:
         """Maps per-device code over the mesh: (state, batch) -> results laid out by `out_specs`."""
         in_specs = (self._state_specs, batch or self.layout.token_spec())
-        mapped = jax.shard_map(
-            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        mapped = gloo.shard_map(body, self.mesh, in_specs, out_specs)
         return jax.jit(mapped, compiler_options=self.options or None, **options)
 
 

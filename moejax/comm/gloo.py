@@ -1,0 +1,225 @@
+"""What several processes on CPU need: collectives in one order, and no reduce-scatter.
+
+There gloo carries what crosses processes, and XLA has two faults (JAX 0.10.2 to 0.12.0.1):
+
+- It starts independent collectives in program order, but one inside a loop or a conditional may
+  start after a later one outside. Ranks then take each other's messages for another collective's:
+  the program ends with a size that does not match, or goes on with wrong numbers.
+- Large reduce-scatters return wrong numbers now and then (github.com/jax-ml/jax/issues/40830).
+
+`in_order` rewrites a traced function so that each collective waits for the one before it, through
+every loop, conditional and call. It costs no overlap: gloo carries one at a time as it is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+
+COLLECTIVES = (
+    "psum",
+    "psum_invariant",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)
+# Calls that are evaluated in place.
+CALLS = (
+    "pjit",
+    "jit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
+
+
+def is_gloo(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether gloo carries the collectives of programs on this mesh."""
+    if not isinstance(mesh, Mesh) or not jax.distributed.is_initialized():
+        return False
+    return mesh.devices.flat[0].platform == "cpu"
+
+
+def shard_map(body: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`jax.shard_map` with the conventions of `comm.wire`, and in order where gloo carries."""
+    body = in_order(body) if is_gloo(mesh) else body
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def in_order(function: Callable) -> Callable:
+    """Returns a function of the same values whose collectives run one after the other.
+
+    Args:
+      function: per device, inside shard_map; its arguments and results are trees of arrays.
+    """
+
+    def ordered(*arguments: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        flat = jax.tree.leaves(arguments)
+        results, _ = _evaluate(closed.jaxpr, closed.consts, flat, jnp.uint32(0))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return ordered
+
+
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], token: jax.Array
+) -> tuple[list[Any], jax.Array]:
+    """Evaluates a jaxpr. The token is a zero that only the last collective's result tells."""
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if hasattr(atom, "val") else values[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        name = eqn.primitive.name
+        if name in COLLECTIVES:
+            results, token = _collective(eqn, inputs, token)
+        elif not any(map(_communicates, _inner(eqn))):
+            results = _bind(eqn, inputs)
+        elif name in CONTROL:
+            results, token = CONTROL[name](eqn.params, inputs, token)
+        elif name in CALLS:
+            results, token = _call(eqn, inputs, token)
+        else:
+            raise NotImplementedError(f"collectives inside {name} on several CPU processes")
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars], token
+
+
+def _inner(eqn: Any) -> list[Any]:
+    """The jaxprs in an equation's parameters, closed or open."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(getattr(item, "jaxpr", item), "eqns"):
+                found.append(item)
+    return found
+
+
+def _communicates(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name in COLLECTIVES or any(map(_communicates, _inner(eqn)))
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
+
+
+def _bind(eqn: Any, inputs: list[Any]) -> list[Any]:
+    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _closed(jaxpr: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
+    if hasattr(jaxpr, "jaxpr"):
+        return _evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, token)
+    return _evaluate(jaxpr, (), inputs, token)
+
+
+def _collective(eqn: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
+    inputs = [_wait(inputs[0], token), *inputs[1:]]
+    if eqn.primitive.name == "reduce_scatter":
+        results = [_reduce_scatter(inputs[0], **eqn.params)]
+    else:
+        results = _bind(eqn, inputs)
+    return results, _token(results[0])
+
+
+def _wait(x: jax.Array, token: jax.Array) -> jax.Array:
+    """x, after the token: its first element's bits, changed by a zero."""
+    if not x.size:
+        return x
+    flat = x.reshape(-1)
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    first = lax.bitcast_convert_type(flat[:1], bits) ^ token.astype(bits)
+    first = lax.bitcast_convert_type(first, x.dtype)
+    return lax.dynamic_update_slice(flat, first, (0,)).reshape(x.shape)
+
+
+def _token(y: jax.Array) -> jax.Array:
+    """A zero made from a collective's result."""
+    if not y.size:
+        return jnp.uint32(0)
+    first = y.reshape(-1)[0].astype(jnp.float32)
+    zero = jnp.where(jnp.isfinite(first), first, 0) * 0.0
+    return lax.bitcast_convert_type(zero, jnp.uint32) & 0x7FFFFFFF  # it may be -0.0
+
+
+def _reduce_scatter(
+    x: jax.Array, *, axis_name: Any, scatter_dimension: int, tiled: bool, **_: Any
+) -> jax.Array:
+    """The same sum for as many bytes: every rank is sent its parts and adds them up, in order."""
+    assert tiled
+    count = lax.axis_size(axis_name)
+    parts = jnp.stack(jnp.split(x, count, axis=scatter_dimension))
+    parts = lax.all_to_all(parts, axis_name, 0, 0, tiled=True)
+    return jnp.sum(parts, axis=0, dtype=x.dtype)
+
+
+def _cond(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
+    def branch(closed: Any) -> Callable:
+        return lambda token, *operands: _closed(closed, list(operands), token)
+
+    index, *operands = inputs
+    return lax.switch(index, [branch(b) for b in params["branches"]], token, *operands)
+
+
+def _while(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    if _communicates(condition):
+        raise NotImplementedError("a collective in the condition of a loop")
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    ahead, kept, carry = inputs[:first], inputs[first:second], inputs[second:]
+
+    def more(state: Any) -> Any:
+        return _closed(condition, [*ahead, *state[0]], jnp.uint32(0))[0][0]
+
+    def turn(state: Any) -> Any:
+        return _closed(body, [*kept, *state[0]], state[1])
+
+    return lax.while_loop(more, turn, (carry, token))
+
+
+def _scan(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
+    if "ft_in" in params:  # since JAX 0.12
+        kept, carry, scanned = map(list, params["ft_in"].update(inputs).unpack())
+    else:
+        first = params["num_consts"]
+        second = first + params["num_carry"]
+        kept, carry, scanned = inputs[:first], inputs[first:second], inputs[second:]
+    count = len(carry)
+
+    def turn(state: Any, row: Any) -> Any:
+        results, token = _closed(params["jaxpr"], [*kept, *state[0], *row], state[1])
+        return (results[:count], token), results[count:]
+
+    (carry, token), rows = lax.scan(
+        turn,
+        (carry, token),
+        scanned,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *rows], token
+
+
+def _call(eqn: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
+    if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
+        # Else the compiler would keep what the backward pass was to recompute.
+        inputs = lax.optimization_barrier(inputs)
+    return _closed(_inner(eqn)[0], list(inputs), token)
+
+
+CONTROL: dict[str, Callable] = {"cond": _cond, "while": _while, "scan": _scan}

@@ -1,0 +1,125 @@
+"""Collectives in one order: the same values, each waiting for the one before it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm.gloo import in_order
+from tests.cases import place, random_batch, small_config, trainer_for
+
+MESH = Mesh(np.array(jax.devices()[:4]), ("d",))
+
+
+def everywhere(body):
+    return jax.jit(
+        jax.shard_map(body, mesh=MESH, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    )
+
+
+def exchange(x):
+    return lax.all_to_all(x, "d", 0, 0, tiled=True)
+
+
+def in_a_loop(x):
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, exchange(s[1]) * 2), (0, x))[1]
+
+
+def in_a_scan(x):
+    carry, rows = lax.scan(
+        lambda c, r: (exchange(c) + r, lax.pmax(c, "d")), x, jnp.stack([x, 2 * x]), reverse=True
+    )
+    return carry + rows.sum(0)
+
+
+def in_a_branch(x):
+    first = lax.all_gather(x, "d", axis=0, tiled=True)[0, 0]
+    return lax.cond(first > 100, lambda x: x, lambda x: exchange(x) + lax.psum(x, "d"), x)
+
+
+def in_calls(x):
+    inner = jax.checkpoint(lambda x: jax.jit(exchange)(jnp.sin(x)) * lax.psum(x, "d"))
+    return jax.grad(lambda x: jnp.sum(inner(x) ** 2))(x)
+
+
+def apart(x):
+    """Nothing here needs anything else."""
+    scattered = lax.psum_scatter(x, "d", scatter_dimension=0, tiled=True)
+    small = exchange((x > 0).astype(jnp.uint8)).astype(jnp.float32)
+    return jnp.concatenate([in_a_loop(x), in_a_branch(x), exchange(x), scattered, small])
+
+
+BODIES = [in_a_loop, in_a_scan, in_a_branch, in_calls, apart]
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("special", [0.0, -0.0, np.nan, np.inf])
+def test_values_stay_as_they_are(body, special):
+    x = np.random.default_rng(0).standard_normal((16, 3)).astype(np.float32)
+    x[::4, 0] = special  # what a device's collective begins with
+    wanted, got = everywhere(body)(x), everywhere(in_order(body))(x)
+    if body is apart:  # its reduce-scatter adds up in the order of the ranks
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    else:
+        assert np.asarray(got).tobytes() == np.asarray(wanted).tobytes()
+
+
+COLLECTIVE = re.compile(r"%(\S+) = .*? (all-to-all|all-reduce|all-gather|reduce-scatter)\(")
+
+
+def depends(text):
+    """For each computation of a compiled program: its collectives' names and what each needs."""
+    found = {}
+    for block in re.split(r"\n\n", text):
+        lines = [line for line in block.splitlines() if " = " in line]
+        needs = {}
+        for line in lines:
+            name = re.search(r"%(\S+) =", line)[1]
+            used = re.findall(r"%([\w.\-]+)", line.split(" = ", 1)[1])
+            needs[name] = set(used).union(*(needs.get(one, set()) for one in used))
+        busy = [
+            re.search(r"%(\S+) =", line)[1]
+            for line in lines
+            if COLLECTIVE.search(line) or " while(" in line or " conditional(" in line
+        ]
+        if len(busy) > 1:
+            found[block.splitlines()[0]] = (busy, needs)
+    return found
+
+
+def unordered(text):
+    """Pairs of collectives, or of what holds them, of which neither needs the other."""
+    return [
+        (a, b)
+        for busy, needs in depends(text).values()
+        for i, a in enumerate(busy)
+        for b in busy[:i]
+        if b not in needs[a] and a not in needs[b]
+    ]
+
+
+def test_each_collective_of_the_compiled_program_needs_the_one_before_it():
+    x = jnp.ones((16, 3))
+    assert unordered(everywhere(apart).lower(x).compile().as_text())
+    text = everywhere(in_order(apart)).lower(x).compile().as_text()
+    assert len(COLLECTIVE.findall(text)) > 5
+    assert unordered(text) == []
+
+
+def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch):
+    cfg = small_config((1, 2, 2, 2), model={"remat": "full"}, train={"micro_batches": 2})
+    plain, ordered = trainer_for(cfg), trainer_for(cfg)
+    state, batch = plain.init(), place(plain, random_batch(cfg))
+    wanted = plain.gradients(state, batch)
+    monkeypatch.setattr("moejax.comm.gloo.is_gloo", lambda mesh: True)
+    got = ordered.gradients(state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), wanted, got)
+    text = ordered.gradients.lower(state, batch).compile().as_text()
+    assert "reduce-scatter(" not in text
+    assert "all-to-all(" in text
+    assert unordered(text) == []
