@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
+from moejax.compression import NO_COMPRESSION, build_compression
 from moejax.config import Config, MeshConfig, ModelConfig
 from moejax.errors import InputError
 from moejax.fields import fields, get_value, short
@@ -28,6 +29,7 @@ def check(cfg: Config) -> None:
         _check_groups(cfg)
         _check_expert_axis(cfg)
         _check_route(cfg)
+    _check_compression(cfg)
     _check_tensor_axis(cfg)
     _check_width(cfg)
     _check_batch(cfg)
@@ -92,6 +94,11 @@ def _effects() -> Iterator[_Effect]:
         ("route_chunks", "route_chunks_backward", "route_trim"),
         lambda cfg: _owners(cfg.mesh) > 1 or cfg.route == "spread",
         "one device owns all experts, so nothing is exchanged",
+    )
+    yield (
+        ("compression.block",),
+        lambda cfg: build_compression(cfg.compression) != NO_COMPRESSION,
+        "`compression` is none",
     )
     yield (
         ("moe.router.groups_per_token",),
@@ -345,6 +352,15 @@ def _check_route(cfg: Config) -> None:
         )
 
 
+def _check_compression(cfg: Config) -> None:
+    """Codecs are codecs, and blocks pack into words."""
+    build_compression(cfg.compression)
+    _require(
+        cfg.compression.block % 4 == 0,
+        f"`compression.block` is {cfg.compression.block}. It must be a multiple of 4.",
+    )
+
+
 def _check_nodes(cfg: Config, num_devices: int) -> None:
     """Nodes hold whole pieces of the mesh; two levels need experts across and inside them."""
     mesh = cfg.mesh
@@ -353,6 +369,11 @@ def _check_nodes(cfg: Config, num_devices: int) -> None:
         num_devices % mesh.nodes == 0,
         f"`mesh.nodes` = {mesh.nodes} does not divide {num_devices} devices. Nodes have equally "
         f"many. Choose {_divisors(num_devices)}.",
+    )
+    _require(
+        mesh.nodes > 1 or build_compression(cfg.compression) == NO_COMPRESSION,
+        "`compression` has no effect: all devices are on one node (`mesh.nodes` is 1), and nothing "
+        "is compressed inside a node. Set mesh.nodes, or compression=none.",
     )
     room, inside = num_devices // mesh.nodes, {}
     for axis in reversed(AXES):

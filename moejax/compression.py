@@ -1,6 +1,6 @@
 """Which codec each class of traffic takes across nodes: texts of the config, read without JAX.
 
-A codec is written NAME[:ARGUMENT][+feedback][+stochastic], e.g. int4+feedback or topk:0.01+feedback.
+A codec is written NAME[:ARGUMENT][+feedback][+stochastic]: int4+feedback, topk:0.01+feedback.
 What it does and how far it errs is stated in `comm.codec`. Inside a node nothing is compressed, and
 nowhere the router, its metadata, the loss or the state of the optimizer.
 """
@@ -30,7 +30,6 @@ class CodecSpec:
     feedback: bool = False
     stochastic: bool = False
     block: int = 128
-    start: int = 0
 
     def __str__(self) -> str:
         argument = "" if self.argument is None else f":{self.argument:g}"
@@ -44,6 +43,9 @@ class Compression:
 
     dense_gradient: CodecSpec | None = None
     expert_gradient: CodecSpec | None = None
+
+
+NO_COMPRESSION = Compression()
 
 
 def build_compression(cfg: CompressionConfig) -> Compression:
@@ -78,7 +80,7 @@ def read_codec(setting: str, text: str, cfg: CompressionConfig) -> CodecSpec | N
         _refuse(setting, text, f"Only {', '.join(BLOCKS)} round at random")
     if "feedback" in flags and name == "loco":
         _refuse(setting, text, "loco has error feedback of its own. Leave out +feedback")
-    spec = CodecSpec(name, None, "feedback" in flags, "stochastic" in flags, cfg.block, cfg.start)
+    spec = CodecSpec(name, None, "feedback" in flags, "stochastic" in flags, cfg.block)
     if name == "topk":
         return dataclasses.replace(spec, argument=_share(setting, text, argument))
     if colon:

@@ -247,7 +247,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Fewer bytes across nodes. A codec: none, bfloat16, int8, e4m3, e5m2, int4, loco, topk:SHARE."""
+    """Codecs across nodes: none, bfloat16, int8, e4m3, e5m2, int4, loco, topk:SHARE; +feedback."""
 
     preset: str = setting(
         "none", "codecs of all classes that are not set", choices=("none", "hybrid", "strong")
@@ -255,7 +255,6 @@ class CompressionConfig:
     dense_gradient: str = setting("preset", "gradients of weights that are not experts'")
     expert_gradient: str = setting("preset", "gradients of the experts' weights")
     block: int = setting(128, "values that share a scale; a multiple of 4", at_least=4)
-    start: int = setting(0, "steps before codecs of gradients forget nothing they leave out", at_least=0)
 
 
 @dataclass(frozen=True)

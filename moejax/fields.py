@@ -107,6 +107,8 @@ def find_field(name: str) -> Field:
     """
     if name in fields():
         return fields()[name]
+    if f"{name}.preset" in fields():  # a group may be named by its preset: compression=hybrid
+        return fields()[f"{name}.preset"]
     if name in sections():
         raise InputError(
             f"`{name}` is a group of settings, not a value. Set its fields, such as "

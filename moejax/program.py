@@ -1,8 +1,8 @@
 """What model code must know of the run besides its config: where arrays live, routes, dtypes."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from moejax.compression import NO_COMPRESSION, Compression
 from moejax.dims import Layout
 from moejax.route import Route
 
@@ -15,9 +15,7 @@ class Program:
     route: Route  # of tokens to their experts
     dtype: str = "float32"
     gradient_dtype: str = "float32"
-    # Codecs (comm.codec) of gradients where they cross nodes; None: they travel as they are.
-    dense_gradient: Any = None
-    expert_gradient: Any = None
+    compression: Compression = NO_COMPRESSION
     experts: str = "blocked"  # implementation of kernels.expert_mlp
     attention: str = "blocked"  # implementation of kernels.attention
     # Whether the steps of the token pipeline are held together for a compiler that orders the

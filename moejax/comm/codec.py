@@ -15,9 +15,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from moejax.compression import CodecSpec
 from moejax.kernels.quantize import Quantized, bytes_of, dequantize, quantize
 
 Payload = Any  # a pytree of arrays; leading dimensions as those of what was encoded
+
+
+LOCO_AVERAGE, LOCO_RESET = 0.5, 512
+
+
+def build_codec(spec: CodecSpec) -> "Codec":
+    """Makes the codec that a config names."""
+    if spec.name == "bfloat16":
+        codec: Codec = Cast()
+    elif spec.name == "topk":
+        assert spec.argument is not None, "compression.read_codec asks for it"
+        codec = TopK(spec.argument)
+    elif spec.name == "loco":
+        blocks = Blocks("int4", spec.block)
+        return ErrorFeedback(blocks, LOCO_AVERAGE, "e4m3", spec.block, LOCO_RESET)
+    else:
+        codec = Blocks(spec.name, spec.block, spec.stochastic)
+    return ErrorFeedback(codec) if spec.feedback else codec
 
 
 class Moment(NamedTuple):
@@ -178,7 +197,6 @@ class ErrorFeedback(Codec):
     stored: str | None = None  # a format of eight bits; None: float32
     block: int = 128
     reset: int | None = None
-    start: int = 0  # steps that are sent as they are encoded, with nothing kept
 
     def state_size(self, size: int) -> int:
         """What is kept, then the inner codec's own state."""
@@ -192,10 +210,8 @@ class ErrorFeedback(Codec):
         payload, inner = self.codec.encode(whole, state[..., kept:], moment)
         error = whole - self.decode(payload, n)
         after = (1 - self.average) * before + self.average * error if self.average != 1 else error
-        forgotten = moment.step < self.start
         if self.reset is not None:
-            forgotten |= (moment.step + 1) % self.reset == 0
-        after = jnp.where(forgotten, 0, after)
+            after = jnp.where((moment.step + 1) % self.reset == 0, 0, after)
         return payload, jnp.concatenate([self._store(after), inner], axis=-1)
 
     def decode(self, payload: Payload, size: int) -> jax.Array:

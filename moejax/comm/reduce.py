@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from moejax.comm import wire
-from moejax.comm.codec import Codec, Moment
+from moejax.comm.codec import Codec, Moment, build_codec
 from moejax.comm.compress import ReduceState, first_state, reduce_parts
 from moejax.dims import Axes, Layout
 from moejax.program import Program
@@ -100,25 +101,73 @@ def codec_of(dims: str, program: Program) -> Codec | None:
 
     The router is never compressed; biases and norm scales are too small to gain.
     """
-    way = journey(dims, program.layout)
-    if not way.slow or "D" not in dims or dims == "DE":
+    if not journey(dims, program.layout).slow or "D" not in dims or dims == "DE":
         return None
-    return program.expert_gradient if dims[0] == "E" else program.dense_gradient
+    compression = program.compression
+    spec = compression.expert_gradient if dims[0] == "E" else compression.dense_gradient
+    return None if spec is None else build_codec(spec)
 
 
-def first_state_of(dims: str, shape: tuple[int, ...], program: Program) -> ReduceState | None:
-    """What the codec of a parameter's gradient remembers at first, on one device.
-
-    Args:
-      shape: of the device's own shard.
-    """
-    codec = codec_of(dims, program)
+def describe_state(program: Program, param: Any, dims: str) -> Any:
+    """Shapes of what the codec of a parameter's gradient remembers, or None; see `TrainState`."""
+    codec, layout = codec_of(dims, program), program.layout
     if codec is None:
         return None
-    way, size = journey(dims, program.layout), program.layout.size
-    (scatter, _), (copies, fast_copies) = way.split(way.gather), way.split(way.copies)
-    n = -(-math.prod(shape) // (size(copies) * size(fast_copies)))
-    return first_state(codec, size(scatter + copies), n, copied=size(copies) > 1)
+    way, stack = journey(dims, layout), param.ndim - len(dims)
+    (scatter, _), (copies, inside) = way.split(way.gather), way.split(way.copies)
+    shards = layout.size(tuple(axis for axes in layout.param_axes(dims) for axis in axes))
+    size = math.prod(param.shape[stack:]) // shards
+    n = -(-size // layout.size(copies + inside))
+    state = jax.eval_shape(
+        lambda: first_state(codec, layout.size(scatter + copies), n, copied=layout.size(copies) > 1)
+    )
+    ahead = (*param.shape[:stack], layout.size(layout.mesh_axes))
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(ahead + s.shape, s.dtype), state)
+
+
+def state_specs(states: Any, params: Any, dims: Any, layout: Layout) -> Any:
+    """How `describe_state`'s arrays are sharded: each device holds its own."""
+
+    def spec(param: Any, letters: str, state: Any) -> Any:
+        ahead = [None] * (param.ndim - len(letters))
+        return jax.tree.map(lambda _: PartitionSpec(*ahead, layout.mesh_axes), state)
+
+    return jax.tree.map(spec, params, dims, states)
+
+
+def carry(params: Any, states: Any, dims: Any, step: jax.Array) -> Any:
+    """The parameters, with what codecs remember beside those that have one."""
+
+    def beside(param: jax.Array, letters: str, state: ReduceState | None) -> Any:
+        if state is None:
+            return param
+        stack = param.ndim - len(letters)
+        own = jax.tree.map(lambda s: jnp.squeeze(s, stack), state)
+        return Carried(param, own, jnp.full(param.shape[:stack], step, jnp.float32))
+
+    return jax.tree.map(beside, params, dims, states)
+
+
+def split(gradients: Any, dims: Any) -> tuple[Any, Any]:
+    """The inverse of `carry`: gradients, and the next states."""
+
+    def state(gradient: Any, letters: str) -> Any:
+        if not isinstance(gradient, Carried):
+            return None
+        stack = gradient.weight.ndim - len(letters)
+        return jax.tree.map(lambda s: jnp.expand_dims(s, stack), gradient.state)
+
+    def weight(gradient: Any) -> jax.Array:
+        return gradient.weight if isinstance(gradient, Carried) else gradient
+
+    return (
+        jax.tree.map(weight, gradients, is_leaf=_is_carried),
+        jax.tree.map(state, gradients, dims, is_leaf=_is_carried),
+    )
+
+
+def _is_carried(x: Any) -> bool:
+    return isinstance(x, Carried)
 
 
 @dataclass(frozen=True)
@@ -150,7 +199,8 @@ def _enter_backward(how, kept, gradient):
     gradient = gradient.astype(how.gradient_dtype)
     if state is None:
         return (_reduced(gradient, how.journey, None, None, None)[0].astype(like.dtype),)
-    moment = Moment(step.astype(jnp.int32), jax.random.fold_in(jax.random.key(0), step))
+    step_done = step.astype(jnp.int32)
+    moment = Moment(step_done, jax.random.fold_in(jax.random.key(0), step_done))
     reduced, state = _reduced(gradient, how.journey, how.codec, state, moment)
     return (Carried(reduced.astype(like.dtype), state, jnp.zeros_like(step)),)
 

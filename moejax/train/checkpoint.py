@@ -92,10 +92,17 @@ class Checkpoints:
                 shutil.rmtree(self.directory / str(old))
         return step
 
-    def restore(self, saved: Saved, abstract: TrainState) -> TrainState:
-        """Reads the state onto the devices and shardings that `abstract` names."""
-        read = restore_items(saved.path, abstract, ("counters", "weights", "optimizer"))
-        return TrainState(**read["counters"], **read["weights"], optimizer=read["optimizer"])
+    def restore(self, saved: Saved, abstract: TrainState, *, reduction: bool = True) -> TrainState:
+        """Reads the state onto the devices and shardings that `abstract` names.
+
+        Args:
+          reduction: whether that is read too; else it is None in what is returned.
+        """
+        names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
+        read = restore_items(saved.path, abstract, names)
+        kept = read.get("reduction", abstract.reduction if reduction else None)
+        parts = read["counters"] | read["weights"]
+        return TrainState(**parts, optimizer=read["optimizer"], reduction=kept)
 
 
 def newest(
@@ -149,6 +156,7 @@ def _items(state: TrainState) -> dict[str, Any]:
         "counters": {"step": state.step, "skipped": state.skipped},
         "weights": {"params": state.params, "balance": state.balance},
         "optimizer": state.optimizer,
+        **({"reduction": state.reduction} if jax.tree.leaves(state.reduction) else {}),
     }
 
 

@@ -28,7 +28,7 @@ from moejax.settings import diff, from_dict, save_json, to_dict
 from moejax.train.checkpoint import Checkpoints, Saved, locate, newest, restore_items
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.metrics import Display, Meter, Records
-from moejax.train.resume import check_resumable, check_same_weights
+from moejax.train.resume import check_resumable, check_same_weights, same_reduction
 from moejax.train.sample import sample
 from moejax.train.step import Trainer, TrainState, build_trainer
 from moejax.train.summary import print_summary, summarize
@@ -178,7 +178,17 @@ def first_state(
     """The newest checkpoint, else weights of another run, else weights drawn from the seed."""
     if saved is not None:
         console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
-        return checkpoints.restore(saved, trainer.abstract)
+        mesh = dict(trainer.layout.sizes)
+        if same_reduction(saved.manifest, mesh, trainer.cfg):
+            return checkpoints.restore(saved, trainer.abstract)
+        if jax.tree.leaves(trainer.abstract.reduction):
+            console.print(
+                "warning: mesh or compression differ from the checkpoint's: what codecs had not "
+                "sent yet is dropped",
+                soft_wrap=True,
+            )
+        state = checkpoints.restore(saved, trainer.abstract, reduction=False)
+        return state._replace(reduction=trainer.first_reduction())
     state = trainer.init()
     if source is not None:
         console.print(f"weights from {source.path} (step {source.step})", soft_wrap=True)

@@ -66,6 +66,18 @@ def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[st
     return [_listed([c]) for c in changes if c[0] not in open_ended or c[2] is not None]
 
 
+def same_reduction(saved: dict[str, Any], mesh: dict[str, int], cfg: Config) -> bool:
+    """Whether what codecs of gradients remember still fits: of the same policy on the same mesh.
+
+    Args:
+      saved: the checkpoint's manifest.
+      mesh: sizes of the mesh axes now.
+    """
+    changes = diff(from_dict(saved.get("config", {})), cfg)
+    changed = any(name.startswith("compression.") for name, *_ in changes)
+    return saved.get("mesh") == mesh and not changed
+
+
 def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:
     """Refuses to start from the weights of a model of other parameters.
 

@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo, wire
-from moejax.comm.reduce import reduce_whole
+from moejax.comm.reduce import carry, describe_state, reduce_whole, split, state_specs
+from moejax.compression import build_compression
 from moejax.config import Config
 from moejax.dims import Layout, build_layout
 from moejax.kernels.select import select_attention, select_experts
@@ -41,6 +42,9 @@ class TrainState(NamedTuple):
     params: Tree
     balance: Tree  # selection biases of loss-free balancing
     optimizer: Any
+    # What codecs of gradients remember, shaped like params; None where there is no codec. Of each
+    # device apart: [layers, devices, ...].
+    reduction: Tree
 
 
 class Batch(NamedTuple):
@@ -106,11 +110,20 @@ class Trainer:
         def build() -> TrainState:
             params, balance = _split(_model(self.cfg, self.program))[1:]
             zero = jnp.zeros((), jnp.int32)
-            return TrainState(zero, zero, params, balance, optimizer.init(params))
+            moments = optimizer.init(params)
+            return TrainState(zero, zero, params, balance, moments, self._empty_reduction())
 
         # Runs once, so on CPU it asks LLVM for little: seconds of compilation saved.
         quick = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else None
         return jax.jit(build, out_shardings=_shardings(self.abstract), compiler_options=quick)()
+
+    def first_reduction(self) -> Tree:
+        """What codecs of gradients remember at first: nothing."""
+        shardings = _shardings(self.abstract.reduction)
+        return jax.jit(self._empty_reduction, out_shardings=shardings)()
+
+    def _empty_reduction(self) -> Tree:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract.reduction)
 
     @cached_property
     def step(self) -> Any:
@@ -121,7 +134,8 @@ class Trainer:
     @cached_property
     def gradients(self) -> Any:
         """The jitted (state, batch) -> (gradients, loss parts); gradients shard like parameters."""
-        return self._jitted(partial(_gradients, self), (self._state_specs.params, P()))
+        body = lambda state, batch: _gradients(self, state, batch)[:2]  # noqa: E731
+        return self._jitted(body, (self._state_specs.params, P()))
 
     @cached_property
     def evaluate(self) -> Any:
@@ -173,6 +187,7 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
         pin=platform != "cpu",
         dtype=cfg.model.dtype,
         gradient_dtype=cfg.train.gradient_dtype,
+        compression=build_compression(cfg.compression),
         experts=select_experts(platform, cfg.moe.implementation).implementation,
         attention=select_attention(platform, cfg.model.dtype).implementation,
         logit_elements=2**21 if platform == "cpu" else 2**27,
@@ -185,7 +200,9 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
     )
     optimizer = _optimizer(cfg, dims, program.layout)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    abstract = TrainState(scalar, scalar, params, balance, jax.eval_shape(optimizer.init, params))
+    moments = jax.eval_shape(optimizer.init, params)
+    reduction = jax.tree.map(partial(describe_state, program), params, dims)
+    abstract = TrainState(scalar, scalar, params, balance, moments, reduction)
     specs = jax.tree.map(lambda x, d: program.layout.param_spec(d, x.ndim), params, dims)
     opt_specs = optax.tree_map_params(
         optimizer,
@@ -195,7 +212,9 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
         transform_non_params=lambda _: P(),
         is_leaf=is_masked,
     )
-    all_specs = TrainState(P(), P(), specs, jax.tree.map(lambda _: P(), balance), opt_specs)
+    none = jax.tree.map(lambda _: P(), balance)
+    kept = state_specs(reduction, params, dims, program.layout)
+    all_specs = TrainState(P(), P(), specs, none, opt_specs, kept)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
         abstract,
@@ -243,40 +262,45 @@ def _loss(
         )
 
 
-def _gradients(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
-    """Gradients and loss parts of the whole batch, over all devices and micro-batches."""
+def _gradients(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[Tree, LossParts, Tree]:
+    """Gradients and loss parts of the whole batch, and what codecs remember of them."""
     layout, parts = trainer.layout, trainer.cfg.train.micro_batches
     num_targets = wire.all_reduce(jnp.sum(batch.target_BT >= 0), layout.token_axes)
     num_targets = jnp.maximum(num_targets, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(trainer.cfg.train.seed), state.step)
 
-    def micro(part: Any, rows: Batch) -> tuple[Tree, LossParts]:
+    def micro(part: Any, rows: Batch, reduction: Tree) -> tuple[Tree, Tree, LossParts]:
         part_key = jax.random.fold_in(key, part)
+        carried = carry(state.params, reduction, trainer.dims, state.step)
 
         def loss(params):
             return _loss(trainer, params, state.balance, rows, num_targets, part_key)
 
-        return jax.grad(loss, has_aux=True)(state.params)
+        gradients, report = jax.grad(loss, has_aux=True)(carried)
+        return *split(gradients, trainer.dims), report
 
     if parts == 1:
-        gradients, report = micro(0, batch)
+        gradients, reduction, report = micro(0, batch, state.reduction)
     else:
         cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-        zeros = jax.tree.map(
-            jnp.zeros_like, jax.eval_shape(micro, 0, jax.tree.map(lambda x: x[0], cut))
-        )
+        first = (0, jax.tree.map(lambda x: x[0], cut), state.reduction)
+        shapes = jax.eval_shape(micro, *first)
+        zeros = jax.tree.map(jnp.zeros_like, (shapes[0], shapes[2]))
 
-        def add(total, scanned):
-            return jax.tree.map(jnp.add, total, micro(*scanned)), None
+        def add(carried, scanned):
+            total, reduction = carried
+            gradients, reduction, report = micro(*scanned, reduction)
+            return (jax.tree.map(jnp.add, total, (gradients, report)), reduction), None
 
-        gradients, report = jax.lax.scan(add, zeros, (jnp.arange(parts), cut))[0]
+        start = (zeros, state.reduction)
+        ((gradients, report), reduction), _ = jax.lax.scan(add, start, (jnp.arange(parts), cut))
         report = report._replace(balance=report.balance / parts)
     leaves, tree = jax.tree.flatten(gradients)
     whole = [i for i, d in enumerate(jax.tree.leaves(trainer.dims)) if len(d) == 1]
     for i, summed in zip(whole, reduce_whole([leaves[i] for i in whole], layout), strict=True):
         leaves[i] = summed
     report = jax.tree.map(lambda x: wire.all_reduce(x, layout.mesh_axes), report)
-    return jax.tree.unflatten(tree, leaves), report
+    return jax.tree.unflatten(tree, leaves), report, reduction
 
 
 def _train_step(
@@ -284,7 +308,7 @@ def _train_step(
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step; an update that is not finite is counted and not applied."""
     layout, rate = trainer.layout, trainer.cfg.moe.router.bias_update_rate
-    gradients, report = _gradients(trainer, state, batch)
+    gradients, report, reduction = _gradients(trainer, state, batch)
     with jax.named_scope("update"):
         norm = global_norm(gradients, trainer.dims, layout)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
@@ -293,8 +317,9 @@ def _train_step(
     if rate:
         balance = _update_balance(balance, report.load_LE, rate)
     finite = jnp.isfinite(norm) & jnp.isfinite(report.nll)
-    kept = (state.params, state.balance, state.optimizer)
-    new = jax.tree.map(partial(jnp.where, finite), (params, balance, optimizer_state), kept)
+    kept = (state.params, state.balance, state.optimizer, state.reduction)
+    found = (params, balance, optimizer_state, reduction)
+    new = jax.tree.map(partial(jnp.where, finite), found, kept)
     skipped = state.skipped + jnp.where(finite, 0, 1)
     state = TrainState(state.step + 1, skipped, *new)
     return state, Metrics(*report, gradient_norm=norm, skipped=skipped)
