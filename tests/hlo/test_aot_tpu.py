@@ -1,4 +1,4 @@
-"""The train step compiled for described TPU slices of eight. Minutes each, so `make aot-tpu` alone."""
+"""The train step compiled for described TPU slices of eight: minutes each, run by `make aot-tpu`."""
 
 import functools
 from pathlib import Path
