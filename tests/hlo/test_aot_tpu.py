@@ -1,4 +1,4 @@
-"""The train step compiled for described TPU slices of eight: minutes each, run by `make aot-tpu`."""
+"""The train step compiled for described TPU slices of eight; minutes each: `make aot-tpu` only."""
 
 import functools
 from pathlib import Path
