@@ -178,7 +178,6 @@ class ErrorFeedback(Codec):
     stored: str | None = None  # a format of eight bits; None: float32
     block: int = 128
     reset: int | None = None
-    start: int = 0  # steps that are sent as they are encoded, with nothing kept
 
     def state_size(self, size: int) -> int:
         """What is kept, then the inner codec's own state."""
@@ -192,10 +191,8 @@ class ErrorFeedback(Codec):
         payload, inner = self.codec.encode(whole, state[..., kept:], moment)
         error = whole - self.decode(payload, n)
         after = (1 - self.average) * before + self.average * error if self.average != 1 else error
-        forgotten = moment.step < self.start
         if self.reset is not None:
-            forgotten |= (moment.step + 1) % self.reset == 0
-        after = jnp.where(forgotten, 0, after)
+            after = jnp.where((moment.step + 1) % self.reset == 0, 0, after)
         return payload, jnp.concatenate([self._store(after), inner], axis=-1)
 
     def decode(self, payload: Payload, size: int) -> jax.Array:

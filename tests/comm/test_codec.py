@@ -135,17 +135,6 @@ def test_loco_keeps_a_byte_a_value_and_forgets_in_time():
     )
 
 
-def test_nothing_is_kept_before_the_start():
-    codec = ErrorFeedback(Blocks("int4"), start=2)
-    x = draw(4, 1, 256)
-    state = first_state(codec, x)
-    kept = []
-    for step in range(3):
-        _, state = codec.encode(x, state, at(step))
-        kept.append(bool(np.asarray(state[0, :256]).any()))
-    assert kept == [False, False, True]
-
-
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_the_fitted_threshold_keeps_about_the_share(spread):
     """Exponential magnitudes are what one fit assumes; log-normal tails need the second."""
