@@ -59,12 +59,12 @@ def cases() -> Iterator[Case]:
     for rate in RATES:
         yield tensor(4, rate)
     for hosts, devices in ((2, 4), (4, 2)):
-        yield merging(hosts, devices, top=8)
+        yield merging(hosts, devices, top=8, rate=100)
+    yield merging(2, 4, top=8, rate=50)
     yield pipeline(100)
     for rate in RATES:
         yield train_step(rate)
-    for rate in (100, 400):
-        yield tensor(2, rate)
+    yield tensor(2, 100)
 
 
 def tensor(size: int, rate: int) -> Case:
@@ -81,7 +81,7 @@ def tensor(size: int, rate: int) -> Case:
     return Case(f"tensor {size}", 2, 4, rate, LAYER | mesh, (8 // size, 256 * size), variants)
 
 
-def merging(hosts: int, devices: int, top: int) -> Case:
+def merging(hosts: int, devices: int, top: int, rate: int) -> Case:
     """Whole experts on all devices: what one copy a device, and one copy a node, are worth."""
     routes = ("split", "merge", "two_level", "two_level_merge")
     trimmed = [(route, {"route": route, "route_trim": True}) for route in routes]
@@ -89,7 +89,7 @@ def merging(hosts: int, devices: int, top: int) -> Case:
     variants |= {route: ("both", settings) for route, settings in trimmed}
     mesh = {"mesh.expert": 8, "mesh.nodes": hosts, "moe.num_experts": 32}
     config = LAYER | mesh | {"moe.experts_per_token": top}
-    return Case(f"merging, top {top}", hosts, devices, 100, config, (8, 512), variants)
+    return Case(f"merging, top {top}", hosts, devices, rate, config, (8, 512), variants)
 
 
 def payload(hosts: int, devices: int, top: int) -> Case:

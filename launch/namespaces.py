@@ -19,6 +19,8 @@ HOSTS_FILES = Path("/etc/netns")  # `ip netns exec` mounts these over /etc
 RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)$")
 # The largest, on the loopback: 64 KiB and headers. What the bucket cannot hold is never sent.
 PACKET = 2**16 + 2**12
+# A training network neither forgets its rate between messages nor drops packets to find it.
+LIKE_A_FABRIC = {"tcp_slow_start_after_idle": 0, "tcp_congestion_control": "reno"}
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -103,6 +105,9 @@ class Cluster:
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "net0")
             for device in ("lo", "net0"):
                 _run("ip", "-n", name, "link", "set", device, "up")
+            for setting, value in LIKE_A_FABRIC.items():
+                write = f"echo {value} > /proc/sys/net/ipv4/{setting}"
+                _run("ip", "netns", "exec", name, "sh", "-c", write)
             for where, device, rate in (
                 (name, "net0", self.link),
                 (self.switch, port, self.link),
@@ -113,9 +118,9 @@ class Cluster:
 
 
 def _shape(namespace: str, device: str, rate: str) -> None:
-    """Limits what leaves a device. The bucket holds 4 ms, the queue 100 ms, or whole packets."""
+    """Limits what leaves a device. The bucket holds 4 ms, the queue 4 s, or whole packets."""
     bytes_per_second = bits_per_second(rate) / 8
-    burst, limit = (max(int(bytes_per_second * s), n * PACKET) for s, n in ((0.004, 1), (0.1, 16)))
+    burst, limit = (max(int(bytes_per_second * s), n * PACKET) for s, n in ((0.004, 1), (4.0, 256)))
     sizes = ("rate", rate, "burst", str(burst), "limit", str(limit))
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *sizes)
 

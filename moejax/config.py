@@ -91,6 +91,16 @@ class ModelConfig:
     )
     rope: RopeConfig = section(RopeConfig, "rotary positions")
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether any block has experts."""
+        return self.moe_every is not None
+
+    @property
+    def has_dense_blocks(self) -> bool:
+        """Whether any block has a dense MLP."""
+        return self.moe_every != 1 or self.first_dense_layers > 0
+
 
 @dataclass(frozen=True)
 class RouterConfig:

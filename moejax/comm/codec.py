@@ -3,7 +3,7 @@
 Per device; nothing here communicates. A codec works along the last axis of x [..., n] and keeps the
 leading ones, so that the parts of an encoded [peers, n] can be sent to their peers. What it must
 remember between steps is one float32 array, its state, so that a state can travel through the
-backward pass as if it were a gradient (`comm.reduce`).
+backward pass as if it were a gradient.
 
 Errors are stated beside each codec; ratios against bfloat16 count scales, indices and padding.
 """

@@ -19,16 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-COLLECTIVES = (
-    "psum",
-    "psum_invariant",
-    "pmax",
-    "pmin",
-    "ppermute",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-)
+from moejax.comm.jaxprs import KINDS, communicates, inner_jaxprs
+
 # Calls that are evaluated in place.
 CALLS = (
     "pjit",
@@ -84,9 +76,9 @@ def _evaluate(
     for eqn in jaxpr.eqns:
         inputs = [read(atom) for atom in eqn.invars]
         name = eqn.primitive.name
-        if name in COLLECTIVES:
+        if name in KINDS:
             results, token = _collective(eqn, inputs, token)
-        elif not any(map(_communicates, _inner(eqn))):
+        elif not any(map(communicates, inner_jaxprs(eqn))):
             results = _bind(eqn, inputs)
         elif name in CONTROL:
             results, token = CONTROL[name](eqn.params, inputs, token)
@@ -96,23 +88,6 @@ def _evaluate(
             raise NotImplementedError(f"collectives inside {name} on several CPU processes")
         values |= dict(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars], token
-
-
-def _inner(eqn: Any) -> list[Any]:
-    """The jaxprs in an equation's parameters, closed or open."""
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(getattr(item, "jaxpr", item), "eqns"):
-                found.append(item)
-    return found
-
-
-def _communicates(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive.name in COLLECTIVES or any(map(_communicates, _inner(eqn)))
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )
 
 
 def _bind(eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -176,7 +151,7 @@ def _cond(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], 
 
 def _while(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    if _communicates(condition):
+    if communicates(condition):
         raise NotImplementedError("a collective in the condition of a loop")
     first = params["cond_nconsts"]
     second = first + params["body_nconsts"]
@@ -219,7 +194,7 @@ def _call(eqn: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax
     if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
         # Else the compiler would keep what the backward pass was to recompute.
         inputs = lax.optimization_barrier(inputs)
-    return _closed(_inner(eqn)[0], list(inputs), token)
+    return _closed(inner_jaxprs(eqn)[0], list(inputs), token)
 
 
 CONTROL: dict[str, Callable] = {"cond": _cond, "while": _while, "scan": _scan}

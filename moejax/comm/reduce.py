@@ -41,7 +41,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Journey:
+class Way:
     """How a parameter is gathered and its gradient reduced; static.
 
     Attributes:
@@ -62,8 +62,8 @@ class Journey:
         return tuple(axis for axis in axes if axis in self.slow), inside
 
 
-def journey(dims: str, layout: Layout) -> Journey:
-    """The journey of a parameter that is named by the letters of its dimensions."""
+def way_of(dims: str, layout: Layout) -> Way:
+    """The way of a parameter that is named by the letters of its dimensions."""
     by_dim = layout.param_axes(dims)
     kept = layout.tensor + (layout.expert_owner_axes if dims[0] == "E" else ())
     gathers = {
@@ -74,7 +74,7 @@ def journey(dims: str, layout: Layout) -> Journey:
     held = {axis for axes in by_dim for axis in axes}
     copies = tuple(a for a in layout.mesh_axes if a not in held and layout.size((a,)) > 1)
     copies = copies if held else ()
-    return Journey(dim, gather, copies, layout.between_nodes(gather + copies))
+    return Way(dim, gather, copies, layout.between_nodes(gather + copies))
 
 
 def enter(param: Any, program: Program, dtype: str | None = None) -> jax.Array:
@@ -89,7 +89,7 @@ def enter(param: Any, program: Program, dtype: str | None = None) -> jax.Array:
       dtype: the dtype to compute in; the program's unless given.
     """
     dims = param.get_metadata("dims")
-    how = How(journey(dims, program.layout), dtype or program.dtype, program.gradient_dtype)
+    how = How(way_of(dims, program.layout), dtype or program.dtype, program.gradient_dtype)
     w = param.get_value()
     if isinstance(w, Carried):
         how = replace(how, codec=codec_of(dims, program))
@@ -101,7 +101,7 @@ def codec_of(dims: str, program: Program) -> Codec | None:
 
     The router is never compressed; biases and norm scales are too small to gain.
     """
-    if not journey(dims, program.layout).slow or "D" not in dims or dims == "DE":
+    if not way_of(dims, program.layout).slow or "D" not in dims or dims == "DE":
         return None
     compression = program.compression
     spec = compression.expert_gradient if dims[0] == "E" else compression.dense_gradient
@@ -113,7 +113,7 @@ def describe_state(program: Program, param: Any, dims: str) -> Any:
     codec, layout = codec_of(dims, program), program.layout
     if codec is None:
         return None
-    way, stack = journey(dims, layout), param.ndim - len(dims)
+    way, stack = way_of(dims, layout), param.ndim - len(dims)
     (scatter, _), (copies, inside) = way.split(way.gather), way.split(way.copies)
     shards = layout.size(tuple(axis for axes in layout.param_axes(dims) for axis in axes))
     size = math.prod(param.shape[stack:]) // shards
@@ -174,7 +174,7 @@ def _is_carried(x: Any) -> bool:
 class How:
     """What `_enter` does to one parameter; static."""
 
-    journey: Journey
+    way: Way
     dtype: str
     gradient_dtype: str
     codec: Codec | None = None
@@ -183,9 +183,9 @@ class How:
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _enter(w: jax.Array | Carried, how: How) -> jax.Array:
     shard = (w.weight if isinstance(w, Carried) else w).astype(how.dtype)
-    if how.journey.dim is None:
+    if how.way.dim is None:
         return shard
-    return wire.all_gather(shard, how.journey.gather, dim=how.journey.dim, tag=wire.WEIGHT_WIRE)
+    return wire.all_gather(shard, how.way.gather, dim=how.way.dim, tag=wire.WEIGHT_WIRE)
 
 
 def _enter_forward(w, how):
@@ -198,10 +198,10 @@ def _enter_backward(how, kept, gradient):
     like, state, step = kept
     gradient = gradient.astype(how.gradient_dtype)
     if state is None:
-        return (_reduced(gradient, how.journey, None, None, None)[0].astype(like.dtype),)
+        return (_reduced(gradient, how.way, None, None, None)[0].astype(like.dtype),)
     step_done = step.astype(jnp.int32)
     moment = Moment(step_done, jax.random.fold_in(jax.random.key(0), step_done))
-    reduced, state = _reduced(gradient, how.journey, how.codec, state, moment)
+    reduced, state = _reduced(gradient, how.way, how.codec, state, moment)
     return (Carried(reduced.astype(like.dtype), state, jnp.zeros_like(step)),)
 
 
@@ -210,7 +210,7 @@ _enter.defvjp(_enter_forward, _enter_backward)
 
 def _reduced(
     gradient: jax.Array,
-    way: Journey,
+    way: Way,
     codec: Codec | None,
     state: ReduceState | None,
     moment: Moment | None,

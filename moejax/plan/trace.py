@@ -10,14 +10,7 @@ from typing import Any
 
 import numpy as np
 
-COLLECTIVES = {
-    "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "pmax": "all_max",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-}
+from moejax.comm.jaxprs import KINDS, inner_jaxprs, opened
 
 
 @dataclass(frozen=True)
@@ -47,28 +40,19 @@ def collectives(jaxpr: Any) -> list[Collective]:
 def _walk(jaxpr: Any, times: int) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in COLLECTIVES:
+        if name in KINDS:
             yield from _collective(eqn, times)
             continue
         repeat = eqn.params["length"] if name == "scan" else 1
-        inner = list(_inner(eqn))
+        inner = inner_jaxprs(eqn)
         for sub in inner[:1] if name == "cond" else inner:
-            yield from _walk(sub, times * repeat)
-
-
-def _inner(eqn: Any) -> Iterator[Any]:
-    """The jaxprs an equation calls. A while loop's condition comes with its body."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                yield item
+            yield from _walk(opened(sub), times * repeat)
 
 
 def _collective(eqn: Any, times: int) -> Iterator[Collective]:
     axes = eqn.params.get("axes") or eqn.params.get("axis_name")
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    kind = COLLECTIVES[eqn.primitive.name]
+    kind = KINDS[eqn.primitive.name]
     counted = eqn.outvars if kind == "all_gather" else eqn.invars
     for var in counted:
         aval = var.aval

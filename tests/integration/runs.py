@@ -19,6 +19,27 @@ from tests.cases import trainer_for
 REPOSITORY = Path(__file__).parents[2]
 
 
+def describe(steps, **mesh):
+    """A config for `write_config`: a small MoE on simulated devices, saved every ten steps."""
+    axes = ", ".join(f"{name}: {size}" for name, size in mesh.items())
+    return f"""
+run_dir: RUN
+model: {{vocab_size: 264, width: 16, num_layers: 1, num_heads: 4, num_kv_heads: 2, head_width: 4}}
+moe: {{num_experts: 4, expert_hidden: 8}}
+mesh: {{{axes}, expert: 2, tensor: 2}}
+data: {{source: tokens, train_files: [TRAIN], eval_files: [EVAL], sequence_length: 32}}
+optimizer: {{warmup_steps: 2}}
+train:
+  num_steps: {steps}
+  batch_sequences: 8
+  log_every: 1
+  eval_every: 20
+  eval_batches: 1
+  sample_tokens: 2
+checkpoint: {{save_every: 10, keep: 2}}
+"""
+
+
 def write_tokens(path):
     """Writes a file of byte tokens as `moejax prepare` does."""
     writer = prepare.BinWriter(path, ByteTokenizer(), "bytes")

@@ -14,6 +14,7 @@ from moejax.train.checkpoint import finished_steps
 from tests.integration.runs import (
     REPOSITORY,
     assert_same_end,
+    describe,
     final_state,
     records,
     run,
@@ -24,22 +25,7 @@ from tests.launch.test_emulate import needs_namespaces
 
 STEPS = 40
 # The expert axis is across the two processes, the tensor axis inside each.
-CONFIG = f"""
-run_dir: RUN
-model: {{vocab_size: 264, width: 16, num_layers: 1, num_heads: 4, num_kv_heads: 2, head_width: 4}}
-moe: {{num_experts: 4, expert_hidden: 8}}
-mesh: {{simulated_devices: 4, expert: 2, tensor: 2}}
-data: {{source: tokens, train_files: [TRAIN], eval_files: [EVAL], sequence_length: 32}}
-optimizer: {{warmup_steps: 2}}
-train:
-  num_steps: {STEPS}
-  batch_sequences: 8
-  log_every: 1
-  eval_every: 20
-  eval_batches: 1
-  sample_tokens: 2
-checkpoint: {{save_every: 10, keep: 2}}
-"""
+CONFIG = describe(STEPS, simulated_devices=4)
 LOCAL = (REPOSITORY / "launch" / "local", "--processes", 2)
 EMULATE = (REPOSITORY / "launch" / "emulate", "--hosts", 2, "--devices-per-host", 2)
 

@@ -12,25 +12,18 @@ import pytest
 from moejax.settings import load_config
 from moejax.train.checkpoint import Checkpoints, finished_steps, newest
 from tests.cases import trainer_for
-from tests.integration.runs import assert_same_end, begin, records, run, run_until, write_config
+from tests.integration.runs import (
+    assert_same_end,
+    begin,
+    describe,
+    records,
+    run,
+    run_until,
+    write_config,
+)
 
 STEPS = 60
-CONFIG = f"""
-run_dir: RUN
-model: {{vocab_size: 264, width: 16, num_layers: 1, num_heads: 4, num_kv_heads: 2, head_width: 4}}
-moe: {{num_experts: 4, expert_hidden: 8}}
-mesh: {{simulated_devices: 8, replica: null, expert: 2, tensor: 2}}
-data: {{source: tokens, train_files: [TRAIN], eval_files: [EVAL], sequence_length: 32}}
-optimizer: {{warmup_steps: 2}}
-train:
-  num_steps: {STEPS}
-  batch_sequences: 8
-  log_every: 1
-  eval_every: 20
-  eval_batches: 1
-  sample_tokens: 2
-checkpoint: {{save_every: 10, keep: 2}}
-"""
+CONFIG = describe(STEPS, simulated_devices=8, replica="null")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,22 @@
+"""What the rules share: how they refuse, and which sizes they offer instead."""
+
+from moejax.errors import InputError
+
+
+def require(holds: bool, message: str) -> None:
+    """Raises InputError unless `holds`."""
+    if not holds:
+        raise InputError(message)
+
+
+def divisors(n: int) -> str:
+    """The divisors of `n` as a list in words; of many, the smallest ones and `n`."""
+    # Sizes have no upper bound, so only small candidates are tried.
+    small = [d for d in range(1, min(n, 4096) + 1) if n % d == 0][:12]
+    return ", ".join(map(str, small if small[-1] == n else [*small, n]))
+
+
+def multiples(n: int, step: int) -> str:
+    """The multiples of `step` on either side of `n`, in words."""
+    below = n // step * step
+    return f"{below} or {below + step}" if below else f"{below + step}"
