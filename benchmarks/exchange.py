@@ -61,7 +61,8 @@ def cases() -> Iterator[Case]:
     for hosts, devices in ((2, 4), (4, 2)):
         yield merging(hosts, devices, top=8, rate=100)
     yield merging(2, 4, top=8, rate=50)
-    yield pipeline(100)
+    for rate in (50, 100):
+        yield pipeline(rate)
     for rate in RATES:
         yield train_step(rate)
     yield tensor(2, 100)
