@@ -243,6 +243,9 @@ class TrainConfig:
     gradient_dtype: str = setting(
         "float32", "dtype of gradients while they are reduced", choices=("float32", "bfloat16")
     )
+    reduction_bytes: int | None = setting(
+        None, "largest piece in which a gradient is reduced; none: each weight whole", at_least=1
+    )
     seed: int = setting(0, "decides weights, data order and routing noise", at_least=0)
     log_every: int = setting(10, "steps between logged lines", at_least=1)
     eval_every: int | None = setting(
@@ -257,14 +260,23 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Codecs across nodes: none, bfloat16, int8, e4m3, e5m2, int4, loco, topk:SHARE; +feedback."""
+    """Codecs across nodes: none, bfloat16, int8, e4m3, e5m2, int4, or see moejax.compression."""
 
     preset: str = setting(
         "none", "codecs of all classes that are not set", choices=("none", "hybrid", "strong")
     )
     dense_gradient: str = setting("preset", "gradients of weights that are not experts'")
     expert_gradient: str = setting("preset", "gradients of the experts' weights")
+    dispatch: str = setting("preset", "tokens on their way to the experts")
+    combine: str = setting("preset", "the experts' results on their way home")
+    dispatch_backward: str = setting("preset", "gradients of what was dispatched")
+    combine_backward: str = setting("preset", "gradients of results")
+    weights: str = setting("preset", "weights that are gathered")
     block: int = setting(128, "values that share a scale; a multiple of 4", at_least=4)
+    start_layer: int = setting(
+        0, "blocks at the start whose gradients travel as they are", at_least=0
+    )
+    adapt_every: int = setting(100, "steps between choices of an adaptive codec", at_least=1)
 
 
 @dataclass(frozen=True)

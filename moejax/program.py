@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moejax.compression import NO_COMPRESSION, Compression
+from moejax.compression import NO_CODECS, NO_COMPRESSION, Codecs, Compression
 from moejax.dims import Layout
 from moejax.route import Route
 
@@ -15,7 +15,9 @@ class Program:
     route: Route  # of tokens to their experts
     dtype: str = "float32"
     gradient_dtype: str = "float32"
-    compression: Compression = NO_COMPRESSION
+    compression: Compression = NO_COMPRESSION  # the policy
+    codecs: Codecs = NO_CODECS  # what the policy says of the steps that the program is for
+    micro_bytes: int | None = None  # of a piece in which a gradient is reduced; None: whole
     experts: str = "blocked"  # implementation of kernels.expert_mlp
     attention: str = "blocked"  # implementation of kernels.attention
     # Whether the steps of the token pipeline are held together for a compiler that orders the

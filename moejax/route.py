@@ -13,9 +13,10 @@ beside another's experts; forward and backward have their own number of them.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from moejax.compression import NO_CODECS, Codecs
 from moejax.dims import Axes, Layout
 
 # Every route, and what the start table says of it.
@@ -43,8 +44,8 @@ class Hop:
     # Of an all-to-all. The last of `axes`: every device along them gets a copy of the bucket, and
     # on the way home the copies' results are summed.
     copies: Axes = ()
-    # What travels is the rows as they are; compression will name its codec here.
-    codec: Literal["none"] = "none"
+    # How rows and results, and their gradients, travel; a hop inside a node has none.
+    codecs: Codecs = NO_CODECS
 
     def peers(self, layout: Layout) -> int:
         """P: buckets of an all-to-all."""
@@ -79,9 +80,19 @@ class Route:
 
 
 def build_route(
-    name: str, layout: Layout, *, chunks: int = 1, chunks_backward: int = 1, trim: bool = False
+    name: str,
+    layout: Layout,
+    *,
+    chunks: int = 1,
+    chunks_backward: int = 1,
+    trim: bool = False,
+    codecs: Codecs = NO_CODECS,
 ) -> Route:
-    """Returns a route of `ROUTES` on a mesh; hops of one device are left out."""
+    """Returns a route of `ROUTES` on a mesh; hops of one device are left out.
+
+    Args:
+      codecs: of the exchanges that cross nodes.
+    """
     owner, tensor = layout.expert_owner_axes, layout.tensor
     merge = name in ("merge", "two_level_merge")
     if name == "duplicate":
@@ -97,7 +108,13 @@ def build_route(
         hops = [Hop("all_to_all", axes, merge=merge) for axes in levels]
         if layout.hidden_over_tensor:
             hops.append(Hop("gather", tensor))
-    hops = tuple(hop for hop in hops if layout.size(hop.axes + hop.split) > 1)
+    hops = tuple(
+        replace(hop, codecs=codecs)
+        if hop.kind == "all_to_all" and layout.between_nodes(hop.axes)
+        else hop
+        for hop in hops
+        if layout.size(hop.axes + hop.split) > 1
+    )
     if not any(hop.kind == "all_to_all" for hop in hops):
         chunks, chunks_backward, trim = 1, 1, False  # there are no buckets
     return Route(name, hops, name in ("duplicate", "gather_home"), chunks, chunks_backward, trim)
@@ -122,4 +139,5 @@ def plain_route(route: Route, layout: Layout) -> Route:
     It starts from the same tokens as `route`.
     """
     single = len(route.exchanges) == 1 and not route.merges
-    return build_route(route.name if single else "split", layout)
+    codecs = next((hop.codecs for hop in route.hops if hop.codecs != NO_CODECS), NO_CODECS)
+    return build_route(route.name if single else "split", layout, codecs=codecs)

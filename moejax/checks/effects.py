@@ -37,9 +37,14 @@ def _effects() -> Iterator[_Effect]:
         "one device owns all experts, so nothing is exchanged",
     )
     yield (
-        ("compression.block",),
+        ("compression.block", "compression.start_layer"),
         lambda cfg: build_compression(cfg.compression) != NO_COMPRESSION,
         "`compression` is none",
+    )
+    yield (
+        ("compression.adapt_every",),
+        lambda cfg: build_compression(cfg.compression).adaptive,
+        "no codec of `compression` is adaptive",
     )
     yield (
         ("moe.router.groups_per_token",),

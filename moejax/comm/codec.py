@@ -24,21 +24,6 @@ Payload = Any  # a pytree of arrays; leading dimensions as those of what was enc
 LOCO_AVERAGE, LOCO_RESET = 0.5, 512
 
 
-def build_codec(spec: CodecSpec) -> "Codec":
-    """Makes the codec that a config names."""
-    if spec.name == "bfloat16":
-        codec: Codec = Cast()
-    elif spec.name == "topk":
-        assert spec.argument is not None, "compression.read_codec asks for it"
-        codec = TopK(spec.argument)
-    elif spec.name == "loco":
-        blocks = Blocks("int4", spec.block)
-        return ErrorFeedback(blocks, LOCO_AVERAGE, "e4m3", spec.block, LOCO_RESET)
-    else:
-        codec = Blocks(spec.name, spec.block, spec.stochastic)
-    return ErrorFeedback(codec) if spec.feedback else codec
-
-
 class Moment(NamedTuple):
     """When something is encoded: the step, counted from zero, and a key for random rounding."""
 
@@ -241,3 +226,159 @@ class ErrorFeedback(Codec):
         values = jax.lax.bitcast_convert_type(kept[..., :-blocks], jnp.uint8)
         values = values.reshape(*kept.shape[:-1], blocks, self.block)
         return dequantize(Quantized(values, kept[..., -blocks:]), self.stored, size)
+
+
+@dataclass(frozen=True)
+class Ladder(Codec):
+    """The rung of some codecs that was chosen last, with error feedback of its own (GraVAC).
+
+    A step that measures notes in the state, for each rung, the energy that it would leave out, and
+    the whole energy; `choose` takes the strongest rung from them that keeps enough.
+    """
+
+    rungs: tuple[Codec, ...]  # from mild to strong, without feedback
+    rung: int = 0
+    measures: bool = False
+
+    def state_size(self, size: int) -> int:
+        """What is kept, the largest of the rungs' own states, the energies."""
+        return size + self._inner(size) + len(self.rungs) + 1
+
+    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+        """Encodes x and what is kept on the rung; keeps what the payload leaves out."""
+        n, codec = x.shape[-1], self.rungs[self.rung]
+        end = n + self._inner(n)
+        used = n + codec.state_size(n)
+        whole = x.astype(jnp.float32) + state[..., :n]
+        payload, inner = codec.encode(whole, state[..., n:used], moment)
+        error = whole - self.decode(payload, n)
+        energies = self._energies(whole, state, moment) if self.measures else state[..., end:]
+        return payload, jnp.concatenate([error, inner, state[..., used:end], energies], axis=-1)
+
+    def decode(self, payload: Payload, size: int) -> jax.Array:
+        """As the rung does."""
+        return self.rungs[self.rung].decode(payload, size)
+
+    def wire_bytes(self, size: int) -> int:
+        """As of the rung."""
+        return self.rungs[self.rung].wire_bytes(size)
+
+    def energies(self, state: jax.Array) -> jax.Array:
+        """[rungs + 1]: what the last measuring step noted in a state, summed."""
+        return jnp.sum(state[..., -len(self.rungs) - 1 :].reshape(-1, len(self.rungs) + 1), axis=0)
+
+    def _inner(self, size: int) -> int:
+        return max(rung.state_size(size) for rung in self.rungs)
+
+    def _energies(self, whole: jax.Array, state: jax.Array, moment: Moment) -> jax.Array:
+        n, left = whole.shape[-1], []
+        for rung in self.rungs:
+            inner = state[..., n : n + rung.state_size(n)]
+            error = whole - rung.decode(rung.encode(whole, inner, moment)[0], n)
+            left.append(jnp.sum(jnp.square(error), axis=-1))
+        return jnp.stack([*left, jnp.sum(jnp.square(whole), axis=-1)], axis=-1)
+
+
+def choose(energies: jax.Array, keep: float) -> jax.Array:
+    """The strongest rung, int32, that keeps the share `keep` of the energy; 0 if none does.
+
+    Args:
+      energies: [rungs + 1] as `Ladder` notes them, over all devices.
+    """
+    left, whole = energies[:-1], energies[-1]
+    enough = left <= (1 - keep) * whole
+    return jnp.max(jnp.where(enough, jnp.arange(left.shape[0], dtype=jnp.int32), 0))
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A matrix of low rank in place of a gradient (PowerSGD); `comm.compress` sums them.
+
+    Both factors are summed over all devices, so nothing is encoded on its own: this is no `Codec`.
+    One power iteration a step, from the right factor of the step before. Error: what the rank
+    leaves out, which is kept and sent later; no bound for one step.
+    """
+
+    rank: int
+
+    def shape(self, size: int) -> tuple[int, int]:
+        """(rows, columns) of the matrix that `size` values are laid out as, about square."""
+        columns = max(1, math.isqrt(size))
+        return -(-size // columns), columns
+
+    def state_size(self, size: int) -> int:
+        """What is kept."""
+        return size
+
+    def factor_size(self, size: int) -> int:
+        """Floats of the right factor."""
+        return self.shape(size)[1] * self.rank
+
+
+def build_codec(spec: CodecSpec) -> Codec | LowRank:
+    """Makes the codec that a config names."""
+    if spec.name == "powersgd":
+        assert spec.argument is not None
+        return LowRank(int(spec.argument))
+    if spec.name == "loco":
+        blocks = Blocks("int4", spec.block)
+        return ErrorFeedback(blocks, LOCO_AVERAGE, "e4m3", spec.block, LOCO_RESET)
+    if spec.name == "adaptive":
+        rungs = tuple(_plain_codec(rung) for rung in spec.rungs)
+        return Ladder(rungs, spec.rung, spec.measures)
+    codec = _plain_codec(spec)
+    return ErrorFeedback(codec) if spec.feedback else codec
+
+
+def build_plain_codec(spec: CodecSpec | None) -> Codec | None:
+    """Makes a codec that remembers nothing: of tokens and of weights."""
+    return None if spec is None else _plain_codec(spec)
+
+
+def _plain_codec(spec: CodecSpec) -> Codec:
+    if spec.name == "bfloat16":
+        return Cast()
+    if spec.name == "topk":
+        assert spec.argument is not None
+        return TopK(spec.argument)
+    return Blocks(spec.name, spec.block, spec.stochastic)
+
+
+def encode_packed(codec: Codec, x: jax.Array) -> tuple[jax.Array, Payload]:
+    """Encodes x [..., n] with a codec that remembers nothing.
+
+    Returns:
+      All of the payload as bytes [..., m], and the payload, to `decode_packed` by.
+    """
+    nothing = jnp.zeros((*x.shape[:-1], 0))
+    payload, _ = codec.encode(x, nothing, Moment(jnp.int32(0), jax.random.key(0)))
+    return pack(payload, x.ndim - 1), payload
+
+
+def decode_packed(codec: Codec, packed: jax.Array, like: Payload, size: int) -> jax.Array:
+    """Returns [..., size] in float32 of bytes that `encode_packed` made, of any leading sizes."""
+    return codec.decode(unpack(packed, like), size)
+
+
+def pack(payload: Payload, lead: int = 1) -> jax.Array:
+    """All arrays of a payload as bytes [..., m], `lead` dimensions kept, to travel as one."""
+    rows = [_bytes(leaf).reshape(*leaf.shape[:lead], -1) for leaf in jax.tree.leaves(payload)]
+    return jnp.concatenate(rows, axis=-1)
+
+
+def unpack(packed: jax.Array, like: Payload) -> Payload:
+    """The inverse of `pack`; leading sizes may differ from those of `like`."""
+    leaves, tree = jax.tree.flatten(like)
+    lead, start, found = packed.ndim - 1, 0, []
+    for leaf in leaves:
+        itemsize = (leaf.dtype.itemsize,) if leaf.dtype.itemsize > 1 else ()
+        shape = (*leaf.shape[lead:], *itemsize)
+        piece, start = packed[..., start : start + math.prod(shape)], start + math.prod(shape)
+        piece = piece.reshape(*packed.shape[:-1], *shape)
+        dtype = leaf.dtype
+        found.append(piece if dtype == jnp.uint8 else jax.lax.bitcast_convert_type(piece, dtype))
+    return jax.tree.unflatten(tree, found)
+
+
+def _bytes(x: jax.Array) -> jax.Array:
+    return x if x.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(x, jnp.uint8)

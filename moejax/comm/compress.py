@@ -5,36 +5,55 @@ time. Here every device encodes its parts once and sends each to the device that
 taken in float32 of what was decoded, and each sum is encoded once more on its way back.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.codec import Codec, Moment, Payload
+from moejax.comm.codec import Codec, LowRank, Moment, pack, unpack
 from moejax.dims import Axes
 
 
 class ReduceState(NamedTuple):
-    """What the codec remembers at both of its places, float32."""
+    """What the codec remembers at both of its places, float32; None where that is nothing."""
 
-    parts: jax.Array  # [devices, state_size(n)], of the parts that this device sends
-    total: jax.Array  # [1, state_size(n)], of the sum that it sends back; [1, 0] if it sends none
+    parts: jax.Array | None  # [devices, p], of the parts that this device sends
+    total: jax.Array | None  # [1, t], of the sum that it sends back; of LowRank the right factors
 
 
-def first_state(codec: Codec, devices: int, size: int, *, copied: bool) -> ReduceState:
-    """The state of `reduce_parts` before its first call: of `devices` parts of `size` values."""
-    kept = codec.state_size(size)
-    return ReduceState(jnp.zeros((devices, kept)), jnp.zeros((1, kept if copied else 0)))
+def first_state(
+    codecs: Sequence[Codec | LowRank], scatter: int, copies: int, size: int
+) -> ReduceState:
+    """The state before the first call, with room for each of the codecs.
+
+    Args:
+      scatter, copies: devices along those axes of `reduce_parts`.
+      size: n of a part there.
+    """
+    parts = max((codec.state_size(size) for codec in codecs), default=0)
+    totals = [
+        scatter * codec.factor_size(copies * size)
+        if isinstance(codec, LowRank)
+        else codec.state_size(size) * (copies > 1)
+        for codec in codecs
+    ]
+    return ReduceState(jnp.zeros((scatter * copies, parts)), jnp.zeros((1, max(totals, default=0))))
 
 
 def reduce_parts(
-    x_SCn: jax.Array, scatter: Axes, copies: Axes, codec: Codec, state: ReduceState, moment: Moment
+    x_SCn: jax.Array,
+    scatter: Axes,
+    copies: Axes,
+    codec: Codec | LowRank,
+    state: ReduceState,
+    moment: Moment,
 ) -> tuple[jax.Array, ReduceState]:
     """Sums part [s] over all devices of both axes, for the devices at place s along `scatter`.
 
     Wire per device, with b the codec's bytes of n values, and S and C the devices along the axes:
-    all_to_all (S C - 1) b, then all_gather (C - 1) b.
+    all_to_all (S C - 1) b, then all_gather (C - 1) b. Of LowRank: see `_reduce_low_rank`.
 
     Args:
       x_SCn: [S, C, n]: this device's part for each place along `scatter`, cut in C.
@@ -43,41 +62,66 @@ def reduce_parts(
     Returns:
       [C, n] float32: the sum, the same on all devices along `copies`; and the next state.
     """
+    if isinstance(codec, LowRank):
+        return _reduce_low_rank(x_SCn, scatter, copies, codec, state)
     S, C, n = x_SCn.shape
     axes = scatter + copies
     # No two devices round alike.
     keys = jax.random.split(jax.random.fold_in(moment.key, wire.index(axes)))
-    payload, parts = codec.encode(
-        x_SCn.reshape(S * C, n), state.parts, moment._replace(key=keys[0])
-    )
-    arrived = _unpack(wire.all_to_all(_pack(payload), axes, tag=None), payload)
+    used = codec.state_size(n)
+    before = _front(state.parts, S * C, used)
+    payload, parts = codec.encode(x_SCn.reshape(S * C, n), before, moment._replace(key=keys[0]))
+    state = state._replace(parts=_over(state.parts, parts))
+    arrived = unpack(wire.all_to_all(pack(payload), axes, tag=None), payload)
     total_1n = jnp.sum(codec.decode(arrived, n), axis=0, keepdims=True)
     if C == 1:
-        return total_1n, ReduceState(parts, state.total)
-    payload, total = codec.encode(total_1n, state.total, moment._replace(key=keys[1]))
-    packed = wire.all_gather(_pack(payload), copies, dim=0, tag=None)
-    return codec.decode(_unpack(packed, payload), n), ReduceState(parts, total)
+        return total_1n, state
+    before = _front(state.total, 1, used)
+    payload, total = codec.encode(total_1n, before, moment._replace(key=keys[1]))
+    packed = wire.all_gather(pack(payload), copies, dim=0, tag=None)
+    state = state._replace(total=_over(state.total, total))
+    return codec.decode(unpack(packed, payload), n), state
 
 
-def _pack(payload: Payload) -> jax.Array:
-    """All arrays [P, ...] of a payload as bytes [P, m], so that they travel as one."""
-    rows = [_bytes(leaf).reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(payload)]
-    return jnp.concatenate(rows, axis=1)
+def _front(whole: jax.Array | None, rows: int, used: int) -> jax.Array:
+    """The first values of each row, which are the codec's: there may be room for others."""
+    return jnp.zeros((rows, 0)) if whole is None else whole[:, :used]
 
 
-def _bytes(x: jax.Array) -> jax.Array:
-    return x if x.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(x, jnp.uint8)
+def _over(whole: jax.Array | None, front: jax.Array) -> jax.Array | None:
+    """`whole` [rows, m] with its first values replaced."""
+    if whole is None:
+        return None
+    return jnp.concatenate([front, whole[..., front.shape[-1] :]], axis=-1)
 
 
-def _unpack(packed: jax.Array, like: Payload) -> Payload:
-    """The inverse of `_pack`; of any number of rows."""
-    leaves, tree = jax.tree.flatten(like)
-    found, start = [], 0
-    for leaf in leaves:
-        width = leaf.nbytes // leaf.shape[0]
-        piece, start = packed[:, start : start + width], start + width
-        itemsize = (leaf.dtype.itemsize,) if leaf.dtype.itemsize > 1 else ()
-        piece = piece.reshape(-1, *leaf.shape[1:], *itemsize)
-        dtype = leaf.dtype
-        found.append(piece if dtype == jnp.uint8 else jax.lax.bitcast_convert_type(piece, dtype))
-    return jax.tree.unflatten(tree, found)
+def _reduce_low_rank(
+    x_SCn: jax.Array, scatter: Axes, copies: Axes, codec: LowRank, state: ReduceState
+) -> tuple[jax.Array, ReduceState]:
+    """`reduce_parts` by the factors of S matrices [a, b], each the part for one place.
+
+    Wire per device: two all-reduces, of S a r and of S b r float32. What the devices keep adds up
+    to what the sum leaves out.
+    """
+    S, C, n = x_SCn.shape
+    axes = scatter + copies
+    a, b = codec.shape(C * n)
+    used = S * b * codec.rank
+    whole_SC = x_SCn.reshape(S * C, n).astype(jnp.float32) + _front(state.parts, S * C, n)
+    m_Sab = jnp.pad(whole_SC.reshape(S, C * n), ((0, 0), (0, a * b - C * n))).reshape(S, a, b)
+    before = _front(state.total, 1, used).reshape(S, b, codec.rank)
+    first = jax.random.normal(jax.random.key(0), before.shape)
+    q_Sbr = jnp.where(jnp.any(before != 0), before, first)
+    p_Sar = wire.all_reduce(jnp.einsum("Sab,Sbr->Sar", m_Sab, q_Sbr), axes, tag=None)
+    p_Sar = jnp.linalg.qr(p_Sar)[0]
+    own_Sbr = jnp.einsum("Sab,Sar->Sbr", m_Sab, p_Sar)
+    q_Sbr = wire.all_reduce(own_Sbr, axes, tag=None)
+
+    def product(q_Sbr: jax.Array) -> jax.Array:
+        return jnp.einsum("Sar,Sbr->Sab", p_Sar, q_Sbr).reshape(S, -1)[:, : C * n]
+
+    error = whole_SC - product(own_Sbr).reshape(S * C, n)
+    place = wire.index(scatter) if scatter else 0
+    total_Cn = jax.lax.dynamic_index_in_dim(product(q_Sbr), place, keepdims=False).reshape(C, n)
+    parts = _over(state.parts, error)
+    return total_Cn, ReduceState(parts, _over(state.total, q_Sbr.reshape(1, used)))

@@ -7,6 +7,7 @@ Buckets have a fixed number of rows, padded with zeros: static shapes are what e
 all-to-all supports.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ from jaxtyping import Array, Int
 
 from moejax.comm import wire
 from moejax.comm.buckets import Places, follow, place_items
+from moejax.comm.codec import build_plain_codec, decode_packed, encode_packed
+from moejax.compression import CodecSpec
 from moejax.dims import Layout
 from moejax.kernels.permute import rows_at, sum_rows
 from moejax.route import Hop, Route
@@ -89,7 +92,8 @@ def outward(
     """Takes rows of some parts one hop towards the experts.
 
     Args:
-      rows: arrays [I, M, ...]; before the first exchange, its buckets.
+      rows: arrays [I, M, ...]; before the first exchange, its buckets. The first of them has the
+        hop's codec; what travels beside it, weights, goes as it is.
       number: of the hop.
       piece: the journey, with the places of the exchanges after the first, for these parts.
       way: gradient=True where the rows are gradients of results on their way back.
@@ -99,8 +103,7 @@ def outward(
         slot_IMK, item_IS = piece.places[number - 1]
         row_IS = item_IS // slot_IMK.shape[-1]
         rows = jax.tree.map(lambda x_IMD: jax.vmap(rows_at)(x_IMD, row_IS), rows)
-    filled = _filled(piece, number, hop)
-    return jax.tree.map(lambda x: ship(x, hop, layout, filled=filled, **way), rows)
+    return _each(ship, rows, number, piece, hop, layout, **way)
 
 
 def homeward(
@@ -108,18 +111,23 @@ def homeward(
 ) -> Any:
     """Takes what became of `outward`'s rows back one hop; arguments as there."""
     hop = route.hops[number]
-    filled = _filled(piece, number, hop)
-    results = jax.tree.map(lambda y: bring(y, hop, layout, filled=filled, **way), results)
+    results = _each(bring, results, number, piece, hop, layout, **way)
     if number and hop.kind == "all_to_all":
         slot_IMK = piece.places[number - 1].slot_MK
         results = jax.tree.map(lambda y_ISD: jax.vmap(sum_rows)(y_ISD, slot_IMK), results)
     return results
 
 
-def _filled(piece: Journey, number: int, hop: Hop) -> jax.Array | None:
-    if piece.filled is None or hop.kind != "all_to_all":
-        return None
-    return piece.filled[number]
+def _each(
+    move: Callable, rows: Any, number: int, piece: Journey, hop: Hop, layout: Layout, **way: bool
+) -> Any:
+    """Moves every array; the first as the hop's codec says."""
+    exchanges = hop.kind == "all_to_all" and piece.filled is not None
+    filled = piece.filled[number] if exchanges else None  # type: ignore[index]
+    leaves, tree = jax.tree.flatten(rows)
+    options = {"filled": filled, **way}
+    moved = [move(x, hop, layout, coded=not place, **options) for place, x in enumerate(leaves)]
+    return jax.tree.unflatten(tree, moved)
 
 
 def ship(
@@ -129,10 +137,12 @@ def ship(
     *,
     gradient: bool = False,
     filled: jax.Array | None = None,
+    coded: bool = False,
 ) -> jax.Array:
     """One hop outward: array [I, M, ...] of bucket rows, peer by peer, to what arrives.
 
-    Its results are not tagged for remat: the pipeline tags them where its steps end.
+    Its results are not tagged for remat: the pipeline tags them where its steps end. `coded`: as
+    the hop's codec says, one for each direction and pass.
     Wire per device: all_to_all (P - 1) / P of x's bytes (a share of them with `split`, several
     times with `copies`), gather (n - 1) times x's bytes, sum nothing (a gradient: an all-reduce).
     """
@@ -148,7 +158,8 @@ def ship(
     if hop.copies:
         copies = layout.size(hop.copies)
         x_PIJ = jnp.repeat(x_PIJ, copies, axis=0)
-    return _by_part(_swap(x_PIJ, hop, filled))
+    codec = hop.codecs.combine_backward if gradient else hop.codecs.dispatch
+    return _by_part(_swap(x_PIJ, hop, filled, codec if coded else None))
 
 
 def bring(
@@ -158,13 +169,16 @@ def bring(
     *,
     gradient: bool = False,
     filled: jax.Array | None = None,
+    coded: bool = False,
 ) -> jax.Array:
     """One hop homeward, the mirror of `ship`: what was copied or gathered comes back summed."""
     if hop.kind == "gather":
         return wire.reduce_scatter(y_IM, hop.axes, dim=1, tag=None)
     if hop.kind == "sum":
         return y_IM if gradient else wire.all_reduce(y_IM, hop.axes, tag=None)
-    y_PIJ = _swap(_by_peer(y_IM, layout.size(hop.axes)), hop, filled)
+    codec = hop.codecs.dispatch_backward if gradient else hop.codecs.combine
+    y_PIJ = _by_peer(y_IM, layout.size(hop.axes))
+    y_PIJ = _swap(y_PIJ, hop, filled, codec if coded else None)
     if hop.copies:
         by_copy = y_PIJ.reshape(-1, layout.size(hop.copies), *y_PIJ.shape[1:])
         y_PIJ = jnp.sum(by_copy.astype(jnp.float32), axis=1).astype(y_PIJ.dtype)
@@ -175,7 +189,19 @@ def bring(
     return _by_part(y_PIJ)
 
 
-def _swap(x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None) -> jax.Array:
+def _swap(
+    x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None, spec: CodecSpec | None
+) -> jax.Array:
+    """The all-to-all, of rows as a codec leaves them: each row is encoded on its own."""
+    codec = build_plain_codec(spec)
+    if codec is None:
+        return _exchange(x_PIJ, hop, filled)
+    packed_PIJ, payload = encode_packed(codec, x_PIJ)
+    arrived_PIJ = _exchange(packed_PIJ, hop, filled)
+    return decode_packed(codec, arrived_PIJ, payload, x_PIJ.shape[-1]).astype(x_PIJ.dtype)
+
+
+def _exchange(x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None) -> jax.Array:
     """The all-to-all; of each bucket's J rows only as many as are filled, in steps of J / PIECES.
 
     Shapes must be static, so the number of steps travels as its binary digits: one exchange for

@@ -11,7 +11,7 @@ Parameters that every device holds whole (norm scales) are too small for a colle
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from moejax.comm import wire
-from moejax.comm.codec import Codec, Moment, build_codec
+from moejax.comm.codec import (
+    Codec,
+    Ladder,
+    LowRank,
+    Moment,
+    build_codec,
+    build_plain_codec,
+    decode_packed,
+    encode_packed,
+)
 from moejax.comm.compress import ReduceState, first_state, reduce_parts
+from moejax.compression import Codecs
 from moejax.dims import Axes, Layout
 from moejax.program import Program
 
@@ -80,46 +90,58 @@ def way_of(dims: str, layout: Layout) -> Way:
 def enter(param: Any, program: Program, dtype: str | None = None) -> jax.Array:
     """Returns the weight as this device computes with it: gathered over fsdp, cast to `dtype`.
 
-    Wire, forward: the gathered weight in `dtype`. Backward: see `_reduced`. The gradient that
-    leaves has the dtype of the parameter.
+    Wire, forward: the gathered weight in `dtype`, or as its codec says where the gather crosses
+    nodes. Backward: see `_reduced`. The gradient that leaves has the dtype of the parameter.
 
     Args:
       param: an `nnx.Param` that holds this device's shard, alone or in a `Carried`, and as metadata
         the letters of its dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay sharded.
       dtype: the dtype to compute in; the program's unless given.
     """
-    dims = param.get_metadata("dims")
-    how = How(way_of(dims, program.layout), dtype or program.dtype, program.gradient_dtype)
-    w = param.get_value()
-    if isinstance(w, Carried):
-        how = replace(how, codec=codec_of(dims, program))
+    dims, w, codecs = param.get_metadata("dims"), param.get_value(), program.codecs
+    way = way_of(dims, program.layout)
+    how = How(
+        way,
+        dtype or program.dtype,
+        program.gradient_dtype,
+        micro_bytes=program.micro_bytes,
+        codec=_built(codecs, dims) if isinstance(w, Carried) else None,
+        weights=build_plain_codec(codecs.weights if _compressible(dims) else None)
+        if program.layout.between_nodes(way.gather)
+        else None,
+    )
     return checkpoint_name(_enter(w, how), wire.WEIGHT_WIRE)
 
 
-def codec_of(dims: str, program: Program) -> Codec | None:
-    """The codec of a parameter's gradient where it crosses nodes; None: it travels as it is.
+def class_of(dims: str) -> str:
+    """The class of traffic that a parameter's gradient belongs to."""
+    return "expert_gradient" if dims[0] == "E" else "dense_gradient"
 
-    The router is never compressed; biases and norm scales are too small to gain.
-    """
-    if not way_of(dims, program.layout).slow or "D" not in dims or dims == "DE":
-        return None
-    compression = program.compression
-    spec = compression.expert_gradient if dims[0] == "E" else compression.dense_gradient
+
+def _compressible(dims: str) -> bool:
+    """The router is never compressed; biases and norm scales are too small to gain."""
+    return "D" in dims and len(dims) > 1 and dims != "DE"
+
+
+def _built(codecs: Codecs, dims: str) -> Codec | LowRank | None:
+    spec = getattr(codecs, class_of(dims))
     return None if spec is None else build_codec(spec)
 
 
 def describe_state(program: Program, param: Any, dims: str) -> Any:
-    """Shapes of what the codec of a parameter's gradient remembers, or None; see `TrainState`."""
-    codec, layout = codec_of(dims, program), program.layout
-    if codec is None:
+    """Shapes of what codecs of a parameter's gradient remember, or None; see `TrainState`."""
+    layout, policy = program.layout, program.compression
+    way = way_of(dims, layout)
+    codecs = [build_codec(spec) for spec in policy.all_of(class_of(dims))]
+    if not codecs or not way.slow or not _compressible(dims):
         return None
-    way, stack = way_of(dims, layout), param.ndim - len(dims)
+    stack = param.ndim - len(dims)
     (scatter, _), (copies, inside) = way.split(way.gather), way.split(way.copies)
     shards = layout.size(tuple(axis for axes in layout.param_axes(dims) for axis in axes))
     size = math.prod(param.shape[stack:]) // shards
     n = -(-size // layout.size(copies + inside))
     state = jax.eval_shape(
-        lambda: first_state(codec, layout.size(scatter + copies), n, copied=layout.size(copies) > 1)
+        lambda: first_state(codecs, layout.size(scatter), layout.size(copies), n)
     )
     ahead = (*param.shape[:stack], layout.size(layout.mesh_axes))
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(ahead + s.shape, s.dtype), state)
@@ -170,6 +192,24 @@ def _is_carried(x: Any) -> bool:
     return isinstance(x, Carried)
 
 
+def sum_energies(ladder: Codec | LowRank, states: Any, dims: Any, kind: str) -> jax.Array:
+    """What this device's senders of one class noted when they measured; see `codec.Ladder`."""
+    assert isinstance(ladder, Ladder)
+    found = []
+
+    def add(letters: str, state: ReduceState | None) -> None:
+        if state is not None and class_of(letters) == kind:
+            found.append(ladder.energies(state.parts))  # type: ignore[arg-type]
+
+    jax.tree.map(add, dims, states)
+    return jnp.sum(jnp.stack(found), axis=0) if found else jnp.zeros(len(ladder.rungs) + 1)
+
+
+def uncarried(tree: Any) -> Any:
+    """The weights of a tree alone: their gradients travel as they are."""
+    return jax.tree.map(lambda x: x.weight if _is_carried(x) else x, tree, is_leaf=_is_carried)
+
+
 @dataclass(frozen=True)
 class How:
     """What `_enter` does to one parameter; static."""
@@ -177,15 +217,24 @@ class How:
     way: Way
     dtype: str
     gradient_dtype: str
-    codec: Codec | None = None
+    micro_bytes: int | None = None
+    codec: Codec | LowRank | None = None  # of the gradient
+    weights: Codec | None = None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _enter(w: jax.Array | Carried, how: How) -> jax.Array:
-    shard = (w.weight if isinstance(w, Carried) else w).astype(how.dtype)
-    if how.way.dim is None:
-        return shard
-    return wire.all_gather(shard, how.way.gather, dim=how.way.dim, tag=wire.WEIGHT_WIRE)
+    shard, way = w.weight if isinstance(w, Carried) else w, how.way
+    if way.dim is None:
+        return shard.astype(how.dtype)
+    if how.weights is None:
+        return wire.all_gather(
+            shard.astype(how.dtype), way.gather, dim=way.dim, tag=wire.WEIGHT_WIRE
+        )
+    packed, payload = encode_packed(how.weights, shard.reshape(1, -1))
+    packed = wire.all_gather(packed, way.gather, dim=0, tag=wire.WEIGHT_WIRE)
+    shards = decode_packed(how.weights, packed, payload, shard.size).astype(how.dtype)
+    return jnp.concatenate(list(shards.reshape(-1, *shard.shape)), axis=way.dim)
 
 
 def _enter_forward(w, how):
@@ -198,10 +247,10 @@ def _enter_backward(how, kept, gradient):
     like, state, step = kept
     gradient = gradient.astype(how.gradient_dtype)
     if state is None:
-        return (_reduced(gradient, how.way, None, None, None)[0].astype(like.dtype),)
+        return (_reduced(gradient, how, None, None)[0].astype(like.dtype),)
     step_done = step.astype(jnp.int32)
     moment = Moment(step_done, jax.random.fold_in(jax.random.key(0), step_done))
-    reduced, state = _reduced(gradient, how.way, how.codec, state, moment)
+    reduced, state = _reduced(gradient, how, state, moment)
     return (Carried(reduced.astype(like.dtype), state, jnp.zeros_like(step)),)
 
 
@@ -209,37 +258,85 @@ _enter.defvjp(_enter_forward, _enter_backward)
 
 
 def _reduced(
-    gradient: jax.Array,
-    way: Way,
-    codec: Codec | None,
-    state: ReduceState | None,
-    moment: Moment | None,
+    gradient: jax.Array, how: How, state: ReduceState | None, moment: Moment | None
 ) -> tuple[jax.Array, ReduceState | None]:
     """The gradient of the whole weight, summed; each device keeps its shard.
 
     Wire, inside a node: reduce-scatter over the axes it was gathered on, and where nodes are
     crossed over the axes with copies, followed by an all-gather. Across nodes: reduce-scatter and
     all-reduce, or what `reduce_parts` says, of what is left: the shard over the copies inside.
+    Without a codec in micro-operations: one after the other, each of at most so many bytes.
     """
-    if not way.slow:
+    way = how.way
+    if not way.slow and how.micro_bytes is None:
         if way.dim is not None:
             gradient = wire.reduce_scatter(gradient, way.gather, dim=way.dim)
-        return wire.all_reduce(gradient, way.copies), None
-    (slow, fast), (slow_copies, fast_copies) = way.split(way.gather), way.split(way.copies)
-    S, F, C, c = (wire.size(axes) for axes in (slow, fast, slow_copies, fast_copies))
+        return wire.all_reduce(gradient, way.copies), state
+    slow, fast = way.split(way.gather)
+    S, F = wire.size(slow), wire.size(fast)
     moved = gradient[None] if way.dim is None else jnp.moveaxis(gradient, way.dim, 0)
     shape = (moved.shape[0] // (S * F), *moved.shape[1:])
-    size = math.prod(shape)
-    x_Sm = wire.reduce_scatter(moved.reshape(S, F, size), fast, dim=1).reshape(S, size)
+    x_SFm = moved.reshape(S, F, math.prod(shape))
+    if how.codec is not None and state is not None and moment is not None:
+        shard, state = _hops(x_SFm, way, how.codec, state, moment)
+    else:
+        starts = _cuts(x_SFm.shape[2], S * F * x_SFm.dtype.itemsize, how.micro_bytes)
+        shard = jnp.concatenate(
+            [_hops(piece, way)[0] for piece in jnp.split(x_SFm, starts, axis=2)]
+        )
+    shard = shard.reshape(shape)
+    return (shard[0] if way.dim is None else jnp.moveaxis(shard, 0, way.dim)), state
+
+
+def _cuts(size: int, bytes_each: int, limit: int | None) -> list[int]:
+    """Where to cut `size` values in equal pieces of at most `limit` bytes."""
+    if limit is None:
+        return []
+    pieces = -(-size * bytes_each // limit)
+    step = -(-size // min(pieces, size))
+    return list(range(step, size, step))
+
+
+def _hops(
+    x_SFm: jax.Array,
+    way: Way,
+    codec: Codec | LowRank | None = None,
+    state: ReduceState | None = None,
+    moment: Moment | None = None,
+) -> tuple[jax.Array, ReduceState | None]:
+    """Sums some values of a gradient; [m] of the shard that this device keeps."""
+    (slow, fast), (slow_copies, fast_copies) = way.split(way.gather), way.split(way.copies)
+    S, size = x_SFm.shape[0], x_SFm.shape[2]
+    if not way.slow:
+        shard = wire.reduce_scatter(x_SFm, fast, dim=1).reshape(size)
+        return wire.all_reduce(shard, fast_copies), state
+    C, c = wire.size(slow_copies), wire.size(fast_copies)
+    x_Sm = wire.reduce_scatter(x_SFm, fast, dim=1).reshape(S, size)
     x_Sm = jnp.pad(x_Sm, ((0, 0), (0, -size % (C * c))))
     x_SCn = wire.reduce_scatter(x_Sm.reshape(S, c, -1), fast_copies, dim=1).reshape(S, C, -1)
     if codec is None:
         x_Cn = wire.all_reduce(wire.reduce_scatter(x_SCn, slow, dim=0)[0], slow_copies)
     else:
+        assert state is not None and moment is not None  # noqa: PT018
         x_Cn, state = reduce_parts(x_SCn, slow, slow_copies, codec, state, moment)
-    x_m = wire.all_gather(x_Cn.reshape(1, -1), fast_copies, dim=0).reshape(-1)[:size]
-    shard = x_m.reshape(shape)
-    return (shard[0] if way.dim is None else jnp.moveaxis(shard, 0, way.dim)), state
+    x_m = wire.all_gather(x_Cn.reshape(1, -1), fast_copies, dim=0).reshape(-1)
+    return x_m[:size], state
+
+
+@jax.custom_vjp
+def reduce_after(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
+    """Returns both. In backward the weights' gradients wait for that of x, then are reduced.
+
+    What takes x and the weights exchanges tokens; so no reduction starts in front of the exchange
+    that brings the gradient of x home.
+    """
+    return x, weights
+
+
+reduce_after.defvjp(
+    lambda x, weights: ((x, weights), None),
+    lambda _, gradients: jax.lax.optimization_barrier(gradients),
+)
 
 
 def reduce_whole(gradients: list[jax.Array], layout: Layout) -> list[jax.Array]:

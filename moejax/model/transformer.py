@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
+from moejax.comm.reduce import uncarried
 from moejax.config import ModelConfig, MoEConfig
 from moejax.model.attention import Angles, Attention, attention_mask
 from moejax.model.layers import MLP, Embedding, RMSNorm
@@ -130,11 +131,13 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             table_vD, w_Dv = self.embedding.weights()
             x_BtD = self.embedding.embed(token_BT, table_vD)
-        reports = []
+        reports, first_block = [], 0
         for place, group in enumerate(self.groups):
             key = None if noise_key is None else jax.random.fold_in(noise_key, place)
-            x_BtD, stats = self._run_group(group, x_BtD, mask_BST, angles, key)
+            plain = max(0, self.program.compression.start_layer - first_block)
+            x_BtD, stats, blocks = self._run_group(group, x_BtD, mask_BST, angles, key, plain)
             reports += [] if stats is None else [stats]
+            first_block += blocks
         x_BTD = enter_tensor(self.norm(x_BtD), self.program.layout)
         if not reports:
             return x_BTD, w_Dv, None
@@ -147,10 +150,15 @@ class Transformer(nnx.Module):
         mask_BST: jax.Array,
         angles: Angles,
         noise_key: jax.Array | None,
-    ) -> tuple[jax.Array, MoEStats | None]:
-        """Scans one layer group; reports come back stacked in layer order."""
+        plain_blocks: int,
+    ) -> tuple[jax.Array, MoEStats | None, int]:
+        """Scans one layer group; reports come back stacked in layer order, with the block count.
+
+        Args:
+          plain_blocks: that many of the first have no codec of their gradients.
+        """
         graph, stacked = nnx.split(group)
-        repeats = jax.tree.leaves(stacked)[0].shape[0]
+        repeats, pattern = jax.tree.leaves(stacked)[0].shape[0], len(group.blocks)
 
         def repeat(x_BtD, scanned):
             layer, state = scanned
@@ -159,10 +167,20 @@ class Transformer(nnx.Module):
 
         if self.cfg.remat != "none":
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])
-        unroll = 1 if self.cfg.scan_layers else repeats
-        x_BtD, reports = jax.lax.scan(repeat, x_BtD, (jnp.arange(repeats), stacked), unroll=unroll)
-        if not reports:
-            return x_BtD, None
+        plain, reports = min(-(-plain_blocks // pattern), repeats), []
+        for start, stop in ((0, plain), (plain, repeats)):
+            if start == stop:
+                continue
+            part = (jnp.arange(repeats), stacked)
+            if plain:
+                part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], part)
+            part = uncarried(part) if stop == plain else part
+            unroll = 1 if self.cfg.scan_layers else stop - start
+            x_BtD, found = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
+            reports.append(found)
+        if not reports[0]:
+            return x_BtD, None, repeats * pattern
+        whole = jax.tree.map(lambda *p: jnp.concatenate(p), *reports)
         # [repeat, ...] for each expert block of the pattern -> [repeat * blocks, ...], in order.
-        stats = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *reports)
-        return x_BtD, stats
+        stats = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *whole)
+        return x_BtD, stats, repeats * pattern

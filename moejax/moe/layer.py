@@ -16,7 +16,7 @@ from moejax.comm.activations import (
     own_positions,
     split_positions,
 )
-from moejax.comm.reduce import enter
+from moejax.comm.reduce import enter, reduce_after
 from moejax.config import ModelConfig, MoEConfig
 from moejax.moe import router
 from moejax.moe.dispatch import drop_above, visit_experts
@@ -80,6 +80,8 @@ class MoE(nnx.Module):
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
         params = (enter(self.w_in, self.program), enter(self.w_out, self.program))
+        if self.program.pin:
+            x_ND, params = reduce_after(x_ND, params)
         y_ND = visit_experts(x_ND, routing.weight_NK, expert_NK, params, moe, self.program)
         y_BtD = y_ND.reshape(x_BtD.shape)
         if not replicated:

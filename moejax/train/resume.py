@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moejax.compression import GRADIENTS, build_compression
 from moejax.config import Config
 from moejax.errors import InputError
 from moejax.settings import diff, from_dict
@@ -76,6 +77,16 @@ def same_reduction(saved: dict[str, Any], mesh: dict[str, int], cfg: Config) -> 
     changes = diff(from_dict(saved.get("config", {})), cfg)
     changed = any(name.startswith("compression.") for name, *_ in changes)
     return saved.get("mesh") == mesh and not changed
+
+
+def remembers(saved: dict[str, Any]) -> bool:
+    """Whether the checkpoint of this manifest holds what codecs remember."""
+    policy = build_compression(from_dict(saved.get("config", {})).compression)
+    return any(
+        spec.feedback or spec.rungs or spec.name in ("loco", "powersgd", "topk")
+        for kind in GRADIENTS
+        for spec in policy.all_of(kind)
+    )
 
 
 def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:

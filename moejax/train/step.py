@@ -16,8 +16,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo, wire
-from moejax.comm.reduce import carry, describe_state, reduce_whole, split, state_specs
-from moejax.compression import build_compression
+from moejax.comm.codec import build_codec, choose
+from moejax.comm.reduce import (
+    carry,
+    describe_state,
+    reduce_whole,
+    split,
+    state_specs,
+    sum_energies,
+)
+from moejax.compression import GRADIENTS, NO_CODECS, Codecs, build_compression
 from moejax.config import Config
 from moejax.dims import Layout, build_layout
 from moejax.kernels.select import select_attention, select_experts
@@ -42,9 +50,15 @@ class TrainState(NamedTuple):
     params: Tree
     balance: Tree  # selection biases of loss-free balancing
     optimizer: Any
-    # What codecs of gradients remember, shaped like params; None where there is no codec. Of each
-    # device apart: [layers, devices, ...].
-    reduction: Tree
+    reduction: "Reduction"
+
+
+class Reduction(NamedTuple):
+    """What the compressed reductions of gradients remember; empty without codecs."""
+
+    # Shaped like params; None where no codec serves. Of each device apart: [layers, devices, ...].
+    codecs: Tree
+    rungs: Leaf | None  # int32 [2], of adaptive codecs: dense, experts
 
 
 class Batch(NamedTuple):
@@ -117,12 +131,18 @@ class Trainer:
         quick = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else None
         return jax.jit(build, out_shardings=_shardings(self.abstract), compiler_options=quick)()
 
-    def first_reduction(self) -> Tree:
+    def at(self, codecs: Codecs) -> "Trainer":
+        """The trainer of steps with these codecs; the same state fits."""
+        if codecs == self.program.codecs:
+            return self
+        return build_trainer(self.cfg, self.mesh, self.platform, codecs)
+
+    def first_reduction(self) -> Reduction:
         """What codecs of gradients remember at first: nothing."""
         shardings = _shardings(self.abstract.reduction)
         return jax.jit(self._empty_reduction, out_shardings=shardings)()
 
-    def _empty_reduction(self) -> Tree:
+    def _empty_reduction(self) -> Reduction:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract.reduction)
 
     @cached_property
@@ -134,19 +154,22 @@ class Trainer:
     @cached_property
     def gradients(self) -> Any:
         """The jitted (state, batch) -> (gradients, loss parts); gradients shard like parameters."""
-        body = lambda state, batch: _gradients(self, state, batch)[:2]  # noqa: E731
-        return self._jitted(body, (self._state_specs.params, P()))
+        body = partial(_gradients, self)
+        mapped = self._jitted(body, (self._state_specs.params, P(), self._state_specs.reduction))
+        return lambda state, batch: mapped(state, batch)[:2]
 
     @cached_property
     def evaluate(self) -> Any:
-        """The jitted (state, batch) -> summed nats over the batch's valid targets."""
-        return self._jitted(partial(_evaluate, self), P())
+        """The jitted (state, batch) -> summed nats over the batch's valid targets; no codecs."""
+        return self._jitted(partial(_evaluate, self.at(NO_CODECS)), P())
 
     @cached_property
     def next_logits(self) -> Any:
         """The jitted (state, (token_BT, length)) -> logits_BV after the first `length` tokens."""
         batch = (self.layout.token_spec(), P())
-        return self._jitted(partial(_next_logits, self), self.layout.token_spec(), batch)
+        return self._jitted(
+            partial(_next_logits, self.at(NO_CODECS)), self.layout.token_spec(), batch
+        )
 
     @cached_property
     def options(self) -> Options:
@@ -167,14 +190,19 @@ class Trainer:
         return jax.jit(mapped, compiler_options=self.options or None, **options)
 
 
-def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trainer:
+def build_trainer(
+    cfg: Config, mesh: Mesh | AbstractMesh, platform: str, codecs: Codecs | None = None
+) -> Trainer:
     """Describes the run on a mesh; allocates nothing.
 
     Args:
       mesh: an AbstractMesh is enough to trace the step.
       platform: "cpu", "gpu" or "tpu", which chooses kernels.
+      codecs: of the steps it is for; those of the first step unless given.
     """
     layout = build_layout(cfg.mesh)
+    compression = build_compression(cfg.compression)
+    codecs = codecs or compression.at(0)
     program = Program(
         layout=layout,
         route=build_route(
@@ -183,11 +211,14 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
             chunks=cfg.route_chunks,
             chunks_backward=cfg.route_chunks_backward or cfg.route_chunks,
             trim=cfg.route_trim,
+            codecs=codecs,
         ),
         pin=platform != "cpu",
         dtype=cfg.model.dtype,
         gradient_dtype=cfg.train.gradient_dtype,
-        compression=build_compression(cfg.compression),
+        compression=compression,
+        codecs=codecs,
+        micro_bytes=cfg.train.reduction_bytes,
         experts=select_experts(platform, cfg.moe.implementation).implementation,
         attention=select_attention(platform, cfg.model.dtype).implementation,
         logit_elements=2**21 if platform == "cpu" else 2**27,
@@ -201,7 +232,9 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
     optimizer = _optimizer(cfg, dims, program.layout)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     moments = jax.eval_shape(optimizer.init, params)
-    reduction = jax.tree.map(partial(describe_state, program), params, dims)
+    kept = jax.tree.map(partial(describe_state, program), params, dims)
+    rungs = jax.ShapeDtypeStruct((len(GRADIENTS),), jnp.int32) if compression.adaptive else None
+    reduction = Reduction(kept, rungs)
     abstract = TrainState(scalar, scalar, params, balance, moments, reduction)
     specs = jax.tree.map(lambda x, d: program.layout.param_spec(d, x.ndim), params, dims)
     opt_specs = optax.tree_map_params(
@@ -213,8 +246,10 @@ def build_trainer(cfg: Config, mesh: Mesh | AbstractMesh, platform: str) -> Trai
         is_leaf=is_masked,
     )
     none = jax.tree.map(lambda _: P(), balance)
-    kept = state_specs(reduction, params, dims, program.layout)
-    all_specs = TrainState(P(), P(), specs, none, opt_specs, kept)
+    reduction_specs = Reduction(
+        state_specs(kept, params, dims, program.layout), P() if compression.adaptive else None
+    )
+    all_specs = TrainState(P(), P(), specs, none, opt_specs, reduction_specs)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
         abstract,
@@ -262,16 +297,18 @@ def _loss(
         )
 
 
-def _gradients(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[Tree, LossParts, Tree]:
+def _gradients(
+    trainer: Trainer, state: TrainState, batch: Batch
+) -> tuple[Tree, LossParts, Reduction]:
     """Gradients and loss parts of the whole batch, and what codecs remember of them."""
     layout, parts = trainer.layout, trainer.cfg.train.micro_batches
     num_targets = wire.all_reduce(jnp.sum(batch.target_BT >= 0), layout.token_axes)
     num_targets = jnp.maximum(num_targets, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(trainer.cfg.train.seed), state.step)
 
-    def micro(part: Any, rows: Batch, reduction: Tree) -> tuple[Tree, Tree, LossParts]:
+    def micro(part: Any, rows: Batch, codecs: Tree) -> tuple[Tree, Tree, LossParts]:
         part_key = jax.random.fold_in(key, part)
-        carried = carry(state.params, reduction, trainer.dims, state.step)
+        carried = carry(state.params, codecs, trainer.dims, state.step)
 
         def loss(params):
             return _loss(trainer, params, state.balance, rows, num_targets, part_key)
@@ -280,27 +317,43 @@ def _gradients(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[Tree,
         return *split(gradients, trainer.dims), report
 
     if parts == 1:
-        gradients, reduction, report = micro(0, batch, state.reduction)
+        gradients, codecs, report = micro(0, batch, state.reduction.codecs)
     else:
         cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-        first = (0, jax.tree.map(lambda x: x[0], cut), state.reduction)
+        first = (0, jax.tree.map(lambda x: x[0], cut), state.reduction.codecs)
         shapes = jax.eval_shape(micro, *first)
         zeros = jax.tree.map(jnp.zeros_like, (shapes[0], shapes[2]))
 
         def add(carried, scanned):
-            total, reduction = carried
-            gradients, reduction, report = micro(*scanned, reduction)
-            return (jax.tree.map(jnp.add, total, (gradients, report)), reduction), None
+            total, codecs = carried
+            gradients, codecs, report = micro(*scanned, codecs)
+            return (jax.tree.map(jnp.add, total, (gradients, report)), codecs), None
 
-        start = (zeros, state.reduction)
-        ((gradients, report), reduction), _ = jax.lax.scan(add, start, (jnp.arange(parts), cut))
+        start = (zeros, state.reduction.codecs)
+        ((gradients, report), codecs), _ = jax.lax.scan(add, start, (jnp.arange(parts), cut))
         report = report._replace(balance=report.balance / parts)
     leaves, tree = jax.tree.flatten(gradients)
     whole = [i for i, d in enumerate(jax.tree.leaves(trainer.dims)) if len(d) == 1]
     for i, summed in zip(whole, reduce_whole([leaves[i] for i in whole], layout), strict=True):
         leaves[i] = summed
     report = jax.tree.map(lambda x: wire.all_reduce(x, layout.mesh_axes), report)
-    return jax.tree.unflatten(tree, leaves), report, reduction
+    return jax.tree.unflatten(tree, leaves), report, _climb(trainer, state.reduction, codecs)
+
+
+def _climb(trainer: Trainer, before: Reduction, codecs: Tree) -> Reduction:
+    """What codecs remember now, and in a step that measures the rungs of the adaptive ones."""
+    if before.rungs is None:
+        return Reduction(codecs, None)
+    rungs = []
+    for place, kind in enumerate(GRADIENTS):
+        spec = getattr(trainer.program.codecs, kind)
+        if spec is None or not spec.measures:
+            rungs.append(before.rungs[place])
+            continue
+        energies = sum_energies(build_codec(spec), codecs, trainer.dims, kind)
+        energies = wire.all_reduce(energies, trainer.layout.mesh_axes)
+        rungs.append(choose(energies, spec.argument))
+    return Reduction(codecs, jnp.stack(rungs))
 
 
 def _train_step(

@@ -9,6 +9,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from moejax.compression import NO_COMPRESSION, describe
 from moejax.dims import Layout
 from moejax.model.count import Counts, count
 from moejax.plan.trace import Collective, collectives
@@ -35,6 +36,7 @@ def summarize(trainer: Trainer) -> Summary:
         "weights (float32 masters)": weights,
         "gradients": weights,
         "optimizer state": _bytes(state.optimizer),
+        **({"what codecs remember": kept} if (kept := _bytes(state.reduction)) else {}),
         "batch": _bytes(batch),
         "logits of one chunk": _logit_bytes(trainer),
     }
@@ -82,6 +84,8 @@ def print_summary(summary: Summary, trainer: Trainer, console: Console) -> None:
     table.add_row("mesh", f"{mesh} ({cfg.mesh.activations}, experts {cfg.mesh.expert_weights})")
     if cfg.model.moe_every is not None:
         table.add_row("route of tokens", explain(trainer.program.route))
+    if trainer.program.compression != NO_COMPRESSION:
+        table.add_row("codecs across nodes", describe(trainer.program.codecs))
     steps = f"{summary.tokens_per_step:,} tokens a step, {cfg.train.num_steps:,} steps"
     table.add_row("batch", f"{cfg.train.batch_sequences} x {cfg.data.sequence_length}: {steps}")
     for kind, size in summary.bytes_by_kind.items():

@@ -7,7 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.comm.codec import Blocks, Cast, ErrorFeedback, Moment, TopK
+from moejax.comm.codec import (
+    Blocks,
+    Cast,
+    ErrorFeedback,
+    Ladder,
+    LowRank,
+    Moment,
+    TopK,
+    build_codec,
+    choose,
+    decode_packed,
+    encode_packed,
+)
+from moejax.compression import CodecSpec
 
 EPS = np.finfo(np.float32).eps
 FIRST = Moment(jnp.int32(0), jax.random.key(0))
@@ -21,6 +34,7 @@ CODECS = {
     "topk": TopK(0.05),
     "int4, feedback": ErrorFeedback(Blocks("int4")),
     "topk, feedback": ErrorFeedback(TopK(0.05, refresh=3)),
+    "ladder": Ladder((Blocks("int8"), TopK(0.05)), rung=1, measures=True),
     "loco": LOCO,
 }
 codecs = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -163,3 +177,59 @@ def test_what_finds_no_room_is_counted_and_the_threshold_ages():
     assert float(state[0, 1]) >= above - 100
     _, state = codec.encode(10 * x, state, at(3))
     np.testing.assert_allclose(float(state[0, 0]), 10 * first, rtol=1e-5)
+
+
+def test_a_ladder_notes_what_each_rung_would_leave_out():
+    rungs = (Blocks("int8"), Blocks("int4"), TopK(0.01))
+    x = draw(4, 3, 1024)
+    notes = []
+    for rung in range(3):
+        codec = Ladder(rungs, rung, measures=True)
+        payload, state = codec.encode(x, first_state(codec, x), FIRST)
+        np.testing.assert_array_equal(
+            codec.decode(payload, 1024), decoded(rungs[rung], x), err_msg=f"rung {rung}"
+        )
+        notes.append(np.asarray(codec.energies(state)))
+    wanted = [np.square(np.asarray(x - decoded(rung, x), np.float64)).sum() for rung in rungs]
+    wanted.append(np.square(np.asarray(x, np.float64)).sum())
+    for note in notes:  # whichever is taken
+        np.testing.assert_allclose(note, wanted, rtol=1e-4)
+    # Between measurements the notes stay.
+    codec = Ladder(rungs, 0)
+    _, after = codec.encode(2 * x, state, at(1))
+    np.testing.assert_array_equal(codec.energies(after), notes[-1])
+
+
+def decoded(codec, x):
+    return codec.decode(codec.encode(x, first_state(codec, x), FIRST)[0], x.shape[-1])
+
+
+@pytest.mark.parametrize(
+    ("left", "rung"), [((0.0, 0.05, 0.4), 1), ((0.0, 0.0, 0.1), 2), ((0.2, 0.3, 0.9), 0)]
+)
+def test_the_strongest_rung_that_keeps_enough_is_chosen(left, rung):
+    energies = jnp.array([*left, 1.0])
+    assert int(choose(energies, 0.9 - 1e-6)) == rung
+
+
+def test_without_any_energy_every_rung_keeps_all():
+    assert int(choose(jnp.zeros(4), 0.9)) == 2
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "int4", "e4m3", "e5m2"])
+def test_what_is_packed_unpacks_with_other_leading_sizes(name):
+    codec, x = build_codec(CodecSpec(name, block=32)), draw(9, 2, 3, 50)
+    packed, payload = encode_packed(codec, x)
+    assert (packed.dtype, packed.shape) == (jnp.uint8, (2, 3, codec.wire_bytes(50)))
+    np.testing.assert_array_equal(decode_packed(codec, packed, payload, 50), decoded(codec, x))
+    twice = jnp.concatenate([packed, packed], axis=1)
+    assert decode_packed(codec, twice, payload, 50).shape == (2, 6, 50)
+
+
+def test_a_config_names_each_codec():
+    assert build_codec(CodecSpec("topk", 0.01, feedback=True)) == ErrorFeedback(TopK(0.01))
+    assert build_codec(CodecSpec("powersgd", 4.0)) == LowRank(4)
+    rungs = (CodecSpec("int8", block=64), CodecSpec("topk", 0.1))
+    ladder = build_codec(CodecSpec("adaptive", 0.9, rungs=rungs, rung=1, measures=True))
+    assert ladder == Ladder((Blocks("int8", 64), TopK(0.1)), 1, measures=True)
+    assert build_codec(CodecSpec("loco")).reset == 512

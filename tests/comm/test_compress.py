@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.codec import Blocks, Cast, Codec, ErrorFeedback, Moment, TopK
+from moejax.comm.codec import Blocks, Cast, ErrorFeedback, Ladder, LowRank, Moment, TopK
 from moejax.comm.compress import first_state, reduce_parts
 from moejax.plan.trace import collectives
 
@@ -21,6 +21,7 @@ CODECS = {
     "int4 at random": Blocks("int4", block=32, stochastic=True),
     "feedback": ErrorFeedback(Blocks("int4", block=32)),
     "topk, feedback": ErrorFeedback(TopK(0.1)),
+    "ladder": Ladder((Blocks("int8", block=32), TopK(0.1)), rung=1, measures=True),
     "loco": ErrorFeedback(Blocks("int4", block=32), 0.5, "e4m3", 32, 4),
 }
 n = 50  # odd tails
@@ -49,7 +50,7 @@ def build(codec, scatter, copies):
 
 def start(codec, scatter, copies):
     S, C = sizes(scatter, copies)
-    state = first_state(codec, S * C, n, copied=C > 1)
+    state = first_state([codec], S, C, n)
     return jax.tree.map(lambda s: jnp.zeros((8, *s.shape)), state)
 
 
@@ -77,7 +78,7 @@ def draw(seed, scatter, copies):
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize(("scatter", "copies"), CASES)
 def test_sums_are_right_and_what_is_kept_adds_up(name, scatter, copies):
-    codec: Codec = CODECS[name]
+    codec = CODECS[name]
     step, state = build(codec, scatter, copies), start(codec, scatter, copies)
     S, C = sizes(scatter, copies)
     sent, true = 0.0, 0.0
@@ -90,7 +91,7 @@ def test_sums_are_right_and_what_is_kept_adds_up(name, scatter, copies):
         rows = np.asarray(total).reshape(4, 2, C, n)
         rows = rows if scatter else rows.reshape(1, 8, C, n)
         np.testing.assert_array_equal(rows, np.broadcast_to(rows[:, :1], rows.shape))
-    if name in ("feedback", "topk, feedback"):
+    if name in ("feedback", "topk, feedback", "ladder"):
         # What was not sent yet is kept: by each sender, and by who sums.
         sent = sent + kept(state, scatter, copies)
         assert np.abs(sent - true).max() <= 100 * EPS * np.abs(true).max() * S * C
@@ -125,6 +126,58 @@ def test_bytes_are_the_codecs_and_travel_in_two_collectives(name, scatter, copie
     if C > 1:
         assert found.pop("all_gather").bytes == C * codec.wire_bytes(n)
     assert not found
+
+
+@pytest.mark.parametrize(("scatter", "copies"), CASES)
+def test_a_matrix_of_low_rank_is_summed_exactly_and_the_rest_is_kept(scatter, copies):
+    S, C = sizes(scatter, copies)
+    rank = LowRank(2)
+    rows, columns = rank.shape(C * n)
+    step, state = build(rank, scatter, copies), start(rank, scatter, copies)
+    rng = np.random.default_rng(7)
+    # All devices' matrices in one space of rank two: one iteration finds it.
+    left, right = rng.standard_normal((S, rows, 2)), rng.standard_normal((S, 2, columns))
+    mixed = rng.standard_normal((8, S, 2, 1)) * right
+    whole = (left @ mixed).reshape(8, S, -1)[..., : C * n].reshape(8, S, C, n)
+    if rows * columns > C * n:  # a padded matrix has not quite that rank
+        whole = whole * 0 + np.sin(np.arange(C * n)).reshape(C, n)
+    x = jnp.asarray(whole, jnp.float32)
+    wanted = exact(x, scatter, copies)
+    total, state = step(x, state, 0)
+    sent = np.asarray(total, np.float64)
+    if rows * columns == C * n:
+        assert np.abs(sent - wanted).max() <= 1e-4 * np.abs(wanted).max()
+    left_out = exact(np.asarray(state.parts)[..., :n].reshape(8, S, C, n), scatter, copies)
+    assert np.abs(sent + left_out - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+def test_low_rank_sends_two_factors():
+    scatter, copies = ("scatter",), ("copies",)
+    S, C = sizes(scatter, copies)
+    rank = LowRank(3)
+    traced = build(rank, scatter, copies).trace(
+        draw(0, scatter, copies), start(rank, scatter, copies), 0
+    )
+    found = [(call.kind, call.bytes) for call in collectives(traced.jaxpr.jaxpr)]
+    rows, columns = rank.shape(C * n)
+    assert found == [("all_reduce", S * size * 3 * 4) for size in (rows, columns)]
+
+
+def test_codecs_that_follow_each_other_share_what_is_kept():
+    """State has room for the largest; what one leaves out, the next one sends."""
+    scatter, copies = ("scatter",), ("copies",)
+    S, C = sizes(scatter, copies)
+    first, then = ErrorFeedback(Blocks("int4", block=32)), ErrorFeedback(TopK(0.1))
+    state = first_state([first, then], S, C, n)
+    assert state.parts.shape == (S * C, n + 2)
+    state = jax.tree.map(lambda s: jnp.zeros((8, *s.shape)), state)
+    sent, true = 0.0, 0.0
+    for number, codec in enumerate((first, first, then)):
+        x = draw(number, scatter, copies)
+        total, state = build(codec, scatter, copies)(x, state, number)
+        sent, true = sent + np.asarray(total, np.float64), true + exact(x, scatter, copies)
+    sent = sent + kept(state, scatter, copies)
+    assert np.abs(sent - true).max() <= 100 * EPS * np.abs(true).max() * S * C
 
 
 def test_two_errors_however_many_devices():

@@ -1,0 +1,93 @@
+"""The train command with codecs: what they remember survives a stop, and is dropped with a word."""
+
+import signal
+
+import numpy as np
+import pytest
+
+from moejax.train.checkpoint import newest
+from tests.integration.runs import (
+    assert_same_end,
+    describe,
+    records,
+    run,
+    run_until,
+    write_config,
+)
+
+STEPS = 40
+CONFIG = (
+    describe(STEPS, simulated_devices=8, replica="null", nodes=2)
+    + """
+compression:
+  preset: strong
+  dense_gradient: "none,int4+feedback@5"
+  expert_gradient: "adaptive:0.9:int8|int4|topk:0.2"
+  block: 16
+  adapt_every: 4
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with token files and a config, and what compiled programs are kept in."""
+    folder = tmp_path_factory.mktemp("compressed")
+    return write_config(folder, CONFIG, folder / "straight")
+
+
+@pytest.fixture(scope="module")
+def straight(place):
+    """The directory and the output of an undisturbed run."""
+    code, out, err = run(place)
+    assert code == 0, err
+    return place / "straight", out
+
+
+@pytest.mark.slow
+def test_a_run_says_which_codecs_it_takes_and_learns(straight):
+    run_dir, out = straight
+    assert "codecs across nodes" in out
+    said = [record["codecs"] for record in records(run_dir, "codecs")]
+    assert said[0].startswith("expert_gradient int8 (adaptive)")
+    assert any("dense_gradient int4+feedback" in line for line in said)
+    losses = [record["loss"] for record in records(run_dir, "step")]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_to_the_same_bits_with_what_codecs_remember(place, straight):
+    run_dir = place / "stopped"
+    words = [f"--config.run_dir={run_dir}"]
+    step = int(np.random.default_rng().integers(8, 30))
+    code, _, err = run_until(place, step, signal.SIGTERM, *words)
+    assert code == 0, err
+    assert records(run_dir)[-1]["step"] < STEPS, "the signal came too late to prove anything"
+    code, out, err = run(place, *words)
+    assert code == 0, err
+    assert "warning" not in out
+    assert_same_end(straight[0], run_dir)
+    saved, _ = newest(run_dir / "checkpoints", "full")
+    assert (saved.path / "reduction").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change", ["compression.expert_gradient=int4+feedback", "mesh.expert=4", "compression.preset="]
+)
+def test_another_policy_or_mesh_drops_what_was_kept_and_says_so(place, straight, change):
+    run_dir = place / change.replace(".", "_").partition("=")[0]
+    words = [f"--config.run_dir={run_dir}"]
+    code, _, err = run(place, *words, "--config.train.num_steps=20")
+    assert code == 0, err
+    if change.endswith("preset="):
+        # Everything off: nothing is kept any more.
+        off = ["preset=none", "dense_gradient=none", "expert_gradient=none"]
+        change_words = [f"--config.compression.{word}" for word in off]
+        change_words += ["--config.compression.block=128", "--config.compression.adapt_every=100"]
+    else:
+        change_words = [f"--config.{change}"]
+    code, out, err = run(place, *words, *change_words)
+    assert code == 0, err
+    assert "what codecs had not sent yet is dropped" in " ".join(out.split())
+    assert "resuming at step 20" in out
