@@ -10,6 +10,7 @@ router's share is stated. Writes moe_vs_dense.json and .md.
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import statistics
 import tempfile
@@ -17,6 +18,7 @@ import time
 from pathlib import Path
 
 import jax
+from machine import describe
 from rich.console import Console
 
 from moejax.config import (

@@ -16,7 +16,7 @@ class Places(NamedTuple):
     """Where each item goes, and its inverse. Slots are numbered (part * P + peer) * J + place."""
 
     slot_MK: Int[Array, "M K"]  # an item's slot; I * P * J if it has none
-    item_S: Int[Array, "S"]  # m * K + k of the item in a slot; M * K if it is empty
+    item_S: Int[Array, " S"]  # m * K + k of the item in a slot; M * K if it is empty
 
 
 def rank_items(
@@ -71,7 +71,7 @@ def order_items(
     return Places(slot_MK, invert(slot_MK, rows)), sizes_G
 
 
-def invert(slot_MK: Int[Array, "M K"], slots: int) -> Int[Array, "S"]:
+def invert(slot_MK: Int[Array, "M K"], slots: int) -> Int[Array, " S"]:
     """The item in each slot."""
     items_A = jnp.arange(slot_MK.size, dtype=jnp.int32)
     item_S = jnp.full((slots,), slot_MK.size, jnp.int32)
