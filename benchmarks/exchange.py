@@ -12,8 +12,6 @@ import datetime
 import json
 import os
 import platform
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from cluster import run_case
 from exchange_page import page, table
 from machine import describe
 
@@ -141,19 +140,7 @@ def train_step(rate: int) -> Case:
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """Runs a case; returns for each variant what the hosts measured."""
-    path = folder / "case.json"
-    path.write_text(json.dumps(asdict(case)))
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "PYTHONPATH": str(HERE.parent),
-    }
-    command = [HERE.parent / "launch" / "emulate", "--hosts", case.hosts]
-    command += ["--devices-per-host", case.devices, "--logs", folder]
-    command += ["--link", f"{case.rate}mbit"] if case.rate else []
-    command += ["--", sys.executable, HERE / "workers" / "exchange.py", path]
-    subprocess.run(list(map(str, command)), env=environment, check=True)
-    hosts = [json.loads(path.with_suffix(f".h{n}").read_text()) for n in range(case.hosts)]
+    hosts = run_case(asdict(case), HERE / "workers" / "exchange.py", folder)
     found = {}
     for name in case.variants:
         sides = [host[name] for host in hosts]

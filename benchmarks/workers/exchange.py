@@ -10,6 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,9 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from moejax.comm import gloo, wire  # noqa: E402
+from moejax.comm.codec import Codec, Moment, build_codec  # noqa: E402
 from moejax.comm.exchange import PIECES, ship  # noqa: E402
+from moejax.comm.reduce import class_of, compressible, way_of  # noqa: E402
 from moejax.dims import Layout, build_layout  # noqa: E402
 from moejax.moe.layer import MoE, RouterBias  # noqa: E402
 from moejax.moe.sizes import needed, usual_sizes  # noqa: E402
@@ -45,11 +48,13 @@ class Variant(NamedTuple):
 
 
 def build(case: dict, measure: str, settings: dict) -> Variant:
-    """Compiles one variant. `measure` is all_to_all, forward, both (directions) or step."""
+    """Compiles one variant: all_to_all, forward, both (directions), step, or codecs of a step."""
     cfg = from_dict({**case["config"], **settings})
     trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), jax.devices()), "cpu")
     if measure == "step":
         return build_step(trainer)
+    if measure == "codecs":
+        return build_codecs(trainer)
     x_BTD = make_tokens(case["tokens"], cfg.model.width)
     layout = trainer.layout
     owned = P(layout.token_axes, layout.tensor)
@@ -133,6 +138,7 @@ def build_step(trainer: Trainer) -> Variant:
     traced = unordered.step.trace(unordered.abstract, unordered.abstract_batch())
     program = trainer.step.lower(state, batch).compile()
     facts = count(traced, program, trainer)
+    facts["tokens"] = float(np.prod(shape))
     kept = [state]
 
     def run() -> Any:
@@ -140,6 +146,37 @@ def build_step(trainer: Trainer) -> Variant:
         return metrics
 
     return Variant(run, facts)
+
+
+def build_codecs(trainer: Trainer) -> Variant:
+    """What the codecs of a step's gradients cost: as the step runs them, with nothing sent."""
+    layout, programs = trainer.layout, []
+    everywhere, devices = P(layout.mesh_axes), layout.size(layout.mesh_axes)
+    params = jax.tree.leaves(trainer.abstract.params)
+    for dims, param in zip(jax.tree.leaves(trainer.dims), params, strict=True):
+        spec, way = getattr(trainer.program.codecs, class_of(dims)), way_of(dims, layout)
+        if spec is None or not way.slow or not compressible(dims):
+            continue
+        (scatter, _), (copies, inside) = way.split(way.gather), way.split(way.copies)
+        shards = layout.size(tuple(axis for axes in layout.param_axes(dims) for axis in axes))
+        n = -(-param.size // shards // layout.size(copies + inside))
+        body = partial(run_codec, codec=build_codec(spec), copies=layout.size(copies))
+        mapped = gloo.shard_map(body, trainer.mesh, everywhere, everywhere)
+        parts = np.ones((devices * layout.size(scatter + copies), n), np.float32)
+        x = place(parts, trainer.mesh, everywhere)
+        programs.append((jax.jit(mapped).lower(x).compile(), x))
+    return Variant(lambda: [program(x) for program, x in programs], {"counted": 0, "temporary": 0})
+
+
+def run_codec(x_Pn: jax.Array, *, codec: Codec, copies: int) -> jax.Array:
+    """Encodes parts, decodes as many, encodes their sum, decodes one of it from each copy."""
+    moment, n = Moment(jnp.int32(0), jax.random.key(0)), x_Pn.shape[1]
+    state = jnp.zeros((len(x_Pn), codec.state_size(n)))
+    payload, kept = codec.encode(x_Pn, state, moment)
+    total_1n = jnp.sum(codec.decode(payload, n), axis=0, keepdims=True)
+    payload, kept_too = codec.encode(total_1n, kept[:1], moment)
+    sent = jax.tree.map(partial(jnp.repeat, repeats=copies, axis=0), payload)
+    return jnp.stack([jnp.sum(x) for x in (codec.decode(sent, n), kept, kept_too)])
 
 
 def compiled(

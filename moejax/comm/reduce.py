@@ -106,7 +106,7 @@ def enter(param: Any, program: Program, dtype: str | None = None) -> jax.Array:
         program.gradient_dtype,
         micro_bytes=program.micro_bytes,
         codec=_built(codecs, dims) if isinstance(w, Carried) else None,
-        weights=build_plain_codec(codecs.weights if _compressible(dims) else None)
+        weights=build_plain_codec(codecs.weights if compressible(dims) else None)
         if program.layout.between_nodes(way.gather)
         else None,
     )
@@ -118,7 +118,7 @@ def class_of(dims: str) -> str:
     return "expert_gradient" if dims[0] == "E" else "dense_gradient"
 
 
-def _compressible(dims: str) -> bool:
+def compressible(dims: str) -> bool:
     """The router is never compressed; biases and norm scales are too small to gain."""
     return "D" in dims and len(dims) > 1 and dims != "DE"
 
@@ -133,7 +133,7 @@ def describe_state(program: Program, param: Any, dims: str) -> Any:
     layout, policy = program.layout, program.compression
     way = way_of(dims, layout)
     codecs = [build_codec(spec) for spec in policy.all_of(class_of(dims))]
-    if not codecs or not way.slow or not _compressible(dims):
+    if not codecs or not way.slow or not compressible(dims):
         return None
     stack = param.ndim - len(dims)
     (scatter, _), (copies, inside) = way.split(way.gather), way.split(way.copies)

@@ -1,0 +1,154 @@
+"""What is compression worth to a train step whose gradients cross slow links?
+
+Two emulated hosts of four devices, a replica axis across them and experts inside: gradients are
+what crosses. Policies run in turns; what the codecs of gradients cost alone is timed in the same
+processes. Ratios are against gradients in bfloat16. Needs root, ip and tc. Writes compression.json
+and compression.md.
+
+    python benchmarks/compression.py --out benchmarks/results
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+from exchange import Case, Variants, run
+from machine import describe
+
+RATES = (50, 100, 200, 400, 1600)  # Mbit/s
+PLAIN = "bfloat16"
+POLICIES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    PLAIN: {"train.gradient_dtype": "bfloat16"},
+    "hybrid": {"compression.preset": "hybrid"},
+    "strong": {"compression.preset": "strong"},
+}
+CONFIG = {
+    "mesh.replica": 2,
+    "mesh.expert": 4,
+    "mesh.nodes": 2,
+    "model.width": 256,
+    "model.num_layers": 4,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 8,
+    "model.head_width": 32,
+    "model.vocab_size": 512,
+    "moe.num_experts": 8,
+    "moe.experts_per_token": 2,
+    "moe.expert_hidden": 512,
+    "train.batch_sequences": 8,
+    "data.sequence_length": 256,
+}
+
+
+def case(rate: int) -> Case:
+    """All policies at one rate, and their codecs alone."""
+    variants: Variants = {name: ("step", settings) for name, settings in POLICIES.items()}
+    variants |= {f"codecs of {name}": ("codecs", POLICIES[name]) for name in ("hybrid", "strong")}
+    return Case("compression", 2, 4, rate, CONFIG, (8, 256), variants, rounds=5)
+
+
+def main() -> None:
+    """Runs the cases and writes the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rate in RATES:
+            print(f"== {rate} Mbit/s", flush=True)
+            one = case(rate)
+            results.append({"case": asdict(one), "found": run(one, Path(folder))})
+            for line in rows(results[-1]):
+                print(line, flush=True)
+            record = {
+                "results": results,
+                "machine": describe(sorted(os.sched_getaffinity(0))),
+                "jax": jax.__version__,
+                "python": platform.python_version(),
+                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            }
+            (args.out / "compression.json").write_text(json.dumps(record, indent=1) + "\n")
+            (args.out / "compression.md").write_text(page(record))
+
+
+def rows(result: dict[str, Any]) -> list[str]:
+    """A rate's table. Predicted: the plain step, less the bytes saved, plus the codecs alone."""
+    found, rate = result["found"], result["case"]["rate"] * 1e6 / 8
+    lines = [
+        "| policy | speed | predicted | seconds (range) | MB sent | fewer bytes | sent / counted | "
+        "codecs alone (s) |",
+        "|---" * 8 + "|",
+    ]
+    base = found[PLAIN]
+    for name in POLICIES:
+        one, codecs = found[name], found.get(f"codecs of {name}")
+        alone = median(codecs["seconds"]) if codecs else 0.0
+        saved = (base["counted"] - one["counted"]) / rate
+        plain = median(base["seconds"])
+        speed = median(b / s for b, s in zip(base["seconds"], one["seconds"], strict=True))
+        sent = median(one["sent"])
+        lines.append(
+            f"| {name} | {speed:.2f} | {plain / (plain - saved + alone):.2f} | "
+            f"{median(one['seconds']):.3f} ({min(one['seconds']):.3f} to "
+            f"{max(one['seconds']):.3f}) | {sent / 1e6:.2f} | {median(base['sent']) / sent:.2f} | "
+            f"{sent / one['counted']:.3f} | {alone:.3f} |"
+        )
+    return lines
+
+
+def break_even(results: list[dict[str, Any]], name: str) -> str:
+    """The rate at which the codecs cost what they save, predicted and as measured."""
+    base, one = results[0]["found"][PLAIN], results[0]["found"][name]
+    alone = median(median(r["found"][f"codecs of {name}"]["seconds"]) for r in results)
+    predicted = (base["counted"] - one["counted"]) * 8 / alone / 1e6
+    speeds = [
+        (
+            r["case"]["rate"],
+            median(r["found"][PLAIN]["seconds"]) / median(r["found"][name]["seconds"]),
+        )
+        for r in results
+    ]
+    slower = [rate for rate, speed in speeds if speed < 1]
+    faster = [rate for rate, speed in speeds if speed >= 1]
+    measured = (
+        f"between {max(faster)} and {min(slower)} Mbit/s"
+        if slower and faster
+        else f"above {max(faster)} Mbit/s"
+        if faster
+        else f"below {min(slower)} Mbit/s"
+    )
+    return f"{name} breaks even at {predicted:.0f} Mbit/s by the formula, measured {measured}"
+
+
+def page(record: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    machine, results = record["machine"], record["results"]
+    tokens = results[0]["found"][PLAIN]["tokens"]
+    lines = [
+        "# Compression in the train step",
+        "",
+        *(__doc__ or "").strip().splitlines(),
+        "",
+        f"{record['date']}; {machine['cpu']}, {machine['cpus_used']} CPUs for both hosts together; "
+        f"JAX {record['jax']}, Python {record['python']}; {tokens:,.0f} tokens a step. Speed "
+        f"(of tokens a second too) and fewer bytes are beside {PLAIN}.",
+        "",
+        *(f"- {break_even(results, name)}." for name in ("hybrid", "strong")),
+    ]
+    for result in results:
+        lines += ["", f"## {result['case']['rate']} Mbit/s", "", *rows(result)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
