@@ -21,6 +21,7 @@ from moejax.dims import build_layout
 from moejax.errors import InputError
 from moejax.plan.build import build_mesh
 from moejax.plan.compiled import CompiledText, Exchange, Schedule
+from moejax.plan.exposed import compress_exposed, hidden_shares
 from moejax.plan.target import NODE, TARGETS, Target, describe_devices, described_cudnn
 from moejax.runtime.compiler import Options
 from moejax.settings import load_config, split_overrides
@@ -74,6 +75,38 @@ class CompiledStep:
             and "float" in one.dtype
             and backward in (None, one.backward)
         ]
+
+    def reductions(self) -> list[Exchange]:
+        """What sums gradients of weights: in the backward pass, over more than a number."""
+        kinds = ("all_reduce", "reduce_scatter")
+        return [
+            one
+            for one in self.exchanges
+            if one.kind in kinds
+            and one.backward
+            and "float" in one.dtype
+            and one.bytes > 1024
+            and not all(axis.startswith("tensor") for axis in one.axes)  # activations
+        ]
+
+    def reductions_beside_exchanges(self, slow: tuple[str, ...]) -> list[Exchange]:
+        """Reductions in flight with an all-to-all on the same link: both cross nodes, or neither.
+
+        Args:
+          slow: mesh axes that cross nodes.
+        """
+        crosses = {one.launch: bool(set(one.axes) & set(slow)) for one in self.exchanges}
+        return [
+            one
+            for one in self.reductions()
+            if any(crosses[name] == crosses[one.launch] for name in one.beside)
+        ]
+
+    def hidden_reductions(self) -> float:
+        """The share of the reductions' bytes that enclose a matrix product."""
+        found = self.reductions()
+        hidden = sum(one.calls * one.bytes for one in found if one.hides)
+        return hidden / max(sum(one.calls * one.bytes for one in found), 1)
 
     def hidden_share(self, *, backward: bool | None = None) -> float:
         """The share of those all-to-alls that enclose a matrix product."""
@@ -147,6 +180,7 @@ def to_json(step: CompiledStep) -> dict[str, Any]:
     return kept | {
         "hidden_forward": step.hidden_share(backward=False),
         "hidden_backward": step.hidden_share(backward=True),
+        "hidden_reductions": step.hidden_reductions(),
         "collectives": [dict(zip(names, row, strict=True)) for row in rows],
     }
 
@@ -165,6 +199,7 @@ def print_report(step: CompiledStep, title: str, target: Target, console: Consol
     table.add_row("temporaries", _gib(step.temporary_bytes))
     for name, backward in (("forward", False), ("backward", True)):
         table.add_row(f"all-to-alls of tokens, {name}", _hidden(step, backward))
+    table.add_row("reductions", f"{step.hidden_reductions():.0%} of bytes enclose a product")
     console.print(table)
     table = Table("collective", "axes", "dtype", "", title="arrays a step", title_justify="left")
     for name in ("count", "MiB", "enclose a product"):
@@ -185,6 +220,15 @@ def print_comparison(steps: dict[str, CompiledStep], console: Console) -> None:
         hidden = [_hidden(step, backward) for backward in (False, True)]
         table.add_row(name, _gib(step.peak_bytes), *hidden)
     console.print(table)
+
+
+def print_exposed(step: CompiledStep, trainer: Trainer, preset: str, console: Console) -> None:
+    """Shows how much of each class across nodes is hidden, and the settings for the rest."""
+    for kind, share in hidden_shares(step.exchanges, trainer.layout).items():
+        console.print(f"{kind} across nodes: {share:.0%} of bytes enclose a product")
+    chosen = compress_exposed(step.exchanges, trainer.layout, preset)
+    words = [f"--config.compression.{name}={codec}" for name, codec in chosen.items()]
+    console.print(" ".join(words), highlight=False, soft_wrap=True)
 
 
 def _hidden(step: CompiledStep, backward: bool) -> str:
@@ -211,6 +255,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", choices=sorted(TARGETS), default="h200", help="default h200")
     parser.add_argument(
         "--compare", action="store_true", help="also compile without the trainer's options"
+    )
+    parser.add_argument(
+        "--compress-exposed",
+        choices=("hybrid", "strong"),
+        help="say which codecs of a preset are worth having: of traffic that nothing hides",
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     args = parser.parse_args(rest)
@@ -244,6 +293,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
     print_report(steps["the trainer's"], f"{args.config} on {place}", target, console)
     if args.compare:
         print_comparison(steps, console)
+    if args.compress_exposed:
+        print_exposed(steps["the trainer's"], trainer, args.compress_exposed, console)
 
 
 def _say(words: str) -> None:

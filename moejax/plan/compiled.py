@@ -19,7 +19,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -82,6 +82,7 @@ class Exchange:
       hides: whether a matrix product stands between them.
       backward: whether it belongs to the backward pass.
       launch: the instruction that issues it.
+      beside: launches of all-to-alls that are in flight at the same time.
     """
 
     kind: str
@@ -93,6 +94,7 @@ class Exchange:
     hides: bool
     backward: bool
     launch: str
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,26 @@ class CompiledText:
 
     def exchanges(self) -> list[Exchange]:
         """Every array that a collective moves."""
-        return [
-            exchange
-            for name, lines in self._schedules.items()
-            for place, line in enumerate(lines)
-            for exchange in self._exchanges(line, self._until_done(lines, place), self.calls[name])
-        ]
+        found = []
+        for name, lines in self._schedules.items():
+            ends = [self._end(lines, place) for place in range(len(lines))]
+            for place, line in enumerate(lines):
+                moved = self._exchanges(line, lines[place + 1 : ends[place]], self.calls[name])
+                found += [replace(one, beside=self._beside(lines, ends, place)) for one in moved]
+        return found
+
+    def _beside(self, lines: list[Instruction], ends: list[int], place: int) -> tuple[str, ...]:
+        """All-to-alls in flight while the instruction at a place is."""
+        return tuple(
+            line.name
+            for other, line in enumerate(lines)
+            if other != place
+            and other < ends[place]
+            and ends[other] > place
+            and (issued := self._issued(line)) is not None
+            and not line.op.endswith(("-done", "-update"))
+            and _kind(issued.op) == "all-to-all"
+        )
 
     def schedules(self) -> list[Schedule]:
         """The schedule of each computation that communicates, in the order of the text."""
@@ -208,9 +224,9 @@ class CompiledText:
         return {line.name: line for line in lines if line.op.endswith(("-start", "-update"))}
 
     def _exchanges(
-        self, line: Instruction, between: list[Instruction] | None, calls: int
+        self, line: Instruction, between: list[Instruction], calls: int
     ) -> Iterator[Exchange]:
-        """The arrays that one instruction moves, if it communicates."""
+        """The arrays that one instruction moves, if it communicates, while others run."""
         issued = self._issued(line)
         kind = _kind(issued.op) if issued else None
         if issued is None or kind is None:
@@ -224,22 +240,22 @@ class CompiledText:
                 dtype=DTYPES.get(dtype, dtype),
                 bytes=size,
                 calls=calls,
-                asynchronous=between is not None,
-                hides=any(self.multiplies(other) for other in between or ()),
+                asynchronous=line.op.endswith("-start"),
+                hides=any(self.multiplies(other) for other in between),
                 backward="transpose(" in line.rest,
                 launch=line.name,
             )
 
-    def _until_done(self, lines: list[Instruction], place: int) -> list[Instruction] | None:
-        """What stands between a start and its done; None for what has none."""
+    def _end(self, lines: list[Instruction], place: int) -> int:
+        """Where what an instruction starts is done; the next place for what is waited for."""
         if not lines[place].op.endswith("-start"):
-            return None
+            return place + 1
         ends = (
             number
             for number, line in enumerate(lines[place + 1 :], place + 1)
             if line.op.endswith("-done") and _origin(line, self._starts) == lines[place].name
         )
-        return lines[place + 1 : next(ends, len(lines))]
+        return next(ends, len(lines))
 
     def _axes_of(self, attributes: str) -> tuple[str, ...]:
         """The mesh axes along which the devices of a collective lie."""

@@ -41,6 +41,18 @@ def test_an_exchange_hides_behind_the_product_between_its_start_and_its_done():
     assert [one.hides for one in text.exchanges()] == [True, True]
 
 
+def test_what_is_in_flight_at_the_same_time_is_known():
+    reduction = f"%r = f32[8,8] all-reduce(%x), channel_id=3, {GROUPS}, to_apply=%add"
+    text = read(start("s0"), reduction, start("s1"), done("d0", "s0"), PRODUCT, done("d1", "s1"))
+    assert [(one.launch, one.beside) for one in text.exchanges()] == [
+        ("s0", ("s1",)),
+        ("r", ("s0",)),
+        ("s1", ("s0",)),
+    ]
+    text = read(start("s0"), done("d0", "s0"), reduction, start("s1"), done("d1", "s1"))
+    assert [one.beside for one in text.exchanges()] == [(), (), ()]
+
+
 def test_an_exchange_does_not_hide_behind_a_product_outside():
     text = read(PRODUCT, start("s0"), done("d0", "s0"))
     assert letters(text) == [(1, "GSD")]
