@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.jaxprs import KINDS, communicates, inner_jaxprs
 
+SMALL_SUM = 2**16  # bytes
 # Calls that are evaluated in place.
 CALLS = (
     "pjit",
@@ -105,6 +106,8 @@ def _collective(eqn: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any
     inputs = [_wait(inputs[0], token), *inputs[1:]]
     if eqn.primitive.name == "reduce_scatter":
         results = [_reduce_scatter(inputs[0], **eqn.params)]
+    elif _is_large_sum(eqn):
+        results = [_all_reduce(inputs[0], eqn.params["axes"])]
     else:
         results = _bind(eqn, inputs)
     return results, _token(results[0])
@@ -139,6 +142,26 @@ def _reduce_scatter(
     parts = jnp.stack(jnp.split(x, count, axis=scatter_dimension))
     parts = lax.all_to_all(parts, axis_name, 0, 0, tiled=True)
     return jnp.sum(parts, axis=0, dtype=x.dtype)
+
+
+def _is_large_sum(eqn: Any) -> bool:
+    """Whether an all-reduce is worth being taken apart: large, and of one device a process."""
+    if eqn.primitive.name not in ("psum", "psum_invariant") or len(eqn.invars) != 1:
+        return False
+    aval = eqn.invars[0].aval
+    large = aval.size * aval.dtype.itemsize >= SMALL_SUM
+    return large and lax.axis_size(eqn.params["axes"]) <= jax.process_count()
+
+
+def _all_reduce(x: jax.Array, axes: Any) -> jax.Array:
+    """The same sum for as many bytes, in parts that run beside compute, which XLA's own does not.
+
+    Every rank adds up one part and sends it to all.
+    """
+    count = lax.axis_size(axes)
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
+    own = _reduce_scatter(flat, axis_name=axes, scatter_dimension=0, tiled=True)
+    return lax.all_gather(own, axes, axis=0, tiled=True)[: x.size].reshape(x.shape)
 
 
 def _cond(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:

@@ -154,9 +154,11 @@ class Trainer:
     @cached_property
     def gradients(self) -> Any:
         """The jitted (state, batch) -> (gradients, loss parts); gradients shard like parameters."""
-        body = partial(_gradients, self)
-        mapped = self._jitted(body, (self._state_specs.params, P(), self._state_specs.reduction))
-        return lambda state, batch: mapped(state, batch)[:2]
+
+        def body(state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
+            return _gradients(self, state, batch)[:2]
+
+        return self._jitted(body, (self._state_specs.params, P()))
 
     @cached_property
     def evaluate(self) -> Any:

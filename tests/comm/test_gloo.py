@@ -111,6 +111,20 @@ def test_each_collective_of_the_compiled_program_needs_the_one_before_it():
     assert unordered(text) == []
 
 
+@pytest.mark.parametrize("shape", [(8, 3), (7,), (1, 1)])
+def test_large_sums_come_in_parts(monkeypatch, shape):
+    monkeypatch.setattr("moejax.comm.gloo.SMALL_SUM", 0)
+    monkeypatch.setattr("jax.process_count", lambda: 4)
+    x = np.random.default_rng(1).standard_normal((4, *shape)).astype(np.float32)
+    parted = everywhere(in_order(lambda x: lax.psum(x, "d")))
+    text = parted.lower(x).compile().as_text()
+    assert "all-reduce(" not in text
+    assert "all-gather(" in text
+    got = np.asarray(parted(x))
+    np.testing.assert_allclose(got, np.broadcast_to(x.sum(0), x.shape), rtol=1e-6, atol=1e-6)
+    assert all(row.tobytes() == got[0].tobytes() for row in got)
+
+
 def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch):
     cfg = small_config((1, 2, 2, 2), model={"remat": "full"}, train={"micro_batches": 2})
     plain, ordered = trainer_for(cfg), trainer_for(cfg)
