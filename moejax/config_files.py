@@ -64,7 +64,7 @@ def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
     if suffix == ".py":
         return _read_python(file, shown)
     text = _read_text(file, shown)
-    return list(_read_json(text, shown) if suffix == ".json" else _read_yaml(text, shown))
+    return list(_read_json(text, shown) if suffix == ".json" else read_yaml(text, shown))
 
 
 def _read_text(file: Path, shown: str) -> str:

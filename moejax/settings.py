@@ -14,7 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict, FieldReference
 
 from moejax.config import Config
-from moejax.config_files import Entry, read_entries
+from moejax.config_files import Entry, read_entries, read_yaml
 from moejax.errors import InputError
 from moejax.fields import (
     Field,
@@ -72,8 +72,7 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         except InputError as error:
             raise InputError(f"{entry.where}: {error}") from None
     for override in overrides:
-        name, value = _parse_override(override)
-        values[name] = value
+        values |= _parse_override(override)
     return _build(values)
 
 
@@ -107,14 +106,21 @@ def _check_entry(field: Field, entry: Entry) -> Any:
     return check_value(field, entry.value)
 
 
-def _parse_override(override: str) -> tuple[str, Any]:
+def _parse_override(override: str) -> dict[str, Any]:
+    """The values that an override sets: one, or those of a group written as {name: value, ...}."""
     name, equals, text = override.removeprefix("--").removeprefix("config.").partition("=")
     if not equals:
         raise InputError(
             f"override `{one_line(override)}` has no `=`. Write it as --config.train.num_steps=5."
         )
-    field = find_field(name.strip())
-    return field.name, parse_text(field, text)
+    name = name.strip()
+    if name in sections() and text.lstrip().startswith("{"):
+        values: dict[str, Any] = {}
+        for entry in read_yaml(text, f"override {name}"):
+            _add(values, dataclasses.replace(entry, name=f"{name}.{entry.name}"))
+        return values
+    field = find_field(name)
+    return {field.name: parse_text(field, text)}
 
 
 def _build(values: Mapping[str, Any]) -> Config:

@@ -111,3 +111,22 @@ def test_the_group_may_be_named_by_its_preset(tmp_path):
     assert load_config(tmp_path / "c.yaml").compression.preset == "strong"
     changed = load_config(tmp_path / "c.yaml", ["compression=hybrid"])
     assert changed.compression.preset == "hybrid"
+    by_class = "compression={dense_gradient: int8+feedback, dispatch: 'none,int8@5', block: 64}"
+    changed = load_config(tmp_path / "c.yaml", ["compression=none", by_class]).compression
+    assert (changed.preset, changed.dense_gradient, changed.block) == ("none", "int8+feedback", 64)
+    assert changed.dispatch == "none,int8@5"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{dense: int8}", "unknown field `compression.dense`"),
+        ("{block: 3}", "`compression.block`"),
+        ("{block: 8, block: 8}", "set twice"),
+        ("{block", "override compression, line 1"),
+    ],
+)
+def test_a_group_of_settings_in_one_override_is_checked_as_files_are(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text("{}")
+    with pytest.raises(InputError, match=message):
+        load_config(tmp_path / "c.yaml", [f"compression={text}"])
