@@ -169,7 +169,8 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _read_yaml(text: str, shown: str) -> list[Entry]:
+def read_yaml(text: str, shown: str) -> list[Entry]:
+    """Returns what a YAML text sets; errors name it as `shown`, with the line."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
