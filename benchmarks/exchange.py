@@ -14,7 +14,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +56,33 @@ def cases() -> Iterator[Case]:
         for top in (2, 8):
             yield payload(hosts, devices, top)
     for rate in RATES:
+        yield all_to_all(rate)
+    for rate in (*RATES, None):
         yield tensor(4, rate)
     for hosts, devices in ((2, 4), (4, 2)):
         yield merging(hosts, devices, top=8, rate=100)
-    yield merging(2, 4, top=8, rate=50)
-    for rate in (50, 100):
+    for rate in (50, None):
+        yield merging(2, 4, top=8, rate=rate)
+    for rate in (50, 100, None):
         yield pipeline(rate)
     for rate in RATES:
         yield train_step(rate)
     yield tensor(2, 100)
 
 
-def tensor(size: int, rate: int) -> Case:
+def all_to_all(rate: int) -> Case:
+    """The first exchange of `tensor(4, rate)` alone."""
+    routes = ("duplicate", "split")
+    variants: Variants = {f"all-to-all {r}": ("all_to_all", {"route": r}) for r in routes}
+    whole = tensor(4, rate)
+    return replace(whole, name="all-to-all alone, tensor 4", variants=variants, rounds=9)
+
+
+def tensor(size: int, rate: int | None) -> Case:
     """Two hosts of four devices, the tensor axis inside a host: what duplicates cost."""
     routes = ["duplicate", "split", "spread", "gather_home", "merge"]
     routes += ["two_level", "two_level_merge"] if size == 2 else []
-    variants: Variants = {f"all-to-all {r}": ("all_to_all", {"route": r}) for r in routes[:2]}
-    variants |= {f"forward {route}": ("forward", {"route": route}) for route in routes[:2]}
+    variants: Variants = {f"forward {route}": ("forward", {"route": route}) for route in routes[:2]}
     variants |= {route: ("both", {"route": route}) for route in routes}
     for chunks in (2, 4):
         settings = {"route": "split", "route_chunks": chunks}
@@ -81,7 +91,7 @@ def tensor(size: int, rate: int) -> Case:
     return Case(f"tensor {size}", 2, 4, rate, LAYER | mesh, (8 // size, 256 * size), variants)
 
 
-def merging(hosts: int, devices: int, top: int, rate: int) -> Case:
+def merging(hosts: int, devices: int, top: int, rate: int | None) -> Case:
     """Whole experts on all devices: what one copy a device, and one copy a node, are worth."""
     routes = ("split", "merge", "two_level", "two_level_merge")
     trimmed = [(route, {"route": route, "route_trim": True}) for route in routes]
@@ -101,7 +111,7 @@ def payload(hosts: int, devices: int, top: int) -> Case:
     return Case(f"payload, top {top}", hosts, devices, None, config, (8, 16384), variants)
 
 
-def pipeline(rate: int) -> Case:
+def pipeline(rate: int | None) -> Case:
     """Chunks, with experts that work and with experts that have next to nothing to do."""
     variants: Variants = {}
     for name, hidden in (("working", 1024), ("idle", 8)):
@@ -158,9 +168,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--only", default="", help="cases whose name starts with this")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the cases that --out holds, and run the others"
+    )
     args = parser.parse_args()
     chosen = [case for case in cases() if case.name.startswith(args.only)]
     results = []
+    if args.add:
+        results = json.loads((args.out / "exchange.json").read_text())["results"]
+        held = {place(result["case"]) for result in results}
+        chosen = [case for case in chosen if place(asdict(case)) not in held]
     with tempfile.TemporaryDirectory() as folder:
         for case in chosen:
             print(f"== {case.name}, {case.hosts} x {case.devices}, {case.rate} Mbit/s", flush=True)
@@ -170,8 +187,15 @@ def main() -> None:
             write(results, args.out)
 
 
+def place(case: dict[str, Any]) -> tuple:
+    """What tells cases apart."""
+    return case["name"], case["hosts"], case["devices"], case["rate"]
+
+
 def write(results: list[dict[str, Any]], folder: Path) -> None:
-    """Writes what was measured so far."""
+    """Writes what was measured so far, in the order of the cases."""
+    order = [place(asdict(case)) for case in cases()]
+    results = sorted(results, key=lambda result: order.index(place(result["case"])))
     record = {
         "results": results,
         "machine": describe(sorted(os.sched_getaffinity(0))),

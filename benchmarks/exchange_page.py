@@ -38,6 +38,7 @@ def page(record: dict[str, Any], question: str) -> str:
         "",
         *(f"- {line}" for result in record["results"] for line in _short(result)),
     ]
+    lines += ["", "## What bounds it", "", *_bounds(record["results"])]
     for result in record["results"]:
         lines += ["", f"## {_title(result['case'])}", "", *table(result)]
     return "\n".join(lines) + "\n"
@@ -84,6 +85,7 @@ def _short(result: dict[str, Any]) -> Iterator[str]:
     """What a case says, a line a question."""
     case, found = result["case"], result["found"]
     say = {
+        "all-to-all": _all_to_all,
         "tensor": _tensor,
         "merging": _merging,
         "payload": _payload,
@@ -95,13 +97,14 @@ def _short(result: dict[str, Any]) -> Iterator[str]:
         yield f"{_title(case)}. {line}"
 
 
+def _all_to_all(case: dict[str, Any], found: Found) -> Iterator[str]:
+    speed = _speed(found, "all-to-all duplicate", "all-to-all split")
+    yield f"Split over duplicate: {speed:.2f} x ({speed / case['config']['mesh.tensor']:.2f} T)."
+
+
 def _tensor(case: dict[str, Any], found: Found) -> Iterator[str]:
-    size = case["config"]["mesh.tensor"]
-    phase = _speed(found, "all-to-all duplicate", "all-to-all split")
-    yield (
-        f"Split over duplicate: {phase:.2f} x for the all-to-all alone ({phase / size:.2f} T), "
-        f"{_speed(found, 'forward duplicate', 'forward split'):.2f} x for the layer forward."
-    )
+    forward = _speed(found, "forward duplicate", "forward split")
+    yield f"Split over duplicate, the layer forward: {forward:.2f} x."
     routes = [name for name, (kind, _) in case["variants"].items() if kind == "both"]
     yield _best(found, routes, "layer, both directions")
 
@@ -143,6 +146,8 @@ def _dropless(case: dict[str, Any], found: Found) -> Iterator[str]:
 
 
 def _pipeline(case: dict[str, Any], found: Found) -> Iterator[str]:
+    if not case["rate"]:
+        return
     for way, kind in (("forward", "forward "), ("both directions", "")):
         for experts in ("working", "idle"):
             by_chunks = {
@@ -158,3 +163,30 @@ def _train_step(case: dict[str, Any], found: Found) -> Iterator[str]:
     share = base["exchanged"] * 8e-6 / case["rate"] / median(base["seconds"])
     best = _best(found, [name for name in found if name != "duplicate"], "whole step")
     yield f"All-to-all is {share:.0%} of duplicate's step by its wire time. {best}"
+
+
+def _bounds(results: list[dict[str, Any]]) -> Iterator[str]:
+    """What the same takes on links that are not shaped, and what is left for the wire."""
+    yield (
+        "Links that are not shaped cost CPU time only, of both hosts on the same CPUs; what a "
+        "variant takes there, and its wire time, are what it would take if nothing overlapped "
+        "(their sum) and if all did (the larger)."
+    )
+    yield ""
+    yield "| case | variant | not shaped (s) | wire (s) | larger | sum | measured (s) |"
+    yield "|---" * 7 + "|"
+    free = {_kind(r["case"]): r["found"] for r in results if not r["case"]["rate"]}
+    for result in results:
+        case, twin = result["case"], free.get(_kind(result["case"]))
+        if not case["rate"] or twin is None:
+            continue
+        for name in (name for name in result["found"] if name in twin):
+            wire = result["found"][name]["counted"] * 8e-6 / case["rate"]
+            alone = median(twin[name]["seconds"])
+            cells = [f"{x:.3f}" for x in (alone, wire, max(alone, wire), alone + wire)]
+            measured = median(result["found"][name]["seconds"])
+            yield f"| {_title(case)} | {name} | {' | '.join(cells)} | {measured:.3f} |"
+
+
+def _kind(case: dict[str, Any]) -> tuple:
+    return case["name"], case["hosts"], case["devices"]

@@ -9,19 +9,25 @@ There gloo carries what crosses processes, and XLA has two faults (JAX 0.10.2 to
 
 `in_order` rewrites a traced function so that each collective waits for the one before it, through
 every loop, conditional and call. It costs no overlap: gloo carries one at a time as it is.
+
+And gloo has a habit. A rank that finds its peer's buffer ready sends at once, and says that its own
+is ready behind that, on the same connection: so of two ranks that exchange, one often sends only
+after the other has. Large exchanges of pairs are therefore sent one way after the other on purpose,
+half of the pairs the other way round: together they fill the link in both directions.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.jaxprs import KINDS, communicates, inner_jaxprs
 
-SMALL_SUM = 2**16  # bytes
 # Calls that are evaluated in place.
 CALLS = (
     "pjit",
@@ -33,6 +39,9 @@ CALLS = (
     "custom_jvp_call",
     "custom_vjp_call",
 )
+
+
+PAIRED = 2**16  # bytes from which an exchange of two is sent one way after the other
 
 
 def is_gloo(mesh: Mesh | AbstractMesh) -> bool:
@@ -103,11 +112,15 @@ def _closed(jaxpr: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any],
 
 
 def _collective(eqn: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
+    name, params = eqn.primitive.name, eqn.params
+    axes = params.get("axis_name", params.get("axes"))
+    large = len(inputs) == 1 and inputs[0].nbytes >= PAIRED
+    if name in PAIRWISE and large and (pairs := _pairs(axes)):
+        result, token = PAIRWISE[name](inputs[0], pairs, token, **params)
+        return [result], token
     inputs = [_wait(inputs[0], token), *inputs[1:]]
-    if eqn.primitive.name == "reduce_scatter":
-        results = [_reduce_scatter(inputs[0], **eqn.params)]
-    elif _is_large_sum(eqn):
-        results = [_all_reduce(inputs[0], eqn.params["axes"])]
+    if name == "reduce_scatter":
+        results = [_reduce_scatter(inputs[0], **params)]
     else:
         results = _bind(eqn, inputs)
     return results, _token(results[0])
@@ -144,24 +157,88 @@ def _reduce_scatter(
     return jnp.sum(parts, axis=0, dtype=x.dtype)
 
 
-def _is_large_sum(eqn: Any) -> bool:
-    """Whether an all-reduce is worth being taken apart: large, and of one device a process."""
-    if eqn.primitive.name not in ("psum", "psum_invariant") or len(eqn.invars) != 1:
-        return False
-    aval = eqn.invars[0].aval
-    large = aval.size * aval.dtype.itemsize >= SMALL_SUM
-    return large and lax.axis_size(eqn.params["axes"]) <= jax.process_count()
+def _pairs(axis_name: Any) -> list[tuple[int, int]]:
+    """The devices that exchange, by their number in the mesh; none unless two and two, evenly."""
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    mesh = jax.sharding.get_abstract_mesh()
+    names = mesh.axis_names
+    if lax.axis_size(axes) != 2 or not set(axes) <= set(names):
+        return []
+    ids = np.arange(math.prod(mesh.axis_sizes)).reshape(mesh.axis_sizes)
+    ids = np.moveaxis(ids, [names.index(axis) for axis in axes], range(-len(axes), 0))
+    pairs = [(int(a), int(b)) for a, b in ids.reshape(-1, 2)]
+    return pairs if len(pairs) % 2 == 0 else []
 
 
-def _all_reduce(x: jax.Array, axes: Any) -> jax.Array:
-    """The same sum for as many bytes, in parts that run beside compute, which XLA's own does not.
+def _from_peer(
+    x: jax.Array, pairs: list[tuple[int, int]], token: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What the other device of a pair holds."""
+    every = tuple(jax.sharding.get_abstract_mesh().axis_names)
+    ahead = [pair if place % 2 else pair[::-1] for place, pair in enumerate(pairs)]
+    first = lax.ppermute(_wait(x, token), every, ahead)
+    behind = [(b, a) for a, b in ahead]
+    then = lax.ppermute(_wait(x, _token(first)), every, behind)
+    gets_first = np.zeros(2 * len(pairs), bool)
+    gets_first[[target for _, target in ahead]] = True
+    got = jnp.where(jnp.asarray(gets_first)[lax.axis_index(every)], first, then)
+    return got, _token(then)
 
-    Every rank adds up one part and sends it to all.
-    """
-    count = lax.axis_size(axes)
-    flat = jnp.pad(x.reshape(-1), (0, -x.size % count))
-    own = _reduce_scatter(flat, axis_name=axes, scatter_dimension=0, tiled=True)
-    return lax.all_gather(own, axes, axis=0, tiled=True)[: x.size].reshape(x.shape)
+
+def _paired_all_to_all(
+    x: jax.Array, pairs: Any, token: Any, *, axis_name: Any, **_: Any
+) -> tuple[jax.Array, jax.Array]:
+    own, other = _halves(x, axis_name, 0)
+    got, token = _from_peer(other, pairs, token)
+    return _joined(own, got, axis_name, 0), token
+
+
+def _paired_all_gather(
+    x: jax.Array, pairs: Any, token: Any, *, axis_name: Any, all_gather_dimension: int, **_: Any
+) -> tuple[jax.Array, jax.Array]:
+    got, token = _from_peer(x, pairs, token)
+    return _joined(x, got, axis_name, all_gather_dimension), token
+
+
+def _paired_reduce_scatter(
+    x: jax.Array, pairs: Any, token: Any, *, axis_name: Any, scatter_dimension: int, **_: Any
+) -> tuple[jax.Array, jax.Array]:
+    own, other = _halves(x, axis_name, scatter_dimension)
+    got, token = _from_peer(other, pairs, token)
+    return own + got, token
+
+
+def _paired_all_reduce(
+    x: jax.Array, pairs: Any, token: Any, *, axes: Any, **_: Any
+) -> tuple[jax.Array, jax.Array]:
+    """In two halves: XLA's own all-reduce does not run beside compute on CPU."""
+    flat = jnp.pad(x.reshape(-1), (0, x.size % 2))
+    half, token = _paired_reduce_scatter(flat, pairs, token, axis_name=axes, scatter_dimension=0)
+    whole, token = _paired_all_gather(half, pairs, token, axis_name=axes, all_gather_dimension=0)
+    return whole[: x.size].reshape(x.shape), token
+
+
+def _halves(x: jax.Array, axis_name: Any, dim: int) -> tuple[jax.Array, jax.Array]:
+    """The half with this device's place in its pair, and the other one."""
+    first, second = jnp.split(x, 2, axis=dim)
+    leads = lax.axis_index(axis_name) == 0
+    return jnp.where(leads, first, second), jnp.where(leads, second, first)
+
+
+def _joined(own: jax.Array, other: jax.Array, axis_name: Any, dim: int) -> jax.Array:
+    """The inverse of `_halves`."""
+    leads = lax.axis_index(axis_name) == 0
+    halves = [jnp.where(leads, own, other), jnp.where(leads, other, own)]
+    return jnp.concatenate(halves, axis=dim)
+
+
+PAIRWISE: dict[str, Callable] = {
+    "all_to_all": _paired_all_to_all,
+    "all_gather": _paired_all_gather,
+    "reduce_scatter": _paired_reduce_scatter,
+    "psum": _paired_all_reduce,
+    "psum_invariant": _paired_all_reduce,
+}
 
 
 def _cond(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
