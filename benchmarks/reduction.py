@@ -1,6 +1,6 @@
 """What do order and size of gradient reductions do to all-to-alls that share their link?
 
-Two emulated hosts of one device each. The backward pass of some layers, in four orders:
+Two emulated hosts of two devices each. The backward pass of some layers, in four orders:
 
     whole     each gradient is reduced whole as soon as it is ready: first in, first out
     pieces    the same in pieces
@@ -38,13 +38,13 @@ def cases() -> list[dict[str, Any]]:
     """Sizes of pieces at one rate, then other rates."""
     base = {
         "hosts": 2,
-        "devices": 1,
+        "devices": 2,
         "layers": LAYERS,
         "orders": ORDERS,
         "rate": 200,
-        "tokens": 4 * MIB,
-        "gradient": 8 * MIB,
-        "products": 40,
+        "tokens": 2 * MIB,
+        "gradient": 4 * MIB,
+        "products": 20,
         "pieces": 16,
         "rounds": 7,
     }
@@ -133,8 +133,8 @@ def page(record: dict[str, Any]) -> str:
             "",
             f"## {case['rate']} Mbit/s, {case['pieces']} pieces",
             "",
-            f"All-to-all {case['tokens'] / MIB:g} MiB, gradient of a layer "
-            f"{case['gradient'] / MIB:g} MiB; pieces in the gaps {result['found']['plan']}.",
+            f"Of a device: all-to-all {case['tokens'] / MIB:g} MiB, gradient of a layer "
+            f"{case['gradient'] / MIB:g} MiB. Pieces in the gaps {result['found']['plan']}.",
             "",
             *rows(result),
         ]

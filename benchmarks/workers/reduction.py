@@ -1,6 +1,6 @@
 """One host of `reduction.py`: backward passes whose reductions are ordered in several ways.
 
-Started by launch/emulate on every host, one device each. A layer's backward is work, an all-to-all,
+Started by launch/emulate on every host; both devices of a host do the same. A layer's backward is work, an all-to-all,
 work; then its gradient is ready to be reduced. The link carries collectives in the order of the
 program (comm.gloo), so the order is written in the program.
 """
@@ -28,6 +28,7 @@ from moejax.plan.gaps import Gap, assign  # noqa: E402
 
 SIZE = 512  # of the matrices in the work
 HOSTS = ("hosts",)
+LANES = 2  # devices of a host
 SENT = Path("/sys/class/net/net0/statistics/tx_bytes")
 
 
@@ -106,7 +107,8 @@ def plan_of(case: dict) -> list[int]:
     x = jnp.ones(case["tokens"])
     alone = seconds_of(jax.jit(partial(work, x, case["products"])))
     alone = max(processes.gather(alone))
-    piece = 4 * case["gradient"] / case["pieces"] * 8 / (case["rate"] * 1e6)
+    # A sum over two hosts sends each byte once.
+    piece = LANES * 4 * case["gradient"] / case["pieces"] * 8 / (case["rate"] * 1e6)
     gaps = []
     for layer in range(case["layers"]):
         # A layer's gradient is ready at its end; before its exchange, the one before's.
@@ -118,7 +120,7 @@ def main() -> None:
     """Runs the orders of a case in turns."""
     path = Path(sys.argv[1])
     case = json.loads(path.read_text())
-    mesh = jax.make_mesh((2,), HOSTS)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, LANES), (*HOSTS, "lanes"))
     x, gradient = jnp.ones(case["tokens"]), jnp.ones(case["gradient"])
     began, plan, programs = [0.0], plan_of(case), {}
     for order in case["orders"]:
