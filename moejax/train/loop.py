@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from moejax.checks import check, resolve_mesh
-from moejax.compression import NO_COMPRESSION, Codecs, describe
 from moejax.config import Config
 from moejax.dims import build_layout
 from moejax.errors import InputError
@@ -33,6 +31,7 @@ from moejax.train.metrics import Display, Meter, Records
 from moejax.train.resume import check_resumable, check_same_weights, remembers, same_reduction
 from moejax.train.sample import sample
 from moejax.train.step import Trainer, TrainState, build_trainer
+from moejax.train.stretches import Stretches
 from moejax.train.summary import print_summary, summarize
 
 LN2 = math.log(2)
@@ -201,14 +200,15 @@ def first_state(
 def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     """The loop. Returns the state and whether it was asked to stop before the last step."""
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
-    stretches, stopping = Stretches(run), Stop(run.processes)
+    stretches, stopping = Stretches(run.trainer, run.processes), Stop(run.processes)
     before: Any = None
-    advance = stretches.step_after(step, state)
     with Interrupt() as interrupt, run.inputs.batches(run.trainer, step, last) as batches:
         for batch in batches:
-            state, metrics = advance(state, batch)
+            if said := stretches.go_to(step, state):
+                run.display.say(f"step {step}  codecs across nodes: {said}")
+                run.records.event("codecs", step, codecs=said)
+            state, metrics = stretches.advance(state, batch)
             step += 1
-            advance = stretches.step_after(step, state)
             # One step in flight beside the one being prepared: never more, so that a stop, a
             # report or a save waits for one step only.
             jax.block_until_ready(before)
@@ -230,39 +230,6 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
                 evaluate(run, state, step, limit=cfg.train.eval_batches)
                 meter.pause(time.perf_counter() - began)
     return state, False
-
-
-class Stretches:
-    """The compiled step of each stretch of a run: codecs may change on the way."""
-
-    def __init__(self, run: Run):
-        self._run, self._policy = run, run.trainer.program.compression
-        self._steps: dict[Codecs, Any] = {}
-        self._rungs: tuple[int, int] | None = None
-        self._shown = ""
-
-    def step_after(self, step: int, state: TrainState) -> Any:
-        """The step to take when so many are done.
-
-        Args:
-          state: after them. It is waited for where the step before it chose strengths.
-        """
-        if self._policy.adaptive and (self._rungs is None or self._chose(step)):
-            dense, experts = map(int, np.asarray(state.reduction.rungs))
-            self._rungs = dense, experts
-        codecs = self._policy.at(step, self._rungs or (0, 0))
-        if codecs not in self._steps:
-            trainer = self._run.trainer.at(codecs)
-            self._run.processes.compile(trainer.step, trainer.abstract, trainer.abstract_batch())
-            self._steps[codecs] = trainer.step
-        if self._policy != NO_COMPRESSION and (said := describe(codecs)) != self._shown:
-            self._run.display.say(f"step {step}  codecs across nodes: {said}")
-            self._run.records.event("codecs", step, codecs=said)
-            self._shown = said
-        return self._steps[codecs]
-
-    def _chose(self, step: int) -> bool:
-        return (step - 1) % self._policy.adapt_every == 0
 
 
 def due(step: int, every: int | None) -> bool:

@@ -1,0 +1,49 @@
+"""The stretches of a run: codecs may change on the way, and each choice is a program of its own."""
+
+from typing import Any
+
+import numpy as np
+
+from moejax.compression import NO_COMPRESSION, Codecs, describe
+from moejax.runtime.processes import Processes
+from moejax.train.step import Trainer, TrainState
+
+
+class Stretches:
+    """The compiled steps of a run, one for each choice of codecs.
+
+    Attributes:
+      advance: the jitted step of where the run is.
+    """
+
+    advance: Any
+
+    def __init__(self, trainer: Trainer, processes: Processes):
+        self._trainer, self._processes = trainer, processes
+        self._policy = trainer.program.compression
+        self._steps: dict[Codecs, Any] = {}
+        self._rungs: tuple[int, int] | None = None
+        self._said = ""
+
+    def go_to(self, step: int, state: TrainState) -> str:
+        """Chooses what to do after `step` steps; compiles it first if it is new.
+
+        Returns the codecs in words where they changed, else nothing.
+
+        Args:
+          state: after them. It is waited for where the step before it chose strengths.
+        """
+        every = self._policy.adapt_every
+        if self._policy.adaptive and (self._rungs is None or (step - 1) % every == 0):
+            dense, experts = map(int, np.asarray(state.reduction.rungs))
+            self._rungs = dense, experts
+        codecs = self._policy.at(step, self._rungs or (0, 0))
+        if codecs not in self._steps:
+            trainer = self._trainer.at(codecs)
+            shapes = trainer.abstract, trainer.abstract_batch()
+            self._processes.compile(trainer.step, *shapes)
+            self._steps[codecs] = trainer.step
+        self.advance = self._steps[codecs]
+        said = describe(codecs) if self._policy != NO_COMPRESSION else ""
+        changed, self._said = said != self._said, said
+        return said if changed else ""
