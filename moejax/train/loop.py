@@ -201,12 +201,14 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     """The loop. Returns the state and whether it was asked to stop before the last step."""
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
     stretches, stopping = Stretches(run.trainer, run.processes), Stop(run.processes)
-    before: Any = None
+    before, said = None, ""
+    stretches.go_to(step, state)  # Ctrl-C ends a compilation at once: it is not caught yet
     with Interrupt() as interrupt, run.inputs.batches(run.trainer, step, last) as batches:
         for batch in batches:
-            if said := stretches.go_to(step, state):
-                run.display.say(f"step {step}  codecs across nodes: {said}")
-                run.records.event("codecs", step, codecs=said)
+            if (codecs := stretches.go_to(step, state)) != said:
+                run.display.say(f"step {step}  codecs across nodes: {codecs}")
+                run.records.event("codecs", step, codecs=codecs)
+                said = codecs
             state, metrics = stretches.advance(state, batch)
             step += 1
             # One step in flight beside the one being prepared: never more, so that a stop, a

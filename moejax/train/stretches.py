@@ -23,12 +23,11 @@ class Stretches:
         self._policy = trainer.program.compression
         self._steps: dict[Codecs, Any] = {}
         self._rungs: tuple[int, int] | None = None
-        self._said = ""
 
     def go_to(self, step: int, state: TrainState) -> str:
         """Chooses what to do after `step` steps; compiles it first if it is new.
 
-        Returns the codecs in words where they changed, else nothing.
+        Returns the codecs in words; nothing for a run without any.
 
         Args:
           state: after them. It is waited for where the step before it chose strengths.
@@ -44,6 +43,4 @@ class Stretches:
             self._processes.compile(trainer.step, *shapes)
             self._steps[codecs] = trainer.step
         self.advance = self._steps[codecs]
-        said = describe(codecs) if self._policy != NO_COMPRESSION else ""
-        changed, self._said = said != self._said, said
-        return said if changed else ""
+        return describe(codecs) if self._policy != NO_COMPRESSION else ""
