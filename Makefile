@@ -20,10 +20,10 @@ train: $(VENV)/.installed ## train a small model (CONFIG=..., ARGS=--config.trai
 	$(VENV)/bin/python -m moejax.train --config $(CONFIG) $(ARGS)
 
 test: $(VENV)/.installed ## run all tests on eight simulated CPU devices (ARGS=tests/moe)
-	$(VENV)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
-	$(VENV_311)/bin/python -m pytest -n $(WORKERS) -m "not slow and not accelerator and not aot and not aot_tpu" $(ARGS)
+	$(VENV_311)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not accelerator and not aot and not aot_tpu" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile the step for described H200 clusters and test what came out
 	$(VENV_AOT)/bin/python -m pytest -m aot tests/hlo $(ARGS)

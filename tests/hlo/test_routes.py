@@ -52,6 +52,7 @@ def calls(found):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [(1, 1), (4, 4), (2, 3)])
 @pytest.mark.parametrize(("route", "mesh", "nodes", "weights"), CASES)
 def test_rows_take_every_hop_out_and_home_once_a_chunk_in_each_direction(
@@ -89,6 +90,7 @@ def test_the_gradient_of_a_gather_is_a_reduce_scatter():
     assert more["all_reduce", tensor, "float32"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 2.0])
 @pytest.mark.parametrize(("route", "mesh", "nodes", "weights"), CASES)
 def test_no_route_communicates_again_to_recompute(route, mesh, nodes, weights, capacity):

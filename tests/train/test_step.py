@@ -169,6 +169,7 @@ def test_routes_with_other_expert_layouts(route, weights, activations):
     check_against_oracle(routed(cfg, route, 2, (2, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["duplicate", "gather_home", "merge", "two_level_merge"])
 @pytest.mark.parametrize(
     "changes",
@@ -197,7 +198,14 @@ def test_all_tokens_to_one_expert_lose_nothing(mesh, crowded):
     assert int(parts.load_LE[0, crowded]) == TERMS
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 1, 8, 1), (1, 2, 2, 2)])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param((1, 1, 1, 1), marks=pytest.mark.slow),
+        pytest.param((1, 1, 8, 1), marks=pytest.mark.slow),
+        (1, 2, 2, 2),
+    ],
+)
 @pytest.mark.parametrize(
     "changes",
     [
