@@ -10,8 +10,9 @@ There gloo carries what crosses processes, and XLA has two faults (JAX 0.10.2 to
 `in_order` rewrites a traced function so that each collective waits for the one before it, through
 every loop, conditional and call. Gloo carries one at a time as it is.
 
-And of two ranks that exchange, one was seen to send only after the other has (decision 0008). Large exchanges of pairs are therefore sent one way after the other on purpose,
-half of the pairs the other way round: together they fill the link in both directions.
+And of two ranks that exchange, one was seen to send only after the other has (decision 0008). Large
+exchanges of pairs are therefore sent one way after the other on purpose, half of the pairs the
+other way round: together they fill the link in both directions.
 """
 
 import math
