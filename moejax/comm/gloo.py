@@ -8,12 +8,11 @@ There gloo carries what crosses processes, and XLA has two faults (JAX 0.10.2 to
 - Large reduce-scatters return wrong numbers now and then (github.com/jax-ml/jax/issues/40830).
 
 `in_order` rewrites a traced function so that each collective waits for the one before it, through
-every loop, conditional and call. It costs no overlap: gloo carries one at a time as it is.
+every loop, conditional and call. Gloo carries one at a time as it is.
 
-And gloo has a habit. A rank that finds its peer's buffer ready sends at once, and says that its own
-is ready behind that, on the same connection: so of two ranks that exchange, one often sends only
-after the other has. Large exchanges of pairs are therefore sent one way after the other on purpose,
-half of the pairs the other way round: together they fill the link in both directions.
+And of two ranks that exchange, one was seen to send only after the other has (decision 0008). Large
+exchanges of pairs are therefore sent one way after the other on purpose, half of the pairs the
+other way round: together they fill the link in both directions.
 """
 
 import math
