@@ -301,10 +301,10 @@ class LowRank:
 
     rank: int
 
-    def shape(self, size: int) -> tuple[int, int]:
-        """(rows, columns) of the matrix that `size` values are laid out as, about square."""
+    def shape(self, size: int) -> tuple[int, int, int]:
+        """(rows, columns, rank) of the matrix that `size` values are laid out as, about square."""
         columns = max(1, math.isqrt(size))
-        return -(-size // columns), columns
+        return -(-size // columns), columns, min(self.rank, columns)
 
     def state_size(self, size: int) -> int:
         """What is kept."""
@@ -312,7 +312,8 @@ class LowRank:
 
     def factor_size(self, size: int) -> int:
         """Floats of the right factor."""
-        return self.shape(size)[1] * self.rank
+        _, columns, rank = self.shape(size)
+        return columns * rank
 
 
 def build_codec(spec: CodecSpec) -> Codec | LowRank:

@@ -105,11 +105,11 @@ def _reduce_low_rank(
     """
     S, C, n = x_SCn.shape
     axes = scatter + copies
-    a, b = codec.shape(C * n)
-    used = S * b * codec.rank
+    a, b, r = codec.shape(C * n)
+    used = S * b * r
     whole_SC = x_SCn.reshape(S * C, n).astype(jnp.float32) + _front(state.parts, S * C, n)
     m_Sab = jnp.pad(whole_SC.reshape(S, C * n), ((0, 0), (0, a * b - C * n))).reshape(S, a, b)
-    before = _front(state.total, 1, used).reshape(S, b, codec.rank)
+    before = _front(state.total, 1, used).reshape(S, b, r)
     first = jax.random.normal(jax.random.key(0), before.shape)
     q_Sbr = jnp.where(jnp.any(before != 0), before, first)
     p_Sar = wire.all_reduce(jnp.einsum("Sab,Sbr->Sar", m_Sab, q_Sbr), axes, tag=None)

@@ -45,9 +45,9 @@ class Carried:
     Differentiating with respect to it gives the reduced gradient and the next state.
     """
 
-    weight: jax.Array
-    state: ReduceState
-    step: jax.Array  # float32, so that it may be differentiated: the gradient is zero
+    weight: Any  # an array; jax builds trees of other things too
+    state: Any  # a `ReduceState`
+    step: Any  # float32, so that it may be differentiated: the gradient is zero
 
 
 @dataclass(frozen=True)

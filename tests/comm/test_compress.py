@@ -132,7 +132,7 @@ def test_bytes_are_the_codecs_and_travel_in_two_collectives(name, scatter, copie
 def test_a_matrix_of_low_rank_is_summed_exactly_and_the_rest_is_kept(scatter, copies):
     S, C = sizes(scatter, copies)
     rank = LowRank(2)
-    rows, columns = rank.shape(C * n)
+    rows, columns, _ = rank.shape(C * n)
     step, state = build(rank, scatter, copies), start(rank, scatter, copies)
     rng = np.random.default_rng(7)
     # All devices' matrices in one space of rank two: one iteration finds it.
@@ -159,7 +159,7 @@ def test_low_rank_sends_two_factors():
         draw(0, scatter, copies), start(rank, scatter, copies), 0
     )
     found = [(call.kind, call.bytes) for call in collectives(traced.jaxpr.jaxpr)]
-    rows, columns = rank.shape(C * n)
+    rows, columns, _ = rank.shape(C * n)
     assert found == [("all_reduce", S * size * 3 * 4) for size in (rows, columns)]
 
 

@@ -80,11 +80,14 @@ def test_gradients_are_off_by_what_the_codec_leaves_out(mesh, nodes, codec):
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_run_with_feedback_follows_the_plain_run(micro_batches):
+    train = {"micro_batches": micro_batches, "batch_sequences": 8 * micro_batches}
     cfgs = {
-        codec: compressed((2, 2, 2, 1), 4, codec, train={"micro_batches": micro_batches})
-        for codec in ("int4", "int4+feedback", "powersgd:2", "loco", "topk:0.2+feedback")
+        codec: compressed((2, 2, 2, 1), 4, codec, train=train)
+        for codec in ("int4", "int4+feedback", "powersgd:8", "loco", "topk:0.5+feedback")
     }
     wanted, _ = losses_of(plain(cfgs["int4"]))
+    whole = compressed((2, 2, 2, 1), 4, "powersgd:64", train=train)
+    assert np.abs(losses_of(whole)[0] - wanted).max() < 1e-5, "more than any matrix has"
     off = {codec: np.abs(losses_of(cfg)[0] - wanted).max() for codec, cfg in cfgs.items()}
     assert all(value > 0 for value in off.values()), off
     assert off["int4+feedback"] < 0.05
@@ -196,8 +199,8 @@ def test_pieces_are_no_larger_than_said():
     trainer = trainer_for(cfg)
     traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
     sums = [one.bytes for one in collectives(traced.jaxpr.jaxpr) if one.kind == "all_reduce"]
-    assert max(sums) <= 1000
-    assert sum(size > 500 for size in sums) > 10
+    assert max(sums) <= 1024  # which is the one sum of all norm scales
+    assert sum(500 < size <= 1000 for size in sums) > 10
 
 
 def test_a_warm_up_is_the_plain_run_bit_by_bit():
