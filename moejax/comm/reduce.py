@@ -144,7 +144,11 @@ def describe_state(program: Program, param: Any, dims: str) -> Any:
         lambda: first_state(codecs, layout.size(scatter), layout.size(copies), n)
     )
     ahead = (*param.shape[:stack], layout.size(layout.mesh_axes))
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(ahead + s.shape, s.dtype), state)
+    return jax.tree.map(
+        # None for nothing: checkpoints hold no empty arrays.
+        lambda s: jax.ShapeDtypeStruct(ahead + s.shape, s.dtype) if s.size else None,
+        state,
+    )
 
 
 def state_specs(states: Any, params: Any, dims: Any, layout: Layout) -> Any:

@@ -328,7 +328,8 @@ def _gradients(
 
         def add(carried, scanned):
             total, codecs = carried
-            gradients, codecs, report = micro(*scanned, codecs)
+            part, rows = scanned
+            gradients, codecs, report = micro(part, rows, codecs)
             return (jax.tree.map(jnp.add, total, (gradients, report)), codecs), None
 
         start = (zeros, state.reduction.codecs)
