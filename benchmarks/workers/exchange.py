@@ -109,7 +109,8 @@ def build_layer(trainer: Trainer) -> tuple[Any, Any, Callable]:
     bias = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.to_pure_dict(balance))
 
     def call(params: Any, x_BtD: jax.Array) -> jax.Array:
-        return nnx.merge(graph, params, bias)(x_BtD)[0]
+        layer = nnx.merge(graph, params, bias)
+        return layer(x_BtD, layer.weights())[0]
 
     return params, specs, call
 

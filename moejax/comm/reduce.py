@@ -327,20 +327,14 @@ def _hops(
     return x_m[:size], state
 
 
-@jax.custom_vjp
-def reduce_after(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
-    """Returns both. In backward the weights' gradients wait for that of x, then are reduced.
+def meet(x: jax.Array, weights: Any, program: Program) -> tuple[jax.Array, Any]:
+    """Returns activations and the weights that the next layer takes, both ready.
 
-    What takes x and the weights exchanges tokens; so no reduction starts in front of the exchange
-    that brings the gradient of x home.
+    Forward the weights arrive while x is computed: enter them before. In backward their gradients
+    wait for that of x before they are reduced; so no reduction starts in front of the exchanges of
+    a layer of experts, and what comes before that layer hides it.
     """
-    return x, weights
-
-
-reduce_after.defvjp(
-    lambda x, weights: ((x, weights), None),
-    lambda _, gradients: jax.lax.optimization_barrier(gradients),
-)
+    return jax.lax.optimization_barrier((x, weights)) if program.pin else (x, weights)
 
 
 def reduce_whole(gradients: list[jax.Array], layout: Layout) -> list[jax.Array]:

@@ -13,6 +13,8 @@ from moejax.comm.reduce import enter
 from moejax.config import ModelConfig
 from moejax.program import Program
 
+MLPWeights = tuple[Float[Array, "D 2 F"], Float[Array, "F D"]]
+
 
 class RMSNorm(nnx.Module):
     """Scales to unit root mean square, in float32, then by a learned factor."""
@@ -40,14 +42,18 @@ class MLP(nnx.Module):
         )
         self.w_out = nnx.Param(out(rngs.params(), (hidden, cfg.width), jnp.float32), dims="FD")
 
-    def __call__(self, x_BtD: Float[Array, "B t D"]) -> Float[Array, "B t D"]:
-        """Takes and returns activations in the layout between blocks."""
+    def weights(self) -> MLPWeights:
+        """The weights as this device computes with them."""
+        return enter(self.w_in, self.program), enter(self.w_out, self.program)
+
+    def __call__(self, x_BtD: Float[Array, "B t D"], weights: MLPWeights) -> Float[Array, "B t D"]:
+        """Takes and returns activations in the layout between blocks; takes `self.weights()`."""
         x_BTD = enter_tensor(x_BtD, self.program.layout)
-        w_in_DUF = enter(self.w_in, self.program)
+        w_in_DUF, w_out_FD = weights
         D, _, F = w_in_DUF.shape
         h_BTH = x_BTD @ w_in_DUF.reshape(D, 2 * F)
         a_BTF = jax.nn.silu(h_BTH[..., :F]) * h_BTH[..., F:]
-        return leave_tensor(a_BTF @ enter(self.w_out, self.program), self.program.layout)
+        return leave_tensor(a_BTF @ w_out_FD, self.program.layout)
 
 
 class Embedding(nnx.Module):

@@ -16,7 +16,7 @@ from moejax.comm.activations import (
     own_positions,
     split_positions,
 )
-from moejax.comm.reduce import enter, reduce_after
+from moejax.comm.reduce import enter
 from moejax.config import ModelConfig, MoEConfig
 from moejax.moe import router
 from moejax.moe.dispatch import drop_above, visit_experts
@@ -37,6 +37,14 @@ class MoEStats(NamedTuple):
     dropped: Int[Array, ""]  # assignments this device dropped
 
 
+class MoEWeights(NamedTuple):
+    """Gathered over fsdp, in the dtype they are used in; e: experts that this device holds."""
+
+    router_DE: Float[Array, "D E"]
+    in_eDUF: Float[Array, "e D 2 F"]
+    out_eFD: Float[Array, "e F D"]
+
+
 class MoE(nnx.Module):
     """Routed experts. Owns the router, the experts and the selection bias."""
 
@@ -50,12 +58,23 @@ class MoE(nnx.Module):
         self.w_out = nnx.Param(out(rngs.params(), (E, F, D), jnp.float32), dims="EFD")
         self.bias = RouterBias(jnp.zeros((E,), jnp.float32), dims="E")
 
+    def weights(self) -> MoEWeights:
+        """The weights as this device computes with them."""
+        router_DE = enter(self.w_router, self.program, "float32")
+        return MoEWeights(
+            router_DE, enter(self.w_in, self.program), enter(self.w_out, self.program)
+        )
+
     def __call__(
-        self, h_BtD: Float[Array, "B t D"], noise_key: jax.Array | None = None
+        self,
+        h_BtD: Float[Array, "B t D"],
+        weights: MoEWeights,
+        noise_key: jax.Array | None = None,
     ) -> tuple[Float[Array, "B t D"], MoEStats]:
         """Per device. Takes and returns activations as blocks exchange them (`comm.activations`).
 
         Args:
+          weights: `self.weights()`, entered earlier, so that they arrive in time.
           noise_key: of the router's jitter, the same on every device; None for none.
         """
         moe, layout = self.moe, self.program.layout
@@ -70,19 +89,16 @@ class MoE(nnx.Module):
                 seen_BtD *= router.jitter_noise(
                     x_BtD.shape, moe.router.jitter, noise_key, layout, first_position=first
                 )
-            w_router_DE = enter(self.w_router, self.program, "float32")
             logit_NE = jnp.dot(
-                seen_BtD.reshape(-1, D).astype(jnp.float32), w_router_DE, precision="highest"
+                seen_BtD.reshape(-1, D).astype(jnp.float32), weights.router_DE, precision="highest"
             )
             routing = router.route(logit_NE, self.bias[...], moe.router, k=moe.experts_per_token)
         expert_NK = routing.expert_NK
         capacity = expert_capacity(moe, tokens=x_ND.shape[0])
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
-        params = (enter(self.w_in, self.program), enter(self.w_out, self.program))
-        if self.program.pin:
-            x_ND, params = reduce_after(x_ND, params)
-        y_ND = visit_experts(x_ND, routing.weight_NK, expert_NK, params, moe, self.program)
+        experts = (weights.in_eDUF, weights.out_eFD)
+        y_ND = visit_experts(x_ND, routing.weight_NK, expert_NK, experts, moe, self.program)
         y_BtD = y_ND.reshape(x_BtD.shape)
         if not replicated:
             return join_positions(y_BtD, layout), self._stats(routing, logit_NE, expert_NK, B)
