@@ -51,16 +51,21 @@ def to_markdown(result: dict[str, Any]) -> str:
         "",
         "Peak: of a device, which has 141 GiB. Hidden: of the all-to-alls that carry tokens, those",
         "that enclose a matrix product, both ways; with 4 chunks 75 % is all but the ends.",
-        "Nothing ran: order, not time.",
+        "Reductions and gathers: the same share, of the bytes of gradients that are summed in the",
+        "backward pass and of weights that are gathered. Beside: reductions in flight with an",
+        "all-to-all on a link that both use. Nothing ran: order, not time.",
         "",
-        "| config | nodes | changed | peak, GiB | state, GiB | hidden | compiled in |",
-        "|---|---:|---|---:|---:|---|---:|",
+        "| config | nodes | changed | peak, GiB | state, GiB | hidden | reductions | beside | "
+        "gathers | compiled in |",
+        "|---|---:|---|---:|---:|---|---:|---:|---:|---:|",
     ]
     for case in result["cases"]:
         changed = ", ".join(f"`{setting}`" for setting in case["settings"])
         sizes = [case[name] / 2**30 for name in ("peak_bytes", "argument_bytes")]
         cells = [case["config"], str(case["nodes"]), changed, *(f"{size:.1f}" for size in sizes)]
         cells += [f"{case['hidden_forward']:.0%}, {case['hidden_backward']:.0%}"]
+        cells += [f"{case['hidden_reductions']:.0%}", str(case["reductions_beside_exchanges"])]
+        cells += [f"{case['hidden_gathers']:.0%}"]
         lines.append("| " + " | ".join([*cells, f"{case['seconds']:.0f} s"]) + " |")
     lines += ["", f"Machine: {json.dumps(result['machine'])}, JAX {result['jax']}"]
     return "\n".join(lines) + "\n"

@@ -327,16 +327,6 @@ def _hops(
     return x_m[:size], state
 
 
-def meet(x: jax.Array, weights: Any, program: Program) -> tuple[jax.Array, Any]:
-    """Returns activations and the weights that the next layer takes, both ready.
-
-    Forward the weights arrive while x is computed: enter them before. In backward their gradients
-    wait for that of x before they are reduced; so no reduction starts in front of the exchanges of
-    a layer of experts, and what comes before that layer hides it.
-    """
-    return jax.lax.optimization_barrier((x, weights)) if program.pin else (x, weights)
-
-
 def reduce_whole(gradients: list[jax.Array], layout: Layout) -> list[jax.Array]:
     """Sums the gradients of parameters that every device holds whole, in one all-reduce."""
     if not gradients:

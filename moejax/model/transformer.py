@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
-from moejax.comm.reduce import meet, uncarried
+from moejax.comm.reduce import uncarried
 from moejax.config import ModelConfig, MoEConfig
 from moejax.model.attention import Angles, Attention, attention_mask
 from moejax.model.layers import MLP, Embedding, RMSNorm
@@ -48,7 +48,6 @@ class Block(nnx.Module):
     def __init__(
         self, kind: str, cfg: ModelConfig, moe: MoEConfig, program: Program, rngs: nnx.Rngs
     ):
-        self.program = program
         self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
         self.attention = Attention(cfg, program, rngs)
         self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
@@ -60,11 +59,11 @@ class Block(nnx.Module):
         self, x_BtD: jax.Array, mask_BST: jax.Array, angles: Angles, noise_key: jax.Array | None
     ) -> tuple[jax.Array, MoEStats | None]:
         """Returns the new residual stream and what the experts report."""
+        # Asked for now, the weights of what follows arrive while attention runs.
         stats, parts = None, (self.moe, self.mlp)
-        weights = tuple(None if part is None else part.weights() for part in parts)
+        moe_weights, mlp_weights = (part if part is None else part.weights() for part in parts)
         with jax.named_scope("attention"):
             x_BtD = x_BtD + self.attention(self.attention_norm(x_BtD), mask_BST, angles)
-        x_BtD, (moe_weights, mlp_weights) = meet(x_BtD, weights, self.program)
         h_BtD = self.mlp_norm(x_BtD)
         if self.moe is not None:
             y_BtD, stats = self.moe(h_BtD, moe_weights, noise_key)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from moejax.checks import check, resolve_mesh
 from moejax.config import Config
-from moejax.dims import build_layout
+from moejax.dims import Axes, build_layout
 from moejax.errors import InputError
 from moejax.plan.build import build_mesh
 from moejax.plan.compiled import CompiledText, Exchange, Schedule
@@ -58,6 +58,7 @@ class CompiledStep:
     """What the compiler made of a step. Bytes are of one device."""
 
     mesh: dict[str, int]
+    slow: Axes  # of the mesh, what crosses nodes
     options: Options
     seconds: float  # of compilation
     argument_bytes: int  # state and batch
@@ -89,13 +90,9 @@ class CompiledStep:
             and not all(axis.startswith("tensor") for axis in one.axes)  # activations
         ]
 
-    def reductions_beside_exchanges(self, slow: tuple[str, ...]) -> list[Exchange]:
-        """Reductions in flight with an all-to-all on the same link: both cross nodes, or neither.
-
-        Args:
-          slow: mesh axes that cross nodes.
-        """
-        crosses = {one.launch: bool(set(one.axes) & set(slow)) for one in self.exchanges}
+    def reductions_beside_exchanges(self) -> list[Exchange]:
+        """Reductions in flight with an all-to-all on a link that both use: across nodes, or not."""
+        crosses = {one.launch: bool(set(one.axes) & set(self.slow)) for one in self.exchanges}
         return [
             one
             for one in self.reductions()
@@ -104,15 +101,22 @@ class CompiledStep:
 
     def hidden_reductions(self) -> float:
         """The share of the reductions' bytes that enclose a matrix product."""
-        found = self.reductions()
-        hidden = sum(one.calls * one.bytes for one in found if one.hides)
-        return hidden / max(sum(one.calls * one.bytes for one in found), 1)
+        return _hidden_bytes(self.reductions())
+
+    def hidden_gathers(self) -> float:
+        """The share of the gathered weights' bytes that enclose a matrix product."""
+        return _hidden_bytes([one for one in self.exchanges if one.kind == "all_gather"])
 
     def hidden_share(self, *, backward: bool | None = None) -> float:
         """The share of those all-to-alls that enclose a matrix product."""
         exchanges = self.token_exchanges(backward=backward)
         hidden = sum(one.calls for one in exchanges if one.hides)
         return hidden / max(sum(one.calls for one in exchanges), 1)
+
+
+def _hidden_bytes(exchanges: list[Exchange]) -> float:
+    hidden = sum(one.calls * one.bytes for one in exchanges if one.hides)
+    return hidden / max(sum(one.calls * one.bytes for one in exchanges), 1)
 
 
 def describe(cfg: Config, target: Target, nodes: int) -> Config:
@@ -150,6 +154,7 @@ def compile_step(trainer: Trainer, options: Options | None = None) -> CompiledSt
     text = CompiledText(compiled.as_text(), mesh)
     return CompiledStep(
         mesh=mesh,
+        slow=trainer.layout.between_nodes(trainer.layout.mesh_axes),
         options=trainer.options | (options or {}),
         seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
@@ -181,6 +186,8 @@ def to_json(step: CompiledStep) -> dict[str, Any]:
         "hidden_forward": step.hidden_share(backward=False),
         "hidden_backward": step.hidden_share(backward=True),
         "hidden_reductions": step.hidden_reductions(),
+        "hidden_gathers": step.hidden_gathers(),
+        "reductions_beside_exchanges": len(step.reductions_beside_exchanges()),
         "collectives": [dict(zip(names, row, strict=True)) for row in rows],
     }
 
@@ -199,7 +206,13 @@ def print_report(step: CompiledStep, title: str, target: Target, console: Consol
     table.add_row("temporaries", _gib(step.temporary_bytes))
     for name, backward in (("forward", False), ("backward", True)):
         table.add_row(f"all-to-alls of tokens, {name}", _hidden(step, backward))
-    table.add_row("reductions", f"{step.hidden_reductions():.0%} of bytes enclose a product")
+    beside = len(step.reductions_beside_exchanges())
+    table.add_row(
+        "reductions",
+        f"{step.hidden_reductions():.0%} of bytes enclose a product; {beside} in flight with an "
+        "all-to-all on the same link",
+    )
+    table.add_row("gathers", f"{step.hidden_gathers():.0%} of bytes enclose a product")
     console.print(table)
     table = Table("collective", "axes", "dtype", "", title="arrays a step", title_justify="left")
     for name in ("count", "MiB", "enclose a product"):

@@ -82,7 +82,7 @@ class Exchange:
       hides: whether a matrix product stands between them.
       backward: whether it belongs to the backward pass.
       launch: the instruction that issues it.
-      beside: launches of all-to-alls that are in flight at the same time.
+      beside: launches of all-to-alls that are in flight at the same time, in any computation.
     """
 
     kind: str
@@ -136,24 +136,58 @@ class CompiledText:
         """Every array that a collective moves."""
         found = []
         for name, lines in self._schedules.items():
-            ends = [self._end(lines, place) for place in range(len(lines))]
+            ends = self._ends[name]
             for place, line in enumerate(lines):
-                moved = self._exchanges(line, lines[place + 1 : ends[place]], self.calls[name])
-                found += [replace(one, beside=self._beside(lines, ends, place)) for one in moved]
+                between = lines[place + 1 : ends[place]]
+                if moved := list(self._exchanges(line, between, self.calls[name])):
+                    beside = self._beside(name, place) + self._outside.get(name, ())
+                    found += [replace(one, beside=beside) for one in moved]
         return found
 
-    def _beside(self, lines: list[Instruction], ends: list[int], place: int) -> tuple[str, ...]:
-        """All-to-alls in flight while the instruction at a place is."""
-        return tuple(
-            line.name
-            for other, line in enumerate(lines)
-            if other != place
-            and other < ends[place]
-            and ends[other] > place
-            and (issued := self._issued(line)) is not None
-            and not line.op.endswith(("-done", "-update"))
-            and _kind(issued.op) == "all-to-all"
-        )
+    def _beside(self, name: str, place: int) -> tuple[str, ...]:
+        """All-to-alls in flight while an instruction is, also those inside what runs then."""
+        lines, ends = self._schedules[name], self._ends[name]
+        found: list[str] = []
+        for other, line in enumerate(lines):
+            if other != place and other < ends[place] and ends[other] > place:
+                found += self._launches(line)
+        return tuple(found)
+
+    def _launches(self, line: Instruction) -> list[str]:
+        """The all-to-alls that an instruction starts, or runs inside."""
+        issued = self._issued(line)
+        if line.op.endswith(("-done", "-update")):
+            return []
+        if issued is not None:
+            return [line.name] if _kind(issued.op) == "all-to-all" else []
+        inner = [one for name in line.called for one in self._schedules.get(name, [])]
+        return [launch for one in inner for launch in self._launches(one)]
+
+    @cached_property
+    def _ends(self) -> dict[str, list[int]]:
+        """For each computation, where what each of its instructions starts is done."""
+        return {
+            name: [self._end(lines, place) for place in range(len(lines))]
+            for name, lines in self._schedules.items()
+        }
+
+    @cached_property
+    def _outside(self) -> dict[str, tuple[str, ...]]:
+        """All-to-alls in flight around each computation while it runs."""
+        found: dict[str, tuple[str, ...]] = {}
+        waiting: list[tuple[str, tuple[str, ...]]] = [(self.entry, ())]
+        while waiting:
+            name, around = waiting.pop()
+            found[name] = found.get(name, ()) + around
+            for place, line in enumerate(self._schedules.get(name, [])):
+                if line.op in ("while", "conditional", "call"):
+                    beside = around + self._beside(name, place)
+                    own = set(self._launches(line))
+                    waiting += [
+                        (called, tuple(one for one in beside if one not in own))
+                        for called in line.called
+                    ]
+        return found
 
     def schedules(self) -> list[Schedule]:
         """The schedule of each computation that communicates, in the order of the text."""

@@ -24,8 +24,9 @@ def compiler_options(platform: str, *, hops: int) -> Options:
     """
     if hops and platform == "gpu":
         # By default one collective travels at a time, so half of the exchanges stay exposed. In
-        # the pipeline (comm.pipeline) every hop travels twice at a time, outward and homeward.
-        return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * hops}
+        # the pipeline (comm.pipeline) every hop travels twice at a time, outward and homeward; one
+        # more is for weights on their way in and their gradients on their way out.
+        return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * hops + 1}
     if hops and platform == "tpu":
         # By default nothing runs while an all-to-all travels.
         return {"xla_tpu_enable_async_all_to_all": "true"}

@@ -1,7 +1,8 @@
 """The train step compiled for described H200s: what a pipelined expert layer becomes.
 
 Two layers of OLMoE at their real sizes, 8192 tokens a device: a small program with all the parts of
-the whole model. Each cluster is compiled once, in half a minute to one, so run this in one process.
+the whole model; and for what is summed over layers all of Mixtral 8x7B. Each cluster is compiled
+once, in one minute to two, so run this in one process.
 """
 
 import functools
@@ -17,7 +18,7 @@ from moejax.plan.trace import collectives
 from moejax.runtime.compiler import Options
 from moejax.settings import load_config
 
-CONFIG = str(Path(__file__).parents[2] / "configs/olmoe_1b_7b.py")
+CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 2**30
 LAYERS = 2
 
@@ -28,6 +29,8 @@ CLUSTERS = {
     "32x8": (32, ["route_chunks=3", "mesh.fsdp=32"]),
     "control": (1, ["route_chunks=3", "model.num_layers=1"]),
 }
+# All of Mixtral, sharded over all devices.
+WHOLE = {"whole 2x8": (2, ["mesh.fsdp=2"]), "whole 32x8": (32, ["mesh.fsdp=32"])}
 # Of a device, at JAX 0.12.0.1; the compiler may find a better order, so there is 5 % of room.
 PEAKS = {"1x8": 6.28, "2x8": 5.07, "32x8": 4.69}  # GiB
 
@@ -40,10 +43,11 @@ pytestmark = pytest.mark.aot
 
 @functools.cache
 def trainer_of(cluster):
-    nodes, settings = CLUSTERS[cluster]
-    sequences = f"train.batch_sequences={2 * 8 * nodes}"
-    small = [f"model.num_layers={LAYERS}", sequences, "train.micro_batches=1"]
-    cfg = load_config(CONFIG, [f"--config.{word}" for word in small + settings])
+    nodes, settings = (CLUSTERS | WHOLE)[cluster]
+    name = "mixtral_8x7b.py" if cluster in WHOLE else "olmoe_1b_7b.py"
+    words = [f"train.batch_sequences={2 * 8 * nodes}", "train.micro_batches=1"]
+    words += ["route_chunks=4"] if cluster in WHOLE else [f"model.num_layers={LAYERS}"]
+    cfg = load_config(str(CONFIGS / name), [f"--config.{word}" for word in words + settings])
     return build_described(describe(cfg, TARGETS["h200"], nodes), TARGETS["h200"])
 
 
@@ -123,6 +127,18 @@ def test_memory_is_known_before_the_first_step(cluster):
     assert step.peak_bytes == pytest.approx(PEAKS[cluster] * GIB, rel=0.05)
 
 
+@pytest.mark.parametrize("cluster", WHOLE)
+def test_reductions_hide_behind_compute_and_never_travel_beside_an_exchange(cluster):
+    step = compiled(cluster)
+    assert sum(one.calls * one.bytes for one in step.reductions()) > 20 * GIB
+    assert step.hidden_reductions() >= 0.8
+    assert step.reductions_beside_exchanges() == []
+
+
+def test_control_by_default_half_of_the_reductions_wait():
+    assert compiled("whole 2x8", "XLA's default").hidden_reductions() < 0.6
+
+
 def test_two_levels_cross_the_slow_link_on_one_axis_and_the_fast_link_on_another():
     axes = {one.axes for one in compiled("2x8").token_exchanges()}
     assert axes == {("expert_slow",), ("expert_fast",)}
@@ -146,4 +162,4 @@ def test_control_without_asynchronous_collectives_nothing_hides():
 def test_the_trainer_sets_its_options_itself():
     for cluster, hops in (("1x8", 1), ("2x8", 2)):
         limit = trainer_of(cluster).options.values()
-        assert list(limit) == [2 * hops]
+        assert list(limit) == [2 * hops + 1]

@@ -67,6 +67,10 @@ def test_the_described_cluster_stands_in_for_the_machine_of_the_config():
     assert (mesh.nodes, mesh.platform, mesh.simulated_devices) == (2, "tpu", None)
 
 
+def compiled_step(exchanges):
+    return CompiledStep({"expert": 8, "fsdp": 2}, ("fsdp",), {}, 1.0, 1, 1, 2, exchanges, [])
+
+
 def test_the_hidden_share_is_of_the_exchanges_that_carry_tokens():
     exchanges = [
         exchange(),
@@ -75,8 +79,31 @@ def test_the_hidden_share_is_of_the_exchanges_that_carry_tokens():
         exchange(hides=False, kind="all_gather"),
         exchange(hides=False, backward=True),
     ]
-    step = CompiledStep({"expert": 8}, {}, 1.0, 1, 1, 2, exchanges, [])
+    step = compiled_step(exchanges)
     assert step.hidden_share(backward=False) == 0.75
     assert step.hidden_share(backward=True) == 0
     assert census(exchanges)["all_to_all", "expert", "bfloat16", "async"] == [7, 7 * 64, 3]
     assert len(to_json(step)["collectives"]) == len(census(exchanges))
+
+
+def test_reductions_are_sums_of_gradients_and_clash_on_a_link_that_an_exchange_uses():
+    def gradient(**changes):
+        base = {"kind": "reduce_scatter", "dtype": "float32", "bytes": 2048, "backward": True}
+        return exchange(**(base | changes))
+
+    fast = gradient(launch="fast", beside=("start",), hides=False)
+    slow = gradient(launch="slow", axes=("fsdp",), beside=("start",), calls=1)
+    others = [
+        exchange(),
+        gradient(backward=False),
+        gradient(bytes=4),
+        gradient(dtype="int32"),
+        gradient(axes=("tensor",)),
+        exchange(kind="all_gather", hides=False, bytes=32),
+        exchange(kind="all_gather", bytes=96),
+    ]
+    step = compiled_step([fast, slow, *others])
+    assert step.reductions() == [fast, slow]
+    assert step.reductions_beside_exchanges() == [fast]
+    assert step.hidden_reductions() == 0.25
+    assert step.hidden_gathers() == 0.75

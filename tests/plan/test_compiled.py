@@ -53,6 +53,30 @@ def test_what_is_in_flight_at_the_same_time_is_known():
     assert [one.beside for one in text.exchanges()] == [(), (), ()]
 
 
+LOOP = """
+%body (p: f32[8,8]) -> f32[8,8] {{
+  %p = f32[8,8] parameter(0)
+  {0}
+}}
+%condition (p: f32[8,8]) -> pred[] {{
+  ROOT %less = pred[] constant(true)
+}}
+"""
+WHILE = "%w = f32[8,8] while(%x), condition=%condition, body=%body"
+
+
+def test_what_is_in_flight_around_a_loop_is_beside_what_travels_inside():
+    around = f"%r = f32[8,8] all-reduce-start(%x), channel_id=3, {GROUPS}, to_apply=%add"
+    inside = f"%a = f32[8,8] all-to-all(%p), channel_id=1, {GROUPS}"
+    text = read(
+        around, WHILE, "%d = f32[8,8] all-reduce-done(%r)", computations=LOOP.format(inside)
+    )
+    assert {one.launch: one.beside for one in text.exchanges()} == {"r": ("a",), "a": ()}
+    inside = f"%r = f32[8,8] all-reduce(%p), channel_id=3, {GROUPS}, to_apply=%add"
+    text = read(start("s0"), WHILE, done("d0", "s0"), computations=LOOP.format(inside))
+    assert {one.launch: one.beside for one in text.exchanges()} == {"s0": (), "r": ("s0",)}
+
+
 def test_an_exchange_does_not_hide_behind_a_product_outside():
     text = read(PRODUCT, start("s0"), done("d0", "s0"))
     assert letters(text) == [(1, "GSD")]
