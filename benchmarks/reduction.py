@@ -1,6 +1,6 @@
 """What do order and size of gradient reductions do to all-to-alls that share their link?
 
-Two emulated hosts of two devices each. The backward pass of some layers, in four orders:
+Two emulated hosts of one device each. The backward pass of some layers, in four orders:
 
     whole     each gradient is reduced whole as soon as it is ready: first in, first out
     pieces    the same in pieces
@@ -35,21 +35,22 @@ MIB = 2**18  # float32 values in a mebibyte
 
 
 def cases() -> list[dict[str, Any]]:
-    """Sizes of pieces at one rate, then other rates."""
+    """Sizes of pieces, then of gradients, then other rates."""
     base = {
         "hosts": 2,
-        "devices": 2,
+        "devices": 1,
         "layers": LAYERS,
         "orders": ORDERS,
         "rate": 200,
-        "tokens": 2 * MIB,
-        "gradient": 4 * MIB,
+        "tokens": 4 * MIB,
+        "gradient": 12 * MIB,
         "products": 20,
-        "pieces": 16,
-        "rounds": 7,
+        "pieces": 48,
+        "rounds": 5,
     }
-    sweep = [base | {"pieces": pieces} for pieces in (2, 4, 8, 16, 64)]
-    return sweep + [base | {"rate": rate} for rate in (50, 100, 400)]
+    sweep = [base | {"pieces": pieces} for pieces in (3, 12, 48, 192)]
+    sweep += [base | {"gradient": 4 * size * MIB, "pieces": 16 * size} for size in (1, 2, 6)]
+    return sweep + [base | {"rate": rate} for rate in (100, 400)]
 
 
 def main() -> None:
@@ -60,11 +61,17 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for case in cases():
-            print(f"== {case['rate']} Mbit/s, {case['pieces']} pieces", flush=True)
+            size = case["gradient"] / MIB
+            print(f"== {case['rate']} Mbit/s, {size:g} MiB, {case['pieces']} pieces", flush=True)
             hosts = run_case(case, HERE / "workers" / "reduction.py", Path(folder))
             results.append({"case": case, "found": summarize(hosts)})
             for line in rows(results[-1]):
                 print(line, flush=True)
+            write(results, args.out)
+
+
+def write(results: list[dict[str, Any]], out: Path) -> None:
+    """The record and the page of what is there so far."""
     record = {
         "results": results,
         "machine": describe(sorted(os.sched_getaffinity(0))),
@@ -72,9 +79,9 @@ def main() -> None:
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "reduction.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.out / "reduction.md").write_text(page(record))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "reduction.json").write_text(json.dumps(record, indent=1) + "\n")
+    (out / "reduction.md").write_text(page(record))
 
 
 def summarize(hosts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -131,7 +138,8 @@ def page(record: dict[str, Any]) -> str:
         case = result["case"]
         lines += [
             "",
-            f"## {case['rate']} Mbit/s, {case['pieces']} pieces",
+            f"## {case['rate']} Mbit/s, gradients of {case['gradient'] / MIB:g} MiB, "
+            f"{case['pieces']} pieces",
             "",
             f"Of a device: all-to-all {case['tokens'] / MIB:g} MiB, gradient of a layer "
             f"{case['gradient'] / MIB:g} MiB. Pieces in the gaps {result['found']['plan']}.",

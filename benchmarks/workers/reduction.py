@@ -28,7 +28,8 @@ from moejax.plan.gaps import Gap, assign  # noqa: E402
 
 SIZE = 512  # of the matrices in the work
 HOSTS = ("hosts",)
-LANES = 2  # devices of a host
+AT_ONCE = 8  # pieces that are timed one after the other
+
 SENT = Path("/sys/class/net/net0/statistics/tx_bytes")
 
 
@@ -102,27 +103,34 @@ def seconds_of(run: Callable[[], Any], rounds: int = 5) -> float:
     return median(found[1:])
 
 
-def plan_of(case: dict) -> list[int]:
-    """How many pieces go into each gap; the gaps are as long as the work, measured here."""
-    x = jnp.ones(case["tokens"])
-    alone = seconds_of(jax.jit(partial(work, x, case["products"])))
-    alone = max(processes.gather(alone))
-    # A sum over two hosts sends each byte once.
-    piece = LANES * 4 * case["gradient"] / case["pieces"] * 8 / (case["rate"] * 1e6)
+def plan_of(case: dict, mesh: Any) -> list[int]:
+    """How many pieces go into each gap; how long gaps and pieces take is measured here."""
+    x, piece = jnp.ones(case["tokens"]), jnp.ones(case["gradient"] // case["pieces"])
+    gap = seconds_of(partial(jax.jit(partial(work, products=case["products"])), x))
+
+    def several(piece: jax.Array) -> jax.Array:
+        for _ in range(AT_ONCE):
+            piece = reduce_piece(piece) / 2
+        return piece
+
+    program = jax.jit(gloo.shard_map(several, mesh, P(), P())).lower(piece).compile()
+    processes.gather("compiled")
+    one = seconds_of(lambda: program(piece)) / AT_ONCE
+    gap, one = (max(processes.gather(seconds)) for seconds in (gap, one))
     gaps = []
     for layer in range(case["layers"]):
         # A layer's gradient is ready at its end; before its exchange, the one before's.
-        gaps += [Gap(alone, case["pieces"] if layer else 0), Gap(alone)]
-    return assign(gaps, piece)[:-1]
+        gaps += [Gap(gap, case["pieces"] if layer else 0), Gap(gap)]
+    return assign(gaps, one)[:-1]
 
 
 def main() -> None:
     """Runs the orders of a case in turns."""
     path = Path(sys.argv[1])
     case = json.loads(path.read_text())
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, LANES), (*HOSTS, "lanes"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, -1), (*HOSTS, "lanes"))
     x, gradient = jnp.ones(case["tokens"]), jnp.ones(case["gradient"])
-    began, plan, programs = [0.0], plan_of(case), {}
+    began, plan, programs = [0.0], plan_of(case, mesh), {}
     for order in case["orders"]:
         body = partial(backward, case=case, order=order, plan=plan, began=began)
         mapped = gloo.shard_map(body, mesh, (P(), P()), (P(), P(), P()))
