@@ -5,11 +5,15 @@ things that look at whole arrays, clipping by global norm and Muon, say what the
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from optax import contrib
 
 from moejax.comm import wire
@@ -34,43 +38,103 @@ def learning_rate(cfg: OptimizerConfig, num_steps: int, peak: float) -> optax.Sc
     return optax.join_schedules([warmup, after], [cfg.warmup_steps])
 
 
-def build_optimizer(
-    cfg: OptimizerConfig, dims: Tree, layout: Layout, num_steps: int
-) -> optax.GradientTransformation:
-    """Returns the whole update: clip, AdamW or Muon, weight decay, schedule.
+@dataclass(frozen=True)
+class Optimizer:
+    """The whole update: clip, AdamW or Muon, weight decay, schedule.
 
-    Args:
+    Each parameter is updated on its own and in place. Muon needs the whole of each matrix, so of
+    layers that are stacked it takes one after the other: what it needs beside weights and state is
+    a layer's, not a model's (the tiles of TED).
+
+    Attributes:
       dims: the letters of each parameter's dimensions, in the parameters' tree.
+      num_steps: of the run, for the schedule.
     """
-    clip = []
-    if cfg.clip_norm is not None:
-        clip = [clip_by_global_norm(cfg.clip_norm, dims, layout)]
-    decay = jax.tree.map(_decays, dims)
-    adamw = optax.adamw(
-        learning_rate(cfg, num_steps, cfg.learning_rate),
-        b1=cfg.beta1,
-        b2=cfg.beta2,
-        eps=cfg.epsilon,
-        weight_decay=cfg.weight_decay,
-        mask=decay,
-    )
-    if cfg.name == "adamw":
-        return optax.chain(*clip, adamw)
-    muon = optax.chain(
-        optax.trace(cfg.muon_momentum, nesterov=True),
-        orthogonalize(dims, layout),
-        optax.add_decayed_weights(cfg.weight_decay),
-        optax.scale_by_learning_rate(learning_rate(cfg, num_steps, cfg.muon_learning_rate)),
-    )
-    labels = jax.tree.map(lambda d: "muon" if is_matrix(d) else "adamw", dims)
-    masked = adamw_without_mask(cfg, num_steps)
-    return optax.chain(*clip, optax.partition({"muon": muon, "adamw": masked}, labels))
+
+    cfg: OptimizerConfig
+    dims: Tree
+    layout: Layout
+    num_steps: int
+
+    def init(self, params: Tree) -> Tree:
+        """The first state: for each parameter an optax state."""
+        return jax.tree.map(lambda p, d: self.transform(d).init(p), params, self.dims)
+
+    def specs(self, params: Tree, state: Tree, param_specs: Tree) -> Tree:
+        """How the state is sharded: moments as their parameters, counts not at all."""
+
+        def of(param: Any, spec: PartitionSpec, state: Any) -> Any:
+            return jax.tree.map(
+                lambda x: spec if x.shape == param.shape else PartitionSpec(), state
+            )
+
+        return jax.tree.map(of, params, param_specs, state)
+
+    def update(
+        self, gradients: Tree, state: Tree, params: Tree, norm: jax.Array, finite: jax.Array
+    ) -> tuple[Tree, Tree]:
+        """Returns the next parameters and state; those given where the step is not finite.
+
+        Args:
+          norm: of the gradients, over all devices.
+          finite: whether to update at all.
+        """
+        limit = self.cfg.clip_norm
+        scale = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
+
+        def of(gradient: jax.Array, dims: str, param: jax.Array, state: Any) -> tuple[Any, Any]:
+            transform = self.transform(dims)
+
+            def apply(gradient: jax.Array, kept: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+                param, state = kept
+                updates, state = transform.update(gradient * scale, state, param)
+                found = (optax.apply_updates(param, updates), state)
+                return jax.tree.map(partial(jnp.where, finite), found, kept)
+
+            stacked = param.ndim > len(dims)
+            if stacked and self.cfg.name == "muon" and is_matrix(dims):
+                return _layer_by_layer(apply, gradient, (param, state))
+            return apply(gradient, (param, state))
+
+        found = jax.tree.map(of, gradients, self.dims, params, state)
+        tree = jax.tree.structure(gradients)
+        new_params, new_state = zip(*tree.flatten_up_to(found), strict=True)
+        return jax.tree.unflatten(tree, new_params), jax.tree.unflatten(tree, new_state)
+
+    def transform(self, dims: str) -> optax.GradientTransformation:
+        """The update of one parameter, before clipping."""
+        cfg = self.cfg
+        if cfg.name == "muon" and is_matrix(dims):
+            rate = learning_rate(cfg, self.num_steps, cfg.muon_learning_rate)
+            return optax.chain(
+                optax.trace(cfg.muon_momentum, nesterov=True),
+                optax.stateless(lambda updates, _: _orthogonal_shard(updates, dims, self.layout)),
+                optax.add_decayed_weights(cfg.weight_decay),
+                optax.scale_by_learning_rate(rate),
+            )
+        # Of Muon's, what it leaves to AdamW (embeddings, router) does not decay.
+        decays = cfg.name == "adamw" and _decays(dims)
+        return optax.adamw(
+            learning_rate(cfg, self.num_steps, cfg.learning_rate),
+            b1=cfg.beta1,
+            b2=cfg.beta2,
+            eps=cfg.epsilon,
+            weight_decay=cfg.weight_decay if decays else 0.0,
+        )
 
 
-def adamw_without_mask(cfg: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """AdamW for what Muon leaves (embeddings, norms, biases, router); nothing decays."""
-    rate = learning_rate(cfg, num_steps, cfg.learning_rate)
-    return optax.adamw(rate, b1=cfg.beta1, b2=cfg.beta2, eps=cfg.epsilon, weight_decay=0.0)
+def _layer_by_layer(apply: Callable, gradient: jax.Array, kept: Any) -> Any:
+    """`apply` on each layer of stacked arrays, in place; counts, which have no layers, as given."""
+    index, put = jax.lax.dynamic_index_in_dim, jax.lax.dynamic_update_index_in_dim
+
+    def body(layer: jax.Array, now: Any) -> Any:
+        own = jax.tree.map(
+            lambda x, given: index(x, layer, keepdims=False) if x.ndim else given, now, kept
+        )
+        new = apply(index(gradient, layer, keepdims=False), own)
+        return jax.tree.map(lambda x, y: put(x, y, layer, 0) if x.ndim else y, now, new)
+
+    return jax.lax.fori_loop(0, gradient.shape[0], body, kept)
 
 
 def _decays(dims: str) -> bool:
@@ -96,44 +160,12 @@ def global_norm(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
     return jnp.sqrt(wire.all_reduce(jnp.sum(shares), layout.mesh_axes))
 
 
-def clip_by_global_norm(limit: float, dims: Tree, layout: Layout) -> optax.GradientTransformation:
-    """Scales gradients so that their norm over all devices is at most `limit`."""
-
-    def update(updates, state, params=None):
-        norm = global_norm(updates, dims, layout)
-        scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
-        return jax.tree.map(lambda g: g * scale, updates), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def orthogonalize(dims: Tree, layout: Layout) -> optax.GradientTransformation:
-    """Replaces each matrix by the nearest orthogonal one, layer by layer (Muon).
-
-    Needs whole matrices: gathers one layer's update at a time and keeps this device's shard of the
-    result. Momentum stays sharded. Wire: every matrix once per step, in float32.
-
-    Source: Jordan et al. 2024, through optax.contrib.
-    """
-
-    def update(updates, state, params=None):
-        def one(x: Any, d: str) -> Any:
-            return x if is_masked(x) else _orthogonal_shard(x, d, layout)
-
-        return jax.tree.map(one, updates, dims, is_leaf=is_masked), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def is_masked(x: Any) -> bool:
-    """Whether a leaf belongs to the other optimizer."""
-    return isinstance(x, optax.MaskedNode)
-
-
 def _orthogonal_shard(x: Any, dims: str, layout: Layout) -> jax.Array:
-    """One parameter, possibly with stacked layers in front."""
-    if x.ndim > len(dims):
-        return jax.lax.map(lambda layer: _orthogonal_shard(layer, dims, layout), x)
+    """The nearest orthogonal matrix to an update, or to each of its experts (Muon).
+
+    Needs the whole matrix: gathers it and keeps this device's shard of the result. Wire: the
+    matrix, in float32. Source: Jordan et al. 2024, through optax.contrib.
+    """
     axes_by_dim = list(enumerate(layout.param_axes(dims)))
     if dims[0] == "E":
         axes_by_dim = axes_by_dim[1:]  # experts are separate matrices: no need to meet

@@ -104,10 +104,7 @@ def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:
 
 
 def _is_fixed(change: Change) -> bool:
-    name, before, after = change
-    # Clipping is a stage of the optimizer's state: its limit may change, its presence may not.
-    if name == "optimizer.clip_norm":
-        return before is None or after is None
+    name = change[0]
     return name.startswith(FIXED) and name not in FREE
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,7 +35,7 @@ from moejax.program import Program
 from moejax.route import build_route
 from moejax.runtime.compiler import Options, compiler_options, known_options
 from moejax.train.loss import LossParts, next_token_loss, sum_nll
-from moejax.train.optimizer import build_optimizer, global_norm, is_masked
+from moejax.train.optimizer import Optimizer, global_norm
 
 Tree = Any  # a pure dict of arrays
 Leaf = Any  # an array; in a description of one, its shape or sharding
@@ -239,14 +238,7 @@ def build_trainer(
     reduction = Reduction(kept, rungs)
     abstract = TrainState(scalar, scalar, params, balance, moments, reduction)
     specs = jax.tree.map(lambda x, d: program.layout.param_spec(d, x.ndim), params, dims)
-    opt_specs = optax.tree_map_params(
-        optimizer,
-        lambda x, spec: x if is_masked(x) else spec,
-        abstract.optimizer,
-        specs,
-        transform_non_params=lambda _: P(),
-        is_leaf=is_masked,
-    )
+    opt_specs = optimizer.specs(params, moments, specs)
     none = jax.tree.map(lambda _: P(), balance)
     reduction_specs = Reduction(
         state_specs(kept, params, dims, program.layout), P() if compression.adaptive else None
@@ -269,8 +261,8 @@ def _split(model: Transformer) -> tuple[nnx.GraphDef, Tree, Tree]:
     return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(balance)
 
 
-def _optimizer(cfg: Config, dims: Tree, layout: Layout) -> optax.GradientTransformation:
-    return build_optimizer(cfg.optimizer, dims, layout, cfg.train.num_steps)
+def _optimizer(cfg: Config, dims: Tree, layout: Layout) -> Optimizer:
+    return Optimizer(cfg.optimizer, dims, layout, cfg.train.num_steps)
 
 
 def _shardings(abstract: Tree) -> Tree:
@@ -360,24 +352,24 @@ def _climb(trainer: Trainer, before: Reduction, codecs: Tree) -> Reduction:
 
 
 def _train_step(
-    trainer: Trainer, optimizer: optax.GradientTransformation, state: TrainState, batch: Batch
+    trainer: Trainer, optimizer: Optimizer, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step; an update that is not finite is counted and not applied."""
     layout, rate = trainer.layout, trainer.cfg.moe.router.bias_update_rate
     gradients, report, reduction = _gradients(trainer, state, batch)
     with jax.named_scope("update"):
         norm = global_norm(gradients, trainer.dims, layout)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        finite = jnp.isfinite(norm) & jnp.isfinite(report.nll)
+        params, moments = optimizer.update(
+            gradients, state.optimizer, state.params, norm=norm, finite=finite
+        )
     balance = state.balance
     if rate:
         balance = _update_balance(balance, report.load_LE, rate)
-    finite = jnp.isfinite(norm) & jnp.isfinite(report.nll)
-    kept = (state.params, state.balance, state.optimizer, state.reduction)
-    found = (params, balance, optimizer_state, reduction)
-    new = jax.tree.map(partial(jnp.where, finite), found, kept)
+    found, kept = (balance, reduction), (state.balance, state.reduction)
+    balance, reduction = jax.tree.map(partial(jnp.where, finite), found, kept)
     skipped = state.skipped + jnp.where(finite, 0, 1)
-    state = TrainState(state.step + 1, skipped, *new)
+    state = TrainState(state.step + 1, skipped, params, balance, moments, reduction)
     return state, Metrics(*report, gradient_norm=norm, skipped=skipped)
 
 

@@ -101,10 +101,7 @@ def test_the_compiled_collectives_are_those_of_the_traced_program(cluster):
     for one in step.exchanges:
         found[one.kind, one.axes, one.dtype, one.bytes] += one.calls
     assert others(found) == others(traced)
-    joined, asked = by_bytes(found, "all_reduce"), by_bytes(traced, "all_reduce")
-    assert not joined - asked
-    # The optimizer clips by the gradient norm that the step reports: XLA sums it once.
-    assert list((asked - joined).values()) == [4]
+    assert by_bytes(found, "all_reduce") == by_bytes(traced, "all_reduce")
 
 
 def others(census):

@@ -32,7 +32,6 @@ REFUSED = {
     "data.sequence_length": 128,
     "data.shuffle": False,
     "optimizer.name": "muon",
-    "optimizer.clip_norm": None,
     "train.batch_sequences": 16,
     "train.seed": 1,
 }
@@ -99,7 +98,12 @@ def test_a_run_does_not_go_back():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("optimizer.clip_norm", 0.5), ("optimizer.schedule", "linear")]
+    ("name", "value"),
+    [
+        ("optimizer.clip_norm", 0.5),
+        ("optimizer.clip_norm", None),
+        ("optimizer.schedule", "linear"),
+    ],
 )
 def test_an_allowed_change_of_the_optimizer_keeps_its_state(name, value):
     cfg = small_config()
