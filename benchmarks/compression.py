@@ -23,7 +23,9 @@ import jax
 from exchange import Case, Variants, run
 from machine import describe
 
-RATES = (100, 50, 200, 400, 1600)  # Mbit/s
+# Mbit/s, and positions of each of the eight sequences of a step.
+SETTINGS = ((100, 256), (100, 64), (50, 256), (200, 256), (400, 256), (1600, 256))
+TOKENS = 8 * 256  # of the steps from which the break-even is read
 PLAIN = "bfloat16"
 POLICIES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -45,15 +47,15 @@ CONFIG = {
     "moe.experts_per_token": 2,
     "moe.expert_hidden": 512,
     "train.batch_sequences": 8,
-    "data.sequence_length": 256,
 }
 
 
-def case(rate: int) -> Case:
+def case(rate: int, length: int) -> Case:
     """All policies at one rate, and their codecs alone."""
+    config = CONFIG | {"data.sequence_length": length}
     variants: Variants = {name: ("step", settings) for name, settings in POLICIES.items()}
     variants |= {f"codecs of {name}": ("codecs", POLICIES[name]) for name in ("hybrid", "strong")}
-    return Case("compression", 2, 4, rate, CONFIG, (8, 256), variants, rounds=5)
+    return Case("compression", 2, 4, rate, config, (8, length), variants, rounds=5)
 
 
 def main() -> None:
@@ -64,9 +66,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for rate in RATES:
-            print(f"== {rate} Mbit/s", flush=True)
-            one = case(rate)
+        for rate, length in SETTINGS:
+            print(f"== {rate} Mbit/s, {8 * length:,} tokens a step", flush=True)
+            one = case(rate, length)
             results.append({"case": asdict(one), "found": run(one, Path(folder))})
             for line in rows(results[-1]):
                 print(line, flush=True)
@@ -108,6 +110,7 @@ def rows(result: dict[str, Any]) -> list[str]:
 
 def break_even(results: list[dict[str, Any]], name: str) -> str:
     """The rate at which the codecs cost what they save, predicted and as measured."""
+    results = [r for r in results if r["found"][PLAIN]["tokens"] == TOKENS]
     base, one = results[0]["found"][PLAIN], results[0]["found"][name]
     alone = median(median(r["found"][f"codecs of {name}"]["seconds"]) for r in results)
     predicted = (base["counted"] - one["counted"]) * 8 / alone / 1e6
@@ -133,20 +136,22 @@ def break_even(results: list[dict[str, Any]], name: str) -> str:
 def page(record: dict[str, Any]) -> str:
     """The results as Markdown."""
     machine, results = record["machine"], record["results"]
-    tokens = results[0]["found"][PLAIN]["tokens"]
     lines = [
         "# Compression in the train step",
         "",
         *(__doc__ or "").strip().splitlines(),
         "",
         f"{record['date']}; {machine['cpu']}, {machine['cpus_used']} CPUs for both hosts together; "
-        f"JAX {record['jax']}, Python {record['python']}; {tokens:,.0f} tokens a step. Speed "
-        f"(of tokens a second too) and fewer bytes are beside {PLAIN}.",
+        f"JAX {record['jax']}, Python {record['python']}. Speed (of tokens a second too) and fewer "
+        f"bytes are beside {PLAIN}; without a codec gradients travel in float32 unless "
+        "train.gradient_dtype says otherwise.",
         "",
         *(f"- {break_even(results, name)}." for name in ("hybrid", "strong")),
     ]
     for result in results:
-        lines += ["", f"## {result['case']['rate']} Mbit/s", "", *rows(result)]
+        tokens = result["found"][PLAIN]["tokens"]
+        heading = f"## {result['case']['rate']} Mbit/s, {tokens:,.0f} tokens a step"
+        lines += ["", heading, "", *rows(result)]
     return "\n".join(lines) + "\n"
 
 

@@ -147,9 +147,9 @@ def page(record: dict[str, Any]) -> str:
         f"{LAYERS - 1} layers that have a reduction before their all-to-all. Sooner and speed are "
         "beside `whole`, medians over rounds in turns.",
         "",
-        "A part of what pieces gain is this lab's: gloo sends an exchange of two one way after the "
-        "other (decision 0008), and the ways of pieces overlap where those of one whole gradient "
-        "do not. The gain of order alone is `planned` beside `pieces`.",
+        "A part of what pieces gain is this lab's: gloo sends an exchange of two mostly one way "
+        "after the other (docs/log.md), and the ways of pieces overlap where those of one whole "
+        "gradient do not. The gain of order alone is `planned` beside `pieces`.",
     ]
     for result in record["results"]:
         case = result["case"]

@@ -40,6 +40,7 @@ CALLS = (
 )
 
 
+MOVES = ("all_to_all", "all_gather", "ppermute")  # collectives that add nothing up
 PAIRED = 2**16  # bytes from which an exchange of two is sent one way after the other
 
 
@@ -120,9 +121,21 @@ def _collective(eqn: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any
     inputs = [_wait(inputs[0], token), *inputs[1:]]
     if name == "reduce_scatter":
         results = [_reduce_scatter(inputs[0], **params)]
+    elif name in MOVES:
+        like = [x.dtype for x in inputs]
+        results = _bind(eqn, [_as_bits(x) for x in inputs])
+        results = [
+            lax.bitcast_convert_type(y, dtype) for y, dtype in zip(results, like, strict=True)
+        ]
     else:
         results = _bind(eqn, inputs)
     return results, _token(results[0])
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """Two-byte floats as integers: on CPU XLA would send them as float32."""
+    two = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+    return lax.bitcast_convert_type(x, jnp.uint16) if two else x
 
 
 def _wait(x: jax.Array, token: jax.Array) -> jax.Array:
@@ -151,9 +164,9 @@ def _reduce_scatter(
     """The same sum for as many bytes: every rank is sent its parts and adds them up, in order."""
     assert tiled
     count = lax.axis_size(axis_name)
-    parts = jnp.stack(jnp.split(x, count, axis=scatter_dimension))
+    parts = _as_bits(jnp.stack(jnp.split(x, count, axis=scatter_dimension)))
     parts = lax.all_to_all(parts, axis_name, 0, 0, tiled=True)
-    return jnp.sum(parts, axis=0, dtype=x.dtype)
+    return jnp.sum(lax.bitcast_convert_type(parts, x.dtype), axis=0, dtype=x.dtype)
 
 
 def _pairs(axis_name: Any) -> list[tuple[int, int]]:
@@ -173,6 +186,7 @@ def _from_peer(
     x: jax.Array, pairs: list[tuple[int, int]], token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """What the other device of a pair holds."""
+    dtype, x = x.dtype, _as_bits(x)
     every = tuple(jax.sharding.get_abstract_mesh().axis_names)
     ahead = [pair if place % 2 else pair[::-1] for place, pair in enumerate(pairs)]
     first = lax.ppermute(_wait(x, token), every, ahead)
@@ -181,7 +195,7 @@ def _from_peer(
     gets_first = np.zeros(2 * len(pairs), bool)
     gets_first[[target for _, target in ahead]] = True
     got = jnp.where(jnp.asarray(gets_first)[lax.axis_index(every)], first, then)
-    return got, _token(then)
+    return lax.bitcast_convert_type(got, dtype), _token(then)
 
 
 def _paired_all_to_all(

@@ -159,3 +159,28 @@ def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch):
     text = ordered.gradients.lower(state, batch).compile().as_text()
     assert "reduce-scatter(" not in text
     assert unordered(text) == []
+
+
+@pytest.mark.parametrize("size", [8, 2**17])
+def test_two_bytes_a_value_travel_as_two(size):
+    """XLA widens bfloat16 that it communicates on CPU."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("d", "other"))
+
+    def body(x):
+        scattered = lax.psum_scatter(x, "d", scatter_dimension=0, tiled=True)
+        gathered = lax.all_gather(x, "d", axis=0, tiled=True)
+        return scattered, gathered, exchange(x), lax.ppermute(x, "d", [(0, 1), (1, 0)])
+
+    def compiled(body):
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return jax.jit(mapped).lower(x).compile()
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(size), jnp.bfloat16)
+    ordered, plain = compiled(in_order(body)), compiled(body)
+    sent = re.findall(
+        r"= (\w+)\[.*? (?:all-to-all|all-gather|collective-permute)\(", ordered.as_text()
+    )
+    assert sent
+    assert set(sent) == {"u16"}
+    for got, wanted in zip(ordered(x), plain(x), strict=True):
+        np.testing.assert_array_equal(got.astype(np.float32), wanted.astype(np.float32))
