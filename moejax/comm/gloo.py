@@ -122,11 +122,8 @@ def _collective(eqn: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any
     if name == "reduce_scatter":
         results = [_reduce_scatter(inputs[0], **params)]
     elif name in MOVES:
-        like = [x.dtype for x in inputs]
-        results = _bind(eqn, [_as_bits(x) for x in inputs])
-        results = [
-            lax.bitcast_convert_type(y, dtype) for y, dtype in zip(results, like, strict=True)
-        ]
+        both = zip(_bind(eqn, list(map(_as_bits, inputs))), inputs, strict=True)
+        results = [lax.bitcast_convert_type(y, x.dtype) for y, x in both]
     else:
         results = _bind(eqn, inputs)
     return results, _token(results[0])
