@@ -60,7 +60,7 @@ class CompiledStep:
     mesh: dict[str, int]
     slow: Axes  # of the mesh, what crosses nodes
     options: Options
-    seconds: float  # of compilation
+    seconds: float  # of tracing and compilation
     argument_bytes: int  # state and batch
     temporary_bytes: int
     peak_bytes: int
@@ -144,10 +144,8 @@ def compile_step(trainer: Trainer, options: Options | None = None) -> CompiledSt
     Args:
       options: on top of the trainer's own.
     """
-    with described_cudnn():
-        lowered = trainer.step.lower(trainer.abstract, trainer.abstract_batch())
     start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
+    compiled = _compiled(trainer, trainer.step, options)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     mesh = dict(trainer.layout.sizes)
@@ -163,6 +161,23 @@ def compile_step(trainer: Trainer, options: Options | None = None) -> CompiledSt
         exchanges=text.exchanges(),
         schedules=text.schedules(),
     )
+
+
+def update_bytes(trainer: Trainer, step: CompiledStep, options: Options | None = None) -> int:
+    """What the optimizer's update needs beside state and gradients, of a device.
+
+    Compiles the gradients alone: what they take, themselves counted, is what the step would take if
+    its update needed nothing.
+    """
+    memory = _compiled(trainer, trainer.gradients, options).memory_analysis()
+    gradients = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return step.temporary_bytes - gradients
+
+
+def _compiled(trainer: Trainer, function: Any, options: Options | None) -> Any:
+    with described_cudnn():
+        lowered = function.lower(trainer.abstract, trainer.abstract_batch())
+    return lowered.compile(compiler_options=options)
 
 
 def census(exchanges: Iterable[Exchange]) -> dict[tuple[str, str, str, str], list[int]]:
@@ -274,6 +289,11 @@ def main(argv: list[str] | None = None) -> int:
         choices=("hybrid", "strong"),
         help="say which codecs of a preset are worth having: of traffic that nothing hides",
     )
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="also compile the gradients alone, to say what the optimizer's update needs beside",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     args = parser.parse_args(rest)
     try:
@@ -306,6 +326,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
     print_report(steps["the trainer's"], f"{args.config} on {place}", target, console)
     if args.compare:
         print_comparison(steps, console)
+    if args.update:
+        needed = update_bytes(trainer, steps["the trainer's"])
+        console.print(f"update: {_gib(needed)} beside state and gradients")
     if args.compress_exposed:
         print_exposed(steps["the trainer's"], trainer, args.compress_exposed, console)
 

@@ -10,9 +10,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import jax
 import pytest
 
-from moejax.plan.aot import CONTROLS, build_described, compile_step, describe
+from moejax.plan.aot import CONTROLS, build_described, compile_step, describe, update_bytes
 from moejax.plan.target import TARGETS, described_cudnn
 from moejax.plan.trace import collectives
 from moejax.runtime.compiler import Options
@@ -134,6 +135,17 @@ def test_reductions_hide_behind_compute_and_never_travel_beside_an_exchange(clus
 
 def test_control_by_default_half_of_the_reductions_wait():
     assert compiled("whole 2x8", "XLA's default").hidden_reductions() < 0.6
+
+
+def test_muon_needs_a_layer_of_weights_beside_state_and_gradients_and_not_all_of_them():
+    words = ["optimizer.name=muon", "train.batch_sequences=8", "train.micro_batches=1"]
+    cfg = load_config(str(CONFIGS / "olmoe_1b_7b.py"), [*words, "data.sequence_length=512"])
+    trainer = build_described(describe(cfg, TARGETS["h200"], 1), TARGETS["h200"])
+    step = compile_step(trainer, OPTIMIZE)
+    layers = [x for x in jax.tree.leaves(trainer.abstract.params["groups"]) if x.ndim == 5]
+    stacked = sum(4 * x.size // 8 for x in layers)  # of a device
+    assert stacked > 1.5 * GIB
+    assert update_bytes(trainer, step, OPTIMIZE) < stacked / 4
 
 
 def test_two_levels_cross_the_slow_link_on_one_axis_and_the_fast_link_on_another():
