@@ -60,15 +60,16 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, MoEStats | None]:
         """Returns the new residual stream and what the experts report."""
         # Asked for now, the weights of what follows arrive while attention runs.
-        stats, parts = None, (self.moe, self.mlp)
-        moe_weights, mlp_weights = (part if part is None else part.weights() for part in parts)
+        stats = None
+        moe_weights = None if self.moe is None else self.moe.weights()
+        mlp_weights = None if self.mlp is None else self.mlp.weights()
         with jax.named_scope("attention"):
             x_BtD = x_BtD + self.attention(self.attention_norm(x_BtD), mask_BST, angles)
         h_BtD = self.mlp_norm(x_BtD)
-        if self.moe is not None:
+        if self.moe is not None and moe_weights is not None:
             y_BtD, stats = self.moe(h_BtD, moe_weights, noise_key)
             x_BtD = x_BtD + y_BtD
-        if self.mlp is not None:
+        if self.mlp is not None and mlp_weights is not None:
             with jax.named_scope("mlp"):
                 x_BtD = x_BtD + self.mlp(h_BtD, mlp_weights)
         return x_BtD, stats
