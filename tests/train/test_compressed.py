@@ -213,6 +213,7 @@ def test_a_warm_up_is_the_plain_run_bit_by_bit():
     assert any(np.asarray(x).any() for x in jax.tree.leaves(state.reduction.codecs))
 
 
+@pytest.mark.slow
 def test_an_adaptive_codec_takes_the_strongest_rung_that_keeps_enough():
     for keep, rung in ((0.5, 2), (0.9999, 0)):
         ladder = f"adaptive:{keep}:int8|int4|topk:0.4"
