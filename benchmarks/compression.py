@@ -97,15 +97,20 @@ def rows(result: dict[str, Any]) -> list[str]:
         alone = median(codecs["seconds"]) if codecs else 0.0
         saved = (base["counted"] - one["counted"]) / rate
         plain = median(base["seconds"])
-        speed = median(b / s for b, s in zip(base["seconds"], one["seconds"], strict=True))
         sent = median(one["sent"])
         lines.append(
-            f"| {name} | {speed:.2f} | {plain / (plain - saved + alone):.2f} | "
+            f"| {name} | {speed_of(found, name):.2f} | {plain / (plain - saved + alone):.2f} | "
             f"{median(one['seconds']):.3f} ({min(one['seconds']):.3f} to "
-            f"{max(one['seconds']):.3f}) | {sent / 1e6:.2f} | {median(base['sent']) / sent:.2f} | "
-            f"{sent / one['counted']:.3f} | {alone:.3f} |"
+            f"{max(one['seconds']):.3f}) | {sent / 1e6:.2f} | "
+            f"{base['counted'] / one['counted']:.2f} | {sent / one['counted']:.3f} | {alone:.3f} |"
         )
     return lines
+
+
+def speed_of(found: dict[str, Any], name: str) -> float:
+    """How many times as fast as the plain policy: the median over rounds."""
+    pairs = zip(found[PLAIN]["seconds"], found[name]["seconds"], strict=True)
+    return median(plain / seconds for plain, seconds in pairs)
 
 
 def break_even(results: list[dict[str, Any]], name: str) -> str:
@@ -114,13 +119,7 @@ def break_even(results: list[dict[str, Any]], name: str) -> str:
     base, one = results[0]["found"][PLAIN], results[0]["found"][name]
     alone = median(median(r["found"][f"codecs of {name}"]["seconds"]) for r in results)
     predicted = (base["counted"] - one["counted"]) * 8 / alone / 1e6
-    speeds = [
-        (
-            r["case"]["rate"],
-            median(r["found"][PLAIN]["seconds"]) / median(r["found"][name]["seconds"]),
-        )
-        for r in results
-    ]
+    speeds = [(r["case"]["rate"], speed_of(r["found"], name)) for r in results]
     slower = [rate for rate, speed in speeds if speed < 1]
     faster = [rate for rate, speed in speeds if speed >= 1]
     measured = (
@@ -143,8 +142,8 @@ def page(record: dict[str, Any]) -> str:
         "",
         f"{record['date']}; {machine['cpu']}, {machine['cpus_used']} CPUs for both hosts together; "
         f"JAX {record['jax']}, Python {record['python']}. Speed (of tokens a second too) and fewer "
-        f"bytes are beside {PLAIN}; without a codec gradients travel in float32 unless "
-        "train.gradient_dtype says otherwise.",
+        f"bytes, as the program counts them, are beside {PLAIN}; without a codec gradients travel "
+        "in float32 unless train.gradient_dtype says otherwise.",
         "",
         *(f"- {break_even(results, name)}." for name in ("hybrid", "strong")),
     ]

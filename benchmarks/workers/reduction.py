@@ -1,6 +1,6 @@
 """One host of `reduction.py`: backward passes whose reductions are ordered in several ways.
 
-Started by launch/emulate on every host; both devices of a host do the same. A layer's backward is
+Started by launch/emulate on every host; a host's devices all do the same. A layer's backward is
 work, an all-to-all, work; then its gradient is ready to be reduced. The link carries collectives in
 the order of the program (comm.gloo), so the order is written in the program.
 """

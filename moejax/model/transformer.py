@@ -135,12 +135,14 @@ class Transformer(nnx.Module):
             table_vD, w_Dv = self.embedding.weights()
             x_BtD = self.embedding.embed(token_BT, table_vD)
         reports, first_block = [], 0
-        for place, group in enumerate(self.groups):
+        for place, (group, (kinds, repeats)) in enumerate(
+            zip(self.groups, layer_groups(cfg), strict=True)
+        ):
             key = None if noise_key is None else jax.random.fold_in(noise_key, place)
             plain = max(0, self.program.compression.start_layer - first_block)
-            x_BtD, stats, blocks = self._run_group(group, x_BtD, mask_BST, angles, key, plain)
+            x_BtD, stats = self._run_group(group, x_BtD, mask_BST, angles, key, plain)
             reports += [] if stats is None else [stats]
-            first_block += blocks
+            first_block += len(kinds) * repeats
         x_BTD = enter_tensor(self.norm(x_BtD), self.program.layout)
         if not reports:
             return x_BTD, w_Dv, None
@@ -154,11 +156,12 @@ class Transformer(nnx.Module):
         angles: Angles,
         noise_key: jax.Array | None,
         plain_blocks: int,
-    ) -> tuple[jax.Array, MoEStats | None, int]:
-        """Scans one layer group; reports come back stacked in layer order, with the block count.
+    ) -> tuple[jax.Array, MoEStats | None]:
+        """Scans one layer group; reports come back stacked in layer order.
 
         Args:
-          plain_blocks: that many of the first have no codec of their gradients.
+          plain_blocks: that many of the first, or up to the end of their pattern, have no codec of
+            their gradients.
         """
         graph, stacked = nnx.split(group)
         repeats, pattern = jax.tree.leaves(stacked)[0].shape[0], len(group.blocks)
@@ -182,8 +185,8 @@ class Transformer(nnx.Module):
             x_BtD, found = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
             reports.append(found)
         if not reports[0]:
-            return x_BtD, None, repeats * pattern
+            return x_BtD, None
         whole = jax.tree.map(lambda *p: jnp.concatenate(p), *reports)
         # [repeat, ...] for each expert block of the pattern -> [repeat * blocks, ...], in order.
         stats = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *whole)
-        return x_BtD, stats, repeats * pattern
+        return x_BtD, stats

@@ -14,7 +14,8 @@ from moejax.plan.compiled import Exchange
 def class_of(one: Exchange, layout: Layout) -> str | None:
     """The class of compressible traffic that a collective carries, forward or backward.
 
-    Both directions of tokens count as one class here: the compiled program does not name them.
+    The compiled program does not name what it sends: both directions of tokens count as one class
+    here, and so do gradients of dense weights and of experts, which cross nodes on the same axes.
     """
     if "float" not in one.dtype or not set(one.axes) & set(layout.slow):
         return None
@@ -23,14 +24,14 @@ def class_of(one: Exchange, layout: Layout) -> str | None:
     if one.kind == "all_gather" and set(one.axes) & set(layout.fsdp + layout.expert):
         return "weights"
     if one.kind in ("all_reduce", "reduce_scatter") and one.backward:
-        # Experts' weights are not shared along the expert axis, all others are.
-        return "dense_gradient" if set(one.axes) & set(layout.expert) else "expert_gradient"
+        return "gradients"
     return None
 
 
 CLASSES = {
     "tokens": ("dispatch", "combine"),
     "tokens_backward": ("dispatch_backward", "combine_backward"),
+    "gradients": ("dense_gradient", "expert_gradient"),
 }
 
 

@@ -124,17 +124,24 @@ class Optimizer:
 
 
 def _layer_by_layer(apply: Callable, gradient: jax.Array, kept: Any) -> Any:
-    """`apply` on each layer of stacked arrays, in place; counts, which have no layers, as given."""
+    """`apply` on each layer of stacked arrays, in place; counts, which have no layers, as given.
+
+    The loop carries each layer flat: else XLA gives the whole stack the layout that the products
+    inside like best, and copies it before and after.
+    """
     index, put = jax.lax.dynamic_index_in_dim, jax.lax.dynamic_update_index_in_dim
 
     def body(layer: jax.Array, now: Any) -> Any:
-        own = jax.tree.map(
-            lambda x, given: index(x, layer, keepdims=False) if x.ndim else given, now, kept
-        )
-        new = apply(index(gradient, layer, keepdims=False), own)
-        return jax.tree.map(lambda x, y: put(x, y, layer, 0) if x.ndim else y, now, new)
+        def own(flat: jax.Array, given: jax.Array) -> jax.Array:
+            shape = given.shape[1:]
+            return index(flat, layer, keepdims=False).reshape(shape) if given.ndim else given
 
-    return jax.lax.fori_loop(0, gradient.shape[0], body, kept)
+        new = apply(index(gradient, layer, keepdims=False), jax.tree.map(own, now, kept))
+        return jax.tree.map(lambda x, y: put(x, y.reshape(-1), layer, 0) if x.ndim else y, now, new)
+
+    flat = jax.tree.map(lambda x: x.reshape(len(x), -1) if x.ndim else x, kept)
+    found = jax.lax.fori_loop(0, len(gradient), body, flat)
+    return jax.tree.map(lambda x, y: x.reshape(y.shape), found, kept)
 
 
 def _decays(dims: str) -> bool:

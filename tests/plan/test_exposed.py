@@ -24,9 +24,9 @@ def exchange(kind, *axes, hides=False, backward=False, dtype="bfloat16", size=10
         (exchange("all_to_all", "expert_slow", backward=True), WIDE, "tokens_backward"),
         (exchange("all_to_all", "expert_slow", dtype="uint8"), WIDE, None),
         (exchange("all_to_all", "expert_fast"), WIDE, None),
-        (exchange("all_reduce", "replica", backward=True), LAYOUT, "expert_gradient"),
+        (exchange("all_reduce", "replica", backward=True), LAYOUT, "gradients"),
         (exchange("all_reduce", "replica"), LAYOUT, None),
-        (exchange("reduce_scatter", "expert_slow", backward=True), WIDE, "dense_gradient"),
+        (exchange("reduce_scatter", "expert_slow", backward=True), WIDE, "gradients"),
         (exchange("all_gather", "expert_slow"), WIDE, "weights"),
         (exchange("all_gather", "fsdp"), LAYOUT, None),
     ],
@@ -44,14 +44,16 @@ def test_only_what_is_exposed_is_compressed():
         exchange("all_gather", "expert_slow"),
     ]
     shares = hidden_shares(found, WIDE)
-    assert shares == {"tokens": 0.75, "dense_gradient": 0.0, "weights": 0.0}
+    assert shares == {"tokens": 0.75, "gradients": 0.0, "weights": 0.0}
     assert compress_exposed(found, WIDE, "hybrid") == {
         "preset": "none",
         "dense_gradient": "int8+feedback",
+        "expert_gradient": "int8+feedback",
     }
     assert compress_exposed(found, WIDE, "hybrid", hidden_above=0.8) == {
         "preset": "none",
         "dense_gradient": "int8+feedback",
+        "expert_gradient": "int8+feedback",
         "dispatch": "int8",
         "combine": "int8",
     }
