@@ -9,19 +9,15 @@ and compression.md.
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jax
 from exchange import Case, Variants, run
-from machine import describe
+from machine import stamp
 
 # Mbit/s, and positions of each of the eight sequences of a step.
 SETTINGS = ((100, 256), (100, 64), (50, 256), (200, 256), (400, 256), (1600, 256))
@@ -72,13 +68,7 @@ def main() -> None:
             results.append({"case": asdict(one), "found": run(one, Path(folder))})
             for line in rows(results[-1]):
                 print(line, flush=True)
-            record = {
-                "results": results,
-                "machine": describe(sorted(os.sched_getaffinity(0))),
-                "jax": jax.__version__,
-                "python": platform.python_version(),
-                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            }
+            record = {"results": results} | stamp()
             (args.out / "compression.json").write_text(json.dumps(record, indent=1) + "\n")
             (args.out / "compression.md").write_text(page(record))
 

@@ -11,19 +11,15 @@ beside it. Needs matplotlib (`pip install '.[plots]'`).
 import argparse
 import dataclasses
 import json
-import os
-import platform
-import tempfile
-import time
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import jax
 import matplotlib as mpl
-from machine import describe
-from rich.console import Console
+from machine import stamp
+from training import held_out
 
+from moejax.compression import PRESETS
 from moejax.config import (
     CheckpointConfig,
     CompressionConfig,
@@ -35,20 +31,10 @@ from moejax.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from moejax.train.loop import train
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
 
-ALONE = {
-    "dense_gradient": "int4+feedback",
-    "expert_gradient": "int4+feedback",
-    "dispatch": "int8",
-    "combine": "int8",
-    "dispatch_backward": "int8",
-    "combine_backward": "int8",
-    "weights": "int8",
-}
 # Where it breaks: beyond every preset.
 HARSH = {
     "gradients int4, no feedback": {"dense_gradient": "int4", "expert_gradient": "int4"},
@@ -63,7 +49,7 @@ POLICIES: dict[str, dict[str, str]] = {
     "none": {},
     "hybrid": {"preset": "hybrid"},
     "strong": {"preset": "strong"},
-    **{f"{kind} {codec} alone": {kind: codec} for kind, codec in ALONE.items()},
+    **{f"{kind} {codec} alone": {kind: codec} for kind, codec in PRESETS["strong"].items()},
     **HARSH,
 }
 CONFIG = Config(
@@ -84,23 +70,6 @@ CONFIG = Config(
 )
 
 
-def held_out(policy: dict[str, str], seed: int, steps: int) -> dict[str, Any]:
-    """Trains once; returns held-out bits per byte along the run, and of all held-out text."""
-    with tempfile.TemporaryDirectory() as directory:
-        settings = dataclasses.replace(CONFIG.train, seed=seed, num_steps=steps)
-        compression = CompressionConfig(**policy)
-        cfg = dataclasses.replace(
-            CONFIG, run_dir=directory, train=settings, compression=compression
-        )
-        began = time.perf_counter()
-        train(cfg, Console(stderr=True, force_terminal=False))
-        lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    curve = {str(e["step"]): e["bits_per_byte"] for e in events if e["event"] == "eval"}
-    final = next(e["bits_per_byte"] for e in events if e["event"] == "final_eval")
-    return {"final": final, "curve": curve, "seconds": time.perf_counter() - began}
-
-
 def main() -> None:
     """Runs every seed of every policy, in turns, and writes the results after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -118,13 +87,12 @@ def main() -> None:
             runs = record["runs"].setdefault(name, {})
             if str(seed) in runs:
                 continue
-            runs[str(seed)] = held_out(policy, seed, args.steps)
+            settings = dataclasses.replace(CONFIG.train, num_steps=args.steps)
+            compression = CompressionConfig(**policy)
+            cfg = dataclasses.replace(CONFIG, train=settings, compression=compression)
+            runs[str(seed)] = held_out(cfg, seed)
             print(f"seed {seed}  {name}  {runs[str(seed)]['final']:.4f} bits per byte", flush=True)
-            record |= {
-                "machine": describe(sorted(os.sched_getaffinity(0))),
-                "jax": jax.__version__,
-                "python": platform.python_version(),
-            }
+            record |= stamp()
             path.write_text(json.dumps(record, indent=1) + "\n")
             (args.out / "convergence.md").write_text(page(record))
             draw(record, args.out / "convergence.svg")

@@ -8,20 +8,16 @@ processes and run in turns. Needs root, ip and tc. Writes exchange.json and exch
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 from cluster import run_case
 from exchange_page import page, table
-from machine import describe
+from machine import stamp
 
 HERE = Path(__file__).parent
 RATES = (50, 100, 200, 400)  # Mbit/s
@@ -196,13 +192,7 @@ def write(results: list[dict[str, Any]], folder: Path) -> None:
     """Writes what was measured so far, in the order of the cases."""
     order = [place(asdict(case)) for case in cases()]
     results = sorted(results, key=lambda result: order.index(place(result["case"])))
-    record = {
-        "results": results,
-        "machine": describe(sorted(os.sched_getaffinity(0))),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    record = {"results": results} | stamp()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "exchange.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "exchange.md").write_text(page(record, __doc__ or ""))

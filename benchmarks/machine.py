@@ -1,13 +1,26 @@
 """What a result must say about the machine: hardware, and whether anything else ran on it."""
 
+import datetime
 import os
 import platform
 import time
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 STAT = Path("/proc/stat")
+
+
+def stamp() -> dict[str, Any]:
+    """What a record says of where and when it was made."""
+    return {
+        "machine": describe(sorted(os.sched_getaffinity(0))),
+        "jax": version("jax"),
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
 
 
 def describe(cpus: list[int]) -> dict:

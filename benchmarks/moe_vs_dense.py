@@ -10,16 +10,11 @@ router's share is stated. Writes moe_vs_dense.json and .md.
 import argparse
 import dataclasses
 import json
-import os
-import platform
 import statistics
-import tempfile
-import time
 from pathlib import Path
 
-import jax
-from machine import describe
-from rich.console import Console
+from machine import stamp
+from training import held_out
 
 from moejax.config import (
     CheckpointConfig,
@@ -30,7 +25,6 @@ from moejax.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from moejax.train.loop import train
 
 
 def configs(num_steps: int) -> dict[str, Config]:
@@ -56,20 +50,6 @@ def configs(num_steps: int) -> dict[str, Config]:
     return {"moe": run, "dense": dataclasses.replace(run, model=dense, moe=MoEConfig())}
 
 
-def held_out(cfg: Config, seed: int) -> dict:
-    """Trains once; returns held-out bits per byte along the run, and of all held-out text."""
-    with tempfile.TemporaryDirectory() as directory:
-        settings = dataclasses.replace(cfg.train, seed=seed)
-        cfg = dataclasses.replace(cfg, run_dir=directory, train=settings)
-        began = time.perf_counter()
-        train(cfg, Console(stderr=True, force_terminal=False))
-        lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
-    curve = {e["step"]: e["bits_per_byte"] for e in events if e["event"] == "eval"}
-    final = next(e["bits_per_byte"] for e in events if e["event"] == "final_eval")
-    return {"final": final, "curve": curve, "seconds": time.perf_counter() - began}
-
-
 def main() -> None:
     """Runs every seed of both models, alternating, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -84,13 +64,7 @@ def main() -> None:
             print(f"seed {seed}  {name}  {runs[name][-1]['final']:.4f} bits per byte", flush=True)
     cfg = configs(args.steps)["moe"]
     tokens = args.steps * cfg.train.batch_sequences * cfg.data.sequence_length
-    result = {
-        "tokens": tokens,
-        "runs": runs,
-        "machine": describe(sorted(os.sched_getaffinity(0))),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
+    result = {"tokens": tokens, "runs": runs} | stamp()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "moe_vs_dense.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.out / "moe_vs_dense.md").write_text(page(result))

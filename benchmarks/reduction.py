@@ -15,18 +15,14 @@ and tc. Writes reduction.json and reduction.md.
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jax
 from cluster import run_case
-from machine import describe
+from machine import stamp
 
 HERE = Path(__file__).parent
 ORDERS = ("whole", "pieces", "planned", "deferred")
@@ -72,13 +68,7 @@ def main() -> None:
 
 def write(results: list[dict[str, Any]], out: Path) -> None:
     """The record and the page of what is there so far."""
-    record = {
-        "results": results,
-        "machine": describe(sorted(os.sched_getaffinity(0))),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
+    record = {"results": results} | stamp()
     out.mkdir(parents=True, exist_ok=True)
     (out / "reduction.json").write_text(json.dumps(record, indent=1) + "\n")
     (out / "reduction.md").write_text(page(record))

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from moejax.comm import gloo, wire  # noqa: E402
 from moejax.comm.codec import Codec, Moment, build_codec  # noqa: E402
 from moejax.comm.exchange import PIECES, ship  # noqa: E402
-from moejax.comm.reduce import class_of, compressible, way_of  # noqa: E402
+from moejax.comm.reduce import class_of, compressible, parts_shape, way_of  # noqa: E402
 from moejax.dims import Layout, build_layout  # noqa: E402
 from moejax.moe.layer import MoE, RouterBias  # noqa: E402
 from moejax.moe.sizes import needed, usual_sizes  # noqa: E402
@@ -155,16 +155,13 @@ def build_codecs(trainer: Trainer) -> Variant:
     everywhere, devices = P(layout.mesh_axes), layout.size(layout.mesh_axes)
     params = jax.tree.leaves(trainer.abstract.params)
     for dims, param in zip(jax.tree.leaves(trainer.dims), params, strict=True):
-        spec, way = getattr(trainer.program.codecs, class_of(dims)), way_of(dims, layout)
-        if spec is None or not way.slow or not compressible(dims):
+        spec = getattr(trainer.program.codecs, class_of(dims))
+        if spec is None or not way_of(dims, layout).slow or not compressible(dims):
             continue
-        (scatter, _), (copies, inside) = way.split(way.gather), way.split(way.copies)
-        shards = layout.size(tuple(axis for axes in layout.param_axes(dims) for axis in axes))
-        n = -(-param.size // shards // layout.size(copies + inside))
-        body = partial(run_codec, codec=build_codec(spec), copies=layout.size(copies))
+        shards, copies, n = parts_shape(param.size, dims, layout)
+        body = partial(run_codec, codec=build_codec(spec), copies=copies)
         mapped = gloo.shard_map(body, trainer.mesh, everywhere, everywhere)
-        parts = np.ones((devices * layout.size(scatter + copies), n), np.float32)
-        x = place(parts, trainer.mesh, everywhere)
+        x = place(np.ones((devices * shards * copies, n), np.float32), trainer.mesh, everywhere)
         programs.append((jax.jit(mapped).lower(x).compile(), x))
     return Variant(lambda: [program(x) for program, x in programs], {"counted": 0, "temporary": 0})
 

@@ -128,6 +128,18 @@ def _built(codecs: Codecs, dims: str) -> Codec | LowRank | None:
     return None if spec is None else build_codec(spec)
 
 
+def parts_shape(size: int, dims: str, layout: Layout) -> tuple[int, int, int]:
+    """[S, C, n] of what crosses nodes of a gradient of `size` values.
+
+    One part of n values to each of S shards of the weight and C copies of a shard.
+    """
+    way = way_of(dims, layout)
+    (scatter, _), (copies, inside) = way.split(way.gather), way.split(way.copies)
+    shards = layout.size(tuple(axis for axes in layout.param_axes(dims) for axis in axes))
+    n = -(-size // shards // layout.size(copies + inside))
+    return layout.size(scatter), layout.size(copies), n
+
+
 def describe_state(program: Program, param: Any, dims: str) -> Any:
     """Shapes of what codecs of a parameter's gradient remember, or None; see `TrainState`."""
     layout, policy = program.layout, program.compression
@@ -136,13 +148,8 @@ def describe_state(program: Program, param: Any, dims: str) -> Any:
     if not codecs or not way.slow or not compressible(dims):
         return None
     stack = param.ndim - len(dims)
-    (scatter, _), (copies, inside) = way.split(way.gather), way.split(way.copies)
-    shards = layout.size(tuple(axis for axes in layout.param_axes(dims) for axis in axes))
-    size = math.prod(param.shape[stack:]) // shards
-    n = -(-size // layout.size(copies + inside))
-    state = jax.eval_shape(
-        lambda: first_state(codecs, layout.size(scatter), layout.size(copies), n)
-    )
+    shape = parts_shape(math.prod(param.shape[stack:]), dims, layout)
+    state = jax.eval_shape(lambda: first_state(codecs, *shape))
     ahead = (*param.shape[:stack], layout.size(layout.mesh_axes))
     return jax.tree.map(
         # None for nothing: checkpoints hold no empty arrays.

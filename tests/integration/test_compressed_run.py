@@ -12,7 +12,6 @@ from tests.integration.runs import (
     records,
     run,
     run_until,
-    write_config,
 )
 
 STEPS = 40
@@ -27,21 +26,6 @@ compression:
   adapt_every: 4
 """
 )
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A directory with token files and a config, and what compiled programs are kept in."""
-    folder = tmp_path_factory.mktemp("compressed")
-    return write_config(folder, CONFIG, folder / "straight")
-
-
-@pytest.fixture(scope="module")
-def straight(place):
-    """The directory and the output of an undisturbed run."""
-    code, out, err = run(place)
-    assert code == 0, err
-    return place / "straight", out
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from tests.integration.runs import (
     records,
     run,
     run_until,
-    write_config,
 )
 from tests.launch.test_emulate import needs_namespaces
 
@@ -31,18 +30,11 @@ EMULATE = (REPOSITORY / "launch" / "emulate", "--hosts", 2, "--devices-per-host"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A directory with token files and a config, and what compiled programs are kept in."""
-    folder = tmp_path_factory.mktemp("several")
-    return write_config(folder, CONFIG, folder / "two")
-
-
-@pytest.fixture(scope="module")
 def two(place):
     """The run directory and the output of an undisturbed run of two processes."""
     code, out, _ = run(place, launcher=(*LOCAL, "--devices", 2))
     assert code == 0, out
-    return place / "two", out
+    return place / "straight", out
 
 
 @pytest.mark.slow

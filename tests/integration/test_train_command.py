@@ -19,26 +19,10 @@ from tests.integration.runs import (
     records,
     run,
     run_until,
-    write_config,
 )
 
 STEPS = 60
 CONFIG = describe(STEPS, simulated_devices=8, replica="null")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A directory with token files and a config, and what compiled programs are kept in."""
-    folder = tmp_path_factory.mktemp("runs")
-    return write_config(folder, CONFIG, folder / "straight")
-
-
-@pytest.fixture(scope="module")
-def straight(place):
-    """The directory and the output of an undisturbed run."""
-    code, out, err = run(place)
-    assert code == 0, err
-    return place / "straight", out
 
 
 @pytest.mark.slow

@@ -1,0 +1,27 @@
+"""A run of the trainer for its held-out loss."""
+
+import dataclasses
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moejax.config import Config
+from moejax.train.loop import train
+
+
+def held_out(cfg: Config, seed: int) -> dict[str, Any]:
+    """Trains once; returns held-out bits per byte along the run, and of all held-out text."""
+    with tempfile.TemporaryDirectory() as directory:
+        settings = dataclasses.replace(cfg.train, seed=seed)
+        cfg = dataclasses.replace(cfg, run_dir=directory, train=settings)
+        began = time.perf_counter()
+        train(cfg, Console(stderr=True, force_terminal=False))
+        lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    curve = {str(e["step"]): e["bits_per_byte"] for e in events if e["event"] == "eval"}
+    final = next(e["bits_per_byte"] for e in events if e["event"] == "final_eval")
+    return {"final": final, "curve": curve, "seconds": time.perf_counter() - began}
