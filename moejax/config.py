@@ -274,7 +274,9 @@ class CompressionConfig:
     weights: str = setting("preset", "weights that are gathered")
     block: int = setting(128, "values that share a scale; a multiple of 4", at_least=4)
     start_layer: int = setting(
-        0, "blocks at the start whose gradients travel as they are", at_least=0
+        0,
+        "blocks at the start whose gradients travel as they are, up to a whole pattern of blocks",
+        at_least=0,
     )
     adapt_every: int = setting(100, "steps between choices of an adaptive codec", at_least=1)
 

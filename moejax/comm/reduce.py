@@ -10,6 +10,7 @@ Parameters that every device holds whole (norm scales) are too small for a colle
 `reduce_whole` sums them all in one at the end.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +48,7 @@ class Carried:
 
     weight: Any  # an array; jax builds trees of other things too
     state: Any  # a `ReduceState`
-    step: Any  # float32, so that it may be differentiated: the gradient is zero
+    when: Any  # [2] float32, so that it may be differentiated: the step, and which parameter
 
 
 @dataclass(frozen=True)
@@ -170,13 +171,16 @@ def state_specs(states: Any, params: Any, dims: Any, layout: Layout) -> Any:
 
 def carry(params: Any, states: Any, dims: Any, step: jax.Array) -> Any:
     """The parameters, with what codecs remember beside those that have one."""
+    numbers = itertools.count()
 
     def beside(param: jax.Array, letters: str, state: ReduceState | None) -> Any:
         if state is None:
             return param
-        stack = param.ndim - len(letters)
-        own = jax.tree.map(lambda s: jnp.squeeze(s, stack), state)
-        return Carried(param, own, jnp.full(param.shape[:stack], step, jnp.float32))
+        stack = param.shape[: param.ndim - len(letters)]
+        own = jax.tree.map(lambda s: jnp.squeeze(s, len(stack)), state)
+        which = [next(numbers) for _ in range(math.prod(stack))]
+        which_L2 = jnp.stack(jnp.broadcast_arrays(step, jnp.array(which)), axis=-1)
+        return Carried(param, own, which_L2.astype(jnp.float32).reshape(*stack, 2))
 
     return jax.tree.map(beside, params, dims, states)
 
@@ -250,19 +254,19 @@ def _enter(w: jax.Array | Carried, how: How) -> jax.Array:
 
 def _enter_forward(w, how):
     if isinstance(w, Carried):
-        return _enter(w, how), (jnp.zeros(0, w.weight.dtype), w.state, w.step)
+        return _enter(w, how), (jnp.zeros(0, w.weight.dtype), w.state, w.when)
     return _enter(w, how), (jnp.zeros(0, w.dtype), None, None)
 
 
 def _enter_backward(how, kept, gradient):
-    like, state, step = kept
+    like, state, when = kept
     gradient = gradient.astype(how.gradient_dtype)
     if state is None:
         return (_reduced(gradient, how, None, None)[0].astype(like.dtype),)
-    step_done = step.astype(jnp.int32)
-    moment = Moment(step_done, jax.random.fold_in(jax.random.key(0), step_done))
-    reduced, state = _reduced(gradient, how, state, moment)
-    return (Carried(reduced.astype(like.dtype), state, jnp.zeros_like(step)),)
+    step, which = when.astype(jnp.int32)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), which)
+    reduced, state = _reduced(gradient, how, state, Moment(step, key))
+    return (Carried(reduced.astype(like.dtype), state, jnp.zeros_like(when)),)
 
 
 _enter.defvjp(_enter_forward, _enter_backward)

@@ -136,6 +136,11 @@ class Trainer:
             return self
         return build_trainer(self.cfg, self.mesh, self.platform, codecs)
 
+    @cached_property
+    def plain(self) -> "Trainer":
+        """The trainer without codecs: what is held out is not measured through them."""
+        return self.at(NO_CODECS)
+
     def first_reduction(self) -> Reduction:
         """What codecs of gradients remember at first: nothing."""
         shardings = _shardings(self.abstract.reduction)
@@ -162,15 +167,13 @@ class Trainer:
     @cached_property
     def evaluate(self) -> Any:
         """The jitted (state, batch) -> summed nats over the batch's valid targets; no codecs."""
-        return self._jitted(partial(_evaluate, self.at(NO_CODECS)), P())
+        return self._jitted(partial(_evaluate, self.plain), P())
 
     @cached_property
     def next_logits(self) -> Any:
         """The jitted (state, (token_BT, length)) -> logits_BV after the first `length` tokens."""
         batch = (self.layout.token_spec(), P())
-        return self._jitted(
-            partial(_next_logits, self.at(NO_CODECS)), self.layout.token_spec(), batch
-        )
+        return self._jitted(partial(_next_logits, self.plain), self.layout.token_spec(), batch)
 
     @cached_property
     def options(self) -> Options:
