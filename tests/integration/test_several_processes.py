@@ -5,8 +5,6 @@ import re
 import shutil
 import signal
 
-import jax
-import numpy as np
 import pytest
 
 from moejax.runtime.ledger import RunLock
@@ -131,10 +129,10 @@ def test_another_number_of_processes_takes_over(place, two, launcher):
     assert f"resuming at step {STEPS} from" in out
     (step, before), (later, after) = final_state(two[0]), final_state(run_dir)
     assert (step, later) == (STEPS, STEPS + 2)
-    shapes = [x.shape for x in before]
-    assert shapes == [x.shape for x in after]
-    same = [x.tobytes() == y.tobytes() for x, y in zip(before, after, strict=True)]
-    assert sum(same) >= len(jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))) // 3
+    pairs = [(x, y) for x, y in zip(before, after, strict=True) if x.ndim]
+    assert all(x.shape == y.shape for x, y in pairs)
+    # Of three arrays a parameter, weights and two moments, the first.
+    assert sum(x.tobytes() == y.tobytes() for x, y in pairs) >= len(pairs) // 3
 
 
 BAD = {

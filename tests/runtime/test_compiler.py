@@ -29,10 +29,10 @@ def test_a_value_that_the_compiler_refuses_is_an_error():
         known_options({"xla_cpu_enable_fast_math": "perhaps"}, jax.devices()[0])
 
 
-def test_every_hop_may_travel_outward_and_homeward_at_once():
+def test_every_hop_may_travel_outward_and_homeward_at_once_and_a_reduction_beside_them():
     for hops in (1, 2):
         (limit,) = compiler_options("gpu", hops=hops).values()
-        assert limit == 2 * hops
+        assert limit == 2 * hops + 1
 
 
 def test_nothing_is_asked_where_nothing_travels_or_the_runtime_orders_the_program():
