@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 
+import numpy as np
 import pytest
 
 from moejax.runtime.ledger import RunLock
