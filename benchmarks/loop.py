@@ -29,7 +29,8 @@ from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import open_inputs
 from moejax.train.loop import Run, steps
 from moejax.train.metrics import Display, Meter, Records
-from moejax.train.step import TrainState, build_trainer
+from moejax.train.state import TrainState
+from moejax.train.step import build_trainer
 
 CFG = Config(
     model=ModelConfig(width=256, num_layers=4, num_heads=8, num_kv_heads=8, tie_embeddings=False),

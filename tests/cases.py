@@ -18,7 +18,8 @@ from moejax.config import (
 )
 from moejax.dims import build_layout
 from moejax.plan.build import build_mesh
-from moejax.train.step import Batch, Trainer, build_trainer
+from moejax.train.state import Batch
+from moejax.train.step import Trainer, build_trainer
 
 SMALL_MODEL = ModelConfig(
     vocab_size=64,

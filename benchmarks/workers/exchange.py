@@ -35,7 +35,8 @@ from moejax.moe.sizes import needed, usual_sizes  # noqa: E402
 from moejax.plan.build import build_mesh  # noqa: E402
 from moejax.plan.trace import Collective, collectives  # noqa: E402
 from moejax.settings import from_dict  # noqa: E402
-from moejax.train.step import Batch, Trainer, build_trainer  # noqa: E402
+from moejax.train.state import Batch  # noqa: E402
+from moejax.train.step import Trainer, build_trainer  # noqa: E402
 
 SENT = Path("/sys/class/net/net0/statistics/tx_bytes")
 

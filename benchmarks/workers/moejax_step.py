@@ -20,7 +20,8 @@ from moejax.model.count import count
 from moejax.plan.build import build_mesh
 from moejax.runtime.start import platform_of, start
 from moejax.settings import from_dict
-from moejax.train.step import Batch, Trainer, build_trainer
+from moejax.train.state import Batch
+from moejax.train.step import Trainer, build_trainer
 from moejax.train.summary import parameter_sizes
 
 

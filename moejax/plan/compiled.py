@@ -24,48 +24,21 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-KINDS = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "collective-permute": "permute",
-}
+from moejax.plan.hlo import (
+    KINDS,
+    Instruction,
+    arrays_of,
+    computations,
+    kind_of,
+    origin_of,
+    replica_groups,
+)
+
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "u8": "uint8", "u16": "uint16"}
 # Library calls and hand-written kernels that multiply matrices.
 PRODUCT_TARGETS = re.compile(
     r'custom_call_target="(__cublas|__cudnn|mosaic_gpu|tpu_custom_call|__op\$triton)'
 )
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of a computation."""
-
-    name: str
-    op: str
-    result: str  # its type
-    rest: str  # operands and attributes
-
-    @property
-    def first_operand(self) -> str:
-        """The name of the first thing it takes."""
-        found = re.search(r"%([\w.\-]+)", self.rest)
-        return found[1] if found else ""
-
-    @cached_property
-    def called(self) -> list[str]:
-        """The computations it runs; of a conditional the one that an ordinary step takes."""
-        if self.op == "conditional":
-            first = r"(?:branch_computations=\{|false_computation=)%([\w.\-]+)"
-            return re.findall(first, self.rest)
-        return re.findall(r"(?:calls|body|to_apply)=%([\w.\-]+)", self.rest)
-
-    @property
-    def trips(self) -> int:
-        """How often a loop runs, where the compiler knows it."""
-        count = re.search(r'known_trip_count":\{"n":"(\d+)"', self.rest)
-        return int(count[1]) if count else 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +89,7 @@ class CompiledText:
 
     def __init__(self, text: str, axes: Mapping[str, int]):
         self.axes = dict(axes)
-        self.computations, self.entry = _computations(text)
+        self.computations, self.entry = computations(text)
         self._with_products: dict[str, bool] = {}
 
     @cached_property
@@ -159,7 +132,7 @@ class CompiledText:
         if line.op.endswith(("-done", "-update")):
             return []
         if issued is not None:
-            return [line.name] if _kind(issued.op) == "all-to-all" else []
+            return [line.name] if kind_of(issued.op) == "all-to-all" else []
         inner = [one for name in line.called for one in self._schedules.get(name, [])]
         return [launch for one in inner for launch in self._launches(one)]
 
@@ -214,12 +187,12 @@ class CompiledText:
             if line.op == "fusion" or line.op.endswith("-start"):
                 for name in line.called:
                     lines = self.computations.get(name, [])
-                    found.update((name, inner) for inner in lines if _kind(inner.op))
+                    found.update((name, inner) for inner in lines if kind_of(inner.op))
         return found
 
     def _issued(self, line: Instruction) -> Instruction | None:
         """The collective that an instruction is, or starts."""
-        if _kind(line.op):
+        if kind_of(line.op):
             return line
         return next((self._wrapped[name] for name in line.called if name in self._wrapped), None)
 
@@ -240,13 +213,13 @@ class CompiledText:
 
     def _letter(self, line: Instruction) -> str:
         if line.op.endswith("-done"):
-            line = self._starts.get(_origin(line, self._starts), line)
+            line = self._starts.get(origin_of(line, self._starts), line)
             start, alone = "D", "d"
         else:
             start, alone = ("S", "s") if line.op.endswith("-start") else ("A", "a")
         issued = self._issued(line)
         if issued is not None:
-            return start if _kind(issued.op) == "all-to-all" else alone
+            return start if kind_of(issued.op) == "all-to-all" else alone
         if start == "A" and self.multiplies(line):
             return {"while": "W", "conditional": "C"}.get(line.op, "G")
         return ""
@@ -262,12 +235,12 @@ class CompiledText:
     ) -> Iterator[Exchange]:
         """The arrays that one instruction moves, if it communicates, while others run."""
         issued = self._issued(line)
-        kind = _kind(issued.op) if issued else None
+        kind = kind_of(issued.op) if issued else None
         if issued is None or kind is None:
             return
         axes = self._axes_of(issued.rest)
         group = math.prod(self.axes.get(axis, 1) for axis in axes)
-        for dtype, size in _arrays(issued, kind, group):
+        for dtype, size in arrays_of(issued, kind, group):
             yield Exchange(
                 kind=KINDS[kind],
                 axes=axes,
@@ -287,7 +260,7 @@ class CompiledText:
         ends = (
             number
             for number, line in enumerate(lines[place + 1 :], place + 1)
-            if line.op.endswith("-done") and _origin(line, self._starts) == lines[place].name
+            if line.op.endswith("-done") and origin_of(line, self._starts) == lines[place].name
         )
         return next(ends, len(lines))
 
@@ -308,42 +281,6 @@ class CompiledText:
         return ("?",)
 
 
-def replica_groups(attributes: str, devices: int) -> frozenset[frozenset[int]]:
-    """The sets of devices that take part in a collective together.
-
-    Reads `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)` and `source_target_pairs`.
-    """
-    pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", attributes)
-    if pairs:
-        return _joined([set(map(int, pair.split(","))) for pair in _braced(pairs[1])])
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if iota:
-        shape, source, order = (_numbers(part) for part in iota.groups())
-        ids = np.arange(devices).reshape(source)
-        ids = ids.transpose(order or range(len(source))).reshape(shape[0], -1)
-        return frozenset(frozenset(group) for group in ids.tolist())
-    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", attributes)
-    groups = [_numbers(group) for group in _braced(listed[1])] if listed else [range(devices)]
-    return frozenset(frozenset(group) for group in groups)
-
-
-def _braced(text: str) -> list[str]:
-    return re.findall(r"\{([\d,]+)\}", text)
-
-
-def _numbers(text: str | None) -> list[int]:
-    return [int(number) for number in text.split(",")] if text else []
-
-
-def _joined(sets: list[set[int]]) -> frozenset[frozenset[int]]:
-    """Unites sets that share a member."""
-    groups: list[set[int]] = []
-    for one in sets:
-        touching = [group for group in groups if group & one]
-        groups = [group for group in groups if not group & one] + [one.union(*touching)]
-    return frozenset(frozenset(group) for group in groups)
-
-
 @lru_cache
 def _groups_along(
     chosen: tuple[str, ...], axes: tuple[tuple[str, int], ...]
@@ -354,62 +291,3 @@ def _groups_along(
     count = math.prod(sizes[place] for place in places)
     ids = np.moveaxis(ids, places, range(-len(places), 0)).reshape(-1, count)
     return frozenset(frozenset(group) for group in ids.tolist())
-
-
-def _computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The instructions of each computation, and the name of the first one to run."""
-    found: dict[str, list[Instruction]] = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
-        if head:
-            current = found.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
-        elif line == "}":
-            current = None
-        elif current is not None:
-            parsed = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z\-]*)\((.*)", line)
-            if parsed:
-                name, result, op, rest = parsed.groups()
-                current.append(Instruction(name, op, result, rest))
-    return found, entry
-
-
-def _kind(op: str) -> str | None:
-    """The key of `KINDS` that an operation is."""
-    op = op.removesuffix("-start")
-    return op if op in KINDS else None
-
-
-def _origin(line: Instruction, starts: Mapping[str, Instruction]) -> str:
-    """The name of the start instruction that a done instruction ends."""
-    name = line.first_operand
-    while name in starts and starts[name].op.endswith("-update"):
-        name = starts[name].first_operand
-    return name
-
-
-def _arrays(line: Instruction, kind: str, group: int) -> list[tuple[str, int]]:
-    """Dtype and bytes of each array that a collective moves, as `Exchange` counts them.
-
-    Args:
-      group: devices that take part together.
-    """
-    result = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", line.result)
-    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", result)
-    sizes = [(dtype, math.prod(_numbers(dims)) * _bits(dtype) // 8) for dtype, dims in arrays]
-    if line.op.endswith("-start") and (result.startswith("((") or line.op != "all-reduce-start"):
-        # The type of a start names operands, then results; u32[] are the runtime's own.
-        sizes = [(dtype, size) for dtype, size in sizes if (dtype, size) != ("u32", 4)]
-        half = len(sizes) // 2
-        sizes = sizes[:half] if kind == "reduce-scatter" else sizes[half:]
-    elif kind == "reduce-scatter":
-        sizes = [(dtype, size * group) for dtype, size in sizes]
-    if kind == "all-to-all" and len(sizes) == group > 1:
-        sizes = [(sizes[0][0], sum(size for _, size in sizes))]  # an operand for each peer
-    return sizes
-
-
-def _bits(dtype: str) -> int:
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 8

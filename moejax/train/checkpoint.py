@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
-from moejax.train.step import TrainState
+from moejax.train.state import TrainState
 
 FORMAT_VERSION = 1
 MANIFEST = "moejax_manifest.json"

@@ -14,7 +14,8 @@ from moejax.data import corpus
 from moejax.data.sources import open_sources
 from moejax.data.tokenizer import Tokenizer
 from moejax.data.tokens import TokenSource
-from moejax.train.step import Batch, Trainer
+from moejax.train.state import Batch
+from moejax.train.step import Trainer
 
 
 @dataclass

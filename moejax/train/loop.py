@@ -30,7 +30,8 @@ from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.resume import check_resumable, check_same_weights, remembers, same_reduction
 from moejax.train.sample import sample
-from moejax.train.step import Trainer, TrainState, build_trainer
+from moejax.train.state import TrainState
+from moejax.train.step import Trainer, build_trainer
 from moejax.train.stretches import Stretches
 from moejax.train.summary import print_summary, summarize
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from tensorboardX import SummaryWriter
 
 from moejax.runtime.ledger import Ledger
-from moejax.train.step import Metrics
+from moejax.train.state import Metrics
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 from moejax.runtime.processes import ALONE, Processes
-from moejax.train.step import Trainer, TrainState
+from moejax.train.state import TrainState
+from moejax.train.step import Trainer
 
 
 def sample(

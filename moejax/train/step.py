@@ -6,7 +6,7 @@ devices is the loss; see `comm.wire` for what that makes of the collectives' tra
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,47 +36,7 @@ from moejax.route import build_route
 from moejax.runtime.compiler import Options, compiler_options, known_options
 from moejax.train.loss import LossParts, next_token_loss, sum_nll
 from moejax.train.optimizer import Optimizer, global_norm
-
-Tree = Any  # a pure dict of arrays
-Leaf = Any  # an array; in a description of one, its shape or sharding
-
-
-class TrainState(NamedTuple):
-    """All that a checkpoint holds."""
-
-    step: Leaf  # optimizer steps done, which is also the position in the data
-    skipped: Leaf  # updates not applied because loss or gradient was not finite
-    params: Tree
-    balance: Tree  # selection biases of loss-free balancing
-    optimizer: Any
-    reduction: "Reduction"
-
-
-class Reduction(NamedTuple):
-    """What the compressed reductions of gradients remember; empty without codecs."""
-
-    # Shaped like params; None where no codec serves. Of each device apart: [layers, devices, ...].
-    codecs: Tree
-    rungs: Leaf | None  # int32 [2], of adaptive codecs: dense, experts
-
-
-class Batch(NamedTuple):
-    """One step's sequences; global arrays outside the step, this device's rows inside."""
-
-    token_BT: Leaf
-    target_BT: Leaf  # -1 where there is nothing to predict
-    segment_BT: Leaf
-
-
-class Metrics(NamedTuple):
-    """Of one step, over all devices."""
-
-    loss: jax.Array  # nats per target
-    balance: jax.Array  # load-balance loss, 1 when even
-    load_LE: jax.Array  # assignments to each expert of each expert layer
-    dropped_L: jax.Array
-    gradient_norm: jax.Array  # before clipping
-    skipped: Leaf  # updates skipped so far
+from moejax.train.state import Batch, Metrics, Reduction, TrainState, Tree
 
 
 @dataclass(frozen=True)

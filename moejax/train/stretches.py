@@ -6,7 +6,8 @@ import numpy as np
 
 from moejax.compression import NO_COMPRESSION, Codecs, describe
 from moejax.runtime.processes import Processes
-from moejax.train.step import Trainer, TrainState
+from moejax.train.state import TrainState
+from moejax.train.step import Trainer
 
 
 class Stretches:

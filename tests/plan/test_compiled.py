@@ -4,7 +4,8 @@ import textwrap
 
 import pytest
 
-from moejax.plan.compiled import CompiledText, replica_groups
+from moejax.plan.compiled import CompiledText
+from moejax.plan.hlo import replica_groups
 
 MESH = {"replica": 1, "fsdp": 2, "expert": 2, "tensor": 2}
 NAMED = "mesh['replica'=1,'fsdp'=2,'expert'=2,'tensor'=2]"

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from moejax.train import metrics
 from moejax.train.metrics import Display, Meter, Records
-from moejax.train.step import Metrics
+from moejax.train.state import Metrics
 
 
 class Clock:

@@ -1,0 +1,142 @@
+"""Parses the text of a compiled program: instructions, and what their attributes say."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+KINDS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "permute",
+}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    op: str
+    result: str  # its type
+    rest: str  # operands and attributes
+
+    @property
+    def first_operand(self) -> str:
+        """The name of the first thing it takes."""
+        found = re.search(r"%([\w.\-]+)", self.rest)
+        return found[1] if found else ""
+
+    @cached_property
+    def called(self) -> list[str]:
+        """The computations it runs; of a conditional the one that an ordinary step takes."""
+        if self.op == "conditional":
+            first = r"(?:branch_computations=\{|false_computation=)%([\w.\-]+)"
+            return re.findall(first, self.rest)
+        return re.findall(r"(?:calls|body|to_apply)=%([\w.\-]+)", self.rest)
+
+    @property
+    def trips(self) -> int:
+        """How often a loop runs, where the compiler knows it."""
+        count = re.search(r'known_trip_count":\{"n":"(\d+)"', self.rest)
+        return int(count[1]) if count else 1
+
+
+def replica_groups(attributes: str, devices: int) -> frozenset[frozenset[int]]:
+    """The sets of devices that take part in a collective together.
+
+    Reads `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)` and `source_target_pairs`.
+    """
+    pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", attributes)
+    if pairs:
+        return _joined([set(map(int, pair.split(","))) for pair in _braced(pairs[1])])
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        shape, source, order = (_numbers(part) for part in iota.groups())
+        ids = np.arange(devices).reshape(source)
+        ids = ids.transpose(order or range(len(source))).reshape(shape[0], -1)
+        return frozenset(frozenset(group) for group in ids.tolist())
+    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", attributes)
+    groups = [_numbers(group) for group in _braced(listed[1])] if listed else [range(devices)]
+    return frozenset(frozenset(group) for group in groups)
+
+
+def _braced(text: str) -> list[str]:
+    return re.findall(r"\{([\d,]+)\}", text)
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(number) for number in text.split(",")] if text else []
+
+
+def _joined(sets: list[set[int]]) -> frozenset[frozenset[int]]:
+    """Unites sets that share a member."""
+    groups: list[set[int]] = []
+    for one in sets:
+        touching = [group for group in groups if group & one]
+        groups = [group for group in groups if not group & one] + [one.union(*touching)]
+    return frozenset(frozenset(group) for group in groups)
+
+
+def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The instructions of each computation, and the name of the first one to run."""
+    found: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
+        if head:
+            current = found.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif line == "}":
+            current = None
+        elif current is not None:
+            parsed = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z\-]*)\((.*)", line)
+            if parsed:
+                name, result, op, rest = parsed.groups()
+                current.append(Instruction(name, op, result, rest))
+    return found, entry
+
+
+def kind_of(op: str) -> str | None:
+    """The key of `KINDS` that an operation is."""
+    op = op.removesuffix("-start")
+    return op if op in KINDS else None
+
+
+def origin_of(line: Instruction, starts: Mapping[str, Instruction]) -> str:
+    """The name of the start instruction that a done instruction ends."""
+    name = line.first_operand
+    while name in starts and starts[name].op.endswith("-update"):
+        name = starts[name].first_operand
+    return name
+
+
+def arrays_of(line: Instruction, kind: str, group: int) -> list[tuple[str, int]]:
+    """Dtype and bytes of each array that a collective moves, as `Exchange` counts them.
+
+    Args:
+      group: devices that take part together.
+    """
+    result = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", line.result)
+    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", result)
+    sizes = [(dtype, math.prod(_numbers(dims)) * _bits(dtype) // 8) for dtype, dims in arrays]
+    if line.op.endswith("-start") and (result.startswith("((") or line.op != "all-reduce-start"):
+        # The type of a start names operands, then results; u32[] are the runtime's own.
+        sizes = [(dtype, size) for dtype, size in sizes if (dtype, size) != ("u32", 4)]
+        half = len(sizes) // 2
+        sizes = sizes[:half] if kind == "reduce-scatter" else sizes[half:]
+    elif kind == "reduce-scatter":
+        sizes = [(dtype, size * group) for dtype, size in sizes]
+    if kind == "all-to-all" and len(sizes) == group > 1:
+        sizes = [(sizes[0][0], sum(size for _, size in sizes))]  # an operand for each peer
+    return sizes
+
+
+def _bits(dtype: str) -> int:
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8
