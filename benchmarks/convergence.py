@@ -35,6 +35,7 @@ from moejax.config import (
 mpl.use("svg")
 import matplotlib.pyplot as plt
 
+SEEDS = 3
 # Where it breaks: beyond every preset.
 HARSH = {
     "gradients int4, no feedback": {"dense_gradient": "int4", "expert_gradient": "int4"},
@@ -74,7 +75,7 @@ def main() -> None:
     """Runs every seed of every policy, in turns, and writes the results after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=CONFIG.train.num_steps)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -125,6 +126,7 @@ def page(record: dict[str, Any]) -> str:
             f"{inside} of {len(found)} |"
         )
     tokens = record["steps"] * CONFIG.train.batch_sequences * CONFIG.data.sequence_length
+    done = sum(len(runs) for runs in record["runs"].values())
     return "\n".join(
         [
             "# Held-out loss under compression",
@@ -133,7 +135,8 @@ def page(record: dict[str, Any]) -> str:
             "",
             f"{record['steps']:,} steps, {tokens:,} tokens; JAX {record['jax']}, Python "
             f"{record['python']}, CPU. Uncompressed seeds end between {low:.4f} and {high:.4f} "
-            "bits per byte: the seed band. Held-out text is evaluated without codecs.",
+            "bits per byte: the seed band. Held-out text is evaluated without codecs. "
+            f"{done} of {len(POLICIES) * SEEDS} runs are done.",
             "",
             "| policy | bits per byte, mean | by seed | over the same seed without codecs | "
             "not above the band |",
