@@ -12,17 +12,21 @@ from jax import lax
 from moejax.comm import wire
 from moejax.dims import Layout
 
+ACTIVATIONS = "activations"  # the scope of this traffic in the program
+
 
 def enter_tensor(x_BtD: jax.Array, layout: Layout) -> jax.Array:
     """All positions of the sequence, on every tensor rank."""
-    return wire.all_gather(x_BtD, layout.tensor, dim=1) if layout.sequence_sharded else x_BtD
+    with jax.named_scope(ACTIVATIONS):
+        return wire.all_gather(x_BtD, layout.tensor, dim=1) if layout.sequence_sharded else x_BtD
 
 
 def leave_tensor(y_BTD: jax.Array, layout: Layout) -> jax.Array:
     """Sums the tensor ranks' partial results into the layout that blocks exchange."""
-    if layout.sequence_sharded:
-        return wire.reduce_scatter(y_BTD, layout.tensor, dim=1)
-    return wire.all_reduce(y_BTD, layout.tensor)
+    with jax.named_scope(ACTIVATIONS):
+        if layout.sequence_sharded:
+            return wire.reduce_scatter(y_BTD, layout.tensor, dim=1)
+        return wire.all_reduce(y_BTD, layout.tensor)
 
 
 def own_positions(x_BTD: jax.Array, layout: Layout) -> jax.Array:
@@ -41,7 +45,8 @@ def split_positions(x_BtD: jax.Array, layout: Layout) -> jax.Array:
 
 def join_positions(y_BtD: jax.Array, layout: Layout) -> jax.Array:
     """Undoes `split_positions`: back to the layout that blocks exchange."""
-    return y_BtD if layout.sequence_sharded else wire.all_gather(y_BtD, layout.tensor, dim=1)
+    with jax.named_scope(ACTIVATIONS):
+        return y_BtD if layout.sequence_sharded else wire.all_gather(y_BtD, layout.tensor, dim=1)
 
 
 def leave_replicated(y_BTD: jax.Array, layout: Layout) -> jax.Array:

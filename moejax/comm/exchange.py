@@ -82,7 +82,8 @@ def plan_journey(
 
 def _ship_choices(expert_IMK: jax.Array, hop: Hop, layout: Layout, *, none: int) -> jax.Array:
     dtype = next(d for d in ("uint8", "uint16", "int32") if none <= jnp.iinfo(d).max)
-    shipped = ship(expert_IMK.astype(dtype), hop, layout)
+    with jax.named_scope("routing"):
+        shipped = ship(expert_IMK.astype(dtype), hop, layout)
     return checkpoint_name(shipped, wire.TOKEN_WIRE).astype(jnp.int32)
 
 
@@ -103,7 +104,8 @@ def outward(
         slot_IMK, item_IS = piece.places[number - 1]
         row_IS = item_IS // slot_IMK.shape[-1]
         rows = jax.tree.map(lambda x_IMD: jax.vmap(rows_at)(x_IMD, row_IS), rows)
-    return _each(ship, rows, number, piece, hop, layout, **way)
+    with jax.named_scope("combine_backward" if way.get("gradient") else "dispatch"):
+        return _each(ship, rows, number, piece, hop, layout, **way)
 
 
 def homeward(
@@ -111,7 +113,8 @@ def homeward(
 ) -> Any:
     """Takes what became of `outward`'s rows back one hop; arguments as there."""
     hop = route.hops[number]
-    results = _each(bring, results, number, piece, hop, layout, **way)
+    with jax.named_scope("dispatch_backward" if way.get("gradient") else "combine"):
+        results = _each(bring, results, number, piece, hop, layout, **way)
     if number and hop.kind == "all_to_all":
         slot_IMK = piece.places[number - 1].slot_MK
         results = jax.tree.map(lambda y_ISD: jax.vmap(sum_rows)(y_ISD, slot_IMK), results)

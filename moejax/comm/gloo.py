@@ -25,20 +25,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from moejax.comm.jaxprs import KINDS, communicates, inner_jaxprs
-
-# Calls that are evaluated in place.
-CALLS = (
-    "pjit",
-    "jit",
-    "closed_call",
-    "core_call",
-    "checkpoint",
-    "remat2",
-    "custom_jvp_call",
-    "custom_vjp_call",
-)
-
+from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, scan_operands
 
 MOVES = ("all_to_all", "all_gather", "ppermute")  # collectives that add nothing up
 PAIRED = 2**16  # bytes from which an exchange of two is sent one way after the other
@@ -277,12 +264,7 @@ def _while(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any],
 
 
 def _scan(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
-    if "ft_in" in params:  # since JAX 0.12
-        kept, carry, scanned = map(list, params["ft_in"].update(inputs).unpack())
-    else:
-        first = params["num_consts"]
-        second = first + params["num_carry"]
-        kept, carry, scanned = inputs[:first], inputs[first:second], inputs[second:]
+    kept, carry, scanned = scan_operands(params, inputs)
     count = len(carry)
 
     def turn(state: Any, row: Any) -> Any:

@@ -105,13 +105,15 @@ def enter(param: Any, program: Program, dtype: str | None = None) -> jax.Array:
         way,
         dtype or program.dtype,
         program.gradient_dtype,
+        class_of(dims),
         micro_bytes=program.micro_bytes,
         codec=_built(codecs, dims) if isinstance(w, Carried) else None,
         weights=build_plain_codec(codecs.weights if compressible(dims) else None)
         if program.layout.between_nodes(way.gather)
         else None,
     )
-    return checkpoint_name(_enter(w, how), wire.WEIGHT_WIRE)
+    with jax.named_scope("weights"):
+        return checkpoint_name(_enter(w, how), wire.WEIGHT_WIRE)
 
 
 def class_of(dims: str) -> str:
@@ -232,6 +234,7 @@ class How:
     way: Way
     dtype: str
     gradient_dtype: str
+    kind: str = "dense_gradient"  # class of traffic of the gradient
     micro_bytes: int | None = None
     codec: Codec | LowRank | None = None  # of the gradient
     weights: Codec | None = None
@@ -282,6 +285,13 @@ def _reduced(
     all-reduce, or what `reduce_parts` says, of what is left: the shard over the copies inside.
     Without a codec in micro-operations: one after the other, each of at most so many bytes.
     """
+    with jax.named_scope(how.kind):
+        return _summed(gradient, how, state, moment)
+
+
+def _summed(
+    gradient: jax.Array, how: How, state: ReduceState | None, moment: Moment | None
+) -> tuple[jax.Array, ReduceState | None]:
     way = how.way
     if not way.slow and how.micro_bytes is None:
         if way.dim is not None:
@@ -343,7 +353,8 @@ def reduce_whole(gradients: list[jax.Array], layout: Layout) -> list[jax.Array]:
     if not gradients:
         return []
     flat = jnp.concatenate([g.reshape(-1) for g in gradients])
-    flat = wire.all_reduce(flat, layout.mesh_axes)
+    with jax.named_scope("dense_gradient"):
+        flat = wire.all_reduce(flat, layout.mesh_axes)
     ends = [int(sum(g.size for g in gradients[: i + 1])) for i in range(len(gradients))]
     parts = jnp.split(flat, ends[:-1])
     return [part.reshape(g.shape) for part, g in zip(parts, gradients, strict=True)]

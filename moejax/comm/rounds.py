@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+# The scope in which rounds stand in the program.
+ROUNDS = "rounds"
+
 # (number of the round, operands, integers) -> its share of the result.
 Round = Callable[[jax.Array, Any, Any], jax.Array]
 
@@ -24,7 +27,8 @@ def in_rounds(one: Round, count: jax.Array, operands: Any, integers: Any) -> jax
     """
     shape = jax.eval_shape(one, count, operands, integers)
     start = jnp.zeros(shape.shape, jnp.float32)
-    total = lax.fori_loop(0, count, lambda r, total: total + one(r, operands, integers), start)
+    with jax.named_scope(ROUNDS):
+        total = lax.fori_loop(0, count, lambda r, total: total + one(r, operands, integers), start)
     return total.astype(shape.dtype)
 
 
@@ -40,7 +44,8 @@ def _backward(one, saved, gradient):
         return jax.tree.map(jnp.add, total, pull(gradient)[0])
 
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), operands)
-    total = lax.fori_loop(0, count, add, start)
+    with jax.named_scope(ROUNDS):
+        total = lax.fori_loop(0, count, add, start)
     total = jax.tree.map(lambda g, x: g.astype(x.dtype), total, operands)
     return None, total, None
 

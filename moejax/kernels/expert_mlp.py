@@ -9,7 +9,7 @@ that holds it. Beside equal groups in one batched product, and `ragged_dot`: `be
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,18 @@ def expert_mlp(
     return multiply(_swiglu(multiply(x_MD, w_in_GDH, sizes_G)), w_out_GFD, sizes_G)
 
 
+def _named(function: Callable) -> Callable:
+    """Jitted under the name by which `kernels.costs` prices it: its loops depend on data."""
+    name = "experts_" + function.__name__.rpartition("_")[2]
+
+    @wraps(function)
+    def named(*arguments):
+        return function(*arguments)
+
+    named.__name__ = name
+    return jax.jit(named)
+
+
 def _swiglu(h_MH: jax.Array) -> jax.Array:
     """silu(gate) * up, in float32."""
     gate_MF, up_MF = jnp.split(h_MH.astype(jnp.float32), 2, axis=-1)
@@ -56,6 +68,11 @@ def _swiglu(h_MH: jax.Array) -> jax.Array:
 def _blocked(
     x_MD: jax.Array, w_in_GDH: jax.Array, w_out_GFD: jax.Array, sizes_G: jax.Array
 ) -> jax.Array:
+    return _only_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G)
+
+
+@_named
+def _only_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
     def block(start, rows, carry, w_in_DH, w_out_FD):
         a_BF = _swiglu(rows(x_MD) @ w_in_DH)
         return _write(carry, a_BF @ w_out_FD, start)
@@ -64,6 +81,7 @@ def _blocked(
     return _each_block(block, jnp.zeros_like(x_MD), M, sizes_G, w_in_GDH, w_out_GFD)[:M]
 
 
+@_named
 def _blocked_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
     """As above, and keeps what the experts' hidden layer saw."""
 
@@ -80,8 +98,13 @@ def _blocked_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
 
 
 def _blocked_backward(saved, dy_MD):
-    """Gradients of rows and weights, block by block; weight gradients add up in float32."""
     x_MD, h_MH, w_in_GDH, w_out_GFD, sizes_G = saved
+    return *_rows_backward(x_MD, w_in_GDH, w_out_GFD, sizes_G, h_MH, dy_MD), None
+
+
+@_named
+def _rows_backward(x_MD, w_in_GDH, w_out_GFD, sizes_G, h_MH, dy_MD):
+    """Gradients of rows and weights, block by block; weight gradients add up in float32."""
     M, dy_MD = dy_MD.shape[0], _padded(dy_MD)
 
     def block(start, rows, carry, w_in_DH, w_out_FD):
@@ -101,7 +124,7 @@ def _blocked_backward(saved, dy_MD):
     ends_G = jnp.cumsum(sizes_G)
     scanned = (w_in_GDH, w_out_GFD, ends_G - sizes_G, ends_G)
     dx_MD, (dw_in_GDH, dw_out_GFD) = lax.scan(group, jnp.zeros_like(dy_MD), scanned)
-    return dx_MD[:M], dw_in_GDH, dw_out_GFD, None
+    return dx_MD[:M], dw_in_GDH, dw_out_GFD
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)

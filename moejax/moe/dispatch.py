@@ -59,7 +59,8 @@ def visit_experts(
     usual = usual_sizes(route, layout, moe, tokens=x_ND.shape[0])
     if usual.certain and not route.trim:
         return run(route, usual, operands, expert_NK)
-    need = needed(expert_NK, route, layout, num_experts=moe.num_experts)
+    with jax.named_scope("routing"):
+        need = needed(expert_NK, route, layout, num_experts=moe.num_experts)
     usually = partial(run, route, usual, filled=need if route.trim else None)
     if usual.certain:
         return usually(operands, expert_NK)
@@ -90,7 +91,8 @@ def _in_rounds(
         now_NK = jnp.where(rank_NK // rows == r, expert_NK, moe.num_experts)
         return _along(plain, sizes, operands, now_NK, moe=moe, program=program)
 
-    fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
+    with jax.named_scope("routing"):
+        fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
     return in_rounds(one, -(-fullest // rows), operands, (expert_NK, rank_NK))
 
 
