@@ -110,15 +110,14 @@ def _training_effects() -> Iterator[_Effect]:
 
 def check_effects(cfg: Config) -> None:
     """Refuses settings that were changed and then ignored: the user meant something by them."""
+    changed = [field for field in fields().values() if get_value(cfg, field.name) != field.default]
     for names, used, reason in _effects():
         if used(cfg):
             continue
-        for field in fields().values():
-            value = get_value(cfg, field.name)
-            named = field.name in names or field.name.startswith(
-                tuple(name for name in names if name.endswith((".", "_")))
-            )
-            if named and value != field.default:
+        groups = tuple(name for name in names if name.endswith((".", "_")))
+        for field in changed:
+            if field.name in names or field.name.startswith(groups):
+                value = get_value(cfg, field.name)
                 raise InputError(
                     f"`{field.name}` = {short(value)} has no effect: {reason}. "
                     f"Leave it at {short(field.default)} or change the other setting."

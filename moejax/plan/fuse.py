@@ -34,6 +34,7 @@ class Node:
     body: Schedule | None = None
     turns: int = 1
     unrolled: int = 1
+    carried: tuple[tuple[int, int], ...] = ()
 
 
 class Storage:
@@ -54,6 +55,10 @@ class Storage:
         self.buffer.append(self.buffer[value])
         return len(self.buffer) - 1
 
+    def resize(self, value: int, size: int) -> None:
+        """Says again how large the value's buffer is."""
+        self.sizes[self.buffer[value]] = size
+
     def bytes(self, value: int) -> int:
         """Of the value's buffer."""
         return self.sizes[self.buffer[value]]
@@ -67,6 +72,7 @@ def fuse(
 ) -> Schedule:
     """Returns the schedule of some nodes, given in an order in which they could run."""
     maker = {value: number for number, node in enumerate(nodes) for value in node.writes}
+    outputs = list(outputs)
     kept = [value for value in outputs if value is not None]
     groups = _groups(nodes, maker)
     order = _order(nodes, maker, groups, kept)
@@ -87,7 +93,7 @@ def fuse(
         ops=tuple(_with_after(op, after) for op, after in ops),
         buffers=tuple(storage.sizes),
         inputs=tuple(storage.buffer[value] for value in inputs if value is not None),
-        outputs=tuple(storage.buffer[value] for value in kept),
+        outputs=tuple(None if v is None else storage.buffer[v] for v in outputs),
     )
 
 
@@ -198,5 +204,5 @@ def _op(
     }
     if last.kind == "region":
         return fields | {"passes": max(1, len(written))}
-    names = ("flops", "dtype", "work", "collective", "body", "turns", "unrolled")
+    names = ("flops", "dtype", "work", "collective", "body", "turns", "unrolled", "carried")
     return fields | {name: getattr(last, name) for name in names}

@@ -34,9 +34,8 @@ class Peak:
 def peak(schedule: Schedule) -> Peak:
     """Returns the fullest moment of a step, whose results replace its arguments."""
     given = set(schedule.inputs)
-    # A result larger than 0 bytes takes the memory of the argument it replaces.
-    free = set(schedule.outputs) - given
-    temporary, by_scope = _fullest(schedule, given | free)
+    replacing = {b for b in schedule.outputs if b is not None}
+    temporary, by_scope = _fullest(schedule, given | replacing)
     return Peak(sum(schedule.buffers[b] for b in given), temporary, by_scope)
 
 
@@ -79,7 +78,8 @@ def _last_uses(schedule: Schedule) -> dict[int, int]:
     last: dict[int, int] = {}
     for place, op in enumerate(schedule.ops):
         last |= dict.fromkeys((*op.reads, *op.writes), place)
-    return last | dict.fromkeys(schedule.outputs, len(schedule.ops))
+    kept = (b for b in schedule.outputs if b is not None)
+    return last | dict.fromkeys(kept, len(schedule.ops))
 
 
 def _by_scope(alive: dict[int, str], sizes: tuple[int, ...], more: dict[str, int]) -> dict:

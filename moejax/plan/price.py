@@ -88,14 +88,8 @@ class Costs:
     def group(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
         """Devices of a collective's group inside a node, and nodes on each tier above."""
         inside = self.layout.size(self.layout.inside_node(axes))
-        left = self.layout.size(self.layout.between_nodes(axes))
-        if inside * left == 1:
-            return None
-        sizes = [inside]
-        for tier in self.topology.tiers[1:-1]:
-            sizes.append(min(left, tier.size))
-            left //= sizes[-1]
-        return (*sizes, left) if len(self.topology.tiers) > 1 else (inside * left,)
+        across = self.layout.size(self.layout.between_nodes(axes))
+        return None if inside * across == 1 else self.topology.group(inside, across)
 
 
 def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Played:
@@ -107,7 +101,6 @@ def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Playe
     filled = costs.work.filled if filled is None else filled
     tasks: list[Task] = []
     ends: list[tuple[int, ...]] = []  # the tasks that finish each operation
-    place_of: list[int] = []
     found = Played(0.0, None, tasks)  # type: ignore[arg-type]
     before: tuple[int, ...] = ()
     for place, op in enumerate(schedule.ops):
@@ -124,7 +117,6 @@ def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Playe
             tasks.append(Task(op.scope, COMPUTE, seconds, after))
             found.computed[op.scope] += seconds
         ends.append(own or after)
-        place_of += [place] * (len(tasks) - len(place_of))
     found.timeline = simulate(tasks)
     found.seconds = found.timeline.seconds
     for name, seconds in found.timeline.exposed().items():
@@ -160,7 +152,7 @@ def _loop(
     assert op.body is not None
     rounds = op.scope == "rounds"
     inner_filled = costs.work.filled_in_rounds if rounds else filled
-    body = _unrolled(op.body, op.unrolled) if op.unrolled > 1 else op.body
+    body = _unrolled(op) if op.unrolled > 1 else op.body
     inner = play(body, costs, inner_filled)
     found.inside[place] = (inner, op.turns)
     for total, part in (
@@ -175,19 +167,17 @@ def _loop(
     return (len(tasks) - 1,)
 
 
-def _unrolled(body: Schedule, times: int) -> Schedule:
-    """Copies of a turn that follow each other: each waits for what it carries from the last.
-
-    Carried values live in the same buffers, so a copy's first readers wait for the last writers.
-    """
+def _unrolled(op: Op) -> Schedule:
+    """A loop's turns that follow each other: each waits for what the one before carries on."""
+    assert op.body is not None
     ops: list[Op] = []
-    writer: dict[int, int] = {}
-    carried = set(body.outputs[: len(body.inputs)])
-    for _ in range(times):
-        first, latest = len(ops), dict(writer)
-        for op in body.ops:
-            waits = {latest[b] for b in op.reads if b in latest and b in carried}
-            after = tuple(sorted({first + a for a in op.after} | waits))
-            ops.append(replace(op, after=after))
-            writer |= dict.fromkeys((b for b in op.writes if b in carried), len(ops) - 1)
-    return replace(body, ops=tuple(ops))
+    ready: dict[int, int] = {}  # carried buffer -> the operation of the last turn that wrote it
+    for _ in range(op.unrolled):
+        first, writer = len(ops), {}
+        for one in op.body.ops:
+            waits = {ready[b] for b in one.reads if b in ready}
+            after = tuple(sorted({first + place for place in one.after} | waits))
+            ops.append(replace(one, after=after))
+            writer |= dict.fromkeys(one.writes, len(ops) - 1)
+        ready = {read: writer[left] for read, left in op.carried if left in writer}
+    return replace(op.body, ops=tuple(ops))

@@ -70,6 +70,7 @@ class Op:
       work: whether its FLOPs and bytes are those of full buckets of rows; what is filled counts.
       body: of a loop: one turn of it, or `unrolled` turns that follow each other freely.
       turns: of a loop; its turns do not overlap.
+      carried: of a loop: (buffer that a turn reads, buffer in which it leaves the next value).
     """
 
     kind: Kind
@@ -87,6 +88,7 @@ class Op:
     body: "Schedule | None" = None
     turns: int = 1
     unrolled: int = 1
+    carried: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,13 @@ class Schedule:
 
     Attributes:
       buffers: bytes of each; several values can share one.
-      inputs, outputs: buffers.
+      inputs, outputs: buffers; None where a result is a constant.
     """
 
     ops: tuple[Op, ...]
     buffers: tuple[int, ...]
     inputs: tuple[int, ...] = ()
-    outputs: tuple[int, ...] = ()
+    outputs: tuple[int | None, ...] = ()
 
 
 def walk(schedule: Schedule, times: int = 1) -> Iterator[tuple[Op, int]]:

@@ -93,6 +93,10 @@ class _Reader:
         if (cost := attention_cost(name, eqn)) is not None:
             return self._add("product", eqn, given, words, **cost)
         if name in CALLS:
+            if name == "shard_map":  # from here on sizes are those of one device
+                for value, var in zip(given, inner_jaxprs(eqn)[0].invars, strict=True):
+                    if value is not None:
+                        self.storage.resize(value, _bytes(var.aval))
             return self._inline(inner_jaxprs(eqn)[0], given, words)
         if any(map(communicates, inner_jaxprs(eqn))):
             raise NotImplementedError(f"the planner cannot read collectives inside {name}")
@@ -167,29 +171,34 @@ class _Reader:
     def _scan(self, eqn: Any, given: list, words: tuple[str, ...]) -> list[int | None]:
         params = eqn.params
         length, unroll = params["length"], params["unroll"]
-        carry = scan_operands(params, given)[1]
+        kept, carry, _ = scan_operands(params, given)
         body = _Reader(self.rounds).schedule(opened(params["jaxpr"]), words)
         unrolled = unroll if isinstance(unroll, int) and 1 < unroll <= length else 1
-        return self._loop(eqn, given, carry, words, body, length // unrolled, unrolled)
+        return self._loop(eqn, given, (len(kept), carry), words, body, length // unrolled, unrolled)
 
     def _while(self, eqn: Any, given: list, words: tuple[str, ...]) -> list[int | None]:
         params = eqn.params
-        first = params["cond_nconsts"] + params["body_nconsts"]
+        kept, ahead = params["body_nconsts"], params["cond_nconsts"]
         body = _Reader(self.rounds).schedule(opened(params["body_jaxpr"]), words)
         turns = max(self.rounds, 1) if ROUNDS in words else 1
-        return self._loop(eqn, given, given[first:], words, body, turns, 1)
+        return self._loop(eqn, given, (kept, given[ahead + kept :]), words, body, turns, 1)
 
     def _loop(
         self,
         eqn: Any,
         given: list,
-        carry: list,
+        carried: tuple[int, list],
         words: tuple[str, ...],
         body: Schedule,
         turns: int,
         unrolled: int,
     ) -> list[int | None]:
-        """A loop's carry stays where it is; what it stacks is new."""
+        """A loop's carry stays where it is; what it stacks is new.
+
+        Args:
+          carried: where it starts in the body's inputs, and its first values.
+        """
+        first, carry = carried
         written: list[int] = [
             self.storage.new(_bytes(var.aval)) if value is None else self.storage.alias(value)
             for value, var in zip(carry, eqn.outvars, strict=False)
@@ -198,6 +207,8 @@ class _Reader:
         written += [self.storage.new(_bytes(var.aval)) for var in stacked]
         node = Node("loop", *_place(words), _reads(given), tuple(written), body=body, turns=turns)
         node.unrolled = unrolled
+        pairs = zip(body.inputs[first:], body.outputs[: len(carry)], strict=False)
+        node.carried = tuple((a, b) for a, b in pairs if b is not None)
         self.nodes.append(node)
         return list(written)
 

@@ -1,0 +1,203 @@
+"""What a planner may choose: the parts of a plan, their values, and the config that they make.
+
+A part whose setting is not at its default is pinned: somebody chose it. The rest is free.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moejax.checks import check, resolve_mesh
+from moejax.compression import GRADIENTS, PRESETS
+from moejax.config import Config
+from moejax.errors import InputError
+from moejax.fields import fields, get_value
+from moejax.route import ROUTES
+
+MESH = ("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
+# Parts that change where a model's arrays lie or how they travel, and never what it learns.
+LAYOUT = (*MESH, "mesh.activations", "mesh.expert_weights")
+EXCHANGE = ("route", "route_chunks", "route_chunks_backward")
+REDUCTION = ("train.reduction_bytes",)
+# The same sums in another order.
+COST = ("model.remat", "train.micro_batches")
+CODECS = tuple(f"compression.{kind}" for kind in PRESETS["strong"])
+CHOSEN = (*LAYOUT, *EXCHANGE, *REDUCTION, *COST, *CODECS)
+
+CHUNKS = (1, 2, 4, 8)
+PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
+# From the least memory saved to the most, and from no recomputation to all.
+REMATS = ("none", "dots", "collectives", "token_collectives", "full")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a search may do.
+
+    Attributes:
+      devices: to plan for.
+      nodes: they are on.
+      platform: "cpu", "gpu" or "tpu".
+      codecs: the preset whose codecs may be taken, class by class: none, hybrid or strong.
+      pinned: settings that stay.
+    """
+
+    devices: int
+    nodes: int
+    platform: str
+    codecs: str = "none"
+    pinned: frozenset[str] = frozenset()
+
+    def free(self, name: str) -> bool:
+        """Whether a setting may be chosen."""
+        return name not in self.pinned
+
+
+def pinned(cfg: Config) -> frozenset[str]:
+    """The settings among `CHOSEN` that somebody has set: those not at their defaults."""
+    known = fields()
+    found = {name for name in CHOSEN if get_value(cfg, name) != known[name].default}
+    if cfg.compression.preset != "none":
+        found |= set(CODECS)
+    return frozenset(found)
+
+
+def change(cfg: Config, values: Mapping[str, Any]) -> Config:
+    """Returns `cfg` with settings replaced, by dotted name."""
+    for name, value in values.items():
+        group, _, last = name.rpartition(".")
+        if not group:
+            cfg = dataclasses.replace(cfg, **{last: value})
+        else:
+            inner = dataclasses.replace(getattr(cfg, group), **{last: value})
+            cfg = dataclasses.replace(cfg, **{group: inner})
+    return cfg
+
+
+def resolve(cfg: Config, limits: Limits) -> Config | None:
+    """Returns the config on the devices of a search, or None if it breaks a rule."""
+    mesh = dataclasses.replace(cfg.mesh, nodes=limits.nodes, simulated_devices=None)
+    try:
+        cfg = dataclasses.replace(cfg, mesh=mesh)
+        check(cfg)
+        return resolve_mesh(cfg, limits.devices, limits.platform)
+    except InputError:
+        return None
+
+
+def meshes(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Every way to spread the model over the devices, with the plainest route."""
+    for sizes in _factorings(limits.devices, 4):
+        values: dict[str, Any] = dict(zip(MESH, sizes, strict=True))
+        if any(get_value(cfg, name) != values[name] for name in MESH if not limits.free(name)):
+            continue
+        tensor, experts = values["mesh.tensor"], cfg.model.has_experts
+        layouts = ("sequence", "replicated") if tensor > 1 else ("sequence",)
+        weights = ("hidden", "folded", "whole") if tensor > 1 and experts else ("hidden",)
+        for activations in _values(cfg, limits, "mesh.activations", layouts):
+            for kind in _values(cfg, limits, "mesh.expert_weights", weights):
+                own = {"mesh.activations": activations, "mesh.expert_weights": kind}
+                found = resolve(_plain_exchange(change(cfg, values | own), limits), limits)
+                if found is not None:
+                    yield found
+
+
+def _plain_exchange(cfg: Config, limits: Limits) -> Config:
+    """The plainest exchange that the pins allow; a mesh without one has its settings at rest."""
+    owners = cfg.mesh.expert * (cfg.mesh.tensor if cfg.mesh.expert_weights == "folded" else 1)
+    free = [name for name in EXCHANGE if limits.free(name)]
+    defaults = {name: fields()[name].default for name in (EXCHANGE if owners == 1 else free)}
+    return change(cfg, defaults)
+
+
+def exchanges(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Every route and number of chunks on a mesh; chunks backward as many as forward, or other."""
+    if not cfg.model.has_experts:
+        return
+    for route in _values(cfg, limits, "route", tuple(ROUTES)):
+        for chunks in _values(cfg, limits, "route_chunks", CHUNKS):
+            for back in _values(cfg, limits, "route_chunks_backward", (None, *CHUNKS)):
+                if back == chunks:
+                    continue
+                values = {"route": route, "route_chunks": chunks, "route_chunks_backward": back}
+                found = resolve(change(cfg, values), limits)
+                if found is not None and found != cfg:
+                    yield found
+
+
+def codecs(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """The codecs of the allowed preset: all together, gradients alone, tokens alone, each alone."""
+    allowed = {f"compression.{k}": codec for k, codec in PRESETS[limits.codecs].items()}
+    allowed = {name: codec for name, codec in allowed.items() if limits.free(name)}
+    gradients = [name for name in allowed if name.rpartition(".")[2] in GRADIENTS]
+    groups = [list(allowed), gradients, [name for name in allowed if name not in gradients]]
+    groups += [[name] for name in allowed]
+    seen: list[list[str]] = []
+    for group in groups:
+        if group and group not in seen:
+            seen.append(group)
+            found = resolve(change(cfg, {name: allowed[name] for name in group}), limits)
+            if found is not None:
+                yield found
+
+
+def pieces(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Sizes of the pieces in which gradients are reduced."""
+    for size in _values(cfg, limits, "train.reduction_bytes", PIECES):
+        found = resolve(change(cfg, {"train.reduction_bytes": size}), limits)
+        if found is not None and found != cfg:
+            yield found
+
+
+def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """The same plan with less memory: more recomputed, more micro-batches; least change first."""
+    ranks = cfg.mesh.fsdp * cfg.mesh.expert * (cfg.mesh.replica or 1)
+    rows = max(1, cfg.train.batch_sequences // ranks)
+    micro = [n for n in divisors(rows) if n >= cfg.train.micro_batches]
+    for parts in _values(cfg, limits, "train.micro_batches", tuple(micro)):
+        at = REMATS.index(cfg.model.remat)
+        for remat in _values(cfg, limits, "model.remat", REMATS[at:]):
+            values = {"train.micro_batches": parts, "model.remat": remat}
+            found = resolve(change(cfg, values), limits)
+            if found is not None and found != cfg:
+                yield found
+
+
+def baseline(cfg: Config, limits: Limits) -> Config | None:
+    """What people take who do not plan: experts over all devices that divide them, flat, no codec.
+
+    As DeepSpeed lays it out: expert parallelism across nodes, data parallelism for the rest.
+    """
+    expert = math.gcd(cfg.moe.num_experts, limits.devices)
+    sizes = (limits.devices // expert, 1, expert, 1)
+    values = dict(zip(MESH, sizes, strict=True)) | {"compression.preset": "none"}
+    values |= {name: fields()[name].default for name in (*EXCHANGE, *REDUCTION, *CODECS)}
+    values |= {"mesh.activations": "sequence", "mesh.expert_weights": "hidden"}
+    return resolve(change(cfg, values), limits)
+
+
+def plan_of(cfg: Config) -> dict[str, Any]:
+    """The settings that make a plan, by name."""
+    return {name: get_value(cfg, name) for name in (*CHOSEN, "compression.preset")}
+
+
+def divisors(number: int) -> list[int]:
+    """Smallest first."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _values(cfg: Config, limits: Limits, name: str, choices: tuple) -> tuple:
+    """What a setting may be: all choices, or what it is."""
+    return choices if limits.free(name) else (get_value(cfg, name),)
+
+
+def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every ordered way to write a number as a product of so many."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in divisors(number):
+        for rest in _factorings(number // first, parts - 1):
+            yield (first, *rest)
