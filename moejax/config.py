@@ -282,6 +282,30 @@ class CompressionConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """Who chooses mesh, route, chunks, pieces and recomputation: settings at their defaults."""
+
+    mode: str = setting(
+        "default",
+        "auto: a planner chooses; hand: nobody; default: auto where no choice is made by hand; "
+        "else the path of a plan that moejax plan --out wrote",
+    )
+    topology: str | None = setting(
+        None, "a known cluster (h200:8: of 8 nodes) or a topology file; none: measured at the start"
+    )
+    routing: str = setting(
+        "balanced", "how tokens fall on experts: balanced, zipf:POWER, or a recorded routing.json"
+    )
+    codecs: str = setting(
+        "none", "the preset whose codecs may be chosen", choices=("none", "hybrid", "strong")
+    )
+    seconds: float = setting(20.0, "that the search may take", above=0)
+    replan: bool = setting(
+        False, "plan again at a checkpoint when steps take longer or shorter than predicted"
+    )
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept of a run."""
 
@@ -330,3 +354,4 @@ class Config:
     train: TrainConfig = section(TrainConfig, "the loop")
     compression: CompressionConfig = section(CompressionConfig, "codecs across nodes")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
+    plan: PlanConfig = section(PlanConfig, "who chooses the settings that are not set")

@@ -107,8 +107,9 @@ def find_field(name: str) -> Field:
     """
     if name in fields():
         return fields()[name]
-    if f"{name}.preset" in fields():  # a group may be named by its preset: compression=hybrid
-        return fields()[f"{name}.preset"]
+    for short_for in ("preset", "mode"):  # a group may be named alone: compression=hybrid, plan=auto
+        if f"{name}.{short_for}" in fields():
+            return fields()[f"{name}.{short_for}"]
     if name in sections():
         raise InputError(
             f"`{name}` is a group of settings, not a value. Set its fields, such as "

@@ -13,6 +13,7 @@ from moejax.checks.mesh import (
     check_width,
     resolve_mesh,
 )
+from moejax.checks.planned import check_plan, is_planned
 from moejax.checks.words import divisors, require
 from moejax.compression import build_compression
 from moejax.config import Config
@@ -37,7 +38,8 @@ def check(cfg: Config) -> None:
     check_tensor_axis(cfg)
     check_width(cfg)
     check_batch(cfg)
-    if cfg.mesh.simulated_devices is not None:
+    check_plan(cfg)
+    if cfg.mesh.simulated_devices is not None and not is_planned(cfg):
         resolve_mesh(cfg, cfg.mesh.simulated_devices, "cpu")
 
 

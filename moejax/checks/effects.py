@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from moejax.checks.mesh import expert_owners
+from moejax.checks.planned import is_planned
 from moejax.compression import NO_COMPRESSION, build_compression
 from moejax.config import Config
 from moejax.errors import InputError
@@ -100,6 +101,11 @@ def _training_effects() -> Iterator[_Effect]:
         ("train.sample_prompt",),
         lambda cfg: cfg.train.sample_tokens > 0,
         "`train.sample_tokens` is 0",
+    )
+    yield (
+        ("plan.topology", "plan.routing", "plan.codecs", "plan.seconds", "plan.replan"),
+        is_planned,
+        "nobody plans (`plan` is hand, or default with a choice made by hand)",
     )
     yield (
         ("mesh.simulated_devices",),

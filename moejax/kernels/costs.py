@@ -1,37 +1,37 @@
 """FLOPs of the operations whose inner loops depend on data, from the shapes of what they are given.
 
-The planner reads everything else from the program. A function listed in `COSTS` is jitted under
-that name, so that a reader of the traced program can tell it.
+The planner reads everything else from the program. Such an operation is jitted under a name that
+says its sizes (`name_of`), so that a reader of the traced program can tell it, also where recomputation
+has left only a part of what it is given.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import re
 from typing import Any
 
 Cost = dict[str, Any]  # flops, dtype, and work: whether buckets filled in part cost in part
 
-
-def experts_forward(arrays: Sequence[Any]) -> Cost:
-    """`kernels.expert_mlp` of x [M, D], w_in [G, D, 2 F], w_out [G, F, D]: 6 M D F."""
-    x, w_in, w_out = arrays[:3]
-    flops = 2.0 * x.shape[0] * (math.prod(w_in.shape[1:]) + math.prod(w_out.shape[1:]))
-    return {"flops": flops, "dtype": str(x.dtype), "work": True}
+# Products of a row with each of an expert's weights, forward and backward.
+PASSES = {"forward": 1, "backward": 2}
 
 
-def experts_backward(arrays: Sequence[Any]) -> Cost:
-    """Its transpose, of rows and of weights: twice the products. Last comes dy [M, D]."""
-    cost = experts_forward((arrays[-1], *arrays[1:]))
-    return cost | {"flops": 2 * cost["flops"]}
+def name_of(which: str, rows: int, width: int, hidden: int) -> str:
+    """The name of `kernels.expert_mlp` in the program: forward or backward, M, D, F."""
+    return f"experts_{which}_{rows}x{width}x{hidden}"
 
 
-COSTS: dict[str, Callable[[Sequence[Any]], Cost]] = {
-    "experts_forward": experts_forward,
-    "experts_backward": experts_backward,
-}
+def experts_cost(name: str, arrays: list[Any]) -> Cost | None:
+    """6 M D F, backward twice that; None if it is no name of `name_of`."""
+    found = re.fullmatch(r"experts_(forward|backward)_(\d+)x(\d+)x(\d+)", name)
+    if found is None:
+        return None
+    flops = 6.0 * PASSES[found[1]] * math.prod(map(int, found.groups()[1:]))
+    floats = [str(x.dtype) for x in arrays if "float" in str(x.dtype)]
+    return {"flops": flops, "dtype": (floats or ["float32"])[0], "work": True}
 
 
 def attention_cost(primitive: str, eqn: Any) -> Cost | None:
-    """cuDNN's fused attention of q [B, T, H, C], k [B, S, G, C]: 4 B T S H C, backward 10."""
+    """CuDNN's fused attention of q [B, T, H, C], k [B, S, G, C]: 4 B T S H C, backward 10."""
     if not primitive.startswith("dot_product_attention"):
         return None
     q, k = eqn.invars[0].aval, eqn.invars[1].aval

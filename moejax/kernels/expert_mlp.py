@@ -9,7 +9,7 @@ that holds it. Beside equal groups in one batched product, and `ragged_dot`: `be
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import cache, partial, wraps
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moejax.kernels import reference
+from moejax.kernels.costs import name_of
 
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
@@ -46,10 +47,14 @@ def expert_mlp(
     return multiply(_swiglu(multiply(x_MD, w_in_GDH, sizes_G)), w_out_GFD, sizes_G)
 
 
-def _named(function: Callable) -> Callable:
+def _named(which: str, function: Callable, x_MD: jax.Array, w_out_GFD: jax.Array) -> Callable:
     """Jitted under the name by which `kernels.costs` prices it: its loops depend on data."""
-    name = "experts_" + function.__name__.rpartition("_")[2]
+    M, D = x_MD.shape
+    return _jitted(function, name_of(which, M, D, w_out_GFD.shape[1]))
 
+
+@cache
+def _jitted(function: Callable, name: str) -> Callable:
     @wraps(function)
     def named(*arguments):
         return function(*arguments)
@@ -68,10 +73,10 @@ def _swiglu(h_MH: jax.Array) -> jax.Array:
 def _blocked(
     x_MD: jax.Array, w_in_GDH: jax.Array, w_out_GFD: jax.Array, sizes_G: jax.Array
 ) -> jax.Array:
-    return _only_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G)
+    only = _named("forward", _only_forward, x_MD, w_out_GFD)
+    return only(x_MD, w_in_GDH, w_out_GFD, sizes_G)
 
 
-@_named
 def _only_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
     def block(start, rows, carry, w_in_DH, w_out_FD):
         a_BF = _swiglu(rows(x_MD) @ w_in_DH)
@@ -81,8 +86,13 @@ def _only_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
     return _each_block(block, jnp.zeros_like(x_MD), M, sizes_G, w_in_GDH, w_out_GFD)[:M]
 
 
-@_named
 def _blocked_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
+    forward = _named("forward", _rows_forward, x_MD, w_out_GFD)
+    y_MD, x_MD, h_MH = forward(x_MD, w_in_GDH, w_out_GFD, sizes_G)
+    return y_MD, (x_MD, h_MH, w_in_GDH, w_out_GFD, sizes_G)
+
+
+def _rows_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
     """As above, and keeps what the experts' hidden layer saw."""
 
     def block(start, rows, carry, w_in_DH, w_out_FD):
@@ -94,15 +104,15 @@ def _blocked_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
     h_MH = jnp.zeros((x_MD.shape[0], w_in_GDH.shape[2]), x_MD.dtype)
     carry = (jnp.zeros_like(x_MD), h_MH)
     y_MD, h_MH = _each_block(block, carry, M, sizes_G, w_in_GDH, w_out_GFD)
-    return y_MD[:M], (x_MD, h_MH, w_in_GDH, w_out_GFD, sizes_G)
+    return y_MD[:M], x_MD, h_MH
 
 
 def _blocked_backward(saved, dy_MD):
     x_MD, h_MH, w_in_GDH, w_out_GFD, sizes_G = saved
-    return *_rows_backward(x_MD, w_in_GDH, w_out_GFD, sizes_G, h_MH, dy_MD), None
+    backward = _named("backward", _rows_backward, dy_MD, w_out_GFD)
+    return *backward(x_MD, w_in_GDH, w_out_GFD, sizes_G, h_MH, dy_MD), None
 
 
-@_named
 def _rows_backward(x_MD, w_in_GDH, w_out_GFD, sizes_G, h_MH, dy_MD):
     """Gradients of rows and weights, block by block; weight gradients add up in float32."""
     M, dy_MD = dy_MD.shape[0], _padded(dy_MD)

@@ -86,8 +86,12 @@ def fuse(
     for group in order:
         own = [nodes[number] for number in members[group]]
         op = _op(own, storage, maker, groups, group, used)
-        after = {place[groups[maker[value]]] for node in own for value, _ in node.reads
-                 if value in maker and groups[maker[value]] != group}
+        after = {
+            place[groups[maker[value]]]
+            for node in own
+            for value, _ in node.reads
+            if value in maker and groups[maker[value]] != group
+        }
         ops.append((op, tuple(sorted(after))))
     return Schedule(
         ops=tuple(_with_after(op, after) for op, after in ops),

@@ -119,7 +119,7 @@ def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Playe
         ends.append(own or after)
     found.timeline = simulate(tasks)
     found.seconds = found.timeline.seconds
-    for name, seconds in found.timeline.exposed().items():
+    for name, seconds in found.timeline.exposed(by="name").items():
         found.exposed[name] += seconds
     return found
 
@@ -163,7 +163,7 @@ def _loop(
     ):
         for key, value in part.items():
             total[key] += value * op.turns
-    tasks.append(Task(f"{op.turns} x {op.scope}", COMPUTE, inner.seconds * op.turns, after))
+    tasks.append(Task(f"{op.turns} x loop", COMPUTE, inner.seconds * op.turns, after))
     return (len(tasks) - 1,)
 
 

@@ -65,8 +65,11 @@ def _zipf(text: str, argument: str, num_experts: int) -> tuple[float, ...]:
     shares = [rank**-power for rank in range(1, num_experts + 1)]
     total = sum(shares)
     # Popular experts are spread over the devices as they happen to lie: here evenly apart.
-    step = next(s for s in range(num_experts * 5 // 8 + 1, 2 * num_experts + 2)
-                if math.gcd(s, num_experts) == 1)
+    step = next(
+        s
+        for s in range(num_experts * 5 // 8 + 1, 2 * num_experts + 2)
+        if math.gcd(s, num_experts) == 1
+    )
     placed = [0.0] * num_experts
     for rank, share in enumerate(shares):
         placed[rank * step % num_experts] = share / total
@@ -82,20 +85,21 @@ def _recorded(path: Path, num_experts: int) -> Routing:
             f"routing {path} cannot be read: {type(error).__name__}. It must be balanced, "
             "zipf:POWER, or a routing.json from a run directory. Check the path."
         ) from error
-    good = all(len(layer) == num_experts and min(layer) >= 0 and sum(layer) > 0
-               for layer in counts_LE)
+    good = all(
+        len(layer) == num_experts and min(layer) >= 0 and sum(layer) > 0 for layer in counts_LE
+    )
     if not counts_LE or not good:
         raise InputError(
             f"routing {path} does not fit. It has layers of "
             f"{sorted({len(layer) for layer in counts_LE})} experts, the model has {num_experts}. "
             "Every layer needs one count for each expert. Record it with this model."
         )
-    return Routing(
-        str(path), tuple(tuple(n / sum(layer) for n in layer) for layer in counts_LE)
-    )
+    return Routing(str(path), tuple(tuple(n / sum(layer) for n in layer) for layer in counts_LE))
 
 
-def work_of(routing: Routing, cfg: Config, layout: Layout, route: Route) -> list[tuple[float, Work]]:
+def work_of(
+    routing: Routing, cfg: Config, layout: Layout, route: Route
+) -> list[tuple[float, Work]]:
     """(share of the expert layers, what routing makes of them); the shares sum to one.
 
     Counts of independent draws vary: the fullest of n buckets of mean m holds about
@@ -139,9 +143,7 @@ def _layer(
     small = usual_sizes(plain, layout, moe, tokens=-(-tokens // ROUND_SHARE))
     peers = plain.exchanges[0].peers(layout)
     rounds = math.ceil(fullest(_grouped(rows_E, peers), devices * peers) / small.rows[0])
-    return Work(
-        filled_in_rounds=min(1.0, busiest / (rounds * small.work)), rounds=max(1, rounds)
-    )
+    return Work(filled_in_rounds=min(1.0, busiest / (rounds * small.work)), rounds=max(1, rounds))
 
 
 def _rows(share_E: tuple[float, ...], cfg: Config, tokens: int) -> list[float]:

@@ -66,7 +66,9 @@ class Sketch:
         local = self.tokens / layout.size(layout.tensor)
         rows = local * moe.experts_per_token * (1.5 if model.has_experts else 0)
         hidden = rows * (3 * model.width + 3 * moe.expert_hidden)
-        attention = self.tokens * 4 * model.num_heads * model.head_width / layout.size(layout.tensor)
+        attention = (
+            self.tokens * 4 * model.num_heads * model.head_width / layout.size(layout.tensor)
+        )
         block = width * (hidden + attention + 6 * local * model.width)
         kept = block * KEPT[model.remat] + width * local * model.width
         return held + kept * model.num_layers + 2 * block
@@ -126,7 +128,10 @@ class Sketch:
 
     def _cost(self, kind: str, size: float, axes: Axes) -> float:
         layout = self.layout
-        inside, across = layout.size(layout.inside_node(axes)), layout.size(layout.between_nodes(axes))
+        inside, across = (
+            layout.size(layout.inside_node(axes)),
+            layout.size(layout.between_nodes(axes)),
+        )
         if inside * across == 1:
             return 0.0
         return max(self.topology.seconds(kind, size, *self.topology.group(inside, across)))

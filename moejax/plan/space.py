@@ -10,21 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from moejax.checks import check, resolve_mesh
+from moejax.checks.planned import CHOSEN, CODECS, EXCHANGE, MESH, REDUCTION
 from moejax.compression import GRADIENTS, PRESETS
-from moejax.config import Config
+from moejax.config import Config, PlanConfig
 from moejax.errors import InputError
 from moejax.fields import fields, get_value
 from moejax.route import ROUTES
-
-MESH = ("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
-# Parts that change where a model's arrays lie or how they travel, and never what it learns.
-LAYOUT = (*MESH, "mesh.activations", "mesh.expert_weights")
-EXCHANGE = ("route", "route_chunks", "route_chunks_backward")
-REDUCTION = ("train.reduction_bytes",)
-# The same sums in another order.
-COST = ("model.remat", "train.micro_batches")
-CODECS = tuple(f"compression.{kind}" for kind in PRESETS["strong"])
-CHOSEN = (*LAYOUT, *EXCHANGE, *REDUCTION, *COST, *CODECS)
 
 CHUNKS = (1, 2, 4, 8)
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
@@ -55,15 +46,6 @@ class Limits:
         return name not in self.pinned
 
 
-def pinned(cfg: Config) -> frozenset[str]:
-    """The settings among `CHOSEN` that somebody has set: those not at their defaults."""
-    known = fields()
-    found = {name for name in CHOSEN if get_value(cfg, name) != known[name].default}
-    if cfg.compression.preset != "none":
-        found |= set(CODECS)
-    return frozenset(found)
-
-
 def change(cfg: Config, values: Mapping[str, Any]) -> Config:
     """Returns `cfg` with settings replaced, by dotted name."""
     for name, value in values.items():
@@ -80,7 +62,7 @@ def resolve(cfg: Config, limits: Limits) -> Config | None:
     """Returns the config on the devices of a search, or None if it breaks a rule."""
     mesh = dataclasses.replace(cfg.mesh, nodes=limits.nodes, simulated_devices=None)
     try:
-        cfg = dataclasses.replace(cfg, mesh=mesh)
+        cfg = dataclasses.replace(cfg, mesh=mesh, plan=PlanConfig(mode="hand"))
         check(cfg)
         return resolve_mesh(cfg, limits.devices, limits.platform)
     except InputError:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, opened, scan_operands
 from moejax.comm.rounds import ROUNDS
-from moejax.kernels.costs import COSTS, attention_cost, dot_flops
+from moejax.kernels.costs import attention_cost, dot_flops, experts_cost
 from moejax.plan.fuse import Node, Storage, fuse
 from moejax.plan.schedule import TRAFFIC, Collective, Schedule, collectives_of
 
@@ -87,9 +87,10 @@ class _Reader:
             return self._while(eqn, given, words)
         if name == "cond":
             return self._inline(self._branch(eqn), given[1:], words)
-        if name in ("jit", "pjit") and eqn.params["name"] in COSTS:
-            cost = COSTS[eqn.params["name"]]([var.aval for var in eqn.invars])
-            return self._add("product", eqn, given, words, **cost)
+        if name in ("jit", "pjit") and _loops(eqn):
+            cost = experts_cost(eqn.params["name"], [var.aval for var in eqn.invars])
+            if cost is not None:
+                return self._add("product", eqn, given, words, **cost)
         if (cost := attention_cost(name, eqn)) is not None:
             return self._add("product", eqn, given, words, **cost)
         if name in CALLS:
@@ -217,6 +218,13 @@ class _Reader:
         if self.rounds:
             return next((b for b in branches if _has_rounds(b)), branches[0])
         return branches[0]
+
+
+def _loops(eqn: Any) -> bool:
+    """Whether a call holds a loop; recomputation may leave only what is made before it."""
+    return any(
+        inner.primitive.name in ("scan", "while") for inner in opened(inner_jaxprs(eqn)[0]).eqns
+    )
 
 
 def _has_rounds(jaxpr: Any) -> bool:

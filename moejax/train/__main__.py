@@ -7,6 +7,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from moejax.checks import check, resolve_mesh
+from moejax.checks.planned import is_planned
 from moejax.config import Config
 from moejax.errors import InputError
 from moejax.settings import describe_fields, load_config, split_overrides, to_dict
@@ -91,6 +92,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     from moejax.plan.build import build_abstract_mesh
     from moejax.plan.target import described_cudnn
     from moejax.train.inputs import open_inputs
+    from moejax.train.planning import plan_dry
     from moejax.train.step import build_trainer
     from moejax.train.summary import print_summary, summarize
 
@@ -102,13 +104,16 @@ def dry_run(cfg: Config, console: Console) -> int:
         mesh = replace(mesh, replica=max((mesh.simulated_devices or others) // others, 1))
     assert mesh.replica is not None
     devices = mesh.replica * mesh.fsdp * mesh.expert * mesh.tensor
-    cfg = resolve_mesh(replace(cfg, mesh=mesh), devices, mesh.platform or "cpu")
+    if is_planned(cfg):
+        devices = mesh.simulated_devices or devices
+    planned = plan_dry(replace(cfg, mesh=mesh), devices)
+    cfg = resolve_mesh(planned.cfg, devices, mesh.platform or "cpu")
     open_inputs(cfg)
     layout = build_layout(cfg.mesh)
     trainer = build_trainer(cfg, build_abstract_mesh(layout), cfg.mesh.platform or "cpu")
     with described_cudnn():
         summary = summarize(trainer)
-    print_summary(summary, trainer, console)
+    print_summary(summary, trainer, console, planned.rows())
     return 0
 
 

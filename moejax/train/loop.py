@@ -2,24 +2,28 @@
 
 Order of a start: config and data are checked, the processes of the program meet, process 0 takes
 the run directory, checkpoint files are checked; then devices are started, the mesh is resolved, the
-step is compiled, and state comes from the newest checkpoint, else from `checkpoint.init_from`, else
+plan is made, the step is compiled, and state comes from the newest checkpoint, else from `checkpoint.init_from`, else
 from the seed. All processes run this code; process 0 alone writes records and shows them.
 """
 
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from moejax.checks import check, resolve_mesh
+from moejax.checks.planned import is_planned
 from moejax.config import Config
 from moejax.dims import build_layout
 from moejax.errors import InputError
 from moejax.plan.build import build_mesh
+from moejax.plan.topology import Topology
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.ledger import RunLock
 from moejax.runtime.processes import ALONE, Processes, Stop, find_place
@@ -28,12 +32,14 @@ from moejax.settings import diff, from_dict, save_json, to_dict
 from moejax.train.checkpoint import Checkpoints, Saved, locate, newest, restore_items
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.metrics import Display, Meter, Records
+from moejax.train.planning import kept_plan, measure, plan_run, save_routing
 from moejax.train.resume import check_resumable, check_same_weights, remembers, same_reduction
 from moejax.train.sample import sample
 from moejax.train.state import TrainState
 from moejax.train.step import Trainer, build_trainer
 from moejax.train.stretches import Stretches
 from moejax.train.summary import print_summary, summarize
+from moejax.train.watch import Doubt, Watch
 
 LN2 = math.log(2)
 
@@ -50,6 +56,8 @@ class Run:
     display: Display
     console: Console
     processes: Processes = ALONE
+    watch: Watch | None = None  # of a plan whose links are known
+    doubt: Doubt | None = None  # what the watch has found, if a new plan is allowed
 
 
 def train(cfg: Config, console: Console) -> TrainState:
@@ -80,14 +88,37 @@ def train_claimed(
     cfg: Config, inputs: Inputs, console: Console, processes: Processes
 ) -> TrainState:
     """Trains in a run directory that no other run uses."""
+    found = train_planned(cfg, inputs, console, processes)
+    if isinstance(found, Topology):  # at a checkpoint, with other links than the plan was made for
+        found = train_planned(cfg, inputs, console, processes, measured=found)
+    assert isinstance(found, TrainState), "a run is planned again once"
+    return found
+
+
+def train_planned(
+    cfg: Config,
+    inputs: Inputs,
+    console: Console,
+    processes: Processes,
+    measured: Topology | None = None,
+) -> TrainState | Topology:
+    """Plans and trains. Returns the last state, or links by which to plan again.
+
+    Args:
+      measured: links as they are now, to plan by; then the run does not ask again.
+    """
     run_dir = Path(cfg.run_dir)
-    saved, source, notes = choose(cfg, processes)
+    saved, source, notes = choose(kept_plan(cfg), processes)
     devices = start(cfg.mesh)
     platform = platform_of(devices)
-    cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
+    planned = plan_run(
+        cfg, devices, processes, console, resuming=saved is not None, measured=measured
+    )
+    notes += planned.notes
+    cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     summary = summarize(trainer)
-    print_summary(summary, trainer, console)
+    print_summary(summary, trainer, console, planned.rows())
     if processes.first:
         save_json(cfg, run_dir / "config.json")
     records = Records(run_dir, written=processes.first)
@@ -105,6 +136,11 @@ def train_claimed(
     )
     display = Display(console, cfg.train.num_steps, int(state.step))
     run = Run(cfg, trainer, inputs, checkpoints, records, display, console, processes)
+    if planned.plan is not None:
+        records.event("plan", int(state.step), seconds=planned.plan.predicted["seconds"])
+        if planned.topology is not None and measured is None:
+            again = partial(measure, cfg, devices, processes, Console(quiet=True))
+            run.watch = Watch(planned.plan, planned.topology, lambda: again()[0])
     try:
         # A failure ends one process of several here: the save under way waits for all of them.
         with display, processes:
@@ -115,7 +151,7 @@ def train_claimed(
     finally:
         checkpoints.close()
         records.close()
-    return state
+    return run.doubt.topology if run.doubt is not None and stopped else state
 
 
 def check_place(cfg: Config) -> None:
@@ -125,7 +161,7 @@ def check_place(cfg: Config) -> None:
       InputError: in every process, before they meet.
     """
     total = cfg.mesh.simulated_devices
-    if total is not None and simulated_here(cfg.mesh) is not None:
+    if total is not None and simulated_here(cfg.mesh) is not None and not is_planned(cfg):
         resolve_mesh(cfg, total, "cpu", processes=find_place().count)
 
 
@@ -227,6 +263,12 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
                 record_saved(run, run.checkpoints.wait())
                 run.display.say(f"stopped at step {step}; run the same command to go on")
                 run.records.event("stopped", step)
+                run.doubt = None
+                return state, True
+            if run.doubt is not None and due(step, cfg.checkpoint.save_every) and step < last:
+                record_saved(run, run.checkpoints.wait())
+                run.display.say(f"step {step}  planning again")
+                run.records.event("planning_again", step)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
                 began = time.perf_counter()
@@ -249,7 +291,24 @@ def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
     line = meter.report(step, metrics)
     run.records.report(line)
     run.display.show(line)
+    if run.processes.first and metrics.load_LE.size:
+        save_routing(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
+    if run.watch is not None:
+        hold_against_plan(run, run.watch, step, meter.tokens_per_step / line.tokens_per_second)
     meter.start(step)
+
+
+def hold_against_plan(run: Run, watch: Watch, step: int, seconds: float) -> None:
+    """Records how far a step is from its plan; when it stays off, says why. Takes all processes."""
+    seconds = run.processes.gather(seconds)[0]
+    run.records.event("predicted", step, ratio=seconds / watch.predicted)
+    if not watch.off(seconds):
+        return
+    doubt = watch.doubt(seconds)
+    run.display.say(doubt.text)
+    run.records.event("note", step, text=doubt.text)
+    if run.cfg.plan.replan:
+        run.doubt = doubt
 
 
 def save(run: Run, step: int, state: TrainState) -> None:

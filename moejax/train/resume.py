@@ -63,7 +63,8 @@ def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[st
         )
     # The checkpoint's replica axis and nodes were resolved; leaving them open changes nothing.
     open_ended = ("mesh.replica", "mesh.nodes")
-    return [_listed([c]) for c in changes if c[0] not in open_ended or c[2] is not None]
+    told = [c for c in changes if not c[0].startswith("plan.")]  # who chose changes nothing
+    return [_listed([c]) for c in told if c[0] not in open_ended or c[2] is not None]
 
 
 def same_reduction(saved: dict[str, Any], mesh: dict[str, int], cfg: Config) -> bool:

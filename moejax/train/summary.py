@@ -1,6 +1,7 @@
 """What a run is, before it starts: parameters, mesh, bytes a device, FLOPs, collectives a step."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +75,18 @@ def _logit_bytes(trainer: Trainer) -> int:
     return tokens * cfg.model.vocab_size // layout.size(layout.tensor) * 4
 
 
-def print_summary(summary: Summary, trainer: Trainer, console: Console) -> None:
-    """Shows the run as a table, and the collectives of a step by kind and axes."""
+def print_summary(
+    summary: Summary, trainer: Trainer, console: Console, planned: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Shows the run as a table, what was planned, and collectives by kind and axes."""
     counts, cfg = summary.counts, trainer.cfg
     table = Table(title="run", show_header=False, title_justify="left")
     table.add_row("parameters", f"{counts.total:,} total, {counts.active:,} active per token")
     table.add_row("FLOPs per token", f"{counts.flops_per_token:,} (forward and backward)")
     mesh = " x ".join(f"{axis}={size}" for axis, size in trainer.layout.sizes)
     table.add_row("mesh", f"{mesh} ({cfg.mesh.activations}, experts {cfg.mesh.expert_weights})")
+    for row in planned:
+        table.add_row(*row)
     if cfg.model.moe_every is not None:
         table.add_row("route of tokens", explain(trainer.program.route))
     if trainer.program.compression != NO_COMPRESSION:

@@ -1,0 +1,183 @@
+"""The command `python -m moejax.plan`: which plan a model should take on a cluster, and why."""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from moejax.checks import check
+from moejax.checks.planned import CHOSEN, pinned
+from moejax.config import Config
+from moejax.errors import InputError
+from moejax.fields import fields
+from moejax.plan.space import change
+from moejax.settings import load_config, split_overrides
+
+EPILOG = """\
+examples:
+  python -m moejax.plan --config configs/mixtral_8x7b.py --topology h200:8 --free mesh,route_chunks
+  python -m moejax.plan --config configs/tiny.py --topology topology.json --codecs hybrid \\
+      --out plan.json --report plan.html
+  python -m moejax.plan probe --out topology.json
+
+A setting of the config that is not at its default is pinned; --free unpins it, or all of a group.
+A topology is a file that `moejax plan probe` wrote, or a known cluster (--clusters lists them) with
+how many nodes it has. Exit codes: 0 done, 2 bad input.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="moejax plan",
+        description="Chooses mesh, route, chunks, codecs and recomputation for a model on a "
+        "cluster: traces the train step of each candidate and prices what was traced.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--config", metavar="FILE", help="as of moejax train")
+    made.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
+    made.add_argument("--topology", metavar="NAME|FILE", help="the cluster")
+    made.add_argument("--clusters", action="store_true", help="list the known clusters and exit")
+    made.add_argument("--routing", help="balanced, zipf:POWER or routing.json (default: config's)")
+    made.add_argument(
+        "--codecs", choices=("none", "hybrid", "strong"), help="preset whose codecs may be chosen"
+    )
+    made.add_argument(
+        "--free", default="", metavar="NAMES", help="settings, with commas, to choose all the same"
+    )
+    made.add_argument("--fewer", action="store_true", help="also look at half the nodes, and so on")
+    made.add_argument("--seconds", type=float, help="that the search may take")
+    made.add_argument("--top", type=int, default=8, help="plans to show (default 8)")
+    made.add_argument("--out", metavar="FILE.json", type=Path, help="write the best plan")
+    made.add_argument("--report", metavar="FILE.html", type=Path, help="write a page about it")
+    made.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command. Returns the exit code."""
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(rest)
+    try:
+        run(args, overrides)
+    except InputError as error:
+        if args.debug:
+            raise
+        print(f"moejax: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("moejax: stopped; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> None:
+    """Does what the flags ask."""
+    from moejax.plan.topology_file import known_clusters, load_topology
+
+    if args.clusters:
+        for name in known_clusters():
+            known = load_topology(name)
+            print(f"{name:16} {known.nodes} x {known.tiers[0].size}  {known.source}")
+        return
+    for name in ("config", "topology"):
+        if getattr(args, name) is None:
+            raise InputError(f"no {name}. Got none. A plan needs one. Add --{name}.")
+    if args.out is not None and args.out.suffix != ".json":
+        raise InputError(f"--out is {args.out}. A plan file ends in .json. Rename it.")
+    cfg = load_config(args.config, overrides)
+    topology = load_topology(args.topology)
+    cfg = planned_config(cfg, args)
+    check(cfg)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # tracing needs no accelerator
+    _plan(cfg, topology, args)
+
+
+def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
+    """The config with the command's wishes, and the freed settings at their defaults."""
+    given = {name: getattr(args, name) for name in ("routing", "codecs", "seconds")}
+    wishes = {f"plan.{name}": value for name, value in given.items() if value is not None}
+    freed = {}
+    for name in filter(None, args.free.split(",")):
+        found = [known for known in CHOSEN if known == name or known.startswith(f"{name}.")]
+        if not found:
+            raise InputError(
+                f"--free has `{name}`, which no plan chooses. It must be among "
+                f"{', '.join(CHOSEN)}, or a group of them. Correct it."
+            )
+        freed |= {known: fields()[known].default for known in found}
+    mesh = replace(cfg.mesh, simulated_devices=None, nodes=None, platform=None)
+    cfg = change(replace(cfg, mesh=mesh), freed | wishes)
+    return replace(cfg, plan=replace(cfg.plan, mode="auto", topology=None))
+
+
+def _plan(cfg: Config, topology: "Topology", args: argparse.Namespace) -> None:  # noqa: F821
+    from moejax.plan.explain import print_ranked, print_why
+    from moejax.plan.files import plan_from, save_plan
+    from moejax.plan.report import write_report
+    from moejax.plan.routing import read_routing
+    from moejax.plan.search import search
+    from moejax.plan.space import Limits
+
+    routing = read_routing(cfg.plan.routing, cfg.moe.num_experts)
+    console, shown = Console(), Console(stderr=True)
+
+    def find(cluster: "Topology"):  # noqa: F821
+        device = cluster.device
+        limits = Limits(
+            cluster.devices, cluster.nodes, device.platform, cfg.plan.codecs, pinned(cfg)
+        )
+        with shown.status("planning") as status:
+
+            def say(words: str) -> None:
+                status.update(f"planning for {cluster.devices} devices: {words}")
+
+            return search(cfg, cluster, limits, routing, seconds=cfg.plan.seconds, say=say)
+
+    found = find(topology)
+    console.print(
+        f"{args.config} on {topology.name}: {topology.devices} devices on {topology.nodes} nodes; "
+        f"routing {routing.name} (busiest expert {routing.skew:.2f} x the mean)",
+        highlight=False,
+    )
+    print_ranked(found, topology, console, args.top)
+    print_why(found, console)
+    if args.fewer:
+        _print_fewer(found, topology, find, console)
+    if args.out is not None:
+        save_plan(plan_from(found, topology, cfg.plan.routing), args.out)
+        console.print(f"wrote {args.out}; train with --config.plan={args.out}", highlight=False)
+    if args.report is not None:
+        write_report(found, topology, routing, args.report)
+        console.print(f"wrote {args.report}", highlight=False)
+
+
+def _print_fewer(found, topology, find, console: Console) -> None:
+    """What half the nodes, a quarter, ... would give."""
+    from moejax.plan.explain import mesh_words, tokens_per_second
+
+    best = found.ranked[0]
+    rows = [(topology.nodes, best)]
+    nodes = topology.nodes
+    while nodes % 2 == 0:
+        nodes //= 2
+        try:
+            rows.append((nodes, find(topology.of_nodes(nodes)).ranked[0]))
+        except (InputError, ValueError) as error:
+            console.print(f"{nodes} nodes: {error}", highlight=False)
+            break
+    for nodes, one in rows:
+        rate = tokens_per_second(one)
+        share = rate / tokens_per_second(best)
+        console.print(
+            f"{nodes} nodes: {rate:,.0f} tokens/s ({share:.2f} of {topology.nodes} nodes'), "
+            f"{mesh_words(one.cfg)}",
+            highlight=False,
+        )
+
+

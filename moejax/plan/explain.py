@@ -1,0 +1,152 @@
+"""Says what a plan is, what its step is made of, and why it beats another."""
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moejax.compression import build_compression, describe
+from moejax.config import Config
+from moejax.plan.price import Played
+from moejax.plan.search import Found, Priced
+from moejax.plan.topology import Topology
+
+WAITING = "waiting for "
+
+
+def terms(priced: Priced) -> dict[str, float]:
+    """Seconds of a step by what they go into; their sum is the step.
+
+    What is computed, by scope of the program, and what is waited for while nothing computes, by
+    class of traffic.
+    """
+    total: Counter[str] = Counter()
+    for share, played in priced.parts:
+        for name, seconds in played.computed.items():
+            total[name] += share * seconds
+        for name, seconds in played.exposed.items():
+            total[WAITING + name] += share * seconds
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def why(winner: Priced, other: Priced, most: int = 4) -> list[tuple[str, float, float]]:
+    """(term, its seconds in the winner, in the other), the largest differences first."""
+    first, second = terms(winner), terms(other)
+    names = {*first, *second}
+    rows = [(name, first.get(name, 0.0), second.get(name, 0.0)) for name in names]
+    return sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:most]
+
+
+def traffic(played: Played) -> dict[tuple[str, str], tuple[float, float]]:
+    """(link, class) -> (bytes that a device sends, seconds on the link), most bytes first."""
+    keys = sorted(played.bytes_sent, key=lambda key: -played.bytes_sent[key])
+    return {key: (played.bytes_sent[key], played.sent[key]) for key in keys}
+
+
+def mesh_words(cfg: Config) -> str:
+    """The mesh in a few words: axes above one."""
+    sizes = {axis: getattr(cfg.mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
+    words = [f"{axis} {size}" for axis, size in sizes.items() if size and size > 1]
+    if cfg.mesh.tensor > 1:
+        words += [cfg.mesh.activations, f"experts {cfg.mesh.expert_weights}"]
+    return ", ".join(words) or "one device"
+
+
+def exchange_words(cfg: Config) -> str:
+    """The route and its chunks, where tokens travel at all."""
+    owners = cfg.mesh.expert * (cfg.mesh.tensor if cfg.mesh.expert_weights != "whole" else 1)
+    if not cfg.model.has_experts or owners == 1:
+        return "-"
+    back = cfg.route_chunks_backward or cfg.route_chunks
+    chunks = "" if cfg.route_chunks == back == 1 else f", chunks {cfg.route_chunks}/{back}"
+    return cfg.route + chunks
+
+
+def rest_words(cfg: Config) -> str:
+    """Codecs, pieces of gradients, recomputation and micro-batches that are not the plain ones."""
+    words = []
+    if (codecs := describe(build_compression(cfg.compression).at(0))) != "none":
+        words.append(codecs)
+    if cfg.train.reduction_bytes is not None:
+        words.append(f"pieces of {cfg.train.reduction_bytes / 2**20:.0f} MiB")
+    if cfg.model.remat != "none":
+        words.append(f"remat {cfg.model.remat}")
+    if cfg.train.micro_batches > 1:
+        words.append(f"{cfg.train.micro_batches} micro-batches")
+    return ", ".join(words) or "-"
+
+
+def print_ranked(found: Found, topology: Topology, console: Console, most: int = 8) -> None:
+    """Shows the plans, fastest first, the expert's default last."""
+    best, table = found.ranked[0], Table(title="plans", title_justify="left")
+    for name in ("", "mesh", "route", "codecs and memory"):
+        table.add_column(name, overflow="fold")
+    for name in ("GiB", "ms a step", "over the best"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [(str(place + 1), one) for place, one in enumerate(found.ranked[:most])]
+    if found.baseline is not None:
+        rows.append(("default", found.baseline))
+    for name, one in rows:
+        table.add_row(name, *cells(one, topology), f"{one.seconds / best.seconds:.2f}")
+    console.print(table)
+    room = topology.device.memory_bytes / 2**30
+    console.print(
+        f"{found.meshes:,} meshes sketched, {found.traced} plans traced, {found.too_large} of them "
+        f"too large for {room:.1f} GiB, in {found.seconds:.1f} s. GiB and seconds are of one "
+        "device; default: experts over all devices, flat, no codecs.",
+        highlight=False,
+    )
+
+
+def cells(one: Priced, topology: Topology) -> list[str]:
+    """A plan as a row of a table: mesh, route, the rest, GiB, milliseconds."""
+    fits = "" if one.peak.bytes <= topology.device.memory_bytes else " (too large)"
+    words = [mesh_words(one.cfg), exchange_words(one.cfg), rest_words(one.cfg)]
+    return [*words, f"{one.peak.bytes / 2**30:.2f}{fits}", f"{one.seconds * 1e3:,.2f}"]
+
+
+def print_why(found: Found, console: Console) -> None:
+    """Shows what the best plan's step is made of, and which terms fell against others."""
+    best = found.ranked[0]
+    table = Table(title="where the step goes", title_justify="left")
+    table.add_column("term")
+    for name in ("ms", "share"):
+        table.add_column(name, justify="right")
+    for name, seconds in terms(best).items():
+        if seconds > 0.01 * best.seconds:
+            table.add_row(name, f"{seconds * 1e3:,.2f}", f"{seconds / best.seconds:.0%}")
+    console.print(table)
+    others = [("the runner-up", one) for one in found.ranked[1:2]]
+    others += [("the default", found.baseline)] if found.baseline is not None else []
+    for name, other in others:
+        if other.cfg != best.cfg:
+            console.print(sentence(best, other, name), highlight=False, soft_wrap=True)
+
+
+def sentence(best: Priced, other: Priced, name: str) -> str:
+    """One line: by how much the best plan wins, and by which terms."""
+    changes = [
+        f"{term} {mine * 1e3:,.2f} ms, not {theirs * 1e3:,.2f}"
+        for term, mine, theirs in why(best, other)
+        if abs(theirs - mine) > 0.005 * best.seconds
+    ]
+    factor = other.seconds / best.seconds
+    words = "; ".join(changes) or "no term differs by 0.5 %"
+    return f"{factor:.2f} x as fast as {name} ({mesh_words(other.cfg)}): {words}"
+
+
+def tokens_per_second(priced: Priced) -> float:
+    """Over all devices."""
+    train = priced.cfg.train
+    return train.batch_sequences * priced.cfg.data.sequence_length / priced.seconds
+
+
+def to_json(priced: Priced) -> dict[str, Any]:
+    """A plan's prices as a file holds them."""
+    return {
+        "seconds": priced.seconds,
+        "terms": terms(priced),
+        "memory_bytes": priced.peak.bytes,
+        "tokens_per_second": tokens_per_second(priced),
+    }

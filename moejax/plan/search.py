@@ -1,0 +1,318 @@
+"""Finds the plan: sketches every mesh, traces the promising ones, prices what was traced, ranks.
+
+A plan that needs more memory than a device has is never chosen; it is made lighter first (more
+recomputed, more micro-batches), which is what a person would do.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moejax.config import Config
+from moejax.dims import build_layout
+from moejax.errors import InputError
+from moejax.plan import space
+from moejax.plan.build import build_abstract_mesh
+from moejax.plan.memory import Peak, peak
+from moejax.plan.price import Costs, Played, play
+from moejax.plan.routing import Routing, work_of
+from moejax.plan.schedule import Schedule
+from moejax.plan.sketch import Sketch
+from moejax.plan.space import Limits
+from moejax.plan.target import described_cudnn
+from moejax.plan.topology import Topology
+from moejax.plan.trace import read as read_jaxpr
+from moejax.train.step import Trainer, build_trainer
+
+ROOM = 0.95  # of a device's memory that a plan may need: what is left is the runtime's
+FIRST = 8  # meshes that are traced before any is refined
+REFINED = 2  # of them, so many get other routes, chunks, codecs, pieces
+
+
+@dataclass(frozen=True)
+class Read:
+    """A traced step. Its schedule depends on whether buckets overflow, so it is made on demand."""
+
+    trainer: Trainer
+    jaxpr: Any
+
+    @property
+    def cfg(self) -> Config:
+        """Of the step."""
+        return self.trainer.cfg
+
+    def schedule(self, rounds: int = 0) -> Schedule:
+        """What a device does; see `plan.trace.read`."""
+        return read_jaxpr(self.jaxpr, rounds=rounds)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A plan and what it costs. Seconds are of a step, bytes of one device.
+
+    Attributes:
+      read: the traced step.
+      parts: (share of the expert layers, the step as it would be if all were so).
+      peak: of the device's memory.
+    """
+
+    read: Read = field(repr=False)
+    parts: tuple[tuple[float, Played], ...] = field(repr=False)
+    peak: Peak
+
+    @property
+    def cfg(self) -> Config:
+        """The config that the plan makes."""
+        return self.read.cfg
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(share * played.seconds for share, played in self.parts)
+
+    @property
+    def main(self) -> Played:
+        """The step of most layers."""
+        return max(self.parts, key=lambda part: part[0])[1]
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    Attributes:
+      ranked: plans that fit, fastest first.
+      baseline: the plan of people who do not plan, if it is one at all.
+      meshes: how many ways to spread the model obey the rules.
+      traced: programs read.
+      too_large: traced, and refused for their memory.
+      seconds: of the search.
+    """
+
+    ranked: list[Priced]
+    baseline: Priced | None
+    meshes: int
+    traced: int
+    too_large: int
+    seconds: float
+
+
+def read_step(cfg: Config, platform: str) -> Read:
+    """Traces the train step of a resolved config; needs no devices, allocates nothing."""
+    trainer = build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), platform)
+    with described_cudnn():
+        traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
+    return Read(trainer, traced.jaxpr)
+
+
+def price(read: Read, topology: Topology, routing: Routing) -> Priced:
+    """Plays a traced step on a cluster, for tokens that fall so."""
+    layout, route = read.trainer.layout, read.trainer.program.route
+    parts, most = [], None
+    for share, work in work_of(routing, read.cfg, layout, route):
+        schedule = read.schedule(work.rounds)
+        parts.append((share, play(schedule, Costs(topology, layout, work))))
+        needed = peak(schedule)
+        most = needed if most is None or needed.bytes > most.bytes else most
+    assert most is not None
+    return Priced(read, tuple(parts), most)
+
+
+class Search:
+    """One search: what has been traced, and how long it may go on."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        topology: Topology,
+        limits: Limits,
+        routing: Routing,
+        *,
+        seconds: float,
+        say: Callable[[str], None] = lambda _: None,
+    ):
+        self.cfg, self.topology, self.limits, self.routing = cfg, topology, limits, routing
+        self.say, self.began = say, time.perf_counter()
+        self.ends = self.began + seconds
+        self.priced: dict[Config, Priced] = {}
+        self.too_large = 0
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that a plan may need."""
+        return ROOM * self.topology.device.memory_bytes
+
+    @property
+    def late(self) -> bool:
+        """Whether time is up; at least two plans are compared whatever it takes."""
+        return len(self.priced) >= 2 and time.perf_counter() > self.ends
+
+    def run(self) -> Found:
+        """Searches.
+
+        Raises:
+          InputError: if no plan obeys the rules, or none fits.
+        """
+        meshes = list(space.meshes(self.cfg, self.limits))
+        sketches = sorted((Sketch(cfg, self.topology) for cfg in meshes), key=Sketch.seconds)
+        self.say(f"{len(sketches):,} meshes sketched")
+        for cfg in self._promising(sketches):
+            if self.late or len(self.priced) >= FIRST:
+                break
+            self._try(cfg)
+        for best in self._ranked()[:REFINED]:
+            self._refine(best)
+        ranked = self._ranked()
+        if not ranked:
+            raise InputError(self._why_none(len(sketches)))
+        return Found(
+            ranked=ranked,
+            baseline=self._baseline(),
+            meshes=len(sketches),
+            traced=len(self.priced),
+            too_large=self.too_large,
+            seconds=time.perf_counter() - self.began,
+        )
+
+    def _ranked(self) -> list[Priced]:
+        fitting = [one for one in self.priced.values() if one.peak.bytes <= self.room]
+        return sorted(fitting, key=lambda one: one.seconds)
+
+    def _promising(self, sketches: list[Sketch]) -> Iterator[Config]:
+        """Meshes that seem to fit, fastest first, no more than a few alike; then lighter ones."""
+        seen: dict[Any, int] = {}
+        large = []
+        for sketch in sketches:
+            mesh = sketch.cfg.mesh
+            alike = (mesh.expert, mesh.tensor)
+            if sketch.bytes() > 1.3 * self.room:
+                large.append(sketch)
+            elif seen.get(alike, 0) < 2:
+                seen[alike] = seen.get(alike, 0) + 1
+                yield sketch.cfg
+        lighter = (self._lighter(sketch.cfg) for sketch in large)
+        found = [Sketch(cfg, self.topology) for cfg in lighter if cfg is not None]
+        yield from (sketch.cfg for sketch in sorted(found, key=Sketch.seconds))
+
+    def _lighter(self, cfg: Config, factor: float = 1.0) -> Config | None:
+        """The least change that a sketch says fits.
+
+        Args:
+          factor: what the program needs over what the sketch says.
+        """
+        for other in space.lighter(cfg, self.limits):
+            if factor * Sketch(other, self.topology).bytes() <= self.room:
+                return other
+        return None
+
+    def _try(self, cfg: Config) -> Priced | None:
+        """Traces and prices a plan; if it does not fit, a lighter one of the same mesh."""
+        found = self._price(cfg)
+        for _ in range(3):
+            if found is None or found.peak.bytes <= self.room:
+                return found
+            self.too_large += 1
+            factor = found.peak.bytes / Sketch(found.cfg, self.topology).bytes()
+            other = self._lighter(found.cfg, max(1.0, factor))
+            if other is None or self.late:
+                return None
+            found = self._price(other)
+        return None
+
+    def _price(self, cfg: Config) -> Priced | None:
+        if cfg in self.priced:
+            return None
+        found = price(read_step(cfg, self.limits.platform), self.topology, self.routing)
+        self.priced[cfg] = found
+        self.say(f"{len(self.priced)} plans traced, best so far {self._best()}")
+        return found
+
+    def _best(self) -> str:
+        ranked = self._ranked()
+        return f"{ranked[0].seconds:.4g} s a step" if ranked else "none fits"
+
+    def _refine(self, start: Priced) -> None:
+        """Changes one part at a time and keeps what is faster."""
+        best = start
+        for neighbours in (self._routes, self._codecs, self._chunks, self._pieces, self._heavier):
+            for cfg in neighbours(best.cfg):
+                if self.late:
+                    return
+                found = self._price(cfg)
+                fits = found is not None and found.peak.bytes <= self.room
+                if found is not None and fits and found.seconds < best.seconds:
+                    best = found
+
+    def _routes(self, cfg: Config) -> Iterable[Config]:
+        one = replace(self.limits, pinned=self.limits.pinned | set(space.EXCHANGE[1:]))
+        return space.exchanges(cfg, one)
+
+    def _codecs(self, cfg: Config) -> Iterable[Config]:
+        return space.codecs(cfg, self.limits) if self.limits.codecs != "none" else ()
+
+    def _chunks(self, cfg: Config) -> Iterable[Config]:
+        found = list(
+            space.exchanges(cfg, replace(self.limits, pinned=self.limits.pinned | {"route"}))
+        )
+        # The same number both ways first: it is the better guess.
+        return sorted(found, key=lambda one: one.route_chunks_backward is not None)
+
+    def _pieces(self, cfg: Config) -> Iterable[Config]:
+        return space.pieces(cfg, self.limits)
+
+    def _heavier(self, cfg: Config) -> Iterable[Config]:
+        """Less recomputed, fewer micro-batches: faster, where it fits after all."""
+        if cfg.model.remat != self.cfg.model.remat and self.limits.free("model.remat"):
+            for remat in space.REMATS[: space.REMATS.index(cfg.model.remat)]:
+                other = space.resolve(space.change(cfg, {"model.remat": remat}), self.limits)
+                if other is not None:
+                    yield other
+
+    def _baseline(self) -> Priced | None:
+        cfg = space.baseline(self.cfg, self.limits)
+        if cfg is None:
+            return None
+        if cfg in self.priced:
+            return self.priced[cfg]
+        return price(read_step(cfg, self.limits.platform), self.topology, self.routing)
+
+    def _why_none(self, meshes: int) -> str:
+        devices = f"{self.limits.devices} devices on {self.limits.nodes} nodes"
+        if not meshes:
+            return (
+                f"no plan for {devices}. No mesh obeys all rules with train.batch_sequences = "
+                f"{self.cfg.train.batch_sequences} and what is pinned "
+                f"({', '.join(sorted(self.limits.pinned)) or 'nothing'}). Change the batch, or "
+                "leave settings at their defaults."
+            )
+        least = min(one.peak.bytes for one in self.priced.values())
+        return (
+            f"no plan fits {devices}. The least that one needs is {least / 2**30:.1f} GiB a device "
+            f"of {self.room / 2**30:.1f} GiB that may be used. Offer more devices, or unpin "
+            f"{', '.join(sorted(self.limits.pinned)) or 'nothing'}."
+        )
+
+
+def search(
+    cfg: Config,
+    topology: Topology,
+    limits: Limits,
+    routing: Routing,
+    *,
+    seconds: float,
+    say: Callable[[str], None] = lambda _: None,
+) -> Found:
+    """Returns the plans of a model on a cluster, fastest first.
+
+    Args:
+      cfg: the model; what is pinned keeps its settings.
+      seconds: that the search may take.
+      say: is told how far it is.
+
+    Raises:
+      InputError: if no plan obeys the rules, or none fits.
+    """
+    if cfg.compression.preset != "none" or limits.nodes == 1:
+        limits = replace(limits, codecs="none")
+    return Search(cfg, topology, limits, routing, seconds=seconds, say=say).run()

@@ -1,0 +1,219 @@
+"""The plan of a run: kept from before, read from a file, or searched for on measured links."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moejax.checks.planned import MODES, is_planned, pinned
+from moejax.config import Config
+from moejax.errors import InputError
+from moejax.plan.explain import exchange_words, mesh_words, rest_words
+from moejax.plan.files import Plan, load_plan, plan_from, save_plan
+from moejax.plan.probe import Effort, probe
+from moejax.plan.routing import read_routing
+from moejax.plan.search import search
+from moejax.plan.space import Limits, change
+from moejax.plan.topology import Topology
+from moejax.plan.topology_file import load_topology, write_topology
+from moejax.runtime.processes import Processes
+from moejax.runtime.start import platform_of
+
+PLAN, TOPOLOGY = "plan.json", "topology.json"  # in the run directory
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was planned for a run.
+
+    Attributes:
+      cfg: with the plan's settings.
+      plan: None where there was nothing to choose.
+      topology: None where the plan came from a file and nothing was measured.
+      notes: for the user.
+    """
+
+    cfg: Config
+    plan: Plan | None = None
+    topology: Topology | None = None
+    notes: tuple[str, ...] = ()
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Lines of the start table."""
+        if self.plan is None:
+            return []
+        predicted, other = self.plan.predicted["seconds"], self.plan.runner_up
+        words = f"{predicted * 1e3:,.1f} ms a step predicted on {self.plan.topology}"
+        rows = [("plan", f"{mesh_words(self.cfg)}; {exchange_words(self.cfg)}; {words}")]
+        if other is not None:
+            cfg = change(self.cfg, other["settings"])
+            words = f"{mesh_words(cfg)}; {exchange_words(cfg)}; {rest_words(cfg)}"
+            rows.append(("runner-up", f"{other['seconds'] * 1e3:,.1f} ms: {words}"))
+        return rows
+
+
+def kept_plan(cfg: Config) -> Config:
+    """The config with the plan that the run directory's checkpoint was made by, if there is one."""
+    path = Path(cfg.run_dir) / PLAN
+    if not is_planned(cfg) or not path.exists():
+        return cfg
+    return _applied(load_plan(path), cfg)
+
+
+def plan_run(
+    cfg: Config,
+    devices: Sequence[Any],
+    processes: Processes,
+    console: Console,
+    *,
+    resuming: bool,
+    measured: Topology | None = None,
+) -> Planned:
+    """Returns the run's config with everything chosen; every process calls it and gets the same.
+
+    Args:
+      resuming: whether a checkpoint of this run directory goes on; its plan is kept while it fits.
+      measured: links as they are found now, to plan by instead of what is configured.
+
+    Raises:
+      InputError: the plan is of other devices, or there is none that fits.
+    """
+    if not is_planned(cfg):
+        return Planned(cfg)
+    run_dir, mode = Path(cfg.run_dir), cfg.plan.mode
+    if mode not in MODES:
+        plan = load_plan(Path(mode))
+        _check_devices(plan, mode, len(devices))
+        return _planned(plan, cfg, None, ())
+    if resuming and measured is None and (run_dir / PLAN).exists():
+        plan = load_plan(run_dir / PLAN)
+        if plan.devices == len(devices):
+            kept = run_dir / TOPOLOGY
+            topology = load_topology(str(kept)) if kept.exists() else None
+            return _planned(plan, cfg, topology, ())
+    if len(devices) == 1:
+        return Planned(change(cfg, {"mesh.replica": 1}))
+    topology, notes = _topology(cfg, devices, processes, console, measured)
+    limits = Limits(
+        devices=len(devices),
+        nodes=cfg.mesh.nodes or topology.nodes,
+        platform=platform_of(list(devices)),
+        codecs=cfg.plan.codecs,
+        pinned=pinned(cfg),
+    )
+    plan = processes.from_first(lambda: vars(_search(cfg, topology, limits, console)))
+    chosen = Plan(**plan)
+    if processes.first:
+        save_plan(chosen, run_dir / PLAN)
+        write_topology(topology, run_dir / TOPOLOGY)
+    return _planned(chosen, cfg, topology, notes)
+
+
+def plan_dry(cfg: Config, devices: int) -> Planned:
+    """What `plan_run` would choose on so many devices, where it need not measure.
+
+    Raises:
+      InputError: as `plan_run`, or the links are not known.
+    """
+    if not is_planned(cfg) or devices == 1:
+        return Planned(cfg)
+    if cfg.plan.mode not in MODES:
+        plan = load_plan(Path(cfg.plan.mode))
+        _check_devices(plan, cfg.plan.mode, devices)
+        return _planned(plan, cfg, None, ())
+    if cfg.plan.topology is None:
+        raise InputError(
+            "links are not known. `plan.topology` is none, and a dry run measures nothing. Name a "
+            "known cluster or a topology file, or choose the mesh by hand."
+        )
+    topology = load_topology(cfg.plan.topology)
+    _check_topology(cfg, topology, devices)
+    limits = Limits(
+        devices, topology.nodes, topology.device.platform, cfg.plan.codecs, pinned(cfg)
+    )
+    plan = _search(cfg, topology, limits, Console(stderr=True))
+    return _planned(plan, cfg, topology, ())
+
+
+def _search(cfg: Config, topology: Topology, limits: Limits, console: Console) -> Plan:
+    routing = read_routing(cfg.plan.routing, cfg.moe.num_experts)
+    with console.status("planning") as status:
+
+        def say(words: str) -> None:
+            status.update(f"planning: {words}")
+
+        found = search(cfg, topology, limits, routing, seconds=cfg.plan.seconds, say=say)
+    return plan_from(found, topology, cfg.plan.routing)
+
+
+def _topology(
+    cfg: Config,
+    devices: Sequence[Any],
+    processes: Processes,
+    console: Console,
+    measured: Topology | None,
+) -> tuple[Topology, tuple[str, ...]]:
+    """The links to plan by: given, configured, or measured now."""
+    if measured is not None:
+        return measured, ()
+    if cfg.plan.topology is not None:
+        topology = load_topology(cfg.plan.topology)
+        _check_topology(cfg, topology, len(devices))
+        return topology, ()
+    return measure(cfg, devices, processes, console)
+
+
+def measure(
+    cfg: Config, devices: Sequence[Any], processes: Processes, console: Console
+) -> tuple[Topology, tuple[str, ...]]:
+    """Links and rates as they are now, roughly, and what is odd about them; takes seconds."""
+    with console.status("measuring links") as status:
+
+        def say(words: str) -> None:
+            status.update(f"measuring links: {words}")
+
+        effort = Effort(quick=True, seconds=10.0)
+        return probe(
+            processes, devices, name="measured", nodes=cfg.mesh.nodes, effort=effort, say=say
+        )
+
+
+def _check_topology(cfg: Config, topology: Topology, devices: int) -> None:
+    if topology.devices != devices:
+        raise InputError(
+            f"`plan.topology` {cfg.plan.topology} has {topology.devices} devices, this program has "
+            f"{devices}. They must be equal. Name the nodes, as in h200:4, or leave plan.topology "
+            "out to measure."
+        )
+
+
+def _check_devices(plan: Plan, path: str, devices: int) -> None:
+    if plan.devices != devices:
+        raise InputError(
+            f"plan {path} is for {plan.devices} devices, this program has {devices}. A plan fits "
+            "the devices it was made for. Plan again, or start on as many."
+        )
+
+
+def _applied(plan: Plan, cfg: Config) -> Config:
+    """The plan's settings; that they were chosen by a planner stays in the config."""
+    return change(plan.apply(cfg), {"plan.mode": "auto"})
+
+
+def _planned(
+    plan: Plan, cfg: Config, topology: Topology | None, notes: tuple[str, ...]
+) -> Planned:
+    return Planned(_applied(plan, cfg), plan, topology, notes)
+
+
+def save_routing(load_LE: Any, path: Path) -> None:
+    """Writes the experts' load of a run, for `--routing` and `plan.routing`."""
+    counts = [[int(n) for n in layer] for layer in load_LE]
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"load": counts}) + "\n")
+    part.replace(path)
+
+

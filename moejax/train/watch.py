@@ -1,0 +1,74 @@
+"""Holds the run's steps against what was predicted, and says which of the plan's rates is off."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moejax.plan.files import Plan
+from moejax.plan.topology import Topology
+
+WITHIN = (0.8, 1.25)  # measured over predicted: what a plan may be off by
+WINDOW = 3  # reports in a row outside it
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Why a plan no longer holds.
+
+    Attributes:
+      text: one line for the user.
+      topology: links and rates as they are now.
+    """
+
+    text: str
+    topology: Topology
+
+
+class Watch:
+    """Compares reports with the plan; speaks once."""
+
+    def __init__(self, plan: Plan, topology: Topology, measure: Callable[[], Topology]):
+        """Takes what measures links and rates again; every process calls it at the same step."""
+        self.predicted = float(plan.predicted["seconds"])
+        self.terms = plan.predicted["terms"]
+        self.topology, self.measure = topology, measure
+        self._outside, self._spoken = 0, False
+
+    def off(self, seconds_per_step: float) -> bool:
+        """Whether steps have been outside the window for long enough to ask why."""
+        low, high = WITHIN
+        ratio = seconds_per_step / self.predicted
+        self._outside = 0 if low <= ratio <= high else self._outside + 1
+        return self._outside >= WINDOW and not self._spoken
+
+    def doubt(self, seconds_per_step: float) -> Doubt:
+        """Measures again, and names what has changed most."""
+        self._spoken = True
+        now = self.measure()
+        name, before, after = max(
+            compare(self.topology, now), key=lambda row: max(row[2] / row[1], row[1] / row[2])
+        )
+        said = f"a step takes {seconds_per_step / self.predicted:.2f} x what was predicted"
+        if max(after / before, before / after) > WITHIN[1]:
+            cause = f"{name} is {after:.3g} a second now, the plan has {before:.3g}"
+        else:
+            largest = max(self.terms, key=lambda term: self.terms[term])
+            cause = (
+                f"links and rates are as the plan has them (the most changed, {name}, by "
+                f"{after / before - 1:+.0%}); its largest term is {largest}"
+            )
+        return Doubt(f"warning: {said}: {cause}", now)
+
+
+def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]:
+    """(what, rate before, rate now) of every link and rate that both have."""
+    rows = []
+    for one, other in zip(before.tiers, after.tiers, strict=False):
+        for kind, link in one.links.items():
+            if one.size > 1 and kind in other.links:
+                name = f"{kind} over {one.name}, bytes"
+                rows.append((name, link.bytes_per_s, other.links[kind].bytes_per_s))
+    for dtype, curve in before.device.products.items():
+        if dtype in after.device.products:
+            rows.append((f"{dtype} products, FLOPs", curve[-1][1], after.device.products[dtype][-1][1]))
+    copies = before.device.copy_bytes_per_s, after.device.copy_bytes_per_s
+    return [*rows, ("copies, bytes", *copies)]
