@@ -119,7 +119,6 @@ def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
 def _plan(cfg: Config, topology: "Topology", args: argparse.Namespace) -> None:  # noqa: F821
     from moejax.plan.explain import print_ranked, print_why
     from moejax.plan.files import plan_from, save_plan
-    from moejax.plan.report import write_report
     from moejax.plan.routing import read_routing
     from moejax.plan.search import search
     from moejax.plan.space import Limits
@@ -153,6 +152,8 @@ def _plan(cfg: Config, topology: "Topology", args: argparse.Namespace) -> None: 
         save_plan(plan_from(found, topology, cfg.plan.routing), args.out)
         console.print(f"wrote {args.out}; train with --config.plan={args.out}", highlight=False)
     if args.report is not None:
+        from moejax.plan.report import write_report
+
         write_report(found, topology, routing, args.report)
         console.print(f"wrote {args.report}", highlight=False)
 

@@ -80,30 +80,31 @@ def rest_words(cfg: Config) -> str:
 def print_ranked(found: Found, topology: Topology, console: Console, most: int = 8) -> None:
     """Shows the plans, fastest first, the expert's default last."""
     best, table = found.ranked[0], Table(title="plans", title_justify="left")
-    for name in ("", "mesh", "route", "codecs and memory"):
-        table.add_column(name, overflow="fold")
-    for name in ("GiB", "ms a step", "over the best"):
+    table.add_column("", no_wrap=True)
+    table.add_column("mesh; route of tokens; the rest", overflow="fold")
+    for name in ("GiB", "ms", "x best"):
         table.add_column(name, justify="right", no_wrap=True)
     rows = [(str(place + 1), one) for place, one in enumerate(found.ranked[:most])]
     if found.baseline is not None:
         rows.append(("default", found.baseline))
     for name, one in rows:
-        table.add_row(name, *cells(one, topology), f"{one.seconds / best.seconds:.2f}")
+        gib = f"{one.peak.bytes / 2**30:.2f}" + "!" * (one.peak.bytes > found.room)
+        words = f"{one.seconds * 1e3:,.2f}", f"{one.seconds / best.seconds:.2f}"
+        table.add_row(name, plan_words(one.cfg), gib, *words)
     console.print(table)
     room = topology.device.memory_bytes / 2**30
     console.print(
         f"{found.meshes:,} meshes sketched, {found.traced} plans traced, {found.too_large} of them "
-        f"too large for {room:.1f} GiB, in {found.seconds:.1f} s. GiB and seconds are of one "
-        "device; default: experts over all devices, flat, no codecs.",
+        f"too large (!) for {room:.1f} GiB, in {found.seconds:.1f} s. GiB: of one device; ms: a "
+        "step. default: experts over all devices, flat, no codecs.",
         highlight=False,
     )
 
 
-def cells(one: Priced, topology: Topology) -> list[str]:
-    """A plan as a row of a table: mesh, route, the rest, GiB, milliseconds."""
-    fits = "" if one.peak.bytes <= topology.device.memory_bytes else " (too large)"
-    words = [mesh_words(one.cfg), exchange_words(one.cfg), rest_words(one.cfg)]
-    return [*words, f"{one.peak.bytes / 2**30:.2f}{fits}", f"{one.seconds * 1e3:,.2f}"]
+def plan_words(cfg: Config) -> str:
+    """A plan in one line."""
+    words = [mesh_words(cfg), exchange_words(cfg), rest_words(cfg)]
+    return "; ".join(word for word in words if word != "-")
 
 
 def print_why(found: Found, console: Console) -> None:

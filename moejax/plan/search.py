@@ -87,6 +87,7 @@ class Found:
       meshes: how many ways to spread the model obey the rules.
       traced: programs read.
       too_large: traced, and refused for their memory.
+      room: bytes of a device that a plan may need.
       seconds: of the search.
     """
 
@@ -95,6 +96,7 @@ class Found:
     meshes: int
     traced: int
     too_large: int
+    room: float
     seconds: float
 
 
@@ -163,15 +165,16 @@ class Search:
             self._try(cfg)
         for best in self._ranked()[:REFINED]:
             self._refine(best)
-        ranked = self._ranked()
+        baseline, ranked = self._baseline(), self._ranked()
         if not ranked:
             raise InputError(self._why_none(len(sketches)))
         return Found(
             ranked=ranked,
-            baseline=self._baseline(),
+            baseline=baseline,
             meshes=len(sketches),
             traced=len(self.priced),
             too_large=self.too_large,
+            room=self.room,
             seconds=time.perf_counter() - self.began,
         )
 
@@ -270,12 +273,13 @@ class Search:
                     yield other
 
     def _baseline(self) -> Priced | None:
+        """What people take who do not plan, made as light as it must be."""
         cfg = space.baseline(self.cfg, self.limits)
-        if cfg is None:
-            return None
-        if cfg in self.priced:
-            return self.priced[cfg]
-        return price(read_step(cfg, self.limits.platform), self.topology, self.routing)
+        if cfg is None or cfg in self.priced:
+            return None if cfg is None else self.priced[cfg]
+        self.ends = float("inf")
+        found = self._try(cfg)
+        return self.priced[cfg] if found is None else found
 
     def _why_none(self, meshes: int) -> str:
         devices = f"{self.limits.devices} devices on {self.limits.nodes} nodes"

@@ -26,6 +26,7 @@ CONSTANTS = ("iota", "axis_index", "random_seed", "empty2", "empty")
 SLICES = ("slice", "dynamic_slice", "split", "unstack")
 GATHERS = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "sort")
 GATHERS += ("top_k", "cumsum", "cummax", "cumlogsumexp", "reduce_window")
+REST = "the rest"  # what stands in no scope: norms, residual sums
 TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 TRANSFORMS |= {"while", "body", "cond", "closed_call", "shard_map", "remat"}
 
@@ -242,7 +243,7 @@ def _words(eqn: Any) -> tuple[str, ...]:
 def _place(words: tuple[str, ...]) -> tuple[str, bool]:
     """(scope, whether it is the backward pass)."""
     named = [word for word in words if word not in TRANSFORMS]
-    return (named[-1] if named else "step"), "transpose" in words
+    return (named[-1] if named else REST), "transpose" in words
 
 
 def _reads(given: Iterable[int | None]) -> tuple[tuple[int, float | None], ...]:

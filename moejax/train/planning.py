@@ -11,7 +11,7 @@ from rich.console import Console
 from moejax.checks.planned import MODES, is_planned, pinned
 from moejax.config import Config
 from moejax.errors import InputError
-from moejax.plan.explain import exchange_words, mesh_words, rest_words
+from moejax.plan.explain import plan_words
 from moejax.plan.files import Plan, load_plan, plan_from, save_plan
 from moejax.plan.probe import Effort, probe
 from moejax.plan.routing import read_routing
@@ -47,11 +47,10 @@ class Planned:
             return []
         predicted, other = self.plan.predicted["seconds"], self.plan.runner_up
         words = f"{predicted * 1e3:,.1f} ms a step predicted on {self.plan.topology}"
-        rows = [("plan", f"{mesh_words(self.cfg)}; {exchange_words(self.cfg)}; {words}")]
+        rows = [("plan", f"{plan_words(self.cfg)}: {words}")]
         if other is not None:
             cfg = change(self.cfg, other["settings"])
-            words = f"{mesh_words(cfg)}; {exchange_words(cfg)}; {rest_words(cfg)}"
-            rows.append(("runner-up", f"{other['seconds'] * 1e3:,.1f} ms: {words}"))
+            rows.append(("runner-up", f"{plan_words(cfg)}: {other['seconds'] * 1e3:,.1f} ms"))
         return rows
 
 

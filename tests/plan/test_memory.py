@@ -1,0 +1,72 @@
+"""Memory read from a schedule, on cases that can be counted by hand."""
+
+import jax
+import jax.numpy as jnp
+
+from moejax.plan.memory import peak
+from moejax.plan.trace import read
+
+KIB = 1024
+
+
+def measure(function, *shapes):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return peak(read(jax.make_jaxpr(function)(*arrays)))
+
+
+def test_a_chain_needs_no_temporaries():
+    found = measure(lambda x: jnp.exp(jnp.sin(x) + 1), (256,))
+    assert (found.arguments, found.temporary) == (KIB, 0)
+
+
+def test_what_lives_at_one_time_adds_up():
+    """Two products wait for each other's end: one of them, and the sum of the arguments."""
+
+    def function(x, w):
+        a = x @ w  # 1 KiB, kept to the end
+        b = (a @ w) @ w  # two more of 1 KiB, the first of which dies
+        return jnp.sum(a @ b)
+
+    found = measure(function, (16, 16), (16, 16))
+    assert found.arguments == 2 * KIB
+    assert found.temporary == 3 * KIB
+
+
+def test_what_backward_needs_is_kept_for_every_turn():
+    def loss(x, w):
+        def turn(x, _):
+            return jnp.tanh(x @ w), None
+
+        return jnp.sum(jax.lax.scan(turn, x, None, length=10)[0])
+
+    found = measure(jax.grad(loss, argnums=1), (16, 16), (16, 16))
+    # Ten inputs of the products and ten results of tanh, or what stands for them.
+    assert 20 * KIB <= found.temporary <= 26 * KIB
+    again = measure(jax.grad(jax.checkpoint(loss), argnums=1), (16, 16), (16, 16))
+    assert again.temporary >= 20 * KIB
+
+
+def test_recomputation_saves_memory():
+    def loss(x, w, policy):
+        def turn(x, _):
+            return jnp.tanh(jnp.sin(x @ w) @ w), None
+
+        turn = jax.checkpoint(turn) if policy else turn
+        return jnp.sum(jax.lax.scan(turn, x, None, length=10)[0])
+
+    kept, again = (
+        measure(jax.grad(lambda x, w, p=p: loss(x, w, p), argnums=1), (16, 16), (16, 16))
+        for p in (False, True)
+    )
+    assert again.temporary < 0.6 * kept.temporary
+
+
+def test_the_scopes_add_up_to_the_peak():
+    def function(x, w):
+        with jax.named_scope("first"):
+            a = x @ w
+        with jax.named_scope("second"):
+            return a, jnp.sum(a @ w)
+
+    found = measure(function, (64, 64), (64, 64))
+    assert sum(found.by_scope.values()) == found.temporary
