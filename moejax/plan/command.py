@@ -180,5 +180,3 @@ def _print_fewer(found, topology, find, console: Console) -> None:
             f"{mesh_words(one.cfg)}",
             highlight=False,
         )
-
-

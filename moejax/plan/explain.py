@@ -23,9 +23,9 @@ def terms(priced: Priced) -> dict[str, float]:
     """
     total: Counter[str] = Counter()
     for share, played in priced.parts:
-        for name, seconds in played.computed.items():
+        for name, seconds in played.tally.computed.items():
             total[name] += share * seconds
-        for name, seconds in played.exposed.items():
+        for name, seconds in played.tally.exposed.items():
             total[WAITING + name] += share * seconds
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
@@ -40,8 +40,9 @@ def why(winner: Priced, other: Priced, most: int = 4) -> list[tuple[str, float, 
 
 def traffic(played: Played) -> dict[tuple[str, str], tuple[float, float]]:
     """(link, class) -> (bytes that a device sends, seconds on the link), most bytes first."""
-    keys = sorted(played.bytes_sent, key=lambda key: -played.bytes_sent[key])
-    return {key: (played.bytes_sent[key], played.sent[key]) for key in keys}
+    sent = played.tally.bytes_sent
+    keys = sorted(sent, key=lambda key: -sent[key])
+    return {key: (sent[key], played.tally.sent[key]) for key in keys}
 
 
 def mesh_words(cfg: Config) -> str:

@@ -7,6 +7,7 @@ not overlap, as in XLA's loops, so a loop costs its turn as often as it turns.
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from moejax.comm.rounds import ROUNDS
 from moejax.dims import Layout
 from moejax.plan.schedule import Collective, Op, Schedule
 from moejax.plan.simulate import Task, Timeline, simulate
@@ -30,27 +31,48 @@ class Work:
     rounds: int = 0
 
 
-@dataclass
-class Played:
-    """A schedule on its streams. Seconds are of one device.
+@dataclass(frozen=True)
+class Tally:
+    """What a schedule adds up to. Seconds and bytes are of one device.
 
     Attributes:
       computed: seconds of compute by scope.
       sent: seconds on each link by class of traffic: (stream, traffic).
       bytes_sent: bytes that a device puts on each link by class: (stream, traffic).
       exposed: seconds in which nothing computes, by what was waited for.
-      timeline: of the operations; of a loop one block.
-      inside: timeline of one turn of each loop, by place in the schedule.
     """
 
-    seconds: float
+    computed: Counter[str] = field(default_factory=Counter)
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
+    exposed: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Tally", times: int) -> None:
+        """Counts another so many times."""
+        for name in ("computed", "sent", "bytes_sent", "exposed"):
+            total = getattr(self, name)
+            for key, value in getattr(other, name).items():
+                total[key] += value * times
+
+
+@dataclass(frozen=True)
+class Played:
+    """A schedule on its streams.
+
+    Attributes:
+      timeline: of the operations; of a loop one task.
+      tally: what it adds up to, loops as often as they turn.
+      inside: (one turn, how many) of each task that is a loop.
+    """
+
     timeline: Timeline
-    tasks: list[Task]
-    computed: Counter = field(default_factory=Counter)
-    sent: Counter = field(default_factory=Counter)
-    bytes_sent: Counter = field(default_factory=Counter)
-    exposed: Counter = field(default_factory=Counter)
-    inside: "dict[int, tuple[Played, int]]" = field(default_factory=dict)
+    tally: Tally
+    inside: "dict[int, tuple[Played, int]]"
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, or of a loop's turn."""
+        return self.timeline.seconds
 
 
 class Costs:
@@ -98,86 +120,77 @@ def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Playe
     Args:
       filled: of buckets here; the work's unless in rounds.
     """
-    filled = costs.work.filled if filled is None else filled
-    tasks: list[Task] = []
-    ends: list[tuple[int, ...]] = []  # the tasks that finish each operation
-    found = Played(0.0, None, tasks)  # type: ignore[arg-type]
-    before: tuple[int, ...] = ()
-    for place, op in enumerate(schedule.ops):
-        after = tuple(sorted({task for maker in op.after for task in ends[maker]}))
+    player = _Player(costs, costs.work.filled if filled is None else filled)
+    for op in schedule.ops:
+        player.take(op)
+    timeline = simulate(player.tasks)
+    player.tally.exposed.update(timeline.exposed(by="name"))
+    return Played(timeline, player.tally, player.inside)
+
+
+class _Player:
+    """Turns operations into tasks."""
+
+    def __init__(self, costs: Costs, filled: float):
+        self.costs, self.filled = costs, filled
+        self.tasks: list[Task] = []
+        self.tally = Tally()
+        self.inside: dict[int, tuple[Played, int]] = {}
+        self.ends: list[tuple[int, ...]] = []  # the tasks that finish each operation
+        self.sending: tuple[int, ...] = ()  # those of the last collective
+
+    def take(self, op: Op) -> None:
+        """Adds the next operation."""
+        after = tuple(sorted({task for maker in op.after for task in self.ends[maker]}))
         if op.collective is not None:
-            after = tuple(sorted({*after, *before})) if costs.in_order else after
-            own = _send(op, costs, after, tasks, found)
-            before = own or before
+            own = self._send(op, op.collective, after)
         elif op.body is not None:
-            own = _loop(op, place, costs, after, tasks, found, filled)
+            own = self._repeat(op, op.body, after)
         else:
-            seconds = costs.compute(op, filled)
-            own = (len(tasks),)
-            tasks.append(Task(op.scope, COMPUTE, seconds, after))
-            found.computed[op.scope] += seconds
-        ends.append(own or after)
-    found.timeline = simulate(tasks)
-    found.seconds = found.timeline.seconds
-    for name, seconds in found.timeline.exposed(by="name").items():
-        found.exposed[name] += seconds
-    return found
+            seconds = self.costs.compute(op, self.filled)
+            self.tally.computed[op.scope] += seconds
+            own = self._add(Task(op.scope, COMPUTE, seconds, after))
+        self.ends.append(own or after)
+
+    def _add(self, task: Task) -> tuple[int]:
+        self.tasks.append(task)
+        return (len(self.tasks) - 1,)
+
+    def _send(self, op: Op, one: Collective, after: tuple[int, ...]) -> tuple[int, ...]:
+        """A collective: one task on each link that it uses."""
+        if self.costs.in_order:
+            after = tuple(sorted({*after, *self.sending}))
+        own: tuple[int, ...] = ()
+        name = one.traffic or op.scope
+        for tier, seconds, size in self.costs.links(one):
+            own += self._add(Task(name, tier.name, seconds, after, occupies=tier.occupies))
+            self.tally.sent[tier.name, name] += seconds
+            self.tally.bytes_sent[tier.name, name] += size
+        self.sending = own or self.sending
+        return own
+
+    def _repeat(self, op: Op, body: Schedule, after: tuple[int, ...]) -> tuple[int, ...]:
+        """A loop, as one task; what happens inside counts as often as it turns."""
+        filled = self.costs.work.filled_in_rounds if op.scope == ROUNDS else self.filled
+        body = _unrolled(op, body) if op.unrolled > 1 else body
+        turn = play(body, self.costs, filled)
+        self.tally.add(turn.tally, op.turns)
+        seconds = turn.seconds * op.turns
+        own = self._add(Task(f"{op.turns} x loop", COMPUTE, seconds, after))
+        self.inside[own[0]] = turn, op.turns
+        return own
 
 
-def _send(
-    op: Op, costs: Costs, after: tuple[int, ...], tasks: list[Task], found: Played
-) -> tuple[int, ...]:
-    """Adds a collective: one task on each link that it uses."""
-    assert op.collective is not None
-    own = []
-    name = op.collective.traffic or op.scope
-    for tier, seconds, size in costs.links(op.collective):
-        own.append(len(tasks))
-        tasks.append(Task(name, tier.name, seconds, after, occupies=tier.occupies))
-        found.sent[tier.name, name] += seconds
-        found.bytes_sent[tier.name, name] += size
-    return tuple(own)
-
-
-def _loop(
-    op: Op,
-    place: int,
-    costs: Costs,
-    after: tuple[int, ...],
-    tasks: list[Task],
-    found: Played,
-    filled: float,
-) -> tuple[int, ...]:
-    """Adds a loop as one task; what happens inside counts as often as it turns."""
-    assert op.body is not None
-    rounds = op.scope == "rounds"
-    inner_filled = costs.work.filled_in_rounds if rounds else filled
-    body = _unrolled(op) if op.unrolled > 1 else op.body
-    inner = play(body, costs, inner_filled)
-    found.inside[place] = (inner, op.turns)
-    for total, part in (
-        (found.computed, inner.computed),
-        (found.sent, inner.sent),
-        (found.bytes_sent, inner.bytes_sent),
-        (found.exposed, inner.exposed),
-    ):
-        for key, value in part.items():
-            total[key] += value * op.turns
-    tasks.append(Task(f"{op.turns} x loop", COMPUTE, inner.seconds * op.turns, after))
-    return (len(tasks) - 1,)
-
-
-def _unrolled(op: Op) -> Schedule:
+def _unrolled(op: Op, body: Schedule) -> Schedule:
     """A loop's turns that follow each other: each waits for what the one before carries on."""
-    assert op.body is not None
     ops: list[Op] = []
     ready: dict[int, int] = {}  # carried buffer -> the operation of the last turn that wrote it
     for _ in range(op.unrolled):
         first, writer = len(ops), {}
-        for one in op.body.ops:
+        for one in body.ops:
             waits = {ready[b] for b in one.reads if b in ready}
             after = tuple(sorted({first + place for place in one.after} | waits))
             ops.append(replace(one, after=after))
             writer |= dict.fromkeys(one.writes, len(ops) - 1)
         ready = {read: writer[left] for read, left in op.carried if left in writer}
-    return replace(op.body, ops=tuple(ops))
+    return replace(body, ops=tuple(ops))

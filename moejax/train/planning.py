@@ -130,9 +130,7 @@ def plan_dry(cfg: Config, devices: int) -> Planned:
         )
     topology = load_topology(cfg.plan.topology)
     _check_topology(cfg, topology, devices)
-    limits = Limits(
-        devices, topology.nodes, topology.device.platform, cfg.plan.codecs, pinned(cfg)
-    )
+    limits = Limits(devices, topology.nodes, topology.device.platform, cfg.plan.codecs, pinned(cfg))
     plan = _search(cfg, topology, limits, Console(stderr=True))
     return _planned(plan, cfg, topology, ())
 
@@ -202,9 +200,7 @@ def _applied(plan: Plan, cfg: Config) -> Config:
     return change(plan.apply(cfg), {"plan.mode": "auto"})
 
 
-def _planned(
-    plan: Plan, cfg: Config, topology: Topology | None, notes: tuple[str, ...]
-) -> Planned:
+def _planned(plan: Plan, cfg: Config, topology: Topology | None, notes: tuple[str, ...]) -> Planned:
     return Planned(_applied(plan, cfg), plan, topology, notes)
 
 
@@ -214,5 +210,3 @@ def save_routing(load_LE: Any, path: Path) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"load": counts}) + "\n")
     part.replace(path)
-
-

@@ -69,6 +69,8 @@ def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]
                 rows.append((name, link.bytes_per_s, other.links[kind].bytes_per_s))
     for dtype, curve in before.device.products.items():
         if dtype in after.device.products:
-            rows.append((f"{dtype} products, FLOPs", curve[-1][1], after.device.products[dtype][-1][1]))
+            rows.append(
+                (f"{dtype} products, FLOPs", curve[-1][1], after.device.products[dtype][-1][1])
+            )
     copies = before.device.copy_bytes_per_s, after.device.copy_bytes_per_s
     return [*rows, ("copies, bytes", *copies)]

@@ -93,7 +93,8 @@ def test_an_unrolled_model_does_the_same_work(mesh, scan_layers):
     other = schedule_of(small_config(mesh, model={"num_layers": 3, "scan_layers": not scan_layers}))
     assert flops(found) == flops(other)
     assert sum(n for (kind, _), n in counted.items() if kind == "collective") == sum(
-        one.calls for one in [op.collective for op, n in walk(other) for _ in range(n)]
+        one.calls
+        for one in [op.collective for op, n in walk(other) for _ in range(n)]
         if one is not None
     )
 
@@ -149,8 +150,9 @@ def test_a_thousand_devices_are_read_as_fast_as_eight():
     """Not timed: the program has as many operations, whatever the size of the mesh."""
     moe = {"num_experts": 128, "capacity_factor": 1.0}
     few = small_config((1, 2, 4, 1), moe=moe, model={"width": 128})
-    many = small_config((2, 4, 128, 1), moe=moe, model={"width": 512},
-                        train={"batch_sequences": 1024})
+    many = small_config(
+        (2, 4, 128, 1), moe=moe, model={"width": 512}, train={"batch_sequences": 1024}
+    )
     sizes = [sum(1 for _ in walk(schedule_of(cfg))) for cfg in (few, many)]
     assert sizes[1] < 1.2 * sizes[0]
 

@@ -1,0 +1,107 @@
+"""Prices of single operations and of whole schedules, against arithmetic by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moejax.dims import build_layout
+from moejax.plan.price import Costs, Work, play
+from moejax.plan.schedule import Collective, Op, Schedule
+from moejax.plan.trace import read
+from tests.cases import small_config
+from tests.plan.clusters import cluster
+
+
+def costs(mesh=(1, 1, 8, 1), nodes=2, work=None, **options):
+    cfg = small_config(mesh)
+    layout = build_layout(dataclasses.replace(cfg.mesh, nodes=nodes))
+    return Costs(cluster(nodes=nodes, **options), layout, work or Work())
+
+
+def all_to_all(size, axes=("expert_slow", "expert_fast")):
+    one = Collective("all_to_all", axes, "float32", size, 1, "dispatch")
+    return Op("collective", collective=one)
+
+
+def test_a_collective_takes_what_its_slowest_tier_takes():
+    size = 8_000_000
+    found = play(Schedule((all_to_all(size),), ()), costs())
+    # Seven of eight parts leave; four of them cross to the other node, each to a peer of its own.
+    assert found.seconds == pytest.approx(4e-4 + size * 4 / 8 / 1e7)
+    assert found.tally.bytes_sent["network", "dispatch"] == pytest.approx(size / 2)
+    assert found.tally.bytes_sent["host", "dispatch"] == pytest.approx(size * 3 / 8)
+    assert found.tally.exposed["dispatch"] == pytest.approx(found.seconds)
+
+
+def test_axes_inside_a_node_leave_the_network_alone():
+    found = play(Schedule((all_to_all(1000, ("expert_fast",)),), ()), costs())
+    assert {link for link, _ in found.tally.bytes_sent} == {"host"}
+
+
+def test_compute_hides_what_does_not_wait_for_it():
+    work = Op("product", scope="experts", flops=1e9, dtype="float32")
+    ops = (all_to_all(2_000_000), work)
+    found = play(Schedule(ops, ()), costs(platform="gpu"))
+    apart = [play(Schedule((op,), ()), costs()).seconds for op in ops]
+    assert found.seconds == pytest.approx(max(apart))
+    waiting = (work, Op("collective", after=(0,), collective=ops[0].collective))
+    assert play(Schedule(waiting, ()), costs()).seconds == pytest.approx(sum(apart))
+
+
+def test_on_cpu_collectives_go_one_by_one_and_take_compute_with_them():
+    ops = (all_to_all(1_000_000, ("expert_fast",)), all_to_all(1_000_000, ("expert_slow",)))
+    together = play(Schedule(ops, ()), costs(platform="gpu")).seconds
+    in_turn = play(Schedule(ops, ()), costs(platform="cpu")).seconds
+    alone = [play(Schedule((op,), ()), costs()).seconds for op in ops]
+    assert together == pytest.approx(max(alone))
+    assert in_turn == pytest.approx(sum(alone))
+    beside = (ops[0], Op("product", scope="experts", flops=1e8, dtype="float32"))
+    free, taken = (
+        play(Schedule(beside, ()), costs(occupies=share)).seconds for share in (0.0, 1.0)
+    )
+    parts = [play(Schedule((op,), ()), costs()).seconds for op in beside]
+    assert free == pytest.approx(max(parts))
+    assert taken == pytest.approx(sum(parts))
+
+
+def test_what_is_filled_is_what_experts_cost():
+    op = Op("product", scope="experts", flops=1e9, dtype="float32", work=True)
+    full, half = (
+        play(Schedule((op,), ()), costs(work=Work(filled=share))).seconds for share in (1.0, 0.5)
+    )
+    assert half < 0.75 * full
+
+
+def test_loops_cost_their_turns():
+    def function(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=6)[0]
+
+    schedule = read(jax.make_jaxpr(function)(jnp.ones((8, 8)), jnp.ones((8, 8))))
+    one = play(next(op.body for op in schedule.ops if op.body is not None), costs()).seconds
+    found = play(schedule, costs())
+    assert found.seconds == pytest.approx(6 * one, rel=1e-6)
+    assert sum(found.tally.computed.values()) == pytest.approx(found.seconds)
+
+
+def test_unrolled_turns_wait_for_what_they_carry():
+    def function(x, w, unroll):
+        def turn(x, _):
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.scan(turn, x, None, length=6, unroll=unroll)[0]
+
+    arrays = jnp.ones((8, 8)), jnp.ones((8, 8))
+    rolled, unrolled = (
+        play(read(jax.make_jaxpr(lambda x, w, u=u: function(x, w, u))(*arrays)), costs()).seconds
+        for u in (1, 6)
+    )
+    assert unrolled == pytest.approx(rolled)
+
+
+def test_the_terms_are_the_step():
+    work = Op("product", scope="experts", after=(0,), flops=1e9, dtype="float32")
+    found = play(Schedule((all_to_all(2_000_000), work), ()), costs())
+    total = sum(found.tally.computed.values()) + sum(found.tally.exposed.values())
+    assert total == pytest.approx(found.seconds)
