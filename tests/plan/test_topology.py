@@ -268,7 +268,7 @@ REFUSED = [
     (change("version", 0), "`version` is unknown", "Probe"),
     (change("version", True), "`version` is unknown", "Probe"),
     (change("version", ...), "`version` is missing", "Add"),
-    (change("tiers.0.siez", 4), "unknown field in `tiers[0]`", "`size`"),
+    (change("tiers.0.sizes", 4), "unknown field in `tiers[0]`", "`size`"),
     (change("wxyz", 4), "unknown field in `the file`", "Leave it out"),
     (change("tiers.0.size", 4.0), "`tiers[0].size` is wrong", "whole number"),
     (change("tiers.0.size", 0), "`tiers[0].size` is wrong", "at least 1"),
