@@ -7,6 +7,7 @@ usage: moejax COMMAND ...
 
   train     train a model (moejax train --help)
   prepare   turn text into token files (moejax prepare --help)
+  plan      measure the cluster (moejax plan probe --help)
   aot       compile the train step for a cluster that is not here (moejax aot --help)
 """
 
@@ -22,6 +23,10 @@ def main() -> int:
         from moejax.data.prepare import main as prepare
 
         return prepare(rest)
+    if command == "plan":
+        from moejax.plan.__main__ import main as plan
+
+        return plan(rest)
     if command == "aot":
         from moejax.plan.aot import main as aot
 
@@ -29,7 +34,8 @@ def main() -> int:
     if command in ("", "-h", "--help"):
         print(USAGE, end="")
         return 0
-    print(f"moejax: error: no command {command!r}. Known: train, prepare, aot.", file=sys.stderr)
+    known = "train, prepare, plan, aot"
+    print(f"moejax: error: no command {command!r}. Known: {known}.", file=sys.stderr)
     return 2
 
 

@@ -10,6 +10,8 @@ TOKEN_WIRE and gathered weights WEIGHT_WIRE, so that remat policies can keep wha
 tag=None leaves that to the caller.
 """
 
+from collections.abc import Sequence
+
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -68,6 +70,14 @@ def all_to_all(x_P: jax.Array, axes: Axes, *, tag: str | None = TOKEN_WIRE) -> j
     if size(axes) == 1:
         return x_P
     return _tagged(lax.all_to_all(x_P, axes, 0, 0, tiled=True), tag)
+
+
+def permute(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Sends x along `axes` from the first to the second of each pair; zeros where none arrives.
+
+    For measuring links: no route needs it. Wire: x's bytes per sending device.
+    """
+    return lax.ppermute(x, axes, list(pairs))
 
 
 def _tagged(x: jax.Array, tag: str | None) -> jax.Array:

@@ -26,7 +26,7 @@ from tests.plan.clusters import GIB, cluster
 
 
 def model(**changes) -> Config:
-    shapes = {"vocab_size": 264} | changes.pop("model", {})
+    shapes = {"vocab_size": 264, "mlp_hidden": 384} | changes.pop("model", {})
     cfg = small_config(model=shapes, train={"batch_sequences": 32}, **changes)
     return dataclasses.replace(cfg, plan=PlanConfig(mode="auto"))
 
