@@ -1,6 +1,6 @@
 """Says what a plan is, what its step is made of, and why it beats another."""
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +21,7 @@ def terms(priced: Priced) -> dict[str, float]:
     What is computed, by scope of the program, and what is waited for while nothing computes, by
     class of traffic.
     """
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     for share, played in priced.parts:
         for name, seconds in played.tally.computed.items():
             total[name] += share * seconds

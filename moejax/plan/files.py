@@ -14,7 +14,7 @@ from moejax.plan.space import change, plan_of
 from moejax.plan.topology import Topology
 
 VERSION = 1
-KEYS = {"version", "topology", "devices", "nodes", "routing", "settings", "predicted", "runner_up"}
+KEYS = {"topology", "devices", "nodes", "routing", "settings", "predicted", "runner_up"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def load_plan(path: Path) -> Plan:
     """Reads a plan file.
 
     Raises:
-      InputError: it is none, of another version, or has settings that are none or have wrong values.
+      InputError: it is none, of another version, or has settings that do not exist or are wrong.
     """
     try:
         found = json.loads(path.read_text())
@@ -75,8 +75,8 @@ def load_plan(path: Path) -> Plan:
             f"plan {path} cannot be read: {error}. It must be a file that moejax plan --out wrote. "
             "Check the path."
         ) from error
-    if not isinstance(found, dict) or found.get("version") != VERSION or set(found) - KEYS:
-        version = found.get("version") if isinstance(found, dict) else None
+    version = found.pop("version", None) if isinstance(found, dict) else None
+    if version != VERSION or set(found) != KEYS:
         raise InputError(
             f"plan {path} is not one. Its version is {version}, this moejax reads {VERSION}. "
             "Make it again with moejax plan --out."
@@ -86,4 +86,4 @@ def load_plan(path: Path) -> Plan:
         if name not in known:
             raise InputError(f"plan {path} sets `{name}`, which is no setting. Make it again.")
         found["settings"][name] = check_value(known[name], value)
-    return Plan(**{name: found.get(name) for name in KEYS - {"version"}})
+    return Plan(**found)

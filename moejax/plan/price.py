@@ -4,8 +4,9 @@ A device computes in program order, and the links carry collectives beside that.
 not overlap, as in XLA's loops, so a loop costs its turn as often as it turns.
 """
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from moejax.comm.rounds import ROUNDS
 from moejax.dims import Layout
@@ -42,10 +43,10 @@ class Tally:
       exposed: seconds in which nothing computes, by what was waited for.
     """
 
-    computed: Counter[str] = field(default_factory=Counter)
-    sent: Counter[tuple[str, str]] = field(default_factory=Counter)
-    bytes_sent: Counter[tuple[str, str]] = field(default_factory=Counter)
-    exposed: Counter[str] = field(default_factory=Counter)
+    computed: dict[str, float] = field(default_factory=partial(defaultdict, float))
+    sent: dict[tuple[str, str], float] = field(default_factory=partial(defaultdict, float))
+    bytes_sent: dict[tuple[str, str], float] = field(default_factory=partial(defaultdict, float))
+    exposed: dict[str, float] = field(default_factory=partial(defaultdict, float))
 
     def add(self, other: "Tally", times: int) -> None:
         """Counts another so many times."""

@@ -1,4 +1,4 @@
-"""A first guess at every mesh, good enough to say which are worth tracing; nothing is decided by it.
+"""A first guess at every mesh: it says which are worth tracing, and decides nothing else.
 
 Closed forms of the bytes that a step moves and of what a device must hold, in microseconds a mesh.
 """

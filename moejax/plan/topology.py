@@ -285,7 +285,7 @@ class Topology:
         return dataclasses.replace(self, tiers=tiers, pairs=(), node_names=(), asymmetric=False)
 
     def group(self, inside: int, across: int) -> tuple[int, ...]:
-        """What `seconds` calls a group: so many devices of each of so many nodes, neighbours first."""
+        """What `seconds` calls a group: devices of each of so many nodes, neighbours first."""
         if len(self.tiers) == 1:
             return (inside * across,)
         sizes = [inside]
