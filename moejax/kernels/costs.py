@@ -1,8 +1,8 @@
 """FLOPs of the operations whose inner loops depend on data, from the shapes of what they are given.
 
 The planner reads everything else from the program. Such an operation is jitted under a name that
-says its sizes (`name_of`), so that a reader of the traced program can tell it, also where recomputation
-has left only a part of what it is given.
+says its sizes (`name_of`), so that a reader of the traced program can tell it, also where
+recomputation has left only a part of what it is given.
 """
 
 import math
@@ -42,7 +42,7 @@ def attention_cost(primitive: str, eqn: Any) -> Cost | None:
 
 def dot_flops(eqn: Any) -> float:
     """2 M N K of a matrix product, over its batch; of a ragged one, every row once."""
-    left, right = (var.aval.shape for var in eqn.invars[:2])
+    left = eqn.invars[0].aval.shape
     if eqn.primitive.name != "dot_general":
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * _ragged_depth(eqn, left)
     (contracted, _), _ = eqn.params["dimension_numbers"]

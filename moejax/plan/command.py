@@ -12,7 +12,9 @@ from moejax.checks.planned import CHOSEN, pinned
 from moejax.config import Config
 from moejax.errors import InputError
 from moejax.fields import fields
+from moejax.plan.search import Found
 from moejax.plan.space import change
+from moejax.plan.topology import Topology
 from moejax.settings import load_config, split_overrides
 
 EPILOG = """\
@@ -116,7 +118,7 @@ def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
     return replace(cfg, plan=replace(cfg.plan, mode="auto", topology=None))
 
 
-def _plan(cfg: Config, topology: "Topology", args: argparse.Namespace) -> None:  # noqa: F821
+def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
     from moejax.plan.explain import print_ranked, print_why
     from moejax.plan.files import plan_from, save_plan
     from moejax.plan.routing import read_routing
@@ -126,7 +128,7 @@ def _plan(cfg: Config, topology: "Topology", args: argparse.Namespace) -> None: 
     routing = read_routing(cfg.plan.routing, cfg.moe.num_experts)
     console, shown = Console(), Console(stderr=True)
 
-    def find(cluster: "Topology"):  # noqa: F821
+    def find(cluster: Topology) -> Found:
         device = cluster.device
         limits = Limits(
             cluster.devices, cluster.nodes, device.platform, cfg.plan.codecs, pinned(cfg)

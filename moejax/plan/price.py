@@ -125,7 +125,8 @@ def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Playe
     for op in schedule.ops:
         player.take(op)
     timeline = simulate(player.tasks)
-    player.tally.exposed.update(timeline.exposed(by="name"))
+    for name, seconds in timeline.exposed(by="name").items():
+        player.tally.exposed[name] += seconds
     return Played(timeline, player.tally, player.inside)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moejax.checks.planned import MEMORY
 from moejax.config import Config
 from moejax.dims import build_layout
 from moejax.errors import InputError
@@ -277,9 +278,12 @@ class Search:
         cfg = space.baseline(self.cfg, self.limits)
         if cfg is None or cfg in self.priced:
             return None if cfg is None else self.priced[cfg]
-        self.ends = float("inf")
-        found = self._try(cfg)
-        return self.priced[cfg] if found is None else found
+        self.ends, before = float("inf"), set(self.priced)
+        found = self._try(cfg) or self.priced[cfg]
+        if self.limits.pinned - set(MEMORY):  # it was not asked whether it may change these
+            for other in set(self.priced) - before:
+                del self.priced[other]
+        return found
 
     def _why_none(self, meshes: int) -> str:
         devices = f"{self.limits.devices} devices on {self.limits.nodes} nodes"

@@ -3,7 +3,8 @@
 Order of a start: config and data are checked, the processes of the program meet, process 0 takes
 the run directory, checkpoint files are checked; then devices are started, a plan is made where one
 is wanted, the mesh is resolved, the step is compiled, and state comes from the newest checkpoint,
-else from `checkpoint.init_from`, else from the seed. All processes run this code; process 0 alone writes records and shows them.
+else from `checkpoint.init_from`, else from the seed. All processes run this code; process 0 alone
+writes records and shows them.
 """
 
 import math
