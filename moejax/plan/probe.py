@@ -24,6 +24,7 @@ from rich.table import Table
 
 from moejax.config import MeshConfig
 from moejax.errors import InputError
+from moejax.fields import short
 from moejax.plan.detect import Nodes, find_nodes, memory_of
 from moejax.plan.probe_device import probe_device
 from moejax.plan.probe_links import Say, probe_pairs, probe_tier
@@ -266,6 +267,12 @@ def _checked(args: argparse.Namespace) -> Path:
             f"cannot write. --out is {out}. It must name a file in a folder that exists. Make the "
             f"folder, or correct the path."
         )
+    name = args.name if args.name is not None else out.stem
+    if not name or not name.isprintable():
+        raise InputError(
+            f"no name for the cluster. It is {short(name)}. It must be text on one line. Give "
+            f"--name."
+        )
     for flag in ("seconds", "nodes", "simulated_devices"):
         value = getattr(args, flag)
         if value is not None and not 0 < value < 1e6:
@@ -314,7 +321,7 @@ def _run(args: argparse.Namespace, out: Path, processes: Processes) -> None:
         topology, odd = probe(
             processes,
             devices,
-            name=args.name or out.stem,
+            name=args.name if args.name is not None else out.stem,
             nodes=args.nodes,
             effort=effort,
             say=say,
