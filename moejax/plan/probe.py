@@ -130,18 +130,22 @@ def _probe_tiers(
     if count == 1:
         return (fast,), []
     slow = one(AXES[0], across)
-    if fast.size == 1 or not _contradicts(fast, slow):
+    slower = [
+        kind
+        for kind in KINDS
+        if fast.size > 1 and fast.links[kind].bytes_per_s < slow.links[kind].bytes_per_s
+    ]
+    if not slower:
         return (fast, slow), []
-    # The slower of the two curves: it holds wherever a peer is.
+    if len(slower) < len(KINDS):
+        what = f"{' and '.join(slower)} inside a node ({inside}): slower than across nodes"
+        return (fast, slow), [what]
+    # The slower of the two: it holds wherever a peer is.
     whole = replace(fast, size=fast.size * slow.size)
     return (whole,), [
         f"devices of one node ({inside}) exchange no faster than devices of different nodes: the "
         f"cluster counts as one node of {whole.size}"
     ]
-
-
-def _contradicts(fast: Tier, slow: Tier) -> bool:
-    return all(fast.links[kind].bytes_per_s < slow.links[kind].bytes_per_s for kind in KINDS)
 
 
 def _with_pairs(topology: Topology, found: Nodes, processes: Processes, say: Say) -> Topology:

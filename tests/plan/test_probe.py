@@ -18,12 +18,13 @@ from jax.sharding import PartitionSpec as P
 from moejax.comm import wire
 from moejax.errors import InputError
 from moejax.plan import __main__ as plan
+from moejax.plan import probe as probe_module
 from moejax.plan.detect import find_nodes
 from moejax.plan.fit import fit_link
 from moejax.plan.probe import Effort, main, probe
 from moejax.plan.probe_links import collective, probe_pairs, tournament
-from moejax.plan.stopwatch import AXES, build_mesh, loop
-from moejax.plan.topology import KINDS
+from moejax.plan.stopwatch import AXES, Stopwatch, build_mesh, loop
+from moejax.plan.topology import KINDS, Link, Tier
 from moejax.plan.topology_file import from_json, load_topology, read_topology, to_text
 from moejax.runtime.processes import Processes
 
@@ -159,6 +160,31 @@ def test_a_quick_probe_of_simulated_devices_can_be_read_back():
             assert 1e5 < link.bytes_per_s < 4e12
     assert 1e6 < found.device.copy_bytes_per_s < 1e13
     assert any("all_to_all" in words for words in said)
+
+
+@pytest.mark.parametrize(
+    ("inside", "sizes", "warning"),
+    [
+        ((9, 9, 9, 9), (4, 2), None),
+        ((9, 1, 9, 9), (4, 2), "all_gather inside a node"),
+        ((1, 1, 1, 1), (8,), "one node of 8"),
+    ],
+)
+def test_what_is_measured_may_contradict_what_was_seen(inside, sizes, warning, monkeypatch):
+    rates = {AXES[1]: (4, inside), AXES[0]: (2, (5, 5, 5, 5))}
+
+    def measured(watch, axis, name, **_):
+        size, by_kind = rates[axis]
+        links = {kind: Link(1e-3, float(r)) for kind, r in zip(KINDS, by_kind, strict=True)}
+        return Tier(name, size, links)
+
+    monkeypatch.setattr(probe_module, "probe_tier", measured)
+    devices = [device(n // 4) for n in range(8)]
+    found = find_nodes(devices, ["a", "b"])
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:8]).reshape(2, 4))
+    tiers, odd = probe_module._probe_tiers(watch, found, Effort(), lambda _: None)
+    assert tuple(tier.size for tier in tiers) == sizes
+    assert [warning in line for line in odd] == ([True] if warning else [])
 
 
 def test_pairs_of_nodes_are_all_measured():
