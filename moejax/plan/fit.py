@@ -15,6 +15,8 @@ ROUNDS = 20
 ROBUST = 2.0
 STEADY = 0.01  # residuals below it are no outliers, however small the others are
 LEAST_STARTUP_S = 1e-9
+# Of the largest call's time, what its bytes take at least: times that do not grow show no rate.
+UNSEEN = 0.01
 
 
 def fit_link(points: Sequence[tuple[int, float]]) -> Link:
@@ -41,20 +43,18 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
 
 
 def _positive_line(x: np.ndarray, t: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
-    """Weighted least squares of (a + b x) / t against 1; neither a nor b below zero."""
+    """Weighted least squares of (a + b x) / t against 1, neither a nor b too small to be known."""
     w = np.sqrt(weight)
-    columns = np.stack([w / t, w * x / t], axis=1)
+    ones, sizes = w / t, w * x / t
+    columns = np.stack([ones, sizes], axis=1)
     scale = np.linalg.norm(columns, axis=0)
     (a, b), *_ = np.linalg.lstsq(columns / scale, w, rcond=None)
     startup, slope = float(a / scale[0]), float(b / scale[1])
     if startup < 0:
-        startup = 0.0
-    elif slope > 0:
-        return startup, slope
-    # On the border one unknown is left: all bandwidth; or, of times that do not grow, the largest
-    # size as the bound of what is known.
-    if slope > 0:
-        ratio = w * x / t
-        return 0.0, float(ratio @ w / (ratio @ ratio))
+        startup, slope = 0.0, float(sizes @ w / (sizes @ sizes))
     last = int(np.argmax(x))
-    return 0.0, float(t[last] / x[last])
+    least = UNSEEN * float(t[last] / x[last])
+    if slope < least:
+        slope = least
+        startup = max(0.0, float(ones @ (w - slope * sizes) / (ones @ ones)))
+    return startup, slope

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from moejax.config import MeshConfig
 from moejax.errors import InputError
+from moejax.fields import short
 from moejax.plan.detect import Nodes, find_nodes, memory_of
 from moejax.plan.probe_device import probe_device
 from moejax.plan.probe_links import Say, probe_pairs, probe_tier
@@ -129,18 +130,22 @@ def _probe_tiers(
     if count == 1:
         return (fast,), []
     slow = one(AXES[0], across)
-    if fast.size == 1 or not _contradicts(fast, slow):
+    slower = [
+        kind
+        for kind in KINDS
+        if fast.size > 1 and fast.links[kind].bytes_per_s < slow.links[kind].bytes_per_s
+    ]
+    if not slower:
         return (fast, slow), []
-    # The slower of the two curves: it holds wherever a peer is.
+    if len(slower) < len(KINDS):
+        what = f"{' and '.join(slower)} inside a node ({inside}): slower than across nodes"
+        return (fast, slow), [what]
+    # The slower of the two: it holds wherever a peer is.
     whole = replace(fast, size=fast.size * slow.size)
     return (whole,), [
         f"devices of one node ({inside}) exchange no faster than devices of different nodes: the "
         f"cluster counts as one node of {whole.size}"
     ]
-
-
-def _contradicts(fast: Tier, slow: Tier) -> bool:
-    return all(fast.links[kind].bytes_per_s < slow.links[kind].bytes_per_s for kind in KINDS)
 
 
 def _with_pairs(topology: Topology, found: Nodes, processes: Processes, say: Say) -> Topology:
@@ -266,6 +271,12 @@ def _checked(args: argparse.Namespace) -> Path:
             f"cannot write. --out is {out}. It must name a file in a folder that exists. Make the "
             f"folder, or correct the path."
         )
+    name = args.name if args.name is not None else out.stem
+    if not name or not name.isprintable():
+        raise InputError(
+            f"no name for the cluster. It is {short(name)}. It must be text on one line. Give "
+            f"--name."
+        )
     for flag in ("seconds", "nodes", "simulated_devices"):
         value = getattr(args, flag)
         if value is not None and not 0 < value < 1e6:
@@ -314,7 +325,7 @@ def _run(args: argparse.Namespace, out: Path, processes: Processes) -> None:
         topology, odd = probe(
             processes,
             devices,
-            name=args.name or out.stem,
+            name=args.name if args.name is not None else out.stem,
             nodes=args.nodes,
             effort=effort,
             say=say,

@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16")
 ROWS = 512  # floats of a row that is gathered
 MEMORY = {"cpu": 2**23, "gpu": 2**28, "tpu": 2**28}  # bytes that are copied
 CODED = {"cpu": 2**18, "gpu": 2**26, "tpu": 2**26}  # bytes of float32 that are encoded
-SMALL = 64  # operations one after the other
+SMALL = 16  # operations one after the other
 CODECS = {
     name: CodecSpec(name, argument)
     for name, argument in (
@@ -54,6 +54,8 @@ def probe_device(
     copy_bytes = MEMORY[platform]
     copying = watch.seconds(lambda x: x * 1.0001 + 0.1, lambda: jnp.zeros(copy_bytes // 4))
     gathering = _gather_seconds(watch, copy_bytes)
+    say("small operations")
+    startup_s = _small_seconds(watch)
     codecs = {}
     for codec in QUICK_CODECS if quick else CODECS:
         say(f"codec {codec}")
@@ -65,7 +67,7 @@ def probe_device(
         products=products,
         copy_bytes_per_s=2 * copy_bytes / copying,
         gather_bytes_per_s=2 * copy_bytes / gathering,
-        startup_s=_small_seconds(watch),
+        startup_s=startup_s,
         codecs=codecs,
     )
 

@@ -13,14 +13,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
+from moejax.comm import wire
 from moejax.errors import InputError
 from moejax.plan import __main__ as plan
+from moejax.plan import probe as probe_module
 from moejax.plan.detect import find_nodes
 from moejax.plan.fit import fit_link
 from moejax.plan.probe import Effort, main, probe
-from moejax.plan.probe_links import tournament
-from moejax.plan.topology import KINDS
+from moejax.plan.probe_links import collective, probe_pairs, tournament
+from moejax.plan.stopwatch import AXES, Stopwatch, build_mesh, loop
+from moejax.plan.topology import KINDS, Link, Tier
 from moejax.plan.topology_file import from_json, load_topology, read_topology, to_text
 from moejax.runtime.processes import Processes
 
@@ -35,7 +39,7 @@ needs_namespaces = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(L
 # -- the fit
 
 
-@given(st.floats(-7, -2), st.floats(5, 12))
+@given(st.floats(-7, -3), st.floats(5, 12))
 def test_fit_finds_the_line_that_made_the_points(startup, rate):
     startup, rate = 10**startup, 10**rate
     link = fit_link([(size, startup + size / rate) for size in SIZES])
@@ -73,6 +77,8 @@ def test_times_that_do_not_grow_are_all_startup():
     link = fit_link([(size, 1e-3) for size in SIZES])
     assert link.seconds(SIZES[0]) == pytest.approx(1e-3, rel=0.05)
     assert link.seconds(SIZES[-1]) == pytest.approx(1e-3, rel=0.05)
+    # No more than a hundred times what the largest achieved.
+    assert link.bytes_per_s == pytest.approx(100 * SIZES[-1] / 1e-3, rel=1e-3)
 
 
 # -- nodes
@@ -157,8 +163,62 @@ def test_a_quick_probe_of_simulated_devices_can_be_read_back():
 
 
 @pytest.mark.parametrize(
+    ("inside", "sizes", "warning"),
+    [
+        ((9, 9, 9, 9), (4, 2), None),
+        ((9, 1, 9, 9), (4, 2), "all_gather inside a node"),
+        ((1, 1, 1, 1), (8,), "one node of 8"),
+    ],
+)
+def test_what_is_measured_may_contradict_what_was_seen(inside, sizes, warning, monkeypatch):
+    rates = {AXES[1]: (4, inside), AXES[0]: (2, (5, 5, 5, 5))}
+
+    def measured(watch, axis, name, **_):
+        size, by_kind = rates[axis]
+        links = {kind: Link(1e-3, float(r)) for kind, r in zip(KINDS, by_kind, strict=True)}
+        return Tier(name, size, links)
+
+    monkeypatch.setattr(probe_module, "probe_tier", measured)
+    devices = [device(n // 4) for n in range(8)]
+    found = find_nodes(devices, ["a", "b"])
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:8]).reshape(2, 4))
+    tiers, odd = probe_module._probe_tiers(watch, found, Effort(), lambda _: None)
+    assert tuple(tier.size for tier in tiers) == sizes
+    assert [warning in line for line in odd] == ([True] if warning else [])
+
+
+def test_pairs_of_nodes_are_all_measured():
+    devices = np.array(jax.devices()[:6]).reshape(3, 2)
+    pairs = probe_pairs(devices, Processes(), 1e7, say=lambda _: None)
+    for a in range(3):
+        for b in range(3):
+            assert (pairs[a][b] > 0) == (a != b)
+
+
+def test_a_timed_loop_holds_the_collective_that_it_times():
+    devices = np.array(jax.devices()).reshape(2, 4)
+    for kind in KINDS:
+        operate, start, sent = collective(kind, AXES[1], 2**14, 4)
+        assert sent == 2**14 * 3 // 4 * (2 if kind == "all_reduce" else 1)
+        text = loop(operate, start, build_mesh(devices)).lower(1).compile().as_text()
+        assert kind.replace("_", "-") in text
+        assert " while(" in text
+
+
+def test_permute_moves_along_an_axis():
+    mesh = build_mesh(np.array(jax.devices()[:4]).reshape(2, 2))
+
+    def move(x):
+        return wire.permute(x, ("nodes",), [(0, 1)])
+
+    moved = jax.shard_map(move, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
+    assert moved(np.arange(1.0, 5.0)).tolist() == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--out", "t.json", "--name", ""], "no name"),
         (["--out", "nowhere/t.json"], "folder that exists"),
         (["--out", "."], "must name a file"),
         (["--out", "t.json", "--seconds", "0"], "--seconds is 0"),
