@@ -367,7 +367,7 @@ function timelines() {
     "links. Where the first lane is empty, the device waits. A loop runs its turns one after the other; its height in each lane says " +
     "how busy that lane is inside, and one turn of the longest is drawn below. Drag to move; hold Ctrl and scroll to zoom.",
     share < 1 ? el("p", {}, `Drawn as if all layers were like ${percent(share)} of them; the others go in rounds.`) : null,
-    el("div", { class: "tools" }, el("span", {}, "Drawn:"), choice),
+    el("div", { class: "tools choice" }, el("span", {}, "Drawn:"), choice),
     legend, host);
   show(data.timelines[0]);
 }
