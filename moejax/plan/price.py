@@ -63,11 +63,15 @@ class Played:
     Attributes:
       timeline: of the operations; of a loop one task.
       tally: what it adds up to, loops as often as they turn.
+      ops: of each task, the operation that it is a part of.
+      sizes: bytes that each task puts on its link or moves in memory; 0 of a loop.
       inside: (one turn, how many) of each task that is a loop.
     """
 
     timeline: Timeline
     tally: Tally
+    ops: tuple[Op, ...]
+    sizes: tuple[float, ...]
     inside: "dict[int, tuple[Played, int]]"
 
     @property
@@ -127,7 +131,7 @@ def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Playe
     timeline = simulate(player.tasks)
     for name, seconds in timeline.exposed(by="name").items():
         player.tally.exposed[name] += seconds
-    return Played(timeline, player.tally, player.inside)
+    return Played(timeline, player.tally, tuple(player.ops), tuple(player.sizes), player.inside)
 
 
 class _Player:
@@ -136,6 +140,8 @@ class _Player:
     def __init__(self, costs: Costs, filled: float):
         self.costs, self.filled = costs, filled
         self.tasks: list[Task] = []
+        self.ops: list[Op] = []
+        self.sizes: list[float] = []
         self.tally = Tally()
         self.inside: dict[int, tuple[Played, int]] = {}
         self.ends: list[tuple[int, ...]] = []  # the tasks that finish each operation
@@ -151,11 +157,13 @@ class _Player:
         else:
             seconds = self.costs.compute(op, self.filled)
             self.tally.computed[op.scope] += seconds
-            own = self._add(Task(op.scope, COMPUTE, seconds, after))
+            own = self._add(op, op.bytes, Task(op.scope, COMPUTE, seconds, after))
         self.ends.append(own or after)
 
-    def _add(self, task: Task) -> tuple[int]:
+    def _add(self, op: Op, size: float, task: Task) -> tuple[int]:
         self.tasks.append(task)
+        self.ops.append(op)
+        self.sizes.append(size)
         return (len(self.tasks) - 1,)
 
     def _send(self, op: Op, one: Collective, after: tuple[int, ...]) -> tuple[int, ...]:
@@ -165,7 +173,8 @@ class _Player:
         own: tuple[int, ...] = ()
         name = one.traffic or op.scope
         for tier, seconds, size in self.costs.links(one):
-            own += self._add(Task(name, tier.name, seconds, after, occupies=tier.occupies))
+            task = Task(name, tier.name, seconds, after, occupies=tier.occupies)
+            own += self._add(op, size, task)
             self.tally.sent[tier.name, name] += seconds
             self.tally.bytes_sent[tier.name, name] += size
         self.sending = own or self.sending
@@ -178,7 +187,7 @@ class _Player:
         turn = play(body, self.costs, filled)
         self.tally.add(turn.tally, op.turns)
         seconds = turn.seconds * op.turns
-        own = self._add(Task(f"{op.turns} x loop", COMPUTE, seconds, after))
+        own = self._add(op, 0.0, Task(f"{op.turns} x loop", COMPUTE, seconds, after))
         self.inside[own[0]] = turn, op.turns
         return own
 

@@ -206,7 +206,7 @@ def _add_node(
     for lane, order in line.lanes().items():
         for task in order:
             start, end, op = line.start_s[task], line.end_s[task], played.ops[task]
-            name, inner = played.tasks[task].name, -1
+            name, inner = line.tasks[task].name, -1
             if task in played.inside:
                 turn, turns = played.inside[task]
                 name = _loop_name(turn, op)
@@ -218,10 +218,10 @@ def _add_node(
     nodes[place] = {
         **about,
         "seconds": played.seconds,
-        "computed": sum(played.computed.values()),
+        "computed": sum(played.tally.computed.values()),
         "sent": [
-            [link, name, _short(seconds), _short(played.bytes_sent[link, name])]
-            for (link, name), seconds in played.sent.items()
+            [link, name, _short(seconds), _short(played.tally.bytes_sent[link, name])]
+            for (link, name), seconds in played.tally.sent.items()
         ],
         "tasks": tasks,
     }

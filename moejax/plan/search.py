@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moejax.checks.planned import MEMORY
+from moejax.checks.planned import MEMORY, pinned
 from moejax.config import Config
 from moejax.dims import build_layout
 from moejax.errors import InputError
@@ -28,6 +28,7 @@ from moejax.train.step import Trainer, build_trainer
 
 ROOM = 0.95  # of a device's memory that a plan may need: what is left is the runtime's
 FIRST = 8  # meshes that are traced before any is refined
+SAME = 0.002  # of a step: less is no difference
 REFINED = 2  # of them, so many get other routes, chunks, codecs, pieces
 
 
@@ -181,7 +182,11 @@ class Search:
 
     def _ranked(self) -> list[Priced]:
         fitting = [one for one in self.priced.values() if one.peak.bytes <= self.room]
-        return sorted(fitting, key=lambda one: one.seconds)
+        ranked = sorted(fitting, key=lambda one: one.seconds)
+        # Of plans that cost the same, the one that changes least.
+        same = [one for one in ranked if one.seconds <= (1 + SAME) * ranked[0].seconds]
+        plainest = min(same, key=lambda one: len(pinned(one.cfg)), default=None)
+        return sorted(ranked, key=lambda one: one is not plainest)
 
     def _promising(self, sketches: list[Sketch]) -> Iterator[Config]:
         """Meshes that seem to fit, fastest first, no more than a few alike; then lighter ones."""
@@ -245,7 +250,7 @@ class Search:
                     return
                 found = self._price(cfg)
                 fits = found is not None and found.peak.bytes <= self.room
-                if found is not None and fits and found.seconds < best.seconds:
+                if found is not None and fits and found.seconds < (1 - SAME) * best.seconds:
                     best = found
 
     def _routes(self, cfg: Config) -> Iterable[Config]:

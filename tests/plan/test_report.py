@@ -115,7 +115,7 @@ def test_memory_sums_to_the_peak(found, data):
 def test_traffic_is_what_the_step_sends(found, data):
     _, played = found.ranked[0].parts[0]
     assert {(one["link"], one["class"]): one["bytes"] for one in data["traffic"]} == dict(
-        played.bytes_sent
+        played.tally.bytes_sent
     )
 
 
