@@ -230,7 +230,8 @@ def _add_node(
 
 def _loop_name(turn: Played, op: Op) -> str:
     """How often a loop turns, and what it does most."""
-    most = " and ".join(name for name, _ in turn.computed.most_common(2)) or "loop"
+    computed = turn.tally.computed
+    most = " and ".join(sorted(computed, key=lambda name: -computed[name])[:2]) or "loop"
     return f"{op.turns} x {most}{', backward' if op.backward else ''}"
 
 

@@ -1,0 +1,274 @@
+"""Does the planner choose well? Its plans and others, measured on emulated clusters.
+
+For each set-up: the cluster is probed, the planner searches by what was probed, and a dozen of its
+plans, good and bad, run in turns beside the default of people who do not plan (experts over all
+devices, flat, no codecs). Needs root, ip and tc. Writes planner.json and planner.md.
+
+    python benchmarks/planner.py --out benchmarks/results
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+from exchange import Case, Variants, run
+from machine import stamp
+
+from moejax.checks.planned import pinned
+from moejax.config import Config, PlanConfig
+from moejax.fields import fields
+from moejax.plan.explain import plan_words, terms
+from moejax.plan.routing import read_routing
+from moejax.plan.search import Found, Priced, search
+from moejax.plan.space import Limits, change, plan_of
+from moejax.plan.topology import Topology
+from moejax.plan.topology_file import read_topology, to_text
+
+ROOT = Path(__file__).parents[1]
+PLANS = 13  # measured of each set-up, the default beside them
+MODELS: dict[str, dict[str, Any]] = {
+    "balanced": {
+        "model.width": 256,
+        "model.num_layers": 2,
+        "model.num_heads": 8,
+        "model.num_kv_heads": 8,
+        "moe.num_experts": 8,
+        "moe.expert_hidden": 512,
+        "train.batch_sequences": 16,
+        "data.sequence_length": 128,
+    },
+    "attention": {
+        "model.width": 256,
+        "model.num_layers": 2,
+        "model.num_heads": 16,
+        "model.num_kv_heads": 16,
+        "moe.num_experts": 8,
+        "moe.expert_hidden": 64,
+        "train.batch_sequences": 8,
+        "data.sequence_length": 512,
+    },
+    "exchange": {
+        "model.width": 256,
+        "model.num_layers": 2,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 4,
+        "moe.num_experts": 16,
+        "moe.experts_per_token": 4,
+        "moe.expert_hidden": 1024,
+        "train.batch_sequences": 16,
+        "data.sequence_length": 64,
+    },
+}
+EVERY = {"model.vocab_size": 512, "model.head_width": 32, "moe.capacity_factor": 1.25}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A cluster and a model."""
+
+    model: str
+    hosts: int
+    devices: int  # of each host
+    rate: int  # Mbit/s
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.hosts} x {self.devices}, {self.rate} Mbit/s"
+
+
+SETUPS = (
+    *(Setup("balanced", 2, 4, rate) for rate in (50, 100, 200, 400)),
+    *(Setup("exchange", 2, 4, rate) for rate in (100, 400)),
+    *(Setup("attention", 2, 4, rate) for rate in (100, 400)),
+    *(Setup(model, 4, 2, 100) for model in MODELS),
+)
+
+
+def config_of(setup: Setup) -> Config:
+    """The model, with everything else free."""
+    return change(Config(plan=PlanConfig(mode="auto")), EVERY | MODELS[setup.model])
+
+
+def probe(setup: Setup, path: Path) -> Topology:
+    """Measures the emulated cluster as a user would."""
+    command = [ROOT / "launch/emulate", "--hosts", setup.hosts]
+    command += ["--devices-per-host", setup.devices, "--link", f"{setup.rate}mbit", "--"]
+    command += [sys.executable, "-m", "moejax.plan", "probe", "--out", path]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    subprocess.run(list(map(str, command)), env=environment, check=True)
+    return read_topology(path)
+
+
+def plan(setup: Setup, topology: Topology, seconds: float) -> Found:
+    """All that the planner finds in some time."""
+    cfg = config_of(setup)
+    free = pinned(cfg)
+    limits = Limits(topology.devices, topology.nodes, "cpu", "hybrid", free)
+    routing = read_routing("balanced", cfg.moe.num_experts)
+    return search(cfg, topology, limits, routing, seconds=seconds, say=print)
+
+
+def chosen(found: Found) -> list[Priced]:
+    """What is measured: the best by price, the default, and the rest evenly spread."""
+    best, rest = found.ranked[:5], found.ranked[5:]
+    step = max(1.0, len(rest) / (PLANS - len(best)))
+    spread = [rest[int(n * step)] for n in range(PLANS - len(best)) if n * step < len(rest)]
+    plans = [*best, *spread]
+    if found.baseline is not None and all(one.cfg != found.baseline.cfg for one in plans):
+        plans.append(found.baseline)
+    return plans
+
+
+def measure(setup: Setup, plans: list[Priced], rounds: int, folder: Path) -> list[dict[str, Any]]:
+    """Runs the plans in turns; returns what each was predicted and measured to take."""
+    variants: Variants = {}
+    for number, one in enumerate(plans):
+        values = {name: value for name, value in plan_of(one.cfg).items() if _differs(name, value)}
+        variants[str(number)] = ("step", values)
+    model = EVERY | MODELS[setup.model] | {"mesh.nodes": setup.hosts, "plan.mode": "hand"}
+    shape = (model["train.batch_sequences"], model["data.sequence_length"])
+    case = Case("planner", setup.hosts, setup.devices, setup.rate, model, shape, variants, rounds)
+    found = run(case, folder)
+    return [
+        {
+            "plan": plan_words(one.cfg),
+            "settings": variants[str(number)][1],
+            "predicted": one.seconds,
+            "terms": terms(one),
+            "seconds": found[str(number)]["seconds"],
+        }
+        for number, one in enumerate(plans)
+    ]
+
+
+def _differs(name: str, value: Any) -> bool:
+    return value != fields()[name].default
+
+
+def judge(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Regret, rank correlation, errors, and the default over the chosen plan."""
+    measured = [median(row["seconds"]) for row in rows]
+    predicted = [row["predicted"] for row in rows]
+    ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
+    left_out = [
+        abs(predicted[i] * median(ratios[:i] + ratios[i + 1 :]) / measured[i] - 1)
+        for i in range(len(rows))
+    ]
+    pairs = list(combinations(range(len(rows)), 2))
+    agree = sum(
+        math.copysign(1, (measured[a] - measured[b]) * (predicted[a] - predicted[b]))
+        for a, b in pairs
+    )
+    default = next((i for i, row in enumerate(rows) if row.get("default")), None)
+    return {
+        "plans": len(rows),
+        "regret": measured[0] / min(measured) - 1,
+        "kendall": agree / len(pairs),
+        "left_out": median(left_out),
+        "raw": median(abs(1 / ratio - 1) for ratio in ratios),
+        "default_over_chosen": math.nan if default is None else measured[default] / measured[0],
+        "best": min(range(len(rows)), key=measured.__getitem__),
+    }
+
+
+def main() -> None:
+    """Runs the set-ups and writes the results after each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--only", default="", help="set-ups whose name starts with this")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a search")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    path = args.out / "planner.json"
+    record = json.loads(path.read_text()) if path.exists() else {"results": {}}
+    for setup in (s for s in SETUPS if str(s).startswith(args.only)):
+        if str(setup) in record["results"]:
+            continue
+        print(f"== {setup}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            topology = probe(setup, Path(folder) / "topology.json")
+            found = plan(setup, topology, args.seconds)
+            plans = chosen(found)
+            rows = measure(setup, plans, args.rounds, Path(folder))
+        for row, one in zip(rows, plans, strict=True):
+            row["default"] = found.baseline is not None and one.cfg == found.baseline.cfg
+        record["results"][str(setup)] = {
+            "setup": asdict(setup),
+            "topology": json.loads(to_text(topology)),
+            "search_seconds": found.seconds,
+            "rows": rows,
+            "judged": judge(rows),
+        }
+        print(json.dumps(record["results"][str(setup)]["judged"], indent=1), flush=True)
+        record |= stamp()
+        args.out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        (args.out / "planner.md").write_text(page(record))
+
+
+def page(record: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    results = record["results"]
+    lines = [
+        "# Plans, predicted and measured",
+        "",
+        *(__doc__ or "").strip().splitlines(),
+        "",
+        f"JAX {record['jax']}, {record['date']}. Regret: the chosen plan's time over the best "
+        "measured. Left out: the error of a prediction scaled by what the other plans of the "
+        "set-up took over theirs; raw: not scaled. Times are medians over rounds in turns.",
+        "",
+        "| set-up | plans | regret | Kendall | left out | raw | default / chosen |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, one in results.items():
+        j = one["judged"]
+        lines.append(
+            f"| {name} | {j['plans']} | {j['regret']:.1%} | {j['kendall']:.2f} | "
+            f"{j['left_out']:.0%} | {j['raw']:.0%} | {j['default_over_chosen']:.2f} |"
+        )
+    judged = [one["judged"] for one in results.values()]
+    lines += [
+        "",
+        f"Over {len(judged)} set-ups: regret {median(j['regret'] for j in judged):.1%} median, "
+        f"{max(j['regret'] for j in judged):.1%} worst; Kendall "
+        f"{median(j['kendall'] for j in judged):.2f} median, "
+        f"{min(j['kendall'] for j in judged):.2f} worst; left out "
+        f"{median(j['left_out'] for j in judged):.0%} median.",
+        "",
+    ]
+    for name, one in results.items():
+        rows = one["rows"]
+        best = rows[one["judged"]["best"]]
+        lines += [
+            f"## {name}",
+            "",
+            f"Chosen: {rows[0]['plan']}. Best measured: {best['plan']}.",
+            "",
+            "| plan | predicted (s) | measured (s) | range |",
+            "|---|---:|---:|---|",
+        ]
+        for row in rows:
+            took = row["seconds"]
+            note = " (default)" if row.get("default") else ""
+            lines.append(
+                f"| {row['plan']}{note} | {row['predicted']:.3f} | {median(took):.3f} | "
+                f"{min(took):.3f} to {max(took):.3f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""A run that plans for itself: what it chooses from, keeps, refuses and says."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from rich.console import Console
+
+from moejax.checks import check
+from moejax.config import PlanConfig
+from moejax.errors import InputError
+from moejax.plan.files import Plan, save_plan
+from moejax.plan.space import change
+from moejax.plan.topology_file import write_topology
+from moejax.runtime.processes import ALONE
+from moejax.train.planning import PLAN, kept_plan, plan_dry, plan_run, save_routing
+from moejax.train.watch import WINDOW, Watch, compare
+from tests.cases import small_config
+from tests.plan.clusters import cluster
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    write_topology(cluster(), tmp_path / "topology.json")
+    plan = PlanConfig(mode="auto", topology=str(tmp_path / "topology.json"), seconds=1e-3)
+    cfg = small_config(model={"vocab_size": 264, "mlp_hidden": 384})
+    return dataclasses.replace(cfg, plan=plan, run_dir=str(tmp_path / "run"))
+
+
+def planned(cfg, **options):
+    return plan_run(cfg, jax.devices()[:8], ALONE, QUIET, **({"resuming": False} | options))
+
+
+def test_a_run_plans_and_writes_down_what_it_chose(cfg):
+    found = planned(cfg)
+    mesh = found.cfg.mesh
+    assert mesh.replica * mesh.fsdp * mesh.expert * mesh.tensor == 8
+    assert json.loads((Path(cfg.run_dir) / PLAN).read_text())["devices"] == 8
+    rows = dict(found.rows())
+    assert "ms a step predicted" in rows["plan"]
+    assert "ms" in rows["runner-up"]
+    check(found.cfg)
+
+
+def test_a_resumed_run_keeps_its_plan(cfg):
+    first = planned(cfg)
+    path = Path(cfg.run_dir) / PLAN
+    plan = json.loads(path.read_text())
+    other = plan["settings"] | dict(zip(("mesh.replica", "mesh.fsdp", "mesh.expert"), (1, 1, 8)))
+    other |= {"mesh.tensor": 1, "route": "split"}
+    path.write_text(json.dumps(plan | {"settings": other}))
+    assert planned(cfg, resuming=True).cfg.mesh.expert == 8
+    assert kept_plan(cfg).mesh.expert == 8
+    assert planned(cfg, resuming=False).cfg.mesh == first.cfg.mesh
+
+
+def test_a_plan_of_other_devices_is_made_again(cfg):
+    planned(cfg)
+    write_topology(cluster(nodes=1), Path(cfg.plan.topology))
+    found = plan_run(cfg, jax.devices()[:4], ALONE, QUIET, resuming=True)
+    assert found.plan is not None
+    assert found.plan.devices == 4
+
+
+def test_one_device_has_nothing_to_choose(cfg):
+    found = plan_run(cfg, jax.devices()[:1], ALONE, QUIET, resuming=False)
+    assert (found.plan, found.cfg.mesh.replica) == (None, 1)
+
+
+def test_a_hand_made_mesh_is_left_alone(cfg):
+    mine = change(cfg, {"plan.mode": "default", "plan.topology": None, "mesh.expert": 8})
+    assert planned(mine).cfg is mine
+
+
+def test_a_plan_file_is_taken_whole(cfg, tmp_path):
+    plan = planned(cfg).plan
+    save_plan(plan, tmp_path / "mine.json")
+    mine = change(cfg, {"plan.mode": str(tmp_path / "mine.json"), "plan.topology": None})
+    assert planned(mine).cfg.mesh == planned(cfg).cfg.mesh
+    with pytest.raises(InputError, match="for 8 devices, this program has 4"):
+        plan_run(mine, jax.devices()[:4], ALONE, QUIET, resuming=False)
+    with pytest.raises(InputError, match="is set beside the plan file"):
+        check(change(mine, {"mesh.expert": 2}))
+
+
+def test_a_topology_of_another_size_is_refused(cfg):
+    with pytest.raises(InputError, match="has 8 devices, this program has 4"):
+        plan_run(cfg, jax.devices()[:4], ALONE, QUIET, resuming=False)
+
+
+def test_a_dry_run_needs_known_links(cfg):
+    assert plan_dry(cfg, 8).plan is not None
+    with pytest.raises(InputError, match="links are not known"):
+        plan_dry(change(cfg, {"plan.topology": None}), 8)
+
+
+def test_what_is_no_mode_is_refused(cfg):
+    with pytest.raises(InputError, match="is no way to plan"):
+        check(change(cfg, {"plan.mode": "magic"}))
+    with pytest.raises(InputError, match="has no effect: nobody plans"):
+        check(change(cfg, {"plan.mode": "hand"}))
+
+
+def test_routing_is_recorded_for_the_next_plan(tmp_path):
+    save_routing([[3, 1], [2, 2]], tmp_path / "routing.json")
+    assert json.loads((tmp_path / "routing.json").read_text()) == {"load": [[3, 1], [2, 2]]}
+
+
+def plan_of(seconds):
+    predicted = {"seconds": seconds, "terms": {"experts": seconds}}
+    return Plan("test", 8, 2, "balanced", {}, predicted)
+
+
+def test_steps_inside_the_window_are_not_doubted():
+    watch = Watch(plan_of(1.0), cluster(), measure=cluster)
+    assert not any(watch.off(seconds) for seconds in (0.81, 1.24, 1.0) * WINDOW)
+
+
+def test_one_slow_report_is_not_enough_and_the_changed_link_is_named():
+    slower = cluster(slow=2.5e6)
+    watch = Watch(plan_of(1.0), cluster(), measure=lambda: slower)
+    said = [watch.off(seconds) for seconds in (2.0, 1.0, *(2.0,) * WINDOW)]
+    assert said == [False] * (WINDOW + 1) + [True]
+    doubt = watch.doubt(2.0)
+    assert "2.00 x what was predicted" in doubt.text
+    assert "over network" in doubt.text
+    assert doubt.topology is slower
+    assert not any(watch.off(2.0) for _ in range(2 * WINDOW))  # it speaks once
+
+
+def test_unchanged_links_put_the_blame_on_the_model_of_the_step():
+    watch = Watch(plan_of(1.0), cluster(), measure=cluster)
+    assert "links and rates are as the plan has them" in watch.doubt(3.0).text
+
+
+def test_rates_are_compared_one_by_one():
+    rows = compare(cluster(), cluster(slow=5e6))
+    changed = {name for name, before, after in rows if before != after}
+    assert changed == {f"{kind} over network, bytes" for kind in cluster().tiers[1].links}
