@@ -125,6 +125,8 @@ def page(record: dict[str, Any]) -> str:
             f"| {name} | {mean(found):.4f} | {each} | {mean(pairs):+.4f} | "
             f"{inside} of {len(found)} |"
         )
+    means = {name: mean(found) for name in POLICIES if (found := finals(record, name))}
+    above = [name for name, value in means.items() if value > high]
     tokens = record["steps"] * CONFIG.train.batch_sequences * CONFIG.data.sequence_length
     done = sum(len(runs) for runs in record["runs"].values())
     return "\n".join(
@@ -142,6 +144,9 @@ def page(record: dict[str, Any]) -> str:
             "not above the band |",
             "|---|---|---|---|---|",
             *rows,
+            "",
+            f"By their means, {len(means) - len(above)} of {len(means)} policies end no higher than "
+            f"the band; above it: {', '.join(above) or 'none'}.",
             "",
             "![Held-out bits per byte along training](convergence.svg)",
             "",

@@ -14,6 +14,8 @@ WIDTHS = {"float32": 4, "bfloat16": 2}
 # Of the bytes of activations that a block keeps for backward, by what is recomputed; rough.
 KEPT = {"none": 1.0, "dots": 0.7, "collectives": 0.35, "token_collectives": 0.3, "full": 0.05}
 
+SMALL_OPS = 100  # of a block whose tokens travel: numbers of rows, sorts, comparisons
+
 
 @dataclass(frozen=True)
 class Sketch:
@@ -46,6 +48,21 @@ class Sketch:
         return dense + shared, 3.0 * moe.num_experts * model.width * moe.expert_hidden
 
     @property
+    def tables(self) -> float:
+        """Parameters of embedding and output projection."""
+        model = self.cfg.model
+        return (1.0 if model.tie_embeddings else 2.0) * model.vocab_size * model.width
+
+    @property
+    def own(self) -> float:
+        """Parameters of which a device holds the masters."""
+        layout, (dense, experts) = self.layout, self.weights
+        layers = self.cfg.model.num_layers
+        over = layout.size(layout.fsdp + layout.expert + layout.tensor)
+        shards = self.expert_share * layout.size(layout.fsdp)
+        return (layers * dense + self.tables) / over + layers * experts / shards
+
+    @property
     def expert_share(self) -> int:
         """In how many parts the experts of a block are cut, besides over fsdp."""
         layout = self.layout
@@ -57,12 +74,10 @@ class Sketch:
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         width = WIDTHS[model.dtype]
         dense, experts = self.weights
-        table = (1 if model.tie_embeddings else 2) * model.vocab_size * model.width
-        over = layout.size(layout.fsdp + layout.expert + layout.tensor)
-        own = (model.num_layers * dense + table) / over
-        own += model.num_layers * experts / (self.expert_share * layout.size(layout.fsdp))
         # Masters, two moments and gradients in float32; a block's weights gathered.
-        held = 16 * own + width * (dense / layout.size(layout.tensor) + experts / self.expert_share)
+        held = 16 * self.own + width * (
+            dense / layout.size(layout.tensor) + experts / self.expert_share
+        )
         local = self.tokens / layout.size(layout.tensor)
         rows = local * moe.experts_per_token * (1.5 if model.has_experts else 0)
         hidden = rows * (3 * model.width + 3 * moe.expert_hidden)
@@ -76,11 +91,23 @@ class Sketch:
     def seconds(self) -> float:
         """A step: what is computed, and what is sent and cannot be hidden."""
         compute, exchange, weights = self._compute(), self._exchange(), self._weights()
-        times = self.cfg.model.num_layers * self.cfg.train.micro_batches
-        busy = compute * times
+        micro = self.cfg.train.micro_batches
         # On CPU collectives take the cores that compute; elsewhere weights travel beside it.
         hidden = 0.0 if self.topology.device.platform == "cpu" else 0.5 * compute
-        return busy + times * (exchange + max(0.0, weights - hidden))
+        block = compute + exchange + max(0.0, weights - hidden)
+        return micro * (self.cfg.model.num_layers * block + self._ends()) + self._update()
+
+    def _ends(self) -> float:
+        """Embedding and loss, once a micro-batch."""
+        layout, model = self.layout, self.cfg.model
+        flops = 6.0 * self.tokens * model.width * model.vocab_size / layout.size(layout.tensor)
+        rate = self.topology.device.product_rate(model.dtype, flops / 3)
+        table = self.tables / layout.size(layout.tensor)
+        return flops / max(rate, 1.0) + self._moved(table, layout.fsdp + layout.expert)
+
+    def _update(self) -> float:
+        """Of the optimizer: masters, moments and gradients read, the first two written."""
+        return 28 * self.own / self.topology.device.copy_bytes_per_s
 
     def _compute(self) -> float:
         """Of a block: products, and passes over its activations."""
@@ -103,6 +130,7 @@ class Sketch:
         total = 0.0
         if model.has_experts:
             rows = 1.25 * local * moe.experts_per_token * model.width * width
+            total += self._rearranged(rows)
             total += 4 * self._cost("all_to_all", rows, layout.expert_owner_axes)
             if layout.hidden_over_tensor:
                 ranks = layout.size(layout.tensor)
@@ -110,21 +138,32 @@ class Sketch:
         whole = self.tokens * model.width * width
         return total + 4 * self._cost("all_gather", whole, layout.tensor)
 
+    def _rearranged(self, rows: float) -> float:
+        """So many bytes of rows, between the order of tokens and that of buckets, both ways."""
+        device, layout = self.topology.device, self.layout
+        if layout.size(layout.expert_owner_axes) == 1:
+            return 0.0
+        return 8 * rows / device.gather_bytes_per_s + SMALL_OPS * device.startup_s
+
     def _weights(self) -> float:
         """Of a block: weights gathered, and their gradients reduced."""
+        layout, (dense, experts) = self.layout, self.weights
+        moved = self._moved(dense / layout.size(layout.tensor), layout.fsdp + layout.expert)
+        return moved + self._moved(experts / self.expert_share, layout.fsdp)
+
+    def _moved(self, size: float, axes: Axes) -> float:
+        """So many parameters gathered over the axes, and their gradients summed, hop by hop."""
         layout = self.layout
         width = WIDTHS[self.cfg.model.dtype]
         wide = WIDTHS[self.cfg.train.gradient_dtype]
-        dense, experts = self.weights
-        dense /= layout.size(layout.tensor)
-        experts /= self.expert_share
-        total = 0.0
-        for size, axes in ((dense, layout.fsdp + layout.expert), (experts, layout.fsdp)):
-            total += self._cost("all_gather", size * width, axes)
-            total += self._cost("reduce_scatter", size * wide, axes)
-            left = size * wide / layout.size(axes)
-            total += self._cost("all_reduce", left, layout.replica)
-        return total
+        every = axes + layout.replica
+        inside, across = layout.inside_node(every), layout.between_nodes(every)
+        total = self._cost("all_gather", size * width, axes)
+        total += self._cost("reduce_scatter", size * wide, inside)
+        left = size * wide / layout.size(inside)
+        total += self._cost("all_reduce", left, across)
+        copies = layout.inside_node(layout.replica)
+        return total + self._cost("all_gather", left * layout.size(copies), copies)
 
     def _cost(self, kind: str, size: float, axes: Axes) -> float:
         layout = self.layout

@@ -27,7 +27,9 @@ QUIET = Console(quiet=True)
 def cfg(tmp_path):
     write_topology(cluster(), tmp_path / "topology.json")
     plan = PlanConfig(mode="auto", topology=str(tmp_path / "topology.json"), seconds=1e-3)
-    cfg = small_config(model={"vocab_size": 264, "mlp_hidden": 384})
+    # With a capacity a step has one branch, and is traced in half the time.
+    shapes = {"vocab_size": 264, "mlp_hidden": 384}
+    cfg = small_config(model=shapes, moe={"capacity_factor": 1.25})
     return dataclasses.replace(cfg, plan=plan, run_dir=str(tmp_path / "run"))
 
 
@@ -50,7 +52,9 @@ def test_a_resumed_run_keeps_its_plan(cfg):
     first = planned(cfg)
     path = Path(cfg.run_dir) / PLAN
     plan = json.loads(path.read_text())
-    other = plan["settings"] | dict(zip(("mesh.replica", "mesh.fsdp", "mesh.expert"), (1, 1, 8)))
+    other = plan["settings"] | dict(
+        zip(("mesh.replica", "mesh.fsdp", "mesh.expert"), (1, 1, 8), strict=True)
+    )
     other |= {"mesh.tensor": 1, "route": "split"}
     path.write_text(json.dumps(plan | {"settings": other}))
     assert planned(cfg, resuming=True).cfg.mesh.expert == 8
