@@ -145,8 +145,8 @@ def page(record: dict[str, Any]) -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"By their means, {len(means) - len(above)} of {len(means)} policies end no higher than "
-            f"the band; above it: {', '.join(above) or 'none'}.",
+            f"By their means, {len(means) - len(above)} of {len(means)} policies end no higher "
+            f"than the band; above it: {', '.join(above) or 'none'}.",
             "",
             "![Held-out bits per byte along training](convergence.svg)",
             "",

@@ -21,8 +21,6 @@ MODES = ("default", "auto", "hand")
 def pinned(cfg: Config) -> frozenset[str]:
     """The settings among `CHOSEN` that somebody has set: those not at their defaults."""
     found = {name for name in CHOSEN if get_value(cfg, name) != fields()[name].default}
-    if cfg.mesh.replica is None:  # what the others leave: no choice
-        found.discard("mesh.replica")
     if cfg.compression.preset != "none":
         found |= set(CODECS)
     return frozenset(found)

@@ -24,6 +24,7 @@ from moejax.plan.routing import Routing
 from moejax.plan.schedule import Op, Schedule
 from moejax.plan.search import Found, Priced
 from moejax.plan.topology import Topology
+from moejax.plan.trace import REST
 
 TEMPLATE, SCRIPT = (Path(__file__).with_name(name) for name in ("report.html", "report.js"))
 MOST = 20  # plans shown
@@ -163,9 +164,7 @@ def _naming_loops(schedule: Schedule) -> Schedule:
     for op in schedule.ops:
         if op.body is not None:
             kept = not op.backward and later.intersection(op.writes)
-            name = (
-                ("kept for backward" if kept else "gradients") if op.scope == "step" else op.scope
-            )
+            name = ("kept for backward" if kept else "gradients") if op.scope == REST else op.scope
             op = replace(op, scope=name, body=_naming_loops(op.body))
         ops.append(op)
     return replace(schedule, ops=tuple(ops))

@@ -73,7 +73,9 @@ def meshes(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Every way to spread the model over the devices, with the plainest route."""
     for sizes in _factorings(limits.devices, 4):
         values: dict[str, Any] = dict(zip(MESH, sizes, strict=True))
-        if any(get_value(cfg, name) != values[name] for name in MESH if not limits.free(name)):
+        # A replica axis that is left open is what the others leave.
+        fixed = [n for n in MESH if not limits.free(n) and get_value(cfg, n) is not None]
+        if any(get_value(cfg, name) != values[name] for name in fixed):
             continue
         tensor, experts = values["mesh.tensor"], cfg.model.has_experts
         layouts = ("sequence", "replicated") if tensor > 1 else ("sequence",)

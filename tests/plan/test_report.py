@@ -124,7 +124,7 @@ def test_timelines_hold_all_that_takes_time_also_inside_loops(found, data):
     assert [one["plan"] for one in drawn] == ["1", "2", "default"]
     for one, priced in zip(drawn, [*found.ranked[:2], found.baseline], strict=True):
         computed = _computed(one, 0)
-        assert math.isclose(computed, sum(priced.main.computed.values()), rel_tol=1e-5)
+        assert math.isclose(computed, sum(priced.main.tally.computed.values()), rel_tol=1e-5)
         assert one["nodes"][0]["seconds"] == priced.main.seconds
 
 
