@@ -1,0 +1,67 @@
+"""The kernels compiled for a described H200: resources, no spills, and the instructions they need.
+
+The interpreter takes programs that the compiler refuses, so both must pass.
+"""
+
+import jax.numpy as jnp
+import pytest
+
+from moejax.kernels.quantize import FORMATS, Quantized, dequantize_sum, quantize
+from tests.kernels.mosaic.described import compile_kernels
+
+pytestmark = pytest.mark.aot
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    def compiled(function, *shapes):
+        return compile_kernels(function, *shapes, monkeypatch=monkeypatch, directory=tmp_path)
+
+    return compiled
+
+
+def check(kernel, *, registers, blocks, loads=1, stores=1, wgmma=0):
+    """`blocks`: at least so many share a multiprocessor."""
+    print(kernel, f"{kernel.blocks} blocks")
+    assert kernel.spilled_bytes == 0
+    assert kernel.registers <= registers
+    assert kernel.blocks >= blocks
+    assert kernel.bulk_loads >= loads
+    assert kernel.bulk_stores >= stores
+    assert kernel.wgmma >= wgmma
+
+
+def bytes_a_block(name, block=128):
+    return block * FORMATS[name].bits // 8
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_quantize(kernels, name, dtype):
+    def run(x):
+        return quantize(x, name, block=128, implementation="mosaic")
+
+    (kernel,) = kernels(run, ((1000, 4096), dtype))
+    check(kernel, registers=96, blocks=5, stores=2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("peers", [1, 8])
+def test_dequantize_sum(kernels, name, peers):
+    def run(values, scale):
+        q = Quantized(values, scale)
+        return dequantize_sum(q, name, 4096, dtype=jnp.bfloat16, implementation="mosaic")
+
+    values = (peers, 1000, 32, bytes_a_block(name))
+    (kernel,) = kernels(run, (values, jnp.uint8), ((peers, 1000, 32), jnp.float32))
+    check(kernel, registers=160, blocks=3, loads=2)
+
+
+@pytest.mark.parametrize("block", [32, 64, 256])
+def test_other_blocks(kernels, block):
+    def run(x):
+        q = quantize(x, "int4", block=block, implementation="mosaic")
+        return dequantize_sum(q, "int4", 4096, implementation="mosaic")
+
+    for kernel in kernels(run, ((8, 1001, 4096), jnp.bfloat16)):
+        check(kernel, registers=255, blocks=1, loads=1)
