@@ -35,7 +35,7 @@ def quantize(x_RB: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
       x_RB: float32 or bfloat16, R of at least one.
     """
     (R, B), kind = x_RB.shape, FORMATS[name]
-    rows, stored = tile_rows(B), _stored(kind)
+    rows, stored = tile_rows(B), stored_dtype(kind)
 
     def quantize_tile(x_gmem, values_gmem, scale_gmem, x_smem, values_smem, scale_smem, arrived):
         here = pl.ds(jax.lax.axis_index("tile") * rows, rows)
@@ -66,7 +66,7 @@ def quantize(x_RB: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
             plgpu.Barrier(),
         ],
     )(x_RB)
-    return _to_bytes(values_RB), scale_R[:R]
+    return to_bytes(values_RB), scale_R[:R]
 
 
 def dequantize_sum(
@@ -78,7 +78,7 @@ def dequantize_sum(
       values_PRB: uint8 [P, R, B * bits / 8] as `quantize` makes them, P and R of at least one.
     """
     kind = FORMATS[name]
-    values_PRB = _from_bytes(values_PRB, kind)
+    values_PRB = from_bytes(values_PRB, kind)
     P, R, B = values_PRB.shape
     rows = tile_rows(B)
     tiles = pl.cdiv(R, rows)
@@ -135,16 +135,19 @@ def widen(y: jax.Array) -> jax.Array:
     return (y.astype(jnp.int8) if y.dtype == jnp.int4 else y).astype(jnp.float32)
 
 
-def _stored(kind: Format) -> jnp.dtype:
+def stored_dtype(kind: Format) -> jnp.dtype:
+    """What the kernels keep the format's numbers in."""
     return jnp.dtype(jnp.int4 if kind.bits == 4 else kind.dtype)
 
 
-def _to_bytes(values: jax.Array) -> jax.Array:
+def to_bytes(values: jax.Array) -> jax.Array:
+    """The same memory, as uint8."""
     if values.dtype == jnp.int4:
         values = values.reshape(*values.shape[:-1], -1, 2)
     return jax.lax.bitcast_convert_type(values, jnp.uint8)
 
 
-def _from_bytes(values: jax.Array, kind: Format) -> jax.Array:
-    found = jax.lax.bitcast_convert_type(values, _stored(kind))
+def from_bytes(values: jax.Array, kind: Format) -> jax.Array:
+    """Undoes `to_bytes`."""
+    found = jax.lax.bitcast_convert_type(values, stored_dtype(kind))
     return found.reshape(*values.shape[:-1], -1) if kind.bits == 4 else found

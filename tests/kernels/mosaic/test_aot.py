@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.kernels.quantize import FORMATS, Quantized, dequantize_sum, quantize
+from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.kernels.mosaic.described import compile_kernels
 
 pytestmark = pytest.mark.aot
@@ -65,3 +66,30 @@ def test_other_blocks(kernels, block):
 
     for kernel in kernels(run, ((8, 1001, 4096), jnp.bfloat16)):
         check(kernel, registers=255, blocks=1, loads=1)
+
+
+# Of OLMoE and Qwen3-30B-A3B, Mixtral and Qwen3-235B-A22B, DeepSeek-V3.
+@pytest.mark.parametrize("width", [2048, 4096, 7168])
+@pytest.mark.parametrize("name", ["int8", "int4", "e4m3"])
+def test_permute_quantize(kernels, width, name):
+    def run(x, source):
+        return permute_quantize(x, source, name, block=128, implementation="mosaic")
+
+    (kernel,) = kernels(run, ((4096, width), jnp.bfloat16), ((32768,), jnp.int32))
+    check(kernel, registers=104, blocks=4, stores=2)
+
+
+@pytest.mark.parametrize("width", [2048, 4096, 7168])
+@pytest.mark.parametrize("name", ["int8", "int4", "e4m3"])
+def test_dequantize_combine(kernels, width, name):
+    N, K, M, B = 4096, 8, 32768, width // 128
+
+    def run(values, scale, weight, place, assignment):
+        q = Quantized(values, scale)
+        options = (name, width, jnp.bfloat16, "mosaic")
+        return dequantize_combine(q, weight, place, assignment, *options)
+
+    shapes = [((M, B, bytes_a_block(name)), jnp.uint8), ((M, B), jnp.float32)]
+    shapes += [((N, K), jnp.float32), ((N, K), jnp.int32), ((M,), jnp.int32)]
+    (kernel,) = kernels(run, *shapes)
+    check(kernel, registers=168, blocks=2, loads=2)
