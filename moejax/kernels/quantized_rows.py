@@ -96,7 +96,8 @@ def _combine_backward(name, size, dtype, implementation, saved, gradient_ND):
     weight_M = jnp.take(weight_NK.reshape(-1), assignment_M, mode="fill", fill_value=0)
     dot_M = jnp.sum(dot_MB * q.scale, axis=-1)
     dweight_NK = jnp.take(dot_M, place_NK, mode="fill", fill_value=0).astype(weight_NK.dtype)
-    return Quantized(None, dot_MB * weight_M[:, None]), dweight_NK, None, None
+    dq = jax.tree.map(lambda _: None, q)._replace(scale=dot_MB * weight_M[:, None])
+    return dq, dweight_NK, None, None
 
 
 dequantize_combine.defvjp(_combine_forward, _combine_backward)

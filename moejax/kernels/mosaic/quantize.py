@@ -19,6 +19,7 @@ from moejax.kernels.quantize import FORMATS, TINY, Format
 
 BLOCKS = (32, 64, 128, 256)  # sizes of a block that tiles are made of
 LAYOUT = plgpu.Layout.WGMMA_8BIT  # 64 rows, of each 16 values a turn
+ALIGNED = 8  # blocks: those of a swizzled tile, which bulk copies take whole
 TILE = 8192  # values, 64 for each thread of a warpgroup
 STAGES = 4  # peers whose tiles are on their way at a time
 
@@ -34,7 +35,9 @@ def quantize(x_RB: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
     Args:
       x_RB: float32 or bfloat16, R of at least one.
     """
-    (R, B), kind = x_RB.shape, FORMATS[name]
+    whole, kind = x_RB.shape[0], FORMATS[name]
+    x_RB = pad_rows(x_RB, ALIGNED)
+    R, B = x_RB.shape
     rows, stored = tile_rows(B), stored_dtype(kind)
 
     def quantize_tile(x_gmem, values_gmem, scale_gmem, x_smem, values_smem, scale_smem, arrived):
@@ -66,7 +69,7 @@ def quantize(x_RB: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
             plgpu.Barrier(),
         ],
     )(x_RB)
-    return to_bytes(values_RB), scale_R[:R]
+    return to_bytes(values_RB[:whole]), scale_R[:whole]
 
 
 def dequantize_sum(
@@ -78,11 +81,12 @@ def dequantize_sum(
       values_PRB: uint8 [P, R, B * bits / 8] as `quantize` makes them, P and R of at least one.
     """
     kind = FORMATS[name]
-    values_PRB = from_bytes(values_PRB, kind)
+    whole = values_PRB.shape[1]
+    values_PRB = from_bytes(pad_rows(values_PRB, ALIGNED, dim=1), kind)
     P, R, B = values_PRB.shape
     rows = tile_rows(B)
     tiles = pl.cdiv(R, rows)
-    scale_PR = jnp.pad(scale_PR, ((0, 0), (0, tiles * rows - R)))
+    scale_PR = pad_rows(scale_PR, rows, dim=1)
 
     def sum_tile(values_gmem, scale_gmem, x_gmem, x_smem):
         tile = jax.lax.axis_index("tile")
@@ -108,13 +112,21 @@ def dequantize_sum(
         plgpu.copy_smem_to_gmem(x_smem, x_gmem.at[pl.ds(tile * rows, rows)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    return plgpu.kernel(
+    x_RB = plgpu.kernel(
         sum_tile,
         out_type=jax.ShapeDtypeStruct((R, B), dtype),
         grid=(tiles,),
         grid_names=("tile",),
         scratch_types=[plgpu.SMEM((rows, B), dtype)],
     )(values_PRB, scale_PR)
+    return x_RB[:whole]
+
+
+def pad_rows(x: jax.Array, multiple: int, *, dim: int = 0) -> jax.Array:
+    """Adds zeros to a dimension up to a multiple; nothing is copied where it is one."""
+    room = [(0, 0)] * x.ndim
+    room[dim] = (0, -x.shape[dim] % multiple)
+    return jnp.pad(x, room)
 
 
 def quantize_rows(x: jax.Array, kind: Format) -> tuple[jax.Array, jax.Array]:

@@ -172,7 +172,9 @@ def _when_inside(row: jax.Array, count: int, rows: int, store) -> None:
 def _of_rows(numbers: list[Any], width: int) -> Any:
     """A number for each block of the tile, that of the block's row; or one for all."""
     found = numbers[0]
-    block = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0) if len(numbers) > 1 else None
+    if len(numbers) == 1:
+        return found
+    block = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0)
     for r, number in enumerate(numbers[1:], 1):
         found = jnp.where(block >= r * width, number, found)
     return found

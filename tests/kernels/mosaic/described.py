@@ -27,6 +27,7 @@ class Compiled:
     shared_bytes: int
     threads: int
     wgmma: int
+    serialized: bool  # whether ptxas makes each product wait for the one before
     bulk_loads: int
     bulk_stores: int
 
@@ -64,15 +65,21 @@ def _read(path: Path) -> Compiled:
     # Messages of ptxas may hold zero bytes.
     said = path.read_text(errors="replace")
     ptx = path.with_suffix(".ptx").read_text(errors="replace")
-    launch = path.with_suffix(".before_layout_inference.txt").read_text()
     (name,) = re.findall(r"entry function '(\w+)_mosaic_gpu_kernel'", said)
+    # A kernel that is there twice is numbered twice; what it launches with is written once.
+    launch = [one.read_text() for one in path.parent.glob(f"{name}_*.before_layout_inference.txt")]
     return Compiled(
         name=name,
         registers=int(re.findall(r"Used (\d+) registers", said)[0]),
         spilled_bytes=sum(int(size) for size in re.findall(r"(\d+) bytes spill stores", said)),
-        shared_bytes=int(re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", launch)[0]),
-        threads=int(re.findall(r"threads\([^)]*\) in \(%\w+ = %c(\d+)", launch)[0]),
+        shared_bytes=_most(r"dynamic_shared_memory_size %c(\d+)_i32", launch),
+        threads=_most(r"threads\([^)]*\) in \(%\w+ = %c(\d+)", launch),
         wgmma=len(re.findall(r"wgmma\.mma_async\.sync", ptx)),
+        serialized="serialized" in said,
         bulk_loads=len(re.findall(r"cp\.async\.bulk\.[\w.]*shared::\w+\.global", ptx)),
         bulk_stores=len(re.findall(r"cp\.async\.bulk\.[\w.]*global\.shared::cta", ptx)),
     )
+
+
+def _most(pattern: str, texts: list[str]) -> int:
+    return max(int(number) for text in texts for number in re.findall(pattern, text))

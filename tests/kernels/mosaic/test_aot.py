@@ -3,9 +3,12 @@
 The interpreter takes programs that the compiler refuses, so both must pass.
 """
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from moejax.kernels.expert_mlp import expert_mlp
+from moejax.kernels.grouped_matmul import grouped_matmul
 from moejax.kernels.quantize import FORMATS, Quantized, dequantize_sum, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.kernels.mosaic.described import compile_kernels
@@ -62,9 +65,9 @@ def test_dequantize_sum(kernels, name, peers):
 def test_other_blocks(kernels, block):
     def run(x):
         q = quantize(x, "int4", block=block, implementation="mosaic")
-        return dequantize_sum(q, "int4", 4096, implementation="mosaic")
+        return dequantize_sum(q, "int4", 1000, implementation="mosaic")
 
-    for kernel in kernels(run, ((8, 1001, 4096), jnp.bfloat16)):
+    for kernel in kernels(run, ((3, 11, 1000), jnp.bfloat16)):
         check(kernel, registers=255, blocks=1, loads=1)
 
 
@@ -93,3 +96,38 @@ def test_dequantize_combine(kernels, width, name):
     shapes += [((N, K), jnp.float32), ((N, K), jnp.int32), ((M,), jnp.int32)]
     (kernel,) = kernels(run, *shapes)
     check(kernel, registers=168, blocks=2, loads=2)
+
+
+# Rows, width, hidden width and experts of a device: OLMoE and Mixtral on 8, Qwen3-30B-A3B on 16.
+SHAPES = [(65536, 2048, 1024, 8), (16384, 4096, 14336, 1), (65536, 2048, 768, 8)]
+
+
+@pytest.mark.parametrize(("M", "D", "F", "G"), SHAPES)
+def test_expert_mlp_forward_and_backward(kernels, M, D, F, G):
+    bfloat16 = jnp.bfloat16
+
+    def run(x, w_in, w_out, sizes, gradient):
+        def forward(*arrays):
+            return expert_mlp(*arrays, sizes, implementation="mosaic")
+
+        y, pull = jax.vjp(forward, x, w_in, w_out)
+        return y, pull(gradient)
+
+    shapes = [((M, D), bfloat16), ((G, D, 2, F), bfloat16), ((G, F, D), bfloat16)]
+    found = kernels(run, *shapes, ((G,), jnp.int32), ((M, D), bfloat16))
+    names = sorted(kernel.name for kernel in found)
+    assert names == ["multiply_tiles"] * 4 + ["sum_outer"] * 2
+    for kernel in found:
+        # Of 65,536 registers for 384 threads; those that multiply take what the third gives up.
+        check(kernel, registers=168, blocks=1, loads=3, wgmma=8)
+        assert kernel.threads == 384
+        assert not kernel.serialized
+
+
+def test_grouped_matmul_of_sizes_that_fill_no_tile(kernels):
+    def run(x, w, sizes):
+        return grouped_matmul(x, w, sizes, implementation="mosaic")
+
+    shapes = ((1001, 2880), jnp.bfloat16), ((3, 2880, 960), jnp.bfloat16), ((3,), jnp.int32)
+    (kernel,) = kernels(run, *shapes)
+    check(kernel, registers=168, blocks=1, loads=3, wgmma=8)
