@@ -7,6 +7,7 @@ usage: moejax COMMAND ...
 
   train     train a model (moejax train --help)
   prepare   turn text into token files (moejax prepare --help)
+  doctor    say which kernels run here, and why others do not (moejax doctor --help)
   aot       compile the train step for a cluster that is not here (moejax aot --help)
 """
 
@@ -26,10 +27,17 @@ def main() -> int:
         from moejax.plan.aot import main as aot
 
         return aot(rest)
+    if command == "doctor":
+        from moejax.plan.doctor import main as doctor
+
+        return doctor(rest)
     if command in ("", "-h", "--help"):
         print(USAGE, end="")
         return 0
-    print(f"moejax: error: no command {command!r}. Known: train, prepare, aot.", file=sys.stderr)
+    print(
+        f"moejax: error: no command {command!r}. Known: train, prepare, doctor, aot.",
+        file=sys.stderr,
+    )
     return 2
 
 

@@ -2,12 +2,7 @@
 
 import contextlib
 
-import jax
-import pytest
 from hypothesis import Phase, settings
-
-if jax.__version_info__ < (0, 11):
-    pytest.skip("JAX before 0.11 has no interpreter for Mosaic GPU", allow_module_level=True)
 
 # No public name leads to the races that were found.
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call

@@ -49,19 +49,13 @@ def check_product(sizes, spare, K, N, seed=0):
         assert np.all(np.abs(have - want) <= np.abs(want) * HALF_STEP + noise)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "spare", "K", "N"),
-    [
-        ([70, 0, 3], 4, 64, 192),  # an empty group, rows to no copy's liking, half a tile
-        ([5], 0, 128, 64),  # one small group
-    ],
-)
-def test_products_and_gradients(sizes, spare, K, N):
-    check_product(sizes, spare, K, N)
+def test_products_and_gradients():
+    """An empty group, rows that fill no copy, columns that fill no tile."""
+    check_product([70, 0, 3], 4, 64, 192)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [[0, 150, 0], [0, 0, 0], [64, 64, 128]])
+@pytest.mark.parametrize("sizes", [[5], [0, 150, 0], [0, 0, 0], [64, 64, 128]])
 def test_all_rows_in_one_group_or_none(sizes):
     check_product(sizes, 4, 64, 320)
 
@@ -96,7 +90,7 @@ def test_the_fused_mlp_equals_the_reference(sizes):
         assert np.abs(have - want).max() < 2**-5 * np.abs(want).max()
 
 
-@few(50)
+@few(12)
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=9), spare=st.integers(0, 300))
 def test_every_row_counts_in_one_tile_of_its_group(sizes, spare):
     M, G = sum(sizes) + spare, len(sizes)
