@@ -7,7 +7,8 @@ usage: moejax COMMAND ...
 
   train     train a model (moejax train --help)
   prepare   turn text into token files (moejax prepare --help)
-  plan      measure the cluster (moejax plan probe --help)
+  plan      choose mesh, route and codecs, or measure links (moejax plan --help, plan probe --help)
+  doctor    say which kernels run here, and why others do not (moejax doctor --help)
   aot       compile the train step for a cluster that is not here (moejax aot --help)
 """
 
@@ -31,10 +32,14 @@ def main() -> int:
         from moejax.plan.aot import main as aot
 
         return aot(rest)
+    if command == "doctor":
+        from moejax.plan.doctor import main as doctor
+
+        return doctor(rest)
     if command in ("", "-h", "--help"):
         print(USAGE, end="")
         return 0
-    known = "train, prepare, plan, aot"
+    known = "train, prepare, plan, doctor, aot"
     print(f"moejax: error: no command {command!r}. Known: {known}.", file=sys.stderr)
     return 2
 

@@ -51,6 +51,7 @@ class CodecSpec:
     feedback: bool = False
     stochastic: bool = False
     block: int = 128
+    kernel: str = "reference"  # implementation of kernels.quantize
     # Of an adaptive one: its rungs from mild to strong, which of them is taken, and whether this
     # step measures what each would keep.
     rungs: tuple["CodecSpec", ...] = ()
@@ -119,6 +120,21 @@ class Compression:
                 spec = dataclasses.replace(spec, rung=rung, measures=measures)
                 codecs = dataclasses.replace(codecs, **{kind: spec})
         return codecs
+
+    def with_kernel(self, kernel: str) -> "Compression":
+        """The policy with another implementation of its block codecs."""
+
+        def changed(spec: CodecSpec | None) -> CodecSpec | None:
+            if spec is None:
+                return None
+            rungs = tuple(dataclasses.replace(rung, kernel=kernel) for rung in spec.rungs)
+            return dataclasses.replace(spec, kernel=kernel, rungs=rungs)
+
+        stages = tuple(
+            (start, Codecs(**{kind: changed(spec) for kind, spec in vars(codecs).items()}))
+            for start, codecs in self.stages
+        )
+        return dataclasses.replace(self, stages=stages)
 
 
 NO_COMPRESSION = Compression()

@@ -148,7 +148,7 @@ class MoEConfig:
     implementation: str = setting(
         "auto",
         "grouped matrix product of the experts",
-        choices=("auto", "blocked", "ragged_dot", "reference"),
+        choices=("auto", "mosaic", "tokamax", "blocked", "ragged_dot", "reference"),
     )
     router: RouterConfig = section(RouterConfig, "routing")
 
@@ -345,6 +345,11 @@ class Config:
     )
     route_trim: bool = setting(
         False, "send only the rows of a bucket that some device fills (needs one chunk)"
+    )
+    kernels: str = setting(
+        "auto",
+        "auto: plain JAX where a kernel declines; required: refuse to run then",
+        choices=("auto", "required"),
     )
     model: ModelConfig = section(ModelConfig, "transformer")
     moe: MoEConfig = section(MoEConfig, "expert layers")

@@ -43,6 +43,7 @@ FIELD_NAMES = [
     "data.shuffle",
     "data.source",
     "data.train_files",
+    "kernels",
     "mesh.activations",
     "mesh.expert",
     "mesh.expert_weights",

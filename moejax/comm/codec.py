@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from moejax.compression import CodecSpec
-from moejax.kernels.quantize import Quantized, bytes_of, dequantize, quantize
+from moejax.kernels.quantize import Quantized, bytes_of, dequantize, dequantize_sum, quantize
 
 Payload = Any  # a pytree of arrays; leading dimensions as those of what was encoded
 
@@ -45,6 +46,14 @@ class Codec:
     def decode(self, payload: Payload, size: int) -> jax.Array:
         """Returns [..., size] in float32."""
         raise NotImplementedError
+
+    def decode_as(self, payload: Payload, size: int, dtype: DTypeLike) -> jax.Array:
+        """Returns [..., size] in a dtype."""
+        return self.decode(payload, size).astype(dtype)
+
+    def decode_sum(self, payload: Payload, size: int) -> jax.Array:
+        """Returns [..., size], the sum over the first dimension, in float32."""
+        return jnp.sum(self.decode(payload, size), axis=0)
 
     def wire_bytes(self, size: int) -> int:
         """Bytes of a payload of `size` values, all counted."""
@@ -77,15 +86,26 @@ class Blocks(Codec):
     format: str
     block: int = 128
     stochastic: bool = False
+    kernel: str = "reference"
 
     def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
         """Rounds to the nearest, or to either neighbour with the key."""
         key = moment.key if self.stochastic else None
-        return quantize(x, self.format, block=self.block, key=key), state
+        kernel = "reference" if self.stochastic else self.kernel
+        return quantize(x, self.format, block=self.block, key=key, implementation=kernel), state
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
         """Scales back."""
-        return dequantize(Quantized(*payload), self.format, size)
+        return self.decode_as(payload, size, jnp.float32)
+
+    def decode_as(self, payload: Payload, size: int, dtype: DTypeLike) -> jax.Array:
+        """Scales back, and rounds once."""
+        q = Quantized(*payload)
+        return dequantize(q, self.format, size, dtype=dtype, implementation=self.kernel)
+
+    def decode_sum(self, payload: Payload, size: int) -> jax.Array:
+        """Scales back and adds up in one pass."""
+        return dequantize_sum(Quantized(*payload), self.format, size, implementation=self.kernel)
 
     def wire_bytes(self, size: int) -> int:
         """Values, padding and scales."""
@@ -203,6 +223,10 @@ class ErrorFeedback(Codec):
         """As the inner codec does."""
         return self.codec.decode(payload, size)
 
+    def decode_sum(self, payload: Payload, size: int) -> jax.Array:
+        """As the inner codec does."""
+        return self.codec.decode_sum(payload, size)
+
     def wire_bytes(self, size: int) -> int:
         """As of the inner codec."""
         return self.codec.wire_bytes(size)
@@ -258,6 +282,10 @@ class Ladder(Codec):
     def decode(self, payload: Payload, size: int) -> jax.Array:
         """As the rung does."""
         return self.rungs[self.rung].decode(payload, size)
+
+    def decode_sum(self, payload: Payload, size: int) -> jax.Array:
+        """As the rung does."""
+        return self.rungs[self.rung].decode_sum(payload, size)
 
     def wire_bytes(self, size: int) -> int:
         """As of the rung."""
@@ -322,7 +350,7 @@ def build_codec(spec: CodecSpec) -> Codec | LowRank:
         assert spec.argument is not None
         return LowRank(int(spec.argument))
     if spec.name == "loco":
-        blocks = Blocks("int4", spec.block)
+        blocks = Blocks("int4", spec.block, kernel=spec.kernel)
         return ErrorFeedback(blocks, LOCO_AVERAGE, "e4m3", spec.block, LOCO_RESET)
     if spec.name == "adaptive":
         rungs = tuple(_plain_codec(rung) for rung in spec.rungs)
@@ -342,44 +370,4 @@ def _plain_codec(spec: CodecSpec) -> Codec:
     if spec.name == "topk":
         assert spec.argument is not None
         return TopK(spec.argument)
-    return Blocks(spec.name, spec.block, spec.stochastic)
-
-
-def encode_packed(codec: Codec, x: jax.Array) -> tuple[jax.Array, Payload]:
-    """Encodes x [..., n] with a codec that remembers nothing.
-
-    Returns:
-      All of the payload as bytes [..., m], and the payload, to `decode_packed` by.
-    """
-    nothing = jnp.zeros((*x.shape[:-1], 0))
-    payload, _ = codec.encode(x, nothing, Moment(jnp.int32(0), jax.random.key(0)))
-    return pack(payload, x.ndim - 1), payload
-
-
-def decode_packed(codec: Codec, packed: jax.Array, like: Payload, size: int) -> jax.Array:
-    """Returns [..., size] in float32 of bytes that `encode_packed` made, of any leading sizes."""
-    return codec.decode(unpack(packed, like), size)
-
-
-def pack(payload: Payload, lead: int = 1) -> jax.Array:
-    """All arrays of a payload as bytes [..., m], `lead` dimensions kept, to travel as one."""
-    rows = [_bytes(leaf).reshape(*leaf.shape[:lead], -1) for leaf in jax.tree.leaves(payload)]
-    return jnp.concatenate(rows, axis=-1)
-
-
-def unpack(packed: jax.Array, like: Payload) -> Payload:
-    """The inverse of `pack`; leading sizes may differ from those of `like`."""
-    leaves, tree = jax.tree.flatten(like)
-    lead, start, found = packed.ndim - 1, 0, []
-    for leaf in leaves:
-        itemsize = (leaf.dtype.itemsize,) if leaf.dtype.itemsize > 1 else ()
-        shape = (*leaf.shape[lead:], *itemsize)
-        piece, start = packed[..., start : start + math.prod(shape)], start + math.prod(shape)
-        piece = piece.reshape(*packed.shape[:-1], *shape)
-        dtype = leaf.dtype
-        found.append(piece if dtype == jnp.uint8 else jax.lax.bitcast_convert_type(piece, dtype))
-    return jax.tree.unflatten(tree, found)
-
-
-def _bytes(x: jax.Array) -> jax.Array:
-    return x if x.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(x, jnp.uint8)
+    return Blocks(spec.name, spec.block, spec.stochastic, spec.kernel)

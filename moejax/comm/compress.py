@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.codec import Codec, LowRank, Moment, pack, unpack
+from moejax.comm.codec import Codec, LowRank, Moment
+from moejax.comm.pack import pack, unpack
 from moejax.dims import Axes
 
 
@@ -73,7 +74,7 @@ def reduce_parts(
     payload, parts = codec.encode(x_SCn.reshape(S * C, n), before, moment._replace(key=keys[0]))
     state = state._replace(parts=_over(state.parts, parts))
     arrived = unpack(wire.all_to_all(pack(payload), axes, tag=None), payload)
-    total_1n = jnp.sum(codec.decode(arrived, n), axis=0, keepdims=True)
+    total_1n = codec.decode_sum(arrived, n)[None]
     if C == 1:
         return total_1n, state
     before = _front(state.total, 1, used)

@@ -18,7 +18,8 @@ from jaxtyping import Array, Int
 
 from moejax.comm import wire
 from moejax.comm.buckets import Places, follow, place_items
-from moejax.comm.codec import build_plain_codec, decode_packed, encode_packed
+from moejax.comm.codec import build_plain_codec
+from moejax.comm.pack import decode_packed, encode_packed
 from moejax.compression import CodecSpec
 from moejax.dims import Layout
 from moejax.kernels.permute import rows_at, sum_rows
@@ -201,7 +202,7 @@ def _swap(
         return _exchange(x_PIJ, hop, filled)
     packed_PIJ, payload = encode_packed(codec, x_PIJ)
     arrived_PIJ = _exchange(packed_PIJ, hop, filled)
-    return decode_packed(codec, arrived_PIJ, payload, x_PIJ.shape[-1]).astype(x_PIJ.dtype)
+    return decode_packed(codec, arrived_PIJ, payload, x_PIJ.shape[-1], x_PIJ.dtype)
 
 
 def _exchange(x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None) -> jax.Array:

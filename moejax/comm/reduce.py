@@ -29,10 +29,9 @@ from moejax.comm.codec import (
     Moment,
     build_codec,
     build_plain_codec,
-    decode_packed,
-    encode_packed,
 )
 from moejax.comm.compress import ReduceState, first_state, reduce_parts
+from moejax.comm.pack import decode_packed, encode_packed
 from moejax.compression import Codecs
 from moejax.dims import Axes, Layout
 from moejax.program import Program
@@ -251,7 +250,7 @@ def _enter(w: jax.Array | Carried, how: How) -> jax.Array:
         )
     packed, payload = encode_packed(how.weights, shard.reshape(1, -1))
     packed = wire.all_gather(packed, way.gather, dim=0, tag=wire.WEIGHT_WIRE)
-    shards = decode_packed(how.weights, packed, payload, shard.size).astype(how.dtype)
+    shards = decode_packed(how.weights, packed, payload, shard.size, how.dtype)
     return jnp.concatenate(list(shards.reshape(-1, *shard.shape)), axis=way.dim)
 
 

@@ -1,31 +1,49 @@
 """FLOPs of the operations whose inner loops depend on data, from the shapes of what they are given.
 
 The planner reads everything else from the program. Such an operation is jitted under a name that
-says its sizes (`name_of`), so that a reader of the traced program can tell it, also where
+says its sizes (`jitted`), so that a reader of the traced program can tell it, also where
 recomputation has left only a part of what it is given.
 """
 
 import math
 import re
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
+
+import jax
 
 Cost = dict[str, Any]  # flops, dtype, and work: whether buckets filled in part cost in part
 
-# Products of a row with each of an expert's weights, forward and backward.
-PASSES = {"forward": 1, "backward": 2}
+# Matrix products: gate, up and down forward; backward each by rows and by weights.
+PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "products": 1}
 
 
-def name_of(which: str, rows: int, width: int, hidden: int) -> str:
-    """The name of `kernels.expert_mlp` in the program: forward or backward, M, D, F."""
-    return f"experts_{which}_{rows}x{width}x{hidden}"
+def jitted(function: Callable, which: str, *sizes: int) -> Callable:
+    """The function, jitted under a name that `named_cost` reads.
+
+    Args:
+      which: "experts_forward" or "experts_backward", of M, D, F; "products" of M, K, N.
+    """
+    return _jitted(function, f"{which}_{'x'.join(map(str, sizes))}")
 
 
-def experts_cost(name: str, arrays: list[Any]) -> Cost | None:
-    """6 M D F, backward twice that; None if it is no name of `name_of`."""
-    found = re.fullmatch(r"experts_(forward|backward)_(\d+)x(\d+)x(\d+)", name)
+@cache
+def _jitted(function: Callable, name: str) -> Callable:
+    @wraps(function)
+    def named(*arguments):
+        return function(*arguments)
+
+    named.__name__ = name
+    return jax.jit(named)
+
+
+def named_cost(name: str, arrays: list[Any]) -> Cost | None:
+    """FLOPs of what `jitted` has named: 2 M K N, of an expert MLP three such; else None."""
+    found = re.fullmatch(r"(experts_forward|experts_backward|products)_(\d+)x(\d+)x(\d+)", name)
     if found is None:
         return None
-    flops = 6.0 * PASSES[found[1]] * math.prod(map(int, found.groups()[1:]))
+    flops = 2.0 * PRODUCTS[found[1]] * math.prod(map(int, found.groups()[1:]))
     floats = [str(x.dtype) for x in arrays if "float" in str(x.dtype)]
     return {"flops": flops, "dtype": (floats or ["float32"])[0], "work": True}
 

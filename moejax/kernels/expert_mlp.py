@@ -9,15 +9,15 @@ that holds it. Beside equal groups in one batched product, and `ragged_dot`: `be
 """
 
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moejax.kernels import reference
-from moejax.kernels.costs import name_of
+from moejax.kernels.costs import jitted
+from moejax.kernels.grouped_matmul import grouped_matmul, swiglu, swiglu_mlp
 
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
@@ -38,35 +38,21 @@ def expert_mlp(
     Args:
       x_MD: rows sorted by group; what lies past the last group is ignored.
       sizes_G: rows of each group, summing to at most M.
-      implementation: "blocked", "ragged_dot" or "reference"; see `kernels.select`.
+      implementation: "mosaic", "blocked", or one of `grouped_matmul`'s; see `kernels.select`.
     """
+    if implementation == "mosaic":
+        return swiglu_mlp(x_MD, w_in_GDUF, w_out_GFD, sizes_G)
     w_in_GDH = w_in_GDUF.reshape(*w_in_GDUF.shape[:2], -1)
     if implementation == "blocked":
         return _blocked(x_MD, w_in_GDH, w_out_GFD, sizes_G)
-    multiply = {"ragged_dot": lax.ragged_dot, "reference": reference.grouped_matmul}[implementation]
-    return multiply(_swiglu(multiply(x_MD, w_in_GDH, sizes_G)), w_out_GFD, sizes_G)
+    multiply = partial(grouped_matmul, sizes_G=sizes_G, implementation=implementation)
+    return multiply(swiglu(multiply(x_MD, w_in_GDH)), w_out_GFD)
 
 
 def _named(which: str, function: Callable, x_MD: jax.Array, w_out_GFD: jax.Array) -> Callable:
-    """Jitted under the name by which `kernels.costs` prices it: its loops depend on data."""
+    """The function under a name by which it is priced: its loops depend on data."""
     M, D = x_MD.shape
-    return _jitted(function, name_of(which, M, D, w_out_GFD.shape[1]))
-
-
-@cache
-def _jitted(function: Callable, name: str) -> Callable:
-    @wraps(function)
-    def named(*arguments):
-        return function(*arguments)
-
-    named.__name__ = name
-    return jax.jit(named)
-
-
-def _swiglu(h_MH: jax.Array) -> jax.Array:
-    """silu(gate) * up, in float32."""
-    gate_MF, up_MF = jnp.split(h_MH.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate_MF) * up_MF).astype(h_MH.dtype)
+    return jitted(function, f"experts_{which}", M, D, w_out_GFD.shape[1])
 
 
 @jax.custom_vjp
@@ -79,7 +65,7 @@ def _blocked(
 
 def _only_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
     def block(start, rows, carry, w_in_DH, w_out_FD):
-        a_BF = _swiglu(rows(x_MD) @ w_in_DH)
+        a_BF = swiglu(rows(x_MD) @ w_in_DH)
         return _write(carry, a_BF @ w_out_FD, start)
 
     M, x_MD = x_MD.shape[0], _padded(x_MD)
@@ -98,7 +84,7 @@ def _rows_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
     def block(start, rows, carry, w_in_DH, w_out_FD):
         y_MD, h_MH = carry
         h_BH = rows(x_MD) @ w_in_DH
-        return _write(y_MD, _swiglu(h_BH) @ w_out_FD, start), _write(h_MH, h_BH, start)
+        return _write(y_MD, swiglu(h_BH) @ w_out_FD, start), _write(h_MH, h_BH, start)
 
     M, x_MD = x_MD.shape[0], _padded(x_MD)
     h_MH = jnp.zeros((x_MD.shape[0], w_in_GDH.shape[2]), x_MD.dtype)
@@ -120,7 +106,7 @@ def _rows_backward(x_MD, w_in_GDH, w_out_GFD, sizes_G, h_MH, dy_MD):
     def block(start, rows, carry, w_in_DH, w_out_FD):
         dx_MD, dw = carry
         dy_BD = rows(dy_MD)
-        a_BF, pull = jax.vjp(_swiglu, rows(h_MH))
+        a_BF, pull = jax.vjp(swiglu, rows(h_MH))
         dh_BH = pull(dy_BD @ w_out_FD.T)[0]
         part = (_outer(rows(x_MD), dh_BH), _outer(a_BF, dy_BD))
         dw = part if dw is None else jax.tree.map(jnp.add, dw, part)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 TINY = float(np.finfo(np.float32).tiny)
 
@@ -57,22 +58,45 @@ class Quantized(NamedTuple):
     scale: jax.Array
 
 
-def quantize(x: jax.Array, name: str, *, block: int, key: jax.Array | None = None) -> Quantized:
+def quantize(
+    x: jax.Array,
+    name: str,
+    *,
+    block: int,
+    key: jax.Array | None = None,
+    implementation: str = "reference",
+) -> Quantized:
     """Quantises x along its last axis; a last block that is not full is padded with zeros.
+
+    Not for differentiation, nor is any function here.
 
     Args:
       x: [..., n] of any float dtype.
       name: a key of `FORMATS`.
       key: rounds to either neighbour at random, so that the mean is x; without one, to the nearest.
+      implementation: "reference" or "mosaic" (without a key); see `kernels.select`.
     """
-    kind = FORMATS[name]
-    x = x.astype(jnp.float32)
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % block)])
     x = x.reshape(*x.shape[:-1], -1, block)
-    top = jnp.max(jnp.abs(x), axis=-1)
-    scale = jnp.where(jnp.isfinite(top), top / kind.largest, jnp.nan)
+    if implementation == "reference":
+        return _quantize(x, FORMATS[name], key)
+    from moejax.kernels.mosaic import quantize as mosaic  # JAX before 0.11 lacks what it is made of
+
+    assert implementation == "mosaic", implementation
+    assert key is None, "the kernel rounds to the nearest"
+    x = x if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
+    values, scale = mosaic.quantize(x.reshape(-1, block), name)
+    return Quantized(values.reshape(*x.shape[:-1], -1), scale.reshape(x.shape[:-1]))
+
+
+def _quantize(x: jax.Array, kind: Format, key: jax.Array | None) -> Quantized:
+    """The reference, of x [..., blocks, block]."""
+    x = x.astype(jnp.float32)
+    # Infinity for NaN: XLA's maximum over long arrays may lose a NaN on CPU (seen with JAX 0.12).
+    top = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), axis=-1)
+    scale = jnp.where(jnp.isfinite(top), top * (1 / kind.largest), jnp.nan)
     # A scale of zero, or so small that it is flushed to zero, has nothing to say.
-    y = jnp.where(scale[..., None] >= TINY, x / scale[..., None], 0)
+    y = x * jnp.where(scale >= TINY, 1 / scale, 0)[..., None]
     y = jnp.clip(_rounded(y, kind, key), -kind.largest, kind.largest).astype(kind.dtype)
     values = jax.lax.bitcast_convert_type(y, jnp.uint8)
     if kind.bits == 4:
@@ -81,9 +105,51 @@ def quantize(x: jax.Array, name: str, *, block: int, key: jax.Array | None = Non
     return Quantized(values, scale)
 
 
-def dequantize(q: Quantized, name: str, size: int) -> jax.Array:
-    """Returns the array [..., size] in float32 that was quantised."""
-    kind = FORMATS[name]
+def dequantize(
+    q: Quantized,
+    name: str,
+    size: int,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    implementation: str = "reference",
+) -> jax.Array:
+    """Returns the array [..., size] that was quantised."""
+    if implementation == "reference":
+        return _dequantize(q, FORMATS[name], size).astype(dtype)
+    return dequantize_sum(
+        Quantized(q.values[None], q.scale[None]),
+        name,
+        size,
+        dtype=dtype,
+        implementation=implementation,
+    )
+
+
+def dequantize_sum(
+    q: Quantized,
+    name: str,
+    size: int,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    implementation: str = "reference",
+) -> jax.Array:
+    """Returns the sum [..., size] over the first dimension, of peers, of what was quantised.
+
+    Added up in float32.
+    """
+    if implementation == "reference":
+        return jnp.sum(_dequantize(q, FORMATS[name], size), axis=0).astype(dtype)
+    from moejax.kernels.mosaic import quantize as mosaic
+
+    assert implementation == "mosaic", implementation
+    P, blocks = q.values.shape[0], q.scale.shape[1:]
+    values = q.values.reshape(P, -1, q.values.shape[-1])
+    x = mosaic.dequantize_sum(values, q.scale.reshape(P, -1), name, jnp.dtype(dtype))
+    return x.reshape(*blocks[:-1], -1)[..., :size]
+
+
+def _dequantize(q: Quantized, kind: Format, size: int) -> jax.Array:
+    """The reference, in float32."""
     values = q.values
     if kind.bits == 4:
         halves = jnp.stack([values & 15, values >> 4], axis=-1)

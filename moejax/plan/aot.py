@@ -144,7 +144,7 @@ def compile_step(trainer: Trainer, options: Options | None = None) -> CompiledSt
     Args:
       options: on top of the trainer's own.
     """
-    lowered = _lowered(trainer, trainer.step)
+    lowered = lower_step(trainer)
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start
@@ -162,6 +162,11 @@ def compile_step(trainer: Trainer, options: Options | None = None) -> CompiledSt
         exchanges=text.exchanges(),
         schedules=text.schedules(),
     )
+
+
+def lower_step(trainer: Trainer) -> Any:
+    """Traces and lowers the step of `build_described`, ready to be compiled."""
+    return _lowered(trainer, trainer.step)
 
 
 def update_bytes(trainer: Trainer, step: CompiledStep, options: Options | None = None) -> int:

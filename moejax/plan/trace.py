@@ -14,7 +14,7 @@ import numpy as np
 
 from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, opened, scan_operands
 from moejax.comm.rounds import ROUNDS
-from moejax.kernels.costs import attention_cost, dot_flops, experts_cost
+from moejax.kernels.costs import attention_cost, dot_flops, named_cost
 from moejax.plan.fuse import Node, Storage, fuse
 from moejax.plan.schedule import TRAFFIC, Collective, Schedule, collectives_of
 
@@ -89,7 +89,7 @@ class _Reader:
         if name == "cond":
             return self._inline(self._branch(eqn), given[1:], words)
         if name in ("jit", "pjit") and _loops(eqn):
-            cost = experts_cost(eqn.params["name"], [var.aval for var in eqn.invars])
+            cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
                 return self._add("product", eqn, given, words, **cost)
         if (cost := attention_cost(name, eqn)) is not None:
@@ -222,10 +222,9 @@ class _Reader:
 
 
 def _loops(eqn: Any) -> bool:
-    """Whether a call holds a loop; recomputation may leave only what is made before it."""
-    return any(
-        inner.primitive.name in ("scan", "while") for inner in opened(inner_jaxprs(eqn)[0]).eqns
-    )
+    """Whether a call holds a loop or a kernel; recomputation may leave only what comes before."""
+    inside = {inner.primitive.name for inner in opened(inner_jaxprs(eqn)[0]).eqns}
+    return bool(inside & {"scan", "while", "pallas_call", "core_map", "jit", "pjit"})
 
 
 def _has_rounds(jaxpr: Any) -> bool:

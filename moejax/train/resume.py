@@ -16,7 +16,13 @@ FIXED = (
     "train.seed",
 )
 # Of those, what changes how the step computes and not what it computes.
-FREE = ("model.dtype", "model.remat", "model.scan_layers", "moe.implementation")
+FREE = (
+    "model.dtype",
+    "model.remat",
+    "model.scan_layers",
+    "moe.implementation",
+    "kernels",
+)
 # What decides which parameters there are, and their shapes.
 SHAPES = (
     "model.vocab_size",

@@ -27,7 +27,7 @@ from moejax.comm.reduce import (
 from moejax.compression import GRADIENTS, NO_CODECS, Codecs, build_compression
 from moejax.config import Config
 from moejax.dims import Layout, build_layout
-from moejax.kernels.select import select_attention, select_experts
+from moejax.kernels.select import place_of, select_kernels
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
 from moejax.moe.router import update_bias
@@ -161,11 +161,17 @@ def build_trainer(
 
     Args:
       mesh: an AbstractMesh is enough to trace the step.
-      platform: "cpu", "gpu" or "tpu", which chooses kernels.
+      platform: "cpu", "gpu" or "tpu", which chooses kernels, with what the devices are.
       codecs: of the steps it is for; those of the first step unless given.
     """
     layout = build_layout(cfg.mesh)
+    chosen = {
+        name: one.implementation
+        for name, one in select_kernels(cfg, place_of(mesh, platform)).items()
+    }
     compression = build_compression(cfg.compression)
+    if "quantize" in chosen:
+        compression = compression.with_kernel(chosen["quantize"])
     codecs = codecs or compression.at(0)
     program = Program(
         layout=layout,
@@ -183,8 +189,8 @@ def build_trainer(
         compression=compression,
         codecs=codecs,
         micro_bytes=cfg.train.reduction_bytes,
-        experts=select_experts(platform, cfg.moe.implementation).implementation,
-        attention=select_attention(platform, cfg.model.dtype).implementation,
+        experts=chosen.get("experts", "blocked"),
+        attention=chosen["attention"],
         logit_elements=2**21 if platform == "cpu" else 2**27,
     )
     model = nnx.eval_shape(lambda: _model(cfg, program))

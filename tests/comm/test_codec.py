@@ -17,9 +17,8 @@ from moejax.comm.codec import (
     TopK,
     build_codec,
     choose,
-    decode_packed,
-    encode_packed,
 )
+from moejax.comm.pack import decode_packed, encode_packed
 from moejax.compression import CodecSpec
 
 EPS = np.finfo(np.float32).eps

@@ -72,6 +72,13 @@ def test_a_block_that_is_not_finite_decodes_to_nan_and_no_other_does(name, value
     assert np.isfinite(np.delete(y, np.s_[16:32], axis=1)).all()
 
 
+def test_no_nan_is_lost_in_a_long_array():
+    """XLA's own maximum over this array loses it."""
+    q = quantize(jnp.zeros((256, 32)).at[0, 0].set(np.nan), "int8", block=32)
+    assert np.isnan(q.scale[0, 0])
+    assert not np.asarray(q.scale[1:]).any()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_zeros_stay_zeros_and_the_largest_value_is_kept(name):
     x = np.zeros((2, 32), np.float32)

@@ -1,0 +1,180 @@
+"""Rows moved and quantised, or dequantised, weighted and summed, in one pass over memory on Hopper.
+
+Per device. Legend: N tokens, K results of each, M rows, B blocks of a row, C values of a block. The
+kernels take 64 blocks at a time: some rows whole, or a piece of a longer one. Each row comes by a
+bulk copy of its own from wherever it lies, and a number past the end copies zeros. Bound by memory:
+`permute_quantize` reads 2 N C B bytes at best (rows of bfloat16 that several copy stay in cache),
+`dequantize_combine` reads the quantised rows once.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moejax.kernels.mosaic.quantize import (
+    LAYOUT,
+    from_bytes,
+    quantize_rows,
+    stored_dtype,
+    to_bytes,
+    widen,
+)
+from moejax.kernels.quantize import FORMATS
+
+TILE = 64  # blocks
+
+
+def fits(blocks: int) -> bool:
+    """Whether rows of so many blocks can be cut in tiles: copies go in groups of eight."""
+    return blocks % 8 == 0 if blocks <= TILE else blocks % TILE == 0
+
+
+def permute_quantize(
+    x_NBC: jax.Array, source_M: jax.Array, name: str
+) -> tuple[jax.Array, jax.Array]:
+    """Returns uint8 [M, B, C * bits / 8] and scales [M, B] of the rows `x[source]`; N: of zeros."""
+    (N, B, C), M, kind = x_NBC.shape, source_M.shape[0], FORMATS[name]
+    width, rows = min(B, TILE), TILE // min(B, TILE)
+    stored = stored_dtype(kind)
+    source_M = jnp.pad(source_M, (0, -M % rows), constant_values=N)
+
+    def quantize_tile(
+        x_gmem, source_gmem, values_gmem, scale_gmem, x_smem, values_smem, scale_smem, arrived
+    ):
+        first, piece = _place(rows, width)
+        for r in range(rows):
+            row = x_gmem.at[source_gmem[first + r], piece]
+            plgpu.copy_gmem_to_smem(row, x_smem.at[pl.ds(r * width, width)], arrived)
+        plgpu.barrier_wait(arrived)
+        x = plgpu.layout_cast(x_smem[...], LAYOUT).astype(jnp.float32)
+        y, scale = quantize_rows(x, kind)
+        values_smem[...], scale_smem[...] = y.astype(stored), scale
+        plgpu.commit_smem()
+        for r in range(rows):
+            taken = pl.ds(r * width, width)
+            store = partial(_store, values_smem.at[taken], values_gmem.at[first + r, piece])
+            _when_inside(first + r, M, rows, store)
+            store = partial(_store, scale_smem.at[taken], scale_gmem.at[first + r, piece])
+            _when_inside(first + r, M, rows, store)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    values, scale = plgpu.kernel(
+        quantize_tile,
+        out_type=(
+            jax.ShapeDtypeStruct((M, B, C), stored),
+            jax.ShapeDtypeStruct((M, B), jnp.float32),
+        ),
+        grid=(pl.cdiv(M, rows), B // width),
+        grid_names=("rows", "piece"),
+        scratch_types=[
+            plgpu.SMEM((TILE, C), x_NBC.dtype),
+            plgpu.SMEM((TILE, C), stored),
+            plgpu.SMEM((TILE,), jnp.float32),
+            plgpu.Barrier(num_arrivals=rows),
+        ],
+    )(x_NBC, source_M)
+    return to_bytes(values), scale
+
+
+def dequantize_combine(
+    values: jax.Array,
+    scale_MB: jax.Array,
+    weight_NK: jax.Array,
+    place_NK: jax.Array,
+    name: str,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Returns `x_NBC`: for each token its K quantised rows, weighted and added up in float32.
+
+    Args:
+      values: uint8 [M, B, C * bits / 8].
+      place_NK: the row of each result; M for none.
+    """
+    values = from_bytes(values, FORMATS[name])
+    (M, B, C), (N, K) = values.shape, place_NK.shape
+    width, rows = min(B, TILE), TILE // min(B, TILE)
+    room = -N % rows
+    place_NK = jnp.pad(place_NK, ((0, room), (0, 0)), constant_values=M)
+    weight_NK = jnp.pad(weight_NK.astype(jnp.float32), ((0, room), (0, 0)))
+
+    def combine_tile(
+        values_gmem,
+        scale_gmem,
+        weight_gmem,
+        place_gmem,
+        x_gmem,
+        values_smem,
+        scale_smem,
+        x_smem,
+        arrived,
+    ):
+        first, piece = _place(rows, width)
+
+        @pl.loop(0, K)  # all are on their way at once
+        def _(k):
+            for r in range(rows):
+                row, into = place_gmem[first + r, k], pl.ds(r * width, width)
+                copy = partial(plgpu.copy_gmem_to_smem, barrier=arrived.at[k])
+                copy(values_gmem.at[row, piece], values_smem.at[k, into])
+                copy(scale_gmem.at[row, piece], scale_smem.at[k, into])
+
+        def add(k, total):
+            plgpu.barrier_wait(arrived.at[k])
+            weights = [weight_gmem[first + r, k] for r in range(rows)]
+            scale = scale_smem[k] * _of_rows(weights, width)
+            y = widen(plgpu.layout_cast(values_smem[k], LAYOUT))
+            return total + y * jax.lax.broadcast_in_dim(scale, y.shape, (0,))
+
+        total = plgpu.layout_cast(jnp.zeros((TILE, C), jnp.float32), LAYOUT)
+        total = jax.lax.fori_loop(0, K, add, total)
+        x_smem[...] = total.astype(dtype)
+        plgpu.commit_smem()
+        for r in range(rows):
+            token = x_smem.at[pl.ds(r * width, width)]
+            store = partial(_store, token, x_gmem.at[first + r, piece])
+            _when_inside(first + r, N, rows, store)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        combine_tile,
+        out_type=jax.ShapeDtypeStruct((N, B, C), dtype),
+        grid=(pl.cdiv(N, rows), B // width),
+        grid_names=("rows", "piece"),
+        scratch_types=[
+            plgpu.SMEM((K, TILE, C), values.dtype),
+            plgpu.SMEM((K, TILE), jnp.float32),
+            plgpu.SMEM((TILE, C), dtype),
+            plgpu.Barrier(num_arrivals=2 * rows, num_barriers=K),
+        ],
+    )(values, scale_MB, weight_NK, place_NK)
+
+
+def _place(rows: int, width: int) -> tuple[jax.Array, pl.Slice]:
+    """The first row of this thread block, and its piece of each row's blocks."""
+    return jax.lax.axis_index("rows") * rows, pl.ds(jax.lax.axis_index("piece") * width, width)
+
+
+def _store(smem, gmem) -> None:
+    plgpu.copy_smem_to_gmem(smem, gmem)
+
+
+def _when_inside(row: jax.Array, count: int, rows: int, store) -> None:
+    if count % rows == 0:
+        store()
+    else:
+        pl.when(row < count)(store)
+
+
+def _of_rows(numbers: list[Any], width: int) -> Any:
+    """A number for each block of the tile, that of the block's row; or one for all."""
+    found = numbers[0]
+    if len(numbers) == 1:
+        return found
+    block = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0)
+    for r, number in enumerate(numbers[1:], 1):
+        found = jnp.where(block >= r * width, number, found)
+    return found
