@@ -37,7 +37,7 @@ def check_plan(cfg: Config) -> None:
     """Refuses a plan that is neither a mode nor a file.
 
     Raises:
-      InputError: it is neither, or settings of the planner are set where none plans.
+      InputError: it is neither.
     """
     mode = cfg.plan.mode
     if mode not in MODES and not mode.endswith(".json"):
@@ -45,10 +45,3 @@ def check_plan(cfg: Config) -> None:
             f"`plan` = {short(mode)} is no way to plan. It must be {', '.join(MODES)}, or the path "
             "of a plan file, which ends in .json. Choose one of them."
         )
-    if is_planned(cfg) and mode not in ("auto", "default"):
-        chosen = pinned(cfg)
-        if chosen:
-            raise InputError(
-                f"`{min(chosen)}` is set beside the plan file {short(mode)}, which sets it too. A "
-                "plan is taken whole. Leave it at its default, or set plan=auto."
-            )

@@ -92,7 +92,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     from moejax.plan.build import build_abstract_mesh
     from moejax.plan.target import described_cudnn
     from moejax.train.inputs import open_inputs
-    from moejax.train.planning import plan_dry
+    from moejax.train.planning import plan_dry, planned_devices
     from moejax.train.step import build_trainer
     from moejax.train.summary import print_summary, summarize
 
@@ -105,7 +105,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     assert mesh.replica is not None
     devices = mesh.replica * mesh.fsdp * mesh.expert * mesh.tensor
     if is_planned(cfg):
-        devices = mesh.simulated_devices or devices
+        devices = mesh.simulated_devices or planned_devices(cfg) or devices
     planned = plan_dry(replace(cfg, mesh=mesh), devices)
     cfg = resolve_mesh(planned.cfg, devices, mesh.platform or "cpu")
     open_inputs(cfg)
@@ -113,6 +113,8 @@ def dry_run(cfg: Config, console: Console) -> int:
     trainer = build_trainer(cfg, build_abstract_mesh(layout), cfg.mesh.platform or "cpu")
     with described_cudnn():
         summary = summarize(trainer)
+    for note in planned.notes:
+        console.print(note, highlight=False, soft_wrap=True)
     print_summary(summary, trainer, console, planned.rows())
     return 0
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from moejax.checks.planned import MODES, is_planned, pinned
 from moejax.config import Config
 from moejax.errors import InputError
+from moejax.fields import get_value
 from moejax.plan.explain import plan_words
 from moejax.plan.files import Plan, load_plan, plan_from, save_plan
 from moejax.plan.probe import Effort, probe
@@ -84,9 +85,7 @@ def plan_run(
         return Planned(cfg)
     run_dir, mode = Path(cfg.run_dir), cfg.plan.mode
     if mode not in MODES:
-        plan = load_plan(Path(mode))
-        _check_devices(plan, mode, len(devices))
-        return _planned(plan, cfg, None, ())
+        return _from_file(cfg, len(devices))
     if resuming and measured is None and (run_dir / PLAN).exists():
         plan = load_plan(run_dir / PLAN)
         if plan.devices == len(devices):
@@ -111,6 +110,13 @@ def plan_run(
     return _planned(chosen, cfg, topology, notes)
 
 
+def planned_devices(cfg: Config) -> int | None:
+    """How many devices the configured plan or cluster has; None where neither is named."""
+    if cfg.plan.mode not in MODES:
+        return load_plan(Path(cfg.plan.mode)).devices
+    return None if cfg.plan.topology is None else load_topology(cfg.plan.topology).devices
+
+
 def plan_dry(cfg: Config, devices: int) -> Planned:
     """What `plan_run` would choose on so many devices, where it need not measure.
 
@@ -120,9 +126,7 @@ def plan_dry(cfg: Config, devices: int) -> Planned:
     if not is_planned(cfg) or devices == 1:
         return Planned(cfg)
     if cfg.plan.mode not in MODES:
-        plan = load_plan(Path(cfg.plan.mode))
-        _check_devices(plan, cfg.plan.mode, devices)
-        return _planned(plan, cfg, None, ())
+        return _from_file(cfg, devices)
     if cfg.plan.topology is None:
         raise InputError(
             "links are not known. `plan.topology` is none, and a dry run measures nothing. Name a "
@@ -187,12 +191,21 @@ def _check_topology(cfg: Config, topology: Topology, devices: int) -> None:
         )
 
 
-def _check_devices(plan: Plan, path: str, devices: int) -> None:
+def _from_file(cfg: Config, devices: int) -> Planned:
+    """The plan of a file, taken whole; what it replaces is said."""
+    path = cfg.plan.mode
+    plan = load_plan(Path(path))
     if plan.devices != devices:
         raise InputError(
             f"plan {path} is for {plan.devices} devices, this program has {devices}. A plan fits "
             "the devices it was made for. Plan again, or start on as many."
         )
+    notes = tuple(
+        f"{path} replaces {name} = {get_value(cfg, name)} by {plan.settings[name]}"
+        for name in sorted(pinned(cfg))
+        if plan.settings.get(name, get_value(cfg, name)) != get_value(cfg, name)
+    )
+    return _planned(plan, cfg, None, notes)
 
 
 def _applied(plan: Plan, cfg: Config) -> Config:

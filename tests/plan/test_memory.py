@@ -1,11 +1,20 @@
-"""Memory read from a schedule, on cases that can be counted by hand."""
+"""Memory read from a schedule: cases that can be counted by hand, and what a compiler said."""
+
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+from moejax.plan.aot import describe
 from moejax.plan.memory import peak
+from moejax.plan.search import read_step
+from moejax.plan.target import TARGETS
 from moejax.plan.trace import read
+from moejax.settings import load_config
 
+ROOT = Path(__file__).parents[2]
 KIB = 1024
 
 
@@ -70,3 +79,22 @@ def test_the_scopes_add_up_to_the_peak():
 
     found = measure(function, (64, 64), (64, 64))
     assert sum(found.by_scope.values()) == found.temporary
+
+
+def cases():
+    """What the compiler for H200s said of the shipped configs: `benchmarks/aot.py`."""
+    path = ROOT / "benchmarks/results/aot.json"
+    for case in json.loads(path.read_text())["cases"]:
+        if case["config"] != "tiny":  # 30 MB, where what XLA adds of its own counts
+            yield pytest.param(case, id=f"{case['config']}-{case['nodes']}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cases())
+def test_the_peak_is_what_the_compiler_says_within_a_tenth(case):
+    settings = [*case["settings"], "moe.implementation=blocked"]
+    cfg = load_config(ROOT / f"configs/{case['config']}.py", settings)
+    cfg = describe(cfg, TARGETS["h200"], case["nodes"])
+    found = peak(read_step(cfg, "gpu").schedule())
+    assert found.arguments == pytest.approx(case["argument_bytes"], rel=0.01)
+    assert found.bytes == pytest.approx(case["peak_bytes"], rel=0.1)

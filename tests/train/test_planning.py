@@ -87,8 +87,9 @@ def test_a_plan_file_is_taken_whole(cfg, tmp_path):
     assert planned(mine).cfg.mesh == planned(cfg).cfg.mesh
     with pytest.raises(InputError, match="for 8 devices, this program has 4"):
         plan_run(mine, jax.devices()[:4], ALONE, QUIET, resuming=False)
-    with pytest.raises(InputError, match="is set beside the plan file"):
-        check(change(mine, {"mesh.expert": 2}))
+    replaced = planned(change(mine, {"mesh.expert": 128}))
+    assert replaced.cfg.mesh == planned(mine).cfg.mesh
+    assert any("replaces mesh.expert = 128" in note for note in replaced.notes)
 
 
 def test_a_topology_of_another_size_is_refused(cfg):
