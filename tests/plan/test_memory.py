@@ -90,7 +90,7 @@ def cases():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list(cases()))
 def test_the_peak_is_what_the_compiler_says_within_a_tenth(case):
     settings = [*case["settings"], "moe.implementation=blocked"]
     cfg = load_config(ROOT / f"configs/{case['config']}.py", settings)
