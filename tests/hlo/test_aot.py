@@ -59,7 +59,8 @@ def compiled(cluster, control=None):
 
 def pipelines(step, chunks):
     """Schedules of the computations that take all chunks to the experts and back, and calls."""
-    found = [(one.letters.replace("W", "G"), one.calls) for one in step.schedules]
+    # The experts' work is one loop, or several kernels after each other.
+    found = [(re.sub("[WG]+", "G", one.letters), one.calls) for one in step.schedules]
     return [(letters, calls) for letters, calls in found if letters.count("D") >= 2 * chunks]
 
 
@@ -67,12 +68,18 @@ def pipelines(step, chunks):
 def test_the_steady_state_hides_every_exchange_behind_the_experts_forward_and_backward(cluster):
     trainer, step = trainer_of(cluster), compiled(cluster)
     chunks, hops = trainer.program.route.chunks, len(trainer.program.route.hops)
-    # One hop: while chunk i is with the experts, i + 1 is on its way out, and i - 1 home.
-    steady = ("S" * 2 * hops + "G" + "D" * 2 * hops) * (chunks - 2 * hops)
     found = pipelines(step, chunks)
     assert sum(calls for _, calls in found) == 2 * LAYERS  # forward and backward
     for letters, _ in found:
-        assert steady in letters
+        # One hop: while chunk i is with the experts, i + 1 is on its way out, and i - 1 home.
+        steady = [count for count in in_flight(letters) if count >= 2 * hops]
+        assert len(steady) >= chunks - 2 * hops
+
+
+def in_flight(letters):
+    """Exchanges that have started and are not done at each piece of the experts' work."""
+    places = [place for place, letter in enumerate(letters) if letter == "G"]
+    return [letters[:place].count("S") - letters[:place].count("D") for place in places]
 
 
 @clusters
