@@ -120,7 +120,10 @@ def print_why(found: Found, console: Console) -> None:
             table.add_row(name, f"{seconds * 1e3:,.2f}", f"{seconds / best.seconds:.0%}")
     console.print(table)
     others = [("the runner-up", one) for one in found.ranked[1:2]]
-    others += [("the default", found.baseline)] if found.baseline is not None else []
+    if found.baseline is not None:
+        fits = found.baseline.peak.bytes <= found.room
+        name = "the default" if fits else "the default, which does not fit"
+        others.append((name, found.baseline))
     for name, other in others:
         if other.cfg != best.cfg:
             console.print(sentence(best, other, name), highlight=False, soft_wrap=True)
