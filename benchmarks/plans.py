@@ -1,10 +1,10 @@
 """What does the planner do on the papers' models and clusters, and what does it predict?
 
 Nothing runs: train steps are traced and priced on described clusters (`moejax plan --clusters`).
-A paper's figure stands beside a prediction with what differs between the two. Writes papers.json,
-papers.md, and clusters.md: one model planned for every known cluster.
+A paper's figure stands beside a prediction with what differs between the two. Writes plans.json,
+plans.md, and clusters.md: one model planned for every known cluster.
 
-    python benchmarks/papers.py --out benchmarks/results
+    python benchmarks/plans.py --out benchmarks/results
 """
 
 import argparse
@@ -266,7 +266,7 @@ def clusters_page(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
         "# One model, planned for every known cluster",
         "",
         "OLMoE-1B-7B (6.9 B parameters), 512 sequences of 4,096 tokens a step, bfloat16, no",
-        "codecs. Nothing ran. `python benchmarks/papers.py --out benchmarks/results`, "
+        "codecs. Nothing ran. `python benchmarks/plans.py --out benchmarks/results`, "
         f"JAX {made['jax']}, {made['date']}.",
         "",
         "| cluster | devices | plan | ms a step | GiB | tokens/s | default / chosen | search (s) |",
@@ -303,8 +303,8 @@ def main() -> None:
     ]
     made = stamp()
     record = {"questions": questions, "bounds": bounds} | made
-    (args.out / "papers.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.out / "papers.md").write_text(page(record))
+    (args.out / "plans.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / "plans.md").write_text(page(record))
     (args.out / "clusters.md").write_text(clusters_page(for_every_cluster(), made))
 
 
