@@ -62,7 +62,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Another dtype. bfloat16: error at most 2^-9 |x|, while |x| is above 2^-126."""
+    """Another dtype. bfloat16: error at most 2^-8 |x|, while |x| is above 2^-126."""
 
     dtype: str = "bfloat16"
 

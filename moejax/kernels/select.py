@@ -2,10 +2,9 @@
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from moejax.compression import build_compression
 from moejax.config import Config
@@ -37,10 +36,10 @@ class Choice:
     declined: tuple[tuple[str, str], ...] = ()  # implementation, reason
 
 
-def place_of(mesh: Any, platform: str) -> Place:
+def place_of(mesh: Mesh | AbstractMesh, platform: str) -> Place:
     """What a mesh's devices are; all are alike."""
-    first = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
-    return Place(platform, getattr(first, "compute_capability", None))
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+    return Place(platform, getattr(device, "compute_capability", None))
 
 
 def select_kernels(cfg: Config, place: Place) -> dict[str, Choice]:

@@ -96,7 +96,7 @@ def test_sums_are_right_and_what_is_kept_adds_up(name, scatter, copies):
         sent = sent + kept(state, scatter, copies)
         assert np.abs(sent - true).max() <= 100 * EPS * np.abs(true).max() * S * C
     elif name != "loco":  # three sums of so many parts, each off by the codec's share
-        off = {"bfloat16": 2**-9, "int8": 0.5 / 127, "int4 at random": 1 / 7}[name]
+        off = {"bfloat16": 2**-8, "int8": 0.5 / 127, "int4 at random": 1 / 7}[name]
         largest = 4.0 * (1 + off)
         assert np.abs(sent - true).max() <= 3 * off * largest * (S * C + np.sqrt(S * C) * 2)
 

@@ -9,6 +9,7 @@ from moejax.config import CompressionConfig, Config
 from moejax.errors import InputError
 from moejax.kernels.select import (
     Place,
+    place_of,
     select_attention,
     select_experts,
     select_kernels,
@@ -18,6 +19,12 @@ from moejax.kernels.select import (
 HOPPER = Place("gpu", "9.0")
 SHAPE = {"dtype": "bfloat16", "width": 2048, "hidden": 1024}
 modern = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
+
+
+def test_a_mesh_without_devices_has_a_platform_and_no_capability():
+    mesh = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1])
+    assert place_of(mesh, "cpu") == Place("cpu")
+    assert place_of(mesh.abstract_mesh, "gpu") == Place("gpu")
 
 
 @pytest.mark.parametrize(

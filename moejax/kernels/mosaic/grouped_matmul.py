@@ -71,7 +71,7 @@ def grouped_matmul(
         for half, part in enumerate(parts):
             store(0, part, column * COLUMNS + half * HALF)
 
-    return _multiply(x_MK, w_GKN, sizes_G, window, finish, (N,), N, transposed)[0]
+    return _multiply(x_MK, w_GKN, sizes_G, window, finish, ((N,),), N, transposed)[0]
 
 
 def grouped_swiglu(
@@ -89,11 +89,12 @@ def grouped_swiglu(
     def finish(parts, column, store):
         gate, up = parts
         store(0, gate * up / (1 + jnp.exp(-gate)), column * HALF)
-        store(1, gate, column * HALF)
-        store(2, up, column * HALF)
+        store(1, gate, column * HALF, 0)
+        store(1, up, column * HALF, 1)
 
-    a_MF, gate_MF, up_MF = _multiply(x_MK, w_GKUF, sizes_G, window, finish, (F, F, F), 2 * F, False)
-    return a_MF, jnp.concatenate([gate_MF, up_MF], axis=1)
+    widths = (F,), (2, F)
+    a_MF, h_MUF = _multiply(x_MK, w_GKUF, sizes_G, window, finish, widths, 2 * F, False)
+    return a_MF, h_MUF.reshape(-1, 2 * F)
 
 
 def _multiply(
@@ -102,7 +103,7 @@ def _multiply(
     sizes_G: jax.Array,
     window: Callable,
     finish: Callable,
-    widths: tuple[int, ...],
+    widths: tuple[tuple[int, ...], ...],
     all_columns: int,
     transposed: bool,
 ) -> list[jax.Array]:
@@ -111,7 +112,7 @@ def _multiply(
     Args:
       window: (w, group, column of tiles, half, k) -> the part of w for a half of a tile's columns.
       finish: (both halves' sums, column of tiles, store) -> stores what becomes of them.
-      widths: columns of each result.
+      widths: of a row of each result.
       all_columns: of the products.
     """
     whole, G = x_MK.shape[0], w.shape[0]
@@ -170,7 +171,7 @@ def _multiply(
 
     results = plgpu.kernel(
         multiply_tiles,
-        out_type=[jax.ShapeDtypeStruct((M, width), x_MK.dtype) for width in widths],
+        out_type=[jax.ShapeDtypeStruct((M, *width), x_MK.dtype) for width in widths],
         grid=(blocks,),
         grid_names=("block",),
         num_threads=3,
@@ -354,7 +355,16 @@ def _sum_steps(product: Callable, steps: Any, step: jax.Array, ring: Any) -> lis
 
 
 def _store(
-    y_gmem, y_smem, tail_smem, first: Any, rows: Any, wg: jax.Array, number: int, part, column: Any
+    y_gmem,
+    y_smem,
+    tail_smem,
+    first: Any,
+    rows: Any,
+    wg: jax.Array,
+    number: int,
+    part: jax.Array,
+    column: Any,
+    *between: int,
 ) -> None:
     """Writes rows of [64, HALF], the first of which is row `first`, to columns of result `number`.
 
@@ -362,19 +372,20 @@ def _store(
 
     Args:
       rows: (start, end) of those that count.
+      between: where in the result's dimensions that stand between rows and columns.
     """
     above, below = rows
     count = below - above
     for start in range(0, HALF, PIECE):
         piece = part[:, start : start + PIECE].astype(y_smem.dtype)
-        columns = pl.ds(column + start, PIECE)
+        columns = (*between, pl.ds(column + start, PIECE))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(count == 64)
         def _(piece=piece, columns=columns):
             y_smem[wg] = piece
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(y_smem.at[wg], y_gmem[number].at[pl.ds(first, 64), columns])
+            plgpu.copy_smem_to_gmem(y_smem.at[wg], y_gmem[number].at[pl.ds(first, 64), *columns])
 
         @pl.when(count < 64)
         def _(piece=piece, columns=columns):
@@ -386,5 +397,5 @@ def _store(
                 @pl.when(count & digit != 0)
                 def _(digit=digit, done=done):
                     taken = tail_smem.at[wg, pl.ds(done, digit)]
-                    where = y_gmem[number].at[pl.ds(first + done, digit), columns]
+                    where = y_gmem[number].at[pl.ds(first + done, digit), *columns]
                     plgpu.copy_smem_to_gmem(taken, where)
