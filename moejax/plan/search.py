@@ -5,6 +5,7 @@ recomputed, more micro-batches), which is what a person would do.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ from moejax.plan.trace import read as read_jaxpr
 from moejax.train.step import Trainer, build_trainer
 
 ROOM = 0.95  # of a device's memory that a plan may need: what is left is the runtime's
+ROUGH = 1.3  # of that room: what a sketch must say for a plan not to be traced as it is
 FIRST = 8  # meshes that are traced before any is refined
 SAME = 0.002  # of a step: less is no difference
 REFINED = 2  # of them, so many get other routes, chunks, codecs, pieces
@@ -190,23 +192,27 @@ class Search:
 
     def _promising(self, sketches: list[Sketch]) -> Iterator[Config]:
         """Meshes that seem to fit, fastest first, no more than a few alike; then lighter ones."""
-        seen: dict[Any, int] = {}
-        large = []
+        seen: Counter[tuple[int, int]] = Counter()
+        large: list[Sketch] = []
         for sketch in sketches:
-            mesh = sketch.cfg.mesh
-            alike = (mesh.expert, mesh.tensor)
-            if sketch.bytes() > 1.3 * self.room:
+            if sketch.bytes() > ROUGH * self.room:
                 large.append(sketch)
-            elif seen.get(alike, 0) < 2:
-                seen[alike] = seen.get(alike, 0) + 1
+            elif self._new(sketch.cfg, seen):
                 yield sketch.cfg
-        lighter = (self._lighter(sketch.cfg) for sketch in large)
-        found = [Sketch(cfg, self.topology) for cfg in lighter if cfg is not None]
-        yield from (sketch.cfg for sketch in sorted(found, key=Sketch.seconds))
-        if large and not seen and not found:  # a sketch refuses nothing: what it counts is rough
-            every = [other for one in large for other in space.lighter(one.cfg, self.limits)]
-            sketched = [Sketch(cfg, self.topology) for cfg in every] or large
-            yield min(sketched, key=Sketch.bytes).cfg
+        for sketch in large:
+            other = self._lighter(sketch.cfg)
+            if other is not None and self._new(other, seen):
+                yield other
+        if large and not seen:  # a sketch refuses nothing: what it counts is rough
+            lightest = min(large, key=Sketch.bytes)
+            every = [Sketch(cfg, self.topology) for cfg in space.lighter(lightest.cfg, self.limits)]
+            yield min((lightest, *every), key=Sketch.bytes).cfg
+
+    def _new(self, cfg: Config, seen: Counter) -> bool:
+        """Whether fewer than two plans alike were seen; counts this one."""
+        alike = (cfg.mesh.expert, cfg.mesh.tensor)
+        seen[alike] += 1
+        return seen[alike] <= 2
 
     def _lighter(self, cfg: Config, factor: float = 1.0) -> Config | None:
         """The least change that a sketch says fits.
