@@ -26,6 +26,7 @@ CONSTANTS = ("iota", "axis_index", "random_seed", "empty2", "empty")
 SLICES = ("slice", "dynamic_slice", "split", "unstack")
 GATHERS = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "sort")
 GATHERS += ("top_k", "cumsum", "cummax", "cumlogsumexp", "reduce_window")
+WORKING = ("while", "pallas_call", "core_map")
 REST = "the rest"  # what stands in no scope: norms, residual sums
 TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 TRANSFORMS |= {"while", "body", "cond", "closed_call", "shard_map", "remat"}
@@ -88,7 +89,7 @@ class _Reader:
             return self._while(eqn, given, words)
         if name == "cond":
             return self._inline(self._branch(eqn), given[1:], words)
-        if name in ("jit", "pjit") and _loops(eqn):
+        if name in ("jit", "pjit") and _works(inner_jaxprs(eqn)[0]):
             cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
                 return self._add("product", eqn, given, words, **cost)
@@ -221,10 +222,12 @@ class _Reader:
         return branches[0]
 
 
-def _loops(eqn: Any) -> bool:
-    """Whether a call holds a loop or a kernel; recomputation may leave only what comes before."""
-    inside = {inner.primitive.name for inner in opened(inner_jaxprs(eqn)[0]).eqns}
-    return bool(inside & {"scan", "while", "pallas_call", "core_map", "jit", "pjit"})
+def _works(jaxpr: Any) -> bool:
+    """Whether a call loops as data asks or runs a kernel; recomputation may leave only the rest."""
+    return any(
+        eqn.primitive.name in WORKING or any(map(_works, inner_jaxprs(eqn)))
+        for eqn in opened(jaxpr).eqns
+    )
 
 
 def _has_rounds(jaxpr: Any) -> bool:
