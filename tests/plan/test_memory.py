@@ -49,8 +49,9 @@ def test_what_backward_needs_is_kept_for_every_turn():
         return jnp.sum(jax.lax.scan(turn, x, None, length=10)[0])
 
     found = measure(jax.grad(loss, argnums=1), (16, 16), (16, 16))
-    # Ten inputs of the products and ten results of tanh, or what stands for them.
-    assert 20 * KIB <= found.temporary <= 26 * KIB
+    # Ten inputs of the products and ten results of tanh, or what stands for them; JAX 0.10 also
+    # keeps the derivative of each.
+    assert 20 * KIB <= found.temporary <= 34 * KIB
     again = measure(jax.grad(jax.checkpoint(loss), argnums=1), (16, 16), (16, 16))
     assert again.temporary >= 20 * KIB
 
