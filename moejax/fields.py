@@ -107,10 +107,8 @@ def find_field(name: str) -> Field:
     """
     if name in fields():
         return fields()[name]
-    for short_for in (
-        "preset",
-        "mode",
-    ):  # a group may be named alone: compression=hybrid, plan=auto
+    # A group may be named alone: compression=hybrid, plan=auto.
+    for short_for in ("preset", "mode"):
         if f"{name}.{short_for}" in fields():
             return fields()[f"{name}.{short_for}"]
     if name in sections():

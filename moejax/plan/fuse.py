@@ -92,17 +92,13 @@ def fuse(
             for value, _ in node.reads
             if value in maker and groups[maker[value]] != group
         }
-        ops.append((op, tuple(sorted(after))))
+        ops.append(Op(after=tuple(sorted(after)), **op))
     return Schedule(
-        ops=tuple(_with_after(op, after) for op, after in ops),
+        ops=tuple(ops),
         buffers=tuple(storage.sizes),
         inputs=tuple(storage.buffer[value] for value in inputs if value is not None),
         outputs=tuple(None if v is None else storage.buffer[v] for v in outputs),
     )
-
-
-def _with_after(fields: dict[str, Any], after: tuple[int, ...]) -> Op:
-    return Op(after=after, **fields)
 
 
 def _groups(nodes: Sequence[Node], maker: dict[int, int]) -> list[int]:

@@ -11,15 +11,13 @@ from functools import partial
 from moejax.comm.rounds import ROUNDS
 from moejax.dims import Layout
 from moejax.plan.schedule import Collective, Op, Schedule
-from moejax.plan.simulate import Task, Timeline, simulate
+from moejax.plan.simulate import COMPUTE, Task, Timeline, simulate
 from moejax.plan.topology import Tier, Topology
-
-COMPUTE = "compute"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What routing makes of buckets: see `plan.rows`.
+    """What routing makes of buckets: see `plan.routing`.
 
     Attributes:
       filled: rows over room for rows, of the fullest device; what experts cost goes with it.
