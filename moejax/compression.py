@@ -21,6 +21,7 @@ from moejax.errors import InputError
 BLOCKS = ("int8", "e4m3", "e5m2", "int4")
 NAMES = ("bfloat16", *BLOCKS, "loco", "topk", "powersgd", "adaptive")
 GRADIENTS = ("dense_gradient", "expert_gradient")
+TOKENS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 # The defaults of a policy: what tolerates how much.
 PRESETS: dict[str, dict[str, str]] = {
     "none": {},
@@ -52,6 +53,9 @@ class CodecSpec:
     stochastic: bool = False
     block: int = 128
     kernel: str = "reference"  # implementation of kernels.quantize
+    # Implementation of kernels.quantized_rows, for rows of tokens; "separate": rows are permuted,
+    # then encoded, and decoded, then summed.
+    rows_kernel: str = "separate"
     # Of an adaptive one: its rungs from mild to strong, which of them is taken, and whether this
     # step measures what each would keep.
     rungs: tuple["CodecSpec", ...] = ()
@@ -121,14 +125,14 @@ class Compression:
                 codecs = dataclasses.replace(codecs, **{kind: spec})
         return codecs
 
-    def with_kernel(self, kernel: str) -> "Compression":
-        """The policy with another implementation of its block codecs."""
+    def with_kernels(self, kernel: str, rows_kernel: str) -> "Compression":
+        """The policy with other implementations of its block codecs; see `CodecSpec`."""
 
         def changed(spec: CodecSpec | None) -> CodecSpec | None:
             if spec is None:
                 return None
             rungs = tuple(dataclasses.replace(rung, kernel=kernel) for rung in spec.rungs)
-            return dataclasses.replace(spec, kernel=kernel, rungs=rungs)
+            return dataclasses.replace(spec, kernel=kernel, rows_kernel=rows_kernel, rungs=rungs)
 
         stages = tuple(
             (start, Codecs(**{kind: changed(spec) for kind, spec in vars(codecs).items()}))

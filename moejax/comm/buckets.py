@@ -9,7 +9,8 @@ turn, so that each part is as full as the others and meets the same mix of exper
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+
+from moejax.annotations import Array, Int
 
 
 class Places(NamedTuple):

@@ -43,6 +43,11 @@ class Codec:
         """Encodes x [..., n]. Returns the payload and the next state [..., state_size(n)]."""
         raise NotImplementedError
 
+    def encode_once(self, x: jax.Array) -> Payload:
+        """Encodes x with a codec that remembers nothing and draws nothing."""
+        nothing = jnp.zeros((*x.shape[:-1], 0))
+        return self.encode(x, nothing, Moment(jnp.int32(0), jax.random.key(0)))[0]
+
     def decode(self, payload: Payload, size: int) -> jax.Array:
         """Returns [..., size] in float32."""
         raise NotImplementedError
@@ -81,12 +86,16 @@ class Cast(Codec):
 
 @dataclass(frozen=True)
 class Blocks(Codec):
-    """Block quantisation; the bound is that of `kernels.quantize.Format`."""
+    """Block quantisation; the bound is that of `kernels.quantize.Format`.
+
+    `kernel` and `rows_kernel`: as of `compression.CodecSpec`.
+    """
 
     format: str
     block: int = 128
     stochastic: bool = False
     kernel: str = "reference"
+    rows_kernel: str = "separate"
 
     def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
         """Rounds to the nearest, or to either neighbour with the key."""
@@ -370,4 +379,4 @@ def _plain_codec(spec: CodecSpec) -> Codec:
     if spec.name == "topk":
         assert spec.argument is not None
         return TopK(spec.argument)
-    return Blocks(spec.name, spec.block, spec.stochastic, spec.kernel)
+    return Blocks(spec.name, spec.block, spec.stochastic, spec.kernel, spec.rows_kernel)

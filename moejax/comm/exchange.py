@@ -3,26 +3,28 @@
 Per device, inside shard_map. `plan_journey` sends the integers that say where every row goes;
 `outward` and `homeward` then move rows, one hop and any number of parts at a time, and are each
 other's mirror: the gradient of a result travels outward, the gradient of a row travels homeward.
+`outward` fills buckets with copies of what it is given, which at home are the tokens themselves, so
+that a codec meets them on their way into a bucket (`comm.rows`). `add_up` is the end at home.
 Buckets have a fixed number of rows, padded with zeros: static shapes are what every backend's
 all-to-all supports.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Int
 
+from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.buckets import Places, follow, place_items
-from moejax.comm.codec import build_plain_codec
-from moejax.comm.pack import decode_packed, encode_packed
-from moejax.compression import CodecSpec
+from moejax.comm.codec import Codec, Payload, build_plain_codec
+from moejax.comm.pack import pack, unpack
+from moejax.comm.rows import decode, encode, encode_rows, sum_encoded
 from moejax.dims import Layout
-from moejax.kernels.permute import rows_at, sum_rows
+from moejax.kernels.permute import rows_at, sum_rows, weight_at
 from moejax.route import Hop, Route
 
 # Into how many equal steps a bucket's rows are counted when only the filled ones travel.
@@ -32,13 +34,33 @@ PIECES = 128
 class Journey(NamedTuple):
     """Where all rows of one device go, hop after hop.
 
-    Places of the first exchange are over all parts; of later ones per part, I in front.
+    Items stand part by part, I in front. Slots of the first exchange are over all parts, so that
+    they find a token's rows in all of them; of later ones per part, I in front.
     """
 
     places: tuple[Places, ...]  # of each all-to-all hop
     expert_IMK: Int[Array, "I M k"]  # at the end: choices of each row; experts_here for none
     # Rows of a bucket that any device fills, for each exchange; None: whole buckets travel.
     filled: Int[Array, " S"] | None
+
+    @property
+    def home(self) -> Places:
+        """Where the tokens' rows stand at home, all parts after each other."""
+        return Places(self.places[0].slot_MK, self.places[0].item_S.reshape(-1))
+
+
+class Rows(NamedTuple):
+    """What travels: arrays [I, M, ...] of some parts; before the first exchange [N, ...].
+
+    Attributes:
+      x: tokens, results, or gradients of either; come home over the first exchange, what its codec
+        made of them.
+      weight: the router's, or gradients of them, where they travel along; else None. No codec
+        touches them.
+    """
+
+    x: Payload
+    weight: Any
 
 
 def plan_journey(
@@ -74,7 +96,7 @@ def plan_journey(
 
             placed, expert_IMK = jax.vmap(bucket)(expert_IMK)
             if first:
-                placed = jax.tree.map(lambda x: x[0], placed)
+                placed = Places(placed.slot_MK[0], placed.item_S.reshape(parts, -1))
                 expert_IMK = expert_IMK.reshape(parts, peers * J, -1)
             places.append(placed)
         expert_IMK = _ship_choices(expert_IMK, hop, layout, none=span)
@@ -89,49 +111,112 @@ def _ship_choices(expert_IMK: jax.Array, hop: Hop, layout: Layout, *, none: int)
 
 
 def outward(
-    rows: Any, number: int, piece: Journey, route: Route, layout: Layout, **way: bool
-) -> Any:
+    rows: Rows, number: int, piece: Journey, route: Route, layout: Layout, *, gradient: bool = False
+) -> Rows:
     """Takes rows of some parts one hop towards the experts.
 
     Args:
-      rows: arrays [I, M, ...]; before the first exchange, its buckets. The first of them has the
-        hop's codec; what travels beside it, weights, goes as it is.
+      rows: before the first exchange all tokens of this device: its buckets hold copies of them.
       number: of the hop.
-      piece: the journey, with the places of the exchanges after the first, for these parts.
-      way: gradient=True where the rows are gradients of results on their way back.
+      piece: the journey, with places of these parts.
+      gradient: rows are gradients of results on their way back; before the first exchange, with the
+        weights of the results.
     """
-    hop = route.hops[number]
-    if number and hop.kind == "all_to_all":
-        slot_IMK, item_IS = piece.places[number - 1]
-        row_IS = item_IS // slot_IMK.shape[-1]
-        rows = jax.tree.map(lambda x_IMD: jax.vmap(rows_at)(x_IMD, row_IS), rows)
-    with jax.named_scope("combine_backward" if way.get("gradient") else "dispatch"):
-        return _each(ship, rows, number, piece, hop, layout, **way)
+    hop, filled = route.hops[number], _filled(piece, number)
+    with jax.named_scope("combine_backward" if gradient else "dispatch"):
+        if hop.kind == "all_to_all" and number == 0:
+            return _leave_home(rows, piece, route, layout, gradient=gradient)
+        if hop.kind == "all_to_all":
+            slot_IMK, item_IS = piece.places[number]
+            row_IS = item_IS // slot_IMK.shape[-1]
+            rows = jax.tree.map(lambda x_IMD: jax.vmap(rows_at)(x_IMD, row_IS), rows)
+        move = partial(ship, hop=hop, layout=layout, gradient=gradient, filled=filled)
+        return jax.tree.map(move, rows)
+
+
+def _leave_home(
+    tokens: Rows, piece: Journey, route: Route, layout: Layout, *, gradient: bool
+) -> Rows:
+    """The first exchange: encodes the copies of tokens that fill its buckets, decodes what came."""
+    hop, (slot_NK, item_IS), filled = route.hops[0], piece.places[0], _filled(piece, 0)
+    (x_ND, weight_NK), K = tokens, slot_NK.shape[1]
+    codec = build_plain_codec(hop.codecs.combine_backward if gradient else hop.codecs.dispatch)
+
+    def copies(codec: Codec | None, item_PIJ: jax.Array) -> Payload:
+        weighted = gradient and not route.merges
+        weight_PIJ = weight_at(weight_NK, item_PIJ) if weighted else None
+        return encode_rows(codec, x_ND, item_PIJ // K, weight_PIJ)
+
+    item_PIJ = _by_peer(item_IS, hop.peers(layout))
+    if gradient and hop.split:  # tensor ranks hold terms of the same gradients
+        rows_PIJ = wire.reduce_scatter(copies(None, item_PIJ), hop.split, dim=2, tag=None)
+        payload = encode(codec, rows_PIJ)
+    else:
+        payload = copies(codec, _for_peers(item_PIJ, hop, layout))
+    arrived = decode(codec, _swap(payload, hop, filled, codec), x_ND.shape[1], x_ND.dtype)
+    beside = None
+    if route.merges and not gradient:
+        beside = ship(rows_at(weight_NK, item_IS // K), hop, layout, filled=filled)
+    return Rows(_by_part(arrived), beside)
 
 
 def homeward(
-    results: Any, number: int, piece: Journey, route: Route, layout: Layout, **way: bool
-) -> Any:
-    """Takes what became of `outward`'s rows back one hop; arguments as there."""
-    hop = route.hops[number]
-    with jax.named_scope("dispatch_backward" if way.get("gradient") else "combine"):
-        results = _each(bring, results, number, piece, hop, layout, **way)
-    if number and hop.kind == "all_to_all":
-        slot_IMK = piece.places[number - 1].slot_MK
-        results = jax.tree.map(lambda y_ISD: jax.vmap(sum_rows)(y_ISD, slot_IMK), results)
-    return results
+    results: Rows,
+    number: int,
+    piece: Journey,
+    route: Route,
+    layout: Layout,
+    *,
+    gradient: bool = False,
+) -> Rows:
+    """Takes what became of `outward`'s rows back one hop; arguments as there.
+
+    Over the first exchange x arrives as its codec left it, for `add_up`.
+    """
+    hop, filled = route.hops[number], _filled(piece, number)
+    with jax.named_scope("dispatch_backward" if gradient else "combine"):
+        move = partial(bring, hop=hop, layout=layout, gradient=gradient, filled=filled)
+        if hop.kind == "all_to_all" and number == 0:
+            x = move(results.x, codec=_codec_home(hop, gradient))
+            return Rows(x, jax.tree.map(move, results.weight))
+        results = jax.tree.map(move, results)
+        if hop.kind == "all_to_all":
+            slot_IMK = piece.places[number].slot_MK
+            results = jax.tree.map(lambda y_ISD: jax.vmap(sum_rows)(y_ISD, slot_IMK), results)
+        return results
 
 
-def _each(
-    move: Callable, rows: Any, number: int, piece: Journey, hop: Hop, layout: Layout, **way: bool
-) -> Any:
-    """Moves every array; the first as the hop's codec says."""
-    exchanges = hop.kind == "all_to_all" and piece.filled is not None
-    filled = piece.filled[number] if exchanges else None  # type: ignore[index]
-    leaves, tree = jax.tree.flatten(rows)
-    options = {"filled": filled, **way}
-    moved = [move(x, hop, layout, coded=not place, **options) for place, x in enumerate(leaves)]
-    return jax.tree.unflatten(tree, moved)
+def add_up(
+    arrived: Rows,
+    weight_NK: Float[Array, "N K"] | None,
+    journey: Journey,
+    route: Route,
+    *,
+    like: Float[Array, "N D"],
+    gradient: bool = False,
+) -> Rows:
+    """The end at home: each token's rows decoded and added up, weighted unless weights are None.
+
+    Args:
+      arrived: what `homeward` brought over the first exchange, of all parts.
+      like: what the sums are like.
+    """
+    home, D = journey.home, like.shape[1]
+    with jax.named_scope("dispatch_backward" if gradient else "combine"):
+        x_S, beside_SK = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrived)
+        codec = codec_at_home(route, gradient=gradient)
+        x_ND = sum_encoded(codec, x_S, weight_NK, home, D, like.dtype)
+        return Rows(x_ND, jax.tree.map(lambda w_SK: sum_rows(w_SK, home.slot_MK), beside_SK))
+
+
+def codec_at_home(route: Route, *, gradient: bool = False) -> Codec | None:
+    """The codec of what `homeward` brings over the first exchange; None: it is decoded."""
+    hop = route.hops[0]
+    return None if hop.copies or hop.split else _codec_home(hop, gradient)
+
+
+def _codec_home(hop: Hop, gradient: bool) -> Codec | None:
+    return build_plain_codec(hop.codecs.dispatch_backward if gradient else hop.codecs.combine)
 
 
 def ship(
@@ -141,12 +226,10 @@ def ship(
     *,
     gradient: bool = False,
     filled: jax.Array | None = None,
-    coded: bool = False,
 ) -> jax.Array:
     """One hop outward: array [I, M, ...] of bucket rows, peer by peer, to what arrives.
 
-    Its results are not tagged for remat: the pipeline tags them where its steps end. `coded`: as
-    the hop's codec says, one for each direction and pass.
+    Its results are not tagged for remat: the pipeline tags them where its steps end.
     Wire per device: all_to_all (P - 1) / P of x's bytes (a share of them with `split`, several
     times with `copies`), gather (n - 1) times x's bytes, sum nothing (a gradient: an all-reduce).
     """
@@ -154,16 +237,8 @@ def ship(
         return wire.all_gather(x_IM, hop.axes, dim=1, tag=None)
     if hop.kind == "sum":
         return wire.all_reduce(x_IM, hop.axes, tag=None) if gradient else x_IM
-    x_PIJ = _by_peer(x_IM, hop.peers(layout))
-    if hop.split and gradient:
-        x_PIJ = wire.reduce_scatter(x_PIJ, hop.split, dim=2, tag=None)
-    elif hop.split:
-        x_PIJ = _own_share(x_PIJ, hop.split, dim=2)
-    if hop.copies:
-        copies = layout.size(hop.copies)
-        x_PIJ = jnp.repeat(x_PIJ, copies, axis=0)
-    codec = hop.codecs.combine_backward if gradient else hop.codecs.dispatch
-    return _by_part(_swap(x_PIJ, hop, filled, codec if coded else None))
+    x_PIJ = _for_peers(_by_peer(x_IM, hop.peers(layout)), hop, layout)
+    return _by_part(_exchange(x_PIJ, hop, filled))
 
 
 def bring(
@@ -173,16 +248,21 @@ def bring(
     *,
     gradient: bool = False,
     filled: jax.Array | None = None,
-    coded: bool = False,
-) -> jax.Array:
-    """One hop homeward, the mirror of `ship`: what was copied or gathered comes back summed."""
+    codec: Codec | None = None,
+) -> Payload:
+    """One hop homeward, the mirror of `ship`: what was copied or gathered comes back summed.
+
+    What arrives is as a codec left it, but where copies are summed or shares are joined.
+    """
     if hop.kind == "gather":
         return wire.reduce_scatter(y_IM, hop.axes, dim=1, tag=None)
     if hop.kind == "sum":
         return y_IM if gradient else wire.all_reduce(y_IM, hop.axes, tag=None)
-    codec = hop.codecs.dispatch_backward if gradient else hop.codecs.combine
-    y_PIJ = _by_peer(y_IM, layout.size(hop.axes))
-    y_PIJ = _swap(y_PIJ, hop, filled, codec if coded else None)
+    payload = encode(codec, _by_peer(y_IM, layout.size(hop.axes)))
+    payload = _swap(payload, hop, filled, codec)
+    if not (hop.copies or hop.split):
+        return jax.tree.map(_by_part, payload)
+    y_PIJ = decode(codec, payload, y_IM.shape[-1], y_IM.dtype)
     if hop.copies:
         by_copy = y_PIJ.reshape(-1, layout.size(hop.copies), *y_PIJ.shape[1:])
         y_PIJ = jnp.sum(by_copy.astype(jnp.float32), axis=1).astype(y_PIJ.dtype)
@@ -193,16 +273,18 @@ def bring(
     return _by_part(y_PIJ)
 
 
-def _swap(
-    x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None, spec: CodecSpec | None
-) -> jax.Array:
-    """The all-to-all, of rows as a codec leaves them: each row is encoded on its own."""
-    codec = build_plain_codec(spec)
+def _filled(piece: Journey, number: int) -> jax.Array | None:
+    """Rows of a bucket that travel over a hop; None: all."""
+    if piece.filled is None or number >= len(piece.places):
+        return None
+    return piece.filled[number]
+
+
+def _swap(payload: Payload, hop: Hop, filled: jax.Array | None, codec: Codec | None) -> Payload:
+    """The all-to-all, of rows [P, I, J] as a codec left them: all of a row as one, in bytes."""
     if codec is None:
-        return _exchange(x_PIJ, hop, filled)
-    packed_PIJ, payload = encode_packed(codec, x_PIJ)
-    arrived_PIJ = _exchange(packed_PIJ, hop, filled)
-    return decode_packed(codec, arrived_PIJ, payload, x_PIJ.shape[-1], x_PIJ.dtype)
+        return _exchange(payload, hop, filled)
+    return unpack(_exchange(pack(payload, 3), hop, filled), payload)
 
 
 def _exchange(x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None) -> jax.Array:
@@ -242,6 +324,13 @@ def _by_part(x_PIJ: jax.Array) -> jax.Array:
     """[P, I, J, ...] -> [I, P * J, ...]."""
     peers, parts, rows = x_PIJ.shape[:3]
     return jnp.swapaxes(x_PIJ, 0, 1).reshape(parts, peers * rows, *x_PIJ.shape[3:])
+
+
+def _for_peers(x_PIJ: jax.Array, hop: Hop, layout: Layout) -> jax.Array:
+    """Buckets as they travel: a share of those that others hold too; a copy for each device."""
+    if hop.split:
+        return _own_share(x_PIJ, hop.split, dim=2)
+    return jnp.repeat(x_PIJ, layout.size(hop.copies), axis=0) if hop.copies else x_PIJ
 
 
 def _own_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:

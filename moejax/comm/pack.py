@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moejax.comm.codec import Codec, Moment, Payload
+from moejax.comm.codec import Codec, Payload
 
 
 def encode_packed(codec: Codec, x: jax.Array) -> tuple[jax.Array, Payload]:
@@ -18,8 +18,7 @@ def encode_packed(codec: Codec, x: jax.Array) -> tuple[jax.Array, Payload]:
     Returns:
       All of the payload as bytes [..., m], and the payload, to `decode_packed` by.
     """
-    nothing = jnp.zeros((*x.shape[:-1], 0))
-    payload, _ = codec.encode(x, nothing, Moment(jnp.int32(0), jax.random.key(0)))
+    payload = codec.encode_once(x)
     return pack(payload, x.ndim - 1), payload
 
 

@@ -13,7 +13,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+
+from moejax.annotations import Array, Bool, Float
 
 MASKED = -1e30  # a score that softmax turns into zero; finite, so that no difference is NaN
 

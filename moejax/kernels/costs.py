@@ -1,51 +1,61 @@
-"""FLOPs of the operations whose inner loops depend on data, from the shapes of what they are given.
+"""What operations cost whose programs do not show it.
 
-The planner reads everything else from the program. Such an operation is jitted under a name that
-says its sizes (`jitted`), so that a reader of the traced program can tell it, also where
-recomputation has left only a part of what it is given.
+Their inner loops depend on data, or their kernels fetch rows by number. The planner reads all else
+from the program. Such an operation is jitted under a name that says its sizes (`jitted`), so that a
+reader of the traced program can tell it, also where recomputation has left only a part of what it
+is given.
 """
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache, wraps
 from typing import Any
 
 import jax
 
-Cost = dict[str, Any]  # flops, dtype, and work: whether buckets filled in part cost in part
+# Of a product: flops, dtype, and work: whether buckets filled in part cost in part. Of a gather:
+# bytes that move.
+Cost = dict[str, Any]
 
 # Matrix products: gate, up and down forward; backward each by rows and by weights.
 PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "products": 1}
 
 
-def jitted(function: Callable, which: str, *sizes: int) -> Callable:
+def jitted(function: Callable, which: str, *sizes: int, **options: Hashable) -> Callable:
     """The function, jitted under a name that `named_cost` reads.
 
     Args:
-      which: "experts_forward" or "experts_backward", of M, D, F; "products" of M, K, N.
+      which: "experts_forward" or "experts_backward", of M, D, F; "products" of M, K, N; "rows" of
+        how many are made, and the bytes that are read and written for each.
+      options: more arguments of the function, static.
     """
-    return _jitted(function, f"{which}_{'x'.join(map(str, sizes))}")
+    return _jitted(function, f"{which}_{'x'.join(map(str, sizes))}", tuple(options.items()))
 
 
 @cache
-def _jitted(function: Callable, name: str) -> Callable:
+def _jitted(function: Callable, name: str, options: tuple[tuple[str, Any], ...]) -> Callable:
     @wraps(function)
     def named(*arguments):
-        return function(*arguments)
+        return function(*arguments, **dict(options))
 
     named.__name__ = name
     return jax.jit(named)
 
 
 def named_cost(name: str, arrays: list[Any]) -> Cost | None:
-    """FLOPs of what `jitted` has named: 2 M K N, of an expert MLP three such; else None."""
+    """The cost of what `jitted` has named; else None.
+
+    A product has 2 M K N FLOPs, an expert MLP three such. Rows move as many bytes as the name says.
+    """
+    if (found := re.fullmatch(r"rows_(\d+)x(\d+)", name)) is not None:
+        return {"kind": "gather", "bytes": float(math.prod(map(int, found.groups())))}
     found = re.fullmatch(r"(experts_forward|experts_backward|products)_(\d+)x(\d+)x(\d+)", name)
     if found is None:
         return None
     flops = 2.0 * PRODUCTS[found[1]] * math.prod(map(int, found.groups()[1:]))
     floats = [str(x.dtype) for x in arrays if "float" in str(x.dtype)]
-    return {"flops": flops, "dtype": (floats or ["float32"])[0], "work": True}
+    return {"kind": "product", "flops": flops, "dtype": (floats or ["float32"])[0], "work": True}
 
 
 def attention_cost(primitive: str, eqn: Any) -> Cost | None:
@@ -55,7 +65,7 @@ def attention_cost(primitive: str, eqn: Any) -> Cost | None:
     q, k = eqn.invars[0].aval, eqn.invars[1].aval
     products = 10 if "bwd" in primitive else 4
     flops = float(products * math.prod(q.shape) * k.shape[1])
-    return {"flops": flops, "dtype": str(q.dtype)}
+    return {"kind": "product", "flops": flops, "dtype": str(q.dtype)}
 
 
 def dot_flops(eqn: Any) -> float:

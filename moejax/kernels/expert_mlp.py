@@ -14,13 +14,17 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
 
+from moejax.annotations import Array, Float, Int
 from moejax.kernels.costs import jitted
 from moejax.kernels.grouped_matmul import grouped_matmul, swiglu, swiglu_mlp
+from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
+
+# Products of rows and weights that are rounded first, and what computes them.
+IN_E4M3 = {"mosaic_e4m3": "mosaic", "reference_e4m3": "reference"}
 
 
 def expert_mlp(
@@ -38,15 +42,19 @@ def expert_mlp(
     Args:
       x_MD: rows sorted by group; what lies past the last group is ignored.
       sizes_G: rows of each group, summing to at most M.
-      implementation: "mosaic", "blocked", or one of `grouped_matmul`'s; see `kernels.select`.
+      implementation: "mosaic", "blocked", one of `grouped_matmul`'s, or of `IN_E4M3`, whose forward
+        products round what they multiply; see `kernels.select`.
     """
     if implementation == "mosaic":
         return swiglu_mlp(x_MD, w_in_GDUF, w_out_GFD, sizes_G)
     w_in_GDH = w_in_GDUF.reshape(*w_in_GDUF.shape[:2], -1)
     if implementation == "blocked":
         return _blocked(x_MD, w_in_GDH, w_out_GFD, sizes_G)
-    multiply = partial(grouped_matmul, sizes_G=sizes_G, implementation=implementation)
-    return multiply(swiglu(multiply(x_MD, w_in_GDH)), w_out_GFD)
+    if implementation in IN_E4M3:
+        multiply = partial(grouped_matmul_e4m3, implementation=IN_E4M3[implementation])
+    else:
+        multiply = partial(grouped_matmul, implementation=implementation)
+    return multiply(swiglu(multiply(x_MD, w_in_GDH, sizes_G)), w_out_GFD, sizes_G)
 
 
 def _named(which: str, function: Callable, x_MD: jax.Array, w_out_GFD: jax.Array) -> Callable:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
 
+from moejax.annotations import Array, Float, Int
 from moejax.kernels import reference
 from moejax.kernels.costs import jitted
 
@@ -53,11 +53,27 @@ def _mosaic_forward(x_MK, w_GKN, sizes_G):
 
 def _mosaic_backward(saved, gradient_MN):
     x_MK, w_GKN, sizes_G = saved
-    dx_MK = _multiply_transposed(gradient_MN, w_GKN, sizes_G)
-    return dx_MK, _sum_outer(x_MK, gradient_MN, sizes_G, w_GKN.dtype), None
+    return product_gradients(x_MK, w_GKN, sizes_G, gradient_MN, implementation="mosaic")
 
 
 _mosaic.defvjp(_mosaic_forward, _mosaic_backward)
+
+
+def product_gradients(
+    x_MK: jax.Array,
+    w_GKN: jax.Array,
+    sizes_G: jax.Array,
+    gradient_MN: jax.Array,
+    *,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array, None]:
+    """Returns the gradients of `grouped_matmul` by rows and by weights, and none by sizes."""
+    if implementation == "reference":
+        pull = jax.vjp(lambda x, w: reference.grouped_matmul(x, w, sizes_G), x_MK, w_GKN)[1]
+        return *pull(gradient_MN), None
+    assert implementation == "mosaic", implementation
+    dx_MK = _multiply_transposed(gradient_MN, w_GKN, sizes_G)
+    return dx_MK, _sum_outer(x_MK, gradient_MN, sizes_G, w_GKN.dtype), None
 
 
 def _multiply(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
@@ -84,7 +100,7 @@ def _sum_outer(x_MK: jax.Array, y_MN: jax.Array, sizes_G: jax.Array, dtype: Any)
 
 
 def _outer(x_MK, y_MN, sizes_G, like):
-    from moejax.kernels.mosaic import grouped_matmul as mosaic
+    from moejax.kernels.mosaic import grouped_outer as mosaic
 
     return mosaic.grouped_outer(x_MK, y_MN, sizes_G, like.dtype)
 

@@ -93,13 +93,30 @@ def _weighted_sum_forward(y_MD, weight_NK, place_NK, assignment_M):
 
 def _weighted_sum_backward(saved, gradient_ND):
     y_MD, weight_NK, place_NK, assignment_M = saved
-    K = place_NK.shape[1]
-    weight_M = jnp.take(weight_NK.reshape(-1), assignment_M, mode="fill", fill_value=0)
-    gradient_MD = rows_at(gradient_ND, assignment_M // K)
-    dot_M = jnp.sum(y_MD.astype(jnp.float32) * gradient_MD.astype(jnp.float32), axis=-1)
-    dweight_NK = jnp.take(dot_M, place_NK, mode="fill", fill_value=0)
-    dy_MD = (weight_M[:, None] * gradient_MD.astype(jnp.float32)).astype(y_MD.dtype)
-    return dy_MD, dweight_NK.astype(weight_NK.dtype), None, None
+    dweight_NK = weight_gradient(y_MD, gradient_ND, place_NK, assignment_M)
+    weight_M = weight_at(weight_NK, assignment_M)
+    gradient_MD = weighted_rows_at(gradient_ND, assignment_M // place_NK.shape[1], weight_M)
+    return gradient_MD.astype(y_MD.dtype), dweight_NK.astype(weight_NK.dtype), None, None
 
 
 weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
+
+
+def weight_at(weight_NK: jax.Array, assignment_M: jax.Array) -> jax.Array:
+    """The weight of the assignment that each row answers; 0 for none."""
+    return jnp.take(weight_NK.reshape(-1), assignment_M, mode="fill", fill_value=0)
+
+
+def weighted_rows_at(x_MD: jax.Array, index: jax.Array, weight: jax.Array) -> jax.Array:
+    """`rows_at`, each row times its weight, in x's dtype. Not for differentiation."""
+    rows = rows_at(x_MD, index).astype(jnp.float32)
+    return (weight[..., None] * rows).astype(x_MD.dtype)
+
+
+def weight_gradient(
+    y_MD: jax.Array, gradient_ND: jax.Array, place_NK: jax.Array, assignment_M: jax.Array
+) -> jax.Array:
+    """The gradient of `weighted_sum` by its weights, float32 [N, K]: each result's share of it."""
+    gradient_MD = rows_at(gradient_ND, assignment_M // place_NK.shape[1])
+    dot_M = jnp.sum(y_MD.astype(jnp.float32) * gradient_MD.astype(jnp.float32), axis=-1)
+    return jnp.take(dot_M, place_NK, mode="fill", fill_value=0)

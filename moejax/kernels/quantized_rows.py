@@ -2,16 +2,20 @@
 
 Per device. What `kernels.permute` and `kernels.quantize` do one after the other, without the rows
 in full width between them. An index equal to the length of what it points into means "nothing".
+Not for differentiation: gradients of tokens travel as rows of their own, see `comm.pipeline`.
 """
 
-from functools import partial
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from moejax.kernels.costs import jitted
 from moejax.kernels.permute import rows_at
-from moejax.kernels.quantize import FORMATS, Quantized, dequantize, quantize
+from moejax.kernels.quantize import Quantized, bytes_of, dequantize, quantize
+
+TILE = 64  # blocks that a kernel takes at a time: some rows, or a piece of a longer one
 
 
 def permute_quantize(
@@ -20,84 +24,62 @@ def permute_quantize(
     name: str,
     *,
     block: int,
+    weight_M: jax.Array | None = None,
     implementation: str = "reference",
 ) -> Quantized:
-    """Quantises the rows `x[source[m]]`; N stands for a row of zeros. Not for differentiation.
-
-    What rows bring home decoded has the gradient that `kernels.permute` says, and the gradient of
-    `dequantize_combine` goes out through this one, its scales times the weights.
+    """Quantises the rows `weight[m] * x[source[m]]`; N stands for a row of zeros.
 
     Args:
       name: a key of `kernels.quantize.FORMATS`.
-      implementation: "reference" or "mosaic".
+      weight_M: float32; None: rows are taken as they are.
+      implementation: "reference" or "mosaic"; see `kernels.select`.
     """
     if implementation == "reference":
-        return quantize(rows_at(x_ND, source_M), name, block=block)
+        rows_MD = rows_at(x_ND, source_M)
+        if weight_M is not None:
+            rows_MD = weight_M[:, None] * rows_MD.astype(jnp.float32)
+        return quantize(rows_MD, name, block=block)
     from moejax.kernels.mosaic import quantized_rows as mosaic
 
     assert implementation == "mosaic", implementation
     x_ND = jnp.pad(x_ND, ((0, 0), (0, -x_ND.shape[1] % block)))
     x_NBC = x_ND.reshape(x_ND.shape[0], -1, block)
-    return Quantized(*mosaic.permute_quantize(x_NBC, source_M, name))
+    row = x_ND.shape[1] * x_ND.dtype.itemsize + bytes_of(x_ND.shape[1], name, block=block)
+    run = jitted(mosaic.permute_quantize, "rows", source_M.shape[0], row, name=name)
+    return Quantized(*run(x_NBC, source_M, weight_M))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def dequantize_combine(
     q: Quantized,
-    weight_NK: jax.Array,
+    weight_NK: jax.Array | None,
     place_NK: jax.Array,
-    assignment_M: jax.Array,
     name: str,
     size: int,
+    *,
     dtype: DTypeLike = jnp.float32,
     implementation: str = "reference",
 ) -> jax.Array:
     """Returns `x_ND`, each token's K quantised rows weighted and summed in float32.
 
-    Differentiable in the weights and the scales.
-
     Args:
       q: [M, blocks, ...], rows of `size` values in the format `name`.
+      weight_NK: None: rows are summed as they are.
       place_NK: the row that holds the result of assignment (n, k); M if it was dropped.
-      assignment_M: the inverse: n * K + k for the assignment a row answers; N * K for none.
-      implementation: "reference" or "mosaic".
+      implementation: "reference" or "mosaic"; see `kernels.select`.
     """
     if implementation == "reference":
         y_MD = dequantize(q, name, size)
-        parts = [
-            weight_NK[:, k, None] * rows_at(y_MD, place_NK[:, k]) for k in range(place_NK.shape[1])
-        ]
-        return sum(parts[1:], parts[0]).astype(dtype)
+        parts = [rows_at(y_MD, place_NK[:, k]) for k in range(place_NK.shape[1])]
+        if weight_NK is not None:
+            parts = [weight_NK[:, k, None] * part for k, part in enumerate(parts)]
+        return functools.reduce(jnp.add, parts).astype(dtype)
     from moejax.kernels.mosaic import quantized_rows as mosaic
 
     assert implementation == "mosaic", implementation
-    arrays = (q.values, q.scale, weight_NK, place_NK)
-    x_NBC = mosaic.dequantize_combine(*arrays, name, jnp.dtype(dtype))
+    if weight_NK is None:
+        weight_NK = jnp.ones(place_NK.shape, jnp.float32)
+    (N, K), dtype = place_NK.shape, jnp.dtype(dtype)
+    row = K * ((q.values.size + 4 * q.scale.size) // q.scale.shape[0]) + size * dtype.itemsize
+    run = jitted(mosaic.dequantize_combine, "rows", N, row, name=name, dtype=dtype)
+    x_NBC = run(q.values, q.scale, weight_NK, place_NK)
     return x_NBC.reshape(x_NBC.shape[0], -1)[:, :size]
-
-
-def _combine_forward(q, weight_NK, place_NK, assignment_M, *options):
-    saved = (q, weight_NK, place_NK, assignment_M)
-    return dequantize_combine(*saved, *options), saved
-
-
-def _combine_backward(name, size, dtype, implementation, saved, gradient_ND):
-    """Both need, for each block, the product of its numbers and the gradient they meet."""
-    q, weight_NK, place_NK, assignment_M = saved
-    M, B = q.scale.shape
-    ones = Quantized(q.values, jnp.ones_like(q.scale))
-    whole = (
-        q.values.shape[-1] * B * 8 // FORMATS[name].bits
-    )  # with what the last block is padded by
-    number_MD = dequantize(ones, name, whole)
-    gradient_ND = jnp.pad(gradient_ND, ((0, 0), (0, whole - size))).astype(jnp.float32)
-    gradient_MD = rows_at(gradient_ND, assignment_M // place_NK.shape[1])
-    dot_MB = jnp.sum((number_MD * gradient_MD).reshape(M, B, -1), axis=-1)
-    weight_M = jnp.take(weight_NK.reshape(-1), assignment_M, mode="fill", fill_value=0)
-    dot_M = jnp.sum(dot_MB * q.scale, axis=-1)
-    dweight_NK = jnp.take(dot_M, place_NK, mode="fill", fill_value=0).astype(weight_NK.dtype)
-    dq = jax.tree.map(lambda _: None, q)._replace(scale=dot_MB * weight_M[:, None])
-    return dq, dweight_NK, None, None
-
-
-dequantize_combine.defvjp(_combine_forward, _combine_backward)

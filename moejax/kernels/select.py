@@ -1,16 +1,20 @@
 """Chooses the implementation of each operation by platform and shape, and says why."""
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from moejax.compression import build_compression
+from moejax.compression import BLOCKS, TOKENS, build_compression
 from moejax.config import Config
 from moejax.errors import InputError
+from moejax.kernels.quantized_rows import TILE
 
 HOPPER = "9.0"
+SHARED_BYTES = 227 * 1024  # that a thread block can have on Hopper
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,17 @@ def select_kernels(cfg: Config, place: Place) -> dict[str, Choice]:
         found["quantize"] = select_quantize(
             place, block=cfg.compression.block, stochastic=stochastic
         )
+    tokens = {kind: {spec.name for spec in policy.all_of(kind)} for kind in TOKENS}
+    if model.has_experts and any(tokens.values()):
+        found["quantized_rows"] = select_quantized_rows(
+            place,
+            tokens,
+            cfg.route,
+            block=cfg.compression.block,
+            width=model.width,
+            dtype=model.dtype,
+            choices=cfg.moe.experts_per_token,
+        )
     if cfg.kernels == "required":
         _require(found)
     return found
@@ -95,7 +110,7 @@ def select_experts(place: Place, requested: str, *, dtype: str, width: int, hidd
     if requested == "tokamax" and importlib.util.find_spec("tokamax") is None:
         why_not = "it is not installed. Install moejax[kernels]"
     if requested != "auto":
-        if requested in ("mosaic", "tokamax") and why_not is not None:
+        if requested in ("mosaic", "mosaic_e4m3", "tokamax") and why_not is not None:
             raise InputError(
                 f"`moe.implementation` is {requested}, which declines: {why_not}. Choose auto."
             )
@@ -116,9 +131,7 @@ def select_quantize(place: Place, *, block: int, stochastic: bool = False) -> Ch
     Args:
       stochastic: whether something is rounded at random.
     """
-    why_not = _mosaic_declines(place)
-    if why_not is None and block not in (32, 64, 128, 256):
-        why_not = f"blocks of {block} fill no tile. It takes 32, 64, 128 or 256"
+    why_not = _blocks_decline(place, block)
     if why_not is not None:
         return Choice("reference", "plain JAX runs everywhere", (("mosaic", why_not),))
     taken = "one pass over memory each way"
@@ -126,6 +139,37 @@ def select_quantize(place: Place, *, block: int, stochastic: bool = False) -> Ch
         why_not = "rounding at random draws from jax.random, outside of it; it decodes all the same"
         return Choice("mosaic", taken, (("mosaic", why_not),))
     return Choice("mosaic", taken)
+
+
+def select_quantized_rows(
+    place: Place,
+    codecs: Mapping[str, set[str]],
+    route: str,
+    *,
+    block: int,
+    width: int,
+    dtype: str,
+    choices: int,
+) -> Choice:
+    """Returns the implementation of `kernels.quantized_rows`, or "separate" for operations in turn.
+
+    Args:
+      codecs: names of those that each class of `compression.TOKENS` takes at some time.
+      route: `Config.route`.
+      width, choices: D and K.
+    """
+    blocks = [kind for kind in TOKENS if codecs[kind] & set(BLOCKS)]
+    if not blocks:
+        return Choice("separate", "no class of tokens is quantised, so rows are only permuted")
+    why_not = _rows_decline(place, block, width, dtype, choices)
+    if why_not is not None:
+        return Choice("separate", "rows are permuted and quantised in turn", (("mosaic", why_not),))
+    reason = f"one pass over memory permutes and quantises rows of {', '.join(blocks)}"
+    if rest := [kind for kind in TOKENS if kind not in blocks]:
+        reason += f"; those of {', '.join(rest)} are only permuted"
+    if route in ("spread", "gather_home"):
+        reason += f"; what {route} brings home is decoded, then joined with what others bring"
+    return Choice("mosaic", reason)
 
 
 def select_attention(platform: str, dtype: str) -> Choice:
@@ -144,6 +188,31 @@ def _mosaic_declines(place: Place) -> str | None:
         return f"it is for Hopper (compute capability {HOPPER}), this is {place.capability}"
     if jax.__version_info__ < (0, 11):
         return f"it needs JAX 0.11, this is {jax.__version__}"
+    return None
+
+
+def _blocks_decline(place: Place, block: int) -> str | None:
+    why_not = _mosaic_declines(place)
+    if why_not is None and block not in (32, 64, 128, 256):
+        why_not = f"blocks of {block} fill no tile. It takes 32, 64, 128 or 256"
+    return why_not
+
+
+def _rows_decline(place: Place, block: int, width: int, dtype: str, choices: int) -> str | None:
+    why_not = _blocks_decline(place, block)
+    if why_not is not None:
+        return why_not
+    blocks = -(-width // block)
+    if blocks % (8 if blocks <= TILE else TILE):  # copies go in groups of eight blocks
+        return (
+            f"rows of {blocks} blocks of {block} fill no tile. It takes multiples of 8 up to "
+            f"{TILE}, and multiples of {TILE}"
+        )
+    # A token's results are on their way at once, values, scales and a barrier, beside their sum.
+    sums = TILE * block * jnp.dtype(dtype).itemsize
+    held = choices * (TILE * (block + 4) + 8) + sums
+    if held > SHARED_BYTES:
+        return f"{choices} tiles of blocks of {block} are {held} bytes. It takes {SHARED_BYTES}"
     return None
 
 

@@ -4,8 +4,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
+from moejax.annotations import Array, Float
 from moejax.config import RopeConfig
 
 

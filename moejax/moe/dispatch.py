@@ -1,9 +1,9 @@
 """Sends tokens to the devices that own their experts, and brings the results home.
 
-Per device. `visit_experts` decides whether the route's buckets hold this step's routing; `exchange`
-puts tokens in buckets, carries them along, has the experts work on them, and sums each token's
-results by weight. No row is scattered: each rearrangement is a gather whose transpose is a gather
-(kernels.permute).
+Per device. `visit_experts` decides whether the route's buckets hold this step's routing, plans the
+journey, and says what the experts do with rows that reach them; `comm.pipeline.carry` takes tokens
+there and sums each token's results by weight. No row is scattered: each rearrangement is a gather
+whose transpose is a gather (kernels.permute).
 """
 
 from functools import partial
@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
 
+from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.buckets import order_items, rank_items
 from moejax.comm.exchange import plan_journey
@@ -118,22 +118,16 @@ def _along(
             rows=sizes.rows,
             filled=filled,
         )
-    run = partial(carry, route=route, layout=program.layout, work=work, pin=program.pin)
-    if not journey.places:  # every expert is at home, whole or sharded
-        return run((x_ND[None], weight_NK[None]), params, journey)[0]
-    slot_NK, item_S = journey.places[0]
-    token_S = item_S // slot_NK.shape[1]
-
-    def bucket(x_N: jax.Array) -> jax.Array:
-        return permute(x_N, token_S, slot_NK).reshape(route.parts, -1, x_N.shape[1])
-
-    with jax.named_scope("dispatch"):
-        sent = (bucket(x_ND), bucket(weight_NK) if route.merges else None)
-    y_SD = run(sent, params, journey).reshape(-1, x_ND.shape[1])
-    with jax.named_scope("combine"):
-        if route.merges:
-            return collect(y_SD, slot_NK, token_S)
-        return weighted_sum(y_SD, weight_NK, slot_NK, item_S)
+    return carry(
+        x_ND,
+        weight_NK,
+        params,
+        journey,
+        route=route,
+        layout=program.layout,
+        work=work,
+        pin=program.pin,
+    )
 
 
 def _experts_work(sizes: Sizes, *, experts_here: int, kernel: str) -> Work:

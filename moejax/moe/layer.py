@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
+from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import (
     enter_tensor,

@@ -5,8 +5,8 @@ Every mesh, route, chunk count and kernel must agree with this within a derived 
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
+from moejax.annotations import Array, Float
 from moejax.config import RouterConfig
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
+from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.config import RouterConfig
 from moejax.dims import Layout

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
+from moejax.annotations import Array, Int
 from moejax.comm import wire
 from moejax.comm.buckets import rank_items
 from moejax.comm.exchange import PIECES

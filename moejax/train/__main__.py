@@ -9,7 +9,7 @@ from rich.console import Console
 from moejax.checks import check, resolve_mesh
 from moejax.checks.planned import is_planned
 from moejax.config import Config
-from moejax.errors import InputError
+from moejax.errors import InputError, exit_code
 from moejax.settings import describe_fields, load_config, split_overrides, to_dict
 
 EPILOG = """\
@@ -50,16 +50,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
     args, overrides = parse(sys.argv[1:] if argv is None else argv)
-    try:
-        return run(args, overrides)
-    except InputError as error:
-        if args.debug:
-            raise
-        print(f"moejax: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("moejax: stopped; the last finished checkpoint is intact", file=sys.stderr)
-        return 130
+    stopped = "the last finished checkpoint is intact"
+    return exit_code(lambda: run(args, overrides), stopped=stopped, debug=args.debug)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -118,11 +118,11 @@ class Trainer:
     @cached_property
     def gradients(self) -> Any:
         """The jitted (state, batch) -> (gradients, loss parts); gradients shard like parameters."""
+        return self._jitted(self.gradients_of_device, (self._state_specs.params, P()))
 
-        def body(state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
-            return _gradients(self, state, batch)[:2]
-
-        return self._jitted(body, (self._state_specs.params, P()))
+    def gradients_of_device(self, state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
+        """The per-device code of `gradients`, for use inside a shard_map with the mesh's axes."""
+        return _gradients(self, state, batch)[:2]
 
     @cached_property
     def evaluate(self) -> Any:
@@ -171,7 +171,8 @@ def build_trainer(
     }
     compression = build_compression(cfg.compression)
     if "quantize" in chosen:
-        compression = compression.with_kernel(chosen["quantize"])
+        rows = chosen.get("quantized_rows", "separate")
+        compression = compression.with_kernels(chosen["quantize"], rows)
     codecs = codecs or compression.at(0)
     program = Program(
         layout=layout,

@@ -36,12 +36,29 @@ def compiled():
 
 
 def test_every_kernel_is_in_the_step():
-    names = "quantize_tile|sum_tile|multiply_tiles|sum_outer"
+    names = "quantize_tile|sum_tile|permute_quantize_tile|combine_tile|multiply_tiles|sum_outer"
     calls = [line for line in compiled() if "mosaic_gpu" in line]
     found = Counter(name for line in calls for name in re.findall(f"/({names})/", line))
     assert set(found) == set(names.split("|"))
     # As routed, and in rounds: twice two weight gradients a layer, where layers are one loop.
     assert found["sum_outer"] % 4 == 0
+
+
+def test_rows_of_tokens_meet_their_codecs_in_one_kernel_at_home():
+    """And in two kernels' turn only at the experts' end, where rows have arrived or leave again."""
+    calls = "\n".join(line for line in compiled() if "mosaic_gpu" in line)
+    scopes = "(dispatch|combine|dispatch_backward|combine_backward)"
+    found = set(re.findall(rf"{scopes}\)*/(?:jit\(\w+\)/)?(\w+_tile)/", calls))
+    assert found == {
+        ("dispatch", "permute_quantize_tile"),
+        ("dispatch", "sum_tile"),
+        ("combine", "quantize_tile"),
+        ("combine", "combine_tile"),
+        ("combine_backward", "permute_quantize_tile"),
+        ("combine_backward", "sum_tile"),
+        ("dispatch_backward", "quantize_tile"),
+        ("dispatch_backward", "combine_tile"),
+    }
 
 
 def test_experts_are_multiplied_by_kernels_alone():

@@ -3,10 +3,16 @@
 import dataclasses
 from collections import Counter
 
+import jax
 import pytest
 
+from moejax.config import CompressionConfig
+from moejax.dims import build_layout
+from moejax.plan.build import build_abstract_mesh
+from moejax.plan.target import described_cudnn
 from moejax.plan.trace import collectives
 from moejax.route import build_route
+from moejax.train.step import build_trainer
 from tests.cases import small_config, trainer_for
 
 # route, mesh, nodes, expert weights
@@ -107,3 +113,31 @@ def test_choices_travel_in_one_byte():
     choices = [one for one in found if one.kind == "all_to_all" and one not in rows_sent(found)]
     assert {one.dtype for one in choices} == {"uint8"}
     assert len(choices) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
+@pytest.mark.parametrize(("route", "mesh", "nodes", "weights"), CASES)
+def test_kernels_that_quantise_rows_as_they_move_change_no_exchange(route, mesh, nodes, weights):
+    """Classes, axes, dtypes and bytes are those of operations in turn."""
+    cfg = routed(route, mesh, nodes if nodes > 1 else mesh[2], weights, chunks=(2, 3))
+    cfg = dataclasses.replace(
+        cfg,
+        model=dataclasses.replace(cfg.model, width=256, head_width=64, dtype="bfloat16"),
+        compression=CompressionConfig(preset="strong", block=32),
+    )
+    abstract, found = build_abstract_mesh(build_layout(cfg.mesh)), {}
+    # Elsewhere results are decoded before they are summed.
+    sums = route not in ("spread", "gather_home")
+    for platform in ("cpu", "gpu"):
+        trainer = build_trainer(cfg, abstract, platform)
+        with described_cudnn():
+            program = trainer.gradients.trace(trainer.abstract, trainer.abstract_batch()).jaxpr
+        found[platform] = Counter()
+        for one in collectives(program.jaxpr):
+            if one.kind == "all_to_all":
+                found[platform][one.traffic, one.axes, one.dtype, one.bytes] += one.calls
+        text, gpu = str(program), platform == "gpu"
+        assert ("permute_quantize_tile" in text) == gpu
+        assert ("combine_tile" in text) == (gpu and sums)
+    assert found["gpu"] == found["cpu"]

@@ -1,38 +1,48 @@
-"""The gradients of `dequantize_combine` against autodiff of the plain operations."""
+"""Both operations against `kernels.permute` and `kernels.quantize` one after the other."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.kernels.permute import weighted_sum
-from moejax.kernels.quantize import FORMATS, dequantize
+from moejax.kernels.permute import rows_at, sum_rows, weighted_rows_at, weighted_sum
+from moejax.kernels.quantize import FORMATS, dequantize, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.kernels.test_permute import placement
+
+N, K, M, BLOCK = 6, 3, 13, 16
+
+
+def operands(D):
+    """Places, their inverse, tokens, and a weight for each choice; some are dropped."""
+    rng = np.random.default_rng(0)
+    place, assignment = placement(N, K, M, seed=0)
+    x = jnp.asarray(rng.standard_normal((N, D)), jnp.float32)
+    return place, assignment, x, jnp.asarray(rng.random((N, K)), jnp.float32)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("D", [32, 70])
-def test_gradients_of_scales_and_weights_are_those_of_the_plain_operations(name, D):
-    N, K, M, block = 6, 3, 13, 16
-    rng = np.random.default_rng(0)
-    place, assignment = placement(N, K, M, seed=0)
-    x = jnp.asarray(rng.standard_normal((N, D)), jnp.float32)
-    weight = jnp.asarray(rng.random((N, K)), jnp.float32)
-    gradient = jnp.asarray(rng.standard_normal((N, D)), jnp.float32)
-    q = permute_quantize(x, assignment // K, name, block=block)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_are_quantised_as_if_they_had_been_moved_before(name, D, weighted):
+    _, assignment, x, weight = operands(D)
+    weight_M = jnp.take(weight.reshape(-1), assignment, mode="fill", fill_value=0)
+    found = permute_quantize(
+        x, assignment // K, name, block=BLOCK, weight_M=weight_M if weighted else None
+    )
+    rows = rows_at(x, assignment // K)
+    rows = weighted_rows_at(x, assignment // K, weight_M) if weighted else rows
+    for have, want in zip(found, quantize(rows, name, block=BLOCK), strict=True):
+        np.testing.assert_array_equal(have, want)
 
-    def fused(scale, weight):
-        part = q._replace(scale=scale)
-        return dequantize_combine(part, weight, place, assignment, name, D)
 
-    def plain(scale, weight):
-        return weighted_sum(dequantize(q._replace(scale=scale), name, D), weight, place, assignment)
-
-    for have, want in zip(
-        jax.vjp(fused, q.scale, weight)[1](gradient),
-        jax.vjp(plain, q.scale, weight)[1](gradient),
-        strict=True,
-    ):
-        top = np.abs(want).max()
-        np.testing.assert_allclose(have, want, atol=2 * D * np.finfo(np.float32).eps * top)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("D", [32, 70])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_results_are_summed_as_if_they_had_been_dequantised_before(name, D, weighted):
+    place, assignment, x, weight = operands(D)
+    q = permute_quantize(x, assignment // K, name, block=BLOCK)
+    found = dequantize_combine(q, weight if weighted else None, place, name, D)
+    y = dequantize(q, name, D)
+    wanted = weighted_sum(y, weight, place, assignment) if weighted else sum_rows(y, place)
+    np.testing.assert_array_equal(found, wanted)
+    assert np.any(np.asarray(found))

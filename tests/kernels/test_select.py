@@ -14,6 +14,7 @@ from moejax.kernels.select import (
     select_experts,
     select_kernels,
     select_quantize,
+    select_quantized_rows,
 )
 
 HOPPER = Place("gpu", "9.0")
@@ -58,8 +59,18 @@ def test_a_named_implementation_is_taken_or_refused_but_never_replaced():
     assert select_experts(Place("cpu"), "ragged_dot", **SHAPE).implementation == "ragged_dot"
     with pytest.raises(InputError, match="declines: it is for GPUs, this is cpu"):
         select_experts(Place("cpu"), "mosaic", **SHAPE)
+    with pytest.raises(InputError, match="mosaic_e4m3, which declines: it is for GPUs"):
+        select_experts(Place("cpu"), "mosaic_e4m3", **SHAPE)
     with pytest.raises(InputError, match="tokamax, which declines"):
         select_experts(Place("cpu"), "tokamax", **SHAPE)
+
+
+@modern
+def test_what_rounds_tokens_and_weights_is_taken_where_it_is_named_and_never_by_itself():
+    assert select_experts(HOPPER, "auto", **SHAPE).implementation == "mosaic"
+    assert select_experts(HOPPER, "mosaic_e4m3", **SHAPE).implementation == "mosaic_e4m3"
+    with pytest.raises(InputError, match="width 72"):
+        select_experts(HOPPER, "mosaic_e4m3", **(SHAPE | {"width": 72}))
 
 
 @modern
@@ -69,6 +80,56 @@ def test_blocks_by_size_and_rounding():
     odd = select_quantize(HOPPER, block=100)
     assert odd.implementation == "reference"
     assert "100" in odd.declined[0][1]
+
+
+ROWS = {"block": 128, "width": 2048, "dtype": "bfloat16", "choices": 8}
+QUANTISED = {
+    "dispatch": {"int8"},
+    "combine": {"bfloat16", "e4m3"},
+    "dispatch_backward": set(),
+    "combine_backward": {"bfloat16"},
+}
+
+
+@modern
+def test_rows_of_tokens_are_quantised_as_they_move_where_a_class_is_quantised():
+    choice = select_quantized_rows(HOPPER, QUANTISED, "split", **ROWS)
+    assert (choice.implementation, choice.declined) == ("mosaic", ())
+    assert "quantises rows of dispatch, combine;" in choice.reason
+    assert "those of dispatch_backward, combine_backward are only permuted" in choice.reason
+    spread = select_quantized_rows(HOPPER, QUANTISED, "spread", **ROWS)
+    assert "what spread brings home is decoded" in spread.reason
+    plain = {kind: names - {"int8", "e4m3"} for kind, names in QUANTISED.items()}
+    choice = select_quantized_rows(HOPPER, plain, "split", **ROWS)
+    assert (choice.implementation, choice.declined) == ("separate", ())
+
+
+@modern
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"block": 100}, "blocks of 100"),
+        ({"width": 2880}, "rows of 23 blocks"),
+        ({"width": 9216}, "rows of 72 blocks"),
+        ({"width": 64}, "rows of 1 blocks"),
+        ({"block": 256, "choices": 12}, "12 tiles"),
+    ],
+)
+def test_rows_that_fill_no_tile_are_moved_and_quantised_in_turn(change, said):
+    choice = select_quantized_rows(HOPPER, QUANTISED, "split", **(ROWS | change))
+    assert choice.implementation == "separate"
+    ((name, reason),) = choice.declined
+    assert name == "mosaic"
+    assert said in reason
+
+
+@modern
+@pytest.mark.parametrize("change", [{"width": 1024}, {"width": 7168}, {"width": 2000}])
+def test_rows_that_fill_tiles(change):
+    choice = select_quantized_rows(HOPPER, QUANTISED, "split", **(ROWS | change))
+    assert choice.implementation == "mosaic"
+    choice = select_quantized_rows(HOPPER, QUANTISED, "split", **(ROWS | {"block": 256}))
+    assert choice.implementation == "mosaic"
 
 
 def test_older_jax_takes_the_reference_and_says_so(monkeypatch):
@@ -92,6 +153,9 @@ def test_each_operation_of_a_run_has_a_choice():
     dense = replace(cfg, model=replace(cfg.model, moe_every=None))
     compressed = replace(dense, compression=CompressionConfig(preset="hybrid"))
     assert set(select_kernels(compressed, Place("cpu"))) == {"attention", "quantize"}
+    tokens = replace(cfg, compression=CompressionConfig(dispatch="bfloat16"))
+    found = select_kernels(tokens, Place("cpu"))
+    assert set(found) == {"attention", "experts", "quantize", "quantized_rows"}
 
 
 def test_required_kernels_are_not_replaced():
@@ -102,9 +166,10 @@ def test_required_kernels_are_not_replaced():
 @modern
 def test_required_kernels_run_where_they_can():
     cfg = Config()
-    model = replace(cfg.model, dtype="bfloat16", width=256)
+    model = replace(cfg.model, dtype="bfloat16", width=1024)
     moe = replace(cfg.moe, expert_hidden=128)
     cfg = replace(cfg, model=model, moe=moe, kernels="required")
     found = select_kernels(replace(cfg, compression=CompressionConfig(preset="strong")), HOPPER)
     taken = {name: choice.implementation for name, choice in found.items()}
-    assert taken == {"attention": "cudnn", "experts": "mosaic", "quantize": "mosaic"}
+    kernels = dict.fromkeys(("experts", "quantize", "quantized_rows"), "mosaic")
+    assert taken == kernels | {"attention": "cudnn"}

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from moejax.compression import Codecs, CodecSpec
 from moejax.config import Config, MeshConfig, MoEConfig
 from moejax.dims import build_layout
 from moejax.moe.dispatch import drop_above, visit_experts
@@ -169,6 +170,33 @@ def test_routes_that_add_in_the_same_order_give_the_same_bits(route, options, K)
     assert bits(got[:3]) == bits(wanted[:3])  # outputs, gradients of x and of weights
     if route == "split" and "chunks" not in options:  # the experts' gradients too
         assert bits(got[3]) == bits(wanted[3])
+
+
+def coded(**options):
+    """Another format for each class of tokens."""
+    names = {"dispatch": "int8", "combine": "e4m3"}
+    names |= {"dispatch_backward": "int4", "combine_backward": "e5m2"}
+    specs = {kind: CodecSpec(name, block=2, **options) for kind, name in names.items()}
+    return {"codecs": Codecs(**specs)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ROUTES))
+def test_rows_quantised_as_they_move_are_the_same_bits(name):
+    """Outputs and all gradients, as routed: what the codecs see and what comes home is the same."""
+    mesh, chunks = CASES[name]
+    mesh = dataclasses.replace(mesh, nodes=mesh.nodes or mesh.expert)
+    chunks = {"chunks": chunks, "chunks_backward": chunks + (name == "split")}
+    rng = np.random.default_rng(3)
+    expert_NK = np.argsort(rng.random((8 * TOKENS, E)), axis=1)[:, :2].astype(np.int32)
+    expert_NK = np.where(rng.random(expert_NK.shape) < 0.2, E, expert_NK).astype(np.int32)
+    operands = random_operands(expert_NK, seed=3)
+    wanted = compiled(mesh, name, 2, **chunks, **coded())(*operands)
+    found = compiled(mesh, name, 2, **chunks, **coded(rows_kernel="reference"))(*operands)
+    plain = compiled(mesh, name, 2, **chunks)(*operands)
+    assert bits(found) == bits(wanted)
+    differ = [a != b for a, b in zip(bits(found), bits(plain), strict=True)]
+    assert all(differ), "no codec stood in this"
 
 
 def signed_permutations(rng):

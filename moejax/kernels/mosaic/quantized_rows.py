@@ -24,26 +24,34 @@ from moejax.kernels.mosaic.quantize import (
     widen,
 )
 from moejax.kernels.quantize import FORMATS
-
-TILE = 64  # blocks
-
-
-def fits(blocks: int) -> bool:
-    """Whether rows of so many blocks can be cut in tiles: copies go in groups of eight."""
-    return blocks % 8 == 0 if blocks <= TILE else blocks % TILE == 0
+from moejax.kernels.quantized_rows import TILE
 
 
 def permute_quantize(
-    x_NBC: jax.Array, source_M: jax.Array, name: str
+    x_NBC: jax.Array, source_M: jax.Array, weight_M: jax.Array | None, *, name: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns uint8 [M, B, C * bits / 8] and scales [M, B] of the rows `x[source]`; N: of zeros."""
+    """Returns uint8 [M, B, C * bits / 8] and scales [M, B] of the rows `x[source]`; N: of zeros.
+
+    Args:
+      weight_M: float32, by which rows are multiplied first; None: by nothing.
+    """
     (N, B, C), M, kind = x_NBC.shape, source_M.shape[0], FORMATS[name]
     width, rows = min(B, TILE), TILE // min(B, TILE)
     stored = stored_dtype(kind)
     source_M = jnp.pad(source_M, (0, -M % rows), constant_values=N)
+    if weight_M is not None:
+        weight_M = jnp.pad(weight_M, (0, -M % rows))
 
-    def quantize_tile(
-        x_gmem, source_gmem, values_gmem, scale_gmem, x_smem, values_smem, scale_smem, arrived
+    def permute_quantize_tile(
+        x_gmem,
+        source_gmem,
+        weight_gmem,
+        values_gmem,
+        scale_gmem,
+        x_smem,
+        values_smem,
+        scale_smem,
+        arrived,
     ):
         first, piece = _place(rows, width)
         for r in range(rows):
@@ -51,6 +59,9 @@ def permute_quantize(
             plgpu.copy_gmem_to_smem(row, x_smem.at[pl.ds(r * width, width)], arrived)
         plgpu.barrier_wait(arrived)
         x = plgpu.layout_cast(x_smem[...], LAYOUT).astype(jnp.float32)
+        if weight_gmem is not None:
+            weights = _of_rows([weight_gmem[first + r] for r in range(rows)], width)
+            x = x * (jax.lax.broadcast_in_dim(weights, x.shape, (0,)) if rows > 1 else weights)
         y, scale = quantize_rows(x, kind)
         values_smem[...], scale_smem[...] = y.astype(stored), scale
         plgpu.commit_smem()
@@ -63,7 +74,7 @@ def permute_quantize(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     values, scale = plgpu.kernel(
-        quantize_tile,
+        permute_quantize_tile,
         out_type=(
             jax.ShapeDtypeStruct((M, B, C), stored),
             jax.ShapeDtypeStruct((M, B), jnp.float32),
@@ -76,7 +87,7 @@ def permute_quantize(
             plgpu.SMEM((TILE,), jnp.float32),
             plgpu.Barrier(num_arrivals=rows),
         ],
-    )(x_NBC, source_M)
+    )(x_NBC, source_M, weight_M)
     return to_bytes(values), scale
 
 
@@ -85,6 +96,7 @@ def dequantize_combine(
     scale_MB: jax.Array,
     weight_NK: jax.Array,
     place_NK: jax.Array,
+    *,
     name: str,
     dtype: jnp.dtype,
 ) -> jax.Array:

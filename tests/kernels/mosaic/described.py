@@ -27,6 +27,7 @@ class Compiled:
     shared_bytes: int
     threads: int
     wgmma: int
+    wgmma_e4m3: int  # of them, those whose operands are both e4m3
     serialized: bool  # whether ptxas makes each product wait for the one before
     bulk_loads: int
     bulk_stores: int
@@ -75,6 +76,7 @@ def _read(path: Path) -> Compiled:
         shared_bytes=_most(r"dynamic_shared_memory_size %c(\d+)_i32", launch),
         threads=_most(r"threads\([^)]*\) in \(%\w+ = %c(\d+)", launch),
         wgmma=len(re.findall(r"wgmma\.mma_async\.sync", ptx)),
+        wgmma_e4m3=len(re.findall(r"wgmma\.mma_async\.sync[\w.]*\.f32\.e4m3\.e4m3", ptx)),
         serialized="serialized" in said,
         bulk_loads=len(re.findall(r"cp\.async\.bulk\.[\w.]*shared::\w+\.global", ptx)),
         bulk_stores=len(re.findall(r"cp\.async\.bulk\.[\w.]*global\.shared::cta", ptx)),

@@ -3,12 +3,15 @@
 The interpreter takes programs that the compiler refuses, so both must pass.
 """
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from moejax.kernels.expert_mlp import expert_mlp
 from moejax.kernels.grouped_matmul import grouped_matmul
+from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 from moejax.kernels.quantize import FORMATS, Quantized, dequantize_sum, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.kernels.mosaic.described import compile_kernels
@@ -74,11 +77,14 @@ def test_other_blocks(kernels, block):
 # Of OLMoE and Qwen3-30B-A3B, Mixtral and Qwen3-235B-A22B, DeepSeek-V3.
 @pytest.mark.parametrize("width", [2048, 4096, 7168])
 @pytest.mark.parametrize("name", ["int8", "int4", "e4m3"])
-def test_permute_quantize(kernels, width, name):
-    def run(x, source):
-        return permute_quantize(x, source, name, block=128, implementation="mosaic")
+@pytest.mark.parametrize("weighted", [False, True])
+def test_permute_quantize(kernels, width, name, weighted):
+    def run(x, source, *weight):
+        options = {"weight_M": weight[0]} if weight else {}
+        return permute_quantize(x, source, name, block=128, implementation="mosaic", **options)
 
-    (kernel,) = kernels(run, ((4096, width), jnp.bfloat16), ((32768,), jnp.int32))
+    shapes = [((4096, width), jnp.bfloat16), ((32768,), jnp.int32), ((32768,), jnp.float32)]
+    (kernel,) = kernels(run, *shapes[: 2 + weighted])
     check(kernel, registers=104, blocks=4, stores=2)
 
 
@@ -87,15 +93,31 @@ def test_permute_quantize(kernels, width, name):
 def test_dequantize_combine(kernels, width, name):
     N, K, M, B = 4096, 8, 32768, width // 128
 
-    def run(values, scale, weight, place, assignment):
-        q = Quantized(values, scale)
-        options = (name, width, jnp.bfloat16, "mosaic")
-        return dequantize_combine(q, weight, place, assignment, *options)
+    def run(values, scale, weight, place):
+        options = {"dtype": jnp.bfloat16, "implementation": "mosaic"}
+        return dequantize_combine(Quantized(values, scale), weight, place, name, width, **options)
 
     shapes = [((M, B, bytes_a_block(name)), jnp.uint8), ((M, B), jnp.float32)]
-    shapes += [((N, K), jnp.float32), ((N, K), jnp.int32), ((M,), jnp.int32)]
-    (kernel,) = kernels(run, *shapes)
+    (kernel,) = kernels(run, *shapes, ((N, K), jnp.float32), ((N, K), jnp.int32))
     check(kernel, registers=168, blocks=2, loads=2)
+
+
+@pytest.mark.parametrize("block", [32, 64, 256])
+def test_rows_of_other_blocks(kernels, block):
+    N, K, M, D = 4096, 8, 32768, 2048
+
+    def run(x, source, weight_M, weight, place):
+        q = permute_quantize(
+            x, source, "int8", block=block, weight_M=weight_M, implementation="mosaic"
+        )
+        options = {"dtype": jnp.bfloat16, "implementation": "mosaic"}
+        return dequantize_combine(q, weight, place, "int8", D, **options)
+
+    shapes = [((N, D), jnp.bfloat16), ((M,), jnp.int32), ((M,), jnp.float32)]
+    found = kernels(run, *shapes, ((N, K), jnp.float32), ((N, K), jnp.int32))
+    assert [kernel.name for kernel in found] == ["permute_quantize_tile", "combine_tile"]
+    for kernel in found:
+        check(kernel, registers=255, blocks=1)
 
 
 # Rows, width, hidden width and experts of a device: OLMoE and Mixtral on 8, Qwen3-30B-A3B on 16.
@@ -130,4 +152,39 @@ def test_grouped_matmul_of_sizes_that_fill_no_tile(kernels):
 
     shapes = ((1001, 2880), jnp.bfloat16), ((3, 2880, 960), jnp.bfloat16), ((3,), jnp.int32)
     (kernel,) = kernels(run, *shapes)
+    check(kernel, registers=168, blocks=1, loads=3, wgmma=8)
+
+
+@pytest.mark.parametrize(("M", "D", "F", "G"), SHAPES)
+def test_expert_mlp_in_e4m3(kernels, M, D, F, G):
+    bfloat16 = jnp.bfloat16
+    M //= 2  # a kernel that was compiled before is not compiled again, so nothing is said of it
+
+    def run(x, w_in, w_out, sizes, gradient):
+        def forward(*arrays):
+            return expert_mlp(*arrays, sizes, implementation="mosaic_e4m3")
+
+        y, pull = jax.vjp(forward, x, w_in, w_out)
+        return y, pull(gradient)
+
+    shapes = [((M, D), bfloat16), ((G, D, 2, F), bfloat16), ((G, F, D), bfloat16)]
+    found = kernels(run, *shapes, ((G,), jnp.int32), ((M, D), bfloat16))
+    products = Counter(kernel.name for kernel in found if kernel.wgmma)
+    # Forward, and each of its gradients by rows and by weights.
+    assert products == {"multiply_e4m3_tiles": 2, "multiply_tiles": 2, "sum_outer": 2}
+    for kernel in found:
+        if kernel.name == "multiply_e4m3_tiles":
+            # Two halves, four times 32 deep.
+            check(kernel, registers=168, blocks=1, loads=3, wgmma=8)
+            assert kernel.wgmma_e4m3 == kernel.wgmma
+            assert kernel.threads == 384
+            assert not kernel.serialized
+
+
+def test_products_in_e4m3_of_sizes_that_fill_no_tile(kernels):
+    def run(x, w, sizes):
+        return grouped_matmul_e4m3(x, w, sizes, implementation="mosaic")
+
+    shapes = ((1001, 2880), jnp.bfloat16), ((3, 2880, 960), jnp.bfloat16), ((3,), jnp.int32)
+    (kernel,) = (kernel for kernel in kernels(run, *shapes) if kernel.wgmma)
     check(kernel, registers=168, blocks=1, loads=3, wgmma=8)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from moejax.kernels import reference
 from moejax.kernels.expert_mlp import expert_mlp
 from moejax.kernels.grouped_matmul import grouped_matmul
-from moejax.kernels.mosaic.grouped_matmul import ALIGNED, ROWS, schedule_rows
+from moejax.kernels.mosaic.quantize import ALIGNED
+from moejax.kernels.mosaic.tiles import ROWS, schedule_rows
 from tests.kernels.mosaic.interpreter import few, interpreted
 
 HALF_STEP = 2.0**-8  # of bfloat16, over the value

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.kernels.mosaic.quantized_rows import fits
+from moejax.kernels.permute import weight_at
 from moejax.kernels.quantize import FORMATS
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.kernels.mosaic.interpreter import few, interpreted
@@ -17,22 +17,25 @@ EPS = np.finfo(np.float32).eps
 WIDTHS = [(256, 32), (500, 32), (1280, 32), (4096, 32), (1024, 128)]
 
 
-def check(N, K, M, width, name, dtype, seed):
+def check(N, K, M, width, name, dtype, weighted, seed):
     (D, block), rng = width, np.random.default_rng(seed)
     place, assignment = placement(N, K, M, seed)
     x = rng.standard_normal((N, D)) * np.exp2(rng.integers(-20, 20, (N, 1)))
     x[rng.integers(N), rng.integers(D)] = rng.choice([0, 1e-40, np.inf, np.nan])
     x = jnp.asarray(x, dtype)
     weight = jnp.asarray(rng.random((N, K)), jnp.float32)
-    want = permute_quantize(x, assignment // K, name, block=block)
+    weight_M = weight_at(weight, assignment) if weighted else None
+    options = {"block": block, "weight_M": weight_M}
+    want = permute_quantize(x, assignment // K, name, **options)
+    weight = weight if weighted else None
     with interpreted():
-        q = permute_quantize(x, assignment // K, name, block=block, implementation="mosaic")
-        got = dequantize_combine(want, weight, place, assignment, name, D, dtype, "mosaic")
+        q = permute_quantize(x, assignment // K, name, **options, implementation="mosaic")
+        got = dequantize_combine(want, weight, place, name, D, dtype=dtype, implementation="mosaic")
     np.testing.assert_array_equal(q.scale, want.scale)
     finite = np.isfinite(np.asarray(want.scale))
     np.testing.assert_array_equal(np.asarray(q.values)[finite], np.asarray(want.values)[finite])
     exact, size = (
-        dequantize_combine(part, weight, place, assignment, name, D)
+        dequantize_combine(part, weight, place, name, D)
         for part in (want, want._replace(values=jnp.full_like(want.values, 1)))
     )
     largest = jnp.nanmax(jnp.abs(exact)) + jnp.nanmax(jnp.abs(size))
@@ -43,9 +46,11 @@ def check(N, K, M, width, name, dtype, seed):
     assert np.all((np.abs(got - exact) <= bound) | np.isnan(exact))
 
 
-@pytest.mark.parametrize("width", WIDTHS[:2])
-def test_both_equal_the_plain_operations(width):
-    check(5, 2, 7, width, "e4m3", jnp.bfloat16, seed=1)
+@pytest.mark.parametrize(
+    ("width", "weighted"), [(WIDTHS[0], True), (WIDTHS[1], False), (WIDTHS[2], True)]
+)
+def test_both_equal_the_plain_operations(width, weighted):
+    check(5, 2, 7, width, "e4m3", jnp.bfloat16, weighted, seed=1)
 
 
 @pytest.mark.slow
@@ -57,12 +62,8 @@ def test_both_equal_the_plain_operations(width):
     width=st.sampled_from(WIDTHS),
     name=st.sampled_from(sorted(FORMATS)),
     dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    weighted=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_drawn_shapes_equal_the_plain_operations(N, K, M, width, name, dtype, seed):
-    check(N, K, M, width, name, dtype, seed)
-
-
-def test_what_fits_in_tiles():
-    assert [fits(blocks) for blocks in (8, 56, 64, 128)] == [True] * 4
-    assert not any(fits(blocks) for blocks in (1, 7, 23, 72))
+def test_drawn_shapes_equal_the_plain_operations(N, K, M, width, name, dtype, weighted, seed):
+    check(N, K, M, width, name, dtype, weighted, seed)

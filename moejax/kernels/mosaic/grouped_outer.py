@@ -1,0 +1,173 @@
+"""Sums of rows' outer products, group by group, in bfloat16 on Hopper: gradients of weights.
+
+Per device. Legend: M rows sorted by group, G groups, K and N the widths of both sides. A tile is
+ROWS x COLUMNS of one group's result, a step DEPTH of its rows; `mosaic.tiles` says the rest. Bound
+by compute where groups are large, by what is written where they are small.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moejax.kernels.mosaic.quantize import ALIGNED, pad_rows
+from moejax.kernels.mosaic.tiles import (
+    COLUMNS,
+    HALF,
+    MULTIPROCESSORS,
+    OWN,
+    PIECE,
+    ROWS,
+    STAGES,
+    load_steps,
+    ring_of,
+    specialize,
+    sum_steps,
+    tiled,
+    turns_of,
+)
+
+DEPTH = 64  # rows of one step
+
+
+class Buffers(NamedTuple):
+    """Shared memory of a thread block."""
+
+    x: Any  # [STAGES, 2, DEPTH, OWN], a half for each warpgroup
+    y: Any  # [STAGES, 2, DEPTH, HALF]
+    w: Any  # [2, OWN, PIECE]
+    ring: Any
+
+
+class Extent(NamedTuple):
+    """Tiles of one group's result, and thread blocks that take turns at those of all."""
+
+    tall: int
+    wide: int
+    blocks: int
+
+
+class Place(NamedTuple):
+    """What a thread block works on in one turn."""
+
+    group: Any
+    row: Any  # the first of the result's
+    column: Any
+    first: Any  # the first of the group's rows, or up to seven before
+    start: Any  # rows that count, from this one
+    end: Any  # to this one
+    steps: Any
+
+
+def grouped_outer(
+    x_MK: jax.Array, y_MN: jax.Array, sizes_G: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+    """Returns `w_GKN`, the sum over each group's rows of their outer products; zeros of no rows.
+
+    Rows of another group may be multiplied by zero: all rows must be finite.
+    """
+    x_MK, y_MN = pad_rows(x_MK, ALIGNED), pad_rows(y_MN, ALIGNED)
+    K, N, G = x_MK.shape[1], y_MN.shape[1], sizes_G.shape[0]
+    ends_G = jnp.cumsum(sizes_G).astype(jnp.int32)
+    tall, wide = pl.cdiv(K, ROWS), pl.cdiv(N, COLUMNS)
+    count = G * tall * wide
+    extent = Extent(tall, wide, min(MULTIPROCESSORS, count))
+
+    def sum_outer(start_gmem, end_gmem, x_gmem, y_gmem, w_gmem, buffers):
+        wg, place = lax.axis_index("wg"), partial(_place, extent, start_gmem, end_gmem)
+        specialize(
+            wg,
+            turns_of(count, extent.blocks),
+            partial(_load_tile, place, buffers, x_gmem, y_gmem),
+            partial(_multiply_tile, wg, place, buffers, w_gmem),
+        )
+
+    return plgpu.kernel(
+        sum_outer,
+        out_type=jax.ShapeDtypeStruct((G, K, N), dtype),
+        grid=(extent.blocks,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types=[_buffers(x_MK.dtype, dtype)],
+    )(ends_G - sizes_G, ends_G, x_MK, y_MN)
+
+
+def _buffers(dtype: Any, result_dtype: Any) -> Buffers:
+    width = 128 // jnp.dtype(result_dtype).itemsize
+    return Buffers(
+        plgpu.SMEM((STAGES, 2, DEPTH, OWN), dtype, transforms=tiled(64)),
+        plgpu.SMEM((STAGES, 2, DEPTH, HALF), dtype, transforms=tiled(64)),
+        plgpu.SMEM((2, OWN, PIECE), result_dtype, transforms=tiled(width)),
+        ring_of(copies=4),
+    )
+
+
+def _place(extent: Extent, start_gmem: Any, end_gmem: Any, turn: Any) -> Place:
+    place = turn * extent.blocks + lax.axis_index("block")
+    tiles = extent.tall * extent.wide
+    group, tile = lax.div(place, tiles), lax.rem(place, tiles)
+    row, column = lax.div(tile, extent.wide) * ROWS, lax.rem(tile, extent.wide) * COLUMNS
+    start, end = start_gmem[group], end_gmem[group]
+    first = pl.multiple_of(lax.div(start, ALIGNED) * ALIGNED, ALIGNED)
+    steps = jnp.where(end > start, lax.div(end - first + DEPTH - 1, DEPTH), 0)
+    return Place(group, row, column, first, start, end, steps)
+
+
+def _load_tile(place_of, buffers: Buffers, x_gmem, y_gmem, turn, step: jax.Array) -> jax.Array:
+    """The copying warpgroup's part of a turn."""
+    place = place_of(turn)
+
+    def copies(i, slot, copy):
+        rows = pl.ds(place.first + i * DEPTH, DEPTH)
+        for half in range(2):
+            own = pl.ds(place.row + half * OWN, OWN)
+            columns = pl.ds(place.column + half * HALF, HALF)
+            copy(x_gmem.at[rows, own], buffers.x.at[slot, half])
+            copy(y_gmem.at[rows, columns], buffers.y.at[slot, half])
+
+    return load_steps(copies, place.steps, step, buffers.ring)
+
+
+def _multiply_tile(wg, place_of, buffers: Buffers, w_gmem, turn, step: jax.Array) -> jax.Array:
+    """A multiplying warpgroup's part of a turn."""
+    place = place_of(turn)
+
+    def product(i, slot, accumulators):
+        _clear_other_rows(buffers.x, (slot, wg), place, place.first + i * DEPTH)
+        own = buffers.x.at[slot, wg].transpose((1, 0))
+        for half, accumulator in enumerate(accumulators):
+            plgpu.wgmma(accumulator, own, buffers.y.at[slot, half])
+
+    parts = sum_steps(product, place.steps, step, buffers.ring)
+    for half, part in enumerate(parts):
+        _store(buffers.w, wg, part, w_gmem.at[place.group], place.row, place.column + half * HALF)
+    return step + place.steps
+
+
+def _clear_other_rows(x_smem: Any, own: tuple[Any, Any], place: Place, here: Any) -> None:
+    """Puts zeros where a step's rows, from row `here` on, belong to another group."""
+
+    @pl.when((here < place.start) | (here + DEPTH > place.end))
+    def _():
+        x = plgpu.layout_cast(x_smem[own], plgpu.Layout.WGMMA)
+        row = here + plgpu.layout_cast(
+            lax.broadcasted_iota(jnp.int32, x.shape, 0), plgpu.Layout.WGMMA
+        )
+        counts = (row >= place.start) & (row < place.end)
+        x_smem[own] = jnp.where(counts, x, jnp.zeros_like(x))
+        plgpu.commit_smem()
+
+
+def _store(w_smem: Any, wg: Any, part: jax.Array, w_gmem: Any, row: Any, column: Any) -> None:
+    """Writes [OWN, HALF] of a group's result."""
+    for start in range(0, HALF, PIECE):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        w_smem[wg] = part[:, start : start + PIECE].astype(w_smem.dtype)
+        plgpu.commit_smem()
+        rows, columns = pl.ds(row + wg * OWN, OWN), pl.ds(column + start, PIECE)
+        plgpu.copy_smem_to_gmem(w_smem.at[wg], w_gmem.at[rows, columns])

@@ -1,0 +1,252 @@
+"""What products of groups share on Hopper: tiles, a ring of buffers, two kinds of warpgroups.
+
+Per device. A thread block works on tile after tile of ROWS x COLUMNS results. One of its three
+warpgroups only copies, by TMA, as far ahead as the ring of buffers allows, also into the next tile
+while this one is written; the other two multiply, 64 rows each, in two halves of the columns.
+
+A group's tiles start at its own first row, or up to seven before it, because copies into what the
+matrix units read start at a multiple of eight. A tile's rows of other groups are multiplied and not
+stored. Rows past the last group are a group of their own, which is zero.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from moejax.kernels.mosaic.quantize import ALIGNED
+
+ROWS, COLUMNS = 128, 256  # of a tile
+HALF, PIECE = COLUMNS // 2, 64  # columns of one product, and of one store
+OWN = 64  # rows of a tile that one warpgroup multiplies
+STAGES = 4  # steps that fit in shared memory
+COPIES = 2  # the warpgroup that copies; 0 and 1 multiply
+MULTIPROCESSORS = 132  # of H100 SXM and H200
+
+
+class Schedule(NamedTuple):
+    """Tiles of rows, group after group; G stands for the rows past the last group."""
+
+    group_T: jax.Array
+    first_T: jax.Array  # row, a multiple of ALIGNED
+    start_T: jax.Array  # rows that count, from this one
+    end_T: jax.Array  # to this one
+    count_1: jax.Array  # tiles; the rest of the arrays has no meaning
+
+
+def schedule_rows(sizes_G: jax.Array, num_rows: int) -> Schedule:
+    """Cuts a buffer of rows, sorted by group, in tiles."""
+    sizes = jnp.append(sizes_G, num_rows - jnp.sum(sizes_G)).astype(jnp.int32)
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    firsts = starts // ALIGNED * ALIGNED
+    tiles = jnp.where(sizes > 0, -(-(ends - firsts) // ROWS), 0)
+    ends_of_tiles = jnp.cumsum(tiles)
+    # A group of n rows has at most (n - 1 + ALIGNED - 1) / ROWS + 1.
+    most = (num_rows + sizes.shape[0] * (ALIGNED - 2)) // ROWS + sizes.shape[0]
+    tile_T = jnp.arange(most, dtype=jnp.int32)
+    group_T = jnp.searchsorted(ends_of_tiles, tile_T, side="right").astype(jnp.int32)
+    group_T = jnp.minimum(group_T, sizes.shape[0] - 1)
+    first_T = firsts[group_T] + (tile_T - (ends_of_tiles - tiles)[group_T]) * ROWS
+    return Schedule(group_T, first_T, starts[group_T], ends[group_T], ends_of_tiles[-1:])
+
+
+class Grid(NamedTuple):
+    """Tiles of a product, and how many thread blocks take turns at them."""
+
+    groups: int
+    columns: int  # tiles side by side
+    steps: int  # of a tile's sum
+    blocks: int
+
+
+class Place(NamedTuple):
+    """What a thread block works on in one turn."""
+
+    tile: Any  # of rows, its number in the schedule
+    column: Any  # of tiles
+    group: Any
+    steps: Any  # none for rows past the last group
+
+
+def grid_of(schedule: Schedule, groups: int, columns: int, steps: int) -> Grid:
+    """The grid of a product that has so many columns of tiles."""
+    blocks = min(MULTIPROCESSORS, columns * schedule.group_T.shape[0])
+    return Grid(groups, columns, steps, blocks)
+
+
+def place_of(grid: Grid, schedule: Any, turn: Any) -> Place:
+    """In a kernel: where this thread block is in its so-manieth turn."""
+    place = turn * grid.blocks + lax.axis_index("block")
+    tile, column = lax.div(place, grid.columns), lax.rem(place, grid.columns)
+    group = schedule.group_T[tile]
+    return Place(tile, column, group, jnp.where(group < grid.groups, grid.steps, 0))
+
+
+def turns_of(count: Any, blocks: int) -> Any:
+    """In a kernel: tiles that this thread block works on, of `count`."""
+    return lax.div(count - lax.axis_index("block") + blocks - 1, blocks)
+
+
+def tiled(width: int) -> tuple[Any, Any]:
+    """How buffers lie that matrix units read: in tiles of eight rows of 128 bytes, swizzled."""
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+
+
+def ring_of(copies: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
+    """Barriers of the buffers: this one has arrived, this one is free again."""
+    return (
+        plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+    )
+
+
+def specialize(
+    wg: jax.Array, turns: Any, load_tile: Callable, multiply_tile: Callable, registers: int = 232
+) -> None:
+    """Each warpgroup's part, (turn, step) -> step, tile after tile; steps are the ring's.
+
+    Args:
+      registers: of a thread that multiplies.
+    """
+
+    @pl.when(wg == COPIES)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        lax.fori_loop(0, turns, load_tile, jnp.int32(0))
+
+    @pl.when(wg != COPIES)
+    def _():
+        plgpu.set_max_registers(registers, action="increase")
+        lax.fori_loop(0, turns, multiply_tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def load_steps(copies: Callable, steps: Any, step: jax.Array, ring: Any) -> jax.Array:
+    """Fills the buffers of a tile's steps, each when it is free. Returns the ring's next step.
+
+    Args:
+      copies: (i, slot, copy) -> copies what step i needs into the buffers of that number.
+      step: of the ring, at which the tile begins.
+    """
+    arrived, free = ring
+
+    def load(i, step):
+        slot = lax.rem(step, STAGES)
+
+        @pl.when(step >= STAGES)
+        def _():
+            plgpu.barrier_wait(free.at[slot])
+
+        copies(i, slot, partial(plgpu.copy_gmem_to_smem, barrier=arrived.at[slot]))
+        return step + 1
+
+    return lax.fori_loop(0, steps, load, step)
+
+
+def sum_steps(product: Callable, steps: Any, step: jax.Array, ring: Any) -> list[jax.Array]:
+    """The sums [OWN, HALF] of both halves over a tile's steps, in float32.
+
+    Args:
+      product: (i, slot, accumulators) -> starts the products of a step.
+      step: of the ring, at which the tile begins.
+    """
+    arrived, free = ring
+
+    def scope(*accumulators):
+        def one(i, _):
+            slot = lax.rem(step + i, STAGES)
+            plgpu.barrier_wait(arrived.at[slot])
+            product(i, slot, accumulators)
+            # The products before these are done, so that their buffers are free.
+            plgpu.wgmma_wait(len(accumulators))
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_arrive(free.at[lax.rem(step + i - 1, STAGES)])
+
+        lax.fori_loop(0, steps, one, None)
+        plgpu.wgmma_wait(0)
+
+        @pl.when(steps > 0)
+        def _():
+            plgpu.barrier_arrive(free.at[lax.rem(step + steps - 1, STAGES)])
+
+        return [accumulator[...] for accumulator in accumulators]
+
+    return pl.run_scoped(scope, *[plgpu.WGMMAAccumulatorRef((OWN, HALF), jnp.float32)] * 2)
+
+
+class Stores(NamedTuple):
+    """Shared memory that results go through: [2, OWN, PIECE], of each warpgroup its own."""
+
+    whole: Any
+    tail: Any
+
+
+def stores_of(dtype: Any) -> Stores:
+    """The scratch of `store_rows`; what is stored row by row must not be tiled."""
+    shape = (2, OWN, PIECE)
+    tail = plgpu.SMEM(shape, dtype)
+    return Stores(plgpu.SMEM(shape, dtype, transforms=tiled(PIECE)), tail)
+
+
+class Rows(NamedTuple):
+    """In a kernel: a warpgroup's rows of a tile, of which some belong to the tile's group."""
+
+    wg: jax.Array
+    first: Any
+    above: Any  # before those that count, of OWN
+    below: Any  # past them
+
+
+def rows_of(schedule: Any, tile: Any, wg: jax.Array) -> Rows:
+    """In a kernel: this warpgroup's rows of a tile."""
+    first = pl.multiple_of(schedule.first_T[tile], ALIGNED) + wg * OWN
+    inside = (jnp.clip(end[tile] - first, 0, OWN) for end in (schedule.start_T, schedule.end_T))
+    return Rows(wg, first, *inside)
+
+
+def store_rows(stores: Stores, rows: Rows, part: jax.Array, y_gmem: Any, between, column) -> None:
+    """Writes the rows that count of [OWN, HALF] to columns of a result.
+
+    All in one copy a piece, where all count; fewer by the binary digits of their number.
+
+    Args:
+      between: where in the result's dimensions that stand between rows and columns.
+      column: the first.
+    """
+    for start in range(0, HALF, PIECE):
+        piece = part[:, start : start + PIECE].astype(stores.whole.dtype)
+        columns = (*between, pl.ds(column + start, PIECE))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        _store_piece(stores, rows, piece, y_gmem, columns)
+
+
+def _store_piece(stores: Stores, rows: Rows, piece: jax.Array, y_gmem: Any, columns: Any) -> None:
+    wg, first, above, below = rows
+    count = below - above
+
+    @pl.when(count == OWN)
+    def _():
+        stores.whole[wg] = piece
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(stores.whole.at[wg], y_gmem.at[pl.ds(first, OWN), *columns])
+
+    @pl.when(count < OWN)
+    def _():
+        stores.tail[wg] = piece
+        plgpu.commit_smem()
+        for digit in (32, 16, 8, 4, 2, 1):
+            done = above + (count & ~(2 * digit - 1))
+
+            @pl.when(count & digit != 0)
+            def _(digit=digit, done=done):
+                taken = stores.tail.at[wg, pl.ds(done, digit)]
+                where = y_gmem.at[pl.ds(first + done, digit), *columns]
+                plgpu.copy_smem_to_gmem(taken, where)
