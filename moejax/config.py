@@ -147,8 +147,17 @@ class MoEConfig:
     )
     implementation: str = setting(
         "auto",
-        "grouped matrix product of the experts",
-        choices=("auto", "mosaic", "tokamax", "blocked", "ragged_dot", "reference"),
+        "grouped matrix product of the experts; .._e4m3: forward ones of numbers rounded to e4m3",
+        choices=(
+            "auto",
+            "mosaic",
+            "mosaic_e4m3",
+            "tokamax",
+            "blocked",
+            "ragged_dot",
+            "reference",
+            "reference_e4m3",
+        ),
     )
     router: RouterConfig = section(RouterConfig, "routing")
 

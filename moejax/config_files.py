@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ml_collections import ConfigDict
 from yaml.composer import ComposerError
 from yaml.reader import ReaderError
 
@@ -84,6 +83,8 @@ def _read_text(file: Path, shown: str) -> str:
 
 def _read_python(file: Path, shown: str) -> list[Entry]:
     """Runs the file and lists the ConfigDict that its `get_config()` returns."""
+    from ml_collections import ConfigDict  # data files need none
+
     spec = importlib.util.spec_from_file_location("moejax_config_file", file)
     assert spec is not None, "a .py file always has a loader"
     assert spec.loader is not None

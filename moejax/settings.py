@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict, FieldReference
-
 from moejax.config import Config
 from moejax.config_files import Entry, read_entries, read_yaml
 from moejax.errors import InputError
@@ -28,11 +26,14 @@ from moejax.fields import (
 )
 
 
-def default_config() -> ConfigDict:
-    """Returns all settings at their defaults, for a config file's `get_config()` to change.
+def default_config() -> Any:
+    """Returns all settings at their defaults, a ConfigDict for a file's `get_config()` to change.
 
     Locked: a misspelt name raises where it is written. Values are checked when the file is loaded.
     """
+    # Only config files in Python need it.
+    from ml_collections import ConfigDict, FieldReference
+
     config = ConfigDict()
     for name in sections():
         parent, _, last = name.rpartition(".")
@@ -44,8 +45,8 @@ def default_config() -> ConfigDict:
     return config.lock()
 
 
-def _group(config: ConfigDict, dotted: str) -> ConfigDict:
-    group: Any = config
+def _group(config: Any, dotted: str) -> Any:
+    group = config
     for part in filter(None, dotted.split(".")):
         group = group[part]
     return group

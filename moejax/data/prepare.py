@@ -19,7 +19,7 @@ from moejax.data.documents import Document, is_held_out, read_documents
 from moejax.data.sidecar import FORMAT_VERSION, Sidecar, is_plain_name, sidecar_of
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import open_files, verify
-from moejax.errors import InputError
+from moejax.errors import InputError, exit_code
 
 CHUNK_TOKENS = 8192
 SUFFIXES = {"bin": ".bin", "array_record": ".array_record"}
@@ -41,18 +41,14 @@ writes data/books.train.bin and data/books.eval.bin, each with a .json beside it
 def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 0, or 2 for bad input."""
     args = parser().parse_args(argv)
-    try:
+
+    def run() -> None:
         if args.verify:
             verify_files(args.files)
         else:
             prepare(args, Console(stderr=True))
-    except (InputError, OSError) as error:
-        print(f"moejax: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("moejax: stopped; unfinished files were removed", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_code(run, stopped="unfinished files were removed", files=True)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from rich.table import Table
 from moejax.checks import check, resolve_mesh
 from moejax.config import Config
 from moejax.dims import Axes, build_layout
-from moejax.errors import InputError
+from moejax.errors import InputError, exit_code
 from moejax.plan.build import build_mesh
 from moejax.plan.compiled import CompiledText, Exchange, Schedule
 from moejax.plan.exposed import compress_exposed, hidden_shares
@@ -302,12 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     args = parser.parse_args(rest)
-    try:
-        run(args, overrides)
-    except InputError as error:
-        print(f"moejax: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: run(args, overrides), stopped="nothing was compiled to the end")
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from moejax.checks import check
 from moejax.checks.planned import CHOSEN, pinned
 from moejax.config import Config
-from moejax.errors import InputError
+from moejax.errors import InputError, exit_code
 from moejax.fields import fields
 from moejax.plan.search import Found
 from moejax.plan.space import change
@@ -63,17 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
     rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(rest)
-    try:
-        run(args, overrides)
-    except InputError as error:
-        if args.debug:
-            raise
-        print(f"moejax: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("moejax: stopped; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+    stopped = "nothing was written"
+    return exit_code(lambda: run(args, overrides), stopped=stopped, debug=args.debug)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moejax.config import Config
-from moejax.errors import InputError
+from moejax.errors import InputError, exit_code
 from moejax.kernels.select import HOPPER, Choice, Place, select_kernels
 from moejax.plan.target import TARGETS
 from moejax.settings import load_config, split_overrides
@@ -34,15 +34,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
     parser.add_argument("--target", choices=sorted(TARGETS), help="accelerators that are not here")
     args = parser.parse_args(rest)
-    try:
+
+    def run() -> None:
         if overrides and args.config is None:
             raise InputError("settings without a config. Add --config FILE.")
         cfg = Config() if args.config is None else load_config(args.config, overrides)
         show(cfg, _place(args.target), Console())
-    except InputError as error:
-        print(f"moejax: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code(run, stopped="nothing was changed")
 
 
 def _place(target: str | None) -> Place:
@@ -67,12 +66,12 @@ def show(cfg: Config, place: Place, console: Console) -> None:
     console.print(", ".join(found), highlight=False, soft_wrap=True)
     capability = f", compute capability {place.capability}" if place.capability else ""
     console.print(f"platform {place.platform}{capability}", highlight=False)
-    named = cfg.moe.implementation
-    open_choice = replace(cfg, kernels="auto", moe=replace(cfg.moe, implementation="auto"))
-    choices = select_kernels(open_choice, place)
-    console.print(_table(choices))
-    if named != "auto" or cfg.kernels == "required":
-        select_kernels(cfg, place)
+    try:
+        console.print(_table(select_kernels(cfg, place)))
+    except InputError:
+        open_choice = replace(cfg, kernels="auto", moe=replace(cfg.moe, implementation="auto"))
+        console.print(_table(select_kernels(open_choice, place)))
+        raise
 
 
 def _table(choices: dict[str, Choice]) -> Table:

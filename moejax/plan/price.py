@@ -12,7 +12,7 @@ from moejax.comm.rounds import ROUNDS
 from moejax.dims import Layout
 from moejax.plan.schedule import Collective, Op, Schedule
 from moejax.plan.simulate import COMPUTE, Task, Timeline, simulate
-from moejax.plan.topology import Tier, Topology
+from moejax.plan.topology import Device, Tier, Topology
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,7 @@ class Costs:
 
     def compute(self, op: Op, filled: float) -> float:
         """Seconds of anything but a collective or a loop."""
-        device, share = self.device, filled if op.work else 1.0
-        if op.kind == "product":
-            rate = device.product_rate(op.dtype, op.flops * share)
-            moved = op.bytes / device.copy_bytes_per_s
-            return device.startup_s + max(op.flops * share / max(rate, 1.0), moved * share)
-        if op.kind == "region":
-            return op.passes * device.startup_s + op.bytes / device.copy_bytes_per_s
-        if op.kind == "gather":
-            return device.startup_s + op.bytes / device.gather_bytes_per_s
-        return 0.0
+        return self.device.program * alone(op, self.device, filled if op.work else 1.0)
 
     def links(self, one: Collective) -> list[tuple[Tier, float, float]]:
         """(tier, seconds, bytes of a device) on each link that a collective uses."""
@@ -115,6 +106,23 @@ class Costs:
         inside = self.layout.size(self.layout.inside_node(axes))
         across = self.layout.size(self.layout.between_nodes(axes))
         return None if inside * across == 1 else self.topology.group(inside, across)
+
+
+def alone(op: Op, device: Device, share: float = 1.0) -> float:
+    """Seconds of anything but a collective or a loop, timed by itself.
+
+    Args:
+      share: of the rows of an operation on buckets that are filled.
+    """
+    if op.kind == "product":
+        rate = device.product_rate(op.dtype, op.flops * share)
+        moved = op.bytes / device.copy_bytes_per_s
+        return device.startup_s + max(op.flops * share / max(rate, 1.0), moved * share)
+    if op.kind == "region":
+        return op.passes * device.startup_s + op.bytes / device.copy_bytes_per_s
+    if op.kind == "gather":
+        return device.startup_s + op.bytes / device.gather_bytes_per_s
+    return 0.0
 
 
 def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Played:

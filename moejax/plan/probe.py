@@ -23,11 +23,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moejax.config import MeshConfig
-from moejax.errors import InputError
+from moejax.errors import InputError, exit_code
 from moejax.fields import short
 from moejax.plan.detect import Nodes, find_nodes, memory_of
 from moejax.plan.probe_device import probe_device
 from moejax.plan.probe_links import Say, probe_pairs, probe_tier
+from moejax.plan.probe_program import probe_program
 from moejax.plan.stopwatch import AXES, Stopwatch
 from moejax.plan.topology import KINDS, Tier, Topology
 from moejax.plan.topology_file import ASYMMETRY, VERSION, from_json, to_text
@@ -53,7 +54,7 @@ class Effort:
 
     Attributes:
       seconds: for the links, about; sizes grow until they are spent.
-      quick: fewer sizes, dtypes and codecs; neither pairs nor contention.
+      quick: fewer sizes, dtypes and codecs; no pairs, no contention, no whole program.
     """
 
     seconds: float = SECONDS
@@ -94,6 +95,9 @@ def probe(
         quick=effort.quick,
         say=say,
     )
+    if not effort.quick:
+        say("a whole program")
+        device = replace(device, program=processes.gather(probe_program(watch, device))[0])
     tiers, more = _probe_tiers(watch, found, effort, say)
     odd += more
     topology = Topology(
@@ -207,6 +211,11 @@ def print_report(topology: Topology, odd: Sequence[str], console: Console) -> No
         f"{dtype} {curve[-1][1] / 1e9:.3g}" for dtype, curve in topology.device.products.items()
     ]
     console.print(f"largest products, GFLOP/s a device: {', '.join(rates)}", highlight=False)
+    console.print(
+        f"a whole program computes {topology.device.program:.2f} times as long as its operations "
+        "take by themselves",
+        highlight=False,
+    )
     if topology.nodes > 1:
         for one in topology.crossover():
             ways = ", ".join(f"{way} from {_size(size)}" for size, way in one.changes)
@@ -236,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--out", metavar="FILE", required=True, help="the topology to write")
-    made.add_argument("--quick", action="store_true", help="fewer sizes; no pairs, no contention")
+    made.add_argument("--quick", action="store_true", help="fewer sizes, and no more than needed")
     made.add_argument(
         "--seconds", type=float, help=f"for the links, about (default {SECONDS:g}, quick 10)"
     )
@@ -250,17 +259,13 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 0, or 2 for bad input."""
     args = parser().parse_args(argv)
-    try:
+
+    def run() -> None:
         out = _checked(args)
         with join() as processes:
             _run(args, out, processes)
-    except (InputError, OSError) as error:
-        print(f"moejax: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("moejax: stopped; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+
+    return exit_code(run, stopped="nothing was written", files=True)
 
 
 def _checked(args: argparse.Namespace) -> Path:

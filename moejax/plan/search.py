@@ -125,24 +125,22 @@ def price(read: Read, topology: Topology, routing: Routing) -> Priced:
     return Priced(read, tuple(parts), most)
 
 
-class Search:
+@dataclass
+class _Search:
     """One search: what has been traced, and how long it may go on."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        topology: Topology,
-        limits: Limits,
-        routing: Routing,
-        *,
-        seconds: float,
-        say: Callable[[str], None] = lambda _: None,
-    ):
-        self.cfg, self.topology, self.limits, self.routing = cfg, topology, limits, routing
-        self.say, self.began = say, time.perf_counter()
-        self.ends = self.began + seconds
-        self.priced: dict[Config, Priced] = {}
-        self.too_large = 0
+    cfg: Config
+    topology: Topology
+    limits: Limits
+    routing: Routing
+    seconds: float
+    say: Callable[[str], None]
+    priced: dict[Config, Priced] = field(default_factory=dict)
+    too_large: int = 0
+
+    def __post_init__(self) -> None:
+        self.began = time.perf_counter()
+        self.ends = self.began + self.seconds
 
     @property
     def room(self) -> float:
@@ -338,4 +336,4 @@ def search(
     """
     if cfg.compression.preset != "none" or limits.nodes == 1:
         limits = replace(limits, codecs="none")
-    return Search(cfg, topology, limits, routing, seconds=seconds, say=say).run()
+    return _Search(cfg, topology, limits, routing, seconds, say).run()

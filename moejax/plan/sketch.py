@@ -103,11 +103,13 @@ class Sketch:
         flops = 6.0 * self.tokens * model.width * model.vocab_size / layout.size(layout.tensor)
         rate = self.topology.device.product_rate(model.dtype, flops / 3)
         table = self.tables / layout.size(layout.tensor)
-        return flops / max(rate, 1.0) + self._moved(table, layout.fsdp + layout.expert)
+        compute = self.topology.device.program * flops / max(rate, 1.0)
+        return compute + self._moved(table, layout.fsdp + layout.expert)
 
     def _update(self) -> float:
         """Of the optimizer: masters, moments and gradients read, the first two written."""
-        return 28 * self.own / self.topology.device.copy_bytes_per_s
+        device = self.topology.device
+        return device.program * 28 * self.own / device.copy_bytes_per_s
 
     def _compute(self) -> float:
         """Of a block: products, and passes over its activations."""
@@ -121,7 +123,7 @@ class Sketch:
         rate = device.product_rate(model.dtype, flops / 20)
         local = self.tokens / layout.size(layout.tensor)
         passes = 30 * local * model.width * WIDTHS[model.dtype] * (1 + moe.experts_per_token)
-        return flops / max(rate, 1.0) + passes / device.copy_bytes_per_s
+        return device.program * (flops / max(rate, 1.0) + passes / device.copy_bytes_per_s)
 
     def _exchange(self) -> float:
         """Of a block: tokens to experts and home, and activations over tensor, both ways."""
@@ -143,7 +145,8 @@ class Sketch:
         device, layout = self.topology.device, self.layout
         if layout.size(layout.expert_owner_axes) == 1:
             return 0.0
-        return 8 * rows / device.gather_bytes_per_s + SMALL_OPS * device.startup_s
+        moved = 8 * rows / device.gather_bytes_per_s + SMALL_OPS * device.startup_s
+        return device.program * moved
 
     def _weights(self) -> float:
         """Of a block: weights gathered, and their gradients reduced."""

@@ -6,7 +6,7 @@ run of the same loop. All processes start together and the slowest counts: a tra
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,10 +27,10 @@ LONG_S = 0.06
 class Stopwatch:
     """Compiles and times operations; every process makes the same calls in one order."""
 
-    def __init__(self, processes: Processes, devices: Any):
-        """Takes devices [nodes][devices of a node]."""
+    def __init__(self, processes: Processes, devices: Any, more: Sequence[str] = ()):
+        """Takes devices [nodes][devices of a node], and axes of one that operations may name."""
         self.processes = processes
-        self.mesh = build_mesh(devices)
+        self.mesh = build_mesh(devices, more)
         self._began = time.perf_counter()
 
     def elapsed(self) -> float:
@@ -74,9 +74,12 @@ class Stopwatch:
         return max(self.processes.gather(time.perf_counter() - began))
 
 
-def build_mesh(devices: Any) -> Mesh:
-    """A mesh of devices [nodes][devices of a node]."""
-    return Mesh(np.array(devices), AXES, axis_types=(AxisType.Auto,) * 2)
+def build_mesh(devices: Any, more: Sequence[str] = ()) -> Mesh:
+    """A mesh of devices [nodes][devices of a node], and more axes of one."""
+    names = (*AXES, *more)
+    grid = np.array(devices)
+    grid = grid.reshape(*grid.shape, *(1 for _ in more))
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def unrolled(mesh: Mesh) -> int:

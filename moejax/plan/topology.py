@@ -12,12 +12,15 @@ import bisect
 import dataclasses
 import itertools
 import math
+import operator
 import statistics
 from dataclasses import dataclass
 
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 # Other kinds that `plan.trace` finds travel as one of these do.
-SAME_LINK = {"all_max": "all_reduce", "all_min": "all_reduce", "permute": "all_to_all"}
+SAME = {"all_max": "all_reduce", "all_min": "all_reduce"}
+LINKS = SAME | {"permute": "all_to_all"}
+RINGS = ("all_gather", "reduce_scatter", "all_reduce")
 SLOW_BELOW = 0.75  # of the usual rate between nodes; below it a node is called slow
 SIZES = tuple(2**power for power in range(10, 31))  # bytes that `crossover` looks at
 
@@ -82,6 +85,7 @@ class Device:
       gather_bytes_per_s: the same where rows are gathered by index.
       startup_s: of one small operation.
       codecs: rates of each codec, by name.
+      program: seconds that a whole program computes, over what its operations take by themselves.
     """
 
     name: str
@@ -92,15 +96,17 @@ class Device:
     gather_bytes_per_s: float
     startup_s: float
     codecs: dict[str, CodecRates] = dataclasses.field(default_factory=dict)
+    program: float = 1.0
 
     def product_rate(self, dtype: str, flops: float) -> float:
         """FLOP/s of a matrix product of so many FLOPs.
 
         Between measured sizes along a straight line of logarithms; above the largest as fast as it;
-        below the smallest as long as it takes. A dtype that is not there counts as float32, or as
-        the slowest that is.
+        below the smallest as long as it takes. A dtype that is not there counts as float32, one of
+        eight bits as bfloat16; where that is not there either, as the slowest that is.
         """
-        curve = self.products.get(dtype) or self.products.get("float32")
+        near = "bfloat16" if dtype.startswith("float8") else "float32"
+        curve = self.products.get(dtype) or self.products.get(near)
         if curve is None:
             curve = min(self.products.values(), key=lambda points: points[-1][1])
         place = bisect.bisect_right([size for size, _ in curve], flops)
@@ -189,52 +195,60 @@ class Topology:
     def shares(self, kind: str, operand_bytes: float, *group: int) -> tuple[float, ...]:
         """Bytes that a device of the group puts on each tier.
 
-        n devices, of which a peer on each tier is as likely as any other: all_to_all and
-        reduce_scatter send (n - 1) / n of the operand, all_gather of its result, all_reduce twice
-        that; permute all of it, on the slowest tier.
+        all_to_all: every device sends a part to every other, so (n - 1) / n of the operand leaves
+        it, in the proportion of its peers. all_gather and reduce_scatter are rings, all_reduce is
+        two: (n - 1) / n of the operand (all_gather: of its result) passes between any two blocks
+        of devices, once, and the block's devices share the sending. permute: all of it, on the
+        slowest tier.
 
         Args:
           operand_bytes: of one device; of an all_gather, its result's. As in `plan.trace`.
           group: devices of the group in each node, nodes, ...; tiers left out count 1.
         """
         count, peers = math.prod(group), self._peers(group)
+        kind = SAME.get(kind, kind)
         if kind == "permute":
             slowest = max((t for t, number in enumerate(peers) if number), default=-1)
             return tuple(operand_bytes * (t == slowest) for t in range(len(peers)))
-        times = 2 if SAME_LINK.get(kind, kind) == "all_reduce" else 1
-        return tuple(times * operand_bytes * number / count for number in peers)
+        if kind == "all_to_all":
+            return tuple(operand_bytes * number / count for number in peers)
+        passing = (2 if kind == "all_reduce" else 1) * operand_bytes * (count - 1) / count
+        sizes = (1, *group, *(1,) * (len(peers) - len(group)))
+        blocks = itertools.accumulate(sizes, operator.mul)
+        return tuple(
+            passing / block if number else 0.0 for number, block in zip(peers, blocks, strict=False)
+        )
 
     def seconds(self, kind: str, operand_bytes: float, *group: int) -> tuple[float, ...]:
         """Seconds of each tier in one collective over a group; it takes as long as the longest.
 
-        A call of more peers on a tier than the tier joins starts as often as that is more.
+        A call that takes more turns than one among all devices of a tier starts as often as that
+        is more: peers of an all-to-all, devices of a ring.
 
         Args: as of `shares`. `seconds("all_to_all", n, 4, 2)`: four devices of each of two nodes.
         """
         found, peers = [], self._peers(group)
         shares = self.shares(kind, operand_bytes, *group)
+        ring = SAME.get(kind, kind) in RINGS
         for tier, number, wire_bytes in zip(self.tiers, peers, shares, strict=True):
-            link = tier.links[SAME_LINK.get(kind, kind)]
-            starts = max(1.0, number / max(1, tier.size - 1))
+            link = tier.links[LINKS.get(kind, kind)]
+            turns = math.prod(group) - 1 if ring else number
+            starts = max(1.0, turns / max(1, tier.size - 1))
             cost = starts * link.startup_s + wire_bytes / link.bytes_per_s
             found.append(cost if number else 0.0)
         return tuple(found)
 
     def crossover(self) -> tuple[Crossover, ...]:
-        """Whether flat, ring or two-level collectives win over the whole cluster, by size.
+        """Whether one collective or one a tier wins over the whole cluster, by size.
 
-        flat: every device sends to every other. two_level: tier by tier, so that fewer and larger
+        flat: every device sends to every other. ring: one step a device, each after the last, as
+        many rings at once as a node has devices. two_level: tier by tier, so that fewer and larger
         messages cross the slow links; an all-reduce sums inside first, so that each device sends
-        only its share across. ring: an all-reduce of one step a device, each after the last,
-        as many rings at once as a node has devices.
+        only its share across.
         """
         ways = {
             "all_to_all": (("flat", self._flat), ("two_level", self._two_level)),
-            "all_reduce": (
-                ("flat", self._flat),
-                ("ring", self._ring),
-                ("two_level", self._two_level),
-            ),
+            "all_reduce": (("ring", self._flat), ("two_level", self._two_level)),
         }
         found = []
         for kind, by_name in ways.items():
@@ -314,19 +328,6 @@ class Topology:
                 total += max(self.seconds(half, left, *group))
             left /= group[-1]
         return total + max(self.seconds(kind, left, *alone[-1]))
-
-    def _ring(self, kind: str, operand_bytes: float) -> float:
-        wire_bytes = 2 * (self.devices - 1) / self.devices * operand_bytes
-        slowest, inside = 0.0, 1
-        for tier in self.tiers:
-            if tier.size > 1:
-                link = tier.links[kind]
-                # Of the devices below a tier, one of each ring sends over it.
-                step_s = link.startup_s / (2 * (tier.size - 1))
-                starts = 2 * (self.devices - 1) * step_s
-                slowest = max(slowest, starts + wire_bytes / inside / link.bytes_per_s)
-            inside *= tier.size
-        return slowest
 
 
 def same_links(link: Link) -> dict[str, Link]:

@@ -26,7 +26,7 @@ CONSTANTS = ("iota", "axis_index", "random_seed", "empty2", "empty")
 SLICES = ("slice", "dynamic_slice", "split", "unstack")
 GATHERS = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "sort")
 GATHERS += ("top_k", "cumsum", "cummax", "cumlogsumexp", "reduce_window")
-WORKING = ("while", "pallas_call", "core_map")
+WORKING = ("while", "pallas_call", "core_map", "mpmd_map")
 REST = "the rest"  # what stands in no scope: norms, residual sums
 TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 TRANSFORMS |= {"while", "body", "cond", "closed_call", "shard_map", "remat"}
@@ -92,9 +92,9 @@ class _Reader:
         if name in ("jit", "pjit") and _works(inner_jaxprs(eqn)[0]):
             cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
-                return self._add("product", eqn, given, words, **cost)
+                return self._add(eqn=eqn, given=given, words=words, **cost)
         if (cost := attention_cost(name, eqn)) is not None:
-            return self._add("product", eqn, given, words, **cost)
+            return self._add(eqn=eqn, given=given, words=words, **cost)
         if name in CALLS:
             if name == "shard_map":  # from here on sizes are those of one device
                 for value, var in zip(given, inner_jaxprs(eqn)[0].invars, strict=True):

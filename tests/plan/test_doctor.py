@@ -27,6 +27,30 @@ def test_it_answers_for_accelerators_that_are_not_here(capsys):
     assert "cudnn" in said
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
+def test_it_says_what_the_config_names(capsys):
+    words = [*OLMOE, "--config.moe.implementation=mosaic_e4m3", "--target"]
+    assert main([*words, "h200"]) == 0
+    assert "named in moe.implementation" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "v6e"]) == 2
+    found = capsys.readouterr()
+    assert "ragged_dot" in found.out, "what it would take instead"
+    assert "mosaic_e4m3, which declines: it is for GPUs" in found.err
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
+def test_it_says_what_quantises_rows_of_tokens_as_they_move(capsys):
+    hybrid = [*OLMOE, "--config.compression=hybrid"]
+    assert main([*hybrid, "--target", "h200"]) == 0
+    said = capsys.readouterr().out
+    assert "quantized_rows" in said
+    assert "separate" not in said
+    assert main([*hybrid, "--config.model.width=2880", "--target", "h200"]) == 0
+    said = capsys.readouterr().out
+    assert "separate" in said
+    assert "rows of 23" in said
+
+
 def test_what_the_config_asks_for_and_cannot_have_is_an_error(capsys):
     assert main([*OLMOE, "--config.kernels=required", "--target", "v6e"]) == 2
     assert "kernels" in capsys.readouterr().err

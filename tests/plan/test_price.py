@@ -40,6 +40,16 @@ def test_axes_inside_a_node_leave_the_network_alone():
     assert {link for link, _ in found.tally.bytes_sent} == {"host"}
 
 
+def test_a_program_takes_longer_than_its_operations_and_links_do_not():
+    ops = (Op("product", scope="experts", flops=1e9, dtype="float32"), all_to_all(1_000_000))
+    alone = costs(platform="gpu")
+    device = dataclasses.replace(alone.topology.device, program=3.0)
+    slower = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.work)
+    for op, times in zip(ops, (3, 1), strict=True):
+        before, after = (play(Schedule((op,), ()), one).seconds for one in (alone, slower))
+        assert after == pytest.approx(times * before)
+
+
 def test_compute_hides_what_does_not_wait_for_it():
     work = Op("product", scope="experts", flops=1e9, dtype="float32")
     ops = (all_to_all(2_000_000), work)

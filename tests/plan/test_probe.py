@@ -1,5 +1,6 @@
 """The probe: its fit, what it takes for nodes, a small run here, and the emulated cluster."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from moejax.comm import wire
 from moejax.errors import InputError
 from moejax.plan import __main__ as plan
 from moejax.plan import probe as probe_module
+from moejax.plan import probe_program
 from moejax.plan.detect import find_nodes
 from moejax.plan.fit import fit_link
 from moejax.plan.probe import Effort, main, probe
@@ -27,6 +29,7 @@ from moejax.plan.stopwatch import AXES, Stopwatch, build_mesh, loop
 from moejax.plan.topology import KINDS, Link, Tier
 from moejax.plan.topology_file import from_json, load_topology, read_topology, to_text
 from moejax.runtime.processes import Processes
+from tests.plan.clusters import cluster
 
 SIZES = tuple(2**power for power in range(14, 27, 2))
 ROOT = Path(__file__).parents[2]
@@ -162,6 +165,29 @@ def test_a_quick_probe_of_simulated_devices_can_be_read_back():
     assert any("all_to_all" in words for words in said)
 
 
+def test_a_whole_program_runs_beside_its_price(monkeypatch):
+    small = probe_program.SMALL | {
+        "model.width": 32,
+        "model.num_layers": 1,
+        "moe.expert_hidden": 32,
+    }
+    monkeypatch.setitem(probe_program.MODELS, "cpu", small)
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(2, 2))
+    device = cluster().device
+    found = probe_program.probe_program(watch, device)
+    assert 0 < found < 1e6
+    monkeypatch.setattr(Stopwatch, "seconds", lambda *_, **__: 1.0)
+    of_a_second = probe_program.probe_program(watch, device)
+    twice = {
+        "products": {"float32": tuple((n, 2 * rate) for n, rate in device.products["float32"])},
+        "copy_bytes_per_s": 2 * device.copy_bytes_per_s,
+        "gather_bytes_per_s": 2 * device.gather_bytes_per_s,
+        "startup_s": device.startup_s / 2,
+    }
+    faster = dataclasses.replace(device, **twice)
+    assert probe_program.probe_program(watch, faster) == pytest.approx(2 * of_a_second)
+
+
 @pytest.mark.parametrize(
     ("inside", "sizes", "warning"),
     [
@@ -267,6 +293,7 @@ def test_the_probe_finds_the_rate_of_shaped_links(tmp_path):
     found, output = emulate(tmp_path, flags=flags)
     assert found.sizes == (2, 2), output
     assert [tier.name for tier in found.tiers] == ["host", "network"]
+    assert 0.5 < found.device.program < 30, output
     rates = [2 * 8 * link.bytes_per_s for link in found.tiers[1].links.values()]
     assert 80e6 < np.median(rates) < 120e6, output
     for row, column in ((0, 1), (1, 0)):

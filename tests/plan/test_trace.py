@@ -10,6 +10,7 @@ import pytest
 
 from moejax.config import CompressionConfig
 from moejax.dims import build_layout
+from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from moejax.plan.build import build_abstract_mesh
 from moejax.plan.schedule import walk
 from moejax.plan.trace import collectives, read
@@ -68,6 +69,22 @@ def test_writes_in_place_count_what_is_written():
     traced = jax.make_jaxpr(function)(jnp.ones((100, 10)), jnp.ones((1, 10)))
     (op,) = read(traced).ops
     assert (op.kind, op.bytes) == ("gather", 2 * 10 * 4)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
+def test_rows_that_a_kernel_moves_cost_the_bytes_of_each():
+    """A kernel's rows are fetched one by one, however small what they are fetched from."""
+    N, K, M, D, block = 16, 4, 80, 1024, 128
+
+    def function(x, source, place):
+        q = permute_quantize(x, source, "int8", block=block, implementation="mosaic")
+        options = {"dtype": x.dtype, "implementation": "mosaic"}
+        return dequantize_combine(q, None, place, "int8", D, **options)
+
+    arrays = jnp.ones((N, D), jnp.bfloat16), jnp.zeros(M, int), jnp.zeros((N, K), int)
+    gathers = [op for op in read(jax.make_jaxpr(function)(*arrays)).ops if op.kind == "gather"]
+    quantised = D + 4 * (D // block)
+    assert [op.bytes for op in gathers] == [M * (2 * D + quantised), N * (K * quantised + 2 * D)]
 
 
 def test_the_steps_flops_are_the_models():
