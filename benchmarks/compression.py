@@ -109,16 +109,15 @@ def break_even(results: list[dict[str, Any]], name: str) -> str:
     base, one = results[0]["found"][PLAIN], results[0]["found"][name]
     alone = median(median(r["found"][f"codecs of {name}"]["seconds"]) for r in results)
     predicted = (base["counted"] - one["counted"]) * 8 / alone / 1e6
-    speeds = [(r["case"]["rate"], speed_of(r["found"], name)) for r in results]
-    slower = [rate for rate, speed in speeds if speed < 1]
-    faster = [rate for rate, speed in speeds if speed >= 1]
-    measured = (
-        f"between {max(faster)} and {min(slower)} Mbit/s"
-        if slower and faster
-        else f"above {max(faster)} Mbit/s"
-        if faster
-        else f"below {min(slower)} Mbit/s"
-    )
+    speeds = sorted((r["case"]["rate"], speed_of(r["found"], name)) for r in results)
+    first = next((n for n, (_, speed) in enumerate(speeds) if speed < 1), len(speeds))
+    rates = [rate for rate, _ in speeds]
+    if first == 0:
+        measured = f"below {rates[0]} Mbit/s"
+    elif first == len(rates):
+        measured = f"above {rates[-1]} Mbit/s"
+    else:
+        measured = f"between {rates[first - 1]} and {rates[first]} Mbit/s"
     return f"{name} breaks even at {predicted:.0f} Mbit/s by the formula, measured {measured}"
 
 

@@ -1,8 +1,9 @@
 """Does the planner choose well? Its plans and others, measured on emulated clusters.
 
-For each set-up: the cluster is probed, the planner searches by what was probed, and a dozen of its
-plans, good and bad, run in turns beside the default of people who do not plan (experts over all
-devices, flat, no codecs). Needs root, ip and tc. Writes planner.json and planner.md.
+Each cluster is probed once. For each set-up the planner searches by what was probed, and a dozen of
+its plans, good and bad, run in turns beside the default of people who do not plan (experts over all
+devices, flat, no codecs). Needs root, ip and tc. Writes planner.json and planner.md, and goes on
+where it was stopped, on the same machine.
 
     python benchmarks/planner.py --out benchmarks/results
 """
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -28,14 +30,17 @@ from moejax.checks.planned import pinned
 from moejax.config import Config, PlanConfig
 from moejax.fields import fields
 from moejax.plan.explain import plan_words, terms
-from moejax.plan.routing import read_routing
-from moejax.plan.search import Found, Priced, search
-from moejax.plan.space import Limits, change, plan_of
+from moejax.plan.routing import Routing, read_routing
+from moejax.plan.search import Found, Priced, price, read_step, search
+from moejax.plan.sketch import Sketch
+from moejax.plan.space import Limits, change, meshes, plan_of
 from moejax.plan.topology import Topology
-from moejax.plan.topology_file import read_topology, to_text
+from moejax.plan.topology_file import from_json
 
 ROOT = Path(__file__).parents[1]
-PLANS = 13  # measured of each set-up, the default beside them
+PLANS = 12  # measured of each set-up, the default beside them
+UNSEEN = 3  # of them, meshes that the search did not trace
+SAME = 0.005  # of a step: less is no difference
 MODELS: dict[str, dict[str, Any]] = {
     "balanced": {
         "model.width": 256,
@@ -82,7 +87,12 @@ class Setup:
     rate: int  # Mbit/s
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.hosts} x {self.devices}, {self.rate} Mbit/s"
+        return f"{self.model}, {self.cluster}"
+
+    @property
+    def cluster(self) -> str:
+        """Its name; set-ups on one cluster share what was probed."""
+        return f"{self.hosts} x {self.devices}, {self.rate} Mbit/s"
 
 
 SETUPS = (
@@ -98,35 +108,62 @@ def config_of(setup: Setup) -> Config:
     return change(Config(plan=PlanConfig(mode="auto")), EVERY | MODELS[setup.model])
 
 
-def probe(setup: Setup, path: Path) -> Topology:
-    """Measures the emulated cluster as a user would."""
+def probe(setup: Setup, path: Path) -> tuple[dict[str, Any], float]:
+    """Measures the emulated cluster as a user would; the topology, and seconds of the command."""
     command = [ROOT / "launch/emulate", "--hosts", setup.hosts]
     command += ["--devices-per-host", setup.devices, "--link", f"{setup.rate}mbit", "--"]
     command += [sys.executable, "-m", "moejax.plan", "probe", "--out", path]
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT)}
+    began = time.perf_counter()
     subprocess.run(list(map(str, command)), env=environment, check=True)
-    return read_topology(path)
+    return json.loads(path.read_text()), time.perf_counter() - began
 
 
 def plan(setup: Setup, topology: Topology, seconds: float) -> Found:
     """All that the planner finds in some time."""
+    limits, routing = ask(setup, topology)
+    return search(config_of(setup), topology, limits, routing, seconds=seconds, say=print)
+
+
+def ask(setup: Setup, topology: Topology) -> tuple[Limits, Routing]:
+    """What may be chosen, and how tokens fall."""
     cfg = config_of(setup)
-    free = pinned(cfg)
-    limits = Limits(topology.devices, topology.nodes, "cpu", "hybrid", free)
-    routing = read_routing("balanced", cfg.moe.num_experts)
-    return search(cfg, topology, limits, routing, seconds=seconds, say=print)
+    limits = Limits(topology.devices, topology.nodes, "cpu", "hybrid", pinned(cfg))
+    return limits, read_routing("balanced", cfg.moe.num_experts)
 
 
-def chosen(found: Found) -> list[Priced]:
-    """What is measured: the best by price, the default, and the rest evenly spread."""
-    best, rest = found.ranked[:5], found.ranked[5:]
-    step = max(1.0, len(rest) / (PLANS - len(best)))
-    spread = [rest[int(n * step)] for n in range(PLANS - len(best)) if n * step < len(rest)]
-    plans = [*best, *spread]
+def chosen(setup: Setup, topology: Topology, found: Found) -> list[Priced]:
+    """What is measured: the best by price, others that the search looked at, and some it did not.
+
+    Of plans that cost the same by price, one: most are one program under two names.
+    """
+    distinct = found.ranked[:1]
+    for one in found.ranked[1:]:
+        if one.seconds > (1 + SAME) * distinct[-1].seconds:
+            distinct.append(one)
+    plans = [*distinct[:4], *spread(distinct[4:], PLANS - 4 - UNSEEN)]
+    plans += unseen(setup, topology, found)
     if found.baseline is not None and all(one.cfg != found.baseline.cfg for one in plans):
         plans.append(found.baseline)
     return plans
+
+
+def unseen(setup: Setup, topology: Topology, found: Found) -> list[Priced]:
+    """Meshes that a sketch was enough to leave aside, from the best of them to the worst."""
+    cfg = config_of(setup)
+    limits, routing = ask(setup, topology)
+    sketches = sorted((Sketch(one, topology) for one in meshes(cfg, limits)), key=Sketch.seconds)
+    seen = {one.cfg.mesh for one in found.ranked}
+    left = [sketch.cfg for sketch in sketches if sketch.cfg.mesh not in seen]
+    return [price(read_step(one, "cpu"), topology, routing) for one in spread(left, UNSEEN)]
+
+
+def spread(items: list[Any], count: int) -> list[Any]:
+    """So many, evenly from the first to the last; all, if there are no more."""
+    if len(items) <= count:
+        return items
+    return [items[round(n * (len(items) - 1) / (count - 1))] for n in range(count)]
 
 
 def measure(setup: Setup, plans: list[Priced], rounds: int, folder: Path) -> list[dict[str, Any]]:
@@ -187,25 +224,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--only", default="", help="set-ups whose name starts with this")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a search")
+    parser.add_argument("--seconds", type=float, default=PlanConfig().seconds, help="of a search")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     path = args.out / "planner.json"
-    record = json.loads(path.read_text()) if path.exists() else {"results": {}}
+    record = begin(path)
     for setup in (s for s in SETUPS if str(s).startswith(args.only)):
         if str(setup) in record["results"]:
             continue
         print(f"== {setup}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            topology = probe(setup, Path(folder) / "topology.json")
+            if setup.cluster not in record["clusters"]:
+                topology, took = probe(setup, Path(folder) / "topology.json")
+                record["clusters"][setup.cluster] = {"seconds": took, "topology": topology}
+            topology = from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
             found = plan(setup, topology, args.seconds)
-            plans = chosen(found)
+            plans = chosen(setup, topology, found)
             rows = measure(setup, plans, args.rounds, Path(folder))
         for row, one in zip(rows, plans, strict=True):
             row["default"] = found.baseline is not None and one.cfg == found.baseline.cfg
         record["results"][str(setup)] = {
             "setup": asdict(setup),
-            "topology": json.loads(to_text(topology)),
             "search_seconds": found.seconds,
             "rows": rows,
             "judged": judge(rows),
@@ -215,6 +254,14 @@ def main() -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
         (args.out / "planner.md").write_text(page(record))
+
+
+def begin(path: Path) -> dict[str, Any]:
+    """What a run that was stopped has found on this machine, to go on from; else nothing."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    here = stamp()
+    same = all(record.get(name) == here[name] for name in ("machine", "jax", "python"))
+    return record if same else {"clusters": {}, "results": {}}
 
 
 def page(record: dict[str, Any]) -> str:
@@ -229,25 +276,17 @@ def page(record: dict[str, Any]) -> str:
         "measured. Left out: the error of a prediction scaled by what the other plans of the "
         "set-up took over theirs; raw: not scaled. Times are medians over rounds in turns.",
         "",
-        "| set-up | plans | regret | Kendall | left out | raw | default / chosen |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| set-up | plans | regret | Kendall | left out | raw | default / chosen | search (s) |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, one in results.items():
         j = one["judged"]
         lines.append(
             f"| {name} | {j['plans']} | {j['regret']:.1%} | {j['kendall']:.2f} | "
-            f"{j['left_out']:.0%} | {j['raw']:.0%} | {j['default_over_chosen']:.2f} |"
+            f"{j['left_out']:.0%} | {j['raw']:.0%} | {j['default_over_chosen']:.2f} | "
+            f"{one['search_seconds']:.0f} |"
         )
-    judged = [one["judged"] for one in results.values()]
-    lines += [
-        "",
-        f"Over {len(judged)} set-ups: regret {median(j['regret'] for j in judged):.1%} median, "
-        f"{max(j['regret'] for j in judged):.1%} worst; Kendall "
-        f"{median(j['kendall'] for j in judged):.2f} median, "
-        f"{min(j['kendall'] for j in judged):.2f} worst; left out "
-        f"{median(j['left_out'] for j in judged):.0%} median.",
-        "",
-    ]
+    lines += ["", *summary(results), "", *probes(record["clusters"]), ""]
     for name, one in results.items():
         rows = one["rows"]
         best = rows[one["judged"]["best"]]
@@ -268,6 +307,34 @@ def page(record: dict[str, Any]) -> str:
             )
         lines.append("")
     return "\n".join(lines)
+
+
+def summary(results: dict[str, Any]) -> list[str]:
+    """What the set-ups say together."""
+    judged = [one["judged"] for one in results.values()]
+    over = [j["default_over_chosen"] for j in judged if not math.isnan(j["default_over_chosen"])]
+    return [
+        f"Over {len(judged)} set-ups: regret {median(j['regret'] for j in judged):.1%} median, "
+        f"{max(j['regret'] for j in judged):.1%} worst; Kendall "
+        f"{median(j['kendall'] for j in judged):.2f} median, "
+        f"{min(j['kendall'] for j in judged):.2f} worst; left out "
+        f"{median(j['left_out'] for j in judged):.0%} median, "
+        f"{max(j['left_out'] for j in judged):.0%} worst. The chosen plan is at least 1.3 times as "
+        f"fast as the default in {sum(x >= 1.3 for x in over)} of {len(over)}, least "
+        f"{min(over, default=math.nan):.2f} times."
+    ]
+
+
+def probes(clusters: dict[str, Any]) -> list[str]:
+    """How long each cluster took to probe, and what was found."""
+    lines = ["| cluster | probed in (s) | Mbit/s a host, all-to-all | float32 GFLOP/s a device |"]
+    lines.append("|---|---:|---:|---:|")
+    for name, one in clusters.items():
+        topology = from_json(one["topology"], name)
+        rate = 8e-6 * topology.tiers[-1].links["all_to_all"].bytes_per_s * topology.tiers[0].size
+        largest = topology.device.products["float32"][-1][1] / 1e9
+        lines.append(f"| {name} | {one['seconds']:.0f} | {rate:.0f} | {largest:.1f} |")
+    return lines
 
 
 if __name__ == "__main__":

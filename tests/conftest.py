@@ -14,9 +14,12 @@ _given = os.environ.get("XLA_FLAGS", "")
 _added = [f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in _given]
 os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 
+from pathlib import Path
+
 import beartype
 import hypothesis
 import jaxtyping
+import pytest
 
 # Every annotated function of the package checks its arguments and results, shapes included. As in
 # Python's own typing rules, an int may stand where a float is asked for.
@@ -26,3 +29,18 @@ jaxtyping.install_import_hook("moejax", f"{__name__}.check_types")
 # No deadline, because a first call compiles; the same examples on every machine.
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fixed")
+
+# Of 65,530 mappings of memory that Linux allows a process, each compiled program takes some; a
+# compiler that gets no more ends the process.
+MANY_MAPPINGS = 25_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_let_go():
+    """Forgets compiled programs between files when there are very many."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and len(mappings.read_bytes().splitlines()) > MANY_MAPPINGS:
+        import jax
+
+        jax.clear_caches()

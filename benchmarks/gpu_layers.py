@@ -1,0 +1,162 @@
+"""An expert layer forward and backward, and a whole train step, both of the trainer itself."""
+
+import dataclasses
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from gpu_shapes import DEEPSEEK, MIXTRAL, OLMOE, QWEN3, TINY, Shape
+from gpu_timing import jax_form
+from gpu_worker import Case, Reporter
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm import gloo
+from moejax.config import Config
+from moejax.dims import build_layout
+from moejax.model.count import count
+from moejax.moe.layer import MoE, RouterBias
+from moejax.plan.build import build_mesh
+from moejax.settings import load_config
+from moejax.train.state import Batch
+from moejax.train.step import Trainer, build_trainer
+from moejax.train.summary import parameter_sizes
+
+LAYER, STEP = "MoE layer, forward + backward", "train step"
+CONFIG = Path(__file__).with_name("gpu_config.yaml")
+
+
+def small_config() -> Config:
+    """The step's config, of a size for a CPU."""
+    words = ["model.width=64", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1"]
+    words += ["model.head_width=32", "model.vocab_size=512", "moe.expert_hidden=64"]
+    words += ["data.sequence_length=32", "train.batch_sequences=4", "train.micro_batches=1"]
+    return load_config(CONFIG, words)
+
+
+def one_device_trainer(cfg: Config, devices: Any) -> Trainer:
+    """The trainer of a run on one device."""
+    mesh = build_mesh(build_layout(cfg.mesh), devices[:1])
+    return build_trainer(cfg, mesh, devices[0].platform)
+
+
+def layer_config(shape: Shape) -> Config:
+    """A run whose layers have the experts of a shape; gradients in the dtype of compute."""
+    cfg = load_config(CONFIG, ["train.gradient_dtype=bfloat16", "moe.router.balance_loss=0.01"])
+    model = dataclasses.replace(cfg.model, width=shape.D)
+    moe = dataclasses.replace(
+        cfg.moe, num_experts=shape.G, experts_per_token=shape.K, expert_hidden=shape.F
+    )
+    return dataclasses.replace(cfg, model=model, moe=moe)
+
+
+def layer_both_ways(trainer: Trainer) -> tuple[Any, Any, Any]:
+    """A layer as the trainer runs it.
+
+    Returns:
+      The jitted (params, bias, x_BTD, dy_BTD) -> (y_BTD, gradients), and shapes of params and bias.
+      Experts' weights are in bfloat16, the router's in float32.
+    """
+    cfg = trainer.cfg
+    layer = nnx.eval_shape(lambda: MoE(cfg.model, cfg.moe, trainer.program, nnx.Rngs(params=0)))
+    graph, params, bias = nnx.split(layer, nnx.Param, RouterBias)
+    params, bias = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
+    compute = {name: jnp.float32 if name == "w_router" else jnp.bfloat16 for name in params}
+    params = {name: jax.ShapeDtypeStruct(x.shape, compute[name]) for name, x in params.items()}
+
+    def run(params: Any, bias: Any, x: jax.Array, dy: jax.Array) -> Any:
+        def forward(params: Any, x: jax.Array) -> jax.Array:
+            layer = nnx.merge(graph, params, bias)
+            return layer(x, layer.weights())[0]
+
+        y, pull = jax.vjp(forward, params, x)
+        return y, pull(dy)
+
+    mapped = gloo.shard_map(run, trainer.mesh, (P(), P(), P(), P()), (P(), (P(), P())))
+    return jax.jit(mapped), params, bias
+
+
+def time_layer(report: Reporter, shape: Shape, tokens: int) -> None:
+    """Times the layer on `tokens` tokens of one device."""
+    trainer = one_device_trainer(layer_config(shape), jax.devices())
+    run, params, bias = layer_both_ways(trainer)
+    deviation = trainer.cfg.model.init_deviation
+    params = {
+        name: report.draw(i, *x.shape, dtype=x.dtype) * jnp.asarray(deviation, x.dtype)
+        for i, (name, x) in enumerate(params.items())
+    }
+    bias = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), bias)
+    x, dy = (report.draw(seed, 1, tokens, shape.D) for seed in (10, 11))
+    flops = 18.0 * tokens * shape.K * shape.D * shape.F
+    form = partial(jax_form, run, params, bias, x, dy)
+    report.compare(LAYER, {trainer.program.experts: form}, flops=flops)
+
+
+def layer_cases(*, small: bool) -> list[Case]:
+    """Layers of published models, those of the targets first."""
+    sizes = [(MIXTRAL, 16384), (QWEN3, 32768), (MIXTRAL, 4096), (QWEN3, 8192), (OLMOE, 32768)]
+    sizes = [(TINY, 64)] if small else [*sizes, (DEEPSEEK, 16384)]
+    return [
+        Case(f"{shape.model}, {tokens} tokens", partial(time_layer, shape=shape, tokens=tokens))
+        for shape, tokens in sizes
+    ]
+
+
+def time_steps(report: Reporter) -> None:
+    """Times steps of the trainer on tokens drawn at random, and looks at their losses."""
+    cfg = small_config() if report.small else load_config(CONFIG)
+    trainer = one_device_trainer(cfg, jax.devices())
+    B, T = cfg.train.batch_sequences, cfg.data.sequence_length
+    rng = np.random.default_rng(0)
+    token_BT = rng.integers(0, cfg.model.vocab_size, (B, T), dtype=np.int32)
+    target_BT = np.roll(token_BT, -1, axis=1)
+    batch = Batch(token_BT, target_BT, np.zeros((B, T), np.int32))
+    batch = jax.device_put(batch, trainer.batch_sharding)
+
+    def run() -> dict[str, Any]:
+        return _timed_steps(trainer, batch, count=2 if report.small else 12)
+
+    found = report.attempt(STEP, trainer.program.experts, run)
+    if found is None:
+        return
+    counts = count(cfg, parameter_sizes(trainer))
+    report.row(
+        STEP,
+        trainer.program.experts,
+        **found,
+        flops=float(counts.flops_per_token * B * T),
+        tokens=B * T,
+        parameters=counts.total,
+        active=counts.active,
+        attention=trainer.program.attention,
+    )
+
+
+def _timed_steps(trainer: Trainer, batch: Batch, count: int) -> dict[str, Any]:
+    """Seconds of each of `count` steps, of compilation, and what the losses were."""
+    began = time.perf_counter()
+    step = trainer.step.lower(trainer.abstract, trainer.abstract_batch()).compile()
+    compiled = time.perf_counter() - began
+    memory = step.memory_analysis()
+    state, seconds, losses = trainer.init(), [], []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    for _ in range(count):
+        began = time.perf_counter()
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+        seconds.append(time.perf_counter() - began)
+    if not all(np.isfinite(losses)):
+        raise RuntimeError(f"losses are {losses}")
+    peak = memory.peak_memory_in_bytes if memory else None
+    return {"seconds": seconds, "losses": losses, "compile_s": compiled, "peak_bytes": peak}
+
+
+def step_cases(*, small: bool) -> list[Case]:
+    """One whole step."""
+    return [Case(CONFIG.stem if not small else "tiny", time_steps)]

@@ -1,0 +1,173 @@
+"""What a GPU is expected to reach, as shares of limits measured in the same run."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Row = dict[str, Any]
+FORWARD, BY_ROWS, BY_WEIGHTS = "forward", "data gradient", "weight gradient"
+
+
+class Rates:
+    """The timed rows of a run, and what they come to."""
+
+    LIMITS = ("copy", "matmul bfloat16", "matmul e4m3", "launch")
+    FUSED, MLP = "gate, up and SwiGLU", "expert MLP, forward + backward"
+    IN_E4M3 = "forward, e4m3"
+    PRODUCTS = (FORWARD, BY_ROWS, BY_WEIGHTS, FUSED, IN_E4M3, MLP)
+    LAYER, STEP = "MoE layer, forward + backward", "train step"
+    WHOLE = (LAYER, STEP)
+    OURS = ("mosaic", "moejax", "reference", "blocked", "XLA")  # the first that is there
+
+    def __init__(self, rows: Iterable[Row]):
+        self.rows = [row for row in rows if row.get("seconds")]
+
+    def timed(
+        self, *, section: str | None = None, operations: tuple[str, ...] | None = None
+    ) -> Iterator[Row]:
+        """Rows of a section, of some operations; None: of all."""
+        for row in self.rows:
+            wanted = operations is None or row["operation"] in operations
+            if wanted and section in (None, row["section"]):
+                yield row
+
+    def order(self, implementation: str) -> tuple[int, str]:
+        """Ours first."""
+        known = implementation in self.OURS
+        return (self.OURS.index(implementation) if known else len(self.OURS), implementation)
+
+    def rate(self, row: Row, kind: str) -> float:
+        """FLOP/s or bytes/s; kind: "flops" or "bytes"."""
+        return row[kind] / float(np.median(row["seconds"]))
+
+    def limit(self, kind: str, *, e4m3: bool = False) -> float | None:
+        """The highest rate of the device that was measured."""
+        product = "matmul e4m3" if e4m3 else "matmul bfloat16"
+        operation = product if kind == "flops" else "copy"
+        return max((self.rate(r, kind) for r in self.timed(operations=(operation,))), default=None)
+
+    def share(self, row: Row, kind: str) -> float | None:
+        """The rate over the limit."""
+        limit = self.limit(kind, e4m3=row["operation"] == self.IN_E4M3)
+        return None if limit is None else self.rate(row, kind) / limit
+
+    def shown(self, row: Row) -> str:
+        """The rate in words."""
+        if "flops" in row:
+            return f"{self.rate(row, 'flops') / 1e12:.1f} TFLOP/s"
+        return f"{self.rate(row, 'bytes') / 1e12:.3f} TB/s" if "bytes" in row else ""
+
+
+class Verdict(NamedTuple):
+    """A target beside what was found; met is None where nothing was."""
+
+    what: str
+    bar: str
+    found: str
+    met: bool | None
+
+
+def judge(rates: Rates) -> list[Verdict]:
+    """All targets: the lowest of the rows that each is about counts."""
+    tera = "{:.0f} TFLOP/s"
+    found = [
+        _lowest(
+            f"grouped matmul, {name}, 512 rows or more", rates, _products(rates, name), bar, tera
+        )
+        for name, bar in ((FORWARD, 600), (BY_ROWS, 600), (BY_WEIGHTS, 500))
+    ]
+    found.append(_beside_torch(rates))
+    moves = (("permute", "permute"), ("unpermute", "unpermute + weighted sum"))
+    for what, operation in moves:
+        rows = _ours(rates, lambda name, wanted=operation: name == wanted)
+        found.append(_lowest(what, rates, rows, 3.4, "{:.2f} TB/s", kind="bytes"))
+    found.append(_over_limit(rates))
+    copies: tuple[tuple[str, Callable[[str], bool], float], ...] = (
+        ("block quantise int8, fp8", lambda n: n.startswith("quantise") and "int4" not in n, 0.85),
+        ("block quantise int4", lambda n: n.startswith("quantise") and "int4" in n, 0.8),
+        ("dequantise-reduce int4", lambda n: n.startswith("dequantise-reduce 8 x int4"), 0.8),
+    )
+    for what, wanted, bar in copies:
+        found.append(_share(what, rates, _ours(rates, wanted), bar, "bytes", "copy"))
+    for model, bar in (("Mixtral", 0.55), ("Qwen3", 0.35)):
+        rows = [r for r in rates.timed(operations=(rates.LAYER,)) if r["case"].startswith(model)]
+        what = f"MoE layer, forward + backward, {model}"
+        found.append(_share(what, rates, rows, bar, "flops", "matmul"))
+    rows = list(rates.timed(operations=(rates.STEP,)))
+    return [*found, _share("train step", rates, rows, 0.45, "flops", "matmul")]
+
+
+def _products(rates: Rates, operation: str) -> list[Row]:
+    """Our rows with 512 rows an expert or more, uniform and skewed."""
+    return [
+        row
+        for row in rates.timed(operations=(operation,))
+        if row["implementation"] == "mosaic" and _rows_an_expert(row) >= 512
+    ]
+
+
+def _rows_an_expert(row: Row) -> int:
+    return int(row["case"].partition(" rows an expert")[0].rpartition(" ")[2])
+
+
+def _ours(rates: Rates, wanted: Callable[[str], bool]) -> list[Row]:
+    return [
+        row
+        for row in rates.timed()
+        if row["implementation"] in ("mosaic", "moejax") and wanted(row["operation"])
+    ]
+
+
+def _lowest(
+    what: str, rates: Rates, rows: list[Row], bar: float, shown: str, *, kind: str = "flops"
+) -> Verdict:
+    """In units of 10^12."""
+    target = f"at least {shown.format(bar)}"
+    if not rows:
+        return Verdict(what, target, "", None)
+    rate, case = min((rates.rate(row, kind) / 1e12, row["case"]) for row in rows)
+    return Verdict(what, target, f"{shown.format(rate)} ({case})", rate >= bar)
+
+
+def _share(what: str, rates: Rates, rows: list[Row], bar: float, kind: str, limit: str) -> Verdict:
+    """Of the measured limit; of several cases the lowest."""
+    target = f"at least {bar:.0%} of the measured {limit}"
+    shares = [(rates.share(row, kind), row["case"]) for row in rows]
+    known = [(share, case) for share, case in shares if share is not None]
+    if not known:
+        return Verdict(what, target, "", None)
+    share, case = min(known)
+    return Verdict(what, target, f"{share:.0%} ({case})", share >= bar)
+
+
+def _over_limit(rates: Rates) -> Verdict:
+    """Permute and quantise: time over that of its bytes at the copy's rate."""
+    what, target = "permute + quantise", "at most 1.25 x its bytes at the copy's rate"
+    rows = _ours(rates, lambda name: name.startswith("permute + quantise"))
+    times = [(1 / share, row["case"]) for row in rows if (share := rates.share(row, "bytes"))]
+    if not times:
+        return Verdict(what, target, "", None)
+    time, case = max(times)
+    return Verdict(what, target, f"{time:.2f} x ({case})", time <= 1.25)
+
+
+def _beside_torch(rates: Rates) -> Verdict:
+    """Ours over the faster of torch's two forms, by round, in the same case."""
+    what = "grouped matmul beside torch._grouped_mm, 512 rows or more"
+    ratios = []
+    for operation in (FORWARD, BY_ROWS, BY_WEIGHTS):
+        for row in _products(rates, operation):
+            others = [
+                other["seconds"]
+                for other in rates.timed(section=row["section"], operations=(operation,))
+                if other["case"] == row["case"] and other["implementation"].startswith("torch")
+            ]
+            if others:
+                best = np.min(np.array(others), axis=0)
+                ratio = float(np.median(best / np.array(row["seconds"])))
+                ratios.append((ratio, f"{operation}, {row['case']}"))
+    if not ratios:
+        return Verdict(what, "never below", "", None)
+    ratio, case = min(ratios)
+    return Verdict(what, "never below", f"{ratio:.2f} x torch's rate ({case})", ratio >= 1)

@@ -1,0 +1,64 @@
+"""What `benchmarks/gpu.py` runs, compiled for a described H200: it fits and has our kernels."""
+
+import importlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.plan.target import TARGETS, describe_devices, described_cudnn
+from moejax.settings import load_config
+from tests.kernels.mosaic.described import compile_kernels
+
+pytestmark = pytest.mark.aot
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOM = 0.92  # of the memory: what gpu_worker.py lets JAX have
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """A module of the script, by name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_the_step_fits_one_gpu_and_has_our_kernels(script):
+    layers = script("gpu_layers")
+    devices = describe_devices(TARGETS["h200"], 1)
+    trainer = layers.one_device_trainer(load_config(layers.CONFIG), devices)
+    assert (trainer.program.experts, trainer.program.attention) == ("mosaic", "cudnn")
+    with described_cudnn():
+        lowered = trainer.step.lower(trainer.abstract, trainer.abstract_batch())
+    compiled = lowered.compile()
+    peak = compiled.memory_analysis().peak_memory_in_bytes
+    print(f"peak {peak / 2**30:.1f} GiB")
+    assert peak < ROOM * TARGETS["h200"].memory_bytes
+    assert "mosaic_gpu" in compiled.as_text()
+
+
+def test_the_layer_compiles_with_our_kernels(script):
+    layers, shapes = script("gpu_layers"), script("gpu_shapes")
+    devices = describe_devices(TARGETS["h200"], 1)
+    trainer = layers.one_device_trainer(layers.layer_config(shapes.OLMOE), devices)
+    run, params, bias = layers.layer_both_ways(trainer)
+    whole = NamedSharding(trainer.mesh, P())
+    x = jax.ShapeDtypeStruct((1, 4096, shapes.OLMOE.D), jnp.bfloat16)
+    arrays = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), (params, bias, x, x)
+    )
+    assert "mosaic_gpu" in run.lower(*arrays).compile().as_text()
+
+
+@pytest.mark.parametrize("operation", ["forward", "data gradient", "weight gradient"])
+def test_a_gradient_is_one_kernel(script, monkeypatch, tmp_path, operation):
+    """So that what is timed is that one and not the forward product too."""
+    run = script("gpu_products").product(operation, "mosaic")
+    bfloat16 = jnp.bfloat16
+    shapes = [((4096, 2048), bfloat16), ((8, 2048, 1536), bfloat16), ((4096, 1536), bfloat16)]
+    shapes.append(((8,), jnp.int32))
+    found = compile_kernels(run, *shapes, monkeypatch=monkeypatch, directory=tmp_path)
+    assert len(found) == 1
+    assert found[0].spilled_bytes == 0
