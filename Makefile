@@ -9,7 +9,7 @@ VENV_AOT := .venv-aot
 VENV_TPU := .venv-aot-tpu
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-311 aot aot-tpu lint format clean
+.PHONY: help install train test test-all test-311 aot aot-tpu lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,8 +22,11 @@ train: $(VENV)/.installed ## train a small model (CONFIG=..., ARGS=--config.trai
 test: $(VENV)/.installed ## run all tests on eight simulated CPU devices (ARGS=tests/moe)
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
+test-all: $(VENV)/.installed ## the same, with all cases of every grid; takes a quarter longer
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not accelerator and not aot and not aot_tpu" $(ARGS)
+
 test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
-	$(VENV_311)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not accelerator and not aot and not aot_tpu" $(ARGS)
+	$(VENV_311)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not accelerator and not aot and not aot_tpu and not exhaustive" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile step and kernels for described H200s and test what came out
 	$(VENV_AOT)/bin/python -m pytest -m aot tests/hlo tests/kernels tests/benchmarks $(ARGS)

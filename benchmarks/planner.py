@@ -1,9 +1,9 @@
 """Does the planner choose well? Its plans and others, measured on emulated clusters.
 
-Each cluster is probed once. For each set-up the planner searches by what was probed, and a dozen of
+Each cluster is probed before its set-ups. For each set-up the planner searches by what was probed, and a dozen of
 its plans, good and bad, run in turns beside the default of people who do not plan (experts over all
 devices, flat, no codecs). Needs root, ip and tc. Writes planner.json and planner.md, and goes on
-where it was stopped, on the same machine.
+where it was stopped; a set-up is measured by one run on one machine, which its record names.
 
     python benchmarks/planner.py --out benchmarks/results
 """
@@ -41,6 +41,7 @@ ROOT = Path(__file__).parents[1]
 PLANS = 12  # measured of each set-up, the default beside them
 UNSEEN = 3  # of them, meshes that the search did not trace
 SAME = 0.005  # of a step: less is no difference
+BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 MODELS: dict[str, dict[str, Any]] = {
     "balanced": {
         "model.width": 256,
@@ -228,15 +229,17 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     path = args.out / "planner.json"
-    record = begin(path)
+    record = json.loads(path.read_text()) if path.exists() else {"clusters": {}, "results": {}}
     for setup in (s for s in SETUPS if str(s).startswith(args.only)):
         if str(setup) in record["results"]:
             continue
         print(f"== {setup}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            if setup.cluster not in record["clusters"]:
+            known = record["clusters"].get(setup.cluster, {})
+            if known.get("boot") != BOOT:  # another machine, or this one on another day
                 topology, took = probe(setup, Path(folder) / "topology.json")
-                record["clusters"][setup.cluster] = {"seconds": took, "topology": topology}
+                known = {"seconds": took, "topology": topology, "boot": BOOT}
+                record["clusters"][setup.cluster] = known
             topology = from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
             found = plan(setup, topology, args.seconds)
             plans = chosen(setup, topology, found)
@@ -248,20 +251,12 @@ def main() -> None:
             "search_seconds": found.seconds,
             "rows": rows,
             "judged": judge(rows),
+            **stamp(),
         }
         print(json.dumps(record["results"][str(setup)]["judged"], indent=1), flush=True)
-        record |= stamp()
         args.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
         (args.out / "planner.md").write_text(page(record))
-
-
-def begin(path: Path) -> dict[str, Any]:
-    """What a run that was stopped has found on this machine, to go on from; else nothing."""
-    record = json.loads(path.read_text()) if path.exists() else {}
-    here = stamp()
-    same = all(record.get(name) == here[name] for name in ("machine", "jax", "python"))
-    return record if same else {"clusters": {}, "results": {}}
 
 
 def page(record: dict[str, Any]) -> str:
@@ -272,7 +267,7 @@ def page(record: dict[str, Any]) -> str:
         "",
         *(__doc__ or "").strip().splitlines(),
         "",
-        f"JAX {record['jax']}, {record['date']}. Regret: the chosen plan's time over the best "
+        f"{'; '.join(sorted({where(one) for one in results.values()}))}. Regret: the chosen plan's time over the best "
         "measured. Left out: the error of a prediction scaled by what the other plans of the "
         "set-up took over theirs; raw: not scaled. Times are medians over rounds in turns.",
         "",
@@ -307,6 +302,12 @@ def page(record: dict[str, Any]) -> str:
             )
         lines.append("")
     return "\n".join(lines)
+
+
+def where(one: dict[str, Any]) -> str:
+    """On what a set-up was measured, and when."""
+    machine = one["machine"]
+    return f"{machine['cpu']}, {machine['cpus_used']} cores, JAX {one['jax']}, {one['date']}"
 
 
 def summary(results: dict[str, Any]) -> list[str]:

@@ -5,10 +5,12 @@ import os
 # JAX reads these when it is first imported, so they stand before every other import. Setting
 # JAX_PLATFORMS outside is how the `accelerator` tests reach real hardware.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# What tests compile is run once, so they ask LLVM for little: four times faster to compile.
+# What tests compile is run once, so they ask LLVM for little: four times faster to compile. Workers
+# already fill the cores, so a program is not cut for several threads.
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     "--xla_backend_optimization_level": "0",
+    "--xla_cpu_parallel_codegen_split_count": "1",
 }
 _given = os.environ.get("XLA_FLAGS", "")
 _added = [f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in _given]

@@ -267,8 +267,9 @@ function panel(timeline, place, open) {
   function mark(block, y) {
     const { left, right, node: inner } = block, turn = timeline.nodes[inner];
     const x = Math.max(left, -2), w = Math.max(1, Math.min(right, width() + 2) - x - (right - left > 4 ? 0.8 : 0));
+    // Not on entering: blocks that are drawn anew below a resting pointer are not pointed at.
     const group = draw("g", { "data-loop": turn && inner, role: turn && "button", "aria-label": turn && words(block.label),
-      onpointerenter: () => pick(block), onclick: () => { pick(block); if (turn) open(inner); } });
+      onpointermove: () => { if (picked !== block) pick(block); }, onclick: () => { pick(block); if (turn) open(inner); } });
     block.mark = draw("rect", { x, y, width: w, height: tall, rx: w > 6 ? 2 : 0, stroke: turn && "var(--attention)",
       fill: turn ? "var(--track)" : colour(block.lane, block.label) });
     group.append(block.mark);
@@ -302,7 +303,7 @@ function panel(timeline, place, open) {
   }
   function onkeydown(event) {
     const lane = Math.max(0, picked ? LANES.indexOf(picked.lane) : 0), row = blocks[lane];
-    const place = picked ? row.findIndex((one) => one.start >= picked.start) : -1;
+    const place = row.includes(picked) ? row.indexOf(picked) : row.findLastIndex((one) => one.start <= picked?.start);
     const beside = (other) => blocks[other]?.find((one) => one.end > (picked?.start ?? 0)) ?? blocks[other]?.at(-1);
     const keys = { ArrowRight: () => row[place + 1], ArrowLeft: () => row[Math.max(0, place - 1)],
       ArrowDown: () => beside(lane + 1), ArrowUp: () => beside(lane - 1) };

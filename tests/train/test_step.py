@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +40,16 @@ ROUTINGS = [(k, score) for k in (1, 2, 8) for score in ("softmax", "sigmoid")]
 
 
 def on_meshes():
-    """Every mesh with every layout that differs there: a tensor axis of one has only one."""
-    for mesh in MESHES:
-        for activations, weights in LAYOUTS if mesh[3] > 1 else LAYOUTS[:1]:
-            yield pytest.param(mesh, activations, weights, id=f"{mesh}-{activations}-{weights}")
+    """Every mesh with every layout that differs there, and with every routing.
+
+    A tensor axis of one has only one layout. Scores take turns from case to case; their other half
+    is for `make test-all`.
+    """
+    layouts = [(mesh, *one) for mesh in MESHES for one in LAYOUTS[: 4 if mesh[3] > 1 else 1]]
+    for (place, case), (turn, routing) in product(enumerate(layouts), enumerate(ROUTINGS)):
+        marks = [pytest.mark.exhaustive] if (place + turn // 2 + turn) % 2 else []
+        names = "-".join(map(str, (*case, *routing)))
+        yield pytest.param(*case, *routing, id=names, marks=marks)
 
 
 @functools.cache
@@ -75,8 +82,7 @@ NO_ROUTE = {"route": "split", "route_chunks": 1, "route_chunks_backward": None}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("k", "score"), ROUTINGS)
-@pytest.mark.parametrize(("mesh", "activations", "weights"), list(on_meshes()))
+@pytest.mark.parametrize(("mesh", "activations", "weights", "k", "score"), list(on_meshes()))
 def test_every_mesh_and_layout_gives_the_oracles_loss_and_gradients(
     mesh, activations, weights, k, score
 ):
