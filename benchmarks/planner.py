@@ -1,9 +1,10 @@
 """Does the planner choose well? Its plans and others, measured on emulated clusters.
 
-Each cluster is probed before its set-ups. For each set-up the planner searches by what was probed, and a dozen of
-its plans, good and bad, run in turns beside the default of people who do not plan (experts over all
-devices, flat, no codecs). Needs root, ip and tc. Writes planner.json and planner.md, and goes on
-where it was stopped; a set-up is measured by one run on one machine, which its record names.
+Each cluster is probed before its set-ups. For each set-up the planner searches by what was probed,
+and a dozen of its plans, good and bad, run in turns beside the default of people who do not plan
+(experts over all devices, flat, no codecs). Needs root, ip and tc. Writes planner.json and
+planner.md, and goes on where it was stopped; a set-up is measured by one run on one machine, which
+its record names.
 
     python benchmarks/planner.py --out benchmarks/results
 """
@@ -267,9 +268,11 @@ def page(record: dict[str, Any]) -> str:
         "",
         *(__doc__ or "").strip().splitlines(),
         "",
-        f"{'; '.join(sorted({where(one) for one in results.values()}))}. Regret: the chosen plan's time over the best "
-        "measured. Left out: the error of a prediction scaled by what the other plans of the "
-        "set-up took over theirs; raw: not scaled. Times are medians over rounds in turns.",
+        f"{'; '.join(sorted({where(one) for one in results.values()}))}.",
+        "",
+        "Regret: the chosen plan's time over the best measured. Left out: the error of a "
+        "prediction scaled by what the other plans of the set-up took over theirs; raw: not "
+        "scaled. Times are medians over rounds in turns.",
         "",
         "| set-up | plans | regret | Kendall | left out | raw | default / chosen | search (s) |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -281,7 +284,7 @@ def page(record: dict[str, Any]) -> str:
             f"{j['left_out']:.0%} | {j['raw']:.0%} | {j['default_over_chosen']:.2f} | "
             f"{one['search_seconds']:.0f} |"
         )
-    lines += ["", *summary(results), "", *probes(record["clusters"]), ""]
+    lines += ["", *summary(results), "", *by_rate(results), *probes(record["clusters"]), ""]
     for name, one in results.items():
         rows = one["rows"]
         best = rows[one["judged"]["best"]]
@@ -324,6 +327,30 @@ def summary(results: dict[str, Any]) -> list[str]:
         f"fast as the default in {sum(x >= 1.3 for x in over)} of {len(over)}, least "
         f"{min(over, default=math.nan):.2f} times."
     ]
+
+
+def by_rate(results: dict[str, Any]) -> list[str]:
+    """What is chosen and what is best for one model and one number of devices, as links differ."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for one in results.values():
+        model, hosts, devices, _ = one["setup"].values()
+        groups.setdefault(f"{model}, {hosts} x {devices}", []).append(one)
+    lines = []
+    for name, group in groups.items():
+        if len(group) < 2:
+            continue
+        lines += [
+            f"{name}, as the links' rate changes:",
+            "",
+            "| Mbit/s | chosen | best measured |",
+            "|---:|---|---|",
+        ]
+        for one in sorted(group, key=lambda one: one["setup"]["rate"]):
+            chosen, best = one["rows"][0], one["rows"][one["judged"]["best"]]
+            said = "the same" if best is chosen else best["plan"]
+            lines.append(f"| {one['setup']['rate']} | {chosen['plan']} | {said} |")
+        lines.append("")
+    return lines
 
 
 def probes(clusters: dict[str, Any]) -> list[str]:

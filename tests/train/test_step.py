@@ -46,8 +46,8 @@ def on_meshes():
     is for `make test-all`.
     """
     layouts = [(mesh, *one) for mesh in MESHES for one in LAYOUTS[: 4 if mesh[3] > 1 else 1]]
-    for (place, case), (turn, routing) in product(enumerate(layouts), enumerate(ROUTINGS)):
-        marks = [pytest.mark.exhaustive] if (place + turn // 2 + turn) % 2 else []
+    for (row, case), (turn, routing) in product(enumerate(layouts), enumerate(ROUTINGS)):
+        marks = [pytest.mark.exhaustive] if (row + turn // 2 + turn) % 2 else []
         names = "-".join(map(str, (*case, *routing)))
         yield pytest.param(*case, *routing, id=names, marks=marks)
 
