@@ -29,7 +29,7 @@ test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its
 	$(VENV_311)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not accelerator and not aot and not aot_tpu and not exhaustive" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile step and kernels for described H200s and test what came out
-	$(VENV_AOT)/bin/python -m pytest -m aot tests/hlo tests/kernels tests/benchmarks $(ARGS)
+	$(VENV_AOT)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m aot tests/hlo tests/kernels tests/benchmarks $(ARGS)
 
 aot-tpu: $(VENV_TPU)/.installed ## the same for TPU v5p and v6e; takes long, so not in CI but every night
 	$(VENV_TPU)/bin/python -m pytest -m aot_tpu tests/hlo $(ARGS)
