@@ -33,7 +33,7 @@ SMALL = {
     "moe.experts_per_token": 2,
     "moe.expert_hidden": 512,
     "data.sequence_length": 128,
-    "train.batch_sequences": 2,
+    "train.batch_sequences": 1,
 }
 LARGE = {
     "model.vocab_size": 8192,
