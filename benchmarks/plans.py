@@ -80,6 +80,7 @@ OLMOE = BFLOAT16 | {
     "train.batch_sequences": 512,
 }
 
+PATIENCE = 60.0  # seconds of a search for more than 64 devices
 SKEWS = ("balanced", "zipf:0.4", "zipf:0.8", "zipf:1.2")
 SKEWED = ("h200:2", "a800:2")
 
@@ -155,7 +156,8 @@ def plan(
     device, pins = topology.device.platform, frozenset(set(fixed) & set(CHOSEN))
     limits = Limits(topology.devices, topology.nodes, device, codecs, pins)
     routing = read_routing(skew, cfg.moe.num_experts)
-    return search(cfg, topology, limits, routing, seconds=60.0, say=lambda _: None)
+    seconds = PATIENCE if topology.devices > 64 else cfg.plan.seconds
+    return search(cfg, topology, limits, routing, seconds=seconds, say=lambda _: None)
 
 
 def with_codecs(one: Priced, preset: str, topology: Topology) -> Priced | None:

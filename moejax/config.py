@@ -308,7 +308,7 @@ class PlanConfig:
     codecs: str = setting(
         "none", "the preset whose codecs may be chosen", choices=("none", "hybrid", "strong")
     )
-    seconds: float = setting(20.0, "that the search may take", above=0)
+    seconds: float = setting(10.0, "that the search may take", above=0)
     replan: bool = setting(
         False, "plan again at a checkpoint when steps take longer or shorter than predicted"
     )

@@ -14,20 +14,24 @@ from typing import Any
 
 import jax
 
-# Of a product: flops, dtype, and work: whether buckets filled in part cost in part. Of a gather:
+# Of a product: flops, dtype, and work: whether buckets filled in part cost in part, with how many
+# rows in how many groups, and bytes besides, where each group is computed in blocks. Of a gather:
 # bytes that move.
 Cost = dict[str, Any]
 
 # Matrix products: gate, up and down forward; backward each by rows and by weights.
 PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "products": 1}
+# Of experts computed in blocks, how often all weights cross memory. Forward: cut out, put down,
+# read. Backward also writes their gradients: from the products, out of the branch, into the stack.
+PASSES = {"experts_forward": 3, "experts_backward": 8}
 
 
 def jitted(function: Callable, which: str, *sizes: int, **options: Hashable) -> Callable:
     """The function, jitted under a name that `named_cost` reads.
 
     Args:
-      which: "experts_forward" or "experts_backward", of M, D, F; "products" of M, K, N; "rows" of
-        how many are made, and the bytes that are read and written for each.
+      which: "experts_forward" or "experts_backward", of M, D, F, G; "products" of M, K, N; "rows"
+        of how many are made, and the bytes that are read and written for each.
       options: more arguments of the function, static.
     """
     return _jitted(function, f"{which}_{'x'.join(map(str, sizes))}", tuple(options.items()))
@@ -50,12 +54,21 @@ def named_cost(name: str, arrays: list[Any]) -> Cost | None:
     """
     if (found := re.fullmatch(r"rows_(\d+)x(\d+)", name)) is not None:
         return {"kind": "gather", "bytes": float(math.prod(map(int, found.groups())))}
-    found = re.fullmatch(r"(experts_forward|experts_backward|products)_(\d+)x(\d+)x(\d+)", name)
+    found = re.fullmatch(r"(experts_forward|experts_backward|products)_([0-9x]+)", name)
     if found is None:
         return None
-    flops = 2.0 * PRODUCTS[found[1]] * math.prod(map(int, found.groups()[1:]))
-    floats = [str(x.dtype) for x in arrays if "float" in str(x.dtype)]
-    return {"kind": "product", "flops": flops, "dtype": (floats or ["float32"])[0], "work": True}
+    M, K, N, *groups = map(int, found[2].split("x"))
+    floats = [x.dtype for x in arrays if "float" in str(x.dtype)]
+    cost = {
+        "kind": "product",
+        "flops": 2.0 * PRODUCTS[found[1]] * M * K * N,
+        "dtype": str(floats[0]) if floats else "float32",
+        "work": True,
+    }
+    if groups:
+        weights = 3 * groups[0] * K * N * (floats[0].itemsize if floats else 4)
+        cost |= {"blocks": (M, groups[0]), "bytes": float(PASSES[found[1]] * weights)}
+    return cost
 
 
 def attention_cost(primitive: str, eqn: Any) -> Cost | None:

@@ -60,7 +60,16 @@ def expert_mlp(
 def _named(which: str, function: Callable, x_MD: jax.Array, w_out_GFD: jax.Array) -> Callable:
     """The function under a name by which it is priced: its loops depend on data."""
     M, D = x_MD.shape
-    return jitted(function, f"experts_{which}", M, D, w_out_GFD.shape[1])
+    G, F = w_out_GFD.shape[:2]
+    return jitted(function, f"experts_{which}", M, D, F, G)
+
+
+def computed(rows: float, M: int) -> float:
+    """Rows that the blocked form computes for one group's, in a buffer of M: whole blocks."""
+    ladder = _ladder(M)
+    whole, rest = divmod(rows, ladder[-1])
+    last = next(size for size in ladder if size >= rest) if rest or not whole else 0
+    return whole * ladder[-1] + last
 
 
 @jax.custom_vjp

@@ -30,6 +30,7 @@ class Node:
     bytes: float = 0.0
     dtype: str = ""
     work: bool = False
+    blocks: tuple[int, int] | None = None
     collective: Collective | None = None
     body: Schedule | None = None
     turns: int = 1
@@ -204,5 +205,6 @@ def _op(
     }
     if last.kind == "region":
         return fields | {"passes": max(1, len(written))}
-    names = ("flops", "dtype", "work", "collective", "body", "turns", "unrolled", "carried")
+    names = ("flops", "dtype", "work", "blocks", "collective")
+    names += ("body", "turns", "unrolled", "carried")
     return fields | {name: getattr(last, name) for name in names}

@@ -4,12 +4,14 @@ A device computes in program order, and the links carry collectives beside that.
 not overlap, as in XLA's loops, so a loop costs its turn as often as it turns.
 """
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from moejax.comm.rounds import ROUNDS
 from moejax.dims import Layout
+from moejax.kernels.expert_mlp import computed
 from moejax.plan.schedule import Collective, Op, Schedule
 from moejax.plan.simulate import COMPUTE, Task, Timeline, simulate
 from moejax.plan.topology import Device, Tier, Topology
@@ -115,14 +117,27 @@ def alone(op: Op, device: Device, share: float = 1.0) -> float:
       share: of the rows of an operation on buckets that are filled.
     """
     if op.kind == "product":
-        rate = device.product_rate(op.dtype, op.flops * share)
+        flops = op.flops * (share if op.blocks is None else _computed(*op.blocks, share))
+        product = flops / max(device.product_rate(op.dtype, flops), 1.0)
         moved = op.bytes / device.copy_bytes_per_s
-        return device.startup_s + max(op.flops * share / max(rate, 1.0), moved * share)
+        # What surrounds a block's products comes before and after them.
+        both = max(product, moved * share) if op.blocks is None else product + moved
+        return device.startup_s + both
     if op.kind == "region":
         return op.passes * device.startup_s + op.bytes / device.copy_bytes_per_s
     if op.kind == "gather":
         return device.startup_s + op.bytes / device.gather_bytes_per_s
     return 0.0
+
+
+def _computed(rows: int, groups: int, share: float) -> float:
+    """The share of a buffer's rows that is computed where so many of them are filled, in blocks.
+
+    Groups differ: some hold more than the mean and some fewer, as counts of draws do.
+    """
+    mean = share * rows / groups
+    around = [max(0.0, mean + sign * math.sqrt(mean)) for sign in (-1, 0, 1)]
+    return sum(computed(n, rows) for n in around) / len(around) * groups / rows
 
 
 def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Played:

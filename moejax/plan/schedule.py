@@ -68,6 +68,7 @@ class Op:
       dtype: of a product's operands.
       passes: of a region: arrays it writes, each of which is a loop over memory to start.
       work: whether its FLOPs and bytes are those of full buckets of rows; what is filled counts.
+      blocks: (rows, groups) of such a buffer, where each group's rows are computed in whole blocks.
       body: of a loop: one turn of it, or `unrolled` turns that follow each other freely.
       turns: of a loop; its turns do not overlap.
       carried: of a loop: (buffer that a turn reads, buffer in which it leaves the next value).
@@ -84,6 +85,7 @@ class Op:
     dtype: str = ""
     passes: int = 1
     work: bool = False
+    blocks: tuple[int, int] | None = None
     collective: Collective | None = None
     body: "Schedule | None" = None
     turns: int = 1

@@ -137,6 +137,7 @@ class _Search:
     say: Callable[[str], None]
     priced: dict[Config, Priced] = field(default_factory=dict)
     too_large: int = 0
+    slowest: float = 0.0  # seconds of what took longest to trace and price
 
     def __post_init__(self) -> None:
         self.began = time.perf_counter()
@@ -149,8 +150,8 @@ class _Search:
 
     @property
     def late(self) -> bool:
-        """Whether time is up; at least two plans are compared whatever it takes."""
-        return len(self.priced) >= 2 and time.perf_counter() > self.ends
+        """Whether another plan could be late; two are compared whatever it takes."""
+        return len(self.priced) >= 2 and time.perf_counter() + self.slowest > self.ends
 
     def run(self) -> Found:
         """Searches.
@@ -161,13 +162,15 @@ class _Search:
         meshes = list(space.meshes(self.cfg, self.limits))
         sketches = sorted((Sketch(cfg, self.topology) for cfg in meshes), key=Sketch.seconds)
         self.say(f"{len(sketches):,} meshes sketched")
+        baseline = self._baseline()
+        first = len(self.priced) + FIRST
         for cfg in self._promising(sketches):
-            if self.late or len(self.priced) >= FIRST:
+            if self.late or len(self.priced) >= first:
                 break
             self._try(cfg)
         for best in self._ranked()[:REFINED]:
             self._refine(best)
-        baseline, ranked = self._baseline(), self._ranked()
+        ranked = self._ranked()
         if not ranked:
             raise InputError(self._why_none(len(sketches)))
         return Found(
@@ -240,7 +243,9 @@ class _Search:
     def _price(self, cfg: Config) -> Priced | None:
         if cfg in self.priced:
             return None
+        began = time.perf_counter()
         found = price(read_step(cfg, self.limits.platform), self.topology, self.routing)
+        self.slowest = max(self.slowest, time.perf_counter() - began)
         self.priced[cfg] = found
         self.say(f"{len(self.priced)} plans traced, best so far {self._best()}")
         return found
@@ -289,13 +294,11 @@ class _Search:
     def _baseline(self) -> Priced | None:
         """What people take who do not plan, made as light as it must be."""
         cfg = space.baseline(self.cfg, self.limits)
-        if cfg is None or cfg in self.priced:
-            return None if cfg is None else self.priced[cfg]
-        self.ends, before = float("inf"), set(self.priced)
+        if cfg is None:
+            return None
         found = self._try(cfg) or self.priced[cfg]
         if self.limits.pinned - set(MEMORY):  # it was not asked whether it may change these
-            for other in set(self.priced) - before:
-                del self.priced[other]
+            self.priced.clear()
         return found
 
     def _why_none(self, meshes: int) -> str:

@@ -35,6 +35,7 @@ def bound(x, name, block, steps=1):
 arrays = st_np.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 70)), elements=floats)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(x=arrays, name=names, block=st.sampled_from([2, 16, 32]))
 def test_the_error_stays_below_the_stated_bound(x, name, block):

@@ -19,6 +19,9 @@ from moejax.plan.topology import Device, Tier, Topology, same_links
 from moejax.plan.topology import Link as Rate
 from tests.cases import small_config
 
+# Nothing here depends on which JAX there is.
+pytestmark = pytest.mark.slow
+
 HOSTILE = '</script><script>alert(1)</script><!--<b> & {{DATA}} \u2028 "'
 
 FAST, SLOW = Rate(1e-5, 1e9), Rate(1e-4, 1e7)

@@ -78,6 +78,7 @@ def test_exchanges_obey_the_rules_of_routes():
     assert "duplicate" not in names  # there is no tensor axis
 
 
+@pytest.mark.slow
 def test_codecs_are_taken_only_where_they_are_allowed():
     cfg = change(model(), {"mesh.replica": 2, "mesh.expert": 4})
     topology = cluster(slow=1e6)
@@ -88,6 +89,7 @@ def test_codecs_are_taken_only_where_they_are_allowed():
     assert coded.ranked[0].cfg.compression != cfg.compression
 
 
+@pytest.mark.slow
 def test_a_slow_network_is_avoided():
     """Experts are small and tokens many, or the other way round: what crosses nodes follows."""
     free, crossing = ("mesh.replica", "mesh.fsdp", "mesh.expert"), []

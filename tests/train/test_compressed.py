@@ -181,6 +181,7 @@ def test_gathered_weights_are_off_by_their_codec_and_gradients_follow(mesh, node
     assert_off_by(gradients_of(cfg), gradients_of(plain(cfg)), 8 / 127)
 
 
+@pytest.mark.slow
 def test_gradients_of_the_first_blocks_travel_as_they_are():
     cfg = with_codecs(
         (2, 2, 2, 1),
@@ -200,6 +201,7 @@ def test_gradients_of_the_first_blocks_travel_as_they_are():
     assert any(jax.tree.leaves(jax.tree.map(compare, found, wanted)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "nodes"), [((1, 4, 2, 1), 1), ((2, 2, 2, 1), 4)])
 @pytest.mark.parametrize("limit", [1000, 1 << 20])
 def test_gradients_reduced_in_pieces_are_the_same_bits(mesh, nodes, limit):
@@ -217,6 +219,7 @@ def test_pieces_are_no_larger_than_said():
     assert sum(500 < size <= 1000 for size in sums) > 10
 
 
+@pytest.mark.slow
 def test_a_warm_up_is_the_plain_run_bit_by_bit():
     cfg = compressed((2, 2, 2, 1), 4, "none,int4+feedback@2")
     found, state = losses_of(cfg, 4)

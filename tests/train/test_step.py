@@ -98,6 +98,7 @@ def test_every_mesh_and_layout_gives_the_oracles_loss_and_gradients(
     assert int(parts.load_LE[0, 0]) == 0
 
 
+@pytest.mark.slow
 def test_experts_in_e4m3_give_nearly_the_oracles_loss_and_gradients():
     """Each factor of a product errs by 2^-4 at most, evenly spread: 0.04 on average."""
     plain = small_config(moe={"implementation": "reference"})
@@ -335,6 +336,7 @@ def test_no_position_sees_later_tokens_or_other_documents():
     assert before(0, 4) != after(0, 4), "position 4 did not see position 2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_run_on_eight_devices_follows_the_run_on_one(name):
     """The same loss curve, 10 steps, on two meshes; the bound grows with the steps taken."""
