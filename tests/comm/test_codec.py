@@ -100,6 +100,7 @@ def test_zeros_cost_nothing(codec):
         assert not np.asarray(codec.decode(payload, 200)).any()
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 99), size=st.integers(1, 300), inner=st.sampled_from(["int8", "topk"]))
 def test_sent_and_kept_add_up_to_what_was_to_be_sent(seed, size, inner):

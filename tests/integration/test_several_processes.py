@@ -94,11 +94,17 @@ def test_a_route_of_two_levels_trains_on_an_emulated_cluster(place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("member", [0, 1, None])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "member"),
+    [  # a launcher that is killed ends nobody
+        (signal.SIGTERM, None),
+        (signal.SIGTERM, 1),
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_stopped_run_goes_on_to_the_same_bits(place, two, number, member):
-    if number == signal.SIGKILL and member is None:
-        pytest.skip("a launcher that is killed ends nobody")
     run_dir = place / f"{number.name}-{member}"
     words = [f"--config.run_dir={run_dir}"]
     code, out, _ = run_until(place, 25, number, *words, launcher=LOCAL, member=member)

@@ -29,6 +29,7 @@ def run(implementation, arrays, segment, window):
     return [y, *pull(arrays[3])]
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     length=st.sampled_from([1, 7, 64, 65, 130, 150]),

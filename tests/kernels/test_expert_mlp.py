@@ -43,6 +43,7 @@ def check(implementation, sizes, spare_rows):
         np.testing.assert_allclose(have, want, rtol=0, atol=bound)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5), spare=st.integers(0, 9))
 def test_blocked_equals_the_reference(sizes, spare):

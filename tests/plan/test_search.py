@@ -104,6 +104,7 @@ def test_a_slow_network_is_avoided():
     assert tokens & crossing[1]
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_made_lighter_or_refused():
     cfg = change(model(model={"num_layers": 4}), {"mesh.expert": 8})
     free = ("train.micro_batches", "model.remat")
@@ -247,6 +248,7 @@ def test_the_command_refuses_in_one_line(words, said, capsys):
         raise AssertionError(err)
 
 
+@pytest.mark.slow
 def test_the_command_plans_for_a_file(tmp_path, capsys):
     write_topology(cluster(memory=GIB), tmp_path / "topology.json")
     words = [*COMMON, "--topology", str(tmp_path / "topology.json"), "--fewer"]

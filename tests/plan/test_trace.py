@@ -185,6 +185,7 @@ CODECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(CODECS))
 def test_codecs_are_counted_as_the_compiler_does(kind):
     """The census equals the compiled program's, for every class of traffic with a codec."""

@@ -215,6 +215,7 @@ def routed_gradients(cfg):
     return jax.tree.map(np.asarray, gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(1, 1, 8, 1), (1, 1, 4, 2), (2, 1, 2, 2)])
 @pytest.mark.parametrize("crowded", [3, 7])
 def test_all_tokens_to_one_expert_lose_nothing(mesh, crowded):
@@ -223,6 +224,7 @@ def test_all_tokens_to_one_expert_lose_nothing(mesh, crowded):
     assert int(parts.load_LE[0, crowded]) == TERMS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -427,6 +429,7 @@ def test_capacity_drops_and_counts_what_does_not_fit(mesh):
     assert int(parts.dropped_L[0]) == TERMS - TERMS // 8
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_stays_near_float32():
     losses = []
     for dtype in ("float32", "bfloat16"):
