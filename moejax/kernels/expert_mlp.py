@@ -64,7 +64,7 @@ def _named(which: str, function: Callable, x_MD: jax.Array, w_out_GFD: jax.Array
     return jitted(function, f"experts_{which}", M, D, F, G)
 
 
-def computed(rows: float, M: int) -> float:
+def rows_computed(rows: float, M: int) -> float:
     """Rows that the blocked form computes for one group's, in a buffer of M: whole blocks."""
     ladder = _ladder(M)
     whole, rest = divmod(rows, ladder[-1])

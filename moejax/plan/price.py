@@ -11,7 +11,7 @@ from functools import partial
 
 from moejax.comm.rounds import ROUNDS
 from moejax.dims import Layout
-from moejax.kernels.expert_mlp import computed
+from moejax.kernels.expert_mlp import rows_computed
 from moejax.plan.schedule import Collective, Op, Schedule
 from moejax.plan.simulate import COMPUTE, Task, Timeline, simulate
 from moejax.plan.topology import Device, Tier, Topology
@@ -117,7 +117,7 @@ def alone(op: Op, device: Device, share: float = 1.0) -> float:
       share: of the rows of an operation on buckets that are filled.
     """
     if op.kind == "product":
-        flops = op.flops * (share if op.blocks is None else _computed(*op.blocks, share))
+        flops = op.flops * (share if op.blocks is None else _share_computed(*op.blocks, share))
         product = flops / max(device.product_rate(op.dtype, flops), 1.0)
         moved = op.bytes / device.copy_bytes_per_s
         # What surrounds a block's products comes before and after them.
@@ -130,14 +130,14 @@ def alone(op: Op, device: Device, share: float = 1.0) -> float:
     return 0.0
 
 
-def _computed(rows: int, groups: int, share: float) -> float:
+def _share_computed(rows: int, groups: int, share: float) -> float:
     """The share of a buffer's rows that is computed where so many of them are filled, in blocks.
 
     Groups differ: some hold more than the mean and some fewer, as counts of draws do.
     """
     mean = share * rows / groups
     around = [max(0.0, mean + sign * math.sqrt(mean)) for sign in (-1, 0, 1)]
-    return sum(computed(n, rows) for n in around) / len(around) * groups / rows
+    return sum(rows_computed(n, rows) for n in around) / len(around) * groups / rows
 
 
 def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Played:

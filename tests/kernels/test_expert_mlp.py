@@ -68,3 +68,15 @@ def test_blocked_in_bfloat16_stays_near_float32():
     for have, want in zip(low, full, strict=True):
         have, want = np.asarray(have, np.float32), np.asarray(want)
         assert np.abs(have[:160] - want[:160]).max() < 2**-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 64, 65, 160, 320, 512, 513, 700, 1024])
+def test_the_rows_that_are_computed_are_those_of_the_blocks(rows):
+    """What prices count is what the loop over a group's blocks runs."""
+
+    def block(start, rows, done, w_in_DH, w_out_FD):
+        return done + rows(jnp.ones((4096, 1))).shape[0]
+
+    nothing = jnp.int32(0)
+    done = module._blocks(block, nothing, 1024, nothing, jnp.int32(rows), None, None)
+    assert int(done) == module.rows_computed(rows, 1024)

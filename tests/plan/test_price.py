@@ -50,6 +50,24 @@ def test_a_program_takes_longer_than_its_operations_and_links_do_not():
         assert after == pytest.approx(times * before)
 
 
+def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time():
+    def seconds(rows, moved=0.0):
+        cost = {"flops": 1e7 * rows, "dtype": "float32", "work": True, "bytes": moved}
+        op = Op("product", scope="experts", blocks=(rows, 2), **cost)
+        return Costs(topology, priced.layout, priced.work).compute(op, 0.8)
+
+    priced = costs()
+    device = dataclasses.replace(
+        priced.topology.device, products={"float32": ((1.0, 1e10),)}, startup_s=0.0
+    )
+    topology = dataclasses.replace(priced.topology, device=device)
+    # An expert's rows, one standard deviation below, at and above the mean of 512, take blocks of
+    # 512, 512 and 512 + 64; of 64 they take 64, 64 and 128.
+    assert seconds(1280) == pytest.approx(2 * (512 + 512 + 576) / 3 * 1e-3)
+    assert seconds(160) == pytest.approx(2 * (64 + 64 + 128) / 3 * 1e-3)
+    assert seconds(160, 1e8) - seconds(160) == pytest.approx(1e8 / device.copy_bytes_per_s)
+
+
 def test_compute_hides_what_does_not_wait_for_it():
     work = Op("product", scope="experts", flops=1e9, dtype="float32")
     ops = (all_to_all(2_000_000), work)
