@@ -298,7 +298,7 @@ class _Search:
             return None
         found = self._try(cfg) or self.priced[cfg]
         if self.limits.pinned - set(MEMORY):  # it was not asked whether it may change these
-            self.priced.clear()
+            self.priced.clear()  # which holds nothing else: the default is priced first
         return found
 
     def _why_none(self, meshes: int) -> str:
