@@ -164,6 +164,26 @@ def build_trainer(
       platform: "cpu", "gpu" or "tpu", which chooses kernels, with what the devices are.
       codecs: of the steps it is for; those of the first step unless given.
     """
+    program = _program(cfg, mesh, platform, codecs)
+    model = nnx.eval_shape(lambda: _model(cfg, program))
+    graph, params, balance = _split(model)
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    dims = nnx.to_pure_dict(
+        nnx.from_flat_state([(path, v.replace(v.get_metadata("dims"))) for path, v in flat])
+    )
+    abstract, specs = _describe(cfg, program, params, balance, dims)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
+        abstract,
+        specs,
+    )
+    return Trainer(cfg, mesh, program, platform, graph, dims, abstract)
+
+
+def _program(
+    cfg: Config, mesh: Mesh | AbstractMesh, platform: str, codecs: Codecs | None
+) -> Program:
+    """What a device runs; arguments as of `build_trainer`."""
     layout = build_layout(cfg.mesh)
     chosen = {
         name: one.implementation
@@ -174,7 +194,7 @@ def build_trainer(
         rows = chosen.get("quantized_rows", "separate")
         compression = compression.with_kernels(chosen["quantize"], rows)
     codecs = codecs or compression.at(0)
-    program = Program(
+    return Program(
         layout=layout,
         route=build_route(
             cfg.route,
@@ -194,32 +214,24 @@ def build_trainer(
         attention=chosen["attention"],
         logit_elements=2**21 if platform == "cpu" else 2**27,
     )
-    model = nnx.eval_shape(lambda: _model(cfg, program))
-    graph, params, balance = _split(model)
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    dims = nnx.to_pure_dict(
-        nnx.from_flat_state([(path, v.replace(v.get_metadata("dims"))) for path, v in flat])
-    )
-    optimizer = _optimizer(cfg, dims, program.layout)
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def _describe(
+    cfg: Config, program: Program, params: Any, balance: Any, dims: Any
+) -> tuple[TrainState, TrainState]:
+    """The state's shapes, and how each array lies over the mesh."""
+    layout, adaptive = program.layout, program.compression.adaptive
+    optimizer = _optimizer(cfg, dims, layout)
     moments = jax.eval_shape(optimizer.init, params)
     kept = jax.tree.map(partial(describe_state, program), params, dims)
-    rungs = jax.ShapeDtypeStruct((len(GRADIENTS),), jnp.int32) if compression.adaptive else None
-    reduction = Reduction(kept, rungs)
-    abstract = TrainState(scalar, scalar, params, balance, moments, reduction)
-    specs = jax.tree.map(lambda x, d: program.layout.param_spec(d, x.ndim), params, dims)
+    rungs = jax.ShapeDtypeStruct((len(GRADIENTS),), jnp.int32) if adaptive else None
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    abstract = TrainState(scalar, scalar, params, balance, moments, Reduction(kept, rungs))
+    specs = jax.tree.map(lambda x, d: layout.param_spec(d, x.ndim), params, dims)
     opt_specs = optimizer.specs(params, moments, specs)
     none = jax.tree.map(lambda _: P(), balance)
-    reduction_specs = Reduction(
-        state_specs(kept, params, dims, program.layout), P() if compression.adaptive else None
-    )
-    all_specs = TrainState(P(), P(), specs, none, opt_specs, reduction_specs)
-    abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
-        abstract,
-        all_specs,
-    )
-    return Trainer(cfg, mesh, program, platform, graph, dims, abstract)
+    reduction = Reduction(state_specs(kept, params, dims, layout), P() if adaptive else None)
+    return abstract, TrainState(P(), P(), specs, none, opt_specs, reduction)
 
 
 def _model(cfg: Config, program: Program) -> Transformer:
