@@ -2,7 +2,9 @@
 
 Each cluster is probed before its set-ups. For each set-up the planner searches by what was probed,
 and a dozen of its plans, good and bad, run in turns beside the default of people who do not plan
-(experts over all devices, flat, no codecs). Needs root, ip and tc. Writes planner.json and
+(experts over all devices, flat, no codecs). The planner may take codecs as far as `strong`, which
+leaves the held-out loss where it was (convergence.md); its best plan without any is measured too.
+Needs root, ip and tc. Writes planner.json and
 planner.md, and goes on where it was stopped; a set-up is measured by one run on one machine, which
 its record names.
 
@@ -28,6 +30,7 @@ from exchange import Case, Variants, run
 from machine import stamp
 
 from moejax.checks.planned import pinned
+from moejax.compression import NO_COMPRESSION, build_compression
 from moejax.config import Config, PlanConfig
 from moejax.fields import fields
 from moejax.plan.explain import plan_words, terms
@@ -41,6 +44,7 @@ from moejax.plan.topology_file import from_json
 ROOT = Path(__file__).parents[1]
 PLANS = 12  # measured of each set-up, the default beside them
 UNSEEN = 3  # of them, meshes that the search did not trace
+CODECS = "strong"  # that may be chosen
 SAME = 0.005  # of a step: less is no difference
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 MODELS: dict[str, dict[str, Any]] = {
@@ -131,7 +135,7 @@ def plan(setup: Setup, topology: Topology, seconds: float) -> Found:
 def ask(setup: Setup, topology: Topology) -> tuple[Limits, Routing]:
     """What may be chosen, and how tokens fall."""
     cfg = config_of(setup)
-    limits = Limits(topology.devices, topology.nodes, "cpu", "hybrid", pinned(cfg))
+    limits = Limits(topology.devices, topology.nodes, "cpu", CODECS, pinned(cfg))
     return limits, read_routing("balanced", cfg.moe.num_experts)
 
 
@@ -146,9 +150,19 @@ def chosen(setup: Setup, topology: Topology, found: Found) -> list[Priced]:
             distinct.append(one)
     plans = [*distinct[:4], *spread(distinct[4:], PLANS - 4 - UNSEEN)]
     plans += unseen(setup, topology, found)
-    if found.baseline is not None and all(one.cfg != found.baseline.cfg for one in plans):
-        plans.append(found.baseline)
+    for one in (plain(found), found.baseline):
+        if one is not None and all(one.cfg != other.cfg for other in plans):
+            plans.append(one)
     return plans
+
+
+def plain(found: Found) -> Priced | None:
+    """The best by price of those without codecs."""
+    return next((one for one in found.ranked if not _codecs(one.cfg)), None)
+
+
+def _codecs(cfg: Config) -> bool:
+    return build_compression(cfg.compression) != NO_COMPRESSION
 
 
 def unseen(setup: Setup, topology: Topology, found: Found) -> list[Priced]:
@@ -195,7 +209,7 @@ def _differs(name: str, value: Any) -> bool:
 
 
 def judge(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Regret, rank correlation, errors, and the default over the chosen plan."""
+    """Regret, rank correlation, errors, and the default over the chosen plan, with and without codecs."""
     measured = [median(row["seconds"]) for row in rows]
     predicted = [row["predicted"] for row in rows]
     ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
@@ -208,14 +222,18 @@ def judge(rows: list[dict[str, Any]]) -> dict[str, float]:
         math.copysign(1, (measured[a] - measured[b]) * (predicted[a] - predicted[b]))
         for a, b in pairs
     )
-    default = next((i for i, row in enumerate(rows) if row.get("default")), None)
+    took = {}
+    for name in ("default", "plain"):
+        place = next((i for i, row in enumerate(rows) if row.get(name)), None)
+        took[name] = math.nan if place is None else measured[place]
     return {
         "plans": len(rows),
         "regret": measured[0] / min(measured) - 1,
         "kendall": agree / len(pairs),
         "left_out": median(left_out),
         "raw": median(abs(1 / ratio - 1) for ratio in ratios),
-        "default_over_chosen": math.nan if default is None else measured[default] / measured[0],
+        "default_over_chosen": took["default"] / measured[0],
+        "default_over_plain": took["default"] / took["plain"],
         "best": min(range(len(rows)), key=measured.__getitem__),
     }
 
@@ -246,7 +264,8 @@ def main() -> None:
             plans = chosen(setup, topology, found)
             rows = measure(setup, plans, args.rounds, Path(folder))
         for row, one in zip(rows, plans, strict=True):
-            row["default"] = found.baseline is not None and one.cfg == found.baseline.cfg
+            for name, other in (("default", found.baseline), ("plain", plain(found))):
+                row[name] = other is not None and one.cfg == other.cfg
         record["results"][str(setup)] = {
             "setup": asdict(setup),
             "search_seconds": found.seconds,
@@ -274,14 +293,16 @@ def page(record: dict[str, Any]) -> str:
         "prediction scaled by what the other plans of the set-up took over theirs; raw: not "
         "scaled. Times are medians over rounds in turns.",
         "",
-        "| set-up | plans | regret | Kendall | left out | raw | default / chosen | search (s) |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| set-up | plans | regret | Kendall | left out | raw | default / chosen | "
+        "default / chosen without codecs | search (s) |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, one in results.items():
         j = one["judged"]
         lines.append(
             f"| {name} | {j['plans']} | {j['regret']:.1%} | {j['kendall']:.2f} | "
             f"{j['left_out']:.0%} | {j['raw']:.0%} | {j['default_over_chosen']:.2f} | "
+            f"{j['default_over_plain']:.2f} | "
             f"{one['search_seconds']:.0f} |"
         )
     lines += ["", *summary(results), "", *by_rate(results), *probes(record["clusters"]), ""]
@@ -298,7 +319,7 @@ def page(record: dict[str, Any]) -> str:
         ]
         for row in rows:
             took = row["seconds"]
-            note = " (default)" if row.get("default") else ""
+            note = " (default)" if row["default"] else ""
             lines.append(
                 f"| {row['plan']}{note} | {row['predicted']:.3f} | {median(took):.3f} | "
                 f"{min(took):.3f} to {max(took):.3f} |"

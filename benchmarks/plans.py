@@ -2,7 +2,7 @@
 
 Nothing runs: train steps are traced and priced on described clusters (`moejax plan --clusters`).
 A paper's figure stands beside a prediction with what differs between the two. Writes plans.json,
-plans.md, and clusters.md: one model planned for every known cluster.
+and to docs/ papers.md and clusters.md: one model planned for every known cluster.
 
     python benchmarks/plans.py --out benchmarks/results
 """
@@ -26,6 +26,7 @@ from moejax.plan.space import Limits, change, resolve
 from moejax.plan.topology import Topology
 from moejax.plan.topology_file import known_clusters, load_topology
 
+ROOT = Path(__file__).parents[1]
 BFLOAT16 = {"model.dtype": "bfloat16", "train.gradient_dtype": "bfloat16"}
 # Two experts beside attention of a 70 B model; as many of its 80 layers as 16 devices of 80 GB hold
 # with float32 masters and moments.
@@ -339,10 +340,12 @@ def clusters_page(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
 def main() -> None:
     """Answers and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where its pages go")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    args.out.mkdir(parents=True, exist_ok=True)
+    for folder in (args.out, args.docs):
+        folder.mkdir(parents=True, exist_ok=True)
     questions = []
     for question in QUESTIONS:
         questions.append(answer(question))
@@ -355,9 +358,10 @@ def main() -> None:
     routings = [row for cluster in SKEWED for row in for_every_routing(cluster)]
     made = stamp()
     record = {"questions": questions, "bounds": bounds, "routings": routings} | made
+    record["clusters"] = for_every_cluster()
     (args.out / "plans.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.out / "plans.md").write_text(page(record))
-    (args.out / "clusters.md").write_text(clusters_page(for_every_cluster(), made))
+    (args.docs / "papers.md").write_text(page(record))
+    (args.docs / "clusters.md").write_text(clusters_page(record["clusters"], made))
 
 
 if __name__ == "__main__":

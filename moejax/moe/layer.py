@@ -29,12 +29,12 @@ class RouterBias(nnx.Variable):
 
 
 class MoEStats(NamedTuple):
-    """What an expert layer reports, per device."""
+    """What an expert layer reports, per device, of tokens that no other device reports."""
 
-    loss: Float[Array, ""]  # this device's share of the weighted router losses
-    balance: Float[Array, ""]  # its share of the unweighted balance loss; sums to 1 when even
-    load_E: Int[Array, " E"]  # assignments this device made to each expert
-    dropped: Int[Array, ""]  # assignments this device dropped
+    load_SE: Int[Array, "S E"]  # assignments to each expert, by span (`router.balance_terms`)
+    score_SE: Float[Array, "S E"]  # its scores, added up
+    z: Float[Array, ""]  # this device's share of the z-loss; 0 where it has no weight
+    dropped: Int[Array, ""]  # assignments dropped
 
 
 class MoEWeights(NamedTuple):
@@ -113,12 +113,11 @@ class MoE(nnx.Module):
     def _stats(
         self, routing: router.Routing, logit_NE: jax.Array, kept_NK: jax.Array, sequences: int
     ) -> MoEStats:
-        """What the layer reports of tokens that no other device reports."""
-        moe, layout = self.moe, self.program.layout
-        balance = router.balance_loss(routing, moe.router, sequences=sequences, layout=layout)
-        loss = moe.router.balance_loss * balance
-        if moe.router.z_loss:
-            loss += moe.router.z_loss * router.z_loss(logit_NE, layout=layout)
-        load_E = router.count_load(routing.expert_NK, moe.num_experts)
-        dropped = jnp.sum(kept_NK == moe.num_experts, dtype=jnp.int32)
-        return MoEStats(loss, balance, load_E, dropped)
+        """What the layer reports; nothing of it is summed over devices here."""
+        cfg = self.moe.router
+        load_SE, score_SE = router.balance_terms(routing, cfg, sequences=sequences)
+        z = jnp.zeros(())
+        if cfg.z_loss:
+            z = router.z_loss(logit_NE, layout=self.program.layout)
+        dropped = jnp.sum(kept_NK == self.moe.num_experts, dtype=jnp.int32)
+        return MoEStats(load_SE, score_SE, z, dropped)

@@ -62,34 +62,50 @@ def count_load(expert_NK: Int[Array, "N K"], num_experts: int) -> Int[Array, " E
     return jnp.sum(expert_NK.reshape(-1, 1) == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
 
 
-def balance_loss(
-    routing: Routing, cfg: RouterConfig, *, sequences: int, layout: Layout
-) -> Float[Array, ""]:
-    """This device's share of the load-balance loss; one when the load is even.
+def balance_terms(
+    routing: Routing, cfg: RouterConfig, *, sequences: int
+) -> tuple[Int[Array, "S E"], Float[Array, "S E"]]:
+    """What the balance loss is made of: assignments to each expert, and its scores, added up.
 
-    E * sum over experts of (share of assignments) * (mean score), with the share and the mean taken
-    over the global batch or over each sequence (then averaged). Sigmoid scores are normalised to
-    sum to one. The shares carry no gradient. Wire: E integers, B * E per sequence.
-
-    Source: Switch Transformer (Fedus et al. 2021), equation 4; DeepSeek-V3, equations 17 to 20.
+    By span S, over which load is to be even: each of this device's sequences, or all its tokens.
+    Sigmoid scores are normalised to sum to one.
     """
-    N, E = routing.score_NE.shape
-    K = routing.expert_NK.shape[1]
-    spans, axes = (
-        (1, layout.mesh_axes) if cfg.balance_over == "batch" else (sequences, layout.tensor)
-    )
-    tokens = N // spans * layout.size(axes)
+    (N, E), K = routing.score_NE.shape, routing.expert_NK.shape[1]
+    spans = 1 if cfg.balance_over == "batch" else sequences
     score_NE = routing.score_NE
     if cfg.score == "sigmoid":
         score_NE = score_NE / (jnp.sum(score_NE, axis=-1, keepdims=True) + 1e-20)
-    count_BE = jax.vmap(lambda e: count_load(e, E))(routing.expert_NK.reshape(spans, N // spans, K))
-    share_BE = wire.all_reduce(count_BE, axes) / (tokens * K)
-    mean_BE = jnp.sum(score_NE.reshape(spans, N // spans, E), axis=1) / tokens
-    loss = E * jnp.sum(share_BE * mean_BE)
+    load_SE = jax.vmap(lambda e: count_load(e, E))(routing.expert_NK.reshape(spans, N // spans, K))
+    return load_SE, jnp.sum(score_NE.reshape(spans, N // spans, E), axis=1)
+
+
+def balance_loss(
+    load_LSE: Int[Array, "L S E"],
+    score_LSE: Float[Array, "L S E"],
+    cfg: RouterConfig,
+    *,
+    k: int,
+    layout: Layout,
+) -> Float[Array, " L"]:
+    """This device's share of each layer's load-balance loss; one when the load is even.
+
+    E * sum over experts of (share of assignments) * (mean score), with the share and the mean taken
+    over the global batch or over each sequence (then averaged). The shares carry no gradient.
+
+    Args:
+      load_LSE: assignments of the whole span, over all devices that hold a part of it.
+      score_LSE: of this device's part; see `balance_terms`.
+      k: experts of a token.
+    Source: Switch Transformer (Fedus et al. 2021), equation 4; DeepSeek-V3, equations 17 to 20.
+    """
+    S, E = load_LSE.shape[1:]
+    load_LSE = load_LSE.astype(jnp.float32)
+    assigned_LS1 = jnp.sum(load_LSE, axis=2, keepdims=True)
+    mean_LSE = score_LSE * k / assigned_LS1
+    loss_L = E * jnp.sum(load_LSE / assigned_LS1 * mean_LSE, axis=(1, 2))
     # Spans are averaged; the sum over devices of this value is the loss.
-    return (
-        loss if cfg.balance_over == "batch" else loss / (sequences * layout.size(layout.token_axes))
-    )
+    spans = 1 if cfg.balance_over == "batch" else S * layout.size(layout.token_axes)
+    return loss_L / spans
 
 
 def z_loss(logit_NE: Float[Array, "N E"], *, layout: Layout) -> Float[Array, ""]:

@@ -14,17 +14,19 @@ from jax import lax
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
+from moejax.config import MoEConfig
 from moejax.dims import Axes, Layout
 from moejax.moe.layer import MoEStats
+from moejax.moe.router import balance_loss
 
 
 class LossParts(NamedTuple):
-    """Per device; each sums over all devices to the value its name says."""
+    """Of the first two, each device has a share; the sum over all devices is what they are."""
 
     nll: Float[Array, ""]  # mean negative log-likelihood of the valid targets, nats
     balance: Float[Array, ""]  # mean over expert layers of the unweighted balance loss
-    load_LE: Int[Array, "L E"]  # assignments to each expert of each expert layer
-    dropped_L: Int[Array, " L"]  # assignments dropped in each expert layer
+    load_LE: Int[Array, "L E"]  # assignments to each expert of each expert layer, of all devices
+    dropped_L: Int[Array, " L"]  # assignments dropped in each expert layer, of all devices
 
 
 def next_token_loss(
@@ -33,7 +35,9 @@ def next_token_loss(
     target_BT: Int[Array, "B T"],
     stats: MoEStats | None,
     *,
+    moe: MoEConfig,
     num_targets: jax.Array,
+    micro_batches: int,
     layout: Layout,
     chunk_tokens: int,
 ) -> tuple[Float[Array, ""], LossParts]:
@@ -43,8 +47,10 @@ def next_token_loss(
       x_BTD: final hidden states, all positions on every tensor rank.
       w_Dv: this tensor rank's slice of the output projection.
       target_BT: -1 where there is nothing to predict.
-      chunk_tokens: tokens whose logits exist at one time, at most.
+      stats: of the expert layers, stacked; None without experts.
       num_targets: valid targets of the whole step, over all devices and micro-batches.
+      micro_batches: of the step; each holds an equal part of the tokens that routers see.
+      chunk_tokens: tokens whose logits exist at one time, at most.
     """
     total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
     # All tensor ranks hold the same sum: each gives its share.
@@ -52,8 +58,29 @@ def next_token_loss(
     if stats is None:
         empty = jnp.zeros((0,), jnp.int32)
         return nll, LossParts(nll, jnp.zeros(()), empty[:, None], empty)
-    parts = LossParts(nll, jnp.mean(stats.balance), stats.load_E, stats.dropped)
-    return nll + jnp.sum(stats.loss), parts
+    loss, balance, load_LE, dropped_L = _router_losses(stats, moe, layout)
+    parts = LossParts(nll, balance / micro_batches, load_LE, dropped_L)
+    return nll + loss / micro_batches, parts
+
+
+def _router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.Array, ...]:
+    """Shares of the weighted losses and of the mean balance loss; load and drops of all devices.
+
+    Every layer's counts are summed at once: L * (E + 1) int32 over all devices, and where each
+    sequence is to be balanced, L * S * E over tensor.
+    """
+    cfg = moe.router
+    counts = jnp.concatenate([jnp.sum(stats.load_SE, axis=1), stats.dropped[:, None]], axis=1)
+    counts = wire.all_reduce(counts, layout.mesh_axes)
+    load_LE, dropped_L = counts[:, :-1], counts[:, -1]
+    if cfg.balance_over == "batch":
+        load_LSE = load_LE[:, None]
+    else:
+        load_LSE = wire.all_reduce(stats.load_SE, layout.tensor)
+    k = moe.experts_per_token
+    balance_L = balance_loss(load_LSE, stats.score_SE, cfg, k=k, layout=layout)
+    loss = cfg.balance_loss * jnp.sum(balance_L) + cfg.z_loss * jnp.sum(stats.z)
+    return loss, jnp.mean(balance_L), load_LE, dropped_L
 
 
 def sum_nll(

@@ -154,8 +154,8 @@ def is_matrix(dims: str) -> bool:
     return _decays(dims) and "V" not in dims and dims != "DE"
 
 
-def global_norm(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
-    """The norm of a sharded tree. Wire: one float32, summed over all devices."""
+def square_share(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
+    """This device's share of the squared norm of a sharded tree; all devices' add up to it."""
     devices = layout.size(layout.mesh_axes)
 
     def share(x: jax.Array, d: str) -> jax.Array:
@@ -163,8 +163,7 @@ def global_norm(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
         # Copies of a shard would count several times; device counts divide exactly in float32.
         return jnp.sum(jnp.square(x.astype(jnp.float32))) * (shards / devices)
 
-    shares = jnp.stack(jax.tree.leaves(jax.tree.map(share, tree, dims)))
-    return jnp.sqrt(wire.all_reduce(jnp.sum(shares), layout.mesh_axes))
+    return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(share, tree, dims))))
 
 
 def _orthogonal_shard(x: Any, dims: str, layout: Layout) -> jax.Array:

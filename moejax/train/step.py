@@ -35,7 +35,7 @@ from moejax.program import Program
 from moejax.route import build_route
 from moejax.runtime.compiler import Options, compiler_options, known_options
 from moejax.train.loss import LossParts, next_token_loss, sum_nll
-from moejax.train.optimizer import Optimizer, global_norm
+from moejax.train.optimizer import Optimizer, square_share
 from moejax.train.state import Batch, Metrics, Reduction, TrainState, Tree
 
 
@@ -122,7 +122,10 @@ class Trainer:
 
     def gradients_of_device(self, state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
         """The per-device code of `gradients`, for use inside a shard_map with the mesh's axes."""
-        return _gradients(self, state, batch)[:2]
+        gradients, report, _ = _gradients(self, state, batch)
+        shares = jnp.stack([report.nll, report.balance])
+        nll, balance = wire.all_reduce(shares, self.layout.mesh_axes)
+        return gradients, report._replace(nll=nll, balance=balance)
 
     @cached_property
     def evaluate(self) -> Any:
@@ -258,16 +261,15 @@ def _loss(
     model = nnx.merge(trainer.graph, params, balance)
     noise_key = key if trainer.cfg.moe.router.jitter else None
     x_BTD, w_Dv, stats = model(batch.token_BT, batch.segment_BT, noise_key)
-    if stats is not None:
-        # Router losses are means over tokens; each micro-batch holds an equal part of them.
-        stats = stats._replace(loss=stats.loss / trainer.cfg.train.micro_batches)
     with jax.named_scope("loss"):
         return next_token_loss(
             x_BTD,
             w_Dv,
             batch.target_BT,
             stats,
+            moe=trainer.cfg.moe,
             num_targets=num_targets,
+            micro_batches=trainer.cfg.train.micro_batches,
             layout=trainer.layout,
             chunk_tokens=trainer.chunk_tokens,
         )
@@ -276,7 +278,10 @@ def _loss(
 def _gradients(
     trainer: Trainer, state: TrainState, batch: Batch
 ) -> tuple[Tree, LossParts, Reduction]:
-    """Gradients and loss parts of the whole batch, and what codecs remember of them."""
+    """Gradients of the whole batch, the loss's parts (shares of two of them), what codecs remember.
+
+    The shares are left for the caller to add up, who has other things to send with them.
+    """
     layout, parts = trainer.layout, trainer.cfg.train.micro_batches
     num_targets = wire.all_reduce(jnp.sum(batch.target_BT >= 0), layout.token_axes)
     num_targets = jnp.maximum(num_targets, 1).astype(jnp.float32)
@@ -308,12 +313,10 @@ def _gradients(
 
         start = (zeros, state.reduction.codecs)
         ((gradients, report), codecs), _ = jax.lax.scan(add, start, (jnp.arange(parts), cut))
-        report = report._replace(balance=report.balance / parts)
     leaves, tree = jax.tree.flatten(gradients)
     whole = [i for i, d in enumerate(jax.tree.leaves(trainer.dims)) if len(d) == 1]
     for i, summed in zip(whole, reduce_whole([leaves[i] for i in whole], layout), strict=True):
         leaves[i] = summed
-    report = jax.tree.map(lambda x: wire.all_reduce(x, layout.mesh_axes), report)
     return jax.tree.unflatten(tree, leaves), report, _climb(trainer, state.reduction, codecs)
 
 
@@ -340,8 +343,11 @@ def _train_step(
     layout, rate = trainer.layout, trainer.cfg.moe.router.bias_update_rate
     gradients, report, reduction = _gradients(trainer, state, batch)
     with jax.named_scope("update"):
-        norm = global_norm(gradients, trainer.dims, layout)
-        finite = jnp.isfinite(norm) & jnp.isfinite(report.nll)
+        squares = square_share(gradients, trainer.dims, layout)
+        shares = jnp.stack([report.nll, report.balance, squares])
+        nll, balance_loss, squares = wire.all_reduce(shares, layout.mesh_axes)
+        norm = jnp.sqrt(squares)
+        finite = jnp.isfinite(norm) & jnp.isfinite(nll)
         params, moments = optimizer.update(
             gradients, state.optimizer, state.params, norm=norm, finite=finite
         )
@@ -352,6 +358,7 @@ def _train_step(
     balance, reduction = jax.tree.map(partial(jnp.where, finite), found, kept)
     skipped = state.skipped + jnp.where(finite, 0, 1)
     state = TrainState(state.step + 1, skipped, params, balance, moments, reduction)
+    report = report._replace(nll=nll, balance=balance_loss)
     return state, Metrics(*report, gradient_norm=norm, skipped=skipped)
 
 

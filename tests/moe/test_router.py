@@ -60,9 +60,8 @@ def test_balance_loss_is_one_when_even_and_the_number_of_experts_when_collapsed(
         (jnp.zeros((8, 1), jnp.int32), jnp.eye(4)[jnp.zeros(8, jnp.int32)], 4.0),
     ]:
         routing = router.Routing(expert_NK, jnp.ones((8, 1)), score_NE)
-        loss = in_one_device_map(
-            lambda r: router.balance_loss(r, cfg, sequences=2, layout=ONE), routing
-        )
+        terms = [x[None] for x in router.balance_terms(routing, cfg, sequences=2)]
+        (loss,) = router.balance_loss(*terms, cfg, k=1, layout=ONE)
         assert float(loss) == pytest.approx(wanted)
 
 

@@ -138,6 +138,24 @@ def _collectives(cfg):
     return [op.collective for op, _ in walk(schedule_of(cfg)) if op.collective is not None]
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_all_devices_agree_on_numbers_three_times_a_step(layers):
+    """On targets, on every layer's load, on losses and the norm: no layer waits for all devices."""
+    router = {"bias_update_rate": 0.1}
+    cfg = small_config(
+        (2, 1, 2, 2), model={"num_layers": layers}, moe={"capacity_factor": 1.0}, router=router
+    )
+    small = [
+        (op.collective.traffic, times)
+        for op, times in walk(schedule_of(cfg))
+        if op.collective is not None
+        and op.collective.kind == "all_reduce"
+        and len(op.collective.axes) >= 3
+        and op.collective.traffic != "dense_gradient"
+    ]
+    assert small == [("", 1), ("loss", 1), ("update", 1)]
+
+
 def test_tokens_classes_are_of_equal_size_both_ways():
     sizes = Counter()
     for op, times in walk(schedule_of(small_config((1, 1, 8, 1), moe={"capacity_factor": 1.0}))):

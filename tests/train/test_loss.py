@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
-from moejax.config import MeshConfig
+from moejax.config import MeshConfig, MoEConfig, RouterConfig
 from moejax.dims import build_layout
 from moejax.moe.layer import MoEStats
 from moejax.plan.build import build_mesh
@@ -131,10 +131,15 @@ def test_gradients_scale_with_the_weight_of_the_sum():
         np.testing.assert_array_equal(0.25 * np.asarray(one), quarter)
 
 
-def loss_on_one_device(x_BTD, w_DV, target_BT, stats):
+def loss_on_one_device(x_BTD, w_DV, target_BT, stats, router=None):
     layout = layout_of(1)
     body = functools.partial(
-        next_token_loss, num_targets=jnp.array(8.0), layout=layout, chunk_tokens=4
+        next_token_loss,
+        moe=MoEConfig(num_experts=4, experts_per_token=1, router=router or RouterConfig()),
+        num_targets=jnp.array(8.0),
+        micro_batches=2,
+        layout=layout,
+        chunk_tokens=4,
     )
     mesh = build_mesh(layout, jax.devices()[:1])
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -143,17 +148,21 @@ def loss_on_one_device(x_BTD, w_DV, target_BT, stats):
 
 def test_the_loss_is_the_mean_over_targets_plus_the_routers_losses():
     case = random_case(5)
+    # Two layers, eight tokens: of one the load is even, of the other all choose one expert.
     stats = MoEStats(
-        loss=jnp.array([0.5, 0.25]),
-        balance=jnp.array([1.0, 2.0]),
-        load_E=jnp.ones((2, 4), jnp.int32),
+        load_SE=jnp.array([[[2, 2, 2, 2]], [[8, 0, 0, 0]]]),
+        score_SE=jnp.array([[[2.0, 2.0, 2.0, 2.0]], [[4.0, 4.0, 0.0, 0.0]]]),
+        z=jnp.array([3.0, 5.0]),
         dropped=jnp.array([0, 3]),
     )
     total = float(plain(*case))
-    loss, parts = loss_on_one_device(*case, stats)
+    router = RouterConfig(balance_loss=0.5, z_loss=0.25)
+    loss, parts = loss_on_one_device(*case, stats, router)
     assert float(parts.nll) == pytest.approx(total / 8, rel=1e-5)
-    assert float(loss) == pytest.approx(total / 8 + 0.75, rel=1e-5)
-    assert float(parts.balance) == 1.5
+    assert float(parts.balance) == pytest.approx((1 + 2) / 2 / 2)
+    routers = (0.5 * (1 + 2) + 0.25 * (3 + 5)) / 2
+    assert float(loss) == pytest.approx(total / 8 + routers, rel=1e-5)
+    assert parts.load_LE.tolist() == [[2, 2, 2, 2], [8, 0, 0, 0]]
     assert parts.dropped_L.tolist() == [0, 3]
     dense, parts = loss_on_one_device(*case, None)
     assert float(dense) == float(parts.nll) == pytest.approx(total / 8, rel=1e-5)

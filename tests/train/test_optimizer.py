@@ -8,10 +8,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from moejax.comm import wire
 from moejax.config import MeshConfig, OptimizerConfig
 from moejax.dims import build_layout
 from moejax.plan.build import build_mesh
-from moejax.train.optimizer import Optimizer, global_norm, is_matrix, learning_rate
+from moejax.train.optimizer import Optimizer, is_matrix, learning_rate, square_share
 
 # As the model's: sizes that every mesh below divides.
 DIMS = {"table": "VD", "query": "DHC", "out": "HCD", "router": "DE", "up": "EDUF", "down": "EFD"}
@@ -45,8 +46,12 @@ def on_mesh(mesh, function, *trees, out=None, expert_weights="hidden"):
     return jax.tree.map(np.asarray, jax.jit(mapped)(*trees))
 
 
+def norm_of(tree, layout):
+    return jnp.sqrt(wire.all_reduce(square_share(tree, DIMS, layout), layout.mesh_axes))
+
+
 def step(optimizer, gradients, state, params, finite=True):
-    norm = global_norm(gradients, DIMS, optimizer.layout)
+    norm = norm_of(gradients, optimizer.layout)
     return optimizer.update(gradients, state, params, norm=norm, finite=jnp.asarray(finite))
 
 
@@ -108,11 +113,7 @@ def test_muon_takes_hidden_matrices_alone():
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_norm_over_shards_is_that_of_the_whole_tree(mesh, expert_weights):
     tree = random_tree()
-
-    def norm(tree, layout):
-        return global_norm(tree, DIMS, layout)
-
-    found = on_mesh(mesh, norm, tree, out=P(), expert_weights=expert_weights)
+    found = on_mesh(mesh, norm_of, tree, out=P(), expert_weights=expert_weights)
     whole = math.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in tree.values()))
     assert float(found) == pytest.approx(whole, rel=1e-5)
 
