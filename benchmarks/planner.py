@@ -209,7 +209,7 @@ def _differs(name: str, value: Any) -> bool:
 
 
 def judge(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Regret, rank correlation, errors, and the default over the chosen plan, with and without codecs."""
+    """Regret, rank correlation, errors; the default over the chosen plan and over the plain one."""
     measured = [median(row["seconds"]) for row in rows]
     predicted = [row["predicted"] for row in rows]
     ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
