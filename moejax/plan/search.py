@@ -4,16 +4,20 @@ A plan that needs more memory than a device has is never chosen; it is made ligh
 recomputed, more micro-batches), which is what a person would do.
 """
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from moejax.checks.planned import MEMORY, pinned
 from moejax.config import Config
 from moejax.dims import build_layout
 from moejax.errors import InputError
+from moejax.fields import get_value
 from moejax.plan import space
 from moejax.plan.build import build_abstract_mesh
 from moejax.plan.memory import Peak, peak
@@ -29,9 +33,9 @@ from moejax.train.step import Trainer, build_trainer
 
 ROOM = 0.95  # of a device's memory that a plan may need: what is left is the runtime's
 ROUGH = 1.3  # of that room: what a sketch must say for a plan not to be traced as it is
-FIRST = 8  # meshes that are traced before any is refined
+FIRST = 4  # meshes that are traced before the best of them is refined
+OTHERS = 12  # meshes that are traced with what it then takes
 SAME = 0.002  # of a step: less is no difference
-REFINED = 2  # of them, so many get other routes, chunks, codecs, pieces
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,17 @@ def price(read: Read, topology: Topology, routing: Routing) -> Priced:
     return Priced(read, tuple(parts), most)
 
 
+@contextmanager
+def _frozen_garbage() -> Iterator[None]:
+    """What lives already is not looked through again and again while plans are traced."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 @dataclass
 class _Search:
     """One search: what has been traced, and how long it may go on."""
@@ -151,7 +166,7 @@ class _Search:
     @property
     def late(self) -> bool:
         """Whether another plan could be late; two are compared whatever it takes."""
-        return len(self.priced) >= 2 and time.perf_counter() + self.slowest > self.ends
+        return len(self.priced) >= 2 and time.perf_counter() + 2 * self.slowest > self.ends
 
     def run(self) -> Found:
         """Searches.
@@ -162,14 +177,8 @@ class _Search:
         meshes = list(space.meshes(self.cfg, self.limits))
         sketches = sorted((Sketch(cfg, self.topology) for cfg in meshes), key=Sketch.seconds)
         self.say(f"{len(sketches):,} meshes sketched")
-        baseline = self._baseline()
-        first = len(self.priced) + FIRST
-        for cfg in self._promising(sketches):
-            if self.late or len(self.priced) >= first:
-                break
-            self._try(cfg)
-        for best in self._ranked()[:REFINED]:
-            self._refine(best)
+        with _frozen_garbage():
+            baseline = self._choose(sketches)
         ranked = self._ranked()
         if not ranked:
             raise InputError(self._why_none(len(sketches)))
@@ -182,6 +191,28 @@ class _Search:
             room=self.room,
             seconds=time.perf_counter() - self.began,
         )
+
+    def _choose(self, sketches: list[Sketch]) -> Priced | None:
+        """Prices plans, likely ones first, until time is up; returns the default's.
+
+        The best of the first meshes is refined. Then others show what they are worth with the
+        routes and codecs that it takes, for most of what is right for one is right for all.
+        """
+        baseline = self._baseline()
+        promising = self._promising(sketches)
+        self._try_all(islice(promising, FIRST))
+        for start in self._ranked()[:1]:
+            self._refine(start)
+        self._try_all(self._as_best(cfg) for cfg in islice(promising, OTHERS))
+        for start in self._ranked()[:1]:
+            self._refine(start)
+        return baseline
+
+    def _try_all(self, configs: Iterable[Config]) -> None:
+        for cfg in configs:
+            self._try(cfg)
+            if self.late:
+                return
 
     def _ranked(self) -> list[Priced]:
         fitting = [one for one in self.priced.values() if one.peak.bytes <= self.room]
@@ -257,28 +288,46 @@ class _Search:
     def _refine(self, start: Priced) -> None:
         """Changes one part at a time and keeps what is faster."""
         best = start
-        for neighbours in (self._routes, self._codecs, self._chunks, self._pieces, self._heavier):
-            for cfg in neighbours(best.cfg):
-                if self.late:
-                    return
-                found = self._price(cfg)
-                fits = found is not None and found.peak.bytes <= self.room
-                if found is not None and fits and found.seconds < (1 - SAME) * best.seconds:
-                    best = found
+        for neighbours in (self._coded, self._routes):
+            best = self._best_of(best, neighbours(best.cfg))
+        while (found := self._best_of(best, space.more_chunks(best.cfg, self.limits))) is not best:
+            best = found
+        for neighbours in (self._fewer_codecs, self._pieces, self._heavier):
+            best = self._best_of(best, neighbours(best.cfg))
+
+    def _best_of(self, best: Priced, configs: Iterable[Config]) -> Priced:
+        """The best plan so far, or one of those if it is faster."""
+        for cfg in configs:
+            if self.late:
+                break
+            found = self._price(cfg)
+            fits = found is not None and found.peak.bytes <= self.room
+            if found is not None and fits and found.seconds < (1 - SAME) * best.seconds:
+                best = found
+        return best
+
+    def _as_best(self, cfg: Config) -> Config:
+        """A mesh with routes, codecs and pieces of the best plan, as far as it can take them."""
+        ranked = self._ranked()
+        parts = (*space.EXCHANGE, *space.REDUCTION, *space.CODECS)
+        for left in ((), space.EXCHANGE) if ranked else ():
+            names = [name for name in parts if self.limits.free(name) and name not in left]
+            values = {name: get_value(ranked[0].cfg, name) for name in names}
+            found = space.resolve(space.change(cfg, values), self.limits)
+            if found is not None:
+                return found
+        return cfg
+
+    def _coded(self, cfg: Config) -> Iterable[Config]:
+        """All codecs that are allowed, at once."""
+        return islice(space.codecs(cfg, self.limits), 1)
+
+    def _fewer_codecs(self, cfg: Config) -> Iterable[Config]:
+        plain = space.without_codecs(cfg, self.limits)
+        return islice(space.codecs(plain, self.limits), 1, None)
 
     def _routes(self, cfg: Config) -> Iterable[Config]:
-        one = replace(self.limits, pinned=self.limits.pinned | set(space.EXCHANGE[1:]))
-        return space.exchanges(cfg, one)
-
-    def _codecs(self, cfg: Config) -> Iterable[Config]:
-        return space.codecs(cfg, self.limits) if self.limits.codecs != "none" else ()
-
-    def _chunks(self, cfg: Config) -> Iterable[Config]:
-        found = list(
-            space.exchanges(cfg, replace(self.limits, pinned=self.limits.pinned | {"route"}))
-        )
-        # The same number both ways first: it is the better guess.
-        return sorted(found, key=lambda one: one.route_chunks_backward is not None)
+        return space.exchanges(cfg, self.limits)
 
     def _pieces(self, cfg: Config) -> Iterable[Config]:
         return space.pieces(cfg, self.limits)

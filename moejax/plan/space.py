@@ -17,7 +17,7 @@ from moejax.errors import InputError
 from moejax.fields import fields, get_value
 from moejax.route import ROUTES
 
-CHUNKS = (1, 2, 4, 8)
+MOST_CHUNKS = 8
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
 # From the least memory saved to the most, and from no recomputation to all.
 REMATS = ("none", "dots", "collectives", "token_collectives", "full")
@@ -97,18 +97,29 @@ def _plain_exchange(cfg: Config, limits: Limits) -> Config:
 
 
 def exchanges(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Every route and number of chunks on a mesh; chunks backward as many as forward, or other."""
+    """Every route on a mesh, the most elaborate first, and chunks as they are."""
     if not cfg.model.has_experts:
         return
-    for route in _values(cfg, limits, "route", tuple(ROUTES)):
-        for chunks in _values(cfg, limits, "route_chunks", CHUNKS):
-            for back in _values(cfg, limits, "route_chunks_backward", (None, *CHUNKS)):
-                if back == chunks:
-                    continue
-                values = {"route": route, "route_chunks": chunks, "route_chunks_backward": back}
-                found = resolve(change(cfg, values), limits)
-                if found is not None and found != cfg:
-                    yield found
+    for route in _values(cfg, limits, "route", tuple(reversed(ROUTES))):
+        found = resolve(change(cfg, {"route": route}), limits)
+        if found is not None and found != cfg:
+            yield found
+
+
+def more_chunks(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Twice the chunks: both ways, forward alone, backward alone."""
+    if not cfg.model.has_experts:
+        return
+    ahead, back = cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
+    for chunks, behind in ((2 * ahead, 2 * back), (2 * ahead, back), (ahead, 2 * back)):
+        values = {
+            "route_chunks": chunks,
+            "route_chunks_backward": None if behind == chunks else behind,
+        }
+        values = {name: value for name, value in values.items() if limits.free(name)}
+        found = resolve(change(cfg, values), limits)
+        if found is not None and found != cfg and max(chunks, behind) <= MOST_CHUNKS:
+            yield found
 
 
 def codecs(cfg: Config, limits: Limits) -> Iterator[Config]:
@@ -125,6 +136,11 @@ def codecs(cfg: Config, limits: Limits) -> Iterator[Config]:
             found = resolve(change(cfg, {name: allowed[name] for name in group}), limits)
             if found is not None:
                 yield found
+
+
+def without_codecs(cfg: Config, limits: Limits) -> Config:
+    """The same with those codecs at rest that may be chosen."""
+    return change(cfg, {n: fields()[n].default for n in CODECS if limits.free(n)})
 
 
 def pieces(cfg: Config, limits: Limits) -> Iterator[Config]:
