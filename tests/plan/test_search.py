@@ -9,7 +9,7 @@ from rich.console import Console
 
 from moejax.checks import resolve_mesh
 from moejax.checks.planned import CHOSEN, CODECS, is_planned, pinned
-from moejax.config import Config, PlanConfig
+from moejax.config import CompressionConfig, Config, PlanConfig
 from moejax.errors import InputError
 from moejax.fields import get_value
 from moejax.plan import space
@@ -17,7 +17,7 @@ from moejax.plan.command import main
 from moejax.plan.explain import print_ranked, print_why, terms, why
 from moejax.plan.files import load_plan, plan_from, save_plan
 from moejax.plan.routing import read_routing
-from moejax.plan.search import price, read_step, search
+from moejax.plan.search import _Search, price, read_step, search
 from moejax.plan.sketch import Sketch
 from moejax.plan.space import Limits, change
 from moejax.plan.topology_file import write_topology
@@ -87,6 +87,32 @@ def test_codecs_are_taken_only_where_they_are_allowed():
     assert [one.cfg.compression for one in plain.ranked] == [cfg.compression]
     assert coded.ranked[0].seconds < plain.ranked[0].seconds
     assert coded.ranked[0].cfg.compression != cfg.compression
+
+
+@pytest.mark.slow
+def test_a_short_search_comes_to_codecs(monkeypatch):
+    """Before most meshes and routes: where links are slow they are worth more."""
+    monkeypatch.setattr(_Search, "late", property(lambda self: len(self.priced) >= 7))
+    free = (*space.MESH, *space.EXCHANGE, *CODECS)
+    found = found_for(model(), cluster(slow=1e5), *free, codecs="strong")
+    assert found.traced <= 8
+    assert found.ranked[0].cfg.compression != CompressionConfig()
+
+
+def test_chunks_are_doubled_as_far_as_they_may_be():
+    cfg, topology = model(), cluster()
+    free = limits(cfg, topology)
+    one = space.resolve(change(cfg, {"mesh.expert": 8}), free)
+
+    def chunks(start, **changes):
+        found = space.more_chunks(change(one, start), dataclasses.replace(free, **changes))
+        return [(other.route_chunks, other.route_chunks_backward) for other in found]
+
+    assert chunks({}) == [(2, None), (2, 1), (1, 2)]
+    assert chunks({"route_chunks_backward": 2}) == [(2, 4), (2, None), (1, 4)]
+    assert chunks({"route_chunks": 8}) == []
+    assert chunks({}, pinned={"route_chunks"}) == [(1, 2)]
+    assert chunks({}, pinned={"route_chunks_backward"}) == [(2, None)]
 
 
 @pytest.mark.slow
