@@ -43,7 +43,7 @@ from moejax.plan.topology_file import from_json
 
 ROOT = Path(__file__).parents[1]
 PLANS = 12  # measured of each set-up, the default beside them
-UNSEEN = 3  # of them, meshes that the search did not trace
+UNSEEN = 3  # of them at least, meshes that the search did not trace
 CODECS = "strong"  # that may be chosen
 SAME = 0.005  # of a step: less is no difference
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -149,7 +149,7 @@ def chosen(setup: Setup, topology: Topology, found: Found) -> list[Priced]:
         if one.seconds > (1 + SAME) * distinct[-1].seconds:
             distinct.append(one)
     plans = [*distinct[:4], *spread(distinct[4:], PLANS - 4 - UNSEEN)]
-    plans += unseen(setup, topology, found)
+    plans += unseen(setup, topology, found, PLANS - len(plans))
     for one in (plain(found), found.baseline):
         if one is not None and all(one.cfg != other.cfg for other in plans):
             plans.append(one)
@@ -165,14 +165,14 @@ def _codecs(cfg: Config) -> bool:
     return build_compression(cfg.compression) != NO_COMPRESSION
 
 
-def unseen(setup: Setup, topology: Topology, found: Found) -> list[Priced]:
+def unseen(setup: Setup, topology: Topology, found: Found, count: int) -> list[Priced]:
     """Meshes that a sketch was enough to leave aside, from the best of them to the worst."""
     cfg = config_of(setup)
     limits, routing = ask(setup, topology)
     sketches = sorted((Sketch(one, topology) for one in meshes(cfg, limits)), key=Sketch.seconds)
     seen = {one.cfg.mesh for one in found.ranked}
     left = [sketch.cfg for sketch in sketches if sketch.cfg.mesh not in seen]
-    return [price(read_step(one, "cpu"), topology, routing) for one in spread(left, UNSEEN)]
+    return [price(read_step(one, "cpu"), topology, routing) for one in spread(left, count)]
 
 
 def spread(items: list[Any], count: int) -> list[Any]:
