@@ -4,9 +4,8 @@ Each cluster is probed before its set-ups. For each set-up the planner searches 
 and a dozen of its plans, good and bad, run in turns beside the default of people who do not plan
 (experts over all devices, flat, no codecs). The planner may take codecs as far as `strong`, which
 leaves the held-out loss where it was (convergence.md); its best plan without any is measured too.
-Needs root, ip and tc. Writes planner.json and
-planner.md, and goes on where it was stopped; a set-up is measured by one run on one machine, which
-its record names.
+Needs root, ip and tc. Writes planner.json and planner.md, and goes on where it was stopped; a
+set-up is measured by one run on one machine, which its record names.
 
     python benchmarks/planner.py --out benchmarks/results
 """
@@ -22,7 +21,7 @@ import time
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import jax
@@ -194,7 +193,6 @@ def measure(setup: Setup, plans: list[Priced], rounds: int, folder: Path) -> lis
     found = run(case, folder)
     return [
         {
-            "plan": plan_words(one.cfg),
             "settings": variants[str(number)][1],
             "predicted": one.seconds,
             "terms": terms(one),
@@ -218,10 +216,14 @@ def judge(rows: list[dict[str, Any]]) -> dict[str, float]:
         for i in range(len(rows))
     ]
     pairs = list(combinations(range(len(rows)), 2))
-    agree = sum(
-        math.copysign(1, (measured[a] - measured[b]) * (predicted[a] - predicted[b]))
-        for a, b in pairs
-    )
+    apart = [(a, b) for a, b in pairs if _apart(rows[a]["seconds"], rows[b]["seconds"])]
+
+    def agreement(pairs: list[tuple[int, int]]) -> float:
+        return mean(
+            math.copysign(1, (measured[a] - measured[b]) * (predicted[a] - predicted[b]))
+            for a, b in pairs
+        )
+
     took = {}
     for name in ("default", "plain"):
         place = next((i for i, row in enumerate(rows) if row.get(name)), None)
@@ -229,13 +231,20 @@ def judge(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {
         "plans": len(rows),
         "regret": measured[0] / min(measured) - 1,
-        "kendall": agree / len(pairs),
+        "kendall": agreement(pairs),
+        "kendall_apart": agreement(apart),
+        "apart": len(apart) / len(pairs),
         "left_out": median(left_out),
         "raw": median(abs(1 / ratio - 1) for ratio in ratios),
         "default_over_chosen": took["default"] / measured[0],
         "default_over_plain": took["default"] / took["plain"],
         "best": min(range(len(rows)), key=measured.__getitem__),
     }
+
+
+def _apart(one: list[float], other: list[float]) -> bool:
+    """Whether one plan was faster than another in every round."""
+    return len({a < b for a, b in zip(one, other, strict=True)}) == 1
 
 
 def main() -> None:
@@ -270,18 +279,25 @@ def main() -> None:
             "setup": asdict(setup),
             "search_seconds": found.seconds,
             "rows": rows,
-            "judged": judge(rows),
             **stamp(),
         }
-        print(json.dumps(record["results"][str(setup)]["judged"], indent=1), flush=True)
-        args.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
-        (args.out / "planner.md").write_text(page(record))
+        print(json.dumps(judge(rows), indent=1), flush=True)
+        save(record, args.out)
+    save(record, args.out)
+
+
+def save(record: dict[str, Any], folder: Path) -> None:
+    """Writes the results and their page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "planner.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "planner.md").write_text(page(record))
 
 
 def page(record: dict[str, Any]) -> str:
     """The results as Markdown."""
-    results = record["results"]
+    results = {
+        name: one | {"judged": judge(one["rows"])} for name, one in record["results"].items()
+    }
     lines = [
         "# Plans, predicted and measured",
         "",
@@ -291,16 +307,18 @@ def page(record: dict[str, Any]) -> str:
         "",
         "Regret: the chosen plan's time over the best measured. Left out: the error of a "
         "prediction scaled by what the other plans of the set-up took over theirs; raw: not "
-        "scaled. Times are medians over rounds in turns.",
+        "scaled. Times are medians over rounds in turns. Kendall: of all pairs of plans, and of "
+        "those of which one was faster in every round (their share).",
         "",
-        "| set-up | plans | regret | Kendall | left out | raw | default / chosen | "
-        "default / chosen without codecs | search (s) |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| set-up | plans | regret | Kendall | of pairs apart | left out | raw | "
+        "default / chosen | default / best without codecs | search (s) |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, one in results.items():
         j = one["judged"]
         lines.append(
             f"| {name} | {j['plans']} | {j['regret']:.1%} | {j['kendall']:.2f} | "
+            f"{j['kendall_apart']:.2f} ({j['apart']:.0%}) | "
             f"{j['left_out']:.0%} | {j['raw']:.0%} | {j['default_over_chosen']:.2f} | "
             f"{j['default_over_plain']:.2f} | "
             f"{one['search_seconds']:.0f} |"
@@ -312,7 +330,7 @@ def page(record: dict[str, Any]) -> str:
         lines += [
             f"## {name}",
             "",
-            f"Chosen: {rows[0]['plan']}. Best measured: {best['plan']}.",
+            f"Chosen: {words(one, rows[0])}. Best measured: {words(one, best)}.",
             "",
             "| plan | predicted (s) | measured (s) | range |",
             "|---|---:|---:|---|",
@@ -321,11 +339,16 @@ def page(record: dict[str, Any]) -> str:
             took = row["seconds"]
             note = " (default)" if row["default"] else ""
             lines.append(
-                f"| {row['plan']}{note} | {row['predicted']:.3f} | {median(took):.3f} | "
+                f"| {words(one, row)}{note} | {row['predicted']:.3f} | {median(took):.3f} | "
                 f"{min(took):.3f} to {max(took):.3f} |"
             )
         lines.append("")
     return "\n".join(lines)
+
+
+def words(one: dict[str, Any], row: dict[str, Any]) -> str:
+    """A plan of a set-up."""
+    return plan_words(change(config_of(Setup(**one["setup"])), row["settings"]))
 
 
 def where(one: dict[str, Any]) -> str:
@@ -368,8 +391,8 @@ def by_rate(results: dict[str, Any]) -> list[str]:
         ]
         for one in sorted(group, key=lambda one: one["setup"]["rate"]):
             chosen, best = one["rows"][0], one["rows"][one["judged"]["best"]]
-            said = "the same" if best is chosen else best["plan"]
-            lines.append(f"| {one['setup']['rate']} | {chosen['plan']} | {said} |")
+            said = "the same" if best is chosen else words(one, best)
+            lines.append(f"| {one['setup']['rate']} | {words(one, chosen)} | {said} |")
         lines.append("")
     return lines
 

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moejax.compression import build_compression, describe
-from moejax.config import Config
+from moejax.compression import NO_CODECS, PRESETS, build_compression, describe
+from moejax.config import CompressionConfig, Config
 from moejax.plan.price import Played
 from moejax.plan.search import Found, Priced
 from moejax.plan.topology import Topology
@@ -64,10 +64,19 @@ def exchange_words(cfg: Config) -> str:
     return cfg.route + chunks
 
 
+def _codec_words(cfg: Config) -> str:
+    """The codecs of the first step; by a preset's name where they are just its own."""
+    found = build_compression(cfg.compression).at(0)
+    for name in PRESETS:
+        if found == build_compression(CompressionConfig(preset=name)).at(0):
+            return f"codecs {name}" if found != NO_CODECS else "none"
+    return describe(found)
+
+
 def rest_words(cfg: Config) -> str:
     """Codecs, pieces of gradients, recomputation and micro-batches that are not the plain ones."""
     words = []
-    if (codecs := describe(build_compression(cfg.compression).at(0))) != "none":
+    if (codecs := _codec_words(cfg)) != "none":
         words.append(codecs)
     if cfg.train.reduction_bytes is not None:
         words.append(f"pieces of {cfg.train.reduction_bytes / 2**20:.0f} MiB")
