@@ -111,14 +111,18 @@ def more_chunks(cfg: Config, limits: Limits) -> Iterator[Config]:
     if not cfg.model.has_experts:
         return
     ahead, back = cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
+    seen = {cfg}
     for chunks, behind in ((2 * ahead, 2 * back), (2 * ahead, back), (ahead, 2 * back)):
-        values = {
-            "route_chunks": chunks,
-            "route_chunks_backward": None if behind == chunks else behind,
-        }
-        values = {name: value for name, value in values.items() if limits.free(name)}
+        if max(chunks, behind) > MOST_CHUNKS or not (
+            limits.free("route_chunks") or chunks == ahead
+        ):
+            continue
+        values: dict[str, Any] = {"route_chunks": chunks}
+        if limits.free("route_chunks_backward"):
+            values["route_chunks_backward"] = None if behind == chunks else behind
         found = resolve(change(cfg, values), limits)
-        if found is not None and found != cfg and max(chunks, behind) <= MOST_CHUNKS:
+        if found is not None and found not in seen:
+            seen.add(found)
             yield found
 
 

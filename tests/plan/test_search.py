@@ -111,8 +111,8 @@ def test_chunks_are_doubled_as_far_as_they_may_be():
     assert chunks({}) == [(2, None), (2, 1), (1, 2)]
     assert chunks({"route_chunks_backward": 2}) == [(2, 4), (2, None), (1, 4)]
     assert chunks({"route_chunks": 8}) == []
-    assert chunks({}, pinned={"route_chunks"}) == [(1, 2)]
-    assert chunks({}, pinned={"route_chunks_backward"}) == [(2, None)]
+    assert chunks({}, pinned=frozenset({"route_chunks"})) == [(1, 2)]
+    assert chunks({}, pinned=frozenset({"route_chunks_backward"})) == [(2, None)]
 
 
 @pytest.mark.slow
