@@ -2,8 +2,10 @@
 
 Each cluster is probed before its set-ups. For each set-up the planner searches by what was probed,
 and a dozen of its plans, good and bad, run in turns beside the default of people who do not plan
-(experts over all devices, flat, no codecs). The planner may take codecs as far as `strong`, which
-leaves the held-out loss where it was (convergence.md); its best plan without any is measured too.
+(experts over all devices, flat, no codecs). The planner may take codecs as far as `strong`, whose
+mean held-out loss is inside the band of uncompressed seeds, one seed of three just above it
+(convergence.md); its best plan without any is measured too.
+
 Needs root, ip and tc. Writes planner.json and planner.md, and goes on where it was stopped; a
 set-up is measured by one run on one machine, which its record names.
 
@@ -226,7 +228,7 @@ def judge(rows: list[dict[str, Any]]) -> dict[str, float]:
 
     took = {}
     for name in ("default", "plain"):
-        place = next((i for i, row in enumerate(rows) if row.get(name)), None)
+        place = next((i for i, row in enumerate(rows) if row[name]), None)
         took[name] = math.nan if place is None else measured[place]
     return {
         "plans": len(rows),

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moejax.compression import NO_CODECS, PRESETS, build_compression, describe
+from moejax.compression import PRESETS, build_compression, describe
 from moejax.config import CompressionConfig, Config
 from moejax.plan.price import Played
 from moejax.plan.search import Found, Priced
@@ -67,9 +67,9 @@ def exchange_words(cfg: Config) -> str:
 def _codec_words(cfg: Config) -> str:
     """The codecs of the first step; by a preset's name where they are just its own."""
     found = build_compression(cfg.compression).at(0)
-    for name in PRESETS:
-        if found == build_compression(CompressionConfig(preset=name)).at(0):
-            return f"codecs {name}" if found != NO_CODECS else "none"
+    for name, codecs in PRESETS.items():
+        if codecs and found == build_compression(CompressionConfig(preset=name)).at(0):
+            return f"codecs {name}"
     return describe(found)
 
 

@@ -9,12 +9,13 @@ from rich.console import Console
 
 from moejax.checks import resolve_mesh
 from moejax.checks.planned import CHOSEN, CODECS, is_planned, pinned
+from moejax.compression import PRESETS
 from moejax.config import CompressionConfig, Config, PlanConfig
 from moejax.errors import InputError
 from moejax.fields import get_value
 from moejax.plan import space
 from moejax.plan.command import main
-from moejax.plan.explain import print_ranked, print_why, terms, why
+from moejax.plan.explain import print_ranked, print_why, rest_words, terms, why
 from moejax.plan.files import load_plan, plan_from, save_plan
 from moejax.plan.routing import read_routing
 from moejax.plan.search import _Search, price, read_step, search
@@ -97,6 +98,14 @@ def test_a_short_search_comes_to_codecs(monkeypatch):
     found = found_for(model(), cluster(slow=1e5), *free, codecs="strong")
     assert found.traced <= 8
     assert found.ranked[0].cfg.compression != CompressionConfig()
+
+
+def test_codecs_are_called_by_their_presets_name_where_they_are_just_its_own():
+    every = {f"compression.{kind}": codec for kind, codec in PRESETS["strong"].items()}
+    assert rest_words(change(Config(), every)) == "codecs strong"
+    assert rest_words(change(Config(), {"compression.preset": "hybrid"})) == "codecs hybrid"
+    assert rest_words(change(Config(), {"compression.dispatch": "int8"})) == "dispatch int8"
+    assert rest_words(Config()) == "-"
 
 
 def test_chunks_are_doubled_as_far_as_they_may_be():
