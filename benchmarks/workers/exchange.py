@@ -138,7 +138,7 @@ def build_step(trainer: Trainer) -> Variant:
     state = trainer.init()
     unordered = build_trainer(trainer.cfg, trainer.mesh.abstract_mesh, "cpu")
     traced = unordered.step.trace(unordered.abstract, unordered.abstract_batch())
-    program = trainer.step.lower(state, batch).compile()
+    program = compiled_once(trainer.step.lower(state, batch))
     facts = count(traced, program, trainer)
     facts["tokens"] = float(np.prod(shape))
     kept = [state]
@@ -178,12 +178,19 @@ def run_codec(x_Pn: jax.Array, *, codec: Codec, copies: int) -> jax.Array:
     return jnp.stack([jnp.sum(x) for x in (codec.decode(sent, n), kept, kept_too)])
 
 
+def compiled_once(lowered: Any) -> Any:
+    """Compiled by process 0; the others, on the same machine, then find it in its cache."""
+    program = lowered.compile() if processes.first else None
+    processes.gather("compiled")
+    return program or lowered.compile()
+
+
 def compiled(
     body: Callable, in_specs: tuple, out_specs: Any, arguments: tuple, trainer: Trainer
 ) -> tuple[Callable, dict]:
     """Compiles per-device code; counts what it sends over a host's link."""
     mapped = gloo.shard_map(body, trainer.mesh, in_specs, out_specs)
-    program = jax.jit(mapped).lower(*arguments).compile()
+    program = compiled_once(jax.jit(mapped).lower(*arguments))
     unordered = gloo.shard_map(body, trainer.mesh.abstract_mesh, in_specs, out_specs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     return program, count(jax.jit(unordered).trace(*shapes), program, trainer)

@@ -15,15 +15,16 @@ from typing import Any
 import jax
 
 # Of a product: flops, dtype, and work: whether buckets filled in part cost in part, with how many
-# rows in how many groups, and bytes besides, where each group is computed in blocks. Of a gather:
-# bytes that move.
+# rows in how many groups, and bytes besides, where each group is computed in blocks; unread: the
+# share that is left where nothing reads its first result. Of a gather: bytes that move.
 Cost = dict[str, Any]
 
 # Matrix products: gate, up and down forward; backward each by rows and by weights.
 PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "products": 1}
-# Of experts computed in blocks, how often all weights cross memory. Forward: cut out, put down,
-# read. Backward also writes their gradients: from the products, out of the branch, into the stack.
-PASSES = {"experts_forward": 3, "experts_backward": 8}
+# Of experts computed in blocks, how often all weights cross memory besides what the call itself
+# reads and writes: cut out and put down; backward their gradients too, from the products and out of
+# the branch.
+PASSES = {"experts_forward": 2, "experts_backward": 6}
 
 
 def jitted(function: Callable, which: str, *sizes: int, **options: Hashable) -> Callable:
@@ -68,6 +69,8 @@ def named_cost(name: str, arrays: list[Any]) -> Cost | None:
     if groups:
         weights = 3 * groups[0] * K * N * (floats[0].itemsize if floats else 4)
         cost |= {"blocks": (M, groups[0]), "bytes": float(PASSES[found[1]] * weights)}
+    if found[1] == "experts_forward":
+        cost["unread"] = 2 / 3  # gate and up: what the hidden layer saw is another result
     return cost
 
 

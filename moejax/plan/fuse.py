@@ -6,7 +6,7 @@ waits for another of them, so no cycle can arise, and what lives only inside is 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moejax.plan.schedule import Collective, Kind, Op, Schedule
@@ -19,6 +19,7 @@ class Node:
     Attributes:
       reads: (value, bytes of it that are read; None: all).
       writes: values.
+      unread: share of its FLOPs and bytes that is left where nothing reads its first value.
     """
 
     kind: Kind
@@ -31,6 +32,7 @@ class Node:
     dtype: str = ""
     work: bool = False
     blocks: tuple[int, int] | None = None
+    unread: float = 1.0
     collective: Collective | None = None
     body: Schedule | None = None
     turns: int = 1
@@ -71,10 +73,11 @@ def fuse(
     inputs: Iterable[int | None],
     outputs: Iterable[int | None],
 ) -> Schedule:
-    """Returns the schedule of some nodes, given in an order in which they could run."""
-    maker = {value: number for number, node in enumerate(nodes) for value in node.writes}
+    """Returns the schedule of those nodes that results need, given in an order in which they run."""
     outputs = list(outputs)
     kept = [value for value in outputs if value is not None]
+    nodes = _needed(nodes, kept)
+    maker = {value: number for number, node in enumerate(nodes) for value in node.writes}
     groups = _groups(nodes, maker)
     order = _order(nodes, maker, groups, kept)
     place = {group: number for number, group in enumerate(order)}
@@ -100,6 +103,16 @@ def fuse(
         inputs=tuple(storage.buffer[value] for value in inputs if value is not None),
         outputs=tuple(None if v is None else storage.buffer[v] for v in outputs),
     )
+
+
+def _needed(nodes: Sequence[Node], kept: Sequence[int]) -> list[Node]:
+    """Nodes without those whose values nobody reads, as a compiler leaves them out."""
+    read, live = set(kept), []
+    for node in reversed(nodes):
+        if not read.isdisjoint(node.writes):
+            live.append(node)
+            read.update(value for value, _ in node.reads)
+    return live[::-1]
 
 
 def _groups(nodes: Sequence[Node], maker: dict[int, int]) -> list[int]:
@@ -201,10 +214,13 @@ def _op(
         "backward": last.backward,
         "reads": tuple(sorted({storage.buffer[value] for value in taken})),
         "writes": tuple(sorted({storage.buffer[value] for value in written})),
-        "bytes": last.bytes or moved,
+        "bytes": (last.bytes + moved) if last.blocks else (last.bytes or moved),
     }
     if last.kind == "region":
         return fields | {"passes": max(1, len(written))}
+    if last.unread != 1 and last.writes[0] not in used:
+        last = replace(last, flops=last.unread * last.flops)
+        fields["bytes"] *= last.unread
     names = ("flops", "dtype", "work", "blocks", "collective")
     names += ("body", "turns", "unrolled", "carried")
     return fields | {name: getattr(last, name) for name in names}

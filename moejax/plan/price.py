@@ -103,6 +103,17 @@ class Costs:
         found = zip(self.topology.tiers, seconds, shares, strict=True)
         return [(tier, cost, size) for tier, cost, size in found if cost > 0]
 
+    def left(self, tier: Tier, seconds: float, computed: float) -> float:
+        """Seconds of a collective that a device waits for, after so many of compute.
+
+        Devices of a node that take turns on the same cores reach what goes to other nodes one after
+        the other: the first send while the last compute.
+        """
+        if tier == self.topology.tiers[0]:
+            return seconds
+        turns = max(1.0, self.device.sharing)
+        return max(seconds / turns, seconds - (1 - 1 / turns) * computed)
+
     def group(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
         """Devices of a collective's group inside a node, and nodes on each tier above."""
         inside = self.layout.size(self.layout.inside_node(axes))
@@ -167,6 +178,7 @@ class _Player:
         self.inside: dict[int, tuple[Played, int]] = {}
         self.ends: list[tuple[int, ...]] = []  # the tasks that finish each operation
         self.sending: tuple[int, ...] = ()  # those of the last collective
+        self.computed = 0.0  # seconds since then
 
     def take(self, op: Op) -> None:
         """Adds the next operation."""
@@ -178,6 +190,7 @@ class _Player:
         else:
             seconds = self.costs.compute(op, self.filled)
             self.tally.computed[op.scope] += seconds
+            self.computed += seconds
             own = self._add(op, op.bytes, Task(op.scope, COMPUTE, seconds, after))
         self.ends.append(own or after)
 
@@ -194,11 +207,13 @@ class _Player:
         own: tuple[int, ...] = ()
         name = one.traffic or op.scope
         for tier, seconds, size in self.costs.links(one):
-            task = Task(name, tier.name, seconds, after, occupies=tier.occupies)
+            waited = self.costs.left(tier, seconds, self.computed)
+            task = Task(name, tier.name, waited, after, occupies=tier.occupies)
             own += self._add(op, size, task)
             self.tally.sent[tier.name, name] += seconds
             self.tally.bytes_sent[tier.name, name] += size
-        self.sending = own or self.sending
+        if own:
+            self.sending, self.computed = own, 0.0
         return own
 
     def _repeat(self, op: Op, body: Schedule, after: tuple[int, ...]) -> tuple[int, ...]:
@@ -210,6 +225,7 @@ class _Player:
         seconds = turn.seconds * op.turns
         own = self._add(op, 0.0, Task(f"{op.turns} x loop", COMPUTE, seconds, after))
         self.inside[own[0]] = turn, op.turns
+        self.computed = 0.0 if turn.tally.sent else self.computed + seconds
         return own
 
 

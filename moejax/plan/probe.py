@@ -27,7 +27,7 @@ from moejax.errors import InputError, exit_code
 from moejax.fields import short
 from moejax.plan.detect import Nodes, find_nodes, memory_of
 from moejax.plan.probe_device import probe_device
-from moejax.plan.probe_links import Say, probe_pairs, probe_tier
+from moejax.plan.probe_links import Say, probe_pairs, probe_sharing, probe_tier
 from moejax.plan.probe_program import probe_program
 from moejax.plan.stopwatch import AXES, Stopwatch
 from moejax.plan.topology import KINDS, Tier, Topology
@@ -98,6 +98,8 @@ def probe(
     if not effort.quick:
         say("a whole program")
         device = replace(device, program=processes.gather(probe_program(watch, device))[0])
+        say("devices that take turns")
+        device = replace(device, sharing=processes.gather(probe_sharing(watch))[0])
     tiers, more = _probe_tiers(watch, found, effort, say)
     odd += more
     topology = Topology(
@@ -216,6 +218,11 @@ def print_report(topology: Topology, odd: Sequence[str], console: Console) -> No
         "take by themselves",
         highlight=False,
     )
+    if topology.tiers[0].size > 1:
+        console.print(
+            f"devices of a node that take turns on the same cores: {topology.device.sharing:.1f}",
+            highlight=False,
+        )
     if topology.nodes > 1:
         for one in topology.crossover():
             ways = ", ".join(f"{way} from {_size(size)}" for size, way in one.changes)

@@ -21,12 +21,14 @@ SMALLEST, LARGEST = 2**14, 2**26  # bytes of a device's operand
 STEP, QUICK_STEP = 4, 16  # from one size to the next
 LEAST_SIZES = 3
 LONGEST_S = 1.0  # of one call
+SHORT_S = 0.006  # the next size may be the one after
 COMPILE_S = 0.5  # about, for a rough account
 # Of the calls that are timed together: what fits a shaped link's bucket (4 ms) hardly counts.
 AIM_S = 0.12
 TOGETHER_S = 0.25  # of the calls that are put beside others
 PAIR_S = 0.2  # of one transfer between two nodes
 PRODUCT = 256  # of the matrices in the work beside a collective
+PRODUCTS = 8  # in the work of devices that take turns
 
 
 def probe_tier(
@@ -54,6 +56,24 @@ def probe_tier(
     return Tier(name, size, links, together, occupies)
 
 
+def probe_sharing(watch: Stopwatch) -> float:
+    """Returns how many devices of a node take turns: seconds of all at once over those of one.
+
+    In both cases they meet after their work; without, one would run ahead of the others.
+    """
+    count, (work, start) = watch.mesh.shape[AXES[1]], _work(PRODUCTS)
+
+    def busy(devices: int) -> float:
+        def operate(x: jax.Array) -> jax.Array:
+            mine = jax.lax.axis_index(AXES[1]) < devices
+            y = jax.lax.cond(mine, work, lambda x: x, x)
+            return y + wire.all_reduce(y[0, 0], AXES[1:], tag=None)
+
+        return watch.seconds(operate, start)
+
+    return min(count, max(1.0, busy(count) / busy(1))) if count > 1 else 1.0
+
+
 def _memory_link(watch: Stopwatch) -> Link:
     """Where one device stands alone nothing is sent; a copy bounds what would be."""
     found = watch.seconds(lambda x: x + 1, lambda: jnp.zeros(2**18))
@@ -63,16 +83,22 @@ def _memory_link(watch: Stopwatch) -> Link:
 def _curve(
     watch: Stopwatch, axis: str, kind: str, *, seconds: float, quick: bool
 ) -> Iterator[tuple[int, float]]:
-    """Yields (bytes on the wire of a device, seconds), from small to large, while time is left."""
+    """Yields (bytes on the wire of a device, seconds), from small to large, while time is left.
+
+    Where it will not do for every size, those are left out that cost little more than a start.
+    """
     began, count = watch.elapsed(), watch.mesh.shape[axis]
-    step, aim_s = (QUICK_STEP, AIM_S / 4) if quick else (STEP, AIM_S)
+    aim_s = AIM_S / 4 if quick else AIM_S
     size, found = SMALLEST, 0
     while size <= LARGEST:
         operate, start, wire_bytes = collective(kind, axis, size, count)
         one = watch.seconds(operate, start, aim_s=aim_s)
         yield wire_bytes, one
-        found, size = found + 1, size * step
-        left = seconds - (watch.elapsed() - began)
+        found, spent = found + 1, watch.elapsed() - began
+        left, more = seconds - spent, math.log(LARGEST / size, STEP)
+        short = quick or (one < SHORT_S and spent / found * more > left)
+        step = QUICK_STEP if short else STEP
+        size *= step
         if found >= LEAST_SIZES and (one * step > LONGEST_S or left < COMPILE_S + 6 * one * step):
             return
 

@@ -25,7 +25,7 @@ from moejax.train.step import Trainer, build_trainer
 SMALL = {
     "model.vocab_size": 512,
     "model.width": 256,
-    "model.num_layers": 2,
+    "model.num_layers": 1,
     "model.num_heads": 8,
     "model.num_kv_heads": 8,
     "model.head_width": 32,

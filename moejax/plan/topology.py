@@ -86,6 +86,7 @@ class Device:
       startup_s: of one small operation.
       codecs: rates of each codec, by name.
       program: seconds that a whole program computes, over what its operations take by themselves.
+      sharing: devices of a node that take turns on the same cores; 1: none has to wait for others.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Device:
     startup_s: float
     codecs: dict[str, CodecRates] = dataclasses.field(default_factory=dict)
     program: float = 1.0
+    sharing: float = 1.0
 
     def product_rate(self, dtype: str, flops: float) -> float:
         """FLOP/s of a matrix product of so many FLOPs.

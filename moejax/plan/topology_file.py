@@ -140,7 +140,7 @@ def from_json(facts: Any, file: str) -> Topology:
 
 
 def _device(part: Part) -> Device:
-    part.keys(Device, optional=("codecs", "program"))
+    part.keys(Device, optional=("codecs", "program", "sharing"))
     products = part.inner("products")
     curves = {dtype: products.curve(dtype) for dtype in products.facts}
     for dtype, curve in curves.items():
@@ -161,6 +161,7 @@ def _device(part: Part) -> Device:
         startup_s=part.share("startup_s", 1),
         codecs={name: _codec(codecs.inner(name)) for name in codecs.facts} if codecs else {},
         program=part.rate("program") if "program" in part.facts else 1.0,
+        sharing=part.rate("sharing") if "sharing" in part.facts else 1.0,
     )
 
 
