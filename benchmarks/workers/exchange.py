@@ -22,6 +22,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
+from jax._src import cache_key  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
@@ -38,6 +39,8 @@ from moejax.settings import from_dict  # noqa: E402
 from moejax.train.state import Batch  # noqa: E402
 from moejax.train.step import Trainer, build_trainer  # noqa: E402
 
+# JAX's cache keeps a program by process as well. All hosts are on this machine: they share it.
+cache_key._hash_accelerator_config = lambda hashed, devices: None
 SENT = Path("/sys/class/net/net0/statistics/tx_bytes")
 
 
