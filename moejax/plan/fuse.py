@@ -73,7 +73,7 @@ def fuse(
     inputs: Iterable[int | None],
     outputs: Iterable[int | None],
 ) -> Schedule:
-    """Returns the schedule of those nodes that results need, given in an order in which they run."""
+    """Returns the schedule of the nodes that results need, given in an order in which they run."""
     outputs = list(outputs)
     kept = [value for value in outputs if value is not None]
     nodes = _needed(nodes, kept)

@@ -50,6 +50,28 @@ def test_a_program_takes_longer_than_its_operations_and_links_do_not():
         assert after == pytest.approx(times * before)
 
 
+@pytest.mark.parametrize("size", [100_000, 8_000_000])
+def test_devices_that_take_turns_send_while_others_compute(size):
+    def after(place, size, axis):
+        return dataclasses.replace(all_to_all(size, (axis,)), after=(place,))
+
+    work = Op("product", scope="experts", flops=5e8, dtype="float32")
+    alone = costs()
+    device = dataclasses.replace(alone.topology.device, sharing=4.0)
+    turns = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.work)
+    both = Schedule((work, after(0, size, "expert_slow")), ())
+    sending = play(Schedule((all_to_all(size, ("expert_slow",)),), ()), alone).seconds
+    computing = play(both, alone).seconds - sending
+    shorter, longer = sorted((computing, sending))
+    found = play(both, turns)
+    assert found.seconds == pytest.approx(longer + shorter / 4)
+    assert found.tally.sent["network", "dispatch"] == pytest.approx(sending)
+    # Once the devices of a node have met, nothing that they computed before hides anything.
+    meet = after(0, 0, "expert_fast")
+    met = play(Schedule((work, meet, after(1, size, "expert_slow")), ()), turns).seconds
+    assert met == pytest.approx(computing + sending, abs=1e-4)
+
+
 def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time():
     def seconds(rows, moved=0.0):
         cost = {"flops": 1e7 * rows, "dtype": "float32", "work": True, "bytes": moved}

@@ -20,7 +20,7 @@ from moejax.comm import wire
 from moejax.errors import InputError
 from moejax.plan import __main__ as plan
 from moejax.plan import probe as probe_module
-from moejax.plan import probe_program
+from moejax.plan import probe_links, probe_program
 from moejax.plan.detect import find_nodes
 from moejax.plan.fit import fit_link
 from moejax.plan.probe import Effort, main, probe
@@ -189,6 +189,31 @@ def test_a_whole_program_runs_beside_its_price(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("startup_s", "seconds", "sizes"),
+    [
+        (1e-3, 1e3, [2**n for n in range(14, 27, 2)]),  # time for all
+        (1e-3, 5, [2**14, 2**18, 2**22, 2**26]),  # a second each: no time for all
+        (1e-1, 3, [2**14, 2**16, 2**18]),  # little time, but calls that tell something
+    ],
+)
+def test_a_curve_that_has_no_time_for_all_sizes_leaves_out_small_ones(startup_s, seconds, sizes):
+    passed = []
+
+    def timed(operate, start, *, aim_s):
+        size = 4 * start().size
+        passed.append(1 + 20 * (startup_s + size / 1e11))
+        return startup_s + size / 1e11
+
+    watch = types.SimpleNamespace(
+        mesh=types.SimpleNamespace(shape={AXES[1]: 2}),
+        elapsed=lambda: sum(passed),
+        seconds=timed,
+    )
+    kept = list(probe_links._curve(watch, AXES[1], "all_to_all", seconds=seconds, quick=False))
+    assert [2 * sent for sent, _ in kept] == sizes
+
+
+@pytest.mark.parametrize(
     ("inside", "sizes", "warning"),
     [
         ((9, 9, 9, 9), (4, 2), None),
@@ -294,6 +319,7 @@ def test_the_probe_finds_the_rate_of_shaped_links(tmp_path):
     assert found.sizes == (2, 2), output
     assert [tier.name for tier in found.tiers] == ["host", "network"]
     assert 0.5 < found.device.program < 30, output
+    assert 1 <= found.device.sharing <= 2, output
     rates = [2 * 8 * link.bytes_per_s for link in found.tiers[1].links.values()]
     assert 80e6 < np.median(rates) < 120e6, output
     for row, column in ((0, 1), (1, 0)):

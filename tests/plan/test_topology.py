@@ -39,6 +39,7 @@ DEVICE = Device(
     startup_s=1e-6,
     codecs={"int8": CodecRates(1e9, 2e9)},
     program=1.5,
+    sharing=2.0,
 )
 
 
@@ -331,6 +332,7 @@ REFUSED = [
     (change("device.products.float32", [[2, 1], [1, 1]]), "products.float32` is wrong", "Sort"),
     (change("device.codecs.int8.decode", 0), "codecs.int8.decode` is wrong", "above 0"),
     (change("device.program", 0), "device.program` is wrong", "above 0"),
+    (change("device.sharing", -1), "device.sharing` is wrong", "above 0"),
     (change("device.codecs.int8", 3), "codecs.int8` is wrong", "an object"),
     (change("pairs", [[0, 1]]), "`pairs` is not whole", "2 rows of 2"),
     (change("pairs.0.1", 0), "`pairs[0][1]` is wrong", "every pair is measured"),

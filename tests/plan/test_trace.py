@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from moejax.config import CompressionConfig
 from moejax.dims import build_layout
+from moejax.kernels.expert_mlp import expert_mlp
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from moejax.plan.build import build_abstract_mesh
 from moejax.plan.schedule import walk
@@ -43,6 +45,33 @@ def test_elementwise_chains_are_one_region_that_reads_and_writes_once():
     (op,) = read(jax.make_jaxpr(function)(jnp.ones((16, 16)))).ops
     assert op.kind == "region"
     assert op.bytes == 2 * 16 * 16 * 4
+
+
+def test_what_nobody_reads_is_left_out():
+    def function(x, w):
+        _unread = jnp.sin(x @ w) @ w
+        return x @ w
+
+    schedule = read(jax.make_jaxpr(function)(jnp.ones((4, 8)), jnp.ones((8, 8))))
+    assert flops(schedule) == 2 * 4 * 8 * 8
+
+
+def test_experts_that_work_again_for_their_backward_leave_out_what_only_results_need():
+    M, D, F, G = 64, 8, 16, 2
+    x, w_in, w_out = jnp.ones((M, D)), jnp.ones((G, D, 2, F)), jnp.ones((G, F, D))
+    sizes = jnp.full((G,), M // G)
+
+    def gradients(results):
+        def function(x, w_in, w_out, dy):
+            operate = partial(expert_mlp, sizes_G=sizes, implementation="blocked")
+            y, pull = jax.vjp(operate, x, w_in, w_out)
+            return (y, pull(dy)) if results else pull(dy)
+
+        return flops(read(jax.make_jaxpr(function)(x, w_in, w_out, x)))
+
+    product = 2 * M * D * F
+    assert gradients(results=True) == (3 + 6) * product
+    assert gradients(results=False) == (2 + 6) * product
 
 
 def test_a_region_never_waits_for_what_waits_for_it():
