@@ -43,6 +43,7 @@ class Case:
     tokens: tuple[int, int]  # sequences, positions
     variants: Variants
     rounds: int = 3
+    seldom: tuple[str, ...] = ()  # variants that run in every third round
 
 
 def cases() -> Iterator[Case]:

@@ -44,9 +44,11 @@ from moejax.plan.topology_file import from_json
 
 ROOT = Path(__file__).parents[1]
 PLANS = 12  # measured of each set-up, the default beside them
+OFTEN = 0.1  # of the rounds: less is chance
 UNSEEN = 3  # of them at least, meshes that the search did not trace
 CODECS = "strong"  # that may be chosen
 SAME = 0.005  # of a step: less is no difference
+SLOW = 3.0  # over the chosen plan's seconds, by price: such a plan runs in every third round
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 MODELS: dict[str, dict[str, Any]] = {
     "balanced": {
@@ -191,7 +193,10 @@ def measure(setup: Setup, plans: list[Priced], rounds: int, folder: Path) -> lis
         variants[str(number)] = ("step", values)
     model = EVERY | MODELS[setup.model] | {"mesh.nodes": setup.hosts, "plan.mode": "hand"}
     shape = (model["train.batch_sequences"], model["data.sequence_length"])
-    case = Case("planner", setup.hosts, setup.devices, setup.rate, model, shape, variants, rounds)
+    seldom = tuple(str(n) for n, one in enumerate(plans) if one.seconds > SLOW * plans[0].seconds)
+    case = Case(
+        "planner", setup.hosts, setup.devices, setup.rate, model, shape, variants, rounds, seldom
+    )
     found = run(case, folder)
     return [
         {
@@ -245,8 +250,11 @@ def judge(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _apart(one: list[float], other: list[float]) -> bool:
-    """Whether one plan was faster than another in every round."""
-    return len({a < b for a, b in zip(one, other, strict=True)}) == 1
+    """Whether one plan was faster than another in more than nine of ten rounds."""
+    if len(one) != len(other):
+        return max(one) < min(other) or max(other) < min(one)
+    faster = mean(a < b for a, b in zip(one, other, strict=True))
+    return not OFTEN < faster < 1 - OFTEN
 
 
 def main() -> None:
@@ -254,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--only", default="", help="set-ups whose name starts with this")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=PlanConfig().seconds, help="of a search")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -310,7 +318,7 @@ def page(record: dict[str, Any]) -> str:
         "Regret: the chosen plan's time over the best measured. Left out: the error of a "
         "prediction scaled by what the other plans of the set-up took over theirs; raw: not "
         "scaled. Times are medians over rounds in turns. Kendall: of all pairs of plans, and of "
-        "those of which one was faster in every round (their share).",
+        "those of which one was faster in more than nine of ten rounds (their share).",
         "",
         "| set-up | plans | regret | Kendall | of pairs apart | left out | raw | "
         "default / chosen | default / best without codecs | search (s) |",

@@ -266,8 +266,14 @@ def trimmed_bytes(trainer: Trainer, choice_BTK: np.ndarray) -> float:
     return total
 
 
-def measure(variants: dict[str, Variant], rounds: int) -> dict[str, dict[str, list]]:
-    """Runs every variant once a round; returns seconds and bytes sent of each run, on this host."""
+def measure(
+    variants: dict[str, Variant], rounds: int, seldom: list[str]
+) -> dict[str, dict[str, list]]:
+    """Runs the variants in rounds; returns seconds and bytes sent of each run, on this host.
+
+    Args:
+      seldom: those that run in every third round.
+    """
     every = jax.make_mesh((jax.device_count(),), ("all",))
     meet = jax.jit(gloo.shard_map(lambda x: wire.all_reduce(x, ("all",)), every, P(), P()))
     names = list(variants)
@@ -275,6 +281,8 @@ def measure(variants: dict[str, Variant], rounds: int) -> dict[str, dict[str, li
     for number in range(-1, rounds):  # the first connects and warms up
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
+            if name in seldom and number > 0 and number % 3:
+                continue
             jax.block_until_ready(meet(1.0))
             before, began = int(SENT.read_text()), time.perf_counter()
             jax.block_until_ready(variants[name].run())
@@ -297,7 +305,7 @@ def main() -> None:
         if jax.process_index() == 0:
             print(f"{name}: built in {time.perf_counter() - began:.0f} s", flush=True)
     processes.gather("built")  # gloo gives up on a peer that is half a minute late
-    found = measure(variants, case["rounds"])
+    found = measure(variants, case["rounds"], case["seldom"])
     result = {name: found[name] | variants[name].facts for name in variants}
     path.with_suffix(f".h{jax.process_index()}").write_text(json.dumps(result))
 

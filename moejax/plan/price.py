@@ -110,9 +110,9 @@ class Costs:
         the other: the first send while the last compute.
         """
         if tier == self.topology.tiers[0]:
-            return seconds
+            return tier.late_s + seconds
         turns = max(1.0, self.device.sharing)
-        return max(seconds / turns, seconds - (1 - 1 / turns) * computed)
+        return tier.late_s + max(seconds / turns, seconds - (1 - 1 / turns) * computed)
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
         """Devices of a collective's group inside a node, and nodes on each tier above."""

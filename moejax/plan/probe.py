@@ -35,7 +35,7 @@ from moejax.plan.topology_file import ASYMMETRY, VERSION, from_json, to_text
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, platform_of, start
 
-SECONDS, QUICK_SECONDS = 40.0, 10.0  # for the links
+SECONDS, QUICK_SECONDS = 32.0, 10.0  # for the links
 MOST_PAIRED = 64  # nodes; more would take minutes
 EPILOG = """\
 examples:
@@ -100,7 +100,7 @@ def probe(
         device = replace(device, program=processes.gather(probe_program(watch, device))[0])
         say("devices that take turns")
         device = replace(device, sharing=processes.gather(probe_sharing(watch))[0])
-    tiers, more = _probe_tiers(watch, found, effort, say)
+    tiers, more = _probe_tiers(watch, found, device.sharing, effort, say)
     odd += more
     topology = Topology(
         version=VERSION,
@@ -122,7 +122,7 @@ def probe(
 
 
 def _probe_tiers(
-    watch: Stopwatch, found: Nodes, effort: Effort, say: Say
+    watch: Stopwatch, found: Nodes, sharing: float, effort: Effort, say: Say
 ) -> tuple[tuple[Tier, ...], list[str]]:
     """Measures both tiers, and joins them where the measurement says that they are one."""
     inside, across = found.tier_names
@@ -130,7 +130,10 @@ def _probe_tiers(
     seconds = effort.seconds / (2 if count > 1 else 1)
 
     def one(axis: str, name: str) -> Tier:
-        return probe_tier(watch, axis, name, seconds=seconds, quick=effort.quick, say=say)
+        quick = effort.quick
+        return probe_tier(
+            watch, axis, name, sharing=sharing, seconds=seconds, quick=quick, say=say
+        )
 
     fast = one(AXES[1], inside)
     if count == 1:
@@ -206,7 +209,8 @@ def print_report(topology: Topology, odd: Sequence[str], console: Console) -> No
         if tier.size > 1:
             console.print(
                 f"{tier.name}: two at once take {tier.together:.2f} of one after the other; one "
-                f"takes {tier.occupies:.0%} of the compute beside it",
+                f"takes {tier.occupies:.0%} of the compute beside it, and between computations "
+                f"{tier.late_s * 1e3:.2f} ms more",
                 highlight=False,
             )
     rates = [

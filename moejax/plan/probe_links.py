@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,15 +29,17 @@ AIM_S = 0.12
 TOGETHER_S = 0.25  # of the calls that are put beside others
 PAIR_S = 0.2  # of one transfer between two nodes
 PRODUCT = 256  # of the matrices in the work beside a collective
-PRODUCTS = 8  # in the work of devices that take turns
+PRODUCTS = 4  # in the work between collectives, and half of that of devices that take turns
+TINY = 2**10  # bytes of a device's operand that cost nothing but their start
 
 
 def probe_tier(
-    watch: Stopwatch, axis: str, name: str, *, seconds: float, quick: bool, say: Say
+    watch: Stopwatch, axis: str, name: str, *, sharing: float, seconds: float, quick: bool, say: Say
 ) -> Tier:
     """Measures one tier.
 
     Args:
+      sharing: devices of a node that take turns on the same cores.
       axis: of the stopwatch's mesh, over which the tier's links go.
       seconds: about how long it may take.
       quick: fewer sizes; contention is not measured.
@@ -51,9 +54,11 @@ def probe_tier(
         links[kind] = fit_link(list(_curve(watch, axis, kind, seconds=share, quick=quick)))
     if quick:
         return Tier(name, size, links)
-    say(f"{name}: two collectives at once, and one beside compute")
+    say(f"{name}: two collectives at once, one beside compute, one between computations")
     together, occupies = _contention(watch, axis, links)
-    return Tier(name, size, links, together, occupies)
+    turns = sharing if axis == AXES[0] else 1.0
+    late_s = _late(watch, axis, links["all_to_all"].seconds(TINY / 2) / turns)
+    return Tier(name, size, links, together, occupies, late_s)
 
 
 def probe_sharing(watch: Stopwatch) -> float:
@@ -61,7 +66,7 @@ def probe_sharing(watch: Stopwatch) -> float:
 
     In both cases they meet after their work; without, one would run ahead of the others.
     """
-    count, (work, start) = watch.mesh.shape[AXES[1]], _work(PRODUCTS)
+    count, (work, start) = watch.mesh.shape[AXES[1]], _work(2 * PRODUCTS)
 
     def busy(devices: int) -> float:
         def operate(x: jax.Array) -> jax.Array:
@@ -72,6 +77,30 @@ def probe_sharing(watch: Stopwatch) -> float:
         return watch.seconds(operate, start)
 
     return min(count, max(1.0, busy(count) / busy(1))) if count > 1 else 1.0
+
+
+def _late(watch: Stopwatch, axis: str, alone_s: float) -> float:
+    """Seconds that a tiny collective costs between computations, less what it takes by itself.
+
+    Between computations of one length, and of twice that: what both have is the collective.
+
+    Args:
+      alone_s: what is left of it where devices that take turns have computed before.
+    """
+    send, values, _ = collective("all_to_all", axis, TINY, watch.mesh.shape[axis])
+
+    def between(products: int) -> tuple[Callable, Callable]:
+        work, matrix = _work(products)
+
+        def operate(both: Any) -> Any:
+            x, y = work(both[0]), both[1]
+            y = send(y.at[0, 0].add(x[0, 0]))
+            return x.at[0, 0].add(y[0, 0]), y
+
+        return operate, lambda: (matrix(), values())
+
+    rounds = watch.in_turns([between(PRODUCTS), between(2 * PRODUCTS)], TOGETHER_S)
+    return max(0.0, statistics.median(2 * one - two for one, two in rounds) - alone_s)
 
 
 def _memory_link(watch: Stopwatch) -> Link:

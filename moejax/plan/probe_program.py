@@ -21,11 +21,11 @@ from moejax.plan.topology import Device
 from moejax.plan.trace import read
 from moejax.train.step import Trainer, build_trainer
 
-# Large enough to fill a device, and quick to compile.
+# Large enough to fill a device and its caches, and quick to compile.
 SMALL = {
     "model.vocab_size": 512,
     "model.width": 256,
-    "model.num_layers": 1,
+    "model.num_layers": 2,
     "model.num_heads": 8,
     "model.num_kv_heads": 8,
     "model.head_width": 32,
@@ -33,7 +33,7 @@ SMALL = {
     "moe.experts_per_token": 2,
     "moe.expert_hidden": 512,
     "data.sequence_length": 128,
-    "train.batch_sequences": 1,
+    "train.batch_sequences": 2,
 }
 LARGE = {
     "model.vocab_size": 8192,

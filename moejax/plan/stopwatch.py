@@ -22,6 +22,7 @@ Tree = Any  # of arrays
 AXES = ("nodes", "devices")
 MOST_TIMES = 4096
 LONG_S = 0.06
+ROUNDS = 7  # of operations in turns
 
 
 class Stopwatch:
@@ -66,6 +67,23 @@ class Stopwatch:
                 return max(net, enough / 100) / (times * unrolled(self.mesh))
             missing = enough / max(net, enough / 16)
             times = min(MOST_TIMES, times * math.ceil(1.5 * missing))
+
+    def in_turns(
+        self, operations: Sequence[tuple[Callable[[Tree], Tree], Callable[[], Tree]]], aim_s: float
+    ) -> list[list[float]]:
+        """Rounds of the seconds of each operation, one after the other: what is near is alike.
+
+        Args:
+          operations: (operate, start) as `seconds` takes them.
+          aim_s: how long a timed run of the first should take, about.
+        """
+        runs = [loop(operate, start, self.mesh) for operate, start in operations]
+        for run in runs:
+            self.processes.compile(run, 0)
+            jax.block_until_ready(run(1))
+        times = max(1, min(MOST_TIMES, math.ceil(aim_s / self._time(runs[0], 1))))
+        made = times * unrolled(self.mesh)
+        return [[self._time(run, times) / made for run in runs] for _ in range(ROUNDS)]
 
     def _time(self, run: Callable, times: int) -> float:
         self.processes.gather("ready")

@@ -56,6 +56,7 @@ class Tier:
       links: of each of `KINDS`.
       together: two collectives on the link at once, over one after the other; 1: nothing gained.
       occupies: share of a device's compute that a collective takes while it runs.
+      late_s: seconds that a collective between computations takes longer than one after another.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Tier:
     links: dict[str, Link]
     together: float = 1.0
     occupies: float = 0.0
+    late_s: float = 0.0
 
 
 @dataclass(frozen=True)

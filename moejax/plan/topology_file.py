@@ -171,7 +171,7 @@ def _codec(part: Part) -> CodecRates:
 
 
 def _tier(part: Part) -> Tier:
-    part.keys(Tier, optional=("together", "occupies"))
+    part.keys(Tier, optional=("together", "occupies", "late_s"))
     links = part.inner("links")
     if "all" in links.facts:
         links.known(["all"], ["all"])
@@ -185,6 +185,7 @@ def _tier(part: Part) -> Tier:
         links=found,
         together=part.share("together", 2) if "together" in part.facts else 1.0,
         occupies=part.share("occupies", 1) if "occupies" in part.facts else 0.0,
+        late_s=part.share("late_s", 60) if "late_s" in part.facts else 0.0,
     )
 
 

@@ -196,19 +196,19 @@ def test_a_whole_program_runs_beside_its_price(monkeypatch):
         (1e-1, 3, [2**14, 2**16, 2**18]),  # little time, but calls that tell something
     ],
 )
-def test_a_curve_that_has_no_time_for_all_sizes_leaves_out_small_ones(startup_s, seconds, sizes):
+def test_a_curve_that_has_no_time_for_all_sizes_leaves_out_small_ones(
+    startup_s, seconds, sizes, monkeypatch
+):
     passed = []
 
-    def timed(operate, start, *, aim_s):
+    def timed(_self, operate, start, *, aim_s):
         size = 4 * start().size
         passed.append(1 + 20 * (startup_s + size / 1e11))
         return startup_s + size / 1e11
 
-    watch = types.SimpleNamespace(
-        mesh=types.SimpleNamespace(shape={AXES[1]: 2}),
-        elapsed=lambda: sum(passed),
-        seconds=timed,
-    )
+    monkeypatch.setattr(Stopwatch, "seconds", timed)
+    monkeypatch.setattr(Stopwatch, "elapsed", lambda _self: sum(passed))
+    watch = Stopwatch(Processes(), [jax.devices()[:2]])
     kept = list(probe_links._curve(watch, AXES[1], "all_to_all", seconds=seconds, quick=False))
     assert [2 * sent for sent, _ in kept] == sizes
 
@@ -233,7 +233,7 @@ def test_what_is_measured_may_contradict_what_was_seen(inside, sizes, warning, m
     devices = [device(n // 4) for n in range(8)]
     found = find_nodes(devices, ["a", "b"])
     watch = Stopwatch(Processes(), np.array(jax.devices()[:8]).reshape(2, 4))
-    tiers, odd = probe_module._probe_tiers(watch, found, Effort(), lambda _: None)
+    tiers, odd = probe_module._probe_tiers(watch, found, 1.0, Effort(), lambda _: None)
     assert tuple(tier.size for tier in tiers) == sizes
     assert [warning in line for line in odd] == ([True] if warning else [])
 
