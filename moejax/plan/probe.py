@@ -131,9 +131,7 @@ def _probe_tiers(
 
     def one(axis: str, name: str) -> Tier:
         quick = effort.quick
-        return probe_tier(
-            watch, axis, name, sharing=sharing, seconds=seconds, quick=quick, say=say
-        )
+        return probe_tier(watch, axis, name, sharing=sharing, seconds=seconds, quick=quick, say=say)
 
     fast = one(AXES[1], inside)
     if count == 1:
