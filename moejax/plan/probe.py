@@ -35,7 +35,7 @@ from moejax.plan.topology_file import ASYMMETRY, VERSION, from_json, to_text
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, platform_of, start
 
-SECONDS, QUICK_SECONDS = 32.0, 10.0  # for the links
+SECONDS, QUICK_SECONDS = 28.0, 10.0  # for the links
 MOST_PAIRED = 64  # nodes; more would take minutes
 EPILOG = """\
 examples:
