@@ -2,9 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 import jax
 import numpy as np
+import pytest
 
 from moejax.config import (
     Config,
@@ -32,6 +35,16 @@ SMALL_MODEL = ModelConfig(
     init_deviation=0.3,
 )
 SMALL_MOE = MoEConfig(num_experts=8, experts_per_token=2, expert_hidden=16)
+
+
+def half_of(first: Sequence, second: Sequence) -> Iterator:
+    """Parameters of every pair; a half that has every value of both is always run.
+
+    The other half is for `make test-all`.
+    """
+    for (row, one), (column, other) in product(enumerate(first), enumerate(second)):
+        both = (*one, other) if isinstance(one, tuple) else (one, other)
+        yield pytest.param(*both, marks=pytest.mark.exhaustive if (row + column) % 2 else ())
 
 
 def small_config(

@@ -35,7 +35,7 @@ from moejax.plan.topology_file import ASYMMETRY, VERSION, from_json, to_text
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, platform_of, start
 
-SECONDS, QUICK_SECONDS = 32.0, 10.0  # for the links
+SECONDS, QUICK_SECONDS = 28.0, 10.0  # for the links
 MOST_PAIRED = 64  # nodes; more would take minutes
 EPILOG = """\
 examples:
@@ -131,9 +131,7 @@ def _probe_tiers(
 
     def one(axis: str, name: str) -> Tier:
         quick = effort.quick
-        return probe_tier(
-            watch, axis, name, sharing=sharing, seconds=seconds, quick=quick, say=say
-        )
+        return probe_tier(watch, axis, name, sharing=sharing, seconds=seconds, quick=quick, say=say)
 
     fast = one(AXES[1], inside)
     if count == 1:

@@ -99,7 +99,7 @@ def _late(watch: Stopwatch, axis: str, alone_s: float) -> float:
 
         return operate, lambda: (matrix(), values())
 
-    rounds = watch.in_turns([between(PRODUCTS), between(2 * PRODUCTS)], TOGETHER_S)
+    rounds = watch.in_turns([between(PRODUCTS), between(2 * PRODUCTS)], AIM_S)
     return max(0.0, statistics.median(2 * one - two for one, two in rounds) - alone_s)
 
 

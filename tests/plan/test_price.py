@@ -72,6 +72,21 @@ def test_devices_that_take_turns_send_while_others_compute(size):
     assert met == pytest.approx(computing + sending, abs=1e-4)
 
 
+def test_a_collective_starts_as_late_as_its_tier_says():
+    before = costs()
+    tiers = [
+        dataclasses.replace(t, late_s=s)
+        for t, s in zip(before.topology.tiers, (1.0, 2.0), strict=True)
+    ]
+    after = Costs(
+        dataclasses.replace(before.topology, tiers=tuple(tiers)), before.layout, before.work
+    )
+    for axis, late_s in (("expert_fast", 1.0), ("expert_slow", 2.0)):
+        schedule = Schedule((all_to_all(8_000_000, (axis,)),), ())
+        more = play(schedule, after).seconds - play(schedule, before).seconds
+        assert more == pytest.approx(late_s)
+
+
 def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time():
     def seconds(rows, moved=0.0):
         cost = {"flops": 1e7 * rows, "dtype": "float32", "work": True, "bytes": moved}

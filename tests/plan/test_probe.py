@@ -213,6 +213,32 @@ def test_a_curve_that_has_no_time_for_all_sizes_leaves_out_small_ones(
     assert [2 * sent for sent, _ in kept] == sizes
 
 
+def test_how_late_a_collective_starts_is_what_computations_of_both_lengths_share(monkeypatch):
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(2, 2))
+    rounds = [[7.0, 9.0], [7.0, 11.0], [8.0, 9.0]]  # 5, 3 and 7 beside the computations
+
+    def found(_self, operations, aim_s):
+        assert len(operations) == 2
+        return rounds
+
+    real = Stopwatch.in_turns
+    monkeypatch.setattr(Stopwatch, "in_turns", found)
+    assert probe_links._late(watch, AXES[0], alone_s=1.0) == pytest.approx(4.0)
+    assert probe_links._late(watch, AXES[0], alone_s=9.0) == 0
+    monkeypatch.setattr(Stopwatch, "in_turns", real)
+    assert 0 <= probe_links._late(watch, AXES[1], alone_s=0.0) < 1
+
+
+def test_devices_that_share_cores_take_longer_together(monkeypatch):
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(1, 4))
+    assert 1 <= probe_links.probe_sharing(watch) <= 4
+    times = iter((6.0, 2.0))
+    monkeypatch.setattr(Stopwatch, "seconds", lambda *_, **__: next(times))
+    assert probe_links.probe_sharing(watch) == 3
+    alone = Stopwatch(Processes(), np.array(jax.devices()[:2]).reshape(2, 1))
+    assert probe_links.probe_sharing(alone) == 1
+
+
 @pytest.mark.parametrize(
     ("inside", "sizes", "warning"),
     [

@@ -325,6 +325,7 @@ REFUSED = [
     (change("tiers.1.links.all.bytes_per_s", 9e9), "is slower than `tiers[1]`", "Swap"),
     (change("tiers.0.together", -1), "together` is wrong", "from 0 to 2"),
     (change("tiers.0.occupies", 1.5), "occupies` is wrong", "from 0 to 1"),
+    (change("tiers.0.late_s", -1), "late_s` is wrong", "from 0 to 60"),
     (change("device.platform", "gqu"), "platform` is wrong", "cpu, gpu, tpu"),
     (change("device.memory_bytes", 1e9), "memory_bytes` is wrong", "whole number"),
     (change("device.products", {}), "products` is empty", "float32"),

@@ -10,7 +10,15 @@ import pytest
 
 from moejax.config import CompressionConfig
 from moejax.plan.trace import collectives
-from tests.cases import one_device_state, place, random_batch, small_config, spread, trainer_for
+from tests.cases import (
+    half_of,
+    one_device_state,
+    place,
+    random_batch,
+    small_config,
+    spread,
+    trainer_for,
+)
 
 MESHES = [((8, 1, 1, 1), 4), ((1, 8, 1, 1), 2), ((2, 2, 2, 1), 4), ((2, 1, 2, 2), 4)]
 
@@ -76,8 +84,9 @@ def assert_equal(found, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "nodes"), MESHES)
-@pytest.mark.parametrize("codec", ["bfloat16", "int8+feedback"])
+@pytest.mark.parametrize(
+    ("mesh", "nodes", "codec"), half_of(MESHES, ["bfloat16", "int8+feedback"])
+)
 def test_gradients_are_off_by_what_the_codec_leaves_out(mesh, nodes, codec):
     cfg = compressed(mesh, nodes, codec)
     share = {"bfloat16": 2**-8}.get(codec, 1 / 127)
@@ -152,8 +161,9 @@ def exchanges(cfg):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["split", "merge", "two_level", "two_level_merge"])
-@pytest.mark.parametrize("codecs", TOKENS)
+@pytest.mark.parametrize(
+    ("route", "codecs"), half_of(["split", "merge", "two_level", "two_level_merge"], TOKENS)
+)
 def test_tokens_cross_nodes_as_their_codecs_say(route, codecs):
     cfg = with_codecs((1, 1, 8, 1), 4, {"moe": {"num_experts": 16}}, **codecs)
     cfg = dataclasses.replace(cfg, route=route, route_chunks=2)
