@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import jax
@@ -37,14 +37,17 @@ SMALL_MODEL = ModelConfig(
 SMALL_MOE = MoEConfig(num_experts=8, experts_per_token=2, expert_hidden=16)
 
 
-def half_of(first: Sequence, second: Sequence) -> Iterator:
+def half_of(first: Sequence, second: Sequence) -> list:
     """Parameters of every pair; a half that has every value of both is always run.
 
     The other half is for `make test-all`.
     """
+    pairs = []
     for (row, one), (column, other) in product(enumerate(first), enumerate(second)):
         both = (*one, other) if isinstance(one, tuple) else (one, other)
-        yield pytest.param(*both, marks=pytest.mark.exhaustive if (row + column) % 2 else ())
+        marks = pytest.mark.exhaustive if (row + column) % 2 else ()
+        pairs.append(pytest.param(*both, marks=marks))
+    return pairs
 
 
 def small_config(

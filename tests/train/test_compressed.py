@@ -84,9 +84,7 @@ def assert_equal(found, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "nodes", "codec"), half_of(MESHES, ["bfloat16", "int8+feedback"])
-)
+@pytest.mark.parametrize(("mesh", "nodes", "codec"), half_of(MESHES, ["bfloat16", "int8+feedback"]))
 def test_gradients_are_off_by_what_the_codec_leaves_out(mesh, nodes, codec):
     cfg = compressed(mesh, nodes, codec)
     share = {"bfloat16": 2**-8}.get(codec, 1 / 127)
