@@ -109,7 +109,7 @@ class Costs:
         Devices of a node that take turns on the same cores reach what goes to other nodes one after
         the other: the first send while the last compute.
         """
-        if tier == self.topology.tiers[0]:
+        if tier is self.topology.tiers[0]:
             return tier.late_s + seconds
         turns = max(1.0, self.device.sharing)
         return tier.late_s + max(seconds / turns, seconds - (1 - 1 / turns) * computed)

@@ -208,7 +208,7 @@ def print_report(topology: Topology, odd: Sequence[str], console: Console) -> No
             console.print(
                 f"{tier.name}: two at once take {tier.together:.2f} of one after the other; one "
                 f"takes {tier.occupies:.0%} of the compute beside it, and between computations "
-                f"{tier.late_s * 1e3:.2f} ms more",
+                f"takes {tier.late_s * 1e3:.2f} ms longer",
                 highlight=False,
             )
     rates = [

@@ -22,7 +22,7 @@ SMALLEST, LARGEST = 2**14, 2**26  # bytes of a device's operand
 STEP, QUICK_STEP = 4, 16  # from one size to the next
 LEAST_SIZES = 3
 LONGEST_S = 1.0  # of one call
-SHORT_S = 0.006  # the next size may be the one after
+SHORT_S = 0.006  # a shorter call is mostly its start: if time is short, sizes after it are skipped
 COMPILE_S = 0.5  # about, for a rough account
 # Of the calls that are timed together: what fits a shaped link's bucket (4 ms) hardly counts.
 AIM_S = 0.12
@@ -39,8 +39,8 @@ def probe_tier(
     """Measures one tier.
 
     Args:
-      sharing: devices of a node that take turns on the same cores.
       axis: of the stopwatch's mesh, over which the tier's links go.
+      sharing: devices of a node that take turns on the same cores.
       seconds: about how long it may take.
       quick: fewer sizes; contention is not measured.
     """
@@ -57,7 +57,7 @@ def probe_tier(
     say(f"{name}: two collectives at once, one beside compute, one between computations")
     together, occupies = _contention(watch, axis, links)
     turns = sharing if axis == AXES[0] else 1.0
-    late_s = _late(watch, axis, links["all_to_all"].seconds(TINY / 2) / turns)
+    late_s = _late(watch, axis, links["all_to_all"], turns)
     return Tier(name, size, links, together, occupies, late_s)
 
 
@@ -79,15 +79,16 @@ def probe_sharing(watch: Stopwatch) -> float:
     return min(count, max(1.0, busy(count) / busy(1))) if count > 1 else 1.0
 
 
-def _late(watch: Stopwatch, axis: str, alone_s: float) -> float:
+def _late(watch: Stopwatch, axis: str, link: Link, turns: float) -> float:
     """Seconds that a tiny collective costs between computations, less what it takes by itself.
 
     Between computations of one length, and of twice that: what both have is the collective.
 
     Args:
-      alone_s: what is left of it where devices that take turns have computed before.
+      link: of the all-to-alls.
+      turns: devices that reach it one after the other, so that only the last one's share is seen.
     """
-    send, values, _ = collective("all_to_all", axis, TINY, watch.mesh.shape[axis])
+    send, values, sent = collective("all_to_all", axis, TINY, watch.mesh.shape[axis])
 
     def between(products: int) -> tuple[Callable, Callable]:
         work, matrix = _work(products)
@@ -100,7 +101,9 @@ def _late(watch: Stopwatch, axis: str, alone_s: float) -> float:
         return operate, lambda: (matrix(), values())
 
     rounds = watch.in_turns([between(PRODUCTS), between(2 * PRODUCTS)], AIM_S)
-    return max(0.0, statistics.median(2 * one - two for one, two in rounds) - alone_s)
+    return max(
+        0.0, statistics.median(2 * one - two for one, two in rounds) - link.seconds(sent) / turns
+    )
 
 
 def _memory_link(watch: Stopwatch) -> Link:

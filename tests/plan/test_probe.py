@@ -223,10 +223,11 @@ def test_how_late_a_collective_starts_is_what_computations_of_both_lengths_share
 
     real = Stopwatch.in_turns
     monkeypatch.setattr(Stopwatch, "in_turns", found)
-    assert probe_links._late(watch, AXES[0], alone_s=1.0) == pytest.approx(4.0)
-    assert probe_links._late(watch, AXES[0], alone_s=9.0) == 0
+    slow = Link(1.0, 512.0)  # two seconds for the 512 bytes that leave a device
+    assert probe_links._late(watch, AXES[0], slow, turns=2) == pytest.approx(4.0)
+    assert probe_links._late(watch, AXES[0], Link(9.0, 512.0), turns=1) == 0
     monkeypatch.setattr(Stopwatch, "in_turns", real)
-    assert 0 <= probe_links._late(watch, AXES[1], alone_s=0.0) < 1
+    assert 0 <= probe_links._late(watch, AXES[1], Link(0.0, 1e9), turns=1) < 1
 
 
 def test_devices_that_share_cores_take_longer_together(monkeypatch):
