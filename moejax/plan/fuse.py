@@ -2,7 +2,8 @@
 
 A value's depth is how many operations that cannot be fused lie on the longest way to it. Connected
 elementwise operations of equal depth become one region: none of them can wait for an operation that
-waits for another of them, so no cycle can arise, and what lives only inside is never stored.
+waits for another of them, so no cycle can arise, and what lives only inside is never stored. What
+is made of inputs alone is made where it is first read: its inputs live as long anyway.
 """
 
 from collections.abc import Iterable, Sequence
@@ -125,16 +126,30 @@ def _groups(nodes: Sequence[Node], maker: dict[int, int]) -> list[int]:
             number = parent[number]
         return number
 
-    depth: list[int] = []
+    depth = _depths(nodes, maker)
     for number, node in enumerate(nodes):
-        makers = [maker[value] for value, _ in node.reads if value in maker]
-        deepest = max((depth[m] for m in makers), default=0)
-        depth.append(deepest if node.kind == "region" else deepest + 1)
-        if node.kind == "region":
-            for m in makers:
-                if nodes[m].kind == "region" and depth[m] == deepest:
-                    parent[root(m)] = root(number)
+        for value, _ in node.reads if node.kind == "region" else ():
+            m = maker.get(value)
+            if m is not None and nodes[m].kind == "region" and depth[m] == depth[number]:
+                parent[root(m)] = root(number)
     return [root(number) for number in range(len(nodes))]
+
+
+def _depths(nodes: Sequence[Node], maker: dict[int, int]) -> list[int]:
+    """How deep each node lies; see above."""
+    depth: list[int] = []
+    readers: list[list[int]] = [[] for _ in nodes]
+    for number, node in enumerate(nodes):
+        makers = {maker[value] for value, _ in node.reads if value in maker}
+        deepest = max((depth[m] for m in makers), default=0)
+        depth.append(deepest + (node.kind != "region"))
+        for m in makers:
+            readers[m].append(number)
+    for number in reversed(range(len(nodes))):
+        if depth[number] == 0:
+            least = (depth[r] - (nodes[r].kind != "region") for r in readers[number])
+            depth[number] = min(least, default=0)
+    return depth
 
 
 def _order(

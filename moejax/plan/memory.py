@@ -3,12 +3,18 @@
 Buffers live from the first operation that writes them to the last that reads them. What is given
 to the step is given away, so that its results take its place. A region may write over what it is
 the last to read.
+
+XLA holds gradients twice: a loop over layers stacks them in the layout that its reductions leave,
+and the update reads them in that of the parameters. Source: the buffers of steps compiled for
+H200s, `benchmarks/aot.py`.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
 
 from moejax.plan.schedule import Op, Schedule
+
+AGAIN = "gradients again"
 
 
 @dataclass(frozen=True)
@@ -31,12 +37,17 @@ class Peak:
         return self.arguments + self.temporary
 
 
-def peak(schedule: Schedule) -> Peak:
-    """Returns the fullest moment of a step, whose results replace its arguments."""
+def peak(schedule: Schedule, gradients: int = 0) -> Peak:
+    """Returns the fullest moment of a step, whose results replace its arguments.
+
+    Args:
+      gradients: bytes of them on a device, which are held a second time.
+    """
     given = set(schedule.inputs)
     replacing = {b for b in schedule.outputs if b is not None}
     temporary, by_scope = _fullest(schedule, given | replacing)
-    return Peak(sum(schedule.buffers[b] for b in given), temporary, by_scope)
+    by_scope |= {AGAIN: gradients} if gradients else {}
+    return Peak(sum(schedule.buffers[b] for b in given), temporary + gradients, by_scope)
 
 
 def _fullest(schedule: Schedule, elsewhere: set[int]) -> tuple[int, dict[str, int]]:

@@ -9,7 +9,7 @@ import pytest
 
 from moejax.plan.aot import describe
 from moejax.plan.memory import peak
-from moejax.plan.search import read_step
+from moejax.plan.priced import read_step
 from moejax.plan.target import TARGETS
 from moejax.plan.trace import read
 from moejax.settings import load_config
@@ -96,6 +96,7 @@ def test_the_peak_is_what_the_compiler_says_within_a_tenth(case):
     settings = [*case["settings"], "moe.implementation=blocked"]
     cfg = load_config(ROOT / f"configs/{case['config']}.py", settings)
     cfg = describe(cfg, TARGETS["h200"], case["nodes"])
-    found = peak(read_step(cfg, "gpu").schedule())
+    read = read_step(cfg, "gpu")
+    found = read.peak(read.schedule())
     assert found.arguments == pytest.approx(case["argument_bytes"], rel=0.01)
     assert found.bytes == pytest.approx(case["peak_bytes"], rel=0.1)
