@@ -24,7 +24,6 @@ from moejax.plan.build import build_mesh
 from moejax.settings import load_config
 from moejax.train.state import Batch
 from moejax.train.step import Trainer, build_trainer
-from moejax.train.summary import parameter_sizes
 
 LAYER, STEP = "MoE layer, forward + backward", "train step"
 CONFIG = Path(__file__).with_name("gpu_config.yaml")
@@ -123,7 +122,7 @@ def time_steps(report: Reporter) -> None:
     found = report.attempt(STEP, trainer.program.experts, run)
     if found is None:
         return
-    counts = count(cfg, parameter_sizes(trainer))
+    counts = count(cfg, trainer.parameter_sizes())
     report.row(
         STEP,
         trainer.program.experts,

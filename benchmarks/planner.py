@@ -35,8 +35,9 @@ from moejax.compression import NO_COMPRESSION, build_compression
 from moejax.config import Config, PlanConfig
 from moejax.fields import fields
 from moejax.plan.explain import plan_words, terms
+from moejax.plan.priced import Priced, price, read_step
 from moejax.plan.routing import Routing, read_routing
-from moejax.plan.search import Found, Priced, price, read_step, search
+from moejax.plan.search import Found, search
 from moejax.plan.sketch import Sketch
 from moejax.plan.space import Limits, change, meshes, plan_of
 from moejax.plan.topology import Topology

@@ -22,7 +22,6 @@ from moejax.runtime.start import platform_of, start
 from moejax.settings import from_dict
 from moejax.train.state import Batch
 from moejax.train.step import Trainer, build_trainer
-from moejax.train.summary import parameter_sizes
 
 
 class MoejaxSide:
@@ -62,7 +61,7 @@ class MoejaxSide:
 
 
 def _facts(trainer: Trainer) -> dict[str, Any]:
-    cfg, counts = trainer.cfg, count(trainer.cfg, parameter_sizes(trainer))
+    cfg, counts = trainer.cfg, count(trainer.cfg, trainer.parameter_sizes())
     return {
         "versions": {
             "moejax": moejax.__version__,

@@ -9,7 +9,8 @@ from rich.table import Table
 from moejax.compression import PRESETS, build_compression, describe
 from moejax.config import CompressionConfig, Config
 from moejax.plan.price import Played
-from moejax.plan.search import Found, Priced
+from moejax.plan.priced import Priced
+from moejax.plan.search import Found
 from moejax.plan.topology import Topology
 
 WAITING = "waiting for "

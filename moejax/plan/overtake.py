@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moejax.plan.price import Costs, play
+from moejax.plan.priced import Priced
 from moejax.plan.routing import Routing, work_of
-from moejax.plan.search import Priced
 from moejax.plan.topology import Device, Tier, Topology
 
 LOOKED = ((1 / 4, 1 / 16), (4, 16))  # factors that are looked at, outwards from 1

@@ -5,24 +5,21 @@ data: it is embedded as JSON in which no tag can end, and the page makes text of
 """
 
 import json
-import math
 import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from moejax import route
 from moejax.model.count import count
 from moejax.plan import explain
-from moejax.plan.memory import peak
 from moejax.plan.overtake import Steps, overtake
 from moejax.plan.price import Played
+from moejax.plan.priced import Priced
 from moejax.plan.routing import Routing
 from moejax.plan.schedule import Op, Schedule
-from moejax.plan.search import Found, Priced
+from moejax.plan.search import Found
 from moejax.plan.topology import Topology
 from moejax.plan.trace import REST
 
@@ -83,12 +80,7 @@ def describe(found: Found, topology: Topology, routing: Routing) -> dict[str, An
 
 def _model(best: Priced) -> dict[str, Any]:
     cfg, trainer = best.cfg, best.read.trainer
-    leaves = jax.tree_util.tree_flatten_with_path(trainer.abstract.params)[0]
-    sizes = {
-        jax.tree_util.keystr(path, simple=True, separator="."): (dims, math.prod(x.shape))
-        for (path, x), dims in zip(leaves, jax.tree.leaves(trainer.dims), strict=True)
-    }
-    counts = count(cfg, sizes)
+    counts = count(cfg, trainer.parameter_sizes())
     return {
         "parameters": counts.total,
         "active": counts.active,
@@ -139,20 +131,14 @@ def _traffic(one: Priced) -> list[dict[str, Any]]:
 
 def _memory(one: Priced, steps: Steps) -> dict[str, Any]:
     """What is given to the step by kind, and what else lives at its fullest moment by scope."""
-    state, batch = one.read.trainer.abstract, one.read.trainer.abstract_batch()
-    given = {
-        "weights": _bytes(state.params),
-        "optimizer": _bytes(state.optimizer),
-        "codec memory": _bytes(state.reduction),
-        "batch": _bytes(batch),
-    }
+    given = one.read.trainer.given_bytes()
     given["counters"] = one.peak.arguments - sum(given.values())
-    return {"given": given, "temporary": _fullest(steps), "bytes": one.peak.bytes}
+    return {"given": given, "temporary": _fullest(one, steps), "bytes": one.peak.bytes}
 
 
-def _fullest(steps: Steps) -> dict[str, int]:
+def _fullest(one: Priced, steps: Steps) -> dict[str, int]:
     """The temporary bytes by scope; what loops over layers leave behind, by what it is for."""
-    peaks = [peak(_naming_loops(schedule)) for _, schedule, _ in steps.runs]
+    peaks = [one.read.peak(_naming_loops(schedule)) for _, schedule, _ in steps.runs]
     most = max(peaks, key=lambda found: found.bytes)
     return dict(sorted(most.by_scope.items(), key=lambda item: -item[1]))
 
@@ -168,13 +154,6 @@ def _naming_loops(schedule: Schedule) -> Schedule:
             op = replace(op, scope=name, body=_naming_loops(op.body))
         ops.append(op)
     return replace(schedule, ops=tuple(ops))
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes of one device's shards."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
 
 
 def _timeline(one: Priced) -> dict[str, Any]:

@@ -15,74 +15,20 @@ from typing import Any
 
 from moejax.checks.planned import MEMORY, pinned
 from moejax.config import Config
-from moejax.dims import build_layout
 from moejax.errors import InputError
 from moejax.fields import get_value
 from moejax.plan import space
-from moejax.plan.build import build_abstract_mesh
-from moejax.plan.memory import Peak, peak
-from moejax.plan.price import Costs, Played, play
-from moejax.plan.routing import Routing, work_of
-from moejax.plan.schedule import Schedule
+from moejax.plan.priced import Priced, price, read_step
+from moejax.plan.routing import Routing
 from moejax.plan.sketch import Sketch
 from moejax.plan.space import Limits
-from moejax.plan.target import described_cudnn
 from moejax.plan.topology import Topology
-from moejax.plan.trace import read as read_jaxpr
-from moejax.train.step import Trainer, build_trainer
 
 ROOM = 0.95  # of a device's memory that a plan may need: what is left is the runtime's
 ROUGH = 1.3  # of that room: what a sketch must say for a plan not to be traced as it is
 FIRST = 4  # meshes that are traced before the best of them is refined
 OTHERS = 12  # meshes that are traced with what it then takes
 SAME = 0.002  # of a step: less is no difference
-
-
-@dataclass(frozen=True)
-class Read:
-    """A traced step. Its schedule depends on whether buckets overflow, so it is made on demand."""
-
-    trainer: Trainer
-    jaxpr: Any
-
-    @property
-    def cfg(self) -> Config:
-        """Of the step."""
-        return self.trainer.cfg
-
-    def schedule(self, rounds: int = 0) -> Schedule:
-        """What a device does; see `plan.trace.read`."""
-        return read_jaxpr(self.jaxpr, rounds=rounds)
-
-
-@dataclass(frozen=True)
-class Priced:
-    """A plan and what it costs. Seconds are of a step, bytes of one device.
-
-    Attributes:
-      read: the traced step.
-      parts: (share of the expert layers, the step as it would be if all were so).
-      peak: of the device's memory.
-    """
-
-    read: Read = field(repr=False)
-    parts: tuple[tuple[float, Played], ...] = field(repr=False)
-    peak: Peak
-
-    @property
-    def cfg(self) -> Config:
-        """The config that the plan makes."""
-        return self.read.cfg
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return sum(share * played.seconds for share, played in self.parts)
-
-    @property
-    def main(self) -> Played:
-        """The step of most layers."""
-        return max(self.parts, key=lambda part: part[0])[1]
 
 
 @dataclass
@@ -106,27 +52,6 @@ class Found:
     too_large: int
     room: float
     seconds: float
-
-
-def read_step(cfg: Config, platform: str) -> Read:
-    """Traces the train step of a resolved config; needs no devices, allocates nothing."""
-    trainer = build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), platform)
-    with described_cudnn():
-        traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
-    return Read(trainer, traced.jaxpr)
-
-
-def price(read: Read, topology: Topology, routing: Routing) -> Priced:
-    """Plays a traced step on a cluster, for tokens that fall so."""
-    layout, route = read.trainer.layout, read.trainer.program.route
-    parts, most = [], None
-    for share, work in work_of(routing, read.cfg, layout, route):
-        schedule = read.schedule(work.rounds)
-        parts.append((share, play(schedule, Costs(topology, layout, work))))
-        needed = peak(schedule)
-        most = needed if most is None or needed.bytes > most.bytes else most
-    assert most is not None
-    return Priced(read, tuple(parts), most)
 
 
 @contextmanager
@@ -165,8 +90,9 @@ class _Search:
 
     @property
     def late(self) -> bool:
-        """Whether another plan could be late; two are compared whatever it takes."""
-        return len(self.priced) >= 2 and time.perf_counter() + 2 * self.slowest > self.ends
+        """Whether another plan could be late; whatever it takes, one is found and two compared."""
+        enough = len(self.priced) >= 2 and any(self._fits(one) for one in self.priced.values())
+        return enough and time.perf_counter() + 2 * self.slowest > self.ends
 
     def run(self) -> Found:
         """Searches.
@@ -201,6 +127,8 @@ class _Search:
         baseline = self._baseline()
         promising = self._promising(sketches)
         self._try_all(islice(promising, FIRST))
+        if not self._ranked():
+            self._try_all(self._smallest(sketches))
         for start in self._ranked()[:1]:
             self._refine(start)
         self._try_all(self._as_best(cfg) for cfg in islice(promising, OTHERS))
@@ -215,7 +143,7 @@ class _Search:
                 return
 
     def _ranked(self) -> list[Priced]:
-        fitting = [one for one in self.priced.values() if one.peak.bytes <= self.room]
+        fitting = [one for one in self.priced.values() if self._fits(one)]
         ranked = sorted(fitting, key=lambda one: one.seconds)
         # Of plans that cost the same, the one that changes least.
         same = [one for one in ranked if one.seconds <= (1 + SAME) * ranked[0].seconds]
@@ -223,49 +151,65 @@ class _Search:
         return sorted(ranked, key=lambda one: one is not plainest)
 
     def _promising(self, sketches: list[Sketch]) -> Iterator[Config]:
-        """Meshes that seem to fit, fastest first, no more than a few alike; then lighter ones."""
+        """Meshes that seem to fit, as they are or made lighter, fastest first; a few of each."""
         seen: Counter[tuple[int, int]] = Counter()
-        large: list[Sketch] = []
-        for sketch in sketches:
-            if sketch.bytes() > ROUGH * self.room:
-                large.append(sketch)
-            elif self._new(sketch.cfg, seen):
+        fitting = [one for one in map(self._sketch_that_fits, sketches) if one is not None]
+        for sketch in sorted(fitting, key=Sketch.seconds):
+            alike = (sketch.cfg.mesh.expert, sketch.cfg.mesh.tensor)
+            seen[alike] += 1
+            if seen[alike] <= 2:
                 yield sketch.cfg
-        for sketch in large:
-            other = self._lighter(sketch.cfg)
-            if other is not None and self._new(other, seen):
-                yield other
-        if large and not seen:  # a sketch refuses nothing: what it counts is rough
-            lightest = min(large, key=Sketch.bytes)
-            every = [Sketch(cfg, self.topology) for cfg in space.lighter(lightest.cfg, self.limits)]
-            yield min((lightest, *every), key=Sketch.bytes).cfg
 
-    def _new(self, cfg: Config, seen: Counter) -> bool:
-        """Whether fewer than two plans alike were seen; counts this one."""
-        alike = (cfg.mesh.expert, cfg.mesh.tensor)
-        seen[alike] += 1
-        return seen[alike] <= 2
+    def _sketch_that_fits(self, sketch: Sketch) -> Sketch | None:
+        if sketch.bytes() <= ROUGH * self.room:
+            return sketch
+        lighter = self._lighter(sketch.cfg)
+        return Sketch(lighter, self.topology) if lighter is not None else None
 
-    def _lighter(self, cfg: Config, factor: float = 1.0) -> Config | None:
+    def _smallest(self, sketches: list[Sketch]) -> Iterator[Config]:
+        """The meshes that hold least, as light as sketched to fit; then as light as can be.
+
+        For where no likely plan fits: what a sketch counts is rough, so it refuses nothing.
+        """
+        least = sorted(sketches, key=lambda one: one.own)[:FIRST]
+        for sketch in least:
+            fits = sketch.bytes() <= self.room
+            yield sketch.cfg if fits else self._lighter(sketch.cfg) or sketch.cfg
+        for sketch in least if not self._ranked() else ():
+            every = [Sketch(cfg, self.topology) for cfg in space.lighter(sketch.cfg, self.limits)]
+            lightest = min((sketch, *every), key=Sketch.bytes).cfg
+            yield space.resolve(lightest, self.limits) or sketch.cfg
+
+    def _fits(self, one: Priced) -> bool:
+        return one.peak.bytes <= self.room
+
+    def _lighter(self, cfg: Config, found: Priced | None = None) -> Config | None:
         """The least change that a sketch says fits.
 
         Args:
-          factor: what the program needs over what the sketch says.
+          found: the plan as it was traced: how much more than sketched is alive during the step.
         """
+        held, factor = 0.0, 1.0
+        if found is not None:
+            held = found.peak.arguments
+            sketched = max(1.0, Sketch(cfg, self.topology).bytes() - held)
+            factor = max(1.0, found.peak.temporary / sketched)
         for other in space.lighter(cfg, self.limits):
-            if factor * Sketch(other, self.topology).bytes() <= self.room:
-                return other
+            alive = max(0.0, Sketch(other, self.topology).bytes() - held)
+            if held + factor * alive <= self.room:
+                resolved = space.resolve(other, self.limits)
+                if resolved is not None:
+                    return resolved
         return None
 
     def _try(self, cfg: Config) -> Priced | None:
         """Traces and prices a plan; if it does not fit, a lighter one of the same mesh."""
         found = self._price(cfg)
         for _ in range(3):
-            if found is None or found.peak.bytes <= self.room:
+            if found is None or self._fits(found):
                 return found
             self.too_large += 1
-            factor = found.peak.bytes / Sketch(found.cfg, self.topology).bytes()
-            other = self._lighter(found.cfg, max(1.0, factor))
+            other = self._lighter(found.cfg, found)
             if other is None or self.late:
                 return None
             found = self._price(other)
@@ -288,11 +232,11 @@ class _Search:
     def _refine(self, start: Priced) -> None:
         """Changes one part at a time and keeps what is faster."""
         best = start
-        for neighbours in (self._coded, self._routes):
+        for neighbours in (self._heavier, self._coded, self._routes):
             best = self._best_of(best, neighbours(best.cfg))
         while (found := self._best_of(best, space.more_chunks(best.cfg, self.limits))) is not best:
             best = found
-        for neighbours in (self._fewer_codecs, self._pieces, self._heavier):
+        for neighbours in (self._fewer_codecs, self._pieces):
             best = self._best_of(best, neighbours(best.cfg))
 
     def _best_of(self, best: Priced, configs: Iterable[Config]) -> Priced:
@@ -301,8 +245,8 @@ class _Search:
             if self.late:
                 break
             found = self._price(cfg)
-            fits = found is not None and found.peak.bytes <= self.room
-            if found is not None and fits and found.seconds < (1 - SAME) * best.seconds:
+            faster = found is not None and found.seconds < (1 - SAME) * best.seconds
+            if found is not None and faster and self._fits(found):
                 best = found
         return best
 
@@ -333,19 +277,26 @@ class _Search:
         return space.pieces(cfg, self.limits)
 
     def _heavier(self, cfg: Config) -> Iterable[Config]:
-        """Less recomputed, fewer micro-batches: faster, where it fits after all."""
-        if cfg.model.remat != self.cfg.model.remat and self.limits.free("model.remat"):
-            for remat in space.REMATS[: space.REMATS.index(cfg.model.remat)]:
-                other = space.resolve(space.change(cfg, {"model.remat": remat}), self.limits)
-                if other is not None:
-                    yield other
+        """Fewer micro-batches, less recomputed: faster, where it fits after all."""
+        parts, remat = cfg.train.micro_batches, cfg.model.remat
+        less: list[dict[str, Any]] = []
+        if parts > self.cfg.train.micro_batches and self.limits.free("train.micro_batches"):
+            less = [{"train.micro_batches": space.divisors(parts)[-2]}]
+        if remat != self.cfg.model.remat and self.limits.free("model.remat"):
+            less += [{"model.remat": one} for one in space.REMATS[: space.REMATS.index(remat)]]
+        for values in less:
+            other = space.resolve(space.change(cfg, values), self.limits)
+            if other is not None:
+                yield other
 
     def _baseline(self) -> Priced | None:
         """What people take who do not plan, made as light as it must be."""
         cfg = space.baseline(self.cfg, self.limits)
         if cfg is None:
             return None
-        found = self._try(cfg) or self.priced[cfg]
+        fits = self._sketch_that_fits(Sketch(cfg, self.topology))
+        found = self._try(fits.cfg) if fits is not None else None
+        found = found or self._price(cfg) or self.priced[cfg]
         if self.limits.pinned - set(MEMORY):  # it was not asked whether it may change these
             self.priced.clear()  # which holds nothing else: the default is priced first
         return found

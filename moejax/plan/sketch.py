@@ -74,18 +74,20 @@ class Sketch:
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         width = WIDTHS[model.dtype]
         dense, experts = self.weights
-        # Masters, two moments and gradients in float32; a block's weights gathered.
-        held = 16 * self.own + width * (
+        # Masters, two moments and gradients twice in float32, and their sum over micro-batches; a
+        # block's weights gathered.
+        held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + width * (
             dense / layout.size(layout.tensor) + experts / self.expert_share
         )
         local = self.tokens / layout.size(layout.tensor)
+        kept_tokens = self.tokens if self.cfg.mesh.activations == "replicated" else local
         rows = local * moe.experts_per_token * (1.5 if model.has_experts else 0)
         hidden = rows * (3 * model.width + 3 * moe.expert_hidden)
         attention = (
             self.tokens * 4 * model.num_heads * model.head_width / layout.size(layout.tensor)
         )
-        block = width * (hidden + attention + 6 * local * model.width)
-        kept = block * KEPT[model.remat] + width * local * model.width
+        block = width * (hidden + attention + 6 * kept_tokens * model.width)
+        kept = block * KEPT[model.remat] + width * kept_tokens * model.width
         return held + kept * model.num_layers + 2 * block
 
     def seconds(self) -> float:

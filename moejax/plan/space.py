@@ -156,16 +156,18 @@ def pieces(cfg: Config, limits: Limits) -> Iterator[Config]:
 
 
 def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """The same plan with less memory: more recomputed, more micro-batches; least change first."""
+    """The same plan with less memory: more recomputed, more micro-batches; least change first.
+
+    Not resolved, which takes longer than all else here: most are only sketched.
+    """
     ranks = cfg.mesh.fsdp * cfg.mesh.expert * (cfg.mesh.replica or 1)
     rows = max(1, cfg.train.batch_sequences // ranks)
     micro = [n for n in divisors(rows) if n >= cfg.train.micro_batches]
     for parts in _values(cfg, limits, "train.micro_batches", tuple(micro)):
         at = REMATS.index(cfg.model.remat)
         for remat in _values(cfg, limits, "model.remat", REMATS[at:]):
-            values = {"train.micro_batches": parts, "model.remat": remat}
-            found = resolve(change(cfg, values), limits)
-            if found is not None and found != cfg:
+            found = change(cfg, {"train.micro_batches": parts, "model.remat": remat})
+            if found != cfg:
                 yield found
 
 
@@ -174,7 +176,7 @@ def baseline(cfg: Config, limits: Limits) -> Config | None:
 
     As DeepSpeed lays it out: expert parallelism across nodes, data parallelism for the rest.
     """
-    expert = math.gcd(cfg.moe.num_experts, limits.devices)
+    expert = math.gcd(cfg.moe.num_experts, limits.devices) if cfg.model.has_experts else 1
     sizes = (limits.devices // expert, 1, expert, 1)
     values = dict(zip(MESH, sizes, strict=True)) | {"compression.preset": "none"}
     values |= {name: fields()[name].default for name in (*EXCHANGE, *REDUCTION, *CODECS)}

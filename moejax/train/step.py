@@ -4,6 +4,7 @@ Everything inside is per-device code. The loss of a device is its share, so that
 devices is the loss; see `comm.wire` for what that makes of the collectives' transposes.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -72,6 +73,25 @@ class Trainer:
         shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
         array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
         return Batch(array, array, array)
+
+    def parameter_sizes(self) -> dict[str, tuple[str, int]]:
+        """Path -> (letters of the dimensions, elements) of each parameter."""
+        leaves = jax.tree_util.tree_flatten_with_path(self.abstract.params)[0]
+        letters = jax.tree.leaves(self.dims)
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="."): (dims, math.prod(x.shape))
+            for (path, x), dims in zip(leaves, letters, strict=True)
+        }
+
+    def given_bytes(self) -> dict[str, int]:
+        """Bytes of one device of what a step is given, by kind; its counters are left out."""
+        state = self.abstract
+        return {
+            "weights": _local_bytes(state.params),
+            "optimizer": _local_bytes(state.optimizer),
+            "codec memory": _local_bytes(state.reduction),
+            "batch": _local_bytes(self.abstract_batch()),
+        }
 
     def init(self) -> TrainState:
         """Returns the first state, drawn from the seed, each device making its own shards.
@@ -388,3 +408,10 @@ def _next_logits(trainer: Trainer, state: TrainState, prompt: Any) -> jax.Array:
     last_BD = jax.lax.dynamic_index_in_dim(x_BTD, length - 1, axis=1, keepdims=False)
     logits_Bv = last_BD @ w_Dv
     return wire.all_gather(logits_Bv.astype(jnp.float32), trainer.layout.tensor, dim=1)
+
+
+def _local_bytes(tree: Any) -> int:
+    """Bytes of one device's shards of abstract arrays."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )

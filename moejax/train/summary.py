@@ -3,10 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -30,40 +27,21 @@ class Summary:
 
 def summarize(trainer: Trainer) -> Summary:
     """Traces the step; allocates nothing and needs no device."""
-    state, batch = trainer.abstract, trainer.abstract_batch()
-    traced = trainer.step.trace(state, batch)
-    weights = _bytes(state.params)
+    traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
+    given = trainer.given_bytes()
     by_kind = {
-        "weights (float32 masters)": weights,
-        "gradients": weights,
-        "optimizer state": _bytes(state.optimizer),
-        **({"what codecs remember": kept} if (kept := _bytes(state.reduction)) else {}),
-        "batch": _bytes(batch),
+        "weights (float32 masters)": given["weights"],
+        "gradients": given["weights"],
+        "optimizer state": given["optimizer"],
+        **({"what codecs remember": kept} if (kept := given["codec memory"]) else {}),
+        "batch": given["batch"],
         "logits of one chunk": _logit_bytes(trainer),
     }
     return Summary(
-        counts=count(trainer.cfg, parameter_sizes(trainer)),
+        counts=count(trainer.cfg, trainer.parameter_sizes()),
         bytes_by_kind=by_kind,
         tokens_per_step=trainer.cfg.train.batch_sequences * trainer.cfg.data.sequence_length,
         collectives=collectives(traced.jaxpr.jaxpr),
-    )
-
-
-def parameter_sizes(trainer: Trainer) -> dict[str, tuple[str, int]]:
-    """Path -> (letters of the dimensions, elements) of each parameter."""
-    leaves = jax.tree_util.tree_flatten_with_path(trainer.abstract.params)[0]
-    letters = jax.tree.leaves(trainer.dims)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): (dims, int(np.prod(x.shape)))
-        for (path, x), dims in zip(leaves, letters, strict=True)
-    }
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes of one device's shards."""
-    return sum(
-        int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
     )
 
 

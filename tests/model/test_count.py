@@ -10,7 +10,7 @@ from moejax.dims import build_layout
 from moejax.plan.build import build_abstract_mesh
 from moejax.settings import load_config
 from moejax.train.step import build_trainer
-from moejax.train.summary import parameter_sizes, summarize
+from moejax.train.summary import summarize
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -36,7 +36,7 @@ def test_published_models_have_their_published_sizes(name, total, active):
 
 
 def test_deepseek_v3s_feed_forward_blocks_have_their_published_sizes():
-    sizes = parameter_sizes(trainer_of("deepseek_v3"))
+    sizes = trainer_of("deepseek_v3").parameter_sizes()
     dense = sum(n for path, (_, n) in sizes.items() if ".mlp.w" in path and "groups.0" in path)
     assert dense == 3 * (3 * 7168 * 18432)
     expert = sum(n for path, (_, n) in sizes.items() if ".moe.w" in path)

@@ -12,9 +12,10 @@ import pytest
 from moejax.plan import report
 from moejax.plan.explain import terms
 from moejax.plan.overtake import changes, crossing
+from moejax.plan.priced import Priced, price, read_step
 from moejax.plan.report import SCRIPT, TEMPLATE, embed, write_report
 from moejax.plan.routing import read_routing
-from moejax.plan.search import Found, Priced, price, read_step
+from moejax.plan.search import Found
 from moejax.plan.topology import Device, Tier, Topology, same_links
 from moejax.plan.topology import Link as Rate
 from tests.cases import small_config

@@ -17,8 +17,9 @@ from moejax.plan import space
 from moejax.plan.command import main
 from moejax.plan.explain import print_ranked, print_why, rest_words, terms, why
 from moejax.plan.files import load_plan, plan_from, save_plan
+from moejax.plan.priced import price, read_step
 from moejax.plan.routing import read_routing
-from moejax.plan.search import _Search, price, read_step, search
+from moejax.plan.search import _Search, search
 from moejax.plan.sketch import Sketch
 from moejax.plan.space import Limits, change
 from moejax.plan.topology_file import write_topology
@@ -150,6 +151,31 @@ def test_a_plan_that_does_not_fit_is_made_lighter_or_refused():
     assert found.too_large >= 1
     with pytest.raises(InputError, match="no plan fits 8 devices on 2 nodes"):
         found_for(cfg, cluster(memory=1000), *free)
+
+
+def test_a_model_that_fits_only_where_all_is_sharded_is_planned(monkeypatch):
+    """Sketches that find room everywhere, and replicas fastest, show two meshes that are alike."""
+    memory = ("train.micro_batches", "model.remat")
+    cfg = model(moe={"expert_hidden": 2048})
+    sharded = change(cfg, {"mesh.replica": 1, "mesh.fsdp": 8})
+    smallest = found_for(sharded, cluster(), *memory).ranked[0]
+    monkeypatch.setattr(Sketch, "bytes", lambda sketch: 0.0)
+    monkeypatch.setattr(Sketch, "seconds", lambda sketch: sketch.cfg.mesh.fsdp)
+    tight = cluster(memory=int(1.1 * smallest.peak.bytes))
+    found = found_for(cfg, tight, "mesh.replica", "mesh.fsdp", *memory)
+    assert found.ranked[0].cfg.mesh.fsdp == 8
+
+
+def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
+    """One that is fast until it is made lighter comes after one that need not be."""
+    cfg, there = model(moe={"expert_hidden": 2048}), cluster(memory=20_000_000)
+    how = dataclasses.replace(limits(cfg, there), pinned=frozenset())
+    meshes = [Sketch(mesh, there) for mesh in space.meshes(cfg, how)]
+    searching = _Search(cfg, there, how, read_routing("balanced", 8), 1000.0, print)
+    tried = [Sketch(mesh, there) for mesh in searching._promising(meshes)]
+    assert any(one.cfg.train.micro_batches > 1 or one.cfg.model.remat != "none" for one in tried)
+    assert [one.seconds() for one in tried] == sorted(one.seconds() for one in tried)
+    assert all(one.bytes() <= 1.3 * searching.room for one in tried)
 
 
 def test_no_mesh_is_said_in_one_line():
