@@ -10,6 +10,11 @@ Needs root, ip and tc. Writes planner.json and planner.md, and goes on where it 
 set-up is measured by one run on one machine, which its record names.
 
     python benchmarks/planner.py --out benchmarks/results
+
+When prices have changed, the recorded plans can be priced and judged again without root, in
+minutes; what the planner would now choose must then be what was measured as its choice.
+
+    python benchmarks/planner.py --out benchmarks/results --reprice
 """
 
 import argparse
@@ -210,6 +215,32 @@ def measure(setup: Setup, plans: list[Priced], rounds: int, folder: Path) -> lis
     ]
 
 
+def reprice(record: dict[str, Any], seconds: float) -> None:
+    """Prices what was measured with today's code, which must choose the plans that it chose then.
+
+    Raises:
+      SystemExit: if it does not: that choice was not measured.
+    """
+    for name, one in record["results"].items():
+        setup = Setup(**one["setup"])
+        topology = from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
+        found = plan(setup, topology, seconds)
+        rows = one["rows"]
+        best = found.ranked[0].cfg
+        if plan_of(best) != plan_of(config_of_row(setup, rows[0])):
+            raise SystemExit(f"{name}: now {plan_words(best)}; measure it again")
+        routing = ask(setup, topology)[1]
+        for row in rows:
+            priced = price(read_step(config_of_row(setup, row), "cpu"), topology, routing)
+            row |= {"predicted": priced.seconds, "terms": terms(priced)}
+        one["search_seconds"] = found.seconds
+
+
+def config_of_row(setup: Setup, row: dict[str, Any]) -> Config:
+    """A plan that was measured."""
+    return change(config_of(setup), {"mesh.nodes": setup.hosts} | row["settings"])
+
+
 def _differs(name: str, value: Any) -> bool:
     return value != fields()[name].default
 
@@ -265,10 +296,15 @@ def main() -> None:
     parser.add_argument("--only", default="", help="set-ups whose name starts with this")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=PlanConfig().seconds, help="of a search")
+    parser.add_argument("--reprice", action="store_true", help="measure nothing")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     path = args.out / "planner.json"
     record = json.loads(path.read_text()) if path.exists() else {"clusters": {}, "results": {}}
+    if args.reprice:
+        reprice(record, args.seconds)
+        save(record, args.out)
+        return
     for setup in (s for s in SETUPS if str(s).startswith(args.only)):
         if str(setup) in record["results"]:
             continue
@@ -359,7 +395,7 @@ def page(record: dict[str, Any]) -> str:
 
 def words(one: dict[str, Any], row: dict[str, Any]) -> str:
     """A plan of a set-up."""
-    return plan_words(change(config_of(Setup(**one["setup"])), row["settings"]))
+    return plan_words(config_of_row(Setup(**one["setup"]), row))
 
 
 def where(one: dict[str, Any]) -> str:

@@ -42,17 +42,8 @@ def permute_quantize(
     if weight_M is not None:
         weight_M = jnp.pad(weight_M, (0, -M % rows))
 
-    def permute_quantize_tile(
-        x_gmem,
-        source_gmem,
-        weight_gmem,
-        values_gmem,
-        scale_gmem,
-        x_smem,
-        values_smem,
-        scale_smem,
-        arrived,
-    ):
+    def permute_quantize_tile(x_gmem, source_gmem, weight_gmem, values_gmem, scale_gmem, *scratch):
+        x_smem, values_smem, scale_smem, arrived = scratch
         first, piece = _place(rows, width)
         for r in range(rows):
             row = x_gmem.at[source_gmem[first + r], piece]
@@ -64,14 +55,8 @@ def permute_quantize(
             x = x * (jax.lax.broadcast_in_dim(weights, x.shape, (0,)) if rows > 1 else weights)
         y, scale = quantize_rows(x, kind)
         values_smem[...], scale_smem[...] = y.astype(stored), scale
-        plgpu.commit_smem()
-        for r in range(rows):
-            taken = pl.ds(r * width, width)
-            store = partial(_store, values_smem.at[taken], values_gmem.at[first + r, piece])
-            _when_inside(first + r, M, rows, store)
-            store = partial(_store, scale_smem.at[taken], scale_gmem.at[first + r, piece])
-            _when_inside(first + r, M, rows, store)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        results = [(values_smem, values_gmem), (scale_smem, scale_gmem)]
+        _store_rows(results, first, piece, rows, M)
 
     values, scale = plgpu.kernel(
         permute_quantize_tile,
@@ -113,17 +98,8 @@ def dequantize_combine(
     place_NK = jnp.pad(place_NK, ((0, room), (0, 0)), constant_values=M)
     weight_NK = jnp.pad(weight_NK.astype(jnp.float32), ((0, room), (0, 0)))
 
-    def combine_tile(
-        values_gmem,
-        scale_gmem,
-        weight_gmem,
-        place_gmem,
-        x_gmem,
-        values_smem,
-        scale_smem,
-        x_smem,
-        arrived,
-    ):
+    def combine_tile(values_gmem, scale_gmem, weight_gmem, place_gmem, x_gmem, *scratch):
+        values_smem, scale_smem, x_smem, arrived = scratch
         first, piece = _place(rows, width)
 
         @pl.loop(0, K)  # all are on their way at once
@@ -144,12 +120,7 @@ def dequantize_combine(
         total = plgpu.layout_cast(jnp.zeros((TILE, C), jnp.float32), LAYOUT)
         total = jax.lax.fori_loop(0, K, add, total)
         x_smem[...] = total.astype(dtype)
-        plgpu.commit_smem()
-        for r in range(rows):
-            token = x_smem.at[pl.ds(r * width, width)]
-            store = partial(_store, token, x_gmem.at[first + r, piece])
-            _when_inside(first + r, N, rows, store)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        _store_rows([(x_smem, x_gmem)], first, piece, rows, N)
 
     return plgpu.kernel(
         combine_tile,
@@ -170,15 +141,24 @@ def _place(rows: int, width: int) -> tuple[jax.Array, pl.Slice]:
     return jax.lax.axis_index("rows") * rows, pl.ds(jax.lax.axis_index("piece") * width, width)
 
 
-def _store(smem, gmem) -> None:
-    plgpu.copy_smem_to_gmem(smem, gmem)
+def _store_rows(
+    results: list[tuple[Any, Any]], first: jax.Array, piece: pl.Slice, rows: int, count: int
+) -> None:
+    """Writes the tile's rows, of memory on the chip to that of the device; none past the end."""
+    plgpu.commit_smem()
+    width = piece.size
 
+    def store(r: int) -> None:
+        for smem, gmem in results:
+            row = smem.at[pl.ds(r * width, width)]
+            plgpu.copy_smem_to_gmem(row, gmem.at[first + r, piece])
 
-def _when_inside(row: jax.Array, count: int, rows: int, store) -> None:
-    if count % rows == 0:
-        store()
-    else:
-        pl.when(row < count)(store)
+    for r in range(rows):
+        if count % rows == 0:
+            store(r)
+        else:
+            pl.when(first + r < count)(partial(store, r))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _of_rows(numbers: list[Any], width: int) -> Any:
