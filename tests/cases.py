@@ -37,15 +37,15 @@ SMALL_MODEL = ModelConfig(
 SMALL_MOE = MoEConfig(num_experts=8, experts_per_token=2, expert_hidden=16)
 
 
-def half_of(first: Sequence, second: Sequence) -> list:
-    """Parameters of every pair; a half that has every value of both is always run.
+def part_of(first: Sequence, second: Sequence, parts: int = 2) -> list:
+    """Parameters of every pair; one part, that has every value of both, is always run.
 
-    The other half is for `make test-all`.
+    The others are for `make test-all`.
     """
     pairs = []
     for (row, one), (column, other) in product(enumerate(first), enumerate(second)):
         both = (*one, other) if isinstance(one, tuple) else (one, other)
-        marks = pytest.mark.exhaustive if (row + column) % 2 else ()
+        marks = pytest.mark.exhaustive if (row + column) % parts else ()
         pairs.append(pytest.param(*both, marks=marks))
     return pairs
 

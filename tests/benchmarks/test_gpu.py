@@ -20,6 +20,7 @@ def gpu(monkeypatch):
     return importlib.import_module("gpu")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
 def test_everything_runs_small_on_any_machine(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--small", "--out", str(tmp_path)]

@@ -1,25 +1,18 @@
 """The train step compiled for described H200s: what a pipelined expert layer becomes.
 
 Two layers of OLMoE at their real sizes, 8192 tokens a device: a small program with all the parts of
-the whole model; and for what is summed over layers all of Mixtral 8x7B. Each cluster is compiled
-once, in one minute to two, so run this in one process.
+the whole model. Each cluster is compiled once, in one minute to two, so run this in one process.
 """
 
-import functools
 import re
 from collections import Counter
-from pathlib import Path
 
-import jax
 import pytest
 
-from moejax.plan.aot import CONTROLS, build_described, compile_step, describe, update_bytes
 from moejax.plan.target import TARGETS, described_cudnn
 from moejax.plan.trace import collectives
-from moejax.runtime.compiler import Options
-from moejax.settings import load_config
+from tests.hlo.described import compiled_step, described_trainer
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 GIB = 2**30
 LAYERS = 2
 
@@ -30,31 +23,27 @@ CLUSTERS = {
     "32x8": (32, ["route_chunks=3", "mesh.fsdp=32"]),
     "control": (1, ["route_chunks=3", "model.num_layers=1"]),
 }
-# All of Mixtral, sharded over all devices.
-WHOLE = {"whole 2x8": (2, ["mesh.fsdp=2"]), "whole 32x8": (32, ["mesh.fsdp=32"])}
 # Of a device, at JAX 0.12.0.1; the compiler may find a better order, so there is 5 % of room.
 PEAKS = {"1x8": 6.28, "2x8": 5.07, "32x8": 4.69}  # GiB
 
-# conftest asks LLVM for little. ptxas then gets three times as much to do.
-OPTIMIZE: Options = {"xla_backend_optimization_level": 3}
-
-clusters = pytest.mark.parametrize("cluster", PEAKS)
+clusters = pytest.mark.parametrize(
+    "cluster", ["1x8", "2x8", pytest.param("32x8", marks=pytest.mark.exhaustive)]
+)
 pytestmark = pytest.mark.aot
 
 
-@functools.cache
+def settings_of(cluster):
+    nodes, settings = CLUSTERS[cluster]
+    words = (f"train.batch_sequences={2 * 8 * nodes}", f"model.num_layers={LAYERS}", *settings)
+    return "olmoe_1b_7b.py", nodes, words
+
+
 def trainer_of(cluster):
-    nodes, settings = (CLUSTERS | WHOLE)[cluster]
-    name = "mixtral_8x7b.py" if cluster in WHOLE else "olmoe_1b_7b.py"
-    words = [f"train.batch_sequences={2 * 8 * nodes}", "train.micro_batches=1"]
-    words += ["route_chunks=4"] if cluster in WHOLE else [f"model.num_layers={LAYERS}"]
-    cfg = load_config(str(CONFIGS / name), [f"--config.{word}" for word in words + settings])
-    return build_described(describe(cfg, TARGETS["h200"], nodes), TARGETS["h200"])
+    return described_trainer(*settings_of(cluster))
 
 
-@functools.cache
 def compiled(cluster, control=None):
-    return compile_step(trainer_of(cluster), OPTIMIZE | CONTROLS["gpu"].get(control, {}))
+    return compiled_step(*settings_of(cluster), control)
 
 
 def pipelines(step, chunks):
@@ -132,31 +121,6 @@ def test_memory_is_known_before_the_first_step(cluster):
     assert step.peak_bytes == pytest.approx(PEAKS[cluster] * GIB, rel=0.05)
 
 
-@pytest.mark.parametrize("cluster", WHOLE)
-def test_reductions_hide_behind_compute_and_never_travel_beside_an_exchange(cluster):
-    step = compiled(cluster)
-    assert sum(one.calls * one.bytes for one in step.reductions()) > 20 * GIB
-    assert step.hidden_reductions() >= 0.8
-    assert step.reductions_beside_exchanges() == []
-
-
-def test_control_by_default_half_of_the_reductions_wait():
-    assert compiled("whole 2x8", "XLA's default").hidden_reductions() < 0.6
-
-
-def test_muon_needs_a_layer_of_weights_beside_state_and_gradients_and_not_all_of_them():
-    words = ["optimizer.name=muon", "train.batch_sequences=8", "train.micro_batches=1"]
-    # Blocked experts: what the gradients alone need is subtracted, and kernels change that.
-    words.append("moe.implementation=blocked")
-    cfg = load_config(str(CONFIGS / "olmoe_1b_7b.py"), [*words, "data.sequence_length=512"])
-    trainer = build_described(describe(cfg, TARGETS["h200"], 1), TARGETS["h200"])
-    step = compile_step(trainer, OPTIMIZE)
-    layers = [x for x in jax.tree.leaves(trainer.abstract.params["groups"]) if x.ndim == 5]
-    stacked = sum(4 * x.size // 8 for x in layers)  # of a device
-    assert stacked > 1.5 * GIB
-    assert update_bytes(trainer, step, OPTIMIZE) < stacked / 4
-
-
 def test_two_levels_cross_the_slow_link_on_one_axis_and_the_fast_link_on_another():
     axes = {one.axes for one in compiled("2x8").token_exchanges()}
     assert axes == {("expert_slow",), ("expert_fast",)}
@@ -170,6 +134,7 @@ def test_control_by_default_one_exchange_hides_at_a_time():
     assert step.hidden_share() <= 0.5
 
 
+@pytest.mark.exhaustive
 def test_control_without_asynchronous_collectives_nothing_hides():
     step = compiled("control", "nothing asynchronous")
     assert step.hidden_share() == 0

@@ -11,7 +11,7 @@ import pytest
 from moejax.plan.aot import build_described, describe, lower_step
 from moejax.plan.target import TARGETS
 from moejax.settings import load_config
-from tests.hlo.test_aot import CONFIGS, OPTIMIZE
+from tests.hlo.described import CONFIGS, OPTIMIZE
 
 pytestmark = [
     pytest.mark.aot,

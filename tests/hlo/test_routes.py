@@ -13,7 +13,7 @@ from moejax.plan.target import described_cudnn
 from moejax.plan.trace import collectives
 from moejax.route import build_route
 from moejax.train.step import build_trainer
-from tests.cases import small_config, trainer_for
+from tests.cases import part_of, small_config, trainer_for
 
 # route, mesh, nodes, expert weights
 CASES = [
@@ -59,8 +59,9 @@ def calls(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunks", [(1, 1), (4, 4), (2, 3)])
-@pytest.mark.parametrize(("route", "mesh", "nodes", "weights"), CASES)
+@pytest.mark.parametrize(
+    ("route", "mesh", "nodes", "weights", "chunks"), part_of(CASES, [(4, 4), (2, 3), (1, 1)])
+)
 def test_rows_take_every_hop_out_and_home_once_a_chunk_in_each_direction(
     route, mesh, nodes, weights, chunks
 ):
@@ -97,8 +98,9 @@ def test_the_gradient_of_a_gather_is_a_reduce_scatter():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capacity", [None, 2.0])
-@pytest.mark.parametrize(("route", "mesh", "nodes", "weights"), CASES)
+@pytest.mark.parametrize(
+    ("route", "mesh", "nodes", "weights", "capacity"), part_of(CASES, [None, 2.0])
+)
 def test_no_route_communicates_again_to_recompute(route, mesh, nodes, weights, capacity):
     found = {}
     for remat in ("none", "collectives"):

@@ -69,6 +69,7 @@ def test_another_policy_or_mesh_drops_what_was_kept_and_says_so(place, straight,
     run_dir = place / change.replace(".", "_").partition("=")[0]
     shutil.copytree(straight[0], run_dir)
     words = [f"--config.run_dir={run_dir}", f"--config.train.num_steps={STEPS + 4}"]
+    words += ["--config.train.eval_every=none", "--config.train.sample_tokens=0"]
     if change.endswith("preset="):
         # Everything off: nothing is kept any more.
         off = ["preset=none", "dense_gradient=none", "expert_gradient=none"]

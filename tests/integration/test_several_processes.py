@@ -97,7 +97,7 @@ def test_a_route_of_two_levels_trains_on_an_emulated_cluster(place):
 @pytest.mark.parametrize(
     ("number", "member"),
     [  # a launcher that is killed ends nobody
-        (signal.SIGTERM, None),
+        pytest.param(signal.SIGTERM, None, marks=pytest.mark.exhaustive),
         (signal.SIGTERM, 1),
         (signal.SIGKILL, 0),
         pytest.param(signal.SIGTERM, 0, marks=pytest.mark.exhaustive),
@@ -124,7 +124,11 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, two, number, member):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [(), (*LOCAL[:2], 4)], ids=["one", "four"])
+@pytest.mark.parametrize(
+    "launcher",
+    [(), pytest.param((*LOCAL[:2], 4), marks=pytest.mark.exhaustive)],
+    ids=["one", "four"],
+)
 def test_another_number_of_processes_takes_over(place, two, launcher):
     run_dir = place / f"taken-over-{len(launcher)}"
     shutil.copytree(two[0], run_dir)

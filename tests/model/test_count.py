@@ -21,6 +21,7 @@ def trainer_of(name):
     return build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [

@@ -18,6 +18,7 @@ from moejax.moe.dispatch import drop_above, visit_experts
 from moejax.plan.build import build_mesh
 from moejax.program import Program
 from moejax.route import ROUTES, build_route
+from tests.cases import part_of
 
 TOKENS, D, F, E = 12, 4, 4, 16
 
@@ -103,7 +104,7 @@ def dense(x_ND, weight_NK, expert_NK, params, dy_ND):
 @st.composite
 def routings(draw):
     """Every token's distinct experts, from even to all the same; some choices are dropped (E)."""
-    K = draw(st.sampled_from([1, 2, 8]))
+    K = draw(st.sampled_from([1, 8]))
     favour = draw(st.sampled_from([0.0, 1.0, 100.0]))  # of low-numbered experts
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
@@ -153,8 +154,7 @@ SAME_ORDER = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("K", [2, 8])
-@pytest.mark.parametrize(("route", "options"), SAME_ORDER)
+@pytest.mark.parametrize(("route", "options", "K"), part_of(SAME_ORDER, [2, 8]))
 def test_routes_that_add_in_the_same_order_give_the_same_bits(route, options, K):
     # Every device sends every expert equally many rows: nothing overflows into rounds.
     rng = np.random.default_rng(K)
@@ -193,10 +193,10 @@ def test_rows_quantised_as_they_move_are_the_same_bits(name):
     operands = random_operands(expert_NK, seed=3)
     wanted = compiled(mesh, name, 2, **chunks, **coded())(*operands)
     found = compiled(mesh, name, 2, **chunks, **coded(rows_kernel="reference"))(*operands)
-    plain = compiled(mesh, name, 2, **chunks)(*operands)
     assert bits(found) == bits(wanted)
-    differ = [a != b for a, b in zip(bits(found), bits(plain), strict=True)]
-    assert all(differ), "no codec stood in this"
+    for have, plain in zip(*map(jax.tree.leaves, (found, dense(*operands))), strict=True):
+        off = np.max(np.abs(np.asarray(have) - plain)) / np.max(np.abs(plain))
+        assert 1e-3 < off < 0.5, "no codec stood in this, or a wrong one"
 
 
 def signed_permutations(rng):

@@ -153,6 +153,7 @@ def test_a_plan_that_does_not_fit_is_made_lighter_or_refused():
         found_for(cfg, cluster(memory=1000), *free)
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_only_where_all_is_sharded_is_planned(monkeypatch):
     """Sketches that find room everywhere, and replicas fastest, show two meshes that are alike."""
     memory = ("train.micro_batches", "model.remat")
@@ -222,6 +223,7 @@ def test_sketches_rank_as_prices_do_roughly(found):
     assert sorted(meshes, key=sketched.__getitem__).index(best) < 2
 
 
+@pytest.mark.slow
 def test_late_searches_still_compare_two():
     found = found_for(model(), cluster(), *space.MESH, seconds=1e-9)
     assert len(found.ranked) >= 2

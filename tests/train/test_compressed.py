@@ -11,8 +11,8 @@ import pytest
 from moejax.config import CompressionConfig
 from moejax.plan.trace import collectives
 from tests.cases import (
-    half_of,
     one_device_state,
+    part_of,
     place,
     random_batch,
     small_config,
@@ -84,7 +84,7 @@ def assert_equal(found, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "nodes", "codec"), half_of(MESHES, ["bfloat16", "int8+feedback"]))
+@pytest.mark.parametrize(("mesh", "nodes", "codec"), part_of(MESHES, ["bfloat16", "int8+feedback"]))
 def test_gradients_are_off_by_what_the_codec_leaves_out(mesh, nodes, codec):
     cfg = compressed(mesh, nodes, codec)
     share = {"bfloat16": 2**-8}.get(codec, 1 / 127)
@@ -95,9 +95,9 @@ def test_gradients_are_off_by_what_the_codec_leaves_out(mesh, nodes, codec):
 def test_a_run_with_feedback_follows_the_plain_run():
     cfgs = {
         codec: compressed((2, 2, 2, 1), 4, codec)
-        for codec in ("int4", "int4+feedback", "powersgd:8", "loco", "topk:0.5+feedback")
+        for codec in ("int4+feedback", "powersgd:8", "loco", "topk:0.5+feedback")
     }
-    wanted, _ = losses_of(plain(cfgs["int4"]))
+    wanted, _ = losses_of(plain(cfgs["loco"]))
     whole = compressed((2, 2, 2, 1), 4, "powersgd:64")
     assert np.abs(losses_of(whole)[0] - wanted).max() < 1e-5, "more than any matrix has"
     off = {codec: np.abs(losses_of(cfg)[0] - wanted).max() for codec, cfg in cfgs.items()}
@@ -107,7 +107,9 @@ def test_a_run_with_feedback_follows_the_plain_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", ["int4+feedback", "powersgd:8"])
+@pytest.mark.parametrize(
+    "codec", ["int4+feedback", pytest.param("powersgd:8", marks=pytest.mark.exhaustive)]
+)
 def test_micro_batches_with_feedback_follow_the_plain_run(codec):
     train = {"micro_batches": 2, "batch_sequences": 16}
     cfg = compressed((2, 2, 2, 1), 4, codec, train=train)
@@ -160,7 +162,8 @@ def exchanges(cfg):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("route", "codecs"), half_of(["split", "merge", "two_level", "two_level_merge"], TOKENS)
+    ("route", "codecs"),
+    part_of(["split", "merge", "two_level", "two_level_merge"], TOKENS, parts=3),
 )
 def test_tokens_cross_nodes_as_their_codecs_say(route, codecs):
     cfg = with_codecs((1, 1, 8, 1), 4, {"moe": {"num_experts": 16}}, **codecs)
@@ -210,8 +213,10 @@ def test_gradients_of_the_first_blocks_travel_as_they_are():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "nodes"), [((1, 4, 2, 1), 1), ((2, 2, 2, 1), 4)])
-@pytest.mark.parametrize("limit", [1000, 1 << 20])
+@pytest.mark.parametrize(
+    ("mesh", "nodes", "limit"),
+    part_of([((1, 4, 2, 1), 1), ((2, 2, 2, 1), 4)], [1000, 1 << 20]),
+)
 def test_gradients_reduced_in_pieces_are_the_same_bits(mesh, nodes, limit):
     cfg = with_codecs(mesh, nodes)
     pieces = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, reduction_bytes=limit))
@@ -242,8 +247,9 @@ def test_a_warm_up_is_the_plain_run_bit_by_bit():
 def test_an_adaptive_codec_takes_the_strongest_rung_that_keeps_enough():
     for keep, rung in ((0.5, 2), (0.9999, 0)):
         ladder = f"adaptive:{keep}:int8|int4|topk:0.4"
+        # Few devices: a ladder is chosen for all of them, and every rung is compiled.
         cfg = with_codecs(
-            (2, 2, 2, 1), 4, dense_gradient=ladder, expert_gradient=ladder, adapt_every=2
+            (2, 1, 1, 1), 2, dense_gradient=ladder, expert_gradient=ladder, adapt_every=2
         )
         rungs = []
         for loss, state in run(cfg, 4):

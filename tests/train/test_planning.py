@@ -48,6 +48,7 @@ def test_a_run_plans_and_writes_down_what_it_chose(cfg):
     check(found.cfg)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_plan(cfg):
     first = planned(cfg)
     path = Path(cfg.run_dir) / PLAN
@@ -62,6 +63,7 @@ def test_a_resumed_run_keeps_its_plan(cfg):
     assert planned(cfg, resuming=False).cfg.mesh == first.cfg.mesh
 
 
+@pytest.mark.slow
 def test_a_plan_of_other_devices_is_made_again(cfg):
     planned(cfg)
     write_topology(cluster(nodes=1), Path(cfg.plan.topology))
@@ -80,6 +82,7 @@ def test_a_hand_made_mesh_is_left_alone(cfg):
     assert planned(mine).cfg is mine
 
 
+@pytest.mark.slow
 def test_a_plan_file_is_taken_whole(cfg, tmp_path):
     plan = planned(cfg).plan
     save_plan(plan, tmp_path / "mine.json")

@@ -56,7 +56,10 @@ def test_products_and_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [[5], [0, 150, 0], [0, 0, 0], [64, 64, 128]])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param([5], marks=pytest.mark.exhaustive), [0, 150, 0], [0, 0, 0], [64, 64, 128]],
+)
 def test_all_rows_in_one_group_or_none(sizes):
     check_product(sizes, 4, 64, 320)
 

@@ -1,0 +1,28 @@
+"""Train steps for described H200s, each built and compiled once in a process."""
+
+import functools
+from pathlib import Path
+
+from moejax.plan.aot import CONTROLS, build_described, compile_step, describe
+from moejax.plan.target import TARGETS
+from moejax.runtime.compiler import Options
+from moejax.settings import load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# conftest asks LLVM for little. ptxas then gets three times as much to do.
+OPTIMIZE: Options = {"xla_backend_optimization_level": 3}
+
+
+@functools.cache
+def described_trainer(config, nodes, settings):
+    """The trainer of a config file on so many nodes, in one micro-batch, with other settings."""
+    words = [f"--config.{word}" for word in ("train.micro_batches=1", *settings)]
+    cfg = load_config(str(CONFIGS / config), words)
+    return build_described(describe(cfg, TARGETS["h200"], nodes), TARGETS["h200"])
+
+
+@functools.cache
+def compiled_step(config, nodes, settings, control=None):
+    """Its step; control: of `CONTROLS`, the compiler options that are tried instead."""
+    trainer = described_trainer(config, nodes, settings)
+    return compile_step(trainer, OPTIMIZE | CONTROLS["gpu"].get(control, {}))

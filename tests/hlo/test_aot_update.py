@@ -1,0 +1,42 @@
+"""What follows the backward pass, compiled for described H200s: reductions and the update.
+
+All of Mixtral 8x7B, for what is summed over layers, and of OLMoE. Each is compiled once.
+"""
+
+import jax
+import pytest
+
+from moejax.plan.aot import update_bytes
+from tests.hlo.described import OPTIMIZE, compiled_step, described_trainer
+
+GIB = 2**30
+
+pytestmark = pytest.mark.aot
+
+
+def mixtral(nodes, control=None):
+    words = (f"train.batch_sequences={2 * 8 * nodes}", "route_chunks=4", f"mesh.fsdp={nodes}")
+    return compiled_step("mixtral_8x7b.py", nodes, words, control)
+
+
+@pytest.mark.parametrize("nodes", [2, 32])
+def test_reductions_hide_behind_compute_and_never_travel_beside_an_exchange(nodes):
+    step = mixtral(nodes)
+    assert sum(one.calls * one.bytes for one in step.reductions()) > 20 * GIB
+    assert step.hidden_reductions() >= 0.8
+    assert step.reductions_beside_exchanges() == []
+
+
+def test_control_by_default_half_of_the_reductions_wait():
+    assert mixtral(2, "XLA's default").hidden_reductions() < 0.6
+
+
+def test_muon_needs_a_layer_of_weights_beside_state_and_gradients_and_not_all_of_them():
+    words = ("optimizer.name=muon", "train.batch_sequences=8", "data.sequence_length=512")
+    # Blocked experts: what the gradients alone need is subtracted, and kernels change that.
+    model = ("olmoe_1b_7b.py", 1, (*words, "moe.implementation=blocked"))
+    trainer, step = described_trainer(*model), compiled_step(*model)
+    layers = [x for x in jax.tree.leaves(trainer.abstract.params["groups"]) if x.ndim == 5]
+    stacked = sum(4 * x.size // 8 for x in layers)  # of a device
+    assert stacked > 1.5 * GIB
+    assert update_bytes(trainer, step, OPTIMIZE) < stacked / 4
