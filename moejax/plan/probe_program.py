@@ -57,6 +57,8 @@ MODELS = {"cpu": SMALL, "gpu": LARGE, "tpu": LARGE}
 def probe_program(watch: Stopwatch, device: Device) -> float:
     """Returns measured over priced seconds of forward and backward, all devices at once.
 
+    Process 0 alone reads the program for its price: its answer counts.
+
     Args:
       device: with the rates that were measured.
     """
@@ -69,6 +71,8 @@ def probe_program(watch: Stopwatch, device: Device) -> float:
         return trainer.gradients_of_device(*given)
 
     measured = inside.seconds(operate, lambda: _arguments(trainer))
+    if not watch.processes.first:
+        return 0.0
     traced = trainer.gradients.trace(trainer.abstract, trainer.abstract_batch())
     priced = sum(times * alone(op, device) for op, times in walk(read(traced.jaxpr)))
     return measured / priced

@@ -110,6 +110,7 @@ def unrolled(mesh: Mesh) -> int:
 
 def loop(operate: Callable[[Tree], Tree], start: Callable[[], Tree], mesh: Mesh) -> Any:
     """Returns a jitted function of a number: so many turns of operations, each after the last."""
+    operate = jax.jit(operate, inline=True)  # so that it is traced once
 
     def body(times: Any) -> jax.Array:
         x = start()
