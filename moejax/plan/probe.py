@@ -54,7 +54,7 @@ class Effort:
 
     Attributes:
       seconds: for the links, about; sizes grow until they are spent.
-      quick: fewer sizes, dtypes and codecs; no pairs, no contention, no whole program.
+      quick: fewer sizes, dtypes and codecs; no pairs, no contention.
     """
 
     seconds: float = SECONDS
@@ -95,11 +95,10 @@ def probe(
         quick=effort.quick,
         say=say,
     )
-    if not effort.quick:
-        say("a whole program")
-        device = replace(device, program=processes.gather(probe_program(watch, device))[0])
-        say("devices that take turns")
-        device = replace(device, sharing=processes.gather(probe_sharing(watch))[0])
+    say("a whole program")
+    device = replace(device, program=processes.gather(probe_program(watch, device))[0])
+    say("devices that take turns")
+    device = replace(device, sharing=processes.gather(probe_sharing(watch))[0])
     tiers, more = _probe_tiers(watch, found, device.sharing, effort, say)
     odd += more
     topology = Topology(

@@ -52,12 +52,12 @@ def probe_tier(
     for kind in KINDS:
         say(f"{name}: {kind}")
         links[kind] = fit_link(list(_curve(watch, axis, kind, seconds=share, quick=quick)))
+    say(f"{name}: a collective between computations")
+    late_s = _late(watch, axis, links["all_to_all"], sharing if axis == AXES[0] else 1.0)
     if quick:
-        return Tier(name, size, links)
-    say(f"{name}: two collectives at once, one beside compute, one between computations")
+        return Tier(name, size, links, late_s=late_s)
+    say(f"{name}: two collectives at once, and one beside compute")
     together, occupies = _contention(watch, axis, links)
-    turns = sharing if axis == AXES[0] else 1.0
-    late_s = _late(watch, axis, links["all_to_all"], turns)
     return Tier(name, size, links, together, occupies, late_s)
 
 

@@ -41,20 +41,23 @@ class Watch:
         return self._outside >= WINDOW and not self._spoken
 
     def doubt(self, seconds_per_step: float) -> Doubt:
-        """Measures again, and names what has changed most."""
+        """Measures again, and names what has changed most in the direction of the steps."""
         self._spoken = True
         now = self.measure()
-        name, before, after = max(
-            compare(self.topology, now), key=lambda row: max(row[2] / row[1], row[1] / row[2])
-        )
-        said = f"a step takes {seconds_per_step / self.predicted:.2f} x what was predicted"
-        if max(after / before, before / after) > WITHIN[1]:
+        ratio = seconds_per_step / self.predicted
+
+        def explains(row: tuple[str, float, float]) -> float:
+            return row[1] / row[2] if ratio > 1 else row[2] / row[1]
+
+        name, before, after = best = max(compare(self.topology, now), key=explains)
+        said = f"a step takes {ratio:.2f} x what was predicted"
+        if explains(best) > WITHIN[1]:
             cause = f"{name} is {after:.3g} a second now, the plan has {before:.3g}"
         else:
             largest = max(self.terms, key=lambda term: self.terms[term])
             cause = (
-                f"links and rates are as the plan has them (the most changed, {name}, by "
-                f"{after / before - 1:+.0%}); its largest term is {largest}"
+                f"no link or rate explains it (the nearest, {name}, changed by "
+                f"{after / before - 1:+.0%}); the plan's largest term is {largest}"
             )
         return Doubt(f"warning: {said}: {cause}", now)
 
@@ -73,4 +76,7 @@ def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]
                 (f"{dtype} products, FLOPs", curve[-1][1], after.device.products[dtype][-1][1])
             )
     copies = before.device.copy_bytes_per_s, after.device.copy_bytes_per_s
-    return [*rows, ("copies, bytes", *copies)]
+    rows.append(("copies, bytes", *copies))
+    dtype = next(iter(before.device.products))
+    whole = [one.products[dtype][-1][1] / one.program for one in (before.device, after.device)]
+    return [*rows, ("whole programs, FLOPs", *whole)]

@@ -162,6 +162,8 @@ def test_a_quick_probe_of_simulated_devices_can_be_read_back():
             # Memory of any machine: not a loop that was optimised away, nor one that hung.
             assert 1e5 < link.bytes_per_s < 4e12
     assert 1e6 < found.device.copy_bytes_per_s < 1e13
+    assert found.device.program > 0
+    assert found.device.program != 1, "what every step is priced with was not measured"
     assert any("all_to_all" in words for words in said)
 
 

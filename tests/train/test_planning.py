@@ -142,7 +142,14 @@ def test_one_slow_report_is_not_enough_and_the_changed_link_is_named():
 
 def test_unchanged_links_put_the_blame_on_the_model_of_the_step():
     watch = Watch(plan_of(1.0), cluster(), measure=cluster)
-    assert "links and rates are as the plan has them" in watch.doubt(3.0).text
+    assert "no link or rate explains it" in watch.doubt(3.0).text
+
+
+def test_links_that_became_faster_do_not_explain_slower_steps():
+    watch = Watch(plan_of(1.0), cluster(), measure=lambda: cluster(slow=1e8))
+    assert "no link or rate explains it" in watch.doubt(3.0).text
+    watch = Watch(plan_of(1.0), cluster(), measure=lambda: cluster(slow=1e8))
+    assert "over network" in watch.doubt(0.3).text
 
 
 def test_rates_are_compared_one_by_one():
