@@ -76,7 +76,11 @@ def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]
                 (f"{dtype} products, FLOPs", curve[-1][1], after.device.products[dtype][-1][1])
             )
     copies = before.device.copy_bytes_per_s, after.device.copy_bytes_per_s
-    rows.append(("copies, bytes", *copies))
-    dtype = next(iter(before.device.products))
-    whole = [one.products[dtype][-1][1] / one.program for one in (before.device, after.device)]
-    return [*rows, ("whole programs, FLOPs", *whole)]
+    programs = _program_rate(before), _program_rate(after)
+    return [*rows, ("copies, bytes", *copies), ("whole programs, FLOPs", *programs)]
+
+
+def _program_rate(topology: Topology) -> float:
+    """FLOPs a second of the largest product, as slow as a whole program is beside its operations."""
+    largest = next(iter(topology.device.products.values()))[-1]
+    return largest[1] / topology.device.program
