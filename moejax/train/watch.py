@@ -81,6 +81,6 @@ def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]
 
 
 def _program_rate(topology: Topology) -> float:
-    """FLOPs a second of the largest product, as slow as a whole program is beside its operations."""
+    """FLOPs a second of the largest product, slowed as a whole program is."""
     largest = next(iter(topology.device.products.values()))[-1]
     return largest[1] / topology.device.program
