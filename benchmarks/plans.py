@@ -384,8 +384,8 @@ def clusters_page(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
     lines = [
         "# One model, planned for every known cluster",
         "",
-        "OLMoE-1B-7B (6.9 B parameters), 512 sequences of 4,096 tokens a step, bfloat16, no",
-        "codecs. Nothing ran. `python benchmarks/plans.py --out benchmarks/results`, "
+        "OLMoE-1B-7B (6.9 B parameters), 512 sequences of 4,096 tokens a step (504 on 72 devices),",
+        "bfloat16, no codecs. Nothing ran. `python benchmarks/plans.py --out benchmarks/results`, "
         f"JAX {made['jax']}, {made['date']}.",
         "",
         "| cluster | devices | plan | ms a step | GiB | tokens/s | default / chosen | search (s) |",
