@@ -135,7 +135,7 @@ def probe(setup: Setup, path: Path) -> tuple[dict[str, Any], float]:
     return json.loads(path.read_text()), time.perf_counter() - began
 
 
-def plan(setup: Setup, topology: Topology, seconds: float) -> Found:
+def plan(setup: Setup, topology: Topology, seconds: float | None) -> Found:
     """All that the planner finds in some time."""
     limits, routing = ask(setup, topology)
     return search(config_of(setup), topology, limits, routing, seconds=seconds, say=print)
@@ -215,7 +215,7 @@ def measure(setup: Setup, plans: list[Priced], rounds: int, folder: Path) -> lis
     ]
 
 
-def reprice(record: dict[str, Any], seconds: float) -> None:
+def reprice(record: dict[str, Any], seconds: float | None) -> None:
     """Prices what was measured with today's code, which must choose the plans that it chose then.
 
     Raises:
@@ -295,7 +295,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--only", default="", help="set-ups whose name starts with this")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=PlanConfig().seconds, help="of a search")
+    parser.add_argument("--seconds", type=float, help="of a search")
     parser.add_argument("--reprice", action="store_true", help="measure nothing")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")

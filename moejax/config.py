@@ -308,7 +308,9 @@ class PlanConfig:
     codecs: str = setting(
         "none", "the preset whose codecs may be chosen", choices=("none", "hybrid", "strong")
     )
-    seconds: float = setting(10.0, "that the search may take", above=0)
+    seconds: float | None = setting(
+        None, "that the search may take; none: 10, for more than 64 devices 60", above=0
+    )
     replan: bool = setting(
         False, "plan again at a checkpoint when steps take longer or shorter than predicted"
     )

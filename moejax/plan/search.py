@@ -29,6 +29,8 @@ ROUGH = 1.3  # of that room: what a sketch must say for a plan not to be traced 
 FIRST = 4  # meshes that are traced before the best of them is refined
 OTHERS = 12  # meshes that are traced with what it then takes
 SAME = 0.002  # of a step: less is no difference
+# Seconds that a search may take if nobody says, for up to so many devices and for more of them.
+SECONDS, MANY_SECONDS, MANY = 10.0, 60.0, 64
 
 
 @dataclass
@@ -324,14 +326,14 @@ def search(
     limits: Limits,
     routing: Routing,
     *,
-    seconds: float,
+    seconds: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Found:
     """Returns the plans of a model on a cluster, fastest first.
 
     Args:
       cfg: the model; what is pinned keeps its settings.
-      seconds: that the search may take.
+      seconds: that the search may take; None: as many devices need.
       say: is told how far it is.
 
     Raises:
@@ -339,4 +341,6 @@ def search(
     """
     if cfg.compression.preset != "none" or limits.nodes == 1:
         limits = replace(limits, codecs="none")
+    if seconds is None:
+        seconds = SECONDS if limits.devices <= MANY else MANY_SECONDS
     return _Search(cfg, topology, limits, routing, seconds, say).run()

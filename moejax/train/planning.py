@@ -170,7 +170,7 @@ def _topology(
 def measure(
     cfg: Config, devices: Sequence[Any], processes: Processes, console: Console
 ) -> tuple[Topology, tuple[str, ...]]:
-    """Links and rates as they are now, roughly, and what is odd about them; takes seconds."""
+    """Links and rates as they are now, roughly, and what is odd about them."""
     with console.status("measuring links") as status:
 
         def say(words: str) -> None:

@@ -223,6 +223,26 @@ def test_sketches_rank_as_prices_do_roughly(found):
     assert sorted(meshes, key=sketched.__getitem__).index(best) < 2
 
 
+@pytest.mark.parametrize(("nodes", "asked", "given"), [(8, None, 10), (128, None, 60), (128, 5, 5)])
+def test_a_search_of_many_devices_may_take_longer(nodes, asked, given, monkeypatch):
+    allowed = []
+
+    def stop(searching):
+        allowed.append(searching.seconds)
+        raise InputError("enough")
+
+    monkeypatch.setattr(_Search, "run", stop)
+    with pytest.raises(InputError, match="enough"):
+        search(
+            model(),
+            cluster(),
+            Limits(8 * nodes, nodes, "gpu"),
+            read_routing("balanced", 8),
+            seconds=asked,
+        )
+    assert allowed == [given]
+
+
 @pytest.mark.slow
 def test_late_searches_still_compare_two():
     found = found_for(model(), cluster(), *space.MESH, seconds=1e-9)
