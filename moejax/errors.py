@@ -1,7 +1,20 @@
-"""The one exception that means "the user can fix this", and what a command makes of it."""
+"""Failures that have an exit code of their own, and what a command makes of them.
+
+| code | meaning |
+|---|---|
+| 0 | done |
+| 1 | a fault of moejax or of what it runs on; the traceback says which |
+| 2 | bad input: `InputError` |
+| 3 | stopped as asked before the last step; saved, the same command goes on |
+| 4 | the run diverged: `DivergedError` |
+| 5 | no space left where the run writes: `StorageFullError` |
+| 130 | stopped at once (a second Ctrl-C); the last finished checkpoint is intact |
+"""
 
 import sys
 from collections.abc import Callable
+
+STOPPED = 3  # exit code of a run that was asked to stop before its last step
 
 
 class InputError(ValueError):
@@ -11,10 +24,31 @@ class InputError(ValueError):
     """
 
 
+class RunError(Exception):
+    """Ends a run in a way that a script should be able to tell apart. Shown as one line.
+
+    The message says what happened, which checkpoint is safe, and what to do.
+    """
+
+    code = 1
+
+
+class DivergedError(RunError):
+    """Too many updates in a row were not finite, so the run would only waste time."""
+
+    code = 4
+
+
+class StorageFullError(RunError):
+    """No space is left for what the run must write."""
+
+    code = 5
+
+
 def exit_code(
     run: Callable[[], int | None], *, stopped: str, debug: bool = False, files: bool = False
 ) -> int:
-    """Runs a command and returns its exit code: 2 for bad input, 130 for Ctrl-C.
+    """Runs a command and returns its exit code; see the table above.
 
     Args:
       run: gives the exit code, or None for 0.
@@ -29,6 +63,11 @@ def exit_code(
             raise
         print(f"moejax: error: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        if debug:
+            raise
+        print(f"moejax: error: {error}", file=sys.stderr)
+        return error.code
     except KeyboardInterrupt:
         print(f"moejax: stopped; {stopped}", file=sys.stderr)
         return 130
