@@ -1,5 +1,6 @@
 """The run's records: one JSON object a line, written as things happen."""
 
+import errno
 import fcntl
 import json
 import os
@@ -41,6 +42,13 @@ class RunLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                self._file.close()
+                raise InputError(
+                    f"run directory cannot be locked. {run_dir}: {error.strerror}. Its file system "
+                    f"must know flock, which keeps two runs from writing there. Mount it with "
+                    f"locks (Lustre: -o flock), or set another run_dir."
+                ) from error
             self._file.seek(0)
             owner = self._file.read().strip() or "unknown"
             self._file.close()

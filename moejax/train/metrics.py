@@ -1,7 +1,9 @@
 """What is measured while training, and where it goes: JSONL, TensorBoard, the screen."""
 
+import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from tensorboardX import SummaryWriter
 
 from moejax.runtime.ledger import Ledger
 from moejax.train.state import Metrics
+
+# What an evaluation records, and how people read it.
+EVALUATED = {"bits_per_byte": "{:.3f} bits per byte", "nats_per_token": "{:.4f} nats per token"}
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,15 @@ class Meter:
             skipped=int(metrics.skipped),
             seconds_left=(self.num_steps - step) / per_second if per_second else 0.0,
         )
+
+
+def held_out_words(values: Mapping[str, float | None]) -> str:
+    """An evaluation's values, as they are recorded, for people."""
+    # JSON has no NaN: what was none is null.
+    known = {name: math.nan if value is None else value for name, value in values.items()}
+    return ", ".join(
+        words.format(known[name]) for name, words in EVALUATED.items() if name in known
+    )
 
 
 class Display:

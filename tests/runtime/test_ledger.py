@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -33,6 +35,16 @@ def test_a_directory_has_one_owner_who_is_named(tmp_path):
         RunLock(tmp_path)
     lock.close()
     RunLock(tmp_path).close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_told_as_in_use(tmp_path, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(InputError, match=f"cannot be locked.*{os.strerror(number)}.*flock"):
+        RunLock(tmp_path)
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path):
