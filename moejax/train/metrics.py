@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from tensorboardX import SummaryWriter
 
 from moejax.runtime.ledger import Ledger
+from moejax.train.board import Board
 from moejax.train.state import Metrics
 
 # What an evaluation records, and how people read it.
@@ -145,25 +145,27 @@ class Records:
     def __init__(self, run_dir: Path, *, written: bool = True):
         """Takes whether anything is written: one process of a program does."""
         self._ledger = Ledger(run_dir / "metrics.jsonl" if written else Path(os.devnull))
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), write_to_disk=written)
+        self._board = Board(run_dir / "tensorboard") if written else None
 
     def report(self, report: Report) -> None:
         """Records a training report."""
         values = vars(report)
         self._ledger.write("step", **values)
-        for name, value in values.items():
-            if name != "step":
-                scalar = sum(value) if isinstance(value, list) else value
-                self._board.add_scalar(f"train/{name}", scalar, report.step)
+        scalars = {n: sum(v) if isinstance(v, list) else v for n, v in values.items()}
+        del scalars["step"]
+        self._draw("train", report.step, scalars)
 
     def event(self, event: str, step: int, **values: float | int | str) -> None:
         """Records anything else; numbers go to TensorBoard too."""
         self._ledger.write(event, step=step, **values)
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self._board.add_scalar(f"{event}/{name}", value, step)
+        self._draw(event, step, {n: v for n, v in values.items() if isinstance(v, int | float)})
+
+    def _draw(self, group: str, step: int, values: dict[str, float]) -> None:
+        if self._board is not None:
+            self._board.add(step, {f"{group}/{name}": value for name, value in values.items()})
 
     def close(self) -> None:
-        """Flushes and closes both."""
-        self._board.close()
+        """Closes both."""
+        if self._board is not None:
+            self._board.close()
         self._ledger.close()
