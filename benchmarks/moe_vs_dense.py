@@ -23,6 +23,7 @@ from moejax.config import (
     ModelConfig,
     MoEConfig,
     OptimizerConfig,
+    RouterConfig,
     TrainConfig,
 )
 
@@ -32,7 +33,12 @@ def configs(num_steps: int) -> dict[str, Config]:
     model = ModelConfig(width=128, num_layers=2, num_heads=2, num_kv_heads=2, head_width=64)
     run = Config(
         model=model,
-        moe=MoEConfig(num_experts=8, experts_per_token=2, expert_hidden=192),
+        moe=MoEConfig(
+            num_experts=8,
+            experts_per_token=2,
+            expert_hidden=192,
+            router=RouterConfig(balance_loss=0.02),
+        ),
         data=DataConfig(sequence_length=128),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=100),
         train=TrainConfig(

@@ -102,9 +102,7 @@ def mixtral_request(cfg: Config, threads: int) -> dict[str, Any]:
             "initializer_range": model.init_deviation,
             "tie_word_embeddings": model.tie_embeddings,
             "rope_parameters": {"rope_type": "default", "rope_theta": model.rope.theta},
-            "router_aux_loss_coef": cfg.moe.router.balance_loss
-            * model.num_layers
-            / cfg.moe.experts_per_token,
+            "router_aux_loss_coef": cfg.moe.router.balance_loss / cfg.moe.experts_per_token,
         },
         "adamw": {
             "lr": optimizer.learning_rate,

@@ -31,9 +31,8 @@ def get_config() -> ConfigDict:
     config.moe.num_experts = 8
     config.moe.experts_per_token = 2
     config.moe.expert_hidden = 512
-    # Mixtral's coefficient of 0.001 is on a loss that is 2 when even (K) and one for all 4 layers;
-    # here it is 1 when even and one for each layer.
-    config.moe.router.balance_loss = 0.001 * 2 / 4
+    # Mixtral's coefficient of 0.001 is on a loss that is 2 when even (K); here it is 1.
+    config.moe.router.balance_loss = 0.001 * 2
 
     config.data.sequence_length = 256
     config.train.batch_sequences = 8

@@ -33,6 +33,7 @@ def get_config() -> ConfigDict:
     config.moe.experts_per_token = 8
     config.moe.expert_hidden = 1024
     config.moe.router.renormalize = False
+    # As published: megablocks' losses are means over layers, 1 when even, as these are.
     config.moe.router.balance_loss = 0.01
     config.moe.router.z_loss = 0.001
 

@@ -119,12 +119,18 @@ class RouterConfig:
         0.0, "router input is scaled by uniform(1 - j, 1 + j)", at_least=0, at_most=0.5
     )
     balance_loss: float = setting(
-        0.01, "coefficient of the load-balance loss; 0 turns it off", at_least=0
+        0.04,
+        "coefficient of the load-balance loss (mean over expert layers, 1 when even); 0 is off",
+        at_least=0,
     )
     balance_over: str = setting(
-        "batch", "span of the load-balance loss", choices=("batch", "sequence")
+        "batch",
+        "span of the load-balance loss; sequence: counts the K best scores (DeepSeek-V3)",
+        choices=("batch", "sequence"),
     )
-    z_loss: float = setting(0.0, "coefficient of the router z-loss; 0 turns it off", at_least=0)
+    z_loss: float = setting(
+        0.0, "coefficient of the router z-loss, a mean over expert layers; 0 is off", at_least=0
+    )
     bias_update_rate: float = setting(
         0.0, "loss-free balance: step of the selection bias; 0 is off", at_least=0
     )

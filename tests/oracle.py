@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.config import Config
-from moejax.moe.reference import moe_reference
+from moejax.moe.reference import mark_best, moe_reference
 
 
 def oracle_loss(params, balance, batch, cfg: Config):
@@ -31,7 +31,8 @@ def oracle_loss(params, balance, batch, cfg: Config):
     valid = batch.target_BT >= 0
     chosen = jnp.take_along_axis(logp, jnp.where(valid, batch.target_BT, 0)[..., None], -1)[..., 0]
     nll = -jnp.sum(jnp.where(valid, chosen, 0)) / jnp.maximum(jnp.sum(valid), 1)
-    return nll + losses, (nll, jnp.stack(loads) if loads else None)
+    # Router losses are means over the expert layers.
+    return nll + losses / max(len(loads), 1), (nll, jnp.stack(loads) if loads else None)
 
 
 def _groups(params, balance):
@@ -62,7 +63,10 @@ def _block(w, bias, x, segments, cfg: Config):
         x = x + y.reshape(B, T, D)
         chosen_NE = weight_NE != 0
         load = jnp.sum(chosen_NE, axis=0)
-        loss = _router_losses(h.reshape(-1, D) @ args[0], chosen_NE, B, cfg)
+        logit_NE = h.reshape(-1, D) @ args[0]
+        if moe.router.balance_over == "sequence":
+            chosen_NE = mark_best(logit_NE, moe.experts_per_token)
+        loss = _router_losses(logit_NE, chosen_NE, B, cfg)
     if "mlp" in w:
         x = x + _swiglu(h, w["mlp"]["w_in"], w["mlp"]["w_out"])
     return x, loss, load

@@ -91,6 +91,10 @@ def test_settings_that_fit_together_pass(values):
             {"model.rope.scaling": "yarn", "model.rope.factor": 2.0, "model.rope.beta_slow": 40.0},
             ["`model.rope.beta_slow` = 40.0 must be below `model.rope.beta_fast` = 32.0"],
         ),
+        (
+            {"model.rope.scaling": "yarn", "model.rope.factor": 2.0, "model.rope.theta": 1.0},
+            ["`model.rope.theta` = 1.0", "must be above 1"],
+        ),
         ({"model.vocab_size": 256}, ["`model.vocab_size` = 256", "257"]),
         ({"data.source": "tokens"}, ["`data.train_files` is empty", "`data.source` is tokens"]),
         ({"data.source": "array_record"}, ["`data.train_files` is empty", "array_record"]),

@@ -93,6 +93,12 @@ def _check_model(cfg: Config) -> None:
             f"`model.rope.{low}` = {getattr(rope, low)} must be below `model.rope.{high}` = "
             f"{getattr(rope, high)}. Lower the first or raise the second.",
         )
+    require(
+        rope.scaling != "yarn" or rope.theta > 1,
+        f"`model.rope.theta` = {rope.theta} leaves no channel pair that turns slower than another. "
+        "yarn tells pairs apart by how fast they turn, so it must be above 1. Set it to the base "
+        "that the model was trained with, or another `model.rope.scaling`.",
+    )
 
 
 def _check_data(cfg: Config) -> None:

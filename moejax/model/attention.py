@@ -51,9 +51,9 @@ class Attention(nnx.Module):
         k_BSGC = self._project(x_BTD, self.w_k)
         v_BSGC = self._project(x_BTD, self.w_v)
         if self.cfg.attention_bias:
-            q_BTHC += enter(self.b_q, self.program)
-            k_BSGC += enter(self.b_k, self.program)
-            v_BSGC += enter(self.b_v, self.program)
+            q_BTHC = self._biased(q_BTHC, self.b_q)
+            k_BSGC = self._biased(k_BSGC, self.b_k)
+            v_BSGC = self._biased(v_BSGC, self.b_v)
         if self.cfg.qk_norm != "none":
             q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
         q_BTHC, k_BSGC = rotate(q_BTHC, angles), rotate(k_BSGC, angles)
@@ -74,6 +74,13 @@ class Attention(nnx.Module):
         w_DHC = enter(w, self.program)
         D, H, C = w_DHC.shape
         return (x_BTD @ w_DHC.reshape(D, H * C)).reshape(*x_BTD.shape[:2], H, C)
+
+    def _biased(self, x_BTHC: jax.Array, b: nnx.Param) -> jax.Array:
+        """Adds a bias in float32, so that its gradient is a sum over tokens in float32 too.
+
+        No bias is gathered, so its dtype is never on the wire.
+        """
+        return (x_BTHC + enter(b, self.program, "float32")).astype(x_BTHC.dtype)
 
 
 class FullNorm(nnx.Module):

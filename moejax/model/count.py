@@ -13,8 +13,9 @@ class Counts:
       total: all parameters.
       active: parameters one token uses: K of E experts, everything else.
       matmul: of those, the ones that multiply activations (not the embedding lookup, not norms).
-      flops_per_token: of a train step (forward and backward), multiply-adds counted as two, causal
-        attention counted as half of full, recomputation not counted.
+      flops_per_token: of a train step (forward and backward), multiply-adds counted as two, of
+        attention the pairs of positions that causality and the window let through; recomputation
+        not counted, borders of documents not looked at.
     """
 
     total: int
@@ -39,6 +40,8 @@ def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
         if "D" in dims and len(dims) > 1 and not lookup:
             matmul += used
     model, T = cfg.model, cfg.data.sequence_length
-    seen = min(T, model.sliding_window or T)
-    attention = 6 * model.num_layers * seen * model.num_heads * model.head_width
-    return Counts(total, active, matmul, 6 * matmul + attention)
+    W = min(T, model.sliding_window or T)
+    pairs = T * W - W * (W - 1) // 2  # a query sees W keys, the first W - 1 of them fewer
+    channels = model.num_layers * model.num_heads * model.head_width
+    # Two products forward, four back, of two FLOPs a channel.
+    return Counts(total, active, matmul, 6 * matmul + 12 * channels * pairs // T)

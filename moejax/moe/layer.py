@@ -31,7 +31,8 @@ class RouterBias(nnx.Variable):
 class MoEStats(NamedTuple):
     """What an expert layer reports, per device, of tokens that no other device reports."""
 
-    load_SE: Int[Array, "S E"]  # assignments to each expert, by span (`router.balance_terms`)
+    load_E: Int[Array, " E"]  # assignments to each expert
+    counted_SE: Int[Array, "S E"]  # what the balance loss counts, by span (`router.balance_terms`)
     score_SE: Float[Array, "S E"]  # its scores, added up
     z: Float[Array, ""]  # this device's share of the z-loss; 0 where it has no weight
     dropped: Int[Array, ""]  # assignments dropped
@@ -115,9 +116,12 @@ class MoE(nnx.Module):
     ) -> MoEStats:
         """What the layer reports; nothing of it is summed over devices here."""
         cfg = self.moe.router
-        load_SE, score_SE = router.balance_terms(routing, cfg, sequences=sequences)
+        counted_SE, score_SE = router.balance_terms(routing, cfg, sequences=sequences)
+        load_E = counted_SE[0]
+        if cfg.balance_over == "sequence":
+            load_E = router.count_load(routing.expert_NK, self.moe.num_experts)
         z = jnp.zeros(())
         if cfg.z_loss:
             z = router.z_loss(logit_NE, layout=self.program.layout)
         dropped = jnp.sum(kept_NK == self.moe.num_experts, dtype=jnp.int32)
-        return MoEStats(load_SE, score_SE, z, dropped)
+        return MoEStats(load_E, counted_SE, score_SE, z, dropped)

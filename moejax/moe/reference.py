@@ -43,13 +43,13 @@ def _chosen(election_NE: jax.Array, cfg: RouterConfig, k: int) -> jax.Array:
         N, E = election_NE.shape
         by_group = jnp.sort(election_NE.reshape(N, cfg.num_groups, -1), axis=-1)
         best = 2 if cfg.score == "sigmoid" else 1
-        in_group = _best(jnp.sum(by_group[:, :, -best:], axis=-1), cfg.groups_per_token)
+        in_group = mark_best(jnp.sum(by_group[:, :, -best:], axis=-1), cfg.groups_per_token)
         in_group = jnp.repeat(in_group, E // cfg.num_groups, axis=1)
         election_NE = jnp.where(in_group, election_NE, -jnp.inf)
-    return _best(election_NE, k)
+    return mark_best(election_NE, k)
 
 
-def _best(value_NX: jax.Array, k: int) -> jax.Array:
+def mark_best(value_NX: jax.Array, k: int) -> jax.Array:
     """Marks the k largest of each row; of equals the first wins, as in `lax.top_k`."""
     index_X = jnp.arange(value_NX.shape[1])
     larger = value_NX[:, None, :] > value_NX[:, :, None]

@@ -65,22 +65,27 @@ def count_load(expert_NK: Int[Array, "N K"], num_experts: int) -> Int[Array, " E
 def balance_terms(
     routing: Routing, cfg: RouterConfig, *, sequences: int
 ) -> tuple[Int[Array, "S E"], Float[Array, "S E"]]:
-    """What the balance loss is made of: assignments to each expert, and its scores, added up.
+    """What the balance loss is made of: tokens counted for each expert, and its scores, added up.
 
     By span S, over which load is to be even: each of this device's sequences, or all its tokens.
+    Over all tokens, those that an expert is to work on are counted. Over a sequence, those that
+    have it among their K best scores, whatever the selection bias and the groups say: so the loss
+    sees what the router prefers, where the bias has evened out what it does.
     Sigmoid scores are normalised to sum to one.
+    Source: DeepSeek-V3 (2024), equations 18 to 20, for a sequence.
     """
     (N, E), K = routing.score_NE.shape, routing.expert_NK.shape[1]
-    spans = 1 if cfg.balance_over == "batch" else sequences
-    score_NE = routing.score_NE
+    score_NE, spans, counted_NK = routing.score_NE, 1, routing.expert_NK
+    if cfg.balance_over == "sequence":
+        spans, counted_NK = sequences, jax.lax.top_k(jax.lax.stop_gradient(score_NE), K)[1]
     if cfg.score == "sigmoid":
         score_NE = score_NE / (jnp.sum(score_NE, axis=-1, keepdims=True) + 1e-20)
-    load_SE = jax.vmap(lambda e: count_load(e, E))(routing.expert_NK.reshape(spans, N // spans, K))
-    return load_SE, jnp.sum(score_NE.reshape(spans, N // spans, E), axis=1)
+    counted_SE = jax.vmap(lambda e: count_load(e, E))(counted_NK.reshape(spans, N // spans, K))
+    return counted_SE, jnp.sum(score_NE.reshape(spans, N // spans, E), axis=1)
 
 
 def balance_loss(
-    load_LSE: Int[Array, "L S E"],
+    counted_LSE: Int[Array, "L S E"],
     score_LSE: Float[Array, "L S E"],
     cfg: RouterConfig,
     *,
@@ -93,16 +98,17 @@ def balance_loss(
     over the global batch or over each sequence (then averaged). The shares carry no gradient.
 
     Args:
-      load_LSE: assignments of the whole span, over all devices that hold a part of it.
+      counted_LSE: of the whole span, over all devices that hold a part of it; see
+        `balance_terms`.
       score_LSE: of this device's part; see `balance_terms`.
       k: experts of a token.
     Source: Switch Transformer (Fedus et al. 2021), equation 4; DeepSeek-V3, equations 17 to 20.
     """
-    S, E = load_LSE.shape[1:]
-    load_LSE = load_LSE.astype(jnp.float32)
-    assigned_LS1 = jnp.sum(load_LSE, axis=2, keepdims=True)
-    mean_LSE = score_LSE * k / assigned_LS1
-    loss_L = E * jnp.sum(load_LSE / assigned_LS1 * mean_LSE, axis=(1, 2))
+    S, E = counted_LSE.shape[1:]
+    counted_LSE = counted_LSE.astype(jnp.float32)
+    total_LS1 = jnp.sum(counted_LSE, axis=2, keepdims=True)
+    mean_LSE = score_LSE * k / total_LS1
+    loss_L = E * jnp.sum(counted_LSE / total_LS1 * mean_LSE, axis=(1, 2))
     # Spans are averaged; the sum over devices of this value is the loss.
     spans = 1 if cfg.balance_over == "batch" else S * layout.size(layout.token_axes)
     return loss_L / spans

@@ -66,21 +66,24 @@ def next_token_loss(
 def _router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.Array, ...]:
     """Shares of the weighted losses and of the mean balance loss; load and drops of all devices.
 
+    Both losses are means over the expert layers, so that a coefficient means the same whatever the
+    number of layers, as it does in megablocks; `transformers` pools the layers instead.
+
     Every layer's counts are summed at once: L * (E + 1) int32 over all devices, and where each
     sequence is to be balanced, L * S * E over tensor.
     """
     cfg = moe.router
-    counts = jnp.concatenate([jnp.sum(stats.load_SE, axis=1), stats.dropped[:, None]], axis=1)
+    counts = jnp.concatenate([stats.load_E, stats.dropped[:, None]], axis=1)
     counts = wire.all_reduce(counts, layout.mesh_axes)
     load_LE, dropped_L = counts[:, :-1], counts[:, -1]
     if cfg.balance_over == "batch":
-        load_LSE = load_LE[:, None]
+        counted_LSE = load_LE[:, None]
     else:
-        load_LSE = wire.all_reduce(stats.load_SE, layout.tensor)
+        counted_LSE = wire.all_reduce(stats.counted_SE, layout.tensor)
     k = moe.experts_per_token
-    balance_L = balance_loss(load_LSE, stats.score_SE, cfg, k=k, layout=layout)
-    loss = cfg.balance_loss * jnp.sum(balance_L) + cfg.z_loss * jnp.sum(stats.z)
-    return loss, jnp.mean(balance_L), load_LE, dropped_L
+    balance = jnp.mean(balance_loss(counted_LSE, stats.score_SE, cfg, k=k, layout=layout))
+    loss = cfg.balance_loss * balance + cfg.z_loss * jnp.mean(stats.z)
+    return loss, balance, load_LE, dropped_L
 
 
 def sum_nll(

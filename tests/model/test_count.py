@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from moejax.checks import check
+from moejax.config import Config, DataConfig, ModelConfig
 from moejax.dims import build_layout
+from moejax.model.count import count
 from moejax.plan.build import build_abstract_mesh
 from moejax.settings import load_config
 from moejax.train.step import build_trainer
@@ -56,3 +58,14 @@ def test_every_config_traces():
     cfg = dataclasses.replace(trainer.cfg, model=narrow)
     less = build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
     assert summarize(less).counts.flops_per_token < summarize(trainer).counts.flops_per_token
+
+
+@pytest.mark.parametrize(
+    ("length", "window"), [(4096, 512), (4096, None), (4096, 8192), (7, 3), (7, 1), (7, 7), (1, 1)]
+)
+def test_attention_costs_what_its_queries_see(length, window):
+    """Two products forward and four back, of two FLOPs a channel, for each pair that is seen."""
+    model = ModelConfig(num_layers=3, num_heads=4, head_width=8, sliding_window=window)
+    cfg = Config(model=model, data=DataConfig(sequence_length=length))
+    seen = sum(min(place + 1, window or length) for place in range(length))
+    assert count(cfg, {}).flops_per_token == 3 * 4 * 8 * 12 * seen // length

@@ -1,11 +1,16 @@
 """Rotary positions: relative, norm-preserving, and stretched as their sources say."""
 
+import json
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moejax.config import RopeConfig
 from moejax.model.rope import frequencies, rotate, tables
+
+GOLDEN = Path(__file__).parents[1] / "golden/from_transformers.json"
 
 
 def test_scores_depend_on_the_distance_alone():
@@ -41,3 +46,24 @@ def test_long_waves_are_stretched_and_short_ones_kept(scaling):
 def test_yarn_scales_attention_by_the_log_of_the_factor():
     _, scale = frequencies(64, RopeConfig(scaling="yarn", factor=40.0))
     assert scale == pytest.approx(0.1 * np.log(40) + 1)
+
+
+@pytest.mark.parametrize("scaling", ["llama3", "yarn"])
+def test_stretched_frequencies_are_transformers(scaling):
+    """Llama 3.1's at 128 channels and DeepSeek-V3's at 64: every pair, the blend between too."""
+    wanted = json.loads(GOLDEN.read_text())["rope"][scaling]
+    names = {
+        "rope_theta": "theta",
+        "factor": "factor",
+        "original_max_position_embeddings": "trained_length",
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+    }
+    options = {ours: wanted[theirs] for theirs, ours in names.items() if theirs in wanted}
+    got, scale = frequencies(wanted["head_dim"], RopeConfig(scaling=scaling, **options))
+    # A float32 power theta**-x is off by some log(theta) steps, here at most 14 of 6e-8; how far a
+    # pair is blended depends on it, at most 4 / 3 times as strongly (llama3). Twice for both sides.
+    np.testing.assert_allclose(got, wanted["frequencies"], rtol=2 * (1 + 4 / 3) * 14 * 6e-8)
+    assert scale == pytest.approx(wanted["scale"])

@@ -1,4 +1,7 @@
-"""Routing rules against the oracle's, and the balance losses at their fixed points."""
+"""Routing rules against the oracle's, and the router's losses against the libraries'."""
+
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,10 @@ from moejax.config import MeshConfig, RouterConfig
 from moejax.dims import build_layout
 from moejax.moe import router
 from moejax.moe.reference import moe_reference
+from moejax.settings import load_config
 
+ROOT = Path(__file__).parents[2]
+GOLDEN = json.loads((ROOT / "tests/golden/from_transformers.json").read_text())
 ONE = build_layout(MeshConfig())
 
 
@@ -35,8 +41,7 @@ def test_weights_equal_the_references(score, renormalize, groups, k, seed):
     logit_NE = jnp.asarray(rng.standard_normal((6, 8)), jnp.float32)
     bias_E = jnp.asarray(rng.standard_normal(8) * 0.1, jnp.float32)
     routing = router.route(logit_NE, bias_E, cfg, k=k)
-    dense = np.zeros((6, 8), np.float32)
-    np.put_along_axis(dense, np.asarray(routing.expert_NK), np.asarray(routing.weight_NK), 1)
+    dense = weight_table(routing, 8)
     # Logits enter the reference as x @ I.
     experts = (jnp.zeros((8, 8, 2, 1)), jnp.zeros((8, 1, 8)))
     _, wanted = moe_reference(logit_NE, jnp.eye(8), bias_E, *experts, cfg, k=k)
@@ -63,6 +68,70 @@ def test_balance_loss_is_one_when_even_and_the_number_of_experts_when_collapsed(
         terms = [x[None] for x in router.balance_terms(routing, cfg, sequences=2)]
         (loss,) = router.balance_loss(*terms, cfg, k=1, layout=ONE)
         assert float(loss) == pytest.approx(wanted)
+
+
+def balance_of(routings: list[router.Routing], cfg: RouterConfig, *, k: int) -> np.ndarray:
+    """The balance loss of each layer, on one device."""
+    terms = [router.balance_terms(one, cfg, sequences=1) for one in routings]
+    counted_LSE, score_LSE = (jnp.stack(each) for each in zip(*terms, strict=True))
+    return np.asarray(router.balance_loss(counted_LSE, score_LSE, cfg, k=k, layout=ONE))
+
+
+@pytest.mark.parametrize("case", GOLDEN["balance"], ids=lambda case: case["name"])
+def test_the_balance_loss_is_transformers_over_k(case):
+    """Theirs is K when even, ours 1; of several layers theirs pools tokens, ours is a mean.
+
+    The two differ where layers do: by E times the covariance, over the layers, of an expert's share
+    of assignments and its mean score. Layers that are alike, and one layer, agree.
+    """
+    logit_LNE, k, cfg = jnp.array(case["logits"]), case["k"], RouterConfig(renormalize=False)
+    E = logit_LNE.shape[2]
+    routings = [router.route(logit_NE, jnp.zeros(E), cfg, k=k) for logit_NE in logit_LNE]
+    share_LE = np.stack([np.mean(weight_table(r, E) > 0, axis=0) / k for r in routings])
+    mean_LE = np.stack([np.mean(r.score_NE, axis=0) for r in routings])
+    apart = np.mean((share_LE - share_LE.mean(axis=0)) * (mean_LE - mean_LE.mean(axis=0)), axis=0)
+    ours = balance_of(routings, cfg, k=k).mean() - E * np.sum(apart)
+    # Sums of some tens of numbers around one.
+    assert case["loss"] == pytest.approx(k * ours, rel=1e-5)
+    assert (len(case["logits"]) == 1 or case["logits"][0] == case["logits"][1]) == np.allclose(
+        apart, 0
+    )
+
+
+def weight_table(routing: router.Routing, num_experts: int) -> np.ndarray:
+    dense_NE = np.zeros((routing.expert_NK.shape[0], num_experts), np.float32)
+    np.put_along_axis(dense_NE, np.asarray(routing.expert_NK), np.asarray(routing.weight_NK), 1)
+    return dense_NE
+
+
+@pytest.mark.parametrize(
+    ("config", "published", "when_even", "layers"),
+    [
+        # Coefficient, what their loss is when even, and over how many layers it is a sum.
+        ("mixtral_8x7b", 0.02, 2, 1),  # transformers: K, layers pooled
+        ("qwen3_30b_a3b", 0.001, 8, 1),  # transformers
+        ("olmoe_1b_7b", 0.01, 1, 1),  # megablocks: a mean over layers
+        ("deepseek_v3", 0.0001, 1, 61 - 3),  # the paper's equation 17, of each layer with experts
+    ],
+)
+def test_published_configs_weigh_balance_as_published(config, published, when_even, layers):
+    cfg = load_config(ROOT / f"configs/{config}.py")
+    assert cfg.moe.router.balance_loss == pytest.approx(published * when_even * layers)
+
+
+def test_the_sequence_loss_counts_the_best_scores_and_not_what_the_bias_chose():
+    """DeepSeek-V3's equation 18 has s, not s + b, and no groups."""
+    options = {"score": "sigmoid", "num_groups": 2, "groups_per_token": 1}
+    logit_NE = jnp.array([[3.0, 1.0, 2.0, 0.0], [3.0, 2.0, 1.0, 0.0]] * 2)
+    bias_E = jnp.array([-1.0, 0.0, 0.0, 1.0])
+    cfg = RouterConfig(balance_over="sequence", **options)
+    routing = router.route(logit_NE, bias_E, cfg, k=2)
+    assert np.sort(routing.expert_NK).tolist() == [[2, 3]] * 4
+    counted_SE, score_SE = router.balance_terms(routing, cfg, sequences=2)
+    assert counted_SE.tolist() == [[2, 1, 1, 0]] * 2
+    np.testing.assert_allclose(np.sum(score_SE, axis=1), 2, rtol=1e-6)
+    counted_SE, _ = router.balance_terms(routing, RouterConfig(**options), sequences=2)
+    assert counted_SE.tolist() == [[0, 0, 4, 4]]
 
 
 def test_z_loss_is_the_mean_squared_log_partition():

@@ -150,7 +150,8 @@ def test_the_loss_is_the_mean_over_targets_plus_the_routers_losses():
     case = random_case(5)
     # Two layers, eight tokens: of one the load is even, of the other all choose one expert.
     stats = MoEStats(
-        load_SE=jnp.array([[[2, 2, 2, 2]], [[8, 0, 0, 0]]]),
+        load_E=jnp.array([[2, 2, 2, 2], [8, 0, 0, 0]]),
+        counted_SE=jnp.array([[[2, 2, 2, 2]], [[8, 0, 0, 0]]]),
         score_SE=jnp.array([[[2.0, 2.0, 2.0, 2.0]], [[4.0, 4.0, 0.0, 0.0]]]),
         z=jnp.array([3.0, 5.0]),
         dropped=jnp.array([0, 3]),
@@ -160,10 +161,17 @@ def test_the_loss_is_the_mean_over_targets_plus_the_routers_losses():
     loss, parts = loss_on_one_device(*case, stats, router)
     assert float(parts.nll) == pytest.approx(total / 8, rel=1e-5)
     assert float(parts.balance) == pytest.approx((1 + 2) / 2 / 2)
-    routers = (0.5 * (1 + 2) + 0.25 * (3 + 5)) / 2
+    # Means over the two layers, and half of them is this micro-batch's share.
+    routers = (0.5 * (1 + 2) / 2 + 0.25 * (3 + 5) / 2) / 2
     assert float(loss) == pytest.approx(total / 8 + routers, rel=1e-5)
     assert parts.load_LE.tolist() == [[2, 2, 2, 2], [8, 0, 0, 0]]
     assert parts.dropped_L.tolist() == [0, 3]
+    # Over sequences the loss has counts of its own; what is reported is where tokens went.
+    router = RouterConfig(balance_loss=0.5, z_loss=0.25, balance_over="sequence")
+    counted = jnp.array([[[2, 2, 2, 2]], [[2, 2, 2, 2]]])
+    _, parts = loss_on_one_device(*case, stats._replace(counted_SE=counted), router)
+    assert float(parts.balance) == pytest.approx((1 + 1) / 2 / 2)
+    assert parts.load_LE.tolist() == [[2, 2, 2, 2], [8, 0, 0, 0]]
     dense, parts = loss_on_one_device(*case, None)
     assert float(dense) == float(parts.nll) == pytest.approx(total / 8, rel=1e-5)
     assert parts.load_LE.shape == (0, 1)
