@@ -86,6 +86,17 @@ def make_room(folder: Path, limit: int) -> None:
 
 
 @pytest.fixture(scope="module")
+def unchecked_annotations():
+    """Leaves annotations unchecked, which more than halves the time that tracing takes.
+
+    For planning, which traces whole steps: whoever tests model, moe, comm or train checks theirs.
+    """
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
 def compiled_anew():
     """Compiles all that the module compiles, as tests need that read what the compiler says.
 
