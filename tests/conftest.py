@@ -1,6 +1,9 @@
 """What every test runs under: eight simulated CPU devices, checked annotations, fixed examples."""
 
+import hashlib
 import os
+import platform
+from pathlib import Path
 
 # JAX reads these when it is first imported, so they stand before every other import. Setting
 # JAX_PLATFORMS outside is how the `accelerator` tests reach real hardware.
@@ -16,7 +19,28 @@ _given = os.environ.get("XLA_FLAGS", "")
 _added = [f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in _given]
 os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 
-from pathlib import Path
+
+def _kind_of_processor() -> str:
+    """What compiled programs depend on: a processor with other instructions cannot run them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.machine(), platform.processor()]
+    kept = {line for line in lines if line.startswith(("model name", "flags", "CPU", "Features"))}
+    return hashlib.sha256("\n".join(sorted(kept or lines)).encode()).hexdigest()[:16]
+
+
+# Programs that any worker, child or earlier run has compiled are read, not compiled again: the key
+# of each holds the program, the flags and the versions. Without place names of the source, though:
+# who reads the compiler's text asks for `compiled_anew`.
+CACHES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moejax-tests"
+CACHE = CACHES / _kind_of_processor()
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# More is cut to half of it, least recently used first, when a run begins. JAX's own bound would
+# look at every entry whenever one is added.
+CACHE_BYTES = 2 * 1024**3
 
 import beartype
 import hypothesis
@@ -35,6 +59,59 @@ hypothesis.settings.load_profile("fixed")
 # Of 65,530 mappings of memory that Linux allows a process, each compiled program takes some; a
 # compiler that gets no more ends the process.
 MANY_MAPPINGS = 25_000
+
+
+# JAX writes entries in place: one that another process has not finished, or that a killed one never
+# did, is compiled again. Neither is an error of a test.
+UNREADABLE = "Error (reading|writing) persistent compilation cache entry"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", f"ignore:{UNREADABLE}")
+    if not hasattr(config, "workerinput"):  # not in workers, which begin while others run
+        make_room(CACHE, CACHE_BYTES)
+
+
+def make_room(folder: Path, limit: int) -> None:
+    """Cuts a cache of compiled programs that is above its limit to half of that."""
+    entries = [(path, path.stat()) for path in folder.glob("*-cache")]
+    total = sum(stat.st_size for _, stat in entries)
+    if total <= limit:
+        return
+    for path, stat in sorted(entries, key=lambda entry: max(entry[1].st_atime, entry[1].st_mtime)):
+        path.unlink(missing_ok=True)  # another run may be at it too
+        total -= stat.st_size
+        if total <= limit // 2:
+            return
+
+
+@pytest.fixture(scope="module")
+def unchecked_annotations():
+    """Leaves annotations unchecked, which more than halves the time that tracing takes.
+
+    For planning, which traces whole steps: whoever tests model, moe, comm or train checks theirs.
+    """
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def compiled_anew():
+    """Compiles all that the module compiles, as tests need that read what the compiler says.
+
+    A program from the cache has the place names and scopes of the source that it was compiled from.
+    """
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    def use_cache(used: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", used)
+        compilation_cache.reset_cache()  # else only the first program decides whether it is used
+
+    use_cache(False)
+    yield
+    use_cache(True)
 
 
 @pytest.fixture(autouse=True, scope="module")

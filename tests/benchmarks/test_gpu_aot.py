@@ -13,7 +13,7 @@ from moejax.plan.target import TARGETS, describe_devices, described_cudnn
 from moejax.settings import load_config
 from tests.kernels.mosaic.described import compile_kernels
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("compiled_anew")]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROOM = 0.92  # of the memory: what gpu_worker.py lets JAX have
 

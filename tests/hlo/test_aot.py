@@ -29,7 +29,7 @@ PEAKS = {"1x8": 6.28, "2x8": 5.07, "32x8": 4.69}  # GiB
 clusters = pytest.mark.parametrize(
     "cluster", ["1x8", "2x8", pytest.param("32x8", marks=pytest.mark.exhaustive)]
 )
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("compiled_anew")]
 
 
 def settings_of(cluster):

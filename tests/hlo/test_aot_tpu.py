@@ -18,7 +18,7 @@ SETTINGS = [
     f"route_chunks={CHUNKS}",
 ]
 slices = pytest.mark.parametrize("name", ["v5p", "v6e"])
-pytestmark = pytest.mark.aot_tpu
+pytestmark = [pytest.mark.aot_tpu, pytest.mark.usefixtures("compiled_anew")]
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from tests.hlo.described import OPTIMIZE, compiled_step, described_trainer
 
 GIB = 2**30
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("compiled_anew")]
 
 
 def mixtral(nodes, control=None):

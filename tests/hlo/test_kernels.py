@@ -15,6 +15,7 @@ from tests.hlo.described import CONFIGS, OPTIMIZE
 
 pytestmark = [
     pytest.mark.aot,
+    pytest.mark.usefixtures("compiled_anew"),
     pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU"),
 ]
 LAYERS = 2

@@ -7,7 +7,7 @@ from tests.integration.runs import run, write_config
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, request):
-    """A directory with token files and a config, and what compiled programs are kept in."""
+    """A directory with token files and a config."""
     folder = tmp_path_factory.mktemp("runs")
     return write_config(folder, request.module.CONFIG, folder / "straight")
 

@@ -20,6 +20,8 @@ from moejax.train.watch import WINDOW, Watch, compare
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 QUIET = Console(quiet=True)
 
 

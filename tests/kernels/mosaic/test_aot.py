@@ -16,7 +16,7 @@ from moejax.kernels.quantize import FORMATS, Quantized, dequantize_sum, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.kernels.mosaic.described import compile_kernels
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("compiled_anew")]
 
 
 @pytest.fixture
