@@ -9,7 +9,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -55,7 +55,11 @@ CONTROLS: dict[str, dict[str, Options]] = {
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What the compiler made of a step. Bytes are of one device."""
+    """What the compiler made of a step. Bytes are of one device.
+
+    Attributes:
+      other_peaks: of evaluation and sampling, where they were compiled too.
+    """
 
     mesh: dict[str, int]
     slow: Axes  # of the mesh, what crosses nodes
@@ -66,6 +70,12 @@ class CompiledStep:
     peak_bytes: int
     exchanges: list[Exchange]
     schedules: list[Schedule]
+    other_peaks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def most_bytes(self) -> int:
+        """What a device must have for all that was compiled."""
+        return max(self.peak_bytes, *self.other_peaks.values(), 0)
 
     def token_exchanges(self, *, backward: bool | None = None) -> list[Exchange]:
         """The all-to-alls that carry tokens or their gradients; None: of both passes."""
@@ -181,9 +191,26 @@ def update_bytes(trainer: Trainer, step: CompiledStep, options: Options | None =
     return step.temporary_bytes - gradients
 
 
-def _lowered(trainer: Trainer, function: Any) -> Any:
+def other_peaks(trainer: Trainer, step: CompiledStep, options: Options | None = None) -> dict:
+    """Peak bytes of evaluation and of sampling beside the whole state, of a device.
+
+    The compiler drops what they do not read of the state; on the device it stays.
+    """
+    lowered = {
+        "evaluation": _lowered(trainer, trainer.evaluate),
+        "sampling": _lowered(trainer, trainer.next_logits, trainer.abstract_prompt()),
+    }
+    found = {}
+    for name, one in lowered.items():
+        memory = one.compile(compiler_options=options).memory_analysis()
+        unread = step.argument_bytes - memory.argument_size_in_bytes
+        found[name] = memory.peak_memory_in_bytes + unread
+    return found
+
+
+def _lowered(trainer: Trainer, function: Any, given: Any = None) -> Any:
     with described_cudnn():
-        return function.lower(trainer.abstract, trainer.abstract_batch())
+        return function.lower(trainer.abstract, given or trainer.abstract_batch())
 
 
 def census(exchanges: Iterable[Exchange]) -> dict[tuple[str, str, str, str], list[int]]:
@@ -221,8 +248,10 @@ def print_report(step: CompiledStep, title: str, target: Target, console: Consol
     table.add_row("compiler options", "\n".join(f"{k}={v}" for k, v in step.options.items()))
     table.add_row("compiled in", f"{step.seconds:.0f} s")
     room = f"of {target.memory_bytes / 2**30:.0f} GiB"
-    fits = "" if step.peak_bytes <= target.memory_bytes else ": does not fit"
-    table.add_row("peak, a device", f"{_gib(step.peak_bytes)} {room}{fits}")
+    fits = "" if step.most_bytes <= target.memory_bytes else ": does not fit"
+    table.add_row("peak, a device", f"{_gib(step.most_bytes)} {room}{fits}")
+    for name, size in {"step": step.peak_bytes, **step.other_peaks}.items():
+        table.add_row(f"  of {name}", _gib(size))
     table.add_row("arguments (state, batch)", _gib(step.argument_bytes))
     table.add_row("temporaries", _gib(step.temporary_bytes))
     for name, backward in (("forward", False), ("backward", True)):
@@ -320,6 +349,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         _say(f"tracing and compiling for {place}, options {name}: a minute, or several")
         steps[name] = compile_step(trainer, options)
         _say(f"compiled in {steps[name].seconds:.0f} s")
+    own = steps["the trainer's"]
+    _say("compiling evaluation and sampling")
+    steps["the trainer's"] = replace(own, other_peaks=other_peaks(trainer, own))
     console = Console()
     if args.json:
         console.print_json(data={name: to_json(step) for name, step in steps.items()})

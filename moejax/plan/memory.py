@@ -1,8 +1,8 @@
 """How much memory a device needs: the most that lives at one time, read from the schedule.
 
 Buffers live from the first operation that writes them to the last that reads them. What is given
-to the step is given away, so that its results take its place. A region may write over what it is
-the last to read.
+to the step is given away, so that its results take its place; what is given to evaluation and to
+sampling stays. A region may write over what it is the last to read.
 
 XLA holds gradients twice: a loop over layers stacks them in the layout that its reductions leave,
 and the update reads them in that of the parameters. Source: the buffers of steps compiled for
@@ -37,14 +37,15 @@ class Peak:
         return self.arguments + self.temporary
 
 
-def peak(schedule: Schedule, gradients: int = 0) -> Peak:
-    """Returns the fullest moment of a step, whose results replace its arguments.
+def peak(schedule: Schedule, gradients: int = 0, *, replaces: bool = True) -> Peak:
+    """Returns the fullest moment of a program.
 
     Args:
       gradients: bytes of them on a device, which are held a second time.
+      replaces: whether its results take the place of what it is given, as those of a step do.
     """
     given = set(schedule.inputs)
-    replacing = {b for b in schedule.outputs if b is not None}
+    replacing = {b for b in schedule.outputs if b is not None and replaces}
     temporary, by_scope = _fullest(schedule, given | replacing)
     by_scope |= {AGAIN: gradients} if gradients else {}
     return Peak(sum(schedule.buffers[b] for b in given), temporary + gradients, by_scope)

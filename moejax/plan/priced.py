@@ -18,10 +18,14 @@ from moejax.train.step import Trainer, build_trainer
 
 @dataclass(frozen=True)
 class Read:
-    """A traced step. Its schedule depends on whether buckets overflow, so it is made on demand."""
+    """A traced step, and its evaluation.
+
+    Their schedules depend on whether buckets overflow, so they are made on demand.
+    """
 
     trainer: Trainer
     jaxpr: Any
+    evaluation: Any  # a jaxpr too
 
     @property
     def cfg(self) -> Config:
@@ -33,8 +37,12 @@ class Read:
         return read_jaxpr(self.jaxpr, rounds=rounds)
 
     def peak(self, schedule: Schedule) -> Peak:
-        """What a device must hold; see `plan.memory`. Gradients are as large as their masters."""
+        """What a step must hold; see `plan.memory`. Gradients are as large as their masters."""
         return peak(schedule, self.trainer.given_bytes()["weights"])
+
+    def evaluation_peak(self, rounds: int = 0) -> Peak:
+        """What evaluation must hold, beside a state of which it reads but a part."""
+        return peak(read_jaxpr(self.evaluation, rounds=rounds), replaces=False)
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,19 @@ class Priced:
     Attributes:
       read: the traced step.
       parts: (share of the expert layers, the step as it would be if all were so).
-      peak: of the device's memory.
+      steps: the most that a step holds.
+      evaluation: the most that evaluation holds. Sampling, of one sequence a device, holds no more.
     """
 
     read: Read = field(repr=False)
     parts: tuple[tuple[float, Played], ...] = field(repr=False)
-    peak: Peak
+    steps: Peak
+    evaluation: Peak
+
+    @property
+    def peak(self) -> Peak:
+        """Of the device's memory."""
+        return max(self.steps, self.evaluation, key=lambda one: one.bytes)
 
     @property
     def cfg(self) -> Config:
@@ -69,20 +84,32 @@ class Priced:
 
 def read_step(cfg: Config, platform: str) -> Read:
     """Traces the train step of a resolved config; needs no devices, allocates nothing."""
-    trainer = build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), platform)
+    mesh = build_abstract_mesh(build_layout(cfg.mesh))
     with described_cudnn():
-        traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
-    return Read(trainer, traced.jaxpr)
+        return read_trainer(build_trainer(cfg, mesh, platform))
+
+
+def read_trainer(trainer: Trainer) -> Read:
+    """Traces the step of a trainer, and its evaluation."""
+    shapes = trainer.abstract, trainer.abstract_batch()
+    step, evaluation = (one.trace(*shapes).jaxpr for one in (trainer.step, trainer.evaluate))
+    return Read(trainer, step, evaluation)
+
+
+def sampling_peak(trainer: Trainer) -> Peak:
+    """What sampling must hold: of one sequence a device, so no more than evaluation."""
+    traced = trainer.next_logits.trace(trainer.abstract, trainer.abstract_prompt())
+    return peak(read_jaxpr(traced.jaxpr), replaces=False)
 
 
 def price(read: Read, topology: Topology, routing: Routing) -> Priced:
     """Plays a traced step on a cluster, for tokens that fall so."""
     layout, route = read.trainer.layout, read.trainer.program.route
-    parts, most = [], None
+    parts, steps, evaluations = [], [], []
     for share, work in work_of(routing, read.cfg, layout, route):
         schedule = read.schedule(work.rounds)
         parts.append((share, play(schedule, Costs(topology, layout, work))))
-        needed = read.peak(schedule)
-        most = needed if most is None or needed.bytes > most.bytes else most
-    assert most is not None
-    return Priced(read, tuple(parts), most)
+        steps.append(read.peak(schedule))
+        evaluations.append(read.evaluation_peak(work.rounds))
+    steps, evaluations = (max(one, key=lambda found: found.bytes) for one in (steps, evaluations))
+    return Priced(read, tuple(parts), steps, evaluations)

@@ -175,7 +175,7 @@ function memory() {
     all.map(([name, size, background]) => [el("td", {}, swatch(background), name), bytes(size), share(size)]),
     ["together", ...[all.reduce((sum, [, size]) => sum + size, 0)].flatMap((size) => [bytes(size), share(size)])]));
   section("What fills the memory", `One device at the fullest moment of the step: ${bytes(data.memory.bytes)}, ` +
-    `${share(data.memory.bytes)} of all it has.`, stack([...stays, ...comes], whole),
+    `${share(data.memory.bytes)} of all it has. Evaluation takes ${bytes(data.memory.evaluation)}.`, stack([...stays, ...comes], whole),
     el("div", { class: "pair" }, listed("Stays from step to step", stays), listed("Comes and goes, by the part that makes it", comes)));
 }
 

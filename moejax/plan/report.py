@@ -133,8 +133,9 @@ def _traffic(one: Priced) -> list[dict[str, Any]]:
 def _memory(one: Priced, steps: Steps) -> dict[str, Any]:
     """What is given to the step by kind, and what else lives at its fullest moment by scope."""
     given = one.read.trainer.given_bytes()
-    given["counters"] = one.peak.arguments - sum(given.values())
-    return {"given": given, "temporary": _fullest(one, steps), "bytes": one.peak.bytes}
+    given["counters"] = one.steps.arguments - sum(given.values())
+    found = {"given": given, "temporary": _fullest(one, steps), "bytes": one.steps.bytes}
+    return found | {"evaluation": one.evaluation.bytes}
 
 
 def _fullest(one: Priced, steps: Steps) -> dict[str, int]:

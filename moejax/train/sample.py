@@ -26,8 +26,7 @@ def sample(
     Args:
       allowed: ids from here on are never sampled (rows of the vocabulary without a token).
     """
-    T = trainer.cfg.data.sequence_length
-    rows = trainer.layout.size(trainer.layout.token_axes)
+    rows, T = trainer.abstract_prompt()[0].shape
     tokens, next_logits = list(prompt), trainer.next_logits
     draw = np.random.default_rng(seed)
     for _ in range(length):

@@ -35,7 +35,8 @@ from moejax.moe.router import update_bias
 from moejax.program import Program
 from moejax.route import build_route
 from moejax.runtime.compiler import Options, compiler_options, known_options
-from moejax.train.loss import LossParts, next_token_loss, sum_nll
+from moejax.train.evaluate import cut, logits_after, sum_over_targets
+from moejax.train.loss import LossParts, next_token_loss
 from moejax.train.optimizer import Optimizer, square_share
 from moejax.train.state import Batch, Metrics, Reduction, TrainState, Tree
 
@@ -73,6 +74,11 @@ class Trainer:
         shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
         array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
         return Batch(array, array, array)
+
+    def abstract_prompt(self) -> tuple[jax.ShapeDtypeStruct, int]:
+        """Shapes of what `next_logits` takes: one sequence on each device, and a length."""
+        shape = (self.layout.size(self.layout.token_axes), self.cfg.data.sequence_length)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding), 1
 
     def parameter_sizes(self) -> dict[str, tuple[str, int]]:
         """Path -> (letters of the dimensions, elements) of each parameter."""
@@ -150,13 +156,24 @@ class Trainer:
     @cached_property
     def evaluate(self) -> Any:
         """The jitted (state, batch) -> summed nats over the batch's valid targets; no codecs."""
-        return self._jitted(partial(_evaluate, self.plain), P())
+        body = partial(
+            sum_over_targets,
+            self.plain.graph,
+            self.layout,
+            micro_batches=self.cfg.train.micro_batches,
+            chunk_tokens=self.chunk_tokens,
+        )
+        return self._jitted(body, P())
 
     @cached_property
     def next_logits(self) -> Any:
         """The jitted (state, (token_BT, length)) -> logits_BV after the first `length` tokens."""
-        batch = (self.layout.token_spec(), P())
-        return self._jitted(partial(_next_logits, self.plain), self.layout.token_spec(), batch)
+        graph, layout, tokens = self.plain.graph, self.layout, self.layout.token_spec()
+
+        def body(state: TrainState, prompt: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return logits_after(graph, layout, state, *prompt)
+
+        return self._jitted(body, tokens, (tokens, P()))
 
     @cached_property
     def options(self) -> Options:
@@ -320,8 +337,8 @@ def _gradients(
     if parts == 1:
         gradients, codecs, report = micro(0, batch, state.reduction.codecs)
     else:
-        cut = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-        first = (0, jax.tree.map(lambda x: x[0], cut), state.reduction.codecs)
+        cut_batch = cut(batch, parts)
+        first = (0, jax.tree.map(lambda x: x[0], cut_batch), state.reduction.codecs)
         shapes = jax.eval_shape(micro, *first)
         zeros = jax.tree.map(jnp.zeros_like, (shapes[0], shapes[2]))
 
@@ -332,7 +349,7 @@ def _gradients(
             return (jax.tree.map(jnp.add, total, (gradients, report)), codecs), None
 
         start = (zeros, state.reduction.codecs)
-        ((gradients, report), codecs), _ = jax.lax.scan(add, start, (jnp.arange(parts), cut))
+        ((gradients, report), codecs), _ = jax.lax.scan(add, start, (jnp.arange(parts), cut_batch))
     leaves, tree = jax.tree.flatten(gradients)
     whole = [i for i, d in enumerate(jax.tree.leaves(trainer.dims)) if len(d) == 1]
     for i, summed in zip(whole, reduce_whole([leaves[i] for i in whole], layout), strict=True):
@@ -391,23 +408,6 @@ def _update_balance(balance: Tree, load_LE: jax.Array, rate: float) -> Tree:
         moved.append(update_bias(bias_LE, load_LE[first : first + layers], rate))
         first += layers
     return jax.tree.unflatten(tree, moved)
-
-
-def _evaluate(trainer: Trainer, state: TrainState, batch: Batch) -> jax.Array:
-    model = nnx.merge(trainer.graph, state.params, state.balance)
-    x_BTD, w_Dv, _ = model(batch.token_BT, batch.segment_BT)
-    layout = trainer.layout
-    total = sum_nll(x_BTD, w_Dv, batch.target_BT, layout, chunk_tokens=trainer.chunk_tokens)
-    return wire.all_reduce(total, layout.token_axes)
-
-
-def _next_logits(trainer: Trainer, state: TrainState, prompt: Any) -> jax.Array:
-    token_BT, length = prompt
-    model = nnx.merge(trainer.graph, state.params, state.balance)
-    x_BTD, w_Dv, _ = model(token_BT, jnp.zeros_like(token_BT))
-    last_BD = jax.lax.dynamic_index_in_dim(x_BTD, length - 1, axis=1, keepdims=False)
-    logits_Bv = last_BD @ w_Dv
-    return wire.all_gather(logits_Bv.astype(jnp.float32), trainer.layout.tensor, dim=1)
 
 
 def _local_bytes(tree: Any) -> int:

@@ -10,7 +10,8 @@ from rich.table import Table
 from moejax.compression import NO_COMPRESSION, describe
 from moejax.dims import Layout
 from moejax.model.count import Counts, count
-from moejax.plan.trace import Collective, collectives
+from moejax.plan.priced import read_trainer, sampling_peak
+from moejax.plan.schedule import Collective, collectives_of
 from moejax.route import explain
 from moejax.train.step import Trainer
 
@@ -21,13 +22,15 @@ class Summary:
 
     counts: Counts
     bytes_by_kind: dict[str, int]
+    peaks: dict[str, int]  # of the step, of evaluation, of sampling: all that is alive at once
     tokens_per_step: int
     collectives: list[Collective]
 
 
 def summarize(trainer: Trainer) -> Summary:
-    """Traces the step; allocates nothing and needs no device."""
-    traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
+    """Traces step, evaluation and sampling; allocates nothing and needs no device."""
+    traced = read_trainer(trainer)
+    schedule = traced.schedule()
     given = trainer.given_bytes()
     by_kind = {
         "weights (float32 masters)": given["weights"],
@@ -40,8 +43,13 @@ def summarize(trainer: Trainer) -> Summary:
     return Summary(
         counts=count(trainer.cfg, trainer.parameter_sizes()),
         bytes_by_kind=by_kind,
+        peaks={
+            "step": traced.peak(schedule).bytes,
+            "evaluation": traced.evaluation_peak().bytes,
+            "sampling": sampling_peak(trainer).bytes,
+        },
         tokens_per_step=trainer.cfg.train.batch_sequences * trainer.cfg.data.sequence_length,
-        collectives=collectives(traced.jaxpr.jaxpr),
+        collectives=collectives_of(schedule),
     )
 
 
@@ -73,6 +81,10 @@ def print_summary(
     table.add_row("batch", f"{cfg.train.batch_sequences} x {cfg.data.sequence_length}: {steps}")
     for kind, size in summary.bytes_by_kind.items():
         table.add_row(f"{kind}, a device", human_bytes(size))
+    peaks = ", ".join(f"{name} {human_bytes(size)}" for name, size in summary.peaks.items())
+    table.add_row(
+        "fullest moment, a device", f"about {human_bytes(max(summary.peaks.values()))}: {peaks}"
+    )
     for (kind, axes), (calls, size) in _by_kind(summary.collectives, trainer.layout).items():
         table.add_row(f"{kind} over {axes}", f"{calls:,} a step, {human_bytes(size)} a device")
     console.print(table)

@@ -9,10 +9,11 @@ from jax.experimental.topologies import TopologyDescription
 
 from moejax.checks import check
 from moejax.errors import InputError
-from moejax.plan.aot import CompiledStep, census, describe, main, to_json
+from moejax.plan.aot import CompiledStep, census, describe, main, other_peaks, to_json
 from moejax.plan.compiled import Exchange
 from moejax.plan.target import TARGETS, describe_devices
 from moejax.settings import load_config
+from tests.cases import small_config, trainer_for
 
 CONFIG = str(Path(__file__).parents[2] / "configs/olmoe_1b_7b.py")
 
@@ -84,6 +85,16 @@ def test_the_hidden_share_is_of_the_exchanges_that_carry_tokens():
     assert step.hidden_share(backward=True) == 0
     assert census(exchanges)["all_to_all", "expert", "bfloat16", "async"] == [7, 7 * 64, 3]
     assert len(to_json(step)["collectives"]) == len(census(exchanges))
+
+
+def test_evaluation_and_sampling_count_beside_a_state_that_they_read_a_part_of():
+    trainer = trainer_for(small_config())
+    state = sum(trainer.given_bytes().values())
+    step = dataclasses.replace(compiled_step([]), argument_bytes=state)
+    found = other_peaks(trainer, step)
+    weights = trainer.given_bytes()["weights"]
+    assert all(state < size < state + 3 * weights for size in found.values())
+    assert dataclasses.replace(step, other_peaks=found).most_bytes == max(found.values())
 
 
 def test_reductions_are_sums_of_gradients_and_clash_on_a_link_that_an_exchange_uses():

@@ -1,6 +1,7 @@
 """Memory read from a schedule: cases that can be counted by hand, and what a compiler said."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,10 +10,13 @@ import pytest
 
 from moejax.plan.aot import describe
 from moejax.plan.memory import peak
-from moejax.plan.priced import read_step
+from moejax.plan.priced import price, read_step
+from moejax.plan.routing import read_routing
 from moejax.plan.target import TARGETS
 from moejax.plan.trace import read
 from moejax.settings import load_config
+from tests.cases import small_config
+from tests.plan.clusters import cluster
 
 ROOT = Path(__file__).parents[2]
 KIB = 1024
@@ -80,6 +84,24 @@ def test_the_scopes_add_up_to_the_peak():
 
     found = measure(function, (64, 64), (64, 64))
     assert sum(found.by_scope.values()) == found.temporary
+
+
+def test_a_plan_needs_what_the_larger_of_step_and_evaluation_needs():
+    cfg = small_config((2, 1, 1, 1))
+    found = price(read_step(cfg, "cpu"), cluster(inside=2, nodes=1), read_routing("balanced", 8))
+    assert found.evaluation == found.read.evaluation_peak()
+    assert found.peak == found.steps
+    larger = replace(found.evaluation, temporary=2 * found.steps.bytes)
+    assert replace(found, evaluation=larger).peak == larger
+
+
+def test_what_is_given_stays_where_results_do_not_replace_it():
+    found, stays = (
+        peak(read(jax.make_jaxpr(lambda x: x + 1)(jnp.zeros(256))), replaces=replaces)
+        for replaces in (True, False)
+    )
+    assert (found.arguments, found.temporary) == (KIB, 0)
+    assert (stays.arguments, stays.temporary) == (KIB, KIB)
 
 
 def cases():
