@@ -96,7 +96,15 @@ def run(
     Output is shown with its place's name and kept in `logs`. When one process fails the others
     are interrupted, and killed if they do not stop. An interrupt is passed on to all.
     """
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(
+            f"error: --logs is {logs}, where output cannot be kept: {error.strerror}. It must be a "
+            "folder. Choose another.",
+            file=sys.stderr,
+        )
+        return 2
     started: list[subprocess.Popen] = []
     readers: list[threading.Thread] = []
     interrupts = _Interrupts(started)

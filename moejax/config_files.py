@@ -19,7 +19,7 @@ from yaml.composer import ComposerError
 from yaml.reader import ReaderError
 
 from moejax.errors import InputError
-from moejax.fields import one_line
+from moejax.fields import one_line, short
 
 MAX_BYTES = 1_000_000
 _TOO_DEEP = "nested too deeply. Settings are at most three levels deep; flatten the file."
@@ -94,6 +94,11 @@ def _read_python(file: Path, shown: str) -> list[Entry]:
         make = getattr(module, "get_config", None)
         config = make() if callable(make) else None
         nested = config.to_dict() if isinstance(config, ConfigDict) else None
+    except SystemExit as error:
+        raise InputError(
+            f"{shown}: the file ended the program: sys.exit({short(error.code)}). A config file "
+            "returns its config from get_config(). Remove the call."
+        ) from error
     except Exception as error:
         raise InputError(_describe_raise(error, file, shown)) from error
     if not callable(make):
@@ -183,7 +188,8 @@ def read_yaml(text: str, shown: str) -> list[Entry]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
-        raise InputError(f"{shown}{line}: {one_line(str(error.problem))}.") from None
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(f"{shown}{line}: {one_line(said)}. Correct the file.") from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise InputError(
@@ -209,8 +215,8 @@ def _walk_yaml(loader: _Loader, node: yaml.MappingNode, prefix: str, shown: str)
 def _construct(loader: _Loader, node: yaml.Node, where: str) -> Any:
     try:
         return loader.construct_object(node, deep=True)
-    except ValueError as error:  # Python refuses integers of thousands of digits.
-        raise InputError(f"{where}: {one_line(str(error))}.") from None
+    except ValueError as error:
+        raise InputError(_describe_value(where, error)) from None
 
 
 def _read_json(text: str, shown: str) -> list[Entry]:
@@ -223,8 +229,17 @@ def _read_json(text: str, shown: str) -> list[Entry]:
         raise InputError(f"{shown}, line {error.lineno}: {error.msg}.") from None
     except RecursionError:
         raise InputError(f"{shown}: {_TOO_DEEP}") from None
-    except ValueError as error:  # Python refuses integers of thousands of digits.
-        raise error if isinstance(error, InputError) else InputError(f"{shown}: {error}.") from None
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(_describe_value(shown, error)) from None
+
+
+def _describe_value(where: str, error: ValueError) -> str:
+    """Says in a setting's words why a number could not be read."""
+    if "integer string conversion" in str(error):
+        return f"{where}: an integer has thousands of digits. It must fit in 64 bits. Correct it."
+    return f"{where}: {one_line(str(error))}. Correct the file."
 
 
 _EMPTY_OBJECT = re.compile(r"\{\s*\}")

@@ -45,3 +45,19 @@ def check_plan(cfg: Config) -> None:
             f"`plan` = {short(mode)} is no way to plan. It must be {', '.join(MODES)}, or the path "
             "of a plan file, which ends in .json. Choose one of them."
         )
+
+
+def check_nodes(cfg: Config, nodes: int, source: str) -> None:
+    """Refuses nodes set by hand that are not those of a cluster or plan.
+
+    Args:
+      nodes: that it has.
+      source: its name, for the message.
+    Raises:
+      InputError: a search would cut the mesh for one number and the run go by the other.
+    """
+    if cfg.mesh.nodes not in (None, nodes):
+        raise InputError(
+            f"`mesh.nodes` = {cfg.mesh.nodes}, but {source} has {nodes}. They must be equal. Leave "
+            "mesh.nodes open, or name a cluster of as many nodes."
+        )

@@ -1,6 +1,7 @@
 """The command `python -m moejax.plan`: which plan a model should take on a cluster, and why."""
 
 import argparse
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from moejax.checks import check
-from moejax.checks.planned import CHOSEN, pinned
+from moejax.checks.paths import check_output
+from moejax.checks.planned import CHOSEN, check_nodes, pinned
 from moejax.config import Config
 from moejax.errors import InputError, exit_code
 from moejax.fields import fields
@@ -81,14 +83,30 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
             raise InputError(f"no {name}. Got none. A plan needs one. Add --{name}.")
     if args.out is not None and args.out.suffix != ".json":
         raise InputError(f"--out is {args.out}. A plan file ends in .json. Rename it.")
+    _check_flags(args)
     cfg = load_config(args.config, overrides)
     topology = load_topology(args.topology)
+    check_nodes(cfg, topology.nodes, f"--topology {args.topology}")
     cfg = planned_config(cfg, args)
     check(cfg)
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # tracing needs no accelerator
     _plan(cfg, topology, args)
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuses numbers that mean nothing, and places that cannot be written to."""
+    if args.seconds is not None and not 0 < args.seconds < math.inf:
+        raise InputError(
+            f"--seconds is {args.seconds:g}. It must be a time above 0. Correct it, or leave it "
+            "out."
+        )
+    if args.top < 1:
+        raise InputError(f"--top is {args.top}. It must be at least 1. Correct it.")
+    for flag in ("out", "report"):
+        if (path := getattr(args, flag)) is not None:
+            check_output(path, f"--{flag}")
 
 
 def planned_config(cfg: Config, args: argparse.Namespace) -> Config:

@@ -1,16 +1,17 @@
 """Plan files: the settings that a search chose, with what they were predicted to cost."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moejax.config import Config
 from moejax.errors import InputError, write_whole
-from moejax.fields import check_value, fields
+from moejax.fields import check_value, fields, short
 from moejax.plan.explain import to_json
 from moejax.plan.search import Found
-from moejax.plan.space import change, plan_of
+from moejax.plan.space import SETTINGS, change, plan_of
 from moejax.plan.topology import Topology
 
 VERSION = 1
@@ -81,9 +82,54 @@ def load_plan(path: Path) -> Plan:
             f"plan {path} is not one. Its version is {version}, this moejax reads {VERSION}. "
             "Make it again with moejax plan --out."
         )
-    known = fields()
-    for name, value in found["settings"].items():
-        if name not in known:
-            raise InputError(f"plan {path} sets `{name}`, which is no setting. Make it again.")
-        found["settings"][name] = check_value(known[name], value)
+    _check_plan(path, found)
     return Plan(**found)
+
+
+def _check_plan(path: Path, found: dict[str, Any]) -> None:
+    """Refuses what a search does not write; settings get their own types.
+
+    Raises:
+      InputError: a number is none, or a setting is not for a plan to choose or has a wrong value.
+    """
+    for name in ("devices", "nodes"):
+        if type(found[name]) is not int or found[name] < 1:
+            raise InputError(_damaged(path, name, found[name], "a whole number above 0"))
+    for name in ("topology", "routing"):
+        if not isinstance(found[name], str):
+            raise InputError(_damaged(path, name, found[name], "a text"))
+    _check_settings(path, found["settings"])
+    _check_seconds(path, "predicted", found["predicted"])
+    if found["runner_up"] is not None:
+        _check_seconds(path, "runner_up", found["runner_up"])
+        _check_settings(path, found["runner_up"].get("settings"))
+
+
+def _check_seconds(path: Path, name: str, found: Any) -> None:
+    seconds = found.get("seconds") if isinstance(found, dict) else None
+    if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
+        raise InputError(_damaged(path, f"{name}.seconds", seconds, "a time above 0"))
+
+
+def _check_settings(path: Path, settings: Any) -> None:
+    if not isinstance(settings, dict):
+        raise InputError(_damaged(path, "settings", settings, "names and values"))
+    known = fields()
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            raise InputError(
+                f"plan {path} sets `{name}`, which no plan chooses. A plan may set "
+                f"{', '.join(SETTINGS)}. Set `{name}` in the config, or make the plan again with "
+                "moejax plan --out."
+            )
+        try:
+            settings[name] = check_value(known[name], value)
+        except InputError as error:
+            raise InputError(f"plan {path}: {error}") from None
+
+
+def _damaged(path: Path, name: str, value: Any, wanted: str) -> str:
+    return (
+        f"plan {path} has {name} = {short(value)}. It must be {wanted}. Make the plan again with "
+        "moejax plan --out."
+    )

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from moejax.checks.paths import check_output
 from moejax.config import MeshConfig
 from moejax.errors import InputError, exit_code
 from moejax.fields import short
@@ -279,11 +280,12 @@ def main(argv: list[str] | None = None) -> int:
 def _checked(args: argparse.Namespace) -> Path:
     """Checks what can be checked before a device is touched."""
     out = Path(args.out)
-    if out.is_dir() or not out.parent.is_dir():
+    if not out.parent.is_dir():
         raise InputError(
             f"cannot write. --out is {out}. It must name a file in a folder that exists. Make the "
             f"folder, or correct the path."
         )
+    check_output(out, "--out")
     name = args.name if args.name is not None else out.stem
     if not name or not name.isprintable():
         raise InputError(

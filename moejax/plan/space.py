@@ -17,6 +17,8 @@ from moejax.errors import InputError
 from moejax.fields import fields, get_value
 from moejax.route import ROUTES
 
+# What a plan sets: all that a search chooses, and the preset that its codecs stand in for.
+SETTINGS = (*CHOSEN, "compression.preset")
 MOST_CHUNKS = 8
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
 # From the least memory saved to the most, and from no recomputation to all.
@@ -186,7 +188,7 @@ def baseline(cfg: Config, limits: Limits) -> Config | None:
 
 def plan_of(cfg: Config) -> dict[str, Any]:
     """The settings that make a plan, by name."""
-    return {name: get_value(cfg, name) for name in (*CHOSEN, "compression.preset")}
+    return {name: get_value(cfg, name) for name in SETTINGS}
 
 
 def divisors(number: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moejax.checks.planned import MODES, is_planned, pinned
+from moejax.checks.planned import MODES, check_nodes, is_planned, pinned
 from moejax.config import Config
 from moejax.errors import InputError, write_whole
 from moejax.fields import get_value
@@ -88,7 +88,7 @@ def plan_run(
         return _from_file(cfg, len(devices))
     if resuming and measured is None and (run_dir / PLAN).exists():
         plan = load_plan(run_dir / PLAN)
-        if plan.devices == len(devices):
+        if plan.devices == len(devices) and cfg.mesh.nodes in (None, plan.nodes):
             kept = run_dir / TOPOLOGY
             topology = load_topology(str(kept)) if kept.exists() else None
             return _planned(plan, cfg, topology, ())
@@ -189,6 +189,7 @@ def _check_topology(cfg: Config, topology: Topology, devices: int) -> None:
             f"{devices}. They must be equal. Name the nodes, as in h200:4, or leave plan.topology "
             "out to measure."
         )
+    check_nodes(cfg, topology.nodes, f"`plan.topology` {cfg.plan.topology}")
 
 
 def _from_file(cfg: Config, devices: int) -> Planned:
@@ -200,6 +201,7 @@ def _from_file(cfg: Config, devices: int) -> Planned:
             f"plan {path} is for {plan.devices} devices, this program has {devices}. A plan fits "
             "the devices it was made for. Plan again, or start on as many."
         )
+    check_nodes(cfg, plan.nodes, f"plan {path}")
     notes = tuple(
         f"{path} replaces {name} = {get_value(cfg, name)} by {plan.settings[name]}"
         for name in sorted(pinned(cfg))

@@ -16,7 +16,7 @@ from moejax.fields import get_value
 from moejax.plan import space
 from moejax.plan.command import main
 from moejax.plan.explain import print_ranked, print_why, rest_words, terms, why
-from moejax.plan.files import load_plan, plan_from, save_plan
+from moejax.plan.files import Plan, load_plan, plan_from, save_plan
 from moejax.plan.priced import price, read_step
 from moejax.plan.routing import read_routing
 from moejax.plan.search import _Search, search
@@ -274,14 +274,31 @@ def test_what_is_no_plan_is_refused(tmp_path, content, said):
         load_plan(tmp_path / "plan.json")
 
 
-def test_a_plan_with_unknown_or_wrong_settings_is_refused(found, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"settings": {"mesh.breadth": 2}}, "`mesh.breadth`, which no plan chooses"),
+        ({"settings": {"train.num_steps": 2}}, "`train.num_steps`, which no plan chooses"),
+        ({"settings": {"run_dir": "elsewhere"}}, "`run_dir`, which no plan chooses"),
+        ({"settings": {"mesh.nodes": 2}}, "`mesh.nodes`, which no plan chooses"),
+        ({"settings": {"mesh.expert": -1}}, r"plan\.json: `mesh.expert` must be .*at least"),
+        ({"settings": {"mesh.expert": "two"}}, "`mesh.expert` must be an integer"),
+        ({"settings": []}, "names and values"),
+        ({"devices": "8"}, "devices = '8'"),
+        ({"nodes": 0}, "nodes = 0"),
+        ({"topology": 3}, "topology = 3"),
+        ({"predicted": {}}, "predicted.seconds = None"),
+        ({"predicted": {"seconds": float("nan")}}, "predicted.seconds = nan"),
+        ({"runner_up": {"seconds": 1.0, "settings": {"run_dir": "x"}}}, "`run_dir`"),
+    ],
+)
+def test_a_plan_that_no_search_wrote_is_refused(tmp_path, changes, said):
     path = tmp_path / "plan.json"
-    save_plan(plan_from(found, cluster(), "balanced"), path)
-    written = json.loads(path.read_text())
-    for settings, said in (({"mesh.breadth": 2}, "no setting"), ({"mesh.expert": -1}, "at least")):
-        path.write_text(json.dumps(written | {"settings": settings}))
-        with pytest.raises(InputError, match=said):
-            load_plan(path)
+    save_plan(Plan("test", 8, 2, "balanced", {"mesh.expert": 8}, {"seconds": 1.0}), path)
+    assert load_plan(path).settings == {"mesh.expert": 8}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(InputError, match=said):
+        load_plan(path)
 
 
 def test_what_is_shown_names_the_winner_and_the_default(found):
@@ -321,6 +338,14 @@ COMMON = ["--config", "configs/tiny.py", "--seconds", "1"]
         ([*COMMON, "--topology", "h200", "--free", "model.width"], "which no plan chooses"),
         ([*COMMON, "--topology", "h200", "--out", "plan.txt"], r"ends in \.json"),
         ([*COMMON, "--topology", "h200", "--routing", "uneven"], "cannot be read"),
+        ([*COMMON, "--topology", "h200", "--config.mesh.nodes=5"], "--topology h200 has 2"),
+        ([*COMMON, "--topology", "h200", "--seconds", "nan"], "--seconds is nan"),
+        ([*COMMON, "--topology", "h200", "--seconds", "inf"], "--seconds is inf"),
+        ([*COMMON, "--topology", "h200", "--seconds", "0"], "--seconds is 0"),
+        ([*COMMON, "--topology", "h200", "--seconds", "-5"], "--seconds is -5"),
+        ([*COMMON, "--topology", "h200", "--top", "0"], "--top is 0"),
+        ([*COMMON, "--topology", "h200", "--out", "/proc/none/plan.json"], "cannot be written"),
+        ([*COMMON, "--topology", "h200", "--report", "/proc/plan.html"], "cannot be written"),
     ],
 )
 def test_the_command_refuses_in_one_line(words, said, capsys):

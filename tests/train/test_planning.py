@@ -102,6 +102,27 @@ def test_a_topology_of_another_size_is_refused(cfg):
         plan_run(cfg, jax.devices()[:4], ALONE, QUIET, resuming=False)
 
 
+def test_nodes_set_by_hand_must_be_the_clusters(cfg, tmp_path):
+    """A search for four nodes would end in a run on the cluster's two."""
+    mine = change(cfg, {"mesh.nodes": 4})
+    for ask in (planned, lambda mine: plan_dry(mine, 8)):
+        with pytest.raises(InputError, match=r"`mesh.nodes` = 4, but .*topology.json has 2"):
+            ask(mine)
+    save_plan(plan_of(1.0), tmp_path / "mine.json")
+    of_file = change(mine, {"plan.mode": str(tmp_path / "mine.json"), "plan.topology": None})
+    with pytest.raises(InputError, match=r"`mesh.nodes` = 4, but plan .*mine.json has 2"):
+        planned(of_file)
+    assert planned(change(of_file, {"mesh.nodes": 2})).cfg.mesh.nodes == 2
+
+
+def test_a_resumed_run_with_other_nodes_does_not_keep_its_plan(cfg):
+    save_plan(plan_of(1.0), Path(cfg.run_dir) / PLAN)
+    assert planned(change(cfg, {"mesh.nodes": 2}), resuming=True).plan == plan_of(1.0)
+    write_topology(cluster(inside=2, nodes=4), Path(cfg.plan.topology))
+    found = planned(change(cfg, {"mesh.nodes": 4}), resuming=True)
+    assert (found.plan.nodes, found.cfg.mesh.nodes) == (4, 4)
+
+
 def test_a_dry_run_needs_known_links(cfg):
     assert plan_dry(cfg, 8).plan is not None
     with pytest.raises(InputError, match="links are not known"):
