@@ -24,6 +24,7 @@ from pathlib import Path
 GRACE_SECONDS = 60  # to save and stop, after an interrupt or when another process has failed
 # Before the others are interrupted: what is wrong with the input, each finds and says itself.
 PATIENCE_SECONDS = 5
+STOPPED = 3  # exit code of a run that stopped as asked, see docs/formats/exit.md
 # Each group of ranks says this once from each; it stays in the logs.
 GLOO = b"Expected number of connected peer ranks"
 
@@ -91,7 +92,7 @@ def run(
     devices: int | None,
     logs: Path,
 ) -> int:
-    """Runs the command once at every place; returns the first exit code that is not zero.
+    """Runs the command once at every place; returns the code of the first that failed, or 0.
 
     Output is shown with its place's name and kept in `logs`. When one process fails the others
     are interrupted, and killed if they do not stop. An interrupt is passed on to all.
@@ -152,27 +153,32 @@ class _Interrupts:
 def _wait(processes: list[subprocess.Popen]) -> int:
     """Waits for all; once one has failed, gives the others a while to stop."""
     code, failed, interrupted = 0, float("inf"), False
-    while any(process.poll() is None for process in processes):
-        if code == 0 and (code := _failure(processes)):
-            failed = time.monotonic()
+    # Each is asked, not only up to the first that runs.
+    while None in [process.poll() for process in processes]:
+        if code in (0, STOPPED) and (now := _failure(processes)) != code:
+            code, failed = now, time.monotonic()
         seconds = time.monotonic() - failed
         if seconds > GRACE_SECONDS:
             break
-        if seconds > PATIENCE_SECONDS and not interrupted:
+        # Who has stopped as asked has not failed: the others are about to stop as well.
+        if seconds > PATIENCE_SECONDS and not interrupted and code != STOPPED:
             interrupted = True
             for process in processes:
                 _signal(process, signal.SIGINT)
         time.sleep(0.05)
-    code = code or _failure(processes)
+    if code in (0, STOPPED):
+        code = _failure(processes)
     return code if code >= 0 else 128 - code
 
 
 def _failure(processes: list[subprocess.Popen]) -> int:
-    """The exit code of a failed process, or 0; of one that a signal ended where there is one.
+    """The exit code of a failed process, or 0; where there are several, the one that says most.
 
-    The others fail within moments, because they wait for it.
+    The others fail within moments, because they wait for it: with 1. A signal says most, and that
+    a process stopped as asked least.
     """
-    return min((p.returncode for p in processes if p.returncode), default=0)
+    codes = [process.returncode for process in processes if process.returncode]
+    return min(codes, key=lambda code: (code == STOPPED, code == 1, code), default=0)
 
 
 def _signal(process: subprocess.Popen, number: int) -> None:

@@ -10,6 +10,8 @@ usage: moejax COMMAND ...
   plan      choose mesh, route and codecs, or measure links (moejax plan --help, plan probe --help)
   doctor    say which kernels run here, and why others do not (moejax doctor --help)
   aot       compile the train step for a cluster that is not here (moejax aot --help)
+
+Exit codes: docs/formats/exit.md.
 """
 
 

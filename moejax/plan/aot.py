@@ -40,7 +40,7 @@ Schedules, in the order in which a device starts things:
   S D  start and done of an all-to-all     A  an all-to-all that is waited for
   s d  of any other collective             a  any other collective that is waited for
   G    a matrix product                    W C  a loop, a conditional with products inside
-What stands between S and D hides the exchange. Exit codes: 0 done, 2 bad input.
+What stands between S and D hides the exchange. Exit codes: docs/formats/exit.md.
 """
 
 # What the trainer's options are measured against: XLA's own choice, and no overlap at all.

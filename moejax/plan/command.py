@@ -28,7 +28,7 @@ examples:
 
 A setting of the config that is not at its default is pinned; --free unpins it, or all of a group.
 A topology is a file that `moejax plan probe` wrote, or a known cluster (--clusters lists them) with
-how many nodes it has. Exit codes: 0 done, 2 bad input.
+how many nodes it has. Exit codes: docs/formats/exit.md.
 """
 
 

@@ -45,7 +45,7 @@ examples:
   srun ... python -m moejax.plan probe --out topology.json   (see launch/slurm.sbatch)
 
 Run it in the same processes, on the same devices, as the training that is to be planned, and on an
-otherwise idle cluster. Exit codes: 0 done, 2 bad input.
+otherwise idle cluster. Exit codes: docs/formats/exit.md.
 """
 
 

@@ -20,7 +20,7 @@ examples:
 
 Running the same command again resumes from the newest checkpoint in run_dir. Ctrl-C once saves and
 stops, twice stops at once. Exit codes: 0 done, 2 bad input, 3 stopped before the last step,
-4 diverged, 5 disk full, 130 stopped at once; docs/formats/exit.md says more.
+4 diverged, 5 disk full, 130 stopped at once; docs/formats/exit.md has the table.
 """
 
 

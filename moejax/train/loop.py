@@ -232,12 +232,17 @@ def check_update(run: Run, skipped: Skipped | None) -> None:
     directory = run.checkpoints.directory
     kept = run.processes.from_first(lambda: [s for s in finished_steps(directory) if s <= first])
     run.records.event("diverged", skipped.step)
-    there = f"{directory / str(max(kept))} is from before them" if kept else "There is none yet"
+    good = (
+        f"The last checkpoint from before them is {directory / str(max(kept))}. Lower "
+        f"optimizer.learning_rate: the same command goes on from there, and from an older one if "
+        f"you remove it"
+        if kept
+        else "No checkpoint is from before them. Lower optimizer.learning_rate and begin again"
+    )
     raise DivergedError(
-        f"the run diverged: updates of steps {first} to {skipped.step} were skipped, because "
-        f"{skipped.reason}. train.max_skipped allows {skipped.in_a_row - 1} in a row. "
-        f"The last checkpoint: {there}. Lower optimizer.learning_rate, and the same command goes "
-        f"on from the checkpoint; train.max_skipped=none goes on all the same."
+        f"the run diverged. Updates of steps {first} to {skipped.step} were skipped: "
+        f"{skipped.reason}. train.max_skipped allows {skipped.in_a_row - 1} in a row. {good}; or "
+        f"set train.max_skipped=none to go on all the same."
     )
 
 

@@ -160,7 +160,7 @@ class Records:
         self._ledger.write(event, step=step, **values)
         self._draw(event, step, {n: v for n, v in values.items() if isinstance(v, int | float)})
 
-    def _draw(self, group: str, step: int, values: dict[str, float]) -> None:
+    def _draw(self, group: str, step: int, values: Mapping[str, float]) -> None:
         if self._board is not None:
             self._board.add(step, {f"{group}/{name}": value for name, value in values.items()})
 

@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 
+from moejax.errors import STOPPED
 from moejax.runtime.ledger import RunLock
 from moejax.train.checkpoint import finished_steps
 from tests.integration.runs import (
@@ -111,7 +112,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, two, number, member):
     last = records(run_dir)[-1]
     assert 25 <= last["step"] < STEPS, "the signal came too late to prove anything"
     if number == signal.SIGTERM:
-        assert code == 0, out
+        assert code == STOPPED, out
         assert last["event"] == "stopped"
         assert max(finished_steps(run_dir / "checkpoints")) == last["step"]
     else:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.errors import STOPPED
 from moejax.settings import load_config
 from moejax.train.checkpoint import Checkpoints, finished_steps, newest
 from tests.cases import trainer_for
@@ -45,7 +46,7 @@ def test_a_run_leaves_config_metrics_events_and_the_newest_checkpoints(place, st
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)],
+    [(signal.SIGINT, STOPPED), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_a_stopped_run_goes_on_to_the_same_bits(place, straight, number, code):
     name = signal.Signals(number).name
@@ -56,7 +57,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, straight, number, code):
     assert got == code, err
     last = records(run_dir)[-1]
     assert step <= last["step"] < STEPS, "the signal came too late to prove anything"
-    if code == 0:
+    if code == STOPPED:
         stopped = last["step"]
         assert last["event"] == "stopped"
         assert f"stopped at step {stopped}; run the same command to go on" in out
@@ -98,6 +99,22 @@ def test_settings_that_define_the_run_cannot_change_when_it_goes_on(place, strai
     assert "model.width: 16 -> 32, train.seed: 0 -> 3" in err
     assert err.count("\n") == 1
     assert (run_dir / "config.json").read_text() == before
+
+
+@pytest.mark.slow
+def test_a_finished_run_says_so_at_once_and_starts_no_device(place, straight):
+    run_dir, first = straight
+    before = records(run_dir)
+    (held_out,) = [line for line in first.splitlines() if "held-out (all)" in line]
+    # Starting the TPU that it is told to use would fail.
+    words = ["--config.mesh.simulated_devices=none", "--config.mesh.platform=tpu"]
+    code, out, err = run(place, *words, "--config.mesh.replica=2")
+    assert code == 0, err
+    assert (
+        f"done before: step {STEPS} of {STEPS} is in {run_dir / 'checkpoints' / str(STEPS)}" in out
+    )
+    assert held_out.partition(": ")[2] in out
+    assert records(run_dir) == before
 
 
 @pytest.mark.slow

@@ -19,12 +19,15 @@ echo localhost
 echo node2
 """
 # Starts one process a task, as srun does, and fails when one of them fails.
-SRUN = """#!/bin/sh
+SRUN = """#!/bin/bash
 echo "srun got $1 $2 $3"
 shift 3
 SLURM_PROCID=0 "$@" & zero=$!
 SLURM_PROCID=1 "$@" & one=$!
-wait $zero && wait $one
+# As --kill-on-bad-exit says.
+for task in $zero $one; do
+    wait -n || { code=$?; kill -9 $zero $one 2>/dev/null; exit $code; }
+done
 """
 
 
@@ -70,8 +73,22 @@ def test_words_of_the_command_stay_whole(slurm):
     assert sorted(said) == [f"task {n} of 2: two words; * $HOME" for n in range(2)]
 
 
-def test_the_exit_code_is_that_of_the_job(slurm):
-    assert submit(slurm, "sh", "-c", "exit 2")[0] == 2
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_the_exit_code_is_that_of_the_job(slurm, code):
+    assert submit(slurm, "sh", "-c", f"exit {code}")[0] == code
+
+
+def test_who_stopped_as_asked_does_not_end_the_others(slurm, tmp_path):
+    script = f"test $MOEJAX_PROCESS = 0 && sleep 2; echo ended > {tmp_path}/$MOEJAX_PROCESS; exit 3"
+    assert submit(slurm, "sh", "-c", script)[0] == 3
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()
+
+
+def test_a_signal_is_left_to_the_program(slurm):
+    """Slurm sends it to every process of a task, the shell between included."""
+    script = "trap 'exit 3' TERM; kill -TERM $PPID; kill -TERM $$; sleep 60"
+    assert submit(slurm, "sh", "-c", script)[0] == 3
 
 
 @pytest.mark.parametrize(

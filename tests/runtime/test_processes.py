@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.config import MeshConfig
-from moejax.errors import InputError
+from moejax.errors import DivergedError, InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Place, Processes, Stop, find_place
 from moejax.runtime.start import simulated_here
 from tests.threads import Service, everywhere
@@ -98,6 +98,24 @@ def test_all_stop_after_the_same_step_whoever_is_asked_and_whenever(data):
             stopped[i] = seen[i]
     assert len(stopped) == count
     assert len(set(stopped.values())) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "codes"),
+    [
+        (StorageFullError("full"), [5]),  # of one: the others wait for it
+        (KeyboardInterrupt(), [130]),
+        (DivergedError("NaN"), []),  # of all, as bad input is
+        (InputError("bad"), []),
+    ],
+)
+def test_who_ends_alone_ends_at_once_with_its_code(monkeypatch, capsys, error, codes):
+    left = []
+    monkeypatch.setattr("os._exit", left.append)
+    with pytest.raises(type(error)), Processes(0, 2):
+        raise error
+    assert left == codes
+    assert len(capsys.readouterr().err.splitlines()) == len(codes)
 
 
 def test_a_loop_does_not_find_the_notes_of_the_one_before():

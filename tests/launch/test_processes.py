@@ -1,0 +1,64 @@
+"""What launch/processes.py passes on of how processes ended, also through launch/local."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moejax.errors import STOPPED
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("processes", ROOT / "launch" / "processes.py")
+processes = importlib.util.module_from_spec(_spec)
+sys.modules["processes"] = processes  # where its dataclass looks itself up
+_spec.loader.exec_module(processes)
+
+
+def local(folder, script):
+    """Runs a shell script as two processes. Returns the launcher's exit code and its output."""
+    command = [ROOT / "launch" / "local", "--processes", 2, "--logs", folder, "--", "sh", "-c"]
+    words = [sys.executable, *map(str, command), script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("exit 0", 0), ("exit 2", 2), ("kill -9 $$", 137), ("kill -15 $$", 143), ("exit 3", 3)],
+)
+def test_how_processes_ended_is_passed_on(tmp_path, script, code):
+    assert local(tmp_path, script)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ((0, 0), 0),
+        ((None, 5), 5),
+        ((1, 5), 5),  # who loses a peer ends with 1
+        ((1, -9, 5), -9),
+        ((3, 0), 3),
+        ((3, 1), 1),
+    ],
+)
+def test_of_several_codes_the_one_that_says_most_is_passed_on(codes, code):
+    assert processes._failure([SimpleNamespace(returncode=one) for one in codes]) == code
+
+
+def test_a_failure_is_seen_behind_a_process_that_runs(tmp_path):
+    script = "test $MOEJAX_PROCESS = 0 && exec sleep 100; exit 7"
+    code, out = local(tmp_path, script)  # gives up after a minute
+    assert code == 7, out
+
+
+def test_who_stopped_as_asked_does_not_hurry_the_others(tmp_path):
+    assert processes.STOPPED == STOPPED
+    # Process 0 may be longer at its end than a failure of the others would let it be.
+    seconds = processes.PATIENCE_SECONDS + 1
+    script = f"test $MOEJAX_PROCESS = 0 && sleep {seconds}; echo out of $MOEJAX_PROCESS; exit 3"
+    code, out = local(tmp_path, script)
+    assert code == 3, out
+    assert "[p0] out of 0" in out
