@@ -288,6 +288,17 @@ def test_a_setting_without_effect_is_refused(values, name, reason):
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        {"data.source": "tokens", "data.train_files": ["a"], "train.eval_every": None},
+        {"mesh.expert": 2, "plan.seconds": None},
+    ],
+)
+def test_switching_off_what_is_off_anyway_is_not_refused(values):
+    check(from_dict(values))
+
+
+@pytest.mark.parametrize(
     ("values", "num_devices", "platform", "fragments"),
     [
         (

@@ -14,6 +14,7 @@ from moejax.checks.mesh import (
     resolve_mesh,
 )
 from moejax.checks.planned import check_plan, is_planned
+from moejax.checks.size import check_size
 from moejax.checks.words import divisors, require
 from moejax.compression import build_compression
 from moejax.config import Config
@@ -25,6 +26,7 @@ __all__ = ["AXES", "check", "resolve_mesh"]
 def check(cfg: Config) -> None:
     """Raises InputError at the first rule between settings that `cfg` breaks."""
     check_effects(cfg)
+    check_size(cfg)
     _check_paths(cfg)
     _check_model(cfg)
     _check_data(cfg)

@@ -115,8 +115,12 @@ def _training_effects() -> Iterator[_Effect]:
 
 
 def check_effects(cfg: Config) -> None:
-    """Refuses settings that were changed and then ignored: the user meant something by them."""
-    changed = [field for field in fields().values() if get_value(cfg, field.name) != field.default]
+    """Refuses settings that were changed and then ignored: the user meant something by them.
+
+    None switches something off: where that is off anyway, it says what is so.
+    """
+    values = {field: get_value(cfg, field.name) for field in fields().values()}
+    changed = [field for field, value in values.items() if value not in (field.default, None)]
     for names, used, reason in _effects():
         if used(cfg):
             continue

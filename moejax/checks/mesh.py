@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from moejax.checks.size import BYTES_PER_PARAMETER, machine_memory, parameters_of
 from moejax.checks.words import divisors, multiples, require
 from moejax.compression import NO_COMPRESSION, build_compression
 from moejax.config import Config, MeshConfig
@@ -145,11 +146,12 @@ def _fill_replica(cfg: Config, num_devices: int, platform: str) -> Config:
     replica = mesh.replica if mesh.replica is not None else max(1, num_devices // others)
     needed = replica * others
     if needed != num_devices:
-        raise InputError(_describe_misfit(mesh, num_devices, platform, needed))
+        raise InputError(_describe_misfit(cfg, num_devices, platform, needed))
     return dataclasses.replace(cfg, mesh=dataclasses.replace(mesh, replica=replica))
 
 
-def _describe_misfit(mesh: MeshConfig, num_devices: int, platform: str, needed: int) -> str:
+def _describe_misfit(cfg: Config, num_devices: int, platform: str, needed: int) -> str:
+    mesh = cfg.mesh
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
     ways = [
@@ -160,7 +162,14 @@ def _describe_misfit(mesh: MeshConfig, num_devices: int, platform: str, needed: 
         ways.append("set mesh.replica=none to use all")
     if platform == "cpu":
         multiple = others * math.ceil(num_devices / others) if mesh.replica is None else needed
-        ways.append(f"set mesh.simulated_devices={multiple}")
+        state = BYTES_PER_PARAMETER * parameters_of(cfg)
+        if state <= machine_memory():
+            ways.append(f"set mesh.simulated_devices={multiple}")
+        else:
+            ways.append(
+                f"start on {multiple} real devices (weights, optimizer state and gradients take "
+                f"{state / 2**30:,.0f} GiB, this machine has {machine_memory() / 2**30:,.0f})"
+            )
     verb = "needs a multiple of" if mesh.replica is None else "needs"
     count = others if mesh.replica is None else needed
     hint = ", or ".join(ways)

@@ -5,12 +5,12 @@ A node is what the fastest links join: of TPUs a slice, of GPUs an NVLink domain
 """
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moejax.errors import InputError
+from moejax.runtime.room import device_memory
 from moejax.runtime.start import platform_of
 
 NAMES = {"cpu": ("host", "network"), "gpu": ("nvlink", "network"), "tpu": ("ici", "dcn")}
@@ -81,13 +81,9 @@ def find_nodes(devices: Sequence[Any], hosts: Sequence[str], asked: int | None =
 
 def memory_of(device: Any, nodes: Nodes, host_of: Sequence[str]) -> int:
     """Bytes of memory that one device may use; CPU devices share their host's."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     here = host_of[device.process_index]
     every = [d for node in nodes.devices for d in node]
-    return whole // max(1, sum(host_of[d.process_index] == here for d in every))
+    return device_memory(device, sum(host_of[d.process_index] == here for d in every))
 
 
 def _name(device: Any, hosts: Sequence[str]) -> str:

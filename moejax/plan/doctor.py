@@ -1,7 +1,7 @@
 """The command `moejax doctor`: what is installed, and which implementation each operation takes.
 
-With a config it answers for that run; without one, for the defaults. `--target` answers for
-accelerators that are not here.
+With a config it answers for that run; without one, for a model of the default shape in the dtype
+that such devices train in. `--target` answers for accelerators that are not here.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from rich.table import Table
 from moejax.config import Config
 from moejax.errors import InputError, exit_code
 from moejax.kernels.select import HOPPER, Choice, Place, select_kernels
+from moejax.plan.space import change
 from moejax.plan.target import TARGETS
 from moejax.settings import load_config, split_overrides
 
@@ -38,8 +39,13 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         if overrides and args.config is None:
             raise InputError("settings without a config. Add --config FILE.")
-        cfg = Config() if args.config is None else load_config(args.config, overrides)
-        show(cfg, _place(args.target), Console())
+        place, console = _place(args.target), Console()
+        if args.config is not None:
+            show(load_config(args.config, overrides), place, console)
+            return
+        dtype = "float32" if place.platform == "cpu" else "bfloat16"
+        show(change(Config(), {"model.dtype": dtype}), place, console)
+        console.print(f"no config: for the default model in {dtype}", highlight=False)
 
     return exit_code(run, stopped="nothing was changed")
 

@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +103,26 @@ def to_text(topology: Topology) -> str:
     for name in ("pairs", "node_names", "asymmetric"):
         if not facts[name]:
             del facts[name]
-    text = json.dumps(facts, indent=1)
-    # A list that holds no other list or object.
-    flat = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
-    return flat.sub(lambda found: "[" + re.sub(r"\s*\n\s*", " ", found[1]) + "]", text) + "\n"
+    return _laid_out(facts, "\n") + "\n"
+
+
+def _laid_out(value: Any, newline: str) -> str:
+    """JSON with a line for each entry, but for lists that hold no other list or object.
+
+    Args:
+      newline: a line break and the blanks that a line begins with.
+    """
+    nested = isinstance(value, list | tuple) and any(
+        isinstance(v, list | tuple | dict) for v in value
+    )
+    if not value or not (nested or isinstance(value, dict)):
+        return json.dumps(value)
+    deeper = newline + " "
+    if isinstance(value, dict):
+        entries = [f"{json.dumps(name)}: {_laid_out(v, deeper)}" for name, v in value.items()]
+        return "{" + deeper + f",{deeper}".join(entries) + newline + "}"
+    entries = [_laid_out(v, deeper) for v in value]
+    return "[" + deeper + f",{deeper}".join(entries) + newline + "]"
 
 
 def from_json(facts: Any, file: str) -> Topology:

@@ -80,11 +80,14 @@ def dry_run(cfg: Config, console: Console) -> int:
     """Checks data and config, traces the step under an abstract mesh, prints what it found."""
     import jax
 
+    from moejax.compression import NO_COMPRESSION
     from moejax.dims import build_layout
     from moejax.plan.build import build_abstract_mesh
     from moejax.plan.target import described_cudnn
+    from moejax.runtime.processes import find_place
     from moejax.train.inputs import open_inputs
     from moejax.train.planning import plan_dry, planned_devices
+    from moejax.train.start import check_places
     from moejax.train.step import build_trainer
     from moejax.train.summary import print_summary, summarize
 
@@ -99,13 +102,22 @@ def dry_run(cfg: Config, console: Console) -> int:
     if is_planned(cfg):
         devices = mesh.simulated_devices or planned_devices(cfg) or devices
     planned = plan_dry(replace(cfg, mesh=mesh), devices)
-    cfg = resolve_mesh(planned.cfg, devices, mesh.platform or "cpu")
+    # Simulated devices are this program's; others need not be here, nor those who would run them.
+    processes = None if mesh.simulated_devices is None else find_place().count
+    cfg = resolve_mesh(planned.cfg, devices, mesh.platform or "cpu", processes=processes)
     open_inputs(cfg)
+    check_places(cfg)
     layout = build_layout(cfg.mesh)
     trainer = build_trainer(cfg, build_abstract_mesh(layout), cfg.mesh.platform or "cpu")
     with described_cudnn():
         summary = summarize(trainer)
-    for note in planned.notes:
+    notes = list(planned.notes)
+    if cfg.mesh.nodes is None and trainer.program.compression != NO_COMPRESSION:
+        notes.append(
+            "codecs are not counted below: they work across nodes, and how many there are is not "
+            "known. Set mesh.nodes to see them."
+        )
+    for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
     print_summary(summary, trainer, console, planned.rows())
     return 0

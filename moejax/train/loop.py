@@ -29,6 +29,7 @@ from moejax.settings import save_json, to_dict
 from moejax.train.checkpoint import Checkpoints, finished_steps
 from moejax.train.evaluation import evaluate, finish
 from moejax.train.inputs import Inputs, open_inputs
+from moejax.train.memory_check import check_memory, doubt_memory
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.planning import kept_plan, measure, plan_run, save_routing
 from moejax.train.run import Run
@@ -113,7 +114,9 @@ def train_planned(
     notes += planned.notes
     cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
+    limit = check_memory(trainer, processes)
     summary = summarize(trainer)
+    notes += doubt_memory(summary, limit)
     print_summary(summary, trainer, console, planned.rows())
     if processes.first:
         save_json(cfg, run_dir / "config.json")

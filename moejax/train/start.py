@@ -11,6 +11,7 @@ import jax
 from rich.console import Console
 
 from moejax.checks import resolve_mesh
+from moejax.checks.paths import check_folder
 from moejax.checks.planned import is_planned
 from moejax.config import Config
 from moejax.errors import InputError
@@ -18,7 +19,14 @@ from moejax.runtime.ledger import RunLock
 from moejax.runtime.processes import Processes, find_place
 from moejax.runtime.start import simulated_here
 from moejax.settings import diff, from_dict, to_dict
-from moejax.train.checkpoint import Checkpoints, Saved, locate, newest, restore_items
+from moejax.train.checkpoint import (
+    Checkpoints,
+    Saved,
+    finished_steps,
+    locate,
+    newest,
+    restore_items,
+)
 from moejax.train.inputs import Inputs
 from moejax.train.metrics import EVALUATED, held_out_words
 from moejax.train.resume import check_resumable, check_same_weights, remembers, same_reduction
@@ -35,6 +43,21 @@ def check_place(cfg: Config) -> None:
     total = cfg.mesh.simulated_devices
     if total is not None and simulated_here(cfg.mesh) is not None and not is_planned(cfg):
         resolve_mesh(cfg, total, "cpu", processes=find_place().count)
+
+
+def check_places(cfg: Config) -> None:
+    """Refuses a run directory that cannot be written, and first weights that are not there.
+
+    For a dry run: makes nothing, and compares sizes of files but not their digests.
+
+    Raises:
+      InputError: as the run would.
+    """
+    check_folder(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
+    begun = finished_steps(Path(cfg.run_dir) / "checkpoints")
+    if cfg.checkpoint.init_from is not None and not begun:
+        source = locate(cfg.checkpoint.init_from, "size")
+        check_same_weights(source.manifest.get("config", {}), cfg)
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:

@@ -62,3 +62,10 @@ def test_who_stopped_as_asked_does_not_hurry_the_others(tmp_path):
     code, out = local(tmp_path, script)
     assert code == 3, out
     assert "[p0] out of 0" in out
+
+
+def test_logs_that_cannot_be_kept_are_bad_input(tmp_path):
+    (tmp_path / "file").write_text("")
+    code, said = local(tmp_path / "file", "exit 0")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "where output cannot be kept" in said

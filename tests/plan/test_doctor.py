@@ -28,6 +28,18 @@ def test_it_answers_for_accelerators_that_are_not_here(capsys):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
+def test_without_a_config_it_answers_for_the_dtype_that_accelerators_train_in(capsys):
+    assert main(["--target", "h200"]) == 0
+    said = capsys.readouterr().out
+    assert "cudnn" in said
+    assert "mosaic" in said
+    assert "float32" not in said
+    assert "no config: for the default model in bfloat16" in said
+    assert main([]) == 0
+    assert "default model in float32" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
 def test_it_says_what_the_config_names(capsys):
     words = [*OLMOE, "--config.moe.implementation=mosaic_e4m3", "--target"]
     assert main([*words, "h200"]) == 0

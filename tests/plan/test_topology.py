@@ -449,3 +449,9 @@ def test_an_unknown_cluster_is_refused_in_one_line(name, message):
     with pytest.raises(InputError, match=message) as caught:
         load_topology(name)
     assert "\n" not in str(caught.value)
+
+
+def test_brackets_inside_names_stay_as_they_are():
+    named = replace(FULL, name="rack [ 3 ,  4 ]", source="[ a ]  [b ]")
+    found = as_json(named)
+    assert (found["name"], found["source"]) == (named.name, named.source)

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from moejax.errors import STOPPED, DivergedError, InputError
@@ -22,3 +24,32 @@ def test_a_run_that_ends_early_is_one_line(tmp_path, monkeypatch, capsys, error,
     monkeypatch.setattr(loop, "train", train)
     assert main(["--config", str(tmp_path / "config.json")]) == code
     assert capsys.readouterr().err == f"moejax: error: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"run_dir": "/proc/none/run"}, "`run_dir` = /proc/none/run cannot be written"),
+        ({"checkpoint": {"init_from": "nowhere"}}, "no finished checkpoint at nowhere"),
+        (
+            {"mesh": {"expert": 2, "simulated_devices": 2}, "compression": {"preset": "strong"}},
+            "`compression` has no effect",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(tmp_path, monkeypatch, capsys, settings, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"plan": {"mode": "hand"}} | settings))
+    assert main(["--config", "config.json", "--dry_run"]) == 2
+    assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_dry_run_without_known_nodes_says_that_codecs_are_not_counted(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    settings = {"mesh": {"expert": 2}, "compression": {"preset": "strong"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert main(["--config", "config.json", "--dry_run"]) == 0
+    assert "codecs are not counted below" in capsys.readouterr().out

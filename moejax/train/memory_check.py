@@ -1,0 +1,50 @@
+"""Compares what a run needs with what its devices have, before anything is allocated."""
+
+import socket
+
+import jax
+
+from moejax.errors import InputError
+from moejax.runtime.processes import Processes
+from moejax.runtime.room import device_memory
+from moejax.train.step import Trainer
+from moejax.train.summary import Summary, human_bytes
+
+
+def check_memory(trainer: Trainer, processes: Processes) -> int:
+    """Refuses a run whose state and gradients alone are more than a device has.
+
+    Returns:
+      Bytes that a device of this program may take, the least of all.
+
+    Raises:
+      InputError: in all processes.
+    """
+    own, devices = socket.gethostname(), jax.local_devices()
+    together = processes.gather(own).count(own)
+    found = min(device_memory(device, together * len(devices)) for device in devices)
+    limit = min(processes.gather(found))
+    given = trainer.given_bytes()
+    needed = sum(given.values()) + given["weights"]  # gradients are shaped like weights
+    if needed > limit:
+        simulated = trainer.platform == "cpu"
+        whose = "its share of this machine" if simulated else "what JAX may take of it"
+        raise InputError(
+            f"the model does not fit. A device would hold {human_bytes(needed)} of weights, "
+            f"optimizer state and gradients, and has {human_bytes(limit)}, {whose}. They must fit. "
+            f"Shard more (mesh.fsdp, mesh.expert, mesh.tensor) over more "
+            f"{'machines' if simulated else 'devices'}, or make the model smaller."
+        )
+    return limit
+
+
+def doubt_memory(summary: Summary, limit: int) -> list[str]:
+    """A warning where the fullest moment, which is estimated, may not fit."""
+    name, most = max(summary.peaks.items(), key=lambda item: item[1])
+    if most <= limit:
+        return []
+    return [
+        f"warning: the fullest moment ({name}) needs about {human_bytes(most)} of a device, which "
+        f"has {human_bytes(limit)}. If memory runs out, raise train.micro_batches, or choose a "
+        f"stronger model.remat."
+    ]

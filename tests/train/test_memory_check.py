@@ -1,0 +1,42 @@
+import pytest
+
+from moejax.errors import InputError
+from moejax.model.count import Counts
+from moejax.runtime.processes import ALONE
+from moejax.train.memory_check import check_memory, doubt_memory
+from moejax.train.summary import Summary
+from tests.cases import small_config, trainer_for
+
+DEVICES = 8  # that the tests simulate
+
+
+def with_memory(monkeypatch, size):
+    monkeypatch.setattr("moejax.runtime.room.machine_memory", lambda: size * DEVICES)
+
+
+def test_state_and_gradients_must_fit_a_devices_share(monkeypatch):
+    trainer = trainer_for(small_config((1, 1, 2, 2)))
+    given = trainer.given_bytes()
+    needed = sum(given.values()) + given["weights"]
+    with_memory(monkeypatch, needed)
+    assert check_memory(trainer, ALONE) == needed
+    with_memory(monkeypatch, needed - 1)
+    with pytest.raises(InputError, match="the model does not fit"):
+        check_memory(trainer, ALONE)
+
+
+def test_the_least_device_of_all_processes_counts(monkeypatch):
+    trainer = trainer_for(small_config())
+    with_memory(monkeypatch, 2**30)
+    two = ALONE  # of which the second is on the same machine, and has half the room
+    monkeypatch.setattr(type(two), "gather", lambda _, x: [x, x if isinstance(x, str) else x // 2])
+    assert check_memory(trainer, two) == 2**30 // 2 // 2
+
+
+def test_an_estimate_above_the_room_is_a_warning():
+    peaks = {"step": 3 * 2**30, "evaluation": 2**20}
+    summary = Summary(Counts(1, 1, 1, 1), {}, peaks, 1, [])
+    assert doubt_memory(summary, 3 * 2**30) == []
+    (said,) = doubt_memory(summary, 2 * 2**30)
+    assert "fullest moment (step) needs about 3.0 GiB" in said
+    assert "has 2.0 GiB" in said
