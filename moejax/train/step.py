@@ -16,22 +16,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo, wire
-from moejax.comm.codec import build_codec, choose
-from moejax.comm.reduce import (
-    carry,
-    describe_state,
-    reduce_whole,
-    split,
-    state_specs,
-    sum_energies,
-)
+from moejax.comm.carried import carry, split
+from moejax.comm.codec import Moment, build_codec, choose
+from moejax.comm.reduce import describe_state, reduce_whole, state_specs, sum_energies
 from moejax.compression import GRADIENTS, NO_CODECS, Codecs, build_compression
 from moejax.config import Config
 from moejax.dims import Layout, build_layout
 from moejax.kernels.select import place_of, select_kernels
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
-from moejax.moe.router import update_bias
+from moejax.moe.router import Noise, update_bias
 from moejax.program import Program
 from moejax.route import build_route
 from moejax.runtime.compiler import Options, compiler_options, known_options
@@ -292,12 +286,12 @@ def _shardings(abstract: Tree) -> Tree:
 
 
 def _loss(
-    trainer: Trainer, params: Tree, balance: Tree, batch: Batch, num_targets: Any, key: Any
+    trainer: Trainer, params: Tree, balance: Tree, batch: Batch, num_targets: Any, noise: Noise
 ) -> tuple[jax.Array, LossParts]:
     """This device's share of the loss on its rows."""
     model = nnx.merge(trainer.graph, params, balance)
-    noise_key = key if trainer.cfg.moe.router.jitter else None
-    x_BTD, w_Dv, stats = model(batch.token_BT, batch.segment_BT, noise_key)
+    heard = noise if trainer.cfg.moe.router.jitter else None
+    x_BTD, w_Dv, stats = model(batch.token_BT, batch.segment_BT, heard)
     with jax.named_scope("loss"):
         return next_token_loss(
             x_BTD,
@@ -323,13 +317,17 @@ def _gradients(
     num_targets = wire.all_reduce(jnp.sum(batch.target_BT >= 0), layout.token_axes)
     num_targets = jnp.maximum(num_targets, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(trainer.cfg.train.seed), state.step)
+    noise_key, rounding_key = jax.random.split(key)
 
     def micro(part: Any, rows: Batch, codecs: Tree) -> tuple[Tree, Tree, LossParts]:
-        part_key = jax.random.fold_in(key, part)
-        carried = carry(state.params, codecs, trainer.dims, state.step)
+        moment = Moment(state.step, jax.random.fold_in(rounding_key, part), part)
+        carried = carry(state.params, codecs, trainer.dims, moment, layout)
+        # A part is the next of this device's rows, in order.
+        before = wire.index(layout.token_axes) * len(batch.token_BT) + part * len(rows.token_BT)
 
         def loss(params):
-            return _loss(trainer, params, state.balance, rows, num_targets, part_key)
+            noise = Noise(noise_key, before)
+            return _loss(trainer, params, state.balance, rows, num_targets, noise)
 
         gradients, report = jax.grad(loss, has_aux=True)(carried)
         return *split(gradients, trainer.dims), report
