@@ -24,7 +24,7 @@ def test_a_moment_travels_as_floats_without_loss(step):
     found = from_floats(to_floats(moment))
     assert (int(found.step), int(found.part)) == (step, step // 3)
     keys = [jax.random.key_data(one.key) for one in (found, moment)]
-    np.testing.assert_array_equal(*keys)
+    np.testing.assert_array_equal(keys[0], keys[1])
 
 
 def carried_keys(step, part, key):

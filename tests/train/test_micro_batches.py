@@ -91,7 +91,7 @@ def energies_of(parts, sequences, batch):
     trainer, state = first(cfg)
     now = trainer.at(trainer.program.compression.at(0, (0, 0)))
     codec = now.program.codecs.dense_gradient
-    assert codec.measures
+    assert codec is not None
     state, _ = now.step(jax.tree.map(lambda x: x.copy(), state), place(now, batch))
     ladder = build_codec(codec)
     return np.asarray(sum_energies(ladder, state.reduction.codecs, now.dims, "dense_gradient"))
