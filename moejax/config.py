@@ -125,7 +125,8 @@ class RouterConfig:
     )
     balance_over: str = setting(
         "batch",
-        "span of the load-balance loss; sequence: counts the K best scores (DeepSeek-V3)",
+        "span of the load-balance loss; batch: of each micro-batch, whose rows the mesh decides; "
+        "sequence: counts the K best scores (DeepSeek-V3)",
         choices=("batch", "sequence"),
     )
     z_loss: float = setting(
@@ -254,14 +255,16 @@ class TrainConfig:
 
     num_steps: int = setting(200, "optimizer steps of the whole run", at_least=1)
     batch_sequences: int = setting(32, "sequences of one step, over all devices", at_least=1)
-    micro_batches: int = setting(1, "gradient accumulation: parts the batch is cut in", at_least=1)
+    micro_batches: int = setting(
+        1, "gradient accumulation: parts the batch is cut in, of evaluation too", at_least=1
+    )
     gradient_dtype: str = setting(
         "float32", "dtype of gradients while they are reduced", choices=("float32", "bfloat16")
     )
     reduction_bytes: int | None = setting(
         None, "largest piece in which a gradient is reduced; none: each weight whole", at_least=1
     )
-    seed: int = setting(0, "decides weights, data order and routing noise", at_least=0)
+    seed: int = setting(0, "decides weights, data order, routing noise and rounding", at_least=0)
     log_every: int = setting(10, "steps between logged lines", at_least=1)
     eval_every: int | None = setting(
         100, "steps between evaluations; none: only at the end", at_least=1

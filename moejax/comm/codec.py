@@ -26,10 +26,11 @@ LOCO_AVERAGE, LOCO_RESET = 0.5, 512
 
 
 class Moment(NamedTuple):
-    """When something is encoded: the step, counted from zero, and a key for random rounding."""
+    """When something is encoded, and where: what a codec may depend on beside its input."""
 
-    step: jax.Array
-    key: jax.Array
+    step: jax.Array  # counted from zero
+    key: jax.Array  # for random rounding: of this device, step, micro-batch and parameter alone
+    part: jax.Array | int = 0  # the micro-batch, counted from zero in each step
 
 
 class Codec:
@@ -266,7 +267,8 @@ class Ladder(Codec):
     """The rung of some codecs that was chosen last, with error feedback of its own (GraVAC).
 
     A step that measures notes in the state, for each rung, the energy that it would leave out, and
-    the whole energy; `choose` takes the strongest rung from them that keeps enough.
+    the whole energy, summed over its micro-batches; `choose` takes the strongest rung from them
+    that keeps enough.
     """
 
     rungs: tuple[Codec, ...]  # from mild to strong, without feedback
@@ -285,7 +287,10 @@ class Ladder(Codec):
         whole = x.astype(jnp.float32) + state[..., :n]
         payload, inner = codec.encode(whole, state[..., n:used], moment)
         error = whole - self.decode(payload, n)
-        energies = self._energies(whole, state, moment) if self.measures else state[..., end:]
+        energies = state[..., end:]
+        if self.measures:
+            before = jnp.where(moment.part == 0, 0, energies)
+            energies = before + self._energies(whole, state, moment)
         return payload, jnp.concatenate([error, inner, state[..., used:end], energies], axis=-1)
 
     def decode(self, payload: Payload, size: int) -> jax.Array:

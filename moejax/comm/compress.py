@@ -59,6 +59,7 @@ def reduce_parts(
     Args:
       x_SCn: [S, C, n]: this device's part for each place along `scatter`, cut in C.
       state: of the call before, or `first_state`.
+      moment: its key is this device's own, so that no two round alike.
 
     Returns:
       [C, n] float32: the sum, the same on all devices along `copies`; and the next state.
@@ -67,8 +68,7 @@ def reduce_parts(
         return _reduce_low_rank(x_SCn, scatter, copies, codec, state)
     S, C, n = x_SCn.shape
     axes = scatter + copies
-    # No two devices round alike.
-    keys = jax.random.split(jax.random.fold_in(moment.key, wire.index(axes)))
+    keys = jax.random.split(moment.key)
     used = codec.state_size(n)
     before = _front(state.parts, S * C, used)
     payload, parts = codec.encode(x_SCn.reshape(S * C, n), before, moment._replace(key=keys[0]))

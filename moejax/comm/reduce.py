@@ -10,7 +10,6 @@ Parameters that every device holds whole (norm scales) are too small for a colle
 `reduce_whole` sums them all in one at the end.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from moejax.comm import wire
+from moejax.comm.carried import Carried, from_floats
 from moejax.comm.codec import (
     Codec,
     Ladder,
@@ -35,19 +35,6 @@ from moejax.comm.pack import decode_packed, encode_packed
 from moejax.compression import Codecs
 from moejax.dims import Axes, Layout
 from moejax.program import Program
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class Carried:
-    """A parameter's shard, and what the codec of its gradient remembers, on this device.
-
-    Differentiating with respect to it gives the reduced gradient and the next state.
-    """
-
-    weight: Any  # an array; jax builds trees of other things too
-    state: Any  # a `ReduceState`
-    when: Any  # [2] float32, so that it may be differentiated: the step, and which parameter
 
 
 @dataclass(frozen=True)
@@ -170,44 +157,6 @@ def state_specs(states: Any, params: Any, dims: Any, layout: Layout) -> Any:
     return jax.tree.map(spec, params, dims, states)
 
 
-def carry(params: Any, states: Any, dims: Any, step: jax.Array) -> Any:
-    """The parameters, with what codecs remember beside those that have one."""
-    numbers = itertools.count()
-
-    def beside(param: jax.Array, letters: str, state: ReduceState | None) -> Any:
-        if state is None:
-            return param
-        stack = param.shape[: param.ndim - len(letters)]
-        own = jax.tree.map(lambda s: jnp.squeeze(s, len(stack)), state)
-        which = [next(numbers) for _ in range(math.prod(stack))]
-        which_L2 = jnp.stack(jnp.broadcast_arrays(step, jnp.array(which)), axis=-1)
-        return Carried(param, own, which_L2.astype(jnp.float32).reshape(*stack, 2))
-
-    return jax.tree.map(beside, params, dims, states)
-
-
-def split(gradients: Any, dims: Any) -> tuple[Any, Any]:
-    """The inverse of `carry`: gradients, and the next states."""
-
-    def state(gradient: Any, letters: str) -> Any:
-        if not isinstance(gradient, Carried):
-            return None
-        stack = gradient.weight.ndim - len(letters)
-        return jax.tree.map(lambda s: jnp.expand_dims(s, stack), gradient.state)
-
-    def weight(gradient: Any) -> jax.Array:
-        return gradient.weight if isinstance(gradient, Carried) else gradient
-
-    return (
-        jax.tree.map(weight, gradients, is_leaf=_is_carried),
-        jax.tree.map(state, gradients, dims, is_leaf=_is_carried),
-    )
-
-
-def _is_carried(x: Any) -> bool:
-    return isinstance(x, Carried)
-
-
 def sum_energies(ladder: Codec | LowRank, states: Any, dims: Any, kind: str) -> jax.Array:
     """What this device's senders of one class noted when they measured; see `codec.Ladder`."""
     assert isinstance(ladder, Ladder)
@@ -219,11 +168,6 @@ def sum_energies(ladder: Codec | LowRank, states: Any, dims: Any, kind: str) -> 
 
     jax.tree.map(add, dims, states)
     return jnp.sum(jnp.stack(found), axis=0) if found else jnp.zeros(len(ladder.rungs) + 1)
-
-
-def uncarried(tree: Any) -> Any:
-    """The weights of a tree alone: their gradients travel as they are."""
-    return jax.tree.map(lambda x: x.weight if _is_carried(x) else x, tree, is_leaf=_is_carried)
 
 
 @dataclass(frozen=True)
@@ -265,9 +209,7 @@ def _enter_backward(how, kept, gradient):
     gradient = gradient.astype(how.gradient_dtype)
     if state is None:
         return (_reduced(gradient, how, None, None)[0].astype(like.dtype),)
-    step, which = when.astype(jnp.int32)
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), which)
-    reduced, state = _reduced(gradient, how, state, Moment(step, key))
+    reduced, state = _reduced(gradient, how, state, from_floats(when))
     return (Carried(reduced.astype(like.dtype), state, jnp.zeros_like(when)),)
 
 

@@ -14,12 +14,13 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
-from moejax.comm.reduce import uncarried
+from moejax.comm.carried import uncarried
 from moejax.config import ModelConfig, MoEConfig
 from moejax.model.attention import Angles, Attention, attention_mask
 from moejax.model.layers import MLP, Embedding, RMSNorm
 from moejax.model.rope import tables
 from moejax.moe.layer import MoE, MoEStats
+from moejax.moe.router import Noise
 from moejax.program import Program
 
 REMAT_POLICIES: dict[str, Callable | None] = {
@@ -56,7 +57,7 @@ class Block(nnx.Module):
         self.mlp = MLP(cfg, hidden, program, rngs) if hidden else None
 
     def __call__(
-        self, x_BtD: jax.Array, mask_BST: jax.Array, angles: Angles, noise_key: jax.Array | None
+        self, x_BtD: jax.Array, mask_BST: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, MoEStats | None]:
         """Returns the new residual stream and what the experts report."""
         # Asked for now, the weights of what follows arrive while attention runs.
@@ -67,7 +68,7 @@ class Block(nnx.Module):
             x_BtD = x_BtD + self.attention(self.attention_norm(x_BtD), mask_BST, angles)
         h_BtD = self.mlp_norm(x_BtD)
         if self.moe is not None and moe_weights is not None:
-            y_BtD, stats = self.moe(h_BtD, moe_weights, noise_key)
+            y_BtD, stats = self.moe(h_BtD, moe_weights, noise)
             x_BtD = x_BtD + y_BtD
         if self.mlp is not None and mlp_weights is not None:
             with jax.named_scope("mlp"):
@@ -89,13 +90,13 @@ class Pattern(nnx.Module):
         self.blocks = nnx.List([Block(kind, cfg, moe, program, rngs) for kind in kinds])
 
     def __call__(
-        self, x_BtD: jax.Array, mask_BST: jax.Array, angles: Angles, noise_key: jax.Array | None
+        self, x_BtD: jax.Array, mask_BST: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, list[MoEStats]]:
         """Runs the blocks in order."""
         reports = []
         for place, block in enumerate(self.blocks):
-            key = None if noise_key is None else jax.random.fold_in(noise_key, place)
-            x_BtD, stats = block(x_BtD, mask_BST, angles, key)
+            own = None if noise is None else noise.of(place)
+            x_BtD, stats = block(x_BtD, mask_BST, angles, own)
             reports += [] if stats is None else [stats]
         return x_BtD, reports
 
@@ -117,7 +118,7 @@ class Transformer(nnx.Module):
         self,
         token_BT: Int[Array, "B T"],
         segment_BT: Int[Array, "B T"],
-        noise_key: jax.Array | None = None,
+        noise: Noise | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"], MoEStats | None]:
         """Returns the final hidden states at all positions, what projects them to logits, reports.
 
@@ -126,7 +127,7 @@ class Transformer(nnx.Module):
 
         Args:
           segment_BT: document of each position; attention stays inside it.
-          noise_key: the same on every device; None where routing is to be noiseless.
+          noise: of the router's input; None where routing is to be noiseless.
         """
         cfg = self.cfg
         mask_BST = attention_mask(segment_BT, cfg.sliding_window)
@@ -138,9 +139,9 @@ class Transformer(nnx.Module):
         for place, (group, (kinds, repeats)) in enumerate(
             zip(self.groups, layer_groups(cfg), strict=True)
         ):
-            key = None if noise_key is None else jax.random.fold_in(noise_key, place)
+            own = None if noise is None else noise.of(place)
             plain = max(0, self.program.compression.start_layer - first_block)
-            x_BtD, stats = self._run_group(group, x_BtD, mask_BST, angles, key, plain)
+            x_BtD, stats = self._run_group(group, x_BtD, mask_BST, angles, own, plain)
             reports += [] if stats is None else [stats]
             first_block += len(kinds) * repeats
         x_BTD = enter_tensor(self.norm(x_BtD), self.program.layout)
@@ -154,7 +155,7 @@ class Transformer(nnx.Module):
         x_BtD: jax.Array,
         mask_BST: jax.Array,
         angles: Angles,
-        noise_key: jax.Array | None,
+        noise: Noise | None,
         plain_blocks: int,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Scans one layer group; reports come back stacked in layer order.
@@ -168,8 +169,8 @@ class Transformer(nnx.Module):
 
         def repeat(x_BtD, scanned):
             layer, state = scanned
-            key = None if noise_key is None else jax.random.fold_in(noise_key, layer)
-            return nnx.merge(graph, state)(x_BtD, mask_BST, angles, key)
+            own = None if noise is None else noise.of(layer)
+            return nnx.merge(graph, state)(x_BtD, mask_BST, angles, own)
 
         if self.cfg.remat != "none":
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])

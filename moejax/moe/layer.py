@@ -70,13 +70,13 @@ class MoE(nnx.Module):
         self,
         h_BtD: Float[Array, "B t D"],
         weights: MoEWeights,
-        noise_key: jax.Array | None = None,
+        noise: router.Noise | None = None,
     ) -> tuple[Float[Array, "B t D"], MoEStats]:
         """Per device. Takes and returns activations as blocks exchange them (`comm.activations`).
 
         Args:
           weights: `self.weights()`, entered earlier, so that they arrive in time.
-          noise_key: of the router's jitter, the same on every device; None for none.
+          noise: of the router's jitter; None for none.
         """
         moe, layout = self.moe, self.program.layout
         replicated = self.program.route.replicated
@@ -85,10 +85,10 @@ class MoE(nnx.Module):
         x_ND = x_BtD.reshape(-1, D)
         with jax.named_scope("router"):
             seen_BtD = x_BtD
-            if noise_key is not None:
+            if noise is not None:
                 first = 0 if replicated else wire.index(layout.tensor) * t
                 seen_BtD *= router.jitter_noise(
-                    x_BtD.shape, moe.router.jitter, noise_key, layout, first_position=first
+                    x_BtD.shape, moe.router.jitter, noise, first_position=first
                 )
             logit_NE = jnp.dot(
                 seen_BtD.reshape(-1, D).astype(jnp.float32), weights.router_DE, precision="highest"

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from moejax.annotations import Array, Float, Int
-from moejax.comm import wire
 from moejax.config import RouterConfig
 from moejax.dims import Layout
 
@@ -134,30 +133,35 @@ def update_bias(bias_E: jax.Array, load_E: jax.Array, rate: float) -> jax.Array:
     return bias_E + rate * jnp.sign(jnp.mean(load_E, axis=-1, keepdims=True) - load_E)
 
 
+class Noise(NamedTuple):
+    """What jitter is drawn from."""
+
+    key: jax.Array  # the same on every device; differs by step and layer
+    first_sequence: jax.Array | int  # in the global batch, of the rows that are routed
+
+    def of(self, place: jax.Array | int) -> "Noise":
+        """That of one of several layers, or of groups of them."""
+        return self._replace(key=jax.random.fold_in(self.key, place))
+
+
 def jitter_noise(
-    shape: tuple[int, ...],
-    amount: float,
-    key: jax.Array,
-    layout: Layout,
-    *,
-    first_position: jax.Array | int,
+    shape: tuple[int, ...], amount: float, noise: Noise, *, first_position: jax.Array | int
 ) -> Float[Array, "B t D"]:
     """Factors of the router's input, uniform in 1 - amount .. 1 + amount.
 
     Per device. The noise of a token depends on its place in the global batch alone, so every mesh
-    draws the same.
+    draws the same, in any number of micro-batches.
 
     Args:
       shape: of the input, [B, t, D].
-      key: the same on every device; differs by step, layer and micro-batch.
       first_position: in the sequence, of this device's t.
     Source: Switch Transformer (Fedus et al. 2021), section 2.2.
     """
     B, t, D = shape
-    sequence = wire.index(layout.token_axes) * B
 
-    def noise(b: jax.Array, s: jax.Array) -> jax.Array:
-        place = jax.random.fold_in(jax.random.fold_in(key, sequence + b), first_position + s)
+    def factors(b: jax.Array, s: jax.Array) -> jax.Array:
+        sequence = jax.random.fold_in(noise.key, noise.first_sequence + b)
+        place = jax.random.fold_in(sequence, first_position + s)
         return jax.random.uniform(place, (D,), minval=1 - amount, maxval=1 + amount)
 
-    return jax.vmap(lambda b: jax.vmap(lambda s: noise(b, s))(jnp.arange(t)))(jnp.arange(B))
+    return jax.vmap(lambda b: jax.vmap(lambda s: factors(b, s))(jnp.arange(t)))(jnp.arange(B))

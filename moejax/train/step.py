@@ -16,25 +16,22 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo, wire
-from moejax.comm.codec import build_codec, choose
-from moejax.comm.reduce import (
-    carry,
-    describe_state,
-    reduce_whole,
-    split,
-    state_specs,
-    sum_energies,
-)
-from moejax.compression import GRADIENTS, NO_CODECS, Codecs, build_compression
+from moejax.comm.carried import carry, split
+from moejax.comm.codec import Moment, build_codec, choose
+from moejax.comm.reduce import reduce_whole, sum_energies
+from moejax.compression import GRADIENTS, NO_CODECS, Codecs
 from moejax.config import Config
-from moejax.dims import Layout, build_layout
-from moejax.kernels.select import place_of, select_kernels
-from moejax.model.transformer import Transformer
-from moejax.moe.layer import RouterBias
-from moejax.moe.router import update_bias
+from moejax.dims import Layout
+from moejax.moe.router import Noise, update_bias
 from moejax.program import Program
-from moejax.route import build_route
 from moejax.runtime.compiler import Options, compiler_options, known_options
+from moejax.train.describe import (
+    build_model,
+    build_optimizer,
+    build_program,
+    describe,
+    split_model,
+)
 from moejax.train.evaluate import cut, logits_after, sum_over_targets
 from moejax.train.loss import LossParts, next_token_loss
 from moejax.train.optimizer import Optimizer, square_share
@@ -104,10 +101,10 @@ class Trainer:
 
         The values depend on the seed alone, not on the mesh.
         """
-        optimizer = _optimizer(self.cfg, self.dims, self.layout)
+        optimizer = build_optimizer(self.cfg, self.dims, self.layout)
 
         def build() -> TrainState:
-            params, balance = _split(_model(self.cfg, self.program))[1:]
+            params, balance = split_model(build_model(self.cfg, self.program))[1:]
             zero = jnp.zeros((), jnp.int32)
             moments = optimizer.init(params)
             return TrainState(zero, zero, params, balance, moments, self._empty_reduction())
@@ -138,7 +135,7 @@ class Trainer:
     @cached_property
     def step(self) -> Any:
         """The jitted step: (state, batch) -> (state, metrics). Takes the state's memory over."""
-        body = partial(_train_step, self, _optimizer(self.cfg, self.dims, self.layout))
+        body = partial(_train_step, self, build_optimizer(self.cfg, self.dims, self.layout))
         return self._jitted(body, (self._state_specs, P()), donate_argnums=0)
 
     @cached_property
@@ -204,14 +201,14 @@ def build_trainer(
       platform: "cpu", "gpu" or "tpu", which chooses kernels, with what the devices are.
       codecs: of the steps it is for; those of the first step unless given.
     """
-    program = _program(cfg, mesh, platform, codecs)
-    model = nnx.eval_shape(lambda: _model(cfg, program))
-    graph, params, balance = _split(model)
+    program = build_program(cfg, mesh, platform, codecs)
+    model = nnx.eval_shape(lambda: build_model(cfg, program))
+    graph, params, balance = split_model(model)
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     dims = nnx.to_pure_dict(
         nnx.from_flat_state([(path, v.replace(v.get_metadata("dims"))) for path, v in flat])
     )
-    abstract, specs = _describe(cfg, program, params, balance, dims)
+    abstract, specs = describe(cfg, program, params, balance, dims)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
         abstract,
@@ -220,84 +217,17 @@ def build_trainer(
     return Trainer(cfg, mesh, program, platform, graph, dims, abstract)
 
 
-def _program(
-    cfg: Config, mesh: Mesh | AbstractMesh, platform: str, codecs: Codecs | None
-) -> Program:
-    """What a device runs; arguments as of `build_trainer`."""
-    layout = build_layout(cfg.mesh)
-    chosen = {
-        name: one.implementation
-        for name, one in select_kernels(cfg, place_of(mesh, platform)).items()
-    }
-    compression = build_compression(cfg.compression)
-    if "quantize" in chosen:
-        rows = chosen.get("quantized_rows", "separate")
-        compression = compression.with_kernels(chosen["quantize"], rows)
-    codecs = codecs or compression.at(0)
-    return Program(
-        layout=layout,
-        route=build_route(
-            cfg.route,
-            layout,
-            chunks=cfg.route_chunks,
-            chunks_backward=cfg.route_chunks_backward or cfg.route_chunks,
-            trim=cfg.route_trim,
-            codecs=codecs,
-        ),
-        pin=platform != "cpu",
-        dtype=cfg.model.dtype,
-        gradient_dtype=cfg.train.gradient_dtype,
-        compression=compression,
-        codecs=codecs,
-        micro_bytes=cfg.train.reduction_bytes,
-        experts=chosen.get("experts", "blocked"),
-        attention=chosen["attention"],
-        logit_elements=2**21 if platform == "cpu" else 2**27,
-    )
-
-
-def _describe(
-    cfg: Config, program: Program, params: Any, balance: Any, dims: Any
-) -> tuple[TrainState, TrainState]:
-    """The state's shapes, and how each array lies over the mesh."""
-    layout, adaptive = program.layout, program.compression.adaptive
-    optimizer = _optimizer(cfg, dims, layout)
-    moments = jax.eval_shape(optimizer.init, params)
-    kept = jax.tree.map(partial(describe_state, program), params, dims)
-    rungs = jax.ShapeDtypeStruct((len(GRADIENTS),), jnp.int32) if adaptive else None
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    abstract = TrainState(scalar, scalar, params, balance, moments, Reduction(kept, rungs))
-    specs = jax.tree.map(lambda x, d: layout.param_spec(d, x.ndim), params, dims)
-    opt_specs = optimizer.specs(params, moments, specs)
-    none = jax.tree.map(lambda _: P(), balance)
-    reduction = Reduction(state_specs(kept, params, dims, layout), P() if adaptive else None)
-    return abstract, TrainState(P(), P(), specs, none, opt_specs, reduction)
-
-
-def _model(cfg: Config, program: Program) -> Transformer:
-    return Transformer(cfg.model, cfg.moe, program, nnx.Rngs(params=cfg.train.seed))
-
-
-def _split(model: Transformer) -> tuple[nnx.GraphDef, Tree, Tree]:
-    graph, params, balance = nnx.split(model, nnx.Param, RouterBias)
-    return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(balance)
-
-
-def _optimizer(cfg: Config, dims: Tree, layout: Layout) -> Optimizer:
-    return Optimizer(cfg.optimizer, dims, layout, cfg.train.num_steps)
-
-
 def _shardings(abstract: Tree) -> Tree:
     return jax.tree.map(lambda x: x.sharding, abstract)
 
 
 def _loss(
-    trainer: Trainer, params: Tree, balance: Tree, batch: Batch, num_targets: Any, key: Any
+    trainer: Trainer, params: Tree, balance: Tree, batch: Batch, num_targets: Any, noise: Noise
 ) -> tuple[jax.Array, LossParts]:
     """This device's share of the loss on its rows."""
     model = nnx.merge(trainer.graph, params, balance)
-    noise_key = key if trainer.cfg.moe.router.jitter else None
-    x_BTD, w_Dv, stats = model(batch.token_BT, batch.segment_BT, noise_key)
+    heard = noise if trainer.cfg.moe.router.jitter else None
+    x_BTD, w_Dv, stats = model(batch.token_BT, batch.segment_BT, heard)
     with jax.named_scope("loss"):
         return next_token_loss(
             x_BTD,
@@ -323,13 +253,17 @@ def _gradients(
     num_targets = wire.all_reduce(jnp.sum(batch.target_BT >= 0), layout.token_axes)
     num_targets = jnp.maximum(num_targets, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(trainer.cfg.train.seed), state.step)
+    noise_key, rounding_key = jax.random.split(key)
 
     def micro(part: Any, rows: Batch, codecs: Tree) -> tuple[Tree, Tree, LossParts]:
-        part_key = jax.random.fold_in(key, part)
-        carried = carry(state.params, codecs, trainer.dims, state.step)
+        moment = Moment(state.step, jax.random.fold_in(rounding_key, part), part)
+        carried = carry(state.params, codecs, trainer.dims, moment, layout)
+        # A part is the next of this device's rows, in order.
+        before = wire.index(layout.token_axes) * len(batch.token_BT) + part * len(rows.token_BT)
 
         def loss(params):
-            return _loss(trainer, params, state.balance, rows, num_targets, part_key)
+            noise = Noise(noise_key, before)
+            return _loss(trainer, params, state.balance, rows, num_targets, noise)
 
         gradients, report = jax.grad(loss, has_aux=True)(carried)
         return *split(gradients, trainer.dims), report

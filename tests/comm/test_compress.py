@@ -37,9 +37,8 @@ def build(codec, scatter, copies):
 
     def body(x, state, step):
         state = jax.tree.map(lambda s: s[0], state)
-        total, state = reduce_parts(
-            x[0], scatter, copies, codec, state, Moment(step, jax.random.key(3))
-        )
+        key = jax.random.fold_in(jax.random.key(3), jax.lax.axis_index(EVERY))
+        total, state = reduce_parts(x[0], scatter, copies, codec, state, Moment(step, key))
         return total[None], jax.tree.map(lambda s: s[None], state)
 
     specs = (device, device, P())

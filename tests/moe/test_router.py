@@ -148,7 +148,7 @@ def test_the_bias_moves_towards_idle_experts_by_its_rate():
 def test_jitter_depends_on_the_global_position_alone():
     key = jax.random.key(0)
     whole = in_one_device_map(
-        lambda k: router.jitter_noise((4, 6, 2), 0.1, k, ONE, first_position=0), key
+        lambda k: router.jitter_noise((4, 6, 2), 0.1, router.Noise(k, 0), first_position=0), key
     )
     mesh_cfg = MeshConfig(replica=2, expert=2, tensor=2)
     layout = build_layout(mesh_cfg)
@@ -156,7 +156,10 @@ def test_jitter_depends_on_the_global_position_alone():
     spec = jax.sharding.PartitionSpec
     mapped = jax.shard_map(
         lambda k: router.jitter_noise(
-            (1, 3, 2), 0.1, k, layout, first_position=3 * jax.lax.axis_index("tensor")
+            (1, 3, 2),
+            0.1,
+            router.Noise(k, jax.lax.axis_index(layout.token_axes)),
+            first_position=3 * jax.lax.axis_index("tensor"),
         ),
         mesh=mesh,
         in_specs=spec(),

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -131,16 +130,23 @@ def test_what_is_kept_shards_by_device_and_grows_from_nothing():
 
 
 def test_an_update_that_is_not_finite_keeps_what_was_kept():
-    cfg = compressed((2, 2, 2, 1), 4, "int4+feedback")
+    """The loss is not finite; then the loss is, and the norm of the gradient is not."""
+    cfg = compressed((2, 2, 2, 1), 4, "int4+feedback", model={"tie_embeddings": False})
     trainer = trainer_for(cfg)
     state, _ = trainer.step(trainer.init(), place(trainer, random_batch(cfg)))
-    bad = jax.tree.map(lambda p: p, state.params)
-    bad["norm"]["scale"] = bad["norm"]["scale"].at[0].set(jnp.inf)
-    state = spread(state._replace(params=bad), trainer)
-    before = jax.tree.map(np.asarray, state.reduction)
-    state, metrics = trainer.step(state, place(trainer, random_batch(cfg)))
-    assert int(metrics.skipped) == 1
-    assert_equal(before, state.reduction)
+    good = jax.tree.map(np.asarray, state.params)
+    infinite, huge = (jax.tree.map(lambda p: p, good) for _ in range(2))
+    infinite["norm"]["scale"] = np.full_like(good["norm"]["scale"], np.inf)
+    # Logits of about 1e25: so is the loss, and the gradient of what came before. Its square is not.
+    huge["embedding"]["project"] = good["embedding"]["project"] * np.float32(1e25)
+    for count, params in enumerate((infinite, huge), 1):
+        state = spread(state._replace(params=params), trainer)
+        before = jax.tree.map(np.array, (params, state.reduction, state.optimizer))
+        state, metrics = trainer.step(state, place(trainer, random_batch(cfg)))
+        assert bool(np.isfinite(metrics.loss)) == (params is huge)
+        assert not np.isfinite(metrics.gradient_norm)
+        assert int(metrics.skipped) == int(state.skipped) == count
+        assert_equal(before, (state.params, state.reduction, state.optimizer))
 
 
 TOKENS = [

@@ -16,7 +16,7 @@ from moejax.train.optimizer import Optimizer, is_matrix, learning_rate, square_s
 
 # As the model's: sizes that every mesh below divides.
 DIMS = {"table": "VD", "query": "DHC", "out": "HCD", "router": "DE", "up": "EDUF", "down": "EFD"}
-DIMS |= {"scale": "D"}
+DIMS |= {"scale": "D", "bias": "HC"}  # of queries, or the scale of a norm over all heads
 SIZES = {"V": 16, "D": 16, "H": 8, "C": 4, "E": 8, "U": 2, "F": 8}
 MESHES = [(1, 1, 1, 1), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 8, 1), (1, 1, 1, 8), (8, 1, 1, 1)]
 
@@ -100,7 +100,7 @@ def test_matrices_decay_and_norm_scales_and_gate_biases_do_not():
     zero = jax.tree.map(np.zeros_like, params)
     changed = first_update((1, 1, 1, 1), zero, params, learning_rate=0.5, weight_decay=0.1)
     for name, x in params.items():
-        wanted = 0 if name == "scale" else -0.05 * x
+        wanted = 0 if name in ("scale", "bias") else -0.05 * x
         np.testing.assert_allclose(changed[name], wanted, atol=1e-6)
 
 
@@ -176,7 +176,7 @@ def test_muons_other_parameters_follow_adam_without_decay():
     options = {"learning_rate": 0.1, "clip_norm": None}
     muon = first_update((1, 1, 1, 1), gradients, name="muon", **options)
     adam = first_update((1, 1, 1, 1), gradients, weight_decay=0.0, **options)
-    for key in ("table", "router", "scale"):
+    for key in ("table", "router", "scale", "bias"):
         np.testing.assert_array_equal(muon[key], adam[key])
     assert not np.allclose(muon["query"], adam["query"])
 
