@@ -106,7 +106,7 @@ def _check_plan(path: Path, found: dict[str, Any]) -> None:
 
 
 def _check_seconds(path: Path, name: str, found: Any) -> None:
-    seconds = found.get("seconds") if isinstance(found, dict) else None
+    seconds: Any = found.get("seconds") if isinstance(found, dict) else None
     if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
         raise InputError(_damaged(path, f"{name}.seconds", seconds, "a time above 0"))
 
