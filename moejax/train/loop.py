@@ -19,23 +19,20 @@ import numpy as np
 from rich.console import Console
 
 from moejax.checks import check, resolve_mesh
-from moejax.checks.planned import is_planned
 from moejax.config import Config
 from moejax.dims import build_layout
-from moejax.errors import InputError
 from moejax.plan.build import build_mesh
 from moejax.plan.topology import Topology
 from moejax.runtime.interrupt import Interrupt
-from moejax.runtime.ledger import RunLock
-from moejax.runtime.processes import ALONE, Processes, Stop, find_place
-from moejax.runtime.start import join, measure_peak, platform_of, simulated_here, start
-from moejax.settings import diff, from_dict, save_json, to_dict
-from moejax.train.checkpoint import Checkpoints, Saved, locate, newest, restore_items
+from moejax.runtime.processes import ALONE, Processes, Stop
+from moejax.runtime.start import join, measure_peak, platform_of, start
+from moejax.settings import save_json, to_dict
+from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.planning import kept_plan, measure, plan_run, save_routing
-from moejax.train.resume import check_resumable, check_same_weights, remembers, same_reduction
 from moejax.train.sample import sample
+from moejax.train.start import check_place, check_same_config, choose, claim, first_state
 from moejax.train.state import TrainState
 from moejax.train.step import Trainer, build_trainer
 from moejax.train.stretches import Stretches
@@ -153,86 +150,6 @@ def train_planned(
         checkpoints.close()
         records.close()
     return run.doubt.topology if run.doubt is not None and stopped else state
-
-
-def check_place(cfg: Config) -> None:
-    """Refuses simulated devices that this program's processes cannot share, or nodes of them.
-
-    Raises:
-      InputError: in every process, before they meet.
-    """
-    total = cfg.mesh.simulated_devices
-    if total is not None and simulated_here(cfg.mesh) is not None and not is_planned(cfg):
-        resolve_mesh(cfg, total, "cpu", processes=find_place().count)
-
-
-def check_same_config(cfg: Config, processes: Processes) -> None:
-    """Refuses processes that were started with different settings.
-
-    Raises:
-      InputError: in all of them.
-    """
-    for index, other in enumerate(processes.gather(to_dict(cfg))):
-        if changes := diff(from_dict(other), cfg):
-            listed = ", ".join(f"{name}: {theirs} and {ours}" for name, theirs, ours in changes)
-            raise InputError(
-                f"processes have different configs. {index} and {processes.index} differ: "
-                f"{listed}. One program has one config. Start all with the same file and settings."
-            )
-
-
-def choose(cfg: Config, processes: Processes) -> tuple[Saved | None, Saved | None, list[str]]:
-    """The checkpoint to go on from, else that to take weights from, and what to say about it."""
-    saved, notes = newest(Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify, processes)
-    if saved is not None:
-        changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
-        notes += [f"setting changed since the checkpoint: {change}" for change in changes]
-        return saved, None, notes
-    if cfg.checkpoint.init_from is None:
-        return None, None, notes
-    source = locate(cfg.checkpoint.init_from, cfg.checkpoint.verify, processes)
-    check_same_weights(source.manifest.get("config", {}), cfg)
-    return None, source, notes
-
-
-def claim(run_dir: Path) -> RunLock:
-    """Makes the run directory and takes its lock."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        return RunLock(run_dir)
-    except OSError as error:
-        raise InputError(
-            f"run directory cannot be written. {run_dir}: {error.strerror}. It must be a directory "
-            f"this user may write. Set another run_dir."
-        ) from error
-
-
-def first_state(
-    trainer: Trainer,
-    checkpoints: Checkpoints,
-    saved: Saved | None,
-    source: Saved | None,
-    console: Console,
-) -> TrainState:
-    """The newest checkpoint, else weights of another run, else weights drawn from the seed."""
-    if saved is not None:
-        console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
-        mesh = dict(trainer.layout.sizes)
-        if same_reduction(saved.manifest, mesh, trainer.cfg):
-            return checkpoints.restore(saved, trainer.abstract)
-        if remembers(saved.manifest) or jax.tree.leaves(trainer.abstract.reduction):
-            console.print(
-                "warning: mesh or compression differ from the checkpoint's: what codecs had not "
-                "sent yet is dropped",
-                soft_wrap=True,
-            )
-        state = checkpoints.restore(saved, trainer.abstract, reduction=False)
-        return state._replace(reduction=trainer.first_reduction())
-    state = trainer.init()
-    if source is not None:
-        console.print(f"weights from {source.path} (step {source.step})", soft_wrap=True)
-        state = state._replace(**restore_items(source.path, state, ("weights",))["weights"])
-    return state
 
 
 def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
