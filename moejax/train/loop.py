@@ -32,7 +32,7 @@ from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.planning import kept_plan, measure, plan_run, save_routing
 from moejax.train.sample import sample
-from moejax.train.start import check_place, check_same_config, choose, claim, first_state
+from moejax.train.start import check_place, check_same_config, choose, claim, counted, first_state
 from moejax.train.state import TrainState
 from moejax.train.step import Trainer, build_trainer
 from moejax.train.stretches import Stretches
@@ -106,7 +106,8 @@ def train_planned(
       measured: links as they are now, to plan by; then the run does not ask again.
     """
     run_dir = Path(cfg.run_dir)
-    saved, source, notes = choose(kept_plan(cfg), processes)
+    choosing = partial(choose, kept_plan(cfg), processes)
+    saved, source, notes = choosing()
     devices = start(cfg.mesh)
     platform = platform_of(devices)
     planned = plan_run(
@@ -115,6 +116,8 @@ def train_planned(
     notes += planned.notes
     cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
+    saved, more = counted(saved, trainer, choosing, processes)
+    notes += [note for note in more if note not in notes]
     summary = summarize(trainer)
     print_summary(summary, trainer, console, planned.rows())
     if processes.first:

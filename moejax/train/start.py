@@ -1,8 +1,9 @@
 """The stages of a run before its first step: what may be refused, what to go on from, first state.
 
-Nothing here but `first_state` touches a device.
+Nothing here but `counted` and `first_state` touches a device.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -16,7 +17,15 @@ from moejax.runtime.ledger import RunLock
 from moejax.runtime.processes import Processes, find_place
 from moejax.runtime.start import simulated_here
 from moejax.settings import diff, from_dict, to_dict
-from moejax.train.checkpoint import Checkpoints, Saved, locate, newest, restore_items
+from moejax.train.checkpoint import (
+    Checkpoints,
+    Saved,
+    locate,
+    newest,
+    restore_items,
+    set_aside,
+    step_of_state,
+)
 from moejax.train.resume import check_resumable, check_same_weights, remembers, same_reduction
 from moejax.train.state import TrainState
 from moejax.train.step import Trainer
@@ -60,6 +69,29 @@ def choose(cfg: Config, processes: Processes) -> tuple[Saved | None, Saved | Non
     source = locate(cfg.checkpoint.init_from, cfg.checkpoint.verify, processes)
     check_same_weights(source.manifest.get("config", {}), cfg)
     return None, source, notes
+
+
+def counted(
+    saved: Saved | None,
+    trainer: Trainer,
+    again: Callable[[], tuple[Saved | None, Saved | None, list[str]]],
+    processes: Processes,
+) -> tuple[Saved | None, list[str]]:
+    """Sets aside steps whose state is not of the step that their name and manifest say.
+
+    Only devices can read it, so this comes after `choose`. Returns the checkpoint to go on from.
+
+    Args:
+      again: chooses anew, among what is left.
+    Raises:
+      InputError: if nothing is left.
+    """
+    notes: list[str] = []
+    while saved is not None and (found := step_of_state(saved, trainer.abstract)) != saved.step:
+        notes += set_aside(saved.path, f"its state is of step {found}", processes)
+        saved, _, more = again()
+        notes += more
+    return saved, notes
 
 
 def claim(run_dir: Path) -> RunLock:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moejax.runtime.ledger import RunLock
-from moejax.train.checkpoint import finished_steps
+from moejax.train.manifest import finished_steps
 from tests.integration.runs import (
     REPOSITORY,
     assert_same_end,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from moejax.settings import load_config
-from moejax.train.checkpoint import Checkpoints, finished_steps, newest
+from moejax.train.checkpoint import Checkpoints, newest
+from moejax.train.manifest import finished_steps
 from tests.cases import trainer_for
 from tests.integration.runs import (
     assert_same_end,
