@@ -26,11 +26,12 @@ from moejax.plan.topology import Topology
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import ALONE, Processes, Stop
 from moejax.runtime.start import join, measure_peak, platform_of, start
-from moejax.settings import save_json, to_dict
+from moejax.settings import save_json
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.planning import kept_plan, measure, plan_run, save_routing
+from moejax.train.resume import describe_run
 from moejax.train.sample import sample
 from moejax.train.start import check_place, check_same_config, choose, claim, counted, first_state
 from moejax.train.state import TrainState
@@ -236,9 +237,8 @@ def save(run: Run, step: int, state: TrainState) -> None:
     """Starts a checkpoint, when the one before it is done."""
     record_saved(run, run.checkpoints.wait())
     run.records.event("save", step)
-    mesh = dict(run.trainer.layout.sizes)
-    facts = {"config": to_dict(run.cfg), "mesh": mesh, "data_position": step}
-    run.checkpoints.save(step, state, {**facts, "jax": jax.__version__})
+    facts = {"data_position": step, "jax": jax.__version__}
+    run.checkpoints.save(step, state, describe_run(run.trainer) | facts)
 
 
 def record_saved(run: Run, step: int | None) -> None:

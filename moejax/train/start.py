@@ -6,7 +6,6 @@ Nothing here but `counted` and `first_state` touches a device.
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 from rich.console import Console
 
 from moejax.checks import resolve_mesh
@@ -116,10 +115,9 @@ def first_state(
     """The newest checkpoint, else weights of another run, else weights drawn from the seed."""
     if saved is not None:
         console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
-        mesh = dict(trainer.layout.sizes)
-        if same_reduction(saved.manifest, mesh, trainer.cfg):
+        if same_reduction(saved.manifest, trainer):
             return checkpoints.restore(saved, trainer.abstract)
-        if remembers(saved.manifest) or jax.tree.leaves(trainer.abstract.reduction):
+        if remembers(saved.manifest):
             console.print(
                 "warning: mesh or compression differ from the checkpoint's: what codecs had not "
                 "sent yet is dropped",

@@ -6,8 +6,8 @@ from moejax.config import Config
 from moejax.errors import InputError
 from moejax.fields import fields
 from moejax.settings import from_dict, to_dict
-from moejax.train.resume import SHAPES, check_resumable, check_same_weights
-from tests.cases import small_config, trainer_for
+from moejax.train.resume import SHAPES, check_resumable, check_same_weights, describe_run
+from tests.cases import on_nodes, small_config, trainer_for
 
 
 def changed(name, value, cfg=None):
@@ -126,3 +126,24 @@ def test_weights_of_another_shape_are_refused(name):
     with pytest.raises(InputError, match=f"{name}: ") as raised:
         check_same_weights(to_dict(Config()), changed(name, value))
     assert "checkpoint.init_from" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({}, {"route": "merge"}, True),
+        ({}, {"nodes": 4}, False),
+        ({}, {"weights": "whole"}, False),
+        ({}, {"weights": "folded"}, False),
+        ({"mesh": (8, 1, 1, 1)}, {"mesh": (8, 1, 1, 1), "weights": "folded"}, True),
+        ({"mesh": (4, 2, 1, 1)}, {"mesh": (4, 1, 2, 1)}, False),
+        ({"mesh": (1, 8, 1, 1)}, {"mesh": (8, 1, 1, 1)}, False),
+        ({"codec": "none"}, {"codec": "none", "nodes": 4}, True),
+        ({"codec": "none"}, {}, False),
+        ({"codec": "int8+feedback"}, {"codec": "int8+feedback+stochastic"}, False),
+    ],
+    ids=str,
+)
+def test_a_fingerprint_is_of_what_decides_the_meaning_of_what_codecs_keep(one, other, same):
+    first, second = (describe_run(trainer_for(on_nodes(**c)))["reduction"] for c in (one, other))
+    assert (first == second) == same

@@ -1,18 +1,25 @@
 """What a run goes on from: which checkpoint is chosen, and what of it is kept."""
 
 import dataclasses
+import io
+import json
 import shutil
 from functools import partial
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from rich.console import Console
 
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
 from moejax.settings import to_dict
-from moejax.train.checkpoint import Checkpoints
+from moejax.train.checkpoint import Checkpoints, newest
 from moejax.train.manifest import MANIFEST, read_manifest, write_manifest
-from moejax.train.start import choose, counted
-from tests.cases import small_config, trainer_for
+from moejax.train.resume import describe_run
+from moejax.train.start import choose, counted, first_state
+from tests.cases import on_nodes, small_config, trainer_for
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +74,68 @@ def test_states_that_are_all_of_other_steps_stop_the_run(run):
     saved, _, _ = choose(cfg, ALONE)
     with pytest.raises(InputError, match=r"no whole checkpoint in .*8\.corrupt.*9\.corrupt"):
         counted(saved, trainer, partial(choose, cfg, ALONE), ALONE)
+
+
+@pytest.fixture(scope="module")
+def remembering(tmp_path_factory):
+    """A checkpoint of a run on two nodes of four devices, whose codecs have something to send."""
+    directory = tmp_path_factory.mktemp("remembering") / "checkpoints"
+    trainer = trainer_for(on_nodes())
+    state = trainer.init()
+    kept = jax.tree.map(jnp.ones_like, state.reduction)
+    assert jax.tree.leaves(kept)
+    writer = Checkpoints(directory, keep=1)
+    writer.save(0, state._replace(reduction=kept), describe_run(trainer))
+    writer.close()
+    return directory
+
+
+def resumed(directory, cfg):
+    """The first state of a run that goes on from the checkpoint, and what it printed."""
+    trainer, out = trainer_for(cfg), io.StringIO()
+    checkpoints = Checkpoints(directory, keep=1)
+    saved, _ = newest(directory, "full")
+    state = first_state(trainer, checkpoints, saved, None, Console(file=out, width=200))
+    checkpoints.close()
+    return state, trainer, out.getvalue()
+
+
+@pytest.mark.parametrize("written_as", ["format 2", "format 1"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nodes": 4},  # the same axes: fsdp crosses nodes now, and shapes differ
+        {"weights": "whole"},  # all shapes are the same, of other weights
+        {"codec": "int4+feedback"},
+        {"mesh": (4, 1, 1, 2)},
+    ],
+    ids=str,
+)
+def test_what_codecs_kept_for_another_reduction_is_dropped(
+    remembering, tmp_path, change, written_as
+):
+    directory = shutil.copytree(remembering, tmp_path / "checkpoints")
+    if written_as == "format 1":
+        forget_newer_facts(directory / "0")
+    state, trainer, said = resumed(directory, on_nodes(**change))
+    assert "what codecs had not sent yet is dropped" in said
+    kept = state.reduction
+    assert jax.tree.map(jnp.shape, kept) == jax.tree.map(jnp.shape, trainer.abstract.reduction)
+    assert not any(np.any(x) for x in jax.tree.leaves(kept))
+
+
+def test_what_codecs_kept_goes_on_where_nothing_changed_for_them(remembering, tmp_path):
+    directory = shutil.copytree(remembering, tmp_path / "checkpoints")
+    state, _, said = resumed(directory, on_nodes(route="merge"))
+    assert "dropped" not in said
+    assert all(np.all(x == 1) for x in jax.tree.leaves(state.reduction))
+    forget_newer_facts(directory / "0")
+    state, _, said = resumed(directory, on_nodes(route="merge"))
+    assert all(np.all(x == 1) for x in jax.tree.leaves(state.reduction))
+
+
+def forget_newer_facts(path):
+    """Leaves of a manifest what the first format had."""
+    old = ("step", "config", "mesh", "files")
+    known = {name: value for name, value in read_manifest(path).items() if name in old}
+    (path / MANIFEST).write_text(json.dumps({"format_version": 1, **known}))
