@@ -107,7 +107,7 @@ def train_planned(
       measured: links as they are now, to plan by; then the run does not ask again.
     """
     run_dir = Path(cfg.run_dir)
-    choosing = partial(choose, kept_plan(cfg), processes)
+    choosing = partial(choose, kept_plan(cfg), inputs.content, processes)
     saved, source, notes = choosing()
     devices = start(cfg.mesh)
     platform = platform_of(devices)
@@ -237,8 +237,8 @@ def save(run: Run, step: int, state: TrainState) -> None:
     """Starts a checkpoint, when the one before it is done."""
     record_saved(run, run.checkpoints.wait())
     run.records.event("save", step)
-    facts = {"data_position": step, "jax": jax.__version__}
-    run.checkpoints.save(step, state, describe_run(run.trainer) | facts)
+    facts = describe_run(run.trainer, run.inputs.content)
+    run.checkpoints.save(step, state, {**facts, "data_position": step, "jax": jax.__version__})
 
 
 def record_saved(run: Run, step: int | None) -> None:

@@ -9,6 +9,8 @@ import jax
 
 from moejax.comm.reduce import way_of
 from moejax.config import Config
+from moejax.data.sources import Content
+from moejax.data.tokens import Part
 from moejax.dims import Axes
 from moejax.errors import InputError
 from moejax.settings import diff, from_dict, to_dict
@@ -49,6 +51,7 @@ SHAPES = (
     "moe.expert_hidden",
     "moe.num_shared_experts",
 )
+SHOWN = 4  # changed files that are named
 CODEC_STATE = 1  # raised when what codecs keep comes to mean another thing
 Change = tuple[str, Any, Any]  # name, value in the checkpoint, value now
 
@@ -82,12 +85,54 @@ def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[st
     return [_listed([c]) for c in told if c[0] not in open_ended or c[2] is not None]
 
 
-def describe_run(trainer: Trainer) -> dict[str, Any]:
+def check_same_data(saved: dict[str, Any], content: Content, *, allowed: bool) -> list[str]:
+    """Compares the data that a checkpoint was trained on with those that are there.
+
+    Returns what changed, to be logged. Names do not count, only what stands under them.
+
+    Args:
+      saved: the checkpoint's manifest. The first format does not say: then nothing is compared.
+      allowed: a change is no error.
+    Raises:
+      InputError: the message lists what changed.
+    """
+    known = saved.get("data", content)
+    changes = [
+        f"{name}: {_what_changed(known[stream], content[stream])}"
+        for stream, name in (("train", "data.train_files"), ("held_out", "data.eval_files"))
+        if [p["digest"] for p in known[stream]] != [p["digest"] for p in content[stream]]
+    ]
+    if changes and not allowed:
+        raise InputError(
+            f"data differs from the checkpoint's. {'; '.join(changes)}. A run reads the same "
+            f"tokens to its end. Put the files back, set another run_dir (with "
+            f"checkpoint.init_from to keep weights), or set checkpoint.allow_changed_data=true to "
+            f"go on with these."
+        )
+    return changes
+
+
+def _what_changed(before: list[Part], now: list[Part]) -> str:
+    """The files that came, went or have another content; at most four of them by name."""
+    old, new = ({part["name"]: part for part in parts} for parts in (before, now))
+    found = [
+        f"{name} has other content ({new[name]['tokens']:,} tokens, had {old[name]['tokens']:,})"
+        for name in old
+        if name in new and new[name]["digest"] != old[name]["digest"]
+    ]
+    found += [f"{name} is gone" for name in old if name not in new]
+    found += [f"{name} is new" for name in new if name not in old]
+    rest = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+    return ", ".join(found[:SHOWN] + rest) or "the same files in another order"
+
+
+def describe_run(trainer: Trainer, content: Content) -> dict[str, Any]:
     """What a manifest says of the run, by which later starts know what they may take over."""
     return {
         "config": to_dict(trainer.cfg),
         "mesh": dict(trainer.layout.sizes),
         "reduction": fingerprint(trainer),
+        "data": content,
     }
 
 

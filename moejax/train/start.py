@@ -11,6 +11,7 @@ from rich.console import Console
 from moejax.checks import resolve_mesh
 from moejax.checks.planned import is_planned
 from moejax.config import Config
+from moejax.data.sources import Content
 from moejax.errors import InputError
 from moejax.runtime.ledger import RunLock
 from moejax.runtime.processes import Processes, find_place
@@ -25,7 +26,13 @@ from moejax.train.checkpoint import (
     set_aside,
     step_of_state,
 )
-from moejax.train.resume import check_resumable, check_same_weights, remembers, same_reduction
+from moejax.train.resume import (
+    check_resumable,
+    check_same_data,
+    check_same_weights,
+    remembers,
+    same_reduction,
+)
 from moejax.train.state import TrainState
 from moejax.train.step import Trainer
 
@@ -56,12 +63,17 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
             )
 
 
-def choose(cfg: Config, processes: Processes) -> tuple[Saved | None, Saved | None, list[str]]:
+def choose(
+    cfg: Config, content: Content, processes: Processes
+) -> tuple[Saved | None, Saved | None, list[str]]:
     """The checkpoint to go on from, else that to take weights from, and what to say about it."""
     saved, notes = newest(Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify, processes)
     if saved is not None:
         changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
         notes += [f"setting changed since the checkpoint: {change}" for change in changes]
+        allowed = cfg.checkpoint.allow_changed_data
+        changes = check_same_data(saved.manifest, content, allowed=allowed)
+        notes += [f"data changed since the checkpoint: {change}" for change in changes]
         return saved, None, notes
     if cfg.checkpoint.init_from is None:
         return None, None, notes

@@ -12,9 +12,10 @@ from moejax.data import prepare, sidecar
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError
 from moejax.runtime.ledger import RunLock
-from moejax.settings import to_dict
+from moejax.settings import load_config, to_dict
 from moejax.train import loop, manifest
 from moejax.train.__main__ import main
+from moejax.train.inputs import open_inputs
 
 
 @pytest.fixture
@@ -200,6 +201,30 @@ def test_a_changed_config_is_refused_with_the_difference(command, steps):
     result = command("model.width=64", "train.seed=1")
     refused(result, "model.width: 128 -> 64", "train.seed: 0 -> 1", "run_dir")
     assert not (steps.parent / "config.json").exists()
+
+
+GLOB = ("data.source=tokens", "data.train_files=a*.bin")
+
+
+@pytest.fixture
+def trained(tokens):
+    """A run on the token file a.bin, with a checkpoint that knows it."""
+    cfg = load_config(tokens / "config.yaml", [f"--config.{word}" for word in GLOB])
+    path = tokens / "run" / "checkpoints" / "10"
+    path.mkdir(parents=True)
+    (path / "weights").write_bytes(b"weights")
+    facts = {"config": to_dict(cfg), "data": open_inputs(cfg).content}
+    manifest.write_manifest(path, {"step": 10, **facts})
+    return tokens
+
+
+def test_other_data_under_the_same_glob_is_refused_with_what_changed(command, trained):
+    with pytest.raises(pytest.fail.Exception, match="a device was touched"):
+        command(*GLOB)  # as it was
+    write_tokens(trained / "ab.bin", prepare.BinWriter)
+    refused(command(*GLOB), "data differs", "ab.bin is new", "checkpoint.allow_changed_data")
+    with pytest.raises(pytest.fail.Exception, match="a device was touched"):
+        command(*GLOB, "checkpoint.allow_changed_data=true")
 
 
 def test_a_run_that_is_past_its_new_end_is_refused(command, steps):

@@ -6,7 +6,15 @@ from moejax.config import Config
 from moejax.errors import InputError
 from moejax.fields import fields
 from moejax.settings import from_dict, to_dict
-from moejax.train.resume import SHAPES, check_resumable, check_same_weights, describe_run
+from moejax.train.resume import (
+    SHAPES,
+    check_resumable,
+    check_same_data,
+    check_same_weights,
+    describe_run,
+    fingerprint,
+    same_reduction,
+)
 from tests.cases import on_nodes, small_config, trainer_for
 
 
@@ -128,6 +136,56 @@ def test_weights_of_another_shape_are_refused(name):
     assert "checkpoint.init_from" in str(raised.value)
 
 
+def stream(**digests):
+    """The content of a run: files by name, and a held-out one."""
+    files = [{"name": name, "digest": digest, "tokens": 1000} for name, digest in digests.items()]
+    return {"train": files, "held_out": [{"name": "held", "digest": "h", "tokens": 9}]}
+
+
+DATA = {
+    "other content": ({"a": "1", "b": "3"}, "data.train_files: b has other content"),
+    "one more": ({"a": "1", "b": "2", "c": "3"}, "data.train_files: c is new"),
+    "one less": ({"a": "1"}, "data.train_files: b is gone"),
+    "swapped": ({"a": "2", "b": "1"}, "a has other content (1,000 tokens, had 1,000), b has other"),
+    "in another order": ({"b": "2", "a": "1"}, "the same files in another order"),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_other_data_is_refused_unless_told_to_go_on(case):
+    now, said = DATA[case]
+    saved = {"data": stream(a="1", b="2")}
+    with pytest.raises(InputError, match="data differs from the checkpoint's") as raised:
+        check_same_data(saved, stream(**now), allowed=False)
+    assert said in str(raised.value)
+    assert "checkpoint.allow_changed_data" in str(raised.value)
+    told = check_same_data(saved, stream(**now), allowed=True)
+    assert len(told) == 1
+    assert said in told[0]
+
+
+def test_many_changed_files_are_counted():
+    now = {f"file{number}": "x" for number in range(9)}
+    told = check_same_data({"data": stream(a="1")}, stream(**now), allowed=True)
+    assert "and 6 more" in told[0]
+
+
+def test_the_same_data_is_no_change():
+    saved = {"data": stream(a="1", b="2")}
+    assert check_same_data(saved, stream(a="1", b="2"), allowed=False) == []
+    # Moved together with their settings, or renamed where the glob finds them in the same order.
+    assert check_same_data(saved, stream(x="1", y="2"), allowed=False) == []
+    # The first format did not say.
+    assert check_same_data({}, stream(a="5"), allowed=False) == []
+
+
+def test_changed_held_out_text_is_a_change():
+    now = stream(a="1")
+    now["held_out"] = []
+    with pytest.raises(InputError, match=r"data\.eval_files: held is gone"):
+        check_same_data({"data": stream(a="1")}, now, allowed=False)
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
@@ -145,5 +203,14 @@ def test_weights_of_another_shape_are_refused(name):
     ids=str,
 )
 def test_a_fingerprint_is_of_what_decides_the_meaning_of_what_codecs_keep(one, other, same):
-    first, second = (describe_run(trainer_for(on_nodes(**c)))["reduction"] for c in (one, other))
+    first, second = (fingerprint(trainer_for(on_nodes(**changes))) for changes in (one, other))
     assert (first == second) == same
+
+
+def test_a_manifest_says_what_a_resume_compares():
+    trainer, content = trainer_for(on_nodes()), stream(a="1")
+    said = describe_run(trainer, content)
+    assert said["config"] == to_dict(trainer.cfg)
+    assert said["reduction"] == fingerprint(trainer) is not None
+    assert said["data"] == content
+    assert same_reduction(said, trainer)

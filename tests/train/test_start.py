@@ -21,6 +21,8 @@ from moejax.train.resume import describe_run
 from moejax.train.start import choose, counted, first_state
 from tests.cases import on_nodes, small_config, trainer_for
 
+NO_DATA = {"train": [], "held_out": []}
+
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
@@ -52,17 +54,17 @@ def pretend(path, step):
 
 def test_a_state_of_its_step_is_taken(run):
     cfg, trainer, _ = run
-    saved, _, notes = choose(cfg, ALONE)
-    assert counted(saved, trainer, partial(choose, cfg, ALONE), ALONE) == (saved, [])
+    saved, _, notes = choose(cfg, NO_DATA, ALONE)
+    assert counted(saved, trainer, partial(choose, cfg, NO_DATA, ALONE), ALONE) == (saved, [])
     assert (saved.step, notes) == (2, [])
 
 
 def test_a_state_of_another_step_is_set_aside_for_the_one_before(run):
     cfg, trainer, steps = run
     pretend(steps / "2", 9)
-    saved, _, notes = choose(cfg, ALONE)
+    saved, _, notes = choose(cfg, NO_DATA, ALONE)
     assert (saved.step, notes) == (9, []), "name, manifest and files agree"
-    saved, notes = counted(saved, trainer, partial(choose, cfg, ALONE), ALONE)
+    saved, notes = counted(saved, trainer, partial(choose, cfg, NO_DATA, ALONE), ALONE)
     assert saved.step == 1
     assert notes == ["checkpoint 9 set aside as 9.corrupt: its state is of step 2"]
 
@@ -71,9 +73,9 @@ def test_states_that_are_all_of_other_steps_stop_the_run(run):
     cfg, trainer, steps = run
     for step in (1, 2):
         pretend(steps / str(step), step + 7)
-    saved, _, _ = choose(cfg, ALONE)
+    saved, _, _ = choose(cfg, NO_DATA, ALONE)
     with pytest.raises(InputError, match=r"no whole checkpoint in .*8\.corrupt.*9\.corrupt"):
-        counted(saved, trainer, partial(choose, cfg, ALONE), ALONE)
+        counted(saved, trainer, partial(choose, cfg, NO_DATA, ALONE), ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def remembering(tmp_path_factory):
     kept = jax.tree.map(jnp.ones_like, state.reduction)
     assert jax.tree.leaves(kept)
     writer = Checkpoints(directory, keep=1)
-    writer.save(0, state._replace(reduction=kept), describe_run(trainer))
+    writer.save(0, state._replace(reduction=kept), describe_run(trainer, NO_DATA))
     writer.close()
     return directory
 
