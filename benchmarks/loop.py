@@ -27,8 +27,9 @@ from moejax.dims import build_layout
 from moejax.plan.build import build_mesh
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import open_inputs
-from moejax.train.loop import Run, steps
+from moejax.train.loop import steps
 from moejax.train.metrics import Display, Meter, Records
+from moejax.train.run import Run
 from moejax.train.state import TrainState
 from moejax.train.step import build_trainer
 

@@ -263,6 +263,9 @@ class TrainConfig:
     eval_batches: int = setting(
         16, "batches of one evaluation; the last evaluation reads all", at_least=1
     )
+    max_skipped: int | None = setting(
+        10, "updates in a row that are not finite, with which the run ends; none: never", at_least=1
+    )
     sample_tokens: int = setting(200, "tokens sampled at the end; 0: none", at_least=0)
     sample_prompt: str = setting("def ", "text the sample continues")
 

@@ -1,19 +1,16 @@
 """Failures that have an exit code of their own, and what a command makes of them.
 
-| code | meaning |
-|---|---|
-| 0 | done |
-| 1 | a fault of moejax or of what it runs on; the traceback says which |
-| 2 | bad input: `InputError` |
-| 3 | stopped as asked before the last step; saved, the same command goes on |
-| 4 | the run diverged: `DivergedError` |
-| 5 | no space left where the run writes: `StorageFullError` |
-| 130 | stopped at once (a second Ctrl-C); the last finished checkpoint is intact |
+The codes and what they mean: docs/formats/exit.md.
 """
 
+import errno
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk, or a quota, without space answers
 STOPPED = 3  # exit code of a run that was asked to stop before its last step
 
 
@@ -45,10 +42,48 @@ class StorageFullError(RunError):
     code = 5
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Makes one line of a disk that is full.
+
+    Raises:
+      StorageFullError: in the place of the system's own error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise StorageFullError(_no_space(f"{path}: {error.strerror}")) from error
+        raise
+
+
+def _no_space(seen: str) -> str:
+    return (
+        f"no space left. {seen}. What was finished before is whole. Free some space, and run the "
+        f"same command again."
+    )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that appears complete or not at all; a run may be stopped at any moment.
+
+    Raises:
+      StorageFullError: the file is as it was before.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
 def exit_code(
     run: Callable[[], int | None], *, stopped: str, debug: bool = False, files: bool = False
 ) -> int:
-    """Runs a command and returns its exit code; see the table above.
+    """Runs a command and returns its exit code.
 
     Args:
       run: gives the exit code, or None for 0.
@@ -58,8 +93,14 @@ def exit_code(
     """
     try:
         return run() or 0
-    except (InputError, OSError) as error:
-        if debug or not (files or isinstance(error, InputError)):
+    except OSError as error:
+        if debug or not (files or error.errno in FULL):
+            raise
+        full = error.errno in FULL
+        print(f"moejax: error: {_no_space(str(error)) if full else error}", file=sys.stderr)
+        return StorageFullError.code if full else 2
+    except InputError as error:
+        if debug:
             raise
         print(f"moejax: error: {error}", file=sys.stderr)
         return 2

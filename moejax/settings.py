@@ -13,7 +13,7 @@ from typing import Any
 
 from moejax.config import Config
 from moejax.config_files import Entry, read_entries, read_yaml
-from moejax.errors import InputError
+from moejax.errors import InputError, write_whole
 from moejax.fields import (
     Field,
     check_value,
@@ -167,14 +167,8 @@ def to_dict(cfg: Config) -> dict[str, Any]:
 
 
 def save_json(cfg: Config, path: str | os.PathLike[str]) -> None:
-    """Writes the whole Config as JSON, which `load_config` reads back to the same values.
-
-    The file appears complete or not at all, because a run may be stopped at any moment.
-    """
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(to_dict(cfg), indent=2) + "\n", encoding="utf-8")
-    partial.replace(target)
+    """Writes the whole Config as JSON, which `load_config` reads back to the same values."""
+    write_whole(Path(path), json.dumps(to_dict(cfg), indent=2) + "\n")
 
 
 def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:

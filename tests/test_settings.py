@@ -124,6 +124,7 @@ FIELD_NAMES = [
     "train.eval_every",
     "train.gradient_dtype",
     "train.log_every",
+    "train.max_skipped",
     "train.micro_batches",
     "train.num_steps",
     "train.reduction_bytes",

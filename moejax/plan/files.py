@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax.config import Config
-from moejax.errors import InputError
+from moejax.errors import InputError, write_whole
 from moejax.fields import check_value, fields
 from moejax.plan.explain import to_json
 from moejax.plan.search import Found
@@ -59,7 +59,7 @@ def plan_from(found: Found, topology: Topology, routing: str) -> Plan:
 def save_plan(plan: Plan, path: Path) -> None:
     """Writes a plan file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"version": VERSION, **vars(plan)}, indent=1) + "\n")
+    write_whole(path, json.dumps({"version": VERSION, **vars(plan)}, indent=1) + "\n")
 
 
 def load_plan(path: Path) -> Plan:

@@ -31,7 +31,7 @@ from moejax.plan.probe_links import Say, probe_pairs, probe_sharing, probe_tier
 from moejax.plan.probe_program import probe_program
 from moejax.plan.stopwatch import AXES, Stopwatch
 from moejax.plan.topology import KINDS, Tier, Topology
-from moejax.plan.topology_file import ASYMMETRY, VERSION, from_json, to_text
+from moejax.plan.topology_file import ASYMMETRY, VERSION, from_json, to_text, write_topology
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, platform_of, start
 
@@ -344,7 +344,7 @@ def _run(args: argparse.Namespace, out: Path, processes: Processes) -> None:
             say=say,
         )
     if processes.first:
-        out.write_text(to_text(topology), encoding="utf-8")
+        write_topology(topology, out)
         print_report(topology, odd, Console())
         print(f"wrote {out}")
     processes.gather("written")

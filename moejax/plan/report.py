@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moejax import route
+from moejax.errors import write_whole
 from moejax.model.count import count
 from moejax.plan import explain
 from moejax.plan.overtake import Steps, overtake
@@ -33,7 +34,7 @@ def write_report(found: Found, topology: Topology, routing: Routing, path: Path)
     parts = {"SCRIPT": SCRIPT.read_text("utf-8"), "DATA": embed(describe(found, topology, routing))}
     page = re.sub(r"{{(SCRIPT|DATA)}}", lambda place: parts[place[1]], TEMPLATE.read_text("utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page)
 
 
 def embed(data: Any) -> str:

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moejax.errors import InputError
+from moejax.errors import InputError, write_whole
 from moejax.fields import one_line, short
 from moejax.plan.parts import Part
 from moejax.plan.topology import (
@@ -91,7 +91,7 @@ def read_topology(path: Path) -> Topology:
 
 def write_topology(topology: Topology, path: Path) -> None:
     """Writes a file that `read_topology` gives back as it was."""
-    path.write_text(to_text(topology), encoding="utf-8")
+    write_whole(path, to_text(topology))
 
 
 def to_text(topology: Topology) -> str:

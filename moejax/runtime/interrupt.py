@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -35,7 +36,7 @@ class Interrupt:
         trace: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            _restore(number, handler)
 
 
 @contextmanager
@@ -48,4 +49,9 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        _restore(signal.SIGINT, before)
+
+
+def _restore(number: signal.Signals, before: Any) -> None:
+    """Gives a signal its handler back. One that C code installed Python cannot: it told None."""
+    signal.signal(number, signal.SIG_DFL if before is None else before)

@@ -1,5 +1,6 @@
 """The run's records: one JSON object a line, written as things happen."""
 
+import errno
 import fcntl
 import json
 import os
@@ -9,14 +10,17 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from moejax.errors import InputError
+from moejax.errors import InputError, writing
 
 
 class Ledger:
     """Appends events and metrics to `metrics.jsonl` of a run directory."""
 
     def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._path = path
+        with writing(path):
+            _drop_half_a_line(path)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, event: str, **values: Any) -> None:
         """Adds one line: the time in seconds since 1970, the event, and its values."""
@@ -25,11 +29,23 @@ class Ledger:
         known = {
             k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()
         }
-        self._file.write(json.dumps(known, allow_nan=False) + "\n")
+        with writing(self._path):
+            self._file.write(json.dumps(known, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with writing(self._path):  # the end of a line for which there was no space
+            self._file.close()
+
+
+def _drop_half_a_line(path: Path) -> None:
+    """Removes half a line that a full disk or a kill left; the next would be added to it."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = file.seek(max(0, size - 2**20))  # longer than any line
+        file.truncate(start + file.read().rfind(b"\n") + 1)
 
 
 class RunLock:
@@ -41,6 +57,13 @@ class RunLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                self._file.close()
+                raise InputError(
+                    f"run directory cannot be locked. {run_dir}: {error.strerror}. Its file system "
+                    f"must know flock, which keeps two runs from writing there. Mount it with "
+                    f"locks (Lustre: -o flock), or set another run_dir."
+                ) from error
             self._file.seek(0)
             owner = self._file.read().strip() or "unknown"
             self._file.close()

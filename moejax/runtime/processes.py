@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from moejax.errors import InputError
+from moejax.errors import DivergedError, InputError, RunError
 
 T = TypeVar("T")
 Json = Any
@@ -74,13 +74,16 @@ class Processes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What the user did wrong is found by all, and all take the ordinary way out.
-        if error is None or isinstance(error, InputError) or self.count == 1:
+        # What the user did wrong, or a divergence, is found by all: all take the ordinary way out.
+        if error is None or isinstance(error, InputError | DivergedError) or self.count == 1:
             return
         code = 1
         if isinstance(error, KeyboardInterrupt):
             print("moejax: stopped; the last finished checkpoint is intact", file=sys.stderr)
             code = 130
+        elif isinstance(error, RunError):
+            print(f"moejax: error: {error}", file=sys.stderr)
+            code = error.code
         else:
             traceback.print_exception(kind, error, trace)
         sys.stdout.flush()
@@ -92,12 +95,16 @@ class Processes:
         """Whether this is the process that writes the run's records and talks to the user."""
         return self.index == 0
 
+    def fresh(self) -> int:
+        """A number that is new in this program, and the same in all processes."""
+        self._rounds += 1
+        return self._rounds
+
     def gather(self, value: Json) -> list[Json]:
         """Returns the values of all processes, in the order of their numbers."""
         if self.count == 1:
             return [value]
-        self._rounds += 1
-        names = [f"moejax/{self._rounds}/{index}" for index in range(self.count)]
+        names = [f"moejax/{self.fresh()}/{index}" for index in range(self.count)]
         self._client.key_value_set(names[self.index], json.dumps(value))
         return [json.loads(self._wait_for(name)) for name in names]
 
@@ -167,6 +174,8 @@ class Stop:
 
     def __init__(self, processes: Processes):
         self._processes = processes
+        # What was left in the loop before, of the same program, is not for this one.
+        self._folder = f"stop{processes.fresh()}"
         self._asked, self._last = False, None
 
     def after(self, step: int, requested: bool) -> bool:
@@ -180,12 +189,12 @@ class Stop:
         if self._processes.count == 1:
             return requested
         if requested and not self._asked:
-            self._processes.tell("stop/asked", "")
+            self._processes.tell(f"{self._folder}/asked", "")
             self._asked = True
         if self._last is None:
-            notes = self._processes.notes("stop")
+            notes = self._processes.notes(self._folder)
             if self._processes.first and notes:
-                self._processes.tell("stop/after", str(step + 2))
+                self._processes.tell(f"{self._folder}/after", str(step + 2))
                 self._last = step + 2
             elif "after" in notes:
                 self._last = int(notes["after"])

@@ -9,7 +9,7 @@ from rich.console import Console
 from moejax.checks import check, resolve_mesh
 from moejax.checks.planned import is_planned
 from moejax.config import Config
-from moejax.errors import InputError, exit_code
+from moejax.errors import STOPPED, InputError, exit_code
 from moejax.settings import describe_fields, load_config, split_overrides, to_dict
 
 EPILOG = """\
@@ -19,7 +19,8 @@ examples:
   python -m moejax.train --config configs/mixtral_8x7b.py --dry_run
 
 Running the same command again resumes from the newest checkpoint in run_dir. Ctrl-C once saves and
-stops, twice stops at once. Exit codes: 0 done, 2 bad input, 130 stopped at once.
+stops, twice stops at once. Exit codes: 0 done, 2 bad input, 3 stopped before the last step,
+4 diverged, 5 disk full, 130 stopped at once; docs/formats/exit.md says more.
 """
 
 
@@ -72,8 +73,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     # Imported late: everything above works without starting JAX.
     from moejax.train.loop import train
 
-    train(cfg, console)
-    return 0
+    return STOPPED if train(cfg, console).stopped else 0
 
 
 def dry_run(cfg: Config, console: Console) -> int:

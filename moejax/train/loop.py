@@ -7,12 +7,10 @@ else from `checkpoint.init_from`, else from the seed. All processes run this cod
 writes records and shows them.
 """
 
-import math
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,49 +19,56 @@ from rich.console import Console
 from moejax.checks import check, resolve_mesh
 from moejax.config import Config
 from moejax.dims import build_layout
+from moejax.errors import DivergedError
 from moejax.plan.build import build_mesh
 from moejax.plan.topology import Topology
 from moejax.runtime.interrupt import Interrupt
-from moejax.runtime.processes import ALONE, Processes, Stop
+from moejax.runtime.processes import Processes, Stop
 from moejax.runtime.start import join, measure_peak, platform_of, start
 from moejax.settings import save_json
 from moejax.train.checkpoint import Checkpoints
+from moejax.train.evaluation import evaluate, finish
 from moejax.train.inputs import Inputs, open_inputs
+from moejax.train.manifest import finished_steps
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.planning import kept_plan, measure, plan_run, save_routing
 from moejax.train.resume import describe_run
-from moejax.train.sample import sample
-from moejax.train.start import check_place, check_same_config, choose, claim, counted, first_state
+from moejax.train.run import Run
+from moejax.train.skips import Skipped, Skips
+from moejax.train.start import (
+    check_place,
+    check_same_config,
+    choose,
+    claim,
+    counted,
+    first_state,
+    said_done,
+)
 from moejax.train.state import TrainState
-from moejax.train.step import Trainer, build_trainer
+from moejax.train.step import build_trainer
 from moejax.train.stretches import Stretches
 from moejax.train.summary import print_summary, summarize
-from moejax.train.watch import Doubt, Watch
-
-LN2 = math.log(2)
+from moejax.train.watch import Watch
 
 
-@dataclass
-class Run:
-    """What the stages of a run share."""
+class Ended(NamedTuple):
+    """How a run ended.
 
-    cfg: Config
-    trainer: Trainer
-    inputs: Inputs
-    checkpoints: Checkpoints
-    records: Records
-    display: Display
-    console: Console
-    processes: Processes = ALONE
-    watch: Watch | None = None  # of a plan whose links are known
-    doubt: Doubt | None = None  # what the watch has found, if a new plan is allowed
+    Attributes:
+      state: None if the run was done before, so that nothing was restored.
+      stopped: it was asked to stop before its last step.
+    """
+
+    state: TrainState | None
+    stopped: bool = False
 
 
-def train(cfg: Config, console: Console) -> TrainState:
-    """Trains as configured, resuming if the run directory holds a checkpoint. Returns the state.
+def train(cfg: Config, console: Console) -> Ended:
+    """Trains as configured, resuming if the run directory holds a checkpoint.
 
     Raises:
       InputError: for anything the user can fix, before a device is touched where that is possible.
+      RunError: the run could not go on to its end.
     """
     check(cfg)
     check_place(cfg)
@@ -74,23 +79,21 @@ def train(cfg: Config, console: Console) -> TrainState:
         lock = processes.together(lambda: claim(run_dir) if processes.first else None)
         try:
             shown = console if processes.first else Console(quiet=True)
-            state = train_claimed(cfg, inputs, shown, processes)
+            ended = train_claimed(cfg, inputs, shown, processes)
             # Process 0 may have written digests for long, and JAX's own end waits only minutes.
             processes.gather("done")
-            return state
+            return ended
         finally:
             if lock is not None:
                 lock.close()
 
 
-def train_claimed(
-    cfg: Config, inputs: Inputs, console: Console, processes: Processes
-) -> TrainState:
+def train_claimed(cfg: Config, inputs: Inputs, console: Console, processes: Processes) -> Ended:
     """Trains in a run directory that no other run uses."""
     found = train_planned(cfg, inputs, console, processes)
     if isinstance(found, Topology):  # at a checkpoint, with other links than the plan was made for
         found = train_planned(cfg, inputs, console, processes, measured=found)
-    assert isinstance(found, TrainState), "a run is planned again once"
+    assert isinstance(found, Ended), "a run is planned again once"
     return found
 
 
@@ -100,8 +103,8 @@ def train_planned(
     console: Console,
     processes: Processes,
     measured: Topology | None = None,
-) -> TrainState | Topology:
-    """Plans and trains. Returns the last state, or links by which to plan again.
+) -> Ended | Topology:
+    """Plans and trains. Returns how that ended, or links by which to plan again.
 
     Args:
       measured: links as they are now, to plan by; then the run does not ask again.
@@ -109,6 +112,10 @@ def train_planned(
     run_dir = Path(cfg.run_dir)
     choosing = partial(choose, kept_plan(cfg), inputs.content, processes)
     saved, source, notes = choosing()
+    if saved is not None and (done := processes.from_first(partial(said_done, cfg, inputs, saved))):
+        for line in (*notes, done):
+            console.print(line, highlight=False, soft_wrap=True)
+        return Ended(None)
     devices = start(cfg.mesh)
     platform = platform_of(devices)
     planned = plan_run(
@@ -153,50 +160,98 @@ def train_planned(
     finally:
         checkpoints.close()
         records.close()
-    return run.doubt.topology if run.doubt is not None and stopped else state
+    return run.doubt.topology if run.doubt is not None and stopped else Ended(state, stopped)
 
 
 def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     """The loop. Returns the state and whether it was asked to stop before the last step."""
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
     stretches, stopping = Stretches(run.trainer, run.processes), Stop(run.processes)
+    skips = Skips(int(state.skipped))
     before, said = None, ""
     stretches.go_to(step, state)  # Ctrl-C ends a compilation at once: it is not caught yet
     with Interrupt() as interrupt, run.inputs.batches(run.trainer, step, last) as batches:
         for batch in batches:
             if (codecs := stretches.go_to(step, state)) != said:
-                run.display.say(f"step {step}  codecs across nodes: {codecs}")
-                run.records.event("codecs", step, codecs=codecs)
+                tell(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
                 said = codecs
             state, metrics = stretches.advance(state, batch)
             step += 1
             # One step in flight beside the one being prepared: never more, so that a stop, a
             # report or a save waits for one step only.
-            jax.block_until_ready(before)
-            before = metrics.loss
+            if before is not None:
+                check_update(run, skips.after(step - 1, before))
+            before = metrics
             run.display.step(step)
             if meter.started is None or step == last or step % cfg.train.log_every == 0:
                 report(run, meter, step, metrics)
+            if step == last:
+                check_update(run, skips.after(step, metrics))
             stop = stopping.after(step, interrupt.requested)
-            if due(step, cfg.checkpoint.save_every) or step == last or stop:
+            # Skipped updates leave the weights as they are, so none of their checkpoints may push
+            # out one from before.
+            saves = due(step, cfg.checkpoint.save_every) and not skips.in_a_row
+            if saves or step == last or stop:
                 save(run, step, state)
-            record_saved(run, run.checkpoints.finished())
-            if stop and step < last:
-                record_saved(run, run.checkpoints.wait())
-                run.display.say(f"stopped at step {step}; run the same command to go on")
-                run.records.event("stopped", step)
-                run.doubt = None
-                return state, True
-            if run.doubt is not None and due(step, cfg.checkpoint.save_every) and step < last:
-                record_saved(run, run.checkpoints.wait())
-                run.display.say(f"step {step}  planning again")
-                run.records.event("planning_again", step)
+            run.record_saved(run.checkpoints.finished())
+            if step < last and (stop or (saves and run.doubt is not None)):
+                leave(run, step, stop or interrupt.requested)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
                 began = time.perf_counter()
                 evaluate(run, state, step, limit=cfg.train.eval_batches)
                 meter.pause(time.perf_counter() - began)
     return state, False
+
+
+def leave(run: Run, step: int, asked: bool) -> None:
+    """Ends the loop before its last step: because it was asked to, else to plan again.
+
+    Args:
+      asked: whether this process was asked to stop; the loop after another plan would not know.
+    """
+    run.record_saved(run.checkpoints.wait())
+    if any(run.processes.gather(asked)):
+        run.doubt = None
+        run.display.say(f"stopped at step {step}; run the same command to go on")
+        run.records.event("stopped", step)
+    else:
+        tell(run, "planning_again", step, "planning again")
+
+
+def tell(run: Run, event: str, step: int, words: str, **values: str) -> None:
+    """Says and records something that happened after a step."""
+    run.display.say(f"step {step}  {words}")
+    run.records.event(event, step, **values)
+
+
+def check_update(run: Run, skipped: Skipped | None) -> None:
+    """Tells of an update that was not applied; ends the run when there are too many in a row.
+
+    Raises:
+      DivergedError: in all processes at the same step.
+    """
+    if skipped is None:
+        return
+    run.records.event(
+        "skipped", skipped.step, loss=skipped.loss, gradient_norm=skipped.gradient_norm
+    )
+    if skipped.in_a_row == 1:
+        run.display.say(f"warning: update of step {skipped.step} skipped: {skipped.reason}")
+    if skipped.in_a_row != run.cfg.train.max_skipped:
+        return
+    run.record_saved(run.checkpoints.wait())
+    first = skipped.step - skipped.in_a_row + 1
+    directory = run.checkpoints.directory
+    kept = run.processes.from_first(lambda: [s for s in finished_steps(directory) if s <= first])
+    run.records.event("diverged", skipped.step)
+    there = f"{directory / str(max(kept))} is from before them" if kept else "There is none yet"
+    raise DivergedError(
+        f"the run diverged: updates of steps {first} to {skipped.step} were skipped, because "
+        f"{skipped.reason}. train.max_skipped allows {skipped.in_a_row - 1} in a row. "
+        f"The last checkpoint: {there}. Lower optimizer.learning_rate, and the same command goes "
+        f"on from the checkpoint; train.max_skipped=none goes on all the same."
+    )
 
 
 def due(step: int, every: int | None) -> bool:
@@ -235,58 +290,7 @@ def hold_against_plan(run: Run, watch: Watch, step: int, seconds: float) -> None
 
 def save(run: Run, step: int, state: TrainState) -> None:
     """Starts a checkpoint, when the one before it is done."""
-    record_saved(run, run.checkpoints.wait())
+    run.record_saved(run.checkpoints.wait())
     run.records.event("save", step)
     facts = describe_run(run.trainer, run.inputs.content)
     run.checkpoints.save(step, state, {**facts, "data_position": step, "jax": jax.__version__})
-
-
-def record_saved(run: Run, step: int | None) -> None:
-    """Records that a checkpoint was finished, if one was."""
-    if step is not None:
-        run.records.event("saved", step)
-
-
-def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
-    """Measures held-out text; says and records nats per token and bits per byte."""
-    if run.inputs.held_out is None:
-        return
-    nats = targets = 0.0
-    shapes = run.trainer.abstract, run.trainer.abstract_batch()
-    run.processes.compile(run.trainer.evaluate, *shapes)
-    for batch, count in run.inputs.eval_batches(run.trainer, limit):
-        nats += float(run.trainer.evaluate(state, batch))
-        targets += count
-    nats_per_token = nats / targets
-    values = {"nats_per_token": nats_per_token}
-    shown = f"{nats_per_token:.4f} nats per token"
-    if (density := run.inputs.eval_tokens_per_byte) is not None:
-        values["bits_per_byte"] = nats_per_token / LN2 * density
-        shown = f"{values['bits_per_byte']:.3f} bits per byte, {shown}"
-    part = "all" if limit is None else f"{int(targets):,} tokens"
-    run.display.say(f"step {step}  held-out ({part}): {shown}")
-    run.records.event("eval" if limit is not None else "final_eval", step, **values)
-
-
-def finish(run: Run, state: TrainState) -> None:
-    """After the last step: all held-out text beside what compressors need, and a sample."""
-    evaluate(run, state, run.cfg.train.num_steps, limit=None)
-    for name, bits in run.inputs.baselines().items():
-        run.console.print(f"  for the same files {name} needs {bits:.3f} bits per byte")
-    record_saved(run, run.checkpoints.wait())
-    length = run.cfg.train.sample_tokens
-    if length:
-        # As a training document begins.
-        tokenizer = run.inputs.tokenizer
-        prompt = [tokenizer.eos_id, *tokenizer.encode(run.cfg.train.sample_prompt)]
-        tokens = sample(
-            run.trainer,
-            state,
-            prompt,
-            length=length,
-            allowed=run.inputs.vocab_size,
-            seed=run.cfg.train.seed,
-            processes=run.processes,
-        )
-        run.console.rule("sample", align="left")
-        run.console.print(tokenizer.decode(tokens), markup=False, highlight=False)

@@ -1,17 +1,22 @@
 """What is measured while training, and where it goes: JSONL, TensorBoard, the screen."""
 
+import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from tensorboardX import SummaryWriter
 
 from moejax.runtime.ledger import Ledger
+from moejax.train.board import Board
 from moejax.train.state import Metrics
+
+# What an evaluation records, and how people read it.
+EVALUATED = {"bits_per_byte": "{:.3f} bits per byte", "nats_per_token": "{:.4f} nats per token"}
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,15 @@ class Meter:
         )
 
 
+def held_out_words(values: Mapping[str, float | None]) -> str:
+    """An evaluation's values, as they are recorded, for people."""
+    # JSON has no NaN: what was none is null.
+    known = {name: math.nan if value is None else value for name, value in values.items()}
+    return ", ".join(
+        words.format(known[name]) for name, words in EVALUATED.items() if name in known
+    )
+
+
 class Display:
     """One live line on a terminal, plain lines elsewhere. A context manager."""
 
@@ -131,25 +145,27 @@ class Records:
     def __init__(self, run_dir: Path, *, written: bool = True):
         """Takes whether anything is written: one process of a program does."""
         self._ledger = Ledger(run_dir / "metrics.jsonl" if written else Path(os.devnull))
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), write_to_disk=written)
+        self._board = Board(run_dir / "tensorboard") if written else None
 
     def report(self, report: Report) -> None:
         """Records a training report."""
         values = vars(report)
         self._ledger.write("step", **values)
-        for name, value in values.items():
-            if name != "step":
-                scalar = sum(value) if isinstance(value, list) else value
-                self._board.add_scalar(f"train/{name}", scalar, report.step)
+        scalars = {n: sum(v) if isinstance(v, list) else v for n, v in values.items()}
+        del scalars["step"]
+        self._draw("train", report.step, scalars)
 
     def event(self, event: str, step: int, **values: float | int | str) -> None:
         """Records anything else; numbers go to TensorBoard too."""
         self._ledger.write(event, step=step, **values)
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self._board.add_scalar(f"{event}/{name}", value, step)
+        self._draw(event, step, {n: v for n, v in values.items() if isinstance(v, int | float)})
+
+    def _draw(self, group: str, step: int, values: dict[str, float]) -> None:
+        if self._board is not None:
+            self._board.add(step, {f"{group}/{name}": value for name, value in values.items()})
 
     def close(self) -> None:
-        """Flushes and closes both."""
-        self._board.close()
+        """Closes both."""
+        if self._board is not None:
+            self._board.close()
         self._ledger.close()

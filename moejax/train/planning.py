@@ -10,7 +10,7 @@ from rich.console import Console
 
 from moejax.checks.planned import MODES, is_planned, pinned
 from moejax.config import Config
-from moejax.errors import InputError
+from moejax.errors import InputError, write_whole
 from moejax.fields import get_value
 from moejax.plan.explain import plan_words
 from moejax.plan.files import Plan, load_plan, plan_from, save_plan
@@ -220,6 +220,4 @@ def _planned(plan: Plan, cfg: Config, topology: Topology | None, notes: tuple[st
 def save_routing(load_LE: Any, path: Path) -> None:
     """Writes the experts' load of a run, for `--routing` and `plan.routing`."""
     counts = [[int(n) for n in layer] for layer in load_LE]
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"load": counts}) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps({"load": counts}) + "\n")

@@ -19,7 +19,7 @@ def sample(
     temperature: float = 0.7,
     processes: Processes = ALONE,
 ) -> list[int]:
-    """Returns the prompt and `length` sampled tokens.
+    """Returns the prompt and `length` sampled tokens, fewer where logits are not finite.
 
     Runs the whole model on the last T - 1 tokens for each new one, on the training mesh.
 
@@ -41,8 +41,17 @@ def sample(
             processes.compile(next_logits, state, (placed, len(seen)))
         logits_BV = next_logits(state, (placed, len(seen)))
         logit_V = np.asarray(logits_BV.addressable_data(0))[0, :allowed].astype(np.float64)
-        chance_V = np.exp((logit_V - logit_V.max()) / temperature)
-        token = int(draw.choice(allowed, p=chance_V / chance_V.sum()))
         # Every process sees its own rows' logits, which may differ in the last bits.
-        tokens.append(processes.gather(token)[0])
+        token = processes.gather(_drawn(logit_V, temperature, draw))[0]
+        if token is None:
+            break
+        tokens.append(token)
     return tokens
+
+
+def _drawn(logit_V: np.ndarray, temperature: float, draw: np.random.Generator) -> int | None:
+    """A token by its chance; None where a logit is NaN or infinite, as after a divergence."""
+    if not np.isfinite(logit_V.max()):
+        return None
+    chance_V = np.exp((logit_V - logit_V.max()) / temperature)
+    return int(draw.choice(len(logit_V), p=chance_V / chance_V.sum()))

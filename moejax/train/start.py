@@ -3,7 +3,9 @@
 Nothing here but `counted` and `first_state` touches a device.
 """
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +28,8 @@ from moejax.train.checkpoint import (
     set_aside,
     step_of_state,
 )
+from moejax.train.inputs import Inputs
+from moejax.train.metrics import EVALUATED, held_out_words
 from moejax.train.resume import (
     check_resumable,
     check_same_data,
@@ -142,3 +146,32 @@ def first_state(
         console.print(f"weights from {source.path} (step {source.step})", soft_wrap=True)
         state = state._replace(**restore_items(source.path, state, ("weights",))["weights"])
     return state
+
+
+def said_done(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
+    """What to say of a run that has nothing left to do; None where it has.
+
+    A run that was ended in its last evaluation has that left.
+    """
+    if saved.step < cfg.train.num_steps:
+        return None
+    values = _final_eval(Path(cfg.run_dir) / "metrics.jsonl", saved.step)
+    if inputs.held_out is not None and not values:
+        return None
+    found = f"; held-out (all): {held_out_words(values)}" if values else ""
+    return (
+        f"done before: step {saved.step} of {cfg.train.num_steps} is in {saved.path}{found}. "
+        f"Raise train.num_steps to go on."
+    )
+
+
+def _final_eval(path: Path, step: int) -> dict[str, float | None]:
+    """What a run recorded of all held-out text after its last step; nothing if it did not."""
+    values: dict[str, float | None] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        # The last line of a run that was killed may be half a line.
+        with suppress(ValueError):
+            record = json.loads(line)
+            if (record["event"], record["step"]) == ("final_eval", step):
+                values = {name: record[name] for name in EVALUATED if name in record}
+    return values

@@ -100,6 +100,16 @@ def test_all_stop_after_the_same_step_whoever_is_asked_and_whenever(data):
     assert len(set(stopped.values())) == 1
 
 
+def test_a_loop_does_not_find_the_notes_of_the_one_before():
+    service = Service()
+    both = [Processes(index, 2, service) for index in range(2)]
+    first = [Stop(processes) for processes in both]
+    assert not first[1].after(4, True)
+    assert not first[0].after(5, False)  # names step 7, but the loop ends at step 5
+    second = [Stop(processes) for processes in both]
+    assert not any(stop.after(step, False) for step in (6, 7, 8) for stop in reversed(second))
+
+
 def test_a_place_is_read_from_the_environment(monkeypatch):
     monkeypatch.delenv("MOEJAX_COORDINATOR", raising=False)
     assert find_place() == Place(None, 1, 0)

@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from moejax.config import TrainConfig
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
 from moejax.settings import to_dict
-from moejax.train.checkpoint import Checkpoints, newest
+from moejax.train.checkpoint import Checkpoints, Saved, newest
+from moejax.train.inputs import Inputs
 from moejax.train.manifest import MANIFEST, read_manifest, write_manifest
 from moejax.train.resume import describe_run
-from moejax.train.start import choose, counted, first_state
+from moejax.train.start import choose, counted, first_state, said_done
 from tests.cases import on_nodes, small_config, trainer_for
+from tests.train.running import stream
 
+LAST = {"event": "final_eval", "step": 20, "nats_per_token": 0.75, "bits_per_byte": 1.2345}
 NO_DATA = {"train": [], "held_out": []}
 
 
@@ -141,3 +145,32 @@ def forget_newer_facts(path):
     old = ("step", "config", "mesh", "files")
     known = {name: value for name, value in read_manifest(path).items() if name in old}
     (path / MANIFEST).write_text(json.dumps({"format_version": 1, **known}))
+
+
+def said(folder, *records, step=20, held_out=True):
+    """What is said of a run of 20 steps with such records."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    cfg = dataclasses.replace(small_config(), run_dir=str(folder), train=TrainConfig(num_steps=20))
+    inputs = object.__new__(Inputs)
+    inputs.held_out = stream(30) if held_out else None
+    return said_done(cfg, inputs, Saved(step, folder / "checkpoints" / str(step), {}))
+
+
+def test_a_finished_run_says_where_it_ended_and_how_good_it_is(tmp_path):
+    # A later evaluation counts; a killed run leaves half a line.
+    text = said(tmp_path, LAST | {"bits_per_byte": 9.0}, LAST, '{"time": 1.5, "ev')
+    assert text.startswith(f"done before: step 20 of 20 is in {tmp_path / 'checkpoints' / '20'}; ")
+    assert "held-out (all): 1.234 bits per byte, 0.7500 nats per token" in text
+    assert "Raise train.num_steps" in text
+    assert "nan bits per byte" in said(tmp_path, LAST | {"bits_per_byte": None})
+    assert "bits per byte" not in said(tmp_path, {**LAST, "step": 10}, held_out=False)
+
+
+@pytest.mark.parametrize("records", [(), (LAST | {"step": 10},), (LAST | {"event": "eval"},)])
+def test_a_run_that_was_ended_in_its_last_evaluation_has_that_left(tmp_path, records):
+    assert said(tmp_path, *records) is None
+
+
+def test_a_run_with_steps_left_is_not_done(tmp_path):
+    assert said(tmp_path, LAST, step=19) is None

@@ -1,0 +1,58 @@
+"""The file that TensorBoard reads: numbers by tag and step.
+
+Written in the caller's thread, each event at once. tensorboardX's own writer has a thread that a
+full disk ends unseen, and the run then waits for room in its queue for ever.
+"""
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+
+from moejax.errors import StorageFullError, writing
+
+
+class Board:
+    """Adds events to a new file of a directory."""
+
+    def __init__(self, directory: Path):
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self.path = directory / name
+        with writing(self.path):
+            directory.mkdir(parents=True, exist_ok=True)
+            # Without a buffer nothing is left over that closing would have to write.
+            self._file = self.path.open("ab", buffering=0)
+        try:
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        except StorageFullError:
+            self.close()
+            raise
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a number for each tag."""
+        found = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        if found:
+            self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=found)))
+
+    def _write(self, event: Event) -> None:
+        left = record(event.SerializeToString())
+        with writing(self.path):
+            while left:
+                left = left[self._file.write(left) :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def record(data: bytes) -> bytes:
+    """One record of a TFRecord file: length, data, and a checksum of each."""
+    length = struct.pack("<Q", len(data))
+    sums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+    return length + sums[0] + data + sums[1]

@@ -1,0 +1,55 @@
+"""Held-out text along a run and at its end, and what the model writes by itself then."""
+
+import math
+
+from moejax.train.metrics import held_out_words
+from moejax.train.run import Run
+from moejax.train.sample import sample
+from moejax.train.state import TrainState
+
+LN2 = math.log(2)
+
+
+def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
+    """Measures held-out text; says and records nats per token and bits per byte."""
+    if run.inputs.held_out is None:
+        return
+    nats = targets = 0.0
+    shapes = run.trainer.abstract, run.trainer.abstract_batch()
+    run.processes.compile(run.trainer.evaluate, *shapes)
+    for batch, count in run.inputs.eval_batches(run.trainer, limit):
+        nats += float(run.trainer.evaluate(state, batch))
+        targets += count
+    nats_per_token = nats / targets
+    values = {"nats_per_token": nats_per_token}
+    if (density := run.inputs.eval_tokens_per_byte) is not None:
+        values["bits_per_byte"] = nats_per_token / LN2 * density
+    part = "all" if limit is None else f"{int(targets):,} tokens"
+    run.display.say(f"step {step}  held-out ({part}): {held_out_words(values)}")
+    run.records.event("eval" if limit is not None else "final_eval", step, **values)
+
+
+def finish(run: Run, state: TrainState) -> None:
+    """After the last step: all held-out text beside what compressors need, and a sample."""
+    evaluate(run, state, run.cfg.train.num_steps, limit=None)
+    for name, bits in run.inputs.baselines().items():
+        run.console.print(f"  for the same files {name} needs {bits:.3f} bits per byte")
+    run.record_saved(run.checkpoints.wait())
+    length = run.cfg.train.sample_tokens
+    if length:
+        # As a training document begins.
+        tokenizer = run.inputs.tokenizer
+        prompt = [tokenizer.eos_id, *tokenizer.encode(run.cfg.train.sample_prompt)]
+        tokens = sample(
+            run.trainer,
+            state,
+            prompt,
+            length=length,
+            allowed=run.inputs.vocab_size,
+            seed=run.cfg.train.seed,
+            processes=run.processes,
+        )
+        run.console.rule("sample", align="left")
+        run.console.print(tokenizer.decode(tokens), markup=False, highlight=False)
+        if len(tokens) < len(prompt) + length:
+            run.console.print("warning: the sample ends early: logits are not finite")

@@ -1,0 +1,34 @@
+"""What the stages of a run share."""
+
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from moejax.config import Config
+from moejax.runtime.processes import ALONE, Processes
+from moejax.train.checkpoint import Checkpoints
+from moejax.train.inputs import Inputs
+from moejax.train.metrics import Display, Records
+from moejax.train.step import Trainer
+from moejax.train.watch import Doubt, Watch
+
+
+@dataclass
+class Run:
+    """A run whose devices are started."""
+
+    cfg: Config
+    trainer: Trainer
+    inputs: Inputs
+    checkpoints: Checkpoints
+    records: Records
+    display: Display
+    console: Console
+    processes: Processes = ALONE
+    watch: Watch | None = None  # of a plan whose links are known
+    doubt: Doubt | None = None  # what the watch has found, if a new plan is allowed
+
+    def record_saved(self, step: int | None) -> None:
+        """Records that a checkpoint was finished, if one was."""
+        if step is not None:
+            self.records.event("saved", step)

@@ -1,0 +1,69 @@
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from moejax.errors import (
+    STOPPED,
+    DivergedError,
+    InputError,
+    StorageFullError,
+    exit_code,
+    write_whole,
+)
+
+PAGE = Path(__file__).parents[1] / "docs" / "formats" / "exit.md"
+
+
+def documented():
+    """Exit code -> meaning, of the page's table."""
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
+    return {int(code): meaning for code, meaning in rows}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "meaning"),
+    [
+        (InputError("bad"), 2, "bad input"),
+        (DivergedError("NaN"), 4, "diverged"),
+        (StorageFullError("full"), 5, "no space"),
+        (OSError(errno.ENOSPC, "No space left on device", "x.bin"), 5, "no space"),
+        (KeyboardInterrupt(), 130, "stopped at once"),
+    ],
+)
+def test_every_early_end_has_the_documented_code_and_one_line(capsys, error, code, meaning):
+    def run():
+        raise error
+
+    assert exit_code(run, stopped="all is safe") == code
+    assert meaning in documented()[code]
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_apart_and_leaves_what_was_there(tmp_path, monkeypatch, number):
+    path = tmp_path / "routing.json"
+    write_whole(path, "before")
+
+    def fill(self, text, **_):
+        self.touch()
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(StorageFullError, match=r"no space left.*routing\.json: .*Free"):
+        write_whole(path, "after")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]
+
+
+def test_another_error_of_the_file_system_stays_what_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_whole(tmp_path / "none" / "x.json", "")
+
+
+def test_what_a_command_returns_is_its_code():
+    assert exit_code(lambda: None, stopped="") == 0
+    assert exit_code(lambda: STOPPED, stopped="") == STOPPED
+    assert "asked to stop" in documented()[STOPPED]
+    assert set(documented()) == {0, 1, 2, 3, 4, 5, 130}

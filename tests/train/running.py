@@ -1,0 +1,109 @@
+"""A run whose programs are Python functions: the loop and the evaluation without a compilation."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from moejax.compression import NO_COMPRESSION
+from moejax.config import Config
+from moejax.data.batches import Batches
+from moejax.data.tokenizer import ByteTokenizer
+from moejax.data.tokens import MemorySource
+from moejax.train.checkpoint import Checkpoints
+from moejax.train.inputs import Inputs
+from moejax.train.metrics import Display, Records
+from moejax.train.run import Run
+from moejax.train.state import Metrics, Reduction, TrainState
+from tests.cases import trainer_for
+
+
+class Program:
+    """Stands for a jitted function that is compiled before it is called."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def lower(self, *_):
+        return self
+
+    def compile(self):
+        return self
+
+    def __call__(self, state, batch):
+        return self.function(state, batch)
+
+
+class Saves(Checkpoints):
+    """Checkpoints that are directories with an empty manifest."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    def save(self, step, state, facts):
+        (self.directory / str(step)).mkdir(parents=True)
+        (self.directory / str(step) / "moejax_manifest.json").touch()
+
+    def finished(self):
+        return None
+
+    def wait(self):
+        return None
+
+    @property
+    def steps(self):
+        return sorted(int(path.name) for path in self.directory.glob("*"))
+
+
+def metrics(*, loss=1.0, norm=1.0, skipped=0):
+    """What a step gives, on the host."""
+    none = np.zeros((0, 1), np.int32)
+    return Metrics(
+        np.float32(loss), np.float32(1), none, none[:, 0], np.float32(norm), np.int32(skipped)
+    )
+
+
+def first_state(step=0, skipped=0):
+    """A state of counters alone."""
+    reduction = Reduction(None, None)
+    return TrainState(np.int32(step), np.int32(skipped), None, None, None, reduction)
+
+
+def stream(length, num_bytes=None):
+    """A stream of tokens that differ from their neighbours."""
+    tokens = (np.arange(length) * 7 % 60).astype(np.uint32)
+    return MemorySource(tokens, vocab_size=63, eos_id=62, num_bytes=num_bytes)
+
+
+def build_run(cfg: Config, folder: Path, *, held_out=None, **programs):
+    """A run on one device, and what it shows.
+
+    Args:
+      programs: functions (state, batch) in the place of the trainer's programs, by name.
+    """
+    trainer = trainer_for(cfg)
+    assert trainer.program.compression == NO_COMPRESSION
+    for name, function in programs.items():
+        trainer.__dict__[name] = Program(function)  # where a cached property keeps its value
+    B, T = cfg.train.batch_sequences, cfg.data.sequence_length
+    order = Batches(
+        stream(40 * B * T),
+        sequence_length=T,
+        batch_sequences=B,
+        seed=0,
+        shuffle=True,
+        repeat=True,
+        isolate_documents=True,
+    )
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=False)
+    return Run(
+        cfg,
+        trainer,
+        Inputs(cfg, order, held_out, ByteTokenizer(), 62),
+        Saves(folder / "checkpoints"),
+        Records(folder),
+        Display(console, cfg.train.num_steps, 0),
+        console,
+    ), shown

@@ -1,0 +1,58 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from moejax.train.evaluation import evaluate, finish
+from tests.cases import small_config
+from tests.train.running import first_state, stream
+
+
+def two_nats(state, batch):
+    """A model that needs two nats for every target."""
+    return np.float32(2 * np.sum(np.asarray(batch.target_BT) >= 0))
+
+
+@pytest.mark.parametrize(("tokens", "limit"), [(300, None), (257, None), (300, 2), (1000, 3)])
+def test_nats_are_of_targets_and_bits_of_bytes(running, tmp_path, tokens, limit):
+    # 8 x 16 targets a batch: the last batch of 300 tokens is padded by two thirds.
+    held_out = stream(tokens, num_bytes=517)
+    run, shown = running(small_config(), held_out=held_out, evaluate=two_nats)
+    evaluate(run, first_state(), 5, limit=limit)
+    (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert event["event"] == ("final_eval" if limit is None else "eval")
+    assert event["step"] == 5
+    assert event["nats_per_token"] == 2
+    bits = 2 / math.log(2) * (tokens - 1) / 517
+    assert event["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+    assert f"{bits:.3f} bits per byte, 2.0000 nats per token" in shown.getvalue()
+
+
+def test_all_targets_are_measured_once(running, tmp_path):
+    counted = []
+
+    def count(state, batch):
+        counted.append(int(np.sum(np.asarray(batch.target_BT) >= 0)))
+        return np.float32(0)
+
+    run, _ = running(small_config(), held_out=stream(300), evaluate=count)
+    evaluate(run, first_state(), 1, limit=None)
+    assert counted == [128, 128, 43]
+    (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert "bits_per_byte" not in event, "the size of the text is not known"
+
+
+@pytest.mark.parametrize(("value", "early"), [(math.nan, True), (math.inf, True), (0.0, False)])
+def test_a_sample_of_logits_that_are_not_finite_ends_early(running, value, early):
+    cfg = small_config(train={"sample_tokens": 4, "sample_prompt": "a"})
+    logits_BV = np.zeros((8, 64), np.float32)
+    logits_BV[:, 3] = value
+
+    class Logits:
+        def addressable_data(self, _):
+            return logits_BV
+
+    run, shown = running(cfg, next_logits=lambda state, prompt: Logits())
+    finish(run, first_state())
+    assert ("the sample ends early" in shown.getvalue()) == early

@@ -1,0 +1,156 @@
+import dataclasses
+import json
+import math
+import signal
+from functools import partial
+
+import numpy as np
+import pytest
+
+from moejax.config import CheckpointConfig
+from moejax.errors import DivergedError
+from moejax.runtime.processes import Processes
+from moejax.train.loop import steps
+from moejax.train.metrics import Meter
+from moejax.train.watch import Doubt
+from tests.cases import small_config
+from tests.plan.clusters import cluster
+from tests.train.running import first_state, metrics
+
+BAD = {"loss": math.nan, "norm": math.nan}
+
+
+def config(num_steps, *, save_every=None, **train):
+    cfg = small_config(train={"num_steps": num_steps, "eval_every": None, **train})
+    return dataclasses.replace(cfg, checkpoint=CheckpointConfig(save_every=save_every))
+
+
+def meter(cfg):
+    return Meter(tokens_per_step=1, flops_per_token=1, peak=1.0, num_steps=cfg.train.num_steps)
+
+
+@pytest.fixture
+def training(running):
+    return partial(_training, running)
+
+
+def _training(running, cfg, bad=None, seen=None):
+    """A run whose steps only count, and skip the updates that are named with what they measured."""
+
+    def step(state, batch):
+        number = int(state.step) + 1
+        if seen is not None:
+            seen.append(np.asarray(batch.token_BT))
+        measured = (bad or {}).get(number)
+        skipped = state.skipped + (measured is not None)
+        state = state._replace(step=np.int32(number), skipped=np.int32(skipped))
+        return state, metrics(**(measured or {}), skipped=skipped)
+
+    return running(cfg, step=step)
+
+
+def events(folder, name):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [event for line in lines if (event := json.loads(line))["event"] == name]
+
+
+def test_a_resumed_run_goes_on_with_the_data_where_it_was(training):
+    seen, cfg = [], config(6)
+    run, _ = training(cfg, seen=seen)
+    _, stopped = steps(run, first_state(step=3), meter(cfg))
+    assert not stopped
+    wanted = [run.inputs.train.rows(step, 0, 8).token_BT for step in (3, 4, 5)]
+    np.testing.assert_array_equal(seen, wanted)
+
+
+def test_a_skipped_update_is_told_with_what_was_not_finite(training, tmp_path):
+    cfg = config(9)
+    bad = {3: BAD, 4: BAD, 7: {"loss": 2.5, "norm": math.inf}}
+    run, shown = training(cfg, bad)
+    steps(run, first_state(skipped=5), meter(cfg))
+    said = [line for line in shown.getvalue().splitlines() if "warning" in line]
+    assert said == [  # the second in a row is only recorded
+        "warning: update of step 3 skipped: the loss is nan",
+        "warning: update of step 7 skipped: the gradient's norm is inf (loss 2.5000)",
+    ]
+    assert [event["step"] for event in events(tmp_path, "skipped")] == [3, 4, 7]
+
+
+def test_too_many_skipped_in_a_row_end_the_run_and_the_last_good_checkpoint_is_named(
+    training, tmp_path
+):
+    cfg = config(30, save_every=2, max_skipped=3)
+    # Two in a row are allowed.
+    run, _ = training(cfg, dict.fromkeys((2, 3, *range(7, 31)), BAD))
+    with pytest.raises(DivergedError) as found:
+        steps(run, first_state(), meter(cfg))
+    text = " ".join(str(found.value).split())
+    assert "updates of steps 7 to 9 were skipped, because the loss is nan" in text
+    assert f"{tmp_path / 'checkpoints' / '6'}" in text
+    assert "train.max_skipped" in text
+    # A save that was due while updates were skipped would have pushed a good one out; at step 2 it
+    # was not known yet, and the weights were those of step 1.
+    assert run.checkpoints.steps == [2, 6]
+    assert [event["step"] for event in events(tmp_path, "diverged")] == [9]
+
+
+@pytest.mark.parametrize(("limit", "last"), [(3, 4), (None, 12)])
+def test_a_run_without_a_good_checkpoint_says_so_or_goes_on_if_told(training, limit, last):
+    cfg = config(last, max_skipped=limit)
+    run, _ = training(cfg, dict.fromkeys(range(last - 2, last + 1), BAD))
+    if limit is None:
+        assert int(steps(run, first_state(), meter(cfg))[0].step) == last
+        assert run.checkpoints.steps == [last]
+        return
+    # The last step of all is looked at before it is saved.
+    with pytest.raises(DivergedError, match="none yet"):
+        steps(run, first_state(), meter(cfg))
+    assert run.checkpoints.steps == []
+
+
+class Mailbox(Processes):
+    """One process that counts as several: what it gathers is what the others said too."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.others = others
+
+    def gather(self, value):
+        return [value, self.others] if isinstance(value, bool) else [value]
+
+
+@pytest.mark.parametrize("asked", [None, "other", "this"])
+def test_who_was_asked_to_stop_where_another_plan_follows_is_heard(training, asked):
+    cfg = config(9, save_every=3)
+    run, shown = training(cfg)
+    run.doubt, run.processes = Doubt("", cluster()), Mailbox(asked == "other")
+    save = run.checkpoints.save
+
+    def signalled(*arguments):
+        save(*arguments)
+        if asked == "this":  # too late for the loop to ask all to stop
+            signal.raise_signal(signal.SIGTERM)
+
+    run.checkpoints.save = signalled
+    state, early = steps(run, first_state(), meter(cfg))
+    assert (int(state.step), early) == (3, True)
+    assert (run.doubt is None) == bool(asked)
+    assert ("stopped at step 3; run the same command" in shown.getvalue()) == bool(asked)
+    assert ("planning again" in shown.getvalue()) != bool(asked)
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_says_so(training, tmp_path):
+    cfg = config(9)
+    run, _ = training(cfg)
+    step = run.trainer.step.function
+
+    def signalled(state, batch):
+        if int(state.step) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return step(state, batch)
+
+    run.trainer.step.function = signalled
+    state, stopped = steps(run, first_state(), meter(cfg))
+    assert (int(state.step), stopped) == (4, True)
+    assert run.checkpoints.steps == [4]
+    assert [event["step"] for event in events(tmp_path, "stopped")] == [4]
