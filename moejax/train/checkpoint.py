@@ -7,7 +7,9 @@ files match, and sets damaged ones aside as `STEP.corrupt`. Format: docs/formats
 """
 
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +26,10 @@ from moejax.train.manifest import (
     finished_steps,
     is_step,
     read_manifest,
+    stored_bytes,
     write_manifest,
 )
+from moejax.train.room import check_room, is_full, no_room, quiet_about_full_disks
 from moejax.train.state import TrainState
 
 
@@ -47,6 +51,8 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[int] | None = None
+        self._processes, self._full = processes, False
+        quiet_about_full_disks()
 
     def save(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
         """Starts a save and returns when the state has been copied out of the way.
@@ -55,10 +61,17 @@ class Checkpoints:
 
         Args:
           facts: kept in the manifest: config, mesh, data position.
+        Raises:
+          StorageFullError: there is less room than the newest checkpoint took, or none.
         """
         self.wait()
+        steps = self._processes.from_first(lambda: finished_steps(self.directory))
+        if steps:
+            needed = stored_bytes(read_manifest(self.directory / str(max(steps))))
+            check_room(self.directory, needed, step, self._processes)
         items = {name: ocp.args.StandardSave(_flat(tree)) for name, tree in _items(state).items()}
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        with self._naming(step):
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._pending = self._thread.submit(self._finish, step, facts)
 
     def finished(self) -> int | None:
@@ -81,14 +94,33 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._manager.close()
+            # Orbax raises again what a save failed with; that has been told.
+            with suppress(Exception) if self._full else nullcontext():
+                self._manager.close()
+
+    @contextmanager
+    def _naming(self, step: int) -> Iterator[None]:
+        """Makes one line of a disk that is full. The next start removes what the save had taken.
+
+        Raises:
+          StorageFullError: it names the step that is safe.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not is_full(error):
+                raise
+            self._full = True
+            raise no_room(self.directory, step, "the disk is full") from error
 
     def _finish(self, step: int, facts: dict[str, Any]) -> int:
         """After the commit: digests, the manifest, and only then the removal of old steps."""
-        # Returns when the files of every process are there.
-        self._manager.wait_until_finished()
+        with self._naming(step):
+            # Returns when the files of every process are there.
+            self._manager.wait_until_finished()
+            if self._first:
+                write_manifest(self.directory / str(step), {"step": step, **facts})
         if self._first:
-            write_manifest(self.directory / str(step), {"step": step, **facts})
             for old in sorted(finished_steps(self.directory))[: -self.keep]:
                 # Not through the manager: its delete waits for the other processes on a device,
                 # where their steps are under way.

@@ -36,6 +36,7 @@ from moejax.train.resume import describe_run
 from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
 from moejax.train.start import (
+    check_disk,
     check_place,
     check_same_config,
     choose,
@@ -126,6 +127,7 @@ def train_planned(
     trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     saved, more = counted(saved, trainer, choosing, processes)
     notes += [note for note in more if note not in notes]
+    notes += check_disk(trainer, saved, run_dir / "checkpoints", processes)
     summary = summarize(trainer)
     print_summary(summary, trainer, console, planned.rows())
     if processes.first:

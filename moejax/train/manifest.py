@@ -14,6 +14,7 @@ from moejax.errors import InputError
 
 FORMAT_VERSION = 2  # 1 had no digest of its own
 MANIFEST = "moejax_manifest.json"
+BLOCK = 4096  # bytes, of most file systems
 LEFT_BY_SYSTEMS = (".nfs", ".DS_Store", "._")  # how names begin that nobody wrote
 
 
@@ -107,6 +108,11 @@ def _check_fields(manifest: dict[str, Any]) -> None:
     if not manifest["files"]:
         raise DamagedError("manifest lists no file")
     _ = [(facts["bytes"], facts["sha256"]) for facts in manifest["files"].values()]
+
+
+def stored_bytes(manifest: dict[str, Any]) -> int:
+    """What the files of a checkpoint take of a disk, in whole blocks."""
+    return sum(-(-facts["bytes"] // BLOCK) * BLOCK for facts in manifest["files"].values())
 
 
 def find_damage(

@@ -4,10 +4,12 @@ Nothing here but `counted` and `first_state` touches a device.
 """
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import jax
 from rich.console import Console
 
 from moejax.checks import resolve_mesh
@@ -29,6 +31,7 @@ from moejax.train.checkpoint import (
     step_of_state,
 )
 from moejax.train.inputs import Inputs
+from moejax.train.manifest import finished_steps, stored_bytes
 from moejax.train.metrics import EVALUATED, held_out_words
 from moejax.train.resume import (
     check_resumable,
@@ -37,6 +40,7 @@ from moejax.train.resume import (
     remembers,
     same_reduction,
 )
+from moejax.train.room import check_room
 from moejax.train.state import TrainState
 from moejax.train.step import Trainer
 
@@ -107,6 +111,35 @@ def counted(
         saved, _, more = again()
         notes += more
     return saved, notes
+
+
+def check_disk(
+    trainer: Trainer, saved: Saved | None, directory: Path, processes: Processes
+) -> list[str]:
+    """Looks for room for the checkpoints to come. Returns what to say about it.
+
+    The size is that of the newest checkpoint, else of the state as it is in memory.
+
+    Raises:
+      StorageFullError: if not even one fits.
+    """
+    cfg = trainer.cfg
+    first = min(cfg.checkpoint.save_every or cfg.train.num_steps, cfg.train.num_steps)
+    leaves = jax.tree.leaves(trainer.abstract)
+    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    if saved is not None:
+        first, needed = saved.step + 1, stored_bytes(saved.manifest)
+    if saved is not None and saved.step >= cfg.train.num_steps:
+        return []
+    free = check_room(directory, needed, first, processes)
+    # An old one is removed when a newer one is whole.
+    more = cfg.checkpoint.keep + 1 - len(processes.from_first(lambda: finished_steps(directory)))
+    if free >= needed * more:
+        return []
+    return [
+        f"warning: {free:,} bytes are free in {directory}, {more} checkpoints more take about "
+        f"{needed * more:,}; checkpoint.keep says how many are kept"
+    ]
 
 
 def claim(run_dir: Path) -> RunLock:

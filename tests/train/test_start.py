@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,15 @@ import pytest
 from rich.console import Console
 
 from moejax.config import TrainConfig
-from moejax.errors import InputError
+from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE
 from moejax.settings import to_dict
+from moejax.train import room
 from moejax.train.checkpoint import Checkpoints, Saved, newest
 from moejax.train.inputs import Inputs
-from moejax.train.manifest import MANIFEST, read_manifest, write_manifest
+from moejax.train.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
 from moejax.train.resume import describe_run
-from moejax.train.start import choose, counted, first_state, said_done
+from moejax.train.start import check_disk, choose, counted, first_state, said_done
 from tests.cases import on_nodes, small_config, trainer_for
 from tests.train.running import stream
 
@@ -174,3 +176,34 @@ def test_a_run_that_was_ended_in_its_last_evaluation_has_that_left(tmp_path, rec
 
 def test_a_run_with_steps_left_is_not_done(tmp_path):
     assert said(tmp_path, LAST, step=19) is None
+
+
+def disk(monkeypatch, free):
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+
+
+def test_a_run_whose_checkpoint_does_not_fit_the_disk_is_refused(tmp_path, monkeypatch):
+    trainer = trainer_for(small_config())
+    state = trainer.abstract
+    needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    disk(monkeypatch, needed - 1)
+    with pytest.raises(StorageFullError, match=f"step 20.*{needed:,}. No step was saved before"):
+        check_disk(trainer, None, tmp_path / "checkpoints", ALONE)
+    disk(monkeypatch, 4 * needed - 1)  # three are kept, and the fourth is written first
+    told = check_disk(trainer, None, tmp_path / "checkpoints", ALONE)
+    assert "4 checkpoints more take about" in told[0]
+    disk(monkeypatch, 4 * needed)
+    assert check_disk(trainer, None, tmp_path / "checkpoints", ALONE) == []
+
+
+def test_a_resumed_run_needs_room_for_one_like_its_newest(run, monkeypatch):
+    cfg, trainer, steps = run
+    saved, _, _ = choose(cfg, NO_DATA, ALONE)
+    needed = stored_bytes(saved.manifest)
+    disk(monkeypatch, needed - 1)
+    with pytest.raises(StorageFullError, match="Step 2 is safe"):
+        check_disk(trainer, saved, steps, ALONE)
+    disk(monkeypatch, 2 * needed)  # of four, two are there
+    assert check_disk(trainer, saved, steps, ALONE) == []
+    disk(monkeypatch, 0)
+    assert check_disk(trainer, saved._replace(step=cfg.train.num_steps), steps, ALONE) == []
