@@ -1,10 +1,12 @@
 import dataclasses
+import functools
 
+import jax
 import pytest
 
 from moejax.config import Config
 from moejax.errors import InputError
-from moejax.fields import fields
+from moejax.fields import fields, get_value
 from moejax.settings import from_dict, to_dict
 from moejax.train.resume import (
     SHAPES,
@@ -214,3 +216,45 @@ def test_a_manifest_says_what_a_resume_compares():
     assert said["reduction"] == fingerprint(trainer) is not None
     assert said["data"] == content
     assert same_reduction(said, trainer)
+
+
+# What another value of a setting is, where it is not twice the number or the other truth.
+OTHER = {
+    "model.qk_norm": "head",
+    "model.moe_every": 2,
+    "model.sliding_window": 8,
+    "model.dtype": "bfloat16",
+    "model.remat": "full",
+    "model.rope.scaling": "yarn",
+    "moe.capacity_factor": 2.0,
+    "moe.implementation": "reference",
+    "moe.router.score": "sigmoid",
+    "moe.router.jitter": 0.1,
+    "moe.router.balance_over": "sequence",
+    "moe.router.bias_update_rate": 0.01,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in fields() if name.startswith(("model.", "moe."))])
+def test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else(name):
+    cfg, described = every_kind_of_layer()
+    before = get_value(cfg, name)
+    value = OTHER.get(name, not before if isinstance(before, bool) else (before or 0.5) * 2)
+    assert value != before
+    other = shapes_of_weights(changed(name, value, cfg))
+    assert (other != described) == (name in SHAPES)
+
+
+@functools.cache
+def every_kind_of_layer():
+    """A model that has a dense layer, expert layers and shared experts; shapes of its weights."""
+    model = {"num_layers": 4, "first_dense_layers": 1, "num_kv_heads": 4}
+    cfg = small_config(model=model, moe={"num_shared_experts": 1, "num_experts": 4})
+    return cfg, shapes_of_weights(cfg)
+
+
+def shapes_of_weights(cfg):
+    """Paths and shapes of what `checkpoint.init_from` reads."""
+    state = trainer_for(cfg).abstract
+    leaves = jax.tree_util.tree_flatten_with_path((state.params, state.balance))[0]
+    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
