@@ -100,7 +100,10 @@ class Checkpoints:
 
     @contextmanager
     def _naming(self, step: int) -> Iterator[None]:
-        """Makes one line of a disk that is full. The next start removes what the save had taken.
+        """Makes one line of a disk that is full.
+
+        A step without its manifest is removed here. What Orbax has not committed, the next start
+        removes: its threads may still write there.
 
         Raises:
           StorageFullError: it names the step that is safe.
@@ -111,6 +114,9 @@ class Checkpoints:
             if not is_full(error):
                 raise
             self._full = True
+            committed = self.directory / str(step)
+            if self._first and not (committed / MANIFEST).is_file():
+                shutil.rmtree(committed, ignore_errors=True)
             raise no_room(self.directory, step, "the disk is full") from error
 
     def _finish(self, step: int, facts: dict[str, Any]) -> int:

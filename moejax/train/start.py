@@ -123,14 +123,15 @@ def check_disk(
     Raises:
       StorageFullError: if not even one fits.
     """
-    cfg = trainer.cfg
-    first = min(cfg.checkpoint.save_every or cfg.train.num_steps, cfg.train.num_steps)
+    cfg, done = trainer.cfg, 0 if saved is None else saved.step
+    if done >= cfg.train.num_steps:
+        return []
+    every = cfg.checkpoint.save_every or cfg.train.num_steps
+    first = min((done // every + 1) * every, cfg.train.num_steps)
     leaves = jax.tree.leaves(trainer.abstract)
     needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     if saved is not None:
-        first, needed = saved.step + 1, stored_bytes(saved.manifest)
-    if saved is not None and saved.step >= cfg.train.num_steps:
-        return []
+        needed = stored_bytes(saved.manifest)
     free = check_room(directory, needed, first, processes)
     # An old one is removed when a newer one is whole.
     more = cfg.checkpoint.keep + 1 - len(processes.from_first(lambda: finished_steps(directory)))

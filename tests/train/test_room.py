@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from moejax.errors import StorageFullError
-from moejax.train import room
+from moejax.train import checkpoint, room
 from moejax.train.checkpoint import Checkpoints, newest
 from moejax.train.manifest import finished_steps
 from moejax.train.room import check_room, is_full
@@ -53,7 +53,7 @@ def test_a_save_into_a_full_disk_names_the_step_that_is_safe(small_disk, capfd, 
     assert save_and_wait(writer, 10) == 10
     fill(small_disk, leave=40 * 1024)
     # As if somebody else had filled it after the look.
-    monkeypatch.setattr("moejax.train.checkpoint.check_room", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "check_room", lambda *_: None)
     with pytest.raises(StorageFullError, match=r"checkpoint of step 20\..*Step 10 is safe") as full:
         save_and_wait(writer, 20)
     assert "\n" not in str(full.value)
@@ -81,6 +81,18 @@ def test_a_save_for_which_there_is_less_room_than_the_last_took_is_not_begun(sma
     (small_disk / "others").unlink()
     assert save_and_wait(writer, 20) == 20
     writer.close()
+
+
+def test_a_step_for_whose_manifest_there_is_no_room_is_removed(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+    writer = Checkpoints(tmp_path, keep=2)
+    with pytest.raises(StorageFullError, match=r"step 10\. .*No step was saved before"):
+        save_and_wait(writer, 10)
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_told_from_other_errors():
