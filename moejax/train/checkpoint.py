@@ -65,14 +65,19 @@ class Checkpoints:
           StorageFullError: there is less room than the newest checkpoint took, or none.
         """
         self.wait()
-        steps = self._processes.from_first(lambda: finished_steps(self.directory))
-        if steps:
-            needed = stored_bytes(read_manifest(self.directory / str(max(steps))))
-            check_room(self.directory, needed, step, self._processes)
+        needed = self._processes.from_first(self._taken)
+        check_room(self.directory, needed, step, self._processes)
         items = {name: ocp.args.StandardSave(_flat(tree)) for name, tree in _items(state).items()}
         with self._naming(step):
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._pending = self._thread.submit(self._finish, step, facts)
+
+    def _taken(self) -> int:
+        """What the newest checkpoint takes of the disk; 0 where there is none to read."""
+        steps = finished_steps(self.directory)
+        with suppress(InputError):
+            return stored_bytes(read_manifest(self.directory / str(max(steps)))) if steps else 0
+        return 0
 
     def finished(self) -> int | None:
         """The step of a save that finished since the last call, if any."""

@@ -13,7 +13,7 @@ import pytest
 from moejax.errors import StorageFullError
 from moejax.train import checkpoint, room
 from moejax.train.checkpoint import Checkpoints, newest
-from moejax.train.manifest import finished_steps
+from moejax.train.manifest import MANIFEST, finished_steps
 from moejax.train.room import check_room, is_full
 from tests.cases import small_config, trainer_for
 from tests.threads import everywhere
@@ -79,6 +79,14 @@ def test_a_save_for_which_there_is_less_room_than_the_last_took_is_not_begun(sma
     with pytest.raises(StorageFullError, match=words):
         writer.save(20, state(), {"config": {}})
     (small_disk / "others").unlink()
+    assert save_and_wait(writer, 20) == 20
+    writer.close()
+
+
+def test_a_manifest_that_was_damaged_meanwhile_does_not_keep_the_run_from_saving(tmp_path):
+    writer = Checkpoints(tmp_path, keep=2)
+    assert save_and_wait(writer, 10) == 10
+    (tmp_path / "10" / MANIFEST).write_text("{")
     assert save_and_wait(writer, 20) == 20
     writer.close()
 
