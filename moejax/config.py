@@ -338,6 +338,9 @@ class CheckpointConfig:
     keep: int = setting(3, "newest checkpoints to keep", at_least=1)
     init_from: str | None = setting(None, "checkpoint directory to take weights from at step 0")
     verify: str = setting("full", "what is checked before a restore", choices=("full", "size"))
+    allow_changed_data: bool = setting(
+        False, "go on although the data are not those that the checkpoint was trained on"
+    )
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from moejax.config import (
+    CompressionConfig,
     Config,
     DataConfig,
     MeshConfig,
@@ -71,6 +73,20 @@ def small_config(
         train=TrainConfig(**{"batch_sequences": 8, "num_steps": 20, **(train or {})}),
         optimizer=OptimizerConfig(**{"warmup_steps": 0, **(optimizer or {})}),
     )
+
+
+def on_nodes(
+    mesh: tuple[int, int, int, int] = (2, 2, 1, 2),
+    nodes: int = 2,
+    weights: str = "hidden",
+    codec: str = "int8+feedback",
+    **changes: Any,
+) -> Config:
+    """The small model on several nodes, with one codec for all gradients across them."""
+    cfg = small_config(mesh, expert_weights=weights)
+    policy = CompressionConfig(dense_gradient=codec, expert_gradient=codec, block=16)
+    across = dataclasses.replace(cfg.mesh, nodes=nodes)
+    return dataclasses.replace(cfg, mesh=across, compression=policy, **changes)
 
 
 def trainer_for(cfg: Config) -> Trainer:

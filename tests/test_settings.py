@@ -21,6 +21,7 @@ from moejax.settings import (
 
 # A setting more is a promise more: argue for it in the change that adds it.
 FIELD_NAMES = [
+    "checkpoint.allow_changed_data",
     "checkpoint.init_from",
     "checkpoint.keep",
     "checkpoint.save_every",

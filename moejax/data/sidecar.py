@@ -3,6 +3,7 @@
 Format: docs/formats/tokens.md. All of it is checked: a wrong dtype or count would train on noise.
 """
 
+import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
@@ -32,6 +33,13 @@ class Sidecar:
     tokenizer: str  # "bytes", or the name of a tokenizer.json beside this file
     tokenizer_sha256: str | None = None  # of that tokenizer.json
     chunk_tokens: int | None = None  # array_record: tokens of a record
+
+    def content_digest(self) -> str:
+        """Tells token files apart by what a run reads: their bytes, and what their ids mean."""
+        facts = asdict(self)
+        for field in ("num_bytes", "num_documents", "tokenizer"):  # of these only the digest counts
+            del facts[field]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def write(self, path: Path) -> None:
         """Writes the sidecar of a token file."""

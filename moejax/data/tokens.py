@@ -5,17 +5,26 @@ too, so every token after the first is a target, predicted from its own document
 """
 
 import glob
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 
 from moejax.data.sidecar import Sidecar, read_sidecar
 from moejax.data.tokenizer import digest
 from moejax.errors import InputError
+
+
+class Part(TypedDict):
+    """A file of a stream, or a text in memory; `digest` tells it from every other content."""
+
+    name: str
+    digest: str
+    tokens: int
 
 
 @runtime_checkable
@@ -46,6 +55,10 @@ class TokenSource(Protocol):
         """Tokens start .. start + length - 1, int32."""
         ...
 
+    def parts(self) -> list[Part]:
+        """What the stream is made of, in order."""
+        ...
+
 
 @dataclass(frozen=True)
 class MemorySource:
@@ -64,6 +77,11 @@ class MemorySource:
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens start .. start + length - 1, int32."""
         return self.tokens[start : start + length].astype(np.int32)
+
+    def parts(self) -> list[Part]:
+        """One, told by the tokens themselves."""
+        found = hashlib.sha256(np.ascontiguousarray(self.tokens).astype("<u4")).hexdigest()
+        return [Part(name="built-in text", digest=found, tokens=self.num_tokens)]
 
 
 def from_documents(documents: Sequence[bytes]) -> MemorySource:
@@ -203,6 +221,13 @@ class JoinedSource:
             parts.append(source.read(start - (end - source.num_tokens), take))
             start, place = start + take, place + 1
         return np.concatenate(parts)
+
+    def parts(self) -> list[Part]:
+        """The files, told by their sidecars."""
+        return [
+            Part(name=str(s.path), digest=s.sidecar.content_digest(), tokens=s.num_tokens)
+            for s in self.sources
+        ]
 
 
 def open_files(patterns: Sequence[str], wanted: str, *, model_vocab: int) -> JoinedSource:

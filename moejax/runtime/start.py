@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from typing import Any
 
 import jax
@@ -72,14 +73,15 @@ def start(mesh: MeshConfig) -> list[Any]:
     Devices of one process stand together. Must run before anything else touches a device.
 
     Raises:
-      InputError: if the hardware is not there, or JAX has already simulated other devices.
+      InputError: if the hardware is not there, if JAX has already simulated other devices,
+        or if some processes have more devices than others.
     """
     if mesh.platform is not None:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(mesh.platform, mesh.platform))
     if (simulated := simulated_here(mesh)) is not None:
         _simulate(simulated)
     try:
-        return sorted(jax.devices(), key=lambda device: device.process_index)
+        devices = sorted(jax.devices(), key=lambda device: device.process_index)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise InputError(
@@ -87,6 +89,23 @@ def start(mesh: MeshConfig) -> list[Any]:
             f"hardware that is present. Install moejax[cuda13] or moejax[tpu], or set "
             f"mesh.platform=cpu."
         ) from error
+    check_even(devices)
+    return devices
+
+
+def check_even(devices: list[Any]) -> None:
+    """Refuses processes with different numbers of devices; a mesh has as many from each.
+
+    Raises:
+      InputError: the same in all processes, since all see all devices.
+    """
+    counts = Counter(device.process_index for device in devices)
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"process {index} has {counts[index]}" for index in sorted(counts))
+        raise InputError(
+            f"processes have different numbers of devices. {listed}. All must have as many. Start "
+            f"each with the same devices: CUDA_VISIBLE_DEVICES, or JAX_NUM_CPU_DEVICES on CPU."
+        )
 
 
 def _simulate(count: int) -> None:

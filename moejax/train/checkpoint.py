@@ -6,11 +6,10 @@ atomically; a step without a manifest was never finished. A restore takes the ne
 files match, and sets damaged ones aside as `STEP.corrupt`. Format: docs/formats/checkpoint.md.
 """
 
-import hashlib
-import json
-import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +19,18 @@ import orbax.checkpoint as ocp
 
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
+from moejax.train.manifest import (
+    MANIFEST,
+    DamagedError,
+    find_damage,
+    finished_steps,
+    is_step,
+    read_manifest,
+    stored_bytes,
+    write_manifest,
+)
+from moejax.train.room import check_room, is_full, no_room, quiet_about_full_disks
 from moejax.train.state import TrainState
-
-FORMAT_VERSION = 1
-MANIFEST = "moejax_manifest.json"
 
 
 class Saved(NamedTuple):
@@ -44,6 +51,8 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[int] | None = None
+        self._processes, self._full = processes, False
+        quiet_about_full_disks()
 
     def save(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
         """Starts a save and returns when the state has been copied out of the way.
@@ -52,11 +61,23 @@ class Checkpoints:
 
         Args:
           facts: kept in the manifest: config, mesh, data position.
+        Raises:
+          StorageFullError: there is less room than the newest checkpoint took, or none.
         """
         self.wait()
+        needed = self._processes.from_first(self._taken)
+        check_room(self.directory, needed, step, self._processes)
         items = {name: ocp.args.StandardSave(_flat(tree)) for name, tree in _items(state).items()}
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        with self._naming(step):
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._pending = self._thread.submit(self._finish, step, facts)
+
+    def _taken(self) -> int:
+        """What the newest checkpoint takes of the disk; 0 where there is none to read."""
+        steps = finished_steps(self.directory)
+        with suppress(InputError):
+            return stored_bytes(read_manifest(self.directory / str(max(steps)))) if steps else 0
+        return 0
 
     def finished(self) -> int | None:
         """The step of a save that finished since the last call, if any."""
@@ -78,14 +99,39 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._manager.close()
+            # Orbax raises again what a save failed with; that has been told.
+            with suppress(Exception) if self._full else nullcontext():
+                self._manager.close()
+
+    @contextmanager
+    def _naming(self, step: int) -> Iterator[None]:
+        """Makes one line of a disk that is full.
+
+        A step without its manifest is removed here. What Orbax has not committed, the next start
+        removes: its threads may still write there.
+
+        Raises:
+          StorageFullError: it names the step that is safe.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not is_full(error):
+                raise
+            self._full = True
+            committed = self.directory / str(step)
+            if self._first and not (committed / MANIFEST).is_file():
+                shutil.rmtree(committed, ignore_errors=True)
+            raise no_room(self.directory, step, "the disk is full") from error
 
     def _finish(self, step: int, facts: dict[str, Any]) -> int:
         """After the commit: digests, the manifest, and only then the removal of old steps."""
-        # Returns when the files of every process are there.
-        self._manager.wait_until_finished()
+        with self._naming(step):
+            # Returns when the files of every process are there.
+            self._manager.wait_until_finished()
+            if self._first:
+                write_manifest(self.directory / str(step), {"step": step, **facts})
         if self._first:
-            write_manifest(self.directory / str(step), {"step": step, **facts})
             for old in sorted(finished_steps(self.directory))[: -self.keep]:
                 # Not through the manager: its delete waits for the other processes on a device,
                 # where their steps are under way.
@@ -110,7 +156,8 @@ def newest(
 ) -> tuple[Saved | None, list[str]]:
     """The newest checkpoint whose files match their digests, and what was set aside to find it.
 
-    Touches no device. All processes verify, and return the same.
+    Touches no device. All processes verify, and return the same. A step that is not as it was
+    written, manifest and name included, is set aside for the one before it.
 
     Raises:
       InputError: if all are damaged, or a newer version wrote them.
@@ -119,9 +166,9 @@ def newest(
     for step in steps:
         path = directory / str(step)
         saved, damage = _verified(path, verify, processes)
-        if damage is None:
+        if saved is not None:
             return saved, notes
-        notes += processes.from_first(partial(_set_aside, path, "corrupt", damage))
+        notes += set_aside(path, damage, processes)
     # Also those that an earlier start set aside: else the second attempt would begin from nothing.
     damaged = processes.from_first(lambda: sorted(p.name for p in directory.glob("*.corrupt")))
     if damaged:
@@ -139,15 +186,29 @@ def _survey(directory: Path) -> tuple[list[str], list[int]]:
     return notes, sorted(finished_steps(directory), reverse=True)
 
 
-def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved, str | None]:
-    """A finished step, and what any process finds wrong with its files; None: they are whole.
+def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved | None, str]:
+    """A finished step if it is whole, and what any process finds wrong with it.
 
     Digests take long, so each process compares its share of them.
     """
-    manifest = processes.together(lambda: read_manifest(path))
-    found = find_damage(path, manifest, verify, part=(processes.index, processes.count))
+
+    def look() -> tuple[dict[str, Any], str | None]:
+        try:
+            manifest = read_manifest(path)
+        except DamagedError as error:
+            return {}, str(error)
+        return manifest, find_damage(path, manifest, verify, (processes.index, processes.count))
+
+    manifest, found = processes.together(look)
     damage = next(filter(None, processes.gather(found)), None)
-    return Saved(int(manifest["step"]), path.absolute(), manifest), damage
+    if damage is not None:
+        return None, damage
+    return Saved(manifest["step"], path.absolute(), manifest), ""
+
+
+def set_aside(path: Path, damage: str, processes: Processes = ALONE) -> list[str]:
+    """Renames a damaged step so that nothing takes it for a checkpoint. Returns the notes."""
+    return processes.from_first(partial(_set_aside, path, "corrupt", damage))
 
 
 def _items(state: TrainState) -> dict[str, Any]:
@@ -179,85 +240,9 @@ def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> d
     }
 
 
-def finished_steps(directory: Path) -> list[int]:
-    """Steps that have a manifest."""
-    found = directory.glob(f"*/{MANIFEST}")
-    return [int(path.parent.name) for path in found if path.parent.name.isdigit()]
-
-
-def write_manifest(path: Path, facts: dict[str, Any]) -> None:
-    """Records every file of a committed step; written beside, synced, then renamed into place."""
-    files = {}
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        name = file.relative_to(path).as_posix()
-        files[name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    manifest = {"format_version": FORMAT_VERSION, **facts, "files": files}
-    beside = path / f"{MANIFEST}.tmp"
-    with beside.open("w", encoding="utf-8") as out:
-        json.dump(manifest, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    beside.rename(path / MANIFEST)
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Returns the manifest of a step directory.
-
-    Raises:
-      InputError: if there is none, or a newer moejax wrote it.
-    """
-    file = path / MANIFEST
-    if not file.is_file():
-        found = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-        raise InputError(
-            f"no finished checkpoint at {path}. Found {', '.join(found[:8]) or 'nothing'}. A "
-            f"finished one holds {MANIFEST}. Name a run directory or one of its checkpoints/STEP."
-        )
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        version = int(manifest["format_version"])
-        if version <= FORMAT_VERSION:
-            _ = int(manifest["step"])
-            _ = [(facts["bytes"], facts["sha256"]) for facts in manifest["files"].values()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"manifest is damaged. {file}: {error!r}. It must be the JSON that moejax wrote. "
-            f"Restore it from a copy, or rename the directory to {path.name}.corrupt to go on "
-            f"with an older checkpoint."
-        ) from error
-    if version > FORMAT_VERSION:
-        raise InputError(
-            f"checkpoint of a newer moejax. {path} has format {version}. This version reads up to "
-            f"{FORMAT_VERSION}. Upgrade moejax."
-        )
-    return manifest
-
-
-def find_damage(
-    path: Path, manifest: dict[str, Any], verify: str, part: tuple[int, int] = (0, 1)
-) -> str | None:
-    """Says what is wrong with a checkpoint's files; None when they are whole.
-
-    Args:
-      verify: "full" compares digests, "size" only sizes.
-      part: compares the digests of the first of so many shares of the files.
-    """
-    for number, (name, facts) in enumerate(manifest["files"].items()):
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != facts["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, expected {facts['bytes']}"
-        compared = verify == "full" and number % part[1] == part[0]
-        if compared and (found := sha256(file)) != facts["sha256"]:
-            return f"{name} has digest {found[:12]}, expected {facts['sha256'][:12]}"
-    return None
-
-
-def sha256(file: Path) -> str:
-    """Returns the digest of a file's bytes."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def step_of_state(saved: Saved, abstract: TrainState) -> int:
+    """The steps that the state itself has counted."""
+    return int(restore_items(saved.path, abstract, ("counters",))["counters"]["step"])
 
 
 def _sweep(directory: Path) -> list[str]:
@@ -266,7 +251,7 @@ def _sweep(directory: Path) -> list[str]:
         shutil.rmtree(left, ignore_errors=True)
     notes = []
     for path in sorted(directory.iterdir()):
-        if path.is_dir() and path.name.isdigit() and not (path / MANIFEST).is_file():
+        if path.is_dir() and is_step(path.name) and not (path / MANIFEST).is_file():
             notes += _set_aside(path, "unfinished", "no manifest")
     return notes
 
@@ -288,7 +273,7 @@ def locate(source: str, verify: str, processes: Processes = ALONE) -> Saved:
     """
     path = Path(processes.from_first(lambda: str(_newest_below(Path(source)))))
     saved, damage = _verified(path, verify, processes)
-    if damage is not None:
+    if saved is None:
         raise InputError(
             f"checkpoint is damaged. {path}: {damage}. Its files must match the manifest. Copy it "
             f"again, or name an older step."

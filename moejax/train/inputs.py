@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from moejax.config import Config
 from moejax.data import batches as data_batches
 from moejax.data import corpus
-from moejax.data.sources import open_sources
+from moejax.data.sources import Content, describe, open_sources
 from moejax.data.tokenizer import Tokenizer
 from moejax.data.tokens import TokenSource
 from moejax.train.state import Batch
@@ -27,6 +27,7 @@ class Inputs:
     held_out: TokenSource | None
     tokenizer: Tokenizer
     vocab_size: int  # of the tokenizer; the model's may be padded
+    content: Content = field(default_factory=dict)  # what identifies the data
 
     def batches(
         self, trainer: Trainer, first: int, last: int
@@ -93,7 +94,8 @@ def open_inputs(cfg: Config) -> Inputs:
       InputError: see moejax.data.
     """
     data, length = cfg.data, cfg.data.sequence_length
-    train, held_out, tokenizer = open_sources(data, model_vocab=cfg.model.vocab_size)
+    sources = open_sources(data, model_vocab=cfg.model.vocab_size)
+    train, held_out, tokenizer = sources
     ordered = data_batches.Batches(
         train,
         sequence_length=length,
@@ -104,4 +106,4 @@ def open_inputs(cfg: Config) -> Inputs:
         isolate_documents=data.isolate_documents,
     )
     ordered.check_steps(cfg.train.num_steps)
-    return Inputs(cfg, ordered, held_out, tokenizer, train.vocab_size)
+    return Inputs(cfg, ordered, held_out, tokenizer, train.vocab_size, describe(sources))

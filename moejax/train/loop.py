@@ -25,16 +25,27 @@ from moejax.plan.topology import Topology
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Processes, Stop
 from moejax.runtime.start import join, measure_peak, platform_of, start
-from moejax.settings import save_json, to_dict
-from moejax.train.checkpoint import Checkpoints, finished_steps
+from moejax.settings import save_json
+from moejax.train.checkpoint import Checkpoints
 from moejax.train.evaluation import evaluate, finish
 from moejax.train.inputs import Inputs, open_inputs
+from moejax.train.manifest import finished_steps
 from moejax.train.memory_check import check_memory, doubt_memory
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.planning import kept_plan, measure, plan_run, save_routing
+from moejax.train.resume import describe_run
 from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
-from moejax.train.start import check_place, check_same_config, choose, claim, first_state, said_done
+from moejax.train.start import (
+    check_disk,
+    check_place,
+    check_same_config,
+    choose,
+    claim,
+    counted,
+    first_state,
+    said_done,
+)
 from moejax.train.state import TrainState
 from moejax.train.step import build_trainer
 from moejax.train.stretches import Stretches
@@ -101,7 +112,8 @@ def train_planned(
       measured: links as they are now, to plan by; then the run does not ask again.
     """
     run_dir = Path(cfg.run_dir)
-    saved, source, notes = choose(kept_plan(cfg), processes)
+    choosing = partial(choose, kept_plan(cfg), inputs.content, processes)
+    saved, source, notes = choosing()
     if saved is not None and (done := processes.from_first(partial(said_done, cfg, inputs, saved))):
         for line in (*notes, done):
             console.print(line, highlight=False, soft_wrap=True)
@@ -115,6 +127,9 @@ def train_planned(
     cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     limit = check_memory(trainer, processes)
+    saved, more = counted(saved, trainer, choosing, processes)
+    notes += [note for note in more if note not in notes]
+    notes += check_disk(trainer, saved, run_dir / "checkpoints", processes)
     summary = summarize(trainer)
     notes += doubt_memory(summary, limit)
     print_summary(summary, trainer, console, planned.rows())
@@ -287,6 +302,5 @@ def save(run: Run, step: int, state: TrainState) -> None:
     """Starts a checkpoint, when the one before it is done."""
     run.record_saved(run.checkpoints.wait())
     run.records.event("save", step)
-    mesh = dict(run.trainer.layout.sizes)
-    facts = {"config": to_dict(run.cfg), "mesh": mesh, "data_position": step}
-    run.checkpoints.save(step, state, {**facts, "jax": jax.__version__})
+    facts = describe_run(run.trainer, run.inputs.content)
+    run.checkpoints.save(step, state, {**facts, "data_position": step, "jax": jax.__version__})

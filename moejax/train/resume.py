@@ -1,10 +1,20 @@
 """Which settings may change when a run goes on from a checkpoint, or starts from its weights."""
 
+import dataclasses
+import hashlib
+import json
 from typing import Any
 
+import jax
+
+from moejax.comm.reduce import way_of
 from moejax.config import Config
+from moejax.data.sources import Content
+from moejax.data.tokens import Part
+from moejax.dims import Axes
 from moejax.errors import InputError
-from moejax.settings import diff, from_dict
+from moejax.settings import diff, from_dict, to_dict
+from moejax.train.step import Trainer
 
 # A change here would make the weights, the optimizer state or the data position mean another thing.
 FIXED = (
@@ -41,6 +51,8 @@ SHAPES = (
     "moe.expert_hidden",
     "moe.num_shared_experts",
 )
+SHOWN = 4  # changed files that are named
+CODEC_STATE = 1  # raised when what codecs keep comes to mean another thing
 Change = tuple[str, Any, Any]  # name, value in the checkpoint, value now
 
 
@@ -73,16 +85,105 @@ def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[st
     return [_listed([c]) for c in told if c[0] not in open_ended or c[2] is not None]
 
 
-def same_reduction(saved: dict[str, Any], mesh: dict[str, int], cfg: Config) -> bool:
-    """Whether what codecs of gradients remember still fits: of the same policy on the same mesh.
+def check_same_data(saved: dict[str, Any], content: Content, *, allowed: bool) -> list[str]:
+    """Compares the data that a checkpoint was trained on with those that are there.
+
+    Returns what changed, to be logged. Names do not count, only what stands under them.
+
+    Args:
+      saved: the checkpoint's manifest. The first format does not say: then nothing is compared.
+      allowed: a change is no error.
+    Raises:
+      InputError: the message lists what changed.
+    """
+    known = saved.get("data", content)
+    changes = [
+        f"{name}: {_what_changed(known[stream], content[stream])}"
+        for stream, name in (("train", "data.train_files"), ("held_out", "data.eval_files"))
+        if [p["digest"] for p in known[stream]] != [p["digest"] for p in content[stream]]
+    ]
+    if changes and not allowed:
+        raise InputError(
+            f"data differs from the checkpoint's. {'; '.join(changes)}. A run reads the same "
+            f"tokens to its end. Put the files back, set another run_dir (with "
+            f"checkpoint.init_from to keep weights), or set checkpoint.allow_changed_data=true to "
+            f"go on with these."
+        )
+    return changes
+
+
+def _what_changed(before: list[Part], now: list[Part]) -> str:
+    """The files that came, went or have another content; at most four of them by name."""
+    old, new = ({part["name"]: part for part in parts} for parts in (before, now))
+    found = [
+        f"{name} has other content ({new[name]['tokens']:,} tokens, had {old[name]['tokens']:,})"
+        for name in old
+        if name in new and new[name]["digest"] != old[name]["digest"]
+    ]
+    found += [f"{name} is gone" for name in old if name not in new]
+    found += [f"{name} is new" for name in new if name not in old]
+    rest = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+    return ", ".join(found[:SHOWN] + rest) or "the same files in another order"
+
+
+def describe_run(trainer: Trainer, content: Content) -> dict[str, Any]:
+    """What a manifest says of the run, by which later starts know what they may take over."""
+    return {
+        "config": to_dict(trainer.cfg),
+        "mesh": dict(trainer.layout.sizes),
+        "reduction": fingerprint(trainer),
+        "data": content,
+    }
+
+
+def fingerprint(trainer: Trainer) -> str | None:
+    """A digest of what decides the meaning of what codecs keep; None where they keep nothing.
+
+    That is: the codecs; the mesh axes in order, and which of them cross nodes; of each parameter
+    its path, shape and sharding, the way of its gradient, and the shape of what is kept of it. A
+    device is told by its place on the mesh: which of several alike stands there does not matter.
+    """
+    layout = trainer.layout
+    if not jax.tree.leaves(trainer.abstract.reduction):
+        return None
+
+    def spread(axes: Axes) -> Axes:
+        return tuple(axis for axis in axes if layout.size((axis,)) > 1)
+
+    def facts(path: Any, param: Any, dims: str, kept: Any) -> list[Any]:
+        way = way_of(dims, layout)
+        return [
+            jax.tree_util.keystr(path, simple=True, separator="."),
+            [dims, param.shape, [spread(axes) for axes in layout.param_axes(dims)]],
+            [way.dim, spread(way.gather), spread(way.copies), spread(way.slow)],
+            [leaf.shape for leaf in jax.tree.leaves(kept)],
+        ]
+
+    state = trainer.abstract
+    trees = (state.params, trainer.dims, state.reduction.codecs)
+    found = jax.tree_util.tree_map_with_path(facts, *trees)
+    content = {
+        "meaning": CODEC_STATE,
+        "compression": dataclasses.asdict(trainer.cfg.compression),
+        "axes": [one for one in layout.sizes if one[1] > 1],
+        "parameters": jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, list)),
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def same_reduction(saved: dict[str, Any], trainer: Trainer) -> bool:
+    """Whether what codecs of gradients remember still means what it meant.
 
     Args:
       saved: the checkpoint's manifest.
-      mesh: sizes of the mesh axes now.
     """
-    changes = diff(from_dict(saved.get("config", {})), cfg)
-    changed = any(name.startswith("compression.") for name, *_ in changes)
-    return saved.get("mesh") == mesh and not changed
+    if "reduction" in saved:
+        return saved["reduction"] == fingerprint(trainer)
+    # Format 1 had no fingerprint: all settings that could matter must be as they were.
+    changes = diff(from_dict(saved.get("config", {})), trainer.cfg)
+    matters = ("compression.", "mesh.nodes", "mesh.expert_weights")
+    changed = any(name.startswith(matters) for name, *_ in changes)
+    return saved.get("mesh") == dict(trainer.layout.sizes) and not changed
 
 
 def remembers(saved: dict[str, Any]) -> bool:

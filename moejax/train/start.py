@@ -1,9 +1,11 @@
 """The stages of a run before its first step: what may be refused, what to go on from, first state.
 
-Nothing here but `first_state` touches a device.
+Nothing here but `counted` and `first_state` touches a device.
 """
 
 import json
+import math
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from moejax.checks import resolve_mesh
 from moejax.checks.paths import check_folder
 from moejax.checks.planned import is_planned
 from moejax.config import Config
+from moejax.data.sources import Content
 from moejax.errors import InputError
 from moejax.runtime.ledger import RunLock
 from moejax.runtime.processes import Processes, find_place
@@ -22,14 +25,23 @@ from moejax.settings import diff, from_dict, to_dict
 from moejax.train.checkpoint import (
     Checkpoints,
     Saved,
-    finished_steps,
     locate,
     newest,
     restore_items,
+    set_aside,
+    step_of_state,
 )
 from moejax.train.inputs import Inputs
+from moejax.train.manifest import finished_steps, stored_bytes
 from moejax.train.metrics import EVALUATED, held_out_words
-from moejax.train.resume import check_resumable, check_same_weights, remembers, same_reduction
+from moejax.train.resume import (
+    check_resumable,
+    check_same_data,
+    check_same_weights,
+    remembers,
+    same_reduction,
+)
+from moejax.train.room import check_room
 from moejax.train.state import TrainState
 from moejax.train.step import Trainer
 
@@ -75,18 +87,76 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
             )
 
 
-def choose(cfg: Config, processes: Processes) -> tuple[Saved | None, Saved | None, list[str]]:
+def choose(
+    cfg: Config, content: Content, processes: Processes
+) -> tuple[Saved | None, Saved | None, list[str]]:
     """The checkpoint to go on from, else that to take weights from, and what to say about it."""
     saved, notes = newest(Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify, processes)
     if saved is not None:
         changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
         notes += [f"setting changed since the checkpoint: {change}" for change in changes]
+        allowed = cfg.checkpoint.allow_changed_data
+        changes = check_same_data(saved.manifest, content, allowed=allowed)
+        notes += [f"data changed since the checkpoint: {change}" for change in changes]
         return saved, None, notes
     if cfg.checkpoint.init_from is None:
         return None, None, notes
     source = locate(cfg.checkpoint.init_from, cfg.checkpoint.verify, processes)
     check_same_weights(source.manifest.get("config", {}), cfg)
     return None, source, notes
+
+
+def counted(
+    saved: Saved | None,
+    trainer: Trainer,
+    again: Callable[[], tuple[Saved | None, Saved | None, list[str]]],
+    processes: Processes,
+) -> tuple[Saved | None, list[str]]:
+    """Sets aside steps whose state is not of the step that their name and manifest say.
+
+    Only devices can read it, so this comes after `choose`. Returns the checkpoint to go on from.
+
+    Args:
+      again: chooses anew, among what is left.
+    Raises:
+      InputError: if nothing is left.
+    """
+    notes: list[str] = []
+    while saved is not None and (found := step_of_state(saved, trainer.abstract)) != saved.step:
+        notes += set_aside(saved.path, f"its state is of step {found}", processes)
+        saved, _, more = again()
+        notes += more
+    return saved, notes
+
+
+def check_disk(
+    trainer: Trainer, saved: Saved | None, directory: Path, processes: Processes
+) -> list[str]:
+    """Looks for room for the checkpoints to come. Returns what to say about it.
+
+    The size is that of the newest checkpoint, else of the state as it is in memory.
+
+    Raises:
+      StorageFullError: if not even one fits.
+    """
+    cfg, done = trainer.cfg, 0 if saved is None else saved.step
+    if done >= cfg.train.num_steps:
+        return []
+    every = cfg.checkpoint.save_every or cfg.train.num_steps
+    first = min((done // every + 1) * every, cfg.train.num_steps)
+    leaves = jax.tree.leaves(trainer.abstract)
+    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    if saved is not None:
+        needed = stored_bytes(saved.manifest)
+    free = check_room(directory, needed, first, processes)
+    # An old one is removed when a newer one is whole.
+    more = cfg.checkpoint.keep + 1 - len(processes.from_first(lambda: finished_steps(directory)))
+    if free >= needed * more:
+        return []
+    return [
+        f"warning: {free:,} bytes are free in {directory}, {more} checkpoints more take about "
+        f"{needed * more:,}; checkpoint.keep says how many are kept"
+    ]
 
 
 def claim(run_dir: Path) -> RunLock:
@@ -111,10 +181,9 @@ def first_state(
     """The newest checkpoint, else weights of another run, else weights drawn from the seed."""
     if saved is not None:
         console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
-        mesh = dict(trainer.layout.sizes)
-        if same_reduction(saved.manifest, mesh, trainer.cfg):
+        if same_reduction(saved.manifest, trainer):
             return checkpoints.restore(saved, trainer.abstract)
-        if remembers(saved.manifest) or jax.tree.leaves(trainer.abstract.reduction):
+        if remembers(saved.manifest):
             console.print(
                 "warning: mesh or compression differ from the checkpoint's: what codecs had not "
                 "sent yet is dropped",

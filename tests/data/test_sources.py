@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,10 @@ from hypothesis import strategies as st
 
 from moejax.config import DataConfig
 from moejax.data import corpus, prepare
-from moejax.data.sidecar import Sidecar
-from moejax.data.sources import open_sources
+from moejax.data.sidecar import Sidecar, sidecar_of
+from moejax.data.sources import describe, open_sources
 from moejax.data.tokenizer import ByteTokenizer
-from moejax.data.tokens import FileSource, JoinedSource
+from moejax.data.tokens import FileSource, JoinedSource, from_documents
 from moejax.errors import InputError
 
 
@@ -45,6 +46,59 @@ def test_held_out_files_must_fit_the_model_too(tmp_path):
     assert open_sources(data, model_vocab=257).held_out.num_bytes == 4
     with pytest.raises(InputError, match="vocabulary 257"):
         open_sources(data, model_vocab=256)
+
+
+def content(tmp_path, name="a.bin", **sidecar):
+    """What identifies the data of a run on one file, its sidecar changed as asked."""
+    path = tmp_path / name
+    facts = json.loads(sidecar_of(path).read_text()) | sidecar
+    sidecar_of(path).write_text(json.dumps(facts))
+    return describe(open_sources(files(path), model_vocab=300))
+
+
+def files(*train, held_out=()):
+    return DataConfig(
+        source="tokens",
+        train_files=tuple(map(str, train)),
+        eval_files=tuple(map(str, held_out)),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sha256": "1" * 64}, {"tokenizer_sha256": "1" * 64, "tokenizer": "bytes"}]
+)
+def test_what_changes_the_tokens_or_their_meaning_changes_the_content(tmp_path, changes):
+    write(tmp_path / "a.bin", "text")
+    before = content(tmp_path)
+    assert content(tmp_path) == before
+    assert [part["tokens"] for part in before["train"]] == [6]
+    assert content(tmp_path, **changes)["train"][0]["digest"] != before["train"][0]["digest"]
+
+
+@pytest.mark.parametrize("changes", [{"num_bytes": None}, {"num_documents": 7}])
+def test_what_only_describes_the_text_does_not(tmp_path, changes):
+    write(tmp_path / "a.bin", "text")
+    assert content(tmp_path, **changes) == content(tmp_path)
+
+
+def test_the_content_has_every_file_of_both_streams(tmp_path):
+    one, two, three = (Path(write(tmp_path / f"{name}.bin", name)) for name in "abc")
+    found = describe(open_sources(files(one, two, held_out=[three]), model_vocab=300))
+    assert [part["name"] for part in found["train"]] == [str(one), str(two)]
+    assert [part["name"] for part in found["held_out"]] == [str(three)]
+    digests = [part["digest"] for parts in found.values() for part in parts]
+    assert len(set(digests)) == 3
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_built_in_text_is_told_by_its_tokens():
+    found = describe(open_sources(DataConfig(), model_vocab=264))
+    train, held_out = found["train"][0], found["held_out"][0]
+    assert train["digest"] != held_out["digest"]
+    assert train["tokens"] > held_out["tokens"]
+    other = from_documents([b"text"]).parts()[0]
+    assert other["digest"] == from_documents([b"text"]).parts()[0]["digest"]
+    assert other["digest"] != from_documents([b"next"]).parts()[0]["digest"]
 
 
 class Listed(FileSource):

@@ -10,10 +10,12 @@ import pytest
 from moejax.config import Config
 from moejax.data import prepare, sidecar
 from moejax.data.tokenizer import ByteTokenizer
+from moejax.errors import InputError
 from moejax.runtime.ledger import RunLock
-from moejax.settings import to_dict
-from moejax.train import checkpoint, loop
+from moejax.settings import load_config, to_dict
+from moejax.train import loop, manifest
 from moejax.train.__main__ import main
+from moejax.train.inputs import open_inputs
 
 
 @pytest.fixture
@@ -177,12 +179,13 @@ def test_data_that_is_wrong_is_refused_before_a_run_directory_is_made(
     assert not (tokens / "run").exists()
 
 
-def write_step(directory, step, **manifest):
+def write_step(directory, step, **version):
     """A finished step as far as anything but its arrays is concerned."""
     path = directory / str(step)
     path.mkdir(parents=True)
     (path / "weights").write_bytes(b"weights")
-    checkpoint.write_manifest(path, {"step": step, "config": to_dict(Config()), **manifest})
+    facts = {"step": step, "config": to_dict(Config())}
+    manifest.write_manifest(path, facts, **version)
     return path
 
 
@@ -200,6 +203,30 @@ def test_a_changed_config_is_refused_with_the_difference(command, steps):
     assert not (steps.parent / "config.json").exists()
 
 
+GLOB = ("data.source=tokens", "data.train_files=a*.bin")
+
+
+@pytest.fixture
+def trained(tokens):
+    """A run on the token file a.bin, with a checkpoint that knows it."""
+    cfg = load_config(tokens / "config.yaml", [f"--config.{word}" for word in GLOB])
+    path = tokens / "run" / "checkpoints" / "10"
+    path.mkdir(parents=True)
+    (path / "weights").write_bytes(b"weights")
+    facts = {"config": to_dict(cfg), "data": open_inputs(cfg).content}
+    manifest.write_manifest(path, {"step": 10, **facts})
+    return tokens
+
+
+def test_other_data_under_the_same_glob_is_refused_with_what_changed(command, trained):
+    with pytest.raises(pytest.fail.Exception, match="a device was touched"):
+        command(*GLOB)  # as it was
+    write_tokens(trained / "ab.bin", prepare.BinWriter)
+    refused(command(*GLOB), "data differs", "ab.bin is new", "checkpoint.allow_changed_data")
+    with pytest.raises(pytest.fail.Exception, match="a device was touched"):
+        command(*GLOB, "checkpoint.allow_changed_data=true")
+
+
 def test_a_run_that_is_past_its_new_end_is_refused(command, steps):
     result = command("train.num_steps=19", "optimizer.warmup_steps=5")
     refused(result, "step 20", "train.num_steps is 19")
@@ -212,13 +239,14 @@ def test_damaged_checkpoints_are_refused_with_what_was_found(command, steps):
 
 
 def test_a_newer_checkpoint_asks_for_an_upgrade(command, tmp_path):
-    write_step(tmp_path / "run" / "checkpoints", 10, format_version=3)
+    write_step(tmp_path / "run" / "checkpoints", 10, version=3)
     refused(command(), "format 3", "Upgrade moejax")
 
 
-def test_a_damaged_manifest_is_refused_with_its_path(command, steps):
-    (steps / "20" / checkpoint.MANIFEST).write_text("{")
-    refused(command(), "manifest is damaged", "20")
+def test_damaged_manifests_are_refused_with_what_was_found(command, steps):
+    for step in (10, 20):
+        (steps / str(step) / manifest.MANIFEST).write_text("{")
+    refused(command(), "no whole checkpoint", "20.corrupt: manifest", "10.corrupt: manifest")
 
 
 @pytest.mark.parametrize("there", [None, "notes.txt", "3.orbax-checkpoint-tmp-0"])
@@ -259,7 +287,7 @@ def test_a_run_directory_in_use_is_refused_with_its_owner(command, tmp_path):
 
 
 def test_debug_shows_where_an_error_was_raised(tmp_path):
-    with pytest.raises(loop.InputError, match=r"absent\.yaml"):
+    with pytest.raises(InputError, match=r"absent\.yaml"):
         main(["--config", str(tmp_path / "absent.yaml"), "--debug"])
 
 

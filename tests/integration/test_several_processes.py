@@ -10,7 +10,7 @@ import pytest
 
 from moejax.errors import STOPPED
 from moejax.runtime.ledger import RunLock
-from moejax.train.checkpoint import finished_steps
+from moejax.train.manifest import finished_steps
 from tests.integration.runs import (
     REPOSITORY,
     assert_same_end,

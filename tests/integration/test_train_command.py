@@ -11,7 +11,8 @@ import pytest
 
 from moejax.errors import STOPPED
 from moejax.settings import load_config
-from moejax.train.checkpoint import Checkpoints, finished_steps, newest
+from moejax.train.checkpoint import Checkpoints, newest
+from moejax.train.manifest import finished_steps, read_manifest
 from tests.cases import trainer_for
 from tests.integration.runs import (
     assert_same_end,
@@ -38,6 +39,9 @@ def test_a_run_leaves_config_metrics_events_and_the_newest_checkpoints(place, st
     assert losses[-1] < losses[0]
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
     assert sorted(finished_steps(run_dir / "checkpoints")) == [STEPS - 10, STEPS]
+    kept = read_manifest(run_dir / "checkpoints" / str(STEPS))
+    assert [len(kept["data"][name]) for name in ("train", "held_out")] == [1, 1]
+    assert (kept["data_position"], kept["reduction"]) == (STEPS, None)
     assert f"step {STEPS}/{STEPS}" in out
     assert f"step {STEPS}  held-out (all):" in out
     assert "dropped 0" in out

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -19,6 +20,19 @@ def test_another_number_of_devices_in_a_started_process_is_refused():
     count = len(jax.devices())
     with pytest.raises(InputError, match=f"has {count} CPU devices.*is {count + 1}"):
         start(MeshConfig(simulated_devices=count + 1))
+
+
+def devices_of(*processes):
+    return [SimpleNamespace(process_index=index, platform="cpu") for index in processes]
+
+
+def test_processes_with_unequal_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: devices_of(0, 1, 0, 0))
+    with pytest.raises(InputError, match="process 0 has 3, process 1 has 1") as raised:
+        start(MeshConfig())
+    assert "\n" not in str(raised.value)
+    monkeypatch.setattr(jax, "devices", lambda: devices_of(1, 0, 0, 1))
+    assert [device.process_index for device in start(MeshConfig())] == [0, 0, 1, 1]
 
 
 def test_the_config_wins_over_the_flags_of_the_environment():

@@ -1,13 +1,23 @@
 import dataclasses
+import functools
 
+import jax
 import pytest
 
 from moejax.config import Config
 from moejax.errors import InputError
-from moejax.fields import fields
+from moejax.fields import fields, get_value
 from moejax.settings import from_dict, to_dict
-from moejax.train.resume import SHAPES, check_resumable, check_same_weights
-from tests.cases import small_config, trainer_for
+from moejax.train.resume import (
+    SHAPES,
+    check_resumable,
+    check_same_data,
+    check_same_weights,
+    describe_run,
+    fingerprint,
+    same_reduction,
+)
+from tests.cases import on_nodes, small_config, trainer_for
 
 
 def changed(name, value, cfg=None):
@@ -126,3 +136,125 @@ def test_weights_of_another_shape_are_refused(name):
     with pytest.raises(InputError, match=f"{name}: ") as raised:
         check_same_weights(to_dict(Config()), changed(name, value))
     assert "checkpoint.init_from" in str(raised.value)
+
+
+def stream(**digests):
+    """The content of a run: files by name, and a held-out one."""
+    files = [{"name": name, "digest": digest, "tokens": 1000} for name, digest in digests.items()]
+    return {"train": files, "held_out": [{"name": "held", "digest": "h", "tokens": 9}]}
+
+
+DATA = {
+    "other content": ({"a": "1", "b": "3"}, "data.train_files: b has other content"),
+    "one more": ({"a": "1", "b": "2", "c": "3"}, "data.train_files: c is new"),
+    "one less": ({"a": "1"}, "data.train_files: b is gone"),
+    "swapped": ({"a": "2", "b": "1"}, "a has other content (1,000 tokens, had 1,000), b has other"),
+    "in another order": ({"b": "2", "a": "1"}, "the same files in another order"),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_other_data_is_refused_unless_told_to_go_on(case):
+    now, said = DATA[case]
+    saved = {"data": stream(a="1", b="2")}
+    with pytest.raises(InputError, match="data differs from the checkpoint's") as raised:
+        check_same_data(saved, stream(**now), allowed=False)
+    assert said in str(raised.value)
+    assert "checkpoint.allow_changed_data" in str(raised.value)
+    told = check_same_data(saved, stream(**now), allowed=True)
+    assert len(told) == 1
+    assert said in told[0]
+
+
+def test_many_changed_files_are_counted():
+    now = {f"file{number}": "x" for number in range(9)}
+    told = check_same_data({"data": stream(a="1")}, stream(**now), allowed=True)
+    assert "and 6 more" in told[0]
+
+
+def test_the_same_data_is_no_change():
+    saved = {"data": stream(a="1", b="2")}
+    assert check_same_data(saved, stream(a="1", b="2"), allowed=False) == []
+    # Moved together with their settings, or renamed where the glob finds them in the same order.
+    assert check_same_data(saved, stream(x="1", y="2"), allowed=False) == []
+    # The first format did not say.
+    assert check_same_data({}, stream(a="5"), allowed=False) == []
+
+
+def test_changed_held_out_text_is_a_change():
+    now = stream(a="1")
+    now["held_out"] = []
+    with pytest.raises(InputError, match=r"data\.eval_files: held is gone"):
+        check_same_data({"data": stream(a="1")}, now, allowed=False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({}, {"route": "merge"}, True),
+        ({}, {"nodes": 4}, False),
+        ({}, {"weights": "whole"}, False),
+        ({}, {"weights": "folded"}, False),
+        ({"mesh": (8, 1, 1, 1)}, {"mesh": (8, 1, 1, 1), "weights": "folded"}, True),
+        ({"mesh": (4, 2, 1, 1)}, {"mesh": (4, 1, 2, 1)}, False),
+        ({"mesh": (1, 8, 1, 1)}, {"mesh": (8, 1, 1, 1)}, False),
+        ({"codec": "none"}, {"codec": "none", "nodes": 4}, True),
+        ({"codec": "none"}, {}, False),
+        ({"codec": "int8+feedback"}, {"codec": "int8+feedback+stochastic"}, False),
+    ],
+    ids=str,
+)
+def test_a_fingerprint_is_of_what_decides_the_meaning_of_what_codecs_keep(one, other, same):
+    first, second = (fingerprint(trainer_for(on_nodes(**changes))) for changes in (one, other))
+    assert (first == second) == same
+
+
+def test_a_manifest_says_what_a_resume_compares():
+    trainer, content = trainer_for(on_nodes()), stream(a="1")
+    said = describe_run(trainer, content)
+    assert said["config"] == to_dict(trainer.cfg)
+    assert said["reduction"] == fingerprint(trainer) is not None
+    assert said["data"] == content
+    assert same_reduction(said, trainer)
+
+
+# What another value of a setting is, where it is not twice the number or the other truth.
+OTHER = {
+    "model.qk_norm": "head",
+    "model.moe_every": 2,
+    "model.sliding_window": 8,
+    "model.dtype": "bfloat16",
+    "model.remat": "full",
+    "model.rope.scaling": "yarn",
+    "moe.capacity_factor": 2.0,
+    "moe.implementation": "reference",
+    "moe.router.score": "sigmoid",
+    "moe.router.jitter": 0.1,
+    "moe.router.balance_over": "sequence",
+    "moe.router.bias_update_rate": 0.01,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in fields() if name.startswith(("model.", "moe."))])
+def test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else(name):
+    cfg, described = every_kind_of_layer()
+    before = get_value(cfg, name)
+    value = OTHER.get(name, not before if isinstance(before, bool) else (before or 0.5) * 2)
+    assert value != before
+    other = shapes_of_weights(changed(name, value, cfg))
+    assert (other != described) == (name in SHAPES)
+
+
+@functools.cache
+def every_kind_of_layer():
+    """A model that has a dense layer, expert layers and shared experts; shapes of its weights."""
+    model = {"num_layers": 4, "first_dense_layers": 1, "num_kv_heads": 4}
+    cfg = small_config(model=model, moe={"num_shared_experts": 1, "num_experts": 4})
+    return cfg, shapes_of_weights(cfg)
+
+
+def shapes_of_weights(cfg):
+    """Paths and shapes of what `checkpoint.init_from` reads."""
+    state = trainer_for(cfg).abstract
+    leaves = jax.tree_util.tree_flatten_with_path((state.params, state.balance))[0]
+    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}

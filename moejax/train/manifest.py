@@ -1,0 +1,154 @@
+"""The manifest of a checkpoint: what a finished step is of, and every file's size and digest.
+
+It has a digest of its own, so a step is trusted only as it was written: its files, its number, its
+config. Format: docs/formats/checkpoint.md.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import InputError
+
+FORMAT_VERSION = 2  # 1 had no digest of its own
+MANIFEST = "moejax_manifest.json"
+BLOCK = 4096  # bytes, of most file systems
+LEFT_BY_SYSTEMS = (".nfs", ".DS_Store", "._")  # how names begin that nobody wrote
+
+
+class DamagedError(InputError):
+    """A checkpoint is not as it was written. The message says in which way."""
+
+
+def finished_steps(directory: Path) -> list[int]:
+    """Steps that have a manifest."""
+    names = [path.parent.name for path in directory.glob(f"*/{MANIFEST}")]
+    return [int(name) for name in names if is_step(name)]
+
+
+def is_step(name: str) -> bool:
+    """Whether a directory of this name is that of a step."""
+    return name.isascii() and name.isdigit() and name == str(int(name))
+
+
+def write_manifest(path: Path, facts: dict[str, Any], version: int = FORMAT_VERSION) -> None:
+    """Records every file of a committed step; written beside, synced, then renamed into place."""
+    files = {
+        name: {"bytes": (path / name).stat().st_size, "sha256": sha256(path / name)}
+        for name in _names(path)
+    }
+    manifest = {"format_version": version, **facts, "files": files}
+    manifest["digest"] = digest_of(json.loads(json.dumps(manifest)))
+    beside = path / f"{MANIFEST}.tmp"
+    with beside.open("w", encoding="utf-8") as out:
+        json.dump(manifest, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    beside.rename(path / MANIFEST)
+
+
+def digest_of(manifest: dict[str, Any]) -> str:
+    """The digest of a manifest's content, however it is laid out; its own digest is left out."""
+    content = {name: value for name, value in manifest.items() if name != "digest"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Returns the manifest of a step directory.
+
+    Raises:
+      DamagedError: if it is not as it was written, or of another step.
+      InputError: if there is none, or a newer moejax wrote it.
+    """
+    file = path / MANIFEST
+    if not file.is_file():
+        found = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+        raise InputError(
+            f"no finished checkpoint at {path}. Found {', '.join(found[:8]) or 'nothing'}. A "
+            f"finished one holds {MANIFEST}. Name a run directory or one of its checkpoints/STEP."
+        )
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        version = manifest["format_version"]
+        _check_digest(manifest, version)
+        if version <= FORMAT_VERSION:
+            _check_fields(manifest)
+    # Brackets nested thousands deep end json with RecursionError.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = str(error) if isinstance(error, DamagedError) else f"manifest: {error!r}"
+        raise DamagedError(reason) from error
+    if version > FORMAT_VERSION:
+        raise InputError(
+            f"checkpoint of a newer moejax. {path} has format {version}. This version reads up to "
+            f"{FORMAT_VERSION}. Upgrade moejax."
+        )
+    if is_step(path.name) and int(path.name) != manifest["step"]:
+        raise DamagedError(f"its manifest is of step {manifest['step']}")
+    return manifest
+
+
+def _check_digest(manifest: dict[str, Any], version: Any) -> None:
+    """Every format but the first has a digest, later ones too: a flipped version is no upgrade."""
+    if type(version) is not int or version < 1:
+        raise DamagedError(f"manifest has format {version!r}")
+    if version == 1 and "digest" not in manifest:
+        return
+    found, expected = digest_of(manifest), str(manifest["digest"])
+    if found != expected:
+        raise DamagedError(f"manifest has digest {found[:12]}, expected {expected[:12]}")
+
+
+def _check_fields(manifest: dict[str, Any]) -> None:
+    """What is read before files are compared. No asserts: `python -O` would leave them out."""
+    if type(manifest["step"]) is not int:
+        raise DamagedError(f"manifest has step {manifest['step']!r}")
+    if not manifest["files"]:
+        raise DamagedError("manifest lists no file")
+    _ = [(facts["bytes"], facts["sha256"]) for facts in manifest["files"].values()]
+
+
+def stored_bytes(manifest: dict[str, Any]) -> int:
+    """What the files of a checkpoint take of a disk, in whole blocks."""
+    return sum(-(-facts["bytes"] // BLOCK) * BLOCK for facts in manifest["files"].values())
+
+
+def find_damage(
+    path: Path, manifest: dict[str, Any], verify: str, part: tuple[int, int] = (0, 1)
+) -> str | None:
+    """Says what is wrong with a checkpoint's files; None when they are whole.
+
+    Args:
+      verify: "full" compares digests, "size" only sizes.
+      part: compares the digests of the first of so many shares of the files.
+    """
+    for number, (name, facts) in enumerate(manifest["files"].items()):
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != facts["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes, expected {facts['bytes']}"
+        compared = verify == "full" and number % part[1] == part[0]
+        if compared and (found := sha256(file)) != facts["sha256"]:
+            return f"{name} has digest {found[:12]}, expected {facts['sha256'][:12]}"
+    unknown = next((name for name in _names(path) if name not in manifest["files"]), None)
+    return None if unknown is None else f"{unknown} is not in the manifest"
+
+
+def _names(path: Path) -> list[str]:
+    """The files of a step but its manifest, by their names below it."""
+    own = (path / MANIFEST, path / f"{MANIFEST}.tmp")
+    files = (file for file in path.rglob("*") if file.is_file() and file not in own)
+    return sorted(
+        file.relative_to(path).as_posix()
+        for file in files
+        if not file.name.startswith(LEFT_BY_SYSTEMS)
+    )
+
+
+def sha256(file: Path) -> str:
+    """Returns the digest of a file's bytes."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

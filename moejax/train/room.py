@@ -1,0 +1,75 @@
+"""Room for checkpoints: looked at before it is needed, and told in one line when there is none."""
+
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import FULL, StorageFullError
+from moejax.runtime.processes import Processes
+from moejax.train.manifest import finished_steps
+
+SAID = tuple(os.strerror(number) for number in FULL)  # tensorstore has only the words
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one behind it, is of a disk or a quota without space."""
+    while error is not None:
+        if getattr(error, "errno", None) in FULL or any(words in str(error) for words in SAID):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def no_room(directory: Path, step: int, seen: str) -> StorageFullError:
+    """The error of a checkpoint that could not be written."""
+    steps = finished_steps(directory)
+    safe = f"Step {max(steps)} is safe" if steps else "No step was saved before"
+    return StorageFullError(
+        f"no space left for the checkpoint of step {step}. {directory}: {seen}. {safe}. Free some "
+        f"space, and run the same command again."
+    )
+
+
+def check_room(directory: Path, needed: int, step: int, processes: Processes) -> int:
+    """Returns the free bytes where checkpoints are written.
+
+    Raises:
+      StorageFullError: in all processes, if a checkpoint of `needed` bytes does not fit.
+    """
+    # All processes write to one directory, so the first one's answer is everyone's.
+    there = next(path for path in (directory, *directory.parents) if path.is_dir())
+    free = processes.from_first(lambda: shutil.disk_usage(there).free)
+    if free < needed:
+        raise no_room(directory, step, f"{free:,} bytes are free, it takes about {needed:,}")
+    return free
+
+
+class _NotFull(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not is_full(error) and not any(words in record.getMessage() for words in SAID)
+
+
+QUIET = _NotFull()
+
+
+def quiet_about_full_disks() -> None:
+    """Keeps Orbax from writing hundreds of lines about a full disk, which one line tells."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(QUIET)
+    before = sys.unraisablehook
+    if before.__module__ == __name__:
+        return
+
+    def hook(event: Any) -> None:
+        # A write that failed has closed the loop that tensorstore's other writes answer to.
+        closed = isinstance(event.exc_value, RuntimeError) and "loop is closed" in str(
+            event.exc_value
+        )
+        if not (closed and event.object is None) and not is_full(event.exc_value):
+            before(event)
+
+    sys.unraisablehook = hook

@@ -1,0 +1,129 @@
+"""A full disk, a real one: a small tmpfs."""
+
+import errno
+import functools
+import os
+import shutil
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from moejax.errors import StorageFullError
+from moejax.train import checkpoint, room
+from moejax.train.checkpoint import Checkpoints, newest
+from moejax.train.manifest import MANIFEST, finished_steps
+from moejax.train.room import check_room, is_full
+from tests.cases import small_config, trainer_for
+from tests.threads import everywhere
+
+KIBIBYTES = 1024
+
+
+@functools.cache
+def state():
+    return trainer_for(small_config()).init()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system that holds two checkpoints of the small model, and not a third."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={KIBIBYTES}k", "none", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a file system")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk, leave=0):
+    """Takes all of a disk but so many bytes."""
+    (disk / "others").write_bytes(bytes(shutil.disk_usage(disk).free - leave))
+
+
+def save_and_wait(writer, step):
+    writer.save(step, state(), {"config": {}})
+    return writer.wait()
+
+
+def test_a_save_into_a_full_disk_names_the_step_that_is_safe(small_disk, capfd, monkeypatch):
+    writer = Checkpoints(small_disk / "checkpoints", keep=3)
+    assert save_and_wait(writer, 10) == 10
+    fill(small_disk, leave=40 * 1024)
+    # As if somebody else had filled it after the look.
+    monkeypatch.setattr(checkpoint, "check_room", lambda *_: None)
+    with pytest.raises(StorageFullError, match=r"checkpoint of step 20\..*Step 10 is safe") as full:
+        save_and_wait(writer, 20)
+    assert "\n" not in str(full.value)
+    assert full.value.code == 5
+    writer.close()
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+    # The next start frees what the save had taken; here Orbax's last threads may still write.
+    for _ in range(100):
+        saved, notes = newest(small_disk / "checkpoints", "full")
+        assert (saved.step, notes) == (10, [])
+        if os.listdir(small_disk / "checkpoints") == ["10"]:
+            break
+        time.sleep(0.05)
+    assert shutil.disk_usage(small_disk).free >= 36 * 1024
+
+
+def test_a_save_for_which_there_is_less_room_than_the_last_took_is_not_begun(small_disk):
+    writer = Checkpoints(small_disk / "checkpoints", keep=3)
+    assert save_and_wait(writer, 10) == 10
+    fill(small_disk, leave=40 * 1024)
+    words = r"step 20\. .*: 40,960 bytes are free, it takes about \d+,\d+\. Step 10 is safe"
+    with pytest.raises(StorageFullError, match=words):
+        writer.save(20, state(), {"config": {}})
+    (small_disk / "others").unlink()
+    assert save_and_wait(writer, 20) == 20
+    writer.close()
+
+
+def test_a_manifest_that_was_damaged_meanwhile_does_not_keep_the_run_from_saving(tmp_path):
+    writer = Checkpoints(tmp_path, keep=2)
+    assert save_and_wait(writer, 10) == 10
+    (tmp_path / "10" / MANIFEST).write_text("{")
+    assert save_and_wait(writer, 20) == 20
+    writer.close()
+
+
+def test_a_step_for_whose_manifest_there_is_no_room_is_removed(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+    writer = Checkpoints(tmp_path, keep=2)
+    with pytest.raises(StorageFullError, match=r"step 10\. .*No step was saved before"):
+        save_and_wait(writer, 10)
+    writer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_from_other_errors():
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        assert is_full(OSError(number, os.strerror(number)))
+    assert is_full(ValueError("RESOURCE_EXHAUSTED: Failed writing: No space left on device"))
+    behind = RuntimeError("save failed")
+    behind.__cause__ = OSError(errno.ENOSPC, "no")
+    assert is_full(behind)
+    assert not is_full(OSError(errno.EACCES, "Permission denied"))
+    assert not is_full(ValueError("No space between words"))
+
+
+def test_all_processes_hear_what_the_first_sees(tmp_path, monkeypatch):
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=9))
+    assert everywhere(2, lambda processes: check_room(tmp_path, 9, 1, processes)) == [9, 9]
+
+    def refused(processes):
+        with pytest.raises(StorageFullError, match="9 bytes are free") as error:
+            check_room(tmp_path, 10, 1, processes)
+        return str(error.value)
+
+    one, other = everywhere(2, refused)
+    assert one == other
+    assert "No step was saved before" in one
+    assert finished_steps(tmp_path) == []
