@@ -32,7 +32,9 @@ def bound(x, name, block, steps=1):
     return worst.reshape(len(x), -1)[:, : x.shape[-1]]
 
 
-arrays = st_np.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 70)), elements=floats)
+# A few shapes: each compiles all operations anew.
+shapes = st.sampled_from([(1, 1), (1, 70), (2, 16), (2, 64), (3, 5), (3, 33)])
+arrays = st_np.arrays(np.float32, shapes, elements=floats)
 
 
 @pytest.mark.slow
