@@ -3,6 +3,8 @@
 PYTHON ?= $(shell launch/find_python.sh)
 CONFIG ?= configs/tiny.py
 WORKERS ?= 2
+# A file stays with one worker; tests/conftest.py says which come first.
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 VENV_311 := .venv-311
 VENV_AOT := .venv-aot
@@ -20,16 +22,16 @@ train: $(VENV)/.installed ## train a small model (CONFIG=..., ARGS=--config.trai
 	$(VENV)/bin/python -m moejax.train --config $(CONFIG) $(ARGS)
 
 test: $(VENV)/.installed ## run all tests on eight simulated CPU devices (ARGS=tests/moe)
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) $(ARGS)
 
 test-all: $(VENV)/.installed ## the same, with all cases of every grid; takes longer
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not accelerator and not aot and not aot_tpu" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu" $(ARGS)
 
 test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
-	$(VENV_311)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not accelerator and not aot and not aot_tpu and not exhaustive" $(ARGS)
+	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not exhaustive" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile step and kernels for described H200s and test what came out (ARGS="-m aot": all cases)
-	$(VENV_AOT)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "aot and not exhaustive" tests/hlo tests/kernels tests/benchmarks $(ARGS)
+	$(VENV_AOT)/bin/python -m pytest $(SPREAD) -m "aot and not exhaustive" tests/hlo tests/kernels tests/benchmarks $(ARGS)
 
 aot-tpu: $(VENV_TPU)/.installed ## the same for TPU v5p and v6e; takes long, so not in CI
 	$(VENV_TPU)/bin/python -m pytest -m aot_tpu tests/hlo $(ARGS)

@@ -1,12 +1,15 @@
 """Small models, batches and meshes that many tests share."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -50,6 +53,12 @@ def part_of(first: Sequence, second: Sequence, parts: int = 2) -> list:
         marks = pytest.mark.exhaustive if (row + column) % parts else ()
         pairs.append(pytest.param(*both, marks=marks))
     return pairs
+
+
+def few(examples: int) -> hypothesis.settings:
+    """Settings for what compiles or runs whole programs: to shrink a failing one takes minutes."""
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    return hypothesis.settings(max_examples=examples, phases=phases)
 
 
 def small_config(
@@ -124,8 +133,18 @@ def skew(balance, bias: dict[int, float]):
 
 
 def one_device_state(cfg: Config):
-    """The first state of a config, on one device; the mesh of `cfg` does not matter."""
-    return trainer_for(dataclasses.replace(cfg, mesh=MeshConfig())).init()
+    """The first state of a config, on one device; mesh and route of `cfg` do not matter."""
+    plain = {"route": "split", "route_chunks": 1, "route_chunks_backward": None}
+    moe = dataclasses.replace(cfg.moe, capacity_factor=None)
+    # Copies, because a step may be given the state's buffers to reuse.
+    return jax.tree.map(
+        jnp.array, _first_state(dataclasses.replace(cfg, mesh=MeshConfig(), moe=moe, **plain))
+    )
+
+
+@functools.cache
+def _first_state(cfg: Config):
+    return jax.tree.map(np.asarray, trainer_for(cfg).init())
 
 
 def spread(state, trainer: Trainer):

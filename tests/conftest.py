@@ -72,6 +72,29 @@ def pytest_configure(config):
         make_room(CACHE, CACHE_BYTES)
 
 
+# One worker runs a file from end to end, so the longest begin first; else the other workers would
+# wait for the last one.
+LONGEST = (
+    "train/test_step_meshes",
+    "train/test_step_routes",
+    "integration/test_train_command",
+    "plan/test_search",
+    "moe/test_dispatch",
+    "integration/test_several_processes",
+    "train/test_compressed",
+    "kernels/mosaic/test_grouped_matmul",
+    "train/test_optimizer",
+    "plan/test_trace",
+    "train/test_step",
+)
+
+
+def pytest_collection_modifyitems(items):
+    tests = Path(__file__).parent
+    turn = {tests / f"{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: turn.get(item.path, len(turn)))
+
+
 def make_room(folder: Path, limit: int) -> None:
     """Cuts a cache of compiled programs that is above its limit to half of that."""
     entries = [(path, path.stat()) for path in folder.glob("*-cache")]

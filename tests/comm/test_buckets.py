@@ -10,13 +10,17 @@ from moejax.comm.buckets import follow, order_items, place_items, rank_items
 
 @st.composite
 def routings(draw):
-    """Tokens to distinct experts, as skewed as hypothesis likes; E stands for a dropped choice."""
+    """Tokens to distinct experts, as skewed as hypothesis likes; E stands for a dropped choice.
+
+    Always 12 tokens, the last of them dropped whole: every number of rows would compile anew.
+    """
     E = draw(st.sampled_from([2, 4, 8]))
     K = draw(st.integers(1, min(3, E)))
     token = st.permutations(range(E)).map(lambda order: order[:K])
     expert_NK = np.array(draw(st.lists(token, min_size=1, max_size=12)))
     dropped = draw(st.lists(st.booleans(), min_size=expert_NK.size, max_size=expert_NK.size))
-    return np.where(np.reshape(dropped, expert_NK.shape), E, expert_NK), E
+    expert_NK = np.where(np.reshape(dropped, expert_NK.shape), E, expert_NK)
+    return np.pad(expert_NK, ((0, 12 - len(expert_NK)), (0, 0)), constant_values=E), E
 
 
 def first_of_its_peer(peer_NK, n, k):
@@ -76,18 +80,19 @@ def test_items_are_sorted_by_group_without_gaps(case):
     assert np.all(np.asarray(places.item_S)[kept.size :] == group_MK.size)
 
 
-@given(routings(), st.sampled_from([1, 2]), st.booleans())
-def test_a_bucket_row_knows_the_experts_it_visits(case, per_peer, merge):
+@given(routings(), st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.booleans())
+def test_a_bucket_row_knows_the_experts_it_visits(case, per_peer, parts, merge):
     expert_NK, E = case
-    P, rows = E // per_peer, expert_NK.size
+    P, rows = E // per_peer, expert_NK.size // parts
     peer_NK = jnp.minimum(expert_NK // per_peer, P)
-    places = place_items(peer_NK, peers=P, rows=rows, merge=merge)
+    places = place_items(peer_NK, peers=P, rows=rows, parts=parts, merge=merge)
     choice_Sk = np.asarray(
         follow(jnp.asarray(expert_NK), places, peers=P, rows=rows, per_peer=per_peer, merge=merge)
     )
+    item_S = np.asarray(places.item_S)
     visits = sorted(
-        (int(places.item_S[s]) // expert_NK.shape[1], s // rows * per_peer + int(choice))
-        for s in range(P * rows)
+        (int(item_S[s]) // expert_NK.shape[1], s // rows % P * per_peer + int(choice))
+        for s in range(parts * P * rows)
         for choice in choice_Sk[s]
         if choice < per_peer
     )

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.kernels.attention import _blocks, attention
 from moejax.model.attention import attention_mask
+from tests.cases import few
 
 
 def operands(length, heads, groups, seed=0, dtype=np.float32):
@@ -25,12 +26,16 @@ def run(implementation, arrays, segment, window):
     def forward(*qkv):
         return attention(*qkv, mask, window=window, implementation=implementation)
 
-    y, pull = jax.vjp(forward, *arrays[:3])
-    return [y, *pull(arrays[3])]
+    @jax.jit
+    def both(*qkv, gradient):
+        y, pull = jax.vjp(forward, *qkv)
+        return [y, *pull(gradient)]
+
+    return both(*arrays[:3], gradient=arrays[3])
 
 
 @pytest.mark.slow
-@settings(max_examples=12)
+@few(12)
 @given(
     length=st.sampled_from([1, 7, 64, 65, 130, 150]),
     heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import re
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -18,19 +20,19 @@ from moejax.moe.dispatch import drop_above, visit_experts
 from moejax.plan.build import build_mesh
 from moejax.program import Program
 from moejax.route import ROUTES, build_route
-from tests.cases import part_of
+from tests.cases import few, part_of
 
 TOKENS, D, F, E = 12, 4, 4, 16
 
-# name -> mesh and chunks on which the route differs from the others
+# name -> mesh and chunks, forward and backward, on which the route differs from the others
 CASES = {
-    "duplicate": (MeshConfig(expert=4, tensor=2), 1),
-    "split": (MeshConfig(expert=4, tensor=2), 3),
-    "spread": (MeshConfig(expert=2, tensor=4), 2),
-    "gather_home": (MeshConfig(expert=4, tensor=2), 2),
-    "merge": (MeshConfig(expert=4, tensor=2, expert_weights="whole"), 2),
-    "two_level": (MeshConfig(expert=8, nodes=2), 2),
-    "two_level_merge": (MeshConfig(expert=4, tensor=2, expert_weights="folded", nodes=2), 2),
+    "duplicate": (MeshConfig(expert=4, tensor=2), (1, 1)),
+    "split": (MeshConfig(expert=4, tensor=2), (3, 2)),
+    "spread": (MeshConfig(expert=2, tensor=4), (2, 2)),
+    "gather_home": (MeshConfig(expert=4, tensor=2), (2, 2)),
+    "merge": (MeshConfig(expert=4, tensor=2, expert_weights="whole"), (2, 2)),
+    "two_level": (MeshConfig(expert=8, nodes=2), (2, 2)),
+    "two_level_merge": (MeshConfig(expert=4, tensor=2, expert_weights="folded", nodes=2), (2, 2)),
 }
 
 TRIMMED = ["split trimmed", "spread trimmed", "two_level_merge trimmed"]
@@ -40,8 +42,12 @@ def runner(name, K):
     """The case's function; see `compiled`."""
     route = name.removesuffix(" trimmed")
     mesh_config, chunks = CASES[route]
-    options = {"trim": True} if name != route else {"chunks": chunks}
+    options = {"trim": True} if name != route else in_chunks(chunks)
     return compiled(mesh_config, route, K, **options)
+
+
+def in_chunks(chunks):
+    return {"chunks": chunks[0], "chunks_backward": chunks[1]}
 
 
 @functools.cache
@@ -102,9 +108,9 @@ def dense(x_ND, weight_NK, expert_NK, params, dy_ND):
 
 
 @st.composite
-def routings(draw):
+def routings(draw, counts=(1, 8)):
     """Every token's distinct experts, from even to all the same; some choices are dropped (E)."""
-    K = draw(st.sampled_from([1, 8]))
+    K = draw(st.sampled_from(counts))
     favour = draw(st.sampled_from([0.0, 1.0, 100.0]))  # of low-numbered experts
     seed = draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
@@ -127,11 +133,25 @@ def random_operands(expert_NK, seed):
     return x_ND, weight_NK, expert_NK, params, dy_ND
 
 
+# Each K is two programs more. One choice tells merging routes from others in nothing, and where
+# nothing merges many choices are as many rows.
+RARELY = {"duplicate": 8, "spread": 1, "gather_home": 8, "two_level": 1, "two_level_merge": 1}
+RARELY |= {name: 1 for name in TRIMMED}
+
+
+def with_choices():
+    """Each route with one K; with the other for `make test-all`, but a plain and a merging one."""
+    for name, k in product([*sorted(ROUTES), *TRIMMED], [1, 8]):
+        rare = pytest.mark.exhaustive if RARELY.get(name) == k else ()
+        yield pytest.param(name, k, marks=rare)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*sorted(ROUTES), *TRIMMED])
-@settings(max_examples=12, deadline=None)
-@given(case=routings())
-def test_no_choice_is_lost_on_any_route_at_any_skew(name, case):
+@pytest.mark.parametrize(("name", "k"), list(with_choices()))
+@few(12)
+@given(data=st.data())
+def test_no_choice_is_lost_on_any_route_at_any_skew(name, k, data):
+    case = data.draw(routings(counts=[k]))
     operands = random_operands(*case)
     N, K = case[0].shape
     got = runner(name, K)(*operands)
@@ -172,6 +192,22 @@ def test_routes_that_add_in_the_same_order_give_the_same_bits(route, options, K)
         assert bits(got[3]) == bits(wanted[3])
 
 
+def test_weight_gradients_of_chunks_are_added_up_in_float32():
+    """In the program, because a CPU would not round between two sums in bfloat16 either."""
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in [(8 * TOKENS, D), (8 * TOKENS, 1), (E, D, 2, F), (E, F, D)]
+    ]
+    x_ND, weight_NK, *params = arrays
+    expert_NK = jax.ShapeDtypeStruct(weight_NK.shape, jnp.int32)
+    run = compiled(MeshConfig(expert=8), "split", 1, chunks=8, chunks_backward=8)
+    text = run.lower(x_ND, weight_NK, expert_NK, tuple(params), x_ND).as_text()
+    for held in (f"{E // 8}x{D}x2x{F}", f"{E // 8}x{F}x{D}"):  # of the experts on a device
+        sums = re.findall(rf"stablehlo.add .* : tensor<{held}x(\w+)>", text)
+        assert len(sums) >= 7, "seven sums of eight chunks"
+        assert set(sums) == {"f32"}
+
+
 def coded(**options):
     """Another format for each class of tokens."""
     names = {"dispatch": "int8", "combine": "e4m3"}
@@ -186,7 +222,7 @@ def test_rows_quantised_as_they_move_are_the_same_bits(name):
     """Outputs and all gradients, as routed: what the codecs see and what comes home is the same."""
     mesh, chunks = CASES[name]
     mesh = dataclasses.replace(mesh, nodes=mesh.nodes or mesh.expert)
-    chunks = {"chunks": chunks, "chunks_backward": chunks + (name == "split")}
+    chunks = in_chunks(chunks)
     rng = np.random.default_rng(3)
     expert_NK = np.argsort(rng.random((8 * TOKENS, E)), axis=1)[:, :2].astype(np.int32)
     expert_NK = np.where(rng.random(expert_NK.shape) < 0.2, E, expert_NK).astype(np.int32)

@@ -140,6 +140,30 @@ def test_z_loss_is_the_mean_squared_log_partition():
     assert float(loss) == pytest.approx((np.log(2) ** 2 + np.log(8) ** 2) / 2)
 
 
+def test_devices_shares_of_the_losses_add_up_to_those_of_all_tokens():
+    cfg, layout = RouterConfig(), build_layout(MeshConfig(replica=2, expert=2, tensor=2))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 1, 2, 2), layout.mesh_axes)
+    spec, rng = jax.sharding.PartitionSpec, np.random.default_rng(0)
+    logit_NE = jnp.asarray(rng.standard_normal((24, 4)), jnp.float32)
+
+    def losses(logit_NE, layout):
+        routing = router.route(logit_NE, jnp.zeros(4), cfg, k=2)
+        load_SE, score_SE = router.balance_terms(routing, cfg, sequences=1)
+        load_SE = jax.lax.psum(load_SE, layout.mesh_axes)
+        (balance,) = router.balance_loss(load_SE[None], score_SE[None], cfg, k=2, layout=layout)
+        return jax.lax.psum((router.z_loss(logit_NE, layout=layout), balance), layout.mesh_axes)
+
+    mapped = jax.shard_map(
+        lambda x: losses(x, layout),
+        mesh=mesh,
+        in_specs=spec(layout.mesh_axes),
+        out_specs=spec(),
+        check_vma=False,
+    )
+    wanted = in_one_device_map(lambda x: losses(x, ONE), logit_NE)
+    np.testing.assert_allclose(mapped(logit_NE), wanted, rtol=24 * np.finfo(np.float32).eps)
+
+
 def test_the_bias_moves_towards_idle_experts_by_its_rate():
     moved = router.update_bias(jnp.zeros(4), jnp.array([10, 0, 4, 2]), 0.5)
     np.testing.assert_array_equal(moved, [-0.5, 0.5, 0.0, 0.5])

@@ -2,16 +2,9 @@
 
 import contextlib
 
-from hypothesis import Phase, settings
-
 # No public name leads to the races that were found.
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-
-def few(examples: int):
-    """Settings for drawn shapes: each compiles, so to shrink a failing one would take minutes."""
-    return settings(max_examples=examples, phases=[Phase.explicit, Phase.generate])
 
 
 @contextlib.contextmanager

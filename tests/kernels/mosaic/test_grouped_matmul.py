@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moejax.kernels import reference
@@ -12,7 +12,8 @@ from moejax.kernels.expert_mlp import expert_mlp
 from moejax.kernels.grouped_matmul import grouped_matmul
 from moejax.kernels.mosaic.quantize import ALIGNED
 from moejax.kernels.mosaic.tiles import ROWS, schedule_rows
-from tests.kernels.mosaic.interpreter import few, interpreted
+from tests.cases import few
+from tests.kernels.mosaic.interpreter import interpreted
 
 HALF_STEP = 2.0**-8  # of bfloat16, over the value
 
@@ -66,6 +67,8 @@ def test_all_rows_in_one_group_or_none(sizes):
 
 @pytest.mark.slow
 @few(5)
+# A long group that begins inside a copy.
+@example(sizes=[5, 140], spare=4, K=64, N=64, seed=0)
 @given(
     sizes=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     spare=st.integers(1, 20),

@@ -18,7 +18,8 @@ from moejax.kernels.grouped_matmul_e4m3 import (
     quantize_weights,
 )
 from moejax.kernels.quantize import dequantize, quantize
-from tests.kernels.mosaic.interpreter import few, interpreted
+from tests.cases import few
+from tests.kernels.mosaic.interpreter import interpreted
 from tests.kernels.mosaic.test_grouped_matmul import HALF_STEP, draw, exactly, run
 
 EPS = np.finfo(np.float32).eps

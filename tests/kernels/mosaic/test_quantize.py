@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.kernels.quantize import FORMATS, TINY, dequantize, dequantize_sum, quantize
-from tests.kernels.mosaic.interpreter import few, interpreted
+from tests.cases import few
+from tests.kernels.mosaic.interpreter import interpreted
 
 EPS = np.finfo(np.float32).eps
 BLOCKS = [32, 64, 128, 256]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from moejax.kernels.permute import weight_at
 from moejax.kernels.quantize import FORMATS
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
-from tests.kernels.mosaic.interpreter import few, interpreted
+from tests.cases import few
+from tests.kernels.mosaic.interpreter import interpreted
 from tests.kernels.test_permute import placement
 
 EPS = np.finfo(np.float32).eps

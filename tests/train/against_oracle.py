@@ -1,0 +1,85 @@
+"""A trainer's loss and gradients beside the one-device oracle's, along a path that is asserted."""
+
+import contextlib
+import dataclasses
+import functools
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import numpy as np
+
+from moejax.moe import dispatch
+from tests.cases import (
+    assert_close,
+    one_device_state,
+    place,
+    random_batch,
+    skew,
+    small_config,
+    spread,
+    trainer_for,
+)
+from tests.oracle import oracle_loss
+
+# Sums run over the tokens of the batch, the widest reduction of a gradient.
+TERMS = 8 * 16
+
+MESH_OF_ONE = small_config().mesh
+NO_ROUTE = {"route": "split", "route_chunks": 1, "route_chunks_backward": None}
+
+# With such a capacity nothing is dropped and every bucket holds what may come: no rounds.
+CERTAIN = {"capacity_factor": 16.0}
+
+
+@contextlib.contextmanager
+def only(path):
+    """Inside, layers are traced so that their numbers are right along one path alone.
+
+    Args:
+      path: "certain": there is one path, that of the route; "usual": of the two, the route's is
+        taken, everywhere; "rounds": the other is, in every layer; None: any.
+    """
+
+    def cond(overflows, rounds, usually, *operands):
+        assert path != "certain", "this program may go in rounds"
+        if path == "usual":
+            rounds = spoil(rounds)
+        if path == "rounds":
+            usually = spoil(usually)
+        return jax.lax.cond(overflows, rounds, usually, *operands)
+
+    with mock.patch.object(dispatch, "lax", SimpleNamespace(cond=cond)):
+        yield
+
+
+def spoil(function):
+    return lambda *operands: function(*operands) * np.nan
+
+
+@functools.cache
+def oracle_case(cfg, bias):
+    """State, batch, and the oracle's loss, loads and gradients; computed once a config."""
+    state = one_device_state(cfg)
+    state = state._replace(balance=skew(state.balance, dict(bias)))
+    batch = random_batch(cfg)
+    loss = functools.partial(oracle_loss, balance=state.balance, batch=batch, cfg=cfg)
+    graded = jax.jit(jax.value_and_grad(lambda p: loss(p), has_aux=True))
+    (_, (nll, load)), gradients = graded(state.params)
+    return state, batch, nll, load, jax.tree.map(np.asarray, gradients)
+
+
+def check_against_oracle(cfg, bias=(), *, path):
+    """Compares loss, loads and gradients; of `path` see `only`."""
+    # Neither mesh nor route changes what is right, so all of them share one oracle run.
+    moe = dataclasses.replace(cfg.moe, capacity_factor=None)
+    plain = dataclasses.replace(cfg, mesh=MESH_OF_ONE, moe=moe, **NO_ROUTE)
+    state, batch, nll, load, wanted = oracle_case(plain, bias)
+    trainer = trainer_for(cfg)
+    with only(path):
+        gradients, parts = trainer.gradients(spread(state, trainer), place(trainer, batch))
+    np.testing.assert_allclose(parts.nll, nll, rtol=TERMS * np.finfo(np.float32).eps)
+    np.testing.assert_array_equal(parts.load_LE, load)
+    assert int(parts.dropped_L.sum()) == 0
+    assert_close(gradients, wanted, terms=TERMS)
+    return parts
