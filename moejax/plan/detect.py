@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moejax.errors import InputError
-from moejax.runtime.room import device_memory
+from moejax.runtime.memory import device_memory
 from moejax.runtime.start import platform_of
 
 NAMES = {"cpu": ("host", "network"), "gpu": ("nvlink", "network"), "tpu": ("ici", "dcn")}

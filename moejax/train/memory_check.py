@@ -5,8 +5,8 @@ import socket
 import jax
 
 from moejax.errors import InputError
+from moejax.runtime.memory import device_memory
 from moejax.runtime.processes import Processes
-from moejax.runtime.room import device_memory
 from moejax.train.step import Trainer
 from moejax.train.summary import Summary, human_bytes
 

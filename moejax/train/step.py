@@ -32,7 +32,7 @@ from moejax.train.describe import (
     describe,
     split_model,
 )
-from moejax.train.evaluate import cut, logits_after, sum_over_targets
+from moejax.train.forward import cut, logits_after, sum_over_targets
 from moejax.train.loss import LossParts, next_token_loss
 from moejax.train.optimizer import Optimizer, square_share
 from moejax.train.state import Batch, Metrics, Reduction, TrainState, Tree

@@ -11,7 +11,7 @@ DEVICES = 8  # that the tests simulate
 
 
 def with_memory(monkeypatch, size):
-    monkeypatch.setattr("moejax.runtime.room.machine_memory", lambda: size * DEVICES)
+    monkeypatch.setattr("moejax.runtime.memory.machine_memory", lambda: size * DEVICES)
 
 
 def test_state_and_gradients_must_fit_a_devices_share(monkeypatch):
