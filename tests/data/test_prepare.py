@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moejax.config import DataConfig
 from moejax.data import prepare, sidecar, tokens
 from moejax.data.sources import open_sources
+from moejax.errors import InputError
 
 KINDS = ("text", "jsonl", "parquet")
 FORMATS = {"bin": "tokens", "array_record": "array_record"}
@@ -141,6 +142,32 @@ def test_a_tokenizer_file_is_copied_and_found_for_sampling(tmp_path):
     assert (found.tokenizer.vocab_size, found.tokenizer.eos_id) == (3, 0)
     assert found.train.read(0, found.train.num_tokens).tolist() == [0, 2, 2, 0, 1, 2, 0]
     assert found.tokenizer.decode([0, 2, 0]) == "document"
+
+
+def test_files_of_two_tokenizers_of_one_size_are_not_opened_together(tmp_path):
+    """All that tells them apart is the digest that the command itself has written."""
+    tokenizers = pytest.importorskip("tokenizers")
+    files = _inputs(tmp_path, "jsonl", ["word more"])
+    for name, words in (("a", ("word", "more")), ("b", ("more", "word")), ("c", ("word", "more"))):
+        vocabulary = {"<eos>": 0} | {word: id for id, word in enumerate(words, 1)}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<eos>"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made.save(str(tmp_path / f"{name}.json"))
+        command = (*files, "--out", tmp_path / name, "--tokenizer", tmp_path / f"{name}.json")
+        assert _run(*command, "--eval-fraction", "0") == 0
+
+    def train_on(first, second):
+        paths = [str(tmp_path / f"{name}.train.bin") for name in (first, second)]
+        return tokens.open_files(paths, "bin", model_vocab=3)
+
+    # The same tokenizer under another name is the same.
+    assert train_on("a", "c").read(0, 8).tolist() == [0, 1, 2, 0, 0, 1, 2, 0]
+    with pytest.raises(InputError, match=r"disagree.*a\.train\.bin.*b\.train\.bin"):
+        train_on("a", "b")
+    held_out = (str(tmp_path / "b.train.bin"),)
+    data = DataConfig("tokens", (str(tmp_path / "a.train.bin"),), eval_files=held_out)
+    with pytest.raises(InputError, match="disagree"):
+        open_sources(data, model_vocab=3)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(65536, "uint16"), (65537, "uint32")])

@@ -319,6 +319,22 @@ def test_held_out_files_that_are_trained_on_are_refused(tmp_path):
         open_sources(data, model_vocab=264)
 
 
+@pytest.mark.parametrize("way", ["symbolic link", "relative path", "folder"])
+def test_held_out_files_are_known_by_any_path(tmp_path, monkeypatch, way):
+    """The same text under another name would pass for held out."""
+    path = _write(tmp_path, "bin", ["text"])
+    monkeypatch.chdir(tmp_path)
+    other = {"relative path": "a.bin", "folder": f"{tmp_path}/down/../a.bin"}.get(way, "b.bin")
+    (tmp_path / "down").mkdir()
+    if way == "symbolic link":
+        (tmp_path / "b.bin").symlink_to(path)
+        sidecar.sidecar_of(tmp_path / "b.bin").symlink_to(sidecar.sidecar_of(path))
+    for train, held_out in ((str(path), other), (other, str(path))):
+        data = DataConfig(source="tokens", train_files=(train,), eval_files=(held_out,))
+        with pytest.raises(InputError, match=r"is in data\.train_files and in data\.eval_files"):
+            open_sources(data, model_vocab=264)
+
+
 def test_held_out_files_of_another_tokenizer_are_refused(tmp_path):
     train, held_out = (_write(tmp_path, "bin", ["text"], name=name) for name in "ab")
     _change(held_out, vocab_size=260)

@@ -45,6 +45,15 @@ def test_a_capacity_bounds_every_bucket(tokens, factor):
     assert sizes.certain
 
 
+@pytest.mark.parametrize(
+    ("tokens", "factor", "capacity"), [(8, 1.0, 2), (9, 1.0, 3), (10, 1.0, 3), (2, 0.5, 1)]
+)
+def test_a_fractional_capacity_is_rounded_up(tokens, factor, capacity):
+    """Rounded down, a balanced router would lose choices, and one of few tokens all of them."""
+    moe = MoEConfig(num_experts=8, experts_per_token=2, capacity_factor=factor)
+    assert expert_capacity(moe, tokens=tokens) == capacity
+
+
 def send_all(routing: str, devices: int, tokens: int, E: int, K: int) -> np.ndarray:
     """Experts of every token: drawn, or the same K for all."""
     rng = np.random.default_rng(0)

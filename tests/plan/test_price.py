@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.dims import build_layout
-from moejax.plan.price import Costs, Work, play
+from moejax.plan.price import Costs, Work, alone, play
 from moejax.plan.schedule import Collective, Op, Schedule
 from moejax.plan.trace import read
 from tests.cases import small_config
@@ -38,6 +38,31 @@ def test_a_collective_takes_what_its_slowest_tier_takes():
 def test_axes_inside_a_node_leave_the_network_alone():
     found = play(Schedule((all_to_all(1000, ("expert_fast",)),), ()), costs())
     assert {link for link, _ in found.tally.bytes_sent} == {"host"}
+
+
+@pytest.mark.parametrize(
+    ("op", "share", "seconds"),
+    [
+        # Products run at 1 GFLOP/s at 1e6 FLOPs and at 10 from 1e9 on; half way in logarithms
+        # between them at half the logarithm; a smaller one takes as long as the smallest.
+        (Op("product", flops=2e9, dtype="float32"), 1.0, 1e-5 + 2e9 / 1e10),
+        (Op("product", flops=10**7.5, dtype="float32"), 1.0, 1e-5 + 10**7.5 / 10**9.5),
+        (Op("product", flops=1e5, dtype="float32"), 1.0, 1e-5 + 1e6 / 1e9),
+        # What a product moves hides behind what it computes, or the other way round.
+        (Op("product", flops=1e9, dtype="float32", bytes=5e7), 1.0, 1e-5 + 0.1),
+        (Op("product", flops=1e9, dtype="float32", bytes=3e8), 1.0, 1e-5 + 0.3),
+        # Where half of the rows are filled, half is computed and half is moved.
+        (Op("product", flops=2e9, dtype="float32", bytes=5e7), 0.5, 1e-5 + 0.1),
+        (Op("product", flops=2e9, dtype="float32", bytes=6e8), 0.5, 1e-5 + 0.3),
+        # A region starts once a pass; rows are gathered at half the rate of a copy.
+        (Op("region", bytes=2e8), 1.0, 1e-5 + 0.2),
+        (Op("region", bytes=2e8, passes=3), 1.0, 3e-5 + 0.2),
+        (Op("gather", bytes=1e8), 1.0, 1e-5 + 0.2),
+        (Op("gather"), 1.0, 1e-5),
+    ],
+)
+def test_a_single_operation_costs_what_it_does_by_hand(op, share, seconds):
+    assert alone(op, cluster().device, share) == pytest.approx(seconds, rel=1e-12)
 
 
 def test_a_program_takes_longer_than_its_operations_and_links_do_not():

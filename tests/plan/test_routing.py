@@ -1,5 +1,6 @@
 """Skew as an input: shares, the fullest bucket, rounds."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 
 from moejax.dims import build_layout
 from moejax.errors import InputError
-from moejax.plan.routing import fullest, read_routing, work_of
+from moejax.moe.sizes import usual_sizes
+from moejax.plan.routing import Routing, fullest, read_routing, tokens_of, work_of
 from moejax.route import build_route
 from tests.cases import small_config
 
@@ -40,6 +42,37 @@ def test_a_capacity_never_overflows_and_its_fullest_device_does_no_more():
     ((_, even),) = work(cfg, read_routing("balanced", 8))
     assert skewed.rounds == even.rounds == 0
     assert even.filled <= skewed.filled <= 1
+
+
+def test_a_second_hop_hears_all_senders_of_the_first():
+    """Each node gets half of all rows, and in each one device gets twice what the others do."""
+    cfg = big()
+    cfg = dataclasses.replace(cfg, route="two_level", mesh=dataclasses.replace(cfg.mesh, nodes=2))
+    layout = build_layout(cfg.mesh)
+    route = build_route(cfg.route, layout)
+    share_E = tuple(n / 10 for n in (2, 1, 1, 1, 2, 1, 1, 1))
+    rows_E = [2048 * 2 * share for share in share_E]  # of one device: its tokens, K = 2
+    between, inside = usual_sizes(route, layout, cfg.moe, tokens=2048).rows
+    assert fullest([sum(rows_E[:4])], 64) < between
+    assert fullest([rows_E[0]], 64) < inside < 2 * rows_E[0]
+    ((_, found),) = work(cfg, Routing("by hand", (share_E,)))
+    assert found.rounds > 1
+    ((_, even),) = work(cfg, read_routing("balanced", 8))
+    assert even.rounds == 0
+
+
+def test_a_micro_batch_is_all_that_is_routed_at_one_time():
+    """Fewer rows differ more: a part of a batch fills buckets as a batch of its size does."""
+    whole, parts, half = (
+        small_config((1, 1, 8, 1), train={"batch_sequences": batch, "micro_batches": count})
+        for batch, count in ((64, 1), (64, 2), (32, 1))
+    )
+    layout = build_layout(whole.mesh)
+    route = build_route(whole.route, layout)
+    tokens = [tokens_of(cfg, layout, route) for cfg in (whole, parts, half)]
+    assert tokens == [128, 64, 64]  # 64 sequences of 16 tokens, over eight devices
+    routing = read_routing("zipf:0.5", 8)
+    assert work(parts, routing) == work(half, routing) != work(whole, routing)
 
 
 def test_one_device_has_no_buckets():

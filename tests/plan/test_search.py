@@ -153,6 +153,17 @@ def test_a_plan_that_does_not_fit_is_made_lighter_or_refused():
         found_for(cfg, cluster(memory=1000), *free)
 
 
+def test_a_twentieth_of_memory_is_left_to_the_runtime(found, monkeypatch):
+    best = found.ranked[0]
+    # Nothing is free: the only plan and the default were traced already.
+    traced = {one.cfg: one.read for one in (best, found.baseline)}
+    monkeypatch.setattr("moejax.plan.search.read_step", lambda cfg, _: traced[cfg])
+    fits, too_large = (cluster(memory=int(best.peak.bytes / share)) for share in (0.94, 0.97))
+    assert [one.cfg for one in found_for(best.cfg, fits).ranked] == [best.cfg]
+    with pytest.raises(InputError, match="no plan fits 8 devices on 2 nodes"):
+        found_for(best.cfg, too_large)
+
+
 @pytest.mark.slow
 def test_a_model_that_fits_only_where_all_is_sharded_is_planned(monkeypatch):
     """Sketches that find room everywhere, and replicas fastest, show two meshes that are alike."""
@@ -190,7 +201,11 @@ def test_the_baseline_spreads_experts_over_all_devices(found):
     assert found.baseline is not None
     assert found.baseline.cfg.mesh.expert == 8
     assert found.baseline.cfg.route == "split"
-    assert found.ranked[0].seconds <= found.baseline.seconds
+    # Its tokens cross the slow network and those of the best plan do not, which is worth most.
+    best = found.ranked[0]
+    crossing = [one.main.tally.bytes_sent["network", "dispatch"] for one in (found.baseline, best)]
+    assert crossing[0] > crossing[1] == 0
+    assert best.seconds < 0.95 * found.baseline.seconds
 
 
 def test_skew_costs_what_a_plan_exchanges():
@@ -211,16 +226,6 @@ def test_terms_add_up_and_explain_the_difference(found):
     best, other = found.ranked[0], found.ranked[-1]
     rows = why(best, other, most=100)
     assert sum(b - a for _, a, b in rows) == pytest.approx(other.seconds - best.seconds)
-
-
-def test_sketches_rank_as_prices_do_roughly(found):
-    """A sketch chooses what is traced: the best mesh must not be among its worst."""
-    meshes = list(dict.fromkeys(one.cfg.mesh for one in found.ranked))
-    best = meshes[0]
-    sketched = {
-        one.cfg.mesh: Sketch(one.cfg, cluster()).seconds() for one in reversed(found.ranked)
-    }
-    assert sorted(meshes, key=sketched.__getitem__).index(best) < 2
 
 
 @pytest.mark.parametrize(("nodes", "asked", "given"), [(8, None, 10), (128, None, 60), (128, 5, 5)])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moejax.errors import InputError
 from moejax.plan.topology import (
     KINDS,
+    SIZES,
     CodecRates,
     Device,
     Link,
@@ -150,6 +151,15 @@ def test_three_tiers_each_carry_their_peers():
         THREE.of_nodes(4)
 
 
+@pytest.mark.parametrize(
+    ("inside", "across", "group"),
+    [(4, 6, (4, 3, 2)), (4, 3, (4, 3, 1)), (4, 2, (4, 1, 2)), (1, 3, (1, 3, 1)), (2, 1, (2, 1, 1))],
+)
+def test_a_group_fills_racks_before_it_crosses_sites(inside, across, group):
+    assert THREE.group(inside, across) == group
+    assert math.prod(group) == inside * across
+
+
 def test_tiers_left_out_count_one_device():
     assert THREE.seconds("all_reduce", MIB, 4) == THREE.seconds("all_reduce", MIB, 4, 1, 1)
 
@@ -171,9 +181,15 @@ def test_crossover_finds_where_the_best_way_changes():
     # By hand: 1e-4 + 3/4 S/1e9 + 1e-3 + 1/2 S/1e8 = 4e-3 + 1/2 S/1e8.
     by_hand = (4e-3 - 1.1e-3) / (0.75 / 1e9)
     assert change / 2 < by_hand <= change
-    # Sums inside first: a quarter of the bytes cross.
-    assert reduction.best(2**26) in ("two_level", "ring")
-    assert all(len(times) == 21 for times in reduction.seconds.values())
+    # Sums inside first, so that a quarter of the bytes cross, and shares the sum again inside:
+    # 2 (1e-4 + 3/4 S/1e9) + 1e-3 + 1/4 S/1e8. The ring has seven turns on the slow link:
+    # 7e-3 + 2 7/8 1/4 S/1e8, more at every size.
+    for size, two_level, ring in zip(
+        SIZES, reduction.seconds["two_level"], reduction.seconds["ring"], strict=True
+    ):
+        assert two_level == pytest.approx(1.2e-3 + 4e-9 * size)
+        assert ring == pytest.approx(7e-3 + 4.375e-9 * size)
+    assert reduction.changes == ((1024, "two_level"),)
 
 
 def test_a_ring_wins_where_inside_is_only_a_little_faster():

@@ -4,11 +4,13 @@ import sys
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import moejax.runtime.start
 from moejax.config import MeshConfig
 from moejax.errors import InputError
-from moejax.runtime.start import measure_peak, platform_of, start
+from moejax.runtime.start import _timed, measure_peak, platform_of, start
 
 
 def test_devices_that_were_already_simulated_are_taken():
@@ -47,7 +49,33 @@ def test_the_config_wins_over_the_flags_of_the_environment():
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
-def test_the_platform_and_its_peak_are_measured():
+def test_the_platform_is_that_of_the_devices():
     assert platform_of(jax.devices()) == "cpu"
-    # Any machine that runs this does more than a hundred million operations a second.
-    assert measure_peak(jax.devices(), "float32") > 1e8
+
+
+def test_a_peak_is_the_best_of_five_products_that_all_devices_share(monkeypatch):
+    """On CPU a product has all cores, so it is the peak of all simulated devices together."""
+    seconds, products = iter((0.5, 0.4, 0.25, 0.3, 0.5)), []
+
+    def timed(multiply, x):
+        products.append((multiply(x, x).shape, x.dtype))
+        return next(seconds)
+
+    monkeypatch.setattr("moejax.runtime.start._timed", timed)
+    N = 1536
+    assert measure_peak(jax.devices(), "bfloat16") == 2 * N**3 / 0.25
+    assert products == [((N, N), "bfloat16")] * 5
+
+
+def test_a_product_is_timed_until_it_is_done(monkeypatch):
+    clock, seen = iter((10.0, 12.5)), []
+
+    def read_clock():
+        seen.append("clock")
+        return next(clock)
+
+    x = jnp.ones(1)
+    monkeypatch.setattr(moejax.runtime.start, "time", SimpleNamespace(perf_counter=read_clock))
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: seen.append("done"))
+    assert _timed(lambda a, b: seen.append("product"), x) == 2.5
+    assert seen == ["clock", "product", "done", "clock"]
