@@ -44,8 +44,12 @@ def test_ranks_number_the_items_of_each_peer_in_row_order(case, merge):
 
 def test_merging_counts_a_token_once_for_each_peer():
     """Choices that share a peer need not stand together."""
-    _, _, counts_P = rank_items(jnp.array([[0, 1, 0], [1, 1, 1]]), peers=2, merge=True)
+    choices = jnp.array([[0, 1, 0], [1, 1, 1]])
+    item_NK, rank_NK, counts_P = rank_items(choices, peers=2, merge=True)
     np.testing.assert_array_equal(counts_P, [1, 2])
+    # As the first of them; 2 stands for none.
+    np.testing.assert_array_equal(item_NK, [[0, 1, 2], [1, 2, 2]])
+    assert (rank_NK[0, 0], rank_NK[0, 1], rank_NK[1, 0]) == (0, 0, 1)
 
 
 @given(routings(), st.sampled_from([1, 2, 3]), st.booleans())

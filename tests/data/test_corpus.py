@@ -49,6 +49,18 @@ def test_a_file_is_held_out_by_its_name_alone(library):
     assert more[1] == first[1]
 
 
+def test_the_split_stays_the_same_between_versions():
+    """Bits per byte are compared between releases: the held-out text must be the same."""
+    names = [f"module_{i}.py" for i in range(100)]
+    assert [name for name in names if corpus.is_held_out(name)] == [
+        "module_14.py",
+        "module_42.py",
+        "module_69.py",
+        "module_75.py",
+        "module_76.py",
+    ]
+
+
 def test_order_is_that_of_the_names(library):
     names = _named(False, 12)
     train, _ = library({name: name.encode() for name in [*names[::-1], *_named(True, 1)]})

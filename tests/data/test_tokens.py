@@ -173,6 +173,8 @@ def test_a_newer_format_asks_for_an_upgrade(tmp_path):
         {"num_tokens": 1},
         {"vocab_size": 2**31},
         {"num_bytes": "many"},
+        {"num_bytes": -1},
+        {"num_documents": -1},
         {"sha256": 5},
         {"sha256": "0" * 63},
         {"tokenizer": ".."},

@@ -69,3 +69,14 @@ def test_attention_costs_what_its_queries_see(length, window):
     cfg = Config(model=model, data=DataConfig(sequence_length=length))
     seen = sum(min(place + 1, window or length) for place in range(length))
     assert count(cfg, {}).flops_per_token == 3 * 4 * 8 * 12 * seen // length
+
+
+@pytest.mark.parametrize(("tied", "products"), [(True, 1), (False, 0)])
+def test_a_table_costs_flops_where_it_also_gives_the_logits(tied, products):
+    """Looking rows up costs nothing; a tied table is multiplied as well."""
+    cfg = Config(model=ModelConfig(tie_embeddings=tied))
+    attention = count(cfg, {}).flops_per_token
+    counts = count(cfg, {"embed.table": ("VD", 1000)})
+    assert (counts.total, counts.active) == (1000, 1000)
+    assert counts.matmul == 1000 * products
+    assert counts.flops_per_token == attention + 6 * 1000 * products

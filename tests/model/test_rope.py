@@ -48,6 +48,15 @@ def test_yarn_scales_attention_by_the_log_of_the_factor():
     assert scale == pytest.approx(0.1 * np.log(40) + 1)
 
 
+def test_the_scale_lies_on_cos_and_sin_alike():
+    """A rotated pair keeps its angle, and is as much longer as the scale says."""
+    cfg = RopeConfig(scaling="yarn", factor=40.0)
+    scale = frequencies(64, cfg)[1]
+    cos, sin = map(np.asarray, tables(12, 64, cfg))
+    # Both are float32 and each square adds twice its rounding.
+    np.testing.assert_allclose(cos**2 + sin**2, scale**2, rtol=1e-6)
+
+
 @pytest.mark.parametrize("scaling", ["llama3", "yarn"])
 def test_stretched_frequencies_are_transformers(scaling):
     """Llama 3.1's at 128 channels and DeepSeek-V3's at 64: every pair, the blend between too."""

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from moejax.train.evaluation import evaluate, finish
+from moejax.train.sample import _drawn
 from tests.cases import small_config
 from tests.train.running import first_state, stream
 
@@ -56,3 +57,45 @@ def test_a_sample_of_logits_that_are_not_finite_ends_early(running, value, early
     run, shown = running(cfg, next_logits=lambda state, prompt: Logits())
     finish(run, first_state())
     assert ("the sample ends early" in shown.getvalue()) == early
+
+
+def test_a_sample_begins_as_a_document_and_sees_the_last_tokens(running):
+    cfg = small_config(train={"sample_tokens": 40, "sample_prompt": "a"})
+    seen = []
+
+    class Logits:
+        """All chance to another token at every step."""
+
+        def addressable_data(self, _):
+            logits_BV = np.zeros((8, 64), np.float32)
+            logits_BV[:, len(seen)] = 1e4
+            return logits_BV
+
+    def next_logits(state, prompt):
+        window_BT, length = prompt
+        seen.append(np.asarray(window_BT)[0, :length].tolist())
+        return Logits()
+
+    run, _ = running(cfg, next_logits=next_logits)
+    finish(run, first_state())
+    T = run.trainer.abstract_prompt()[0].shape[1]
+    eos_id = run.inputs.tokenizer.eos_id
+    tokens = [eos_id, ord("a"), *range(1, 41)]
+    assert seen == [tokens[:end][-T:] for end in range(2, 42)]
+    assert len(seen[0]) < T == len(seen[-1])
+
+
+def test_a_token_is_drawn_by_its_chance_at_the_temperature():
+    chance_V = np.array([0.1, 0.6, 0.3])
+    wanted_V = chance_V**2 / np.sum(chance_V**2)
+    drawn = []
+
+    class Generator(np.random.Generator):
+        def choice(self, count, p=None):
+            drawn.append((count, p))
+            return 1
+
+    assert _drawn(np.log(chance_V), 0.5, Generator(np.random.PCG64())) == 1
+    ((count, p),) = drawn
+    assert count == 3
+    np.testing.assert_allclose(p, wanted_V, rtol=1e-12)
