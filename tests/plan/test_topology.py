@@ -449,3 +449,11 @@ def test_an_unknown_cluster_is_refused_in_one_line(name, message):
     with pytest.raises(InputError, match=message) as caught:
         load_topology(name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tier_may_be_slower_in_one_kind(tmp_path):
+    fast, slow = TWO.tiers
+    links = {**slow.links, KINDS[0]: Link(1e-3, 5e9)}
+    mixed = replace(TWO, tiers=(fast, replace(slow, links=links)))
+    write_topology(mixed, tmp_path / "mixed.json")
+    assert read_topology(tmp_path / "mixed.json").tiers[1].links[KINDS[0]].bytes_per_s == 5e9
