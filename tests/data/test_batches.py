@@ -176,6 +176,7 @@ def test_a_limited_evaluation_is_spread_over_the_stream():
     some = _eval(_count_up(6 * 100 + 1), T=3, B=2, limit=5)
     places = [int(batch.token_BT[0, 0]) // 6 for batch in some]
     assert set(np.diff(places).tolist()) <= set(range(19, 27))
+    assert (places[0], places[-1]) == (0, 99)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])

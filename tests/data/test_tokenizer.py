@@ -72,6 +72,13 @@ def test_an_unknown_eos_is_refused(path, eos):
         FileTokenizer(path, eos=eos)
 
 
+def test_an_eos_by_number_is_below_the_vocabularys_size(path):
+    size = FileTokenizer(path).vocab_size
+    assert FileTokenizer(path, eos=str(size - 1)).eos_id == size - 1
+    with pytest.raises(InputError, match=f"below {size}"):
+        FileTokenizer(path, eos=str(size))
+
+
 def test_a_tokenizer_without_a_known_eos_says_how_to_choose(tmp_path):
     with pytest.raises(InputError, match=r"--eos NAME.*--eos ID"):
         FileTokenizer(_save(tmp_path / "t.json", "<pad>"))

@@ -471,3 +471,11 @@ def test_brackets_inside_names_stay_as_they_are():
     named = replace(FULL, name="rack [ 3 ,  4 ]", source="[ a ]  [b ]")
     found = as_json(named)
     assert (found["name"], found["source"]) == (named.name, named.source)
+
+
+def test_a_tier_may_be_slower_in_one_kind(tmp_path):
+    fast, slow = TWO.tiers
+    links = {**slow.links, KINDS[0]: Link(1e-3, 5e9)}
+    mixed = replace(TWO, tiers=(fast, replace(slow, links=links)))
+    write_topology(mixed, tmp_path / "mixed.json")
+    assert read_topology(tmp_path / "mixed.json").tiers[1].links[KINDS[0]].bytes_per_s == 5e9
