@@ -62,7 +62,7 @@ def test_tools_that_the_compiler_would_die_without_are_asked_for_first(monkeypat
 
 def test_the_described_cluster_stands_in_for_the_machine_of_the_config():
     cfg = load_config(CONFIG, ["mesh.replica=2", "mesh.simulated_devices=4"])
-    with pytest.raises(InputError, match="simulated_devices"):
+    with pytest.raises(InputError, match="needs 16 devices, found 4"):
         check(cfg)
     mesh = describe(cfg, TARGETS["v6e"], 2).mesh
     assert (mesh.nodes, mesh.platform, mesh.simulated_devices) == (2, "tpu", None)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -38,6 +39,10 @@ def test_evaluation_is_cut_as_the_step_is():
     assert part <= whole / 16 + weights
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="with JAX 0.10 XLA:CPU takes 1.6 times the temporaries for the same program",
+)
 @pytest.mark.parametrize("parts", [1, 16])
 def test_what_evaluation_needs_is_what_the_compiler_says(parts):
     trainer, said = compiled(parts)
