@@ -1,6 +1,8 @@
 """Starts JAX as the config asks, and measures what the devices can do."""
 
+import ipaddress
 import os
+import socket
 import time
 from collections import Counter
 from typing import Any
@@ -19,9 +21,11 @@ def join() -> Processes:
     """Joins the program that a launcher of `launch/` started this process for, if one did.
 
     Must run before anything else touches a device. On CPU the processes talk through gloo.
+    Process 0 listens at the coordinator's address alone, see `coordinator_listens_at`.
 
     Raises:
-      InputError: if the launcher's variables contradict each other.
+      InputError: if the launcher's variables contradict each other, or the coordinator's address
+        is not one of process 0's machine.
     """
     place = find_place()
     if place.count == 1:
@@ -29,16 +33,67 @@ def join() -> Processes:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would take SIGTERM away from `runtime.interrupt`.
     jax.config.update("jax_enable_preemption_service", False)
+    listens_at = coordinator_listens_at(place.coordinator or "")
+    if place.index == 0:
+        check_can_listen(listens_at)
     with interruptible():
         jax.distributed.initialize(
             coordinator_address=place.coordinator,
             num_processes=place.count,
             process_id=place.index,
+            coordinator_bind_address=listens_at,
             # Under Slurm it would leave each process one GPU.
             cluster_detection_method="deactivate",
         )
     # JAX keeps the client that sends messages to itself; Orbax takes it from here too.
     return Processes(place.index, place.count, distributed.global_state.client)
+
+
+def coordinator_listens_at(coordinator: str) -> str:
+    """Where process 0 listens for the others, as ADDRESS:PORT.
+
+    At the coordinator's own address: JAX alone would take all of the machine's, and asks nobody who
+    they are. JAX_COORDINATOR_BIND_ADDRESS, JAX's own variable, wins. Only where the machine knows
+    itself by a name that leads to its loopback (Debian's 127.0.1.1), while other machines know it
+    by an address, all are left: they could not reach it otherwise.
+    """
+    if given := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        return given
+    host, _, port = coordinator.rpartition(":")
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:  # only process 0 needs to know the address as its own
+        return coordinator
+    inside = all(ipaddress.ip_address(address).is_loopback for address in found)
+    return f"[::]:{port}" if inside and _is_name_of_a_machine(host) else coordinator
+
+
+def check_can_listen(place: str) -> None:
+    """Refuses an ADDRESS:PORT that is not this machine's, or where somebody listens.
+
+    Raises:
+      InputError: JAX would end the process without a word.
+    """
+    host, _, port = place.rpartition(":")
+    try:
+        family, *_, address = socket.getaddrinfo(host.strip("[]"), None)[0]
+        with socket.create_server((address[0], int(port)), family=family):
+            return
+    except (OSError, OverflowError, ValueError) as error:
+        raise InputError(
+            f"process 0 cannot listen for the others. At {place}: {error}. MOEJAX_COORDINATOR must "
+            f"be an address of its machine and a free port. Correct it, or name the address to "
+            f"listen at in JAX_COORDINATOR_BIND_ADDRESS."
+        ) from error
+
+
+def _is_name_of_a_machine(host: str) -> bool:
+    """Neither an address nor `localhost`, which lead to the same place from everywhere."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return host != "localhost"
+    return False
 
 
 def simulated_here(mesh: MeshConfig) -> int | None:

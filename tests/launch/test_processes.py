@@ -1,6 +1,10 @@
 """What launch/processes.py passes on of how processes ended, also through launch/local."""
 
 import importlib.util
+import os
+import re
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +73,41 @@ def test_logs_that_cannot_be_kept_are_bad_input(tmp_path):
     code, said = local(tmp_path / "file", "exit 0")
     assert (code, said.count("\n")) == (2, 1)
     assert "where output cannot be kept" in said
+
+
+def listening(folder, coordinator=None):
+    """The addresses at which process 0 of two listens for the other one."""
+    script = shlex.join([sys.executable, str(ROOT / "tests" / "launch" / "listen.py")])
+    if coordinator is not None:
+        script = f"MOEJAX_COORDINATOR={shlex.quote(coordinator)} {script}"
+    words = [ROOT / "launch" / "local", "--devices", 1, "--logs", folder, "--", "sh", "-c", script]
+    kept = {name: value for name, value in os.environ.items() if not re.match("XLA|MOEJAX", name)}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**kept, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.search("listens at (.*)", done.stdout)[1].split()
+
+
+linux = pytest.mark.skipif(
+    not Path("/proc/self/net/tcp").exists(), reason="reads who listens from Linux"
+)
+
+
+@linux
+def test_on_one_machine_nobody_else_reaches_the_coordinator(tmp_path):
+    assert listening(tmp_path) == ["127.0.0.1"]
+
+
+@linux
+@pytest.mark.slow
+def test_process_0_listens_at_the_address_that_it_was_given(tmp_path):
+    """One that is neither the default nor the machine's other ones."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.2", 0))
+        port = free.getsockname()[1]
+    assert listening(tmp_path, f"127.0.0.2:{port}") == ["127.0.0.2"]

@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +11,14 @@ import pytest
 import moejax.runtime.start
 from moejax.config import MeshConfig
 from moejax.errors import InputError
-from moejax.runtime.start import _timed, measure_peak, platform_of, start
+from moejax.runtime.start import (
+    _timed,
+    check_can_listen,
+    coordinator_listens_at,
+    measure_peak,
+    platform_of,
+    start,
+)
 
 
 def test_devices_that_were_already_simulated_are_taken():
@@ -79,3 +87,47 @@ def test_a_product_is_timed_until_it_is_done(monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", lambda _: seen.append("done"))
     assert _timed(lambda a, b: seen.append("product"), x) == 2.5
     assert seen == ["clock", "product", "done", "clock"]
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "leads_to", "place"),
+    [
+        ("127.0.0.1:99", "127.0.0.1", "127.0.0.1:99"),
+        ("localhost:99", "127.0.0.1", "localhost:99"),
+        ("[::1]:99", "::1", "[::1]:99"),
+        ("10.77.0.1:99", "10.77.0.1", "10.77.0.1:99"),
+        ("node1:99", "10.77.0.1", "node1:99"),
+        # Debian's own name; others know it by another address.
+        ("node1:99", "127.0.1.1", "[::]:99"),
+    ],
+)
+def test_the_coordinator_listens_at_its_own_address(monkeypatch, coordinator, leads_to, place):
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    infos = [(None, None, None, "", (leads_to, 0))]
+    monkeypatch.setattr("moejax.runtime.start.socket.getaddrinfo", lambda *_: infos)
+    assert coordinator_listens_at(coordinator) == place
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "[::]:7")
+    assert coordinator_listens_at(coordinator) == "[::]:7"
+
+
+def test_a_name_that_leads_nowhere_here_is_left_to_jax(monkeypatch):
+    def fail(*_):
+        raise OSError
+
+    monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
+    monkeypatch.setattr("moejax.runtime.start.socket.getaddrinfo", fail)
+    assert coordinator_listens_at("node1:99") == "node1:99"
+
+
+@pytest.mark.parametrize("place", ["192.0.2.1:4444", "127.0.0.1:99999", "127.0.0.1:x", "a b:1"])
+def test_where_nobody_can_listen_is_bad_input(place):
+    with pytest.raises(InputError, match=f"cannot listen for the others. At {place}"):
+        check_can_listen(place)
+
+
+def test_where_somebody_listens_is_bad_input():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(InputError, match="in use"):
+            check_can_listen(place)
+    check_can_listen(place)
