@@ -76,10 +76,12 @@ def check_can_listen(place: str) -> None:
     """
     host, _, port = place.rpartition(":")
     try:
+        if not 0 < int(port) < 1 << 16:
+            raise ValueError("a port is between 1 and 65535")
         family, *_, address = socket.getaddrinfo(host.strip("[]"), None)[0]
         with socket.create_server((address[0], int(port)), family=family):
             return
-    except (OSError, OverflowError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(
             f"process 0 cannot listen for the others. At {place}: {error}. MOEJAX_COORDINATOR must "
             f"be an address of its machine and a free port. Correct it, or name the address to "
