@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 # XLA would take most of the memory at once, and torch needs some.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # runtime/memory.py says why
 # moejax need not be installed: it stands beside this folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from machine import Clock, describe, spread
 
-from moejax.kernels.attention import attention
+from moejax.kernels.attention import attention, attention_mask
 from moejax.kernels.expert_mlp import expert_mlp
-from moejax.model.attention import attention_mask
 
 Forms = dict[str, Callable[..., jax.Array]]
 KEPT = "moejax (blocked)"
@@ -35,7 +34,7 @@ def attention_case(B: int, T: int, H: int, G: int, C: int) -> tuple[Forms, list[
 
     def form(implementation: str) -> Callable[..., jax.Array]:
         return lambda q, k, v: attention(
-            q, k, v, mask_BST, window=None, implementation=implementation
+            q, k, v, segment_BT, window=None, implementation=implementation
         )
 
     def mapped(q, k, v):

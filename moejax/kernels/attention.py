@@ -1,20 +1,22 @@
 """Softmax attention that never keeps scores: causal, inside a document, grouped queries.
 
 Per device. `blocked` works on one sequence and one block of queries at a time, over the keys that
-the block may see, so that scores stay in cache and causality halves the work. Scores are laid out
-keys first: softmax then runs along whole vectors, and no product needs a transposed copy of them.
+the block may see, so that scores stay in cache and causality halves the work. Which of them a query
+sees is found a block at a time too: nothing grows with the square of the length. Scores are laid
+out keys first: softmax then runs along whole vectors, and no product needs a transposed copy.
 Backward computes the probabilities again from the saved log of the softmax's denominator
 (FlashAttention: Dao et al. 2022). What it gains: `benchmarks/ops.py attention`.
 """
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.annotations import Array, Bool, Float
+from moejax.annotations import Array, Bool, Float, Int
 
 MASKED = -1e30  # a score that softmax turns into zero; finite, so that no difference is NaN
 
@@ -23,7 +25,7 @@ def attention(
     q_BTHC: Float[Array, "B T H C"],
     k_BSGC: Float[Array, "B S G C"],
     v_BSGC: Float[Array, "B S G C"],
-    mask_BST: Bool[Array, "B S T"],
+    segment_BT: Int[Array, "B T"],
     *,
     window: int | None,
     implementation: str,
@@ -33,21 +35,40 @@ def attention(
     Head h reads keys and values h // (H / G). FLOPs: 4 * B * H * C * (pairs of positions visited).
 
     Args:
-      mask_BST: whether query t may see key s; never a later one, never one `window` or more back,
-        always itself.
-      implementation: "blocked", "cudnn" or "reference" (the whole batch at once, scores kept).
+      segment_BT: document of each position. A query sees the keys of its own document that are not
+        later and not `window` or more back.
+      implementation: "blocked"; "cudnn", which takes all of a sequence for one document;
+        "cudnn_masked", for which a mask [B, 1, T, S] is made; or "reference" (the whole batch at
+        once, scores kept). `kernels.select` chooses.
     """
     if implementation == "blocked":
-        return _attention(q_BTHC, k_BSGC, v_BSGC, mask_BST, window)
-    assert implementation in ("cudnn", "reference"), implementation
-    mask_B1TS = mask_BST.swapaxes(1, 2)[:, None]
-    return jax.nn.dot_product_attention(
-        q_BTHC,
-        k_BSGC,
-        v_BSGC,
-        mask=mask_B1TS,
-        implementation="cudnn" if implementation == "cudnn" else "xla",
-    )
+        return _attention(q_BTHC, k_BSGC, v_BSGC, segment_BT, window)
+    form: dict[str, Any]
+    if implementation == "cudnn":
+        form = {"is_causal": True, "local_window_size": None if window is None else (window - 1, 0)}
+    else:
+        assert implementation in ("cudnn_masked", "reference"), implementation
+        mask_BST = attention_mask(segment_BT, window)
+        # Causal besides, so that the kernel leaves out what is later; it takes no window here.
+        form = {"mask": mask_BST.swapaxes(1, 2)[:, None], "is_causal": True}
+    library = "xla" if implementation == "reference" else "cudnn"
+    return jax.nn.dot_product_attention(q_BTHC, k_BSGC, v_BSGC, implementation=library, **form)
+
+
+def attention_mask(segment_BT: Int[Array, "B T"], window: int | None) -> Bool[Array, "B S T"]:
+    """Returns whether query t may see key s; T x S for each sequence."""
+    T = segment_BT.shape[1]
+    seen = partial(_seen, queries=slice(0, T), keys=slice(0, T), window=window)
+    return jax.vmap(seen)(segment_BT)
+
+
+def _seen(segment_T: jax.Array, queries: slice, keys: slice, window: int | None) -> jax.Array:
+    """Which keys of a block [S] each of its queries [Q] may see."""
+    back_SQ = jnp.arange(queries.start, queries.stop) - jnp.arange(keys.start, keys.stop)[:, None]
+    near_SQ = back_SQ >= 0
+    if window is not None:
+        near_SQ &= back_SQ < window
+    return near_SQ & (segment_T[keys, None] == segment_T[queries])
 
 
 def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
@@ -60,17 +81,18 @@ def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q_BTHC, k_BSGC, v_BSGC, mask_BST, window: int | None):
-    return _forward(q_BTHC, k_BSGC, v_BSGC, mask_BST, window)[0]
+def _attention(q_BTHC, k_BSGC, v_BSGC, segment_BT, window: int | None):
+    return _forward(q_BTHC, k_BSGC, v_BSGC, segment_BT, window)[0]
 
 
-def _forward(q_BTHC, k_BSGC, v_BSGC, mask_BST, window: int | None):
+def _forward(q_BTHC, k_BSGC, v_BSGC, segment_BT, window: int | None):
     def sequence(arrays):
-        q_GRTC, k_GSC, v_GCS, mask_ST = arrays
+        q_GRTC, k_GSC, v_GCS, segment_T = arrays
         G, R, _, C = q_GRTC.shape
         y_blocks, log_blocks = [], []
-        for queries, keys in _blocks(mask_ST.shape[1], window):
-            score_GSQ = _scores(q_GRTC[:, :, queries], k_GSC[:, keys], mask_ST[keys, queries])
+        for queries, keys in _blocks(segment_T.shape[0], window):
+            seen_SQ = _seen(segment_T, queries, keys, window)
+            score_GSQ = _scores(q_GRTC[:, :, queries], k_GSC[:, keys], seen_SQ)
             top_G1Q = jnp.max(score_GSQ, axis=1, keepdims=True)
             p_GSQ = jnp.exp(score_GSQ - top_G1Q)
             total_G1Q = jnp.sum(p_GSQ, axis=1, keepdims=True)
@@ -81,23 +103,24 @@ def _forward(q_BTHC, k_BSGC, v_BSGC, mask_BST, window: int | None):
 
     G = k_BSGC.shape[2]
     arrays = (_by_head(_scaled(q_BTHC), G), k_BSGC.transpose(0, 2, 1, 3))
-    arrays += (v_BSGC.transpose(0, 2, 3, 1), mask_BST)
+    arrays += (v_BSGC.transpose(0, 2, 3, 1), segment_BT)
     y_BGCRT, log_BGRT = lax.map(sequence, arrays)
     y_BTHC = y_BGCRT.transpose(0, 4, 1, 3, 2).reshape(q_BTHC.shape)
-    return y_BTHC, (q_BTHC, k_BSGC, v_BSGC, mask_BST, y_BTHC, log_BGRT)
+    return y_BTHC, (q_BTHC, k_BSGC, v_BSGC, segment_BT, y_BTHC, log_BGRT)
 
 
 def _backward(window: int | None, saved, dy_BTHC):
     def sequence(arrays):
-        q_GRTC, k_GSC, v_GSC, mask_ST, log_GRT, dot_GRT, dy_GRTC = arrays
+        q_GRTC, k_GSC, v_GSC, segment_T, log_GRT, dot_GRT, dy_GRTC = arrays
         G, R, _, C = q_GRTC.shape
         dk_GSC = jnp.zeros(k_GSC.shape, jnp.float32)
         dv_GSC, dq_blocks = dk_GSC, []
-        for queries, keys in _blocks(mask_ST.shape[1], window):
+        for queries, keys in _blocks(segment_T.shape[0], window):
             q_GQC = q_GRTC[:, :, queries].reshape(G, -1, C)
             dy_GQC = dy_GRTC[:, :, queries].reshape(G, -1, C)
             log_G1Q, dot_G1Q = (x[:, :, queries].reshape(G, 1, -1) for x in (log_GRT, dot_GRT))
-            score_GSQ = _scores(q_GRTC[:, :, queries], k_GSC[:, keys], mask_ST[keys, queries])
+            seen_SQ = _seen(segment_T, queries, keys, window)
+            score_GSQ = _scores(q_GRTC[:, :, queries], k_GSC[:, keys], seen_SQ)
             p_GSQ = jnp.exp(score_GSQ - log_G1Q)
             dscore_GSQ = p_GSQ * (_multiply_transposed(v_GSC[:, keys], dy_GQC) - dot_G1Q)
             p_GSQ, dscore_GSQ = p_GSQ.astype(q_GQC.dtype), dscore_GSQ.astype(q_GQC.dtype)
@@ -107,11 +130,11 @@ def _backward(window: int | None, saved, dy_BTHC):
             dq_blocks.append(dq_GCQ.reshape(G, C, R, -1))
         return jnp.concatenate(dq_blocks, axis=3), dk_GSC, dv_GSC
 
-    q_BTHC, k_BSGC, v_BSGC, mask_BST, y_BTHC, log_BGRT = saved
+    q_BTHC, k_BSGC, v_BSGC, segment_BT, y_BTHC, log_BGRT = saved
     G = k_BSGC.shape[2]
     dot_BTH1 = jnp.sum(y_BTHC.astype(jnp.float32) * dy_BTHC, axis=-1, keepdims=True)
     arrays = (_by_head(_scaled(q_BTHC), G), k_BSGC.transpose(0, 2, 1, 3))
-    arrays += (v_BSGC.transpose(0, 2, 1, 3), mask_BST, log_BGRT)
+    arrays += (v_BSGC.transpose(0, 2, 1, 3), segment_BT, log_BGRT)
     arrays += (_by_head(dot_BTH1, G)[..., 0], _by_head(dy_BTHC, G))
     dq_BGCRT, dk_BGSC, dv_BGSC = lax.map(sequence, arrays)
     dq_BTHC = _scaled(dq_BGCRT.transpose(0, 4, 1, 3, 2).reshape(q_BTHC.shape))
@@ -122,11 +145,11 @@ def _backward(window: int | None, saved, dy_BTHC):
 _attention.defvjp(_forward, _backward)
 
 
-def _scores(q_GRQC: jax.Array, k_GSC: jax.Array, mask_SQ: jax.Array) -> jax.Array:
+def _scores(q_GRQC: jax.Array, k_GSC: jax.Array, seen_SQ: jax.Array) -> jax.Array:
     """Scores of a block, keys first; the R heads that share keys lie side by side."""
     G, R, _, C = q_GRQC.shape
     score_GSQ = _multiply_transposed(k_GSC, q_GRQC.reshape(G, -1, C))
-    return jnp.where(jnp.tile(mask_SQ, (1, R)), score_GSQ, MASKED)
+    return jnp.where(jnp.tile(seen_SQ, (1, R)), score_GSQ, MASKED)
 
 
 def _by_head(x_BTHC: jax.Array, num_groups: int) -> jax.Array:

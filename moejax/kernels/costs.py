@@ -75,13 +75,25 @@ def named_cost(name: str, arrays: list[Any]) -> Cost | None:
 
 
 def attention_cost(primitive: str, eqn: Any) -> Cost | None:
-    """CuDNN's fused attention of q [B, T, H, C], k [B, S, G, C]: 4 B T S H C, backward 10."""
+    """CuDNN's fused attention of q [B, T, H, C]: 4 C for each pair of positions, backward 10.
+
+    Of the pairs that it is told to visit: by causality and the window, not by a mask.
+    """
     if not primitive.startswith("dot_product_attention"):
         return None
     q, k = eqn.invars[0].aval, eqn.invars[1].aval
+    B, T, H, C = q.shape
+    pairs = T * k.shape[1]
+    if eqn.params["mask_type"].name == "CAUSAL":
+        pairs = causal_pairs(T, eqn.params["sliding_window_length"])
     products = 10 if "bwd" in primitive else 4
-    flops = float(products * math.prod(q.shape) * k.shape[1])
-    return {"kind": "product", "flops": flops, "dtype": str(q.dtype)}
+    return {"kind": "product", "flops": float(products * B * H * C * pairs), "dtype": str(q.dtype)}
+
+
+def causal_pairs(T: int, window: int | None) -> int:
+    """How many pairs of a query and a key causality and the window let through."""
+    W = min(T, window or T)
+    return T * W - W * (W - 1) // 2  # a query sees W keys, the first W - 1 of them fewer
 
 
 def dot_flops(eqn: Any) -> float:

@@ -1,6 +1,8 @@
 """Chooses the implementation of each operation by platform and shape, and says why."""
 
 import importlib.util
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +16,9 @@ from moejax.errors import InputError
 from moejax.kernels.quantized_rows import TILE
 
 HOPPER = "9.0"
+# Of a mask that cuDNN's attention reads from memory, two bytes for each pair of positions: more
+# than this on a device, and attention of our own, which needs none, is taken instead.
+MASK_BYTES = 2**30
 SHARED_BYTES = 227 * 1024  # that a thread block can have on Hopper
 
 
@@ -54,7 +59,16 @@ def select_kernels(cfg: Config, place: Place) -> dict[str, Choice]:
         "required".
     """
     model, found = cfg.model, {}
-    found["attention"] = select_attention(place.platform, model.dtype)
+    mesh, train = cfg.mesh, cfg.train
+    ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert
+    found["attention"] = select_attention(
+        place,
+        dtype=model.dtype,
+        width=model.head_width,
+        length=cfg.data.sequence_length,
+        sequences=max(1, train.batch_sequences // ranks // train.micro_batches),
+        isolated=cfg.data.isolate_documents,
+    )
     if model.has_experts:
         found["experts"] = select_experts(
             place,
@@ -172,12 +186,53 @@ def select_quantized_rows(
     return Choice("mosaic", reason)
 
 
-def select_attention(platform: str, dtype: str) -> Choice:
-    """Returns the implementation of `kernels.attention`."""
-    if platform == "gpu" and dtype == "bfloat16":
-        return Choice("cudnn", "cuDNN's fused attention takes bfloat16 on GPU")
-    why_not = f"cuDNN's fused attention does not run {dtype} on {platform}"
-    return Choice("blocked", why_not, (("cudnn", why_not),))
+def select_attention(
+    place: Place, *, dtype: str, width: int, length: int, sequences: int, isolated: bool
+) -> Choice:
+    """Returns the implementation of `kernels.attention`.
+
+    Args:
+      width: of a head.
+      length, sequences: T, and B on one device in one micro-batch.
+      isolated: whether attention stays inside documents, for which cuDNN needs a mask.
+    """
+    why_not = _cudnn_declines(place, dtype, width)
+    mask_bytes = 2 * sequences * length**2 if isolated else 0
+    if why_not is None and isolated and length % 2:
+        why_not = f"with a mask it takes an even number of positions, this is {length}"
+    if why_not is None and mask_bytes > MASK_BYTES:
+        why_not = (
+            f"documents would be kept apart by a mask of {mask_bytes / 2**30:.1f} GiB. At most "
+            f"{MASK_BYTES / 2**30:.0f} is given to it. It needs none with "
+            f"data.isolate_documents=False, and less with more train.micro_batches"
+        )
+    if why_not is not None:
+        return Choice("blocked", "attention of our own runs everywhere", (("cudnn", why_not),))
+    if isolated:
+        taken = f"cuDNN's fused attention; a mask of {mask_bytes / 2**20:.0f} MiB keeps documents"
+        return Choice("cudnn_masked", f"{taken} apart")
+    return Choice("cudnn", "cuDNN's fused attention, causal by itself: no mask is made")
+
+
+def _cudnn_declines(place: Place, dtype: str, width: int) -> str | None:
+    """Why cuDNN's fused attention does not run; None if it does."""
+    if place.platform != "gpu":
+        return f"it is for GPUs, this is {place.platform}"
+    if dtype != "bfloat16":
+        return f"it takes bfloat16, this is {dtype}"
+    known = (math.inf,) if place.capability is None else _number(place.capability)
+    if known is None or known < (8, 0):
+        return f"it is for NVIDIA's from compute capability 8.0, this is {place.capability}"
+    widest = 256 if known >= (9, 0) else 128
+    if width % 8 or width > widest:
+        return f"heads are {width} wide. It takes multiples of 8 up to {widest}"
+    return None
+
+
+def _number(capability: str) -> tuple[float, ...] | None:
+    """A compute capability as numbers that compare; None for AMD's, which are names."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    return found and (int(found[1]), int(found[2]))
 
 
 def _mosaic_declines(place: Place) -> str | None:

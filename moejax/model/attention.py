@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.annotations import Array, Bool, Float, Int
+from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.reduce import enter
@@ -43,7 +43,7 @@ class Attention(nnx.Module):
             self.k_norm = FullNorm((G, C), cfg.norm_epsilon, "GC", program)
 
     def __call__(
-        self, x_BtD: Float[Array, "B t D"], mask_BST: Bool[Array, "B S T"], angles: Angles
+        self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
         x_BTD = enter_tensor(x_BtD, self.program.layout)
@@ -61,7 +61,7 @@ class Attention(nnx.Module):
             q_BTHC,
             k_BSGC,
             v_BSGC,
-            mask_BST,
+            segment_BT,
             window=self.cfg.sliding_window,
             implementation=self.program.attention,
         )
@@ -98,16 +98,3 @@ class FullNorm(nnx.Module):
         inverse_BT = jax.lax.rsqrt(squares_BT / self.width + self.epsilon)
         scale_HC = enter(self.scale, self.program, "float32")
         return (x32 * inverse_BT * scale_HC).astype(x_BTHC.dtype)
-
-
-def attention_mask(segment_BT: Int[Array, "B T"], window: int | None) -> Bool[Array, "B T T"]:
-    """Returns mask_BST: whether query t may see key s.
-
-    It may when s is not later, in the same document, and inside the window.
-    """
-    T = segment_BT.shape[1]
-    back_ST = jnp.arange(T)[None, :] - jnp.arange(T)[:, None]
-    near_ST = back_ST >= 0
-    if window is not None:
-        near_ST &= back_ST < window
-    return near_ST & (segment_BT[:, :, None] == segment_BT[:, None, :])

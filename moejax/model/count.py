@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from moejax.config import Config
+from moejax.kernels.costs import causal_pairs
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
         if "D" in dims and len(dims) > 1 and not lookup:
             matmul += used
     model, T = cfg.model, cfg.data.sequence_length
-    W = min(T, model.sliding_window or T)
-    pairs = T * W - W * (W - 1) // 2  # a query sees W keys, the first W - 1 of them fewer
+    pairs = causal_pairs(T, model.sliding_window)
     channels = model.num_layers * model.num_heads * model.head_width
     # Two products forward, four back, of two FLOPs a channel.
     return Counts(total, active, matmul, 6 * matmul + 12 * channels * pairs // T)

@@ -16,7 +16,7 @@ from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
 from moejax.comm.carried import uncarried
 from moejax.config import ModelConfig, MoEConfig
-from moejax.model.attention import Angles, Attention, attention_mask
+from moejax.model.attention import Angles, Attention
 from moejax.model.layers import MLP, Embedding, RMSNorm
 from moejax.model.rope import tables
 from moejax.moe.layer import MoE, MoEStats
@@ -57,7 +57,7 @@ class Block(nnx.Module):
         self.mlp = MLP(cfg, hidden, program, rngs) if hidden else None
 
     def __call__(
-        self, x_BtD: jax.Array, mask_BST: jax.Array, angles: Angles, noise: Noise | None
+        self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, MoEStats | None]:
         """Returns the new residual stream and what the experts report."""
         # Asked for now, the weights of what follows arrive while attention runs.
@@ -65,7 +65,7 @@ class Block(nnx.Module):
         moe_weights = None if self.moe is None else self.moe.weights()
         mlp_weights = None if self.mlp is None else self.mlp.weights()
         with jax.named_scope("attention"):
-            x_BtD = x_BtD + self.attention(self.attention_norm(x_BtD), mask_BST, angles)
+            x_BtD = x_BtD + self.attention(self.attention_norm(x_BtD), segment_BT, angles)
         h_BtD = self.mlp_norm(x_BtD)
         if self.moe is not None and moe_weights is not None:
             y_BtD, stats = self.moe(h_BtD, moe_weights, noise)
@@ -90,13 +90,13 @@ class Pattern(nnx.Module):
         self.blocks = nnx.List([Block(kind, cfg, moe, program, rngs) for kind in kinds])
 
     def __call__(
-        self, x_BtD: jax.Array, mask_BST: jax.Array, angles: Angles, noise: Noise | None
+        self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, list[MoEStats]]:
         """Runs the blocks in order."""
         reports = []
         for place, block in enumerate(self.blocks):
             own = None if noise is None else noise.of(place)
-            x_BtD, stats = block(x_BtD, mask_BST, angles, own)
+            x_BtD, stats = block(x_BtD, segment_BT, angles, own)
             reports += [] if stats is None else [stats]
         return x_BtD, reports
 
@@ -130,7 +130,6 @@ class Transformer(nnx.Module):
           noise: of the router's input; None where routing is to be noiseless.
         """
         cfg = self.cfg
-        mask_BST = attention_mask(segment_BT, cfg.sliding_window)
         angles = tables(token_BT.shape[1], cfg.head_width, cfg.rope)
         with jax.named_scope("embed"):
             table_vD, w_Dv = self.embedding.weights()
@@ -141,7 +140,7 @@ class Transformer(nnx.Module):
         ):
             own = None if noise is None else noise.of(place)
             plain = max(0, self.program.compression.start_layer - first_block)
-            x_BtD, stats = self._run_group(group, x_BtD, mask_BST, angles, own, plain)
+            x_BtD, stats = self._run_group(group, x_BtD, segment_BT, angles, own, plain)
             reports += [] if stats is None else [stats]
             first_block += len(kinds) * repeats
         x_BTD = enter_tensor(self.norm(x_BtD), self.program.layout)
@@ -153,7 +152,7 @@ class Transformer(nnx.Module):
         self,
         group: Pattern,
         x_BtD: jax.Array,
-        mask_BST: jax.Array,
+        segment_BT: jax.Array,
         angles: Angles,
         noise: Noise | None,
         plain_blocks: int,
@@ -170,7 +169,7 @@ class Transformer(nnx.Module):
         def repeat(x_BtD, scanned):
             layer, state = scanned
             own = None if noise is None else noise.of(layer)
-            return nnx.merge(graph, state)(x_BtD, mask_BST, angles, own)
+            return nnx.merge(graph, state)(x_BtD, segment_BT, angles, own)
 
         if self.cfg.remat != "none":
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])

@@ -24,7 +24,7 @@ from moejax.plan.sketch import Sketch
 from moejax.plan.space import Limits
 from moejax.plan.topology import Topology
 
-ROOM = 0.95  # of a device's memory that a plan may need: what is left is the runtime's
+ROOM = 0.95  # of the memory that a program may use: a plan needs no more, the rest is for gaps
 ROUGH = 1.3  # of that room: what a sketch must say for a plan not to be traced as it is
 FIRST = 4  # meshes that are traced before the best of them is refined
 OTHERS = 12  # meshes that are traced with what it then takes

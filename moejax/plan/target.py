@@ -16,6 +16,7 @@ import jax
 from jax.experimental import topologies
 
 from moejax.errors import InputError
+from moejax.runtime.memory import SHARE
 
 NODE = 8  # devices
 
@@ -50,7 +51,7 @@ class Target:
     Attributes:
       platform: "gpu" or "tpu".
       topology: the name of one node, as libtpu spells it.
-      memory_bytes: of one device.
+      memory_bytes: of one device, that a program may use.
       extra: of moejax, which brings the compiler.
     """
 
@@ -61,7 +62,7 @@ class Target:
 
 
 TARGETS = {
-    "h200": Target("gpu", 151_397_597_184, "aot"),
+    "h200": Target("gpu", int(SHARE * 151_397_597_184), "aot"),
     # Memory: Google Cloud's pages of TPU v5p and v6e.
     "v5p": Target("tpu", 95 * 2**30, "tpu", "v5p:2x2x2"),
     "v6e": Target("tpu", 32 * 2**30, "tpu", "v6e:2x4"),

@@ -14,6 +14,7 @@ from jax._src import distributed
 from moejax.config import MeshConfig
 from moejax.errors import InputError
 from moejax.runtime.interrupt import interruptible
+from moejax.runtime.memory import take_share
 from moejax.runtime.processes import Processes, find_place
 
 
@@ -137,6 +138,7 @@ def start(mesh: MeshConfig) -> list[Any]:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(mesh.platform, mesh.platform))
     if (simulated := simulated_here(mesh)) is not None:
         _simulate(simulated)
+    take_share()
     try:
         devices = sorted(jax.devices(), key=lambda device: device.process_index)
     except RuntimeError as error:

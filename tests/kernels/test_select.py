@@ -139,12 +139,74 @@ def test_older_jax_takes_the_reference_and_says_so(monkeypatch):
     assert "it needs JAX 0.11" in choice.declined[0][1]
 
 
+# OLMoE's heads and length, four sequences at a time: a mask of 128 MiB.
+ATTENTION = {"dtype": "bfloat16", "width": 128, "length": 4096, "sequences": 4, "isolated": True}
+
+
 @pytest.mark.parametrize(
-    ("platform", "dtype", "wanted"),
-    [("gpu", "bfloat16", "cudnn"), ("gpu", "float32", "blocked"), ("cpu", "bfloat16", "blocked")],
+    ("place", "change", "wanted"),
+    [
+        (HOPPER, {}, "cudnn_masked"),
+        (HOPPER, {"isolated": False}, "cudnn"),
+        (HOPPER, {"isolated": False, "length": 131_073, "sequences": 64}, "cudnn"),
+        (HOPPER, {"length": 8192, "sequences": 8}, "cudnn_masked"),  # 1 GiB
+        (HOPPER, {"width": 256}, "cudnn_masked"),
+        (Place("gpu", "8.0"), {}, "cudnn_masked"),
+        (Place("gpu", "10.0"), {"width": 256}, "cudnn_masked"),
+        (Place("gpu"), {}, "cudnn_masked"),
+    ],
 )
-def test_attention_by_platform_and_dtype(platform, dtype, wanted):
-    assert select_attention(platform, dtype).implementation == wanted
+def test_attention_by_cudnn(place, change, wanted):
+    choice = select_attention(place, **(ATTENTION | change))
+    assert (choice.implementation, choice.declined) == (wanted, ())
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "said"),
+    [
+        (Place("cpu"), {}, "it is for GPUs, this is cpu"),
+        (HOPPER, {"dtype": "float32"}, "it takes bfloat16, this is float32"),
+        (HOPPER, {"width": 100}, "heads are 100 wide. It takes multiples of 8 up to 256"),
+        (HOPPER, {"width": 264}, "heads are 264 wide"),
+        (
+            Place("gpu", "8.6"),
+            {"width": 136},
+            "heads are 136 wide. It takes multiples of 8 up to 128",
+        ),
+        (Place("gpu", "7.5"), {}, "from compute capability 8.0, this is 7.5"),
+        (Place("gpu", "gfx942"), {}, "this is gfx942"),
+        (HOPPER, {"length": 4095}, "an even number of positions, this is 4095"),
+        (HOPPER, {"length": 131_072, "sequences": 1}, "a mask of 32.0 GiB. At most 1 is given"),
+        (HOPPER, {"length": 8192, "sequences": 9}, "a mask of 1.1 GiB"),
+    ],
+)
+def test_why_cudnn_does_not_run_attention(place, change, said):
+    choice = select_attention(place, **(ATTENTION | change))
+    assert choice.implementation == "blocked"
+    ((name, reason),) = choice.declined
+    assert name == "cudnn"
+    assert said in reason
+
+
+def test_attention_of_a_run_sees_its_sequences_on_a_device():
+    """8 x 8192 positions are a GiB of mask; more replicas or micro-batches have fewer at once."""
+    cfg = Config()
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, dtype="bfloat16"),
+        data=replace(cfg.data, sequence_length=8192),
+        train=replace(cfg.train, batch_sequences=32),
+    )
+
+    def chosen(cfg):
+        return select_kernels(cfg, HOPPER)["attention"].implementation
+
+    assert chosen(cfg) == "blocked"
+    assert chosen(replace(cfg, data=replace(cfg.data, isolate_documents=False))) == "cudnn"
+    assert chosen(replace(cfg, train=replace(cfg.train, micro_batches=4))) == "cudnn_masked"
+    for axis in ("replica", "fsdp", "expert"):
+        assert chosen(replace(cfg, mesh=replace(cfg.mesh, **{axis: 4}))) == "cudnn_masked"
+    assert chosen(replace(cfg, mesh=replace(cfg.mesh, tensor=4))) == "blocked"
 
 
 def test_each_operation_of_a_run_has_a_choice():
@@ -172,4 +234,4 @@ def test_required_kernels_run_where_they_can():
     found = select_kernels(replace(cfg, compression=CompressionConfig(preset="strong")), HOPPER)
     taken = {name: choice.implementation for name, choice in found.items()}
     kernels = dict.fromkeys(("experts", "quantize", "quantized_rows"), "mosaic")
-    assert taken == kernels | {"attention": "cudnn"}
+    assert taken == kernels | {"attention": "cudnn_masked"}

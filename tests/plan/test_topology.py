@@ -410,6 +410,7 @@ def test_known_clusters_load_and_are_plausible(name):
     assert found.devices > 1
     assert from_json(as_json(found), "copy.json") == found
     assert 1e9 < found.device.memory_bytes < 1e12
+    assert ("Memory: 92 %" in found.source) == (found.device.platform == "gpu")
     assert found.device.gather_bytes_per_s <= found.device.copy_bytes_per_s < 1e13
     for curve in found.device.products.values():
         rates = [rate for _, rate in curve]

@@ -1,0 +1,41 @@
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from moejax.config import MeshConfig
+from moejax.plan.target import TARGETS
+from moejax.plan.topology_file import load_topology
+from moejax.runtime.memory import FRACTIONS, SHARE, device_memory, take_share
+from moejax.runtime.start import start
+
+
+@pytest.mark.parametrize("begin", [take_share, lambda: start(MeshConfig(simulated_devices=8))])
+def test_jax_may_take_what_plans_count_on(monkeypatch, begin):
+    for name in FRACTIONS:
+        monkeypatch.setenv(name, "")
+    begin()
+    assert [os.environ[name] for name in FRACTIONS] == [str(SHARE), ""]
+
+
+@pytest.mark.parametrize("name", FRACTIONS)
+def test_what_the_user_says_stays(monkeypatch, name):
+    """JAX takes one of the two names, and refuses both."""
+    for other in FRACTIONS:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "0.5")
+    take_share()
+    assert [os.environ.get(other) for other in FRACTIONS].count(None) == 1
+    assert os.environ[name] == "0.5"
+
+
+def test_described_gpus_have_what_jax_may_take():
+    """151,397,597,184 bytes: all of an H200's, as XLA describes it."""
+    assert TARGETS["h200"].memory_bytes == int(SHARE * 151_397_597_184)
+    assert load_topology("h200").device.memory_bytes == TARGETS["h200"].memory_bytes
+
+
+def test_a_device_may_take_what_the_allocator_has():
+    stats = {"bytes_limit": 5, "bytes_in_use": 3}
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    assert device_memory(gpu, sharing=4) == 5
