@@ -5,9 +5,9 @@ from typing import Any
 
 from moejax.checks.size import machine_memory
 
-# Of a GPU's memory that JAX takes for arrays and temporaries; by itself it takes three quarters. The
-# rest holds what is not JAX's: CUDA's context and modules, buffers of NCCL and NVSHMEM, cuDNN's and
-# cuBLAS's handles; 6 GiB of 80. Clusters that are described count on the same share.
+# Of a GPU's memory that JAX takes for arrays and temporaries; by itself it takes three quarters.
+# The rest holds what is not JAX's: CUDA's context and modules, buffers of NCCL and NVSHMEM, what
+# cuDNN and cuBLAS keep; 6 GiB of 80. Clusters that are described count on the same share.
 SHARE = 0.92
 FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # to set both is an error
 
