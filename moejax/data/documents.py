@@ -1,13 +1,18 @@
 """Documents out of text, JSONL and Parquet files, one at a time."""
 
+import codecs
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moejax.errors import InputError
+
+PIECE = 1 << 20  # bytes read of a file, or characters taken of a text, at once
+ROWS = 1024  # of Parquet, decoded at once
 
 
 @dataclass(frozen=True)
@@ -17,14 +22,77 @@ class Document:
     text: str
     source: str
 
+    def size(self) -> int:
+        """About how many bytes it has."""
+        return len(self.text)
 
-def is_held_out(document: Document, fraction: float) -> bool:
+    def digest(self) -> str:
+        """The sha256 of the text as UTF-8."""
+        found = hashlib.sha256()
+        for piece in self.pieces():
+            found.update(piece.encode("utf-8"))
+        return found.hexdigest()
+
+    def pieces(self) -> Iterator[str]:
+        """The text, in parts."""
+        for start in range(0, len(self.text), PIECE):
+            yield self.text[start : start + PIECE]
+
+
+class TextFile:
+    """A plain text file, which is one document. It is read anew for its digest and for its text."""
+
+    def __init__(self, path: Path):
+        self._path, self.source = path, str(path)
+        self._digest: str | None = None
+
+    def size(self) -> int:
+        """How many bytes it has."""
+        return self._path.stat().st_size
+
+    def digest(self) -> str:
+        """The sha256 of its bytes, which `pieces` then holds it to."""
+        with self._path.open("rb") as opened:
+            self._digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        return self._digest
+
+    def pieces(self) -> Iterator[str]:
+        """The text, in parts.
+
+        Raises:
+          InputError: it is not UTF-8, or not what it was when its digest was taken.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        found, position = hashlib.sha256(), 0
+        with self._path.open("rb") as opened:
+            while True:
+                raw = opened.read(PIECE)
+                found.update(raw)
+                # A character that the end of a piece cuts waits in the decoder for its other part.
+                start = position - len(decoder.getstate()[0])
+                with _utf_8(self.source, start):
+                    text = decoder.decode(raw, final=not raw)
+                position += len(raw)
+                if text:
+                    yield text
+                if not raw:
+                    break
+        if self._digest not in (None, found.hexdigest()):
+            raise InputError(
+                f"a file was changed. {self.source} has other bytes than a moment before. It must "
+                f"stay as it is while it is read. Run the same command again."
+            )
+
+
+AnyDocument = Document | TextFile
+
+
+def is_held_out(document: AnyDocument, fraction: float) -> bool:
     """Whether a document goes to the held-out file; depends on its text alone."""
-    digest = hashlib.sha256(document.text.encode("utf-8")).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+    return int(document.digest()[:16], 16) < fraction * 2**64
 
 
-def read_documents(files: list[Path], text_field: str) -> Iterator[Document]:
+def read_documents(files: list[Path], text_field: str) -> Iterator[AnyDocument]:
     """Yields the documents of all files that are not empty."""
     for file in files:
         if file.suffix == ".jsonl":
@@ -32,19 +100,28 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[Document]:
         elif file.suffix == ".parquet":
             found = _read_parquet(file, text_field)
         else:
-            found = iter([Document(_decode(file.read_bytes(), str(file)), str(file))])
+            with file.open("rb") as opened:
+                if opened.read(1):
+                    yield TextFile(file)
+            continue
         for document in found:
             if document.text:
                 yield document
 
 
-def _decode(raw: bytes, source: str) -> str:
+@contextmanager
+def _utf_8(source: str, start: int = 0) -> Iterator[None]:
+    """Says of bytes that are not UTF-8 where they stand.
+
+    Args:
+      start: the position in the source of the first byte that is decoded.
+    """
     try:
-        return raw.decode("utf-8")
+        yield
     except UnicodeDecodeError as error:
         raise InputError(
-            f"text is not UTF-8. {source}, byte {error.start}: 0x{raw[error.start]:02x}. All text "
-            f"must be UTF-8. Convert it with iconv."
+            f"text is not UTF-8. {source}, byte {start + error.start}: "
+            f"0x{error.object[error.start]:02x}. All text must be UTF-8. Convert it with iconv."
         ) from error
 
 
@@ -55,7 +132,9 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[Document]:
             if not raw.strip():
                 continue
             try:
-                value = json.loads(_decode(raw, source))
+                with _utf_8(source):
+                    text = raw.decode("utf-8")
+                value = json.loads(text)
             # Brackets nested thousands deep end json with RecursionError.
             except (json.JSONDecodeError, RecursionError) as error:
                 raise InputError(
@@ -107,7 +186,7 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[Document]:
         )
     row = 0
     try:
-        for batch in table.iter_batches(columns=[text_field]):
+        for batch in table.iter_batches(batch_size=ROWS, columns=[text_field]):
             for value in batch.column(0):
                 source, row = f"{file}, row {row}", row + 1
                 yield Document(_field({text_field: value.as_py()}, text_field, source), source)

@@ -1,7 +1,9 @@
 """The command `moejax prepare`: text, JSONL or Parquet files into token files.
 
-Documents stream through: memory does not grow with the input. Files are written under temporary
-names, digested while they are written, and renamed when they are complete.
+Memory does not grow with the input: documents stream through one at a time, and of a plain text
+file, which is one document, a piece at a time. Only what cannot be cut is held whole: a line of
+JSONL, some rows of Parquet, and the text between two places where a tokenizer lets it be cut
+(`moejax.data.cuts`). Files are written under temporary names and renamed when they are complete.
 """
 
 import argparse
@@ -9,21 +11,20 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from moejax.data.documents import Document, is_held_out, read_documents
-from moejax.data.sidecar import FORMAT_VERSION, Sidecar, is_plain_name, sidecar_of
+from moejax.data.documents import AnyDocument, is_held_out, read_documents
+from moejax.data.sidecar import is_plain_name, sidecar_of
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import open_files, verify
+from moejax.data.writers import ArrayRecordWriter, BinWriter, Writer
 from moejax.errors import InputError, exit_code
 
-CHUNK_TOKENS = 8192
 SUFFIXES = {"bin": ".bin", "array_record": ".array_record"}
 SECONDS_BETWEEN_LINES = 10  # where there is no terminal to draw on
+LARGE_BYTES = 64 << 20  # a document that must be encoded whole is told about from here on
 EPILOG = """\
 examples:
   moejax prepare books/*.txt --out data/books
@@ -127,7 +128,7 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
         )
 
 
-def _open_writer(args: argparse.Namespace, split: str, tokenizer: Tokenizer) -> "Writer":
+def _open_writer(args: argparse.Namespace, split: str, tokenizer: Tokenizer) -> Writer:
     """Begins the output of one split."""
     path = Path(f"{args.out}.{split}{SUFFIXES[args.format]}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -201,16 +202,18 @@ def _write_documents(
     args: argparse.Namespace,
     files: list[Path],
     tokenizer: Tokenizer,
-    writers: dict[str, "Writer"],
+    writers: dict[str, Writer],
     console: Console,
 ) -> None:
     """Streams every document to its split, with progress on a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     said = time.monotonic()
+    told = tokenizer.cuts
     drawn = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not drawn) as progress:
         task = progress.add_task("reading")
         for number, document in enumerate(read_documents(files, args.text_field)):
+            told = told or _tell_of_large(document, console)
             held_out = "eval" in writers and is_held_out(document, args.eval_fraction)
             writers["eval" if held_out else "train"].add(document, tokenizer)
             if number % 200 == 0:
@@ -229,125 +232,19 @@ def _write_documents(
             )
 
 
-class Writer:
-    """A token file in the making; subclasses store ids."""
-
-    def __init__(
-        self,
-        path: Path,
-        tokenizer: Tokenizer,
-        tokenizer_name: str,
-        tokenizer_sha256: str | None = None,
-    ):
-        self.path, self.tokenizer_name = path, tokenizer_name
-        self.tokenizer_sha256 = tokenizer_sha256
-        self.partial = path.with_name(path.name + ".partial")
-        self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
-        self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        self.num_tokens = self.num_bytes = self.num_documents = 0
-        self._open()
-        self._store([self.eos_id])
-
-    def add(self, document: Document, tokenizer: Tokenizer) -> None:
-        """Adds a document and the token that ends it."""
-        ids = tokenizer.encode(document.text)
-        if self.eos_id in ids:
-            raise InputError(
-                f"eos stands in a document. {document.source} holds token {self.eos_id}, which "
-                f"separates documents. Choose another --eos, or take that text out."
-            )
-        self._store([*ids, self.eos_id])
-        self.num_documents += 1
-        self.num_bytes += len(document.text.encode("utf-8"))
-
-    def _store(self, ids: list[int]) -> None:
-        array = np.array(ids, np.dtype(self.dtype).newbyteorder("<"))
-        self.num_tokens += len(array)
-        self._put(array)
-
-    def finish(self) -> None:
-        """Closes the file, writes its sidecar, and gives both their names."""
-        self._close()
-        sidecar = Sidecar(
-            format_version=FORMAT_VERSION,
-            format=self.format,
-            dtype=self.dtype,
-            vocab_size=self.vocab_size,
-            eos_id=self.eos_id,
-            num_tokens=self.num_tokens,
-            num_bytes=self.num_bytes,
-            num_documents=self.num_documents,
-            sha256=digest(self.partial),
-            tokenizer=self.tokenizer_name,
-            tokenizer_sha256=self.tokenizer_sha256,
-            chunk_tokens=CHUNK_TOKENS if self.format == "array_record" else None,
-        )
-        sidecar_of(self.path).unlink(missing_ok=True)
-        self.partial.replace(self.path)
-        sidecar.write(self.path)
-
-    def abandon(self) -> None:
-        """Removes what was written."""
-        self._close()
-        self.partial.unlink(missing_ok=True)
-
-    format = ""
-
-    def _open(self) -> None:
-        raise NotImplementedError
-
-    def _put(self, array: np.ndarray) -> None:
-        raise NotImplementedError
-
-    def _close(self) -> None:
-        raise NotImplementedError
-
-
-class BinWriter(Writer):
-    """Ids one after the other."""
-
-    format = "bin"
-    _file: BinaryIO
-
-    def _open(self) -> None:
-        self._file = self.partial.open("wb")
-
-    def _put(self, array: np.ndarray) -> None:
-        self._file.write(array.tobytes())
-
-    def _close(self) -> None:
-        self._file.close()
-
-
-class ArrayRecordWriter(Writer):
-    """Ids in records of CHUNK_TOKENS, the last one shorter."""
-
-    format = "array_record"
-
-    def _open(self) -> None:
-        from array_record.python.array_record_module import ArrayRecordWriter as Library
-
-        # One record a group: sequences are read at random.
-        self._writer = Library(str(self.partial), "group_size:1")
-        self._waiting: list[np.ndarray] = []
-        self._num_waiting = 0
-
-    def _put(self, array: np.ndarray) -> None:
-        self._waiting.append(array)
-        self._num_waiting += len(array)
-        if self._num_waiting >= CHUNK_TOKENS:
-            joined = np.concatenate(self._waiting)
-            whole = len(joined) // CHUNK_TOKENS * CHUNK_TOKENS
-            for start in range(0, whole, CHUNK_TOKENS):
-                self._writer.write(joined[start : start + CHUNK_TOKENS].tobytes())
-            self._waiting, self._num_waiting = [joined[whole:]], len(joined) - whole
-
-    def _close(self) -> None:
-        if not self._writer.is_open():
-            return
-        if self._num_waiting:
-            self._writer.write(np.concatenate(self._waiting).tobytes())
-        self._writer.close()
+def _tell_of_large(document: AnyDocument, console: Console) -> bool:
+    """Says before it is encoded that a document takes much memory. Returns whether it does."""
+    size = document.size()
+    if size < LARGE_BYTES:
+        return False
+    console.print(
+        f"{document.source} has {size / 2**20:,.0f} MiB and is encoded whole, which takes many "
+        f"times that of memory: this tokenizer is none of those known to let a text be cut "
+        f"(docs/formats/tokens.md). Split the document if memory runs out.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return True
 
 
 if __name__ == "__main__":

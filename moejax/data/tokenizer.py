@@ -1,9 +1,14 @@
 """Text to ids and back: bytes, or any `tokenizer.json`."""
 
 import hashlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
+from moejax.data.cuts import joined, may_cut
 from moejax.errors import InputError
 
 # What well-known tokenizers call the token that ends a document, most specific first.
@@ -16,9 +21,14 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eos_id: int
+    cuts: bool  # whether a long text is encoded in parts; else memory grows with it
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without marks for its beginning or end."""
+        ...
+
+    def encode_pieces(self, pieces: Iterator[str]) -> Iterator[np.ndarray]:
+        """Ids, in parts, of a text that comes in pieces: those that `encode` gives of the whole."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -31,10 +41,16 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    cuts = True
 
     def encode(self, text: str) -> list[int]:
         """Bytes of the text."""
         return list(text.encode("utf-8"))
+
+    def encode_pieces(self, pieces: Iterator[str]) -> Iterator[np.ndarray]:
+        """Bytes of each piece."""
+        for piece in pieces:
+            yield np.frombuffer(piece.encode("utf-8"), np.uint8)
 
     def decode(self, ids: list[int]) -> str:
         """Text of the bytes; what is not UTF-8 shows as a replacement mark."""
@@ -50,6 +66,7 @@ class FileTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         self.eos_id = self._find_eos(path, eos)
+        self.cuts = may_cut(json.loads(self._tokenizer.to_str()))
 
     def _find_eos(self, path: Path, eos: str | None) -> int:
         """The id of the named token, else of the first usual name the vocabulary has."""
@@ -69,6 +86,11 @@ class FileTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_pieces(self, pieces: Iterator[str]) -> Iterator[np.ndarray]:
+        """Ids of the text, cut where that changes nothing, or else of the whole text at once."""
+        for text in joined(pieces) if self.cuts else ("".join(pieces),):
+            yield np.array(self.encode(text), np.uint32)
 
     def decode(self, ids: list[int]) -> str:
         """The text behind ids."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moejax.config import DataConfig
 from moejax.data import corpus, prepare
+from moejax.data.documents import Document
 from moejax.data.sidecar import Sidecar, sidecar_of
 from moejax.data.sources import describe, open_sources
 from moejax.data.tokenizer import ByteTokenizer
@@ -19,7 +20,7 @@ def write(path, *texts):
     """Writes a file of byte tokens as `moejax prepare` does."""
     writer = prepare.BinWriter(path, ByteTokenizer(), "bytes")
     for text in texts:
-        writer.add(prepare.Document(text, ""), ByteTokenizer())
+        writer.add(Document(text, ""), ByteTokenizer())
     writer.finish()
     return str(path)
 

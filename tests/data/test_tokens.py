@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.config import DataConfig
-from moejax.data import corpus, prepare, sidecar, tokens
+from moejax.data import corpus, prepare, sidecar, tokens, writers
+from moejax.data.documents import Document
 from moejax.data.sources import open_sources
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError
@@ -25,7 +26,7 @@ def _write(folder, format, texts, *, name="a"):
     kind = prepare.BinWriter if format == "bin" else prepare.ArrayRecordWriter
     writer = kind(path, ByteTokenizer(), "bytes")
     for text in texts:
-        writer.add(prepare.Document(text, name), ByteTokenizer())
+        writer.add(Document(text, name), ByteTokenizer())
     writer.finish()
     return path
 
@@ -62,7 +63,7 @@ def test_a_stream_in_memory_has_eos_around_every_document(texts, data):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_files_give_back_any_part_of_the_stream(tmp_path, format, monkeypatch):
-    monkeypatch.setattr(prepare, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(writers, "CHUNK_TOKENS", 16)
     texts = [f"document {i} " * i for i in range(1, 9)]
     source = _open(_write(tmp_path, format, texts), format)
     expected = _stream([text.encode() for text in texts])

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from moejax.data import prepare
+from moejax.data.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.settings import load_config
 from moejax.train.checkpoint import Checkpoints, newest
@@ -44,7 +45,7 @@ def write_tokens(path):
     """Writes a file of byte tokens as `moejax prepare` does."""
     writer = prepare.BinWriter(path, ByteTokenizer(), "bytes")
     for number in range(100):
-        writer.add(prepare.Document(f"document {number} " * (number % 7 + 1), ""), ByteTokenizer())
+        writer.add(Document(f"document {number} " * (number % 7 + 1), ""), ByteTokenizer())
     writer.finish()
     return path
 

@@ -9,6 +9,7 @@ import pytest
 
 from moejax.config import Config
 from moejax.data import prepare, sidecar
+from moejax.data.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError
 from moejax.runtime.ledger import RunLock
@@ -102,7 +103,7 @@ def test_a_run_without_config_is_refused(capsys):
 def write_tokens(path, kind, text="some text "):
     writer = kind(path, ByteTokenizer(), "bytes")
     for number in range(40):
-        writer.add(prepare.Document(text * number, ""), ByteTokenizer())
+        writer.add(Document(text * number, ""), ByteTokenizer())
     writer.finish()
 
 

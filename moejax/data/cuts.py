@@ -1,0 +1,87 @@
+r"""Where a text may be cut so that its parts encode to the ids of the whole.
+
+Tokenizers split a text with a regular expression and look for tokens in each match alone. A cut
+changes nothing if the matches to both sides stay what they were. In every pattern of PATTERNS
+
+- a match that holds a space holds it first, or holds white space alone;
+- nothing looks behind, and what looks ahead, `\s+(?!\S)`, does so from white space.
+
+So a match ends before each space that follows something else than white space. What stands before
+it is matched as if the text ended there, since no match goes on over that space and none looks at
+it; what follows is matched from there on as before. Nor does NFC join a space to what precedes it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+# Of `Split`; that of `ByteLevel`, which GPT-2 has, is known to the library.
+PATTERNS = (
+    # cl100k, Llama 3
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _MARKS + _REST,
+    # Qwen 2 and 3
+    _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _MARKS + _REST,
+    # o200k, Llama 4
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _REST,
+)
+
+
+def may_cut(said: dict[str, Any]) -> bool:
+    """Whether a text may be cut before a space that follows something else than white space.
+
+    Args:
+      said: the content of a tokenizer.json.
+    """
+    normalizer = said.get("normalizer") or {"type": "NFC"}
+    return (
+        normalizer == {"type": "NFC"}
+        and _is_known(said.get("pre_tokenizer") or {})
+        and said["model"].get("dropout") is None
+        # Added tokens are found before the pattern is used; one with a space could lie on a cut.
+        and not any(
+            " " in token["content"] or token["lstrip"] or token["rstrip"] or token["single_word"]
+            for token in said.get("added_tokens", ())
+        )
+    )
+
+
+def _is_known(splitter: dict[str, Any]) -> bool:
+    """Whether a `pre_tokenizer` is ByteLevel, with the pattern of GPT-2 or one of PATTERNS."""
+    if splitter.get("type") != "Sequence":
+        return splitter.get("type") == "ByteLevel" and splitter["use_regex"]
+    parts = splitter["pretokenizers"]
+    if [part["type"] for part in parts] != ["Split", "ByteLevel"]:
+        return False
+    split = parts[0]  # ByteLevel then works on each match alone, with its own pattern or without.
+    said = split["pattern"].get("Regex"), split["behavior"], split["invert"]
+    return said in [(pattern, "Isolated", False) for pattern in PATTERNS]
+
+
+def joined(pieces: Iterator[str]) -> Iterator[str]:
+    """Cuts a text that comes in pieces anew: only where it may be cut, once a piece or less.
+
+    A stretch without such a place, as in a script that writes no spaces, stays whole.
+    """
+    held: list[str] = []
+    for piece in pieces:
+        at = _last_cut(piece)
+        if at:
+            yield "".join([*held, piece[:at]])
+            held = []
+        held.append(piece[at:])
+    if held:
+        yield "".join(held)
+
+
+def _last_cut(text: str) -> int:
+    """The last place inside a text where it may be cut; 0 if there is none."""
+    at = text.rfind(" ")
+    while at > 0 and text[at - 1].isspace():
+        at = text.rfind(" ", 0, at)
+    return max(at, 0)

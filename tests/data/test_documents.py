@@ -1,0 +1,102 @@
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax.data import documents
+from moejax.data.documents import Document, TextFile, is_held_out, read_documents
+from moejax.errors import InputError
+
+# Whole characters of 1 to 4 bytes, line ends, a byte order mark; and what is not UTF-8: a byte that
+# begins nothing, one that follows nothing, characters without their end, half a surrogate pair.
+GOOD = [
+    b"a",
+    b" ",
+    b"\r\n",
+    b"\r",
+    b"\xef\xbb\xbf",
+    b"\xc3\xa9",
+    b"\xe2\x82\xac",
+    b"\xf0\x9f\x98\x80",
+]
+BAD = [b"\xff", b"\x80", b"\xc3", b"\xe2\x82", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\xaf"]
+
+
+def _whole(raw, source):
+    """The text of a file that is decoded at once, or what is said of it."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return (
+            f"text is not UTF-8. {source}, byte {error.start}: 0x{raw[error.start]:02x}. All text "
+            f"must be UTF-8. Convert it with iconv."
+        )
+
+
+def _joined(document):
+    """The text of a document that is read in pieces, or what is said of it."""
+    try:
+        return "".join(document.pieces())
+    except InputError as error:
+        return str(error)
+
+
+@given(st.lists(st.sampled_from(GOOD + BAD), min_size=1, max_size=12), st.integers(1, 9))
+def test_a_text_file_in_pieces_is_what_it_is_as_a_whole(tmp_path_factory, parts, piece):
+    raw = b"".join(parts)
+    file = tmp_path_factory.getbasetemp() / "any.txt"
+    file.write_bytes(raw)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "PIECE", piece)
+        (document,) = read_documents([file], "text")
+        assert _joined(document) == _whole(raw, file)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16])
+def test_files_around_a_piece(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(documents, "PIECE", 8)
+    (tmp_path / "a.txt").write_bytes(b"x" * size)
+    found = list(read_documents([tmp_path / "a.txt"], "text"))
+    assert [list(d.pieces()) for d in found] == (
+        [["x" * min(8, size - at) for at in range(0, size, 8)]] if size else []
+    )
+
+
+def test_the_hash_that_holds_out_is_of_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE", 3)
+    text = "caf\u00e9 \U0001f600\r\n" * 3
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    wanted = hashlib.sha256(text.encode()).digest()
+    share = int.from_bytes(wanted[:8], "big") / 2**64
+    for document in (TextFile(tmp_path / "a.txt"), Document(text, "a")):
+        assert document.digest() == wanted.hex()
+        assert "".join(document.pieces()) == text
+        assert is_held_out(document, share + 1e-9)
+        assert not is_held_out(document, share - 1e-9)
+
+
+def test_about_the_fraction_asked_for_is_held_out():
+    held_out = sum(is_held_out(Document(f"text {i}", ""), 0.1) for i in range(4000))
+    assert 320 < held_out < 480  # four standard deviations
+
+
+def test_rows_of_parquet_are_counted_over_all_batches(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(documents, "ROWS", 3)
+    file = tmp_path / "a.parquet"
+    texts = ["a", "", "c", "d", None, "f"]
+    parquet.write_table(pyarrow.table({"text": texts}), file)
+    found = read_documents([file], "text")
+    assert [next(found).source for _ in range(3)] == [f"{file}, row {row}" for row in (0, 2, 3)]
+    with pytest.raises(InputError, match=r"a\.parquet, row 4 has text"):
+        next(found)
+
+
+def test_a_column_of_numbers_is_refused_at_its_first_row(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet, row 0 has text"):
+        next(read_documents([tmp_path / "a.parquet"], "text"))
