@@ -68,7 +68,7 @@ def _seen(segment_T: jax.Array, queries: slice, keys: slice, window: int | None)
     near_SQ = back_SQ >= 0
     if window is not None:
         near_SQ &= back_SQ < window
-    # Not to be found again for each head: inside a loop over scores it costs up to half of the time.
+    # Found once for all heads: inside a loop over scores it would take up to half of the time.
     return lax.optimization_barrier(near_SQ & (segment_T[keys, None] == segment_T[queries]))
 
 
