@@ -23,11 +23,15 @@ def routings(draw):
     return np.pad(expert_NK, ((0, 12 - len(expert_NK)), (0, 0)), constant_values=E), E
 
 
+# Two experts to a peer: so a token may visit one peer twice, which is what merging is for.
+to_peers = routings().map(lambda case: (case[0] // 2, case[1] // 2))
+
+
 def first_of_its_peer(peer_NK, n, k):
     return peer_NK[n, k] not in peer_NK[n, :k]
 
 
-@given(routings(), st.booleans())
+@given(to_peers, st.booleans())
 def test_ranks_number_the_items_of_each_peer_in_row_order(case, merge):
     peer_NK, P = case
     item_NK, rank_NK, counts_P = rank_items(jnp.asarray(peer_NK), peers=P, merge=merge)
@@ -52,7 +56,7 @@ def test_merging_counts_a_token_once_for_each_peer():
     assert (rank_NK[0, 0], rank_NK[0, 1], rank_NK[1, 0]) == (0, 0, 1)
 
 
-@given(routings(), st.sampled_from([1, 2, 3]), st.booleans())
+@given(to_peers, st.sampled_from([1, 2, 3]), st.booleans())
 def test_every_item_gets_a_slot_of_its_own_in_its_peers_bucket(case, parts, merge):
     peer_NK, P = case
     rows = -(-peer_NK.size // parts)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.kernels import reference
-from moejax.kernels.permute import permute, weighted_sum
+from moejax.kernels.permute import permute, sum_rows, weighted_sum
 
 
 def placement(N, K, M, seed):
@@ -53,3 +53,11 @@ def test_weighted_sum_and_its_gradients_equal_the_reference(N, K, M, seed):
 
     for have, want in zip(both(weighted_sum), both(reference.weighted_sum), strict=True):
         np.testing.assert_allclose(have, want, atol=1e-6)
+
+
+def test_rows_are_added_up_in_float32():
+    """256 + 1 is 256 in bfloat16, so one after the other they would never be more."""
+    y_MD = jnp.asarray([[256], [1], [1]], jnp.bfloat16)
+    found = sum_rows(y_MD, jnp.asarray([[0, 1, 2]]))
+    assert found.dtype == jnp.bfloat16
+    assert found.item() == 258

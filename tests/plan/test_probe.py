@@ -68,6 +68,15 @@ def test_fit_stands_noise_and_one_call_that_was_held_up(startup, rate, seed):
     assert link.error < 0.2
 
 
+@pytest.mark.parametrize("late", range(len(SIZES)))
+def test_one_late_call_among_exact_ones_does_not_bend_the_line(late):
+    """Without less weight on it, one at either end bends startup or rate by 8 % and more."""
+    exact = [(size, 1e-4 + size / 1e9) for size in SIZES]
+    link = fit_link([(s, 3 * t if n == late else t) for n, (s, t) in enumerate(exact)])
+    assert link.startup_s == pytest.approx(1e-4, rel=0.01)
+    assert link.bytes_per_s == pytest.approx(1e9, rel=0.01)
+
+
 @given(st.lists(st.floats(1e-6, 10), min_size=7, max_size=7))
 def test_fit_of_anything_is_a_link(seconds):
     link = fit_link(list(zip(SIZES, seconds, strict=True)))
