@@ -40,7 +40,7 @@ CASES = (
 def compile_case(config: str, nodes: int, settings: list[str]) -> dict[str, Any]:
     """Runs the command on one case, and keeps what the page shows."""
     words = ["--config", f"configs/{config}.py", "--nodes", str(nodes), "--json"]
-    command = [sys.executable, "-m", "moejax.plan.aot", *words]
+    command = [sys.executable, "-m", "moejax.aot", *words]
     command += [f"--config.{setting}" for setting in settings]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     (step,) = json.loads(done.stdout).values()

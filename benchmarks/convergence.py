@@ -19,8 +19,8 @@ import matplotlib as mpl
 from machine import stamp
 from training import held_out
 
-from moejax.compression import PRESETS
-from moejax.config import (
+from moejax.config.compression import PRESETS
+from moejax.config.schema import (
     CheckpointConfig,
     CompressionConfig,
     Config,

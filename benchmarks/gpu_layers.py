@@ -16,14 +16,14 @@ from gpu_worker import Case, Reporter
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo
-from moejax.config import Config
-from moejax.dims import build_layout
+from moejax.config.load import load_config
+from moejax.config.schema import Config
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
 from moejax.model.count import count
 from moejax.moe.layer import MoE, RouterBias
-from moejax.plan.build import build_mesh
-from moejax.settings import load_config
-from moejax.train.state import Batch
-from moejax.train.step import Trainer, build_trainer
+from moejax.step.state import Batch
+from moejax.step.trainer import Trainer, build_trainer
 
 LAYER, STEP = "MoE layer, forward + backward", "train step"
 CONFIG = Path(__file__).with_name("gpu_config.yaml")

@@ -22,16 +22,23 @@ import jax
 from machine import describe
 from rich.console import Console
 
-from moejax.config import CheckpointConfig, Config, DataConfig, ModelConfig, MoEConfig, TrainConfig
-from moejax.dims import build_layout
-from moejax.plan.build import build_mesh
+from moejax.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+)
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.step.state import TrainState
+from moejax.step.trainer import build_trainer
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import open_inputs
 from moejax.train.loop import steps
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.run import Run
-from moejax.train.state import TrainState
-from moejax.train.step import build_trainer
 
 CFG = Config(
     model=ModelConfig(width=256, num_layers=4, num_heads=8, num_kv_heads=8, tie_embeddings=False),

@@ -16,7 +16,7 @@ from pathlib import Path
 from machine import stamp
 from training import held_out
 
-from moejax.config import (
+from moejax.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,

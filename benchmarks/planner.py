@@ -35,18 +35,19 @@ import jax
 from exchange import Case, Variants, run
 from machine import stamp
 
-from moejax.checks.planned import pinned
-from moejax.compression import NO_COMPRESSION, build_compression
-from moejax.config import Config, PlanConfig
-from moejax.fields import fields
-from moejax.plan.explain import plan_words, terms
-from moejax.plan.priced import Priced, price, read_step
-from moejax.plan.routing import Routing, read_routing
-from moejax.plan.search import Found, search
-from moejax.plan.sketch import Sketch
-from moejax.plan.space import Limits, change, meshes, plan_of
-from moejax.plan.topology import Topology
-from moejax.plan.topology_file import from_json
+from moejax.config.checks.planned import pinned
+from moejax.config.compression import NO_COMPRESSION, build_compression
+from moejax.config.fields import change, fields
+from moejax.config.schema import Config, PlanConfig
+from moejax.plan.cluster.file import from_json
+from moejax.plan.cluster.topology import Topology
+from moejax.plan.price.candidate import Priced, price, read_step
+from moejax.plan.price.routing import Routing, read_routing
+from moejax.plan.price.terms import terms
+from moejax.plan.report.tables import plan_words
+from moejax.plan.search.estimate import Sketch
+from moejax.plan.search.search import Found, search
+from moejax.plan.search.space import Limits, meshes, plan_of
 
 ROOT = Path(__file__).parents[1]
 PLANS = 12  # measured of each set-up, the default beside them

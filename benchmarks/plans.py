@@ -17,17 +17,19 @@ from typing import Any
 import jax
 from machine import stamp
 
-from moejax.checks.planned import CHOSEN
-from moejax.config import Config, PlanConfig
+from moejax.config.checks.planned import CHOSEN
+from moejax.config.fields import change
+from moejax.config.schema import Config, PlanConfig
 from moejax.errors import InputError
 from moejax.moe.sizes import HEADROOM
-from moejax.plan.explain import plan_words, sentence, tokens_per_second
-from moejax.plan.priced import Priced, price, read_step
-from moejax.plan.routing import read_routing
-from moejax.plan.search import Found, search
-from moejax.plan.space import Limits, change, resolve
-from moejax.plan.topology import Link, Topology, same_links
-from moejax.plan.topology_file import known_clusters, load_topology
+from moejax.plan.cluster.file import known_clusters, load_topology
+from moejax.plan.cluster.topology import Link, Topology, same_links
+from moejax.plan.price.candidate import Priced, price, read_step
+from moejax.plan.price.routing import read_routing
+from moejax.plan.price.terms import tokens_per_second
+from moejax.plan.report.tables import plan_words, sentence
+from moejax.plan.search.search import Found, search
+from moejax.plan.search.space import Limits, resolve
 
 ROOT = Path(__file__).parents[1]
 BFLOAT16: dict[str, Any] = {"model.dtype": "bfloat16", "train.gradient_dtype": "bfloat16"}

@@ -99,11 +99,11 @@ def page(record: dict, sections: list[str]) -> str:
         "below each table, also where it would move a prediction out of its bar. "
         "The tests hold all of this: what is inside must stay inside, and what is outside is an "
         "expected failure with its reason, which fails the day it holds "
-        "(`tests/plan/test_published.py`).",
+        "(`tests/benchmarks/test_published.py`).",
         "",
         "Exact, not on this page: the limits of MoNTA's dispatch, the best number of chunks, the "
-        "break-even of compression (`tests/plan/test_pipelines.py`), FSMoE's cases, and ScheMoE's "
-        "theorem of the order of compute against all orders of two and three parts.",
+        "break-even of compression (`tests/benchmarks/test_pipelines.py`), FSMoE's cases, and "
+        "ScheMoE's theorem of the order of compute against all orders of two and three parts.",
     ]
     return "\n".join([*head, *(f"\n{one}" for one in sections)]) + "\n"
 

@@ -5,7 +5,7 @@ Two emulated hosts of one device each. The backward pass of some layers, in four
     whole     each gradient is reduced whole as soon as it is ready: first in, first out
     pieces    the same in pieces
     planned   in pieces, as many into each gap of compute as it has time for, none in front of an
-              all-to-all; the rest rolls on (moejax.plan.gaps)
+              all-to-all; the rest rolls on (workers/gaps.py)
     deferred  all reductions after the last all-to-all
 
 An all-to-all waits from the time its rows are ready to the time they have arrived. Needs root, ip

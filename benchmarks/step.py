@@ -20,10 +20,10 @@ from typing import Any
 
 from machine import Clock, describe, spread
 
-from moejax.checks import check
-from moejax.config import Config
+from moejax.config.checks import check
+from moejax.config.load import load_config, to_dict
+from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.settings import load_config, to_dict
 
 HERE = Path(__file__).parent
 MOST_RATIO = 1.1  # what dropless moejax may take of PyTorch's time

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moejax.config import Config
+from moejax.config.schema import Config
 from moejax.train.loop import train
 
 

@@ -1,6 +1,6 @@
 """moejax: a JAX trainer for Mixture-of-Experts language models at the speed the network allows."""
 
-from moejax.settings import load_config
+from moejax.config.load import load_config
 
 __all__ = ["load_config"]
 __version__ = "0.1.0"

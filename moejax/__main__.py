@@ -31,11 +31,11 @@ def main() -> int:
 
         return plan(rest)
     if command == "aot":
-        from moejax.plan.aot import main as aot
+        from moejax.aot.command import main as aot
 
         return aot(rest)
     if command == "doctor":
-        from moejax.plan.doctor import main as doctor
+        from moejax.aot.doctor import main as doctor
 
         return doctor(rest)
     if command in ("", "-h", "--help"):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.config import (
+from moejax.config.schema import (
     CompressionConfig,
     Config,
     DataConfig,
@@ -24,10 +24,10 @@ from moejax.config import (
     RouterConfig,
     TrainConfig,
 )
-from moejax.dims import build_layout
-from moejax.plan.build import build_mesh
-from moejax.train.state import Batch
-from moejax.train.step import Trainer, build_trainer
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.step.state import Batch
+from moejax.step.trainer import Trainer, build_trainer
 
 SMALL_MODEL = ModelConfig(
     vocab_size=64,

@@ -75,17 +75,17 @@ def pytest_configure(config):
 # One worker runs a file from end to end, so the longest begin first; else the other workers would
 # wait for the last one.
 LONGEST = (
-    "train/test_step_meshes",
-    "train/test_step_routes",
+    "step/test_step_meshes",
+    "step/test_step_routes",
     "integration/test_train_command",
-    "plan/test_search",
+    "plan/search/test_search",
     "moe/test_dispatch",
     "integration/test_several_processes",
     "train/test_compressed",
     "kernels/mosaic/test_grouped_matmul",
-    "train/test_optimizer",
-    "plan/test_trace",
-    "train/test_step",
+    "step/test_optimizer",
+    "plan/trace/test_reader",
+    "step/test_step",
 )
 
 

@@ -7,7 +7,7 @@ mean nats per target plus the weighted router losses.
 import jax
 import jax.numpy as jnp
 
-from moejax.config import Config
+from moejax.config.schema import Config
 from moejax.moe.reference import mark_best, moe_reference
 
 

@@ -13,7 +13,7 @@ Source: Li et al., Accelerating Distributed MoE Training and Inference with Lina
 Figure 7 and Table 1 (419M parameters, 16 experts). Times in ms.
 """
 
-from moejax.plan.simulate import Policy, Task, simulate
+from moejax.plan.price.simulate import Policy, Task, simulate
 
 from .comparison import Comparison
 

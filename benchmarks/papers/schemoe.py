@@ -16,7 +16,7 @@ Source: Shi et al., ScheMoE (EuroSys 2024), Table 10 (32 RTX 2080 Ti). Times in 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moejax.plan.simulate import Task, simulate
+from moejax.plan.price.simulate import Task, simulate
 
 from .comparison import Comparison
 

@@ -27,17 +27,17 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from moejax.comm import gloo, wire  # noqa: E402
-from moejax.comm.codec import Codec, Moment, build_codec  # noqa: E402
-from moejax.comm.exchange import PIECES, ship  # noqa: E402
-from moejax.comm.reduce import class_of, compressible, parts_shape, way_of  # noqa: E402
-from moejax.dims import Layout, build_layout  # noqa: E402
+from moejax.comm.codecs.build import Codec, Moment, build_codec  # noqa: E402
+from moejax.comm.tokens.hops import PIECES, ship  # noqa: E402
+from moejax.comm.weights.gather import class_of, compressible, parts_shape, way_of  # noqa: E402
+from moejax.config.load import from_dict  # noqa: E402
+from moejax.layout.layout import Layout, build_layout  # noqa: E402
+from moejax.layout.mesh import build_mesh  # noqa: E402
 from moejax.moe.layer import MoE, RouterBias  # noqa: E402
 from moejax.moe.sizes import needed, usual_sizes  # noqa: E402
-from moejax.plan.build import build_mesh  # noqa: E402
-from moejax.plan.trace import Collective, collectives  # noqa: E402
-from moejax.settings import from_dict  # noqa: E402
-from moejax.train.state import Batch  # noqa: E402
-from moejax.train.step import Trainer, build_trainer  # noqa: E402
+from moejax.plan.trace.reader import Collective, collectives  # noqa: E402
+from moejax.step.state import Batch  # noqa: E402
+from moejax.step.trainer import Trainer, build_trainer  # noqa: E402
 
 # JAX's cache keeps a program by process as well. All hosts are on this machine: they share it.
 cache_key._hash_accelerator_config = lambda hashed, devices: None

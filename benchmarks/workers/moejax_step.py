@@ -14,14 +14,14 @@ import optax
 from protocol import serve
 
 import moejax
-from moejax.checks import check, resolve_mesh
-from moejax.dims import build_layout
+from moejax.config.checks import check, resolve_mesh
+from moejax.config.load import from_dict
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
 from moejax.model.count import count
-from moejax.plan.build import build_mesh
 from moejax.runtime.start import platform_of, start
-from moejax.settings import from_dict
-from moejax.train.state import Batch
-from moejax.train.step import Trainer, build_trainer
+from moejax.step.state import Batch
+from moejax.step.trainer import Trainer, build_trainer
 
 
 class MoejaxSide:

@@ -21,10 +21,10 @@ processes = join()
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from gaps import Gap, assign  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from moejax.comm import gloo, wire  # noqa: E402
-from moejax.plan.gaps import Gap, assign  # noqa: E402
 
 SIZE = 512  # of the matrices in the work
 HOSTS = ("hosts",)

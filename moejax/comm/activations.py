@@ -10,7 +10,7 @@ import jax
 from jax import lax
 
 from moejax.comm import wire
-from moejax.dims import Layout
+from moejax.layout.layout import Layout
 
 ACTIVATIONS = "activations"  # the scope of this traffic in the program
 

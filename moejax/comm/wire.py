@@ -16,7 +16,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.dims import Axes
+from moejax.layout.layout import Axes
 
 TOKEN_WIRE = "token_wire"
 WEIGHT_WIRE = "weight_wire"

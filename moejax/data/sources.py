@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from moejax.config import DataConfig
+from moejax.config.schema import DataConfig
 from moejax.data import corpus
 from moejax.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_beside
 from moejax.data.tokens import Part, TokenSource, check_apart, from_documents, open_files

@@ -2,7 +2,7 @@
 
 Per device. What `kernels.permute` and `kernels.quantize` do one after the other, without the rows
 in full width between them. An index equal to the length of what it points into means "nothing".
-Not for differentiation: gradients of tokens travel as rows of their own, see `comm.pipeline`.
+Not for differentiation: gradients of tokens travel as rows of their own (`comm.tokens.pipeline`).
 """
 
 import functools

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from moejax.compression import BLOCKS, TOKENS, build_compression
-from moejax.config import Config
+from moejax.config.compression import BLOCKS, TOKENS, build_compression
+from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.kernels.quantized_rows import TILE
 

@@ -9,12 +9,12 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
-from moejax.comm.reduce import enter
-from moejax.config import ModelConfig
+from moejax.comm.weights.gather import enter
+from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
+from moejax.layout.spec import Program
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import rotate
-from moejax.program import Program
 
 Angles = tuple[jax.Array, jax.Array]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moejax.config import Config
+from moejax.config.schema import Config
 from moejax.kernels.costs import causal_pairs
 
 

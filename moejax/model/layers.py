@@ -9,9 +9,9 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
-from moejax.comm.reduce import enter
-from moejax.config import ModelConfig
-from moejax.program import Program
+from moejax.comm.weights.gather import enter
+from moejax.config.schema import ModelConfig
+from moejax.layout.spec import Program
 
 MLPWeights = tuple[Float[Array, "D 2 F"], Float[Array, "F D"]]
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.annotations import Array, Float
-from moejax.config import RopeConfig
+from moejax.config.schema import RopeConfig
 
 
 def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:

@@ -14,14 +14,14 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
-from moejax.comm.carried import uncarried
-from moejax.config import ModelConfig, MoEConfig
+from moejax.comm.weights.residuals import uncarried
+from moejax.config.schema import ModelConfig, MoEConfig
+from moejax.layout.spec import Program
 from moejax.model.attention import Angles, Attention
 from moejax.model.layers import MLP, Embedding, RMSNorm
 from moejax.model.rope import tables
 from moejax.moe.layer import MoE, MoEStats
 from moejax.moe.router import Noise
-from moejax.program import Program
 
 REMAT_POLICIES: dict[str, Callable | None] = {
     "full": None,

@@ -1,9 +1,9 @@
 """Sends tokens to the devices that own their experts, and brings the results home.
 
 Per device. `visit_experts` decides whether the route's buckets hold this step's routing, plans the
-journey, and says what the experts do with rows that reach them; `comm.pipeline.carry` takes tokens
-there and sums each token's results by weight. No row is scattered: each rearrangement is a gather
-whose transpose is a gather (kernels.permute).
+journey, and says what the experts do with rows that reach them; `comm.tokens.pipeline.carry` takes
+tokens there and sums each token's results by weight. No row is scattered: each rearrangement is a
+gather whose transpose is a gather (kernels.permute).
 """
 
 from functools import partial
@@ -15,16 +15,16 @@ from jax import lax
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
-from moejax.comm.buckets import order_items, rank_items
-from moejax.comm.exchange import plan_journey
-from moejax.comm.pipeline import Work, carry
-from moejax.comm.rounds import in_rounds
-from moejax.config import MoEConfig
+from moejax.comm.tokens.buckets import order_items, rank_items
+from moejax.comm.tokens.hops import plan_journey
+from moejax.comm.tokens.pipeline import Work, carry
+from moejax.comm.tokens.rounds import in_rounds
+from moejax.config.schema import MoEConfig
 from moejax.kernels.expert_mlp import expert_mlp
 from moejax.kernels.permute import collect, permute, weighted_sum
+from moejax.layout.route import Route, plain_route
+from moejax.layout.spec import Program
 from moejax.moe.sizes import Sizes, needed, usual_sizes
-from moejax.program import Program
-from moejax.route import Route, plain_route
 
 Params = tuple[jax.Array, jax.Array]  # w_in [e, D, 2, F] and w_out [e, F, D] of the experts here
 

@@ -16,12 +16,12 @@ from moejax.comm.activations import (
     own_positions,
     split_positions,
 )
-from moejax.comm.reduce import enter
-from moejax.config import ModelConfig, MoEConfig
+from moejax.comm.weights.gather import enter
+from moejax.config.schema import ModelConfig, MoEConfig
+from moejax.layout.spec import Program
 from moejax.moe import router
 from moejax.moe.dispatch import drop_above, visit_experts
 from moejax.moe.sizes import expert_capacity
-from moejax.program import Program
 
 
 class RouterBias(nnx.Variable):

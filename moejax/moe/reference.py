@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.annotations import Array, Float
-from moejax.config import RouterConfig
+from moejax.config.schema import RouterConfig
 
 
 def moe_reference(

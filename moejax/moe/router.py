@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from moejax.annotations import Array, Float, Int
-from moejax.config import RouterConfig
-from moejax.dims import Layout
+from moejax.config.schema import RouterConfig
+from moejax.layout.layout import Layout
 
 
 class Routing(NamedTuple):

@@ -2,7 +2,7 @@
 
 Static shapes need sizes before routing is known. The usual sizes hold `HEADROOM` times the balanced
 load. Before rows move, all devices agree (one small maximum) whether everything fits; if not, the
-layer runs in rounds of the plain route (`comm.rounds`), as many as the fullest bucket needs.
+layer runs in rounds of the plain route (`comm.tokens.rounds`), as many as the fullest bucket needs.
 """
 
 import math
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from moejax.annotations import Array, Int
 from moejax.comm import wire
-from moejax.comm.buckets import rank_items
-from moejax.comm.exchange import PIECES
-from moejax.config import MoEConfig
-from moejax.dims import Axes, Layout
-from moejax.route import Route
+from moejax.comm.tokens.buckets import rank_items
+from moejax.comm.tokens.hops import PIECES
+from moejax.config.schema import MoEConfig
+from moejax.layout.layout import Axes, Layout
+from moejax.layout.route import Route
 
 # A bucket that holds 1.25 times the balanced load is enough for most batches of a balanced router.
 HEADROOM = 1.25

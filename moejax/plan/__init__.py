@@ -1,0 +1,5 @@
+"""The planner: chooses mesh, route, chunks, codecs and recomputation by what it measured.
+
+Read in this order: `cluster/` (links and rates), `probe/` (measures them), `trace/` (reads the
+traced step), `price/` (prices and simulates it), `search/` (finds the best), `report/` (says why).
+"""

@@ -7,7 +7,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["probe"]:
-        from moejax.plan.probe import main as probe
+        from moejax.plan.probe.command import main as probe
 
         return probe(words[1:])
     from moejax.plan.command import main as plan

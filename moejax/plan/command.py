@@ -8,16 +8,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moejax.checks import check
-from moejax.checks.paths import check_output
-from moejax.checks.planned import CHOSEN, check_nodes, pinned
-from moejax.config import Config
+from moejax.config.checks import check
+from moejax.config.checks.paths import check_output
+from moejax.config.checks.planned import CHOSEN, check_nodes, pinned
+from moejax.config.fields import change, fields
+from moejax.config.load import load_config, split_overrides
+from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
-from moejax.fields import fields
-from moejax.plan.search import Found
-from moejax.plan.space import change
-from moejax.plan.topology import Topology
-from moejax.settings import load_config, split_overrides
+from moejax.plan.cluster.topology import Topology
+from moejax.plan.search.search import Found
 
 EPILOG = """\
 examples:
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> None:
     """Does what the flags ask."""
-    from moejax.plan.topology_file import known_clusters, load_topology
+    from moejax.plan.cluster.file import known_clusters, load_topology
 
     if args.clusters:
         for name in known_clusters():
@@ -128,11 +127,11 @@ def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
 
 
 def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
-    from moejax.plan.explain import print_ranked, print_why
-    from moejax.plan.files import plan_from, save_plan
-    from moejax.plan.routing import read_routing
-    from moejax.plan.search import search
-    from moejax.plan.space import Limits
+    from moejax.plan.price.routing import read_routing
+    from moejax.plan.report.tables import print_ranked, print_why
+    from moejax.plan.search.file import plan_from, save_plan
+    from moejax.plan.search.search import search
+    from moejax.plan.search.space import Limits
 
     routing = read_routing(cfg.plan.routing, cfg.moe.num_experts)
     console, shown = Console(), Console(stderr=True)
@@ -163,7 +162,7 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
         save_plan(plan_from(found, topology, cfg.plan.routing), args.out)
         console.print(f"wrote {args.out}; train with --config.plan={args.out}", highlight=False)
     if args.report is not None:
-        from moejax.plan.report import write_report
+        from moejax.plan.report.page import write_report
 
         write_report(found, topology, routing, args.report)
         console.print(f"wrote {args.report}", highlight=False)
@@ -171,7 +170,8 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
 
 def _print_fewer(found, topology, find, console: Console) -> None:
     """What half the nodes, a quarter, ... would give."""
-    from moejax.plan.explain import mesh_words, tokens_per_second
+    from moejax.plan.price.terms import tokens_per_second
+    from moejax.plan.report.tables import mesh_words
 
     best = found.ranked[0]
     rows = [(topology.nodes, best)]

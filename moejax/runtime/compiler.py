@@ -4,7 +4,9 @@ Only what changed the compiled step for the better is set: docs/decisions/0006 h
 what else was tried. The names hold on JAX 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,8 +26,8 @@ def compiler_options(platform: str, *, hops: int) -> Options:
     """
     if hops and platform == "gpu":
         # By default one collective travels at a time, so half of the exchanges stay exposed. In
-        # the pipeline (comm.pipeline) every hop travels twice at a time, outward and homeward; one
-        # more is for weights on their way in and their gradients on their way out.
+        # the pipeline (comm.tokens.pipeline) every hop travels twice at a time, outward and
+        # homeward; one more is for weights on their way in and their gradients on their way out.
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * hops + 1}
     if hops and platform == "tpu":
         # By default nothing runs while an all-to-all travels.
@@ -53,3 +55,19 @@ def _knows(name: str, value: str | int, device: Any) -> bool:
         warnings.warn(message, stacklevel=2)
         return False
     return True
+
+
+@contextlib.contextmanager
+def described_cudnn() -> Iterator[None]:
+    """Lets JAX lower cuDNN's attention for the described GPU where no cuDNN is installed.
+
+    JAX asks the installed cuDNN for its version, not the target; remove this when that changes.
+    """
+    import jax._src.cudnn.fused_attention_stablehlo as fused_attention
+
+    asked = fused_attention.check_cudnn_version
+    fused_attention.check_cudnn_version = lambda: 91000  # 9.10.0, as in H200
+    try:
+        yield
+    finally:
+        fused_attention.check_cudnn_version = asked

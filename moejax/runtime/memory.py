@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from moejax.checks.size import machine_memory
+from moejax.config.checks.size import machine_memory
 
 # Of a GPU's memory that JAX takes for arrays and temporaries; by itself it takes three quarters.
 # The rest holds what is not JAX's: CUDA's context and modules, buffers of NCCL and NVSHMEM, what

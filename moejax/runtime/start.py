@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax._src import distributed
 
-from moejax.config import MeshConfig
+from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.runtime.interrupt import interruptible
 from moejax.runtime.memory import take_share

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from moejax.checks import check, resolve_mesh
-from moejax.checks.planned import is_planned
-from moejax.config import Config
+from moejax.config.checks import check, resolve_mesh
+from moejax.config.checks.planned import is_planned
+from moejax.config.load import describe_fields, load_config, split_overrides, to_dict
+from moejax.config.schema import Config
 from moejax.errors import STOPPED, InputError, exit_code
-from moejax.settings import describe_fields, load_config, split_overrides, to_dict
 
 EPILOG = """\
 examples:
@@ -80,15 +80,15 @@ def dry_run(cfg: Config, console: Console) -> int:
     """Checks data and config, traces the step under an abstract mesh, prints what it found."""
     import jax
 
-    from moejax.compression import NO_COMPRESSION
-    from moejax.dims import build_layout
-    from moejax.plan.build import build_abstract_mesh
-    from moejax.plan.target import described_cudnn
+    from moejax.config.compression import NO_COMPRESSION
+    from moejax.layout.layout import build_layout
+    from moejax.layout.mesh import build_abstract_mesh
+    from moejax.runtime.compiler import described_cudnn
     from moejax.runtime.processes import find_place
+    from moejax.step.trainer import build_trainer
     from moejax.train.inputs import open_inputs
     from moejax.train.planning import plan_dry, planned_devices
     from moejax.train.start import check_places
-    from moejax.train.step import build_trainer
     from moejax.train.summary import print_summary, summarize
 
     # Describing the optimizer makes a few scalars: on the CPU, so that no accelerator is started.

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
+from moejax.step.state import TrainState
 from moejax.train.manifest import (
     MANIFEST,
     DamagedError,
@@ -30,7 +31,6 @@ from moejax.train.manifest import (
     write_manifest,
 )
 from moejax.train.room import check_room, is_full, no_room, quiet_about_full_disks
-from moejax.train.state import TrainState
 
 
 class Saved(NamedTuple):

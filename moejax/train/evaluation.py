@@ -2,10 +2,10 @@
 
 import math
 
+from moejax.step.state import TrainState
 from moejax.train.metrics import held_out_words
 from moejax.train.run import Run
 from moejax.train.sample import sample
-from moejax.train.state import TrainState
 
 LN2 = math.log(2)
 

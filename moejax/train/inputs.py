@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.config import Config
+from moejax.config.schema import Config
 from moejax.data import batches as data_batches
 from moejax.data import corpus
 from moejax.data.sources import Content, describe, open_sources
 from moejax.data.tokenizer import Tokenizer
 from moejax.data.tokens import TokenSource
-from moejax.train.state import Batch
-from moejax.train.step import Trainer
+from moejax.step.state import Batch
+from moejax.step.trainer import Trainer
 
 
 @dataclass

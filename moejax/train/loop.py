@@ -16,22 +16,26 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from moejax.checks import check, resolve_mesh
-from moejax.config import Config
-from moejax.dims import build_layout
+from moejax.config.checks import check, resolve_mesh
+from moejax.config.load import save_json
+from moejax.config.schema import Config
 from moejax.errors import DivergedError
-from moejax.plan.build import build_mesh
-from moejax.plan.topology import Topology
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.plan.cluster.topology import Topology
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Processes, Stop
 from moejax.runtime.start import join, measure_peak, platform_of, start
-from moejax.settings import save_json
+from moejax.step.state import TrainState
+from moejax.step.trainer import build_trainer
 from moejax.train.checkpoint import Checkpoints
+from moejax.train.codec_schedule import Stretches
 from moejax.train.evaluation import evaluate, finish
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.manifest import finished_steps
 from moejax.train.memory_check import check_memory, doubt_memory
 from moejax.train.metrics import Display, Meter, Records
+from moejax.train.plan_monitor import Watch
 from moejax.train.planning import kept_plan, measure, plan_run, save_routing
 from moejax.train.resume import describe_run
 from moejax.train.run import Run
@@ -46,11 +50,7 @@ from moejax.train.start import (
     first_state,
     said_done,
 )
-from moejax.train.state import TrainState
-from moejax.train.step import build_trainer
-from moejax.train.stretches import Stretches
 from moejax.train.summary import print_summary, summarize
-from moejax.train.watch import Watch
 
 
 class Ended(NamedTuple):

@@ -7,7 +7,7 @@ import jax
 from moejax.errors import InputError
 from moejax.runtime.memory import device_memory
 from moejax.runtime.processes import Processes
-from moejax.train.step import Trainer
+from moejax.step.trainer import Trainer
 from moejax.train.summary import Summary, human_bytes
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from moejax.runtime.ledger import Ledger
+from moejax.runtime.event_log import Ledger
+from moejax.step.state import Metrics
 from moejax.train.board import Board
-from moejax.train.state import Metrics
 
 # What an evaluation records, and how people read it.
 EVALUATED = {"bits_per_byte": "{:.3f} bits per byte", "nats_per_token": "{:.4f} nats per token"}

@@ -8,18 +8,18 @@ from typing import Any
 
 from rich.console import Console
 
-from moejax.checks.planned import MODES, check_nodes, is_planned, pinned
-from moejax.config import Config
+from moejax.config.checks.planned import MODES, check_nodes, is_planned, pinned
+from moejax.config.fields import change, get_value
+from moejax.config.schema import Config
 from moejax.errors import InputError, write_whole
-from moejax.fields import get_value
-from moejax.plan.explain import plan_words
-from moejax.plan.files import Plan, load_plan, plan_from, save_plan
-from moejax.plan.probe import Effort, probe
-from moejax.plan.routing import read_routing
-from moejax.plan.search import search
-from moejax.plan.space import Limits, change
-from moejax.plan.topology import Topology
-from moejax.plan.topology_file import load_topology, write_topology
+from moejax.plan.cluster.file import load_topology, write_topology
+from moejax.plan.cluster.topology import Topology
+from moejax.plan.price.routing import read_routing
+from moejax.plan.probe.command import Effort, probe
+from moejax.plan.report.tables import plan_words
+from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
+from moejax.plan.search.search import search
+from moejax.plan.search.space import Limits
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import platform_of
 

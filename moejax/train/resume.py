@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 
-from moejax.comm.reduce import way_of
-from moejax.config import Config
+from moejax.comm.weights.gather import way_of
+from moejax.config.load import diff, from_dict, to_dict
+from moejax.config.schema import Config
 from moejax.data.sources import Content
 from moejax.data.tokens import Part
-from moejax.dims import Axes
 from moejax.errors import InputError
-from moejax.settings import diff, from_dict, to_dict
-from moejax.train.step import Trainer
+from moejax.layout.layout import Axes
+from moejax.step.trainer import Trainer
 
 # A change here would make the weights, the optimizer state or the data position mean another thing.
 FIXED = (

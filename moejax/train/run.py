@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from moejax.config import Config
+from moejax.config.schema import Config
 from moejax.runtime.processes import ALONE, Processes
+from moejax.step.trainer import Trainer
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import Inputs
 from moejax.train.metrics import Display, Records
-from moejax.train.step import Trainer
-from moejax.train.watch import Doubt, Watch
+from moejax.train.plan_monitor import Doubt, Watch
 
 
 @dataclass

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from moejax.runtime.processes import ALONE, Processes
-from moejax.train.state import TrainState
-from moejax.train.step import Trainer
+from moejax.step.state import TrainState
+from moejax.step.trainer import Trainer
 
 
 def sample(

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from moejax.train.state import Metrics
+from moejax.step.state import Metrics
 
 
 class Skipped(NamedTuple):

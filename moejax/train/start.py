@@ -12,16 +12,18 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from moejax.checks import resolve_mesh
-from moejax.checks.paths import check_folder
-from moejax.checks.planned import is_planned
-from moejax.config import Config
+from moejax.config.checks import resolve_mesh
+from moejax.config.checks.paths import check_folder
+from moejax.config.checks.planned import is_planned
+from moejax.config.load import diff, from_dict, to_dict
+from moejax.config.schema import Config
 from moejax.data.sources import Content
 from moejax.errors import InputError
-from moejax.runtime.ledger import RunLock
+from moejax.runtime.event_log import RunLock
 from moejax.runtime.processes import Processes, find_place
 from moejax.runtime.start import simulated_here
-from moejax.settings import diff, from_dict, to_dict
+from moejax.step.state import TrainState
+from moejax.step.trainer import Trainer
 from moejax.train.checkpoint import (
     Checkpoints,
     Saved,
@@ -42,8 +44,6 @@ from moejax.train.resume import (
     same_reduction,
 )
 from moejax.train.room import check_room
-from moejax.train.state import TrainState
-from moejax.train.step import Trainer
 
 
 def check_place(cfg: Config) -> None:

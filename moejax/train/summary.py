@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from moejax.compression import NO_COMPRESSION, describe
-from moejax.dims import Layout
+from moejax.config.compression import NO_COMPRESSION, describe
+from moejax.layout.layout import Layout
+from moejax.layout.route import explain
 from moejax.model.count import Counts, count
-from moejax.plan.priced import read_trainer, sampling_peak
-from moejax.plan.schedule import Collective, collectives_of
-from moejax.route import explain
-from moejax.train.step import Trainer
+from moejax.plan.price.candidate import read_trainer, sampling_peak
+from moejax.plan.trace.schedule import Collective, collectives_of
+from moejax.step.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.plan.target import TARGETS, describe_devices, described_cudnn
-from moejax.settings import load_config
+from moejax.aot.target import TARGETS, describe_devices
+from moejax.config.load import load_config
+from moejax.runtime.compiler import described_cudnn
 from tests.kernels.mosaic.described import compile_kernels
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("compiled_anew")]

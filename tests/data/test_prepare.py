@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.config import DataConfig
+from moejax.config.schema import DataConfig
 from moejax.data import documents, prepare, tokens
 from moejax.data.sources import open_sources
 from moejax.errors import InputError

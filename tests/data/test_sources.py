@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.config import DataConfig
+from moejax.config.schema import DataConfig
 from moejax.data import corpus, prepare
 from moejax.data.documents import Document
 from moejax.data.sidecar import Sidecar, sidecar_of

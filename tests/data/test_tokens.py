@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.config import DataConfig
+from moejax.config.schema import DataConfig
 from moejax.data import corpus, prepare, sidecar, tokens, writers
 from moejax.data.documents import Document
 from moejax.data.sources import open_sources

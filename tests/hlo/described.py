@@ -3,10 +3,10 @@
 import functools
 from pathlib import Path
 
-from moejax.plan.aot import CONTROLS, build_described, compile_step, describe
-from moejax.plan.target import TARGETS
+from moejax.aot.command import CONTROLS, build_described, compile_step, describe
+from moejax.aot.target import TARGETS
+from moejax.config.load import load_config
 from moejax.runtime.compiler import Options
-from moejax.settings import load_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # conftest asks LLVM for little. ptxas then gets three times as much to do.

@@ -9,8 +9,9 @@ from collections import Counter
 
 import pytest
 
-from moejax.plan.target import TARGETS, described_cudnn
-from moejax.plan.trace import collectives
+from moejax.aot.target import TARGETS
+from moejax.plan.trace.reader import collectives
+from moejax.runtime.compiler import described_cudnn
 from tests.hlo.described import compiled_step, described_trainer
 
 GIB = 2**30

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moejax.plan.aot import CONTROLS, build_described, compile_step, describe
-from moejax.plan.target import TARGETS
-from moejax.settings import load_config
+from moejax.aot.command import CONTROLS, build_described, compile_step, describe
+from moejax.aot.target import TARGETS
+from moejax.config.load import load_config
 
 CONFIG = str(Path(__file__).parents[2] / "configs/olmoe_1b_7b.py")
 CHUNKS = 4

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from moejax.plan.trace import collectives
+from moejax.plan.trace.reader import collectives
 from tests.cases import small_config, trainer_for
 
 # XLA's name of each collective of comm.wire.

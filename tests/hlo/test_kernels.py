@@ -8,9 +8,9 @@ from collections import Counter
 import jax
 import pytest
 
-from moejax.plan.aot import build_described, describe, lower_step
-from moejax.plan.target import TARGETS
-from moejax.settings import load_config
+from moejax.aot.command import build_described, describe, lower_step
+from moejax.aot.target import TARGETS
+from moejax.config.load import load_config
 from tests.hlo.described import CONFIGS, OPTIMIZE
 
 pytestmark = [

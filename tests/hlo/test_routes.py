@@ -6,13 +6,13 @@ from collections import Counter
 import jax
 import pytest
 
-from moejax.config import CompressionConfig
-from moejax.dims import build_layout
-from moejax.plan.build import build_abstract_mesh
-from moejax.plan.target import described_cudnn
-from moejax.plan.trace import collectives
-from moejax.route import build_route
-from moejax.train.step import build_trainer
+from moejax.config.schema import CompressionConfig
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_abstract_mesh
+from moejax.layout.route import build_route
+from moejax.plan.trace.reader import collectives
+from moejax.runtime.compiler import described_cudnn
+from moejax.step.trainer import build_trainer
 from tests.cases import part_of, small_config, trainer_for
 
 # route, mesh, nodes, expert weights

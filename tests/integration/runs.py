@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from moejax.config.load import load_config
 from moejax.data import prepare
 from moejax.data.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
-from moejax.settings import load_config
 from moejax.train.checkpoint import Checkpoints, newest
 from tests.cases import trainer_for
 

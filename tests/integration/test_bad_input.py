@@ -7,13 +7,13 @@ import sys
 import numpy as np
 import pytest
 
-from moejax.config import Config
+from moejax.config.load import load_config, to_dict
+from moejax.config.schema import Config
 from moejax.data import prepare, sidecar
 from moejax.data.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError
-from moejax.runtime.ledger import RunLock
-from moejax.settings import load_config, to_dict
+from moejax.runtime.event_log import RunLock
 from moejax.train import loop, manifest
 from moejax.train.__main__ import main
 from moejax.train.inputs import open_inputs

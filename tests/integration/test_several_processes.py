@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moejax.errors import STOPPED
-from moejax.runtime.ledger import RunLock
+from moejax.runtime.event_log import RunLock
 from moejax.train.manifest import finished_steps
 from tests.integration.runs import (
     REPOSITORY,

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.config.load import load_config
 from moejax.errors import STOPPED
-from moejax.settings import load_config
 from moejax.train.checkpoint import Checkpoints, newest
 from moejax.train.manifest import finished_steps, read_manifest
 from tests.cases import trainer_for

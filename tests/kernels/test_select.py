@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from moejax.config import CompressionConfig, Config
+from moejax.config.schema import CompressionConfig, Config
 from moejax.errors import InputError
 from moejax.kernels.select import (
     Place,

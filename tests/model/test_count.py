@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from moejax.checks import check
-from moejax.config import Config, DataConfig, ModelConfig
-from moejax.dims import build_layout
+from moejax.config.checks import check
+from moejax.config.load import load_config
+from moejax.config.schema import Config, DataConfig, ModelConfig
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_abstract_mesh
 from moejax.model.count import count
-from moejax.plan.build import build_abstract_mesh
-from moejax.settings import load_config
-from moejax.train.step import build_trainer
+from moejax.step.trainer import build_trainer
 from moejax.train.summary import summarize
 
 CONFIGS = Path(__file__).parents[2] / "configs"

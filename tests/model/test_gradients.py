@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from moejax.comm.jaxprs import inner_jaxprs, opened, scan_operands
-from moejax.config import CompressionConfig, Config, DataConfig
-from moejax.dims import build_layout
-from moejax.plan.build import build_abstract_mesh
-from moejax.train.state import Batch
-from moejax.train.step import build_trainer
+from moejax.config.schema import CompressionConfig, Config, DataConfig
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_abstract_mesh
+from moejax.step.state import Batch
+from moejax.step.trainer import build_trainer
 from tests.cases import place, small_config, trainer_for
 
 # Rounding to bfloat16 changes a number by at most this share of it.

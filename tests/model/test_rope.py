@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.config import RopeConfig
+from moejax.config.schema import RopeConfig
 from moejax.model.rope import frequencies, rotate, tables
 
 GOLDEN = Path(__file__).parents[1] / "golden/from_transformers.json"

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from moejax.compression import Codecs, CodecSpec
-from moejax.config import Config, MeshConfig, MoEConfig
-from moejax.dims import build_layout
+from moejax.config.compression import Codecs, CodecSpec
+from moejax.config.schema import Config, MeshConfig, MoEConfig
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.layout.route import ROUTES, build_route
+from moejax.layout.spec import Program
 from moejax.moe.dispatch import drop_above, visit_experts
-from moejax.plan.build import build_mesh
-from moejax.program import Program
-from moejax.route import ROUTES, build_route
 from tests.cases import few, part_of
 
 TOKENS, D, F, E = 12, 4, 4, 16

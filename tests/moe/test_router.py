@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.config import MeshConfig, RouterConfig
-from moejax.dims import build_layout
+from moejax.config.load import load_config
+from moejax.config.schema import MeshConfig, RouterConfig
+from moejax.layout.layout import build_layout
 from moejax.moe import router
 from moejax.moe.reference import moe_reference
-from moejax.settings import load_config
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads((ROOT / "tests/golden/from_transformers.json").read_text())

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from moejax.config import MeshConfig, MoEConfig
-from moejax.dims import build_layout
+from moejax.config.schema import MeshConfig, MoEConfig
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.layout.route import ROUTES, build_route
 from moejax.moe.sizes import HEADROOM, expert_capacity, needed, usual_sizes
-from moejax.plan.build import build_mesh
-from moejax.route import ROUTES, build_route
 
 LAYOUT = build_layout(MeshConfig(expert=8, nodes=2))
 

@@ -1,6 +1,6 @@
 """Small clusters for tests."""
 
-from moejax.plan.topology import CodecRates, Device, Link, Tier, Topology, same_links
+from moejax.plan.cluster.topology import CodecRates, Device, Link, Tier, Topology, same_links
 
 GIB = 2**30
 

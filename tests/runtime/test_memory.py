@@ -3,9 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from moejax.config import MeshConfig
-from moejax.plan.target import TARGETS
-from moejax.plan.topology_file import load_topology
+from moejax.aot.target import TARGETS
+from moejax.config.schema import MeshConfig
+from moejax.plan.cluster.file import load_topology
 from moejax.runtime.memory import FRACTIONS, SHARE, device_memory, take_share
 from moejax.runtime.start import start
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.config import MeshConfig
+from moejax.config.schema import MeshConfig
 from moejax.errors import DivergedError, InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Place, Processes, Stop, find_place
 from moejax.runtime.start import simulated_here

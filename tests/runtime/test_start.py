@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import moejax.runtime.start
-from moejax.config import MeshConfig
+from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.runtime.start import (
     _timed,
@@ -47,7 +47,7 @@ def test_processes_with_unequal_devices_are_refused(monkeypatch):
 
 def test_the_config_wins_over_the_flags_of_the_environment():
     code = (
-        "from moejax.config import MeshConfig\n"
+        "from moejax.config.schema import MeshConfig\n"
         "from moejax.runtime.start import start\n"
         "print(len(start(MeshConfig(simulated_devices=3))))\n"
     )

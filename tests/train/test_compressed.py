@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.config import CompressionConfig
-from moejax.plan.trace import collectives
+from moejax.config.schema import CompressionConfig
+from moejax.plan.trace.reader import collectives
 from tests.cases import (
     one_device_state,
     part_of,

@@ -7,12 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from moejax.config import CheckpointConfig
+from moejax.config.schema import CheckpointConfig
 from moejax.errors import DivergedError
 from moejax.runtime.processes import Processes
 from moejax.train.loop import steps
 from moejax.train.metrics import Meter
-from moejax.train.watch import Doubt
+from moejax.train.plan_monitor import Doubt
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 from tests.train.running import first_state, metrics

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from moejax.config import Config
+from moejax.config.load import to_dict
+from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.settings import to_dict
 from moejax.train.checkpoint import newest
 from moejax.train.manifest import FORMAT_VERSION, MANIFEST, finished_steps, write_manifest
 

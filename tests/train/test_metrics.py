@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from moejax.step.state import Metrics
 from moejax.train import metrics
 from moejax.train.metrics import Display, Meter, Records
-from moejax.train.state import Metrics
 
 
 class Clock:

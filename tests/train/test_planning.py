@@ -8,15 +8,15 @@ import jax
 import pytest
 from rich.console import Console
 
-from moejax.checks import check
-from moejax.config import PlanConfig
+from moejax.config.checks import check
+from moejax.config.fields import change
+from moejax.config.schema import PlanConfig
 from moejax.errors import InputError
-from moejax.plan.files import Plan, save_plan
-from moejax.plan.space import change
-from moejax.plan.topology_file import write_topology
+from moejax.plan.cluster.file import write_topology
+from moejax.plan.search.file import Plan, save_plan
 from moejax.runtime.processes import ALONE
+from moejax.train.plan_monitor import WINDOW, Watch, compare
 from moejax.train.planning import PLAN, kept_plan, plan_dry, plan_run, save_routing
-from moejax.train.watch import WINDOW, Watch, compare
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 

@@ -4,10 +4,10 @@ import functools
 import jax
 import pytest
 
-from moejax.config import Config
+from moejax.config.fields import fields, get_value
+from moejax.config.load import from_dict, to_dict
+from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.fields import fields, get_value
-from moejax.settings import from_dict, to_dict
 from moejax.train.resume import (
     SHAPES,
     check_resumable,

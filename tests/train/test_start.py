@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moejax.config import TrainConfig
+from moejax.config.load import to_dict
+from moejax.config.schema import TrainConfig
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE
-from moejax.settings import to_dict
 from moejax.train import room
 from moejax.train.checkpoint import Checkpoints, Saved, newest
 from moejax.train.inputs import Inputs

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.plan.target import TARGETS, describe_devices
+from moejax.aot.target import TARGETS, describe_devices
 
 SHARED_BYTES = 227 * 1024  # that a thread block can have on Hopper
 # Blocks of a multiprocessor share 65,536 registers and 228 KiB, and the system keeps 1 KiB of each.

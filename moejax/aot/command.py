@@ -1,0 +1,370 @@
+"""The command `python -m moejax.aot`: compiles the train step for a cluster that is not here.
+
+What is compiled is the trainer's own step with the trainer's own options. Nothing runs, so nothing
+is timed; memory, collectives and their order are those of the real program.
+"""
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moejax.aot.compiled import CompiledText, Exchange, Schedule
+from moejax.aot.exposed import compress_exposed, hidden_shares
+from moejax.aot.target import NODE, TARGETS, Target, describe_devices
+from moejax.config.checks import check, resolve_mesh
+from moejax.config.load import load_config, split_overrides
+from moejax.config.schema import Config
+from moejax.errors import InputError, exit_code
+from moejax.layout.layout import Axes, build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.runtime.compiler import Options, described_cudnn
+from moejax.step.trainer import Trainer, build_trainer
+
+EPILOG = """\
+examples:
+  python -m moejax.aot --config configs/mixtral_8x7b.py --nodes 8
+  python -m moejax.aot --config configs/olmoe_1b_7b.py --config.route_chunks=4 --compare
+  python -m moejax.aot --config configs/olmoe_1b_7b.py --target v6e
+
+A node has eight devices; the axes of the mesh must multiply to all of them. The cluster stands in
+for mesh.nodes, mesh.platform and mesh.simulated_devices of the config.
+
+Schedules, in the order in which a device starts things:
+  S D  start and done of an all-to-all     A  an all-to-all that is waited for
+  s d  of any other collective             a  any other collective that is waited for
+  G    a matrix product                    W C  a loop, a conditional with products inside
+What stands between S and D hides the exchange. Exit codes: docs/formats/exit.md.
+"""
+
+# What the trainer's options are measured against: XLA's own choice, and no overlap at all.
+CONTROLS: dict[str, dict[str, Options]] = {
+    "gpu": {
+        "XLA's default": {"xla_gpu_experimental_parallel_collective_overlap_limit": 1},
+        "nothing asynchronous": {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"},
+    },
+    "tpu": {"XLA's default": {"xla_tpu_enable_async_all_to_all": "false"}},
+}
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler made of a step. Bytes are of one device.
+
+    Attributes:
+      other_peaks: of evaluation and sampling, where they were compiled too.
+    """
+
+    mesh: dict[str, int]
+    slow: Axes  # of the mesh, what crosses nodes
+    options: Options
+    seconds: float  # of compilation
+    argument_bytes: int  # state and batch
+    temporary_bytes: int
+    peak_bytes: int
+    exchanges: list[Exchange]
+    schedules: list[Schedule]
+    other_peaks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def most_bytes(self) -> int:
+        """What a device must have for all that was compiled."""
+        return max(self.peak_bytes, *self.other_peaks.values(), 0)
+
+    def token_exchanges(self, *, backward: bool | None = None) -> list[Exchange]:
+        """The all-to-alls that carry tokens or their gradients; None: of both passes."""
+        return [
+            one
+            for one in self.exchanges
+            if one.kind == "all_to_all"
+            and "float" in one.dtype
+            and backward in (None, one.backward)
+        ]
+
+    def reductions(self) -> list[Exchange]:
+        """What sums gradients of weights: in the backward pass, over more than a number."""
+        kinds = ("all_reduce", "reduce_scatter")
+        return [
+            one
+            for one in self.exchanges
+            if one.kind in kinds
+            and one.backward
+            and "float" in one.dtype
+            and one.bytes > 1024
+            and not all(axis.startswith("tensor") for axis in one.axes)  # activations
+        ]
+
+    def reductions_beside_exchanges(self) -> list[Exchange]:
+        """Reductions in flight with an all-to-all on a link that both use: across nodes, or not."""
+        crosses = {one.launch: bool(set(one.axes) & set(self.slow)) for one in self.exchanges}
+        return [
+            one
+            for one in self.reductions()
+            if any(crosses[name] == crosses[one.launch] for name in one.beside)
+        ]
+
+    def hidden_reductions(self) -> float:
+        """The share of the reductions' bytes that enclose a matrix product."""
+        return _hidden_bytes(self.reductions())
+
+    def hidden_gathers(self) -> float:
+        """The share of the gathered weights' bytes that enclose a matrix product."""
+        return _hidden_bytes([one for one in self.exchanges if one.kind == "all_gather"])
+
+    def hidden_share(self, *, backward: bool | None = None) -> float:
+        """The share of those all-to-alls that enclose a matrix product."""
+        exchanges = self.token_exchanges(backward=backward)
+        hidden = sum(one.calls for one in exchanges if one.hides)
+        return hidden / max(sum(one.calls for one in exchanges), 1)
+
+
+def _hidden_bytes(exchanges: list[Exchange]) -> float:
+    hidden = sum(one.calls * one.bytes for one in exchanges if one.hides)
+    return hidden / max(sum(one.calls * one.bytes for one in exchanges), 1)
+
+
+def describe(cfg: Config, target: Target, nodes: int) -> Config:
+    """Returns the config of a run on a described cluster, checked.
+
+    Raises:
+      InputError: as `check` and `resolve_mesh`.
+    """
+    mesh = replace(cfg.mesh, nodes=nodes, platform=target.platform, simulated_devices=None)
+    cfg = replace(cfg, mesh=mesh)
+    check(cfg)
+    return resolve_mesh(cfg, nodes * NODE, target.platform)
+
+
+def build_described(cfg: Config, target: Target) -> Trainer:
+    """Returns the trainer of a config that `describe` made."""
+    assert cfg.mesh.nodes is not None
+    devices = describe_devices(target, cfg.mesh.nodes)
+    return build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), target.platform)
+
+
+def compile_step(trainer: Trainer, options: Options | None = None) -> CompiledStep:
+    """Compiles the step of `build_described` and reads what came out.
+
+    Args:
+      options: on top of the trainer's own.
+    """
+    lowered = lower_step(trainer)
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options=options)
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    mesh = dict(trainer.layout.sizes)
+    text = CompiledText(compiled.as_text(), mesh)
+    return CompiledStep(
+        mesh=mesh,
+        slow=trainer.layout.between_nodes(trainer.layout.mesh_axes),
+        options=trainer.options | (options or {}),
+        seconds=seconds,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        exchanges=text.exchanges(),
+        schedules=text.schedules(),
+    )
+
+
+def lower_step(trainer: Trainer) -> Any:
+    """Traces and lowers the step of `build_described`, ready to be compiled."""
+    return _lowered(trainer, trainer.step)
+
+
+def update_bytes(trainer: Trainer, step: CompiledStep, options: Options | None = None) -> int:
+    """What the optimizer's update needs beside state and gradients, of a device.
+
+    Compiles the gradients alone: what they take, themselves counted, is what the step would take if
+    its update needed nothing.
+    """
+    compiled = _lowered(trainer, trainer.gradients).compile(compiler_options=options)
+    memory = compiled.memory_analysis()
+    gradients = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return step.temporary_bytes - gradients
+
+
+def other_peaks(trainer: Trainer, step: CompiledStep, options: Options | None = None) -> dict:
+    """Peak bytes of evaluation and of sampling beside the whole state, of a device.
+
+    The compiler drops what they do not read of the state; on the device it stays.
+    """
+    lowered = {
+        "evaluation": _lowered(trainer, trainer.evaluate),
+        "sampling": _lowered(trainer, trainer.next_logits, trainer.abstract_prompt()),
+    }
+    found = {}
+    for name, one in lowered.items():
+        memory = one.compile(compiler_options=options).memory_analysis()
+        unread = step.argument_bytes - memory.argument_size_in_bytes
+        found[name] = memory.peak_memory_in_bytes + unread
+    return found
+
+
+def _lowered(trainer: Trainer, function: Any, given: Any = None) -> Any:
+    with described_cudnn():
+        return function.lower(trainer.abstract, given or trainer.abstract_batch())
+
+
+def census(exchanges: Iterable[Exchange]) -> dict[tuple[str, str, str, str], list[int]]:
+    """(kind, axes, dtype, how) -> arrays moved in a step, bytes, and arrays that hide."""
+    rows: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for one in exchanges:
+        how = "async" if one.asynchronous else "sync"
+        row = rows[one.kind, ", ".join(one.axes), one.dtype, how]
+        row[0] += one.calls
+        row[1] += one.calls * one.bytes
+        row[2] += one.calls * one.hides
+    return dict(sorted(rows.items()))
+
+
+def to_json(step: CompiledStep) -> dict[str, Any]:
+    """A compiled step as JSON holds it."""
+    names = ("kind", "axes", "dtype", "how", "arrays", "bytes", "enclose_a_product")
+    rows = [(*key, *numbers) for key, numbers in census(step.exchanges).items()]
+    kept = {name: value for name, value in asdict(step).items() if name != "exchanges"}
+    return kept | {
+        "hidden_forward": step.hidden_share(backward=False),
+        "hidden_backward": step.hidden_share(backward=True),
+        "hidden_reductions": step.hidden_reductions(),
+        "hidden_gathers": step.hidden_gathers(),
+        "reductions_beside_exchanges": len(step.reductions_beside_exchanges()),
+        "collectives": [dict(zip(names, row, strict=True)) for row in rows],
+    }
+
+
+def print_report(step: CompiledStep, title: str, target: Target, console: Console) -> None:
+    """Shows memory, collectives and schedules."""
+    table = Table("", "", title=title, show_header=False, title_justify="left")
+    table.columns[1].overflow = "fold"
+    table.add_row("mesh", " x ".join(f"{axis}={size}" for axis, size in step.mesh.items()))
+    table.add_row("compiler options", "\n".join(f"{k}={v}" for k, v in step.options.items()))
+    table.add_row("compiled in", f"{step.seconds:.0f} s")
+    room = f"of {target.memory_bytes / 2**30:.0f} GiB"
+    fits = "" if step.most_bytes <= target.memory_bytes else ": does not fit"
+    table.add_row("peak, a device", f"{_gib(step.most_bytes)} {room}{fits}")
+    for name, size in {"step": step.peak_bytes, **step.other_peaks}.items():
+        table.add_row(f"  of {name}", _gib(size))
+    table.add_row("arguments (state, batch)", _gib(step.argument_bytes))
+    table.add_row("temporaries", _gib(step.temporary_bytes))
+    for name, backward in (("forward", False), ("backward", True)):
+        table.add_row(f"all-to-alls of tokens, {name}", _hidden(step, backward))
+    beside = len(step.reductions_beside_exchanges())
+    table.add_row(
+        "reductions",
+        f"{step.hidden_reductions():.0%} of bytes enclose a product; {beside} in flight with an "
+        "all-to-all on the same link",
+    )
+    table.add_row("gathers", f"{step.hidden_gathers():.0%} of bytes enclose a product")
+    console.print(table)
+    table = Table("collective", "axes", "dtype", "", title="arrays a step", title_justify="left")
+    for name in ("count", "MiB", "enclose a product"):
+        table.add_column(name, justify="right")
+    for key, (count, size, hidden) in census(step.exchanges).items():
+        table.add_row(*key, f"{count:,}", f"{size / 2**20:,.2f}", f"{hidden:,}")
+    console.print(table)
+    for schedule in step.schedules:
+        line = f"{schedule.calls} x {schedule.letters}"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_comparison(steps: dict[str, CompiledStep], console: Console) -> None:
+    """Shows the trainer's options beside the controls."""
+    table = Table("options", "peak", "forward", "backward", title_justify="left")
+    table.title = "all-to-alls of tokens"
+    for name, step in steps.items():
+        hidden = [_hidden(step, backward) for backward in (False, True)]
+        table.add_row(name, _gib(step.peak_bytes), *hidden)
+    console.print(table)
+
+
+def print_exposed(step: CompiledStep, trainer: Trainer, preset: str, console: Console) -> None:
+    """Shows how much of each class across nodes is hidden, and the settings for the rest."""
+    for kind, share in hidden_shares(step.exchanges, trainer.layout).items():
+        console.print(f"{kind} across nodes: {share:.0%} of bytes enclose a product")
+    chosen = compress_exposed(step.exchanges, trainer.layout, preset)
+    words = [f"--config.compression.{name}={codec}" for name, codec in chosen.items()]
+    console.print(" ".join(words), highlight=False, soft_wrap=True)
+
+
+def _hidden(step: CompiledStep, backward: bool) -> str:
+    count = sum(one.calls for one in step.token_exchanges(backward=backward))
+    return f"{step.hidden_share(backward=backward):.0%} of {count:,} enclose a product"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command. Returns the exit code."""
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="moejax aot",
+        description="Compiles the train step for a cluster that is not here.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="as of moejax train")
+    parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
+    parser.add_argument("--nodes", type=int, default=1, help="of eight devices each (default 1)")
+    parser.add_argument("--target", choices=sorted(TARGETS), default="h200", help="default h200")
+    parser.add_argument(
+        "--compare", action="store_true", help="also compile without the trainer's options"
+    )
+    parser.add_argument(
+        "--compress-exposed",
+        choices=("hybrid", "strong"),
+        help="say which codecs of a preset are worth having: of traffic that nothing hides",
+    )
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="also compile the gradients alone, to say what the optimizer's update needs beside",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    args = parser.parse_args(rest)
+    return exit_code(lambda: run(args, overrides), stopped="nothing was compiled to the end")
+
+
+def run(args: argparse.Namespace, overrides: list[str]) -> None:
+    """Compiles and prints."""
+    if args.nodes < 1:
+        raise InputError(f"--nodes is {args.nodes}. It must be at least 1.")
+    target, place = TARGETS[args.target], f"{args.nodes} x {NODE} {args.target}"
+    cfg = describe(load_config(args.config, overrides), target, args.nodes)
+    trainer = build_described(cfg, target)
+    wanted: dict[str, Options] = {"the trainer's": {}}
+    if args.compare:
+        wanted |= CONTROLS[target.platform]
+    steps = {}
+    for name, options in wanted.items():
+        _say(f"tracing and compiling for {place}, options {name}: a minute, or several")
+        steps[name] = compile_step(trainer, options)
+        _say(f"compiled in {steps[name].seconds:.0f} s")
+    own = steps["the trainer's"]
+    _say("compiling evaluation and sampling")
+    steps["the trainer's"] = replace(own, other_peaks=other_peaks(trainer, own))
+    console = Console()
+    if args.json:
+        console.print_json(data={name: to_json(step) for name, step in steps.items()})
+        return
+    print_report(steps["the trainer's"], f"{args.config} on {place}", target, console)
+    if args.compare:
+        print_comparison(steps, console)
+    if args.update:
+        needed = update_bytes(trainer, steps["the trainer's"])
+        console.print(f"update: {_gib(needed)} beside state and gradients")
+    if args.compress_exposed:
+        print_exposed(steps["the trainer's"], trainer, args.compress_exposed, console)
+
+
+def _say(words: str) -> None:
+    print(f"moejax: {words}", file=sys.stderr, flush=True)

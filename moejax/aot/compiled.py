@@ -1,0 +1,293 @@
+"""Reads a compiled program: which collectives it issues, and what runs while they travel.
+
+The text of a compiled program lists each computation's instructions in the order in which the
+device starts them. A collective that has a start and a done instruction travels while what stands
+between them runs; one without is waited for. The walk enters loops (multiplied by their length) and
+calls; of a conditional it takes the first branch, as `plan.trace.reader` does.
+
+A schedule is written in letters, in that order, and other instructions are left out:
+
+    S D  start and done of an all-to-all    A  an all-to-all that is waited for
+    s d  of any other collective            a  any other collective that is waited for
+    G    a matrix product, or a kernel with products inside
+    W C  a while loop, a conditional with products inside
+
+So `SSGGDD` is two exchanges behind two products, and `GGASD` hides nothing.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from moejax.aot.hlo import (
+    KINDS,
+    Instruction,
+    arrays_of,
+    computations,
+    kind_of,
+    origin_of,
+    replica_groups,
+)
+
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "u8": "uint8", "u16": "uint16"}
+# Library calls and hand-written kernels that multiply matrices.
+PRODUCT_TARGETS = re.compile(
+    r'custom_call_target="(__cublas|__cudnn|mosaic_gpu|tpu_custom_call|__op\$triton)'
+)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One array in a collective of the compiled program. Several may share one launch.
+
+    Attributes:
+      kind: as in `comm.wire`; the maximum counts as all_reduce.
+      axes: mesh axes of more than one device; ("?",) for groups that are no axes of the mesh.
+      dtype: of what is sent.
+      bytes: of one device's operand (all_gather: of its result), one call.
+      calls: how often a step issues it.
+      asynchronous: whether it has a start and a done.
+      hides: whether a matrix product stands between them.
+      backward: whether it belongs to the backward pass.
+      launch: the instruction that issues it.
+      beside: launches of all-to-alls that are in flight at the same time, in any computation.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    bytes: int
+    calls: int
+    asynchronous: bool
+    hides: bool
+    backward: bool
+    launch: str
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The letters of one computation; `calls` is how often a step runs it."""
+
+    name: str
+    calls: int
+    letters: str
+
+
+class CompiledText:
+    """The text of a compiled program on a mesh.
+
+    Args:
+      text: as `Compiled.as_text()` gives it.
+      axes: name and size of each mesh axis, slowest first; devices are numbered in mesh order.
+    """
+
+    def __init__(self, text: str, axes: Mapping[str, int]):
+        self.axes = dict(axes)
+        self.computations, self.entry = computations(text)
+        self._with_products: dict[str, bool] = {}
+
+    @cached_property
+    def calls(self) -> dict[str, int]:
+        """How often a step runs each computation."""
+        total: dict[str, int] = {}
+        waiting = [(self.entry, 1)]
+        while waiting:
+            name, times = waiting.pop()
+            total[name] = total.get(name, 0) + times
+            for line in self.computations.get(name, []):
+                inner = times * (line.trips if line.op == "while" else 1)
+                waiting += [(called, inner) for called in line.called]
+        return total
+
+    def exchanges(self) -> list[Exchange]:
+        """Every array that a collective moves."""
+        found = []
+        for name, lines in self._schedules.items():
+            ends = self._ends[name]
+            for place, line in enumerate(lines):
+                between = lines[place + 1 : ends[place]]
+                if moved := list(self._exchanges(line, between, self.calls[name])):
+                    beside = self._beside(name, place) + self._outside.get(name, ())
+                    found += [replace(one, beside=beside) for one in moved]
+        return found
+
+    def _beside(self, name: str, place: int) -> tuple[str, ...]:
+        """All-to-alls in flight while an instruction is, also those inside what runs then."""
+        lines, ends = self._schedules[name], self._ends[name]
+        found: list[str] = []
+        for other, line in enumerate(lines):
+            if other != place and other < ends[place] and ends[other] > place:
+                found += self._launches(line)
+        return tuple(found)
+
+    def _launches(self, line: Instruction) -> list[str]:
+        """The all-to-alls that an instruction starts, or runs inside."""
+        issued = self._issued(line)
+        if line.op.endswith(("-done", "-update")):
+            return []
+        if issued is not None:
+            return [line.name] if kind_of(issued.op) == "all-to-all" else []
+        inner = [one for name in line.called for one in self._schedules.get(name, [])]
+        return [launch for one in inner for launch in self._launches(one)]
+
+    @cached_property
+    def _ends(self) -> dict[str, list[int]]:
+        """For each computation, where what each of its instructions starts is done."""
+        return {
+            name: [self._end(lines, place) for place in range(len(lines))]
+            for name, lines in self._schedules.items()
+        }
+
+    @cached_property
+    def _outside(self) -> dict[str, tuple[str, ...]]:
+        """All-to-alls in flight around each computation while it runs."""
+        found: dict[str, tuple[str, ...]] = {}
+        waiting: list[tuple[str, tuple[str, ...]]] = [(self.entry, ())]
+        while waiting:
+            name, around = waiting.pop()
+            found[name] = found.get(name, ()) + around
+            for place, line in enumerate(self._schedules.get(name, [])):
+                if line.op in ("while", "conditional", "call"):
+                    beside = around + self._beside(name, place)
+                    own = set(self._launches(line))
+                    waiting += [
+                        (called, tuple(one for one in beside if one not in own))
+                        for called in line.called
+                    ]
+        return found
+
+    def schedules(self) -> list[Schedule]:
+        """The schedule of each computation that communicates, in the order of the text."""
+        found = [
+            Schedule(name, self.calls[name], "".join(map(self._letter, lines)))
+            for name, lines in self._schedules.items()
+        ]
+        return [schedule for schedule in found if re.search("[SAsa]", schedule.letters)]
+
+    @cached_property
+    def _schedules(self) -> dict[str, list[Instruction]]:
+        """The computations that a step runs; the inside of one instruction is none of them."""
+        return {
+            name: lines
+            for name, lines in self.computations.items()
+            if name in self.calls and name not in self._wrapped
+        }
+
+    @cached_property
+    def _wrapped(self) -> dict[str, Instruction]:
+        """The collective inside each computation that a fusion or an asynchronous start runs."""
+        found = {}
+        for line in itertools.chain.from_iterable(self.computations.values()):
+            if line.op == "fusion" or line.op.endswith("-start"):
+                for name in line.called:
+                    lines = self.computations.get(name, [])
+                    found.update((name, inner) for inner in lines if kind_of(inner.op))
+        return found
+
+    def _issued(self, line: Instruction) -> Instruction | None:
+        """The collective that an instruction is, or starts."""
+        if kind_of(line.op):
+            return line
+        return next((self._wrapped[name] for name in line.called if name in self._wrapped), None)
+
+    def multiplies(self, line: Instruction) -> bool:
+        """Whether an instruction is, or runs, a matrix product; of a conditional, in any branch."""
+        if line.op in ("dot", "ragged-dot", "convolution") or PRODUCT_TARGETS.search(line.rest):
+            return True
+        inner = line.called
+        for branches in re.findall(r"(?:branch_computations=\{|_computation=)([^}]*)", line.rest):
+            inner = inner + re.findall(r"%([\w.\-]+)", branches)
+        return any(self._has_product(name) for name in inner)
+
+    def _has_product(self, name: str) -> bool:
+        if name not in self._with_products:
+            lines = self.computations.get(name, [])
+            self._with_products[name] = any(self.multiplies(line) for line in lines)
+        return self._with_products[name]
+
+    def _letter(self, line: Instruction) -> str:
+        if line.op.endswith("-done"):
+            line = self._starts.get(origin_of(line, self._starts), line)
+            start, alone = "D", "d"
+        else:
+            start, alone = ("S", "s") if line.op.endswith("-start") else ("A", "a")
+        issued = self._issued(line)
+        if issued is not None:
+            return start if kind_of(issued.op) == "all-to-all" else alone
+        if start == "A" and self.multiplies(line):
+            return {"while": "W", "conditional": "C"}.get(line.op, "G")
+        return ""
+
+    @cached_property
+    def _starts(self) -> dict[str, Instruction]:
+        """Instructions that start something, or pass on what was started, by name."""
+        lines = itertools.chain.from_iterable(self.computations.values())
+        return {line.name: line for line in lines if line.op.endswith(("-start", "-update"))}
+
+    def _exchanges(
+        self, line: Instruction, between: list[Instruction], calls: int
+    ) -> Iterator[Exchange]:
+        """The arrays that one instruction moves, if it communicates, while others run."""
+        issued = self._issued(line)
+        kind = kind_of(issued.op) if issued else None
+        if issued is None or kind is None:
+            return
+        axes = self._axes_of(issued.rest)
+        group = math.prod(self.axes.get(axis, 1) for axis in axes)
+        for dtype, size in arrays_of(issued, kind, group):
+            yield Exchange(
+                kind=KINDS[kind],
+                axes=axes,
+                dtype=DTYPES.get(dtype, dtype),
+                bytes=size,
+                calls=calls,
+                asynchronous=line.op.endswith("-start"),
+                hides=any(self.multiplies(other) for other in between),
+                backward="transpose(" in line.rest,
+                launch=line.name,
+            )
+
+    def _end(self, lines: list[Instruction], place: int) -> int:
+        """Where what an instruction starts is done; the next place for what is waited for."""
+        if not lines[place].op.endswith("-start"):
+            return place + 1
+        ends = (
+            number
+            for number, line in enumerate(lines[place + 1 :], place + 1)
+            if line.op.endswith("-done") and origin_of(line, self._starts) == lines[place].name
+        )
+        return next(ends, len(lines))
+
+    def _axes_of(self, attributes: str) -> tuple[str, ...]:
+        """The mesh axes along which the devices of a collective lie."""
+        named = re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", attributes)
+        if named:
+            names = re.findall(r"'(\w+)'", named[1])
+            return tuple(axis for axis in names if self.axes[axis] > 1)
+        return self._axes_of_groups(replica_groups(attributes, math.prod(self.axes.values())))
+
+    def _axes_of_groups(self, groups: frozenset[frozenset[int]]) -> tuple[str, ...]:
+        names = [axis for axis, size in self.axes.items() if size > 1]
+        for count in range(len(names) + 1):
+            for chosen in itertools.combinations(names, count):
+                if _groups_along(chosen, tuple(self.axes.items())) == groups:
+                    return chosen
+        return ("?",)
+
+
+@lru_cache
+def _groups_along(
+    chosen: tuple[str, ...], axes: tuple[tuple[str, int], ...]
+) -> frozenset[frozenset[int]]:
+    names, sizes = zip(*axes, strict=True)
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    places = [names.index(axis) for axis in chosen]
+    count = math.prod(sizes[place] for place in places)
+    ids = np.moveaxis(ids, places, range(-len(places), 0)).reshape(-1, count)
+    return frozenset(frozenset(group) for group in ids.tolist())

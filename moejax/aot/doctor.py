@@ -1,0 +1,92 @@
+"""The command `moejax doctor`: what is installed, and which implementation each operation takes.
+
+With a config it answers for that run; without one, for a model of the default shape in the dtype
+that such devices train in. `--target` answers for accelerators that are not here.
+"""
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from dataclasses import replace
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from moejax.aot.target import TARGETS
+from moejax.config.fields import change
+from moejax.config.load import load_config, split_overrides
+from moejax.config.schema import Config
+from moejax.errors import InputError, exit_code
+from moejax.kernels.select import HOPPER, Choice, Place, select_kernels
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command. Returns the exit code."""
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="moejax doctor",
+        description="What is installed, which implementation each operation takes, and why.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="as of moejax train")
+    parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
+    parser.add_argument("--target", choices=sorted(TARGETS), help="accelerators that are not here")
+    args = parser.parse_args(rest)
+
+    def run() -> None:
+        if overrides and args.config is None:
+            raise InputError("settings without a config. Add --config FILE.")
+        place, console = _place(args.target), Console()
+        if args.config is not None:
+            show(load_config(args.config, overrides), place, console)
+            return
+        dtype = "float32" if place.platform == "cpu" else "bfloat16"
+        show(change(Config(), {"model.dtype": dtype}), place, console)
+        console.print(f"no config: for the default model in {dtype}", highlight=False)
+
+    return exit_code(run, stopped="nothing was changed")
+
+
+def _place(target: str | None) -> Place:
+    if target is not None:
+        return Place(TARGETS[target].platform, HOPPER if target == "h200" else None)
+    device = jax.devices()[0]
+    return Place(device.platform, getattr(device, "compute_capability", None))
+
+
+def show(cfg: Config, place: Place, console: Console) -> None:
+    """Prints versions, the place and the choices.
+
+    Raises:
+      InputError: as `select_kernels`, after everything is printed.
+    """
+    found = [f"Python {platform.python_version()}"]
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    console.print(", ".join(found), highlight=False, soft_wrap=True)
+    capability = f", compute capability {place.capability}" if place.capability else ""
+    console.print(f"platform {place.platform}{capability}", highlight=False)
+    try:
+        console.print(_table(select_kernels(cfg, place)))
+    except InputError:
+        open_choice = replace(cfg, kernels="auto", moe=replace(cfg.moe, implementation="auto"))
+        console.print(_table(select_kernels(open_choice, place)))
+        raise
+
+
+def _table(choices: dict[str, Choice]) -> Table:
+    table = Table("operation", "takes", "because", "declined", title_justify="left")
+    for operation, choice in choices.items():
+        declined = "\n".join(f"{name}: {reason}" for name, reason in choice.declined)
+        table.add_row(operation, choice.implementation, choice.reason, declined)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Compress only what is exposed (Optimus-CC): the compiled schedule says which traffic hides.
+
+What travels behind matrix products costs no time, so a codec there would cost error and work for
+nothing.
+"""
+
+from collections.abc import Iterable
+
+from moejax.aot.compiled import Exchange
+from moejax.config.compression import PRESETS
+from moejax.layout.layout import Layout
+
+
+def class_of(one: Exchange, layout: Layout) -> str | None:
+    """The class of compressible traffic that a collective carries, forward or backward.
+
+    The compiled program does not name what it sends: both directions of tokens count as one class
+    here, and so do gradients of dense weights and of experts, which cross nodes on the same axes.
+    """
+    if "float" not in one.dtype or not set(one.axes) & set(layout.slow):
+        return None
+    if one.kind == "all_to_all":
+        return "tokens_backward" if one.backward else "tokens"
+    if one.kind == "all_gather" and set(one.axes) & set(layout.fsdp + layout.expert):
+        return "weights"
+    if one.kind in ("all_reduce", "reduce_scatter") and one.backward:
+        return "gradients"
+    return None
+
+
+CLASSES = {
+    "tokens": ("dispatch", "combine"),
+    "tokens_backward": ("dispatch_backward", "combine_backward"),
+    "gradients": ("dense_gradient", "expert_gradient"),
+}
+
+
+def hidden_shares(exchanges: Iterable[Exchange], layout: Layout) -> dict[str, float]:
+    """The share of each class's bytes across nodes that enclose a matrix product."""
+    total: dict[str, int] = {}
+    hidden: dict[str, int] = {}
+    for one in exchanges:
+        kind = class_of(one, layout)
+        if kind is not None:
+            total[kind] = total.get(kind, 0) + one.calls * one.bytes
+            hidden[kind] = hidden.get(kind, 0) + one.calls * one.bytes * one.hides
+    return {kind: hidden[kind] / max(total[kind], 1) for kind in total}
+
+
+def compress_exposed(
+    exchanges: Iterable[Exchange], layout: Layout, preset: str, *, hidden_above: float = 0.5
+) -> dict[str, str]:
+    """Returns the settings of `compression` that leave hidden classes as they are.
+
+    Args:
+      exchanges: of the step compiled without codecs.
+      preset: whose codecs the exposed classes take.
+      hidden_above: the share of bytes above which a class counts as hidden.
+    """
+    chosen = {"preset": "none"}
+    for kind, share in hidden_shares(exchanges, layout).items():
+        if share <= hidden_above:
+            for name in CLASSES.get(kind, (kind,)):
+                if name in PRESETS[preset]:
+                    chosen[name] = PRESETS[preset][name]
+    return chosen

@@ -1,0 +1,119 @@
+"""Clusters described well enough that XLA compiles for them where none is present.
+
+A node is eight accelerators: of GPUs one machine, of TPUs one slice. Nodes are joined by a network.
+"""
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from moejax.errors import InputError
+from moejax.runtime.memory import SHARE
+
+NODE = 8  # devices
+
+# The fields of XLA's `GpuTargetConfigProto` that its compiler asks for. Source of the values: XLA,
+# xla/backends/gpu/target_config/specs/h200.txtpb.
+H200 = """
+gpu_device_info {
+  name: "NVIDIA H200" device_vendor: "NVIDIA Corporation"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  device_memory_size: 151397597184 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_core: 233472 shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+  device_interconnect_info { active_links: 18 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of accelerator.
+
+    Attributes:
+      platform: "gpu" or "tpu".
+      topology: the name of one node, as libtpu spells it.
+      memory_bytes: of one device, that a program may use.
+      extra: of moejax, which brings the compiler.
+    """
+
+    platform: str
+    memory_bytes: int
+    extra: str
+    topology: str = ""
+
+
+TARGETS = {
+    "h200": Target("gpu", int(SHARE * 151_397_597_184), "aot"),
+    # Memory: Google Cloud's pages of TPU v5p and v6e.
+    "v5p": Target("tpu", 95 * 2**30, "tpu", "v5p:2x2x2"),
+    "v6e": Target("tpu", 32 * 2**30, "tpu", "v6e:2x4"),
+}
+
+
+def describe_devices(target: Target, nodes: int) -> list[Any]:
+    """Returns the devices of a cluster, node after node; they compile, but run nothing.
+
+    Raises:
+      InputError: if the compiler of the platform is not installed.
+    """
+    # Before JAX looks for plugins, or that of CUDA looks for its libraries and gives up.
+    jax.config.update("jax_platforms", "cpu")
+    # Compilers say at length what a machine without accelerators lacks.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        devices = list(_topology(target, nodes).devices)
+    except (NotImplementedError, RuntimeError, ModuleNotFoundError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"no compiler for {target.platform}. JAX says: {reason}. It comes with a package of "
+            f"its own. Install moejax[{target.extra}]."
+        ) from error
+    if target.platform == "gpu":
+        _check_cuda_tools()
+    return devices
+
+
+def _topology(target: Target, nodes: int) -> topologies.TopologyDescription:
+    if target.platform == "gpu":
+        # Partitions x nodes x devices of a node.
+        shape = f"1x{nodes}x{NODE}"
+        return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=H200)
+    # libtpu would ask Google Cloud's metadata server where it runs.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    slices = {"num_slices": nodes} if nodes > 1 else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=target.topology, **slices)
+
+
+def _check_cuda_tools() -> None:
+    """Looks where XLA looks for what it calls; it ends the process where libdevice is missing."""
+    packages = importlib.util.find_spec("jax_plugins")
+    homes = [Path("/usr/local/cuda"), Path("/opt/cuda")]
+    for place in packages.submodule_search_locations or [] if packages else []:
+        homes += sorted((Path(place).parent / "nvidia").glob("*"))
+    missing = []
+    if not shutil.which("ptxas") and not any((home / "bin/ptxas").exists() for home in homes):
+        missing.append("ptxas")
+    if not any((home / "nvvm/libdevice/libdevice.10.bc").exists() for home in homes):
+        missing.append("libdevice")
+    if missing:
+        raise InputError(
+            f"no {' and no '.join(missing)} found. XLA's compiler for GPUs needs CUDA's tools. "
+            f"Install moejax[aot]."
+        )

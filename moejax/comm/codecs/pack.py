@@ -1,0 +1,53 @@
+"""Payloads of codecs as bytes, so that all of one travels as one array.
+
+Per device; nothing here communicates.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from moejax.comm.codecs.build import Codec, Payload
+
+
+def encode_packed(codec: Codec, x: jax.Array) -> tuple[jax.Array, Payload]:
+    """Encodes x [..., n] with a codec that remembers nothing.
+
+    Returns:
+      All of the payload as bytes [..., m], and the payload, to `decode_packed` by.
+    """
+    payload = codec.encode_once(x)
+    return pack(payload, x.ndim - 1), payload
+
+
+def decode_packed(
+    codec: Codec, packed: jax.Array, like: Payload, size: int, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """Returns [..., size] of bytes that `encode_packed` made, of any leading sizes."""
+    return codec.decode_as(unpack(packed, like), size, dtype)
+
+
+def pack(payload: Payload, lead: int = 1) -> jax.Array:
+    """All arrays of a payload as bytes [..., m], `lead` dimensions kept, to travel as one."""
+    rows = [_bytes(leaf).reshape(*leaf.shape[:lead], -1) for leaf in jax.tree.leaves(payload)]
+    return jnp.concatenate(rows, axis=-1)
+
+
+def unpack(packed: jax.Array, like: Payload) -> Payload:
+    """The inverse of `pack`; leading sizes may differ from those of `like`."""
+    leaves, tree = jax.tree.flatten(like)
+    lead, start, found = packed.ndim - 1, 0, []
+    for leaf in leaves:
+        itemsize = (leaf.dtype.itemsize,) if leaf.dtype.itemsize > 1 else ()
+        shape = (*leaf.shape[lead:], *itemsize)
+        piece, start = packed[..., start : start + math.prod(shape)], start + math.prod(shape)
+        piece = piece.reshape(*packed.shape[:-1], *shape)
+        dtype = leaf.dtype
+        found.append(piece if dtype == jnp.uint8 else jax.lax.bitcast_convert_type(piece, dtype))
+    return jax.tree.unflatten(tree, found)
+
+
+def _bytes(x: jax.Array) -> jax.Array:
+    return x if x.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(x, jnp.uint8)

@@ -1,0 +1,212 @@
+"""Every rule between settings, checked before any device is touched.
+
+`check` is for a config as it was written; `resolve_mesh` follows once the number of devices is
+known. Neither imports JAX. The rules on single values live with the fields in `config.schema`.
+"""
+
+from moejax.config.checks.effects import check_effects
+from moejax.config.checks.mesh import (
+    AXES,
+    check_batch,
+    check_expert_axis,
+    check_tensor_axis,
+    check_width,
+    resolve_mesh,
+)
+from moejax.config.checks.planned import check_plan, is_planned
+from moejax.config.checks.size import check_size
+from moejax.config.checks.words import divisors, require
+from moejax.config.compression import build_compression
+from moejax.config.fields import short
+from moejax.config.schema import Config
+
+__all__ = ["AXES", "check", "resolve_mesh"]
+
+
+def check(cfg: Config) -> None:
+    """Raises InputError at the first rule between settings that `cfg` breaks."""
+    check_effects(cfg)
+    check_size(cfg)
+    _check_paths(cfg)
+    _check_model(cfg)
+    _check_data(cfg)
+    _check_training(cfg)
+    if cfg.model.has_experts:
+        _check_experts(cfg)
+        _check_groups(cfg)
+        check_expert_axis(cfg)
+        _check_route(cfg)
+    _check_compression(cfg)
+    check_tensor_axis(cfg)
+    check_width(cfg)
+    check_batch(cfg)
+    check_plan(cfg)
+    if cfg.mesh.simulated_devices is not None and not is_planned(cfg):
+        resolve_mesh(cfg, cfg.mesh.simulated_devices, "cpu")
+
+
+def _check_paths(cfg: Config) -> None:
+    named = {
+        "run_dir": (cfg.run_dir,),
+        "checkpoint.init_from": (cfg.checkpoint.init_from,),
+        "data.train_files": cfg.data.train_files,
+        "data.eval_files": cfg.data.eval_files,
+    }
+    for name, paths in named.items():
+        for path in paths:
+            require(
+                path is None or (path.strip() != "" and "\0" not in path),
+                f"`{name}` has {short(path)}. A path is not empty and has no null byte. "
+                "Name a file or directory.",
+            )
+
+
+def _check_model(cfg: Config) -> None:
+    model, rope = cfg.model, cfg.model.rope
+    require(
+        model.num_heads % model.num_kv_heads == 0,
+        f"`model.num_heads` = {model.num_heads} is not a multiple of `model.num_kv_heads` = "
+        f"{model.num_kv_heads}. Choose {divisors(model.num_heads)} for model.num_kv_heads.",
+    )
+    require(
+        model.head_width % 2 == 0,
+        f"`model.head_width` = {model.head_width} is odd. Rotary positions turn pairs of channels. "
+        f"Choose {model.head_width - 1} or {model.head_width + 1}.",
+    )
+    if model.moe_every is not None:
+        rest = model.num_layers - model.first_dense_layers
+        require(
+            rest >= 1,
+            f"`model.first_dense_layers` = {model.first_dense_layers} leaves none of "
+            f"{model.num_layers} layers for experts. It must be below `model.num_layers`; set "
+            "model.moe_every=none for a dense model.",
+        )
+        require(
+            model.moe_every <= rest,
+            f"`model.moe_every` = {model.moe_every} leaves no block with experts. It must be at "
+            f"most num_layers - first_dense_layers = {rest}; set none for a dense model.",
+        )
+    pairs = {"llama3": ("low_frequency_factor", "high_frequency_factor")}
+    pairs["yarn"] = ("beta_slow", "beta_fast")
+    if rope.scaling in pairs:
+        low, high = pairs[rope.scaling]
+        require(
+            getattr(rope, low) < getattr(rope, high),
+            f"`model.rope.{low}` = {getattr(rope, low)} must be below `model.rope.{high}` = "
+            f"{getattr(rope, high)}. Lower the first or raise the second.",
+        )
+    require(
+        rope.scaling != "yarn" or rope.theta > 1,
+        f"`model.rope.theta` = {rope.theta} leaves no channel pair that turns slower than another. "
+        "yarn tells pairs apart by how fast they turn, so it must be above 1. Set it to the base "
+        "that the model was trained with, or another `model.rope.scaling`.",
+    )
+
+
+def _check_data(cfg: Config) -> None:
+    if cfg.data.source == "stdlib":
+        require(
+            cfg.model.vocab_size >= 257,
+            f"`model.vocab_size` = {cfg.model.vocab_size} is too small for `data.source` stdlib: "
+            "256 bytes and the end of a document need at least 257. Set model.vocab_size=264.",
+        )
+    else:
+        require(
+            len(cfg.data.train_files) > 0,
+            f"`data.train_files` is empty, but `data.source` is {cfg.data.source}. Name token "
+            "files or globs, or set data.source=stdlib.",
+        )
+
+
+def _check_training(cfg: Config) -> None:
+    optimizer, train = cfg.optimizer, cfg.train
+    require(
+        optimizer.warmup_steps <= train.num_steps,
+        f"`optimizer.warmup_steps` = {optimizer.warmup_steps} is more than `train.num_steps` = "
+        f"{train.num_steps}. Lower the warm-up or train longer.",
+    )
+    for name in ("beta1", "beta2", "muon_momentum"):
+        require(
+            getattr(optimizer, name) < 1,
+            f"`optimizer.{name}` = {getattr(optimizer, name)} must be below 1: an average that "
+            "never forgets never learns. Choose 0.9 to 0.999.",
+        )
+    require(
+        train.seed < 2**32,
+        f"`train.seed` = {train.seed} does not fit in 32 bits, so JAX would cut it. Choose a seed "
+        "below 4294967296.",
+    )
+
+
+def _check_experts(cfg: Config) -> None:
+    moe = cfg.moe
+    require(
+        moe.experts_per_token <= moe.num_experts,
+        f"`moe.experts_per_token` = {moe.experts_per_token} is more than `moe.num_experts` = "
+        f"{moe.num_experts}. Lower the first or raise the second.",
+    )
+
+
+def _check_groups(cfg: Config) -> None:
+    E, K, router = cfg.moe.num_experts, cfg.moe.experts_per_token, cfg.moe.router
+    G, chosen = router.num_groups, router.groups_per_token
+    if G == 1:
+        return
+    require(
+        E % G == 0,
+        f"`moe.num_experts` = {E} is not a multiple of `moe.router.num_groups` = {G}. "
+        f"Choose {divisors(E)} groups.",
+    )
+    require(
+        chosen <= G,
+        f"`moe.router.groups_per_token` = {chosen} is more than `moe.router.num_groups` = {G}. "
+        "Lower the first or raise the second.",
+    )
+    require(
+        chosen * (E // G) >= K,
+        f"`moe.experts_per_token` = {K} is more than the {chosen * (E // G)} experts that a token "
+        f"can reach: `moe.router.groups_per_token` = {chosen} times {E // G} experts a group. "
+        "Raise the second or lower the first.",
+    )
+    require(
+        router.score != "sigmoid" or E // G >= 2,
+        f"`moe.router.num_groups` = {G} leaves one expert in a group of {E}. With sigmoid scores "
+        f"a group counts by its two best experts. Choose at most {E // 2} groups.",
+    )
+
+
+def _chunks(cfg: Config) -> tuple[int, int]:
+    return cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
+
+
+def _check_route(cfg: Config) -> None:
+    mesh, route = cfg.mesh, cfg.route
+    if route in ("duplicate", "spread", "gather_home"):
+        require(
+            mesh.tensor > 1 and mesh.expert_weights == "hidden",
+            f"`route` = {route} is for experts whose hidden width is sharded. `mesh.tensor` is "
+            f"{mesh.tensor}, `mesh.expert_weights` is {mesh.expert_weights}. Choose split, or a "
+            "tensor axis above 1 and hidden.",
+        )
+    require(
+        not cfg.route_trim or (route != "gather_home" and _chunks(cfg) == (1, 1)),
+        f"`route_trim` sends each bucket in one piece. `route` is {route} with "
+        f"{' and '.join(map(str, _chunks(cfg)))} chunks, which cuts it. Leave `route_trim` off, or "
+        "choose one chunk and another route than gather_home.",
+    )
+    if route in ("merge", "two_level_merge"):
+        plain = "split" if route == "merge" else "two_level"
+        require(
+            cfg.moe.experts_per_token > 1,
+            f"`route` = {route} merges a token's copies. `moe.experts_per_token` is 1, so there is "
+            f"one. Choose {plain}.",
+        )
+
+
+def _check_compression(cfg: Config) -> None:
+    """Codecs are codecs, and blocks pack into words."""
+    build_compression(cfg.compression)
+    require(
+        cfg.compression.block % 4 == 0,
+        f"`compression.block` is {cfg.compression.block}. It must be a multiple of 4.",
+    )

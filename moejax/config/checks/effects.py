@@ -1,0 +1,134 @@
+"""Settings that would do nothing as the others stand; changing one is refused."""
+
+from collections.abc import Callable, Iterator
+
+from moejax.config.checks.mesh import expert_owners
+from moejax.config.checks.planned import is_planned
+from moejax.config.compression import NO_COMPRESSION, build_compression
+from moejax.config.fields import fields, get_value, short
+from moejax.config.schema import Config
+from moejax.errors import InputError
+
+ROUTE_SETTINGS = ("route", "route_chunks", "route_chunks_backward", "route_trim")
+
+# A rule on settings that do nothing: the settings (a name or the start of names), whether `cfg`
+# uses them, and why not when it does not.
+_Effect = tuple[tuple[str, ...], Callable[[Config], bool], str]
+
+
+def _effects() -> Iterator[_Effect]:
+    yield (
+        ("moe.", "model.first_dense_layers", "mesh.expert_weights", "mesh.expert", *ROUTE_SETTINGS),
+        lambda cfg: cfg.model.has_experts,
+        "`model.moe_every` is none, so no block has experts",
+    )
+    yield (
+        ("model.mlp_hidden",),
+        lambda cfg: cfg.model.has_dense_blocks,
+        "every block has experts (`model.moe_every` is 1, `model.first_dense_layers` is 0)",
+    )
+    yield (
+        ("mesh.expert_weights", "mesh.activations"),
+        lambda cfg: cfg.mesh.tensor > 1,
+        "`mesh.tensor` is 1",
+    )
+    yield (
+        ("route_chunks", "route_chunks_backward", "route_trim"),
+        lambda cfg: expert_owners(cfg.mesh) > 1 or cfg.route == "spread",
+        "one device owns all experts, so nothing is exchanged",
+    )
+    yield (
+        ("compression.block", "compression.start_layer"),
+        lambda cfg: build_compression(cfg.compression) != NO_COMPRESSION,
+        "`compression` is none",
+    )
+    yield (
+        ("compression.adapt_every",),
+        lambda cfg: build_compression(cfg.compression).adaptive,
+        "no codec of `compression` is adaptive",
+    )
+    yield (
+        ("moe.router.groups_per_token",),
+        lambda cfg: cfg.moe.router.num_groups > 1,
+        "`moe.router.num_groups` is 1",
+    )
+    yield from _rope_effects()
+    yield from _training_effects()
+
+
+def _rope_effects() -> Iterator[_Effect]:
+    scaled = {
+        ("model.rope.factor",): ("linear", "llama3", "yarn"),
+        ("model.rope.trained_length",): ("llama3", "yarn"),
+        ("model.rope.low_frequency_factor", "model.rope.high_frequency_factor"): ("llama3",),
+        ("model.rope.beta_fast", "model.rope.beta_slow"): ("yarn",),
+    }
+    for names, scalings in scaled.items():
+        yield (
+            names,
+            lambda cfg, scalings=scalings: cfg.model.rope.scaling in scalings,
+            f"only `model.rope.scaling` {' or '.join(scalings)} reads it",
+        )
+    yield (
+        ("model.rope.scaling",),
+        lambda cfg: cfg.model.rope.factor > 1,
+        "`model.rope.factor` is 1, which stretches nothing",
+    )
+
+
+def _training_effects() -> Iterator[_Effect]:
+    yield (
+        ("optimizer.muon_",),
+        lambda cfg: cfg.optimizer.name == "muon",
+        "`optimizer.name` is not muon",
+    )
+    yield (
+        ("optimizer.final_fraction",),
+        lambda cfg: cfg.optimizer.schedule != "constant",
+        "`optimizer.schedule` is constant",
+    )
+    yield (
+        ("data.train_files", "data.eval_files"),
+        lambda cfg: cfg.data.source != "stdlib",
+        "`data.source` is stdlib, which reads the text of Python's own library",
+    )
+    yield (
+        ("train.eval_every", "train.eval_batches"),
+        lambda cfg: cfg.data.source == "stdlib" or bool(cfg.data.eval_files),
+        "`data.eval_files` is empty, so nothing is evaluated",
+    )
+    yield (
+        ("train.sample_prompt",),
+        lambda cfg: cfg.train.sample_tokens > 0,
+        "`train.sample_tokens` is 0",
+    )
+    yield (
+        ("plan.topology", "plan.routing", "plan.codecs", "plan.seconds", "plan.replan"),
+        is_planned,
+        "nobody plans (`plan` is hand, or default with a choice made by hand)",
+    )
+    yield (
+        ("mesh.simulated_devices",),
+        lambda cfg: cfg.mesh.platform in (None, "cpu"),
+        "only CPU devices are simulated; set `mesh.platform` to cpu",
+    )
+
+
+def check_effects(cfg: Config) -> None:
+    """Refuses settings that were changed and then ignored: the user meant something by them.
+
+    None switches something off: where that is off anyway, it says what is so.
+    """
+    values = {field: get_value(cfg, field.name) for field in fields().values()}
+    changed = [field for field, value in values.items() if value not in (field.default, None)]
+    for names, used, reason in _effects():
+        if used(cfg):
+            continue
+        groups = tuple(name for name in names if name.endswith((".", "_")))
+        for field in changed:
+            if field.name in names or field.name.startswith(groups):
+                value = get_value(cfg, field.name)
+                raise InputError(
+                    f"`{field.name}` = {short(value)} has no effect: {reason}. "
+                    f"Leave it at {short(field.default)} or change the other setting."
+                )

@@ -1,0 +1,179 @@
+"""Rules between the mesh and what is cut along its axes."""
+
+import dataclasses
+import math
+
+from moejax.config.checks.size import BYTES_PER_PARAMETER, machine_memory, parameters_of
+from moejax.config.checks.words import divisors, multiples, require
+from moejax.config.compression import NO_COMPRESSION, build_compression
+from moejax.config.schema import Config, MeshConfig
+from moejax.errors import InputError
+
+AXES = ("replica", "fsdp", "expert", "tensor")
+
+
+def resolve_mesh(
+    cfg: Config, num_devices: int, platform: str, *, processes: int | None = None
+) -> Config:
+    """Returns `cfg` with replica axis and nodes known, for a mesh of exactly `num_devices` devices.
+
+    Args:
+      processes: how many share the devices, if that is known already.
+
+    Raises:
+      InputError: the axes do not multiply to `num_devices`, the batch does not divide by them, or
+        the nodes do not fit the axes.
+    """
+    resolved = _fill_replica(cfg, num_devices, platform)
+    check_batch(resolved)
+    nodes = resolved.mesh.nodes or processes
+    if nodes is None:
+        return resolved
+    resolved = dataclasses.replace(resolved, mesh=dataclasses.replace(resolved.mesh, nodes=nodes))
+    _check_nodes(resolved, num_devices)
+    return resolved
+
+
+def check_expert_axis(cfg: Config) -> None:
+    """The devices that own experts divide the experts among themselves."""
+    E, mesh = cfg.moe.num_experts, cfg.mesh
+    folded, owners = mesh.expert_weights == "folded", expert_owners(mesh)
+    axis = "expert x tensor axis (folded)" if folded else "expert axis"
+    require(
+        E % owners == 0,
+        f"{E} experts on an {axis} of {owners}: choose {divisors(E)} or change "
+        "moe.num_experts. The axis must divide the experts.",
+    )
+
+
+def expert_owners(mesh: MeshConfig) -> int:
+    """Devices that the experts of a layer are spread over."""
+    return mesh.expert * mesh.tensor if mesh.expert_weights == "folded" else mesh.expert
+
+
+def _check_nodes(cfg: Config, num_devices: int) -> None:
+    """Nodes hold whole pieces of the mesh; two levels need experts across and inside them."""
+    mesh = cfg.mesh
+    assert mesh.nodes is not None, "resolve_mesh fills it first"
+    require(
+        num_devices % mesh.nodes == 0,
+        f"`mesh.nodes` = {mesh.nodes} does not divide {num_devices} devices. Nodes have equally "
+        f"many. Choose {divisors(num_devices)}.",
+    )
+    require(
+        mesh.nodes > 1 or build_compression(cfg.compression) == NO_COMPRESSION,
+        "`compression` has no effect: all devices are on one node (`mesh.nodes` is 1), and nothing "
+        "is compressed inside a node. Set mesh.nodes, or compression=none.",
+    )
+    room, inside = num_devices // mesh.nodes, {}
+    for axis in reversed(AXES):
+        size = getattr(mesh, axis)
+        inside[axis] = math.gcd(size, room)
+        room //= inside[axis]
+        require(
+            inside[axis] == size or room == 1,
+            f"`mesh.{axis}` = {size} does not fit nodes of {num_devices // mesh.nodes} devices: a "
+            f"node would hold {room} pieces of {inside[axis]}. Choose a mesh.{axis} that is a "
+            f"multiple or a divisor of {room * inside[axis]}.",
+        )
+    if cfg.model.has_experts and cfg.route.startswith("two_level"):
+        own = ("expert", "tensor") if mesh.expert_weights == "folded" else ("expert",)
+        across = any(inside[axis] < getattr(mesh, axis) for axis in own)
+        within = math.prod(inside[axis] for axis in own) > 1
+        require(
+            across and within,
+            f"`route` = {cfg.route} needs experts on several nodes and on several devices of each. "
+            f"`mesh.nodes` is {mesh.nodes}, and a node holds "
+            f"{math.prod(inside[axis] for axis in own)} of {expert_owners(mesh)} owners of "
+            "experts. Choose another mesh or route=split.",
+        )
+
+
+def check_tensor_axis(cfg: Config) -> None:
+    """Everything that is cut in `mesh.tensor` parts must divide by it."""
+    model, moe, tensor = cfg.model, cfg.moe, cfg.mesh.tensor
+    sizes = {
+        "model.num_heads": model.num_heads,
+        "model.num_kv_heads": model.num_kv_heads,
+        "model.vocab_size": model.vocab_size,
+        "data.sequence_length": cfg.data.sequence_length,
+    }
+    if model.has_dense_blocks:
+        sizes["model.mlp_hidden"] = model.mlp_hidden
+    if model.has_experts:
+        if cfg.mesh.expert_weights == "hidden":
+            sizes["moe.expert_hidden"] = moe.expert_hidden
+        shared = moe.num_shared_experts * moe.expert_hidden
+        sizes["moe.num_shared_experts x moe.expert_hidden"] = shared
+    for name, size in sizes.items():
+        require(
+            size % tensor == 0,
+            f"`{name}` = {size} is not divisible by `mesh.tensor` = {tensor}. Choose a tensor axis "
+            f"of {divisors(math.gcd(*sizes.values()))}, or {multiples(size, tensor)} here.",
+        )
+
+
+def check_width(cfg: Config) -> None:
+    """Dense weights spread their width over fsdp x expert; expert weights over fsdp alone."""
+    width, fsdp, expert = cfg.model.width, cfg.mesh.fsdp, cfg.mesh.expert
+    require(
+        width % (fsdp * expert) == 0,
+        f"`model.width` = {width} is not divisible by mesh.fsdp x mesh.expert = {fsdp} x {expert} "
+        f"= {fsdp * expert}. Choose {multiples(width, fsdp * expert)} for model.width, or smaller "
+        "axes.",
+    )
+
+
+def check_batch(cfg: Config) -> None:
+    """Every device needs the same whole number of sequences, in each micro-batch."""
+    mesh, batch = cfg.mesh, cfg.train.batch_sequences
+    if mesh.replica is None:
+        parts = mesh.fsdp * mesh.expert * cfg.train.micro_batches
+        axes = f"mesh.fsdp {mesh.fsdp} x mesh.expert {mesh.expert}"
+    else:
+        parts = mesh.replica * mesh.fsdp * mesh.expert * cfg.train.micro_batches
+        axes = f"mesh.replica {mesh.replica} x mesh.fsdp {mesh.fsdp} x mesh.expert {mesh.expert}"
+    require(
+        batch % parts == 0,
+        f"`train.batch_sequences` = {batch} is not divisible by {parts} = {axes} x "
+        f"train.micro_batches {cfg.train.micro_batches}. Choose {multiples(batch, parts)}.",
+    )
+
+
+def _fill_replica(cfg: Config, num_devices: int, platform: str) -> Config:
+    mesh = cfg.mesh
+    others = mesh.fsdp * mesh.expert * mesh.tensor
+    replica = mesh.replica if mesh.replica is not None else max(1, num_devices // others)
+    needed = replica * others
+    if needed != num_devices:
+        raise InputError(_describe_misfit(cfg, num_devices, platform, needed))
+    return dataclasses.replace(cfg, mesh=dataclasses.replace(mesh, replica=replica))
+
+
+def _describe_misfit(cfg: Config, num_devices: int, platform: str, needed: int) -> str:
+    mesh = cfg.mesh
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
+    ways = [
+        f"choose axis sizes that multiply to {num_devices} (each one of {divisors(num_devices)})"
+    ]
+    others = mesh.fsdp * mesh.expert * mesh.tensor
+    if mesh.replica is not None and num_devices % others == 0:
+        ways.append("set mesh.replica=none to use all")
+    if platform == "cpu":
+        multiple = others * math.ceil(num_devices / others) if mesh.replica is None else needed
+        state = BYTES_PER_PARAMETER * parameters_of(cfg)
+        if state <= machine_memory():
+            ways.append(f"set mesh.simulated_devices={multiple}")
+        else:
+            ways.append(
+                f"start on {multiple} real devices (weights, optimizer state and gradients take "
+                f"{state / 2**30:,.0f} GiB, this machine has {machine_memory() / 2**30:,.0f})"
+            )
+    verb = "needs a multiple of" if mesh.replica is None else "needs"
+    count = others if mesh.replica is None else needed
+    hint = ", or ".join(ways)
+    return (
+        f"mesh {shown} {verb} {count} devices, found {num_devices} ({platform}). "
+        f"{hint[0].upper()}{hint[1:]}."
+    )

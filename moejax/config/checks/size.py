@@ -1,0 +1,54 @@
+"""How large a model is, from its settings alone, beside the memory of this machine."""
+
+import os
+from pathlib import Path
+
+from moejax.config.checks.words import require
+from moejax.config.schema import Config
+
+# A hundred times the largest models that are published; the weights alone are 400 TB.
+MAX_PARAMETERS = 10**14
+# A float32 master, two moments of AdamW, and a gradient.
+BYTES_PER_PARAMETER = 16
+
+
+def parameters_of(cfg: Config) -> int:
+    """Parameters of a model, but for its norms and biases, which are few."""
+    model, moe, D = cfg.model, cfg.moe, cfg.model.width
+    heads = model.num_heads + model.num_kv_heads
+    attention = 2 * D * heads * model.head_width
+    dense = 3 * D * model.mlp_hidden
+    experts = moe.num_experts + moe.num_shared_experts
+    sparse = D * moe.num_experts + 3 * D * experts * moe.expert_hidden
+    layers = 0
+    if model.moe_every is not None:
+        layers = (model.num_layers - model.first_dense_layers) // model.moe_every
+    embedding = model.vocab_size * D * (1 if model.tie_embeddings else 2)
+    return (
+        embedding
+        + model.num_layers * attention
+        + (model.num_layers - layers) * dense
+        + layers * sparse
+    )
+
+
+def check_size(cfg: Config) -> None:
+    """Refuses a model that nobody could train, before it is traced."""
+    parameters = parameters_of(cfg)
+    require(
+        parameters <= MAX_PARAMETERS,
+        f"the model has {parameters:.1e} parameters. It may have {MAX_PARAMETERS:.0e}. Lower "
+        "model.width, model.num_layers, model.vocab_size or the experts' sizes.",
+    )
+
+
+CGROUP = Path("/sys/fs/cgroup/memory.max")  # what a container may take
+
+
+def machine_memory() -> int:
+    """Bytes of this machine, or of the container that this process is in."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(found, int(CGROUP.read_text()))
+    except (OSError, ValueError):  # no such limit, or "max"
+        return found

@@ -1,0 +1,265 @@
+"""Which codec each class of traffic takes across nodes, and when: texts of the config.
+
+A class is written as one codec, or as several with the step from which each counts:
+
+    int8+feedback                   always
+    none,int4+feedback@200          as it is for 200 steps, which is a warm-up
+    int4,int8@1000,bfloat16@5000    an error that tightens along training
+    adaptive:0.9:int8|int4|topk:0.1 the last of these that keeps 0.9 of the gradient's energy
+
+A codec is NAME[:ARGUMENT][+feedback][+stochastic]. What it does and how far it errs is stated in
+`comm.codecs.build`. Inside a node nothing is compressed, and nowhere the router, its metadata, the
+weights of its choices, the loss or the state of the optimizer. Nothing here imports JAX.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from moejax.config.schema import CompressionConfig
+from moejax.errors import InputError
+
+BLOCKS = ("int8", "e4m3", "e5m2", "int4")
+NAMES = ("bfloat16", *BLOCKS, "loco", "topk", "powersgd", "adaptive")
+GRADIENTS = ("dense_gradient", "expert_gradient")
+TOKENS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
+# The defaults of a policy: what tolerates how much.
+PRESETS: dict[str, dict[str, str]] = {
+    "none": {},
+    "hybrid": {
+        "dense_gradient": "int8+feedback",
+        "expert_gradient": "int8+feedback",
+        "dispatch": "int8",
+        "combine": "int8",
+    },
+    "strong": {
+        "dense_gradient": "int4+feedback",
+        "expert_gradient": "int4+feedback",
+        "dispatch": "int8",
+        "combine": "int8",
+        "dispatch_backward": "int8",
+        "combine_backward": "int8",
+        "weights": "int8",
+    },
+}
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """A codec by name."""
+
+    name: str
+    argument: float | None = None
+    feedback: bool = False
+    stochastic: bool = False
+    block: int = 128
+    kernel: str = "reference"  # implementation of kernels.quantize
+    # Implementation of kernels.quantized_rows, for rows of tokens; "separate": rows are permuted,
+    # then encoded, and decoded, then summed.
+    rows_kernel: str = "separate"
+    # Of an adaptive one: its rungs from mild to strong, which of them is taken, and whether this
+    # step measures what each would keep.
+    rungs: tuple["CodecSpec", ...] = ()
+    rung: int = 0
+    measures: bool = False
+
+    def __str__(self) -> str:
+        argument = "" if self.argument is None else f":{self.argument:g}"
+        rungs = ":" + "|".join(map(str, self.rungs)) if self.rungs else ""
+        flags = "+feedback" * self.feedback + "+stochastic" * self.stochastic
+        return self.name + argument + rungs + flags
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """The codec of each class during some steps; None: it travels as it is."""
+
+    dense_gradient: CodecSpec | None = None
+    expert_gradient: CodecSpec | None = None
+    dispatch: CodecSpec | None = None
+    combine: CodecSpec | None = None
+    dispatch_backward: CodecSpec | None = None
+    combine_backward: CodecSpec | None = None
+    weights: CodecSpec | None = None
+
+
+NO_CODECS = Codecs()
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A policy.
+
+    Attributes:
+      stages: codecs, and the step from which they count; the first count from step 0.
+      start_layer: the gradients of that many first blocks travel as they are.
+      adapt_every: steps from one choice of an adaptive codec to the next.
+    """
+
+    stages: tuple[tuple[int, Codecs], ...] = ((0, NO_CODECS),)
+    start_layer: int = 0
+    adapt_every: int = 1
+
+    def all_of(self, kind: str) -> list[CodecSpec]:
+        """Every codec that a class takes at some time."""
+        found = [getattr(codecs, kind) for _, codecs in self.stages]
+        return [spec for spec in found if spec is not None]
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether some codec chooses its strength."""
+        return any(spec.rungs for kind in GRADIENTS for spec in self.all_of(kind))
+
+    def at(self, step: int, rungs: tuple[int, int] = (0, 0)) -> Codecs:
+        """The codecs of a step.
+
+        Args:
+          step: counted from zero.
+          rungs: that the adaptive codecs of `GRADIENTS` stand on.
+        """
+        codecs = [codecs for start, codecs in self.stages if start <= step][-1]
+        measures = step % self.adapt_every == 0
+        for kind, rung in zip(GRADIENTS, rungs, strict=True):
+            spec = getattr(codecs, kind)
+            if spec is not None and spec.rungs:
+                spec = dataclasses.replace(spec, rung=rung, measures=measures)
+                codecs = dataclasses.replace(codecs, **{kind: spec})
+        return codecs
+
+    def with_kernels(self, kernel: str, rows_kernel: str) -> "Compression":
+        """The policy with other implementations of its block codecs; see `CodecSpec`."""
+
+        def changed(spec: CodecSpec | None) -> CodecSpec | None:
+            if spec is None:
+                return None
+            rungs = tuple(dataclasses.replace(rung, kernel=kernel) for rung in spec.rungs)
+            return dataclasses.replace(spec, kernel=kernel, rows_kernel=rows_kernel, rungs=rungs)
+
+        stages = tuple(
+            (start, Codecs(**{kind: changed(spec) for kind, spec in vars(codecs).items()}))
+            for start, codecs in self.stages
+        )
+        return dataclasses.replace(self, stages=stages)
+
+
+NO_COMPRESSION = Compression()
+
+
+def build_compression(cfg: CompressionConfig) -> Compression:
+    """Reads a policy: the preset, and on top of it the classes that are set.
+
+    Raises:
+      InputError: if a codec is not one, or cannot serve its class.
+    """
+    schedules = {}
+    for entry in dataclasses.fields(Codecs):
+        text = getattr(cfg, entry.name)
+        text = PRESETS[cfg.preset].get(entry.name, "none") if text == "preset" else text
+        schedules[entry.name] = _read_schedule(entry.name, text, cfg)
+    starts = sorted({start for schedule in schedules.values() for start in schedule})
+    stages = []
+    for now in starts:
+        latest = {
+            kind: schedule[max(start for start in schedule if start <= now)]
+            for kind, schedule in schedules.items()
+        }
+        stages.append((now, Codecs(**latest)))
+    if all(codecs == NO_CODECS for _, codecs in stages):
+        return NO_COMPRESSION
+    policy = Compression(tuple(stages), cfg.start_layer, cfg.adapt_every)
+    return policy if policy.adaptive else dataclasses.replace(policy, adapt_every=1)
+
+
+def describe(codecs: Codecs) -> str:
+    """The codecs in words; of an adaptive one the rung that it stands on."""
+    found = []
+    for entry in dataclasses.fields(Codecs):
+        spec = getattr(codecs, entry.name)
+        if spec is not None:
+            shown = f"{spec.rungs[spec.rung]} (adaptive)" if spec.rungs else str(spec)
+            found.append(f"{entry.name} {shown}")
+    return ", ".join(found) or "none"
+
+
+def _read_schedule(kind: str, text: str, cfg: CompressionConfig) -> dict[int, CodecSpec | None]:
+    """What a class takes, by the step from which it does."""
+    found: dict[int, CodecSpec | None] = {}
+    for place, part in enumerate(text.split(",")):
+        name, at, start = part.partition("@")
+        if (place > 0) != bool(at) or (at and not start.isdecimal()):
+            rule = (
+                "The first codec counts from the start, each later one says its step: none,int8@200"
+            )
+            _refuse(kind, text, rule)
+        step = int(start or 0)
+        if found and step <= max(found):
+            _refuse(kind, text, "Its steps must grow")
+        found[step] = _read_codec(kind, name, cfg)
+    names = {spec.name for spec in found.values() if spec is not None}
+    for own in {"loco", "adaptive"} & names:
+        if len(names) > 1:
+            _refuse(kind, text, f"What {own} remembers is of no use to another codec beside it")
+    return found
+
+
+def _read_codec(kind: str, text: str, cfg: CompressionConfig) -> CodecSpec | None:
+    """Reads one codec of a class."""
+    if text == "none":
+        return None
+    plain, *flags = text.split("+") if not text.startswith("adaptive") else [text]
+    name, colon, argument = plain.partition(":")
+    if name not in NAMES:
+        _refuse(kind, text, f"It must be none or one of {', '.join(NAMES)}")
+    if unknown := set(flags) - {"feedback", "stochastic"}:
+        _refuse(kind, text, f"It has no flag {min(unknown)}: they are feedback and stochastic")
+    if kind not in GRADIENTS and (flags or name not in ("bfloat16", *BLOCKS)):
+        rule = "Only gradients of weights have a codec that remembers or rounds at random. Choose "
+        _refuse(kind, text, rule + f"bfloat16, {', '.join(BLOCKS)}")
+    if "stochastic" in flags and name not in BLOCKS:
+        _refuse(kind, text, f"Only {', '.join(BLOCKS)} round at random")
+    if "feedback" in flags and name in ("loco", "powersgd", "adaptive"):
+        _refuse(kind, text, f"{name} has error feedback of its own. Leave out +feedback")
+    spec = CodecSpec(name, None, "feedback" in flags, "stochastic" in flags, cfg.block)
+    if name == "topk":
+        share = _number(argument)
+        if not 0 < share < 1:
+            rule = "topk takes the share of values to send, between 0 and 1: topk:0.01"
+            _refuse(kind, text, rule)
+        return dataclasses.replace(spec, argument=share)
+    if name == "powersgd":
+        rank = _number(argument)
+        if rank < 1 or rank != int(rank):
+            _refuse(kind, text, "powersgd takes a rank of at least 1: powersgd:4")
+        return dataclasses.replace(spec, argument=rank)
+    if name == "adaptive":
+        return _read_adaptive(kind, text, argument, spec, cfg)
+    if colon:
+        _refuse(kind, text, f"{name} takes no argument. Leave out :{argument}")
+    return spec
+
+
+def _read_adaptive(
+    kind: str, text: str, argument: str, spec: CodecSpec, cfg: CompressionConfig
+) -> CodecSpec:
+    threshold, _, listed = argument.partition(":")
+    rungs = tuple(_read_codec(kind, one, cfg) for one in listed.split("|")) if listed else ()
+    plain = (*BLOCKS, "bfloat16", "topk")
+    held = [rung is not None and rung.name in plain and not rung.feedback for rung in rungs]
+    if not 0 < _number(threshold) < 1 or len(rungs) < 2 or not all(held):
+        rule = (
+            "adaptive takes the share of energy to keep, and codecs without feedback from mild to "
+            "strong: adaptive:0.9:int8|int4|topk:0.1"
+        )
+        _refuse(kind, text, rule)
+    found = tuple(rung for rung in rungs if rung is not None)
+    return dataclasses.replace(spec, argument=_number(threshold), rungs=found)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _refuse(kind: str, text: str, rule: str) -> None:
+    raise InputError(f"`compression.{kind}` is `{text}`. {rule}.")

@@ -1,0 +1,239 @@
+"""Every setting as a dotted name with its type and range, and the check of one value.
+
+`config.schema` declares settings as nested dataclasses; here they become one flat table, which the
+ config files, the command line and the help text all read.
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moejax.config.schema import Config
+from moejax.errors import InputError
+
+_KIND_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple: "a list of texts",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One setting: its dotted name, its type and the rules its value obeys."""
+
+    name: str
+    kind: type
+    optional: bool
+    default: Any
+    help: str
+    at_least: float | None
+    above: float | None
+    at_most: float | None
+    choices: tuple[str, ...]
+
+    @property
+    def wanted(self) -> str:
+        """The type in words, as error messages say it."""
+        return _KIND_NAMES[self.kind] + (" or none" if self.optional else "")
+
+    @property
+    def type_name(self) -> str:
+        """The type as written in `moejax.config.schema`."""
+        name = "tuple[str, ...]" if self.kind is tuple else self.kind.__name__
+        return name + (" | None" if self.optional else "")
+
+    @property
+    def range(self) -> str:
+        """The rule on the value in words; empty when every value of the type will do."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        words = {"at least": self.at_least, "above": self.above, "at most": self.at_most}
+        return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
+
+
+@functools.cache
+def fields() -> Mapping[str, Field]:
+    """All settings by dotted name, in the order of declaration."""
+    return types.MappingProxyType({field.name: field for field in _walk(Config, "")})
+
+
+@functools.cache
+def sections() -> Mapping[str, type]:
+    """The groups of settings (`model`, `model.rope`, ...) and the dataclass of each."""
+    return types.MappingProxyType(dict(_walk_sections(Config, "")))
+
+
+def _walk(kind: type, prefix: str) -> Iterator[Field]:
+    hints = typing.get_type_hints(kind)
+    for entry in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[entry.name]):
+            yield from _walk(hints[entry.name], f"{prefix}{entry.name}.")
+        else:
+            base, optional = _split_optional(hints[entry.name])
+            yield Field(prefix + entry.name, base, optional, entry.default, **entry.metadata)
+
+
+def _walk_sections(kind: type, prefix: str) -> Iterator[tuple[str, type]]:
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            assert isinstance(hint, type)
+            yield prefix + name, hint
+            yield from _walk_sections(hint, f"{prefix}{name}.")
+
+
+def _split_optional(hint: Any) -> tuple[type, bool]:
+    """Returns the plain type of a setting's annotation, and whether it allows None."""
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    (plain,) = (part for part in parts if part is not types.NoneType)
+    kind = typing.get_origin(plain) or plain
+    assert kind in _KIND_NAMES, f"no rule to read a setting of type {hint}"
+    return kind, len(parts) > 1
+
+
+def find_field(name: str) -> Field:
+    """Returns the setting of that dotted name.
+
+    Raises:
+      InputError: the name is a group, or unknown; then the closest name is suggested.
+    """
+    if name in fields():
+        return fields()[name]
+    # A group may be named alone: compression=hybrid, plan=auto.
+    for short_for in ("preset", "mode"):
+        if f"{name}.{short_for}" in fields():
+            return fields()[f"{name}.{short_for}"]
+    if name in sections():
+        raise InputError(
+            f"`{name}` is a group of settings, not a value. Set its fields, such as "
+            f"`{next(known for known in fields() if known.startswith(name + '.'))}`."
+        )
+    # A name cut short keeps the message short and the quadratic matcher fast on hostile input.
+    name = one_line(name[:100])
+    raise InputError(f"unknown field `{name}`. {_suggest(name)}")
+
+
+def _suggest(name: str) -> str:
+    """Names the closest setting; the last part of the name weighs as much as the whole."""
+
+    def likeness(known: str) -> float:
+        last = difflib.SequenceMatcher(None, name.split(".")[-1], known.split(".")[-1]).ratio()
+        return last + difflib.SequenceMatcher(None, name, known).ratio()
+
+    best = max([*fields(), *sections()], key=likeness)
+    if likeness(best) < 1.2:
+        return "`python -m moejax.train --help` lists all fields."
+    return f"Did you mean `{best}`?"
+
+
+def get_value(cfg: Config, name: str) -> Any:
+    """Returns the value of the setting with that dotted name."""
+    value: Any = cfg
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def check_value(field: Field, value: Any) -> Any:
+    """Returns the value in the field's own type (int to float, list to tuple).
+
+    Raises:
+      InputError: wrong type, out of range, NaN or infinite.
+    """
+    if value is None and field.optional:
+        return None
+    converted = _convert(field, value)
+    inside = (
+        (field.at_least is None or converted >= field.at_least)
+        and (field.above is None or converted > field.above)
+        and (field.at_most is None or converted <= field.at_most)
+        and (not field.choices or converted in field.choices)
+    )
+    if not inside:
+        close = difflib.get_close_matches(converted, field.choices, 1) if field.choices else []
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise InputError(f"`{field.name}` must be {field.range}. Got {short(value)}.{hint}")
+    return converted
+
+
+def _convert(field: Field, value: Any) -> Any:
+    kind = field.kind
+    if kind is tuple and isinstance(value, list | tuple) and all(type(v) is str for v in value):
+        return tuple(value)
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return _finite(field, value)
+    # `type(...) is` rather than isinstance: True is no integer, and a subclass would not survive
+    # a round trip through JSON.
+    if kind is not tuple and type(value) is kind:
+        if kind is int and not -(2**63) <= typing.cast(int, value) < 2**63:
+            raise InputError(f"`{field.name}` must fit in 64 bits. Got {short(value)}.")
+        return value
+    raise InputError(f"`{field.name}` must be {field.wanted}. Got {short(value)}.")
+
+
+def _finite(field: Field, value: float) -> float:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise InputError(f"`{field.name}` must be a finite number. Got {short(value)}.")
+    return number
+
+
+def parse_text(field: Field, text: str) -> Any:
+    """Returns the checked value of a command-line text such as `3`, `true`, `none` or `a,b`.
+
+    Raises:
+      InputError: the text does not spell a value of the field's type and range.
+    """
+    text = text if field.kind is str else text.strip()
+    if field.optional and text.lower() in ("none", "null"):
+        return None
+    return check_value(field, _spell(field.kind, text))
+
+
+def _spell(kind: type, text: str) -> Any:
+    """Reads `text` as `kind`; text that cannot be read comes back as it is, for the check."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if kind is tuple:
+        return tuple(part.strip() for part in text.split(",")) if text else ()
+    if kind is str:
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
+def short(value: Any) -> str:
+    """Shows a value on one line, cut to a length that fits an error message."""
+    limits = reprlib.Repr()
+    limits.maxstring = limits.maxlong = limits.maxother = 80
+    return one_line(limits.repr(value))
+
+
+def one_line(text: str) -> str:
+    """Replaces line breaks and other unprintable characters by their escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def change(cfg: Config, values: Mapping[str, Any]) -> Config:
+    """Returns `cfg` with settings replaced, by dotted name."""
+    for name, value in values.items():
+        group, _, last = name.rpartition(".")
+        if not group:
+            cfg = dataclasses.replace(cfg, **{last: value})
+        else:
+            inner = dataclasses.replace(getattr(cfg, group), **{last: value})
+            cfg = dataclasses.replace(cfg, **{group: inner})
+    return cfg

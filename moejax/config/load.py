@@ -1,0 +1,182 @@
+"""Config files, overrides and dictionaries to one frozen `Config`, and back.
+
+Every way in ends at `from_dict`'s check: unknown names and values of a wrong type or range raise
+`InputError`. Rules between fields are in `moejax.config.checks`, which the commands call next.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.config.fields import (
+    Field,
+    check_value,
+    fields,
+    find_field,
+    get_value,
+    one_line,
+    parse_text,
+    sections,
+)
+from moejax.config.files import Entry, read_entries, read_yaml
+from moejax.config.schema import Config
+from moejax.errors import InputError, write_whole
+
+
+def default_config() -> Any:
+    """Returns all settings at their defaults, a ConfigDict for a file's `get_config()` to change.
+
+    Locked: a misspelt name raises where it is written. Values are checked when the file is loaded.
+    """
+    # Only config files in Python need it.
+    from ml_collections import ConfigDict, FieldReference
+
+    config = ConfigDict()
+    for name in sections():
+        parent, _, last = name.rpartition(".")
+        _group(config, parent)[last] = ConfigDict()
+    for field in fields().values():
+        parent, _, last = field.name.rpartition(".")
+        # A typed reference lets None stand for a value and a value for None.
+        _group(config, parent)[last] = FieldReference(field.default, field_type=field.kind)
+    return config.lock()
+
+
+def _group(config: Any, dotted: str) -> Any:
+    group = config
+    for part in filter(None, dotted.split(".")):
+        group = group[part]
+    return group
+
+
+def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
+    """Reads a config file, for a notebook or the command line.
+
+    A `.py` file defines `get_config()`, which returns an `ml_collections.ConfigDict`; its code runs
+    as it is, so load only Python configs you trust. A `.yaml`, `.yml` or `.json` file is plain data
+    and cannot run code. Fields that a file does not name keep their defaults.
+
+    Args:
+      path: a local file.
+      overrides: texts such as `train.num_steps=5`, with or without `--config.` in front; later
+        ones win over earlier ones and over the file.
+    Raises:
+      InputError: the file cannot be read, or a field is unknown or has a wrong value.
+    """
+    values: dict[str, Any] = {}
+    for entry in read_entries(path):
+        try:
+            _add(values, entry)
+        except InputError as error:
+            raise InputError(f"{entry.where}: {error}") from None
+    for override in overrides:
+        values |= _parse_override(override)
+    return _build(values)
+
+
+def split_overrides(argv: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line into flags and `--config.a.b=value` overrides."""
+    overrides, rest, words = [], [], iter(argv)
+    for word in words:
+        if word.startswith("--config."):
+            if "=" not in word:
+                word = f"{word}={next(words, '')}"
+            overrides.append(word)
+        else:
+            rest.append(word)
+    return rest, overrides
+
+
+def _add(values: dict[str, Any], entry: Entry) -> None:
+    """Checks one value of a file and stores it under its dotted name."""
+    if entry.name in sections() and entry.value == {}:
+        return
+    field = find_field(entry.name)
+    if field.name in values:
+        raise InputError(f"`{field.name}` is set twice. Remove one of the two.")
+    values[field.name] = _check_entry(field, entry)
+
+
+def _check_entry(field: Field, entry: Entry) -> Any:
+    # Plain-data files spell None as `null`, but the help texts say "none", so both must work.
+    if entry.plain_data and field.optional and entry.value == "none":
+        return None
+    return check_value(field, entry.value)
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    """The values that an override sets: one, or those of a group written as {name: value, ...}."""
+    name, equals, text = override.removeprefix("--").removeprefix("config.").partition("=")
+    if not equals:
+        raise InputError(
+            f"override `{one_line(override)}` has no `=`. Write it as --config.train.num_steps=5."
+        )
+    name = name.strip()
+    if name in sections() and text.lstrip().startswith("{"):
+        values: dict[str, Any] = {}
+        for entry in read_yaml(text, f"override {name}"):
+            _add(values, dataclasses.replace(entry, name=f"{name}.{entry.name}"))
+        return values
+    field = find_field(name)
+    return {field.name: parse_text(field, text)}
+
+
+def _build(values: Mapping[str, Any]) -> Config:
+    """Makes a Config from checked values by dotted name."""
+    return _build_group(Config, "", values)
+
+
+def _build_group(kind: type, prefix: str, values: Mapping[str, Any]) -> Any:
+    chosen = {}
+    for entry in dataclasses.fields(kind):
+        name = prefix + entry.name
+        if name in sections():
+            chosen[entry.name] = _build_group(sections()[name], f"{name}.", values)
+        elif name in values:
+            chosen[entry.name] = values[name]
+    return kind(**chosen)
+
+
+def from_dict(mapping: Mapping[str, Any]) -> Config:
+    """Returns the Config of a nested dictionary; fields that it lacks keep their defaults.
+
+    Raises:
+      InputError: a name is unknown, or a value has a wrong type or range.
+    """
+    values: dict[str, Any] = {}
+    for name, value in _flatten(mapping, ""):
+        _add(values, Entry(name, value, where="", plain_data=False))
+    return _build(values)
+
+
+def _flatten(mapping: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    for key, value in mapping.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name in sections():
+            yield from _flatten(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def to_dict(cfg: Config) -> dict[str, Any]:
+    """Returns the nested dictionary of a Config; `from_dict` undoes it."""
+    return dataclasses.asdict(cfg)
+
+
+def save_json(cfg: Config, path: str | os.PathLike[str]) -> None:
+    """Writes the whole Config as JSON, which `load_config` reads back to the same values."""
+    write_whole(Path(path), json.dumps(to_dict(cfg), indent=2) + "\n")
+
+
+def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
+    """Returns (dotted name, value in a, value in b) of every setting that differs."""
+    pairs = ((name, get_value(a, name), get_value(b, name)) for name in fields())
+    return [(name, left, right) for name, left, right in pairs if left != right]
+
+
+def describe_fields() -> list[tuple[str, str, Any, str, str]]:
+    """Returns (dotted name, type, default, help, range in words) of every setting, for `--help`."""
+    return [(f.name, f.type_name, f.default, f.help, f.range) for f in fields().values()]

@@ -1,0 +1,388 @@
+"""Every setting of a run: frozen dataclasses, and the rules each value must obey on its own.
+
+A config file (`get_config()` in Python, or YAML or JSON) and `--config.a.b=value` overrides are
+turned into one frozen `Config` by `config.load`; rules between fields live in `config.checks`.
+Defaults describe a small byte-level model that trains on a laptop. Units stand in the names.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """Returns a dataclass field that carries its help text and the range of its value."""
+    rules = {"help": help, "at_least": at_least, "above": above, "at_most": at_most}
+    return dataclasses.field(default=default, metadata={**rules, "choices": choices})
+
+
+def section(kind: type, help: str) -> Any:
+    """Returns a dataclass field that holds a nested group of settings."""
+    return dataclasses.field(default_factory=kind, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions."""
+
+    theta: float = setting(10_000.0, "base of the rotary frequencies", above=0)
+    scaling: str = setting(
+        "none",
+        "how frequencies stretch past the trained length",
+        choices=("none", "linear", "llama3", "yarn"),
+    )
+    factor: float = setting(1.0, "stretch of linear, llama3 and yarn scaling", at_least=1)
+    trained_length: int = setting(
+        4096, "length the unscaled model was trained at (llama3, yarn)", at_least=1
+    )
+    low_frequency_factor: float = setting(
+        1.0, "llama3: wavelengths above trained_length / this are stretched", above=0
+    )
+    high_frequency_factor: float = setting(
+        4.0, "llama3: wavelengths below trained_length / this are kept", above=0
+    )
+    beta_fast: float = setting(32.0, "yarn: dims with more rotations than this are kept", above=0)
+    beta_slow: float = setting(
+        1.0, "yarn: dims with fewer rotations than this are stretched", above=0
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The transformer around the experts."""
+
+    vocab_size: int = setting(264, "V: token ids are 0 .. V-1", at_least=2)
+    width: int = setting(128, "D: width of the residual stream", at_least=1)
+    num_layers: int = setting(4, "number of blocks", at_least=1)
+    num_heads: int = setting(4, "H: query heads", at_least=1)
+    num_kv_heads: int = setting(2, "G: key and value heads; H must be a multiple", at_least=1)
+    head_width: int = setting(32, "C: channels of one head", at_least=2)
+    mlp_hidden: int = setting(384, "F of dense (non-expert) blocks", at_least=1)
+    first_dense_layers: int = setting(0, "blocks at the start that use a dense MLP", at_least=0)
+    moe_every: int | None = setting(
+        1, "after those, each n-th block has experts; none: dense model", at_least=1
+    )
+    norm_epsilon: float = setting(1e-6, "epsilon of RMSNorm", above=0)
+    qk_norm: str = setting("none", "RMSNorm on queries and keys", choices=("none", "head", "full"))
+    attention_bias: bool = setting(False, "biases on the query, key and value projections")
+    sliding_window: int | None = setting(
+        None, "positions a query sees back, itself included", at_least=1
+    )
+    tie_embeddings: bool = setting(True, "use the embedding as the output projection")
+    init_deviation: float = setting(0.02, "standard deviation of initial weights", above=0)
+    dtype: str = setting(
+        "float32", "dtype of compute; masters stay float32", choices=("float32", "bfloat16")
+    )
+    remat: str = setting(
+        "none",
+        "what backward recomputes; the last two keep what came over the network",
+        choices=("none", "full", "dots", "collectives", "token_collectives"),
+    )
+    scan_layers: bool = setting(
+        True, "one compiled block for all layers; false unrolls (slower compile)"
+    )
+    rope: RopeConfig = section(RopeConfig, "rotary positions")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any block has experts."""
+        return self.moe_every is not None
+
+    @property
+    def has_dense_blocks(self) -> bool:
+        """Whether any block has a dense MLP."""
+        return self.moe_every != 1 or self.first_dense_layers > 0
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a token chooses its experts."""
+
+    score: str = setting(
+        "softmax", "turns router logits into scores", choices=("softmax", "sigmoid")
+    )
+    renormalize: bool = setting(True, "scale the K chosen weights to sum to one")
+    weight_scale: float = setting(1.0, "factor on the routing weights (DeepSeek-V3: 2.5)", above=0)
+    num_groups: int = setting(
+        1, "experts form this many groups (group-limited routing)", at_least=1
+    )
+    groups_per_token: int = setting(1, "groups a token may choose experts from", at_least=1)
+    jitter: float = setting(
+        0.0, "router input is scaled by uniform(1 - j, 1 + j)", at_least=0, at_most=0.5
+    )
+    balance_loss: float = setting(
+        0.04,
+        "coefficient of the load-balance loss (mean over expert layers, 1 when even); 0 is off",
+        at_least=0,
+    )
+    balance_over: str = setting(
+        "batch",
+        "span of the load-balance loss; batch: of each micro-batch, whose rows the mesh decides; "
+        "sequence: counts the K best scores (DeepSeek-V3)",
+        choices=("batch", "sequence"),
+    )
+    z_loss: float = setting(
+        0.0, "coefficient of the router z-loss, a mean over expert layers; 0 is off", at_least=0
+    )
+    bias_update_rate: float = setting(
+        0.0, "loss-free balance: step of the selection bias; 0 is off", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The expert layers."""
+
+    num_experts: int = setting(8, "E: routed experts of a layer", at_least=1)
+    experts_per_token: int = setting(2, "K: experts a token visits", at_least=1)
+    expert_hidden: int = setting(192, "F: hidden width of an expert", at_least=1)
+    num_shared_experts: int = setting(
+        0, "experts that every token visits, fused into one MLP", at_least=0
+    )
+    capacity_factor: float | None = setting(
+        None,
+        "none: dropless; else rows of an expert over the balanced number, the rest is dropped",
+        above=0,
+    )
+    implementation: str = setting(
+        "auto",
+        "grouped matrix product of the experts; .._e4m3: forward ones of numbers rounded to e4m3",
+        choices=(
+            "auto",
+            "mosaic",
+            "mosaic_e4m3",
+            "tokamax",
+            "blocked",
+            "ragged_dot",
+            "reference",
+            "reference_e4m3",
+        ),
+    )
+    router: RouterConfig = section(RouterConfig, "routing")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices and how the program is spread over them."""
+
+    replica: int | None = setting(
+        1, "copies of the whole model; none: what the other axes leave", at_least=1
+    )
+    fsdp: int = setting(1, "weights sharded, gathered on use", at_least=1)
+    expert: int = setting(
+        1, "experts spread over these devices (tokens and dense weights too)", at_least=1
+    )
+    tensor: int = setting(1, "heads and hidden width spread over these devices", at_least=1)
+    activations: str = setting(
+        "sequence",
+        "activations between blocks on the tensor axis",
+        choices=("sequence", "replicated"),
+    )
+    expert_weights: str = setting(
+        "hidden",
+        "hidden over tensor; folded: experts over (expert, tensor); whole: a copy a tensor rank",
+        choices=("hidden", "folded", "whole"),
+    )
+    nodes: int | None = setting(
+        None,
+        "nodes that slow links join, equally many devices each; none: as many as processes",
+        at_least=1,
+    )
+    platform: str | None = setting(
+        None, "none: what JAX finds first", choices=("cpu", "gpu", "tpu")
+    )
+    simulated_devices: int | None = setting(
+        None, "CPU devices to simulate, over all processes of the program", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    source: str = setting(
+        "stdlib",
+        "stdlib: the text of Python's own library; else files that moejax prepare made",
+        choices=("stdlib", "tokens", "array_record"),
+    )
+    train_files: tuple[str, ...] = setting(
+        (), "token files or globs (sources tokens, array_record)"
+    )
+    eval_files: tuple[str, ...] = setting((), "held-out token files or globs; empty: no evaluation")
+    sequence_length: int = setting(256, "T: positions of one sequence", at_least=1)
+    shuffle: bool = setting(True, "visit sequences in an order drawn from the seed")
+    repeat: bool = setting(True, "start again, reshuffled, when all sequences were seen")
+    isolate_documents: bool = setting(True, "attention stays inside a document")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, from optax."""
+
+    name: str = setting(
+        "adamw", "muon: matrices by Muon, the rest by AdamW", choices=("adamw", "muon")
+    )
+    learning_rate: float = setting(3e-3, "peak learning rate", at_least=0)
+    schedule: str = setting("cosine", "after the warm-up", choices=("cosine", "linear", "constant"))
+    warmup_steps: int = setting(20, "steps of linear warm-up from zero", at_least=0)
+    final_fraction: float = setting(
+        0.1, "learning rate at the end over its peak", at_least=0, at_most=1
+    )
+    beta1: float = setting(0.9, "decay of the first moment", at_least=0, at_most=1)
+    beta2: float = setting(0.95, "decay of the second moment", at_least=0, at_most=1)
+    epsilon: float = setting(1e-8, "AdamW epsilon", above=0)
+    weight_decay: float = setting(
+        0.1, "decoupled decay of matrices (norms and biases are exempt)", at_least=0
+    )
+    clip_norm: float | None = setting(
+        1.0, "global gradient norm to clip to; none: no clipping", above=0
+    )
+    muon_learning_rate: float = setting(2e-2, "peak learning rate of Muon's matrices", at_least=0)
+    muon_momentum: float = setting(0.95, "momentum of Muon", at_least=0, at_most=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The run."""
+
+    num_steps: int = setting(200, "optimizer steps of the whole run", at_least=1)
+    batch_sequences: int = setting(32, "sequences of one step, over all devices", at_least=1)
+    micro_batches: int = setting(
+        1, "gradient accumulation: parts the batch is cut in, of evaluation too", at_least=1
+    )
+    gradient_dtype: str = setting(
+        "float32", "dtype of gradients while they are reduced", choices=("float32", "bfloat16")
+    )
+    reduction_bytes: int | None = setting(
+        None, "largest piece in which a gradient is reduced; none: each weight whole", at_least=1
+    )
+    seed: int = setting(0, "decides weights, data order, routing noise and rounding", at_least=0)
+    log_every: int = setting(10, "steps between logged lines", at_least=1)
+    eval_every: int | None = setting(
+        100, "steps between evaluations; none: only at the end", at_least=1
+    )
+    eval_batches: int = setting(
+        16, "batches of one evaluation; the last evaluation reads all", at_least=1
+    )
+    max_skipped: int | None = setting(
+        10, "updates in a row that are not finite, with which the run ends; none: never", at_least=1
+    )
+    sample_tokens: int = setting(200, "tokens sampled at the end; 0: none", at_least=0)
+    sample_prompt: str = setting("def ", "text the sample continues")
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """Codecs across nodes: none, bfloat16, int8, e4m3, e5m2, int4, or see config.compression."""
+
+    preset: str = setting(
+        "none", "codecs of all classes that are not set", choices=("none", "hybrid", "strong")
+    )
+    dense_gradient: str = setting("preset", "gradients of weights that are not experts'")
+    expert_gradient: str = setting("preset", "gradients of the experts' weights")
+    dispatch: str = setting("preset", "tokens on their way to the experts")
+    combine: str = setting("preset", "the experts' results on their way home")
+    dispatch_backward: str = setting("preset", "gradients of what was dispatched")
+    combine_backward: str = setting("preset", "gradients of results")
+    weights: str = setting("preset", "weights that are gathered")
+    block: int = setting(128, "values that share a scale; a multiple of 4", at_least=4)
+    start_layer: int = setting(
+        0,
+        "blocks at the start whose gradients travel as they are, up to a whole pattern of blocks",
+        at_least=0,
+    )
+    adapt_every: int = setting(100, "steps between choices of an adaptive codec", at_least=1)
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Who chooses mesh, route, chunks, pieces and recomputation: settings at their defaults."""
+
+    mode: str = setting(
+        "default",
+        "auto: a planner chooses; hand: nobody; default: auto where no choice is made by hand; "
+        "else the path of a plan that moejax plan --out wrote",
+    )
+    topology: str | None = setting(
+        None, "a known cluster (h200:8: of 8 nodes) or a topology file; none: measured at the start"
+    )
+    routing: str = setting(
+        "balanced", "how tokens fall on experts: balanced, zipf:POWER, or a recorded routing.json"
+    )
+    codecs: str = setting(
+        "none", "the preset whose codecs may be chosen", choices=("none", "hybrid", "strong")
+    )
+    seconds: float | None = setting(
+        None, "that the search may take; none: 10, for more than 64 devices 60", above=0
+    )
+    replan: bool = setting(
+        False, "plan again at a checkpoint when steps take longer or shorter than predicted"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept of a run."""
+
+    save_every: int | None = setting(
+        100, "steps between checkpoints; none: only at the end", at_least=1
+    )
+    keep: int = setting(3, "newest checkpoints to keep", at_least=1)
+    init_from: str | None = setting(None, "checkpoint directory to take weights from at step 0")
+    verify: str = setting("full", "what is checked before a restore", choices=("full", "size"))
+    allow_changed_data: bool = setting(
+        False, "go on although the data are not those that the checkpoint was trained on"
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    run_dir: str = setting(
+        "runs/default", "directory of checkpoints, metrics and the resolved config"
+    )
+    route: str = setting(
+        "split",
+        "how tokens travel to their experts; docs/architecture.md draws the routes",
+        choices=(
+            "duplicate",
+            "split",
+            "spread",
+            "gather_home",
+            "merge",
+            "two_level",
+            "two_level_merge",
+        ),
+    )
+    route_chunks: int = setting(
+        1, "pieces of the exchange that follow each other, to overlap", at_least=1
+    )
+    route_chunks_backward: int | None = setting(
+        None, "the same in the backward pass; none: as many as forward", at_least=1
+    )
+    route_trim: bool = setting(
+        False, "send only the rows of a bucket that some device fills (needs one chunk)"
+    )
+    kernels: str = setting(
+        "auto",
+        "auto: plain JAX where a kernel declines; required: refuse to run then",
+        choices=("auto", "required"),
+    )
+    model: ModelConfig = section(ModelConfig, "transformer")
+    moe: MoEConfig = section(MoEConfig, "expert layers")
+    mesh: MeshConfig = section(MeshConfig, "devices")
+    data: DataConfig = section(DataConfig, "tokens")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "optimizer")
+    train: TrainConfig = section(TrainConfig, "the loop")
+    compression: CompressionConfig = section(CompressionConfig, "codecs across nodes")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
+    plan: PlanConfig = section(PlanConfig, "who chooses the settings that are not set")

@@ -1,0 +1,299 @@
+"""Topologies as files: reading with every check, writing, and the clusters that come with moejax.
+
+Format: docs/formats/topology.md. A file may be written by hand, and a number that is wrong by a
+factor of eight makes a plan that is wrong without a word, so all of it is checked.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from moejax.config.fields import one_line, short
+from moejax.errors import InputError, write_whole
+from moejax.plan.cluster.json_object import Part
+from moejax.plan.cluster.topology import (
+    KINDS,
+    CodecRates,
+    Device,
+    Link,
+    Tier,
+    Topology,
+    same_links,
+)
+
+VERSION = 1
+SIZE_LIMIT = 16 << 20
+CLUSTERS = Path(__file__).parent / "known"
+PLATFORMS = ("cpu", "gpu", "tpu")
+FASTEST = 4e12  # bytes a second; no link of a device comes near
+FAR_OFF = 4.0  # over what the same device is known to do; bits for bytes are a factor of eight
+ASYMMETRY = 1.25
+
+
+def load_topology(name: str) -> Topology:
+    """Returns a known cluster (`dgx_h100`, or `dgx_h100:4` for four nodes), or reads a file.
+
+    Raises:
+      InputError: if there is neither, or the file is wrong.
+    """
+    word, colon, count = name.partition(":")
+    if word in known_clusters():
+        topology = read_topology(CLUSTERS / f"{word}.json")
+        return _of_nodes(topology, name, count) if colon else topology
+    if Path(name).is_file():
+        return read_topology(Path(name))
+    known = ", ".join(known_clusters())
+    close = difflib.get_close_matches(word, known_clusters(), 1)
+    hint = f"Did you mean {close[0]}? " if close else ""
+    raise InputError(
+        f"no topology. `{short(name)[1:-1]}` is neither a file nor a known cluster. It must be a "
+        f"path that moejax plan probe wrote, or one of {known}, with :NODES behind. {hint}Correct "
+        f"it."
+    )
+
+
+@functools.cache
+def known_clusters() -> tuple[str, ...]:
+    """Names of the clusters that come with moejax."""
+    return tuple(sorted(path.stem for path in CLUSTERS.glob("*.json")))
+
+
+def read_topology(path: Path) -> Topology:
+    """Reads and checks a file.
+
+    Raises:
+      InputError: if it is missing, damaged, of another version, or says what cannot be.
+    """
+    if not path.is_file():
+        raise InputError(
+            f"no topology. {path} does not exist. It must be a file that moejax plan probe wrote. "
+            f"Probe the cluster, or correct the path."
+        )
+    if path.stat().st_size > SIZE_LIMIT:
+        raise InputError(
+            f"topology is too large. {path} has {path.stat().st_size} bytes. The limit is "
+            f"{SIZE_LIMIT}. Probe the cluster again."
+        )
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    # Brackets nested thousands deep end json with RecursionError.
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"topology is damaged. {path}: {one_line(str(error))}. It must be JSON. Correct it, "
+            f"or probe the cluster again."
+        ) from error
+    return from_json(facts, str(path))
+
+
+def write_topology(topology: Topology, path: Path) -> None:
+    """Writes a file that `read_topology` gives back as it was."""
+    write_whole(path, to_text(topology))
+
+
+def to_text(topology: Topology) -> str:
+    """The file of a topology: JSON, lists of numbers on one line."""
+    facts = dataclasses.asdict(topology)
+    for tier in facts["tiers"]:
+        links = list(tier["links"].values())
+        if all(link == links[0] for link in links):
+            tier["links"] = {"all": links[0]}
+    for name in ("pairs", "node_names", "asymmetric"):
+        if not facts[name]:
+            del facts[name]
+    return _laid_out(facts, "\n") + "\n"
+
+
+def _laid_out(value: Any, newline: str) -> str:
+    """JSON with a line for each entry, but for lists that hold no other list or object.
+
+    Args:
+      newline: a line break and the blanks that a line begins with.
+    """
+    nested = isinstance(value, list | tuple) and any(
+        isinstance(v, list | tuple | dict) for v in value
+    )
+    if not value or not (nested or isinstance(value, dict)):
+        return json.dumps(value)
+    deeper = newline + " "
+    if isinstance(value, dict):
+        entries = [f"{json.dumps(name)}: {_laid_out(v, deeper)}" for name, v in value.items()]
+        return "{" + deeper + f",{deeper}".join(entries) + newline + "}"
+    entries = [_laid_out(v, deeper) for v in value]
+    return "[" + deeper + f",{deeper}".join(entries) + newline + "]"
+
+
+def from_json(facts: Any, file: str) -> Topology:
+    """Builds a topology from a file's JSON.
+
+    Raises:
+      InputError: on the first thing that is wrong.
+    """
+    part = Part(facts, "", file)
+    version = part.facts.get("version") if isinstance(facts, dict) else None
+    if type(version) is int and version > VERSION:
+        part.refuse("topology of a newer moejax", version, f"up to {VERSION}", "Upgrade moejax")
+    part.keys(Topology, optional=("pairs", "node_names", "asymmetric"))
+    if version != VERSION or type(version) is not int:
+        part.refuse("`version` is unknown", version, str(VERSION), "Probe the cluster again")
+    topology = Topology(
+        version=VERSION,
+        name=part.text("name"),
+        source=part.text("source"),
+        device=_device(part.inner("device")),
+        tiers=tuple(_tier(inner) for inner in part.items("tiers")),
+        pairs=part.matrix("pairs"),
+        node_names=part.texts("node_names"),
+        asymmetric=part.flag("asymmetric"),
+    )
+    _check_tiers(part, topology)
+    _check_pairs(part, topology)
+    _check_known(part, topology)
+    return topology
+
+
+def _device(part: Part) -> Device:
+    part.keys(Device, optional=("codecs", "program", "sharing"))
+    products = part.inner("products")
+    curves = {dtype: products.curve(dtype) for dtype in products.facts}
+    for dtype, curve in curves.items():
+        sizes = [size for size, _ in curve]
+        if not sizes or sizes != sorted(set(sizes)):
+            where = f"`{products.at(one_line(dtype[:80]))}` is wrong"
+            products.refuse(where, sizes, "sizes that grow, at least one", "Sort them")
+    if not curves:
+        part.refuse("`device.products` is empty", {}, "rates of at least one dtype", "Add float32")
+    codecs = part.inner("codecs") if "codecs" in part.facts else None
+    return Device(
+        name=part.text("name"),
+        platform=part.value("platform", "one of " + ", ".join(PLATFORMS), PLATFORMS.__contains__),
+        memory_bytes=part.count("memory_bytes"),
+        products=curves,
+        copy_bytes_per_s=part.rate("copy_bytes_per_s"),
+        gather_bytes_per_s=part.rate("gather_bytes_per_s"),
+        startup_s=part.share("startup_s", 1),
+        codecs={name: _codec(codecs.inner(name)) for name in codecs.facts} if codecs else {},
+        program=part.rate("program") if "program" in part.facts else 1.0,
+        sharing=part.rate("sharing") if "sharing" in part.facts else 1.0,
+    )
+
+
+def _codec(part: Part) -> CodecRates:
+    part.keys(CodecRates)
+    return CodecRates(encode=part.rate("encode"), decode=part.rate("decode"))
+
+
+def _tier(part: Part) -> Tier:
+    part.keys(Tier, optional=("together", "occupies", "late_s"))
+    links = part.inner("links")
+    if "all" in links.facts:
+        links.known(["all"], ["all"])
+        found = same_links(_link(links.inner("all")))
+    else:
+        links.known(list(KINDS), list(KINDS))
+        found = {kind: _link(links.inner(kind)) for kind in KINDS}
+    return Tier(
+        name=part.text("name"),
+        size=part.count("size"),
+        links=found,
+        together=part.share("together", 2) if "together" in part.facts else 1.0,
+        occupies=part.share("occupies", 1) if "occupies" in part.facts else 0.0,
+        late_s=part.share("late_s", 60) if "late_s" in part.facts else 0.0,
+    )
+
+
+def _link(part: Part) -> Link:
+    part.keys(Link, optional=("error", "points"))
+    rate = part.rate("bytes_per_s")
+    if rate > FASTEST:
+        where, rule = f"`{part.at('bytes_per_s')}` is too fast", f"below {FASTEST:g} bytes a second"
+        part.refuse(where, rate, rule, "Divide by 8 if it is in bits")
+    return Link(
+        startup_s=part.share("startup_s", 60),
+        bytes_per_s=rate,
+        error=part.share("error", 1e6) if "error" in part.facts else 0.0,
+        points=part.curve("points") if "points" in part.facts else (),
+    )
+
+
+def _check_tiers(part: Part, topology: Topology) -> None:
+    """Tiers stand fastest first."""
+    for place, (fast, slow) in enumerate(zip(topology.tiers, topology.tiers[1:], strict=False)):
+        if all(fast.links[kind].bytes_per_s < slow.links[kind].bytes_per_s for kind in KINDS):
+            rates = [tier.links["all_to_all"].bytes_per_s for tier in (fast, slow)]
+            where = f"`tiers[{place}]` ({fast.name}) is slower than `tiers[{place + 1}]`"
+            part.refuse(where, rates, "the fastest tier first", "Swap them, or join them to one")
+
+
+def _check_pairs(part: Part, topology: Topology) -> None:
+    """Every node to every other, alike in both directions."""
+    pairs, names, nodes = topology.pairs, topology.node_names, topology.nodes
+    if names and len(names) != nodes:
+        part.refuse("`node_names` is wrong", list(names), f"{nodes} names", "Probe again")
+    if not pairs:
+        return
+    if len(pairs) != nodes or any(len(row) != nodes for row in pairs):
+        sizes = [len(row) for row in pairs]
+        part.refuse("`pairs` is not whole", sizes, f"{nodes} rows of {nodes}", "Probe again")
+    for a in range(nodes):
+        for b in range(nodes):
+            where = f"`pairs[{a}][{b}]`"
+            if (pairs[a][b] > 0) == (a == b):
+                rule = "0" if a == b else "above 0: every pair is measured"
+                part.refuse(f"{where} is wrong", pairs[a][b], rule, "Probe again")
+    if topology.asymmetric:
+        return
+    for a in range(nodes):
+        for b in range(nodes):
+            if pairs[a][b] > ASYMMETRY * pairs[b][a]:
+                part.refuse(
+                    f"`pairs` differ by direction: {a} to {b}, and {b} to {a}",
+                    [pairs[a][b], pairs[b][a]],
+                    f"alike within {ASYMMETRY - 1:.0%}: links carry both directions",
+                    "Repair the link and probe again, or set `asymmetric` to true if it is so",
+                )
+
+
+def _check_known(part: Part, topology: Topology) -> None:
+    """No link is far faster than the same device's links are known to be."""
+    if Path(part.file).parent == CLUSTERS:
+        return
+    bounds = _known_rates().get(topology.device.name.lower(), ())
+    for place, (tier, bound) in enumerate(zip(topology.tiers, bounds, strict=False)):
+        for kind in KINDS:
+            rate = tier.links[kind].bytes_per_s
+            if rate > FAR_OFF * bound:
+                part.refuse(
+                    f"`tiers[{place}].links.{kind}.bytes_per_s` is too fast",
+                    rate,
+                    f"about {bound:.3g} bytes a second of a {topology.device.name}",
+                    "Divide by 8 if it is in bits",
+                )
+
+
+@functools.cache
+def _known_rates() -> dict[str, tuple[float, ...]]:
+    """Device -> the fastest link of each tier, over the known clusters."""
+    found: dict[str, tuple[float, ...]] = {}
+    for name in known_clusters():
+        topology = read_topology(CLUSTERS / f"{name}.json")
+        rates = [max(link.bytes_per_s for link in t.links.values()) for t in topology.tiers]
+        before = found.get(topology.device.name.lower(), ())
+        longer, shorter = sorted((tuple(rates), before), key=len, reverse=True)
+        both = tuple(map(max, zip(longer, shorter, strict=False)))
+        found[topology.device.name.lower()] = both + longer[len(shorter) :]
+    return found
+
+
+def _of_nodes(topology: Topology, name: str, count: str) -> Topology:
+    try:
+        if not count.isascii() or not count.isdigit() or len(count) > 9:
+            raise ValueError(f"`{short(count)[1:-1]}` is no number of nodes.")
+        return topology.of_nodes(int(count))
+    except ValueError as error:
+        raise InputError(
+            f"no such cluster. `{short(name)[1:-1]}`: {error} Behind the colon stands how many "
+            f"nodes. Write {topology.name}:{topology.nodes}, for one."
+        ) from error

@@ -1,0 +1,244 @@
+"""What a schedule costs on a cluster: every operation priced by itself, then played on streams.
+
+A device computes in program order, and the links carry collectives beside that. Turns of a loop do
+not overlap, as in XLA's loops, so a loop costs its turn as often as it turns.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from moejax.comm.tokens.rounds import ROUNDS
+from moejax.kernels.expert_mlp import rows_computed
+from moejax.layout.layout import Layout
+from moejax.plan.cluster.topology import Device, Tier, Topology
+from moejax.plan.price.simulate import COMPUTE, Task, Timeline, simulate
+from moejax.plan.trace.schedule import Collective, Op, Schedule
+
+
+@dataclass(frozen=True)
+class Work:
+    """What routing makes of buckets: see `plan.price.routing`.
+
+    Attributes:
+      filled: rows over room for rows, of the fullest device; what experts cost goes with it.
+      filled_in_rounds: the same of one round, where buckets overflow.
+      rounds: in how many an expert layer goes; 0: its buckets hold all.
+    """
+
+    filled: float = 1.0
+    filled_in_rounds: float = 1.0
+    rounds: int = 0
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a schedule adds up to. Seconds and bytes are of one device.
+
+    Attributes:
+      computed: seconds of compute by scope.
+      sent: seconds on each link by class of traffic: (stream, traffic).
+      bytes_sent: bytes that a device puts on each link by class: (stream, traffic).
+      exposed: seconds in which nothing computes, by what was waited for.
+    """
+
+    computed: dict[str, float] = field(default_factory=partial(defaultdict, float))
+    sent: dict[tuple[str, str], float] = field(default_factory=partial(defaultdict, float))
+    bytes_sent: dict[tuple[str, str], float] = field(default_factory=partial(defaultdict, float))
+    exposed: dict[str, float] = field(default_factory=partial(defaultdict, float))
+
+    def add(self, other: "Tally", times: int) -> None:
+        """Counts another so many times."""
+        for name in ("computed", "sent", "bytes_sent", "exposed"):
+            total = getattr(self, name)
+            for key, value in getattr(other, name).items():
+                total[key] += value * times
+
+
+@dataclass(frozen=True)
+class Played:
+    """A schedule on its streams.
+
+    Attributes:
+      timeline: of the operations; of a loop one task.
+      tally: what it adds up to, loops as often as they turn.
+      ops: of each task, the operation that it is a part of.
+      sizes: bytes that each task puts on its link or moves in memory; 0 of a loop.
+      inside: (one turn, how many) of each task that is a loop.
+    """
+
+    timeline: Timeline
+    tally: Tally
+    ops: tuple[Op, ...]
+    sizes: tuple[float, ...]
+    inside: "dict[int, tuple[Played, int]]"
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, or of a loop's turn."""
+        return self.timeline.seconds
+
+
+class Costs:
+    """Seconds of single operations on a cluster, for a mesh."""
+
+    def __init__(self, topology: Topology, layout: Layout, work: Work):
+        self.topology, self.layout, self.work = topology, layout, work
+        self.device = topology.device
+        # Gloo carries one collective at a time (comm.gloo).
+        self.in_order = self.device.platform == "cpu" and topology.nodes > 1
+
+    def compute(self, op: Op, filled: float) -> float:
+        """Seconds of anything but a collective or a loop."""
+        return self.device.program * alone(op, self.device, filled if op.work else 1.0)
+
+    def links(self, one: Collective) -> list[tuple[Tier, float, float]]:
+        """(tier, seconds, bytes of a device) on each link that a collective uses."""
+        group = self.group(one.axes)
+        if group is None:
+            return []
+        seconds = self.topology.seconds(one.kind, one.bytes, *group)
+        shares = self.topology.shares(one.kind, one.bytes, *group)
+        found = zip(self.topology.tiers, seconds, shares, strict=True)
+        return [(tier, cost, size) for tier, cost, size in found if cost > 0]
+
+    def left(self, tier: Tier, seconds: float, computed: float) -> float:
+        """Seconds of a collective that a device waits for, after so many of compute.
+
+        Devices of a node that take turns on the same cores reach what goes to other nodes one after
+        the other: the first send while the last compute.
+        """
+        if tier is self.topology.tiers[0]:
+            return tier.late_s + seconds
+        turns = max(1.0, self.device.sharing)
+        return tier.late_s + max(seconds / turns, seconds - (1 - 1 / turns) * computed)
+
+    def group(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
+        """Devices of a collective's group inside a node, and nodes on each tier above."""
+        inside = self.layout.size(self.layout.inside_node(axes))
+        across = self.layout.size(self.layout.between_nodes(axes))
+        return None if inside * across == 1 else self.topology.group(inside, across)
+
+
+def alone(op: Op, device: Device, share: float = 1.0) -> float:
+    """Seconds of anything but a collective or a loop, timed by itself.
+
+    Args:
+      share: of the rows of an operation on buckets that are filled.
+    """
+    if op.kind == "product":
+        flops = op.flops * (share if op.blocks is None else _share_computed(*op.blocks, share))
+        product = flops / max(device.product_rate(op.dtype, flops), 1.0)
+        moved = op.bytes / device.copy_bytes_per_s
+        # What surrounds a block's products comes before and after them.
+        both = max(product, moved * share) if op.blocks is None else product + moved
+        return device.startup_s + both
+    if op.kind == "region":
+        return op.passes * device.startup_s + op.bytes / device.copy_bytes_per_s
+    if op.kind == "gather":
+        return device.startup_s + op.bytes / device.gather_bytes_per_s
+    return 0.0
+
+
+def _share_computed(rows: int, groups: int, share: float) -> float:
+    """The share of a buffer's rows that is computed where so many of them are filled, in blocks.
+
+    Groups differ: some hold more than the mean and some fewer, as counts of draws do.
+    """
+    mean = share * rows / groups
+    around = [max(0.0, mean + sign * math.sqrt(mean)) for sign in (-1, 0, 1)]
+    return sum(rows_computed(n, rows) for n in around) / len(around) * groups / rows
+
+
+def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Played:
+    """Prices every operation and plays the schedule.
+
+    Args:
+      filled: of buckets here; the work's unless in rounds.
+    """
+    player = _Player(costs, costs.work.filled if filled is None else filled)
+    for op in schedule.ops:
+        player.take(op)
+    timeline = simulate(player.tasks)
+    for name, seconds in timeline.exposed(by="name").items():
+        player.tally.exposed[name] += seconds
+    return Played(timeline, player.tally, tuple(player.ops), tuple(player.sizes), player.inside)
+
+
+class _Player:
+    """Turns operations into tasks."""
+
+    def __init__(self, costs: Costs, filled: float):
+        self.costs, self.filled = costs, filled
+        self.tasks: list[Task] = []
+        self.ops: list[Op] = []
+        self.sizes: list[float] = []
+        self.tally = Tally()
+        self.inside: dict[int, tuple[Played, int]] = {}
+        self.ends: list[tuple[int, ...]] = []  # the tasks that finish each operation
+        self.sending: tuple[int, ...] = ()  # those of the last collective
+        self.computed = 0.0  # seconds since then
+
+    def take(self, op: Op) -> None:
+        """Adds the next operation."""
+        after = tuple(sorted({task for maker in op.after for task in self.ends[maker]}))
+        if op.collective is not None:
+            own = self._send(op, op.collective, after)
+        elif op.body is not None:
+            own = self._repeat(op, op.body, after)
+        else:
+            seconds = self.costs.compute(op, self.filled)
+            self.tally.computed[op.scope] += seconds
+            self.computed += seconds
+            own = self._add(op, op.bytes, Task(op.scope, COMPUTE, seconds, after))
+        self.ends.append(own or after)
+
+    def _add(self, op: Op, size: float, task: Task) -> tuple[int]:
+        self.tasks.append(task)
+        self.ops.append(op)
+        self.sizes.append(size)
+        return (len(self.tasks) - 1,)
+
+    def _send(self, op: Op, one: Collective, after: tuple[int, ...]) -> tuple[int, ...]:
+        """A collective: one task on each link that it uses."""
+        if self.costs.in_order:
+            after = tuple(sorted({*after, *self.sending}))
+        own: tuple[int, ...] = ()
+        name = one.traffic or op.scope
+        for tier, seconds, size in self.costs.links(one):
+            waited = self.costs.left(tier, seconds, self.computed)
+            task = Task(name, tier.name, waited, after, occupies=tier.occupies)
+            own += self._add(op, size, task)
+            self.tally.sent[tier.name, name] += seconds
+            self.tally.bytes_sent[tier.name, name] += size
+        if own:
+            self.sending, self.computed = own, 0.0
+        return own
+
+    def _repeat(self, op: Op, body: Schedule, after: tuple[int, ...]) -> tuple[int, ...]:
+        """A loop, as one task; what happens inside counts as often as it turns."""
+        filled = self.costs.work.filled_in_rounds if op.scope == ROUNDS else self.filled
+        body = _unrolled(op, body) if op.unrolled > 1 else body
+        turn = play(body, self.costs, filled)
+        self.tally.add(turn.tally, op.turns)
+        seconds = turn.seconds * op.turns
+        own = self._add(op, 0.0, Task(f"{op.turns} x loop", COMPUTE, seconds, after))
+        self.inside[own[0]] = turn, op.turns
+        self.computed = 0.0 if turn.tally.sent else self.computed + seconds
+        return own
+
+
+def _unrolled(op: Op, body: Schedule) -> Schedule:
+    """A loop's turns that follow each other: each waits for what the one before carries on."""
+    ops: list[Op] = []
+    ready: dict[int, int] = {}  # carried buffer -> the operation of the last turn that wrote it
+    for _ in range(op.unrolled):
+        first, writer = len(ops), {}
+        for one in body.ops:
+            waits = {ready[b] for b in one.reads if b in ready}
+            after = tuple(sorted({first + place for place in one.after} | waits))
+            ops.append(replace(one, after=after))
+            writer |= dict.fromkeys(one.writes, len(ops) - 1)
+        ready = {read: writer[left] for read, left in op.carried if left in writer}
+    return replace(body, ops=tuple(ops))

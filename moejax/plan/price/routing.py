@@ -1,0 +1,187 @@
+"""How tokens fall on experts, and what that makes of buckets: no figure is of a balanced router.
+
+A routing is the share of assignments that each expert of each layer gets: even, a named skew, or
+what a run recorded. From it come the rows that the fullest device works on, and whether buckets
+overflow, so that a layer goes in rounds (`moe.sizes`, `comm.tokens.rounds`).
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from moejax.config.schema import Config
+from moejax.errors import InputError
+from moejax.layout.layout import Layout
+from moejax.layout.route import Route, plain_route
+from moejax.moe.dispatch import ROUND_SHARE
+from moejax.moe.sizes import Sizes, expert_capacity, usual_sizes
+from moejax.plan.price.cost import Work
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Shares of assignments.
+
+    Attributes:
+      name: as it was asked for.
+      share_LE: of each expert, by layer, summing to one; one layer may stand for all.
+    """
+
+    name: str
+    share_LE: tuple[tuple[float, ...], ...]
+
+    @property
+    def skew(self) -> float:
+        """The largest share of an expert over an even one, worst layer."""
+        return max(max(share_E) * len(share_E) for share_E in self.share_LE)
+
+
+def read_routing(text: str, num_experts: int) -> Routing:
+    """Returns the routing of a name or a file.
+
+    Args:
+      text: `balanced`; `zipf:1.2`, where the n-th most popular expert gets a share in proportion to
+        n ** -1.2; or the path of a routing.json that a run has recorded.
+
+    Raises:
+      InputError: it is none of these, or of another number of experts.
+    """
+    name, _, argument = text.partition(":")
+    if name == "balanced" and not argument:
+        return Routing(text, ((1 / num_experts,) * num_experts,))
+    if name == "zipf":
+        return Routing(text, (_zipf(text, argument, num_experts),))
+    return _recorded(Path(text), num_experts)
+
+
+def _zipf(text: str, argument: str, num_experts: int) -> tuple[float, ...]:
+    try:
+        power = float(argument)
+    except ValueError:
+        power = -1.0
+    if not 0 <= power < 100:
+        raise InputError(f"routing is {text}. The power must be 0 or more. Choose zipf:0.5.")
+    shares = [rank**-power for rank in range(1, num_experts + 1)]
+    total = sum(shares)
+    # Popular experts are spread over the devices as they happen to lie: here evenly apart.
+    step = next(
+        s
+        for s in range(num_experts * 5 // 8 + 1, 2 * num_experts + 2)
+        if math.gcd(s, num_experts) == 1
+    )
+    placed = [0.0] * num_experts
+    for rank, share in enumerate(shares):
+        placed[rank * step % num_experts] = share / total
+    return tuple(placed)
+
+
+def _recorded(path: Path, num_experts: int) -> Routing:
+    try:
+        found = json.loads(path.read_text())
+        counts_LE = [[float(n) for n in layer] for layer in found["load"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"routing {path} cannot be read: {type(error).__name__}. It must be balanced, "
+            "zipf:POWER, or a routing.json from a run directory. Check the path."
+        ) from error
+    good = all(
+        len(layer) == num_experts and min(layer) >= 0 and sum(layer) > 0 for layer in counts_LE
+    )
+    if not counts_LE or not good:
+        raise InputError(
+            f"routing {path} does not fit. It has layers of "
+            f"{sorted({len(layer) for layer in counts_LE})} experts, the model has {num_experts}. "
+            "Every layer needs one count for each expert. Record it with this model."
+        )
+    return Routing(str(path), tuple(tuple(n / sum(layer) for n in layer) for layer in counts_LE))
+
+
+def work_of(
+    routing: Routing, cfg: Config, layout: Layout, route: Route
+) -> list[tuple[float, Work]]:
+    """(share of the expert layers, what routing makes of them); the shares sum to one.
+
+    Counts of independent draws vary: the fullest of n buckets of mean m holds about
+    m + sqrt(2 m ln n).
+    """
+    tokens = tokens_of(cfg, layout, route)
+    sizes = usual_sizes(route, layout, cfg.moe, tokens=tokens)
+    found: dict[Work, int] = {}
+    for share_E in routing.share_LE:
+        work = _layer(share_E, cfg, layout, route, sizes, tokens)
+        found[work] = found.get(work, 0) + 1
+    return [(count / len(routing.share_LE), work) for work, count in found.items()]
+
+
+def tokens_of(cfg: Config, layout: Layout, route: Route) -> int:
+    """N: tokens that a device routes at one time."""
+    ranks = layout.size(layout.token_axes) * cfg.train.micro_batches
+    ranks *= 1 if route.replicated else layout.size(layout.tensor)
+    return max(1, cfg.train.batch_sequences * cfg.data.sequence_length // ranks)
+
+
+def _layer(
+    share_E: tuple[float, ...], cfg: Config, layout: Layout, route: Route, sizes: Sizes, tokens: int
+) -> Work:
+    if not route.exchanges:
+        return Work()
+    moe = cfg.moe
+    rows_E = _rows(share_E, cfg, tokens)
+    senders = math.prod(hop.peers(layout) for hop in route.exchanges)
+    gathers = [layout.size(hop.axes) for hop in route.hops if hop.kind == "gather"]
+    copies = [layout.size(hop.copies) for hop in route.exchanges if hop.copies]
+    ranks = math.prod(gathers + copies)
+    devices = layout.size(layout.mesh_axes)
+    # The work of a device: rows from all that send to it, of the experts that it owns.
+    owned = _grouped(rows_E, senders)
+    busiest = fullest([senders * ranks * rows for rows in owned], devices)
+    room = sizes.work * route.parts
+    if sizes.certain or not _overflows(rows_E, tokens, layout, route, sizes, devices):
+        return Work(filled=min(1.0, busiest / room))
+    plain = plain_route(route, layout)
+    small = usual_sizes(plain, layout, moe, tokens=-(-tokens // ROUND_SHARE))
+    peers = plain.exchanges[0].peers(layout)
+    rounds = math.ceil(fullest(_grouped(rows_E, peers), devices * peers) / small.rows[0])
+    return Work(filled_in_rounds=min(1.0, busiest / (rounds * small.work)), rounds=max(1, rounds))
+
+
+def _rows(share_E: tuple[float, ...], cfg: Config, tokens: int) -> list[float]:
+    """Assignments of one device to each expert: at most one a token, at most its capacity."""
+    capacity = expert_capacity(cfg.moe, tokens=tokens)
+    most = tokens if capacity is None else min(tokens, capacity)
+    return [min(float(most), tokens * cfg.moe.experts_per_token * share) for share in share_E]
+
+
+def _overflows(
+    rows_E: list[float], tokens: int, layout: Layout, route: Route, sizes: Sizes, devices: int
+) -> bool:
+    """Whether some bucket of some exchange holds fewer rows than come."""
+    owners = sources = 1
+    for hop, room in zip(route.exchanges, sizes.rows, strict=True):
+        owners *= hop.peers(layout)
+        rows = _distinct(rows_E, tokens, owners) if hop.merge else _grouped(rows_E, owners)
+        buckets = [sources * n / route.parts for n in rows]
+        if fullest(buckets, devices * owners * route.parts) > room:
+            return True
+        sources = owners
+    return False
+
+
+def _distinct(rows_E: list[float], tokens: int, groups: int) -> list[float]:
+    """Tokens with some assignment in each group, were assignments drawn independently."""
+    missed = [1 - rows / tokens for rows in rows_E]
+    size = len(rows_E) // groups
+    return [tokens * (1 - math.prod(missed[g * size : (g + 1) * size])) for g in range(groups)]
+
+
+def _grouped(rows_E: list[float], groups: int) -> list[float]:
+    """Rows of each of so many equal groups of neighbouring experts."""
+    size = len(rows_E) // groups
+    return [sum(rows_E[g * size : (g + 1) * size]) for g in range(groups)]
+
+
+def fullest(means: list[float], draws: int) -> float:
+    """The most that any of so many counts with these means holds."""
+    top = max(means)
+    return top + math.sqrt(2 * top * math.log(max(draws, 1)))

@@ -1,0 +1,142 @@
+"""What would have to change for a plan to beat the best one: each rate of the cluster by itself.
+
+The steps of both are played again on clusters that differ in one rate. That takes milliseconds,
+for nothing is traced again: what the program does depends on no rate.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from moejax.plan.cluster.topology import Device, Tier, Topology
+from moejax.plan.price.candidate import Priced
+from moejax.plan.price.cost import Costs, play
+from moejax.plan.price.routing import Routing, work_of
+
+LOOKED = ((1 / 4, 1 / 16), (4, 16))  # factors that are looked at, outwards from 1
+HALVINGS = 7  # of the logarithm of 4: to about 1 % of the factor
+BANDWIDTHS = {
+    "all-to-all bandwidth": ("all_to_all",),
+    "bandwidth of other collectives": ("all_gather", "reduce_scatter", "all_reduce"),
+}
+
+Change = Callable[[float], Topology]  # a factor -> the cluster with one rate so many times as good
+
+
+class Steps:
+    """A plan's step on a cluster and on its changes.
+
+    Attributes:
+      runs: (share of the expert layers, what a device does, what routing makes of its buckets).
+    """
+
+    def __init__(self, priced: Priced, topology: Topology, routing: Routing):
+        self.topology, self.layout = topology, priced.read.trainer.layout
+        works = work_of(routing, priced.cfg, self.layout, priced.read.trainer.program.route)
+        self.runs = [(share, priced.read.schedule(work.rounds), work) for share, work in works]
+        self.known: dict[tuple[str, float], float] = {}
+        self.changes = changes(topology)
+
+    def seconds(self, rate: str, factor: float) -> float:
+        """Of a step where one rate is so many times as good."""
+        if (rate, factor) not in self.known:
+            changed = self.changes[rate](factor)
+            self.known[rate, factor] = sum(
+                share * play(schedule, Costs(changed, self.layout, work)).seconds
+                for share, schedule, work in self.runs
+            )
+        return self.known[rate, factor]
+
+
+def overtake(best: Steps, other: Steps) -> list[dict[str, str | float | None]]:
+    """Of each rate, by which factor it alone must change for `other` to be the faster one.
+
+    None: by none that was looked at, from a sixteenth to sixteen times.
+    """
+
+    def needed(rate: str) -> float | None:
+        return crossing(lambda factor: other.seconds(rate, factor) / best.seconds(rate, factor) - 1)
+
+    return [{"rate": rate, "factor": needed(rate)} for rate in best.changes]
+
+
+def crossing(gap: Callable[[float], float]) -> float | None:
+    """The factor nearest to 1 that makes a gap negative; None if none does.
+
+    A gap that closes and opens again between the factors of `LOOKED` is missed.
+    """
+    if gap(LOOKED[0][-1]) == gap(LOOKED[1][-1]) == gap(1.0):  # the rate plays no part
+        return None
+    found = []
+    for direction in LOOKED:
+        too_little = 1.0
+        for factor in direction:
+            if gap(factor) < -1e-9:
+                found.append(_close_in(gap, too_little, factor))
+                break
+            too_little = factor
+    return min(found, key=lambda factor: abs(math.log(factor)), default=None)
+
+
+def _close_in(gap: Callable[[float], float], too_little: float, enough: float) -> float:
+    for _ in range(HALVINGS):
+        middle = math.sqrt(too_little * enough)
+        if gap(middle) < -1e-9:
+            enough = middle
+        else:
+            too_little = middle
+    return enough
+
+
+def changes(topology: Topology) -> dict[str, Change]:
+    """What a cluster is judged by, and the cluster where that is so many times as good."""
+    found: dict[str, Change] = {}
+    for place, tier in enumerate(topology.tiers):
+        if tier.size > 1:
+            for name, kinds in BANDWIDTHS.items():
+                found[f"{tier.name}: {name}"] = _on_tier(topology, place, kinds, "bytes_per_s")
+            every = tuple(tier.links)
+            found[f"{tier.name}: start of a call"] = _on_tier(topology, place, every, "startup_s")
+    for name, change in (
+        ("matrix products", _products),
+        ("memory bandwidth", _memory),
+        ("start of an operation", _starts),
+    ):
+        found[name] = _on_device(topology, change)
+    return found
+
+
+def _on_tier(topology: Topology, place: int, kinds: tuple[str, ...], name: str) -> Change:
+    def changed(factor: float) -> Topology:
+        tier: Tier = topology.tiers[place]
+        times = factor if name == "bytes_per_s" else 1 / factor
+        links = {
+            kind: replace(tier.links[kind], **{name: getattr(tier.links[kind], name) * times})
+            for kind in kinds
+        }
+        tiers = list(topology.tiers)
+        tiers[place] = replace(tier, links=tier.links | links)
+        return replace(topology, tiers=tuple(tiers))
+
+    return changed
+
+
+def _on_device(topology: Topology, change: Callable[[Device, float], Device]) -> Change:
+    return lambda factor: replace(topology, device=change(topology.device, factor))
+
+
+def _products(device: Device, factor: float) -> Device:
+    products = {
+        dtype: tuple((flops, rate * factor) for flops, rate in curve)
+        for dtype, curve in device.products.items()
+    }
+    return replace(device, products=products)
+
+
+def _memory(device: Device, factor: float) -> Device:
+    copied, gathered = device.copy_bytes_per_s * factor, device.gather_bytes_per_s * factor
+    return replace(device, copy_bytes_per_s=copied, gather_bytes_per_s=gathered)
+
+
+def _starts(device: Device, factor: float) -> Device:
+    return replace(device, startup_s=device.startup_s / factor)

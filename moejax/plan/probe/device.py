@@ -1,0 +1,127 @@
+"""Measures what one device does a second while all others are as busy: products, memory, codecs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.comm.codecs.build import Codec, Moment, build_codec
+from moejax.config.compression import CodecSpec
+from moejax.plan.cluster.topology import CodecRates, Device
+from moejax.plan.probe.timer import Stopwatch
+
+Say = Callable[[str], None]
+# On CPU the caches and the time are small; elsewhere the sizes fill the device.
+PRODUCTS = {"cpu": (64, 128, 256, 512), "gpu": (256, 512, 1024, 2048, 4096, 8192)}
+PRODUCTS["tpu"] = PRODUCTS["gpu"]
+DTYPES = ("float32", "bfloat16")
+ROWS = 512  # floats of a row that is gathered
+MEMORY = {"cpu": 2**25, "gpu": 2**28, "tpu": 2**28}  # bytes that are copied: no cache holds them
+CODED = {"cpu": 2**18, "gpu": 2**26, "tpu": 2**26}  # bytes of float32 that are encoded
+SMALL = 16  # operations one after the other
+CODECS = {
+    name: CodecSpec(name, argument)
+    for name, argument in (
+        ("bfloat16", None),
+        ("int8", None),
+        ("e4m3", None),
+        ("e5m2", None),
+        ("int4", None),
+        ("loco", None),
+        ("topk", 0.01),
+    )
+}
+QUICK_CODECS = ("bfloat16", "int8")
+
+
+def probe_device(
+    watch: Stopwatch, *, name: str, platform: str, memory_bytes: int, quick: bool, say: Say
+) -> Device:
+    """Returns the rates of a device.
+
+    Args:
+      quick: fewer sizes, dtypes and codecs.
+    """
+    dtypes = DTYPES[:1] if quick else DTYPES
+    sizes = PRODUCTS[platform][1::2] if quick else PRODUCTS[platform]
+    products = {}
+    for dtype in dtypes:
+        say(f"matrix products, {dtype}")
+        products[dtype] = tuple(_product(watch, size, dtype) for size in sizes)
+    say("memory")
+    copy_bytes = MEMORY[platform]
+    copying = watch.seconds(lambda x: x * 1.0001 + 0.1, lambda: jnp.zeros(copy_bytes // 4))
+    gathering = _gather_seconds(watch, copy_bytes)
+    say("small operations")
+    startup_s = _small_seconds(watch)
+    codecs = {}
+    for codec in QUICK_CODECS if quick else CODECS:
+        say(f"codec {codec}")
+        codecs[codec] = _codec(watch, build_codec(CODECS[codec]), CODED[platform])
+    return Device(
+        name=name,
+        platform=platform,
+        memory_bytes=memory_bytes,
+        products=products,
+        copy_bytes_per_s=2 * copy_bytes / copying,
+        gather_bytes_per_s=2 * copy_bytes / gathering,
+        startup_s=startup_s,
+        codecs=codecs,
+    )
+
+
+def _product(watch: Stopwatch, size: int, dtype: str) -> tuple[float, float]:
+    """(FLOPs of a product of square matrices, FLOP/s)."""
+
+    def start() -> Any:
+        return jnp.full((size, size), 1 / size, dtype), jnp.full((size, size), 1 / size, dtype)
+
+    flops = 2.0 * size**3
+    return flops, flops / watch.seconds(lambda both: both[0] @ both[1], start)
+
+
+def _gather_seconds(watch: Stopwatch, size: int) -> float:
+    """Rows of an array in another order."""
+    count = size // (4 * ROWS)
+    order = np.random.default_rng(0).permutation(count)
+
+    def start() -> Any:
+        return jnp.zeros((count, ROWS)), jnp.asarray(order, jnp.int32)
+
+    return watch.seconds(lambda both: jnp.take(both[0], both[1], axis=0, mode="clip"), start)
+
+
+def _small_seconds(watch: Stopwatch) -> float:
+    """One of many small operations that wait for each other; a sum is fused with nothing after."""
+
+    def operate(x: jax.Array) -> jax.Array:
+        for _ in range(SMALL):
+            x = x + jnp.sum(x) * 1e-9
+        return x
+
+    return watch.seconds(operate, lambda: jnp.ones(256)) / SMALL
+
+
+def _codec(watch: Stopwatch, codec: Any, size: int) -> CodecRates:
+    """Rates over one row; what the codec remembers is read and written too."""
+    assert isinstance(codec, Codec)
+    n = size // 4
+    moment = Moment(jnp.int32(1), jax.random.key(0))
+
+    def values() -> Any:
+        return jnp.arange(n)[None] / n - 0.5, jnp.zeros((1, codec.state_size(n)))
+
+    def encode(both: Any) -> Any:
+        x, state = both
+        return codec.encode(x, state, moment)
+
+    def payload() -> Any:
+        # Decoding takes as long whatever it decodes.
+        shapes = jax.eval_shape(lambda: encode(values())[0])
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    encoding = watch.seconds(encode, values)
+    decoding = watch.seconds(lambda x: codec.decode(x, n), payload)
+    return CodecRates(encode=size / encoding, decode=size / decoding)

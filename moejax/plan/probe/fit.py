@@ -1,0 +1,60 @@
+"""Fits startup and bandwidth to measured times, by relative errors, so that small calls count too.
+
+NumPy only.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moejax.plan.cluster.topology import Link
+
+ROUNDS = 20
+# Residuals above this many times the median one count less (Huber), so that a call which the
+# machine's other work delayed does not bend the line.
+ROBUST = 2.0
+STEADY = 0.01  # residuals below it are no outliers, however small the others are
+LEAST_STARTUP_S = 1e-9
+# Of the largest call's time, what its bytes take at least: times that do not grow show no rate.
+UNSEEN = 0.01
+
+
+def fit_link(points: Sequence[tuple[int, float]]) -> Link:
+    """Returns the link whose seconds are closest to what was measured, in relative terms.
+
+    Minimises the sum of (predicted / measured - 1)^2 over startup and 1 / rate, both positive,
+    with less weight on outliers. `error` is the median of |predicted / measured - 1|.
+
+    Args:
+      points: (bytes on the wire of a device, seconds), of at least two sizes.
+    """
+    assert len({size for size, _ in points}) > 1, "one size tells no startup from bandwidth"
+    x, t = np.array(points, np.float64).T
+    weight = np.ones_like(t)
+    startup, slope = 0.0, 0.0
+    for _ in range(ROUNDS):
+        startup, slope = _positive_line(x, t, weight)
+        residual = np.abs((startup + slope * x) / t - 1)
+        usual = max(ROBUST * float(np.median(residual)), STEADY)
+        weight = np.minimum(1, usual / np.maximum(residual, 1e-12))
+    error = float(np.median(np.abs((startup + slope * x) / t - 1)))
+    kept = tuple((int(size), float(seconds)) for size, seconds in points)
+    return Link(max(startup, LEAST_STARTUP_S), 1 / slope, error, kept)
+
+
+def _positive_line(x: np.ndarray, t: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
+    """Weighted least squares of (a + b x) / t against 1, neither a nor b too small to be known."""
+    w = np.sqrt(weight)
+    ones, sizes = w / t, w * x / t
+    columns = np.stack([ones, sizes], axis=1)
+    scale = np.linalg.norm(columns, axis=0)
+    (a, b), *_ = np.linalg.lstsq(columns / scale, w, rcond=None)
+    startup, slope = float(a / scale[0]), float(b / scale[1])
+    if startup < 0:
+        startup, slope = 0.0, float(sizes @ w / (sizes @ sizes))
+    last = int(np.argmax(x))
+    least = UNSEEN * float(t[last] / x[last])
+    if slope < least:
+        slope = least
+        startup = max(0.0, float(ones @ (w - slope * sizes) / (ones @ ones)))
+    return startup, slope

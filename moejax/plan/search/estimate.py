@@ -1,0 +1,181 @@
+"""A first guess at every mesh: it says which are worth tracing, and decides nothing else.
+
+Closed forms of the bytes that a step moves and of what a device must hold, in microseconds a mesh.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from moejax.config.schema import Config
+from moejax.layout.layout import Axes, Layout, build_layout
+from moejax.plan.cluster.topology import Topology
+
+WIDTHS = {"float32": 4, "bfloat16": 2}
+# Of the bytes of activations that a block keeps for backward, by what is recomputed; rough.
+KEPT = {"none": 1.0, "dots": 0.7, "collectives": 0.35, "token_collectives": 0.3, "full": 0.05}
+
+SMALL_OPS = 100  # of a block whose tokens travel: numbers of rows, sorts, comparisons
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A step of one config on a cluster, roughly. Bytes and seconds of one device."""
+
+    cfg: Config
+    topology: Topology
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the mesh."""
+        return build_layout(self.cfg.mesh)
+
+    @property
+    def tokens(self) -> float:
+        """Of a micro-batch, on the devices of one tensor group."""
+        train, layout = self.cfg.train, self.layout
+        ranks = layout.size(layout.token_axes) * train.micro_batches
+        return train.batch_sequences * self.cfg.data.sequence_length / ranks
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Parameters of a block: (dense, experts), whole."""
+        model, moe = self.cfg.model, self.cfg.moe
+        heads = 2 * model.num_heads + 2 * model.num_kv_heads
+        dense = model.width * heads * model.head_width
+        if not model.has_experts:
+            return dense + 3.0 * model.width * model.mlp_hidden, 0.0
+        shared = 3.0 * model.width * moe.num_shared_experts * moe.expert_hidden
+        return dense + shared, 3.0 * moe.num_experts * model.width * moe.expert_hidden
+
+    @property
+    def tables(self) -> float:
+        """Parameters of embedding and output projection."""
+        model = self.cfg.model
+        return (1.0 if model.tie_embeddings else 2.0) * model.vocab_size * model.width
+
+    @property
+    def own(self) -> float:
+        """Parameters of which a device holds the masters."""
+        layout, (dense, experts) = self.layout, self.weights
+        layers = self.cfg.model.num_layers
+        over = layout.size(layout.fsdp + layout.expert + layout.tensor)
+        shards = self.expert_share * layout.size(layout.fsdp)
+        return (layers * dense + self.tables) / over + layers * experts / shards
+
+    @property
+    def expert_share(self) -> int:
+        """In how many parts the experts of a block are cut, besides over fsdp."""
+        layout = self.layout
+        hidden = layout.tensor if layout.hidden_over_tensor else ()
+        return layout.size((*layout.expert_owner_axes, *hidden))
+
+    def bytes(self) -> float:
+        """What a device holds at its fullest."""
+        layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
+        width = WIDTHS[model.dtype]
+        dense, experts = self.weights
+        # Masters, two moments and gradients twice in float32, and their sum over micro-batches; a
+        # block's weights gathered.
+        held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + width * (
+            dense / layout.size(layout.tensor) + experts / self.expert_share
+        )
+        local = self.tokens / layout.size(layout.tensor)
+        kept_tokens = self.tokens if self.cfg.mesh.activations == "replicated" else local
+        rows = local * moe.experts_per_token * (1.5 if model.has_experts else 0)
+        hidden = rows * (3 * model.width + 3 * moe.expert_hidden)
+        attention = (
+            self.tokens * 4 * model.num_heads * model.head_width / layout.size(layout.tensor)
+        )
+        block = width * (hidden + attention + 6 * kept_tokens * model.width)
+        kept = block * KEPT[model.remat] + width * kept_tokens * model.width
+        return held + kept * model.num_layers + 2 * block
+
+    def seconds(self) -> float:
+        """A step: what is computed, and what is sent and cannot be hidden."""
+        compute, exchange, weights = self._compute(), self._exchange(), self._weights()
+        micro = self.cfg.train.micro_batches
+        # On CPU collectives take the cores that compute; elsewhere weights travel beside it.
+        hidden = 0.0 if self.topology.device.platform == "cpu" else 0.5 * compute
+        block = compute + exchange + max(0.0, weights - hidden)
+        return micro * (self.cfg.model.num_layers * block + self._ends()) + self._update()
+
+    def _ends(self) -> float:
+        """Embedding and loss, once a micro-batch."""
+        layout, model = self.layout, self.cfg.model
+        flops = 6.0 * self.tokens * model.width * model.vocab_size / layout.size(layout.tensor)
+        rate = self.topology.device.product_rate(model.dtype, flops / 3)
+        table = self.tables / layout.size(layout.tensor)
+        compute = self.topology.device.program * flops / max(rate, 1.0)
+        return compute + self._moved(table, layout.fsdp + layout.expert)
+
+    def _update(self) -> float:
+        """Of the optimizer: masters, moments and gradients read, the first two written."""
+        device = self.topology.device
+        return device.program * 28 * self.own / device.copy_bytes_per_s
+
+    def _compute(self) -> float:
+        """Of a block: products, and passes over its activations."""
+        layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
+        dense, experts = self.weights
+        active = dense + experts * moe.experts_per_token / moe.num_experts
+        again = 1 if model.remat in ("full", "collectives", "token_collectives") else 0
+        positions = model.num_heads * model.head_width * self.cfg.data.sequence_length
+        flops = (3 + again) * 2 * self.tokens * (active + positions) / layout.size(layout.tensor)
+        device = self.topology.device
+        rate = device.product_rate(model.dtype, flops / 20)
+        local = self.tokens / layout.size(layout.tensor)
+        passes = 30 * local * model.width * WIDTHS[model.dtype] * (1 + moe.experts_per_token)
+        return device.program * (flops / max(rate, 1.0) + passes / device.copy_bytes_per_s)
+
+    def _exchange(self) -> float:
+        """Of a block: tokens to experts and home, and activations over tensor, both ways."""
+        layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
+        width, local = WIDTHS[model.dtype], self.tokens / layout.size(layout.tensor)
+        total = 0.0
+        if model.has_experts:
+            rows = 1.25 * local * moe.experts_per_token * model.width * width
+            total += self._rearranged(rows)
+            total += 4 * self._cost("all_to_all", rows, layout.expert_owner_axes)
+            if layout.hidden_over_tensor:
+                ranks = layout.size(layout.tensor)
+                total += 4 * self._cost("all_gather", rows * ranks, layout.tensor)
+        whole = self.tokens * model.width * width
+        return total + 4 * self._cost("all_gather", whole, layout.tensor)
+
+    def _rearranged(self, rows: float) -> float:
+        """So many bytes of rows, between the order of tokens and that of buckets, both ways."""
+        device, layout = self.topology.device, self.layout
+        if layout.size(layout.expert_owner_axes) == 1:
+            return 0.0
+        moved = 8 * rows / device.gather_bytes_per_s + SMALL_OPS * device.startup_s
+        return device.program * moved
+
+    def _weights(self) -> float:
+        """Of a block: weights gathered, and their gradients reduced."""
+        layout, (dense, experts) = self.layout, self.weights
+        moved = self._moved(dense / layout.size(layout.tensor), layout.fsdp + layout.expert)
+        return moved + self._moved(experts / self.expert_share, layout.fsdp)
+
+    def _moved(self, size: float, axes: Axes) -> float:
+        """So many parameters gathered over the axes, and their gradients summed, hop by hop."""
+        layout = self.layout
+        width = WIDTHS[self.cfg.model.dtype]
+        wide = WIDTHS[self.cfg.train.gradient_dtype]
+        every = axes + layout.replica
+        inside, across = layout.inside_node(every), layout.between_nodes(every)
+        total = self._cost("all_gather", size * width, axes)
+        total += self._cost("reduce_scatter", size * wide, inside)
+        left = size * wide / layout.size(inside)
+        total += self._cost("all_reduce", left, across)
+        copies = layout.inside_node(layout.replica)
+        return total + self._cost("all_gather", left * layout.size(copies), copies)
+
+    def _cost(self, kind: str, size: float, axes: Axes) -> float:
+        layout = self.layout
+        inside, across = (
+            layout.size(layout.inside_node(axes)),
+            layout.size(layout.between_nodes(axes)),
+        )
+        if inside * across == 1:
+            return 0.0
+        return max(self.topology.seconds(kind, size, *self.topology.group(inside, across)))

@@ -1,0 +1,135 @@
+"""Plan files: the settings that a search chose, with what they were predicted to cost."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moejax.config.fields import change, check_value, fields, short
+from moejax.config.schema import Config
+from moejax.errors import InputError, write_whole
+from moejax.plan.cluster.topology import Topology
+from moejax.plan.price.terms import to_json
+from moejax.plan.search.search import Found
+from moejax.plan.search.space import SETTINGS, plan_of
+
+VERSION = 1
+KEYS = {"topology", "devices", "nodes", "routing", "settings", "predicted", "runner_up"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A chosen plan.
+
+    Attributes:
+      topology: name of the cluster it was made for.
+      routing: as it was asked for.
+      settings: by dotted name.
+      predicted: seconds of a step, its terms, bytes of a device, tokens a second.
+      runner_up: the same of the next best; None if there was none.
+    """
+
+    topology: str
+    devices: int
+    nodes: int
+    routing: str
+    settings: dict[str, Any]
+    predicted: dict[str, Any]
+    runner_up: dict[str, Any] | None = None
+
+    def apply(self, cfg: Config) -> Config:
+        """The config with the plan's settings."""
+        return change(cfg, self.settings | {"mesh.nodes": self.nodes})
+
+
+def plan_from(found: Found, topology: Topology, routing: str) -> Plan:
+    """The best plan of a search."""
+    best, *others = found.ranked
+    return Plan(
+        topology=topology.name,
+        devices=topology.devices,
+        nodes=topology.nodes,
+        routing=routing,
+        settings=plan_of(best.cfg),
+        predicted=to_json(best),
+        runner_up=to_json(others[0]) | {"settings": plan_of(others[0].cfg)} if others else None,
+    )
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Writes a plan file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps({"version": VERSION, **vars(plan)}, indent=1) + "\n")
+
+
+def load_plan(path: Path) -> Plan:
+    """Reads a plan file.
+
+    Raises:
+      InputError: it is none, of another version, or has settings that do not exist or are wrong.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"plan {path} cannot be read: {error}. It must be a file that moejax plan --out wrote. "
+            "Check the path."
+        ) from error
+    version = found.pop("version", None) if isinstance(found, dict) else None
+    if version != VERSION or set(found) != KEYS:
+        raise InputError(
+            f"plan {path} is not one. Its version is {version}, this moejax reads {VERSION}. "
+            "Make it again with moejax plan --out."
+        )
+    _check_plan(path, found)
+    return Plan(**found)
+
+
+def _check_plan(path: Path, found: dict[str, Any]) -> None:
+    """Refuses what a search does not write; settings get their own types.
+
+    Raises:
+      InputError: a number is none, or a setting is not for a plan to choose or has a wrong value.
+    """
+    for name in ("devices", "nodes"):
+        if type(found[name]) is not int or found[name] < 1:
+            raise InputError(_damaged(path, name, found[name], "a whole number above 0"))
+    for name in ("topology", "routing"):
+        if not isinstance(found[name], str):
+            raise InputError(_damaged(path, name, found[name], "a text"))
+    _check_settings(path, found["settings"])
+    _check_seconds(path, "predicted", found["predicted"])
+    if found["runner_up"] is not None:
+        _check_seconds(path, "runner_up", found["runner_up"])
+        _check_settings(path, found["runner_up"].get("settings"))
+
+
+def _check_seconds(path: Path, name: str, found: Any) -> None:
+    seconds: Any = found.get("seconds") if isinstance(found, dict) else None
+    if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
+        raise InputError(_damaged(path, f"{name}.seconds", seconds, "a time above 0"))
+
+
+def _check_settings(path: Path, settings: Any) -> None:
+    if not isinstance(settings, dict):
+        raise InputError(_damaged(path, "settings", settings, "names and values"))
+    known = fields()
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            raise InputError(
+                f"plan {path} sets `{name}`, which no plan chooses. A plan may set "
+                f"{', '.join(SETTINGS)}. Set `{name}` in the config, or make the plan again with "
+                "moejax plan --out."
+            )
+        try:
+            settings[name] = check_value(known[name], value)
+        except InputError as error:
+            raise InputError(f"plan {path}: {error}") from None
+
+
+def _damaged(path: Path, name: str, value: Any, wanted: str) -> str:
+    return (
+        f"plan {path} has {name} = {short(value)}. It must be {wanted}. Make the plan again with "
+        "moejax plan --out."
+    )

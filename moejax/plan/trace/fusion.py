@@ -1,0 +1,241 @@
+"""Groups elementwise operations into regions, as a compiler fuses them, and orders everything.
+
+A value's depth is how many operations that cannot be fused lie on the longest way to it. Connected
+elementwise operations of equal depth become one region: none of them can wait for an operation that
+waits for another of them, so no cycle can arise, and what lives only inside is never stored. What
+is made of inputs alone is made where it is first read: its inputs live as long anyway.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moejax.plan.trace.schedule import Collective, Kind, Op, Schedule
+
+
+@dataclass
+class Node:
+    """An operation before fusion.
+
+    Attributes:
+      reads: (value, bytes of it that are read; None: all).
+      writes: values.
+      unread: share of its FLOPs and bytes that is left where nothing reads its first value.
+    """
+
+    kind: Kind
+    scope: str
+    backward: bool
+    reads: tuple[tuple[int, float | None], ...]
+    writes: tuple[int, ...]
+    flops: float = 0.0
+    bytes: float = 0.0
+    dtype: str = ""
+    work: bool = False
+    blocks: tuple[int, int] | None = None
+    unread: float = 1.0
+    collective: Collective | None = None
+    body: Schedule | None = None
+    turns: int = 1
+    unrolled: int = 1
+    carried: tuple[tuple[int, int], ...] = ()
+
+
+class Storage:
+    """Values, and the buffers they live in."""
+
+    def __init__(self) -> None:
+        self.buffer: list[int] = []  # of each value
+        self.sizes: list[int] = []  # of each buffer
+
+    def new(self, size: int) -> int:
+        """A value in a buffer of its own."""
+        self.sizes.append(size)
+        self.buffer.append(len(self.sizes) - 1)
+        return len(self.buffer) - 1
+
+    def alias(self, value: int) -> int:
+        """A new value in the buffer of another."""
+        self.buffer.append(self.buffer[value])
+        return len(self.buffer) - 1
+
+    def resize(self, value: int, size: int) -> None:
+        """Says again how large the value's buffer is."""
+        self.sizes[self.buffer[value]] = size
+
+    def bytes(self, value: int) -> int:
+        """Of the value's buffer."""
+        return self.sizes[self.buffer[value]]
+
+
+def fuse(
+    nodes: Sequence[Node],
+    storage: Storage,
+    inputs: Iterable[int | None],
+    outputs: Iterable[int | None],
+) -> Schedule:
+    """Returns the schedule of the nodes that results need, given in an order in which they run."""
+    outputs = list(outputs)
+    kept = [value for value in outputs if value is not None]
+    nodes = _needed(nodes, kept)
+    maker = {value: number for number, node in enumerate(nodes) for value in node.writes}
+    groups = _groups(nodes, maker)
+    order = _order(nodes, maker, groups, kept)
+    place = {group: number for number, group in enumerate(order)}
+    members: dict[int, list[int]] = {group: [] for group in order}
+    for number, group in enumerate(groups):
+        if group in members:
+            members[group].append(number)
+    used = _used_outside(nodes, groups, maker, kept)
+    ops = []
+    for group in order:
+        own = [nodes[number] for number in members[group]]
+        op = _op(own, storage, maker, groups, group, used)
+        after = {
+            place[groups[maker[value]]]
+            for node in own
+            for value, _ in node.reads
+            if value in maker and groups[maker[value]] != group
+        }
+        ops.append(Op(after=tuple(sorted(after)), **op))
+    return Schedule(
+        ops=tuple(ops),
+        buffers=tuple(storage.sizes),
+        inputs=tuple(storage.buffer[value] for value in inputs if value is not None),
+        outputs=tuple(None if v is None else storage.buffer[v] for v in outputs),
+    )
+
+
+def _needed(nodes: Sequence[Node], kept: Sequence[int]) -> list[Node]:
+    """Nodes without those whose values nobody reads, as a compiler leaves them out."""
+    read, live = set(kept), []
+    for node in reversed(nodes):
+        if not read.isdisjoint(node.writes):
+            live.append(node)
+            read.update(value for value, _ in node.reads)
+    return live[::-1]
+
+
+def _groups(nodes: Sequence[Node], maker: dict[int, int]) -> list[int]:
+    """The group of each node, named by one of its members; only regions share one."""
+    parent = list(range(len(nodes)))
+
+    def root(number: int) -> int:
+        while parent[number] != number:
+            parent[number] = parent[parent[number]]
+            number = parent[number]
+        return number
+
+    depth = _depths(nodes, maker)
+    for number, node in enumerate(nodes):
+        for value, _ in node.reads if node.kind == "region" else ():
+            m = maker.get(value)
+            if m is not None and nodes[m].kind == "region" and depth[m] == depth[number]:
+                parent[root(m)] = root(number)
+    return [root(number) for number in range(len(nodes))]
+
+
+def _depths(nodes: Sequence[Node], maker: dict[int, int]) -> list[int]:
+    """How deep each node lies; see above."""
+    depth: list[int] = []
+    readers: list[list[int]] = [[] for _ in nodes]
+    for number, node in enumerate(nodes):
+        makers = {maker[value] for value, _ in node.reads if value in maker}
+        deepest = max((depth[m] for m in makers), default=0)
+        depth.append(deepest + (node.kind != "region"))
+        for m in makers:
+            readers[m].append(number)
+    for number in reversed(range(len(nodes))):
+        if depth[number] == 0:
+            least = (depth[r] - (nodes[r].kind != "region") for r in readers[number])
+            depth[number] = min(least, default=0)
+    return depth
+
+
+def _order(
+    nodes: Sequence[Node], maker: dict[int, int], groups: list[int], kept: Sequence[int]
+) -> list[int]:
+    """Groups in an order in which they can run: regions as late as what needs them allows."""
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        members.setdefault(group, []).append(number)
+    needs = {
+        group: sorted(
+            {
+                groups[maker[value]]
+                for number in own
+                for value, _ in nodes[number].reads
+                if value in maker
+            }
+            - {group}
+        )
+        for group, own in members.items()
+    }
+    done: set[int] = set()
+    order: list[int] = []
+    anchors = [groups[n] for n, node in enumerate(nodes) if node.kind != "region"]
+    wanted = anchors + [groups[maker[value]] for value in kept if value in maker]
+    for target in wanted:
+        waiting = [target]
+        while waiting:
+            group = waiting[-1]
+            if group in done:
+                waiting.pop()
+                continue
+            missing = [need for need in needs[group] if need not in done]
+            if missing:
+                waiting += reversed(missing)
+            else:
+                done.add(group)
+                order.append(group)
+                waiting.pop()
+    return order
+
+
+def _used_outside(
+    nodes: Sequence[Node], groups: list[int], maker: dict[int, int], kept: Sequence[int]
+) -> set[int]:
+    """Values that some other group reads, or that are results."""
+    used = set(kept)
+    for number, node in enumerate(nodes):
+        for value, _ in node.reads:
+            if value in maker and groups[maker[value]] != groups[number]:
+                used.add(value)
+    return used
+
+
+def _op(
+    own: list[Node],
+    storage: Storage,
+    maker: dict[int, int],
+    groups: list[int],
+    group: int,
+    used: set[int],
+) -> dict[str, Any]:
+    """What the nodes of one group are together."""
+    taken: dict[int, float] = {}
+    for node in own:
+        for value, size in node.reads:
+            if value in maker and groups[maker[value]] == group:
+                continue
+            whole = float(storage.bytes(value))
+            taken[value] = min(whole, taken.get(value, 0.0) + (whole if size is None else size))
+    written = [value for node in own for value in node.writes if value in used]
+    last = own[-1]
+    moved = sum(taken.values()) + sum(map(storage.bytes, written))
+    fields: dict[str, Any] = {
+        "kind": last.kind,
+        "scope": last.scope,
+        "backward": last.backward,
+        "reads": tuple(sorted({storage.buffer[value] for value in taken})),
+        "writes": tuple(sorted({storage.buffer[value] for value in written})),
+        "bytes": (last.bytes + moved) if last.blocks else (last.bytes or moved),
+    }
+    if last.kind == "region":
+        return fields | {"passes": max(1, len(written))}
+    if last.unread != 1 and last.writes[0] not in used:
+        last = replace(last, flops=last.unread * last.flops)
+        fields["bytes"] *= last.unread
+    names = ("flops", "dtype", "work", "blocks", "collective")
+    names += ("body", "turns", "unrolled", "carried")
+    return fields | {name: getattr(last, name) for name in names}

@@ -1,0 +1,172 @@
+"""The loss: next-token cross-entropy over a vocabulary sharded on the tensor axis.
+
+Logits are the largest array of a small model and of any with a large vocabulary, so they never
+exist whole: a chunk of tokens at a time is projected, and its gradient is taken at once, while the
+chunk is still in cache. That is possible because the loss is a plain sum over tokens.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moejax.annotations import Array, Float, Int
+from moejax.comm import wire
+from moejax.config.schema import MoEConfig
+from moejax.layout.layout import Axes, Layout
+from moejax.moe.layer import MoEStats
+from moejax.moe.router import balance_loss
+
+
+class LossParts(NamedTuple):
+    """Of the first two, each device has a share; the sum over all devices is what they are."""
+
+    nll: Float[Array, ""]  # mean negative log-likelihood of the valid targets, nats
+    balance: Float[Array, ""]  # mean over expert layers of the unweighted balance loss
+    load_LE: Int[Array, "L E"]  # assignments to each expert of each expert layer, of all devices
+    dropped_L: Int[Array, " L"]  # assignments dropped in each expert layer, of all devices
+
+
+def next_token_loss(
+    x_BTD: Float[Array, "B T D"],
+    w_Dv: Float[Array, "D v"],
+    target_BT: Int[Array, "B T"],
+    stats: MoEStats | None,
+    *,
+    moe: MoEConfig,
+    num_targets: jax.Array,
+    micro_batches: int,
+    layout: Layout,
+    chunk_tokens: int,
+) -> tuple[Float[Array, ""], LossParts]:
+    """This device's share of the loss, and its parts. The sum over all devices is the loss.
+
+    Args:
+      x_BTD: final hidden states, all positions on every tensor rank.
+      w_Dv: this tensor rank's slice of the output projection.
+      target_BT: -1 where there is nothing to predict.
+      stats: of the expert layers, stacked; None without experts.
+      num_targets: valid targets of the whole step, over all devices and micro-batches.
+      micro_batches: of the step; each holds an equal part of the tokens that routers see.
+      chunk_tokens: tokens whose logits exist at one time, at most.
+    """
+    total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
+    # All tensor ranks hold the same sum: each gives its share.
+    nll = total / num_targets / layout.size(layout.tensor)
+    if stats is None:
+        empty = jnp.zeros((0,), jnp.int32)
+        return nll, LossParts(nll, jnp.zeros(()), empty[:, None], empty)
+    loss, balance, load_LE, dropped_L = _router_losses(stats, moe, layout)
+    parts = LossParts(nll, balance / micro_batches, load_LE, dropped_L)
+    return nll + loss / micro_batches, parts
+
+
+def _router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.Array, ...]:
+    """Shares of the weighted losses and of the mean balance loss; load and drops of all devices.
+
+    Both losses are means over the expert layers, so that a coefficient means the same whatever the
+    number of layers, as it does in megablocks; `transformers` pools the layers instead.
+
+    Every layer's counts are summed at once: L * (E + 1) int32 over all devices, and where each
+    sequence is to be balanced, L * S * E over tensor.
+    """
+    cfg = moe.router
+    counts = jnp.concatenate([stats.load_E, stats.dropped[:, None]], axis=1)
+    counts = wire.all_reduce(counts, layout.mesh_axes)
+    load_LE, dropped_L = counts[:, :-1], counts[:, -1]
+    if cfg.balance_over == "batch":
+        counted_LSE = load_LE[:, None]
+    else:
+        counted_LSE = wire.all_reduce(stats.counted_SE, layout.tensor)
+    k = moe.experts_per_token
+    balance = jnp.mean(balance_loss(counted_LSE, stats.score_SE, cfg, k=k, layout=layout))
+    loss = cfg.balance_loss * balance + cfg.z_loss * jnp.mean(stats.z)
+    return loss, balance, load_LE, dropped_L
+
+
+def sum_nll(
+    x_BTD: Float[Array, "B T D"],
+    w_Dv: Float[Array, "D v"],
+    target_BT: Int[Array, "B T"],
+    layout: Layout,
+    *,
+    chunk_tokens: int,
+) -> Float[Array, ""]:
+    """Summed negative log-likelihood of the targets in nats, the same on all tensor ranks.
+
+    Wire: three float32 per position over tensor, none in backward. Memory: chunk_tokens * v.
+    """
+    N, v = target_BT.size, w_Dv.shape[1]
+    first = wire.index(layout.tensor) * v if layout.size(layout.tensor) > 1 else 0
+    target_N = target_BT.reshape(N)
+    rows = next(r for r in range(min(N, chunk_tokens), 0, -1) if N % r == 0)
+    local_N = jnp.where(target_N >= 0, target_N - first, -1)
+    chunks = (
+        x_BTD.reshape(N // rows, rows, -1),
+        local_N.reshape(N // rows, rows),
+        (target_N >= 0).reshape(N // rows, rows),
+    )
+    return _sum_nll(chunks, w_Dv, layout.tensor)
+
+
+Chunks = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _sum_nll(chunks: Chunks, w_Dv: jax.Array, tensor: Axes) -> jax.Array:
+    def add(total, chunk):
+        return total + _chunk_nll(chunk, w_Dv, tensor)[0], None
+
+    return lax.scan(add, jnp.zeros(()), chunks)[0]
+
+
+def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array, ...]:
+    """One chunk's sum, logits, and log of the softmax's denominator."""
+    x_ND, local_N, valid_N = chunk
+    v = w_Dv.shape[1]
+    logit_Nv = jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
+    here_N = (local_N >= 0) & (local_N < v)
+    safe_N = jnp.where(here_N, local_N, 0)
+    chosen_N = jnp.take_along_axis(logit_Nv, safe_N[:, None], axis=1)[:, 0]
+    chosen_N = wire.all_reduce(jnp.where(here_N, chosen_N, 0), tensor)
+    top_N = wire.all_max(jnp.max(logit_Nv, axis=1), tensor)
+    total_N = wire.all_reduce(jnp.sum(jnp.exp(logit_Nv - top_N[:, None]), axis=1), tensor)
+    log_total_N = jnp.log(total_N) + top_N
+    return jnp.sum(jnp.where(valid_N, log_total_N - chosen_N, 0)), logit_Nv, log_total_N
+
+
+def _sum_nll_forward(chunks: Chunks, w_Dv: jax.Array, tensor: Axes):
+    """The sum, and its gradients at once."""
+
+    def add(carry, chunk):
+        total, dw_Dv = carry
+        x_ND, local_N, valid_N = chunk
+        nll, logit_Nv, log_total_N = _chunk_nll(chunk, w_Dv, tensor)
+        target_Nv = local_N[:, None] == jnp.arange(logit_Nv.shape[1])
+        dlogit_Nv = jnp.exp(logit_Nv - log_total_N[:, None]) - target_Nv
+        dlogit_Nv = jnp.where(valid_N[:, None], dlogit_Nv, 0).astype(x_ND.dtype)
+        dx_ND = lax.dot_general(dlogit_Nv, w_Dv, (((1,), (1,)), ((), ())))
+        dims = (((0,), (0,)), ((), ()))
+        dw_Dv += lax.dot_general(x_ND, dlogit_Nv, dims, preferred_element_type=jnp.float32)
+        return (total + nll, dw_Dv), dx_ND
+
+    zero = (jnp.zeros(()), jnp.zeros(w_Dv.shape, jnp.float32))
+    (total, dw_Dv), dx = lax.scan(add, zero, chunks)
+    return total, (dx, dw_Dv.astype(w_Dv.dtype))
+
+
+def _sum_nll_backward(tensor: Axes, saved, gradient: jax.Array):
+    """Every tensor rank's copy of the sum depends on these logits: the ranks' shares add up.
+
+    They are equal, because each rank takes the same share of the same sum; so adding them needs no
+    communication.
+    """
+    dx, dw_Dv = saved
+    scale = gradient * wire.size(tensor)
+    dchunks = ((dx * scale).astype(dx.dtype), None, None)
+    return dchunks, (dw_Dv * scale).astype(dw_Dv.dtype)
+
+
+_sum_nll.defvjp(_sum_nll_forward, _sum_nll_backward)

@@ -1,0 +1,202 @@
+"""The optimizer: optax transformations that work on this device's shards.
+
+Per device, inside shard_map. AdamW is elementwise, so shards need nothing from each other; the two
+things that look at whole arrays, clipping by global norm and Muon, say what they communicate.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from optax import contrib
+
+from moejax.comm import wire
+from moejax.config.schema import OptimizerConfig
+from moejax.layout.layout import Layout
+
+Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
+
+
+def learning_rate(cfg: OptimizerConfig, num_steps: int, peak: float) -> optax.Schedule:
+    """Linear warm-up from zero to `peak`, then the schedule down to its final fraction."""
+    rest = max(num_steps - cfg.warmup_steps, 1)
+    end = peak * cfg.final_fraction
+    after = {
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=cfg.final_fraction),
+        "linear": lambda: optax.linear_schedule(peak, end, rest),
+        "constant": lambda: optax.constant_schedule(peak),
+    }[cfg.schedule]()
+    if not cfg.warmup_steps:
+        return after
+    warmup = optax.linear_schedule(0.0, peak, cfg.warmup_steps)
+    return optax.join_schedules([warmup, after], [cfg.warmup_steps])
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The whole update: clip, AdamW or Muon, weight decay, schedule.
+
+    Each parameter is updated on its own and in place. Muon needs the whole of each matrix, so of
+    layers that are stacked it takes one after the other: what it needs beside weights and state is
+    a layer's, not a model's (the tiles of TED).
+
+    Attributes:
+      dims: the letters of each parameter's dimensions, in the parameters' tree.
+      num_steps: of the run, for the schedule.
+    """
+
+    cfg: OptimizerConfig
+    dims: Tree
+    layout: Layout
+    num_steps: int
+
+    def init(self, params: Tree) -> Tree:
+        """The first state: for each parameter an optax state."""
+        return jax.tree.map(lambda p, d: self.transform(d).init(p), params, self.dims)
+
+    def specs(self, params: Tree, state: Tree, param_specs: Tree) -> Tree:
+        """How the state is sharded: moments as their parameters, counts not at all."""
+
+        def of(param: Any, spec: PartitionSpec, state: Any) -> Any:
+            return jax.tree.map(
+                lambda x: spec if x.shape == param.shape else PartitionSpec(), state
+            )
+
+        return jax.tree.map(of, params, param_specs, state)
+
+    def update(
+        self, gradients: Tree, state: Tree, params: Tree, norm: jax.Array, finite: jax.Array
+    ) -> tuple[Tree, Tree]:
+        """Returns the next parameters and state; those given where the step is not finite.
+
+        Args:
+          norm: of the gradients, over all devices.
+          finite: whether to update at all.
+        """
+        limit = self.cfg.clip_norm
+        scale = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
+
+        def of(gradient: jax.Array, dims: str, param: jax.Array, state: Any) -> tuple[Any, Any]:
+            transform = self.transform(dims)
+
+            def apply(gradient: jax.Array, kept: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+                param, state = kept
+                updates, state = transform.update(gradient * scale, state, param)
+                found = (optax.apply_updates(param, updates), state)
+                return jax.tree.map(partial(jnp.where, finite), found, kept)
+
+            stacked = param.ndim > len(dims)
+            if stacked and self.cfg.name == "muon" and is_matrix(dims):
+                return _layer_by_layer(apply, gradient, (param, state))
+            return apply(gradient, (param, state))
+
+        found = jax.tree.map(of, gradients, self.dims, params, state)
+        tree = jax.tree.structure(gradients)
+        new_params, new_state = zip(*tree.flatten_up_to(found), strict=True)
+        return jax.tree.unflatten(tree, new_params), jax.tree.unflatten(tree, new_state)
+
+    def transform(self, dims: str) -> optax.GradientTransformation:
+        """The update of one parameter, before clipping."""
+        cfg = self.cfg
+        if cfg.name == "muon" and is_matrix(dims):
+            rate = learning_rate(cfg, self.num_steps, cfg.muon_learning_rate)
+            return optax.chain(
+                optax.trace(cfg.muon_momentum, nesterov=True),
+                optax.stateless(lambda updates, _: _orthogonal_shard(updates, dims, self.layout)),
+                optax.add_decayed_weights(cfg.weight_decay),
+                optax.scale_by_learning_rate(rate),
+            )
+        # Of Muon's, what it leaves to AdamW (embeddings, router) does not decay.
+        decays = cfg.name == "adamw" and _decays(dims)
+        return optax.adamw(
+            learning_rate(cfg, self.num_steps, cfg.learning_rate),
+            b1=cfg.beta1,
+            b2=cfg.beta2,
+            eps=cfg.epsilon,
+            weight_decay=cfg.weight_decay if decays else 0.0,
+        )
+
+
+def _layer_by_layer(apply: Callable, gradient: jax.Array, kept: Any) -> Any:
+    """`apply` on each layer of stacked arrays, in place; counts, which have no layers, as given.
+
+    The loop carries each layer flat: else XLA gives the whole stack the layout that the products
+    inside like best, and copies it before and after.
+    """
+    index, put = jax.lax.dynamic_index_in_dim, jax.lax.dynamic_update_index_in_dim
+
+    def body(layer: jax.Array, now: Any) -> Any:
+        def own(flat: jax.Array, given: jax.Array) -> jax.Array:
+            shape = given.shape[1:]
+            return index(flat, layer, keepdims=False).reshape(shape) if given.ndim else given
+
+        new = apply(index(gradient, layer, keepdims=False), jax.tree.map(own, now, kept))
+        return jax.tree.map(lambda x, y: put(x, y.reshape(-1), layer, 0) if x.ndim else y, now, new)
+
+    flat = jax.tree.map(lambda x: x.reshape(len(x), -1) if x.ndim else x, kept)
+    found = jax.lax.fori_loop(0, len(gradient), body, flat)
+    return jax.tree.map(lambda x, y: x.reshape(y.shape), found, kept)
+
+
+def _decays(dims: str) -> bool:
+    """Matrices that touch the residual stream decay; norm scales and biases do not."""
+    return "D" in dims and len(dims) > 1
+
+
+def is_matrix(dims: str) -> bool:
+    """Whether Muon takes the parameter: hidden matrices, not embeddings, norms or the router."""
+    return _decays(dims) and "V" not in dims and dims != "DE"
+
+
+def square_share(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
+    """This device's share of the squared norm of a sharded tree; all devices' add up to it."""
+    devices = layout.size(layout.mesh_axes)
+
+    def share(x: jax.Array, d: str) -> jax.Array:
+        shards = layout.size(tuple(axis for axes in layout.param_axes(d) for axis in axes))
+        # Copies of a shard would count several times; device counts divide exactly in float32.
+        return jnp.sum(jnp.square(x.astype(jnp.float32))) * (shards / devices)
+
+    return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(share, tree, dims))))
+
+
+def _orthogonal_shard(x: Any, dims: str, layout: Layout) -> jax.Array:
+    """The nearest orthogonal matrix to an update, or to each of its experts (Muon).
+
+    Needs the whole matrix: gathers it and keeps this device's shard of the result. Wire: the
+    matrix, in float32. Source: Jordan et al. 2024, through optax.contrib.
+    """
+    axes_by_dim = list(enumerate(layout.param_axes(dims)))
+    if dims[0] == "E":
+        axes_by_dim = axes_by_dim[1:]  # experts are separate matrices: no need to meet
+    shard_shape = x.shape
+    for dim, axes in axes_by_dim:
+        x = wire.all_gather(x, axes, dim=dim) if axes else x
+    rows, columns = _matrix_dims(dims)
+    numbers = contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
+    muon = contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=numbers)
+    x = muon.update(x, muon.init(x))[0]
+    fan_in, fan_out = (math.prod(x.shape[i] for i in part) for part in (rows, columns))
+    x = x * max(1.0, fan_out / fan_in) ** 0.5
+    for dim, axes in axes_by_dim:
+        if axes and layout.size(axes) > 1:
+            start = wire.index(axes) * shard_shape[dim]
+            x = jax.lax.dynamic_slice_in_dim(x, start, shard_shape[dim], axis=dim)
+    return x
+
+
+def _matrix_dims(dims: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which dimensions are the matrix's inputs and its outputs; the model's width is one of them.
+
+    Gate and up (U) and experts (E) are separate matrices.
+    """
+    inner = tuple(i for i, letter in enumerate(dims) if letter not in "EU")
+    width = dims.index("D")
+    others = tuple(i for i in inner if i != width)
+    return ((width,), others) if inner[0] == width else (others, (width,))

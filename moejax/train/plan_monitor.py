@@ -1,0 +1,86 @@
+"""Holds the run's steps against what was predicted, and says which of the plan's rates is off."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moejax.plan.cluster.topology import Topology
+from moejax.plan.search.file import Plan
+
+WITHIN = (0.8, 1.25)  # measured over predicted: what a plan may be off by
+WINDOW = 3  # reports in a row outside it
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Why a plan no longer holds.
+
+    Attributes:
+      text: one line for the user.
+      topology: links and rates as they are now.
+    """
+
+    text: str
+    topology: Topology
+
+
+class Watch:
+    """Compares reports with the plan; speaks once."""
+
+    def __init__(self, plan: Plan, topology: Topology, measure: Callable[[], Topology]):
+        """Takes what measures links and rates again; every process calls it at the same step."""
+        self.predicted = float(plan.predicted["seconds"])
+        self.terms = plan.predicted["terms"]
+        self.topology, self.measure = topology, measure
+        self._outside, self._spoken = 0, False
+
+    def off(self, seconds_per_step: float) -> bool:
+        """Whether steps have been outside the window for long enough to ask why."""
+        low, high = WITHIN
+        ratio = seconds_per_step / self.predicted
+        self._outside = 0 if low <= ratio <= high else self._outside + 1
+        return self._outside >= WINDOW and not self._spoken
+
+    def doubt(self, seconds_per_step: float) -> Doubt:
+        """Measures again, and names what has changed most in the direction of the steps."""
+        self._spoken = True
+        now = self.measure()
+        ratio = seconds_per_step / self.predicted
+
+        def explains(row: tuple[str, float, float]) -> float:
+            return row[1] / row[2] if ratio > 1 else row[2] / row[1]
+
+        name, before, after = best = max(compare(self.topology, now), key=explains)
+        said = f"a step takes {ratio:.2f} x what was predicted"
+        if explains(best) > WITHIN[1]:
+            cause = f"{name} is {after:.3g} a second now, the plan has {before:.3g}"
+        else:
+            largest = max(self.terms, key=lambda term: self.terms[term])
+            cause = (
+                f"no link or rate explains it (the nearest, {name}, changed by "
+                f"{after / before - 1:+.0%}); the plan's largest term is {largest}"
+            )
+        return Doubt(f"warning: {said}: {cause}", now)
+
+
+def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]:
+    """(what, rate before, rate now) of every link and rate that both have."""
+    rows = []
+    for one, other in zip(before.tiers, after.tiers, strict=False):
+        for kind, link in one.links.items():
+            if one.size > 1 and kind in other.links:
+                name = f"{kind} over {one.name}, bytes"
+                rows.append((name, link.bytes_per_s, other.links[kind].bytes_per_s))
+    for dtype, curve in before.device.products.items():
+        if dtype in after.device.products:
+            rows.append(
+                (f"{dtype} products, FLOPs", curve[-1][1], after.device.products[dtype][-1][1])
+            )
+    copies = before.device.copy_bytes_per_s, after.device.copy_bytes_per_s
+    programs = _program_rate(before), _program_rate(after)
+    return [*rows, ("copies, bytes", *copies), ("whole programs, FLOPs", *programs)]
+
+
+def _program_rate(topology: Topology) -> float:
+    """FLOPs a second of the largest product, slowed as a whole program is."""
+    largest = next(iter(topology.device.products.values()))[-1]
+    return largest[1] / topology.device.program

@@ -1,0 +1,120 @@
+"""The command without the compiler of a GPU; tests/hlo/test_aot.py has the rest."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.topologies import TopologyDescription
+
+from moejax.aot.command import CompiledStep, census, describe, main, other_peaks, to_json
+from moejax.aot.compiled import Exchange
+from moejax.aot.target import TARGETS, describe_devices
+from moejax.config.checks import check
+from moejax.config.load import load_config
+from moejax.errors import InputError
+from tests.cases import small_config, trainer_for
+
+CONFIG = str(Path(__file__).parents[2] / "configs/olmoe_1b_7b.py")
+
+
+def exchange(**changes):
+    base = Exchange("all_to_all", ("expert",), "bfloat16", 64, 3, True, True, False, "start")
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config", CONFIG, "--nodes", "2"], r"needs 8 devices, found 16 \(gpu\)"),
+        (["--config", CONFIG, "--nodes", "0"], "--nodes is 0"),
+        (["--config", CONFIG, "--config.model.breadth=8"], "breadth"),
+        (["--config", "nowhere.py"], "nowhere.py does not exist"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_in_one_line(words, said, capsys):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(err)
+
+
+@pytest.mark.parametrize(("target", "extra"), [("h200", "aot"), ("v5p", "tpu")])
+def test_a_compiler_that_is_not_installed_is_named(target, extra, monkeypatch):
+    def absent(*_, **__):
+        raise NotImplementedError("topology not implemented")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", absent)
+    with pytest.raises(InputError, match=rf"no compiler for .*Install moejax\[{extra}\]"):
+        describe_devices(TARGETS[target], 1)
+
+
+def test_tools_that_the_compiler_would_die_without_are_asked_for_first(monkeypatch):
+    found = TopologyDescription(jax.devices())
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", lambda **_: found)
+    monkeypatch.setattr("moejax.aot.target.Path.exists", lambda _: False)
+    monkeypatch.setattr("moejax.aot.target.shutil.which", lambda _: None)
+    with pytest.raises(InputError, match=r"no ptxas and no libdevice.*Install moejax\[aot\]"):
+        describe_devices(TARGETS["h200"], 1)
+
+
+def test_the_described_cluster_stands_in_for_the_machine_of_the_config():
+    cfg = load_config(CONFIG, ["mesh.replica=2", "mesh.simulated_devices=4"])
+    with pytest.raises(InputError, match="needs 16 devices, found 4"):
+        check(cfg)
+    mesh = describe(cfg, TARGETS["v6e"], 2).mesh
+    assert (mesh.nodes, mesh.platform, mesh.simulated_devices) == (2, "tpu", None)
+
+
+def compiled_step(exchanges):
+    return CompiledStep({"expert": 8, "fsdp": 2}, ("fsdp",), {}, 1.0, 1, 1, 2, exchanges, [])
+
+
+def test_the_hidden_share_is_of_the_exchanges_that_carry_tokens():
+    exchanges = [
+        exchange(),
+        exchange(hides=False, calls=1),
+        exchange(hides=False, dtype="uint8"),
+        exchange(hides=False, kind="all_gather"),
+        exchange(hides=False, backward=True),
+    ]
+    step = compiled_step(exchanges)
+    assert step.hidden_share(backward=False) == 0.75
+    assert step.hidden_share(backward=True) == 0
+    assert census(exchanges)["all_to_all", "expert", "bfloat16", "async"] == [7, 7 * 64, 3]
+    assert len(to_json(step)["collectives"]) == len(census(exchanges))
+
+
+def test_evaluation_and_sampling_count_beside_a_state_that_they_read_a_part_of():
+    trainer = trainer_for(small_config())
+    state = sum(trainer.given_bytes().values())
+    step = dataclasses.replace(compiled_step([]), argument_bytes=state)
+    found = other_peaks(trainer, step)
+    weights = trainer.given_bytes()["weights"]
+    assert all(state < size < state + 3 * weights for size in found.values())
+    assert dataclasses.replace(step, other_peaks=found).most_bytes == max(found.values())
+
+
+def test_reductions_are_sums_of_gradients_and_clash_on_a_link_that_an_exchange_uses():
+    def gradient(**changes):
+        base = {"kind": "reduce_scatter", "dtype": "float32", "bytes": 2048, "backward": True}
+        return exchange(**(base | changes))
+
+    fast = gradient(launch="fast", beside=("start",), hides=False)
+    slow = gradient(launch="slow", axes=("fsdp",), beside=("start",), calls=1)
+    others = [
+        exchange(),
+        gradient(backward=False),
+        gradient(bytes=4),
+        gradient(dtype="int32"),
+        gradient(axes=("tensor",)),
+        exchange(kind="all_gather", hides=False, bytes=32),
+        exchange(kind="all_gather", bytes=96),
+    ]
+    step = compiled_step([fast, slow, *others])
+    assert step.reductions() == [fast, slow]
+    assert step.reductions_beside_exchanges() == [fast]
+    assert step.hidden_reductions() == 0.25
+    assert step.hidden_gathers() == 0.75

@@ -1,0 +1,203 @@
+"""Compressed reductions on eight devices: right sums, two errors, bytes, a state that adds up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm.codecs.build import Blocks, Cast, ErrorFeedback, Ladder, LowRank, Moment, TopK
+from moejax.comm.weights.compressed import first_state, reduce_parts
+from moejax.plan.trace.reader import collectives
+
+EPS = np.finfo(np.float32).eps
+EVERY = ("scatter", "copies")
+MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), EVERY)
+CASES = [(("scatter",), ("copies",)), (EVERY, ()), ((), EVERY), (("scatter",), ())]
+CODECS = {
+    "bfloat16": Cast(),
+    "int8": Blocks("int8", block=32),
+    "int4 at random": Blocks("int4", block=32, stochastic=True),
+    "feedback": ErrorFeedback(Blocks("int4", block=32)),
+    "topk, feedback": ErrorFeedback(TopK(0.1)),
+    "ladder": Ladder((Blocks("int8", block=32), TopK(0.1)), rung=1, measures=True),
+    "loco": ErrorFeedback(Blocks("int4", block=32), 0.5, "e4m3", 32, 4),
+}
+n = 50  # odd tails
+
+
+def sizes(scatter, copies):
+    return tuple(int(np.prod([MESH.shape[a] for a in axes])) for axes in (scatter, copies))
+
+
+def build(codec, scatter, copies):
+    """The jitted (x, state, step) -> (sum, state), each device with its own row of each."""
+    device = P(EVERY)
+
+    def body(x, state, step):
+        state = jax.tree.map(lambda s: s[0], state)
+        key = jax.random.fold_in(jax.random.key(3), jax.lax.axis_index(EVERY))
+        total, state = reduce_parts(x[0], scatter, copies, codec, state, Moment(step, key))
+        return total[None], jax.tree.map(lambda s: s[None], state)
+
+    specs = (device, device, P())
+    return jax.jit(
+        jax.shard_map(body, mesh=MESH, in_specs=specs, out_specs=(device, device), check_vma=False)
+    )
+
+
+def start(codec, scatter, copies):
+    S, C = sizes(scatter, copies)
+    state = first_state([codec], S, C, n)
+    return jax.tree.map(lambda s: jnp.zeros((8, *s.shape)), state)
+
+
+def exact(x, scatter, copies):
+    """What each device should hold: the sum of its part over all who share its axes."""
+    grid = np.asarray(x, np.float64).reshape(4, 2, *x.shape[1:])
+    wanted = np.zeros((4, 2, *x.shape[2:]))
+    for place in np.ndindex(4, 2):
+        peers = tuple(
+            slice(None) if axis in scatter + copies else place[i] for i, axis in enumerate(EVERY)
+        )
+        own = 0
+        for axis in scatter:
+            own = own * MESH.shape[axis] + place[EVERY.index(axis)]
+        wanted[place] = grid[peers].reshape(-1, *x.shape[1:]).sum(0)[own]
+    return wanted.reshape(8, *wanted.shape[2:])
+
+
+def draw(seed, scatter, copies):
+    return jnp.asarray(
+        np.random.default_rng(seed).standard_normal((8, *sizes(scatter, copies), n)), jnp.float32
+    )
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("scatter", "copies"), CASES)
+def test_sums_are_right_and_what_is_kept_adds_up(name, scatter, copies):
+    codec = CODECS[name]
+    step, state = build(codec, scatter, copies), start(codec, scatter, copies)
+    S, C = sizes(scatter, copies)
+    sent, true = 0.0, 0.0
+    for number in range(3):
+        x = draw(number, scatter, copies)
+        total, state = step(x, state, number)
+        sent, true = sent + np.asarray(total, np.float64), true + exact(x, scatter, copies)
+    # Every device along `copies` holds the same bits.
+    if C > 1:
+        rows = np.asarray(total).reshape(4, 2, C, n)
+        rows = rows if scatter else rows.reshape(1, 8, C, n)
+        np.testing.assert_array_equal(rows, np.broadcast_to(rows[:, :1], rows.shape))
+    if name in ("feedback", "topk, feedback", "ladder"):
+        # What was not sent yet is kept: by each sender, and by who sums.
+        sent = sent + kept(state, scatter, copies)
+        assert np.abs(sent - true).max() <= 100 * EPS * np.abs(true).max() * S * C
+    elif name != "loco":  # three sums of so many parts, each off by the codec's share
+        off = {"bfloat16": 2**-8, "int8": 0.5 / 127, "int4 at random": 1 / 7}[name]
+        largest = 4.0 * (1 + off)
+        assert np.abs(sent - true).max() <= 3 * off * largest * (S * C + np.sqrt(S * C) * 2)
+
+
+def kept(state, scatter, copies):
+    """The errors not yet sent, as a part of each device's sum."""
+    S, C = sizes(scatter, copies)
+    parts = np.asarray(state.parts, np.float64)[..., :n].reshape(8, S, C, n)
+    kept = exact(parts, scatter, copies)
+    if C == 1:
+        return kept
+    total = np.asarray(state.total, np.float64)[:, 0, :n]  # of the share that each device sums
+    total = total.reshape(4, 2, n) if scatter else total.reshape(1, 8, n)
+    return kept + np.broadcast_to(total[:, None], (len(total), C, C, n)).reshape(8, C, n)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(("scatter", "copies"), CASES)
+def test_bytes_are_the_codecs_and_travel_in_two_collectives(name, scatter, copies):
+    codec = CODECS[name]
+    S, C = sizes(scatter, copies)
+    traced = build(codec, scatter, copies).trace(
+        draw(0, scatter, copies), start(codec, scatter, copies), 0
+    )
+    found = {call.kind: call for call in collectives(traced.jaxpr.jaxpr)}
+    assert found.pop("all_to_all").bytes == S * C * codec.wire_bytes(n)
+    if C > 1:
+        assert found.pop("all_gather").bytes == C * codec.wire_bytes(n)
+    assert not found
+
+
+@pytest.mark.parametrize(("scatter", "copies"), CASES)
+def test_a_matrix_of_low_rank_is_summed_exactly_and_the_rest_is_kept(scatter, copies):
+    S, C = sizes(scatter, copies)
+    rank = LowRank(2)
+    rows, columns, _ = rank.shape(C * n)
+    step, state = build(rank, scatter, copies), start(rank, scatter, copies)
+    rng = np.random.default_rng(7)
+    # All devices' matrices in one space of rank two: one iteration finds it.
+    left, right = rng.standard_normal((S, rows, 2)), rng.standard_normal((S, 2, columns))
+    mixed = rng.standard_normal((8, S, 2, 1)) * right
+    whole = (left @ mixed).reshape(8, S, -1)[..., : C * n].reshape(8, S, C, n)
+    if rows * columns > C * n:  # a padded matrix has not quite that rank
+        whole = whole * 0 + np.sin(np.arange(C * n)).reshape(C, n)
+    x = jnp.asarray(whole, jnp.float32)
+    wanted = exact(x, scatter, copies)
+    total, state = step(x, state, 0)
+    sent = np.asarray(total, np.float64)
+    if rows * columns == C * n:
+        assert np.abs(sent - wanted).max() <= 1e-4 * np.abs(wanted).max()
+    left_out = exact(np.asarray(state.parts)[..., :n].reshape(8, S, C, n), scatter, copies)
+    assert np.abs(sent + left_out - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+def test_low_rank_sends_two_factors():
+    scatter, copies = ("scatter",), ("copies",)
+    S, C = sizes(scatter, copies)
+    rank = LowRank(3)
+    traced = build(rank, scatter, copies).trace(
+        draw(0, scatter, copies), start(rank, scatter, copies), 0
+    )
+    found = [(call.kind, call.bytes) for call in collectives(traced.jaxpr.jaxpr)]
+    rows, columns, _ = rank.shape(C * n)
+    assert found == [("all_reduce", S * size * 3 * 4) for size in (rows, columns)]
+
+
+def test_codecs_that_follow_each_other_share_what_is_kept():
+    """State has room for the largest; what one leaves out, the next one sends."""
+    scatter, copies = ("scatter",), ("copies",)
+    S, C = sizes(scatter, copies)
+    first, then = ErrorFeedback(Blocks("int4", block=32)), ErrorFeedback(TopK(0.1))
+    state = first_state([first, then], S, C, n)
+    assert state.parts.shape == (S * C, n + 2)
+    state = jax.tree.map(lambda s: jnp.zeros((8, *s.shape)), state)
+    sent, true = 0.0, 0.0
+    for number, codec in enumerate((first, first, then)):
+        x = draw(number, scatter, copies)
+        total, state = build(codec, scatter, copies)(x, state, number)
+        sent, true = sent + np.asarray(total, np.float64), true + exact(x, scatter, copies)
+    sent = sent + kept(state, scatter, copies)
+    assert np.abs(sent - true).max() <= 100 * EPS * np.abs(true).max() * S * C
+
+
+def test_two_errors_however_many_devices():
+    """All devices alike: the sum of eight equal payloads is off as one of them, and once more."""
+    codec = Blocks("int8", block=64)
+    x = jnp.broadcast_to(draw(5, (), EVERY)[:1], (8, 1, 8, n))
+    total, _ = build(codec, (), EVERY)(x, start(codec, (), EVERY), 0)
+    off = np.abs(np.asarray(total[0]) - 8 * np.asarray(x[0, 0], np.float64))
+    once = 0.5 / 127 * np.abs(np.asarray(x[0, 0])).max(-1, keepdims=True)
+    assert np.all(off <= 8 * once + 8 * once * (1 + 1 / 127) + 1e-5)
+
+
+def test_devices_do_not_round_alike():
+    """Equal parts of eight devices: errors of random rounding that are equal would add up."""
+    codec, scatter = CODECS["int4 at random"], EVERY
+    x = jnp.broadcast_to(draw(6, scatter, ())[:1], (8, 8, 1, n))
+    total, _ = build(codec, scatter, ())(x, start(codec, scatter, ()), 0)
+    part = np.asarray(x[0, :, 0], np.float64)
+    blocks = np.pad(np.abs(part), ((0, 0), (0, -n % 32))).reshape(8, -1, 32)
+    step = np.repeat(blocks.max(-1) / 7, 32, axis=1)[:, :n]
+    off = (np.asarray(total)[:, 0] - 8 * part) / step
+    # Of a value between two steps the variance is 1/6 of a step squared on average: of eight
+    # independent ones 1.2 steps are left, of eight equal ones 3.3.
+    assert np.sqrt(np.mean(off**2)) < 2

@@ -1,0 +1,55 @@
+"""What enters beside a weight: a moment of its own for each parameter, layer and device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm.codecs.build import Moment
+from moejax.comm.weights.compressed import ReduceState
+from moejax.comm.weights.residuals import carry, from_floats, to_floats
+from moejax.config.schema import MeshConfig
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+
+LAYOUT = build_layout(MeshConfig(2, 1, 2, 2, nodes=2))
+DIMS = {"query": "DHC", "table": "VD"}
+LAYERS = 3
+
+
+@pytest.mark.parametrize("step", [0, 1, 2**16 - 1, 2**24 + 1, 2**31 - 1])
+def test_a_moment_travels_as_floats_without_loss(step):
+    moment = Moment(jnp.int32(step), jax.random.key(2**31 + 7), jnp.int32(step // 3))
+    found = from_floats(to_floats(moment))
+    assert (int(found.step), int(found.part)) == (step, step // 3)
+    keys = [jax.random.key_data(one.key) for one in (found, moment)]
+    np.testing.assert_array_equal(keys[0], keys[1])
+
+
+def carried_keys(step, part, key):
+    """The key words of every device, parameter and layer."""
+
+    def body(step, part):
+        params = {"query": jnp.zeros((LAYERS, 2, 2, 2)), "table": jnp.zeros((2, 2))}
+        states = dict.fromkeys(params, ReduceState(None, None))
+        carried = carry(params, states, DIMS, Moment(step, jax.random.key(key), part), LAYOUT)
+        moments = [jax.vmap(from_floats)(carried["query"].when)]
+        moments += [jax.tree.map(lambda x: x[None], from_floats(carried["table"].when))]
+        words = [jax.random.key_data(one.key) for one in moments]
+        return jnp.concatenate(words)[None]
+
+    mesh = build_mesh(LAYOUT, jax.devices()[:8])
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=P(), out_specs=P(LAYOUT.mesh_axes), check_vma=False
+    )
+    return np.asarray(jax.jit(mapped)(jnp.int32(step), jnp.int32(part)))
+
+
+def test_no_two_devices_parameters_or_layers_round_alike():
+    words = carried_keys(5, 1, 3)
+    assert words.shape[:2] == (8, LAYERS + 1)
+    each = words.reshape(8 * (LAYERS + 1), -1)
+    assert len(np.unique(each, axis=0)) == len(each)
+    np.testing.assert_array_equal(carried_keys(5, 1, 3), words)
+    assert not np.any(np.all(carried_keys(5, 1, 4) == words, axis=-1))

@@ -1,0 +1,443 @@
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax.config.checks import AXES, check, resolve_mesh
+from moejax.config.load import from_dict
+from moejax.config.schema import Config
+from moejax.errors import InputError
+
+LARGE = {
+    "model.width": 64,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 8,
+    "model.vocab_size": 512,
+    "moe.expert_hidden": 64,
+    "data.sequence_length": 64,
+    "train.batch_sequences": 64,
+}
+
+
+def error_of(run, *args):
+    """Returns the message of the InputError that `run` raises; always a single line."""
+    with pytest.raises(InputError) as caught:
+        run(*args)
+    message = str(caught.value)
+    assert message.isprintable(), "a message is one line of printable characters"
+    assert len(message) < 400
+    return message
+
+
+def test_the_defaults_pass():
+    check(Config())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mesh.expert": 4, "mesh.tensor": 2, "mesh.simulated_devices": 8},
+        {"mesh.replica": None, "mesh.expert": 2, "mesh.simulated_devices": 8},
+        {"mesh.expert": 2, "mesh.tensor": 2, "mesh.expert_weights": "folded"},
+        {"mesh.tensor": 2, "mesh.activations": "replicated"},
+        {"model.moe_every": None, "model.mlp_hidden": 64, "mesh.fsdp": 4, "mesh.tensor": 2},
+        {"model.moe_every": 2, "model.mlp_hidden": 64},
+        {"model.first_dense_layers": 3, "model.mlp_hidden": 64},
+        {"moe.router.num_groups": 4, "moe.router.groups_per_token": 2},
+        {"moe.router.num_groups": 8, "moe.router.groups_per_token": 2},
+        {"moe.router.num_groups": 4, "moe.router.score": "sigmoid"},
+        {"moe.router.bias_update_rate": 0.001, "moe.router.balance_over": "sequence"},
+        {"model.rope.scaling": "linear", "model.rope.factor": 2.0},
+        {"model.rope.scaling": "llama3", "model.rope.factor": 2.0, "model.rope.trained_length": 64},
+        {"model.rope.scaling": "yarn", "model.rope.factor": 2.0, "model.rope.beta_fast": 16.0},
+        {"optimizer.name": "muon", "optimizer.muon_momentum": 0.9},
+        {"data.source": "tokens", "data.train_files": ("a.bin",), "model.vocab_size": 100},
+        {"data.source": "array_record", "data.train_files": ("a",), "data.eval_files": ("b",)},
+        {"optimizer.warmup_steps": 200},
+        {"train.seed": 2**32 - 1},
+        {"train.micro_batches": 4, "mesh.fsdp": 8},
+    ],
+)
+def test_settings_that_fit_together_pass(values):
+    check(from_dict(values))
+
+
+@pytest.mark.parametrize(
+    ("values", "fragments"),
+    [
+        (
+            {"model.num_heads": 3},
+            ["`model.num_heads` = 3", "`model.num_kv_heads` = 2", "Choose 1, 3"],
+        ),
+        ({"model.head_width": 33}, ["`model.head_width` = 33 is odd", "32 or 34"]),
+        (
+            {"model.first_dense_layers": 4},
+            ["`model.first_dense_layers` = 4", "none of 4 layers", "model.moe_every=none"],
+        ),
+        ({"model.moe_every": 5}, ["`model.moe_every` = 5", "at most", "= 4"]),
+        ({"model.moe_every": 3, "model.first_dense_layers": 2}, ["`model.moe_every` = 3", "= 2"]),
+        (
+            {
+                "model.rope.scaling": "llama3",
+                "model.rope.factor": 2.0,
+                "model.rope.low_frequency_factor": 4.0,
+            },
+            ["low_frequency_factor` = 4.0 must be below", "high_frequency_factor` = 4.0"],
+        ),
+        (
+            {"model.rope.scaling": "yarn", "model.rope.factor": 2.0, "model.rope.beta_slow": 40.0},
+            ["`model.rope.beta_slow` = 40.0 must be below `model.rope.beta_fast` = 32.0"],
+        ),
+        (
+            {"model.rope.scaling": "yarn", "model.rope.factor": 2.0, "model.rope.theta": 1.0},
+            ["`model.rope.theta` = 1.0", "must be above 1"],
+        ),
+        ({"model.vocab_size": 256}, ["`model.vocab_size` = 256", "257"]),
+        ({"data.source": "tokens"}, ["`data.train_files` is empty", "`data.source` is tokens"]),
+        ({"data.source": "array_record"}, ["`data.train_files` is empty", "array_record"]),
+        ({"run_dir": ""}, ["`run_dir` has ''", "not empty"]),
+        ({"run_dir": " "}, ["`run_dir` has ' '"]),
+        ({"run_dir": "a\0b"}, ["`run_dir` has 'a\\x00b'", "null byte"]),
+        ({"checkpoint.init_from": ""}, ["`checkpoint.init_from` has ''"]),
+        (
+            {"data.source": "tokens", "data.train_files": ("a", "")},
+            ["`data.train_files` has ''"],
+        ),
+        (
+            {"optimizer.warmup_steps": 201},
+            ["`optimizer.warmup_steps` = 201", "`train.num_steps` = 200"],
+        ),
+        ({"optimizer.beta2": 1.0}, ["`optimizer.beta2` = 1.0 must be below 1"]),
+        ({"optimizer.name": "muon", "optimizer.muon_momentum": 1.0}, ["must be below 1"]),
+        ({"train.seed": 2**32}, ["`train.seed` = 4294967296", "32 bits"]),
+        (
+            {"moe.experts_per_token": 9},
+            ["`moe.experts_per_token` = 9", "`moe.num_experts` = 8"],
+        ),
+        ({"moe.router.num_groups": 3}, ["= 8 is not a multiple", "= 3", "1, 2, 4, 8 groups"]),
+        (
+            {"moe.router.num_groups": 2, "moe.router.groups_per_token": 3},
+            ["`moe.router.groups_per_token` = 3", "`moe.router.num_groups` = 2"],
+        ),
+        (
+            {"moe.router.num_groups": 4, "moe.experts_per_token": 3},
+            ["`moe.experts_per_token` = 3", "the 2 experts that a token can reach"],
+        ),
+        (
+            {
+                "moe.router.num_groups": 8,
+                "moe.router.groups_per_token": 2,
+                "moe.router.score": "sigmoid",
+            },
+            ["one expert in a group", "at most 4 groups"],
+        ),
+        (
+            {"moe.num_experts": 6, "mesh.expert": 8},
+            ["6 experts on an expert axis of 8: choose 1, 2, 3, 6 or change moe.num_experts"],
+        ),
+        (
+            {"mesh.expert": 8, "mesh.tensor": 2, "mesh.expert_weights": "folded"},
+            ["8 experts on an expert x tensor axis (folded) of 16: choose 1, 2, 4, 8"],
+        ),
+        (
+            {"route": "duplicate", "mesh.expert": 2},
+            ["`route` = duplicate", "`mesh.tensor` is 1", "Choose split"],
+        ),
+        (
+            {"route": "spread", "mesh.tensor": 2, "mesh.expert_weights": "whole"},
+            ["`route` = spread", "`mesh.expert_weights` is whole"],
+        ),
+        (
+            {"route": "two_level_merge", "mesh.expert": 4, "moe.experts_per_token": 1},
+            ["`moe.experts_per_token` is 1", "Choose two_level."],
+        ),
+        ({"mesh.tensor": 3}, ["`model.num_heads` = 4", "`mesh.tensor` = 3", "3 or 6 here"]),
+        (
+            {**LARGE, "model.num_kv_heads": 2, "mesh.tensor": 4},
+            ["`model.num_kv_heads` = 2", "a tensor axis of 1, 2,"],
+        ),
+        ({**LARGE, "model.vocab_size": 511, "mesh.tensor": 8}, ["`model.vocab_size` = 511"]),
+        ({**LARGE, "data.sequence_length": 60, "mesh.tensor": 8}, ["`data.sequence_length` = 60"]),
+        ({**LARGE, "moe.expert_hidden": 60, "mesh.tensor": 8}, ["`moe.expert_hidden` = 60"]),
+        (
+            {**LARGE, "model.moe_every": 2, "model.mlp_hidden": 60, "mesh.tensor": 8},
+            ["`model.mlp_hidden` = 60"],
+        ),
+        (
+            {
+                **LARGE,
+                "mesh.expert_weights": "folded",
+                "moe.expert_hidden": 60,
+                "moe.num_shared_experts": 1,
+                "mesh.tensor": 8,
+            },
+            ["moe.num_shared_experts x moe.expert_hidden` = 60"],
+        ),
+        (
+            {"model.width": 100, "mesh.fsdp": 4, "mesh.expert": 2},
+            ["`model.width` = 100", "= 4 x 2 = 8", "96 or 104"],
+        ),
+        (
+            {"train.batch_sequences": 12, "mesh.replica": 2, "mesh.fsdp": 2, "mesh.expert": 2},
+            ["`train.batch_sequences` = 12", "not divisible by 8", "8 or 16"],
+        ),
+        (
+            {"train.batch_sequences": 12, "mesh.replica": None, "train.micro_batches": 5},
+            ["`train.batch_sequences` = 12", "micro_batches 5", "10 or 15"],
+        ),
+        (
+            {"train.batch_sequences": 2, "train.micro_batches": 4},
+            ["`train.batch_sequences` = 2", "Choose 4."],
+        ),
+        (
+            {"mesh.expert": 4, "mesh.tensor": 4, **LARGE, "mesh.simulated_devices": 8},
+            [
+                "mesh replica=1 x fsdp=1 x expert=4 x tensor=4 needs 16 devices, found 8 (cpu)",
+                "1, 2, 4, 8",
+                "mesh.simulated_devices=16",
+            ],
+        ),
+        (
+            {"mesh.replica": None, "mesh.simulated_devices": 8, "train.batch_sequences": 12},
+            ["not divisible by 8 = mesh.replica 8"],
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(values, fragments):
+    message = error_of(check, from_dict(values))
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "reason"),
+    [
+        ({"model.moe_every": None, "moe.num_experts": 4}, "moe.num_experts", "`model.moe_every`"),
+        ({"model.moe_every": None, "moe.router.z_loss": 0.1}, "moe.router.z_loss", "is none"),
+        ({"model.moe_every": None, "mesh.expert": 2}, "mesh.expert", "is none"),
+        (
+            {"model.moe_every": None, "mesh.expert_weights": "folded", "mesh.tensor": 2},
+            "mesh.expert_weights",
+            "is none",
+        ),
+        (
+            {"model.moe_every": None, "model.first_dense_layers": 1},
+            "model.first_dense_layers",
+            "is none",
+        ),
+        ({"model.mlp_hidden": 64}, "model.mlp_hidden", "every block has experts"),
+        ({"mesh.expert_weights": "folded"}, "mesh.expert_weights", "`mesh.tensor` is 1"),
+        ({"route_chunks": 2}, "route_chunks", "nothing is exchanged"),
+        ({"model.moe_every": None, "route": "merge"}, "route", "no block has experts"),
+        ({"mesh.activations": "replicated"}, "mesh.activations", "`mesh.tensor` is 1"),
+        (
+            {"moe.router.groups_per_token": 2},
+            "moe.router.groups_per_token",
+            "`moe.router.num_groups` is 1",
+        ),
+        ({"model.rope.factor": 2.0}, "model.rope.factor", "linear or llama3 or yarn"),
+        ({"model.rope.scaling": "yarn"}, "model.rope.scaling", "`model.rope.factor` is 1"),
+        *(
+            (
+                {f"model.rope.{name}": 2, "model.rope.scaling": scaling, "model.rope.factor": 2.0},
+                f"model.rope.{name}",
+                "only `model.rope.scaling`",
+            )
+            for name, scaling in [
+                ("trained_length", "linear"),
+                ("low_frequency_factor", "yarn"),
+                ("high_frequency_factor", "linear"),
+                ("beta_fast", "llama3"),
+                ("beta_slow", "linear"),
+            ]
+        ),
+        ({"optimizer.muon_momentum": 0.9}, "optimizer.muon_momentum", "is not muon"),
+        ({"optimizer.muon_learning_rate": 1}, "optimizer.muon_learning_rate", "is not muon"),
+        (
+            {"optimizer.schedule": "constant", "optimizer.final_fraction": 0.2},
+            "optimizer.final_fraction",
+            "is constant",
+        ),
+        ({"data.train_files": ["a"]}, "data.train_files", "`data.source` is stdlib"),
+        ({"data.eval_files": ["a"]}, "data.eval_files", "`data.source` is stdlib"),
+        (
+            {"data.source": "tokens", "data.train_files": ["a"], "train.eval_batches": 2},
+            "train.eval_batches",
+            "`data.eval_files` is empty",
+        ),
+        (
+            {"train.sample_tokens": 0, "train.sample_prompt": "x"},
+            "train.sample_prompt",
+            "`train.sample_tokens` is 0",
+        ),
+        (
+            {"mesh.platform": "gpu", "mesh.simulated_devices": 8},
+            "mesh.simulated_devices",
+            "only CPU devices",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_refused(values, name, reason):
+    message = error_of(check, from_dict(values))
+    assert message.startswith(f"`{name}` = ")
+    assert "has no effect" in message
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"data.source": "tokens", "data.train_files": ["a"], "train.eval_every": None},
+        {"mesh.expert": 2, "plan.seconds": None},
+    ],
+)
+def test_switching_off_what_is_off_anyway_is_not_refused(values):
+    check(from_dict(values))
+
+
+@pytest.mark.parametrize(
+    ("values", "num_devices", "platform", "fragments"),
+    [
+        (
+            {"mesh.expert": 4, "mesh.tensor": 4},
+            8,
+            "gpu",
+            ["replica=1 x fsdp=1 x expert=4 x tensor=4 needs 16 devices, found 8 (gpu)"],
+        ),
+        ({}, 8, "gpu", ["needs 1 devices, found 8 (gpu)", "mesh.replica=none to use all"]),
+        (
+            {"mesh.replica": None, "mesh.expert": 4},
+            6,
+            "tpu",
+            ["mesh fsdp=1 x expert=4 x tensor=1 needs a multiple of 4 devices, found 6 (tpu)"],
+        ),
+        ({"mesh.replica": None, "mesh.expert": 4}, 6, "cpu", ["mesh.simulated_devices=8"]),
+        ({"mesh.replica": None, "mesh.expert": 4}, 2, "cpu", ["mesh.simulated_devices=4"]),
+        (
+            {"mesh.replica": None, "train.batch_sequences": 12},
+            8,
+            "gpu",
+            ["`train.batch_sequences` = 12 is not divisible by 8 = mesh.replica 8", "8 or 16"],
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(values, num_devices, platform, fragments):
+    message = error_of(resolve_mesh, from_dict(values), num_devices, platform)
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_simulated_devices_are_not_offered_where_devices_are_real():
+    message = error_of(resolve_mesh, from_dict({"mesh.expert": 4}), 2, "gpu")
+    assert "simulated" not in message
+
+
+SIZES = st.integers(1, 12)
+
+
+@given(
+    fsdp=SIZES, expert=SIZES, tensor=SIZES, replica=st.none() | SIZES, devices=st.integers(1, 64)
+)
+def test_a_resolved_mesh_covers_all_devices_or_is_refused(fsdp, expert, tensor, replica, devices):
+    sizes = {"fsdp": fsdp, "expert": expert, "tensor": tensor, "replica": replica}
+    cfg = from_dict({"mesh": sizes, "train.batch_sequences": devices})
+    others = fsdp * expert * tensor
+    fits = devices % others == 0 if replica is None else replica * others == devices
+    if not fits:
+        message = error_of(resolve_mesh, cfg, devices, "cpu")
+        assert f"found {devices} (cpu)" in message
+        return
+    mesh = resolve_mesh(cfg, devices, "cpu").mesh
+    assert math.prod(getattr(mesh, axis) for axis in AXES) == devices
+    assert (mesh.fsdp, mesh.expert, mesh.tensor) == (fsdp, expert, tensor)
+    assert replica in (None, mesh.replica)
+    resolved = resolve_mesh(cfg, devices, "cpu")
+    assert resolve_mesh(resolved, devices, "cpu") == resolved
+
+
+@given(batch=st.integers(1, 96), fsdp=SIZES, expert=SIZES, micro=st.integers(1, 4), devices=SIZES)
+def test_every_device_gets_whole_sequences_or_the_batch_is_refused(
+    batch, fsdp, expert, micro, devices
+):
+    devices *= fsdp * expert
+    values = {"train.batch_sequences": batch, "train.micro_batches": micro}
+    cfg = from_dict({**values, "mesh": {"fsdp": fsdp, "expert": expert, "replica": None}})
+    if batch % (devices * micro):
+        message = error_of(resolve_mesh, cfg, devices, "cpu")
+        assert f"`train.batch_sequences` = {batch} is not divisible" in message
+    else:
+        assert resolve_mesh(cfg, devices, "cpu").mesh.replica == devices // (fsdp * expert)
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 4), st.booleans())
+def test_experts_divide_their_owners_or_are_refused(experts, expert, tensor, folded):
+    values = {
+        "moe.num_experts": experts,
+        "moe.experts_per_token": 1,
+        "mesh.expert": expert,
+        "mesh.tensor": tensor,
+        "mesh.expert_weights": "folded" if folded and tensor > 1 else "hidden",
+        "model.width": math.lcm(*range(1, 9)),
+        "model.num_heads": 12,
+        "model.num_kv_heads": 12,
+        "data.sequence_length": 12,
+        "train.batch_sequences": expert,
+    }
+    owners = expert * tensor if folded else expert
+    cfg = from_dict(values)
+    if experts % owners:
+        assert f"{experts} experts on an expert" in error_of(check, cfg)
+    else:
+        check(cfg)
+
+
+def test_reading_and_checking_a_config_does_not_import_jax():
+    code = (
+        "import sys; from moejax.config.checks import check;"
+        "from moejax.config.load import from_dict;"
+        "check(from_dict({})); sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+NODES = {"mesh.expert": 4, "mesh.tensor": 2, "train.batch_sequences": 32}
+
+
+def resolve(changes, devices=8, **known):
+    cfg = from_dict(NODES | changes)
+    check(cfg)
+    return resolve_mesh(cfg, devices, "cpu", **known).mesh
+
+
+def test_nodes_are_as_many_as_processes_unless_set():
+    assert resolve({}, processes=2).nodes == 2
+    assert resolve({"mesh.nodes": 4}, processes=2).nodes == 4
+    assert resolve({}).nodes is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh.nodes": 3}, ["`mesh.nodes` = 3 does not divide 8", "1, 2, 4, 8"]),
+        (
+            {"mesh.nodes": 8, "route": "two_level"},
+            ["`route` = two_level", "a node holds 1 of 4 owners of experts"],
+        ),
+        ({"route": "two_level_merge", "mesh.nodes": 1}, ["a node holds 4 of 4 owners"]),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused(changes, words):
+    with pytest.raises(InputError) as caught:
+        resolve(changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_node_holds_whole_pieces_of_an_axis():
+    changes = {"mesh.expert": 6, "mesh.tensor": 1, "mesh.replica": 2, "mesh.nodes": 3}
+    sizes = {"moe.num_experts": 12, "train.batch_sequences": 48, "model.width": 96}
+    with pytest.raises(InputError, match="2 pieces of 2"):
+        resolve({**changes, **sizes}, devices=12)

@@ -1,0 +1,132 @@
+import pytest
+
+from moejax.config.compression import NO_COMPRESSION, CodecSpec, build_compression, describe
+from moejax.config.load import load_config
+from moejax.config.schema import CompressionConfig
+from moejax.errors import InputError
+
+
+def build(**settings):
+    return build_compression(CompressionConfig(**settings))
+
+
+def only(**settings):
+    """The codecs of a policy that never changes."""
+    ((start, codecs),) = build(**settings).stages
+    assert start == 0
+    return codecs
+
+
+def test_a_preset_fills_what_is_not_set():
+    assert build() == NO_COMPRESSION
+    feedback = CodecSpec("int8", feedback=True)
+    assert only(preset="hybrid").dense_gradient == feedback
+    changed = only(preset="hybrid", expert_gradient="none", block=64)
+    assert changed.expert_gradient is None
+    assert changed.dense_gradient == CodecSpec("int8", feedback=True, block=64)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bfloat16",
+        "int4+feedback",
+        "e4m3+stochastic",
+        "topk:0.01+feedback",
+        "loco",
+        "powersgd:4",
+        "adaptive:0.9:int8|int4|topk:0.1",
+    ],
+)
+def test_a_codec_is_written_as_it_is_read(text):
+    assert str(only(dense_gradient=text).dense_gradient) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int3", "none or one of bfloat16, int8"),
+        ("int4+feedbak", "no flag feedbak"),
+        ("bfloat16+stochastic", "round at random"),
+        ("loco+feedback", "feedback of its own"),
+        ("int8:4", "takes no argument"),
+        ("topk", "topk:0.01"),
+        ("topk:2", "between 0 and 1"),
+        ("topk:many", "between 0 and 1"),
+        ("powersgd", "rank of at least 1"),
+        ("powersgd:1.5", "rank of at least 1"),
+        ("adaptive:0.9:int8", "from mild to strong"),
+        ("adaptive:2:int8|int4", "from mild to strong"),
+        ("adaptive:0.9:int8|int4+feedback", "from mild to strong"),
+        ("int8,int4", "each later one says its step"),
+        ("int8@0", "each later one says its step"),
+        ("none,int8@10,int4@10", "steps must grow"),
+        ("int8+feedback,loco@10", "What loco remembers"),
+        ("adaptive:0.9:int8|int4,int8@5", "What adaptive remembers"),
+    ],
+)
+def test_what_is_no_codec_is_refused_with_its_setting(text, message):
+    with pytest.raises(InputError) as error:
+        build(dense_gradient=text)
+    assert str(error.value).startswith(f"`compression.dense_gradient` is `{text}`. ")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "combine", "combine_backward", "weights"])
+@pytest.mark.parametrize("text", ["int8+feedback", "topk:0.1", "loco", "int4+stochastic"])
+def test_what_remembers_serves_gradients_only(kind, text):
+    with pytest.raises(InputError, match="Only gradients of weights"):
+        build(**{kind: text})
+
+
+def test_stages_start_where_any_class_changes():
+    policy = build(dense_gradient="none,int8@10", dispatch="int4,int8@5,bfloat16@20")
+    found = [(start, str(c.dense_gradient), str(c.dispatch)) for start, c in policy.stages]
+    assert found == [
+        (0, "None", "int4"),
+        (5, "None", "int8"),
+        (10, "int8", "int8"),
+        (20, "int8", "bfloat16"),
+    ]
+    assert [str(policy.at(step).dispatch) for step in (0, 4, 5, 19, 20, 99)] == [
+        *("int4", "int4", "int8", "int8", "bfloat16", "bfloat16")
+    ]
+    assert [str(spec) for spec in policy.all_of("dispatch")] == [
+        *("int4", "int8", "int8", "bfloat16")
+    ]
+
+
+def test_an_adaptive_codec_stands_on_its_rung_and_measures_now_and_then():
+    policy = build(expert_gradient="adaptive:0.9:int8|int4", adapt_every=10)
+    assert policy.adaptive
+    codec = policy.at(20, (0, 1)).expert_gradient
+    assert (codec.rung, codec.measures) == (1, True)
+    codec = policy.at(21, (0, 1)).expert_gradient
+    assert (codec.rung, codec.measures) == (1, False)
+    assert describe(policy.at(21, (0, 1))) == "expert_gradient int4 (adaptive)"
+
+
+def test_the_group_may_be_named_by_its_preset(tmp_path):
+    (tmp_path / "c.yaml").write_text("compression: strong\n")
+    assert load_config(tmp_path / "c.yaml").compression.preset == "strong"
+    changed = load_config(tmp_path / "c.yaml", ["compression=hybrid"])
+    assert changed.compression.preset == "hybrid"
+    by_class = "compression={dense_gradient: int8+feedback, dispatch: 'none,int8@5', block: 64}"
+    changed = load_config(tmp_path / "c.yaml", ["compression=none", by_class]).compression
+    assert (changed.preset, changed.dense_gradient, changed.block) == ("none", "int8+feedback", 64)
+    assert changed.dispatch == "none,int8@5"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{dense: int8}", "unknown field `compression.dense`"),
+        ("{block: 3}", "`compression.block`"),
+        ("{block: 8, block: 8}", "set twice"),
+        ("{block", "override compression, line 1"),
+    ],
+)
+def test_a_group_of_settings_in_one_override_is_checked_as_files_are(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text("{}")
+    with pytest.raises(InputError, match=message):
+        load_config(tmp_path / "c.yaml", [f"compression={text}"])

@@ -1,0 +1,545 @@
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from moejax.config.fields import (
+    Field,
+    check_value,
+    fields,
+    find_field,
+    get_value,
+    parse_text,
+    sections,
+)
+from moejax.config.load import (
+    default_config,
+    describe_fields,
+    diff,
+    from_dict,
+    load_config,
+    save_json,
+    to_dict,
+)
+from moejax.config.schema import Config
+from moejax.errors import InputError
+
+# A setting more is a promise more: argue for it in the change that adds it.
+FIELD_NAMES = [
+    "checkpoint.allow_changed_data",
+    "checkpoint.init_from",
+    "checkpoint.keep",
+    "checkpoint.save_every",
+    "checkpoint.verify",
+    "compression.adapt_every",
+    "compression.block",
+    "compression.combine",
+    "compression.combine_backward",
+    "compression.dense_gradient",
+    "compression.dispatch",
+    "compression.dispatch_backward",
+    "compression.expert_gradient",
+    "compression.preset",
+    "compression.start_layer",
+    "compression.weights",
+    "data.eval_files",
+    "data.isolate_documents",
+    "data.repeat",
+    "data.sequence_length",
+    "data.shuffle",
+    "data.source",
+    "data.train_files",
+    "kernels",
+    "mesh.activations",
+    "mesh.expert",
+    "mesh.expert_weights",
+    "mesh.fsdp",
+    "mesh.nodes",
+    "mesh.platform",
+    "mesh.replica",
+    "mesh.simulated_devices",
+    "mesh.tensor",
+    "model.attention_bias",
+    "model.dtype",
+    "model.first_dense_layers",
+    "model.head_width",
+    "model.init_deviation",
+    "model.mlp_hidden",
+    "model.moe_every",
+    "model.norm_epsilon",
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.num_layers",
+    "model.qk_norm",
+    "model.remat",
+    "model.rope.beta_fast",
+    "model.rope.beta_slow",
+    "model.rope.factor",
+    "model.rope.high_frequency_factor",
+    "model.rope.low_frequency_factor",
+    "model.rope.scaling",
+    "model.rope.theta",
+    "model.rope.trained_length",
+    "model.scan_layers",
+    "model.sliding_window",
+    "model.tie_embeddings",
+    "model.vocab_size",
+    "model.width",
+    "moe.capacity_factor",
+    "moe.expert_hidden",
+    "moe.experts_per_token",
+    "moe.implementation",
+    "moe.num_experts",
+    "moe.num_shared_experts",
+    "moe.router.balance_loss",
+    "moe.router.balance_over",
+    "moe.router.bias_update_rate",
+    "moe.router.groups_per_token",
+    "moe.router.jitter",
+    "moe.router.num_groups",
+    "moe.router.renormalize",
+    "moe.router.score",
+    "moe.router.weight_scale",
+    "moe.router.z_loss",
+    "optimizer.beta1",
+    "optimizer.beta2",
+    "optimizer.clip_norm",
+    "optimizer.epsilon",
+    "optimizer.final_fraction",
+    "optimizer.learning_rate",
+    "optimizer.muon_learning_rate",
+    "optimizer.muon_momentum",
+    "optimizer.name",
+    "optimizer.schedule",
+    "optimizer.warmup_steps",
+    "optimizer.weight_decay",
+    "plan.codecs",
+    "plan.mode",
+    "plan.replan",
+    "plan.routing",
+    "plan.seconds",
+    "plan.topology",
+    "route",
+    "route_chunks",
+    "route_chunks_backward",
+    "route_trim",
+    "run_dir",
+    "train.batch_sequences",
+    "train.eval_batches",
+    "train.eval_every",
+    "train.gradient_dtype",
+    "train.log_every",
+    "train.max_skipped",
+    "train.micro_batches",
+    "train.num_steps",
+    "train.reduction_bytes",
+    "train.sample_prompt",
+    "train.sample_tokens",
+    "train.seed",
+]
+
+
+@pytest.fixture
+def config_file(tmp_path, monkeypatch):
+    """Writes a config file into the working directory and returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name, content):
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return name
+
+    return write
+
+
+def error_of(path, *overrides):
+    """Returns the message of the InputError that loading raises; always a single line."""
+    with pytest.raises(InputError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert message.isprintable(), "a message is one line of printable characters"
+    assert len(message) < 600
+    return message
+
+
+def python_config(body):
+    return f"""from moejax.settings import default_config
+def get_config():
+    config = default_config()
+    {body}
+    return config
+"""
+
+
+def test_the_list_of_settings_is_frozen():
+    assert sorted(fields()) == FIELD_NAMES
+
+
+def test_every_setting_has_help_and_a_default_that_obeys_its_own_rule():
+    for field in fields().values():
+        assert field.help
+        assert check_value(field, field.default) == field.default
+
+
+def test_describe_fields_lists_each_setting_with_its_type_and_range():
+    rows = {name: rest for name, *rest in describe_fields()}
+    assert list(rows) == list(fields())
+    assert rows["moe.num_experts"][:2] == ["int", 8]
+    assert rows["moe.num_experts"][3] == "at least 1"
+    assert rows["moe.capacity_factor"][0] == "float | None"
+    assert rows["data.train_files"][0] == "tuple[str, ...]"
+    assert rows["moe.router.jitter"][3] == "at least 0 and at most 0.5"
+    assert rows["model.dtype"][3] == "one of float32, bfloat16"
+
+
+def test_an_empty_file_gives_the_defaults(config_file):
+    for name, content in (("a.yaml", ""), ("a.json", "{}"), ("a.py", python_config("pass"))):
+        assert load_config(config_file(name, content)) == Config()
+
+
+def test_default_config_is_locked_and_has_every_default():
+    config = default_config()
+    assert from_dict(config.to_dict()) == Config()
+    assert config.is_locked
+    with pytest.raises(AttributeError, match="n_expert"):
+        config.moe.n_expert = 4
+    with pytest.raises(AttributeError):
+        config.model.rope.bases = 4
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields().values() if field.optional])
+def test_an_optional_setting_of_default_config_takes_none_and_values(name):
+    field = fields()[name]
+    value = field.choices[0] if field.choices else field.kind(3)
+    for chosen in (None, value, None):
+        config = default_config()
+        group, _, last = name.rpartition(".")
+        (config[group] if group else config)[last] = chosen
+        assert get_value(from_dict(config.to_dict()), name) == chosen
+
+
+def test_python_yaml_and_json_set_the_same_values(config_file):
+    expected = dataclasses.replace(
+        Config(),
+        model=dataclasses.replace(Config().model, width=64, moe_every=None),
+        optimizer=dataclasses.replace(Config().optimizer, learning_rate=1e-3, clip_norm=2.0),
+        data=dataclasses.replace(Config().data, train_files=("a{.bin", "b,*")),
+    )
+    yaml = (
+        "model: {width: 64, moe_every: none}\noptimizer:\n  learning_rate: 1e-3\n  clip_norm: 2\n"
+        "data.train_files: ['a{.bin', 'b,*']\nmoe: {}\n"
+    )
+    as_json = (
+        '{"model": {"width": 64, "moe_every": null, "rope": {}}, "data": {"train_files":\n'
+        '["a{.bin", "b,*"]}, "optimizer": {"learning_rate": 1e-3, "clip_norm": 2}}'
+    )
+    python = python_config(
+        "config.model.width = 64; config.model.moe_every = None\n"
+        "    config.optimizer.learning_rate = 1e-3; config.optimizer.clip_norm = 2\n"
+        "    config.data.train_files = ['a{.bin', 'b,*']"
+    )
+    for name, content in (("a.yaml", yaml), ("a.yml", yaml), ("a.json", as_json), ("a.py", python)):
+        assert load_config(config_file(name, content)) == expected, name
+
+
+def test_a_python_config_may_name_some_fields_only(config_file):
+    content = "from ml_collections import ConfigDict\n" + (
+        "def get_config():\n    return ConfigDict({'train': {'num_steps': 3}})\n"
+    )
+    assert load_config(config_file("a.py", content)).train.num_steps == 3
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins(config_file):
+    path = config_file("a.yaml", "train: {num_steps: 7, seed: 5}")
+    cfg = load_config(path, ["train.num_steps=8", "--config.train.num_steps=9"])
+    assert (cfg.train.num_steps, cfg.train.seed) == (9, 5)
+
+
+def test_json_text_keeps_escapes_and_pairs_of_surrogates(config_file):
+    content = '{"train":\n{"sample_prompt": "\\ud83d\\ude00 \\n {\\"x\\": 1}"}}'
+    assert (
+        load_config(config_file("a.json", content)).train.sample_prompt == '\U0001f600 \n {"x": 1}'
+    )
+
+
+def test_yaml_words_that_older_yaml_reads_as_booleans_and_dates_stay_text(config_file):
+    path = config_file("a.yaml", "run_dir: 2020-01-01\ntrain: {sample_prompt: yes}")
+    cfg = load_config(path)
+    assert (cfg.run_dir, cfg.train.sample_prompt) == ("2020-01-01", "yes")
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        ("model.n_expert=4", ["unknown field `model.n_expert`", "Did you mean `moe.num_experts`?"]),
+        ("--config.num_steps=5", ["unknown field `num_steps`", "`train.num_steps`"]),
+        ("mesh.experts=2", ["unknown field `mesh.experts`", "`mesh.expert`"]),
+        ("x.y.z=2", ["unknown field `x.y.z`", "--help"]),
+        ("modl=2", ["unknown field `modl`", "`model`"]),
+        ("=2", ["unknown field ``"]),
+        ("a\nb=2", ["unknown field `a\\nb`"]),
+        ("model=3", ["`model` is a group of settings", "`model.vocab_size`"]),
+        ("train.num_steps", ["`train.num_steps` has no `=`", "--config."]),
+        ("train.num_steps=abc", ["`train.num_steps` must be an integer", "Got 'abc'"]),
+        ("train.num_steps=1.5", ["must be an integer", "Got '1.5'"]),
+        ("train.num_steps=1e3", ["must be an integer", "Got '1e3'"]),
+        ("train.num_steps=", ["must be an integer", "Got ''"]),
+        ("train.num_steps=none", ["must be an integer", "Got 'none'"]),
+        ("train.num_steps=true", ["must be an integer", "Got 'true'"]),
+        ("train.num_steps=9223372036854775808", ["must fit in 64 bits"]),
+        ("train.num_steps=" + "9" * 5000, ["must be an integer"]),
+        ("train.eval_every=x", ["must be an integer or none", "Got 'x'"]),
+        ("moe.num_experts=-3", ["`moe.num_experts` must be at least 1", "Got -3"]),
+        ("moe.experts_per_token=0", ["must be at least 1", "Got 0"]),
+        ("moe.capacity_factor=0", ["`moe.capacity_factor` must be above 0"]),
+        ("moe.router.jitter=0.6", ["must be at least 0 and at most 0.5", "Got 0.6"]),
+        ("optimizer.learning_rate=-1", ["must be at least 0", "Got -1.0"]),
+        ("optimizer.learning_rate=nan", ["must be a finite number", "Got nan"]),
+        ("optimizer.learning_rate=inf", ["must be a finite number", "Got inf"]),
+        ("optimizer.learning_rate=1e999", ["must be a finite number"]),
+        ("optimizer.learning_rate=fast", ["must be a number", "Got 'fast'"]),
+        ("model.scan_layers=yes", ["must be true or false", "Got 'yes'"]),
+        ("model.scan_layers=1", ["must be true or false", "Got '1'"]),
+        ("model.dtype=bf16", ["one of float32, bfloat16", "Got 'bf16'", "Did you mean bfloat16?"]),
+        ("mesh.platform=cuda", ["one of cpu, gpu, tpu", "Got 'cuda'"]),
+    ],
+)
+def test_a_wrong_override_is_refused(config_file, override, fragments):
+    message = error_of(config_file("a.yaml", ""), override)
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fragments"),
+    [
+        ("a.yaml", "model:\n  width: x", ["a.yaml, line 2: `model.width` must be an integer"]),
+        ("a.yaml", "model:\n  width: true", ["line 2", "Got True"]),
+        ("a.yaml", "model:\n\n  n_expert: 3", ["line 3: unknown field `model.n_expert`"]),
+        ("a.yaml", "modl: {}", ["line 1: unknown field `modl`. Did you mean `model`?"]),
+        ("a.yaml", "model: 3", ["line 1: `model` is a group"]),
+        ("a.yaml", "model:", ["line 1: `model` is a group"]),
+        ("a.yaml", "train: {seed: {a: 1}}", ["unknown field `train.seed.a`"]),
+        ("a.yaml", "train: {seed: {}}", ["`train.seed` must be an integer. Got {}"]),
+        ("a.yaml", "train:\n  seed: 1\n  seed: 2", ["line 3: `train.seed` is set twice"]),
+        ("a.yaml", "train: {seed: 1}\ntrain.seed: 2", ["line 2: `train.seed` is set twice"]),
+        ("a.yaml", "data: {train_files: a.bin}", ["must be a list of texts. Got 'a.bin'"]),
+        ("a.yaml", "data: {train_files: [1]}", ["must be a list of texts. Got [1]"]),
+        ("a.yaml", "optimizer: {epsilon: .nan}", ["must be a finite number. Got nan"]),
+        ("a.yaml", "optimizer: {epsilon: -.inf}", ["must be a finite number. Got -inf"]),
+        ("a.yaml", "optimizer: {epsilon: 1%s}" % ("0" * 400), ["must be a finite number"]),
+        ("a.yaml", "train: {seed: %s}" % ("9" * 5000), ["line 1: an integer has thousands"]),
+        ("a.yaml", "train: {seed: 010}", ["must be an integer. Got '010'"]),
+        ("a.yaml", "a:\n  b: !!python/object/apply:os.system [x]", ["line 2: tag !!python/object"]),
+        ("a.yaml", "model: !!python/name:os.system {}", ["line 1: tag !!python/name", "refused"]),
+        ("a.yaml", "!!python/name:os.system", ["line 1: tag !!python", "refused"]),
+        ("a.yaml", "a: &x [1]\nb: *x", ["line 2: alias *x is refused"]),
+        ("a.yaml", "a: &x {b: *x}", ["line 1: alias *x is refused"]),
+        ("a.yaml", "? [a]\n: b", ["line 1: the name of a setting is plain text"]),
+        ("a.yaml", "- a", ["line 1: a config is a mapping"]),
+        ("a.yaml", "a: [\n", ["a.yaml, line 2: while parsing", "expected"]),
+        ("a.yaml", "model:\n\twidth: 3", ["line 2: while scanning", "found character '\\t'"]),
+        ("a.yaml", "a: 1\n---\nb: 1", ["line 2: expected a single document", "another document"]),
+        ("a.yaml", "\na: \x00", ["line 2: character 0x0"]),
+        ("a.yaml", "[" * 5000, ["nested too deeply"]),
+        ("a.yaml", b"\na: \xff", ["line 2: not UTF-8"]),
+        ("a.yaml", "#" * 1_000_001, ["larger than 1000000 bytes"]),
+        ("a.yaml", "a" * 1000 + ": 1", ["unknown field `aaa"]),
+        ("a.json", '{"model":\n {"width": "x"}}', ["a.json, line 2: `model.width` must be an int"]),
+        (
+            "a.json",
+            '{"data": {"train_files": ["a\\nb",\n1]}}',
+            ["line 1", "must be a list of texts"],
+        ),
+        ("a.json", '{"modl":{ \n}}', ["line 1: unknown field `modl`"]),
+        ("a.json", '{"train": {"seed": 1},\n"train": {"seed":\n2}}', ["line 3", "set twice"]),
+        ("a.json", '{"train": {"seed": 1, }}', ["a.json, line 1"]),
+        ("a.json", '{"a":\n', ["a.json, line 2: Expecting value"]),
+        ("a.json", "", ["line 1: Expecting value"]),
+        ("a.json", "[]", ["line 1: a config is an object"]),
+        ("a.json", '{"a":' * 100_000, ["nested too deeply"]),
+        ("a.json", '{"train": {"seed": %s}}' % ("9" * 5000), ["a.json: an integer has thousands"]),
+        ("a.json", '{"optimizer": {"epsilon": NaN}}', ["must be a finite number"]),
+        ("a.json", "\ufeff{}", ["line 1", "BOM"]),
+        ("a.py", "", ["a.py has no function get_config()"]),
+        ("a.py", "get_config = 3", ["a.py has no function get_config()"]),
+        ("a.py", "def get_config():\n    return {}", ["a.py: get_config() returned dict"]),
+        ("a.py", "x = 1\ndef get_config(:\n", ["a.py, line 2: SyntaxError"]),
+        ("a.py", "import sys\nsys.exit(0)", ["a.py: the file ended the program: sys.exit(0)"]),
+        ("a.py", "\nimport no_such_module_x", ["a.py, line 2: ModuleNotFoundError"]),
+        ("a.py", "def get_config():\n    1 / 0", ["a.py, line 2: ZeroDivisionError"]),
+        ("a.py", "raise ValueError('a\\nb')", ["a.py, line 1: ValueError: a b."]),
+        (
+            "a.py",
+            python_config("config.model.depth = 3"),
+            ["a.py, line 4", '"depth" does not exist'],
+        ),
+        ("a.py", python_config("config.model.width = 'x'"), ["a.py, line 4: TypeError", "'width'"]),
+        (
+            "a.py",
+            python_config("config.model.width = 0"),
+            ["a.py: `model.width` must be at least 1"],
+        ),
+        ("a.py", python_config("config.model.width = None"), ["must be an integer. Got None"]),
+        ("a.py", python_config("config.model.width = True"), ["must be an integer. Got True"]),
+        ("a.txt", "", ["a.txt ends in '.txt'", "Use .py, .yaml, .yml or .json"]),
+        ("a", "", ["Use .py, .yaml, .yml or .json"]),
+    ],
+)
+def test_a_wrong_config_file_is_refused_with_its_place(config_file, name, content, fragments):
+    message = error_of(config_file(name, content))
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize("suffix", ["py", "yaml", "json"])
+@pytest.mark.parametrize(
+    ("stem", "fragment"),
+    [
+        ("missing.", "does not exist"),
+        ("null\0byte.", "null\\x00byte"),
+        ("two\nlines.", "two\\nlines"),
+        ("https://example.org/a.", "is a URL"),
+        ("folder.", "is not a file"),
+    ],
+)
+def test_a_path_that_is_no_file_is_refused(tmp_path, monkeypatch, stem, suffix, fragment):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"folder.{suffix}").mkdir()
+    assert fragment in error_of(stem + suffix)
+
+
+def test_a_refused_tag_runs_nothing(config_file, tmp_path):
+    error_of(config_file("a.yaml", "!!python/object/apply:os.mkdir [made]"))
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_error_inside_a_helper_names_the_line_of_the_config_file(config_file):
+    content = "import json\n\ndef get_config():\n    return json.loads('{')\n"
+    assert "a.py, line 4: JSONDecodeError" in error_of(config_file("a.py", content))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "fragment"),
+    [
+        ({"modl": {}}, "unknown field `modl`"),
+        ({"model": {"rope": {"thetta": 1}}}, "Did you mean `model.rope.theta`?"),
+        ({"model": None}, "`model` is a group"),
+        ({"train": {"seed": "5"}}, "`train.seed` must be an integer. Got '5'."),
+        ({"train": {"seed": 5}, "train.seed": 6}, "set twice"),
+        ({"model": {"moe_every": "none"}}, "must be an integer or none. Got 'none'."),
+        ({"data": {"train_files": "a"}}, "must be a list of texts"),
+    ],
+)
+def test_from_dict_is_strict(mapping, fragment):
+    with pytest.raises(InputError) as caught:
+        from_dict(mapping)
+    assert fragment in str(caught.value)
+
+
+def values_of(field: Field) -> st.SearchStrategy:
+    """Draws values that the field accepts, in the field's own type."""
+    if field.choices:
+        drawn = st.sampled_from(field.choices)
+    elif field.kind is int:
+        drawn = st.integers(int(field.at_least or 0), 2**63 - 1)
+    elif field.kind is float:
+        low = field.above if field.above is not None else field.at_least
+        bounds = {"exclude_min": field.above is not None, "allow_nan": False}
+        drawn = st.floats(low, field.at_most, allow_infinity=False, **bounds)
+    elif field.kind is bool:
+        drawn = st.booleans()
+    elif field.kind is str:
+        # `none` spells None where None is allowed; JSON cannot hold lone surrogates in UTF-8.
+        text = st.text(st.characters(exclude_categories=["Cs"]))
+        drawn = text.filter(lambda t: not field.optional or t.lower() not in ("none", "null"))
+    else:
+        drawn = st.lists(st.text(st.characters(exclude_categories=["Cs"]))).map(tuple)
+    return st.none() | drawn if field.optional else drawn
+
+
+@st.composite
+def configs(draw):
+    names = draw(st.sets(st.sampled_from(sorted(fields())), max_size=8))
+    return from_dict({name: draw(values_of(fields()[name])) for name in sorted(names)})
+
+
+@given(configs())
+def test_to_dict_and_from_dict_undo_each_other(cfg):
+    assert from_dict(to_dict(cfg)) == cfg
+
+
+@given(configs())
+def test_save_json_and_load_config_undo_each_other(tmp_path_factory, cfg):
+    path = tmp_path_factory.mktemp("saved") / "config.json"
+    save_json(cfg, path)
+    assert load_config(path) == cfg
+    assert [p.name for p in path.parent.iterdir()] == ["config.json"]
+
+
+@given(configs())
+def test_diff_names_exactly_what_was_changed(cfg):
+    changed = diff(Config(), cfg)
+    assert from_dict({name: new for name, _, new in changed}) == cfg
+    assert all(old == fields()[name].default and old != new for name, old, new in changed)
+    assert diff(cfg, cfg) == []
+
+
+@given(st.data(), st.sampled_from(sorted(fields())))
+def test_an_override_spells_every_value(data, name):
+    field = fields()[name]
+    value = data.draw(values_of(field))
+    if isinstance(value, tuple):
+        value = tuple(part.strip() for part in value if part.strip() and "," not in part)
+    texts = {tuple: lambda: ", ".join(value), bool: lambda: str(value).lower()}
+    text = "none" if value is None else texts.get(field.kind, lambda: str(value))()
+    assert parse_text(field, text) == value
+
+
+def value_or_none(make, *args):
+    """Returns what `make` returns, or None when it refuses in a single printable line."""
+    try:
+        return make(*args)
+    except InputError as error:
+        message = str(error)
+    assert message.isprintable()
+    return None
+
+
+@given(st.sampled_from(sorted(fields())), st.text())
+@example("train.seed", "1_0")
+def test_any_override_text_gives_a_value_of_the_type_or_one_line(name, text):
+    field = find_field(name)
+    value = value_or_none(parse_text, field, text)
+    if value is not None:
+        assert check_value(field, value) == value
+        assert type(value) is field.kind
+        assert field.kind is not float or math.isfinite(value)
+
+
+@given(st.text())
+def test_any_field_name_is_known_or_refused_in_one_line(name):
+    if name not in fields():
+        with pytest.raises(InputError) as caught:
+            find_field(name)
+        assert str(caught.value).isprintable()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(sorted(sections())), inner)
+    ),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted({*sections(), *fields()})), _JSON, max_size=3))
+def test_any_json_object_gives_a_config_or_one_line(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("any") / "a.json"
+    path.write_text(json.dumps(content))
+    cfg = value_or_none(load_config, path)
+    if cfg is not None:
+        assert from_dict(to_dict(cfg)) == cfg

@@ -1,0 +1,197 @@
+"""Prices of single operations and of whole schedules, against arithmetic by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moejax.layout.layout import build_layout
+from moejax.plan.price.cost import Costs, Work, alone, play
+from moejax.plan.trace.reader import read
+from moejax.plan.trace.schedule import Collective, Op, Schedule
+from tests.cases import small_config
+from tests.plan.clusters import cluster
+
+
+def costs(mesh=(1, 1, 8, 1), nodes=2, work=None, **options):
+    cfg = small_config(mesh)
+    layout = build_layout(dataclasses.replace(cfg.mesh, nodes=nodes))
+    return Costs(cluster(nodes=nodes, **options), layout, work or Work())
+
+
+def all_to_all(size, axes=("expert_slow", "expert_fast")):
+    one = Collective("all_to_all", axes, "float32", size, 1, "dispatch")
+    return Op("collective", collective=one)
+
+
+def test_a_collective_takes_what_its_slowest_tier_takes():
+    size = 8_000_000
+    found = play(Schedule((all_to_all(size),), ()), costs())
+    # Seven of eight parts leave; four of them cross to the other node, each to a peer of its own.
+    assert found.seconds == pytest.approx(4e-4 + size * 4 / 8 / 1e7)
+    assert found.tally.bytes_sent["network", "dispatch"] == pytest.approx(size / 2)
+    assert found.tally.bytes_sent["host", "dispatch"] == pytest.approx(size * 3 / 8)
+    assert found.tally.exposed["dispatch"] == pytest.approx(found.seconds)
+
+
+def test_axes_inside_a_node_leave_the_network_alone():
+    found = play(Schedule((all_to_all(1000, ("expert_fast",)),), ()), costs())
+    assert {link for link, _ in found.tally.bytes_sent} == {"host"}
+
+
+@pytest.mark.parametrize(
+    ("op", "share", "seconds"),
+    [
+        # Products run at 1 GFLOP/s at 1e6 FLOPs and at 10 from 1e9 on; half way in logarithms
+        # between them at half the logarithm; a smaller one takes as long as the smallest.
+        (Op("product", flops=2e9, dtype="float32"), 1.0, 1e-5 + 2e9 / 1e10),
+        (Op("product", flops=10**7.5, dtype="float32"), 1.0, 1e-5 + 10**7.5 / 10**9.5),
+        (Op("product", flops=1e5, dtype="float32"), 1.0, 1e-5 + 1e6 / 1e9),
+        # What a product moves hides behind what it computes, or the other way round.
+        (Op("product", flops=1e9, dtype="float32", bytes=5e7), 1.0, 1e-5 + 0.1),
+        (Op("product", flops=1e9, dtype="float32", bytes=3e8), 1.0, 1e-5 + 0.3),
+        # Where half of the rows are filled, half is computed and half is moved.
+        (Op("product", flops=2e9, dtype="float32", bytes=5e7), 0.5, 1e-5 + 0.1),
+        (Op("product", flops=2e9, dtype="float32", bytes=6e8), 0.5, 1e-5 + 0.3),
+        # A region starts once a pass; rows are gathered at half the rate of a copy.
+        (Op("region", bytes=2e8), 1.0, 1e-5 + 0.2),
+        (Op("region", bytes=2e8, passes=3), 1.0, 3e-5 + 0.2),
+        (Op("gather", bytes=1e8), 1.0, 1e-5 + 0.2),
+        (Op("gather"), 1.0, 1e-5),
+    ],
+)
+def test_a_single_operation_costs_what_it_does_by_hand(op, share, seconds):
+    assert alone(op, cluster().device, share) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_a_program_takes_longer_than_its_operations_and_links_do_not():
+    ops = (Op("product", scope="experts", flops=1e9, dtype="float32"), all_to_all(1_000_000))
+    alone = costs(platform="gpu")
+    device = dataclasses.replace(alone.topology.device, program=3.0)
+    slower = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.work)
+    for op, times in zip(ops, (3, 1), strict=True):
+        before, after = (play(Schedule((op,), ()), one).seconds for one in (alone, slower))
+        assert after == pytest.approx(times * before)
+
+
+@pytest.mark.parametrize("size", [100_000, 8_000_000])
+def test_devices_that_take_turns_send_while_others_compute(size):
+    def after(place, size, axis):
+        return dataclasses.replace(all_to_all(size, (axis,)), after=(place,))
+
+    work = Op("product", scope="experts", flops=5e8, dtype="float32")
+    alone = costs()
+    device = dataclasses.replace(alone.topology.device, sharing=4.0)
+    turns = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.work)
+    both = Schedule((work, after(0, size, "expert_slow")), ())
+    sending = play(Schedule((all_to_all(size, ("expert_slow",)),), ()), alone).seconds
+    computing = play(both, alone).seconds - sending
+    shorter, longer = sorted((computing, sending))
+    found = play(both, turns)
+    assert found.seconds == pytest.approx(longer + shorter / 4)
+    assert found.tally.sent["network", "dispatch"] == pytest.approx(sending)
+    # Once the devices of a node have met, nothing that they computed before hides anything.
+    meet = after(0, 0, "expert_fast")
+    met = play(Schedule((work, meet, after(1, size, "expert_slow")), ()), turns).seconds
+    assert met == pytest.approx(computing + sending, abs=1e-4)
+
+
+def test_a_collective_starts_as_late_as_its_tier_says():
+    before = costs()
+    tiers = [
+        dataclasses.replace(t, late_s=s)
+        for t, s in zip(before.topology.tiers, (1.0, 2.0), strict=True)
+    ]
+    after = Costs(
+        dataclasses.replace(before.topology, tiers=tuple(tiers)), before.layout, before.work
+    )
+    for axis, late_s in (("expert_fast", 1.0), ("expert_slow", 2.0)):
+        schedule = Schedule((all_to_all(8_000_000, (axis,)),), ())
+        more = play(schedule, after).seconds - play(schedule, before).seconds
+        assert more == pytest.approx(late_s)
+
+
+def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time():
+    def seconds(rows, moved=0.0):
+        cost = {"flops": 1e7 * rows, "dtype": "float32", "work": True, "bytes": moved}
+        op = Op("product", scope="experts", blocks=(rows, 2), **cost)
+        return Costs(topology, priced.layout, priced.work).compute(op, 0.8)
+
+    priced = costs()
+    device = dataclasses.replace(
+        priced.topology.device, products={"float32": ((1.0, 1e10),)}, startup_s=0.0
+    )
+    topology = dataclasses.replace(priced.topology, device=device)
+    # An expert's rows, one standard deviation below, at and above the mean of 512, take blocks of
+    # 512, 512 and 512 + 64; of 64 they take 64, 64 and 128.
+    assert seconds(1280) == pytest.approx(2 * (512 + 512 + 576) / 3 * 1e-3)
+    assert seconds(160) == pytest.approx(2 * (64 + 64 + 128) / 3 * 1e-3)
+    assert seconds(160, 1e8) - seconds(160) == pytest.approx(1e8 / device.copy_bytes_per_s)
+
+
+def test_compute_hides_what_does_not_wait_for_it():
+    work = Op("product", scope="experts", flops=1e9, dtype="float32")
+    ops = (all_to_all(2_000_000), work)
+    found = play(Schedule(ops, ()), costs(platform="gpu"))
+    apart = [play(Schedule((op,), ()), costs()).seconds for op in ops]
+    assert found.seconds == pytest.approx(max(apart))
+    waiting = (work, Op("collective", after=(0,), collective=ops[0].collective))
+    assert play(Schedule(waiting, ()), costs()).seconds == pytest.approx(sum(apart))
+
+
+def test_on_cpu_collectives_go_one_by_one_and_take_compute_with_them():
+    ops = (all_to_all(1_000_000, ("expert_fast",)), all_to_all(1_000_000, ("expert_slow",)))
+    together = play(Schedule(ops, ()), costs(platform="gpu")).seconds
+    in_turn = play(Schedule(ops, ()), costs(platform="cpu")).seconds
+    alone = [play(Schedule((op,), ()), costs()).seconds for op in ops]
+    assert together == pytest.approx(max(alone))
+    assert in_turn == pytest.approx(sum(alone))
+    beside = (ops[0], Op("product", scope="experts", flops=1e8, dtype="float32"))
+    free, taken = (
+        play(Schedule(beside, ()), costs(occupies=share)).seconds for share in (0.0, 1.0)
+    )
+    parts = [play(Schedule((op,), ()), costs()).seconds for op in beside]
+    assert free == pytest.approx(max(parts))
+    assert taken == pytest.approx(sum(parts))
+
+
+def test_what_is_filled_is_what_experts_cost():
+    op = Op("product", scope="experts", flops=1e9, dtype="float32", work=True)
+    full, half = (
+        play(Schedule((op,), ()), costs(work=Work(filled=share))).seconds for share in (1.0, 0.5)
+    )
+    assert half < 0.75 * full
+
+
+def test_loops_cost_their_turns():
+    def function(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=6)[0]
+
+    schedule = read(jax.make_jaxpr(function)(jnp.ones((8, 8)), jnp.ones((8, 8))))
+    one = play(next(op.body for op in schedule.ops if op.body is not None), costs()).seconds
+    found = play(schedule, costs())
+    assert found.seconds == pytest.approx(6 * one, rel=1e-6)
+    assert sum(found.tally.computed.values()) == pytest.approx(found.seconds)
+
+
+def test_unrolled_turns_wait_for_what_they_carry():
+    def function(x, w, unroll):
+        def turn(x, _):
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.scan(turn, x, None, length=6, unroll=unroll)[0]
+
+    arrays = jnp.ones((8, 8)), jnp.ones((8, 8))
+    rolled, unrolled = (
+        play(read(jax.make_jaxpr(lambda x, w, u=u: function(x, w, u))(*arrays)), costs()).seconds
+        for u in (1, 6)
+    )
+    assert unrolled == pytest.approx(rolled)
+
+
+def test_the_terms_are_the_step():
+    work = Op("product", scope="experts", after=(0,), flops=1e9, dtype="float32")
+    found = play(Schedule((all_to_all(2_000_000), work), ()), costs())
+    total = sum(found.tally.computed.values()) + sum(found.tally.exposed.values())
+    assert total == pytest.approx(found.seconds)

@@ -1,0 +1,385 @@
+"""The probe: its fit, what it takes for nodes, a small run here, and the emulated cluster."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm import wire
+from moejax.errors import InputError
+from moejax.plan import __main__ as plan
+from moejax.plan.cluster.file import from_json, load_topology, read_topology, to_text
+from moejax.plan.cluster.topology import KINDS, Link, Tier
+from moejax.plan.probe import command as probe_module
+from moejax.plan.probe import links as probe_links
+from moejax.plan.probe import program as probe_program
+from moejax.plan.probe.command import Effort, main, probe
+from moejax.plan.probe.fit import fit_link
+from moejax.plan.probe.links import collective, probe_pairs, tournament
+from moejax.plan.probe.nodes import find_nodes
+from moejax.plan.probe.timer import AXES, Stopwatch, build_mesh, loop
+from moejax.runtime.processes import Processes
+from tests.plan.clusters import cluster
+
+SIZES = tuple(2**power for power in range(14, 27, 2))
+ROOT = Path(__file__).parents[3]
+EMULATE = ROOT / "launch" / "emulate"
+LACKING = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+LACKING += [] if os.geteuid() == 0 else ["root"]
+needs_namespaces = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}")
+
+
+# -- the fit
+
+
+@given(st.floats(-7, -3), st.floats(5, 12))
+def test_fit_finds_the_line_that_made_the_points(startup, rate):
+    startup, rate = 10**startup, 10**rate
+    link = fit_link([(size, startup + size / rate) for size in SIZES])
+    for size in SIZES:
+        assert link.seconds(size) == pytest.approx(startup + size / rate, rel=1e-3)
+    assert link.error < 1e-3
+    assert [size for size, _ in link.points] == list(SIZES)
+
+
+@given(st.floats(-6, -3), st.floats(6, 9), st.integers(0, 2**32 - 1))
+def test_fit_stands_noise_and_one_call_that_was_held_up(startup, rate, seed):
+    startup, rate = 10**startup, 10**rate
+    random = np.random.default_rng(seed)
+    points = []
+    for place, size in enumerate(SIZES):
+        factor = 1 + random.uniform(-0.05, 0.05)
+        factor *= 3 if place == seed % len(SIZES) else 1
+        points.append((size, (startup + size / rate) * factor))
+    link = fit_link(points)
+    off = [abs(link.seconds(size) / (startup + size / rate) - 1) for size in SIZES]
+    # Relative errors: small messages count as large ones do. Both ends hang on two points or so.
+    assert np.median(off) < 0.15
+    assert link.error < 0.2
+
+
+@pytest.mark.parametrize("late", range(len(SIZES)))
+def test_one_late_call_among_exact_ones_does_not_bend_the_line(late):
+    """Without less weight on it, one at either end bends startup or rate by 8 % and more."""
+    exact = [(size, 1e-4 + size / 1e9) for size in SIZES]
+    link = fit_link([(s, 3 * t if n == late else t) for n, (s, t) in enumerate(exact)])
+    assert link.startup_s == pytest.approx(1e-4, rel=0.01)
+    assert link.bytes_per_s == pytest.approx(1e9, rel=0.01)
+
+
+@given(st.lists(st.floats(1e-6, 10), min_size=7, max_size=7))
+def test_fit_of_anything_is_a_link(seconds):
+    link = fit_link(list(zip(SIZES, seconds, strict=True)))
+    assert link.startup_s > 0
+    assert link.bytes_per_s > 0
+    assert np.isfinite([link.startup_s, link.bytes_per_s, link.error]).all()
+
+
+def test_times_that_do_not_grow_are_all_startup():
+    link = fit_link([(size, 1e-3) for size in SIZES])
+    assert link.seconds(SIZES[0]) == pytest.approx(1e-3, rel=0.05)
+    assert link.seconds(SIZES[-1]) == pytest.approx(1e-3, rel=0.05)
+    # No more than a hundred times what the largest achieved.
+    assert link.bytes_per_s == pytest.approx(100 * SIZES[-1] / 1e-3, rel=1e-3)
+
+
+# -- nodes
+
+
+def device(process, platform="cpu", **more):
+    return types.SimpleNamespace(process_index=process, platform=platform, **more)
+
+
+def test_a_cpu_node_is_a_host_whatever_its_processes():
+    devices = [device(process) for process in (0, 0, 1, 1, 2, 2, 3, 3)]
+    found = find_nodes(devices, ["a", "a", "b", "b"])
+    assert (found.sizes, found.names, found.tier_names) == ((2, 4), ("a", "b"), ("host", "network"))
+    assert found.warning is None
+
+
+def test_an_accelerator_node_is_a_slice():
+    devices = [device(n, "gpu", slice_index=n // 4) for n in range(8)]
+    found = find_nodes(devices, [f"h{n}" for n in range(8)])
+    assert (found.sizes, found.names) == ((2, 4), ("slice 0", "slice 1"))
+    assert found.tier_names == ("nvlink", "network")
+    found = find_nodes([device(0, "tpu", slice_index=None)] * 4, ["a"])
+    assert (found.sizes, found.tier_names) == ((1, 4), ("ici", "dcn"))
+
+
+def test_processes_that_mix_nodes_are_warned_of():
+    found = find_nodes([device(process) for process in range(4)], ["a", "b", "a", "b"])
+    assert found.sizes == (2, 2)
+    assert found.warning is not None
+    assert "numbered" in found.warning
+
+
+def test_the_user_may_say_what_a_node_is():
+    devices = [device(0) for _ in range(6)]
+    assert find_nodes(devices, ["a"], 3).sizes == (3, 2)
+    assert find_nodes(devices, ["a"], 3).names == ("a/0", "a/1", "a/2")
+    with pytest.raises(InputError, match="share them evenly"):
+        find_nodes(devices, ["a"], 4)
+
+
+def test_nodes_of_unequal_size_are_refused():
+    with pytest.raises(InputError, match="a 2, b 1"):
+        find_nodes([device(0), device(0), device(1)], ["a", "b"])
+
+
+@given(st.integers(2, 17))
+def test_in_a_tournament_everyone_meets_everyone_once(count):
+    rounds = list(tournament(count))
+    for games in rounds:
+        players = [player for game in games for player in game]
+        assert len(set(players)) == len(players)
+    met = sorted(tuple(sorted(game)) for games in rounds for game in games)
+    assert met == [(a, b) for a in range(count) for b in range(a + 1, count)]
+
+
+# -- a run here, where both tiers are this machine's memory
+
+
+def test_a_quick_probe_of_simulated_devices_can_be_read_back():
+    said = []
+    found, odd = probe(
+        Processes(),
+        jax.devices()[:4],
+        name="here",
+        nodes=2,
+        effort=Effort(seconds=1, quick=True),
+        say=said.append,
+    )
+    assert found.devices == 4
+    assert found.nodes == 2 or any("one node of 4" in line for line in odd)
+    assert from_json(json.loads(to_text(found)), "t.json") == found
+    assert found.device.platform == "cpu"
+    assert set(found.device.codecs) == {"bfloat16", "int8"}
+    for tier in found.tiers:
+        for kind in KINDS:
+            link = tier.links[kind]
+            assert len(link.points) >= 3
+            # Memory of any machine: not a loop that was optimised away, nor one that hung.
+            assert 1e5 < link.bytes_per_s < 4e12
+    assert 1e6 < found.device.copy_bytes_per_s < 1e13
+    assert found.device.program > 0
+    assert found.device.program != 1, "what every step is priced with was not measured"
+    assert any("all_to_all" in words for words in said)
+
+
+def test_a_whole_program_runs_beside_its_price(monkeypatch):
+    small = probe_program.SMALL | {
+        "model.width": 32,
+        "model.num_layers": 1,
+        "moe.expert_hidden": 32,
+    }
+    monkeypatch.setitem(probe_program.MODELS, "cpu", small)
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(2, 2))
+    device = cluster().device
+    found = probe_program.probe_program(watch, device)
+    assert 0 < found < 1e6
+    monkeypatch.setattr(Stopwatch, "seconds", lambda *_, **__: 1.0)
+    of_a_second = probe_program.probe_program(watch, device)
+    twice = {
+        "products": {"float32": tuple((n, 2 * rate) for n, rate in device.products["float32"])},
+        "copy_bytes_per_s": 2 * device.copy_bytes_per_s,
+        "gather_bytes_per_s": 2 * device.gather_bytes_per_s,
+        "startup_s": device.startup_s / 2,
+    }
+    faster = dataclasses.replace(device, **twice)
+    assert probe_program.probe_program(watch, faster) == pytest.approx(2 * of_a_second)
+
+
+@pytest.mark.parametrize(
+    ("startup_s", "seconds", "sizes"),
+    [
+        (1e-3, 1e3, [2**n for n in range(14, 27, 2)]),  # time for all
+        (1e-3, 5, [2**14, 2**18, 2**22, 2**26]),  # a second each: no time for all
+        (1e-1, 3, [2**14, 2**16, 2**18]),  # little time, but calls that tell something
+    ],
+)
+def test_a_curve_that_has_no_time_for_all_sizes_leaves_out_small_ones(
+    startup_s, seconds, sizes, monkeypatch
+):
+    passed = []
+
+    def timed(_self, operate, start, *, aim_s):
+        size = 4 * start().size
+        passed.append(1 + 20 * (startup_s + size / 1e11))
+        return startup_s + size / 1e11
+
+    monkeypatch.setattr(Stopwatch, "seconds", timed)
+    monkeypatch.setattr(Stopwatch, "elapsed", lambda _self: sum(passed))
+    watch = Stopwatch(Processes(), [jax.devices()[:2]])
+    kept = list(probe_links._curve(watch, AXES[1], "all_to_all", seconds=seconds, quick=False))
+    assert [2 * sent for sent, _ in kept] == sizes
+
+
+def test_how_late_a_collective_starts_is_what_computations_of_both_lengths_share(monkeypatch):
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(2, 2))
+    rounds = [[7.0, 9.0], [7.0, 11.0], [8.0, 9.0]]  # 5, 3 and 7 beside the computations
+
+    def found(_self, operations, aim_s):
+        assert len(operations) == 2
+        return rounds
+
+    real = Stopwatch.in_turns
+    monkeypatch.setattr(Stopwatch, "in_turns", found)
+    slow = Link(1.0, 512.0)  # two seconds for the 512 bytes that leave a device
+    assert probe_links._late(watch, AXES[0], slow, turns=2) == pytest.approx(4.0)
+    assert probe_links._late(watch, AXES[0], Link(9.0, 512.0), turns=1) == 0
+    monkeypatch.setattr(Stopwatch, "in_turns", real)
+    assert 0 <= probe_links._late(watch, AXES[1], Link(0.0, 1e9), turns=1) < 1
+
+
+def test_devices_that_share_cores_take_longer_together(monkeypatch):
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(1, 4))
+    assert 1 <= probe_links.probe_sharing(watch) <= 4
+    times = iter((6.0, 2.0))
+    monkeypatch.setattr(Stopwatch, "seconds", lambda *_, **__: next(times))
+    assert probe_links.probe_sharing(watch) == 3
+    alone = Stopwatch(Processes(), np.array(jax.devices()[:2]).reshape(2, 1))
+    assert probe_links.probe_sharing(alone) == 1
+
+
+@pytest.mark.parametrize(
+    ("inside", "sizes", "warning"),
+    [
+        ((9, 9, 9, 9), (4, 2), None),
+        ((9, 1, 9, 9), (4, 2), "all_gather inside a node"),
+        ((1, 1, 1, 1), (8,), "one node of 8"),
+    ],
+)
+def test_what_is_measured_may_contradict_what_was_seen(inside, sizes, warning, monkeypatch):
+    rates = {AXES[1]: (4, inside), AXES[0]: (2, (5, 5, 5, 5))}
+
+    def measured(watch, axis, name, **_):
+        size, by_kind = rates[axis]
+        links = {kind: Link(1e-3, float(r)) for kind, r in zip(KINDS, by_kind, strict=True)}
+        return Tier(name, size, links)
+
+    monkeypatch.setattr(probe_module, "probe_tier", measured)
+    devices = [device(n // 4) for n in range(8)]
+    found = find_nodes(devices, ["a", "b"])
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:8]).reshape(2, 4))
+    tiers, odd = probe_module._probe_tiers(watch, found, 1.0, Effort(), lambda _: None)
+    assert tuple(tier.size for tier in tiers) == sizes
+    assert [warning in line for line in odd] == ([True] if warning else [])
+
+
+def test_pairs_of_nodes_are_all_measured():
+    devices = np.array(jax.devices()[:6]).reshape(3, 2)
+    pairs = probe_pairs(devices, Processes(), 1e7, say=lambda _: None)
+    for a in range(3):
+        for b in range(3):
+            assert (pairs[a][b] > 0) == (a != b)
+
+
+def test_a_timed_loop_holds_the_collective_that_it_times():
+    devices = np.array(jax.devices()).reshape(2, 4)
+    for kind in KINDS:
+        operate, start, sent = collective(kind, AXES[1], 2**14, 4)
+        assert sent == 2**14 * 3 // 4 * (2 if kind == "all_reduce" else 1)
+        text = loop(operate, start, build_mesh(devices)).lower(1).compile().as_text()
+        assert kind.replace("_", "-") in text
+        assert " while(" in text
+
+
+def test_permute_moves_along_an_axis():
+    mesh = build_mesh(np.array(jax.devices()[:4]).reshape(2, 2))
+
+    def move(x):
+        return wire.permute(x, ("nodes",), [(0, 1)])
+
+    moved = jax.shard_map(move, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
+    assert moved(np.arange(1.0, 5.0)).tolist() == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "t.json", "--name", ""], "no name"),
+        (["--out", "nowhere/t.json"], "folder that exists"),
+        (["--out", "."], "must name a file"),
+        (["--out", "t.json", "--seconds", "0"], "--seconds is 0"),
+        (["--out", "t.json", "--nodes", "-1"], "--nodes is -1"),
+        (["--out", "t.json", "--nodes", "3", "--quick"], "share them evenly"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if "error" in line]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_the_plan_command_knows_its_words(capsys):
+    assert plan.main([]) == 2
+    assert "no config" in capsys.readouterr().err
+    assert plan.main(["probe", "--out", "nowhere/t.json"]) == 2
+
+
+# -- the emulated cluster
+
+
+def emulate(folder, *words, flags=(), before=""):
+    """Probes an emulated cluster; returns the topology and all output."""
+    environment = {name: v for name, v in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    out = folder / "topology.json"
+    probing = f'{before} exec "$@"'
+    command = [sys.executable, "-m", "moejax.plan", "probe", "--out", str(out), *words]
+    line = [sys.executable, EMULATE, *flags, "--logs", folder, "--", "sh", "-c", probing, "sh"]
+    done = subprocess.run(
+        [*map(str, line), *command], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_topology(out), done.stdout + done.stderr
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_the_probe_finds_the_rate_of_shaped_links(tmp_path):
+    flags = ("--hosts", 2, "--devices-per-host", 2, "--link", "100mbit")
+    found, output = emulate(tmp_path, flags=flags)
+    assert found.sizes == (2, 2), output
+    assert [tier.name for tier in found.tiers] == ["host", "network"]
+    assert 0.5 < found.device.program < 30, output
+    assert 1 <= found.device.sharing <= 2, output
+    rates = [2 * 8 * link.bytes_per_s for link in found.tiers[1].links.values()]
+    assert 80e6 < np.median(rates) < 120e6, output
+    for row, column in ((0, 1), (1, 0)):
+        assert 60e6 < 2 * 8 * found.pairs[row][column] < 130e6
+    assert load_topology(str(tmp_path / "topology.json")) == found
+    assert "Gbit/s" in output
+    assert "all_reduce over all devices" in output
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_the_probe_names_a_slowed_host(tmp_path):
+    """Host 2 sends at a fifth of the others' rate; the bucket holds the largest packet."""
+    tbf = "tbf rate 10mbit burst 69632 limit 17825792"
+    slow = f'if [ "$MOEJAX_PROCESS" = 2 ]; then tc qdisc replace dev net0 root {tbf}; fi;'
+    flags = ("--hosts", 3, "--devices-per-host", 1, "--link", "50mbit")
+    found, output = emulate(tmp_path, "--seconds", "4", flags=flags, before=slow)
+    assert found.sizes == (1, 3)
+    (one,) = found.slow_nodes()
+    assert one.node == 2
+    assert one.name.endswith("-h2")
+    assert 3 < one.times_slower < 8
+    assert found.asymmetric
+    assert f"({one.name}) is" in output

@@ -1,0 +1,352 @@
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moejax.plan.cluster.topology import Device, Tier, Topology, same_links
+from moejax.plan.cluster.topology import Link as Rate
+from moejax.plan.price.candidate import Priced, price, read_step
+from moejax.plan.price.routing import read_routing
+from moejax.plan.price.sensitivity import changes, crossing
+from moejax.plan.price.terms import terms
+from moejax.plan.report import page as report
+from moejax.plan.report.page import SCRIPT, TEMPLATE, embed, write_report
+from moejax.plan.search.search import Found
+from tests.cases import small_config
+
+# Nothing here depends on which JAX there is.
+pytestmark = pytest.mark.slow
+
+HOSTILE = '</script><script>alert(1)</script><!--<b> & {{DATA}} \u2028 "'
+
+FAST, SLOW = Rate(1e-5, 1e9), Rate(1e-4, 1e7)
+CPU = Device(
+    name="a CPU",
+    platform="cpu",
+    memory_bytes=2**30,
+    products={"float32": ((1e5, 1e9), (1e8, 1e10))},
+    copy_bytes_per_s=4e9,
+    gather_bytes_per_s=2e9,
+    startup_s=1e-5,
+)
+CLUSTER = Topology(
+    version=1,
+    name=HOSTILE,
+    source=f"by hand {HOSTILE}",
+    device=CPU,
+    tiers=(Tier("inside", 4, same_links(FAST)), Tier("between", 2, same_links(SLOW))),
+)
+ROUTING = read_routing("balanced", 8)
+MESHES = ((8, 1, 1, 1), (2, 4, 1, 1), (1, 1, 8, 1))  # the last one the default
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    plans = [price(read_step(_config(mesh), "cpu"), CLUSTER, ROUTING) for mesh in MESHES]
+    default = plans[-1]
+    ranked = sorted(plans[:-1], key=lambda one: one.seconds)
+    return Found(ranked, default, meshes=9, traced=3, too_large=0, room=1e9, seconds=1.5)
+
+
+def _config(mesh: tuple[int, int, int, int]):
+    model = {"num_layers": 3, "scan_layers": True}
+    cfg = small_config(mesh, model=model, train={"batch_sequences": 16})
+    return replace(cfg, mesh=replace(cfg.mesh, nodes=2))
+
+
+@pytest.fixture(scope="module")
+def page(found, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "new" / "plan.html"
+    write_report(found, CLUSTER, ROUTING, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(page) -> dict:
+    scripts = re.findall(
+        r"<script type=\"application/json\" id=\"data\">(.*?)</script>", _text(page)
+    )
+    assert len(scripts) == 1
+    return json.loads(scripts[0])
+
+
+def _text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def test_the_page_holds_every_plan_the_chosen_one_first(found, data):
+    assert [one["name"] for one in data["plans"]] == ["1", "2", "default"]
+    wanted = [*found.ranked, found.baseline]
+    for one, priced in zip(data["plans"], wanted, strict=True):
+        assert one["seconds"] == priced.seconds
+        assert one["terms"] == terms(priced)
+        assert one["memory_bytes"] == priced.peak.bytes
+
+
+def test_a_default_that_was_ranked_is_one_row(found, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "overtake", lambda best, other: [])  # takes its time
+    ranked = replace(found, baseline=found.ranked[1])
+    write_report(ranked, CLUSTER, ROUTING, tmp_path / "plan.html")
+    assert '"name":"2 default"' in _text(tmp_path / "plan.html")
+    assert '"name":"2"' not in _text(tmp_path / "plan.html")
+
+
+def test_a_plan_without_others_makes_a_page(found, tmp_path):
+    alone = replace(found, ranked=found.ranked[:1], baseline=None)
+    write_report(alone, CLUSTER, ROUTING, tmp_path / "plan.html")
+    assert '"name":"1"' in _text(tmp_path / "plan.html")
+
+
+def test_terms_sum_to_the_step(data):
+    for one in data["plans"]:
+        assert math.isclose(sum(one["terms"].values()), one["seconds"], rel_tol=1e-9)
+
+
+def test_memory_sums_to_the_peak(found, data):
+    memory, most = data["memory"], found.ranked[0].peak
+    assert sum(memory["given"].values()) == most.arguments
+    assert sum(memory["temporary"].values()) == most.temporary
+    assert memory["bytes"] == most.bytes
+    assert memory["temporary"]["kept for backward"] > 0
+
+
+def test_traffic_is_what_the_step_sends(found, data):
+    _, played = found.ranked[0].parts[0]
+    assert {(one["link"], one["class"]): one["bytes"] for one in data["traffic"]} == dict(
+        played.tally.bytes_sent
+    )
+
+
+def test_timelines_hold_all_that_takes_time_also_inside_loops(found, data):
+    drawn = data["timelines"]
+    assert [one["plan"] for one in drawn] == ["1", "2", "default"]
+    for one, priced in zip(drawn, [*found.ranked[:2], found.baseline], strict=True):
+        computed = _computed(one, 0)
+        assert math.isclose(computed, sum(priced.main.tally.computed.values()), rel_tol=1e-5)
+        assert one["nodes"][0]["seconds"] == priced.main.seconds
+
+
+def _computed(timeline: dict, place: int) -> float:
+    total = 0.0
+    for lane, _, _, _, seconds, _, inner in timeline["nodes"][place]["tasks"]:
+        if inner >= 0:
+            total += timeline["nodes"][inner]["turns"] * _computed(timeline, inner)
+        elif timeline["words"][lane] == "compute":
+            total += seconds
+    return total
+
+
+def test_hostile_names_stay_data(page, data):
+    assert data["cluster"]["name"] == HOSTILE
+    text = _text(page)
+    # The page's own two scripts, and nothing that names opened or closed.
+    assert text.count("<script") == text.count("</script") == 2
+    assert "alert(1)</script" not in text
+    assert "<!--<b>" not in text
+
+
+def test_embedded_json_has_nothing_that_ends_it():
+    assert not set(embed({"a": HOSTILE})) & set("<>&")
+    assert json.loads(embed({"a": HOSTILE})) == {"a": HOSTILE}
+    with pytest.raises(ValueError, match="JSON compliant"):
+        embed(math.nan)
+
+
+def test_the_page_asks_for_nothing_from_elsewhere():
+    for text in (TEMPLATE.read_text("utf-8"), SCRIPT.read_text("utf-8")):
+        assert not re.search(r"https?:|//[a-z]+\.|url\(|@import|\bimport\(|fetch\(|innerHTML", text)
+    assert "default-src 'none'" in TEMPLATE.read_text("utf-8")
+
+
+def test_a_rate_at_which_a_plan_wins_is_found(found, data):
+    best, other = found.ranked
+    answers = data["plans"][1]["changes"]
+    assert [answer["rate"] for answer in answers] == list(changes(CLUSTER))
+    assert data["plans"][0]["changes"] is None
+    wins = [(one["rate"], one["factor"]) for one in answers if isinstance(one["factor"], float)]
+    assert wins, "no rate at which the other would win: the case tests nothing"
+    rate, factor = wins[0]
+    assert _slower(other, best, changes(CLUSTER)[rate](factor)) < 1
+    assert _slower(other, best, changes(CLUSTER)[rate](factor**0.95)) >= 1 - 1e-9
+
+
+def _slower(one: Priced, other: Priced, cluster: Topology) -> float:
+    return price(one.read, cluster, ROUTING).seconds / price(other.read, cluster, ROUTING).seconds
+
+
+def test_crossings_are_the_nearest_and_close():
+    assert crossing(lambda factor: 3.0 - factor) == pytest.approx(3, rel=0.02)
+    assert crossing(lambda factor: factor - 0.1) == pytest.approx(0.1, rel=0.02)
+    assert crossing(lambda factor: 1.0) is None
+    assert crossing(lambda factor: 100.0 - factor) is None
+    either = crossing(lambda factor: 1.0 if 0.5 < factor < 12 else -1.0)
+    assert either == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_changed_rate_changes_no_other():
+    for rate, change in changes(CLUSTER).items():
+        assert change(1.0) == CLUSTER, rate
+        assert change(2.0) != CLUSTER, rate
+    twice = changes(CLUSTER)["between: all-to-all bandwidth"](2.0)
+    assert twice.tiers[0] == CLUSTER.tiers[0]
+    assert twice.device == CLUSTER.device
+    assert twice.tiers[1].links["all_to_all"].bytes_per_s == 2 * SLOW.bytes_per_s
+    assert twice.tiers[1].links["all_gather"] == SLOW
+
+
+@contextlib.contextmanager
+def _browser():
+    """Chromium; skips where there is none."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("no Chromium: install one, or name it in CHROMIUM")
+    with sync_api.sync_playwright() as playwright:
+        # Its sandbox does not start as root, as in containers; the page is our own.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with _browser() as found:
+        yield found
+
+
+@pytest.fixture
+def tab(browser, page):
+    """Opens the page at a size; it must have said nothing on the console when the test ends."""
+    said: list[str] = []
+    contexts = []
+
+    def open_page(width: int = 1280, height: int = 900, scheme: str = "light"):
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme
+        )
+        contexts.append(context)
+        opened = context.new_page()
+        opened.on("console", lambda message: said.append(message.text))
+        opened.on("pageerror", lambda error: said.append(str(error)))
+        opened.on(
+            "request", lambda request: said.append(request.url) if _far(request.url) else None
+        )
+        opened.goto(page.as_uri())
+        opened.wait_for_selector(".panel svg rect")
+        return opened
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert said == []
+
+
+def _far(url: str) -> bool:
+    return not url.startswith(("file:", "data:"))
+
+
+def test_the_page_draws_and_hostile_names_are_text(tab):
+    opened = tab()
+    assert HOSTILE.split()[0] in opened.inner_text("main")
+    assert opened.locator("main script, main b script").count() == 0
+    assert opened.locator("h2").count() == 5
+    assert "as fast as the default" in opened.inner_text(".tiles")
+
+
+def test_a_loop_opens_when_clicked_and_by_keyboard(tab):
+    opened = tab()
+    panels = opened.locator(".panel")
+    assert panels.count() == 2  # the step, and the longest loop
+    longest = panels.nth(1).locator("h3").inner_text()
+    loops = panels.nth(0).locator("[data-loop]")
+    for place in range(loops.count()):
+        loops.nth(place).click()
+        title = panels.nth(1).locator("h3").inner_text()
+        assert re.match(r"One turn of \d+ x", title)
+        if title != longest:
+            break
+    else:
+        pytest.fail("no loop but the longest")
+    picture = panels.nth(0).locator("svg")
+    picture.focus()
+    for _ in range(200):
+        picture.press("ArrowLeft")
+    for _ in range(200):
+        picture.press("ArrowRight")
+        picture.press("Enter")
+        if panels.nth(1).locator("h3").inner_text() == longest:
+            return
+    pytest.fail("the keyboard reached no loop")
+
+
+def test_pointing_at_a_block_says_what_it_is(tab):
+    opened = tab()
+    opened.locator(".panel").nth(0).locator("[data-loop]").first.hover()
+    said = opened.locator(".info").first.inner_text()
+    assert re.search(r"\d+ x .*starts at .*takes .*open one turn", said)
+
+
+def test_zooming_shows_less_time_and_all_shows_all(tab):
+    opened = tab()
+    panel = opened.locator(".panel").nth(1)
+    ticks = panel.locator("svg > text")
+    before = ticks.all_text_contents()
+    panel.get_by_role("button", name="zoom in").click()
+    assert ticks.all_text_contents() != before
+    panel.get_by_role("button", name="show all").click()
+    assert ticks.all_text_contents() == before
+
+
+def test_a_heading_sorts_the_plans_both_ways(tab):
+    opened = tab()
+    shown = opened.locator(".plans tbody > tr:not(.detail) > td:nth-child(6)")
+    heading = opened.locator(".plans th").nth(5)
+    for direction in ("descending", "ascending"):  # the fastest are first already
+        heading.get_by_role("button").click()
+        assert heading.get_attribute("aria-sort") == direction
+        times = [float(text.replace(",", "")) for text in shown.all_inner_texts()]
+        assert len(times) == 3
+        assert times == sorted(times, reverse=direction == "descending")
+
+
+def test_a_plan_opens_and_closes(tab):
+    opened = tab()
+    button = opened.locator(".plans td button").last
+    button.press("Enter")
+    detail = opened.locator(".plans .detail").last
+    assert "What would have to change" in detail.inner_text()
+    assert re.search(r"\u00d7 (better|worse)", detail.inner_text())
+    assert button.get_attribute("aria-expanded") == "true"
+    button.click()
+    assert not detail.is_visible()
+
+
+def test_a_phone_shows_it_without_scrolling_sideways(tab):
+    opened = tab(360, 740)
+    buttons = opened.locator(".plans td button")
+    for place in range(buttons.count()):
+        buttons.nth(place).click()
+    assert opened.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_a_reader_of_dark_pages_gets_one(tab):
+    dark, light = (
+        tab(scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
+        for scheme in ("dark", "light")
+    )
+    brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (dark, light)]
+    assert brightness[0] < 150 < 600 < brightness[1]
+
+
+def test_another_plan_can_be_drawn(tab):
+    opened = tab()
+    before = opened.locator(".panel h3").first.inner_text()
+    opened.get_by_label("plan to draw").select_option("default")
+    assert opened.locator(".panel h3").first.inner_text() != before

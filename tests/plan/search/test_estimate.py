@@ -1,0 +1,48 @@
+"""Sketches against prices: a sketch chooses what is traced."""
+
+import dataclasses
+
+from moejax.config.fields import change
+from moejax.config.schema import PlanConfig
+from moejax.plan.price.candidate import price, read_step
+from moejax.plan.price.routing import read_routing
+from moejax.plan.search import space
+from moejax.plan.search.estimate import Sketch
+from moejax.plan.search.space import Limits
+from tests.cases import small_config
+from tests.plan.clusters import cluster
+
+
+def costs(hidden, batch, meshes):
+    """(priced seconds, sketched seconds, mesh) where the network is slow."""
+    # With a capacity a step has one branch, and is traced in half the time.
+    experts = {"capacity_factor": 1.25, "expert_hidden": hidden, "num_experts": 16}
+    shapes = {"vocab_size": 264, "mlp_hidden": 384}
+    cfg = small_config(model=shapes, moe=experts, train={"batch_sequences": batch})
+    cfg = dataclasses.replace(cfg, plan=PlanConfig(mode="auto"))
+    there = cluster(slow=1e5, startup=1e-6)
+    found = []
+    for sizes in meshes:
+        mesh = change(cfg, dict(zip(space.MESH, sizes, strict=True)))
+        one = space.resolve(mesh, Limits(there.devices, there.nodes, "cpu"))
+        assert one is not None
+        priced = price(read_step(one, "cpu"), there, read_routing("balanced", 16))
+        found.append((priced.seconds, Sketch(one, there).seconds(), sizes))
+    return found
+
+
+def test_sketches_tell_apart_what_prices_tell_apart():
+    """What is clearly slower must not stand before the faster; the rest may stand in any order.
+
+    Where tokens are many, they should not cross a slow network; where experts are large, their
+    weights should not.
+    """
+    across, inside, nowhere = (1, 1, 8, 1), (2, 1, 4, 1), (8, 1, 1, 1)
+    orders = []
+    for hidden, batch in ((64, 2048), (2048, 32)):
+        found = costs(hidden, batch, (across, inside, nowhere))
+        apart = [(a, b) for a in found for b in found if 1.2 * a[0] < b[0]]
+        assert len(apart) >= 2
+        assert all(a[1] < b[1] for a, b in apart)
+        orders.append([mesh for *_, mesh in sorted(found)])
+    assert orders[0][-1] == orders[1][0] == across

@@ -1,0 +1,371 @@
+"""The search: what it may choose, what it never chooses, and why it says so."""
+
+import dataclasses
+import json
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from moejax.config.checks import resolve_mesh
+from moejax.config.checks.planned import CHOSEN, CODECS, is_planned, pinned
+from moejax.config.compression import PRESETS
+from moejax.config.fields import change, get_value
+from moejax.config.schema import CompressionConfig, Config, PlanConfig
+from moejax.errors import InputError
+from moejax.plan.cluster.file import write_topology
+from moejax.plan.command import main
+from moejax.plan.price.candidate import price, read_step
+from moejax.plan.price.routing import read_routing
+from moejax.plan.price.terms import terms, why
+from moejax.plan.report.tables import print_ranked, print_why, rest_words
+from moejax.plan.search.estimate import Sketch
+from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
+from moejax.plan.search.search import _Search, search, space
+from moejax.plan.search.space import Limits
+from tests.cases import small_config
+from tests.plan.clusters import GIB, cluster
+
+
+def model(**changes) -> Config:
+    shapes = {"vocab_size": 264, "mlp_hidden": 384} | changes.pop("model", {})
+    # With a capacity a step has one branch, and is traced in half the time.
+    experts = {"capacity_factor": 1.25} | changes.pop("moe", {})
+    cfg = small_config(model=shapes, moe=experts, train={"batch_sequences": 32}, **changes)
+    return dataclasses.replace(cfg, plan=PlanConfig(mode="auto"))
+
+
+def limits(cfg, topology, **changes):
+    device = topology.device
+    base = Limits(topology.devices, topology.nodes, device.platform, pinned=pinned(cfg))
+    return dataclasses.replace(base, **changes)
+
+
+def found_for(cfg, topology, *free, seconds=1000.0, **changes):
+    """A search that may choose only what is named, so that it is short and always whole."""
+    how = read_routing("balanced", cfg.moe.num_experts)
+    bound = limits(cfg, topology, pinned=frozenset(CHOSEN) - set(free), **changes)
+    return search(cfg, topology, bound, how, seconds=seconds)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Four ways to spread the model over two nodes, and the routes of the two best."""
+    return found_for(model(), cluster(), "mesh.replica", "mesh.expert", "route")
+
+
+def test_every_mesh_is_a_mesh():
+    cfg, topology = model(), cluster()
+    found = list(space.meshes(cfg, limits(cfg, topology)))
+    assert len(found) == len(set(found)) > 20
+    for one in found:
+        sizes = [get_value(one, name) for name in space.MESH]
+        assert resolve_mesh(one, 8, "cpu") == one
+        assert sizes[0] * sizes[1] * sizes[2] * sizes[3] == 8
+
+
+def test_what_is_pinned_stays():
+    cfg = change(model(), {"mesh.tensor": 2, "mesh.activations": "replicated"})
+    topology = cluster()
+    for one in space.meshes(cfg, limits(cfg, topology)):
+        assert (one.mesh.tensor, one.mesh.activations) == (2, "replicated")
+    assert pinned(cfg) == {"mesh.tensor", "mesh.activations"}
+
+
+def test_exchanges_obey_the_rules_of_routes():
+    cfg, topology = model(), cluster()
+    one = next(m for m in space.meshes(cfg, limits(cfg, topology)) if m.mesh.expert == 8)
+    names = {other.route for other in space.exchanges(one, limits(cfg, topology))}
+    assert {"merge", "two_level", "two_level_merge"} <= names
+    assert "duplicate" not in names  # there is no tensor axis
+
+
+@pytest.mark.slow
+def test_codecs_are_taken_only_where_they_are_allowed():
+    cfg = change(model(), {"mesh.replica": 2, "mesh.expert": 4})
+    topology = cluster(slow=1e6)
+    plain = found_for(cfg, topology, *CODECS)
+    coded = found_for(cfg, topology, *CODECS, codecs="hybrid")
+    assert [one.cfg.compression for one in plain.ranked] == [cfg.compression]
+    assert coded.ranked[0].seconds < plain.ranked[0].seconds
+    assert coded.ranked[0].cfg.compression != cfg.compression
+
+
+@pytest.mark.slow
+def test_a_short_search_comes_to_codecs(monkeypatch):
+    """Before most meshes and routes: where links are slow they are worth more."""
+    monkeypatch.setattr(_Search, "late", property(lambda self: len(self.priced) >= 7))
+    free = (*space.MESH, *space.EXCHANGE, *CODECS)
+    found = found_for(model(), cluster(slow=1e5), *free, codecs="strong")
+    assert found.traced <= 8
+    assert found.ranked[0].cfg.compression != CompressionConfig()
+
+
+def test_codecs_are_called_by_their_presets_name_where_they_are_just_its_own():
+    every = {f"compression.{kind}": codec for kind, codec in PRESETS["strong"].items()}
+    assert rest_words(change(Config(), every)) == "codecs strong"
+    assert rest_words(change(Config(), {"compression.preset": "hybrid"})) == "codecs hybrid"
+    assert rest_words(change(Config(), {"compression.dispatch": "int8"})) == "dispatch int8"
+    assert rest_words(Config()) == "-"
+
+
+def test_chunks_are_doubled_as_far_as_they_may_be():
+    cfg, topology = model(), cluster()
+    free = limits(cfg, topology)
+    one = space.resolve(change(cfg, {"mesh.expert": 8}), free)
+
+    def chunks(start, **changes):
+        found = space.more_chunks(change(one, start), dataclasses.replace(free, **changes))
+        return [(other.route_chunks, other.route_chunks_backward) for other in found]
+
+    assert chunks({}) == [(2, None), (2, 1), (1, 2)]
+    assert chunks({"route_chunks_backward": 2}) == [(2, 4), (2, None), (1, 4)]
+    assert chunks({"route_chunks": 8}) == []
+    assert chunks({}, pinned=frozenset({"route_chunks"})) == [(1, 2)]
+    assert chunks({}, pinned=frozenset({"route_chunks_backward"})) == [(2, None)]
+
+
+@pytest.mark.slow
+def test_a_slow_network_is_avoided():
+    """Experts are small and tokens many, or the other way round: what crosses nodes follows."""
+    free, crossing = ("mesh.replica", "mesh.fsdp", "mesh.expert"), []
+    for hidden, batch in ((4, 512), (2048, 32)):
+        cfg = model(moe={"expert_hidden": hidden, "num_experts": 16})
+        cfg = change(cfg, {"train.batch_sequences": batch})
+        best = found_for(cfg, cluster(slow=1e5, startup=1e-6), *free).ranked[0]
+        sent = best.main.tally.bytes_sent
+        crossing.append({name for (link, name) in sent if link == "network"})
+    tokens = {"dispatch", "combine", "dispatch_backward", "combine_backward"}
+    assert not tokens & crossing[0]
+    assert tokens & crossing[1]
+
+
+@pytest.mark.slow
+def test_a_plan_that_does_not_fit_is_made_lighter_or_refused():
+    cfg = change(model(model={"num_layers": 4}), {"mesh.expert": 8})
+    free = ("train.micro_batches", "model.remat")
+    best = found_for(cfg, cluster(), *free).ranked[0]
+    tight = cluster(memory=int(best.peak.bytes * 0.9))
+    found = found_for(cfg, tight, *free)
+    assert all(one.peak.bytes <= 0.95 * tight.device.memory_bytes for one in found.ranked)
+    assert found.too_large >= 1
+    with pytest.raises(InputError, match="no plan fits 8 devices on 2 nodes"):
+        found_for(cfg, cluster(memory=1000), *free)
+
+
+def test_a_twentieth_of_memory_is_left_to_the_runtime(found, monkeypatch):
+    best = found.ranked[0]
+    # Nothing is free: the only plan and the default were traced already.
+    traced = {one.cfg: one.read for one in (best, found.baseline)}
+    monkeypatch.setattr("moejax.plan.search.search.read_step", lambda cfg, _: traced[cfg])
+    fits, too_large = (cluster(memory=int(best.peak.bytes / share)) for share in (0.94, 0.97))
+    assert [one.cfg for one in found_for(best.cfg, fits).ranked] == [best.cfg]
+    with pytest.raises(InputError, match="no plan fits 8 devices on 2 nodes"):
+        found_for(best.cfg, too_large)
+
+
+@pytest.mark.slow
+def test_a_model_that_fits_only_where_all_is_sharded_is_planned(monkeypatch):
+    """Sketches that find room everywhere, and replicas fastest, show two meshes that are alike."""
+    memory = ("train.micro_batches", "model.remat")
+    cfg = model(moe={"expert_hidden": 2048})
+    sharded = change(cfg, {"mesh.replica": 1, "mesh.fsdp": 8})
+    smallest = found_for(sharded, cluster(), *memory).ranked[0]
+    monkeypatch.setattr(Sketch, "bytes", lambda sketch: 0.0)
+    monkeypatch.setattr(Sketch, "seconds", lambda sketch: sketch.cfg.mesh.fsdp)
+    tight = cluster(memory=int(1.1 * smallest.peak.bytes))
+    found = found_for(cfg, tight, "mesh.replica", "mesh.fsdp", *memory)
+    assert found.ranked[0].cfg.mesh.fsdp == 8
+
+
+def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
+    """One that is fast until it is made lighter comes after one that need not be."""
+    cfg, there = model(moe={"expert_hidden": 2048}), cluster(memory=20_000_000)
+    how = dataclasses.replace(limits(cfg, there), pinned=frozenset())
+    meshes = [Sketch(mesh, there) for mesh in space.meshes(cfg, how)]
+    searching = _Search(cfg, there, how, read_routing("balanced", 8), 1000.0, print)
+    tried = [Sketch(mesh, there) for mesh in searching._promising(meshes)]
+    assert any(one.cfg.train.micro_batches > 1 or one.cfg.model.remat != "none" for one in tried)
+    assert [one.seconds() for one in tried] == sorted(one.seconds() for one in tried)
+    assert all(one.bytes() <= 1.3 * searching.room for one in tried)
+
+
+def test_no_mesh_is_said_in_one_line():
+    cfg = change(model(), {"train.batch_sequences": 3})
+    topology = cluster(inside=5, nodes=1)
+    with pytest.raises(InputError, match="No mesh obeys all rules"):
+        found_for(cfg, topology, *space.MESH)
+
+
+def test_the_baseline_spreads_experts_over_all_devices(found):
+    assert found.baseline is not None
+    assert found.baseline.cfg.mesh.expert == 8
+    assert found.baseline.cfg.route == "split"
+    # Its tokens cross the slow network and those of the best plan do not, which is worth most.
+    best = found.ranked[0]
+    crossing = [one.main.tally.bytes_sent["network", "dispatch"] for one in (found.baseline, best)]
+    assert crossing[0] > crossing[1] == 0
+    assert best.seconds < 0.95 * found.baseline.seconds
+
+
+def test_skew_costs_what_a_plan_exchanges():
+    dropless, routings = model(moe={"capacity_factor": None}), ("balanced", "zipf:1.5")
+    seconds = []
+    for sizes in ((1, 1, 8, 1), (8, 1, 1, 1)):
+        cfg = change(dropless, dict(zip(space.MESH, sizes, strict=True)))
+        step = read_step(space.resolve(cfg, limits(cfg, cluster())), "cpu")
+        seconds.append([price(step, cluster(), read_routing(r, 8)).seconds for r in routings])
+    assert seconds[0][1] > seconds[0][0]
+    # Where every device has all experts, nothing is exchanged and nothing waits.
+    assert seconds[1][1] == seconds[1][0]
+
+
+def test_terms_add_up_and_explain_the_difference(found):
+    for one in found.ranked:
+        assert sum(terms(one).values()) == pytest.approx(one.seconds)
+    best, other = found.ranked[0], found.ranked[-1]
+    rows = why(best, other, most=100)
+    assert sum(b - a for _, a, b in rows) == pytest.approx(other.seconds - best.seconds)
+
+
+@pytest.mark.parametrize(("nodes", "asked", "given"), [(8, None, 10), (128, None, 60), (128, 5, 5)])
+def test_a_search_of_many_devices_may_take_longer(nodes, asked, given, monkeypatch):
+    allowed = []
+
+    def stop(searching):
+        allowed.append(searching.seconds)
+        raise InputError("enough")
+
+    monkeypatch.setattr(_Search, "run", stop)
+    with pytest.raises(InputError, match="enough"):
+        search(
+            model(),
+            cluster(),
+            Limits(8 * nodes, nodes, "gpu"),
+            read_routing("balanced", 8),
+            seconds=asked,
+        )
+    assert allowed == [given]
+
+
+@pytest.mark.slow
+def test_late_searches_still_compare_two():
+    found = found_for(model(), cluster(), *space.MESH, seconds=1e-9)
+    assert len(found.ranked) >= 2
+
+
+def test_a_plan_file_makes_the_same_config(found, tmp_path):
+    save_plan(plan_from(found, cluster(), "balanced"), tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    applied = resolve_mesh(plan.apply(model()), 8, "cpu")
+    best = found.ranked[0].cfg
+    assert [get_value(applied, name) for name in plan.settings] == [
+        get_value(best, name) for name in plan.settings
+    ]
+    assert plan.predicted["seconds"] == found.ranked[0].seconds
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is not one"),
+        ('{"version": 99}', "version is 99"),
+    ],
+)
+def test_what_is_no_plan_is_refused(tmp_path, content, said):
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(InputError, match=said):
+        load_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"settings": {"mesh.breadth": 2}}, "`mesh.breadth`, which no plan chooses"),
+        ({"settings": {"train.num_steps": 2}}, "`train.num_steps`, which no plan chooses"),
+        ({"settings": {"run_dir": "elsewhere"}}, "`run_dir`, which no plan chooses"),
+        ({"settings": {"mesh.nodes": 2}}, "`mesh.nodes`, which no plan chooses"),
+        ({"settings": {"mesh.expert": -1}}, r"plan\.json: `mesh.expert` must be .*at least"),
+        ({"settings": {"mesh.expert": "two"}}, "`mesh.expert` must be an integer"),
+        ({"settings": []}, "names and values"),
+        ({"devices": "8"}, "devices = '8'"),
+        ({"nodes": 0}, "nodes = 0"),
+        ({"topology": 3}, "topology = 3"),
+        ({"predicted": {}}, "predicted.seconds = None"),
+        ({"predicted": {"seconds": float("nan")}}, "predicted.seconds = nan"),
+        ({"runner_up": {"seconds": 1.0, "settings": {"run_dir": "x"}}}, "`run_dir`"),
+    ],
+)
+def test_a_plan_that_no_search_wrote_is_refused(tmp_path, changes, said):
+    path = tmp_path / "plan.json"
+    save_plan(Plan("test", 8, 2, "balanced", {"mesh.expert": 8}, {"seconds": 1.0}), path)
+    assert load_plan(path).settings == {"mesh.expert": 8}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(InputError, match=said):
+        load_plan(path)
+
+
+def test_what_is_shown_names_the_winner_and_the_default(found):
+    shown = StringIO()
+    console = Console(file=shown, width=100)
+    print_ranked(found, cluster(), console)
+    print_why(found, console)
+    text = shown.getvalue()
+    assert "default" in text
+    assert "meshes sketched" in text
+    assert "x as fast as" in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "planned"),
+    [
+        ("default", {}, True),
+        ("default", {"mesh.expert": 2}, False),
+        ("auto", {"mesh.expert": 2}, True),
+        ("hand", {}, False),
+    ],
+)
+def test_who_chooses(mode, changes, planned):
+    cfg = change(Config(), changes | {"plan.mode": mode})
+    assert is_planned(cfg) == planned
+
+
+COMMON = ["--config", "configs/tiny.py", "--seconds", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--topology", "h200"], "no config"),
+        (["--config", "configs/tiny.py"], "no topology"),
+        ([*COMMON, "--topology", "nowhere"], "nowhere"),
+        ([*COMMON, "--topology", "h200", "--free", "model.width"], "which no plan chooses"),
+        ([*COMMON, "--topology", "h200", "--out", "plan.txt"], r"ends in \.json"),
+        ([*COMMON, "--topology", "h200", "--routing", "uneven"], "cannot be read"),
+        ([*COMMON, "--topology", "h200", "--config.mesh.nodes=5"], "--topology h200 has 2"),
+        ([*COMMON, "--topology", "h200", "--seconds", "nan"], "--seconds is nan"),
+        ([*COMMON, "--topology", "h200", "--seconds", "inf"], "--seconds is inf"),
+        ([*COMMON, "--topology", "h200", "--seconds", "0"], "--seconds is 0"),
+        ([*COMMON, "--topology", "h200", "--seconds", "-5"], "--seconds is -5"),
+        ([*COMMON, "--topology", "h200", "--top", "0"], "--top is 0"),
+        ([*COMMON, "--topology", "h200", "--out", "/proc/none/plan.json"], "cannot be written"),
+        ([*COMMON, "--topology", "h200", "--report", "/proc/plan.html"], "cannot be written"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words, said, capsys):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(err)
+
+
+@pytest.mark.slow
+def test_the_command_plans_for_a_file(tmp_path, capsys):
+    write_topology(cluster(memory=GIB), tmp_path / "topology.json")
+    words = [*COMMON, "--topology", str(tmp_path / "topology.json"), "--fewer"]
+    words += ["--config.model.num_layers=1", "--config.mesh.tensor=2", "--top", "2"]
+    assert main([*words, "--out", str(tmp_path / "plan.json")]) == 0
+    assert "x as fast as" in capsys.readouterr().out
+    assert load_plan(tmp_path / "plan.json").devices == 8

@@ -1,0 +1,251 @@
+"""The traced step as a schedule: what is counted, and that nothing depends on the mesh's size."""
+
+import dataclasses
+import re
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from moejax.config.schema import CompressionConfig
+from moejax.kernels.expert_mlp import expert_mlp
+from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_abstract_mesh
+from moejax.plan.trace.reader import collectives, read
+from moejax.plan.trace.schedule import walk
+from moejax.step.trainer import build_trainer
+from tests.cases import small_config, trainer_for
+
+
+def schedule_of(cfg, rounds=0):
+    trainer = build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
+    return read(traced.jaxpr, rounds=rounds)
+
+
+def flops(schedule, scope=None):
+    return sum(op.flops * n for op, n in walk(schedule) if scope in (None, op.scope))
+
+
+def test_products_are_counted_with_their_loops():
+    def function(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=5)[0]
+
+    traced = jax.make_jaxpr(function)(jnp.ones((4, 8)), jnp.ones((8, 8)))
+    assert flops(read(traced)) == 5 * 2 * 4 * 8 * 8
+
+
+def test_elementwise_chains_are_one_region_that_reads_and_writes_once():
+    def function(x):
+        return jnp.exp(jnp.sin(x) * 2 + 1) - x
+
+    (op,) = read(jax.make_jaxpr(function)(jnp.ones((16, 16)))).ops
+    assert op.kind == "region"
+    assert op.bytes == 2 * 16 * 16 * 4
+
+
+def test_what_nobody_reads_is_left_out():
+    def function(x, w):
+        _unread = jnp.sin(x @ w) @ w
+        return x @ w
+
+    schedule = read(jax.make_jaxpr(function)(jnp.ones((4, 8)), jnp.ones((8, 8))))
+    assert flops(schedule) == 2 * 4 * 8 * 8
+
+
+def test_experts_that_work_again_for_their_backward_leave_out_what_only_results_need():
+    M, D, F, G = 64, 8, 16, 2
+    x, w_in, w_out = jnp.ones((M, D)), jnp.ones((G, D, 2, F)), jnp.ones((G, F, D))
+    sizes = jnp.full((G,), M // G)
+
+    def gradients(results):
+        def function(x, w_in, w_out, dy):
+            operate = partial(expert_mlp, sizes_G=sizes, implementation="blocked")
+            y, pull = jax.vjp(operate, x, w_in, w_out)
+            return (y, pull(dy)) if results else pull(dy)
+
+        return flops(read(jax.make_jaxpr(function)(x, w_in, w_out, x)))
+
+    product = 2 * M * D * F
+    assert gradients(results=True) == (3 + 6) * product
+    assert gradients(results=False) == (2 + 6) * product
+
+
+def test_a_region_never_waits_for_what_waits_for_it():
+    def function(x, w):
+        y = jnp.sin(x)
+        z = y @ w
+        return jnp.cos(y) + z, z * 2
+
+    schedule = read(jax.make_jaxpr(function)(jnp.ones((8, 8)), jnp.ones((8, 8))))
+    for place, op in enumerate(schedule.ops):
+        assert all(earlier < place for earlier in op.after)
+    assert [op.kind for op in schedule.ops].count("product") == 1
+
+
+def test_slices_count_what_they_take():
+    schedule = read(jax.make_jaxpr(lambda x: x[3:5] + 1)(jnp.ones((100, 10))))
+    assert sum(op.bytes for op in schedule.ops) == 2 * (2 * 10 * 4)
+
+
+def test_writes_in_place_count_what_is_written():
+    def function(x, y):
+        return jax.lax.dynamic_update_slice(x, y, (2, 0))
+
+    traced = jax.make_jaxpr(function)(jnp.ones((100, 10)), jnp.ones((1, 10)))
+    (op,) = read(traced).ops
+    assert (op.kind, op.bytes) == ("gather", 2 * 10 * 4)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
+def test_rows_that_a_kernel_moves_cost_the_bytes_of_each():
+    """A kernel's rows are fetched one by one, however small what they are fetched from."""
+    N, K, M, D, block = 16, 4, 80, 1024, 128
+
+    def function(x, source, place):
+        q = permute_quantize(x, source, "int8", block=block, implementation="mosaic")
+        options = {"dtype": x.dtype, "implementation": "mosaic"}
+        return dequantize_combine(q, None, place, "int8", D, **options)
+
+    arrays = jnp.ones((N, D), jnp.bfloat16), jnp.zeros(M, int), jnp.zeros((N, K), int)
+    gathers = [op for op in read(jax.make_jaxpr(function)(*arrays)).ops if op.kind == "gather"]
+    quantised = D + 4 * (D // block)
+    assert [op.bytes for op in gathers] == [M * (2 * D + quantised), N * (K * quantised + 2 * D)]
+
+
+def test_the_steps_flops_are_the_models():
+    """Of one device: attention and output projections, and full buckets of the experts' rows."""
+    cfg = small_config(moe={"capacity_factor": 1.0})
+    model, tokens = cfg.model, 8 * 16
+    schedule = schedule_of(cfg)
+    D, F, K = model.width, cfg.moe.expert_hidden, cfg.moe.experts_per_token
+    # Forward, and twice that backward.
+    assert flops(schedule, "experts") == 3 * 6 * tokens * K * D * F
+    # Logits, then their gradients by the tokens and by the weights.
+    assert flops(schedule, "loss") == 3 * 2 * tokens * D * model.vocab_size
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 2, 2), (2, 1, 4, 1)])
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_an_unrolled_model_does_the_same_work(mesh, scan_layers):
+    cfg = small_config(mesh, model={"num_layers": 3, "scan_layers": scan_layers})
+    found = schedule_of(cfg)
+    counted = Counter()
+    for op, times in walk(found):
+        counted[op.kind, op.scope] += times
+    other = schedule_of(small_config(mesh, model={"num_layers": 3, "scan_layers": not scan_layers}))
+    assert flops(found) == flops(other)
+    assert sum(n for (kind, _), n in counted.items() if kind == "collective") == sum(
+        one.calls
+        for one in [op.collective for op, n in walk(other) for _ in range(n)]
+        if one is not None
+    )
+
+
+def test_every_class_of_traffic_is_named():
+    cfg = small_config((2, 1, 2, 2))
+    named = {one.traffic for one in _collectives(cfg)}
+    assert named >= {
+        "dense_gradient",
+        "expert_gradient",
+        "dispatch",
+        "combine",
+        "dispatch_backward",
+        "combine_backward",
+        "activations",
+        "routing",
+        "loss",
+    }
+    fsdp = {one.traffic for one in _collectives(small_config((1, 4, 2, 1)))}
+    assert "weights" in fsdp
+
+
+def _collectives(cfg):
+    return [op.collective for op, _ in walk(schedule_of(cfg)) if op.collective is not None]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_all_devices_agree_on_numbers_three_times_a_step(layers):
+    """On targets, on every layer's load, on losses and the norm: no layer waits for all devices."""
+    router = {"bias_update_rate": 0.1}
+    cfg = small_config(
+        (2, 1, 2, 2), model={"num_layers": layers}, moe={"capacity_factor": 1.0}, router=router
+    )
+    small = [
+        (op.collective.traffic, times)
+        for op, times in walk(schedule_of(cfg))
+        if op.collective is not None
+        and op.collective.kind == "all_reduce"
+        and len(op.collective.axes) >= 3
+        and op.collective.traffic != "dense_gradient"
+    ]
+    assert small == [("", 1), ("loss", 1), ("update", 1)]
+
+
+def test_tokens_classes_are_of_equal_size_both_ways():
+    sizes = Counter()
+    for op, times in walk(schedule_of(small_config((1, 1, 8, 1), moe={"capacity_factor": 1.0}))):
+        if op.collective is not None:
+            sizes[op.collective.traffic] += op.collective.bytes * times
+    ways = ("dispatch", "combine", "dispatch_backward", "combine_backward")
+    assert len({sizes[way] for way in ways}) == 1
+    assert sizes["dispatch"] > 0
+
+
+def test_overflowing_buckets_take_the_branch_that_goes_in_rounds():
+    usual, three = (schedule_of(small_config((1, 1, 8, 1)), rounds) for rounds in (0, 3))
+    names = [op.scope for op in _loops(three)]
+    assert "rounds" in names
+    assert "rounds" not in [op.scope for op in _loops(usual)]
+    assert all(op.turns == 3 for op in _loops(three) if op.scope == "rounds")
+
+
+def _loops(schedule):
+    for op in schedule.ops:
+        if op.body is not None:
+            yield op
+            yield from _loops(op.body)
+
+
+def test_a_thousand_devices_are_read_as_fast_as_eight():
+    """Not timed: the program has as many operations, whatever the size of the mesh."""
+    moe = {"num_experts": 128, "capacity_factor": 1.0}
+    few = small_config((1, 2, 4, 1), moe=moe, model={"width": 128})
+    many = small_config(
+        (2, 4, 128, 1), moe=moe, model={"width": 512}, train={"batch_sequences": 1024}
+    )
+    sizes = [sum(1 for _ in walk(schedule_of(cfg))) for cfg in (few, many)]
+    assert sizes[1] < 1.2 * sizes[0]
+
+
+CODECS = {
+    "dispatch": "int8",
+    "combine": "e4m3",
+    "dispatch_backward": "bfloat16",
+    "combine_backward": "int4",
+    "dense_gradient": "int4+feedback",
+    "expert_gradient": "topk:0.1",
+    "weights": "int8",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(CODECS))
+def test_codecs_are_counted_as_the_compiler_does(kind):
+    """The census equals the compiled program's, for every class of traffic with a codec."""
+    cfg = small_config((2, 2, 2, 1), moe={"capacity_factor": 2.0}, model={"scan_layers": False})
+    mesh = dataclasses.replace(cfg.mesh, nodes=8)
+    compression = CompressionConfig(**{kind: CODECS[kind]})
+    trainer = trainer_for(dataclasses.replace(cfg, mesh=mesh, compression=compression))
+    traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
+    counted = Counter()
+    for one in collectives(traced.jaxpr):
+        counted[one.kind] += one.calls
+    text = traced.lower().compile().as_text()
+    names = r"\s(all-gather|reduce-scatter|all-to-all)\("
+    compiled = Counter(name.replace("-", "_") for name in re.findall(names, text))
+    for name in ("all_gather", "reduce_scatter", "all_to_all"):
+        assert compiled[name] == counted[name], name

@@ -1,0 +1,87 @@
+"""Evaluation and sampling: as much at a time as the step, and no more."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from moejax.plan.price.candidate import read_trainer, sampling_peak
+from moejax.train.summary import human_bytes, print_summary, summarize
+from tests.cases import place, random_batch, small_config, trainer_for
+
+# Wide enough that activations are most of what is needed beside the state.
+WIDE = {
+    "model": {"width": 64, "mlp_hidden": 256, "num_layers": 2},
+    "moe": {"capacity_factor": 2.0},
+}
+
+
+def config(parts, **changes):
+    train = {"batch_sequences": 64, "micro_batches": parts}
+    return small_config((2, 1, 1, 1), train=train, **changes)
+
+
+@functools.cache
+def compiled(parts):
+    """Evaluation of 64 sequences, and what the compiler says of it."""
+    trainer = trainer_for(config(parts, **WIDE))
+    program = trainer.evaluate.lower(trainer.abstract, trainer.abstract_batch()).compile()
+    return trainer, program.memory_analysis()
+
+
+def test_evaluation_is_cut_as_the_step_is():
+    """Of 16 parts each has a 16th of the rows, and so of the activations."""
+    weights = compiled(1)[0].given_bytes()["weights"]
+    whole, part = (compiled(parts)[1].temp_size_in_bytes for parts in (1, 16))
+    assert part <= whole / 16 + weights
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="with JAX 0.10 XLA:CPU takes 1.6 times the temporaries for the same program",
+)
+@pytest.mark.parametrize("parts", [1, 16])
+def test_what_evaluation_needs_is_what_the_compiler_says(parts):
+    trainer, said = compiled(parts)
+    found = read_trainer(trainer).evaluation_peak()
+    # The compiler drops what evaluation does not read of the state; on a device it stays.
+    given = sum(trainer.given_bytes().values())
+    assert given <= found.arguments <= 1.01 * given
+    assert found.arguments >= said.argument_size_in_bytes
+    # XLA:CPU copies weights that a loop reads, and fuses less than the reader of schedules does.
+    room = trainer.given_bytes()["weights"] + said.temp_size_in_bytes / 4
+    assert found.temporary == pytest.approx(said.temp_size_in_bytes, abs=room)
+
+
+def test_sampling_needs_no_more_than_evaluation():
+    """Of a part of one sequence, which is the least that there is."""
+    trainer = trainer_for(small_config((2, 1, 1, 1), train={"batch_sequences": 2}, **WIDE))
+    found = sampling_peak(trainer), read_trainer(trainer).evaluation_peak()
+    assert 0 < found[0].bytes <= found[1].bytes
+
+
+def test_a_dry_run_counts_all_three():
+    trainer = compiled(16)[0]
+    peaks = summarize(trainer).peaks
+    read = read_trainer(trainer)
+    assert peaks["step"] == read.peak(read.schedule()).bytes
+    assert peaks["evaluation"] == read.evaluation_peak().bytes
+    assert peaks["sampling"] == sampling_peak(trainer).bytes
+    with (shown := Console(width=200)).capture() as text:
+        print_summary(summarize(trainer), trainer, shown)
+    words = next(line for line in text.get().splitlines() if "fullest moment" in line)
+    assert all(f"{name} {human_bytes(size)}" in words for name, size in peaks.items())
+
+
+def test_the_sum_does_not_depend_on_the_parts():
+    cfg = config(1)
+    train = dataclasses.replace(cfg.train, micro_batches=4)
+    trainers = trainer_for(cfg), trainer_for(dataclasses.replace(cfg, train=train))
+    state, batch = trainers[0].init(), random_batch(cfg)
+    whole, parts = (float(one.evaluate(state, place(one, batch))) for one in trainers)
+    # Sums of so many rounded numbers, in another order.
+    bound = batch.target_BT.size * float(np.finfo(np.float32).eps)
+    assert parts == pytest.approx(whole, rel=bound)

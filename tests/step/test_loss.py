@@ -1,0 +1,177 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm import wire
+from moejax.config.schema import MeshConfig, MoEConfig, RouterConfig
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.moe.layer import MoEStats
+from moejax.step.loss import next_token_loss, sum_nll
+from tests.cases import assert_close
+
+B, T, D, V = 2, 6, 5, 16
+# Chunks of 1, of a number that divides no part, of some, of all, and more than there are.
+CHUNKS = [1, 5, 4, B * T, 1000]
+
+
+def plain(x_BTD, w_DV, target_BT):
+    """The same by log_softmax over the whole vocabulary."""
+    log_BTV = jax.nn.log_softmax(x_BTD @ w_DV)
+    chosen_BT = jnp.take_along_axis(log_BTV, jnp.maximum(target_BT, 0)[..., None], axis=2)[..., 0]
+    return -jnp.sum(jnp.where(target_BT >= 0, chosen_BT, 0))
+
+
+def random_case(seed=0, shape=(B, T, D, V), scale=1.0):
+    rng = np.random.default_rng(seed)
+    b, t, d, v = shape
+    x_BTD = scale * rng.standard_normal((b, t, d), np.float32)
+    w_DV = rng.standard_normal((d, v), np.float32)
+    target_BT = rng.integers(-1, v, (b, t), dtype=np.int32)
+    return x_BTD, w_DV, target_BT
+
+
+@functools.cache
+def layout_of(tensor):
+    return build_layout(MeshConfig(tensor=tensor))
+
+
+@functools.cache
+def sharded(tensor, chunk_tokens, weight=1.0):
+    """(x, w, target) -> sum and its gradients, the vocabulary over `tensor` devices."""
+    layout = layout_of(tensor)
+    mesh = build_mesh(layout, jax.devices()[:tensor])
+
+    def body(x_BTD, w_Dv, target_BT):
+        def share(x_BTD, w_Dv):
+            total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
+            # Devices' losses add up to the loss, as in the step.
+            return weight * total / tensor, total
+
+        (_, total), (dx, dw) = jax.value_and_grad(share, (0, 1), has_aux=True)(x_BTD, w_Dv)
+        # Each device holds the part of dx that its slice of the vocabulary gives.
+        return total, wire.all_reduce(dx, layout.tensor), dw
+
+    by_vocabulary = P(None, "tensor")
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(P(), by_vocabulary, P()),
+        out_specs=(P(), P(), by_vocabulary),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+def wanted(x_BTD, w_DV, target_BT):
+    total, gradients = jax.value_and_grad(plain, (0, 1))(x_BTD, w_DV, target_BT)
+    return total, *gradients
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_the_sum_and_its_gradients_are_those_of_log_softmax(tensor, chunk_tokens):
+    case = random_case()
+    assert_close(sharded(tensor, chunk_tokens)(*case), wanted(*case), terms=B * T * V)
+
+
+@settings(max_examples=10)
+@given(
+    st.integers(1, 3), st.integers(1, 7), st.integers(1, 4), st.integers(2, 9), st.integers(1, 30)
+)
+def test_any_size_and_chunk_gives_the_sum_of_log_softmax(b, t, d, v, chunk_tokens):
+    case = random_case(b * t * d * v, (b, t, d, v))
+    # Gradients of single targets may cancel: the bound is of what was added, not of the sum.
+    assert_close(sharded(1, chunk_tokens)(*case), wanted(*case), terms=32 * b * t * v)
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_targets_left_out_change_nothing(tensor):
+    x_BTD, w_DV, target_BT = random_case(1)
+    target_BT[0, 2] = -1
+    other = x_BTD.copy()
+    other[0, 2] = 100
+    total, dx, dw = sharded(tensor, 4)(x_BTD, w_DV, target_BT)
+    changed, dx_changed, dw_changed = sharded(tensor, 4)(other, w_DV, target_BT)
+    assert float(total) == float(changed)
+    assert not np.any(dx[0, 2])
+    assert np.any(dx[0, 1])
+    np.testing.assert_array_equal(dx, dx_changed)
+    np.testing.assert_array_equal(dw, dw_changed)
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_without_any_target_the_sum_and_gradients_are_zero(tensor):
+    x_BTD, w_DV, target_BT = random_case(2)
+    for value in sharded(tensor, 4)(x_BTD, w_DV, np.full_like(target_BT, -1)):
+        np.testing.assert_array_equal(value, 0)
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_large_logits_stay_finite(tensor):
+    case = random_case(3, scale=1e4)
+    got = sharded(tensor, 5)(*case)
+    assert all(np.isfinite(x).all() for x in got)
+    assert_close(got, wanted(*case), terms=B * T * V)
+
+
+def test_gradients_scale_with_the_weight_of_the_sum():
+    case = random_case(4)
+    total, *plain_gradients = sharded(2, 4)(*case)
+    scaled_total, *scaled = sharded(2, 4, weight=0.25)(*case)
+    assert float(total) == float(scaled_total)
+    for one, quarter in zip(plain_gradients, scaled, strict=True):
+        # A power of two scales floats exactly.
+        np.testing.assert_array_equal(0.25 * np.asarray(one), quarter)
+
+
+def loss_on_one_device(x_BTD, w_DV, target_BT, stats, router=None):
+    layout = layout_of(1)
+    body = functools.partial(
+        next_token_loss,
+        moe=MoEConfig(num_experts=4, experts_per_token=1, router=router or RouterConfig()),
+        num_targets=jnp.array(8.0),
+        micro_batches=2,
+        layout=layout,
+        chunk_tokens=4,
+    )
+    mesh = build_mesh(layout, jax.devices()[:1])
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(mapped)(x_BTD, w_DV, target_BT, stats)
+
+
+def test_the_loss_is_the_mean_over_targets_plus_the_routers_losses():
+    case = random_case(5)
+    # Two layers, eight tokens: of one the load is even, of the other all choose one expert.
+    stats = MoEStats(
+        load_E=jnp.array([[2, 2, 2, 2], [8, 0, 0, 0]]),
+        counted_SE=jnp.array([[[2, 2, 2, 2]], [[8, 0, 0, 0]]]),
+        score_SE=jnp.array([[[2.0, 2.0, 2.0, 2.0]], [[4.0, 4.0, 0.0, 0.0]]]),
+        z=jnp.array([3.0, 5.0]),
+        dropped=jnp.array([0, 3]),
+    )
+    total = float(plain(*case))
+    router = RouterConfig(balance_loss=0.5, z_loss=0.25)
+    loss, parts = loss_on_one_device(*case, stats, router)
+    assert float(parts.nll) == pytest.approx(total / 8, rel=1e-5)
+    assert float(parts.balance) == pytest.approx((1 + 2) / 2 / 2)
+    # Means over the two layers, and half of them is this micro-batch's share.
+    routers = (0.5 * (1 + 2) / 2 + 0.25 * (3 + 5) / 2) / 2
+    assert float(loss) == pytest.approx(total / 8 + routers, rel=1e-5)
+    assert parts.load_LE.tolist() == [[2, 2, 2, 2], [8, 0, 0, 0]]
+    assert parts.dropped_L.tolist() == [0, 3]
+    # Over sequences the loss has counts of its own; what is reported is where tokens went.
+    router = RouterConfig(balance_loss=0.5, z_loss=0.25, balance_over="sequence")
+    counted = jnp.array([[[2, 2, 2, 2]], [[2, 2, 2, 2]]])
+    _, parts = loss_on_one_device(*case, stats._replace(counted_SE=counted), router)
+    assert float(parts.balance) == pytest.approx((1 + 1) / 2 / 2)
+    assert parts.load_LE.tolist() == [[2, 2, 2, 2], [8, 0, 0, 0]]
+    dense, parts = loss_on_one_device(*case, None)
+    assert float(dense) == float(parts.nll) == pytest.approx(total / 8, rel=1e-5)
+    assert parts.load_LE.shape == (0, 1)

@@ -1,0 +1,202 @@
+"""Properties of the step that need no oracle; test_step_meshes and test_step_routes have one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.cases import (
+    assert_close,
+    one_device_state,
+    part_of,
+    place,
+    random_batch,
+    skew,
+    small_config,
+    spread,
+    trainer_for,
+)
+from tests.step.against_oracle import TERMS
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (2, 1, 2, 2)])
+def test_accumulation_gives_the_gradient_of_the_whole_batch(mesh):
+    # Without router losses: those are defined per micro-batch.
+    router = {"balance_loss": 0.0, "z_loss": 0.0}
+    whole = small_config((1, 1, 1, 1), router=router)
+    cut = small_config(mesh, router=router, train={"micro_batches": 2})
+    state, batch = one_device_state(whole), random_batch(whole)
+    one, two = trainer_for(whole), trainer_for(cut)
+    wanted, _ = one.gradients(state, place(one, batch))
+    gradients, _ = two.gradients(spread(state, two), place(two, batch))
+    assert_close(gradients, jax.tree.map(np.asarray, wanted), terms=TERMS)
+
+
+@pytest.mark.slow
+def test_gradient_is_the_slope_of_the_loss():
+    """Finite differences, along the gradient and along a random direction."""
+    cfg = small_config((2, 1, 2, 2), router={"balance_loss": 0.0, "z_loss": 0.0})
+    trainer = trainer_for(cfg)
+    state, batch = trainer.init(), place(trainer, random_batch(cfg))
+    gradients, parts = trainer.gradients(state, batch)
+    targets = int((batch.target_BT >= 0).sum())
+    # Routing must not flip within the difference, so steps are small and the loss is smooth.
+    step = 1e-2
+    rng = np.random.default_rng(0)
+    noise = jax.tree.map(lambda g: rng.standard_normal(g.shape).astype(np.float32), gradients)
+    for direction in (jax.tree.map(np.asarray, gradients), noise):
+        norm = float(np.sqrt(sum(np.sum(d**2) for d in jax.tree.leaves(direction))))
+
+        unit = jax.tree.map(lambda d, n=norm: d / n, direction)
+
+        def loss_at(distance, unit=unit):
+            moved = jax.tree.map(lambda p, u: p + distance * u, state.params, unit)
+            moved = spread(state._replace(params=moved), trainer)
+            return float(trainer.evaluate(moved, batch)) / targets
+
+        slope = (loss_at(step) - loss_at(-step)) / (2 * step)
+        pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(direction), strict=True)
+        wanted = sum(float(np.sum(np.asarray(g) * d)) for g, d in pairs) / norm
+        # Central difference: error of order step^2 times the third derivative, plus rounding of
+        # the loss over 2 * step.
+        assert abs(slope - wanted) < 2e-3 * max(1.0, abs(wanted)), (slope, wanted)
+    assert float(parts.nll) > 0
+
+
+def nll_by_position(trainer, state, batch):
+    """Nats of each single target, by evaluating with all others left out."""
+
+    def only(b, t):
+        target = np.full_like(batch.target_BT, -1)
+        target[b, t] = batch.target_BT[b, t]
+        return float(trainer.evaluate(state, place(trainer, batch._replace(target_BT=target))))
+
+    return only
+
+
+def test_no_position_sees_later_tokens_or_other_documents():
+    cfg = small_config((1, 1, 2, 2))
+    trainer = trainer_for(cfg)
+    state, batch = trainer.init(), random_batch(cfg)
+    batch = batch._replace(target_BT=np.abs(batch.target_BT))
+    segment = np.zeros_like(batch.segment_BT)
+    segment[:, 6:] = 1
+    batch = batch._replace(segment_BT=segment)
+    before = nll_by_position(trainer, state, batch)
+    token = batch.token_BT.copy()
+    token[0, 10] = (token[0, 10] + 1) % cfg.model.vocab_size
+    after = nll_by_position(trainer, state, batch._replace(token_BT=token))
+    assert before(0, 9) == after(0, 9), "position 9 saw position 10"
+    assert before(0, 3) == after(0, 3), "the first document saw the second"
+    assert before(0, 10) != after(0, 10), "position 10 did not see itself"
+    assert before(0, 13) != after(0, 13), "position 13 did not see position 10"
+    token = batch.token_BT.copy()
+    token[0, 2] = (token[0, 2] + 1) % cfg.model.vocab_size
+    after = nll_by_position(trainer, state, batch._replace(token_BT=token))
+    assert before(0, 8) == after(0, 8), "the second document saw the first"
+    assert before(0, 4) != after(0, 4), "position 4 did not see position 2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), part_of(["adamw", "muon"], [(1, 2, 2, 2), (2, 1, 4, 1)]))
+def test_a_run_on_eight_devices_follows_the_run_on_one(name, mesh):
+    """The same loss curve, 10 steps; the bound grows with the steps taken."""
+    train = {"num_steps": 10}
+    optimizer = {"learning_rate": 1e-2, "warmup_steps": 2, "name": name}
+    router = {"jitter": 0.1, "bias_update_rate": 0.01}
+    curves = []
+    for where in [(1, 1, 1, 1), mesh]:
+        cfg = small_config(where, train=train, optimizer=optimizer, router=router)
+        trainer = trainer_for(cfg)
+        state, losses, advance = trainer.init(), [], trainer.step
+        for step in range(10):
+            state, metrics = advance(state, place(trainer, random_batch(cfg, seed=step)))
+            losses.append(float(metrics.loss))
+        curves.append(losses)
+    steps, (one, eight) = np.arange(1, 11), map(np.array, curves)
+    off = np.abs(eight - one)
+    assert np.all(off <= steps * TERMS * np.finfo(np.float32).eps * one), off
+
+
+def test_first_weights_do_not_depend_on_the_mesh():
+    one = one_device_state(small_config())
+    eight = trainer_for(small_config((1, 2, 2, 2))).init()
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), one.params, eight.params)
+    assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 8, 1), (1, 2, 2, 2)])
+def test_nothing_that_shards_is_whole_on_a_device(mesh):
+    trainer = trainer_for(small_config(mesh))
+    state = trainer.init()
+    for moments in jax.tree.leaves(state.optimizer):
+        if moments.ndim < 3:
+            continue  # counters, norm scales and the router
+        assert moments.addressable_shards[0].data.size <= moments.size // 2
+    largest = max(jax.tree.leaves(state.params), key=lambda p: p.size)
+    assert largest.addressable_shards[0].data.size == largest.size // 8
+
+
+def test_an_update_that_is_not_finite_is_counted_and_not_applied():
+    cfg = small_config((1, 1, 2, 2))
+    trainer = trainer_for(cfg)
+    state, batch = trainer.init(), place(trainer, random_batch(cfg))
+    bad = jax.tree.map(lambda p: p, state.params)
+    bad["norm"]["scale"] = bad["norm"]["scale"].at[0].set(jnp.inf)
+    state = spread(state._replace(params=bad), trainer)
+    before = jax.tree.map(np.asarray, (state.params, state.optimizer))
+    state, metrics = trainer.step(state, batch)
+    assert int(metrics.skipped) == 1
+    assert int(state.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.optimizer))
+
+
+def test_a_step_compiled_for_shapes_is_not_compiled_again():
+    """Processes compile first and meet then; a second compilation would part them again."""
+    cfg = small_config((1, 1, 2, 2))
+    trainer = trainer_for(cfg)
+    state, batch = trainer.init(), place(trainer, random_batch(cfg))
+    trainer.step.lower(trainer.abstract, trainer.abstract_batch()).compile()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name)
+    )
+    jax.block_until_ready(trainer.step(state, batch))
+    jax.monitoring.clear_event_listeners()
+    assert not [name for name in compiled if "backend_compile" in name]
+
+
+@pytest.mark.slow
+def test_the_update_clips_by_the_norm_over_all_devices():
+    norms = []
+    for mesh in [(1, 1, 1, 1), (1, 2, 2, 2)]:
+        cfg = small_config(mesh)
+        trainer = trainer_for(cfg)
+        _, metrics = trainer.step(trainer.init(), place(trainer, random_batch(cfg)))
+        norms.append(float(metrics.gradient_norm))
+    assert norms[0] == pytest.approx(norms[1], rel=float(TERMS * np.finfo(np.float32).eps))
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 1, 4, 2)])
+def test_capacity_drops_and_counts_what_does_not_fit(mesh):
+    cfg = small_config(mesh, moe={"capacity_factor": 1.0, "experts_per_token": 1})
+    trainer = trainer_for(cfg)
+    state = trainer.init()
+    state = spread(state._replace(balance=skew(state.balance, {3: 10.0})), trainer)
+    _, parts = trainer.gradients(state, place(trainer, random_batch(cfg)))
+    # Every device may send a share of 1 / E of its tokens to each expert.
+    assert int(parts.dropped_L[0]) == TERMS - TERMS // 8
+
+
+@pytest.mark.slow
+def test_bfloat16_compute_stays_near_float32():
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        cfg = small_config((1, 1, 2, 2), model={"dtype": dtype, "init_deviation": 0.1})
+        trainer = trainer_for(cfg)
+        state = trainer.init()
+        assert {p.dtype for p in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+        _, parts = trainer.gradients(state, place(trainer, random_batch(cfg)))
+        losses.append(float(parts.nll))
+    # bfloat16 keeps 8 bits; errors of single tokens average out.
+    assert losses[0] == pytest.approx(losses[1], rel=2**-8)

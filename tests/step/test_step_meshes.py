@@ -1,0 +1,138 @@
+"""The step on every mesh, of every kind of model, against the one-device oracle."""
+
+import dataclasses
+from itertools import product
+
+import jax
+import numpy as np
+import pytest
+
+from tests.cases import (
+    assert_close,
+    part_of,
+    place,
+    small_config,
+    spread,
+    trainer_for,
+)
+from tests.step.against_oracle import (
+    CERTAIN,
+    MESH_OF_ONE,
+    TERMS,
+    check_against_oracle,
+    oracle_case,
+)
+
+MESHES = [
+    (1, 1, 1, 8),
+    (1, 1, 8, 1),
+    (8, 1, 1, 1),
+    (1, 8, 1, 1),
+    (1, 2, 4, 1),
+    (2, 1, 2, 2),
+    (1, 2, 2, 2),
+    (2, 2, 1, 2),
+]
+# Without a capacity: of so few tokens a bucket overflows, on eight and on four devices.
+IN_ROUNDS = [(1, 1, 8, 1), (1, 2, 4, 1)]
+LAYOUTS = [("sequence", "hidden"), ("sequence", "folded"), ("replicated", "hidden")]
+LAYOUTS += [("replicated", "folded")]
+ROUTINGS = [(k, score) for k in (1, 2, 8) for score in ("softmax", "sigmoid")]
+
+
+def on_meshes():
+    """Every mesh with every layout that differs there, and with every routing.
+
+    A tensor axis of one has only one layout. Of six routings each case runs one by default, all of
+    them in turn; the others are for `make test-all`.
+    """
+    layouts = [(mesh, *one) for mesh in MESHES for one in LAYOUTS[: 4 if mesh[3] > 1 else 1]]
+    for (row, case), (turn, routing) in product(enumerate(layouts), enumerate(ROUTINGS)):
+        marks = () if turn == row % len(ROUTINGS) else pytest.mark.exhaustive
+        names = "-".join(map(str, (*case, *routing)))
+        yield pytest.param(*case, *routing, id=names, marks=marks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "activations", "weights", "k", "score"), list(on_meshes()))
+def test_every_mesh_and_layout_gives_the_oracles_loss_and_gradients(
+    mesh, activations, weights, k, score
+):
+    # Expert 0 is chosen by nobody; 16 experts are more than any axis here has devices.
+    moe = {"num_experts": 16, "experts_per_token": k, "implementation": "reference"}
+    if mesh not in IN_ROUNDS:
+        moe |= CERTAIN
+    cfg = small_config(
+        mesh,
+        activations=activations,
+        expert_weights=weights,
+        moe=moe,
+        router={"score": score},
+    )
+    parts = check_against_oracle(
+        cfg, bias=((0, -10.0),), path="rounds" if mesh in IN_ROUNDS else "certain"
+    )
+    assert int(parts.load_LE[0, 0]) == 0
+
+
+@pytest.mark.slow
+def test_experts_in_e4m3_give_nearly_the_oracles_loss_and_gradients():
+    """Each factor of a product errs by 2^-4 at most, evenly spread: 0.04 on average."""
+    plain = small_config(moe={"implementation": "reference"})
+    cfg = small_config((1, 1, 4, 2), moe={"implementation": "reference_e4m3", **CERTAIN})
+    state, batch, nll, load, wanted = oracle_case(plain, ())
+    trainer = trainer_for(cfg)
+    gradients, parts = trainer.gradients(spread(state, trainer), place(trainer, batch))
+    assert 0 < abs(float(parts.nll) - nll) < 0.01 * nll
+    np.testing.assert_array_equal(parts.load_LE, load)
+    for have, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+        off = np.linalg.norm(np.asarray(have) - want)
+        assert off < 0.1 * np.linalg.norm(want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("crowded", "mesh"), part_of([3, 7], [(1, 1, 8, 1), (1, 1, 4, 2), (2, 1, 2, 2)])
+)
+def test_all_tokens_to_one_expert_lose_nothing(crowded, mesh):
+    cfg = small_config(mesh, moe={"experts_per_token": 1})
+    parts = check_against_oracle(cfg, bias=((crowded, 10.0),), path="rounds")
+    assert int(parts.load_LE[0, crowded]) == TERMS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param((1, 1, 1, 1), marks=pytest.mark.exhaustive),
+        pytest.param((1, 1, 8, 1), marks=pytest.mark.exhaustive),
+        (1, 2, 2, 2),
+    ],
+)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"qk_norm": "head", "attention_bias": True, "tie_embeddings": False}},
+        {"model": {"qk_norm": "full", "sliding_window": 5, "num_kv_heads": 4}},
+        {"model": {"num_layers": 3, "first_dense_layers": 1, "scan_layers": False}},
+        {"model": {"num_layers": 4, "moe_every": 2, "remat": "full"}},
+        {"model": {"remat": "collectives"}, "moe": {"num_shared_experts": 2}},
+        {"router": {"balance_over": "sequence", "renormalize": False, "weight_scale": 2.5}},
+        {"router": {"score": "sigmoid", "num_groups": 4, "groups_per_token": 2}},
+        {"router": {"score": "softmax", "num_groups": 4, "groups_per_token": 2}},
+    ],
+    ids=lambda c: "-".join(f"{k}={v}" for part in c.values() for k, v in part.items()),
+)
+def test_every_kind_of_model_gives_the_oracles_loss_and_gradients(mesh, changes):
+    moe = CERTAIN | changes.get("moe", {})
+    check_against_oracle(small_config(mesh, **(changes | {"moe": moe})), path="certain")
+
+
+def test_a_dense_model_gives_the_oracles_loss_and_gradients():
+    cfg = small_config((2, 2, 1, 2), model={"moe_every": None})
+    cfg = dataclasses.replace(cfg, moe=type(cfg.moe)())
+    state, batch, nll, _, wanted = oracle_case(dataclasses.replace(cfg, mesh=MESH_OF_ONE), ())
+    trainer = trainer_for(cfg)
+    gradients, parts = trainer.gradients(spread(state, trainer), place(trainer, batch))
+    np.testing.assert_allclose(parts.nll, nll, rtol=TERMS * np.finfo(np.float32).eps)
+    assert_close(gradients, wanted, terms=TERMS)
