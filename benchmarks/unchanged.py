@@ -3,8 +3,8 @@
 For changes that move and rename. Works through the commands alone, so that it does not care where
 modules are. Record with the code before and with the code after, on one machine, and compare:
 
-    PYTHONPATH=BEFORE python benchmarks/unchanged.py record /tmp/before
-    PYTHONPATH=AFTER  python benchmarks/unchanged.py record /tmp/after --old /tmp/before
+    python benchmarks/unchanged.py record /tmp/before --code PATH/OF/A/CHECKOUT/BEFORE
+    python benchmarks/unchanged.py record /tmp/after --old /tmp/before
     python benchmarks/unchanged.py compare /tmp/before /tmp/after
 
 Recorded: losses, gradient norms and weights of 20 steps on four meshes, two routes, two codecs;
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parents[1]
 TINY = "configs/tiny.py"
 SMALL = {
     "model.num_layers": 2,
@@ -32,14 +32,16 @@ SMALL = {
     "train.eval_every": 10,
     "train.eval_batches": 2,
     "checkpoint.save_every": 10,
+    "optimizer.warmup_steps": 5,
 }
 # Each axis and layout at least once.
 MESHES = {
-    "expert4_tensor2": {"mesh.expert": 4, "mesh.tensor": 2},
-    "replica2_fsdp2_expert2": {"mesh.replica": 2, "mesh.fsdp": 2, "mesh.expert": 2},
-    "fsdp4_tensor2": {"mesh.fsdp": 4, "mesh.expert": 1, "mesh.tensor": 2},
-    "replica2_expert2_tensor2": {"mesh.replica": 2, "mesh.expert": 2, "mesh.tensor": 2},
+    "expert4_tensor2": (1, 1, 4, 2),
+    "replica2_fsdp2_expert2": (2, 2, 2, 1),
+    "fsdp2_expert2_tensor2": (1, 2, 2, 2),
+    "replica2_expert2_tensor2": (2, 1, 2, 2),
 }
+AXES = ("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
 WAYS = {
     "split": {"route": "split", "route_chunks": 2},
     "two_level": {"route": "two_level_merge", "mesh.nodes": 2},
@@ -55,12 +57,17 @@ COMPILED = (("olmoe_1b_7b", 1), ("olmoe_1b_7b", 2))
 CHANGING = ("seconds", "time", "per_second", "share_of_peak", "_left")  # in names of what is timed
 
 
+def code() -> Path:
+    """The checkout whose code runs."""
+    return Path(os.environ["MOEJAX_CODE"])
+
+
 def run(words: list[str], **env: str) -> str:
     """Runs a command of moejax; returns what it printed."""
     done = subprocess.run(
         [sys.executable, "-m", *words],
-        cwd=ROOT,
-        env=os.environ | env,
+        cwd=code(),
+        env=os.environ | env | {"PYTHONPATH": str(code())},
         capture_output=True,
         text=True,
         check=False,
@@ -99,13 +106,14 @@ def state(folder: Path) -> dict[str, str]:
 
     steps = [path for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
     last = max(steps, key=lambda path: int(path.name))
-    place = next(path.parent for path in last.rglob("_METADATA"))
-    with ocp.PyTreeCheckpointer() as reader:
-        tree = reader.metadata(place).item_metadata.tree
-        flat = _leaves(tree)
-        kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in flat}
-        found = reader.restore(place, restore_args=_like(tree, kinds))
-    return {name: _digest(np.asarray(x)) for name, x in _leaves(found).items()}
+    found = {}
+    for place in sorted(path.parent for path in last.rglob("_METADATA")):
+        with ocp.PyTreeCheckpointer() as reader:
+            tree = reader.metadata(place).item_metadata.tree
+            kinds = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in _leaves(tree)}
+            read = _leaves(reader.restore(place, restore_args=_like(tree, kinds)))
+        found |= {place.name + name: _digest(np.asarray(x)) for name, x in read.items()}
+    return found
 
 
 def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -131,21 +139,25 @@ def _digest(x: Any) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
+def values(mesh: str, way: str) -> dict[str, Any]:
+    """The settings of a run."""
+    return SMALL | dict(zip(AXES, MESHES[mesh], strict=True)) | WAYS[way]
+
+
 def runs(folder: Path) -> dict[str, Any]:
     """Four ways on each of four meshes; the first mesh has all of them, the others one each."""
     cases = [(mesh, way) for mesh in MESHES for way in WAYS if mesh == next(iter(MESHES))]
     cases += list(zip([*MESHES][1:], [*WAYS][1:], strict=True))
     return {
-        f"{mesh} {way}": train(folder / f"{mesh}_{way}", SMALL | MESHES[mesh] | WAYS[way])
-        for mesh, way in cases
+        f"{mesh} {way}": train(folder / f"{mesh}_{way}", values(mesh, way)) for mesh, way in cases
     }
 
 
 def dry_runs() -> dict[str, str]:
     """What a dry run says of each config."""
     found = {}
-    for config in sorted((ROOT / "configs").glob("*.py")):
-        words = ["--config", str(config.relative_to(ROOT)), "--dry_run"]
+    for config in sorted((code() / "configs").glob("*.py")):
+        words = ["--config", str(config.relative_to(code())), "--dry_run"]
         if config.stem != "tiny":
             words += settings({"data.source": "stdlib"})
         found[config.stem] = run(["moejax.train", *words], COLUMNS="200")
@@ -154,6 +166,7 @@ def dry_runs() -> dict[str, str]:
 
 def plans(folder: Path) -> dict[str, Any]:
     """Plans for known clusters, and their prices."""
+    folder.mkdir(exist_ok=True)
     found = {}
     for config, cluster in PLANS:
         out = folder / f"{config}.json"
@@ -178,7 +191,7 @@ def files(folder: Path) -> dict[str, Any]:
     """A token file, a topology and a plan, written by the commands."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.txt"
-    text.write_text("".join((ROOT / "docs").joinpath(n).read_text() for n in ("architecture.md",)))
+    text.write_text("".join(f"{n} tokens were sent to {n % 7} experts.\n" for n in range(50_000)))
     out = folder / "tokens"
     run(
         ["moejax.data.prepare", str(text), "--out", str(out), "--eval-fraction", "0", "--overwrite"]
@@ -205,16 +218,15 @@ def read_old(old: Path, folder: Path) -> dict[str, Any]:
         shutil.copytree(case, again)
         shutil.rmtree(again / "checkpoints" / "20")
         mesh, way = _case(case.name)
-        train(again, SMALL | MESHES[mesh] | WAYS[way])
+        train(again, values(mesh, way))
         found[case.name] = state(again)
     here = old / "files"
     run(["moejax.data.prepare", "--verify", str(here / "tokens.train.bin")])
     run(["moejax.plan", "--config", TINY, "--topology", str(here / "topology.json")])
-    values = SMALL | {"run_dir": folder / "planned", "plan": here / "plan.json"}
-    values |= {"data.source": "tokens", "data.train_files": here / "tokens.train.bin"}
-    values |= {"train.num_steps": 2, "train.eval_every": "none", "data.eval_files": ""}
-    del values["train.eval_batches"]
-    run(["moejax.train", "--config", TINY, *settings(values)])
+    wanted = {name: x for name, x in SMALL.items() if "eval" not in name}
+    wanted |= {"run_dir": folder / "planned", "plan": here / "plan.json", "train.num_steps": 10}
+    wanted |= {"data.source": "tokens", "data.train_files": here / "tokens.train.bin"}
+    run(["moejax.train", "--config", TINY, *settings(wanted)])
     return found
 
 
@@ -245,6 +257,7 @@ def main() -> int:
     record = commands.add_parser("record")
     record.add_argument("out", type=Path)
     record.add_argument("--old", type=Path, help="another recording, whose files are read")
+    record.add_argument("--code", type=Path, default=HERE, help="the checkout; default: this one")
     record.add_argument("--aot", action="store_true", help="compile for H200s, and nothing else")
     both = commands.add_parser("compare")
     both.add_argument("before", type=Path)
@@ -256,6 +269,7 @@ def main() -> int:
         for name, lines in found.items():
             print(f"{name}: {len(lines)} differences", *lines[:20], sep="\n  ")
         return 1 if any(found.values()) else 0
+    os.environ["MOEJAX_CODE"] = str(args.code.resolve())
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     parts = (
@@ -265,7 +279,7 @@ def main() -> int:
             "dry": dry_runs,
             "runs": lambda: runs(out / "runs"),
             "files": lambda: files(out / "files"),
-            "plans": lambda: plans(out),
+            "plans": lambda: plans(out / "plans"),
         }
     )
     for name, make in parts.items():
