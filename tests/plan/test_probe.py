@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -382,3 +383,19 @@ def test_the_probe_names_a_slowed_host(tmp_path):
     assert 3 < one.times_slower < 8
     assert found.asymmetric
     assert f"({one.name}) is" in output
+
+
+@pytest.mark.parametrize(("call", "empty"), [(1e-4, 0.02), (0.5, 0.02), (1e-6, 0.0)])
+def test_a_calls_seconds_are_those_of_the_loop_less_an_empty_one(monkeypatch, call, empty):
+    times = []
+
+    def clock(_self, _run, turns):
+        times.append(turns)
+        return empty + turns * call
+
+    monkeypatch.setattr(Stopwatch, "_time", clock)
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:2]).reshape(1, 2))
+    seconds = watch.seconds(lambda x: x + 1, lambda: jnp.zeros(()))
+    assert seconds == pytest.approx(call, rel=1e-6)
+    # As long as the empty loop twice over, and as was aimed for, if so many turns are allowed.
+    assert max(times) * call >= min(max(2 * empty, 0.02), 4096 * call)
