@@ -85,3 +85,12 @@ def test_the_sum_does_not_depend_on_the_parts():
     # Sums of so many rounded numbers, in another order.
     bound = batch.target_BT.size * float(np.finfo(np.float32).eps)
     assert parts == pytest.approx(whole, rel=bound)
+
+
+BYTES = {999: "999 B", 1000: "1000 B", 1024: "1.0 KiB", 1023 * 1024: "1023.0 KiB"}
+BYTES |= {3 * 2**20: "3.0 MiB", 2**40: "1.0 TiB"}
+
+
+@pytest.mark.parametrize(("size", "words"), BYTES.items())
+def test_bytes_are_told_in_binary_units(size, words):
+    assert human_bytes(size) == words
