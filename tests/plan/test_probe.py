@@ -78,6 +78,14 @@ def test_one_late_call_among_exact_ones_does_not_bend_the_line(late):
     assert link.bytes_per_s == pytest.approx(1e9, rel=0.01)
 
 
+def test_a_line_that_would_start_below_zero_starts_there():
+    """Through (1000, 1 us) and (2000, 3 us) it would start at -1 us. From zero the best slope for
+    sizes over times of 1 and 2/3 GB/s is their sum over that of their squares."""
+    link = fit_link([(1000, 1e-6), (2000, 3e-6)])
+    assert link.startup_s == pytest.approx(1e-9)  # the least that is written
+    assert link.bytes_per_s == pytest.approx(1e9 * (1 + 4 / 9) / (1 + 2 / 3), rel=1e-6)
+
+
 @given(st.lists(st.floats(1e-6, 10), min_size=7, max_size=7))
 def test_fit_of_anything_is_a_link(seconds):
     link = fit_link(list(zip(SIZES, seconds, strict=True)))
