@@ -233,6 +233,25 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
         ({"route_chunks": 2}, "route_chunks", "nothing is exchanged"),
         ({"model.moe_every": None, "route": "merge"}, "route", "no block has experts"),
         ({"mesh.activations": "replicated"}, "mesh.activations", "`mesh.tensor` is 1"),
+        ({"compression.block": 64}, "compression.block", "`compression` is none"),
+        ({"compression.start_layer": 1}, "compression.start_layer", "`compression` is none"),
+        (
+            {"compression.preset": "hybrid", "compression.adapt_every": 5},
+            "compression.adapt_every",
+            "no codec of `compression` is adaptive",
+        ),
+        ({"route_chunks_backward": 2}, "route_chunks_backward", "nothing is exchanged"),
+        ({"route_trim": True}, "route_trim", "nothing is exchanged"),
+        *(
+            ({"plan.mode": "hand", name: value}, name, "nobody plans")
+            for name, value in [
+                ("plan.topology", "h200:2"),
+                ("plan.routing", "zipf:1"),
+                ("plan.codecs", "hybrid"),
+                ("plan.seconds", 3),
+                ("plan.replan", True),
+            ]
+        ),
         (
             {"moe.router.groups_per_token": 2},
             "moe.router.groups_per_token",

@@ -355,6 +355,7 @@ def test_a_wrong_override_is_refused(config_file, override, fragments):
         ),
         ("a.json", '{"modl":{ \n}}', ["line 1: unknown field `modl`"]),
         ("a.json", '{"train": {"seed": 1},\n"train": {"seed":\n2}}', ["line 3", "set twice"]),
+        ("a.json", '{"data": {"train_files": ["a",\n"b"]},\n"modl": 1}', ["line 3: unknown field"]),
         ("a.json", '{"train": {"seed": 1, }}', ["a.json, line 1"]),
         ("a.json", '{"a":\n', ["a.json, line 2: Expecting value"]),
         ("a.json", "", ["line 1: Expecting value"]),

@@ -85,3 +85,29 @@ def test_the_sum_does_not_depend_on_the_parts():
     # Sums of so many rounded numbers, in another order.
     bound = batch.target_BT.size * float(np.finfo(np.float32).eps)
     assert parts == pytest.approx(whole, rel=bound)
+
+
+def test_the_next_logits_are_those_after_the_last_token_of_the_prompt():
+    """They depend on it, and on none that stands behind it."""
+    trainer = trainer_for(small_config((2, 1, 1, 1)))
+    state, (shape, _) = trainer.init(), trainer.abstract_prompt()
+    token_BT = np.arange(np.prod(shape.shape), dtype=np.int32).reshape(shape.shape) % 60
+    length = 5
+
+    def after(changed=None):
+        prompt_BT = token_BT.copy()
+        if changed is not None:
+            prompt_BT[:, changed] += 1
+        return np.asarray(trainer.next_logits(state, (prompt_BT, length)))
+
+    np.testing.assert_array_equal(after(changed=length), after())
+    assert np.all(np.abs(after(changed=length - 1) - after()).max(axis=1) > 1e-3)
+
+
+BYTES = {999: "999 B", 1000: "1000 B", 1024: "1.0 KiB", 1023 * 1024: "1023.0 KiB"}
+BYTES |= {3 * 2**20: "3.0 MiB", 2**40: "1.0 TiB"}
+
+
+@pytest.mark.parametrize(("size", "words"), BYTES.items())
+def test_bytes_are_told_in_binary_units(size, words):
+    assert human_bytes(size) == words

@@ -218,6 +218,23 @@ def test_gradients_of_the_first_blocks_travel_as_they_are():
     assert any(jax.tree.leaves(jax.tree.map(compare, found, wanted)))
 
 
+def test_a_start_layer_inside_a_pattern_leaves_the_whole_pattern_as_it_is():
+    """Of four blocks in two repeats of a pattern of two: none, one repeat or both are coded."""
+
+    def coded(start):
+        changes = {"model": {"num_layers": 4, "moe_every": 2}}
+        cfg = with_codecs((2, 1, 1, 1), 2, changes, dense_gradient="int8", start_layer=start)
+        trainer = trainer_for(cfg)
+        traced = trainer.gradients.trace(trainer.abstract, trainer.abstract_batch())
+        found = collectives(traced.jaxpr.jaxpr)
+        return sum(one.bytes * one.calls for one in found if one.dtype == "uint8")
+
+    none, one, two, three, four = map(coded, range(5))
+    assert one == two
+    assert three == four
+    assert none - two == two - four > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "nodes", "limit"),

@@ -11,7 +11,13 @@ from moejax.config.load import to_dict
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.train.checkpoint import newest
-from moejax.train.manifest import FORMAT_VERSION, MANIFEST, finished_steps, write_manifest
+from moejax.train.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    finished_steps,
+    stored_bytes,
+    write_manifest,
+)
 
 ITEMS = ("counters", "weights", "optimizer")
 OLDEST, NEWEST = 55, 60
@@ -174,3 +180,9 @@ def test_names_that_are_no_steps_are_left_alone(directory):
         shutil.copytree(directory / str(OLDEST), directory / name)
     assert sorted(finished_steps(directory)) == [OLDEST, NEWEST]
     assert newest(directory, "full")[0].step == NEWEST
+
+
+def test_files_take_whole_blocks_of_a_disk():
+    sizes = {"a": 0, "b": 1, "c": 4096, "d": 4097}
+    manifest = {"files": {name: {"bytes": size} for name, size in sizes.items()}}
+    assert stored_bytes(manifest) == (0 + 1 + 1 + 2) * 4096

@@ -110,6 +110,9 @@ def test_a_full_disk_is_told_from_other_errors():
     behind = RuntimeError("save failed")
     behind.__cause__ = OSError(errno.ENOSPC, "no")
     assert is_full(behind)
+    met = RuntimeError("while cleaning up after it")
+    met.__context__ = OSError(errno.ENOSPC, "no")
+    assert is_full(met)
     assert not is_full(OSError(errno.EACCES, "Permission denied"))
     assert not is_full(ValueError("No space between words"))
 

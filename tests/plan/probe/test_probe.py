@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -76,6 +77,14 @@ def test_one_late_call_among_exact_ones_does_not_bend_the_line(late):
     link = fit_link([(s, 3 * t if n == late else t) for n, (s, t) in enumerate(exact)])
     assert link.startup_s == pytest.approx(1e-4, rel=0.01)
     assert link.bytes_per_s == pytest.approx(1e9, rel=0.01)
+
+
+def test_a_line_that_would_start_below_zero_starts_there():
+    """Through (1000, 1 us) and (2000, 3 us) it would start at -1 us. From zero the best slope for
+    sizes over times of 1 and 2/3 GB/s is their sum over that of their squares."""
+    link = fit_link([(1000, 1e-6), (2000, 3e-6)])
+    assert link.startup_s == pytest.approx(1e-9)  # the least that is written
+    assert link.bytes_per_s == pytest.approx(1e9 * (1 + 4 / 9) / (1 + 2 / 3), rel=1e-6)
 
 
 @given(st.lists(st.floats(1e-6, 10), min_size=7, max_size=7))
@@ -383,3 +392,19 @@ def test_the_probe_names_a_slowed_host(tmp_path):
     assert 3 < one.times_slower < 8
     assert found.asymmetric
     assert f"({one.name}) is" in output
+
+
+@pytest.mark.parametrize(("call", "empty"), [(1e-4, 0.02), (0.5, 0.02), (1e-6, 0.0)])
+def test_a_calls_seconds_are_those_of_the_loop_less_an_empty_one(monkeypatch, call, empty):
+    times = []
+
+    def clock(_self, _run, turns):
+        times.append(turns)
+        return empty + turns * call
+
+    monkeypatch.setattr(Stopwatch, "_time", clock)
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:2]).reshape(1, 2))
+    seconds = watch.seconds(lambda x: x + 1, lambda: jnp.zeros(()))
+    assert seconds == pytest.approx(call, rel=1e-6)
+    # As long as the empty loop twice over, and as was aimed for, if so many turns are allowed.
+    assert max(times) * call >= min(max(2 * empty, 0.02), 4096 * call)

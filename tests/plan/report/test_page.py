@@ -187,6 +187,8 @@ def test_crossings_are_the_nearest_and_close():
     assert crossing(lambda factor: 100.0 - factor) is None
     either = crossing(lambda factor: 1.0 if 0.5 < factor < 12 else -1.0)
     assert either == pytest.approx(0.5, rel=0.02)
+    either = crossing(lambda factor: 1.0 if 0.1 < factor < 2 else -1.0)
+    assert either == pytest.approx(2, rel=0.02)
 
 
 def test_a_changed_rate_changes_no_other():
@@ -198,6 +200,18 @@ def test_a_changed_rate_changes_no_other():
     assert twice.device == CLUSTER.device
     assert twice.tiers[1].links["all_to_all"].bytes_per_s == 2 * SLOW.bytes_per_s
     assert twice.tiers[1].links["all_gather"] == SLOW
+
+
+def test_twice_as_good_is_twice_the_rate_or_half_the_time():
+    soon = changes(CLUSTER)["between: start of a call"](2.0).tiers[1].links
+    assert {link.startup_s for link in soon.values()} == {SLOW.startup_s / 2}
+    before = CLUSTER.device
+    faster = changes(CLUSTER)["matrix products"](2.0).device
+    assert faster.product_rate("float32", 1e9) == 2 * before.product_rate("float32", 1e9)
+    wider = changes(CLUSTER)["memory bandwidth"](2.0).device
+    assert wider.copy_bytes_per_s == 2 * before.copy_bytes_per_s
+    assert wider.gather_bytes_per_s == 2 * before.gather_bytes_per_s
+    assert changes(CLUSTER)["start of an operation"](2.0).device.startup_s == before.startup_s / 2
 
 
 @contextlib.contextmanager

@@ -197,6 +197,22 @@ def test_no_mesh_is_said_in_one_line():
         found_for(cfg, topology, *space.MESH)
 
 
+@pytest.mark.parametrize(
+    ("experts", "sizes"),
+    [(8, (2, 1, 8, 1)), (16, (1, 1, 16, 1)), (12, (4, 1, 4, 1)), (64, (1, 1, 16, 1))],
+)
+def test_the_baseline_copies_what_is_not_experts(experts, sizes):
+    """As many expert ranks as divide both; what is left of the devices holds copies."""
+    shapes = {"mlp_hidden": 384, "vocab_size": 264}
+    train = {"batch_sequences": 16}
+    cfg = small_config(moe={"num_experts": experts}, model=shapes, train=train)
+    cfg = change(cfg, {"route": "two_level", "compression.preset": "strong", "mesh.fsdp": 4})
+    default = space.baseline(cfg, Limits(16, 2, "cpu"))
+    assert default is not None
+    assert tuple(get_value(default, name) for name in space.MESH) == sizes
+    assert (default.route, default.compression.preset) == ("split", "none")
+
+
 def test_the_baseline_spreads_experts_over_all_devices(found):
     assert found.baseline is not None
     assert found.baseline.cfg.mesh.expert == 8

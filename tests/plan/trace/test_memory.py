@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -58,6 +59,19 @@ def test_what_backward_needs_is_kept_for_every_turn():
     assert 20 * KIB <= found.temporary <= 34 * KIB
     again = measure(jax.grad(jax.checkpoint(loss), argnums=1), (16, 16), (16, 16))
     assert again.temporary >= 20 * KIB
+
+
+def test_turns_that_are_unrolled_may_be_under_way_together():
+    """A compiler is free to order them, so each counts with its two products."""
+
+    def run(x, w, unroll):
+        def turn(x, _):
+            return (x @ w) @ w, None
+
+        return jax.lax.scan(turn, x, None, length=8, unroll=unroll)[0]
+
+    inside = {n: measure(partial(run, unroll=n), (16, 16), (16, 16)).temporary for n in (1, 2, 4)}
+    assert inside == {1: 2 * KIB, 2: 4 * KIB, 4: 8 * KIB}
 
 
 def test_recomputation_saves_memory():

@@ -100,6 +100,21 @@ def test_writes_in_place_count_what_is_written():
     assert (op.kind, op.bytes) == ("gather", 2 * 10 * 4)
 
 
+def test_rows_by_index_cost_the_rows_not_the_table():
+    """1000 rows of 10 float32; 4 of them read, added to or written. An index takes four bytes."""
+    table, rows, index = jnp.ones((1000, 10)), jnp.ones((4, 10)), jnp.zeros(4, jnp.int32)
+    moved = 2 * 4 * 10 * 4 + 4 * 4
+
+    def bytes_of(function):
+        ops = read(jax.make_jaxpr(function)(table, rows, index)).ops
+        return sum(op.bytes for op in ops if op.kind == "gather")
+
+    take = dict(mode="promise_in_bounds", unique_indices=True)
+    assert bytes_of(lambda t, r, i: t.at[i].get(**take) * r) == moved
+    assert bytes_of(lambda t, r, i: t.at[i].add(r, **take)) == moved
+    assert bytes_of(lambda t, r, i: t.at[i].set(r, **take)) == moved
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
 def test_rows_that_a_kernel_moves_cost_the_bytes_of_each():
     """A kernel's rows are fetched one by one, however small what they are fetched from."""

@@ -1,0 +1,33 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from moejax.compression import build_compression
+from moejax.config import CompressionConfig
+from moejax.train.stretches import Stretches
+
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # trainer and state stand in
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_strength_is_read_after_the_step_that_measured_it(every):
+    """Step s leaves the strength s % 2; only steps that measure are asked, and waited for."""
+    cfg = CompressionConfig(expert_gradient="adaptive:0.9:int8|int4", adapt_every=every)
+    policy = build_compression(cfg)
+    trainer = SimpleNamespace(
+        program=SimpleNamespace(compression=policy),
+        at=lambda codecs: SimpleNamespace(step=codecs, abstract=None, abstract_batch=lambda: None),
+    )
+    compiled = []
+    processes = SimpleNamespace(compile=lambda step, *_: compiled.append(step))
+    stretches = Stretches(trainer, processes)
+    strength = 0
+    for step in range(8):
+        rungs = np.array([0, (step - 1) % 2])  # left by the step before
+        stretches.go_to(step, SimpleNamespace(reduction=SimpleNamespace(rungs=rungs)))
+        if step == 0 or (step - 1) % every == 0:
+            strength = int(rungs[1])
+        assert stretches.advance == policy.at(step, (0, strength))
+        assert stretches.advance.expert_gradient.measures == (step % every == 0)
+    assert len(compiled) == len(set(compiled)) == (2 if every == 1 else 4)
