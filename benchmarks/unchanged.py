@@ -37,7 +37,7 @@ SMALL = {
 # Each axis and layout at least once.
 MESHES = {
     "expert4_tensor2": (1, 1, 4, 2),
-    "replica2_fsdp2_expert2": (2, 2, 2, 1),
+    "expert8": (1, 1, 8, 1),
     "fsdp2_expert2_tensor2": (1, 2, 2, 2),
     "replica2_expert2_tensor2": (2, 1, 2, 2),
 }

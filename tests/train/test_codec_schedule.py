@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from moejax.compression import build_compression
-from moejax.config import CompressionConfig
-from moejax.train.stretches import Stretches
+from moejax.config.compression import build_compression
+from moejax.config.schema import CompressionConfig
+from moejax.train.codec_schedule import Stretches
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # trainer and state stand in
 
