@@ -27,7 +27,8 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from moejax.comm import gloo, wire  # noqa: E402
-from moejax.comm.codecs.build import Codec, Moment, build_codec  # noqa: E402
+from moejax.comm.codecs.build import build_codec  # noqa: E402
+from moejax.comm.codecs.codec import Codec, Moment  # noqa: E402
 from moejax.comm.tokens.hops import PIECES, ship  # noqa: E402
 from moejax.comm.weights.gather import class_of, compressible, parts_shape, way_of  # noqa: E402
 from moejax.config.load import from_dict  # noqa: E402

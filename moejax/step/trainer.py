@@ -16,7 +16,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo, wire
-from moejax.comm.codecs.build import Moment, build_codec, choose
+from moejax.comm.codecs.adaptive import choose
+from moejax.comm.codecs.build import build_codec
+from moejax.comm.codecs.codec import Moment
 from moejax.comm.weights.gather import reduce_whole, sum_energies
 from moejax.comm.weights.residuals import carry, split
 from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moejax.comm.codecs.build import Codec, Payload
+from moejax.comm.codecs.codec import Codec, Payload
 
 
 def encode_packed(codec: Codec, x: jax.Array) -> tuple[jax.Array, Payload]:

@@ -19,7 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
-from moejax.comm.codecs.build import Codec, Payload, build_plain_codec
+from moejax.comm.codecs.build import build_plain_codec
+from moejax.comm.codecs.codec import Codec, Payload
 from moejax.comm.codecs.pack import pack, unpack
 from moejax.comm.tokens.buckets import Places, follow, place_items
 from moejax.comm.tokens.rows import decode, encode, encode_rows, sum_encoded

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moejax.comm.codecs.build import Blocks, Codec, Payload
+from moejax.comm.codecs.codec import Blocks, Codec, Payload
 from moejax.comm.tokens.buckets import Places
 from moejax.kernels import permute
 from moejax.kernels.quantize import Quantized

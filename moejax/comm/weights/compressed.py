@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.codecs.build import Codec, LowRank, Moment
+from moejax.comm.codecs.codec import Codec, Moment
+from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.pack import pack, unpack
 from moejax.layout.layout import Axes
 

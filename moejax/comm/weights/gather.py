@@ -21,14 +21,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from moejax.comm import wire
-from moejax.comm.codecs.build import (
-    Codec,
-    Ladder,
-    LowRank,
-    Moment,
-    build_codec,
-    build_plain_codec,
-)
+from moejax.comm.codecs.adaptive import Ladder
+from moejax.comm.codecs.build import build_codec, build_plain_codec
+from moejax.comm.codecs.codec import Codec, Moment
+from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.pack import decode_packed, encode_packed
 from moejax.comm.weights.compressed import ReduceState, first_state, reduce_parts
 from moejax.comm.weights.residuals import Carried, from_floats

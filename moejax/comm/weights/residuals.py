@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.codecs.build import Moment
+from moejax.comm.codecs.codec import Moment
 from moejax.comm.weights.compressed import ReduceState
 from moejax.layout.layout import Layout
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.comm.codecs.build import Codec, Moment, build_codec
+from moejax.comm.codecs.build import build_codec
+from moejax.comm.codecs.codec import Codec, Moment
 from moejax.config.compression import CodecSpec
 from moejax.plan.cluster.topology import CodecRates, Device
 from moejax.plan.probe.timer import Stopwatch

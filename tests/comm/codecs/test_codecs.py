@@ -9,18 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.comm.codecs.build import (
-    Blocks,
-    Cast,
-    ErrorFeedback,
-    Ladder,
-    LowRank,
-    Moment,
-    TopK,
-    build_codec,
-    choose,
-)
+from moejax.comm.codecs.adaptive import Ladder, choose
+from moejax.comm.codecs.build import build_codec
+from moejax.comm.codecs.codec import Blocks, Cast, Moment
+from moejax.comm.codecs.feedback import ErrorFeedback
+from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.pack import decode_packed, encode_packed
+from moejax.comm.codecs.topk import TopK
 from moejax.config.compression import CodecSpec
 
 EPS = np.finfo(np.float32).eps

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.comm.codecs.build import Blocks, Cast
+from moejax.comm.codecs.codec import Blocks, Cast
 from moejax.comm.tokens.buckets import Places
 from moejax.comm.tokens.rows import decode, encode_rows, sum_encoded, weight_gradient
 from moejax.kernels.quantize import FORMATS

@@ -7,7 +7,11 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.codecs.build import Blocks, Cast, ErrorFeedback, Ladder, LowRank, Moment, TopK
+from moejax.comm.codecs.adaptive import Ladder
+from moejax.comm.codecs.codec import Blocks, Cast, Moment
+from moejax.comm.codecs.feedback import ErrorFeedback
+from moejax.comm.codecs.low_rank import LowRank
+from moejax.comm.codecs.topk import TopK
 from moejax.comm.weights.compressed import first_state, reduce_parts
 from moejax.plan.trace.reader import collectives
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.codecs.build import Moment
+from moejax.comm.codecs.codec import Moment
 from moejax.comm.weights.compressed import ReduceState
 from moejax.comm.weights.residuals import carry, from_floats, to_floats
 from moejax.config.schema import MeshConfig
