@@ -205,3 +205,24 @@ def test_devices_do_not_round_alike():
     # Of a value between two steps the variance is 1/6 of a step squared on average: of eight
     # independent ones 1.2 steps are left, of eight equal ones 3.3.
     assert np.sqrt(np.mean(off**2)) < 2
+
+
+def test_parts_and_their_sum_are_rounded_with_different_numbers():
+    keys = []
+
+    class Noting(Cast):
+        def encode(self, x, state, moment):
+            keys.append(jax.random.key_data(moment.key))
+            return super().encode(x, state, moment)
+
+    def body(x):
+        moment = Moment(jnp.int32(0), jax.random.key(3))
+        reduce_parts(x, ("scatter",), ("copies",), Noting(), first_state([], 4, 2, n), moment)
+        return jnp.stack(keys)
+
+    mapped = jax.shard_map(body, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False)
+    given, parts, total = (
+        jax.random.key_data(jax.random.key(3)),
+        *jax.jit(mapped)(jnp.ones((4, 2, n))),
+    )
+    assert len({tuple(map(int, key)) for key in (given, parts, total)}) == 3
