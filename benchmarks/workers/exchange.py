@@ -28,9 +28,9 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from moejax.comm import gloo, wire  # noqa: E402
 from moejax.comm.codecs.build import build_codec  # noqa: E402
-from moejax.comm.codecs.codec import Codec, Moment  # noqa: E402
+from moejax.comm.codecs.codec import Codec, EncodeContext  # noqa: E402
 from moejax.comm.tokens.hops import PIECES, ship  # noqa: E402
-from moejax.comm.weights.gather import class_of, compressible, parts_shape, way_of  # noqa: E402
+from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of  # noqa: E402
 from moejax.config.load import from_dict  # noqa: E402
 from moejax.layout.layout import Layout, build_layout  # noqa: E402
 from moejax.layout.mesh import build_mesh  # noqa: E402
@@ -161,7 +161,7 @@ def build_codecs(trainer: Trainer) -> Variant:
     params = jax.tree.leaves(trainer.abstract.params)
     for dims, param in zip(jax.tree.leaves(trainer.dims), params, strict=True):
         spec = getattr(trainer.program.codecs, class_of(dims))
-        if spec is None or not way_of(dims, layout).slow or not compressible(dims):
+        if spec is None or not path_of(dims, layout).slow or not compressible(dims):
             continue
         shards, copies, n = parts_shape(param.size, dims, layout)
         body = partial(run_codec, codec=build_codec(spec), copies=copies)
@@ -173,11 +173,11 @@ def build_codecs(trainer: Trainer) -> Variant:
 
 def run_codec(x_Pn: jax.Array, *, codec: Codec, copies: int) -> jax.Array:
     """Encodes parts, decodes as many, encodes their sum, decodes one of it from each copy."""
-    moment, n = Moment(jnp.int32(0), jax.random.key(0)), x_Pn.shape[1]
+    context, n = EncodeContext(jnp.int32(0), jax.random.key(0)), x_Pn.shape[1]
     state = jnp.zeros((len(x_Pn), codec.state_size(n)))
-    payload, kept = codec.encode(x_Pn, state, moment)
+    payload, kept = codec.encode(x_Pn, state, context)
     total_1n = jnp.sum(codec.decode(payload, n), axis=0, keepdims=True)
-    payload, kept_too = codec.encode(total_1n, kept[:1], moment)
+    payload, kept_too = codec.encode(total_1n, kept[:1], context)
     sent = jax.tree.map(partial(jnp.repeat, repeats=copies, axis=0), payload)
     return jnp.stack([jnp.sum(x) for x in (codec.decode(sent, n), kept, kept_too)])
 

@@ -14,7 +14,7 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
-from moejax.comm.weights.residuals import uncarried
+from moejax.comm.weights.residuals import without_residuals
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import Program
 from moejax.model.attention import Angles, Attention
@@ -180,7 +180,7 @@ class Transformer(nnx.Module):
             part = (jnp.arange(repeats), stacked)
             if plain:
                 part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], part)
-            part = uncarried(part) if stop == plain else part
+            part = without_residuals(part) if stop == plain else part
             unroll = 1 if self.cfg.scan_layers else stop - start
             x_BtD, found = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
             reports.append(found)

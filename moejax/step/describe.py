@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.weights.gather import describe_state, state_specs
+from moejax.comm.weights.states import describe_state, state_specs
 from moejax.config.compression import GRADIENTS, Codecs, build_compression
 from moejax.config.schema import Config
 from moejax.kernels.select import place_of, select_kernels

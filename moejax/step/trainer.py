@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 from moejax.comm import gloo, wire
 from moejax.comm.codecs.adaptive import choose
 from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import Moment
-from moejax.comm.weights.gather import reduce_whole, sum_energies
+from moejax.comm.codecs.codec import EncodeContext
+from moejax.comm.weights.reduce import reduce_whole
 from moejax.comm.weights.residuals import carry, split
+from moejax.comm.weights.states import sum_energies
 from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs
 from moejax.config.schema import Config
 from moejax.layout.layout import Layout
@@ -258,8 +259,8 @@ def _gradients(
     noise_key, rounding_key = jax.random.split(key)
 
     def micro(part: Any, rows: Batch, codecs: Tree) -> tuple[Tree, Tree, LossParts]:
-        moment = Moment(state.step, jax.random.fold_in(rounding_key, part), part)
-        carried = carry(state.params, codecs, trainer.dims, moment, layout)
+        context = EncodeContext(state.step, jax.random.fold_in(rounding_key, part), part)
+        carried = carry(state.params, codecs, trainer.dims, context, layout)
         # A part is the next of this device's rows, in order.
         before = wire.index(layout.token_axes) * len(batch.token_BT) + part * len(rows.token_BT)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from moejax.comm.weights.gather import way_of
+from moejax.comm.weights.path import path_of
 from moejax.config.load import diff, from_dict, to_dict
 from moejax.config.schema import Config
 from moejax.data.sources import Content
@@ -150,12 +150,12 @@ def fingerprint(trainer: Trainer) -> str | None:
     def spread(axes: Axes) -> Axes:
         return tuple(axis for axis in axes if layout.size((axis,)) > 1)
 
-    def facts(path: Any, param: Any, dims: str, kept: Any) -> list[Any]:
-        way = way_of(dims, layout)
+    def facts(name: Any, param: Any, dims: str, kept: Any) -> list[Any]:
+        path = path_of(dims, layout)
         return [
-            jax.tree_util.keystr(path, simple=True, separator="."),
+            jax.tree_util.keystr(name, simple=True, separator="."),
             [dims, param.shape, [spread(axes) for axes in layout.param_axes(dims)]],
-            [way.dim, spread(way.gather), spread(way.copies), spread(way.slow)],
+            [path.dim, spread(path.gather), spread(path.copies), spread(path.slow)],
             [leaf.shape for leaf in jax.tree.leaves(kept)],
         ]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moejax.comm.codecs.build import build_codec
-from moejax.comm.weights.gather import sum_energies
+from moejax.comm.weights.states import sum_energies
 from moejax.config.schema import CompressionConfig
 from moejax.step.state import Batch
 from tests.cases import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from moejax.comm.codecs.codec import Codec, Moment, Payload
+from moejax.comm.codecs.codec import Codec, EncodeContext, Payload
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,20 @@ class Ladder(Codec):
         """What is kept, the largest of the rungs' own states, the energies."""
         return size + self._inner(size) + len(self.rungs) + 1
 
-    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+    def encode(
+        self, x: jax.Array, state: jax.Array, context: EncodeContext
+    ) -> tuple[Payload, jax.Array]:
         """Encodes x and what is kept on the rung; keeps what the payload leaves out."""
         n, codec = x.shape[-1], self.rungs[self.rung]
         end = n + self._inner(n)
         used = n + codec.state_size(n)
         whole = x.astype(jnp.float32) + state[..., :n]
-        payload, inner = codec.encode(whole, state[..., n:used], moment)
+        payload, inner = codec.encode(whole, state[..., n:used], context)
         error = whole - self.decode(payload, n)
         energies = state[..., end:]
         if self.measures:
-            before = jnp.where(moment.part == 0, 0, energies)
-            energies = before + self._energies(whole, state, moment)
+            before = jnp.where(context.part == 0, 0, energies)
+            energies = before + self._energies(whole, state, context)
         return payload, jnp.concatenate([error, inner, state[..., used:end], energies], axis=-1)
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
@@ -58,11 +60,11 @@ class Ladder(Codec):
     def _inner(self, size: int) -> int:
         return max(rung.state_size(size) for rung in self.rungs)
 
-    def _energies(self, whole: jax.Array, state: jax.Array, moment: Moment) -> jax.Array:
+    def _energies(self, whole: jax.Array, state: jax.Array, context: EncodeContext) -> jax.Array:
         n, left = whole.shape[-1], []
         for rung in self.rungs:
             inner = state[..., n : n + rung.state_size(n)]
-            error = whole - rung.decode(rung.encode(whole, inner, moment)[0], n)
+            error = whole - rung.decode(rung.encode(whole, inner, context)[0], n)
             left.append(jnp.sum(jnp.square(error), axis=-1))
         return jnp.stack([*left, jnp.sum(jnp.square(whole), axis=-1)], axis=-1)
 

@@ -20,7 +20,7 @@ from moejax.kernels.quantize import Quantized, bytes_of, dequantize, dequantize_
 Payload = Any  # a pytree of arrays; leading dimensions as those of what was encoded
 
 
-class Moment(NamedTuple):
+class EncodeContext(NamedTuple):
     """When something is encoded, and where: what a codec may depend on beside its input."""
 
     step: jax.Array  # counted from zero
@@ -35,14 +35,16 @@ class Codec:
         """Floats of state for each last axis of `size` values; 0 for a codec without one."""
         return 0
 
-    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+    def encode(
+        self, x: jax.Array, state: jax.Array, context: EncodeContext
+    ) -> tuple[Payload, jax.Array]:
         """Encodes x [..., n]. Returns the payload and the next state [..., state_size(n)]."""
         raise NotImplementedError
 
     def encode_once(self, x: jax.Array) -> Payload:
         """Encodes x with a codec that remembers nothing and draws nothing."""
         nothing = jnp.zeros((*x.shape[:-1], 0))
-        return self.encode(x, nothing, Moment(jnp.int32(0), jax.random.key(0)))[0]
+        return self.encode(x, nothing, EncodeContext(jnp.int32(0), jax.random.key(0)))[0]
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
         """Returns [..., size] in float32."""
@@ -67,7 +69,9 @@ class Cast(Codec):
 
     dtype: str = "bfloat16"
 
-    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+    def encode(
+        self, x: jax.Array, state: jax.Array, context: EncodeContext
+    ) -> tuple[Payload, jax.Array]:
         """Rounds to the nearest."""
         return x.astype(self.dtype), state
 
@@ -93,9 +97,11 @@ class Blocks(Codec):
     kernel: str = "reference"
     rows_kernel: str = "separate"
 
-    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+    def encode(
+        self, x: jax.Array, state: jax.Array, context: EncodeContext
+    ) -> tuple[Payload, jax.Array]:
         """Rounds to the nearest, or to either neighbour with the key."""
-        key = moment.key if self.stochastic else None
+        key = context.key if self.stochastic else None
         kernel = "reference" if self.stochastic else self.kernel
         return quantize(x, self.format, block=self.block, key=key, implementation=kernel), state
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from moejax.comm.codecs.codec import Codec, Moment, Payload
+from moejax.comm.codecs.codec import Codec, EncodeContext, Payload
 from moejax.kernels.quantize import Quantized, bytes_of, dequantize, quantize
 
 
@@ -28,16 +28,18 @@ class ErrorFeedback(Codec):
         """What is kept, then the inner codec's own state."""
         return self._kept(size) + self.codec.state_size(size)
 
-    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+    def encode(
+        self, x: jax.Array, state: jax.Array, context: EncodeContext
+    ) -> tuple[Payload, jax.Array]:
         """Encodes x and what is kept; keeps what the payload leaves out."""
         n, kept = x.shape[-1], self._kept(x.shape[-1])
         before = self._load(state[..., :kept], n)
         whole = x.astype(jnp.float32) + before
-        payload, inner = self.codec.encode(whole, state[..., kept:], moment)
+        payload, inner = self.codec.encode(whole, state[..., kept:], context)
         error = whole - self.decode(payload, n)
         after = (1 - self.average) * before + self.average * error if self.average != 1 else error
         if self.reset is not None:
-            after = jnp.where((moment.step + 1) % self.reset == 0, 0, after)
+            after = jnp.where((context.step + 1) % self.reset == 0, 0, after)
         return payload, jnp.concatenate([self._store(after), inner], axis=-1)
 
     def decode(self, payload: Payload, size: int) -> jax.Array:

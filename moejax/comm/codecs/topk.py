@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from moejax.comm.codecs.codec import Codec, Moment, Payload
+from moejax.comm.codecs.codec import Codec, EncodeContext, Payload
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ class TopK(Codec):
         """Values that a payload has room for."""
         return min(size, math.ceil(self.room * self.share * size))
 
-    def encode(self, x: jax.Array, state: jax.Array, moment: Moment) -> tuple[Payload, jax.Array]:
+    def encode(
+        self, x: jax.Array, state: jax.Array, context: EncodeContext
+    ) -> tuple[Payload, jax.Array]:
         """Returns (values [..., k] bfloat16, places [..., k] uint32; n where nothing is)."""
         n, k = x.shape[-1], self.places(x.shape[-1])
         magnitude = jnp.abs(x.astype(jnp.float32))
-        stale = moment.step % self.refresh == 0
+        stale = context.step % self.refresh == 0
         threshold = jnp.where(stale, self.fit(magnitude), state[..., 0])
         # A value that is not finite is always sent: a broken gradient must stay visible.
         chosen = ~(magnitude <= threshold[..., None])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import Codec, Moment
+from moejax.comm.codecs.codec import Codec, EncodeContext
 from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.pack import pack, unpack
 from moejax.layout.layout import Axes
@@ -50,7 +50,7 @@ def reduce_parts(
     copies: Axes,
     codec: Codec | LowRank,
     state: ReduceState,
-    moment: Moment,
+    context: EncodeContext,
 ) -> tuple[jax.Array, ReduceState]:
     """Sums part [s] over all devices of both axes, for the devices at place s along `scatter`.
 
@@ -60,7 +60,7 @@ def reduce_parts(
     Args:
       x_SCn: [S, C, n]: this device's part for each place along `scatter`, cut in C.
       state: of the call before, or `first_state`.
-      moment: its key is this device's own, so that no two round alike.
+      context: its key is this device's own, so that no two round alike.
 
     Returns:
       [C, n] float32: the sum, the same on all devices along `copies`; and the next state.
@@ -69,17 +69,17 @@ def reduce_parts(
         return _reduce_low_rank(x_SCn, scatter, copies, codec, state)
     S, C, n = x_SCn.shape
     axes = scatter + copies
-    keys = jax.random.split(moment.key)
+    keys = jax.random.split(context.key)
     used = codec.state_size(n)
     before = _front(state.parts, S * C, used)
-    payload, parts = codec.encode(x_SCn.reshape(S * C, n), before, moment._replace(key=keys[0]))
+    payload, parts = codec.encode(x_SCn.reshape(S * C, n), before, context._replace(key=keys[0]))
     state = state._replace(parts=_over(state.parts, parts))
     arrived = unpack(wire.all_to_all(pack(payload), axes, tag=None), payload)
     total_1n = codec.decode_sum(arrived, n)[None]
     if C == 1:
         return total_1n, state
     before = _front(state.total, 1, used)
-    payload, total = codec.encode(total_1n, before, moment._replace(key=keys[1]))
+    payload, total = codec.encode(total_1n, before, context._replace(key=keys[1]))
     packed = wire.all_gather(pack(payload), copies, dim=0, tag=None)
     state = state._replace(total=_over(state.total, total))
     return codec.decode(unpack(packed, payload), n), state

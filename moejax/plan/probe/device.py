@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import Codec, Moment
+from moejax.comm.codecs.codec import Codec, EncodeContext
 from moejax.config.compression import CodecSpec
 from moejax.plan.cluster.topology import CodecRates, Device
 from moejax.plan.probe.timer import Stopwatch
@@ -109,14 +109,14 @@ def _codec(watch: Stopwatch, codec: Any, size: int) -> CodecRates:
     """Rates over one row; what the codec remembers is read and written too."""
     assert isinstance(codec, Codec)
     n = size // 4
-    moment = Moment(jnp.int32(1), jax.random.key(0))
+    context = EncodeContext(jnp.int32(1), jax.random.key(0))
 
     def values() -> Any:
         return jnp.arange(n)[None] / n - 0.5, jnp.zeros((1, codec.state_size(n)))
 
     def encode(both: Any) -> Any:
         x, state = both
-        return codec.encode(x, state, moment)
+        return codec.encode(x, state, context)
 
     def payload() -> Any:
         # Decoding takes as long whatever it decodes.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moejax.comm.codecs.adaptive import Ladder, choose
 from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import Blocks, Cast, Moment
+from moejax.comm.codecs.codec import Blocks, Cast, EncodeContext
 from moejax.comm.codecs.feedback import ErrorFeedback
 from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.pack import decode_packed, encode_packed
@@ -19,7 +19,7 @@ from moejax.comm.codecs.topk import TopK
 from moejax.config.compression import CodecSpec
 
 EPS = np.finfo(np.float32).eps
-FIRST = Moment(jnp.int32(0), jax.random.key(0))
+FIRST = EncodeContext(jnp.int32(0), jax.random.key(0))
 LOCO = ErrorFeedback(Blocks("int4"), average=0.5, stored="e4m3", reset=4)
 CODECS = {
     "bfloat16": Cast(),

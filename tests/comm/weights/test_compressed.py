@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm.codecs.adaptive import Ladder
-from moejax.comm.codecs.codec import Blocks, Cast, Moment
+from moejax.comm.codecs.codec import Blocks, Cast, EncodeContext
 from moejax.comm.codecs.feedback import ErrorFeedback
 from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.topk import TopK
@@ -42,7 +42,7 @@ def build(codec, scatter, copies):
     def body(x, state, step):
         state = jax.tree.map(lambda s: s[0], state)
         key = jax.random.fold_in(jax.random.key(3), jax.lax.axis_index(EVERY))
-        total, state = reduce_parts(x[0], scatter, copies, codec, state, Moment(step, key))
+        total, state = reduce_parts(x[0], scatter, copies, codec, state, EncodeContext(step, key))
         return total[None], jax.tree.map(lambda s: s[None], state)
 
     specs = (device, device, P())
@@ -211,13 +211,13 @@ def test_parts_and_their_sum_are_rounded_with_different_numbers():
     keys = []
 
     class Noting(Cast):
-        def encode(self, x, state, moment):
-            keys.append(jax.random.key_data(moment.key))
-            return super().encode(x, state, moment)
+        def encode(self, x, state, context):
+            keys.append(jax.random.key_data(context.key))
+            return super().encode(x, state, context)
 
     def body(x):
-        moment = Moment(jnp.int32(0), jax.random.key(3))
-        reduce_parts(x, ("scatter",), ("copies",), Noting(), first_state([], 4, 2, n), moment)
+        context = EncodeContext(jnp.int32(0), jax.random.key(3))
+        reduce_parts(x, ("scatter",), ("copies",), Noting(), first_state([], 4, 2, n), context)
         return jnp.stack(keys)
 
     mapped = jax.shard_map(body, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False)

@@ -1,4 +1,4 @@
-"""What enters beside a weight: a moment of its own for each parameter, layer and device."""
+"""What enters beside a weight: a context of its own for each parameter, layer and device."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.codecs.codec import Moment
+from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.compressed import ReduceState
 from moejax.comm.weights.residuals import carry, from_floats, to_floats
 from moejax.config.schema import MeshConfig
@@ -20,10 +20,10 @@ LAYERS = 3
 
 @pytest.mark.parametrize("step", [0, 1, 2**16 - 1, 2**24 + 1, 2**31 - 1])
 def test_a_moment_travels_as_floats_without_loss(step):
-    moment = Moment(jnp.int32(step), jax.random.key(2**31 + 7), jnp.int32(step // 3))
-    found = from_floats(to_floats(moment))
+    context = EncodeContext(jnp.int32(step), jax.random.key(2**31 + 7), jnp.int32(step // 3))
+    found = from_floats(to_floats(context))
     assert (int(found.step), int(found.part)) == (step, step // 3)
-    keys = [jax.random.key_data(one.key) for one in (found, moment)]
+    keys = [jax.random.key_data(one.key) for one in (found, context)]
     np.testing.assert_array_equal(keys[0], keys[1])
 
 
@@ -33,7 +33,9 @@ def carried_keys(step, part, key):
     def body(step, part):
         params = {"query": jnp.zeros((LAYERS, 2, 2, 2)), "table": jnp.zeros((2, 2))}
         states = dict.fromkeys(params, ReduceState(None, None))
-        carried = carry(params, states, DIMS, Moment(step, jax.random.key(key), part), LAYOUT)
+        carried = carry(
+            params, states, DIMS, EncodeContext(step, jax.random.key(key), part), LAYOUT
+        )
         moments = [jax.vmap(from_floats)(carried["query"].when)]
         moments += [jax.tree.map(lambda x: x[None], from_floats(carried["table"].when))]
         words = [jax.random.key_data(one.key) for one in moments]
