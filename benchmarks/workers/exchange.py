@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from moejax.comm import gloo, wire  # noqa: E402
 from moejax.comm.codecs.build import build_codec  # noqa: E402
 from moejax.comm.codecs.codec import Codec, EncodeContext  # noqa: E402
-from moejax.comm.tokens.hops import PIECES, ship  # noqa: E402
+from moejax.comm.tokens.swap import PIECES, send  # noqa: E402
 from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of  # noqa: E402
 from moejax.config.load import from_dict  # noqa: E402
 from moejax.layout.layout import Layout, build_layout  # noqa: E402
@@ -129,7 +129,7 @@ def build_all_to_all(trainer: Trainer, x: jax.Array) -> Variant:
     shape = (layout.size(layout.mesh_axes), hop.peers(layout) * rows, cfg.model.width)
     buckets = place(np.ones(shape, np.float32), trainer.mesh, P(layout.mesh_axes))
     spec = P(layout.mesh_axes)
-    program, facts = compiled(lambda x: ship(x, hop, layout), (spec,), spec, (buckets,), trainer)
+    program, facts = compiled(lambda x: send(x, hop, layout), (spec,), spec, (buckets,), trainer)
     return Variant(lambda: program(buckets), facts)
 
 

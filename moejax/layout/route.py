@@ -33,7 +33,7 @@ ROUTES = {
 
 @dataclass(frozen=True)
 class Hop:
-    """One stage of the journey, along some mesh axes."""
+    """One stage of dispatch, and of combine, along some mesh axes."""
 
     kind: Literal["all_to_all", "gather", "sum"]
     axes: Axes
@@ -54,7 +54,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Route:
-    """The hops, and into how many chunks the journey is cut."""
+    """The hops, and into how many chunks the tokens are cut."""
 
     name: str
     hops: tuple[Hop, ...]

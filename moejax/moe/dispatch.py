@@ -1,9 +1,9 @@
-"""Sends tokens to the devices that own their experts, and brings the results home.
+"""Sends tokens to the devices that own their experts, and brings the results back.
 
-Per device. `visit_experts` decides whether the route's buckets hold this step's routing, plans the
-journey, and says what the experts do with rows that reach them; `comm.tokens.pipeline.carry` takes
-tokens there and sums each token's results by weight. No row is scattered: each rearrangement is a
-gather whose transpose is a gather (kernels.permute).
+Per device. `moe_ffn` decides whether the route's buckets hold this step's routing, plans the
+dispatch, and says what the experts do with the rows that reach them; `dispatch_compute_combine`
+(`comm.tokens.pipeline`) takes tokens there and sums each token's results by weight. No row is
+scattered: each rearrangement is a gather whose transpose is a gather (`kernels.permute`).
 """
 
 from functools import partial
@@ -16,8 +16,8 @@ from jax import lax
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.tokens.buckets import order_items, rank_items
-from moejax.comm.tokens.hops import plan_journey
-from moejax.comm.tokens.pipeline import Work, carry
+from moejax.comm.tokens.pipeline import ExpertFn, dispatch_compute_combine
+from moejax.comm.tokens.plan import plan_dispatch
 from moejax.comm.tokens.rounds import in_rounds
 from moejax.config.schema import MoEConfig
 from moejax.kernels.expert_mlp import expert_mlp
@@ -28,7 +28,7 @@ from moejax.moe.sizes import Sizes, needed, usual_sizes
 
 Params = tuple[jax.Array, jax.Array]  # w_in [e, D, 2, F] and w_out [e, F, D] of the experts here
 
-# A round takes a bucket's balanced load of one in so many tokens.
+# Each overflow round has buckets for one in so many of the tokens, at balanced load.
 ROUND_SHARE = 4
 
 
@@ -40,7 +40,7 @@ def drop_above(
     return jnp.where(rank_NK < capacity, expert_NK, num_experts)
 
 
-def visit_experts(
+def moe_ffn(
     x_ND: Float[Array, "N D"],
     weight_NK: Float[Array, "N K"],
     expert_NK: Int[Array, "N K"],
@@ -54,7 +54,7 @@ def visit_experts(
     the plain route. A choice of `moe.num_experts` counts as zero.
     """
     layout, route = program.layout, program.route
-    run = partial(_along, moe=moe, program=program)
+    run = partial(_on_route, moe=moe, program=program)
     operands = (x_ND, weight_NK, params)
     usual = usual_sizes(route, layout, moe, tokens=x_ND.shape[0])
     if usual.certain and not route.trim:
@@ -79,7 +79,7 @@ def _in_rounds(
     """Dispatch, experts and combine in as many rounds of the plain route as the fullest needs."""
     layout = program.layout
     plain = plain_route(program.route, layout)
-    # Backward holds a round's results beside room for those of the usual path: so rounds are small.
+    # `lax.cond` reserves memory for both branches in backward, so rounds use small buckets.
     sizes = usual_sizes(plain, layout, moe, tokens=-(-expert_NK.shape[0] // ROUND_SHARE))
     (rows,) = sizes.rows
     peers = plain.exchanges[0].peers(layout)
@@ -89,14 +89,14 @@ def _in_rounds(
     def one(r: jax.Array, operands: Any, integers: Any) -> jax.Array:
         expert_NK, rank_NK = integers
         now_NK = jnp.where(rank_NK // rows == r, expert_NK, moe.num_experts)
-        return _along(plain, sizes, operands, now_NK, moe=moe, program=program)
+        return _on_route(plain, sizes, operands, now_NK, moe=moe, program=program)
 
     with jax.named_scope("routing"):
         fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
     return in_rounds(one, -(-fullest // rows), operands, (expert_NK, rank_NK))
 
 
-def _along(
+def _on_route(
     route: Route,
     sizes: Sizes,
     operands: tuple[jax.Array, jax.Array, Params],
@@ -108,9 +108,9 @@ def _along(
 ) -> jax.Array:
     """Dispatch, experts and combine along one route, whose buckets hold what is sent."""
     x_ND, weight_NK, params = operands
-    work = _experts_work(sizes, experts_here=params[0].shape[0], kernel=program.experts)
+    expert_fn = _expert_fn(sizes, experts_here=params[0].shape[0], kernel=program.experts)
     with jax.named_scope("dispatch"):
-        journey = plan_journey(
+        plan = plan_dispatch(
             expert_NK,
             route,
             program.layout,
@@ -118,22 +118,22 @@ def _along(
             rows=sizes.rows,
             filled=filled,
         )
-    return carry(
+    return dispatch_compute_combine(
         x_ND,
         weight_NK,
         params,
-        journey,
+        plan,
         route=route,
         layout=program.layout,
-        work=work,
+        expert_fn=expert_fn,
         pin=program.pin,
     )
 
 
-def _experts_work(sizes: Sizes, *, experts_here: int, kernel: str) -> Work:
+def _expert_fn(sizes: Sizes, *, experts_here: int, kernel: str) -> ExpertFn:
     """What a device does with rows that arrived: each through its experts here."""
 
-    def work(x_MD, weight_MK, choice_MK, params):
+    def expert_fn(x_MD, weight_MK, choice_MK, params):
         K = choice_MK.shape[1]
         R = x_MD.shape[0] // sizes.arriving * sizes.work
         with jax.named_scope("experts"):
@@ -145,4 +145,4 @@ def _experts_work(sizes: Sizes, *, experts_here: int, kernel: str) -> Work:
                 return collect(y_RD, slot_MK, item_R // K)
             return weighted_sum(y_RD, weight_MK, slot_MK, item_R)
 
-    return work
+    return expert_fn

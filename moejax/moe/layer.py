@@ -20,7 +20,7 @@ from moejax.comm.weights.gather import enter
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import Program
 from moejax.moe import router
-from moejax.moe.dispatch import drop_above, visit_experts
+from moejax.moe.dispatch import drop_above, moe_ffn
 from moejax.moe.sizes import expert_capacity
 
 
@@ -99,7 +99,7 @@ class MoE(nnx.Module):
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
         experts = (weights.in_eDUF, weights.out_eFD)
-        y_ND = visit_experts(x_ND, routing.weight_NK, expert_NK, experts, moe, self.program)
+        y_ND = moe_ffn(x_ND, routing.weight_NK, expert_NK, experts, moe, self.program)
         y_BtD = y_ND.reshape(x_BtD.shape)
         if not replicated:
             return join_positions(y_BtD, layout), self._stats(routing, logit_NE, expert_NK, B)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from moejax.annotations import Array, Int
 from moejax.comm import wire
 from moejax.comm.tokens.buckets import rank_items
-from moejax.comm.tokens.hops import PIECES
+from moejax.comm.tokens.swap import PIECES
 from moejax.config.schema import MoEConfig
 from moejax.layout.layout import Axes, Layout
 from moejax.layout.route import Route

@@ -26,8 +26,8 @@ def compiler_options(platform: str, *, hops: int) -> Options:
     """
     if hops and platform == "gpu":
         # By default one collective travels at a time, so half of the exchanges stay exposed. In
-        # the pipeline (comm.tokens.pipeline) every hop travels twice at a time, outward and
-        # homeward; one more is for weights on their way in and their gradients on their way out.
+        # the pipeline (comm.tokens.pipeline) every hop travels twice at a time, of dispatch and
+        # of combine; one more is for weights on their way in and their gradients on their way out.
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * hops + 1}
     if hops and platform == "tpu":
         # By default nothing runs while an all-to-all travels.

@@ -20,7 +20,7 @@ from moejax.comm.codecs.adaptive import choose
 from moejax.comm.codecs.build import build_codec
 from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.reduce import reduce_whole
-from moejax.comm.weights.residuals import carry, split
+from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.states import sum_energies
 from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs
 from moejax.config.schema import Config
@@ -260,7 +260,7 @@ def _gradients(
 
     def micro(part: Any, rows: Batch, codecs: Tree) -> tuple[Tree, Tree, LossParts]:
         context = EncodeContext(state.step, jax.random.fold_in(rounding_key, part), part)
-        carried = carry(state.params, codecs, trainer.dims, context, layout)
+        carried = attach_residuals(state.params, codecs, trainer.dims, context, layout)
         # A part is the next of this device's rows, in order.
         before = wire.index(layout.token_axes) * len(batch.token_BT) + part * len(rows.token_BT)
 
@@ -269,7 +269,7 @@ def _gradients(
             return _loss(trainer, params, state.balance, rows, num_targets, noise)
 
         gradients, report = jax.grad(loss, has_aux=True)(carried)
-        return *split(gradients, trainer.dims), report
+        return *detach_residuals(gradients, trainer.dims), report
 
     if parts == 1:
         gradients, codecs, report = micro(0, batch, state.reduction.codecs)

@@ -19,7 +19,7 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.layout.route import ROUTES, build_route
 from moejax.layout.spec import Program
-from moejax.moe.dispatch import drop_above, visit_experts
+from moejax.moe.dispatch import drop_above, moe_ffn
 from tests.cases import few, part_of
 
 TOKENS, D, F, E = 12, 4, 4, 16
@@ -62,7 +62,7 @@ def compiled(mesh_config, route, K, **options):
     copies = layout.size(layout.tensor) if program.route.replicated else 1
 
     def forward(x_ND, weight_NK, expert_NK, params):
-        return visit_experts(x_ND, weight_NK, expert_NK, params, moe, program)
+        return moe_ffn(x_ND, weight_NK, expert_NK, params, moe, program)
 
     def device(x_ND, weight_NK, expert_NK, params, dy_ND):
         y_ND, pull = jax.vjp(

@@ -31,7 +31,9 @@ class WithResidual:
     when: Any  # a `EncodeContext` in float32, so that it may be differentiated: see `to_floats`
 
 
-def carry(params: Any, states: Any, dims: Any, context: EncodeContext, layout: Layout) -> Any:
+def attach_residuals(
+    params: Any, states: Any, dims: Any, context: EncodeContext, layout: Layout
+) -> Any:
     """The parameters, with what codecs remember beside those that have one.
 
     Args:
@@ -69,8 +71,8 @@ def from_floats(when: jax.Array) -> EncodeContext:
     return EncodeContext(step, jax.random.wrap_key_data(words[2:]), part)
 
 
-def split(gradients: Any, dims: Any) -> tuple[Any, Any]:
-    """The inverse of `carry`: gradients, and the next states."""
+def detach_residuals(gradients: Any, dims: Any) -> tuple[Any, Any]:
+    """The inverse of `attach_residuals`: gradients, and the next states."""
 
     def state(gradient: Any, letters: str) -> Any:
         if not isinstance(gradient, WithResidual):

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.tokens.hops import PIECES, _exchange
+from moejax.comm.tokens.swap import PIECES, swap
 from moejax.layout.route import Hop
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("expert",))
@@ -17,7 +17,7 @@ def test_the_filled_rows_of_large_buckets_arrive_and_no_others_need_to():
     rows = 3 * (PIECES - 28)  # in whole steps of three, as `usual_sizes` makes them
     hop = Hop("all_to_all", ("expert",))
     body = jax.shard_map(
-        lambda x_PIJ, filled: _exchange(x_PIJ, hop, filled),
+        lambda x_PIJ, filled: swap(x_PIJ, hop, filled),
         mesh=MESH,
         in_specs=(P("expert"), P()),
         out_specs=P("expert"),

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.compressed import ReduceState
-from moejax.comm.weights.residuals import carry, from_floats, to_floats
+from moejax.comm.weights.residuals import attach_residuals, from_floats, to_floats
 from moejax.config.schema import MeshConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
@@ -33,7 +33,7 @@ def carried_keys(step, part, key):
     def body(step, part):
         params = {"query": jnp.zeros((LAYERS, 2, 2, 2)), "table": jnp.zeros((2, 2))}
         states = dict.fromkeys(params, ReduceState(None, None))
-        carried = carry(
+        carried = attach_residuals(
             params, states, DIMS, EncodeContext(step, jax.random.key(key), part), LAYOUT
         )
         moments = [jax.vmap(from_floats)(carried["query"].when)]
