@@ -21,7 +21,7 @@ install: $(VENV)/.installed ## make .venv with moejax and its tools (PYTHON=... 
 train: $(VENV)/.installed ## train a small model (CONFIG=..., ARGS=--config.train.num_steps=50)
 	$(VENV)/bin/python -m moejax.train --config $(CONFIG) $(ARGS)
 
-test: $(VENV)/.installed ## run all tests on eight simulated CPU devices (ARGS=tests/moe)
+test: $(VENV)/.installed ## run the tests on eight simulated CPU devices, of each grid a part (ARGS=tests/moe)
 	$(VENV)/bin/python -m pytest $(SPREAD) $(ARGS)
 
 test-all: $(VENV)/.installed ## the same, with all cases of every grid; takes longer

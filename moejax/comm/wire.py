@@ -1,4 +1,4 @@
-"""The collectives: the only calls of `jax.lax` communication in the package.
+"""The collectives: the calls of `jax.lax` communication that a step is written with.
 
 Per device, inside the one `jax.shard_map` of the train step, which runs with `check_vma=False`.
 There the program on all devices is one function whose loss is the SUM of the devices' losses, and

@@ -130,7 +130,7 @@ def _suggest(name: str) -> str:
 
     best = max([*fields(), *sections()], key=likeness)
     if likeness(best) < 1.2:
-        return "`python -m moejax.train --help` lists all fields."
+        return "`python -m moejax.train --settings` lists all fields."
     return f"Did you mean `{best}`?"
 
 
