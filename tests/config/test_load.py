@@ -276,7 +276,7 @@ def test_yaml_words_that_older_yaml_reads_as_booleans_and_dates_stay_text(config
         ("model.n_expert=4", ["unknown field `model.n_expert`", "Did you mean `moe.num_experts`?"]),
         ("--config.num_steps=5", ["unknown field `num_steps`", "`train.num_steps`"]),
         ("mesh.experts=2", ["unknown field `mesh.experts`", "`mesh.expert`"]),
-        ("x.y.z=2", ["unknown field `x.y.z`", "--help"]),
+        ("x.y.z=2", ["unknown field `x.y.z`", "--settings"]),
         ("modl=2", ["unknown field `modl`", "`model`"]),
         ("=2", ["unknown field ``"]),
         ("a\nb=2", ["unknown field `a\\nb`"]),
