@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-Found = dict[str, dict[str, Any]]  # of each variant: seconds, sent, counted, ...
+SearchResult = dict[str, dict[str, Any]]  # of each variant: seconds, sent, counted, ...
 COLUMNS = (
     "variant",
     "speed",
@@ -76,7 +76,7 @@ def _title(case: dict[str, Any]) -> str:
     return f"{case['name']}: {case['hosts']} hosts x {case['devices']} devices, {rate}"
 
 
-def _speed(found: Found, base: str, name: str) -> float:
+def _speed(found: SearchResult, base: str, name: str) -> float:
     """How many times as fast as `base`: the median over rounds, each with its own pair."""
     pairs = zip(found[base]["seconds"], found[name]["seconds"], strict=True)
     return median(b / s for b, s in pairs)
@@ -102,24 +102,24 @@ def _short(result: dict[str, Any]) -> Iterator[str]:
         yield f"{_title(case)}. {line}"
 
 
-def _all_to_all(case: dict[str, Any], found: Found) -> Iterator[str]:
+def _all_to_all(case: dict[str, Any], found: SearchResult) -> Iterator[str]:
     speed = _speed(found, "all-to-all duplicate", "all-to-all split")
     yield f"Split over duplicate: {speed:.2f} x ({speed / case['config']['mesh.tensor']:.2f} T)."
 
 
-def _tensor(case: dict[str, Any], found: Found) -> Iterator[str]:
+def _tensor(case: dict[str, Any], found: SearchResult) -> Iterator[str]:
     forward = _speed(found, "forward duplicate", "forward split")
     yield f"Split over duplicate, the layer forward: {forward:.2f} x."
     routes = [name for name, (kind, _) in case["variants"].items() if kind == "both"]
     yield _best(found, routes, "layer, both directions")
 
 
-def _best(found: Found, routes: list[str], what: str) -> str:
+def _best(found: SearchResult, routes: list[str], what: str) -> str:
     best = max(routes, key=lambda name: _speed(found, "duplicate", name))
     return f"Best of the {what}: {best}, {_speed(found, 'duplicate', best):.2f} x over duplicate."
 
 
-def _merging(case: dict[str, Any], found: Found) -> Iterator[str]:
+def _merging(case: dict[str, Any], found: SearchResult) -> Iterator[str]:
     for way, kind in (("forward", "forward "), ("both directions", "")):
         for copies, route in (("node", "two_level_merge"), ("device", "merge")):
             base, name = f"{kind}split", f"{kind}{route}"
@@ -131,7 +131,7 @@ def _merging(case: dict[str, Any], found: Found) -> Iterator[str]:
             )
 
 
-def _payload(case: dict[str, Any], found: Found) -> Iterator[str]:
+def _payload(case: dict[str, Any], found: SearchResult) -> Iterator[str]:
     facts = found["two_level_merge"]
     least, sent = facts["least"], median(facts["sent"])
     yield (
@@ -141,7 +141,7 @@ def _payload(case: dict[str, Any], found: Found) -> Iterator[str]:
     )
 
 
-def _dropless(case: dict[str, Any], found: Found) -> Iterator[str]:
+def _dropless(case: dict[str, Any], found: SearchResult) -> Iterator[str]:
     dropless, capacity = found["dropless"], found["capacity 1.25"]
     yield (
         f"Dropless takes {1 / _speed(found, 'capacity 1.25', 'dropless'):.2f} x the time and "
@@ -150,7 +150,7 @@ def _dropless(case: dict[str, Any], found: Found) -> Iterator[str]:
     )
 
 
-def _pipeline(case: dict[str, Any], found: Found) -> Iterator[str]:
+def _pipeline(case: dict[str, Any], found: SearchResult) -> Iterator[str]:
     if not case["rate"]:
         return
     for way, kind in (("forward", "forward "), ("both directions", "")):
@@ -163,7 +163,7 @@ def _pipeline(case: dict[str, Any], found: Found) -> Iterator[str]:
             yield f"Time over wire time, {way}, experts {experts}, by chunks: {listed}."
 
 
-def _train_step(case: dict[str, Any], found: Found) -> Iterator[str]:
+def _train_step(case: dict[str, Any], found: SearchResult) -> Iterator[str]:
     base = found["duplicate"]
     share = base["exchanged"] * 8e-6 / case["rate"] / median(base["seconds"])
     best = _best(found, [name for name in found if name != "duplicate"], "whole step")

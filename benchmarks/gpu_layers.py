@@ -23,7 +23,7 @@ from moejax.layout.mesh import build_mesh
 from moejax.model.count import count
 from moejax.moe.layer import MoE, RouterBias
 from moejax.step.state import Batch
-from moejax.step.trainer import Trainer, build_trainer
+from moejax.step.train_step import TrainStep, build_step
 
 LAYER, STEP = "MoE layer, forward + backward", "train step"
 CONFIG = Path(__file__).with_name("gpu_config.yaml")
@@ -37,10 +37,10 @@ def small_config() -> Config:
     return load_config(CONFIG, words)
 
 
-def one_device_trainer(cfg: Config, devices: Any) -> Trainer:
+def one_device_step(cfg: Config, devices: Any) -> TrainStep:
     """The trainer of a run on one device."""
     mesh = build_mesh(build_layout(cfg.mesh), devices[:1])
-    return build_trainer(cfg, mesh, devices[0].platform)
+    return build_step(cfg, mesh, devices[0].platform)
 
 
 def layer_config(shape: Shape) -> Config:
@@ -53,15 +53,15 @@ def layer_config(shape: Shape) -> Config:
     return dataclasses.replace(cfg, model=model, moe=moe)
 
 
-def layer_both_ways(trainer: Trainer) -> tuple[Any, Any, Any]:
+def layer_both_ways(train_step: TrainStep) -> tuple[Any, Any, Any]:
     """A layer as the trainer runs it.
 
     Returns:
       The jitted (params, bias, x_BTD, dy_BTD) -> (y_BTD, gradients), and shapes of params and bias.
       Experts' weights are in bfloat16, the router's in float32.
     """
-    cfg = trainer.cfg
-    layer = nnx.eval_shape(lambda: MoE(cfg.model, cfg.moe, trainer.program, nnx.Rngs(params=0)))
+    cfg = train_step.cfg
+    layer = nnx.eval_shape(lambda: MoE(cfg.model, cfg.moe, train_step.spec, nnx.Rngs(params=0)))
     graph, params, bias = nnx.split(layer, nnx.Param, RouterBias)
     params, bias = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
     compute = {name: jnp.float32 if name == "w_router" else jnp.bfloat16 for name in params}
@@ -75,15 +75,15 @@ def layer_both_ways(trainer: Trainer) -> tuple[Any, Any, Any]:
         y, pull = jax.vjp(forward, params, x)
         return y, pull(dy)
 
-    mapped = gloo.shard_map(run, trainer.mesh, (P(), P(), P(), P()), (P(), (P(), P())))
+    mapped = gloo.shard_map(run, train_step.mesh, (P(), P(), P(), P()), (P(), (P(), P())))
     return jax.jit(mapped), params, bias
 
 
 def time_layer(report: Reporter, shape: Shape, tokens: int) -> None:
     """Times the layer on `tokens` tokens of one device."""
-    trainer = one_device_trainer(layer_config(shape), jax.devices())
-    run, params, bias = layer_both_ways(trainer)
-    deviation = trainer.cfg.model.init_deviation
+    train_step = one_device_step(layer_config(shape), jax.devices())
+    run, params, bias = layer_both_ways(train_step)
+    deviation = train_step.cfg.model.init_deviation
     params = {
         name: report.draw(i, *x.shape, dtype=x.dtype) * jnp.asarray(deviation, x.dtype)
         for i, (name, x) in enumerate(params.items())
@@ -92,7 +92,7 @@ def time_layer(report: Reporter, shape: Shape, tokens: int) -> None:
     x, dy = (report.draw(seed, 1, tokens, shape.D) for seed in (10, 11))
     flops = 18.0 * tokens * shape.K * shape.D * shape.F
     form = partial(jax_form, run, params, bias, x, dy)
-    report.compare(LAYER, {trainer.program.experts: form}, flops=flops)
+    report.compare(LAYER, {train_step.spec.experts: form}, flops=flops)
 
 
 def layer_cases(*, small: bool) -> list[Case]:
@@ -108,40 +108,40 @@ def layer_cases(*, small: bool) -> list[Case]:
 def time_steps(report: Reporter) -> None:
     """Times steps of the trainer on tokens drawn at random, and looks at their losses."""
     cfg = small_config() if report.small else load_config(CONFIG)
-    trainer = one_device_trainer(cfg, jax.devices())
+    train_step = one_device_step(cfg, jax.devices())
     B, T = cfg.train.batch_sequences, cfg.data.sequence_length
     rng = np.random.default_rng(0)
     token_BT = rng.integers(0, cfg.model.vocab_size, (B, T), dtype=np.int32)
     target_BT = np.roll(token_BT, -1, axis=1)
     batch = Batch(token_BT, target_BT, np.zeros((B, T), np.int32))
-    batch = jax.device_put(batch, trainer.batch_sharding)
+    batch = jax.device_put(batch, train_step.batch_sharding)
 
     def run() -> dict[str, Any]:
-        return _timed_steps(trainer, batch, count=2 if report.small else 12)
+        return _timed_steps(train_step, batch, count=2 if report.small else 12)
 
-    found = report.attempt(STEP, trainer.program.experts, run)
+    found = report.attempt(STEP, train_step.spec.experts, run)
     if found is None:
         return
-    counts = count(cfg, trainer.parameter_sizes())
+    counts = count(cfg, train_step.parameter_sizes())
     report.row(
         STEP,
-        trainer.program.experts,
+        train_step.spec.experts,
         **found,
         flops=float(counts.flops_per_token * B * T),
         tokens=B * T,
         parameters=counts.total,
         active=counts.active,
-        attention=trainer.program.attention,
+        attention=train_step.spec.attention,
     )
 
 
-def _timed_steps(trainer: Trainer, batch: Batch, count: int) -> dict[str, Any]:
+def _timed_steps(train_step: TrainStep, batch: Batch, count: int) -> dict[str, Any]:
     """Seconds of each of `count` steps, of compilation, and what the losses were."""
     began = time.perf_counter()
-    step = trainer.step.lower(trainer.abstract, trainer.abstract_batch()).compile()
+    step = train_step.step.lower(train_step.abstract, train_step.abstract_batch()).compile()
     compiled = time.perf_counter() - began
     memory = step.memory_analysis()
-    state, seconds, losses = trainer.init(), [], []
+    state, seconds, losses = train_step.init(), [], []
     for _ in range(2):
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))

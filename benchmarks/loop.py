@@ -33,7 +33,7 @@ from moejax.config.schema import (
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.step.state import TrainState
-from moejax.step.trainer import build_trainer
+from moejax.step.train_step import build_step
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import open_inputs
 from moejax.train.loop import steps
@@ -74,7 +74,7 @@ def advance(run: Run, state: TrainState, count: int, save_every: int | None = No
 def bare(run: Run, state: TrainState, batch: object, count: int) -> TrainState:
     """Calls the compiled step `count` times."""
     for _ in range(count):
-        state, metrics = run.trainer.step(state, batch)
+        state, metrics = run.train_step.step(state, batch)
         jax.block_until_ready(metrics.loss)
     return state
 
@@ -82,15 +82,15 @@ def bare(run: Run, state: TrainState, batch: object, count: int) -> TrainState:
 def measure(rounds: int, count: int, saves: int) -> dict:
     """Returns seconds a step of both sides by round, and the stall of each save."""
     devices = jax.devices()[:1]
-    trainer = build_trainer(CFG, build_mesh(build_layout(CFG.mesh), devices), "cpu")
+    train_step = build_step(CFG, build_mesh(build_layout(CFG.mesh), devices), "cpu")
     with tempfile.TemporaryDirectory() as directory:
         inputs = open_inputs(CFG)
         records = Records(Path(directory))
         checkpoints = Checkpoints(Path(directory) / "checkpoints", keep=1)
         clock = Clock()
-        run = Run(CFG, trainer, inputs, checkpoints, records, clock, clock.console)
-        state = trainer.init()
-        with inputs.batches(trainer, 0, 1) as found:
+        run = Run(CFG, train_step, inputs, checkpoints, records, clock, clock.console)
+        state = train_step.init()
+        with inputs.batches(train_step, 0, 1) as found:
             batch = next(iter(found))
         state = bare(run, state, batch, 3)
         sides: dict[str, list[float]] = {"bare": [], "loop": []}

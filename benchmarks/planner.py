@@ -41,12 +41,12 @@ from moejax.config.fields import change, fields
 from moejax.config.schema import Config, PlanConfig
 from moejax.plan.cluster.file import from_json
 from moejax.plan.cluster.topology import Topology
-from moejax.plan.price.candidate import Priced, price, read_step
-from moejax.plan.price.routing import Routing, read_routing
+from moejax.plan.price.candidate import PricedPlan, price, trace_config
+from moejax.plan.price.routing import ExpertLoad, read_routing
 from moejax.plan.price.terms import terms
 from moejax.plan.report.tables import plan_words
-from moejax.plan.search.estimate import Sketch
-from moejax.plan.search.search import Found, search
+from moejax.plan.search.estimate import Estimate
+from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, meshes, plan_of
 
 ROOT = Path(__file__).parents[1]
@@ -136,20 +136,20 @@ def probe(setup: Setup, path: Path) -> tuple[dict[str, Any], float]:
     return json.loads(path.read_text()), time.perf_counter() - began
 
 
-def plan(setup: Setup, topology: Topology, seconds: float | None) -> Found:
+def plan(setup: Setup, topology: Topology, seconds: float | None) -> SearchResult:
     """All that the planner finds in some time."""
     limits, routing = ask(setup, topology)
     return search(config_of(setup), topology, limits, routing, seconds=seconds, say=print)
 
 
-def ask(setup: Setup, topology: Topology) -> tuple[Limits, Routing]:
+def ask(setup: Setup, topology: Topology) -> tuple[Limits, ExpertLoad]:
     """What may be chosen, and how tokens fall."""
     cfg = config_of(setup)
     limits = Limits(topology.devices, topology.nodes, "cpu", CODECS, pinned(cfg))
     return limits, read_routing("balanced", cfg.moe.num_experts)
 
 
-def chosen(setup: Setup, topology: Topology, found: Found) -> list[Priced]:
+def chosen(setup: Setup, topology: Topology, found: SearchResult) -> list[PricedPlan]:
     """What is measured: the best by price, others that the search looked at, and some it did not.
 
     Of plans that cost the same by price, one: most are one program under two names.
@@ -166,7 +166,7 @@ def chosen(setup: Setup, topology: Topology, found: Found) -> list[Priced]:
     return plans
 
 
-def plain(found: Found) -> Priced | None:
+def plain(found: SearchResult) -> PricedPlan | None:
     """The best by price of those without codecs."""
     return next((one for one in found.ranked if not _codecs(one.cfg)), None)
 
@@ -175,14 +175,16 @@ def _codecs(cfg: Config) -> bool:
     return build_compression(cfg.compression) != NO_COMPRESSION
 
 
-def unseen(setup: Setup, topology: Topology, found: Found, count: int) -> list[Priced]:
-    """Meshes that a sketch was enough to leave aside, from the best of them to the worst."""
+def unseen(setup: Setup, topology: Topology, found: SearchResult, count: int) -> list[PricedPlan]:
+    """Meshes that a estimate was enough to leave aside, from the best of them to the worst."""
     cfg = config_of(setup)
     limits, routing = ask(setup, topology)
-    sketches = sorted((Sketch(one, topology) for one in meshes(cfg, limits)), key=Sketch.seconds)
+    estimates = sorted(
+        (Estimate(one, topology) for one in meshes(cfg, limits)), key=Estimate.seconds
+    )
     seen = {one.cfg.mesh for one in found.ranked}
-    left = [sketch.cfg for sketch in sketches if sketch.cfg.mesh not in seen]
-    return [price(read_step(one, "cpu"), topology, routing) for one in spread(left, count)]
+    left = [estimate.cfg for estimate in estimates if estimate.cfg.mesh not in seen]
+    return [price(trace_config(one, "cpu"), topology, routing) for one in spread(left, count)]
 
 
 def spread(items: list[Any], count: int) -> list[Any]:
@@ -192,7 +194,9 @@ def spread(items: list[Any], count: int) -> list[Any]:
     return [items[round(n * (len(items) - 1) / (count - 1))] for n in range(count)]
 
 
-def measure(setup: Setup, plans: list[Priced], rounds: int, folder: Path) -> list[dict[str, Any]]:
+def measure(
+    setup: Setup, plans: list[PricedPlan], rounds: int, folder: Path
+) -> list[dict[str, Any]]:
     """Runs the plans in turns; returns what each was predicted and measured to take."""
     variants: Variants = {}
     for number, one in enumerate(plans):
@@ -232,7 +236,7 @@ def reprice(record: dict[str, Any], seconds: float | None) -> None:
             raise SystemExit(f"{name}: now {plan_words(best)}; measure it again")
         routing = ask(setup, topology)[1]
         for row in rows:
-            priced = price(read_step(config_of_row(setup, row), "cpu"), topology, routing)
+            priced = price(trace_config(config_of_row(setup, row), "cpu"), topology, routing)
             row |= {"predicted": priced.seconds, "terms": terms(priced)}
         one["search_seconds"] = found.seconds
 

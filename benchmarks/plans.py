@@ -24,11 +24,11 @@ from moejax.errors import InputError
 from moejax.moe.sizes import HEADROOM
 from moejax.plan.cluster.file import known_clusters, load_topology
 from moejax.plan.cluster.topology import Link, Topology, same_links
-from moejax.plan.price.candidate import Priced, price, read_step
+from moejax.plan.price.candidate import PricedPlan, price, trace_config
 from moejax.plan.price.routing import read_routing
 from moejax.plan.price.terms import tokens_per_second
 from moejax.plan.report.tables import plan_words, sentence
-from moejax.plan.search.search import Found, search
+from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, resolve
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +128,9 @@ def lina_cluster(nodes: int) -> Topology:
     sent = 3 / 4 * HEADROOM * LINA_SEQUENCES * 512 * 2 * 512 * 4
     inside = same_links(Link(0.0, sent / (LINA_EXCHANGES / (4 * 12))))
     tiers = (replace(topology.tiers[0], links=inside), *topology.tiers[1:])
-    return replace(topology, tiers=tiers, device=replace(topology.device, program=lina_program()))
+    return replace(
+        topology, tiers=tiers, device=replace(topology.device, program_overhead=lina_program())
+    )
 
 
 @cache
@@ -137,7 +139,7 @@ def lina_program() -> float:
     topology = load_topology("lina_a100:1")
     default = plan(lina_model(4), topology).baseline
     assert default is not None
-    return (LINA_STEP - LINA_EXCHANGES) / sum(default.main.tally.computed.values())
+    return (LINA_STEP - LINA_EXCHANGES) / sum(default.main.totals.computed.values())
 
 
 def lina_model(experts: int) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def plan(
     topology: Topology,
     skew: str = "balanced",
     seconds: float | None = PATIENCE,
-) -> Found:
+) -> SearchResult:
     """The planner's answer; settings that it may choose are pinned."""
     cfg = change(Config(plan=PlanConfig(mode="auto")), settings)
     device, pins = topology.device.platform, frozenset(set(settings) & set(CHOSEN))
@@ -220,7 +222,7 @@ def plan(
     return search(cfg, topology, limits, routing, seconds=seconds, say=lambda _: None)
 
 
-def with_codecs(one: Priced, preset: str, topology: Topology) -> Priced | None:
+def with_codecs(one: PricedPlan, preset: str, topology: Topology) -> PricedPlan | None:
     """The same plan with a preset's codecs."""
     cfg = resolve(
         change(one.cfg, {"compression.preset": preset}),
@@ -228,7 +230,7 @@ def with_codecs(one: Priced, preset: str, topology: Topology) -> Priced | None:
     )
     if cfg is None:
         return None
-    step = read_step(cfg, topology.device.platform)
+    step = trace_config(cfg, topology.device.platform)
     return price(step, topology, read_routing("balanced", cfg.moe.num_experts))
 
 
@@ -319,7 +321,7 @@ def for_every_routing(cluster: str) -> list[dict[str, Any]]:
         best = found.ranked[0]
         even = even or best
         routing = read_routing(skew, OLMOE["moe.num_experts"])
-        there = price(even.read, topology, routing)
+        there = price(even.traced, topology, routing)
         rows.append(
             {
                 "cluster": cluster,

@@ -27,7 +27,7 @@ from moejax.config.schema import (
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.step.state import Batch
-from moejax.step.trainer import Trainer, build_trainer
+from moejax.step.train_step import TrainStep, build_step
 
 SMALL_MODEL = ModelConfig(
     vocab_size=64,
@@ -98,11 +98,11 @@ def on_nodes(
     return dataclasses.replace(cfg, mesh=across, compression=policy, **changes)
 
 
-def trainer_for(cfg: Config) -> Trainer:
+def step_for(cfg: Config) -> TrainStep:
     """The trainer on the first devices that the mesh asks for."""
     layout = build_layout(cfg.mesh)
     devices = jax.devices()[: math.prod(size for _, size in layout.sizes)]
-    return build_trainer(cfg, build_mesh(layout, devices), "cpu")
+    return build_step(cfg, build_mesh(layout, devices), "cpu")
 
 
 def random_batch(cfg: Config, seed: int = 0) -> Batch:
@@ -116,12 +116,12 @@ def random_batch(cfg: Config, seed: int = 0) -> Batch:
     return Batch(token_BT, target_BT, segment_BT)
 
 
-def place(trainer: Trainer, batch: Batch) -> Batch:
+def place(train_step: TrainStep, batch: Batch) -> Batch:
     """Puts a global batch onto the trainer's mesh."""
-    return Batch(*jax.device_put(tuple(batch), trainer.batch_sharding))
+    return Batch(*jax.device_put(tuple(batch), train_step.batch_sharding))
 
 
-def skew(balance, bias: dict[int, float]):
+def skew(router_bias, bias: dict[int, float]):
     """The selection biases with some experts' entries set: routes tokens away or towards them."""
 
     def set_entries(bias_LE):
@@ -129,7 +129,7 @@ def skew(balance, bias: dict[int, float]):
             bias_LE = bias_LE.at[:, expert].set(value)
         return bias_LE
 
-    return jax.tree.map(set_entries, balance)
+    return jax.tree.map(set_entries, router_bias)
 
 
 def one_device_state(cfg: Config):
@@ -144,12 +144,12 @@ def one_device_state(cfg: Config):
 
 @functools.cache
 def _first_state(cfg: Config):
-    return jax.tree.map(np.asarray, trainer_for(cfg).init())
+    return jax.tree.map(np.asarray, step_for(cfg).init())
 
 
-def spread(state, trainer: Trainer):
+def spread(state, train_step: TrainStep):
     """Puts a state onto the trainer's mesh."""
-    return jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, trainer.abstract)
+    return jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), state, train_step.abstract)
 
 
 def assert_close(got, wanted, *, terms: int) -> None:

@@ -1,6 +1,6 @@
 """The whole model on one device in plain jax.numpy: no sort, no network, no code of moejax.model.
 
-Takes global parameters as `Trainer.init` makes them and returns the loss as the step defines it:
+Takes global parameters as `TrainStep.init` makes them and returns the loss as the step defines it:
 mean nats per target plus the weighted router losses.
 """
 
@@ -11,12 +11,12 @@ from moejax.config.schema import Config
 from moejax.moe.reference import mark_best, moe_reference
 
 
-def oracle_loss(params, balance, batch, cfg: Config):
+def oracle_loss(params, router_bias, batch, cfg: Config):
     """Returns the loss and the assignments to each expert of each expert layer."""
     model = cfg.model
     x = params["embedding"]["table"][batch.token_BT]
     losses, loads = 0.0, []
-    for group, biases in zip(*_groups(params, balance), strict=True):
+    for group, biases in zip(*_groups(params, router_bias), strict=True):
         for layer in range(_length(group)):
             at = jax.tree.map(lambda w, layer=layer: w[layer], (group, biases))
             for place in sorted(at[0]["blocks"]):
@@ -35,9 +35,9 @@ def oracle_loss(params, balance, batch, cfg: Config):
     return nll + losses / max(len(loads), 1), (nll, jnp.stack(loads) if loads else None)
 
 
-def _groups(params, balance):
+def _groups(params, router_bias):
     groups = [params["groups"][i] for i in sorted(params["groups"])]
-    known = balance.get("groups", {})
+    known = router_bias.get("groups", {})
     return groups, [known.get(i, {}) for i in sorted(params["groups"])]
 
 

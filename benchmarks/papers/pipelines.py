@@ -32,7 +32,7 @@ class Stage:
     stream: str
     seconds: float
     startup_s: float = 0.0
-    occupies: float = 0.0
+    compute_share: float = 0.0
 
     def chunk_seconds(self, chunks: int) -> float:
         """Seconds of one of so many equal chunks."""
@@ -59,7 +59,9 @@ def pipeline(
         for chunk in range(chunks):
             waits_for = (place + (number - 1) * chunks + chunk,) if number else after
             name = f"{stage.name} {chunk}" if chunks > 1 else stage.name
-            tasks.append(Task(name, stage.stream, seconds, waits_for, occupies=stage.occupies))
+            tasks.append(
+                Task(name, stage.stream, seconds, waits_for, compute_share=stage.compute_share)
+            )
     return tasks
 
 

@@ -38,7 +38,7 @@ from moejax.moe.layer import MoE, RouterBias  # noqa: E402
 from moejax.moe.sizes import needed, usual_sizes  # noqa: E402
 from moejax.plan.trace.reader import Collective, collectives  # noqa: E402
 from moejax.step.state import Batch  # noqa: E402
-from moejax.step.trainer import Trainer, build_trainer  # noqa: E402
+from moejax.step.train_step import TrainStep, build_step  # noqa: E402
 
 # JAX's cache keeps a program by process as well. All hosts are on this machine: they share it.
 cache_key._hash_accelerator_config = lambda hashed, devices: None
@@ -55,32 +55,32 @@ class Variant(NamedTuple):
 def build(case: dict, measure: str, settings: dict) -> Variant:
     """Compiles one variant: all_to_all, forward, both (directions), step, or codecs of a step."""
     cfg = from_dict({**case["config"], **settings})
-    trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), jax.devices()), "cpu")
+    train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), jax.devices()), "cpu")
     if measure == "step":
-        return build_step(trainer)
+        return step_variant(train_step)
     if measure == "codecs":
-        return build_codecs(trainer)
+        return build_codecs(train_step)
     x_BTD = make_tokens(case["tokens"], cfg.model.width)
-    layout = trainer.layout
+    layout = train_step.layout
     owned = P(layout.token_axes, layout.tensor)
-    x = place(x_BTD, trainer.mesh, owned)
+    x = place(x_BTD, train_step.mesh, owned)
     if measure == "all_to_all":
-        return build_all_to_all(trainer, x)
-    params, specs, call = build_layer(trainer)
+        return build_all_to_all(train_step, x)
+    params, specs, call = build_layer(train_step)
 
     def both(params: Any, x_BtD: jax.Array) -> Any:
         y_BtD, pull = jax.vjp(call, params, x_BtD)
         return y_BtD, pull(x_BtD)
 
     body, out_specs = (call, owned) if measure == "forward" else (both, (owned, (specs, owned)))
-    program, facts = compiled(body, (specs, owned), out_specs, (params, x), trainer)
+    program, facts = compiled(body, (specs, owned), out_specs, (params, x), train_step)
     passes = 2 if measure == "forward" else 4
     choice_BTK = np.argsort(-x_BTD[..., : cfg.moe.num_experts])[..., : cfg.moe.experts_per_token]
-    facts["least"] = least_bytes(choice_BTK, trainer) * passes
-    if trainer.program.route.trim:
-        facts["payload"] = trimmed_bytes(trainer, choice_BTK) * passes
+    facts["least"] = least_bytes(choice_BTK, train_step) * passes
+    if train_step.spec.route.trim:
+        facts["payload"] = trimmed_bytes(train_step, choice_BTK) * passes
         facts["counted"] += facts["payload"]
-        if trainer.program.route.merges:  # router weights go outward with rows, gradients home
+        if train_step.spec.route.merges:  # router weights go outward with rows, gradients home
             share = cfg.moe.experts_per_token / cfg.model.width
             facts["metadata"] += facts["payload"] * share / 2
             facts["counted"] += facts["payload"] * share / 2
@@ -98,10 +98,10 @@ def place(values: np.ndarray, mesh: Any, spec: P) -> jax.Array:
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
-def build_layer(trainer: Trainer) -> tuple[Any, Any, Callable]:
+def build_layer(train_step: TrainStep) -> tuple[Any, Any, Callable]:
     """The expert layer's weights, their specs, and the per-device (weights, x) -> y."""
-    cfg, layout = trainer.cfg, trainer.layout
-    model = nnx.eval_shape(lambda: MoE(cfg.model, cfg.moe, trainer.program, nnx.Rngs(0)))
+    cfg, layout = train_step.cfg, train_step.layout
+    model = nnx.eval_shape(lambda: MoE(cfg.model, cfg.moe, train_step.spec, nnx.Rngs(0)))
     graph, state, balance = nnx.split(model, nnx.Param, RouterBias)
     specs, params = {}, {}
     for (name,), param in nnx.to_flat_state(state):
@@ -110,7 +110,7 @@ def build_layer(trainer: Trainer) -> tuple[Any, Any, Callable]:
         values = np.random.default_rng(1).standard_normal(param.shape, dtype=np.float32) / 8
         # The router reads a token's logits from its first channels.
         values = np.eye(*param.shape, dtype=np.float32) if name == "w_router" else values
-        params[name] = place(values, trainer.mesh, specs[name])
+        params[name] = place(values, train_step.mesh, specs[name])
     bias = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nnx.to_pure_dict(balance))
 
     def call(params: Any, x_BtD: jax.Array) -> jax.Array:
@@ -120,30 +120,32 @@ def build_layer(trainer: Trainer) -> tuple[Any, Any, Callable]:
     return params, specs, call
 
 
-def build_all_to_all(trainer: Trainer, x: jax.Array) -> Variant:
+def build_all_to_all(train_step: TrainStep, x: jax.Array) -> Variant:
     """The first exchange of the route alone, with buckets of the layer's size."""
-    cfg, layout, route = trainer.cfg, trainer.layout, trainer.program.route
+    cfg, layout, route = train_step.cfg, train_step.layout, train_step.spec.route
     tokens = x.size // cfg.model.width // layout.size(layout.mesh_axes)
     tokens *= layout.size(layout.tensor) if route.replicated else 1
     (hop, *_), (rows, *_) = route.exchanges, usual_sizes(route, layout, cfg.moe, tokens=tokens).rows
     shape = (layout.size(layout.mesh_axes), hop.peers(layout) * rows, cfg.model.width)
-    buckets = place(np.ones(shape, np.float32), trainer.mesh, P(layout.mesh_axes))
+    buckets = place(np.ones(shape, np.float32), train_step.mesh, P(layout.mesh_axes))
     spec = P(layout.mesh_axes)
-    program, facts = compiled(lambda x: send(x, hop, layout), (spec,), spec, (buckets,), trainer)
+    program, facts = compiled(lambda x: send(x, hop, layout), (spec,), spec, (buckets,), train_step)
     return Variant(lambda: program(buckets), facts)
 
 
-def build_step(trainer: Trainer) -> Variant:
+def step_variant(train_step: TrainStep) -> Variant:
     """The whole train step, on random tokens."""
-    shape = trainer.abstract_batch().token_BT.shape
-    token_BT = np.random.default_rng(0).integers(0, trainer.cfg.model.vocab_size, shape, np.int32)
+    shape = train_step.abstract_batch().token_BT.shape
+    token_BT = np.random.default_rng(0).integers(
+        0, train_step.cfg.model.vocab_size, shape, np.int32
+    )
     arrays = (token_BT, np.roll(token_BT, -1, axis=1), np.zeros_like(token_BT))
-    batch = Batch(*(place(x, trainer.mesh, trainer.layout.token_spec()) for x in arrays))
-    state = trainer.init()
-    unordered = build_trainer(trainer.cfg, trainer.mesh.abstract_mesh, "cpu")
+    batch = Batch(*(place(x, train_step.mesh, train_step.layout.token_spec()) for x in arrays))
+    state = train_step.init()
+    unordered = build_step(train_step.cfg, train_step.mesh.abstract_mesh, "cpu")
     traced = unordered.step.trace(unordered.abstract, unordered.abstract_batch())
-    program = compiled_once(trainer.step.lower(state, batch))
-    facts = count(traced, program, trainer)
+    program = compiled_once(train_step.step.lower(state, batch))
+    facts = count(traced, program, train_step)
     facts["tokens"] = float(np.prod(shape))
     kept = [state]
 
@@ -154,19 +156,19 @@ def build_step(trainer: Trainer) -> Variant:
     return Variant(run, facts)
 
 
-def build_codecs(trainer: Trainer) -> Variant:
+def build_codecs(train_step: TrainStep) -> Variant:
     """What the codecs of a step's gradients cost: as the step runs them, with nothing sent."""
-    layout, programs = trainer.layout, []
+    layout, programs = train_step.layout, []
     everywhere, devices = P(layout.mesh_axes), layout.size(layout.mesh_axes)
-    params = jax.tree.leaves(trainer.abstract.params)
-    for dims, param in zip(jax.tree.leaves(trainer.dims), params, strict=True):
-        spec = getattr(trainer.program.codecs, class_of(dims))
+    params = jax.tree.leaves(train_step.abstract.params)
+    for dims, param in zip(jax.tree.leaves(train_step.dims), params, strict=True):
+        spec = getattr(train_step.spec.codecs, class_of(dims))
         if spec is None or not path_of(dims, layout).slow or not compressible(dims):
             continue
         shards, copies, n = parts_shape(param.size, dims, layout)
         body = partial(run_codec, codec=build_codec(spec), copies=copies)
-        mapped = gloo.shard_map(body, trainer.mesh, everywhere, everywhere)
-        x = place(np.ones((devices * shards * copies, n), np.float32), trainer.mesh, everywhere)
+        mapped = gloo.shard_map(body, train_step.mesh, everywhere, everywhere)
+        x = place(np.ones((devices * shards * copies, n), np.float32), train_step.mesh, everywhere)
         programs.append((jax.jit(mapped).lower(x).compile(), x))
     return Variant(lambda: [program(x) for program, x in programs], {"counted": 0, "temporary": 0})
 
@@ -190,22 +192,22 @@ def compiled_once(lowered: Any) -> Any:
 
 
 def compiled(
-    body: Callable, in_specs: tuple, out_specs: Any, arguments: tuple, trainer: Trainer
+    body: Callable, in_specs: tuple, out_specs: Any, arguments: tuple, train_step: TrainStep
 ) -> tuple[Callable, dict]:
     """Compiles per-device code; counts what it sends over a host's link."""
-    mapped = gloo.shard_map(body, trainer.mesh, in_specs, out_specs)
+    mapped = gloo.shard_map(body, train_step.mesh, in_specs, out_specs)
     program = compiled_once(jax.jit(mapped).lower(*arguments))
-    unordered = gloo.shard_map(body, trainer.mesh.abstract_mesh, in_specs, out_specs)
+    unordered = gloo.shard_map(body, train_step.mesh.abstract_mesh, in_specs, out_specs)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    return program, count(jax.jit(unordered).trace(*shapes), program, trainer)
+    return program, count(jax.jit(unordered).trace(*shapes), program, train_step)
 
 
-def count(traced: Any, program: Any, trainer: Trainer) -> dict:
+def count(traced: Any, program: Any, train_step: TrainStep) -> dict:
     """What the traced program, as it is before `comm.gloo`, sends over a host's link."""
     calls = collectives(traced.jaxpr.jaxpr)
-    if trainer.program.route.trim:  # how many of the rows travel is for the routing to say
+    if train_step.spec.route.trim:  # how many of the rows travel is for the routing to say
         calls = [c for c in calls if c.kind != "all_to_all" or c.dtype.startswith("uint")]
-    sent = [(c, link_bytes(c, trainer.layout)) for c in calls]
+    sent = [(c, link_bytes(c, train_step.layout)) for c in calls]
     return {
         "counted": sum(n for _, n in sent),
         "exchanged": sum(n for c, n in sent if c.kind == "all_to_all"),
@@ -235,34 +237,34 @@ def by_device(choice_BTK: np.ndarray, layout: Layout) -> np.ndarray:
     return np.swapaxes(cut, 1, 2).reshape(b * t, -1, K)
 
 
-def least_bytes(choice_BTK: np.ndarray, trainer: Trainer) -> float:
+def least_bytes(choice_BTK: np.ndarray, train_step: TrainStep) -> float:
     """Rows that must leave a host if each token goes once to each other host that needs it."""
-    layout, moe = trainer.layout, trainer.cfg.moe
+    layout, moe = train_step.layout, train_step.cfg.moe
     hosts = layout.size(layout.slow)
     host_HNK = by_device(choice_BTK, layout).reshape(hosts, -1, moe.experts_per_token)
     host_HNK = host_HNK // (moe.num_experts // hosts)
     needs_HNH = (host_HNK[..., None] == np.arange(hosts)).any(axis=2)
     leaving = [needs_HNH[h].sum() - needs_HNH[h, :, h].sum() for h in range(hosts)]
-    return float(max(leaving)) * 4 * trainer.cfg.model.width
+    return float(max(leaving)) * 4 * train_step.cfg.model.width
 
 
-def trimmed_bytes(trainer: Trainer, choice_BTK: np.ndarray) -> float:
+def trimmed_bytes(train_step: TrainStep, choice_BTK: np.ndarray) -> float:
     """What one pass of rows, or of results, of a trimmed route puts on a host's link."""
-    layout, route, moe = trainer.layout, trainer.program.route, trainer.cfg.moe
+    layout, route, moe = train_step.layout, train_step.spec.route, train_step.cfg.moe
     choice_ANK = by_device(choice_BTK, layout)
     spec = P(layout.mesh_axes)
     mapped = gloo.shard_map(
         lambda c_ANK: needed(c_ANK[0], route, layout, num_experts=moe.num_experts),
-        trainer.mesh,
+        train_step.mesh,
         spec,
         P(),
     )
-    need = np.asarray(jax.jit(mapped)(place(choice_ANK.astype(np.int32), trainer.mesh, spec)))
+    need = np.asarray(jax.jit(mapped)(place(choice_ANK.astype(np.int32), train_step.mesh, spec)))
     sizes = usual_sizes(route, layout, moe, tokens=choice_ANK.shape[1])
     total = 0.0
     for hop, rows, filled in zip(route.exchanges, sizes.rows, need, strict=False):
         step = math.ceil(rows / PIECES)
-        sent = math.ceil(filled / step) * step * hop.peers(layout) * 4 * trainer.cfg.model.width
+        sent = math.ceil(filled / step) * step * hop.peers(layout) * 4 * train_step.cfg.model.width
         total += link_bytes(Collective("all_to_all", hop.axes, "float32", sent, 1), layout)
     return total
 

@@ -21,7 +21,7 @@ from moejax.layout.mesh import build_mesh
 from moejax.model.count import count
 from moejax.runtime.start import platform_of, start
 from moejax.step.state import Batch
-from moejax.step.trainer import Trainer, build_trainer
+from moejax.step.train_step import TrainStep, build_step
 
 
 class MoejaxSide:
@@ -33,19 +33,19 @@ class MoejaxSide:
         devices = start(cfg.mesh)
         name = platform_of(devices)
         cfg = resolve_mesh(cfg, len(devices), name)
-        self.trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), name)
-        self.state = self.trainer.init()
-        self.facts = _facts(self.trainer)
+        self.train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), name)
+        self.state = self.train_step.init()
+        self.facts = _facts(self.train_step)
 
     def place(self, token_BT: np.ndarray) -> Batch:
         """One document a sequence, the next token as target, nothing to predict at the end."""
         target_BT = np.pad(token_BT[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
         batch = Batch(token_BT, target_BT, np.zeros_like(token_BT))
-        return Batch(*jax.device_put(tuple(batch), self.trainer.batch_sharding))
+        return Batch(*jax.device_put(tuple(batch), self.train_step.batch_sharding))
 
     def step(self, batch: Batch) -> jax.Array:
         """Takes one step."""
-        self.state, metrics = self.trainer.step(self.state, batch)
+        self.state, metrics = self.train_step.step(self.state, batch)
         jax.block_until_ready((self.state, metrics))
         return metrics.loss
 
@@ -60,8 +60,8 @@ class MoejaxSide:
         raise ValueError(f"experts {name}: set --config.moe.implementation={name} instead.")
 
 
-def _facts(trainer: Trainer) -> dict[str, Any]:
-    cfg, counts = trainer.cfg, count(trainer.cfg, trainer.parameter_sizes())
+def _facts(train_step: TrainStep) -> dict[str, Any]:
+    cfg, counts = train_step.cfg, count(train_step.cfg, train_step.parameter_sizes())
     return {
         "versions": {
             "moejax": moejax.__version__,
@@ -73,8 +73,8 @@ def _facts(trainer: Trainer) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "settings": {
-            "experts": trainer.program.experts,
-            "attention": trainer.program.attention,
+            "experts": train_step.spec.experts,
+            "attention": train_step.spec.attention,
             "scan_layers": cfg.model.scan_layers,
             "remat": cfg.model.remat,
             "capacity_factor": cfg.moe.capacity_factor,

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moejax.aot.compiled import CompiledText, Exchange, Schedule
+from moejax.aot.compiled import CompiledText, Exchange, ScheduleText
 from moejax.aot.exposed import compress_exposed, hidden_shares
 from moejax.aot.target import NODE, TARGETS, Target, describe_devices
 from moejax.config.checks import check, resolve_mesh
@@ -25,7 +25,7 @@ from moejax.errors import InputError, exit_code
 from moejax.layout.layout import Axes, build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.compiler import Options, described_cudnn
-from moejax.step.trainer import Trainer, build_trainer
+from moejax.step.train_step import TrainStep, build_step
 
 EPILOG = """\
 examples:
@@ -69,7 +69,7 @@ class CompiledStep:
     temporary_bytes: int
     peak_bytes: int
     exchanges: list[Exchange]
-    schedules: list[Schedule]
+    schedules: list[ScheduleText]
     other_peaks: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -129,7 +129,7 @@ def _hidden_bytes(exchanges: list[Exchange]) -> float:
     return hidden / max(sum(one.calls * one.bytes for one in exchanges), 1)
 
 
-def describe(cfg: Config, target: Target, nodes: int) -> Config:
+def described_config(cfg: Config, target: Target, nodes: int) -> Config:
     """Returns the config of a run on a described cluster, checked.
 
     Raises:
@@ -141,30 +141,30 @@ def describe(cfg: Config, target: Target, nodes: int) -> Config:
     return resolve_mesh(cfg, nodes * NODE, target.platform)
 
 
-def build_described(cfg: Config, target: Target) -> Trainer:
+def build_described(cfg: Config, target: Target) -> TrainStep:
     """Returns the trainer of a config that `describe` made."""
     assert cfg.mesh.nodes is not None
     devices = describe_devices(target, cfg.mesh.nodes)
-    return build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), target.platform)
+    return build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), target.platform)
 
 
-def compile_step(trainer: Trainer, options: Options | None = None) -> CompiledStep:
+def compile_step(train_step: TrainStep, options: Options | None = None) -> CompiledStep:
     """Compiles the step of `build_described` and reads what came out.
 
     Args:
       options: on top of the trainer's own.
     """
-    lowered = lower_step(trainer)
+    lowered = lower_step(train_step)
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
-    mesh = dict(trainer.layout.sizes)
+    mesh = dict(train_step.layout.sizes)
     text = CompiledText(compiled.as_text(), mesh)
     return CompiledStep(
         mesh=mesh,
-        slow=trainer.layout.between_nodes(trainer.layout.mesh_axes),
-        options=trainer.options | (options or {}),
+        slow=train_step.layout.between_nodes(train_step.layout.mesh_axes),
+        options=train_step.options | (options or {}),
         seconds=seconds,
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
@@ -174,31 +174,31 @@ def compile_step(trainer: Trainer, options: Options | None = None) -> CompiledSt
     )
 
 
-def lower_step(trainer: Trainer) -> Any:
+def lower_step(train_step: TrainStep) -> Any:
     """Traces and lowers the step of `build_described`, ready to be compiled."""
-    return _lowered(trainer, trainer.step)
+    return _lowered(train_step, train_step.step)
 
 
-def update_bytes(trainer: Trainer, step: CompiledStep, options: Options | None = None) -> int:
+def update_bytes(train_step: TrainStep, step: CompiledStep, options: Options | None = None) -> int:
     """What the optimizer's update needs beside state and gradients, of a device.
 
     Compiles the gradients alone: what they take, themselves counted, is what the step would take if
     its update needed nothing.
     """
-    compiled = _lowered(trainer, trainer.gradients).compile(compiler_options=options)
+    compiled = _lowered(train_step, train_step.gradients).compile(compiler_options=options)
     memory = compiled.memory_analysis()
     gradients = memory.temp_size_in_bytes + memory.output_size_in_bytes
     return step.temporary_bytes - gradients
 
 
-def other_peaks(trainer: Trainer, step: CompiledStep, options: Options | None = None) -> dict:
+def other_peaks(train_step: TrainStep, step: CompiledStep, options: Options | None = None) -> dict:
     """Peak bytes of evaluation and of sampling beside the whole state, of a device.
 
     The compiler drops what they do not read of the state; on the device it stays.
     """
     lowered = {
-        "evaluation": _lowered(trainer, trainer.evaluate),
-        "sampling": _lowered(trainer, trainer.next_logits, trainer.abstract_prompt()),
+        "evaluation": _lowered(train_step, train_step.evaluate),
+        "sampling": _lowered(train_step, train_step.next_logits, train_step.abstract_prompt()),
     }
     found = {}
     for name, one in lowered.items():
@@ -208,9 +208,9 @@ def other_peaks(trainer: Trainer, step: CompiledStep, options: Options | None = 
     return found
 
 
-def _lowered(trainer: Trainer, function: Any, given: Any = None) -> Any:
+def _lowered(train_step: TrainStep, function: Any, given: Any = None) -> Any:
     with described_cudnn():
-        return function.lower(trainer.abstract, given or trainer.abstract_batch())
+        return function.lower(train_step.abstract, given or train_step.abstract_batch())
 
 
 def census(exchanges: Iterable[Exchange]) -> dict[tuple[str, str, str, str], list[int]]:
@@ -240,7 +240,7 @@ def to_json(step: CompiledStep) -> dict[str, Any]:
     }
 
 
-def print_report(step: CompiledStep, title: str, target: Target, console: Console) -> None:
+def print_compiled(step: CompiledStep, title: str, target: Target, console: Console) -> None:
     """Shows memory, collectives and schedules."""
     table = Table("", "", title=title, show_header=False, title_justify="left")
     table.columns[1].overflow = "fold"
@@ -285,11 +285,11 @@ def print_comparison(steps: dict[str, CompiledStep], console: Console) -> None:
     console.print(table)
 
 
-def print_exposed(step: CompiledStep, trainer: Trainer, preset: str, console: Console) -> None:
+def print_exposed(step: CompiledStep, train_step: TrainStep, preset: str, console: Console) -> None:
     """Shows how much of each class across nodes is hidden, and the settings for the rest."""
-    for kind, share in hidden_shares(step.exchanges, trainer.layout).items():
+    for kind, share in hidden_shares(step.exchanges, train_step.layout).items():
         console.print(f"{kind} across nodes: {share:.0%} of bytes enclose a product")
-    chosen = compress_exposed(step.exchanges, trainer.layout, preset)
+    chosen = compress_exposed(step.exchanges, train_step.layout, preset)
     words = [f"--config.compression.{name}={codec}" for name, codec in chosen.items()]
     console.print(" ".join(words), highlight=False, soft_wrap=True)
 
@@ -339,31 +339,31 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
     if args.nodes < 1:
         raise InputError(f"--nodes is {args.nodes}. It must be at least 1.")
     target, place = TARGETS[args.target], f"{args.nodes} x {NODE} {args.target}"
-    cfg = describe(load_config(args.config, overrides), target, args.nodes)
-    trainer = build_described(cfg, target)
+    cfg = described_config(load_config(args.config, overrides), target, args.nodes)
+    train_step = build_described(cfg, target)
     wanted: dict[str, Options] = {"the trainer's": {}}
     if args.compare:
         wanted |= CONTROLS[target.platform]
     steps = {}
     for name, options in wanted.items():
         _say(f"tracing and compiling for {place}, options {name}: a minute, or several")
-        steps[name] = compile_step(trainer, options)
+        steps[name] = compile_step(train_step, options)
         _say(f"compiled in {steps[name].seconds:.0f} s")
     own = steps["the trainer's"]
     _say("compiling evaluation and sampling")
-    steps["the trainer's"] = replace(own, other_peaks=other_peaks(trainer, own))
+    steps["the trainer's"] = replace(own, other_peaks=other_peaks(train_step, own))
     console = Console()
     if args.json:
         console.print_json(data={name: to_json(step) for name, step in steps.items()})
         return
-    print_report(steps["the trainer's"], f"{args.config} on {place}", target, console)
+    print_compiled(steps["the trainer's"], f"{args.config} on {place}", target, console)
     if args.compare:
         print_comparison(steps, console)
     if args.update:
-        needed = update_bytes(trainer, steps["the trainer's"])
+        needed = update_bytes(train_step, steps["the trainer's"])
         console.print(f"update: {_gib(needed)} beside state and gradients")
     if args.compress_exposed:
-        print_exposed(steps["the trainer's"], trainer, args.compress_exposed, console)
+        print_exposed(steps["the trainer's"], train_step, args.compress_exposed, console)
 
 
 def _say(words: str) -> None:

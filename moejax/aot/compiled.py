@@ -71,7 +71,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleText:
     """The letters of one computation; `calls` is how often a step runs it."""
 
     name: str
@@ -162,10 +162,10 @@ class CompiledText:
                     ]
         return found
 
-    def schedules(self) -> list[Schedule]:
+    def schedules(self) -> list[ScheduleText]:
         """The schedule of each computation that communicates, in the order of the text."""
         found = [
-            Schedule(name, self.calls[name], "".join(map(self._letter, lines)))
+            ScheduleText(name, self.calls[name], "".join(map(self._letter, lines)))
             for name, lines in self._schedules.items()
         ]
         return [schedule for schedule in found if re.search("[SAsa]", schedule.letters)]

@@ -19,7 +19,7 @@ from moejax.config.fields import change
 from moejax.config.load import load_config, split_overrides
 from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
-from moejax.kernels.select import HOPPER, Choice, Place, select_kernels
+from moejax.kernels.select import HOPPER, Choice, Hardware, select_kernels
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu")
 
@@ -50,14 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code(run, stopped="nothing was changed")
 
 
-def _place(target: str | None) -> Place:
+def _place(target: str | None) -> Hardware:
     if target is not None:
-        return Place(TARGETS[target].platform, HOPPER if target == "h200" else None)
+        return Hardware(TARGETS[target].platform, HOPPER if target == "h200" else None)
     device = jax.devices()[0]
-    return Place(device.platform, getattr(device, "compute_capability", None))
+    return Hardware(device.platform, getattr(device, "compute_capability", None))
 
 
-def show(cfg: Config, place: Place, console: Console) -> None:
+def show(cfg: Config, place: Hardware, console: Console) -> None:
     """Prints versions, the place and the choices.
 
     Raises:

@@ -11,7 +11,7 @@ from moejax.config.compression import PRESETS
 from moejax.layout.layout import Layout
 
 
-def class_of(one: Exchange, layout: Layout) -> str | None:
+def traffic_of(one: Exchange, layout: Layout) -> str | None:
     """The class of compressible traffic that a collective carries, forward or backward.
 
     The compiled program does not name what it sends: both directions of tokens count as one class
@@ -40,7 +40,7 @@ def hidden_shares(exchanges: Iterable[Exchange], layout: Layout) -> dict[str, fl
     total: dict[str, int] = {}
     hidden: dict[str, int] = {}
     for one in exchanges:
-        kind = class_of(one, layout)
+        kind = traffic_of(one, layout)
         if kind is not None:
             total[kind] = total.get(kind, 0) + one.calls * one.bytes
             hidden[kind] = hidden.get(kind, 0) + one.calls * one.bytes * one.hides

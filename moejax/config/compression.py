@@ -56,17 +56,17 @@ class CodecSpec:
     # Implementation of kernels.quantized_rows, for rows of tokens; "separate": rows are permuted,
     # then encoded, and decoded, then summed.
     rows_kernel: str = "separate"
-    # Of an adaptive one: its rungs from mild to strong, which of them is taken, and whether this
+    # Of an adaptive one: its levels from mild to strong, which of them is taken, and whether this
     # step measures what each would keep.
-    rungs: tuple["CodecSpec", ...] = ()
-    rung: int = 0
+    levels: tuple["CodecSpec", ...] = ()
+    level: int = 0
     measures: bool = False
 
     def __str__(self) -> str:
         argument = "" if self.argument is None else f":{self.argument:g}"
-        rungs = ":" + "|".join(map(str, self.rungs)) if self.rungs else ""
+        levels = ":" + "|".join(map(str, self.levels)) if self.levels else ""
         flags = "+feedback" * self.feedback + "+stochastic" * self.stochastic
-        return self.name + argument + rungs + flags
+        return self.name + argument + levels + flags
 
 
 @dataclass(frozen=True)
@@ -107,21 +107,21 @@ class Compression:
     @property
     def adaptive(self) -> bool:
         """Whether some codec chooses its strength."""
-        return any(spec.rungs for kind in GRADIENTS for spec in self.all_of(kind))
+        return any(spec.levels for kind in GRADIENTS for spec in self.all_of(kind))
 
-    def at(self, step: int, rungs: tuple[int, int] = (0, 0)) -> Codecs:
+    def at(self, step: int, levels: tuple[int, int] = (0, 0)) -> Codecs:
         """The codecs of a step.
 
         Args:
           step: counted from zero.
-          rungs: that the adaptive codecs of `GRADIENTS` stand on.
+          levels: that the adaptive codecs of `GRADIENTS` stand on.
         """
         codecs = [codecs for start, codecs in self.stages if start <= step][-1]
         measures = step % self.adapt_every == 0
-        for kind, rung in zip(GRADIENTS, rungs, strict=True):
+        for kind, level in zip(GRADIENTS, levels, strict=True):
             spec = getattr(codecs, kind)
-            if spec is not None and spec.rungs:
-                spec = dataclasses.replace(spec, rung=rung, measures=measures)
+            if spec is not None and spec.levels:
+                spec = dataclasses.replace(spec, level=level, measures=measures)
                 codecs = dataclasses.replace(codecs, **{kind: spec})
         return codecs
 
@@ -131,8 +131,8 @@ class Compression:
         def changed(spec: CodecSpec | None) -> CodecSpec | None:
             if spec is None:
                 return None
-            rungs = tuple(dataclasses.replace(rung, kernel=kernel) for rung in spec.rungs)
-            return dataclasses.replace(spec, kernel=kernel, rows_kernel=rows_kernel, rungs=rungs)
+            levels = tuple(dataclasses.replace(level, kernel=kernel) for level in spec.levels)
+            return dataclasses.replace(spec, kernel=kernel, rows_kernel=rows_kernel, levels=levels)
 
         stages = tuple(
             (start, Codecs(**{kind: changed(spec) for kind, spec in vars(codecs).items()}))
@@ -169,13 +169,13 @@ def build_compression(cfg: CompressionConfig) -> Compression:
     return policy if policy.adaptive else dataclasses.replace(policy, adapt_every=1)
 
 
-def describe(codecs: Codecs) -> str:
-    """The codecs in words; of an adaptive one the rung that it stands on."""
+def describe_codecs(codecs: Codecs) -> str:
+    """The codecs in words; of an adaptive one the level that it stands on."""
     found = []
     for entry in dataclasses.fields(Codecs):
         spec = getattr(codecs, entry.name)
         if spec is not None:
-            shown = f"{spec.rungs[spec.rung]} (adaptive)" if spec.rungs else str(spec)
+            shown = f"{spec.levels[spec.level]} (adaptive)" if spec.levels else str(spec)
             found.append(f"{entry.name} {shown}")
     return ", ".join(found) or "none"
 
@@ -241,17 +241,17 @@ def _read_adaptive(
     kind: str, text: str, argument: str, spec: CodecSpec, cfg: CompressionConfig
 ) -> CodecSpec:
     threshold, _, listed = argument.partition(":")
-    rungs = tuple(_read_codec(kind, one, cfg) for one in listed.split("|")) if listed else ()
+    levels = tuple(_read_codec(kind, one, cfg) for one in listed.split("|")) if listed else ()
     plain = (*BLOCKS, "bfloat16", "topk")
-    held = [rung is not None and rung.name in plain and not rung.feedback for rung in rungs]
-    if not 0 < _number(threshold) < 1 or len(rungs) < 2 or not all(held):
+    held = [level is not None and level.name in plain and not level.feedback for level in levels]
+    if not 0 < _number(threshold) < 1 or len(levels) < 2 or not all(held):
         rule = (
             "adaptive takes the share of energy to keep, and codecs without feedback from mild to "
             "strong: adaptive:0.9:int8|int4|topk:0.1"
         )
         _refuse(kind, text, rule)
-    found = tuple(rung for rung in rungs if rung is not None)
-    return dataclasses.replace(spec, argument=_number(threshold), rungs=found)
+    found = tuple(level for level in levels if level is not None)
+    return dataclasses.replace(spec, argument=_number(threshold), levels=found)
 
 
 def _number(text: str) -> float:

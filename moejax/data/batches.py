@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """Sequences of a batch, int32."""
 
     token_BT: np.ndarray
@@ -80,20 +80,20 @@ class Batches:
                 f"data.repeat=true."
             )
 
-    def rows(self, step: int, start: int, stop: int) -> Rows:
+    def rows(self, step: int, start: int, stop: int) -> BatchRows:
         """Rows start .. stop - 1 of the global batch of a step."""
         first = step * self.batch_sequences
         windows = np.stack([self._order[first + row] for row in range(start, stop)])
         return _rows(windows, self.eos_id, self.isolate)
 
 
-def _rows(window_BT: np.ndarray, eos_id: int, isolate: bool) -> Rows:
+def _rows(window_BT: np.ndarray, eos_id: int, isolate: bool) -> BatchRows:
     """Splits windows of T + 1 tokens; an eos opens the document that follows it."""
     token_BT = window_BT[:, :-1]
     segment_BT = np.cumsum(token_BT == eos_id, axis=1, dtype=np.int32)
     if not isolate:
         segment_BT = np.zeros_like(segment_BT)
-    return Rows(token_BT, window_BT[:, 1:], segment_BT)
+    return BatchRows(token_BT, window_BT[:, 1:], segment_BT)
 
 
 def eval_batches(
@@ -103,7 +103,7 @@ def eval_batches(
     batch_sequences: int,
     limit: int | None,
     isolate_documents: bool = True,
-) -> Iterator[Rows]:
+) -> Iterator[BatchRows]:
     """Batches that cover every target of the stream once, in order; the end is padded.
 
     Args:
@@ -124,7 +124,7 @@ def eval_batches(
         token_BT = np.where(stream[:-1] < 0, source.eos_id, stream[:-1]).reshape(B, T)
         windows = np.concatenate([token_BT, target_BT[:, -1:]], axis=1).astype(np.int32)
         rows = _rows(windows, source.eos_id, isolate_documents)
-        yield Rows(rows.token_BT, target_BT, rows.segment_BT)
+        yield BatchRows(rows.token_BT, target_BT, rows.segment_BT)
 
 
 def prefetch(

@@ -39,7 +39,7 @@ def documents() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         if not text or text in seen or not _is_utf8(text):
             continue
         seen.add(text)
-        (held_out if is_held_out(name.as_posix()) else train).append(text)
+        (held_out if is_held_out_file(name.as_posix()) else train).append(text)
     if not train or not held_out:
         raise InputError(
             f"no standard library text. {root} has {len(train) + len(held_out)} usable .py files. "
@@ -49,7 +49,7 @@ def documents() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     return tuple(train), tuple(held_out)
 
 
-def is_held_out(name: str) -> bool:
+def is_held_out_file(name: str) -> bool:
     """Whether a file is kept from training; depends on its name alone."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0

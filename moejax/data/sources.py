@@ -5,9 +5,9 @@ from typing import NamedTuple
 from moejax.config.schema import DataConfig
 from moejax.data import corpus
 from moejax.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_beside
-from moejax.data.tokens import Part, TokenSource, check_apart, from_documents, open_files
+from moejax.data.tokens import FilePart, TokenSource, check_apart, from_documents, open_files
 
-Content = dict[str, list[Part]]  # "train" and "held_out": what they are made of
+Content = dict[str, list[FilePart]]  # "train" and "held_out": what they are made of
 
 
 class Sources(NamedTuple):
@@ -43,7 +43,7 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
     return Sources(train, held_out, tokenizer)
 
 
-def describe(sources: Sources) -> Content:
+def describe_sources(sources: Sources) -> Content:
     """What the streams are made of, by which a resume sees that they are what they were."""
     held_out = [] if sources.held_out is None else sources.held_out.parts()
     return {"train": sources.train.parts(), "held_out": held_out}

@@ -19,7 +19,7 @@ from moejax.data.tokenizer import digest
 from moejax.errors import InputError
 
 
-class Part(TypedDict):
+class FilePart(TypedDict):
     """A file of a stream, or a text in memory; `digest` tells it from every other content."""
 
     name: str
@@ -55,7 +55,7 @@ class TokenSource(Protocol):
         """Tokens start .. start + length - 1, int32."""
         ...
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[FilePart]:
         """What the stream is made of, in order."""
         ...
 
@@ -78,10 +78,10 @@ class MemorySource:
         """Tokens start .. start + length - 1, int32."""
         return self.tokens[start : start + length].astype(np.int32)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[FilePart]:
         """One, told by the tokens themselves."""
         found = hashlib.sha256(np.ascontiguousarray(self.tokens).astype("<u4")).hexdigest()
-        return [Part(name="built-in text", digest=found, tokens=self.num_tokens)]
+        return [FilePart(name="built-in text", digest=found, tokens=self.num_tokens)]
 
 
 def from_documents(documents: Sequence[bytes]) -> MemorySource:
@@ -222,10 +222,10 @@ class JoinedSource:
             start, place = start + take, place + 1
         return np.concatenate(parts)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[FilePart]:
         """The files, told by their sidecars."""
         return [
-            Part(name=str(s.path), digest=s.sidecar.content_digest(), tokens=s.num_tokens)
+            FilePart(name=str(s.path), digest=s.sidecar.content_digest(), tokens=s.num_tokens)
             for s in self.sources
         ]
 

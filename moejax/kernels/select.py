@@ -23,7 +23,7 @@ SHARED_BYTES = 227 * 1024  # that a thread block can have on Hopper
 
 
 @dataclass(frozen=True)
-class Place:
+class Hardware:
     """What a program is compiled for.
 
     Attributes:
@@ -45,13 +45,13 @@ class Choice:
     declined: tuple[tuple[str, str], ...] = ()  # implementation, reason
 
 
-def place_of(mesh: Mesh | AbstractMesh, platform: str) -> Place:
+def hardware_of(mesh: Mesh | AbstractMesh, platform: str) -> Hardware:
     """What a mesh's devices are; all are alike."""
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
-    return Place(platform, getattr(device, "compute_capability", None))
+    return Hardware(platform, getattr(device, "compute_capability", None))
 
 
-def select_kernels(cfg: Config, place: Place) -> dict[str, Choice]:
+def select_kernels(cfg: Config, place: Hardware) -> dict[str, Choice]:
     """Returns the choice for each operation that a run has.
 
     Raises:
@@ -113,7 +113,9 @@ def _require(found: dict[str, Choice]) -> None:
             )
 
 
-def select_experts(place: Place, requested: str, *, dtype: str, width: int, hidden: int) -> Choice:
+def select_experts(
+    place: Hardware, requested: str, *, dtype: str, width: int, hidden: int
+) -> Choice:
     """Returns the implementation of `expert_mlp`.
 
     Args:
@@ -139,7 +141,7 @@ def select_experts(place: Place, requested: str, *, dtype: str, width: int, hidd
     return Choice("blocked", reason, declined)
 
 
-def select_quantize(place: Place, *, block: int, stochastic: bool = False) -> Choice:
+def select_quantize(place: Hardware, *, block: int, stochastic: bool = False) -> Choice:
     """Returns the implementation of `kernels.quantize`.
 
     Args:
@@ -156,7 +158,7 @@ def select_quantize(place: Place, *, block: int, stochastic: bool = False) -> Ch
 
 
 def select_quantized_rows(
-    place: Place,
+    place: Hardware,
     codecs: Mapping[str, set[str]],
     route: str,
     *,
@@ -187,7 +189,7 @@ def select_quantized_rows(
 
 
 def select_attention(
-    place: Place, *, dtype: str, width: int, length: int, sequences: int, isolated: bool
+    place: Hardware, *, dtype: str, width: int, length: int, sequences: int, isolated: bool
 ) -> Choice:
     """Returns the implementation of `kernels.attention`.
 
@@ -214,7 +216,7 @@ def select_attention(
     return Choice("cudnn", "cuDNN's fused attention, causal by itself: no mask is made")
 
 
-def _cudnn_declines(place: Place, dtype: str, width: int) -> str | None:
+def _cudnn_declines(place: Hardware, dtype: str, width: int) -> str | None:
     """Why cuDNN's fused attention does not run; None if it does."""
     if place.platform != "gpu":
         return f"it is for GPUs, this is {place.platform}"
@@ -235,7 +237,7 @@ def _number(capability: str) -> tuple[float, ...] | None:
     return found and (int(found[1]), int(found[2]))
 
 
-def _mosaic_declines(place: Place) -> str | None:
+def _mosaic_declines(place: Hardware) -> str | None:
     """Why no kernel of ours for Hopper runs; None if they do."""
     if place.platform != "gpu":
         return f"it is for GPUs, this is {place.platform}"
@@ -246,14 +248,14 @@ def _mosaic_declines(place: Place) -> str | None:
     return None
 
 
-def _blocks_decline(place: Place, block: int) -> str | None:
+def _blocks_decline(place: Hardware, block: int) -> str | None:
     why_not = _mosaic_declines(place)
     if why_not is None and block not in (32, 64, 128, 256):
         why_not = f"blocks of {block} fill no tile. It takes 32, 64, 128 or 256"
     return why_not
 
 
-def _rows_decline(place: Place, block: int, width: int, dtype: str, choices: int) -> str | None:
+def _rows_decline(place: Hardware, block: int, width: int, dtype: str, choices: int) -> str | None:
     why_not = _blocks_decline(place, block)
     if why_not is not None:
         return why_not
@@ -271,7 +273,7 @@ def _rows_decline(place: Place, block: int, width: int, dtype: str, choices: int
     return None
 
 
-def _products_decline(place: Place, dtype: str, width: int, hidden: int) -> str | None:
+def _products_decline(place: Hardware, dtype: str, width: int, hidden: int) -> str | None:
     why_not = _mosaic_declines(place)
     if why_not is None and dtype != "bfloat16":
         why_not = f"it multiplies bfloat16, this is {dtype}"

@@ -8,7 +8,7 @@ from moejax.layout.route import Route
 
 
 @dataclass(frozen=True)
-class Program:
+class StepSpec:
     """Static choices of the compiled step. Hashable, so that modules can hold it."""
 
     layout: Layout
@@ -22,6 +22,6 @@ class Program:
     attention: str = "blocked"  # implementation of kernels.attention
     # Whether the steps of the token pipeline are held together for a compiler that orders the
     # program statically (GPU, TPU); the CPU runtime starts whatever is ready.
-    pin: bool = False
+    barriers: bool = False
     # Logits that exist at one time: what fits a CPU's cache, or keeps a GPU's matrix units full.
     logit_elements: int = 2**21

@@ -9,10 +9,10 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
-from moejax.comm.weights.gather import enter
+from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
-from moejax.layout.spec import Program
+from moejax.layout.spec import StepSpec
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import rotate
 
@@ -22,11 +22,11 @@ Angles = tuple[jax.Array, jax.Array]
 class Attention(nnx.Module):
     """Queries, keys and values, optional QK-norm and biases, rotary positions."""
 
-    def __init__(self, cfg: ModelConfig, program: Program, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, spec: StepSpec, rngs: nnx.Rngs):
         D, H, G, C = cfg.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_width
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
-        self.cfg, self.program = cfg, program
+        self.cfg, self.spec = cfg, spec
         self.w_q = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
         self.w_k = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
         self.w_v = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
@@ -39,14 +39,14 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(C, cfg.norm_epsilon, dims="C")
             self.k_norm = RMSNorm(C, cfg.norm_epsilon, dims="C")
         elif cfg.qk_norm == "full":
-            self.q_norm = FullNorm((H, C), cfg.norm_epsilon, "HC", program)
-            self.k_norm = FullNorm((G, C), cfg.norm_epsilon, "GC", program)
+            self.q_norm = FullNorm((H, C), cfg.norm_epsilon, "HC", spec)
+            self.k_norm = FullNorm((G, C), cfg.norm_epsilon, "GC", spec)
 
     def __call__(
         self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
-        x_BTD = enter_tensor(x_BtD, self.program.layout)
+        x_BTD = enter_tensor(x_BtD, self.spec.layout)
         q_BTHC = self._project(x_BTD, self.w_q)
         k_BSGC = self._project(x_BTD, self.w_k)
         v_BSGC = self._project(x_BTD, self.w_v)
@@ -63,15 +63,15 @@ class Attention(nnx.Module):
             v_BSGC,
             segment_BT,
             window=self.cfg.sliding_window,
-            implementation=self.program.attention,
+            implementation=self.spec.attention,
         )
-        w_o_HCD = enter(self.w_o, self.program)
+        w_o_HCD = gather_weight(self.w_o, self.spec)
         B, T, H, C = y_BTHC.shape
         y_BTD = y_BTHC.reshape(B, T, H * C) @ w_o_HCD.reshape(H * C, -1)
-        return leave_tensor(y_BTD, self.program.layout)
+        return leave_tensor(y_BTD, self.spec.layout)
 
     def _project(self, x_BTD: jax.Array, w: nnx.Param) -> jax.Array:
-        w_DHC = enter(w, self.program)
+        w_DHC = gather_weight(w, self.spec)
         D, H, C = w_DHC.shape
         return (x_BTD @ w_DHC.reshape(D, H * C)).reshape(*x_BTD.shape[:2], H, C)
 
@@ -80,21 +80,21 @@ class Attention(nnx.Module):
 
         No bias is gathered, so its dtype is never on the wire.
         """
-        return (x_BTHC + enter(b, self.program, "float32")).astype(x_BTHC.dtype)
+        return (x_BTHC + gather_weight(b, self.spec, "float32")).astype(x_BTHC.dtype)
 
 
 class FullNorm(nnx.Module):
     """RMSNorm over all heads together (OLMoE), heads sharded over tensor."""
 
-    def __init__(self, shape: tuple[int, int], epsilon: float, dims: str, program: Program):
-        self.epsilon, self.program, self.width = epsilon, program, shape[0] * shape[1]
+    def __init__(self, shape: tuple[int, int], epsilon: float, dims: str, spec: StepSpec):
+        self.epsilon, self.spec, self.width = epsilon, spec, shape[0] * shape[1]
         self.scale = nnx.Param(jnp.ones(shape, jnp.float32), dims=dims)
 
     def __call__(self, x_BTHC: Float[Array, "B T H C"]) -> Float[Array, "B T H C"]:
         """Wire: one float32 per position, summed over tensor."""
         x32 = x_BTHC.astype(jnp.float32)
         squares_BT = jnp.sum(x32 * x32, axis=(-2, -1), keepdims=True)
-        squares_BT = wire.all_reduce(squares_BT, self.program.layout.tensor)
+        squares_BT = wire.all_reduce(squares_BT, self.spec.layout.tensor)
         inverse_BT = jax.lax.rsqrt(squares_BT / self.width + self.epsilon)
-        scale_HC = enter(self.scale, self.program, "float32")
+        scale_HC = gather_weight(self.scale, self.spec, "float32")
         return (x32 * inverse_BT * scale_HC).astype(x_BTHC.dtype)

@@ -9,9 +9,9 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
-from moejax.comm.weights.gather import enter
+from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
-from moejax.layout.spec import Program
+from moejax.layout.spec import StepSpec
 
 MLPWeights = tuple[Float[Array, "D 2 F"], Float[Array, "F D"]]
 
@@ -33,10 +33,10 @@ class RMSNorm(nnx.Module):
 class MLP(nnx.Module):
     """Dense SwiGLU; hidden width sharded over tensor."""
 
-    def __init__(self, cfg: ModelConfig, hidden: int, program: Program, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, hidden: int, spec: StepSpec, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
-        self.program = program
+        self.spec = spec
         self.w_in = nnx.Param(
             normal(rngs.params(), (cfg.width, 2, hidden), jnp.float32), dims="DUF"
         )
@@ -44,24 +44,24 @@ class MLP(nnx.Module):
 
     def weights(self) -> MLPWeights:
         """The weights as this device computes with them."""
-        return enter(self.w_in, self.program), enter(self.w_out, self.program)
+        return gather_weight(self.w_in, self.spec), gather_weight(self.w_out, self.spec)
 
     def __call__(self, x_BtD: Float[Array, "B t D"], weights: MLPWeights) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks; takes `self.weights()`."""
-        x_BTD = enter_tensor(x_BtD, self.program.layout)
+        x_BTD = enter_tensor(x_BtD, self.spec.layout)
         w_in_DUF, w_out_FD = weights
         D, _, F = w_in_DUF.shape
         h_BTH = x_BTD @ w_in_DUF.reshape(D, 2 * F)
         a_BTF = jax.nn.silu(h_BTH[..., :F]) * h_BTH[..., F:]
-        return leave_tensor(a_BTF @ w_out_FD, self.program.layout)
+        return leave_tensor(a_BTF @ w_out_FD, self.spec.layout)
 
 
 class Embedding(nnx.Module):
     """Token embedding and output projection, vocabulary sharded over tensor."""
 
-    def __init__(self, cfg: ModelConfig, program: Program, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, spec: StepSpec, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(cfg.init_deviation)
-        self.program = program
+        self.spec = spec
         self.table = nnx.Param(normal(rngs.params(), (cfg.vocab_size, cfg.width)), dims="VD")
         if not cfg.tie_embeddings:
             self.project = nnx.Param(normal(rngs.params(), (cfg.width, cfg.vocab_size)), dims="DV")
@@ -72,14 +72,14 @@ class Embedding(nnx.Module):
 
         A tied table enters once, so that its gradient is reduced once.
         """
-        table_vD = enter(self.table, self.program)
-        return table_vD, table_vD.T if self.tied else enter(self.project, self.program)
+        table_vD = gather_weight(self.table, self.spec)
+        return table_vD, table_vD.T if self.tied else gather_weight(self.project, self.spec)
 
     def embed(
         self, token_BT: Int[Array, "B T"], table_vD: Float[Array, "v D"]
     ) -> Float[Array, "B t D"]:
         """Looks tokens up; each tensor rank gives the rows it holds, the sum has them all."""
-        layout, v = self.program.layout, table_vD.shape[0]
+        layout, v = self.spec.layout, table_vD.shape[0]
         if layout.size(layout.tensor) == 1:
             return look_up(table_vD, token_BT)
         local_BT = token_BT - wire.index(layout.tensor) * v

@@ -16,7 +16,7 @@ from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.schema import ModelConfig, MoEConfig
-from moejax.layout.spec import Program
+from moejax.layout.spec import StepSpec
 from moejax.model.attention import Angles, Attention
 from moejax.model.layers import MLP, Embedding, RMSNorm
 from moejax.model.rope import tables
@@ -46,15 +46,13 @@ def layer_groups(cfg: ModelConfig) -> list[tuple[tuple[str, ...], int]]:
 class Block(nnx.Module):
     """Attention, then an MLP or experts, each on a normalised copy of the residual stream."""
 
-    def __init__(
-        self, kind: str, cfg: ModelConfig, moe: MoEConfig, program: Program, rngs: nnx.Rngs
-    ):
+    def __init__(self, kind: str, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
-        self.attention = Attention(cfg, program, rngs)
+        self.attention = Attention(cfg, spec, rngs)
         self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
-        self.moe = MoE(cfg, moe, program, rngs) if kind == "moe" else None
+        self.moe = MoE(cfg, moe, spec, rngs) if kind == "moe" else None
         hidden = cfg.mlp_hidden if kind == "dense" else moe.num_shared_experts * moe.expert_hidden
-        self.mlp = MLP(cfg, hidden, program, rngs) if hidden else None
+        self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None
 
     def __call__(
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
@@ -84,10 +82,10 @@ class Pattern(nnx.Module):
         kinds: tuple[str, ...],
         cfg: ModelConfig,
         moe: MoEConfig,
-        program: Program,
+        spec: StepSpec,
         rngs: nnx.Rngs,
     ):
-        self.blocks = nnx.List([Block(kind, cfg, moe, program, rngs) for kind in kinds])
+        self.blocks = nnx.List([Block(kind, cfg, moe, spec, rngs) for kind in kinds])
 
     def __call__(
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
@@ -104,12 +102,12 @@ class Pattern(nnx.Module):
 class Transformer(nnx.Module):
     """A decoder-only language model. Layers of a group are stacked in front of each parameter."""
 
-    def __init__(self, cfg: ModelConfig, moe: MoEConfig, program: Program, rngs: nnx.Rngs):
-        self.cfg, self.moe, self.program = cfg, moe, program
-        self.embedding = Embedding(cfg, program, rngs)
+    def __init__(self, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
+        self.cfg, self.moe, self.spec = cfg, moe, spec
+        self.embedding = Embedding(cfg, spec, rngs)
         self.groups = nnx.List()
         for kinds, repeats in layer_groups(cfg):
-            make = partial(Pattern, kinds, cfg, moe, program)
+            make = partial(Pattern, kinds, cfg, moe, spec)
             stack = nnx.vmap(make, in_axes=0, out_axes=0)
             self.groups.append(stack(rngs.split(repeats)))
         self.norm = RMSNorm(cfg.width, cfg.norm_epsilon)
@@ -139,11 +137,11 @@ class Transformer(nnx.Module):
             zip(self.groups, layer_groups(cfg), strict=True)
         ):
             own = None if noise is None else noise.of(place)
-            plain = max(0, self.program.compression.start_layer - first_block)
+            plain = max(0, self.spec.compression.start_layer - first_block)
             x_BtD, stats = self._run_group(group, x_BtD, segment_BT, angles, own, plain)
             reports += [] if stats is None else [stats]
             first_block += len(kinds) * repeats
-        x_BTD = enter_tensor(self.norm(x_BtD), self.program.layout)
+        x_BTD = enter_tensor(self.norm(x_BtD), self.spec.layout)
         if not reports:
             return x_BTD, w_Dv, None
         return x_BTD, w_Dv, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)

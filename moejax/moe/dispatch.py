@@ -23,7 +23,7 @@ from moejax.config.schema import MoEConfig
 from moejax.kernels.expert_mlp import expert_mlp
 from moejax.kernels.permute import collect, permute, weighted_sum
 from moejax.layout.route import Route, plain_route
-from moejax.layout.spec import Program
+from moejax.layout.spec import StepSpec
 from moejax.moe.sizes import Sizes, needed, usual_sizes
 
 Params = tuple[jax.Array, jax.Array]  # w_in [e, D, 2, F] and w_out [e, F, D] of the experts here
@@ -46,15 +46,15 @@ def moe_ffn(
     expert_NK: Int[Array, "N K"],
     params: Params,
     moe: MoEConfig,
-    program: Program,
+    spec: StepSpec,
 ) -> Float[Array, "N D"]:
     """Returns each token's expert outputs, summed by weight. No choice is lost, however skewed.
 
-    Runs the program's route if the usual buckets hold every choice of every device, else rounds of
+    Runs the spec's route if the usual buckets hold every choice of every device, else rounds of
     the plain route. A choice of `moe.num_experts` counts as zero.
     """
-    layout, route = program.layout, program.route
-    run = partial(_on_route, moe=moe, program=program)
+    layout, route = spec.layout, spec.route
+    run = partial(_on_route, moe=moe, spec=spec)
     operands = (x_ND, weight_NK, params)
     usual = usual_sizes(route, layout, moe, tokens=x_ND.shape[0])
     if usual.certain and not route.trim:
@@ -64,7 +64,7 @@ def moe_ffn(
     usually = partial(run, route, usual, filled=need if route.trim else None)
     if usual.certain:
         return usually(operands, expert_NK)
-    rounds = partial(_in_rounds, moe=moe, program=program)
+    rounds = partial(_in_rounds, moe=moe, spec=spec)
     overflows = jnp.any(need > jnp.array((*usual.rows, usual.work)[: need.shape[0]]))
     return lax.cond(overflows, rounds, usually, operands, expert_NK)
 
@@ -74,11 +74,11 @@ def _in_rounds(
     expert_NK: jax.Array,
     *,
     moe: MoEConfig,
-    program: Program,
+    spec: StepSpec,
 ) -> jax.Array:
     """Dispatch, experts and combine in as many rounds of the plain route as the fullest needs."""
-    layout = program.layout
-    plain = plain_route(program.route, layout)
+    layout = spec.layout
+    plain = plain_route(spec.route, layout)
     # `lax.cond` reserves memory for both branches in backward, so rounds use small buckets.
     sizes = usual_sizes(plain, layout, moe, tokens=-(-expert_NK.shape[0] // ROUND_SHARE))
     (rows,) = sizes.rows
@@ -89,7 +89,7 @@ def _in_rounds(
     def one(r: jax.Array, operands: Any, integers: Any) -> jax.Array:
         expert_NK, rank_NK = integers
         now_NK = jnp.where(rank_NK // rows == r, expert_NK, moe.num_experts)
-        return _on_route(plain, sizes, operands, now_NK, moe=moe, program=program)
+        return _on_route(plain, sizes, operands, now_NK, moe=moe, spec=spec)
 
     with jax.named_scope("routing"):
         fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
@@ -103,17 +103,17 @@ def _on_route(
     expert_NK: jax.Array,
     *,
     moe: MoEConfig,
-    program: Program,
+    spec: StepSpec,
     filled: jax.Array | None = None,
 ) -> jax.Array:
     """Dispatch, experts and combine along one route, whose buckets hold what is sent."""
     x_ND, weight_NK, params = operands
-    expert_fn = _expert_fn(sizes, experts_here=params[0].shape[0], kernel=program.experts)
+    expert_fn = _expert_fn(sizes, experts_here=params[0].shape[0], kernel=spec.experts)
     with jax.named_scope("dispatch"):
         plan = plan_dispatch(
             expert_NK,
             route,
-            program.layout,
+            spec.layout,
             num_experts=moe.num_experts,
             rows=sizes.rows,
             filled=filled,
@@ -124,9 +124,9 @@ def _on_route(
         params,
         plan,
         route=route,
-        layout=program.layout,
+        layout=spec.layout,
         expert_fn=expert_fn,
-        pin=program.pin,
+        barriers=spec.barriers,
     )
 
 

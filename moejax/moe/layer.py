@@ -16,9 +16,9 @@ from moejax.comm.activations import (
     own_positions,
     split_positions,
 )
-from moejax.comm.weights.gather import enter
+from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig, MoEConfig
-from moejax.layout.spec import Program
+from moejax.layout.spec import StepSpec
 from moejax.moe import router
 from moejax.moe.dispatch import drop_above, moe_ffn
 from moejax.moe.sizes import expert_capacity
@@ -49,11 +49,11 @@ class MoEWeights(NamedTuple):
 class MoE(nnx.Module):
     """Routed experts. Owns the router, the experts and the selection bias."""
 
-    def __init__(self, cfg: ModelConfig, moe: MoEConfig, program: Program, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
         E, D, F = moe.num_experts, cfg.width, moe.expert_hidden
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
-        self.moe, self.program = moe, program
+        self.moe, self.spec = moe, spec
         self.w_router = nnx.Param(normal(rngs.params(), (D, E), jnp.float32), dims="DE")
         self.w_in = nnx.Param(normal(rngs.params(), (E, D, 2, F), jnp.float32), dims="EDUF")
         self.w_out = nnx.Param(out(rngs.params(), (E, F, D), jnp.float32), dims="EFD")
@@ -61,9 +61,9 @@ class MoE(nnx.Module):
 
     def weights(self) -> MoEWeights:
         """The weights as this device computes with them."""
-        router_DE = enter(self.w_router, self.program, "float32")
+        router_DE = gather_weight(self.w_router, self.spec, "float32")
         return MoEWeights(
-            router_DE, enter(self.w_in, self.program), enter(self.w_out, self.program)
+            router_DE, gather_weight(self.w_in, self.spec), gather_weight(self.w_out, self.spec)
         )
 
     def __call__(
@@ -78,8 +78,8 @@ class MoE(nnx.Module):
           weights: `self.weights()`, entered earlier, so that they arrive in time.
           noise: of the router's jitter; None for none.
         """
-        moe, layout = self.moe, self.program.layout
-        replicated = self.program.route.replicated
+        moe, layout = self.moe, self.spec.layout
+        replicated = self.spec.route.replicated
         x_BtD = (enter_tensor if replicated else split_positions)(h_BtD, layout)
         B, t, D = x_BtD.shape
         x_ND = x_BtD.reshape(-1, D)
@@ -99,7 +99,7 @@ class MoE(nnx.Module):
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
         experts = (weights.in_eDUF, weights.out_eFD)
-        y_ND = moe_ffn(x_ND, routing.weight_NK, expert_NK, experts, moe, self.program)
+        y_ND = moe_ffn(x_ND, routing.weight_NK, expert_NK, experts, moe, self.spec)
         y_BtD = y_ND.reshape(x_BtD.shape)
         if not replicated:
             return join_positions(y_BtD, layout), self._stats(routing, logit_NE, expert_NK, B)
@@ -122,6 +122,6 @@ class MoE(nnx.Module):
             load_E = router.count_load(routing.expert_NK, self.moe.num_experts)
         z = jnp.zeros(())
         if cfg.z_loss:
-            z = router.z_loss(logit_NE, layout=self.program.layout)
+            z = router.z_loss(logit_NE, layout=self.spec.layout)
         dropped = jnp.sum(kept_NK == self.moe.num_experts, dtype=jnp.int32)
         return MoEStats(load_E, counted_SE, score_SE, z, dropped)

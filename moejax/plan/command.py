@@ -16,7 +16,7 @@ from moejax.config.load import load_config, split_overrides
 from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
 from moejax.plan.cluster.topology import Topology
-from moejax.plan.search.search import Found
+from moejax.plan.search.search import SearchResult
 
 EPILOG = """\
 examples:
@@ -136,7 +136,7 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
     routing = read_routing(cfg.plan.routing, cfg.moe.num_experts)
     console, shown = Console(), Console(stderr=True)
 
-    def find(cluster: Topology) -> Found:
+    def find(cluster: Topology) -> SearchResult:
         device = cluster.device
         limits = Limits(
             cluster.devices, cluster.nodes, device.platform, cfg.plan.codecs, pinned(cfg)

@@ -13,7 +13,7 @@ from typing import Any
 from moejax.errors import InputError, writing
 
 
-class Ledger:
+class EventLog:
     """Appends events and metrics to `metrics.jsonl` of a run directory."""
 
     def __init__(self, path: Path):

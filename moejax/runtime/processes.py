@@ -22,7 +22,7 @@ POLL_MILLISECONDS = 1000
 
 
 @dataclass(frozen=True)
-class Place:
+class Rank:
     """Where this process stands in its program."""
 
     coordinator: str | None  # address:port of process 0; None: not started by a launcher
@@ -30,7 +30,7 @@ class Place:
     index: int
 
 
-def find_place() -> Place:
+def find_rank() -> Rank:
     """Reads this process's place from the environment, where a launcher of `launch/` put it.
 
     Raises:
@@ -39,11 +39,11 @@ def find_place() -> Place:
     names = ("MOEJAX_COORDINATOR", "MOEJAX_PROCESSES", "MOEJAX_PROCESS")
     coordinator, *numbers = map(os.environ.get, names)
     if coordinator is None:
-        return Place(None, 1, 0)
+        return Rank(None, 1, 0)
     try:
         count, index = map(int, numbers)  # type: ignore[arg-type]
         if 0 <= index < count and ":" in coordinator:
-            return Place(coordinator, count, index)
+            return Rank(coordinator, count, index)
     except (TypeError, ValueError):
         pass
     seen = ", ".join(f"{name} is {os.environ.get(name, 'not set')}" for name in names)

@@ -15,7 +15,7 @@ from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.runtime.interrupt import interruptible
 from moejax.runtime.memory import take_share
-from moejax.runtime.processes import Processes, find_place
+from moejax.runtime.processes import Processes, find_rank
 
 
 def join() -> Processes:
@@ -28,7 +28,7 @@ def join() -> Processes:
       InputError: if the launcher's variables contradict each other, or the coordinator's address
         is not one of process 0's machine.
     """
-    place = find_place()
+    place = find_rank()
     if place.count == 1:
         return Processes()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -105,7 +105,7 @@ def simulated_here(mesh: MeshConfig) -> int | None:
     Raises:
       InputError: if processes cannot share them, or the launcher asks for another number.
     """
-    total, place = mesh.simulated_devices, find_place()
+    total, place = mesh.simulated_devices, find_rank()
     if total is None or place.coordinator is None:
         return total
     count = place.count

@@ -14,7 +14,7 @@ class TrainState(NamedTuple):
     step: Leaf  # optimizer steps done, which is also the position in the data
     skipped: Leaf  # updates not applied because loss or gradient was not finite
     params: Tree
-    balance: Tree  # selection biases of loss-free balancing
+    router_bias: Tree  # selection biases of loss-free balancing
     optimizer: Any
     reduction: "Reduction"
 
@@ -24,7 +24,7 @@ class Reduction(NamedTuple):
 
     # Shaped like params; None where no codec serves. Of each device apart: [layers, devices, ...].
     codecs: Tree
-    rungs: Leaf | None  # int32 [2], of adaptive codecs: dense, experts
+    levels: Leaf | None  # int32 [2], of adaptive codecs: dense, experts
 
 
 class Batch(NamedTuple):

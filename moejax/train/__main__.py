@@ -84,8 +84,8 @@ def dry_run(cfg: Config, console: Console) -> int:
     from moejax.layout.layout import build_layout
     from moejax.layout.mesh import build_abstract_mesh
     from moejax.runtime.compiler import described_cudnn
-    from moejax.runtime.processes import find_place
-    from moejax.step.trainer import build_trainer
+    from moejax.runtime.processes import find_rank
+    from moejax.step.train_step import build_step
     from moejax.train.inputs import open_inputs
     from moejax.train.planning import plan_dry, planned_devices
     from moejax.train.start import check_places
@@ -103,23 +103,23 @@ def dry_run(cfg: Config, console: Console) -> int:
         devices = mesh.simulated_devices or planned_devices(cfg) or devices
     planned = plan_dry(replace(cfg, mesh=mesh), devices)
     # Simulated devices are this program's; others need not be here, nor those who would run them.
-    processes = None if mesh.simulated_devices is None else find_place().count
+    processes = None if mesh.simulated_devices is None else find_rank().count
     cfg = resolve_mesh(planned.cfg, devices, mesh.platform or "cpu", processes=processes)
     open_inputs(cfg)
     check_places(cfg)
     layout = build_layout(cfg.mesh)
-    trainer = build_trainer(cfg, build_abstract_mesh(layout), cfg.mesh.platform or "cpu")
+    train_step = build_step(cfg, build_abstract_mesh(layout), cfg.mesh.platform or "cpu")
     with described_cudnn():
-        summary = summarize(trainer)
+        summary = summarize(train_step)
     notes = list(planned.notes)
-    if cfg.mesh.nodes is None and trainer.program.compression != NO_COMPRESSION:
+    if cfg.mesh.nodes is None and train_step.spec.compression != NO_COMPRESSION:
         notes.append(
             "codecs are not counted below: they work across nodes, and how many there are is not "
             "known. Set mesh.nodes to see them."
         )
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
-    print_summary(summary, trainer, console, planned.rows())
+    print_summary(summary, train_step, console, planned.rows())
     return 0
 
 

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
-from moejax.step.state import TrainState
+from moejax.step.state import Reduction, TrainState
 from moejax.train.manifest import (
     MANIFEST,
     DamagedError,
@@ -146,9 +146,17 @@ class Checkpoints:
         """
         names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
         read = restore_items(saved.path, abstract, names)
-        kept = read.get("reduction", abstract.reduction if reduction else None)
-        parts = read["counters"] | read["weights"]
-        return TrainState(**parts, optimizer=read["optimizer"], reduction=kept)
+        weights = read["weights"]
+        kept: Any = abstract.reduction if reduction else None
+        if "reduction" in read:
+            kept = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
+        return TrainState(
+            **read["counters"],
+            params=weights["params"],
+            router_bias=weights["balance"],
+            optimizer=read["optimizer"],
+            reduction=kept,
+        )
 
 
 def newest(
@@ -212,12 +220,20 @@ def set_aside(path: Path, damage: str, processes: Processes = ALONE) -> list[str
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """The parts of the state that are stored apart, so that weights can be read alone."""
+    """The parts of the state that are stored apart, so that weights can be read alone.
+
+    The keys are names of the format and stay as they are: files of earlier versions have them.
+    """
+    kept = state.reduction
     return {
         "counters": {"step": state.step, "skipped": state.skipped},
-        "weights": {"params": state.params, "balance": state.balance},
+        "weights": {"params": state.params, "balance": state.router_bias},
         "optimizer": state.optimizer,
-        **({"reduction": state.reduction} if jax.tree.leaves(state.reduction) else {}),
+        **(
+            {"reduction": {"codecs": kept.codecs, "rungs": kept.levels}}
+            if jax.tree.leaves(kept)
+            else {}
+        ),
     }
 
 

@@ -1,47 +1,41 @@
-"""The stretches of a run: codecs may change on the way, and each choice is a program of its own."""
+"""Which codecs each step of a run uses, and the compiled step of each choice."""
 
 from typing import Any
 
 import numpy as np
 
-from moejax.config.compression import NO_COMPRESSION, Codecs, describe
+from moejax.config.compression import NO_COMPRESSION, Codecs, describe_codecs
 from moejax.runtime.processes import Processes
 from moejax.step.state import TrainState
-from moejax.step.trainer import Trainer
+from moejax.step.train_step import TrainStep
 
 
-class Stretches:
-    """The compiled steps of a run, one for each choice of codecs.
+class CodecSchedule:
+    """The compiled steps of a run, one for each choice of codecs."""
 
-    Attributes:
-      advance: the jitted step of where the run is.
-    """
-
-    advance: Any
-
-    def __init__(self, trainer: Trainer, processes: Processes):
-        self._trainer, self._processes = trainer, processes
-        self._policy = trainer.program.compression
+    def __init__(self, train_step: TrainStep, processes: Processes):
+        self._train_step, self._processes = train_step, processes
+        self._policy = train_step.spec.compression
         self._steps: dict[Codecs, Any] = {}
-        self._rungs: tuple[int, int] | None = None
+        self._levels: tuple[int, int] | None = None
 
-    def go_to(self, step: int, state: TrainState) -> str:
-        """Chooses what to do after `step` steps; compiles it first if it is new.
+    def step_for(self, step: int, state: TrainState) -> tuple[Any, str]:
+        """The jitted train step that follows `step` steps; a new choice is compiled first.
 
-        Returns the codecs in words; nothing for a run without any.
+        Returns also the codecs as text, empty for a run without any.
 
         Args:
-          state: after them. It is waited for where the step before it chose strengths.
+          state: after these steps. It is waited for where the last step chose adaptive levels.
         """
         every = self._policy.adapt_every
-        if self._policy.adaptive and (self._rungs is None or (step - 1) % every == 0):
-            dense, experts = map(int, np.asarray(state.reduction.rungs))
-            self._rungs = dense, experts
-        codecs = self._policy.at(step, self._rungs or (0, 0))
+        if self._policy.adaptive and (self._levels is None or (step - 1) % every == 0):
+            dense, experts = map(int, np.asarray(state.reduction.levels))
+            self._levels = dense, experts
+        codecs = self._policy.at(step, self._levels or (0, 0))
         if codecs not in self._steps:
-            trainer = self._trainer.at(codecs)
-            shapes = trainer.abstract, trainer.abstract_batch()
-            self._processes.compile(trainer.step, *shapes)
-            self._steps[codecs] = trainer.step
-        self.advance = self._steps[codecs]
-        return describe(codecs) if self._policy != NO_COMPRESSION else ""
+            train_step = self._train_step.at(codecs)
+            shapes = train_step.abstract, train_step.abstract_batch()
+            self._processes.compile(train_step.step, *shapes)
+            self._steps[codecs] = train_step.step
+        text = describe_codecs(codecs) if self._policy != NO_COMPRESSION else ""
+        return self._steps[codecs], text

@@ -15,10 +15,10 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
     if run.inputs.held_out is None:
         return
     nats = targets = 0.0
-    shapes = run.trainer.abstract, run.trainer.abstract_batch()
-    run.processes.compile(run.trainer.evaluate, *shapes)
-    for batch, count in run.inputs.eval_batches(run.trainer, limit):
-        nats += float(run.trainer.evaluate(state, batch))
+    shapes = run.train_step.abstract, run.train_step.abstract_batch()
+    run.processes.compile(run.train_step.evaluate, *shapes)
+    for batch, count in run.inputs.eval_batches(run.train_step, limit):
+        nats += float(run.train_step.evaluate(state, batch))
         targets += count
     nats_per_token = nats / targets
     values = {"nats_per_token": nats_per_token}
@@ -41,7 +41,7 @@ def finish(run: Run, state: TrainState) -> None:
         tokenizer = run.inputs.tokenizer
         prompt = [tokenizer.eos_id, *tokenizer.encode(run.cfg.train.sample_prompt)]
         tokens = sample(
-            run.trainer,
+            run.train_step,
             state,
             prompt,
             length=length,

@@ -11,11 +11,11 @@ import numpy as np
 from moejax.config.schema import Config
 from moejax.data import batches as data_batches
 from moejax.data import corpus
-from moejax.data.sources import Content, describe, open_sources
+from moejax.data.sources import Content, describe_sources, open_sources
 from moejax.data.tokenizer import Tokenizer
 from moejax.data.tokens import TokenSource
 from moejax.step.state import Batch
-from moejax.step.trainer import Trainer
+from moejax.step.train_step import TrainStep
 
 
 @dataclass
@@ -30,23 +30,23 @@ class Inputs:
     content: Content = field(default_factory=dict)  # what identifies the data
 
     def batches(
-        self, trainer: Trainer, first: int, last: int
+        self, train_step: TrainStep, first: int, last: int
     ) -> AbstractContextManager[Iterator[Batch]]:
         """The batches of steps first .. last - 1 on the mesh, prepared ahead in a thread."""
 
         def on_devices(step: int) -> Batch:
-            return self._on_devices(trainer, lambda a, b: self.train.rows(step, a, b))
+            return self._on_devices(train_step, lambda a, b: self.train.rows(step, a, b))
 
         return closing(data_batches.prefetch(on_devices, first, last))
 
-    def _on_devices(self, trainer: Trainer, rows: Callable[[int, int], Any]) -> Batch:
+    def _on_devices(self, train_step: TrainStep, rows: Callable[[int, int], Any]) -> Batch:
         """Global arrays, of which this process reads the rows that its devices hold."""
         shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
 
         def bounds(index: Any) -> tuple[int, int]:
             return index[0].indices(shape[0])[:2]
 
-        sharding = trainer.batch_sharding
+        sharding = train_step.batch_sharding
         held = set(map(bounds, sharding.addressable_devices_indices_map(shape).values()))
         read = {each: rows(*each) for each in sorted(held)}
 
@@ -58,7 +58,7 @@ class Inputs:
 
         return Batch(array("token_BT"), array("target_BT"), array("segment_BT"))
 
-    def eval_batches(self, trainer: Trainer, limit: int | None) -> Iterator[tuple[Batch, int]]:
+    def eval_batches(self, train_step: TrainStep, limit: int | None) -> Iterator[tuple[Batch, int]]:
         """Batches of held-out text and how many targets each has."""
         assert self.held_out is not None
         found = data_batches.eval_batches(
@@ -73,7 +73,7 @@ class Inputs:
             def rows(first: int, last: int, whole: Any = whole) -> Any:
                 return Batch(*(getattr(whole, name)[first:last] for name in Batch._fields))
 
-            yield self._on_devices(trainer, rows), int(np.sum(whole.target_BT >= 0))
+            yield self._on_devices(train_step, rows), int(np.sum(whole.target_BT >= 0))
 
     @property
     def eval_tokens_per_byte(self) -> float | None:
@@ -106,4 +106,4 @@ def open_inputs(cfg: Config) -> Inputs:
         isolate_documents=data.isolate_documents,
     )
     ordered.check_steps(cfg.train.num_steps)
-    return Inputs(cfg, ordered, held_out, tokenizer, train.vocab_size, describe(sources))
+    return Inputs(cfg, ordered, held_out, tokenizer, train.vocab_size, describe_sources(sources))

@@ -27,15 +27,15 @@ from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Processes, Stop
 from moejax.runtime.start import join, measure_peak, platform_of, start
 from moejax.step.state import TrainState
-from moejax.step.trainer import build_trainer
+from moejax.step.train_step import build_step
 from moejax.train.checkpoint import Checkpoints
-from moejax.train.codec_schedule import Stretches
+from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate, finish
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.manifest import finished_steps
 from moejax.train.memory_check import check_memory, doubt_memory
 from moejax.train.metrics import Display, Meter, Records
-from moejax.train.plan_monitor import Watch
+from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import kept_plan, measure, plan_run, save_routing
 from moejax.train.resume import describe_run
 from moejax.train.run import Run
@@ -44,10 +44,10 @@ from moejax.train.start import (
     check_disk,
     check_place,
     check_same_config,
-    choose,
+    choose_checkpoint,
     claim,
     counted,
-    first_state,
+    initial_state,
     said_done,
 )
 from moejax.train.summary import print_summary, summarize
@@ -112,7 +112,7 @@ def train_planned(
       measured: links as they are now, to plan by; then the run does not ask again.
     """
     run_dir = Path(cfg.run_dir)
-    choosing = partial(choose, kept_plan(cfg), inputs.content, processes)
+    choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes)
     saved, source, notes = choosing()
     if saved is not None and (done := processes.from_first(partial(said_done, cfg, inputs, saved))):
         for line in (*notes, done):
@@ -125,14 +125,14 @@ def train_planned(
     )
     notes += planned.notes
     cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
-    trainer = build_trainer(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
-    limit = check_memory(trainer, processes)
-    saved, more = counted(saved, trainer, choosing, processes)
+    train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
+    limit = check_memory(train_step, processes)
+    saved, more = counted(saved, train_step, choosing, processes)
     notes += [note for note in more if note not in notes]
-    notes += check_disk(trainer, saved, run_dir / "checkpoints", processes)
-    summary = summarize(trainer)
+    notes += check_disk(train_step, saved, run_dir / "checkpoints", processes)
+    summary = summarize(train_step)
     notes += doubt_memory(summary, limit)
-    print_summary(summary, trainer, console, planned.rows())
+    print_summary(summary, train_step, console, planned.rows())
     if processes.first:
         save_json(cfg, run_dir / "config.json")
     records = Records(run_dir, written=processes.first)
@@ -141,7 +141,7 @@ def train_planned(
         records.event("note", 0, text=note)
     keep = cfg.checkpoint.keep
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=keep, processes=processes)
-    state = first_state(trainer, checkpoints, saved, source, console)
+    state = initial_state(train_step, checkpoints, saved, source, console)
     meter = Meter(
         tokens_per_step=summary.tokens_per_step,
         flops_per_token=summary.counts.flops_per_token,
@@ -149,12 +149,12 @@ def train_planned(
         num_steps=cfg.train.num_steps,
     )
     display = Display(console, cfg.train.num_steps, int(state.step))
-    run = Run(cfg, trainer, inputs, checkpoints, records, display, console, processes)
+    run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes)
     if planned.plan is not None:
         records.event("plan", int(state.step), seconds=planned.plan.predicted["seconds"])
         if planned.topology is not None and measured is None:
             again = partial(measure, cfg, devices, processes, Console(quiet=True))
-            run.watch = Watch(planned.plan, planned.topology, lambda: again()[0])
+            run.monitor = PlanMonitor(planned.plan, planned.topology, lambda: again()[0])
     try:
         # A failure ends one process of several here: the save under way waits for all of them.
         with display, processes:
@@ -165,22 +165,23 @@ def train_planned(
     finally:
         checkpoints.close()
         records.close()
-    return run.doubt.topology if run.doubt is not None and stopped else Ended(state, stopped)
+    return run.mismatch.topology if run.mismatch is not None and stopped else Ended(state, stopped)
 
 
 def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     """The loop. Returns the state and whether it was asked to stop before the last step."""
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
-    stretches, stopping = Stretches(run.trainer, run.processes), Stop(run.processes)
+    schedule, stopping = CodecSchedule(run.train_step, run.processes), Stop(run.processes)
     skips = Skips(int(state.skipped))
     before, said = None, ""
-    stretches.go_to(step, state)  # Ctrl-C ends a compilation at once: it is not caught yet
-    with Interrupt() as interrupt, run.inputs.batches(run.trainer, step, last) as batches:
+    schedule.step_for(step, state)  # Ctrl-C ends a compilation at once: it is not caught yet
+    with Interrupt() as interrupt, run.inputs.batches(run.train_step, step, last) as batches:
         for batch in batches:
-            if (codecs := stretches.go_to(step, state)) != said:
+            train_step, codecs = schedule.step_for(step, state)
+            if codecs != said:
                 tell(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
                 said = codecs
-            state, metrics = stretches.advance(state, batch)
+            state, metrics = train_step(state, batch)
             step += 1
             # One step in flight beside the one being prepared: never more, so that a stop, a
             # report or a save waits for one step only.
@@ -199,7 +200,7 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
             if saves or step == last or stop:
                 save(run, step, state)
             run.record_saved(run.checkpoints.finished())
-            if step < last and (stop or (saves and run.doubt is not None)):
+            if step < last and (stop or (saves and run.mismatch is not None)):
                 leave(run, step, stop or interrupt.requested)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
@@ -217,7 +218,7 @@ def leave(run: Run, step: int, asked: bool) -> None:
     """
     run.record_saved(run.checkpoints.wait())
     if any(run.processes.gather(asked)):
-        run.doubt = None
+        run.mismatch = None
         run.display.say(f"stopped at step {step}; run the same command to go on")
         run.records.event("stopped", step)
     else:
@@ -280,27 +281,27 @@ def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
     run.display.show(line)
     if run.processes.first and metrics.load_LE.size:
         save_routing(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
-    if run.watch is not None:
-        hold_against_plan(run, run.watch, step, meter.tokens_per_step / line.tokens_per_second)
+    if run.monitor is not None:
+        compare_with_plan(run, run.monitor, step, meter.tokens_per_step / line.tokens_per_second)
     meter.start(step)
 
 
-def hold_against_plan(run: Run, watch: Watch, step: int, seconds: float) -> None:
+def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float) -> None:
     """Records how far a step is from its plan; when it stays off, says why. Takes all processes."""
     seconds = run.processes.gather(seconds)[0]
-    run.records.event("predicted", step, ratio=seconds / watch.predicted)
-    if not watch.off(seconds):
+    run.records.event("predicted", step, ratio=seconds / monitor.predicted)
+    if not monitor.off(seconds):
         return
-    doubt = watch.doubt(seconds)
-    run.display.say(doubt.text)
-    run.records.event("note", step, text=doubt.text)
+    mismatch = monitor.mismatch(seconds)
+    run.display.say(mismatch.text)
+    run.records.event("note", step, text=mismatch.text)
     if run.cfg.plan.replan:
-        run.doubt = doubt
+        run.mismatch = mismatch
 
 
 def save(run: Run, step: int, state: TrainState) -> None:
     """Starts a checkpoint, when the one before it is done."""
     run.record_saved(run.checkpoints.wait())
     run.records.event("save", step)
-    facts = describe_run(run.trainer, run.inputs.content)
+    facts = describe_run(run.train_step, run.inputs.content)
     run.checkpoints.save(step, state, {**facts, "data_position": step, "jax": jax.__version__})

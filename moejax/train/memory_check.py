@@ -7,11 +7,11 @@ import jax
 from moejax.errors import InputError
 from moejax.runtime.memory import device_memory
 from moejax.runtime.processes import Processes
-from moejax.step.trainer import Trainer
+from moejax.step.train_step import TrainStep
 from moejax.train.summary import Summary, human_bytes
 
 
-def check_memory(trainer: Trainer, processes: Processes) -> int:
+def check_memory(train_step: TrainStep, processes: Processes) -> int:
     """Refuses a run whose state and gradients alone are more than a device has.
 
     Returns:
@@ -24,10 +24,10 @@ def check_memory(trainer: Trainer, processes: Processes) -> int:
     together = processes.gather(own).count(own)
     found = min(device_memory(device, together * len(devices)) for device in devices)
     limit = min(processes.gather(found))
-    given = trainer.given_bytes()
+    given = train_step.argument_bytes()
     needed = sum(given.values()) + given["weights"]  # gradients are shaped like weights
     if needed > limit:
-        simulated = trainer.platform == "cpu"
+        simulated = train_step.platform == "cpu"
         whose = "its share of this machine" if simulated else "what JAX may take of it"
         raise InputError(
             f"the model does not fit. A device would hold {human_bytes(needed)} of weights, "

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from moejax.runtime.event_log import Ledger
+from moejax.runtime.event_log import EventLog
 from moejax.step.state import Metrics
 from moejax.train.board import Board
 
@@ -144,7 +144,7 @@ class Records:
 
     def __init__(self, run_dir: Path, *, written: bool = True):
         """Takes whether anything is written: one process of a program does."""
-        self._ledger = Ledger(run_dir / "metrics.jsonl" if written else Path(os.devnull))
+        self._ledger = EventLog(run_dir / "metrics.jsonl" if written else Path(os.devnull))
         self._board = Board(run_dir / "tensorboard") if written else None
 
     def report(self, report: Report) -> None:

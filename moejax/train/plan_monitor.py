@@ -11,7 +11,7 @@ WINDOW = 3  # reports in a row outside it
 
 
 @dataclass(frozen=True)
-class Doubt:
+class PlanMismatch:
     """Why a plan no longer holds.
 
     Attributes:
@@ -23,7 +23,7 @@ class Doubt:
     topology: Topology
 
 
-class Watch:
+class PlanMonitor:
     """Compares reports with the plan; speaks once."""
 
     def __init__(self, plan: Plan, topology: Topology, measure: Callable[[], Topology]):
@@ -40,7 +40,7 @@ class Watch:
         self._outside = 0 if low <= ratio <= high else self._outside + 1
         return self._outside >= WINDOW and not self._spoken
 
-    def doubt(self, seconds_per_step: float) -> Doubt:
+    def mismatch(self, seconds_per_step: float) -> PlanMismatch:
         """Measures again, and names what has changed most in the direction of the steps."""
         self._spoken = True
         now = self.measure()
@@ -59,7 +59,7 @@ class Watch:
                 f"no link or rate explains it (the nearest, {name}, changed by "
                 f"{after / before - 1:+.0%}); the plan's largest term is {largest}"
             )
-        return Doubt(f"warning: {said}: {cause}", now)
+        return PlanMismatch(f"warning: {said}: {cause}", now)
 
 
 def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]:
@@ -83,4 +83,4 @@ def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]
 def _program_rate(topology: Topology) -> float:
     """FLOPs a second of the largest product, slowed as a whole program is."""
     largest = next(iter(topology.device.products.values()))[-1]
-    return largest[1] / topology.device.program
+    return largest[1] / topology.device.program_overhead

@@ -27,7 +27,7 @@ PLAN, TOPOLOGY = "plan.json", "topology.json"  # in the run directory
 
 
 @dataclass(frozen=True)
-class Planned:
+class RunPlan:
     """What was planned for a run.
 
     Attributes:
@@ -71,7 +71,7 @@ def plan_run(
     *,
     resuming: bool,
     measured: Topology | None = None,
-) -> Planned:
+) -> RunPlan:
     """Returns the run's config with everything chosen; every process calls it and gets the same.
 
     Args:
@@ -82,7 +82,7 @@ def plan_run(
       InputError: the plan is of other devices, or there is none that fits.
     """
     if not is_planned(cfg):
-        return Planned(cfg)
+        return RunPlan(cfg)
     run_dir, mode = Path(cfg.run_dir), cfg.plan.mode
     if mode not in MODES:
         return _from_file(cfg, len(devices))
@@ -93,7 +93,7 @@ def plan_run(
             topology = load_topology(str(kept)) if kept.exists() else None
             return _planned(plan, cfg, topology, ())
     if len(devices) == 1:
-        return Planned(change(cfg, {"mesh.replica": 1}))
+        return RunPlan(change(cfg, {"mesh.replica": 1}))
     topology, notes = _topology(cfg, devices, processes, console, measured)
     limits = Limits(
         devices=len(devices),
@@ -117,14 +117,14 @@ def planned_devices(cfg: Config) -> int | None:
     return None if cfg.plan.topology is None else load_topology(cfg.plan.topology).devices
 
 
-def plan_dry(cfg: Config, devices: int) -> Planned:
+def plan_dry(cfg: Config, devices: int) -> RunPlan:
     """What `plan_run` would choose on so many devices, where it need not measure.
 
     Raises:
       InputError: as `plan_run`, or the links are not known.
     """
     if not is_planned(cfg) or devices == 1:
-        return Planned(cfg)
+        return RunPlan(cfg)
     if cfg.plan.mode not in MODES:
         return _from_file(cfg, devices)
     if cfg.plan.topology is None:
@@ -192,7 +192,7 @@ def _check_topology(cfg: Config, topology: Topology, devices: int) -> None:
     check_nodes(cfg, topology.nodes, f"`plan.topology` {cfg.plan.topology}")
 
 
-def _from_file(cfg: Config, devices: int) -> Planned:
+def _from_file(cfg: Config, devices: int) -> RunPlan:
     """The plan of a file, taken whole; what it replaces is said."""
     path = cfg.plan.mode
     plan = load_plan(Path(path))
@@ -215,8 +215,8 @@ def _applied(plan: Plan, cfg: Config) -> Config:
     return change(plan.apply(cfg), {"plan.mode": "auto"})
 
 
-def _planned(plan: Plan, cfg: Config, topology: Topology | None, notes: tuple[str, ...]) -> Planned:
-    return Planned(_applied(plan, cfg), plan, topology, notes)
+def _planned(plan: Plan, cfg: Config, topology: Topology | None, notes: tuple[str, ...]) -> RunPlan:
+    return RunPlan(_applied(plan, cfg), plan, topology, notes)
 
 
 def save_routing(load_LE: Any, path: Path) -> None:

@@ -11,10 +11,10 @@ from moejax.comm.weights.path import path_of
 from moejax.config.load import diff, from_dict, to_dict
 from moejax.config.schema import Config
 from moejax.data.sources import Content
-from moejax.data.tokens import Part
+from moejax.data.tokens import FilePart
 from moejax.errors import InputError
 from moejax.layout.layout import Axes
-from moejax.step.trainer import Trainer
+from moejax.step.train_step import TrainStep
 
 # A change here would make the weights, the optimizer state or the data position mean another thing.
 FIXED = (
@@ -53,7 +53,7 @@ SHAPES = (
 )
 SHOWN = 4  # changed files that are named
 CODEC_STATE = 1  # raised when what codecs keep comes to mean another thing
-Change = tuple[str, Any, Any]  # name, value in the checkpoint, value now
+ConfigChange = tuple[str, Any, Any]  # name, value in the checkpoint, value now
 
 
 def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[str]:
@@ -112,7 +112,7 @@ def check_same_data(saved: dict[str, Any], content: Content, *, allowed: bool) -
     return changes
 
 
-def _what_changed(before: list[Part], now: list[Part]) -> str:
+def _what_changed(before: list[FilePart], now: list[FilePart]) -> str:
     """The files that came, went or have another content; at most four of them by name."""
     old, new = ({part["name"]: part for part in parts} for parts in (before, now))
     found = [
@@ -126,25 +126,25 @@ def _what_changed(before: list[Part], now: list[Part]) -> str:
     return ", ".join(found[:SHOWN] + rest) or "the same files in another order"
 
 
-def describe_run(trainer: Trainer, content: Content) -> dict[str, Any]:
+def describe_run(train_step: TrainStep, content: Content) -> dict[str, Any]:
     """What a manifest says of the run, by which later starts know what they may take over."""
     return {
-        "config": to_dict(trainer.cfg),
-        "mesh": dict(trainer.layout.sizes),
-        "reduction": fingerprint(trainer),
+        "config": to_dict(train_step.cfg),
+        "mesh": dict(train_step.layout.sizes),
+        "reduction": fingerprint(train_step),
         "data": content,
     }
 
 
-def fingerprint(trainer: Trainer) -> str | None:
+def fingerprint(train_step: TrainStep) -> str | None:
     """A digest of what decides the meaning of what codecs keep; None where they keep nothing.
 
     That is: the codecs; the mesh axes in order, and which of them cross nodes; of each parameter
     its path, shape and sharding, the way of its gradient, and the shape of what is kept of it. A
     device is told by its place on the mesh: which of several alike stands there does not matter.
     """
-    layout = trainer.layout
-    if not jax.tree.leaves(trainer.abstract.reduction):
+    layout = train_step.layout
+    if not jax.tree.leaves(train_step.abstract.reduction):
         return None
 
     def spread(axes: Axes) -> Axes:
@@ -159,31 +159,31 @@ def fingerprint(trainer: Trainer) -> str | None:
             [leaf.shape for leaf in jax.tree.leaves(kept)],
         ]
 
-    state = trainer.abstract
-    trees = (state.params, trainer.dims, state.reduction.codecs)
+    state = train_step.abstract
+    trees = (state.params, train_step.dims, state.reduction.codecs)
     found = jax.tree_util.tree_map_with_path(facts, *trees)
     content = {
         "meaning": CODEC_STATE,
-        "compression": dataclasses.asdict(trainer.cfg.compression),
+        "compression": dataclasses.asdict(train_step.cfg.compression),
         "axes": [one for one in layout.sizes if one[1] > 1],
         "parameters": jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, list)),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def same_reduction(saved: dict[str, Any], trainer: Trainer) -> bool:
+def same_reduction(saved: dict[str, Any], train_step: TrainStep) -> bool:
     """Whether what codecs of gradients remember still means what it meant.
 
     Args:
       saved: the checkpoint's manifest.
     """
     if "reduction" in saved:
-        return saved["reduction"] == fingerprint(trainer)
+        return saved["reduction"] == fingerprint(train_step)
     # Format 1 had no fingerprint: all settings that could matter must be as they were.
-    changes = diff(from_dict(saved.get("config", {})), trainer.cfg)
+    changes = diff(from_dict(saved.get("config", {})), train_step.cfg)
     matters = ("compression.", "mesh.nodes", "mesh.expert_weights")
     changed = any(name.startswith(matters) for name, *_ in changes)
-    return saved.get("mesh") == dict(trainer.layout.sizes) and not changed
+    return saved.get("mesh") == dict(train_step.layout.sizes) and not changed
 
 
 def remembers(saved: dict[str, Any]) -> bool:
@@ -205,10 +205,10 @@ def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:
         )
 
 
-def _is_fixed(change: Change) -> bool:
+def _is_fixed(change: ConfigChange) -> bool:
     name = change[0]
     return name.startswith(FIXED) and name not in FREE
 
 
-def _listed(changes: list[Change]) -> str:
+def _listed(changes: list[ConfigChange]) -> str:
     return ", ".join(f"{name}: {before} -> {after}" for name, before, after in changes)

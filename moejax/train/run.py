@@ -6,11 +6,11 @@ from rich.console import Console
 
 from moejax.config.schema import Config
 from moejax.runtime.processes import ALONE, Processes
-from moejax.step.trainer import Trainer
+from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import Inputs
 from moejax.train.metrics import Display, Records
-from moejax.train.plan_monitor import Doubt, Watch
+from moejax.train.plan_monitor import PlanMismatch, PlanMonitor
 
 
 @dataclass
@@ -18,15 +18,15 @@ class Run:
     """A run whose devices are started."""
 
     cfg: Config
-    trainer: Trainer
+    train_step: TrainStep
     inputs: Inputs
     checkpoints: Checkpoints
     records: Records
     display: Display
     console: Console
     processes: Processes = ALONE
-    watch: Watch | None = None  # of a plan whose links are known
-    doubt: Doubt | None = None  # what the watch has found, if a new plan is allowed
+    monitor: PlanMonitor | None = None  # of a plan whose links are known
+    mismatch: PlanMismatch | None = None  # what the watch has found, if a new plan is allowed
 
     def record_saved(self, step: int | None) -> None:
         """Records that a checkpoint was finished, if one was."""

@@ -5,11 +5,11 @@ import numpy as np
 
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState
-from moejax.step.trainer import Trainer
+from moejax.step.train_step import TrainStep
 
 
 def sample(
-    trainer: Trainer,
+    train_step: TrainStep,
     state: TrainState,
     prompt: list[int],
     *,
@@ -26,15 +26,15 @@ def sample(
     Args:
       allowed: ids from here on are never sampled (rows of the vocabulary without a token).
     """
-    rows, T = trainer.abstract_prompt()[0].shape
-    tokens, next_logits = list(prompt), trainer.next_logits
+    rows, T = train_step.abstract_prompt()[0].shape
+    tokens, next_logits = list(prompt), train_step.next_logits
     draw = np.random.default_rng(seed)
     for _ in range(length):
         seen = tokens[-T:]
         window_BT = np.zeros((rows, T), np.int32)
         window_BT[:, : len(seen)] = seen
         placed = jax.make_array_from_callback(
-            window_BT.shape, trainer.batch_sharding, lambda index, w=window_BT: w[index]
+            window_BT.shape, train_step.batch_sharding, lambda index, w=window_BT: w[index]
         )
         if len(tokens) == len(prompt):
             processes.compile(next_logits, state, (placed, len(seen)))

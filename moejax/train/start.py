@@ -1,6 +1,6 @@
 """The stages of a run before its first step: what may be refused, what to go on from, first state.
 
-Nothing here but `counted` and `first_state` touches a device.
+Nothing here but `counted` and `initial_state` touches a device.
 """
 
 import json
@@ -20,10 +20,10 @@ from moejax.config.schema import Config
 from moejax.data.sources import Content
 from moejax.errors import InputError
 from moejax.runtime.event_log import RunLock
-from moejax.runtime.processes import Processes, find_place
+from moejax.runtime.processes import Processes, find_rank
 from moejax.runtime.start import simulated_here
 from moejax.step.state import TrainState
-from moejax.step.trainer import Trainer
+from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import (
     Checkpoints,
     Saved,
@@ -54,7 +54,7 @@ def check_place(cfg: Config) -> None:
     """
     total = cfg.mesh.simulated_devices
     if total is not None and simulated_here(cfg.mesh) is not None and not is_planned(cfg):
-        resolve_mesh(cfg, total, "cpu", processes=find_place().count)
+        resolve_mesh(cfg, total, "cpu", processes=find_rank().count)
 
 
 def check_places(cfg: Config) -> None:
@@ -87,7 +87,7 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
             )
 
 
-def choose(
+def choose_checkpoint(
     cfg: Config, content: Content, processes: Processes
 ) -> tuple[Saved | None, Saved | None, list[str]]:
     """The checkpoint to go on from, else that to take weights from, and what to say about it."""
@@ -108,13 +108,14 @@ def choose(
 
 def counted(
     saved: Saved | None,
-    trainer: Trainer,
+    train_step: TrainStep,
     again: Callable[[], tuple[Saved | None, Saved | None, list[str]]],
     processes: Processes,
 ) -> tuple[Saved | None, list[str]]:
     """Sets aside steps whose state is not of the step that their name and manifest say.
 
-    Only devices can read it, so this comes after `choose`. Returns the checkpoint to go on from.
+    Only devices can read it, so this comes after `choose_checkpoint`. Returns the checkpoint to go
+    on from.
 
     Args:
       again: chooses anew, among what is left.
@@ -122,7 +123,7 @@ def counted(
       InputError: if nothing is left.
     """
     notes: list[str] = []
-    while saved is not None and (found := step_of_state(saved, trainer.abstract)) != saved.step:
+    while saved is not None and (found := step_of_state(saved, train_step.abstract)) != saved.step:
         notes += set_aside(saved.path, f"its state is of step {found}", processes)
         saved, _, more = again()
         notes += more
@@ -130,7 +131,7 @@ def counted(
 
 
 def check_disk(
-    trainer: Trainer, saved: Saved | None, directory: Path, processes: Processes
+    train_step: TrainStep, saved: Saved | None, directory: Path, processes: Processes
 ) -> list[str]:
     """Looks for room for the checkpoints to come. Returns what to say about it.
 
@@ -139,12 +140,12 @@ def check_disk(
     Raises:
       StorageFullError: if not even one fits.
     """
-    cfg, done = trainer.cfg, 0 if saved is None else saved.step
+    cfg, done = train_step.cfg, 0 if saved is None else saved.step
     if done >= cfg.train.num_steps:
         return []
     every = cfg.checkpoint.save_every or cfg.train.num_steps
     first = min((done // every + 1) * every, cfg.train.num_steps)
-    leaves = jax.tree.leaves(trainer.abstract)
+    leaves = jax.tree.leaves(train_step.abstract)
     needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     if saved is not None:
         needed = stored_bytes(saved.manifest)
@@ -171,8 +172,8 @@ def claim(run_dir: Path) -> RunLock:
         ) from error
 
 
-def first_state(
-    trainer: Trainer,
+def initial_state(
+    train_step: TrainStep,
     checkpoints: Checkpoints,
     saved: Saved | None,
     source: Saved | None,
@@ -181,17 +182,17 @@ def first_state(
     """The newest checkpoint, else weights of another run, else weights drawn from the seed."""
     if saved is not None:
         console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
-        if same_reduction(saved.manifest, trainer):
-            return checkpoints.restore(saved, trainer.abstract)
+        if same_reduction(saved.manifest, train_step):
+            return checkpoints.restore(saved, train_step.abstract)
         if remembers(saved.manifest):
             console.print(
                 "warning: mesh or compression differ from the checkpoint's: what codecs had not "
                 "sent yet is dropped",
                 soft_wrap=True,
             )
-        state = checkpoints.restore(saved, trainer.abstract, reduction=False)
-        return state._replace(reduction=trainer.first_reduction())
-    state = trainer.init()
+        state = checkpoints.restore(saved, train_step.abstract, reduction=False)
+        return state._replace(reduction=train_step.first_reduction())
+    state = train_step.init()
     if source is not None:
         console.print(f"weights from {source.path} (step {source.step})", soft_wrap=True)
         state = state._replace(**restore_items(source.path, state, ("weights",))["weights"])

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from moejax.config.compression import NO_COMPRESSION, describe
+from moejax.config.compression import NO_COMPRESSION, describe_codecs
 from moejax.layout.layout import Layout
 from moejax.layout.route import explain
 from moejax.model.count import Counts, count
-from moejax.plan.price.candidate import read_trainer, sampling_peak
+from moejax.plan.price.candidate import sampling_peak, trace_step
 from moejax.plan.trace.schedule import Collective, collectives_of
-from moejax.step.trainer import Trainer
+from moejax.step.train_step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -27,56 +27,59 @@ class Summary:
     collectives: list[Collective]
 
 
-def summarize(trainer: Trainer) -> Summary:
+def summarize(train_step: TrainStep) -> Summary:
     """Traces step, evaluation and sampling; allocates nothing and needs no device."""
-    traced = read_trainer(trainer)
+    traced = trace_step(train_step)
     schedule = traced.schedule()
-    given = trainer.given_bytes()
+    given = train_step.argument_bytes()
     by_kind = {
         "weights (float32 masters)": given["weights"],
         "gradients": given["weights"],
         "optimizer state": given["optimizer"],
         **({"what codecs remember": kept} if (kept := given["codec memory"]) else {}),
         "batch": given["batch"],
-        "logits of one chunk": _logit_bytes(trainer),
+        "logits of one chunk": _logit_bytes(train_step),
     }
     return Summary(
-        counts=count(trainer.cfg, trainer.parameter_sizes()),
+        counts=count(train_step.cfg, train_step.parameter_sizes()),
         bytes_by_kind=by_kind,
         peaks={
             "step": traced.peak(schedule).bytes,
             "evaluation": traced.evaluation_peak().bytes,
-            "sampling": sampling_peak(trainer).bytes,
+            "sampling": sampling_peak(train_step).bytes,
         },
-        tokens_per_step=trainer.cfg.train.batch_sequences * trainer.cfg.data.sequence_length,
+        tokens_per_step=train_step.cfg.train.batch_sequences * train_step.cfg.data.sequence_length,
         collectives=collectives_of(schedule),
     )
 
 
-def _logit_bytes(trainer: Trainer) -> int:
+def _logit_bytes(train_step: TrainStep) -> int:
     """Bytes of the logits that exist at one time."""
-    layout, cfg = trainer.layout, trainer.cfg
+    layout, cfg = train_step.layout, train_step.cfg
     rows = cfg.train.batch_sequences // layout.size(layout.token_axes) // cfg.train.micro_batches
-    tokens = min(rows * cfg.data.sequence_length, trainer.chunk_tokens)
+    tokens = min(rows * cfg.data.sequence_length, train_step.model.chunk_tokens)
     return tokens * cfg.model.vocab_size // layout.size(layout.tensor) * 4
 
 
 def print_summary(
-    summary: Summary, trainer: Trainer, console: Console, planned: Sequence[tuple[str, str]] = ()
+    summary: Summary,
+    train_step: TrainStep,
+    console: Console,
+    planned: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Shows the run as a table, what was planned, and collectives by kind and axes."""
-    counts, cfg = summary.counts, trainer.cfg
+    counts, cfg = summary.counts, train_step.cfg
     table = Table(title="run", show_header=False, title_justify="left")
     table.add_row("parameters", f"{counts.total:,} total, {counts.active:,} active per token")
     table.add_row("FLOPs per token", f"{counts.flops_per_token:,} (forward and backward)")
-    mesh = " x ".join(f"{axis}={size}" for axis, size in trainer.layout.sizes)
+    mesh = " x ".join(f"{axis}={size}" for axis, size in train_step.layout.sizes)
     table.add_row("mesh", f"{mesh} ({cfg.mesh.activations}, experts {cfg.mesh.expert_weights})")
     for row in planned:
         table.add_row(*row)
     if cfg.model.moe_every is not None:
-        table.add_row("route of tokens", explain(trainer.program.route))
-    if trainer.program.compression != NO_COMPRESSION:
-        table.add_row("codecs across nodes", describe(trainer.program.codecs))
+        table.add_row("route of tokens", explain(train_step.spec.route))
+    if train_step.spec.compression != NO_COMPRESSION:
+        table.add_row("codecs across nodes", describe_codecs(train_step.spec.codecs))
     steps = f"{summary.tokens_per_step:,} tokens a step, {cfg.train.num_steps:,} steps"
     table.add_row("batch", f"{cfg.train.batch_sequences} x {cfg.data.sequence_length}: {steps}")
     for kind, size in summary.bytes_by_kind.items():
@@ -85,7 +88,7 @@ def print_summary(
     table.add_row(
         "fullest moment, a device", f"about {human_bytes(max(summary.peaks.values()))}: {peaks}"
     )
-    for (kind, axes), (calls, size) in _by_kind(summary.collectives, trainer.layout).items():
+    for (kind, axes), (calls, size) in _by_kind(summary.collectives, train_step.layout).items():
         table.add_row(f"{kind} over {axes}", f"{calls:,} a step, {human_bytes(size)} a device")
     console.print(table)
 

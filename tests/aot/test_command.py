@@ -7,13 +7,13 @@ import jax
 import pytest
 from jax.experimental.topologies import TopologyDescription
 
-from moejax.aot.command import CompiledStep, census, describe, main, other_peaks, to_json
+from moejax.aot.command import CompiledStep, census, described_config, main, other_peaks, to_json
 from moejax.aot.compiled import Exchange
 from moejax.aot.target import TARGETS, describe_devices
 from moejax.config.checks import check
 from moejax.config.load import load_config
 from moejax.errors import InputError
-from tests.cases import small_config, trainer_for
+from tests.cases import small_config, step_for
 
 CONFIG = str(Path(__file__).parents[2] / "configs/olmoe_1b_7b.py")
 
@@ -64,7 +64,7 @@ def test_the_described_cluster_stands_in_for_the_machine_of_the_config():
     cfg = load_config(CONFIG, ["mesh.replica=2", "mesh.simulated_devices=4"])
     with pytest.raises(InputError, match="needs 16 devices, found 4"):
         check(cfg)
-    mesh = describe(cfg, TARGETS["v6e"], 2).mesh
+    mesh = described_config(cfg, TARGETS["v6e"], 2).mesh
     assert (mesh.nodes, mesh.platform, mesh.simulated_devices) == (2, "tpu", None)
 
 
@@ -88,11 +88,11 @@ def test_the_hidden_share_is_of_the_exchanges_that_carry_tokens():
 
 
 def test_evaluation_and_sampling_count_beside_a_state_that_they_read_a_part_of():
-    trainer = trainer_for(small_config())
-    state = sum(trainer.given_bytes().values())
+    train_step = step_for(small_config())
+    state = sum(train_step.argument_bytes().values())
     step = dataclasses.replace(compiled_step([]), argument_bytes=state)
-    found = other_peaks(trainer, step)
-    weights = trainer.given_bytes()["weights"]
+    found = other_peaks(train_step, step)
+    weights = train_step.argument_bytes()["weights"]
     assert all(state < size < state + 3 * weights for size in found.values())
     assert dataclasses.replace(step, other_peaks=found).most_bytes == max(found.values())
 

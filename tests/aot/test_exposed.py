@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from moejax.aot.compiled import Exchange
-from moejax.aot.exposed import class_of, compress_exposed, hidden_shares
+from moejax.aot.exposed import compress_exposed, hidden_shares, traffic_of
 from moejax.config.schema import MeshConfig
 from moejax.layout.layout import build_layout
 
@@ -32,7 +32,7 @@ def exchange(kind, *axes, hides=False, backward=False, dtype="bfloat16", size=10
     ],
 )
 def test_traffic_across_nodes_belongs_to_a_class(one, layout, kind):
-    assert class_of(one, layout) == kind
+    assert traffic_of(one, layout) == kind
 
 
 def test_only_what_is_exposed_is_compressed():

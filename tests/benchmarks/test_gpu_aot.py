@@ -28,10 +28,10 @@ def script(monkeypatch):
 def test_the_step_fits_one_gpu_and_has_our_kernels(script):
     layers = script("gpu_layers")
     devices = describe_devices(TARGETS["h200"], 1)
-    trainer = layers.one_device_trainer(load_config(layers.CONFIG), devices)
-    assert (trainer.program.experts, trainer.program.attention) == ("mosaic", "cudnn_masked")
+    train_step = layers.one_device_step(load_config(layers.CONFIG), devices)
+    assert (train_step.spec.experts, train_step.spec.attention) == ("mosaic", "cudnn_masked")
     with described_cudnn():
-        lowered = trainer.step.lower(trainer.abstract, trainer.abstract_batch())
+        lowered = train_step.step.lower(train_step.abstract, train_step.abstract_batch())
     compiled = lowered.compile()
     peak = compiled.memory_analysis().peak_memory_in_bytes
     print(f"peak {peak / 2**30:.1f} GiB")
@@ -42,9 +42,9 @@ def test_the_step_fits_one_gpu_and_has_our_kernels(script):
 def test_the_layer_compiles_with_our_kernels(script):
     layers, shapes = script("gpu_layers"), script("gpu_shapes")
     devices = describe_devices(TARGETS["h200"], 1)
-    trainer = layers.one_device_trainer(layers.layer_config(shapes.OLMOE), devices)
-    run, params, bias = layers.layer_both_ways(trainer)
-    whole = NamedSharding(trainer.mesh, P())
+    train_step = layers.one_device_step(layers.layer_config(shapes.OLMOE), devices)
+    run, params, bias = layers.layer_both_ways(train_step)
+    whole = NamedSharding(train_step.mesh, P())
     x = jax.ShapeDtypeStruct((1, 4096, shapes.OLMOE.D), jnp.bfloat16)
     arrays = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), (params, bias, x, x)

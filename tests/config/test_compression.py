@@ -1,6 +1,6 @@
 import pytest
 
-from moejax.config.compression import NO_COMPRESSION, CodecSpec, build_compression, describe
+from moejax.config.compression import NO_COMPRESSION, CodecSpec, build_compression, describe_codecs
 from moejax.config.load import load_config
 from moejax.config.schema import CompressionConfig
 from moejax.errors import InputError
@@ -100,10 +100,10 @@ def test_an_adaptive_codec_stands_on_its_rung_and_measures_now_and_then():
     policy = build(expert_gradient="adaptive:0.9:int8|int4", adapt_every=10)
     assert policy.adaptive
     codec = policy.at(20, (0, 1)).expert_gradient
-    assert (codec.rung, codec.measures) == (1, True)
+    assert (codec.level, codec.measures) == (1, True)
     codec = policy.at(21, (0, 1)).expert_gradient
-    assert (codec.rung, codec.measures) == (1, False)
-    assert describe(policy.at(21, (0, 1))) == "expert_gradient int4 (adaptive)"
+    assert (codec.level, codec.measures) == (1, False)
+    assert describe_codecs(policy.at(21, (0, 1))) == "expert_gradient int4 (adaptive)"
 
 
 def test_the_group_may_be_named_by_its_preset(tmp_path):

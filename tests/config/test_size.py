@@ -11,7 +11,7 @@ from moejax.config.fields import change
 from moejax.config.load import load_config
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from tests.cases import small_config, trainer_for
+from tests.cases import small_config, step_for
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from tests.cases import small_config, trainer_for
 )
 def test_parameters_are_counted_as_the_model_has_them(changes):
     cfg = change(small_config(), changes)
-    sizes = trainer_for(cfg).parameter_sizes().values()
+    sizes = step_for(cfg).parameter_sizes().values()
     # Norm scales alone have one dimension.
     assert parameters_of(cfg) == sum(elements for dims, elements in sizes if len(dims) > 1)
 

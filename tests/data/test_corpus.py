@@ -25,7 +25,7 @@ def library(tmp_path, monkeypatch):
 
 def _named(held_out: bool, count: int) -> list[str]:
     names = (f"module_{i}.py" for i in range(10_000))
-    return [name for name in names if corpus.is_held_out(name) == held_out][:count]
+    return [name for name in names if corpus.is_held_out_file(name) == held_out][:count]
 
 
 def test_text_of_this_python_is_python_and_large():
@@ -52,7 +52,7 @@ def test_a_file_is_held_out_by_its_name_alone(library):
 def test_the_split_stays_the_same_between_versions():
     """Bits per byte are compared between releases: the held-out text must be the same."""
     names = [f"module_{i}.py" for i in range(100)]
-    assert [name for name in names if corpus.is_held_out(name)] == [
+    assert [name for name in names if corpus.is_held_out_file(name)] == [
         "module_14.py",
         "module_42.py",
         "module_69.py",

@@ -10,7 +10,7 @@ from moejax.config.schema import DataConfig
 from moejax.data import corpus, prepare
 from moejax.data.documents import Document
 from moejax.data.sidecar import Sidecar, sidecar_of
-from moejax.data.sources import describe, open_sources
+from moejax.data.sources import describe_sources, open_sources
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.data.tokens import FileSource, JoinedSource, from_documents
 from moejax.errors import InputError
@@ -54,7 +54,7 @@ def content(tmp_path, name="a.bin", **sidecar):
     path = tmp_path / name
     facts = json.loads(sidecar_of(path).read_text()) | sidecar
     sidecar_of(path).write_text(json.dumps(facts))
-    return describe(open_sources(files(path), model_vocab=300))
+    return describe_sources(open_sources(files(path), model_vocab=300))
 
 
 def files(*train, held_out=()):
@@ -84,7 +84,7 @@ def test_what_only_describes_the_text_does_not(tmp_path, changes):
 
 def test_the_content_has_every_file_of_both_streams(tmp_path):
     one, two, three = (Path(write(tmp_path / f"{name}.bin", name)) for name in "abc")
-    found = describe(open_sources(files(one, two, held_out=[three]), model_vocab=300))
+    found = describe_sources(open_sources(files(one, two, held_out=[three]), model_vocab=300))
     assert [part["name"] for part in found["train"]] == [str(one), str(two)]
     assert [part["name"] for part in found["held_out"]] == [str(three)]
     digests = [part["digest"] for parts in found.values() for part in parts]
@@ -93,7 +93,7 @@ def test_the_content_has_every_file_of_both_streams(tmp_path):
 
 
 def test_the_built_in_text_is_told_by_its_tokens():
-    found = describe(open_sources(DataConfig(), model_vocab=264))
+    found = describe_sources(open_sources(DataConfig(), model_vocab=264))
     train, held_out = found["train"][0], found["held_out"][0]
     assert train["digest"] != held_out["digest"]
     assert train["tokens"] > held_out["tokens"]

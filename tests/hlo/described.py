@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from moejax.aot.command import CONTROLS, build_described, compile_step, describe
+from moejax.aot.command import CONTROLS, build_described, compile_step, described_config
 from moejax.aot.target import TARGETS
 from moejax.config.load import load_config
 from moejax.runtime.compiler import Options
@@ -14,15 +14,15 @@ OPTIMIZE: Options = {"xla_backend_optimization_level": 3}
 
 
 @functools.cache
-def described_trainer(config, nodes, settings):
+def described_step(config, nodes, settings):
     """The trainer of a config file on so many nodes, in one micro-batch, with other settings."""
     words = [f"--config.{word}" for word in ("train.micro_batches=1", *settings)]
     cfg = load_config(str(CONFIGS / config), words)
-    return build_described(describe(cfg, TARGETS["h200"], nodes), TARGETS["h200"])
+    return build_described(described_config(cfg, TARGETS["h200"], nodes), TARGETS["h200"])
 
 
 @functools.cache
 def compiled_step(config, nodes, settings, control=None):
     """Its step; control: of `CONTROLS`, the compiler options that are tried instead."""
-    trainer = described_trainer(config, nodes, settings)
-    return compile_step(trainer, OPTIMIZE | CONTROLS["gpu"].get(control, {}))
+    train_step = described_step(config, nodes, settings)
+    return compile_step(train_step, OPTIMIZE | CONTROLS["gpu"].get(control, {}))

@@ -12,7 +12,7 @@ import pytest
 from moejax.aot.target import TARGETS
 from moejax.plan.trace.reader import collectives
 from moejax.runtime.compiler import described_cudnn
-from tests.hlo.described import compiled_step, described_trainer
+from tests.hlo.described import compiled_step, described_step
 
 GIB = 2**30
 LAYERS = 2
@@ -39,8 +39,8 @@ def settings_of(cluster):
     return "olmoe_1b_7b.py", nodes, words
 
 
-def trainer_of(cluster):
-    return described_trainer(*settings_of(cluster))
+def step_of(cluster):
+    return described_step(*settings_of(cluster))
 
 
 def compiled(cluster, control=None):
@@ -56,8 +56,8 @@ def pipelines(step, chunks):
 
 @clusters
 def test_the_steady_state_hides_every_exchange_behind_the_experts_forward_and_backward(cluster):
-    trainer, step = trainer_of(cluster), compiled(cluster)
-    chunks, hops = trainer.program.route.chunks, len(trainer.program.route.hops)
+    train_step, step = step_of(cluster), compiled(cluster)
+    chunks, hops = train_step.spec.route.chunks, len(train_step.spec.route.hops)
     found = pipelines(step, chunks)
     assert sum(calls for _, calls in found) == 2 * LAYERS  # forward and backward
     for letters, _ in found:
@@ -74,8 +74,8 @@ def in_flight(letters):
 
 @clusters
 def test_only_the_ends_of_the_pipeline_are_exposed(cluster):
-    trainer, step = trainer_of(cluster), compiled(cluster)
-    chunks, hops = trainer.program.route.chunks, len(trainer.program.route.hops)
+    train_step, step = step_of(cluster), compiled(cluster)
+    chunks, hops = train_step.spec.route.chunks, len(train_step.spec.route.hops)
     for backward in (False, True):
         assert len(step.token_exchanges(backward=backward)) > 0
         hidden = step.hidden_share(backward=backward)
@@ -88,12 +88,14 @@ def test_only_the_ends_of_the_pipeline_are_exposed(cluster):
 @clusters
 def test_the_compiled_collectives_are_those_of_the_traced_program(cluster):
     """What the traced program says of the wire is what the compiled one does."""
-    trainer, step = trainer_of(cluster), compiled(cluster)
+    train_step, step = step_of(cluster), compiled(cluster)
     traced, found = Counter(), Counter()
     with described_cudnn():
-        program = trainer.step.trace(trainer.abstract, trainer.abstract_batch()).jaxpr.jaxpr
+        program = train_step.step.trace(
+            train_step.abstract, train_step.abstract_batch()
+        ).jaxpr.jaxpr
     for one in collectives(program):
-        axes = tuple(axis for axis in one.axes if trainer.layout.size((axis,)) > 1)
+        axes = tuple(axis for axis in one.axes if train_step.layout.size((axis,)) > 1)
         kind = "all_reduce" if one.kind == "all_max" else one.kind
         traced[kind, axes, one.dtype, one.bytes] += one.calls
     for one in step.exchanges:
@@ -145,5 +147,5 @@ def test_control_without_asynchronous_collectives_nothing_hides():
 
 def test_the_trainer_sets_its_options_itself():
     for cluster, hops in (("1x8", 1), ("2x8", 2)):
-        limit = trainer_of(cluster).options.values()
+        limit = step_of(cluster).options.values()
         assert list(limit) == [2 * hops + 1]

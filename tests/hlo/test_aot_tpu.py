@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moejax.aot.command import CONTROLS, build_described, compile_step, describe
+from moejax.aot.command import CONTROLS, build_described, compile_step, described_config
 from moejax.aot.target import TARGETS
 from moejax.config.load import load_config
 
@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.aot_tpu, pytest.mark.usefixtures("compiled_anew")]
 @functools.cache
 def compiled(name, control=None):
     cfg = load_config(CONFIG, [f"--config.{word}" for word in SETTINGS])
-    trainer = build_described(describe(cfg, TARGETS[name], 1), TARGETS[name])
-    return compile_step(trainer, CONTROLS["tpu"].get(control, {}))
+    train_step = build_described(described_config(cfg, TARGETS[name], 1), TARGETS[name])
+    return compile_step(train_step, CONTROLS["tpu"].get(control, {}))
 
 
 @slices

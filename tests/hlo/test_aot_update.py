@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from moejax.aot.command import update_bytes
-from tests.hlo.described import OPTIMIZE, compiled_step, described_trainer
+from tests.hlo.described import OPTIMIZE, compiled_step, described_step
 
 GIB = 2**30
 
@@ -35,8 +35,8 @@ def test_muon_needs_a_layer_of_weights_beside_state_and_gradients_and_not_all_of
     words = ("optimizer.name=muon", "train.batch_sequences=8", "data.sequence_length=512")
     # Blocked experts: what the gradients alone need is subtracted, and kernels change that.
     model = ("olmoe_1b_7b.py", 1, (*words, "moe.implementation=blocked"))
-    trainer, step = described_trainer(*model), compiled_step(*model)
-    layers = [x for x in jax.tree.leaves(trainer.abstract.params["groups"]) if x.ndim == 5]
+    train_step, step = described_step(*model), compiled_step(*model)
+    layers = [x for x in jax.tree.leaves(train_step.abstract.params["groups"]) if x.ndim == 5]
     stacked = sum(4 * x.size // 8 for x in layers)  # of a device
     assert stacked > 1.5 * GIB
-    assert update_bytes(trainer, step, OPTIMIZE) < stacked / 4
+    assert update_bytes(train_step, step, OPTIMIZE) < stacked / 4

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from moejax.plan.trace.reader import collectives
-from tests.cases import small_config, trainer_for
+from tests.cases import small_config, step_for
 
 # XLA's name of each collective of comm.wire.
 HLO = {
@@ -18,8 +18,8 @@ HLO = {
 
 
 def census(cfg):
-    trainer = trainer_for(cfg)
-    traced = trainer.gradients.trace(trainer.abstract, trainer.abstract_batch())
+    train_step = step_for(cfg)
+    traced = train_step.gradients.trace(train_step.abstract, train_step.abstract_batch())
     return collectives(traced.jaxpr.jaxpr), traced
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import jax
 import pytest
 
-from moejax.aot.command import build_described, describe, lower_step
+from moejax.aot.command import build_described, described_config, lower_step
 from moejax.aot.target import TARGETS
 from moejax.config.load import load_config
 from tests.hlo.described import CONFIGS, OPTIMIZE
@@ -22,17 +22,17 @@ LAYERS = 2
 
 
 @functools.cache
-def trainer():
+def train_step():
     words = [f"model.num_layers={LAYERS}", "mesh.expert=16", "train.batch_sequences=32"]
     words += ["train.micro_batches=1", "compression=strong", "kernels=required"]
     cfg = load_config(str(CONFIGS / "olmoe_1b_7b.py"), [f"--config.{word}" for word in words])
-    return build_described(describe(cfg, TARGETS["h200"], 2), TARGETS["h200"])
+    return build_described(described_config(cfg, TARGETS["h200"], 2), TARGETS["h200"])
 
 
 @functools.cache
 def compiled():
     """Lines of the program, without the kernels' own code."""
-    text = lower_step(trainer()).compile(compiler_options=OPTIMIZE).as_text()
+    text = lower_step(train_step()).compile(compiler_options=OPTIMIZE).as_text()
     return re.sub(r"backend_config=\{kernel_hash.*", "", text).splitlines()
 
 
@@ -86,6 +86,6 @@ def test_tokens_and_gradients_cross_nodes_as_bytes():
         found for line in exchanges for found in re.findall(r"\b([a-z]\w*)\[([\d,]+)\]", line)
     ]
     assert {dtype for dtype, _ in arrays} <= {"u8", "u32"}
-    width = trainer().cfg.model.width
+    width = train_step().cfg.model.width
     rows = {dims for _, dims in arrays if dims.endswith(f",{width + width // 32}")}
     assert rows, "a row is its bytes, and four for the scale of each 128"

@@ -12,8 +12,8 @@ from moejax.layout.mesh import build_abstract_mesh
 from moejax.layout.route import build_route
 from moejax.plan.trace.reader import collectives
 from moejax.runtime.compiler import described_cudnn
-from moejax.step.trainer import build_trainer
-from tests.cases import part_of, small_config, trainer_for
+from moejax.step.train_step import build_step
+from tests.cases import part_of, small_config, step_for
 
 # route, mesh, nodes, expert weights
 CASES = [
@@ -41,9 +41,9 @@ def routed(route, mesh, nodes, weights, *, chunks=(1, 1), remat="none", **moe):
 
 
 def census(cfg):
-    trainer = trainer_for(cfg)
-    traced = trainer.gradients.trace(trainer.abstract, trainer.abstract_batch())
-    return trainer, collectives(traced.jaxpr.jaxpr)
+    train_step = step_for(cfg)
+    traced = train_step.gradients.trace(train_step.abstract, train_step.abstract_batch())
+    return train_step, collectives(traced.jaxpr.jaxpr)
 
 
 def rows_sent(found):
@@ -65,8 +65,8 @@ def calls(found):
 def test_rows_take_every_hop_out_and_home_once_a_chunk_in_each_direction(
     route, mesh, nodes, weights, chunks
 ):
-    trainer, found = census(routed(route, mesh, nodes, weights, chunks=chunks))
-    built = build_route(route, trainer.layout, chunks=chunks[0], chunks_backward=chunks[1])
+    train_step, found = census(routed(route, mesh, nodes, weights, chunks=chunks))
+    built = build_route(route, train_step.layout, chunks=chunks[0], chunks_backward=chunks[1])
     sent = rows_sent(found)
     assert {one.axes for one in sent} == {hop.axes for hop in built.exchanges}
     for hop in built.exchanges:
@@ -132,9 +132,11 @@ def test_kernels_that_quantise_rows_as_they_move_change_no_exchange(route, mesh,
     # Elsewhere results are decoded before they are summed.
     sums = route not in ("spread", "gather_home")
     for platform in ("cpu", "gpu"):
-        trainer = build_trainer(cfg, abstract, platform)
+        train_step = build_step(cfg, abstract, platform)
         with described_cudnn():
-            program = trainer.gradients.trace(trainer.abstract, trainer.abstract_batch()).jaxpr
+            program = train_step.gradients.trace(
+                train_step.abstract, train_step.abstract_batch()
+            ).jaxpr
         found[platform] = Counter()
         for one in collectives(program.jaxpr):
             if one.kind == "all_to_all":

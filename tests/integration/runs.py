@@ -15,7 +15,7 @@ from moejax.data import prepare
 from moejax.data.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.train.checkpoint import Checkpoints, newest
-from tests.cases import trainer_for
+from tests.cases import step_for
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -133,7 +133,7 @@ def final_state(run_dir):
     cfg = load_config(run_dir / "config.json")
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, simulated_devices=None))
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=2)
-    state = checkpoints.restore(saved, trainer_for(cfg).abstract)
+    state = checkpoints.restore(saved, step_for(cfg).abstract)
     checkpoints.close()
     return saved.step, [np.asarray(x) for x in jax.tree.leaves(state)]
 

@@ -13,7 +13,7 @@ from moejax.config.load import load_config
 from moejax.errors import STOPPED
 from moejax.train.checkpoint import Checkpoints, newest
 from moejax.train.manifest import finished_steps, read_manifest
-from tests.cases import trainer_for
+from tests.cases import step_for
 from tests.integration.runs import (
     assert_same_end,
     begin,
@@ -149,7 +149,7 @@ def test_a_run_takes_its_first_weights_from_another(place, straight):
         cfg = load_config(name / "config.json")
         cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, simulated_devices=None))
         checkpoints = Checkpoints(name / "checkpoints", keep=2)
-        state = checkpoints.restore(saved, trainer_for(cfg).abstract)
+        state = checkpoints.restore(saved, step_for(cfg).abstract)
         checkpoints.close()
         weights[name] = jax.tree.map(np.asarray, state.params)
         assert int(state.step) == saved.step

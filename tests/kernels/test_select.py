@@ -8,8 +8,8 @@ import pytest
 from moejax.config.schema import CompressionConfig, Config
 from moejax.errors import InputError
 from moejax.kernels.select import (
-    Place,
-    place_of,
+    Hardware,
+    hardware_of,
     select_attention,
     select_experts,
     select_kernels,
@@ -17,24 +17,24 @@ from moejax.kernels.select import (
     select_quantized_rows,
 )
 
-HOPPER = Place("gpu", "9.0")
+HOPPER = Hardware("gpu", "9.0")
 SHAPE = {"dtype": "bfloat16", "width": 2048, "hidden": 1024}
 modern = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
 
 
 def test_a_mesh_without_devices_has_a_platform_and_no_capability():
     mesh = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1])
-    assert place_of(mesh, "cpu") == Place("cpu")
-    assert place_of(mesh.abstract_mesh, "gpu") == Place("gpu")
+    assert hardware_of(mesh, "cpu") == Hardware("cpu")
+    assert hardware_of(mesh.abstract_mesh, "gpu") == Hardware("gpu")
 
 
 @pytest.mark.parametrize(
     ("place", "wanted"),
     [
         pytest.param(HOPPER, "mosaic", marks=modern),
-        (Place("gpu", "10.0"), "blocked"),
-        (Place("cpu"), "blocked"),
-        (Place("tpu"), "ragged_dot"),
+        (Hardware("gpu", "10.0"), "blocked"),
+        (Hardware("cpu"), "blocked"),
+        (Hardware("tpu"), "ragged_dot"),
     ],
 )
 def test_experts_by_place(place, wanted):
@@ -56,13 +56,13 @@ def test_experts_by_shape(change, said):
 
 
 def test_a_named_implementation_is_taken_or_refused_but_never_replaced():
-    assert select_experts(Place("cpu"), "ragged_dot", **SHAPE).implementation == "ragged_dot"
+    assert select_experts(Hardware("cpu"), "ragged_dot", **SHAPE).implementation == "ragged_dot"
     with pytest.raises(InputError, match="declines: it is for GPUs, this is cpu"):
-        select_experts(Place("cpu"), "mosaic", **SHAPE)
+        select_experts(Hardware("cpu"), "mosaic", **SHAPE)
     with pytest.raises(InputError, match="mosaic_e4m3, which declines: it is for GPUs"):
-        select_experts(Place("cpu"), "mosaic_e4m3", **SHAPE)
+        select_experts(Hardware("cpu"), "mosaic_e4m3", **SHAPE)
     with pytest.raises(InputError, match="tokamax, which declines"):
-        select_experts(Place("cpu"), "tokamax", **SHAPE)
+        select_experts(Hardware("cpu"), "tokamax", **SHAPE)
 
 
 @modern
@@ -151,9 +151,9 @@ ATTENTION = {"dtype": "bfloat16", "width": 128, "length": 4096, "sequences": 4, 
         (HOPPER, {"isolated": False, "length": 131_073, "sequences": 64}, "cudnn"),
         (HOPPER, {"length": 8192, "sequences": 8}, "cudnn_masked"),  # 1 GiB
         (HOPPER, {"width": 256}, "cudnn_masked"),
-        (Place("gpu", "8.0"), {}, "cudnn_masked"),
-        (Place("gpu", "10.0"), {"width": 256}, "cudnn_masked"),
-        (Place("gpu"), {}, "cudnn_masked"),
+        (Hardware("gpu", "8.0"), {}, "cudnn_masked"),
+        (Hardware("gpu", "10.0"), {"width": 256}, "cudnn_masked"),
+        (Hardware("gpu"), {}, "cudnn_masked"),
     ],
 )
 def test_attention_by_cudnn(place, change, wanted):
@@ -164,17 +164,17 @@ def test_attention_by_cudnn(place, change, wanted):
 @pytest.mark.parametrize(
     ("place", "change", "said"),
     [
-        (Place("cpu"), {}, "it is for GPUs, this is cpu"),
+        (Hardware("cpu"), {}, "it is for GPUs, this is cpu"),
         (HOPPER, {"dtype": "float32"}, "it takes bfloat16, this is float32"),
         (HOPPER, {"width": 100}, "heads are 100 wide. It takes multiples of 8 up to 256"),
         (HOPPER, {"width": 264}, "heads are 264 wide"),
         (
-            Place("gpu", "8.6"),
+            Hardware("gpu", "8.6"),
             {"width": 136},
             "heads are 136 wide. It takes multiples of 8 up to 128",
         ),
-        (Place("gpu", "7.5"), {}, "from compute capability 8.0, this is 7.5"),
-        (Place("gpu", "gfx942"), {}, "this is gfx942"),
+        (Hardware("gpu", "7.5"), {}, "from compute capability 8.0, this is 7.5"),
+        (Hardware("gpu", "gfx942"), {}, "this is gfx942"),
         (HOPPER, {"length": 4095}, "an even number of positions, this is 4095"),
         (HOPPER, {"length": 131_072, "sequences": 1}, "a mask of 32.0 GiB. At most 1 is given"),
         (HOPPER, {"length": 8192, "sequences": 9}, "a mask of 1.1 GiB"),
@@ -211,18 +211,18 @@ def test_attention_of_a_run_sees_its_sequences_on_a_device():
 
 def test_each_operation_of_a_run_has_a_choice():
     cfg = Config()
-    assert set(select_kernels(cfg, Place("cpu"))) == {"attention", "experts"}
+    assert set(select_kernels(cfg, Hardware("cpu"))) == {"attention", "experts"}
     dense = replace(cfg, model=replace(cfg.model, moe_every=None))
     compressed = replace(dense, compression=CompressionConfig(preset="hybrid"))
-    assert set(select_kernels(compressed, Place("cpu"))) == {"attention", "quantize"}
+    assert set(select_kernels(compressed, Hardware("cpu"))) == {"attention", "quantize"}
     tokens = replace(cfg, compression=CompressionConfig(dispatch="bfloat16"))
-    found = select_kernels(tokens, Place("cpu"))
+    found = select_kernels(tokens, Hardware("cpu"))
     assert set(found) == {"attention", "experts", "quantize", "quantized_rows"}
 
 
 def test_required_kernels_are_not_replaced():
     with pytest.raises(InputError, match="`kernels` is required, but cudnn declines attention"):
-        select_kernels(replace(Config(), kernels="required"), Place("cpu"))
+        select_kernels(replace(Config(), kernels="required"), Hardware("cpu"))
 
 
 @modern

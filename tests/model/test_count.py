@@ -11,16 +11,16 @@ from moejax.config.schema import Config, DataConfig, ModelConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.model.count import count
-from moejax.step.trainer import build_trainer
+from moejax.step.train_step import build_step
 from moejax.train.summary import summarize
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def trainer_of(name):
+def step_of(name):
     cfg = load_config(CONFIGS / f"{name}.py")
     check(cfg)
-    return build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    return build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
 
 
 @pytest.mark.slow
@@ -34,12 +34,12 @@ def trainer_of(name):
     ],
 )
 def test_published_models_have_their_published_sizes(name, total, active):
-    counts = summarize(trainer_of(name)).counts
+    counts = summarize(step_of(name)).counts
     assert (counts.total, counts.active) == (total, active)
 
 
 def test_deepseek_v3s_feed_forward_blocks_have_their_published_sizes():
-    sizes = trainer_of("deepseek_v3").parameter_sizes()
+    sizes = step_of("deepseek_v3").parameter_sizes()
     dense = sum(n for path, (_, n) in sizes.items() if ".mlp.w" in path and "groups.0" in path)
     assert dense == 3 * (3 * 7168 * 18432)
     expert = sum(n for path, (_, n) in sizes.items() if ".moe.w" in path)
@@ -51,13 +51,13 @@ def test_deepseek_v3s_feed_forward_blocks_have_their_published_sizes():
 def test_every_config_traces():
     names = sorted(path.stem for path in CONFIGS.glob("*.py"))
     assert "tiny" in names
-    trainer = trainer_of("tiny")
-    assert summarize(trainer).counts.total > 1_000_000
+    train_step = step_of("tiny")
+    assert summarize(train_step).counts.total > 1_000_000
     # FLOPs follow the window that attention may see.
-    narrow = dataclasses.replace(trainer.cfg.model, sliding_window=8)
-    cfg = dataclasses.replace(trainer.cfg, model=narrow)
-    less = build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
-    assert summarize(less).counts.flops_per_token < summarize(trainer).counts.flops_per_token
+    narrow = dataclasses.replace(train_step.cfg.model, sliding_window=8)
+    cfg = dataclasses.replace(train_step.cfg, model=narrow)
+    less = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    assert summarize(less).counts.flops_per_token < summarize(train_step).counts.flops_per_token
 
 
 @pytest.mark.parametrize(

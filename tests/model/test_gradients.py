@@ -13,8 +13,8 @@ from moejax.config.schema import CompressionConfig, Config, DataConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.step.state import Batch
-from moejax.step.trainer import build_trainer
-from tests.cases import place, small_config, trainer_for
+from moejax.step.train_step import build_step
+from tests.cases import place, small_config, step_for
 
 # Rounding to bfloat16 changes a number by at most this share of it.
 HALF_STEP = 2.0**-8
@@ -52,14 +52,14 @@ def text_like_batch() -> Batch:
 @pytest.mark.parametrize(("qk_norm", "tied"), [("full", False), ("head", True)])
 def test_bfloat16_changes_every_gradient_by_its_rounding_alone(qk_norm, tied):
     model = {"qk_norm": qk_norm, "tie_embeddings": tied}
-    state = trainer_for(config_in("float32", **model)).init()
+    state = step_for(config_in("float32", **model)).init()
     # Weights that bfloat16 holds: both compute with the same.
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), state.params)
     state = state._replace(params=params)
     found = {}
     for dtype in ("float32", "bfloat16"):
-        trainer = trainer_for(config_in(dtype, **model))
-        found[dtype] = trainer.gradients(state, place(trainer, text_like_batch()))[0]
+        train_step = step_for(config_in(dtype, **model))
+        found[dtype] = train_step.gradients(state, place(train_step, text_like_batch()))[0]
     flat = {name: jax.tree_util.tree_flatten_with_path(tree)[0] for name, tree in found.items()}
     for (path, want), (_, have) in zip(flat["float32"], flat["bfloat16"], strict=True):
         off = np.linalg.norm(have - want) / np.linalg.norm(want)
@@ -127,8 +127,8 @@ def traced_step(mesh=(1, 1, 1, 1), *, nodes=None, compression="none", top=None, 
         compression=CompressionConfig(preset=compression),
         **(top or {}),
     )
-    trainer = build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
-    return trainer.step.trace(trainer.abstract, trainer.abstract_batch()).jaxpr
+    train_step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    return train_step.step.trace(train_step.abstract, train_step.abstract_batch()).jaxpr
 
 
 @pytest.mark.parametrize(

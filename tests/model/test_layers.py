@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moejax.model.layers import RMSNorm
-from tests.cases import small_config, trainer_for
+from tests.cases import small_config, step_for
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-6, 1e-3, 1.0])
@@ -25,7 +25,7 @@ def test_weights_are_drawn_as_the_config_says():
     moe = {"expert_hidden": 64, "num_shared_experts": 2}
     more = {"first_dense_layers": 1, "tie_embeddings": False, "attention_bias": True}
     cfg = small_config(model=model | more, moe=moe)
-    found = jax.tree_util.tree_flatten_with_path(trainer_for(cfg).init().params)[0]
+    found = jax.tree_util.tree_flatten_with_path(step_for(cfg).init().params)[0]
     less = cfg.model.init_deviation / math.sqrt(2 * 3)
     seen = set()
     for path, x in found:

@@ -18,7 +18,7 @@ from moejax.config.schema import Config, MeshConfig, MoEConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.layout.route import ROUTES, build_route
-from moejax.layout.spec import Program
+from moejax.layout.spec import StepSpec
 from moejax.moe.dispatch import drop_above, moe_ffn
 from tests.cases import few, part_of
 
@@ -55,14 +55,14 @@ def compiled(mesh_config, route, K, **options):
     """(global x, weights, experts, params, dy) -> (outputs, gradients)."""
     layout = build_layout(mesh_config)
     route = build_route(route, layout, **options)
-    program = Program(layout, route, experts="reference")
+    spec = StepSpec(layout, route, experts="reference")
     moe = MoEConfig(num_experts=E, experts_per_token=K, expert_hidden=F)
-    tokens = P(layout.token_axes) if program.route.replicated else P(layout.mesh_axes)
+    tokens = P(layout.token_axes) if spec.route.replicated else P(layout.mesh_axes)
     params = tuple(layout.param_spec(dims, len(dims)) for dims in ("EDUF", "EFD"))
-    copies = layout.size(layout.tensor) if program.route.replicated else 1
+    copies = layout.size(layout.tensor) if spec.route.replicated else 1
 
     def forward(x_ND, weight_NK, expert_NK, params):
-        return moe_ffn(x_ND, weight_NK, expert_NK, params, moe, program)
+        return moe_ffn(x_ND, weight_NK, expert_NK, params, moe, spec)
 
     def device(x_ND, weight_NK, expert_NK, params, dy_ND):
         y_ND, pull = jax.vjp(
@@ -193,7 +193,7 @@ def test_routes_that_add_in_the_same_order_give_the_same_bits(route, options, K)
 
 
 def test_weight_gradients_of_chunks_are_added_up_in_float32():
-    """In the program, because a CPU would not round between two sums in bfloat16 either."""
+    """In the spec, because a CPU would not round between two sums in bfloat16 either."""
     arrays = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         for shape in [(8 * TOKENS, D), (8 * TOKENS, 1), (E, D, 2, F), (E, F, D)]

@@ -14,7 +14,7 @@ def cluster(
     startup: float = 1e-4,
     memory: int = 8 * GIB,
     platform: str = "cpu",
-    occupies: float = 0.0,
+    compute_share: float = 0.0,
 ) -> Topology:
     """Nodes of so many devices; rates in bytes a second of a device."""
     device = Device(
@@ -28,7 +28,7 @@ def cluster(
         codecs={"int8": CodecRates(1e9, 1e9)},
     )
     tiers = (
-        Tier("host", inside, same_links(Link(startup / 10, fast)), occupies=occupies),
+        Tier("host", inside, same_links(Link(startup / 10, fast)), compute_share=compute_share),
         Tier("network", nodes, same_links(Link(startup, slow))),
     )
     return Topology(1, "test", "made up", device, tiers)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.runtime.compiler import compiler_options, known_options
-from tests.cases import small_config, trainer_for
+from tests.cases import small_config, step_for
 
 KNOWN = {"xla_cpu_enable_fast_math": "False"}
 
@@ -46,4 +46,4 @@ def test_a_run_on_cpu_compiles_nothing_to_find_its_options(monkeypatch):
         raise AssertionError("compiled")
 
     monkeypatch.setattr("moejax.runtime.compiler._knows", compile_nothing)
-    assert trainer_for(small_config((1, 1, 8, 1))).options == {}
+    assert step_for(small_config((1, 1, 8, 1))).options == {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moejax.errors import InputError, StorageFullError
-from moejax.runtime.event_log import Ledger, RunLock
+from moejax.runtime.event_log import EventLog, RunLock
 
 HOLD = """
 import pathlib, sys
@@ -21,7 +21,7 @@ sys.stdin.read()
 
 
 def test_every_line_is_json_and_is_there_at_once(tmp_path):
-    ledger = Ledger(tmp_path / "metrics.jsonl")
+    ledger = EventLog(tmp_path / "metrics.jsonl")
     ledger.write("step", step=1, loss=float("inf"), text="line\nbreak")
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     ledger.close()
@@ -31,7 +31,7 @@ def test_every_line_is_json_and_is_there_at_once(tmp_path):
 
 
 def test_a_full_disk_is_told_apart():
-    ledger = Ledger(Path("/dev/full"))
+    ledger = EventLog(Path("/dev/full"))
     with pytest.raises(StorageFullError, match=r"no space left.*/dev/full"):
         ledger.write("step", step=1)
     with pytest.raises(StorageFullError):  # what is left in its buffer
@@ -42,7 +42,7 @@ def test_half_a_line_of_a_full_disk_or_a_kill_does_not_spoil_the_next(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for left in ("", "\n", '{"event": "whole"}\n', '{"event": "whole"}\n{"time": 1.5, "ev'):
         path.write_text(left)
-        ledger = Ledger(path)
+        ledger = EventLog(path)
         ledger.write("next")
         ledger.close()
         lines = [json.loads(line) for line in path.read_text().splitlines() if line]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from moejax.config.schema import MeshConfig
 from moejax.errors import DivergedError, InputError, StorageFullError
-from moejax.runtime.processes import ALONE, Place, Processes, Stop, find_place
+from moejax.runtime.processes import ALONE, Processes, Rank, Stop, find_rank
 from moejax.runtime.start import simulated_here
 from tests.threads import Service, everywhere
 
@@ -130,11 +130,11 @@ def test_a_loop_does_not_find_the_notes_of_the_one_before():
 
 def test_a_place_is_read_from_the_environment(monkeypatch):
     monkeypatch.delenv("MOEJAX_COORDINATOR", raising=False)
-    assert find_place() == Place(None, 1, 0)
+    assert find_rank() == Rank(None, 1, 0)
     monkeypatch.setenv("MOEJAX_COORDINATOR", "10.0.0.1:29400")
     monkeypatch.setenv("MOEJAX_PROCESSES", "4")
     monkeypatch.setenv("MOEJAX_PROCESS", "3")
-    assert find_place() == Place("10.0.0.1:29400", 4, 3)
+    assert find_rank() == Rank("10.0.0.1:29400", 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_half_a_place_is_refused_with_what_was_seen(monkeypatch, name, value):
     else:
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=f"{name} is {value or 'not set'}"):
-        find_place()
+        find_rank()
 
 
 def in_program(monkeypatch, processes):

@@ -18,7 +18,7 @@ from tests.cases import (
     skew,
     small_config,
     spread,
-    trainer_for,
+    step_for,
 )
 from tests.oracle import oracle_loss
 
@@ -61,9 +61,9 @@ def spoil(function):
 def oracle_case(cfg, bias):
     """State, batch, and the oracle's loss, loads and gradients; computed once a config."""
     state = one_device_state(cfg)
-    state = state._replace(balance=skew(state.balance, dict(bias)))
+    state = state._replace(router_bias=skew(state.router_bias, dict(bias)))
     batch = random_batch(cfg)
-    loss = functools.partial(oracle_loss, balance=state.balance, batch=batch, cfg=cfg)
+    loss = functools.partial(oracle_loss, router_bias=state.router_bias, batch=batch, cfg=cfg)
     graded = jax.jit(jax.value_and_grad(lambda p: loss(p), has_aux=True))
     (_, (nll, load)), gradients = graded(state.params)
     return state, batch, nll, load, jax.tree.map(np.asarray, gradients)
@@ -75,9 +75,9 @@ def check_against_oracle(cfg, bias=(), *, path):
     moe = dataclasses.replace(cfg.moe, capacity_factor=None)
     plain = dataclasses.replace(cfg, mesh=MESH_OF_ONE, moe=moe, **NO_ROUTE)
     state, batch, nll, load, wanted = oracle_case(plain, bias)
-    trainer = trainer_for(cfg)
+    train_step = step_for(cfg)
     with only(path):
-        gradients, parts = trainer.gradients(spread(state, trainer), place(trainer, batch))
+        gradients, parts = train_step.gradients(spread(state, train_step), place(train_step, batch))
     np.testing.assert_allclose(parts.nll, nll, rtol=TERMS * np.finfo(np.float32).eps)
     np.testing.assert_array_equal(parts.load_LE, load)
     assert int(parts.dropped_L.sum()) == 0

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moejax.plan.price.candidate import read_trainer, sampling_peak
+from moejax.plan.price.candidate import sampling_peak, trace_step
 from moejax.train.summary import human_bytes, print_summary, summarize
-from tests.cases import place, random_batch, small_config, trainer_for
+from tests.cases import place, random_batch, small_config, step_for
 
 # Wide enough that activations are most of what is needed beside the state.
 WIDE = {
@@ -27,14 +27,14 @@ def config(parts, **changes):
 @functools.cache
 def compiled(parts):
     """Evaluation of 64 sequences, and what the compiler says of it."""
-    trainer = trainer_for(config(parts, **WIDE))
-    program = trainer.evaluate.lower(trainer.abstract, trainer.abstract_batch()).compile()
-    return trainer, program.memory_analysis()
+    train_step = step_for(config(parts, **WIDE))
+    program = train_step.evaluate.lower(train_step.abstract, train_step.abstract_batch()).compile()
+    return train_step, program.memory_analysis()
 
 
 def test_evaluation_is_cut_as_the_step_is():
     """Of 16 parts each has a 16th of the rows, and so of the activations."""
-    weights = compiled(1)[0].given_bytes()["weights"]
+    weights = compiled(1)[0].argument_bytes()["weights"]
     whole, part = (compiled(parts)[1].temp_size_in_bytes for parts in (1, 16))
     assert part <= whole / 16 + weights
 
@@ -45,33 +45,33 @@ def test_evaluation_is_cut_as_the_step_is():
 )
 @pytest.mark.parametrize("parts", [1, 16])
 def test_what_evaluation_needs_is_what_the_compiler_says(parts):
-    trainer, said = compiled(parts)
-    found = read_trainer(trainer).evaluation_peak()
+    train_step, said = compiled(parts)
+    found = trace_step(train_step).evaluation_peak()
     # The compiler drops what evaluation does not read of the state; on a device it stays.
-    given = sum(trainer.given_bytes().values())
+    given = sum(train_step.argument_bytes().values())
     assert given <= found.arguments <= 1.01 * given
     assert found.arguments >= said.argument_size_in_bytes
     # XLA:CPU copies weights that a loop reads, and fuses less than the reader of schedules does.
-    room = trainer.given_bytes()["weights"] + said.temp_size_in_bytes / 4
+    room = train_step.argument_bytes()["weights"] + said.temp_size_in_bytes / 4
     assert found.temporary == pytest.approx(said.temp_size_in_bytes, abs=room)
 
 
 def test_sampling_needs_no_more_than_evaluation():
     """Of a part of one sequence, which is the least that there is."""
-    trainer = trainer_for(small_config((2, 1, 1, 1), train={"batch_sequences": 2}, **WIDE))
-    found = sampling_peak(trainer), read_trainer(trainer).evaluation_peak()
+    train_step = step_for(small_config((2, 1, 1, 1), train={"batch_sequences": 2}, **WIDE))
+    found = sampling_peak(train_step), trace_step(train_step).evaluation_peak()
     assert 0 < found[0].bytes <= found[1].bytes
 
 
 def test_a_dry_run_counts_all_three():
-    trainer = compiled(16)[0]
-    peaks = summarize(trainer).peaks
-    read = read_trainer(trainer)
+    train_step = compiled(16)[0]
+    peaks = summarize(train_step).peaks
+    read = trace_step(train_step)
     assert peaks["step"] == read.peak(read.schedule()).bytes
     assert peaks["evaluation"] == read.evaluation_peak().bytes
-    assert peaks["sampling"] == sampling_peak(trainer).bytes
+    assert peaks["sampling"] == sampling_peak(train_step).bytes
     with (shown := Console(width=200)).capture() as text:
-        print_summary(summarize(trainer), trainer, shown)
+        print_summary(summarize(train_step), train_step, shown)
     words = next(line for line in text.get().splitlines() if "fullest moment" in line)
     assert all(f"{name} {human_bytes(size)}" in words for name, size in peaks.items())
 
@@ -79,7 +79,7 @@ def test_a_dry_run_counts_all_three():
 def test_the_sum_does_not_depend_on_the_parts():
     cfg = config(1)
     train = dataclasses.replace(cfg.train, micro_batches=4)
-    trainers = trainer_for(cfg), trainer_for(dataclasses.replace(cfg, train=train))
+    trainers = step_for(cfg), step_for(dataclasses.replace(cfg, train=train))
     state, batch = trainers[0].init(), random_batch(cfg)
     whole, parts = (float(one.evaluate(state, place(one, batch))) for one in trainers)
     # Sums of so many rounded numbers, in another order.
@@ -89,8 +89,8 @@ def test_the_sum_does_not_depend_on_the_parts():
 
 def test_the_next_logits_are_those_after_the_last_token_of_the_prompt():
     """They depend on it, and on none that stands behind it."""
-    trainer = trainer_for(small_config((2, 1, 1, 1)))
-    state, (shape, _) = trainer.init(), trainer.abstract_prompt()
+    train_step = step_for(small_config((2, 1, 1, 1)))
+    state, (shape, _) = train_step.init(), train_step.abstract_prompt()
     token_BT = np.arange(np.prod(shape.shape), dtype=np.int32).reshape(shape.shape) % 60
     length = 5
 
@@ -98,7 +98,7 @@ def test_the_next_logits_are_those_after_the_last_token_of_the_prompt():
         prompt_BT = token_BT.copy()
         if changed is not None:
             prompt_BT[:, changed] += 1
-        return np.asarray(trainer.next_logits(state, (prompt_BT, length)))
+        return np.asarray(train_step.next_logits(state, (prompt_BT, length)))
 
     np.testing.assert_array_equal(after(changed=length), after())
     assert np.all(np.abs(after(changed=length - 1) - after()).max(axis=1) > 1e-3)

@@ -1,4 +1,4 @@
-"""A batch in parts: random rounding, measured energies and router noise, part by part."""
+"""A batch in parts: random rounding, measured squared_errors and router noise, part by part."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moejax.comm.codecs.build import build_codec
-from moejax.comm.weights.states import sum_energies
+from moejax.comm.weights.states import sum_squared_errors
 from moejax.config.schema import CompressionConfig
 from moejax.step.state import Batch
 from tests.cases import (
@@ -18,7 +18,7 @@ from tests.cases import (
     random_batch,
     small_config,
     spread,
-    trainer_for,
+    step_for,
 )
 
 PARTS = 8
@@ -44,10 +44,10 @@ def equal_parts(cfg):
 
 def reduced(cfg, step=0):
     """The gradient of `equal_parts`, all weights that the codec serves in one vector."""
-    trainer, state = first(cfg)
+    train_step, state = first(cfg)
     state = state._replace(step=jax.device_put(np.int32(step), state.step.sharding))
-    gradients = trainer.gradients(state, place(trainer, equal_parts(cfg)))[0]
-    leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(trainer.dims), strict=True)
+    gradients = train_step.gradients(state, place(train_step, equal_parts(cfg)))[0]
+    leaves = zip(jax.tree.leaves(gradients), jax.tree.leaves(train_step.dims), strict=True)
     return np.concatenate([np.asarray(x, np.float64).ravel() for x, d in leaves if len(d) > 1])
 
 
@@ -56,9 +56,9 @@ def first(cfg):
     """A trainer, and the same weights whatever the seed of the rounding is."""
     plain = dataclasses.replace(cfg, compression=CompressionConfig())
     plain = dataclasses.replace(plain, train=dataclasses.replace(cfg.train, seed=0))
-    trainer = trainer_for(cfg)
-    state = one_device_state(plain)._replace(reduction=trainer.first_reduction())
-    return trainer, spread(state, trainer)
+    train_step = step_for(cfg)
+    state = one_device_state(plain)._replace(reduction=train_step.first_reduction())
+    return train_step, spread(state, train_step)
 
 
 def test_equal_parts_round_apart():
@@ -86,15 +86,17 @@ def test_rounding_differs_by_step_and_seed_and_is_the_same_again():
 
 
 def energies_of(parts, sequences, batch):
-    """What a measuring step notes: left out by each rung, and all."""
+    """What a measuring step notes: left out by each level, and all."""
     cfg = across_nodes("adaptive:0.5:int8|int4|topk:0.4", parts, sequences)
-    trainer, state = first(cfg)
-    now = trainer.at(trainer.program.compression.at(0, (0, 0)))
-    codec = now.program.codecs.dense_gradient
+    train_step, state = first(cfg)
+    now = train_step.at(train_step.spec.compression.at(0, (0, 0)))
+    codec = now.spec.codecs.dense_gradient
     assert codec is not None
     state, _ = now.step(jax.tree.map(lambda x: x.copy(), state), place(now, batch))
     ladder = build_codec(codec)
-    return np.asarray(sum_energies(ladder, state.reduction.codecs, now.dims, "dense_gradient"))
+    return np.asarray(
+        sum_squared_errors(ladder, state.reduction.codecs, now.dims, "dense_gradient")
+    )
 
 
 def test_energies_are_of_all_parts():
@@ -118,11 +120,11 @@ CUTS = [((2, 1, 2, 2), 2, "sequence"), ((2, 1, 1, 4), 4, "replicated")]
 
 
 @functools.cache
-def noisy_trainer(mesh, parts, activations):
+def noisy_step(mesh, parts, activations):
     """A trainer with router noise, and the same weights on every mesh."""
     train = {"micro_batches": parts}
-    trainer = trainer_for(small_config(mesh, activations=activations, train=train, **NOISY))
-    return trainer, spread(noisy_weights(), trainer)
+    train_step = step_for(small_config(mesh, activations=activations, train=train, **NOISY))
+    return train_step, spread(noisy_weights(), train_step)
 
 
 @functools.cache
@@ -131,9 +133,9 @@ def noisy_weights():
 
 
 def noisy(*cut, step=0):
-    trainer, state = noisy_trainer(*cut)
+    train_step, state = noisy_step(*cut)
     state = state._replace(step=jax.device_put(np.int32(step), state.step.sharding))
-    return trainer.gradients(state, place(trainer, random_batch(trainer.cfg)))
+    return train_step.gradients(state, place(train_step, random_batch(train_step.cfg)))
 
 
 @pytest.mark.parametrize(("mesh", "parts", "activations"), CUTS)

@@ -14,7 +14,7 @@ from tests.cases import (
     skew,
     small_config,
     spread,
-    trainer_for,
+    step_for,
 )
 from tests.step.against_oracle import TERMS
 
@@ -26,7 +26,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(mesh):
     whole = small_config((1, 1, 1, 1), router=router)
     cut = small_config(mesh, router=router, train={"micro_batches": 2})
     state, batch = one_device_state(whole), random_batch(whole)
-    one, two = trainer_for(whole), trainer_for(cut)
+    one, two = step_for(whole), step_for(cut)
     wanted, _ = one.gradients(state, place(one, batch))
     gradients, _ = two.gradients(spread(state, two), place(two, batch))
     assert_close(gradients, jax.tree.map(np.asarray, wanted), terms=TERMS)
@@ -36,9 +36,9 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(mesh):
 def test_gradient_is_the_slope_of_the_loss():
     """Finite differences, along the gradient and along a random direction."""
     cfg = small_config((2, 1, 2, 2), router={"balance_loss": 0.0, "z_loss": 0.0})
-    trainer = trainer_for(cfg)
-    state, batch = trainer.init(), place(trainer, random_batch(cfg))
-    gradients, parts = trainer.gradients(state, batch)
+    train_step = step_for(cfg)
+    state, batch = train_step.init(), place(train_step, random_batch(cfg))
+    gradients, parts = train_step.gradients(state, batch)
     targets = int((batch.target_BT >= 0).sum())
     # Routing must not flip within the difference, so steps are small and the loss is smooth.
     step = 1e-2
@@ -51,8 +51,8 @@ def test_gradient_is_the_slope_of_the_loss():
 
         def loss_at(distance, unit=unit):
             moved = jax.tree.map(lambda p, u: p + distance * u, state.params, unit)
-            moved = spread(state._replace(params=moved), trainer)
-            return float(trainer.evaluate(moved, batch)) / targets
+            moved = spread(state._replace(params=moved), train_step)
+            return float(train_step.evaluate(moved, batch)) / targets
 
         slope = (loss_at(step) - loss_at(-step)) / (2 * step)
         pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(direction), strict=True)
@@ -63,36 +63,38 @@ def test_gradient_is_the_slope_of_the_loss():
     assert float(parts.nll) > 0
 
 
-def nll_by_position(trainer, state, batch):
+def nll_by_position(train_step, state, batch):
     """Nats of each single target, by evaluating with all others left out."""
 
     def only(b, t):
         target = np.full_like(batch.target_BT, -1)
         target[b, t] = batch.target_BT[b, t]
-        return float(trainer.evaluate(state, place(trainer, batch._replace(target_BT=target))))
+        return float(
+            train_step.evaluate(state, place(train_step, batch._replace(target_BT=target)))
+        )
 
     return only
 
 
 def test_no_position_sees_later_tokens_or_other_documents():
     cfg = small_config((1, 1, 2, 2))
-    trainer = trainer_for(cfg)
-    state, batch = trainer.init(), random_batch(cfg)
+    train_step = step_for(cfg)
+    state, batch = train_step.init(), random_batch(cfg)
     batch = batch._replace(target_BT=np.abs(batch.target_BT))
     segment = np.zeros_like(batch.segment_BT)
     segment[:, 6:] = 1
     batch = batch._replace(segment_BT=segment)
-    before = nll_by_position(trainer, state, batch)
+    before = nll_by_position(train_step, state, batch)
     token = batch.token_BT.copy()
     token[0, 10] = (token[0, 10] + 1) % cfg.model.vocab_size
-    after = nll_by_position(trainer, state, batch._replace(token_BT=token))
+    after = nll_by_position(train_step, state, batch._replace(token_BT=token))
     assert before(0, 9) == after(0, 9), "position 9 saw position 10"
     assert before(0, 3) == after(0, 3), "the first document saw the second"
     assert before(0, 10) != after(0, 10), "position 10 did not see itself"
     assert before(0, 13) != after(0, 13), "position 13 did not see position 10"
     token = batch.token_BT.copy()
     token[0, 2] = (token[0, 2] + 1) % cfg.model.vocab_size
-    after = nll_by_position(trainer, state, batch._replace(token_BT=token))
+    after = nll_by_position(train_step, state, batch._replace(token_BT=token))
     assert before(0, 8) == after(0, 8), "the second document saw the first"
     assert before(0, 4) != after(0, 4), "position 4 did not see position 2"
 
@@ -107,10 +109,10 @@ def test_a_run_on_eight_devices_follows_the_run_on_one(name, mesh):
     curves = []
     for where in [(1, 1, 1, 1), mesh]:
         cfg = small_config(where, train=train, optimizer=optimizer, router=router)
-        trainer = trainer_for(cfg)
-        state, losses, advance = trainer.init(), [], trainer.step
+        train_step = step_for(cfg)
+        state, losses, advance = train_step.init(), [], train_step.step
         for step in range(10):
-            state, metrics = advance(state, place(trainer, random_batch(cfg, seed=step)))
+            state, metrics = advance(state, place(train_step, random_batch(cfg, seed=step)))
             losses.append(float(metrics.loss))
         curves.append(losses)
     steps, (one, eight) = np.arange(1, 11), map(np.array, curves)
@@ -120,15 +122,15 @@ def test_a_run_on_eight_devices_follows_the_run_on_one(name, mesh):
 
 def test_first_weights_do_not_depend_on_the_mesh():
     one = one_device_state(small_config())
-    eight = trainer_for(small_config((1, 2, 2, 2))).init()
+    eight = step_for(small_config((1, 2, 2, 2))).init()
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), one.params, eight.params)
     assert all(jax.tree.leaves(same))
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 8, 1), (1, 2, 2, 2)])
 def test_nothing_that_shards_is_whole_on_a_device(mesh):
-    trainer = trainer_for(small_config(mesh))
-    state = trainer.init()
+    train_step = step_for(small_config(mesh))
+    state = train_step.init()
     for moments in jax.tree.leaves(state.optimizer):
         if moments.ndim < 3:
             continue  # counters, norm scales and the router
@@ -139,13 +141,13 @@ def test_nothing_that_shards_is_whole_on_a_device(mesh):
 
 def test_an_update_that_is_not_finite_is_counted_and_not_applied():
     cfg = small_config((1, 1, 2, 2))
-    trainer = trainer_for(cfg)
-    state, batch = trainer.init(), place(trainer, random_batch(cfg))
+    train_step = step_for(cfg)
+    state, batch = train_step.init(), place(train_step, random_batch(cfg))
     bad = jax.tree.map(lambda p: p, state.params)
     bad["norm"]["scale"] = bad["norm"]["scale"].at[0].set(jnp.inf)
-    state = spread(state._replace(params=bad), trainer)
+    state = spread(state._replace(params=bad), train_step)
     before = jax.tree.map(np.asarray, (state.params, state.optimizer))
-    state, metrics = trainer.step(state, batch)
+    state, metrics = train_step.step(state, batch)
     assert int(metrics.skipped) == 1
     assert int(state.step) == 1
     jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.optimizer))
@@ -154,14 +156,14 @@ def test_an_update_that_is_not_finite_is_counted_and_not_applied():
 def test_a_step_compiled_for_shapes_is_not_compiled_again():
     """Processes compile first and meet then; a second compilation would part them again."""
     cfg = small_config((1, 1, 2, 2))
-    trainer = trainer_for(cfg)
-    state, batch = trainer.init(), place(trainer, random_batch(cfg))
-    trainer.step.lower(trainer.abstract, trainer.abstract_batch()).compile()
+    train_step = step_for(cfg)
+    state, batch = train_step.init(), place(train_step, random_batch(cfg))
+    train_step.step.lower(train_step.abstract, train_step.abstract_batch()).compile()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name)
     )
-    jax.block_until_ready(trainer.step(state, batch))
+    jax.block_until_ready(train_step.step(state, batch))
     jax.monitoring.clear_event_listeners()
     assert not [name for name in compiled if "backend_compile" in name]
 
@@ -171,8 +173,8 @@ def test_the_update_clips_by_the_norm_over_all_devices():
     norms = []
     for mesh in [(1, 1, 1, 1), (1, 2, 2, 2)]:
         cfg = small_config(mesh)
-        trainer = trainer_for(cfg)
-        _, metrics = trainer.step(trainer.init(), place(trainer, random_batch(cfg)))
+        train_step = step_for(cfg)
+        _, metrics = train_step.step(train_step.init(), place(train_step, random_batch(cfg)))
         norms.append(float(metrics.gradient_norm))
     assert norms[0] == pytest.approx(norms[1], rel=float(TERMS * np.finfo(np.float32).eps))
 
@@ -180,10 +182,10 @@ def test_the_update_clips_by_the_norm_over_all_devices():
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 1, 4, 2)])
 def test_capacity_drops_and_counts_what_does_not_fit(mesh):
     cfg = small_config(mesh, moe={"capacity_factor": 1.0, "experts_per_token": 1})
-    trainer = trainer_for(cfg)
-    state = trainer.init()
-    state = spread(state._replace(balance=skew(state.balance, {3: 10.0})), trainer)
-    _, parts = trainer.gradients(state, place(trainer, random_batch(cfg)))
+    train_step = step_for(cfg)
+    state = train_step.init()
+    state = spread(state._replace(router_bias=skew(state.router_bias, {3: 10.0})), train_step)
+    _, parts = train_step.gradients(state, place(train_step, random_batch(cfg)))
     # Every device may send a share of 1 / E of its tokens to each expert.
     assert int(parts.dropped_L[0]) == TERMS - TERMS // 8
 
@@ -193,10 +195,10 @@ def test_bfloat16_compute_stays_near_float32():
     losses = []
     for dtype in ("float32", "bfloat16"):
         cfg = small_config((1, 1, 2, 2), model={"dtype": dtype, "init_deviation": 0.1})
-        trainer = trainer_for(cfg)
-        state = trainer.init()
+        train_step = step_for(cfg)
+        state = train_step.init()
         assert {p.dtype for p in jax.tree.leaves(state.params)} == {np.dtype("float32")}
-        _, parts = trainer.gradients(state, place(trainer, random_batch(cfg)))
+        _, parts = train_step.gradients(state, place(train_step, random_batch(cfg)))
         losses.append(float(parts.nll))
     # bfloat16 keeps 8 bits; errors of single tokens average out.
     assert losses[0] == pytest.approx(losses[1], rel=2**-8)

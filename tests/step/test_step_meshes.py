@@ -13,7 +13,7 @@ from tests.cases import (
     place,
     small_config,
     spread,
-    trainer_for,
+    step_for,
 )
 from tests.step.against_oracle import (
     CERTAIN,
@@ -81,8 +81,8 @@ def test_experts_in_e4m3_give_nearly_the_oracles_loss_and_gradients():
     plain = small_config(moe={"implementation": "reference"})
     cfg = small_config((1, 1, 4, 2), moe={"implementation": "reference_e4m3", **CERTAIN})
     state, batch, nll, load, wanted = oracle_case(plain, ())
-    trainer = trainer_for(cfg)
-    gradients, parts = trainer.gradients(spread(state, trainer), place(trainer, batch))
+    train_step = step_for(cfg)
+    gradients, parts = train_step.gradients(spread(state, train_step), place(train_step, batch))
     assert 0 < abs(float(parts.nll) - nll) < 0.01 * nll
     np.testing.assert_array_equal(parts.load_LE, load)
     for have, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
@@ -132,7 +132,7 @@ def test_a_dense_model_gives_the_oracles_loss_and_gradients():
     cfg = small_config((2, 2, 1, 2), model={"moe_every": None})
     cfg = dataclasses.replace(cfg, moe=type(cfg.moe)())
     state, batch, nll, _, wanted = oracle_case(dataclasses.replace(cfg, mesh=MESH_OF_ONE), ())
-    trainer = trainer_for(cfg)
-    gradients, parts = trainer.gradients(spread(state, trainer), place(trainer, batch))
+    train_step = step_for(cfg)
+    gradients, parts = train_step.gradients(spread(state, train_step), place(train_step, batch))
     np.testing.assert_allclose(parts.nll, nll, rtol=TERMS * np.finfo(np.float32).eps)
     assert_close(gradients, wanted, terms=TERMS)

@@ -15,7 +15,7 @@ from tests.cases import (
     random_batch,
     small_config,
     spread,
-    trainer_for,
+    step_for,
 )
 from tests.step.against_oracle import CERTAIN, TERMS, check_against_oracle, only
 
@@ -149,8 +149,8 @@ def test_routes_give_the_split_routes_gradients(route, changes):
 
 @functools.cache  # all routes are compared with one
 def routed_gradients(cfg):
-    trainer = trainer_for(cfg)
-    state = spread(one_device_state(cfg), trainer)
+    train_step = step_for(cfg)
+    state = spread(one_device_state(cfg), train_step)
     with only("certain"):
-        gradients, _ = trainer.gradients(state, place(trainer, random_batch(cfg)))
+        gradients, _ = train_step.gradients(state, place(train_step, random_batch(cfg)))
     return jax.tree.map(np.asarray, gradients)

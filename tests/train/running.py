@@ -16,7 +16,7 @@ from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import Inputs
 from moejax.train.metrics import Display, Records
 from moejax.train.run import Run
-from tests.cases import trainer_for
+from tests.cases import step_for
 
 
 class Program:
@@ -64,7 +64,7 @@ def metrics(*, loss=1.0, norm=1.0, skipped=0):
     )
 
 
-def first_state(step=0, skipped=0):
+def initial_state(step=0, skipped=0):
     """A state of counters alone."""
     reduction = Reduction(None, None)
     return TrainState(np.int32(step), np.int32(skipped), None, None, None, reduction)
@@ -82,10 +82,10 @@ def build_run(cfg: Config, folder: Path, *, held_out=None, **programs):
     Args:
       programs: functions (state, batch) in the place of the trainer's programs, by name.
     """
-    trainer = trainer_for(cfg)
-    assert trainer.program.compression == NO_COMPRESSION
+    train_step = step_for(cfg)
+    assert train_step.spec.compression == NO_COMPRESSION
     for name, function in programs.items():
-        trainer.__dict__[name] = Program(function)  # where a cached property keeps its value
+        train_step.__dict__[name] = Program(function)  # where a cached property keeps its value
     B, T = cfg.train.batch_sequences, cfg.data.sequence_length
     order = Batches(
         stream(40 * B * T),
@@ -100,7 +100,7 @@ def build_run(cfg: Config, folder: Path, *, held_out=None, **programs):
     console = Console(file=shown, force_terminal=False)
     return Run(
         cfg,
-        trainer,
+        train_step,
         Inputs(cfg, order, held_out, ByteTokenizer(), 62),
         Saves(folder / "checkpoints"),
         Records(folder),

@@ -16,7 +16,7 @@ from moejax.train.manifest import (
     finished_steps,
     read_manifest,
 )
-from tests.cases import place, random_batch, small_config, trainer_for
+from tests.cases import place, random_batch, small_config, step_for
 from tests.threads import everywhere
 
 MESHES = [(1, 1, 1, 1), (1, 1, 8, 1), (2, 1, 2, 2), (1, 2, 2, 2), (8, 1, 1, 1)]
@@ -25,15 +25,17 @@ MESHES = [(1, 1, 1, 1), (1, 1, 8, 1), (2, 1, 2, 2), (1, 2, 2, 2), (8, 1, 1, 1)]
 @functools.cache
 def case(mesh=(1, 1, 1, 1), name="adamw"):
     """A trainer and, on the first mesh, a state whose every array was changed by steps."""
-    trainer = trainer_for(
+    train_step = step_for(
         small_config(mesh, optimizer={"name": name}, router={"bias_update_rate": 0.01})
     )
     if mesh != (1, 1, 1, 1):
-        return trainer, None
-    state = trainer.init()
+        return train_step, None
+    state = train_step.init()
     for step in range(2):
-        state, _ = trainer.step(state, place(trainer, random_batch(trainer.cfg, seed=step)))
-    return trainer, state
+        state, _ = train_step.step(
+            state, place(train_step, random_batch(train_step.cfg, seed=step))
+        )
+    return train_step, state
 
 
 @pytest.fixture(scope="module")
@@ -69,21 +71,21 @@ def flip(path, offset):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_checkpoint_restores_to_the_same_bits_on_any_mesh(written, mesh):
-    trainer, _ = case(mesh)
+    train_step, _ = case(mesh)
     saved, notes = newest(written, "full")
     assert (saved.step, notes) == (2, [])
     reader = Checkpoints(written, keep=3)
-    restored = reader.restore(saved, trainer.abstract)
+    restored = reader.restore(saved, train_step.abstract)
     reader.close()
     assert bits(restored) == bits(case()[1])
-    same = jax.tree.map(lambda x, a: x.sharding == a.sharding, restored, trainer.abstract)
+    same = jax.tree.map(lambda x, a: x.sharding == a.sharding, restored, train_step.abstract)
     assert all(jax.tree.leaves(same))
 
 
 @pytest.mark.parametrize("mesh", MESHES[1:3])
 def test_a_checkpoint_written_on_any_mesh_restores_on_one_device(tmp_path, mesh):
-    trainer, _ = case(mesh, "muon")
-    state = trainer.init()
+    train_step, _ = case(mesh, "muon")
+    state = train_step.init()
     writer = Checkpoints(tmp_path, keep=1)
     writer.save(7, state, {})
     assert writer.wait() == 7
@@ -186,12 +188,12 @@ def test_a_step_that_was_set_aside_before_can_be_set_aside_again(directory):
 def test_a_step_set_aside_does_not_keep_the_run_from_saving_it_again(directory):
     flip_a_bit(directory / "2")
     saved, _ = newest(directory, "full")
-    trainer, state = case()
+    train_step, state = case()
     writer = Checkpoints(directory, keep=3)
     assert saved.step == 1
     writer.save(2, state, {})
     writer.wait()
-    assert bits(writer.restore(newest(directory, "full")[0], trainer.abstract)) == bits(state)
+    assert bits(writer.restore(newest(directory, "full")[0], train_step.abstract)) == bits(state)
     writer.close()
 
 
@@ -255,12 +257,12 @@ def test_a_damaged_source_is_refused_and_left_as_it_is(directory):
 def test_weights_can_be_read_without_the_optimizer(directory):
     # Adam's moments would not fit Muon's state; weights alone do.
     shutil.rmtree(directory / "2" / "optimizer")
-    trainer, _ = case((2, 1, 2, 2), "muon")
-    read = restore_items(directory / "2", trainer.abstract, ("weights",))
+    train_step, _ = case((2, 1, 2, 2), "muon")
+    read = restore_items(directory / "2", train_step.abstract, ("weights",))
     state = case()[1]
     assert list(read) == ["weights"]
     assert bits(read["weights"]["params"]) == bits(state.params)
-    assert bits(read["weights"]["balance"]) == bits(state.balance)
+    assert bits(read["weights"]["balance"]) == bits(state.router_bias)
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -16,7 +16,7 @@ from tests.cases import (
     random_batch,
     small_config,
     spread,
-    trainer_for,
+    step_for,
 )
 
 MESHES = [((8, 1, 1, 1), 4), ((1, 8, 1, 1), 2), ((2, 2, 2, 1), 4), ((2, 1, 2, 2), 4)]
@@ -39,15 +39,15 @@ def plain(cfg):
 
 def first(cfg):
     """A trainer, and the same weights on every mesh."""
-    trainer = trainer_for(cfg)
-    state = one_device_state(plain(cfg))._replace(reduction=trainer.first_reduction())
-    return trainer, spread(state, trainer)
+    train_step = step_for(cfg)
+    state = one_device_state(plain(cfg))._replace(reduction=train_step.first_reduction())
+    return train_step, spread(state, train_step)
 
 
 @functools.cache  # many cases share what they are compared with
 def gradients_of(cfg):
-    trainer, state = first(cfg)
-    return trainer.gradients(state, place(trainer, random_batch(cfg)))[0]
+    train_step, state = first(cfg)
+    return train_step.gradients(state, place(train_step, random_batch(cfg)))[0]
 
 
 def losses_of(cfg, steps=8):
@@ -58,12 +58,12 @@ def losses_of(cfg, steps=8):
 
 def run(cfg, steps):
     """Yields each step's loss, and the state after it."""
-    trainer, state = first(cfg)
-    policy = trainer.program.compression
+    train_step, state = first(cfg)
+    policy = train_step.spec.compression
     for step in range(steps):
-        rungs = state.reduction.rungs
-        now = trainer.at(policy.at(step, (0, 0) if rungs is None else tuple(map(int, rungs))))
-        state, metrics = now.step(state, place(trainer, random_batch(cfg, step % 2)))
+        levels = state.reduction.levels
+        now = train_step.at(policy.at(step, (0, 0) if levels is None else tuple(map(int, levels))))
+        state, metrics = now.step(state, place(train_step, random_batch(cfg, step % 2)))
         yield float(metrics.loss), state
 
 
@@ -118,31 +118,31 @@ def test_micro_batches_with_feedback_follow_the_plain_run(codec):
 
 def test_what_is_kept_shards_by_device_and_grows_from_nothing():
     cfg = compressed((2, 2, 2, 1), 4, "int4+feedback")
-    trainer = trainer_for(cfg)
-    state = trainer.init()
+    train_step = step_for(cfg)
+    state = train_step.init()
     kept = jax.tree.leaves(state.reduction)
     assert kept
     assert not any(np.asarray(x).any() for x in kept)
     for x in kept:
         assert x.addressable_shards[0].data.size == x.size // 8
-    state, _ = trainer.step(state, place(trainer, random_batch(cfg)))
+    state, _ = train_step.step(state, place(train_step, random_batch(cfg)))
     assert all(np.asarray(x).any() for x in jax.tree.leaves(state.reduction) if x.size)
 
 
 def test_an_update_that_is_not_finite_keeps_what_was_kept():
     """The loss is not finite; then the loss is, and the norm of the gradient is not."""
     cfg = compressed((2, 2, 2, 1), 4, "int4+feedback", model={"tie_embeddings": False})
-    trainer = trainer_for(cfg)
-    state, _ = trainer.step(trainer.init(), place(trainer, random_batch(cfg)))
+    train_step = step_for(cfg)
+    state, _ = train_step.step(train_step.init(), place(train_step, random_batch(cfg)))
     good = jax.tree.map(np.asarray, state.params)
     infinite, huge = (jax.tree.map(lambda p: p, good) for _ in range(2))
     infinite["norm"]["scale"] = np.full_like(good["norm"]["scale"], np.inf)
     # Logits of about 1e25: so is the loss, and the gradient of what came before. Its square is not.
     huge["embedding"]["project"] = good["embedding"]["project"] * np.float32(1e25)
     for count, params in enumerate((infinite, huge), 1):
-        state = spread(state._replace(params=params), trainer)
+        state = spread(state._replace(params=params), train_step)
         before = jax.tree.map(np.array, (params, state.reduction, state.optimizer))
-        state, metrics = trainer.step(state, place(trainer, random_batch(cfg)))
+        state, metrics = train_step.step(state, place(train_step, random_batch(cfg)))
         assert bool(np.isfinite(metrics.loss)) == (params is huge)
         assert not np.isfinite(metrics.gradient_norm)
         assert int(metrics.skipped) == int(state.skipped) == count
@@ -158,8 +158,8 @@ SHARES = {"int8": 1 / 127, "e4m3": 2**-4, "e5m2": 2**-3}
 
 
 def exchanges(cfg):
-    trainer = trainer_for(cfg)
-    traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
+    train_step = step_for(cfg)
+    traced = train_step.step.trace(train_step.abstract, train_step.abstract_batch())
     found = collectives(traced.jaxpr.jaxpr)
     return [one for one in found if one.kind == "all_to_all" and "float" in one.dtype], [
         one for one in found if one.kind == "all_to_all" and one.dtype == "uint8"
@@ -224,8 +224,8 @@ def test_a_start_layer_inside_a_pattern_leaves_the_whole_pattern_as_it_is():
     def coded(start):
         changes = {"model": {"num_layers": 4, "moe_every": 2}}
         cfg = with_codecs((2, 1, 1, 1), 2, changes, dense_gradient="int8", start_layer=start)
-        trainer = trainer_for(cfg)
-        traced = trainer.gradients.trace(trainer.abstract, trainer.abstract_batch())
+        train_step = step_for(cfg)
+        traced = train_step.gradients.trace(train_step.abstract, train_step.abstract_batch())
         found = collectives(traced.jaxpr.jaxpr)
         return sum(one.bytes * one.calls for one in found if one.dtype == "uint8")
 
@@ -248,8 +248,8 @@ def test_gradients_reduced_in_pieces_are_the_same_bits(mesh, nodes, limit):
 
 def test_pieces_are_no_larger_than_said():
     cfg = with_codecs((8, 1, 1, 1), 8, {"train": {"reduction_bytes": 1000}})
-    trainer = trainer_for(cfg)
-    traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
+    train_step = step_for(cfg)
+    traced = train_step.step.trace(train_step.abstract, train_step.abstract_batch())
     sums = [one.bytes for one in collectives(traced.jaxpr.jaxpr) if one.kind == "all_reduce"]
     assert max(sums) <= 1024  # which is the one sum of all norm scales
     assert sum(500 < size <= 1000 for size in sums) > 10
@@ -268,14 +268,14 @@ def test_a_warm_up_is_the_plain_run_bit_by_bit():
 
 @pytest.mark.slow
 def test_an_adaptive_codec_takes_the_strongest_rung_that_keeps_enough():
-    for keep, rung in ((0.5, 2), (0.9999, 0)):
+    for keep, level in ((0.5, 2), (0.9999, 0)):
         ladder = f"adaptive:{keep}:int8|int4|topk:0.4"
-        # Few devices: a ladder is chosen for all of them, and every rung is compiled.
+        # Few devices: a ladder is chosen for all of them, and every level is compiled.
         cfg = with_codecs(
             (2, 1, 1, 1), 2, dense_gradient=ladder, expert_gradient=ladder, adapt_every=2
         )
-        rungs = []
+        levels = []
         for loss, state in run(cfg, 4):
-            rungs.append([int(x) for x in state.reduction.rungs])
+            levels.append([int(x) for x in state.reduction.levels])
             assert np.isfinite(loss)
-        assert rungs[0] == [rung, rung]
+        assert levels[0] == [level, level]

@@ -7,7 +7,7 @@ import pytest
 from moejax.train.evaluation import evaluate, finish
 from moejax.train.sample import _drawn
 from tests.cases import small_config
-from tests.train.running import first_state, stream
+from tests.train.running import initial_state, stream
 
 
 def two_nats(state, batch):
@@ -20,7 +20,7 @@ def test_nats_are_of_targets_and_bits_of_bytes(running, tmp_path, tokens, limit)
     # 8 x 16 targets a batch: the last batch of 300 tokens is padded by two thirds.
     held_out = stream(tokens, num_bytes=517)
     run, shown = running(small_config(), held_out=held_out, evaluate=two_nats)
-    evaluate(run, first_state(), 5, limit=limit)
+    evaluate(run, initial_state(), 5, limit=limit)
     (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert event["event"] == ("final_eval" if limit is None else "eval")
     assert event["step"] == 5
@@ -38,7 +38,7 @@ def test_all_targets_are_measured_once(running, tmp_path):
         return np.float32(0)
 
     run, _ = running(small_config(), held_out=stream(300), evaluate=count)
-    evaluate(run, first_state(), 1, limit=None)
+    evaluate(run, initial_state(), 1, limit=None)
     assert counted == [128, 128, 43]
     (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert "bits_per_byte" not in event, "the size of the text is not known"
@@ -55,7 +55,7 @@ def test_a_sample_of_logits_that_are_not_finite_ends_early(running, value, early
             return logits_BV
 
     run, shown = running(cfg, next_logits=lambda state, prompt: Logits())
-    finish(run, first_state())
+    finish(run, initial_state())
     assert ("the sample ends early" in shown.getvalue()) == early
 
 
@@ -77,8 +77,8 @@ def test_a_sample_begins_as_a_document_and_sees_the_last_tokens(running):
         return Logits()
 
     run, _ = running(cfg, next_logits=next_logits)
-    finish(run, first_state())
-    T = run.trainer.abstract_prompt()[0].shape[1]
+    finish(run, initial_state())
+    T = run.train_step.abstract_prompt()[0].shape[1]
     eos_id = run.inputs.tokenizer.eos_id
     tokens = [eos_id, ord("a"), *range(1, 41)]
     assert seen == [tokens[:end][-T:] for end in range(2, 42)]

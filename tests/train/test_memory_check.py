@@ -5,7 +5,7 @@ from moejax.model.count import Counts
 from moejax.runtime.processes import ALONE
 from moejax.train.memory_check import check_memory, doubt_memory
 from moejax.train.summary import Summary
-from tests.cases import small_config, trainer_for
+from tests.cases import small_config, step_for
 
 DEVICES = 8  # that the tests simulate
 
@@ -15,22 +15,22 @@ def with_memory(monkeypatch, size):
 
 
 def test_state_and_gradients_must_fit_a_devices_share(monkeypatch):
-    trainer = trainer_for(small_config((1, 1, 2, 2)))
-    given = trainer.given_bytes()
+    train_step = step_for(small_config((1, 1, 2, 2)))
+    given = train_step.argument_bytes()
     needed = sum(given.values()) + given["weights"]
     with_memory(monkeypatch, needed)
-    assert check_memory(trainer, ALONE) == needed
+    assert check_memory(train_step, ALONE) == needed
     with_memory(monkeypatch, needed - 1)
     with pytest.raises(InputError, match="the model does not fit"):
-        check_memory(trainer, ALONE)
+        check_memory(train_step, ALONE)
 
 
 def test_the_least_device_of_all_processes_counts(monkeypatch):
-    trainer = trainer_for(small_config())
+    train_step = step_for(small_config())
     with_memory(monkeypatch, 2**30)
     two = ALONE  # of which the second is on the same machine, and has half the room
     monkeypatch.setattr(type(two), "gather", lambda _, x: [x, x if isinstance(x, str) else x // 2])
-    assert check_memory(trainer, two) == 2**30 // 2 // 2
+    assert check_memory(train_step, two) == 2**30 // 2 // 2
 
 
 def test_an_estimate_above_the_room_is_a_warning():

@@ -15,7 +15,7 @@ from moejax.errors import InputError
 from moejax.plan.cluster.file import write_topology
 from moejax.plan.search.file import Plan, save_plan
 from moejax.runtime.processes import ALONE
-from moejax.train.plan_monitor import WINDOW, Watch, compare
+from moejax.train.plan_monitor import WINDOW, PlanMonitor, compare
 from moejax.train.planning import PLAN, kept_plan, plan_dry, plan_run, save_routing
 from tests.cases import small_config
 from tests.plan.clusters import cluster
@@ -147,32 +147,32 @@ def plan_of(seconds):
 
 
 def test_steps_inside_the_window_are_not_doubted():
-    watch = Watch(plan_of(1.0), cluster(), measure=cluster)
-    assert not any(watch.off(seconds) for seconds in (0.81, 1.24, 1.0) * WINDOW)
+    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=cluster)
+    assert not any(monitor.off(seconds) for seconds in (0.81, 1.24, 1.0) * WINDOW)
 
 
 def test_one_slow_report_is_not_enough_and_the_changed_link_is_named():
     slower = cluster(slow=2.5e6)
-    watch = Watch(plan_of(1.0), cluster(), measure=lambda: slower)
-    said = [watch.off(seconds) for seconds in (2.0, 1.0, *(2.0,) * WINDOW)]
+    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda: slower)
+    said = [monitor.off(seconds) for seconds in (2.0, 1.0, *(2.0,) * WINDOW)]
     assert said == [False] * (WINDOW + 1) + [True]
-    doubt = watch.doubt(2.0)
-    assert "2.00 x what was predicted" in doubt.text
-    assert "over network" in doubt.text
-    assert doubt.topology is slower
-    assert not any(watch.off(2.0) for _ in range(2 * WINDOW))  # it speaks once
+    mismatch = monitor.mismatch(2.0)
+    assert "2.00 x what was predicted" in mismatch.text
+    assert "over network" in mismatch.text
+    assert mismatch.topology is slower
+    assert not any(monitor.off(2.0) for _ in range(2 * WINDOW))  # it speaks once
 
 
 def test_unchanged_links_put_the_blame_on_the_model_of_the_step():
-    watch = Watch(plan_of(1.0), cluster(), measure=cluster)
-    assert "no link or rate explains it" in watch.doubt(3.0).text
+    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=cluster)
+    assert "no link or rate explains it" in monitor.mismatch(3.0).text
 
 
 def test_links_that_became_faster_do_not_explain_slower_steps():
-    watch = Watch(plan_of(1.0), cluster(), measure=lambda: cluster(slow=1e8))
-    assert "no link or rate explains it" in watch.doubt(3.0).text
-    watch = Watch(plan_of(1.0), cluster(), measure=lambda: cluster(slow=1e8))
-    assert "over network" in watch.doubt(0.3).text
+    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda: cluster(slow=1e8))
+    assert "no link or rate explains it" in monitor.mismatch(3.0).text
+    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda: cluster(slow=1e8))
+    assert "over network" in monitor.mismatch(0.3).text
 
 
 def test_rates_are_compared_one_by_one():

@@ -17,7 +17,7 @@ from moejax.train.resume import (
     fingerprint,
     same_reduction,
 )
-from tests.cases import on_nodes, small_config, trainer_for
+from tests.cases import on_nodes, small_config, step_for
 
 
 def changed(name, value, cfg=None):
@@ -117,7 +117,7 @@ def test_a_run_does_not_go_back():
 )
 def test_an_allowed_change_of_the_optimizer_keeps_its_state(name, value):
     cfg = small_config()
-    states = [trainer_for(c).abstract.optimizer for c in (cfg, changed(name, value, cfg))]
+    states = [step_for(c).abstract.optimizer for c in (cfg, changed(name, value, cfg))]
     assert states[0] == states[1]
 
 
@@ -205,17 +205,17 @@ def test_changed_held_out_text_is_a_change():
     ids=str,
 )
 def test_a_fingerprint_is_of_what_decides_the_meaning_of_what_codecs_keep(one, other, same):
-    first, second = (fingerprint(trainer_for(on_nodes(**changes))) for changes in (one, other))
+    first, second = (fingerprint(step_for(on_nodes(**changes))) for changes in (one, other))
     assert (first == second) == same
 
 
 def test_a_manifest_says_what_a_resume_compares():
-    trainer, content = trainer_for(on_nodes()), stream(a="1")
-    said = describe_run(trainer, content)
-    assert said["config"] == to_dict(trainer.cfg)
-    assert said["reduction"] == fingerprint(trainer) is not None
+    train_step, content = step_for(on_nodes()), stream(a="1")
+    said = describe_run(train_step, content)
+    assert said["config"] == to_dict(train_step.cfg)
+    assert said["reduction"] == fingerprint(train_step) is not None
     assert said["data"] == content
-    assert same_reduction(said, trainer)
+    assert same_reduction(said, train_step)
 
 
 # What another value of a setting is, where it is not twice the number or the other truth.
@@ -255,6 +255,6 @@ def every_kind_of_layer():
 
 def shapes_of_weights(cfg):
     """Paths and shapes of what `checkpoint.init_from` reads."""
-    state = trainer_for(cfg).abstract
-    leaves = jax.tree_util.tree_flatten_with_path((state.params, state.balance))[0]
+    state = step_for(cfg).abstract
+    leaves = jax.tree_util.tree_flatten_with_path((state.params, state.router_bias))[0]
     return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}

@@ -15,7 +15,7 @@ from moejax.train import checkpoint, room
 from moejax.train.checkpoint import Checkpoints, newest
 from moejax.train.manifest import MANIFEST, finished_steps
 from moejax.train.room import check_room, is_full
-from tests.cases import small_config, trainer_for
+from tests.cases import small_config, step_for
 from tests.threads import everywhere
 
 KIBIBYTES = 1024
@@ -23,7 +23,7 @@ KIBIBYTES = 1024
 
 @functools.cache
 def state():
-    return trainer_for(small_config()).init()
+    return step_for(small_config()).init()
 
 
 @pytest.fixture

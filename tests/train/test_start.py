@@ -22,8 +22,8 @@ from moejax.train.checkpoint import Checkpoints, Saved, newest
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
 from moejax.train.resume import describe_run
-from moejax.train.start import check_disk, choose, counted, first_state, said_done
-from tests.cases import on_nodes, small_config, trainer_for
+from moejax.train.start import check_disk, choose_checkpoint, counted, initial_state, said_done
+from tests.cases import on_nodes, small_config, step_for
 from tests.train.running import stream
 
 LAST = {"event": "final_eval", "step": 20, "nats_per_token": 0.75, "bits_per_byte": 1.2345}
@@ -34,13 +34,15 @@ NO_DATA = {"train": [], "held_out": []}
 def written(tmp_path_factory):
     """Checkpoints of steps 1 and 2, and the trainer that they are of."""
     directory = tmp_path_factory.mktemp("written") / "checkpoints"
-    trainer = trainer_for(dataclasses.replace(small_config(), run_dir="run"))
-    state = trainer.init()
+    train_step = step_for(dataclasses.replace(small_config(), run_dir="run"))
+    state = train_step.init()
     writer = Checkpoints(directory, keep=3)
     for step in (1, 2):
-        writer.save(step, state._replace(step=state.step + step), {"config": to_dict(trainer.cfg)})
+        writer.save(
+            step, state._replace(step=state.step + step), {"config": to_dict(train_step.cfg)}
+        )
     writer.close()
-    return directory, trainer
+    return directory, train_step
 
 
 @pytest.fixture
@@ -59,53 +61,58 @@ def pretend(path, step):
 
 
 def test_a_state_of_its_step_is_taken(run):
-    cfg, trainer, _ = run
-    saved, _, notes = choose(cfg, NO_DATA, ALONE)
-    assert counted(saved, trainer, partial(choose, cfg, NO_DATA, ALONE), ALONE) == (saved, [])
+    cfg, train_step, _ = run
+    saved, _, notes = choose_checkpoint(cfg, NO_DATA, ALONE)
+    assert counted(saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE) == (
+        saved,
+        [],
+    )
     assert (saved.step, notes) == (2, [])
 
 
 def test_a_state_of_another_step_is_set_aside_for_the_one_before(run):
-    cfg, trainer, steps = run
+    cfg, train_step, steps = run
     pretend(steps / "2", 9)
-    saved, _, notes = choose(cfg, NO_DATA, ALONE)
+    saved, _, notes = choose_checkpoint(cfg, NO_DATA, ALONE)
     assert (saved.step, notes) == (9, []), "name, manifest and files agree"
-    saved, notes = counted(saved, trainer, partial(choose, cfg, NO_DATA, ALONE), ALONE)
+    saved, notes = counted(
+        saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE
+    )
     assert saved.step == 1
     assert notes == ["checkpoint 9 set aside as 9.corrupt: its state is of step 2"]
 
 
 def test_states_that_are_all_of_other_steps_stop_the_run(run):
-    cfg, trainer, steps = run
+    cfg, train_step, steps = run
     for step in (1, 2):
         pretend(steps / str(step), step + 7)
-    saved, _, _ = choose(cfg, NO_DATA, ALONE)
+    saved, _, _ = choose_checkpoint(cfg, NO_DATA, ALONE)
     with pytest.raises(InputError, match=r"no whole checkpoint in .*8\.corrupt.*9\.corrupt"):
-        counted(saved, trainer, partial(choose, cfg, NO_DATA, ALONE), ALONE)
+        counted(saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE)
 
 
 @pytest.fixture(scope="module")
 def remembering(tmp_path_factory):
     """A checkpoint of a run on two nodes of four devices, whose codecs have something to send."""
     directory = tmp_path_factory.mktemp("remembering") / "checkpoints"
-    trainer = trainer_for(on_nodes())
-    state = trainer.init()
+    train_step = step_for(on_nodes())
+    state = train_step.init()
     kept = jax.tree.map(jnp.ones_like, state.reduction)
     assert jax.tree.leaves(kept)
     writer = Checkpoints(directory, keep=1)
-    writer.save(0, state._replace(reduction=kept), describe_run(trainer, NO_DATA))
+    writer.save(0, state._replace(reduction=kept), describe_run(train_step, NO_DATA))
     writer.close()
     return directory
 
 
 def resumed(directory, cfg):
     """The first state of a run that goes on from the checkpoint, and what it printed."""
-    trainer, out = trainer_for(cfg), io.StringIO()
+    train_step, out = step_for(cfg), io.StringIO()
     checkpoints = Checkpoints(directory, keep=1)
     saved, _ = newest(directory, "full")
-    state = first_state(trainer, checkpoints, saved, None, Console(file=out, width=200))
+    state = initial_state(train_step, checkpoints, saved, None, Console(file=out, width=200))
     checkpoints.close()
-    return state, trainer, out.getvalue()
+    return state, train_step, out.getvalue()
 
 
 @pytest.mark.parametrize("written_as", ["format 2", "format 1"])
@@ -125,10 +132,10 @@ def test_what_codecs_kept_for_another_reduction_is_dropped(
     directory = shutil.copytree(remembering, tmp_path / "checkpoints")
     if written_as == "format 1":
         forget_newer_facts(directory / "0")
-    state, trainer, said = resumed(directory, on_nodes(**change))
+    state, train_step, said = resumed(directory, on_nodes(**change))
     assert "what codecs had not sent yet is dropped" in said
     kept = state.reduction
-    assert jax.tree.map(jnp.shape, kept) == jax.tree.map(jnp.shape, trainer.abstract.reduction)
+    assert jax.tree.map(jnp.shape, kept) == jax.tree.map(jnp.shape, train_step.abstract.reduction)
     assert not any(np.any(x) for x in jax.tree.leaves(kept))
 
 
@@ -183,27 +190,27 @@ def disk(monkeypatch, free):
 
 
 def test_a_run_whose_checkpoint_does_not_fit_the_disk_is_refused(tmp_path, monkeypatch):
-    trainer = trainer_for(small_config())
-    state = trainer.abstract
+    train_step = step_for(small_config())
+    state = train_step.abstract
     needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     disk(monkeypatch, needed - 1)
     with pytest.raises(StorageFullError, match=f"step 20.*{needed:,}. No step was saved before"):
-        check_disk(trainer, None, tmp_path / "checkpoints", ALONE)
+        check_disk(train_step, None, tmp_path / "checkpoints", ALONE)
     disk(monkeypatch, 4 * needed - 1)  # three are kept, and the fourth is written first
-    told = check_disk(trainer, None, tmp_path / "checkpoints", ALONE)
+    told = check_disk(train_step, None, tmp_path / "checkpoints", ALONE)
     assert "4 checkpoints more take about" in told[0]
     disk(monkeypatch, 4 * needed)
-    assert check_disk(trainer, None, tmp_path / "checkpoints", ALONE) == []
+    assert check_disk(train_step, None, tmp_path / "checkpoints", ALONE) == []
 
 
 def test_a_resumed_run_needs_room_for_one_like_its_newest(run, monkeypatch):
-    cfg, trainer, steps = run
-    saved, _, _ = choose(cfg, NO_DATA, ALONE)
+    cfg, train_step, steps = run
+    saved, _, _ = choose_checkpoint(cfg, NO_DATA, ALONE)
     needed = stored_bytes(saved.manifest)
     disk(monkeypatch, needed - 1)
     with pytest.raises(StorageFullError, match="Step 2 is safe"):
-        check_disk(trainer, saved, steps, ALONE)
+        check_disk(train_step, saved, steps, ALONE)
     disk(monkeypatch, 2 * needed)  # of four, two are there
-    assert check_disk(trainer, saved, steps, ALONE) == []
+    assert check_disk(train_step, saved, steps, ALONE) == []
     disk(monkeypatch, 0)
-    assert check_disk(trainer, saved._replace(step=cfg.train.num_steps), steps, ALONE) == []
+    assert check_disk(train_step, saved._replace(step=cfg.train.num_steps), steps, ALONE) == []

@@ -1,6 +1,6 @@
 """The codec that a setting names."""
 
-from moejax.comm.codecs.adaptive import Ladder
+from moejax.comm.codecs.adaptive import AdaptiveCodec
 from moejax.comm.codecs.codec import Blocks, Cast, Codec
 from moejax.comm.codecs.feedback import ErrorFeedback
 from moejax.comm.codecs.low_rank import LowRank
@@ -19,8 +19,8 @@ def build_codec(spec: CodecSpec) -> Codec | LowRank:
         blocks = Blocks("int4", spec.block, kernel=spec.kernel)
         return ErrorFeedback(blocks, LOCO_AVERAGE, "e4m3", spec.block, LOCO_RESET)
     if spec.name == "adaptive":
-        rungs = tuple(_plain_codec(rung) for rung in spec.rungs)
-        return Ladder(rungs, spec.rung, spec.measures)
+        levels = tuple(_plain_codec(level) for level in spec.levels)
+        return AdaptiveCodec(levels, spec.level, spec.measures)
     codec = _plain_codec(spec)
     return ErrorFeedback(codec) if spec.feedback else codec
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from moejax.annotations import Array, Int
 
 
-class Places(NamedTuple):
+class SlotMap(NamedTuple):
     """Where each item goes, and its inverse. Slots are numbered (part * P + peer) * J + place."""
 
     slot_MK: Int[Array, "M K"]  # an item's slot; I * P * J if it has none
-    item_S: Int[Array, " S"]  # m * K + k of the item in a slot; M * K if it is empty
+    item_of_slot: Int[Array, " S"]  # m * K + k of the item in a slot; M * K if it is empty
 
 
 def rank_items(
@@ -48,7 +48,7 @@ def rank_items(
 
 def place_items(
     peer_MK: Int[Array, "M K"], *, peers: int, rows: int, parts: int = 1, merge: bool = False
-) -> Places:
+) -> SlotMap:
     """Gives each item a slot in its peer's bucket.
 
     Args:
@@ -58,30 +58,30 @@ def place_items(
     slots = parts * peers * rows
     slot_MK = ((rank_MK % parts) * peers + peer_MK) * rows + rank_MK // parts
     slot_MK = jnp.where(peer_MK < peers, slot_MK, slots)
-    return Places(slot_MK, invert(slot_MK, slots))
+    return SlotMap(slot_MK, invert(slot_MK, slots))
 
 
 def order_items(
     group_MK: Int[Array, "M K"], *, groups: int, rows: int
-) -> tuple[Places, Int[Array, " G"]]:
+) -> tuple[SlotMap, Int[Array, " G"]]:
     """Sorts the items by group into `rows` slots, without gaps; returns the sizes too."""
     group_MK, rank_MK, sizes_G = rank_items(group_MK, peers=groups, merge=False)
     starts_G = jnp.cumsum(sizes_G) - sizes_G
     start_MK = jnp.take(starts_G, group_MK, mode="fill", fill_value=rows)
     slot_MK = jnp.minimum(start_MK + rank_MK, rows)
-    return Places(slot_MK, invert(slot_MK, rows)), sizes_G
+    return SlotMap(slot_MK, invert(slot_MK, rows)), sizes_G
 
 
 def invert(slot_MK: Int[Array, "M K"], slots: int) -> Int[Array, " S"]:
     """The item in each slot."""
     items_A = jnp.arange(slot_MK.size, dtype=jnp.int32)
-    item_S = jnp.full((slots,), slot_MK.size, jnp.int32)
-    return item_S.at[slot_MK.reshape(-1)].set(items_A, mode="drop")
+    item_of_slot = jnp.full((slots,), slot_MK.size, jnp.int32)
+    return item_of_slot.at[slot_MK.reshape(-1)].set(items_A, mode="drop")
 
 
-def follow(
+def experts_of_slots(
     expert_MK: Int[Array, "M K"],
-    places: Places,
+    places: SlotMap,
     *,
     peers: int,
     rows: int,
@@ -96,11 +96,11 @@ def follow(
       expert_MK: numbered over all peers; peers * per_peer stands for none, in the result per_peer.
       rows: J, of one part of a bucket.
     """
-    item_S = places.item_S
-    source_S = item_S // expert_MK.shape[1] if merge else item_S
+    item_of_slot = places.item_of_slot
+    source_S = item_of_slot // expert_MK.shape[1] if merge else item_of_slot
     choices = expert_MK if merge else expert_MK.reshape(-1, 1)
     none = peers * per_peer
     expert_SK = jnp.take(choices, source_S, axis=0, mode="fill", fill_value=none)
-    peer_S = jnp.arange(item_S.shape[0], dtype=jnp.int32) // rows % peers
+    peer_S = jnp.arange(item_of_slot.shape[0], dtype=jnp.int32) // rows % peers
     here_SK = expert_SK - peer_S[:, None] * per_peer
     return jnp.where((here_SK >= 0) & (here_SK < per_peer), here_SK, per_peer)

@@ -24,7 +24,7 @@ from moejax.comm.tokens.hops import (
     dispatch_hop,
 )
 from moejax.comm.tokens.plan import DispatchPlan
-from moejax.comm.tokens.rows import weight_gradient
+from moejax.comm.tokens.rows import encoded_weight_gradient
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route
 
@@ -35,14 +35,14 @@ Stage = Callable[[int, Any], Any]
 
 
 def run_stages(
-    stages: Sequence[Stage], chunks: Sequence[Any], *, pin: bool, accumulated: dict[str, Any]
+    stages: Sequence[Stage], chunks: Sequence[Any], *, barriers: bool, accumulated: dict[str, Any]
 ) -> list[Any]:
     """Takes each chunk through the stages, one stage behind the chunk before it.
 
     Args:
-      pin: ties what each step makes together (an optimization barrier), so that a compiler that
-        orders the program statically puts the step's stages side by side. A runtime that starts
-        whatever is ready needs none.
+      barriers: puts an optimization barrier after each step, so that a compiler that orders the
+        program statically keeps the step's stages side by side. A runtime that starts whatever is
+        ready needs none.
       accumulated: what stages put aside for the caller, tied to the step that made it.
     """
     flight = dict(enumerate(chunks))
@@ -52,7 +52,7 @@ def run_stages(
             number = step - place
             if 0 <= number < len(chunks):
                 moved[number] = stage(number, flight[number])
-        if pin and len(moved) > 1:
+        if barriers and len(moved) > 1:
             moved, tied = lax.optimization_barrier((moved, accumulated))
             accumulated.update(tied)
         flight |= moved
@@ -68,24 +68,26 @@ def dispatch_compute_combine(
     route: Route,
     layout: Layout,
     expert_fn: ExpertFn,
-    pin: bool,
+    barriers: bool,
 ) -> jax.Array:
     """Returns `y_ND`: each token's expert outputs, summed by weight, on the token's own device.
 
     Args:
       params: of `expert_fn`; differentiated, as are tokens and weights.
       expert_fn: what a device computes of the rows that it was sent.
-      pin: see `run_stages`.
+      barriers: see `run_stages`.
     """
-    return _dispatch_compute_combine(route, layout, expert_fn, pin, x_ND, weight_NK, params, plan)
+    return _dispatch_compute_combine(
+        route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _dispatch_compute_combine(route, layout, expert_fn, pin, x_ND, weight_NK, params, plan):
-    return _forward(route, layout, expert_fn, pin, x_ND, weight_NK, params, plan)[0]
+def _dispatch_compute_combine(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan):
+    return _forward(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan)[0]
 
 
-def _forward(route, layout, expert_fn, pin, x_ND, weight_NK, params, plan):
+def _forward(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan):
     k = route.chunks
     choices = _cut(plan.expert_IMK, k)
     kept: dict[int, Any] = {}
@@ -100,14 +102,14 @@ def _forward(route, layout, expert_fn, pin, x_ND, weight_NK, params, plan):
 
     stages = _stages(route, layout, plan, expert_stage, k)
     start = _at_start(Rows(x_ND, weight_NK), plan)
-    results = _tag(_join(run_stages(stages, [start] * k, pin=pin, accumulated={})))
+    results = _tag(_join(run_stages(stages, [start] * k, barriers=barriers, accumulated={})))
     y_ND = _results_at_source(results, weight_NK, plan, route, like=x_ND)
     # The gradient of weights needs results only if they were weighted at the source.
     results = results.x if plan.places and not route.merges else None
     return y_ND, ([kept[number] for number in range(k)], params, plan, weight_NK, results)
 
 
-def _backward(route, layout, expert_fn, pin, saved, gradient_ND):
+def _backward(route, layout, expert_fn, barriers, saved, gradient_ND):
     kept, params, plan, weight_NK, results = saved
     k = route.chunks_backward
     if k != route.chunks:
@@ -129,7 +131,7 @@ def _backward(route, layout, expert_fn, pin, saved, gradient_ND):
 
     stages = _stages(route, layout, plan, expert_stage, k, gradient=True)
     start = _at_start(Rows(gradient_ND, weight_NK if plan.places else None), plan)
-    drows = _join(run_stages(stages, [start] * k, pin=pin, accumulated=accumulated))
+    drows = _join(run_stages(stages, [start] * k, barriers=barriers, accumulated=accumulated))
     dparams = jax.tree.map(lambda g, w: g.astype(w.dtype), accumulated["params"], params)
     dx_ND, dweight_NK = _gradients_at_source(drows, results, gradient_ND, plan, route)
     return dx_ND, dweight_NK.astype(weight_NK.dtype), dparams, None
@@ -166,7 +168,7 @@ def _gradients_at_source(
     if results is not None:
         codec, results = codec_at_source(route), _flat(results)
         with jax.named_scope("combine_backward"):
-            dweight_NK = weight_gradient(codec, results, gradient_ND, plan.source)
+            dweight_NK = encoded_weight_gradient(codec, results, gradient_ND, plan.source)
     return dx_ND, dweight_NK
 
 
@@ -188,8 +190,8 @@ def _pieces(plan: DispatchPlan, chunks: int) -> list[DispatchPlan]:
     """The plan of each chunk. Slots of the first exchange stay whole: they count all parts."""
     first, later = plan.places[:1], plan.places[1:]
     pieces = []
-    for items, places in _cut((tuple(one.item_S for one in first), later), chunks):
-        home = (one._replace(item_S=item) for one, item in zip(first, items, strict=True))
+    for items, places in _cut((tuple(one.item_of_slot for one in first), later), chunks):
+        home = (one._replace(item_of_slot=item) for one, item in zip(first, items, strict=True))
         pieces.append(plan._replace(places=(*home, *places)))
     return pieces
 

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Int
 from moejax.comm import wire
-from moejax.comm.tokens.buckets import Places, follow, place_items
+from moejax.comm.tokens.buckets import SlotMap, experts_of_slots, place_items
 from moejax.comm.tokens.swap import send
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop, Route
@@ -21,15 +21,15 @@ class DispatchPlan(NamedTuple):
     they find a token's rows in all of them; of later ones per part, I in front.
     """
 
-    places: tuple[Places, ...]  # of each all-to-all hop
+    places: tuple[SlotMap, ...]  # of each all-to-all hop
     expert_IMK: Int[Array, "I M k"]  # at the end: choices of each row; experts_here for none
     # Rows of a bucket that any device fills, for each exchange; None: whole buckets travel.
     filled: Int[Array, " S"] | None
 
     @property
-    def source(self) -> Places:
+    def source(self) -> SlotMap:
         """Where the tokens' rows stand at home, all parts after each other."""
-        return Places(self.places[0].slot_MK, self.places[0].item_S.reshape(-1))
+        return SlotMap(self.places[0].slot_MK, self.places[0].item_of_slot.reshape(-1))
 
 
 def plan_dispatch(
@@ -61,11 +61,11 @@ def plan_dispatch(
                 cut = parts if first else 1
                 placed = place_items(peer_MK, peers=peers, rows=J, parts=cut, merge=merge)
                 options = {"peers": peers, "rows": J, "per_peer": span, "merge": merge}
-                return placed, follow(expert_MK, placed, **options)
+                return placed, experts_of_slots(expert_MK, placed, **options)
 
             placed, expert_IMK = jax.vmap(bucket)(expert_IMK)
             if first:
-                placed = Places(placed.slot_MK[0], placed.item_S.reshape(parts, -1))
+                placed = SlotMap(placed.slot_MK[0], placed.item_of_slot.reshape(parts, -1))
                 expert_IMK = expert_IMK.reshape(parts, peers * J, -1)
             places.append(placed)
         expert_IMK = _send_choices(expert_IMK, hop, layout, none=span)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moejax.comm.codecs.codec import Blocks, Codec, Payload
-from moejax.comm.tokens.buckets import Places
+from moejax.comm.tokens.buckets import SlotMap
 from moejax.kernels import permute
 from moejax.kernels.quantize import Quantized
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
@@ -48,7 +48,7 @@ def sum_encoded(
     codec: Codec | None,
     payload_S: Payload,
     weight_NK: jax.Array | None,
-    places: Places,
+    places: SlotMap,
     size: int,
     dtype: DTypeLike,
 ) -> jax.Array:
@@ -73,8 +73,8 @@ def sum_encoded(
     return permute.weighted_sum(y_SD, weight_NK, *places)
 
 
-def weight_gradient(
-    codec: Codec | None, payload_S: Payload, gradient_ND: jax.Array, places: Places
+def encoded_weight_gradient(
+    codec: Codec | None, payload_S: Payload, gradient_ND: jax.Array, places: SlotMap
 ) -> jax.Array:
     """The gradient of `sum_encoded` by its weights, float32 [N, K]."""
     size, dtype = gradient_ND.shape[1], gradient_ND.dtype

@@ -25,7 +25,7 @@ class ReduceState(NamedTuple):
     total: jax.Array | None  # [1, t], of the sum that it sends back; of LowRank the right factors
 
 
-def first_state(
+def empty_state(
     codecs: Sequence[Codec | LowRank], scatter: int, copies: int, size: int
 ) -> ReduceState:
     """The state before the first call, with room for each of the codecs.
@@ -59,7 +59,7 @@ def reduce_parts(
 
     Args:
       x_SCn: [S, C, n]: this device's part for each place along `scatter`, cut in C.
-      state: of the call before, or `first_state`.
+      state: of the call before, or `empty_state`.
       context: its key is this device's own, so that no two round alike.
 
     Returns:

@@ -22,10 +22,10 @@ from moejax.comm.weights.path import class_of, compressible, path_of
 from moejax.comm.weights.reduce import GatherSpec, reduce_gradient
 from moejax.comm.weights.residuals import WithResidual, from_floats
 from moejax.config.compression import Codecs
-from moejax.layout.spec import Program
+from moejax.layout.spec import StepSpec
 
 
-def enter(param: Any, program: Program, dtype: str | None = None) -> jax.Array:
+def gather_weight(param: Any, spec: StepSpec, dtype: str | None = None) -> jax.Array:
     """Returns the weight as this device computes with it: gathered over fsdp, cast to `dtype`.
 
     Wire, forward: the gathered weight in `dtype`, or as its codec says where the gather crosses
@@ -34,19 +34,19 @@ def enter(param: Any, program: Program, dtype: str | None = None) -> jax.Array:
     Args:
       param: an `nnx.Param` of this device's shard, alone or in a `WithResidual`; its metadata
         are the letters of its dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay sharded.
-      dtype: the dtype to compute in; the program's unless given.
+      dtype: the dtype to compute in; the spec's unless given.
     """
-    dims, w, codecs = param.get_metadata("dims"), param.get_value(), program.codecs
-    path = path_of(dims, program.layout)
+    dims, w, codecs = param.get_metadata("dims"), param.get_value(), spec.codecs
+    path = path_of(dims, spec.layout)
     how = GatherSpec(
         path,
-        dtype or program.dtype,
-        program.gradient_dtype,
+        dtype or spec.dtype,
+        spec.gradient_dtype,
         class_of(dims),
-        micro_bytes=program.micro_bytes,
+        micro_bytes=spec.micro_bytes,
         codec=_built(codecs, dims) if isinstance(w, WithResidual) else None,
         weights=build_plain_codec(codecs.weights if compressible(dims) else None)
-        if program.layout.between_nodes(path.gather)
+        if spec.layout.between_nodes(path.gather)
         else None,
     )
     with jax.named_scope("weights"):

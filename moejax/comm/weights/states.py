@@ -7,26 +7,26 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from moejax.comm.codecs.adaptive import Ladder
+from moejax.comm.codecs.adaptive import AdaptiveCodec
 from moejax.comm.codecs.build import build_codec
 from moejax.comm.codecs.codec import Codec
 from moejax.comm.codecs.low_rank import LowRank
-from moejax.comm.weights.compressed import ReduceState, first_state
+from moejax.comm.weights.compressed import ReduceState, empty_state
 from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of
 from moejax.layout.layout import Layout
-from moejax.layout.spec import Program
+from moejax.layout.spec import StepSpec
 
 
-def describe_state(program: Program, param: Any, dims: str) -> Any:
+def residual_shapes(spec: StepSpec, param: Any, dims: str) -> Any:
     """Shapes of what codecs of a parameter's gradient remember, or None; see `TrainState`."""
-    layout, policy = program.layout, program.compression
+    layout, policy = spec.layout, spec.compression
     path = path_of(dims, layout)
-    codecs = [build_codec(spec) for spec in policy.all_of(class_of(dims))]
+    codecs = [build_codec(codec) for codec in policy.all_of(class_of(dims))]
     if not codecs or not path.slow or not compressible(dims):
         return None
     stack = param.ndim - len(dims)
     shape = parts_shape(math.prod(param.shape[stack:]), dims, layout)
-    state = jax.eval_shape(lambda: first_state(codecs, *shape))
+    state = jax.eval_shape(lambda: empty_state(codecs, *shape))
     ahead = (*param.shape[:stack], layout.size(layout.mesh_axes))
     return jax.tree.map(
         # None for nothing: checkpoints hold no empty arrays.
@@ -35,8 +35,8 @@ def describe_state(program: Program, param: Any, dims: str) -> Any:
     )
 
 
-def state_specs(states: Any, params: Any, dims: Any, layout: Layout) -> Any:
-    """How `describe_state`'s arrays are sharded: each device holds its own."""
+def residual_specs(states: Any, params: Any, dims: Any, layout: Layout) -> Any:
+    """How `residual_shapes`'s arrays are sharded: each device holds its own."""
 
     def spec(param: Any, letters: str, state: Any) -> Any:
         ahead = [None] * (param.ndim - len(letters))
@@ -45,14 +45,14 @@ def state_specs(states: Any, params: Any, dims: Any, layout: Layout) -> Any:
     return jax.tree.map(spec, params, dims, states)
 
 
-def sum_energies(ladder: Codec | LowRank, states: Any, dims: Any, kind: str) -> jax.Array:
-    """What this device's senders of one class noted when they measured; see `codec.Ladder`."""
-    assert isinstance(ladder, Ladder)
-    found = []
+def sum_squared_errors(codec: Codec | LowRank, states: Any, dims: Any, kind: str) -> jax.Array:
+    """`AdaptiveCodec.squared_errors` of one class of gradients, summed over this device's."""
+    assert isinstance(codec, AdaptiveCodec)
+    errors = []
 
     def add(letters: str, state: ReduceState | None) -> None:
         if state is not None and class_of(letters) == kind:
-            found.append(ladder.energies(state.parts))  # type: ignore[arg-type]
+            errors.append(codec.squared_errors(state.parts))  # type: ignore[arg-type]
 
     jax.tree.map(add, dims, states)
-    return jnp.sum(jnp.stack(found), axis=0) if found else jnp.zeros(len(ladder.rungs) + 1)
+    return jnp.sum(jnp.stack(errors), axis=0) if errors else jnp.zeros(len(codec.levels) + 1)

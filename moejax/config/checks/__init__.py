@@ -15,7 +15,7 @@ from moejax.config.checks.mesh import (
 )
 from moejax.config.checks.planned import check_plan, is_planned
 from moejax.config.checks.size import check_size
-from moejax.config.checks.words import divisors, require
+from moejax.config.checks.words import divisors_text, require
 from moejax.config.compression import build_compression
 from moejax.config.fields import short
 from moejax.config.schema import Config
@@ -66,7 +66,7 @@ def _check_model(cfg: Config) -> None:
     require(
         model.num_heads % model.num_kv_heads == 0,
         f"`model.num_heads` = {model.num_heads} is not a multiple of `model.num_kv_heads` = "
-        f"{model.num_kv_heads}. Choose {divisors(model.num_heads)} for model.num_kv_heads.",
+        f"{model.num_kv_heads}. Choose {divisors_text(model.num_heads)} for model.num_kv_heads.",
     )
     require(
         model.head_width % 2 == 0,
@@ -155,7 +155,7 @@ def _check_groups(cfg: Config) -> None:
     require(
         E % G == 0,
         f"`moe.num_experts` = {E} is not a multiple of `moe.router.num_groups` = {G}. "
-        f"Choose {divisors(E)} groups.",
+        f"Choose {divisors_text(E)} groups.",
     )
     require(
         chosen <= G,

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from moejax.config.checks.size import BYTES_PER_PARAMETER, machine_memory, parameters_of
-from moejax.config.checks.words import divisors, multiples, require
+from moejax.config.checks.words import divisors_text, multiples, require
 from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.schema import Config, MeshConfig
 from moejax.errors import InputError
@@ -41,7 +41,7 @@ def check_expert_axis(cfg: Config) -> None:
     axis = "expert x tensor axis (folded)" if folded else "expert axis"
     require(
         E % owners == 0,
-        f"{E} experts on an {axis} of {owners}: choose {divisors(E)} or change "
+        f"{E} experts on an {axis} of {owners}: choose {divisors_text(E)} or change "
         "moe.num_experts. The axis must divide the experts.",
     )
 
@@ -58,7 +58,7 @@ def _check_nodes(cfg: Config, num_devices: int) -> None:
     require(
         num_devices % mesh.nodes == 0,
         f"`mesh.nodes` = {mesh.nodes} does not divide {num_devices} devices. Nodes have equally "
-        f"many. Choose {divisors(num_devices)}.",
+        f"many. Choose {divisors_text(num_devices)}.",
     )
     require(
         mesh.nodes > 1 or build_compression(cfg.compression) == NO_COMPRESSION,
@@ -109,7 +109,7 @@ def check_tensor_axis(cfg: Config) -> None:
         require(
             size % tensor == 0,
             f"`{name}` = {size} is not divisible by `mesh.tensor` = {tensor}. Choose a tensor axis "
-            f"of {divisors(math.gcd(*sizes.values()))}, or {multiples(size, tensor)} here.",
+            f"of {divisors_text(math.gcd(*sizes.values()))}, or {multiples(size, tensor)} here.",
         )
 
 
@@ -155,7 +155,8 @@ def _describe_misfit(cfg: Config, num_devices: int, platform: str, needed: int) 
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
     ways = [
-        f"choose axis sizes that multiply to {num_devices} (each one of {divisors(num_devices)})"
+        f"choose axis sizes that multiply to {num_devices} (each one of "
+        f"{divisors_text(num_devices)})"
     ]
     others = mesh.fsdp * mesh.expert * mesh.tensor
     if mesh.replica is not None and num_devices % others == 0:

@@ -9,7 +9,7 @@ def require(holds: bool, message: str) -> None:
         raise InputError(message)
 
 
-def divisors(n: int) -> str:
+def divisors_text(n: int) -> str:
     """The divisors of `n` as a list in words; of many, the smallest ones and `n`."""
     # Sizes have no upper bound, so only small candidates are tried.
     small = [d for d in range(1, min(n, 4096) + 1) if n % d == 0][:12]

@@ -23,10 +23,9 @@ from moejax.kernels.mosaic.tiles import (
     ROWS,
     STAGES,
     Grid,
-    Schedule,
+    TileSchedule,
     grid_of,
     load_steps,
-    place_of,
     ring_of,
     rows_of,
     schedule_rows,
@@ -34,6 +33,7 @@ from moejax.kernels.mosaic.tiles import (
     store_rows,
     stores_of,
     sum_steps,
+    tile_position,
     tiled,
     turns_of,
 )
@@ -118,7 +118,11 @@ def _multiply(x_MK: jax.Array, w: jax.Array, sizes_G: jax.Array, form: Form) -> 
     grid = grid_of(schedule, groups, pl.cdiv(form.columns, COLUMNS), pl.cdiv(K, DEPTH))
 
     def multiply_tiles(*refs):
-        schedule, (x_gmem, w_gmem), (*y_gmem, buffers) = Schedule(*refs[:5]), refs[5:7], refs[7:]
+        schedule, (x_gmem, w_gmem), (*y_gmem, buffers) = (
+            TileSchedule(*refs[:5]),
+            refs[5:7],
+            refs[7:],
+        )
         shared = form, grid, schedule, buffers
         wg = lax.axis_index("wg")
         specialize(
@@ -153,7 +157,7 @@ def _buffers(form: Form, dtype: Any) -> Buffers:
 def _load_tile(
     form: Form,
     grid: Grid,
-    schedule: Schedule,
+    schedule: TileSchedule,
     buffers: Buffers,
     x_gmem: Any,
     w_gmem: Any,
@@ -161,7 +165,7 @@ def _load_tile(
     step: jax.Array,
 ) -> jax.Array:
     """The copying warpgroup's part of a turn."""
-    tile, column, group, steps = place_of(grid, schedule, turn)
+    tile, column, group, steps = tile_position(grid, schedule, turn)
     rows = pl.ds(pl.multiple_of(schedule.first_T[tile], ALIGNED), ROWS)
 
     def copies(i, slot, copy):
@@ -177,14 +181,14 @@ def _multiply_tile(
     wg: jax.Array,
     form: Form,
     grid: Grid,
-    schedule: Schedule,
+    schedule: TileSchedule,
     buffers: Buffers,
     y_gmem: list[Any],
     turn: jax.Array,
     step: jax.Array,
 ) -> jax.Array:
     """A multiplying warpgroup's part of a turn."""
-    tile, column, _, steps = place_of(grid, schedule, turn)
+    tile, column, _, steps = tile_position(grid, schedule, turn)
 
     def product(i, slot, accumulators):
         for half, accumulator in enumerate(accumulators):

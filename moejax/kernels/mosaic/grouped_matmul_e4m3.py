@@ -28,16 +28,16 @@ from moejax.kernels.mosaic.tiles import (
     ROWS,
     STAGES,
     Grid,
-    Schedule,
+    TileSchedule,
     grid_of,
     load_steps,
-    place_of,
     ring_of,
     rows_of,
     schedule_rows,
     specialize,
     store_rows,
     stores_of,
+    tile_position,
     tiled,
     turns_of,
 )
@@ -80,7 +80,7 @@ def grouped_matmul(
     grid = grid_of(schedule, G, pl.cdiv(N, COLUMNS), K // DEPTH)
 
     def multiply_e4m3_tiles(*refs):
-        schedule, (x_gmem, w_gmem, *scales, y_gmem, buffers) = Schedule(*refs[:5]), refs[5:]
+        schedule, (x_gmem, w_gmem, *scales, y_gmem, buffers) = TileSchedule(*refs[:5]), refs[5:]
         wg = lax.axis_index("wg")
         specialize(
             wg,
@@ -113,7 +113,7 @@ def _buffers() -> Buffers:
 
 def _load_tile(
     grid: Grid,
-    schedule: Schedule,
+    schedule: TileSchedule,
     buffers: Buffers,
     x_gmem: Any,
     w_gmem: Any,
@@ -121,7 +121,7 @@ def _load_tile(
     step: jax.Array,
 ) -> jax.Array:
     """The copying warpgroup's part of a turn."""
-    tile, column, group, steps = place_of(grid, schedule, turn)
+    tile, column, group, steps = tile_position(grid, schedule, turn)
     rows = pl.ds(pl.multiple_of(schedule.first_T[tile], ALIGNED), ROWS)
 
     def copies(i, slot, copy):
@@ -137,7 +137,7 @@ def _load_tile(
 def _multiply_tile(
     wg: jax.Array,
     grid: Grid,
-    schedule: Schedule,
+    schedule: TileSchedule,
     buffers: Buffers,
     scales: list[Any],
     y_gmem: Any,
@@ -145,7 +145,7 @@ def _multiply_tile(
     step: jax.Array,
 ) -> jax.Array:
     """A multiplying warpgroup's part of a turn."""
-    place = place_of(grid, schedule, turn)
+    place = tile_position(grid, schedule, turn)
     own = pl.ds(schedule.first_T[place.tile] + wg * OWN, OWN)
 
     def scale(i, half):

@@ -51,7 +51,7 @@ class Extent(NamedTuple):
     blocks: int
 
 
-class Place(NamedTuple):
+class GroupPosition(NamedTuple):
     """What a thread block works on in one turn."""
 
     group: Any
@@ -107,7 +107,7 @@ def _buffers(dtype: Any, result_dtype: Any) -> Buffers:
     )
 
 
-def _place(extent: Extent, start_gmem: Any, end_gmem: Any, turn: Any) -> Place:
+def _place(extent: Extent, start_gmem: Any, end_gmem: Any, turn: Any) -> GroupPosition:
     place = turn * extent.blocks + lax.axis_index("block")
     tiles = extent.tall * extent.wide
     group, tile = lax.div(place, tiles), lax.rem(place, tiles)
@@ -115,12 +115,12 @@ def _place(extent: Extent, start_gmem: Any, end_gmem: Any, turn: Any) -> Place:
     start, end = start_gmem[group], end_gmem[group]
     first = pl.multiple_of(lax.div(start, ALIGNED) * ALIGNED, ALIGNED)
     steps = jnp.where(end > start, lax.div(end - first + DEPTH - 1, DEPTH), 0)
-    return Place(group, row, column, first, start, end, steps)
+    return GroupPosition(group, row, column, first, start, end, steps)
 
 
-def _load_tile(place_of, buffers: Buffers, x_gmem, y_gmem, turn, step: jax.Array) -> jax.Array:
+def _load_tile(tile_position, buffers: Buffers, x_gmem, y_gmem, turn, step: jax.Array) -> jax.Array:
     """The copying warpgroup's part of a turn."""
-    place = place_of(turn)
+    place = tile_position(turn)
 
     def copies(i, slot, copy):
         rows = pl.ds(place.first + i * DEPTH, DEPTH)
@@ -133,9 +133,9 @@ def _load_tile(place_of, buffers: Buffers, x_gmem, y_gmem, turn, step: jax.Array
     return load_steps(copies, place.steps, step, buffers.ring)
 
 
-def _multiply_tile(wg, place_of, buffers: Buffers, w_gmem, turn, step: jax.Array) -> jax.Array:
+def _multiply_tile(wg, tile_position, buffers: Buffers, w_gmem, turn, step: jax.Array) -> jax.Array:
     """A multiplying warpgroup's part of a turn."""
-    place = place_of(turn)
+    place = tile_position(turn)
 
     def product(i, slot, accumulators):
         _clear_other_rows(buffers.x, (slot, wg), place, place.first + i * DEPTH)
@@ -149,7 +149,7 @@ def _multiply_tile(wg, place_of, buffers: Buffers, w_gmem, turn, step: jax.Array
     return step + place.steps
 
 
-def _clear_other_rows(x_smem: Any, own: tuple[Any, Any], place: Place, here: Any) -> None:
+def _clear_other_rows(x_smem: Any, own: tuple[Any, Any], place: GroupPosition, here: Any) -> None:
     """Puts zeros where a step's rows, from row `here` on, belong to another group."""
 
     @pl.when((here < place.start) | (here + DEPTH > place.end))

@@ -29,7 +29,7 @@ COPIES = 2  # the warpgroup that copies; 0 and 1 multiply
 MULTIPROCESSORS = 132  # of H100 SXM and H200
 
 
-class Schedule(NamedTuple):
+class TileSchedule(NamedTuple):
     """Tiles of rows, group after group; G stands for the rows past the last group."""
 
     group_T: jax.Array
@@ -39,7 +39,7 @@ class Schedule(NamedTuple):
     count_1: jax.Array  # tiles; the rest of the arrays has no meaning
 
 
-def schedule_rows(sizes_G: jax.Array, num_rows: int) -> Schedule:
+def schedule_rows(sizes_G: jax.Array, num_rows: int) -> TileSchedule:
     """Cuts a buffer of rows, sorted by group, in tiles."""
     sizes = jnp.append(sizes_G, num_rows - jnp.sum(sizes_G)).astype(jnp.int32)
     ends = jnp.cumsum(sizes)
@@ -53,7 +53,7 @@ def schedule_rows(sizes_G: jax.Array, num_rows: int) -> Schedule:
     group_T = jnp.searchsorted(ends_of_tiles, tile_T, side="right").astype(jnp.int32)
     group_T = jnp.minimum(group_T, sizes.shape[0] - 1)
     first_T = firsts[group_T] + (tile_T - (ends_of_tiles - tiles)[group_T]) * ROWS
-    return Schedule(group_T, first_T, starts[group_T], ends[group_T], ends_of_tiles[-1:])
+    return TileSchedule(group_T, first_T, starts[group_T], ends[group_T], ends_of_tiles[-1:])
 
 
 class Grid(NamedTuple):
@@ -65,7 +65,7 @@ class Grid(NamedTuple):
     blocks: int
 
 
-class Place(NamedTuple):
+class TilePosition(NamedTuple):
     """What a thread block works on in one turn."""
 
     tile: Any  # of rows, its number in the schedule
@@ -74,18 +74,18 @@ class Place(NamedTuple):
     steps: Any  # none for rows past the last group
 
 
-def grid_of(schedule: Schedule, groups: int, columns: int, steps: int) -> Grid:
+def grid_of(schedule: TileSchedule, groups: int, columns: int, steps: int) -> Grid:
     """The grid of a product that has so many columns of tiles."""
     blocks = min(MULTIPROCESSORS, columns * schedule.group_T.shape[0])
     return Grid(groups, columns, steps, blocks)
 
 
-def place_of(grid: Grid, schedule: Any, turn: Any) -> Place:
+def tile_position(grid: Grid, schedule: Any, turn: Any) -> TilePosition:
     """In a kernel: where this thread block is in its so-manieth turn."""
     place = turn * grid.blocks + lax.axis_index("block")
     tile, column = lax.div(place, grid.columns), lax.rem(place, grid.columns)
     group = schedule.group_T[tile]
-    return Place(tile, column, group, jnp.where(group < grid.groups, grid.steps, 0))
+    return TilePosition(tile, column, group, jnp.where(group < grid.groups, grid.steps, 0))
 
 
 def turns_of(count: Any, blocks: int) -> Any:
@@ -196,7 +196,7 @@ def stores_of(dtype: Any) -> Stores:
     return Stores(plgpu.SMEM(shape, dtype, transforms=tiled(PIECE)), tail)
 
 
-class Rows(NamedTuple):
+class StoredRows(NamedTuple):
     """In a kernel: a warpgroup's rows of a tile, of which some belong to the tile's group."""
 
     wg: jax.Array
@@ -205,14 +205,16 @@ class Rows(NamedTuple):
     below: Any  # past them
 
 
-def rows_of(schedule: Any, tile: Any, wg: jax.Array) -> Rows:
+def rows_of(schedule: Any, tile: Any, wg: jax.Array) -> StoredRows:
     """In a kernel: this warpgroup's rows of a tile."""
     first = pl.multiple_of(schedule.first_T[tile], ALIGNED) + wg * OWN
     inside = (jnp.clip(end[tile] - first, 0, OWN) for end in (schedule.start_T, schedule.end_T))
-    return Rows(wg, first, *inside)
+    return StoredRows(wg, first, *inside)
 
 
-def store_rows(stores: Stores, rows: Rows, part: jax.Array, y_gmem: Any, between, column) -> None:
+def store_rows(
+    stores: Stores, rows: StoredRows, part: jax.Array, y_gmem: Any, between, column
+) -> None:
     """Writes the rows that count of [OWN, HALF] to columns of a result.
 
     All in one copy a piece, where all count; fewer by the binary digits of their number.
@@ -228,7 +230,9 @@ def store_rows(stores: Stores, rows: Rows, part: jax.Array, y_gmem: Any, between
         _store_piece(stores, rows, piece, y_gmem, columns)
 
 
-def _store_piece(stores: Stores, rows: Rows, piece: jax.Array, y_gmem: Any, columns: Any) -> None:
+def _store_piece(
+    stores: Stores, rows: StoredRows, piece: jax.Array, y_gmem: Any, columns: Any
+) -> None:
     wg, first, above, below = rows
     count = below - above
 

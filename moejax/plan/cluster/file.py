@@ -13,7 +13,7 @@ from typing import Any
 
 from moejax.config.fields import one_line, short
 from moejax.errors import InputError, write_whole
-from moejax.plan.cluster.json_object import Part
+from moejax.plan.cluster.json_object import JsonObject
 from moejax.plan.cluster.topology import (
     KINDS,
     CodecRates,
@@ -31,6 +31,14 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 FASTEST = 4e12  # bytes a second; no link of a device comes near
 FAR_OFF = 4.0  # over what the same device is known to do; bits for bytes are a factor of eight
 ASYMMETRY = 1.25
+# Attribute -> its key in the file, where they differ.
+KEYS = {
+    "contention": "together",
+    "compute_share": "occupies",
+    "sync_delay_s": "late_s",
+    "program_overhead": "program",
+    "oversubscription": "sharing",
+}
 
 
 def load_topology(name: str) -> Topology:
@@ -95,7 +103,9 @@ def write_topology(topology: Topology, path: Path) -> None:
 
 def to_text(topology: Topology) -> str:
     """The file of a topology: JSON, lists of numbers on one line."""
-    facts = dataclasses.asdict(topology)
+    facts = dataclasses.asdict(
+        topology, dict_factory=lambda fields: {KEYS.get(name, name): v for name, v in fields}
+    )
     for tier in facts["tiers"]:
         links = list(tier["links"].values())
         if all(link == links[0] for link in links):
@@ -131,7 +141,7 @@ def from_json(facts: Any, file: str) -> Topology:
     Raises:
       InputError: on the first thing that is wrong.
     """
-    part = Part(facts, "", file)
+    part = JsonObject(facts, "", file)
     version = part.facts.get("version") if isinstance(facts, dict) else None
     if type(version) is int and version > VERSION:
         part.refuse("topology of a newer moejax", version, f"up to {VERSION}", "Upgrade moejax")
@@ -154,8 +164,8 @@ def from_json(facts: Any, file: str) -> Topology:
     return topology
 
 
-def _device(part: Part) -> Device:
-    part.keys(Device, optional=("codecs", "program", "sharing"))
+def _device(part: JsonObject) -> Device:
+    part.keys(Device, optional=("codecs", "program", "sharing"), keys=KEYS)
     products = part.inner("products")
     curves = {dtype: products.curve(dtype) for dtype in products.facts}
     for dtype, curve in curves.items():
@@ -175,18 +185,18 @@ def _device(part: Part) -> Device:
         gather_bytes_per_s=part.rate("gather_bytes_per_s"),
         startup_s=part.share("startup_s", 1),
         codecs={name: _codec(codecs.inner(name)) for name in codecs.facts} if codecs else {},
-        program=part.rate("program") if "program" in part.facts else 1.0,
-        sharing=part.rate("sharing") if "sharing" in part.facts else 1.0,
+        program_overhead=part.rate("program") if "program" in part.facts else 1.0,
+        oversubscription=part.rate("sharing") if "sharing" in part.facts else 1.0,
     )
 
 
-def _codec(part: Part) -> CodecRates:
+def _codec(part: JsonObject) -> CodecRates:
     part.keys(CodecRates)
     return CodecRates(encode=part.rate("encode"), decode=part.rate("decode"))
 
 
-def _tier(part: Part) -> Tier:
-    part.keys(Tier, optional=("together", "occupies", "late_s"))
+def _tier(part: JsonObject) -> Tier:
+    part.keys(Tier, optional=("together", "occupies", "late_s"), keys=KEYS)
     links = part.inner("links")
     if "all" in links.facts:
         links.known(["all"], ["all"])
@@ -198,13 +208,13 @@ def _tier(part: Part) -> Tier:
         name=part.text("name"),
         size=part.count("size"),
         links=found,
-        together=part.share("together", 2) if "together" in part.facts else 1.0,
-        occupies=part.share("occupies", 1) if "occupies" in part.facts else 0.0,
-        late_s=part.share("late_s", 60) if "late_s" in part.facts else 0.0,
+        contention=part.share("together", 2) if "together" in part.facts else 1.0,
+        compute_share=part.share("occupies", 1) if "occupies" in part.facts else 0.0,
+        sync_delay_s=part.share("late_s", 60) if "late_s" in part.facts else 0.0,
     )
 
 
-def _link(part: Part) -> Link:
+def _link(part: JsonObject) -> Link:
     part.keys(Link, optional=("error", "points"))
     rate = part.rate("bytes_per_s")
     if rate > FASTEST:
@@ -218,7 +228,7 @@ def _link(part: Part) -> Link:
     )
 
 
-def _check_tiers(part: Part, topology: Topology) -> None:
+def _check_tiers(part: JsonObject, topology: Topology) -> None:
     """Tiers stand fastest first."""
     for place, (fast, slow) in enumerate(zip(topology.tiers, topology.tiers[1:], strict=False)):
         if all(fast.links[kind].bytes_per_s < slow.links[kind].bytes_per_s for kind in KINDS):
@@ -227,7 +237,7 @@ def _check_tiers(part: Part, topology: Topology) -> None:
             part.refuse(where, rates, "the fastest tier first", "Swap them, or join them to one")
 
 
-def _check_pairs(part: Part, topology: Topology) -> None:
+def _check_pairs(part: JsonObject, topology: Topology) -> None:
     """Every node to every other, alike in both directions."""
     pairs, names, nodes = topology.pairs, topology.node_names, topology.nodes
     if names and len(names) != nodes:
@@ -256,7 +266,7 @@ def _check_pairs(part: Part, topology: Topology) -> None:
                 )
 
 
-def _check_known(part: Part, topology: Topology) -> None:
+def _check_known(part: JsonObject, topology: Topology) -> None:
     """No link is far faster than the same device's links are known to be."""
     if Path(part.file).parent == CLUSTERS:
         return

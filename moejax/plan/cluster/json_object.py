@@ -16,7 +16,7 @@ from moejax.errors import InputError
 BITS = re.compile(r"bit|bps", re.IGNORECASE)
 
 
-class Part:
+class JsonObject:
     """An object of a file, which knows where it stands."""
 
     def __init__(self, facts: Any, name: str, file: str):
@@ -34,9 +34,17 @@ class Part:
         """Raises InputError in the usual four parts."""
         raise InputError(f"{what}. {self.file} has {short(seen)}. It must be {rule}. {remedy}.")
 
-    def keys(self, kind: type, optional: tuple[str, ...] = ()) -> None:
-        """Refuses fields that the class lacks, and looks for those that it needs."""
-        known = [field.name for field in dataclasses.fields(kind)]
+    def keys(
+        self, kind: type, optional: tuple[str, ...] = (), keys: dict[str, str] | None = None
+    ) -> None:
+        """Refuses fields that the class lacks, and looks for those that it needs.
+
+        Args:
+          optional: keys of the file that may be missing.
+          keys: attribute -> its key in the file, where they differ.
+        """
+        keys = keys or {}
+        known = [keys.get(field.name, field.name) for field in dataclasses.fields(kind)]
         self.known(known, [name for name in known if name not in optional])
 
     def known(self, known: list[str], needed: list[str]) -> None:
@@ -118,15 +126,17 @@ class Part:
         )
         return tuple(tuple(map(float, row)) for row in rows)
 
-    def inner(self, field: str) -> "Part":
+    def inner(self, field: str) -> "JsonObject":
         """The object of a field."""
-        return Part(self.facts[field], self.at(field), self.file)
+        return JsonObject(self.facts[field], self.at(field), self.file)
 
-    def items(self, field: str) -> list["Part"]:
+    def items(self, field: str) -> list["JsonObject"]:
         """The objects of a list that is not empty."""
         rule = "a list of objects, at least one"
         found = self.value(field, rule, lambda v: isinstance(v, list) and v != [])
-        return [Part(item, f"{self.at(field)}[{n}]", self.file) for n, item in enumerate(found)]
+        return [
+            JsonObject(item, f"{self.at(field)}[{n}]", self.file) for n, item in enumerate(found)
+        ]
 
 
 def _is_number(value: Any) -> bool:

@@ -54,17 +54,17 @@ class Tier:
       name: for people: nvlink, ib, ici, dcn, host, network.
       size: devices of a node for the first tier; then how many of the tier below it joins.
       links: of each of `KINDS`.
-      together: two collectives on the link at once, over one after the other; 1: nothing gained.
-      occupies: share of a device's compute that a collective takes while it runs.
-      late_s: seconds that a collective between computations takes longer than one after another.
+      contention: two collectives on the link at once, over one after the other; 1: nothing gained.
+      compute_share: share of a device's compute that a collective takes while it runs.
+      sync_delay_s: that a collective between computations takes longer than one after another.
     """
 
     name: str
     size: int
     links: dict[str, Link]
-    together: float = 1.0
-    occupies: float = 0.0
-    late_s: float = 0.0
+    contention: float = 1.0
+    compute_share: float = 0.0
+    sync_delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Device:
       gather_bytes_per_s: the same where rows are gathered by index.
       startup_s: of one small operation.
       codecs: rates of each codec, by name.
-      program: seconds that a whole program computes, over what its operations take by themselves.
-      sharing: devices of a node that take turns on the same cores; 1: none has to wait for others.
+      program_overhead: seconds that a whole program computes, over those of its operations alone.
+      oversubscription: devices of a node that take turns on the same cores; 1: none waits.
     """
 
     name: str
@@ -99,8 +99,8 @@ class Device:
     gather_bytes_per_s: float
     startup_s: float
     codecs: dict[str, CodecRates] = dataclasses.field(default_factory=dict)
-    program: float = 1.0
-    sharing: float = 1.0
+    program_overhead: float = 1.0
+    oversubscription: float = 1.0
 
     def product_rate(self, dtype: str, flops: float) -> float:
         """FLOP/s of a matrix product of so many FLOPs.
@@ -226,8 +226,8 @@ class Topology:
     def seconds(self, kind: str, operand_bytes: float, *group: int) -> tuple[float, ...]:
         """Seconds of each tier in one collective over a group; it takes as long as the longest.
 
-        A call that takes more turns than one among all devices of a tier starts as often as that
-        is more: peers of an all-to-all, devices of a ring.
+        Start-up is charged once for each message step: an all-to-all needs one step per peer, a
+        ring one per device. A link's start-up was measured with `size - 1` steps.
 
         Args: as of `shares`. `seconds("all_to_all", n, 4, 2)`: four devices of each of two nodes.
         """
@@ -236,8 +236,8 @@ class Topology:
         ring = SAME.get(kind, kind) in RINGS
         for tier, number, wire_bytes in zip(self.tiers, peers, shares, strict=True):
             link = tier.links[LINKS.get(kind, kind)]
-            turns = math.prod(group) - 1 if ring else number
-            starts = max(1.0, turns / max(1, tier.size - 1))
+            steps = math.prod(group) - 1 if ring else number
+            starts = max(1.0, steps / max(1, tier.size - 1))
             cost = starts * link.startup_s + wire_bytes / link.bytes_per_s
             found.append(cost if number else 0.0)
         return tuple(found)

@@ -33,7 +33,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Tally:
+class Totals:
     """What a schedule adds up to. Seconds and bytes are of one device.
 
     Attributes:
@@ -48,7 +48,7 @@ class Tally:
     bytes_sent: dict[tuple[str, str], float] = field(default_factory=partial(defaultdict, float))
     exposed: dict[str, float] = field(default_factory=partial(defaultdict, float))
 
-    def add(self, other: "Tally", times: int) -> None:
+    def add(self, other: "Totals", times: int) -> None:
         """Counts another so many times."""
         for name in ("computed", "sent", "bytes_sent", "exposed"):
             total = getattr(self, name)
@@ -57,22 +57,22 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Played:
+class SimulatedStep:
     """A schedule on its streams.
 
     Attributes:
       timeline: of the operations; of a loop one task.
-      tally: what it adds up to, loops as often as they turn.
+      totals: what it adds up to, loops as often as they turn.
       ops: of each task, the operation that it is a part of.
       sizes: bytes that each task puts on its link or moves in memory; 0 of a loop.
       inside: (one turn, how many) of each task that is a loop.
     """
 
     timeline: Timeline
-    tally: Tally
+    totals: Totals
     ops: tuple[Op, ...]
     sizes: tuple[float, ...]
-    inside: "dict[int, tuple[Played, int]]"
+    inside: "dict[int, tuple[SimulatedStep, int]]"
 
     @property
     def seconds(self) -> float:
@@ -91,7 +91,7 @@ class Costs:
 
     def compute(self, op: Op, filled: float) -> float:
         """Seconds of anything but a collective or a loop."""
-        return self.device.program * alone(op, self.device, filled if op.work else 1.0)
+        return self.device.program_overhead * alone(op, self.device, filled if op.work else 1.0)
 
     def links(self, one: Collective) -> list[tuple[Tier, float, float]]:
         """(tier, seconds, bytes of a device) on each link that a collective uses."""
@@ -110,9 +110,9 @@ class Costs:
         the other: the first send while the last compute.
         """
         if tier is self.topology.tiers[0]:
-            return tier.late_s + seconds
-        turns = max(1.0, self.device.sharing)
-        return tier.late_s + max(seconds / turns, seconds - (1 - 1 / turns) * computed)
+            return tier.sync_delay_s + seconds
+        sharers = max(1.0, self.device.oversubscription)
+        return tier.sync_delay_s + max(seconds / sharers, seconds - (1 - 1 / sharers) * computed)
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
         """Devices of a collective's group inside a node, and nodes on each tier above."""
@@ -151,7 +151,7 @@ def _share_computed(rows: int, groups: int, share: float) -> float:
     return sum(rows_computed(n, rows) for n in around) / len(around) * groups / rows
 
 
-def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Played:
+def simulate_step(schedule: Schedule, costs: Costs, filled: float | None = None) -> SimulatedStep:
     """Prices every operation and plays the schedule.
 
     Args:
@@ -162,8 +162,10 @@ def play(schedule: Schedule, costs: Costs, filled: float | None = None) -> Playe
         player.take(op)
     timeline = simulate(player.tasks)
     for name, seconds in timeline.exposed(by="name").items():
-        player.tally.exposed[name] += seconds
-    return Played(timeline, player.tally, tuple(player.ops), tuple(player.sizes), player.inside)
+        player.totals.exposed[name] += seconds
+    return SimulatedStep(
+        timeline, player.totals, tuple(player.ops), tuple(player.sizes), player.inside
+    )
 
 
 class _Player:
@@ -174,8 +176,8 @@ class _Player:
         self.tasks: list[Task] = []
         self.ops: list[Op] = []
         self.sizes: list[float] = []
-        self.tally = Tally()
-        self.inside: dict[int, tuple[Played, int]] = {}
+        self.totals = Totals()
+        self.inside: dict[int, tuple[SimulatedStep, int]] = {}
         self.ends: list[tuple[int, ...]] = []  # the tasks that finish each operation
         self.sending: tuple[int, ...] = ()  # those of the last collective
         self.computed = 0.0  # seconds since then
@@ -189,7 +191,7 @@ class _Player:
             own = self._repeat(op, op.body, after)
         else:
             seconds = self.costs.compute(op, self.filled)
-            self.tally.computed[op.scope] += seconds
+            self.totals.computed[op.scope] += seconds
             self.computed += seconds
             own = self._add(op, op.bytes, Task(op.scope, COMPUTE, seconds, after))
         self.ends.append(own or after)
@@ -208,10 +210,10 @@ class _Player:
         name = one.traffic or op.scope
         for tier, seconds, size in self.costs.links(one):
             waited = self.costs.left(tier, seconds, self.computed)
-            task = Task(name, tier.name, waited, after, occupies=tier.occupies)
+            task = Task(name, tier.name, waited, after, compute_share=tier.compute_share)
             own += self._add(op, size, task)
-            self.tally.sent[tier.name, name] += seconds
-            self.tally.bytes_sent[tier.name, name] += size
+            self.totals.sent[tier.name, name] += seconds
+            self.totals.bytes_sent[tier.name, name] += size
         if own:
             self.sending, self.computed = own, 0.0
         return own
@@ -220,12 +222,12 @@ class _Player:
         """A loop, as one task; what happens inside counts as often as it turns."""
         filled = self.costs.work.filled_in_rounds if op.scope == ROUNDS else self.filled
         body = _unrolled(op, body) if op.unrolled > 1 else body
-        turn = play(body, self.costs, filled)
-        self.tally.add(turn.tally, op.turns)
-        seconds = turn.seconds * op.turns
-        own = self._add(op, 0.0, Task(f"{op.turns} x loop", COMPUTE, seconds, after))
-        self.inside[own[0]] = turn, op.turns
-        self.computed = 0.0 if turn.tally.sent else self.computed + seconds
+        turn = simulate_step(body, self.costs, filled)
+        self.totals.add(turn.totals, op.trip_count)
+        seconds = turn.seconds * op.trip_count
+        own = self._add(op, 0.0, Task(f"{op.trip_count} x loop", COMPUTE, seconds, after))
+        self.inside[own[0]] = turn, op.trip_count
+        self.computed = 0.0 if turn.totals.sent else self.computed + seconds
         return own
 
 

@@ -20,7 +20,7 @@ from moejax.plan.price.cost import Work
 
 
 @dataclass(frozen=True)
-class Routing:
+class ExpertLoad:
     """Shares of assignments.
 
     Attributes:
@@ -37,7 +37,7 @@ class Routing:
         return max(max(share_E) * len(share_E) for share_E in self.share_LE)
 
 
-def read_routing(text: str, num_experts: int) -> Routing:
+def read_routing(text: str, num_experts: int) -> ExpertLoad:
     """Returns the routing of a name or a file.
 
     Args:
@@ -49,9 +49,9 @@ def read_routing(text: str, num_experts: int) -> Routing:
     """
     name, _, argument = text.partition(":")
     if name == "balanced" and not argument:
-        return Routing(text, ((1 / num_experts,) * num_experts,))
+        return ExpertLoad(text, ((1 / num_experts,) * num_experts,))
     if name == "zipf":
-        return Routing(text, (_zipf(text, argument, num_experts),))
+        return ExpertLoad(text, (_zipf(text, argument, num_experts),))
     return _recorded(Path(text), num_experts)
 
 
@@ -76,7 +76,7 @@ def _zipf(text: str, argument: str, num_experts: int) -> tuple[float, ...]:
     return tuple(placed)
 
 
-def _recorded(path: Path, num_experts: int) -> Routing:
+def _recorded(path: Path, num_experts: int) -> ExpertLoad:
     try:
         found = json.loads(path.read_text())
         counts_LE = [[float(n) for n in layer] for layer in found["load"]]
@@ -94,11 +94,11 @@ def _recorded(path: Path, num_experts: int) -> Routing:
             f"{sorted({len(layer) for layer in counts_LE})} experts, the model has {num_experts}. "
             "Every layer needs one count for each expert. Record it with this model."
         )
-    return Routing(str(path), tuple(tuple(n / sum(layer) for n in layer) for layer in counts_LE))
+    return ExpertLoad(str(path), tuple(tuple(n / sum(layer) for n in layer) for layer in counts_LE))
 
 
 def work_of(
-    routing: Routing, cfg: Config, layout: Layout, route: Route
+    routing: ExpertLoad, cfg: Config, layout: Layout, route: Route
 ) -> list[tuple[float, Work]]:
     """(share of the expert layers, what routing makes of them); the shares sum to one.
 

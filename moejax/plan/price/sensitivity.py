@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moejax.plan.cluster.topology import Device, Tier, Topology
-from moejax.plan.price.candidate import Priced
-from moejax.plan.price.cost import Costs, play
-from moejax.plan.price.routing import Routing, work_of
+from moejax.plan.price.candidate import PricedPlan
+from moejax.plan.price.cost import Costs, simulate_step
+from moejax.plan.price.routing import ExpertLoad, work_of
 
 LOOKED = ((1 / 4, 1 / 16), (4, 16))  # factors that are looked at, outwards from 1
 HALVINGS = 7  # of the logarithm of 4: to about 1 % of the factor
@@ -20,7 +20,9 @@ BANDWIDTHS = {
     "bandwidth of other collectives": ("all_gather", "reduce_scatter", "all_reduce"),
 }
 
-Change = Callable[[float], Topology]  # a factor -> the cluster with one rate so many times as good
+RateChange = Callable[
+    [float], Topology
+]  # a factor -> the cluster with one rate so many times as good
 
 
 class Steps:
@@ -30,10 +32,10 @@ class Steps:
       runs: (share of the expert layers, what a device does, what routing makes of its buckets).
     """
 
-    def __init__(self, priced: Priced, topology: Topology, routing: Routing):
-        self.topology, self.layout = topology, priced.read.trainer.layout
-        works = work_of(routing, priced.cfg, self.layout, priced.read.trainer.program.route)
-        self.runs = [(share, priced.read.schedule(work.rounds), work) for share, work in works]
+    def __init__(self, priced: PricedPlan, topology: Topology, routing: ExpertLoad):
+        self.topology, self.layout = topology, priced.traced.train_step.layout
+        works = work_of(routing, priced.cfg, self.layout, priced.traced.train_step.spec.route)
+        self.runs = [(share, priced.traced.schedule(work.rounds), work) for share, work in works]
         self.known: dict[tuple[str, float], float] = {}
         self.changes = changes(topology)
 
@@ -42,25 +44,27 @@ class Steps:
         if (rate, factor) not in self.known:
             changed = self.changes[rate](factor)
             self.known[rate, factor] = sum(
-                share * play(schedule, Costs(changed, self.layout, work)).seconds
+                share * simulate_step(schedule, Costs(changed, self.layout, work)).seconds
                 for share, schedule, work in self.runs
             )
         return self.known[rate, factor]
 
 
-def overtake(best: Steps, other: Steps) -> list[dict[str, str | float | None]]:
+def sensitivity(best: Steps, other: Steps) -> list[dict[str, str | float | None]]:
     """Of each rate, by which factor it alone must change for `other` to be the faster one.
 
     None: by none that was looked at, from a sixteenth to sixteen times.
     """
 
     def needed(rate: str) -> float | None:
-        return crossing(lambda factor: other.seconds(rate, factor) / best.seconds(rate, factor) - 1)
+        return break_even(
+            lambda factor: other.seconds(rate, factor) / best.seconds(rate, factor) - 1
+        )
 
     return [{"rate": rate, "factor": needed(rate)} for rate in best.changes]
 
 
-def crossing(gap: Callable[[float], float]) -> float | None:
+def break_even(gap: Callable[[float], float]) -> float | None:
     """The factor nearest to 1 that makes a gap negative; None if none does.
 
     A gap that closes and opens again between the factors of `LOOKED` is missed.
@@ -88,9 +92,9 @@ def _close_in(gap: Callable[[float], float], too_little: float, enough: float) -
     return enough
 
 
-def changes(topology: Topology) -> dict[str, Change]:
+def changes(topology: Topology) -> dict[str, RateChange]:
     """What a cluster is judged by, and the cluster where that is so many times as good."""
-    found: dict[str, Change] = {}
+    found: dict[str, RateChange] = {}
     for place, tier in enumerate(topology.tiers):
         if tier.size > 1:
             for name, kinds in BANDWIDTHS.items():
@@ -106,7 +110,7 @@ def changes(topology: Topology) -> dict[str, Change]:
     return found
 
 
-def _on_tier(topology: Topology, place: int, kinds: tuple[str, ...], name: str) -> Change:
+def _on_tier(topology: Topology, place: int, kinds: tuple[str, ...], name: str) -> RateChange:
     def changed(factor: float) -> Topology:
         tier: Tier = topology.tiers[place]
         times = factor if name == "bytes_per_s" else 1 / factor
@@ -121,7 +125,7 @@ def _on_tier(topology: Topology, place: int, kinds: tuple[str, ...], name: str) 
     return changed
 
 
-def _on_device(topology: Topology, change: Callable[[Device, float], Device]) -> Change:
+def _on_device(topology: Topology, change: Callable[[Device, float], Device]) -> RateChange:
     return lambda factor: replace(topology, device=change(topology.device, factor))
 
 

@@ -63,10 +63,11 @@ def _check(tasks: Sequence[Task]) -> None:
             raise ValueError(f"task {place} ({task.name}): seconds are {task.seconds}, not finite")
         if task.after and not (min(task.after) >= 0 and max(task.after) < place):
             raise ValueError(f"task {place} ({task.name}) waits for {task.after}, not all earlier")
-        if task.occupies and not (0 < task.occupies <= 1 and task.stream != COMPUTE):
+        if task.compute_share and not (0 < task.compute_share <= 1 and task.stream != COMPUTE):
             raise ValueError(
-                f"task {place} ({task.name}) on {task.stream} occupies {task.occupies} of compute; "
-                "communication may occupy from 0 to 1, compute itself nothing"
+                f"task {place} ({task.name}) on {task.stream} occupies "
+                f"{task.compute_share} of compute; communication may occupy from 0 to 1, compute "
+                "itself nothing"
             )
 
 
@@ -177,7 +178,7 @@ class _Run:
         self.end_s[place] = now
         stream.last = place
         self.touched.append(stream)
-        self._occupy(self.tasks[place].occupies, -1)
+        self._occupy(self.tasks[place].compute_share, -1)
         for follower in self.followers[place]:
             self.waits_for[follower] -= 1
             if self.waits_for[follower] == 0:
@@ -218,7 +219,7 @@ class _Run:
         self.start_s[place] = now
         if self.ready_s[place] < now:
             self.cause[place] = stream.last
-        self._occupy(self.tasks[place].occupies, 1)
+        self._occupy(self.tasks[place].compute_share, 1)
 
     def _start(self, stream: _Stream, now: float) -> None:
         """Starts the next task of a stream that runs one at a time."""

@@ -3,28 +3,28 @@
 from collections import defaultdict
 from typing import Any
 
-from moejax.plan.price.candidate import Priced
-from moejax.plan.price.cost import Played
+from moejax.plan.price.candidate import PricedPlan
+from moejax.plan.price.cost import SimulatedStep
 
 WAITING = "waiting for "
 
 
-def terms(priced: Priced) -> dict[str, float]:
+def terms(priced: PricedPlan) -> dict[str, float]:
     """Seconds of a step by what they go into; their sum is the step.
 
     What is computed, by scope of the program, and what is waited for while nothing computes, by
     class of traffic.
     """
     total: dict[str, float] = defaultdict(float)
-    for share, played in priced.parts:
-        for name, seconds in played.tally.computed.items():
+    for share, simulated in priced.parts:
+        for name, seconds in simulated.totals.computed.items():
             total[name] += share * seconds
-        for name, seconds in played.tally.exposed.items():
+        for name, seconds in simulated.totals.exposed.items():
             total[WAITING + name] += share * seconds
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
-def why(winner: Priced, other: Priced, most: int = 4) -> list[tuple[str, float, float]]:
+def why(winner: PricedPlan, other: PricedPlan, most: int = 4) -> list[tuple[str, float, float]]:
     """(term, its seconds in the winner, in the other), the largest differences first."""
     first, second = terms(winner), terms(other)
     names = {*first, *second}
@@ -32,20 +32,20 @@ def why(winner: Priced, other: Priced, most: int = 4) -> list[tuple[str, float, 
     return sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:most]
 
 
-def traffic(played: Played) -> dict[tuple[str, str], tuple[float, float]]:
+def traffic(simulated: SimulatedStep) -> dict[tuple[str, str], tuple[float, float]]:
     """(link, class) -> (bytes that a device sends, seconds on the link), most bytes first."""
-    sent = played.tally.bytes_sent
+    sent = simulated.totals.bytes_sent
     keys = sorted(sent, key=lambda key: -sent[key])
-    return {key: (sent[key], played.tally.sent[key]) for key in keys}
+    return {key: (sent[key], simulated.totals.sent[key]) for key in keys}
 
 
-def tokens_per_second(priced: Priced) -> float:
+def tokens_per_second(priced: PricedPlan) -> float:
     """Over all devices."""
     train = priced.cfg.train
     return train.batch_sequences * priced.cfg.data.sequence_length / priced.seconds
 
 
-def to_json(priced: Priced) -> dict[str, Any]:
+def to_json(priced: PricedPlan) -> dict[str, Any]:
     """A plan's prices as a file holds them."""
     return {
         "seconds": priced.seconds,

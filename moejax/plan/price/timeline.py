@@ -27,7 +27,7 @@ class Task:
     seconds: float
     after: tuple[int, ...] = ()
     priority: int = 0
-    occupies: float = 0.0
+    compute_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Timeline:
         if len(others) == len(running):  # nothing computes
             shares = [1 / len(others)] * len(others)
         else:
-            occupied = sum(task.occupies for task in others)
-            shares = [task.occupies / max(1.0, occupied) for task in others]
+            occupied = sum(task.compute_share for task in others)
+            shares = [task.compute_share / max(1.0, occupied) for task in others]
         for task, share in zip(others, shares, strict=True):
             if share:
                 key = task.stream if by == "stream" else task.name

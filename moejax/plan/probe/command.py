@@ -29,7 +29,7 @@ from moejax.errors import InputError, exit_code
 from moejax.plan.cluster.file import ASYMMETRY, VERSION, from_json, to_text, write_topology
 from moejax.plan.cluster.topology import KINDS, Tier, Topology
 from moejax.plan.probe.device import probe_device
-from moejax.plan.probe.links import Say, probe_pairs, probe_sharing, probe_tier
+from moejax.plan.probe.links import Say, probe_oversubscription, probe_pairs, probe_tier
 from moejax.plan.probe.nodes import Nodes, find_nodes, memory_of
 from moejax.plan.probe.program import probe_program
 from moejax.plan.probe.timer import AXES, Stopwatch
@@ -97,10 +97,10 @@ def probe(
         say=say,
     )
     say("a whole program")
-    device = replace(device, program=processes.gather(probe_program(watch, device))[0])
+    device = replace(device, program_overhead=processes.gather(probe_program(watch, device))[0])
     say("devices that take turns")
-    device = replace(device, sharing=processes.gather(probe_sharing(watch))[0])
-    tiers, more = _probe_tiers(watch, found, device.sharing, effort, say)
+    device = replace(device, oversubscription=processes.gather(probe_oversubscription(watch))[0])
+    tiers, more = _probe_tiers(watch, found, device.oversubscription, effort, say)
     odd += more
     topology = Topology(
         version=VERSION,
@@ -122,7 +122,7 @@ def probe(
 
 
 def _probe_tiers(
-    watch: Stopwatch, found: Nodes, sharing: float, effort: Effort, say: Say
+    watch: Stopwatch, found: Nodes, oversubscription: float, effort: Effort, say: Say
 ) -> tuple[tuple[Tier, ...], list[str]]:
     """Measures both tiers, and joins them where the measurement says that they are one."""
     inside, across = found.tier_names
@@ -131,7 +131,15 @@ def _probe_tiers(
 
     def one(axis: str, name: str) -> Tier:
         quick = effort.quick
-        return probe_tier(watch, axis, name, sharing=sharing, seconds=seconds, quick=quick, say=say)
+        return probe_tier(
+            watch,
+            axis,
+            name,
+            oversubscription=oversubscription,
+            seconds=seconds,
+            quick=quick,
+            say=say,
+        )
 
     fast = one(AXES[1], inside)
     if count == 1:
@@ -182,7 +190,7 @@ def _source(processes: Processes, devices: int) -> str:
     )
 
 
-def print_report(topology: Topology, odd: Sequence[str], console: Console) -> None:
+def print_probe(topology: Topology, odd: Sequence[str], console: Console) -> None:
     """Shows tiers, crossovers and what is odd."""
     title = f"{topology.name}: {topology.devices} devices ({topology.device.name})"
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
@@ -206,9 +214,9 @@ def print_report(topology: Topology, odd: Sequence[str], console: Console) -> No
     for tier in topology.tiers:
         if tier.size > 1:
             console.print(
-                f"{tier.name}: two at once take {tier.together:.2f} of one after the other; one "
-                f"takes {tier.occupies:.0%} of the compute beside it, and between computations "
-                f"takes {tier.late_s * 1e3:.2f} ms longer",
+                f"{tier.name}: two at once take {tier.contention:.2f} of one after the other; one "
+                f"takes {tier.compute_share:.0%} of the compute beside it, and between "
+                f"computations takes {tier.sync_delay_s * 1e3:.2f} ms longer",
                 highlight=False,
             )
     rates = [
@@ -216,13 +224,14 @@ def print_report(topology: Topology, odd: Sequence[str], console: Console) -> No
     ]
     console.print(f"largest products, GFLOP/s a device: {', '.join(rates)}", highlight=False)
     console.print(
-        f"a whole program computes {topology.device.program:.2f} times as long as its operations "
-        "take by themselves",
+        f"a whole program computes {topology.device.program_overhead:.2f} times as long as its "
+        "operations take by themselves",
         highlight=False,
     )
     if topology.tiers[0].size > 1:
         console.print(
-            f"devices of a node that take turns on the same cores: {topology.device.sharing:.1f}",
+            "devices of a node that take turns on the same cores: "
+            f"{topology.device.oversubscription:.1f}",
             highlight=False,
         )
     if topology.nodes > 1:
@@ -347,6 +356,6 @@ def _run(args: argparse.Namespace, out: Path, processes: Processes) -> None:
         )
     if processes.first:
         write_topology(topology, out)
-        print_report(topology, odd, Console())
+        print_probe(topology, odd, Console())
         print(f"wrote {out}")
     processes.gather("written")

@@ -14,7 +14,7 @@ from moejax.comm import wire
 from moejax.layout.layout import Axes
 from moejax.plan.cluster.topology import KINDS, Link, Tier, same_links
 from moejax.plan.probe.fit import fit_link
-from moejax.plan.probe.timer import AXES, Stopwatch, build_mesh, loop, unrolled
+from moejax.plan.probe.timer import AXES, Stopwatch, build_probe_mesh, loop, unrolled
 from moejax.runtime.processes import Processes
 
 Say = Callable[[str], None]
@@ -34,7 +34,14 @@ TINY = 2**10  # bytes of a device's operand that cost nothing but their start
 
 
 def probe_tier(
-    watch: Stopwatch, axis: str, name: str, *, sharing: float, seconds: float, quick: bool, say: Say
+    watch: Stopwatch,
+    axis: str,
+    name: str,
+    *,
+    oversubscription: float,
+    seconds: float,
+    quick: bool,
+    say: Say,
 ) -> Tier:
     """Measures one tier.
 
@@ -53,15 +60,17 @@ def probe_tier(
         say(f"{name}: {kind}")
         links[kind] = fit_link(list(_curve(watch, axis, kind, seconds=share, quick=quick)))
     say(f"{name}: a collective between computations")
-    late_s = _late(watch, axis, links["all_to_all"], sharing if axis == AXES[0] else 1.0)
+    sync_delay_s = _late(
+        watch, axis, links["all_to_all"], oversubscription if axis == AXES[0] else 1.0
+    )
     if quick:
-        return Tier(name, size, links, late_s=late_s)
+        return Tier(name, size, links, sync_delay_s=sync_delay_s)
     say(f"{name}: two collectives at once, and one beside compute")
-    together, occupies = _contention(watch, axis, links)
-    return Tier(name, size, links, together, occupies, late_s)
+    contention, compute_share = _contention(watch, axis, links)
+    return Tier(name, size, links, contention, compute_share, sync_delay_s)
 
 
-def probe_sharing(watch: Stopwatch) -> float:
+def probe_oversubscription(watch: Stopwatch) -> float:
     """Returns how many devices of a node take turns: seconds of all at once over those of one.
 
     In both cases they meet after their work; without, one would run ahead of the others.
@@ -165,14 +174,14 @@ def _contention(watch: Stopwatch, axis: str, links: dict[str, Link]) -> tuple[fl
     first, second = (_of_seconds(kind, axis, links, watch) for kind in ("all_to_all", "all_gather"))
     alone = [watch.seconds(operate, start, aim_s=0) for operate, start in (first, second)]
     both = watch.seconds(*_beside(first, second), aim_s=0)
-    together = min(2.0, both / sum(alone))
+    contention = min(2.0, both / sum(alone))
     one = watch.seconds(*_work(1))
     # Longer than the collective, so that all of it runs beside the work.
     work = _work(max(1, math.ceil(1.5 * alone[0] / one)))
     working = watch.seconds(*work, aim_s=0)
     beside = watch.seconds(*_beside(first, work), aim_s=0)
-    occupies = (beside - working) / alone[0]
-    return together, min(1.0, max(0.0, occupies))
+    compute_share = (beside - working) / alone[0]
+    return contention, min(1.0, max(0.0, compute_share))
 
 
 def _of_seconds(
@@ -244,9 +253,9 @@ def _transfer(
     devices: Any, processes: Processes, pairs: list[tuple[int, int]], size: int
 ) -> dict[tuple[int, int], float]:
     """Seconds in which each device of the first node of a pair sends `size` bytes to the second."""
-    runs, operations = {}, unrolled(build_mesh(devices))
+    runs, operations = {}, unrolled(build_probe_mesh(devices))
     for a, b in pairs:
-        mesh = build_mesh([devices[a], devices[b]])
+        mesh = build_probe_mesh([devices[a], devices[b]])
         if any(d.process_index == jax.process_index() for d in mesh.devices.flat):
             runs[a, b] = loop(
                 lambda x: wire.permute(x, AXES[:1], [(0, 1)]), _zeros(size // 4), mesh

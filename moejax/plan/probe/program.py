@@ -20,7 +20,7 @@ from moejax.plan.price.cost import alone
 from moejax.plan.probe.timer import Stopwatch
 from moejax.plan.trace.reader import read
 from moejax.plan.trace.schedule import walk
-from moejax.step.trainer import Trainer, build_trainer
+from moejax.step.train_step import TrainStep, build_step
 
 # Large enough to fill a device and its caches, and quick to compile.
 SMALL = {
@@ -63,43 +63,43 @@ def probe_program(watch: Stopwatch, device: Device) -> float:
       device: with the rates that were measured.
     """
     # On a device of this process, so that kernels are those that such devices take.
-    trainer = _trainer(device.platform, watch.mesh.local_devices[0])
-    layout = trainer.layout
+    train_step = _train_step(device.platform, watch.mesh.local_devices[0])
+    layout = train_step.layout
     inside = Stopwatch(watch.processes, watch.mesh.devices, [name for name, _ in layout.sizes])
 
     def operate(given: Any) -> Any:
-        return trainer.gradients_of_device(*given)
+        return train_step.gradients_of_device(*given)
 
-    measured = inside.seconds(operate, lambda: _arguments(trainer))
+    measured = inside.seconds(operate, lambda: _arguments(train_step))
     if not watch.processes.first:
         return 0.0
-    traced = trainer.gradients.trace(trainer.abstract, trainer.abstract_batch())
+    traced = train_step.gradients.trace(train_step.abstract, train_step.abstract_batch())
     priced = sum(times * alone(op, device) for op, times in walk(read(traced.jaxpr)))
     return measured / priced
 
 
-def _trainer(platform: str, device: Any) -> Trainer:
+def _train_step(platform: str, device: Any) -> TrainStep:
     """Of a model on one device."""
     one = dict.fromkeys(("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor"), 1)
     cfg = change(Config(plan=PlanConfig(mode="hand")), one | MODELS[platform])
-    return build_trainer(cfg, build_mesh(build_layout(cfg.mesh), [device]), platform)
+    return build_step(cfg, build_mesh(build_layout(cfg.mesh), [device]), platform)
 
 
-def _arguments(trainer: Trainer) -> Any:
+def _arguments(train_step: TrainStep) -> Any:
     """A state whose weights are as large as drawn ones, and a batch of scattered tokens.
 
     Nothing is drawn: random bits take long to compile.
     """
-    size = trainer.cfg.model.init_deviation
+    size = train_step.cfg.model.init_deviation
 
     def weights(x: Any) -> jax.Array:
         places = jnp.arange(math.prod(x.shape), dtype=jnp.float32).reshape(x.shape)
         return (size * math.sqrt(2) * jnp.sin(places)).astype(x.dtype)
 
-    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainer.abstract)
-    batch = trainer.abstract_batch()
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), train_step.abstract)
+    batch = train_step.abstract_batch()
     places = jnp.arange(math.prod(batch.token_BT.shape), dtype=jnp.int32)
-    token_BT = (places * SCATTER % trainer.cfg.model.vocab_size).reshape(batch.token_BT.shape)
+    token_BT = (places * SCATTER % train_step.cfg.model.vocab_size).reshape(batch.token_BT.shape)
     segment_BT = jnp.zeros(batch.token_BT.shape, jnp.int32)
     batch = batch._replace(token_BT=token_BT, target_BT=token_BT, segment_BT=segment_BT)
-    return state._replace(params=jax.tree.map(weights, trainer.abstract.params)), batch
+    return state._replace(params=jax.tree.map(weights, train_step.abstract.params)), batch

@@ -31,7 +31,7 @@ class Stopwatch:
     def __init__(self, processes: Processes, devices: Any, more: Sequence[str] = ()):
         """Takes devices [nodes][devices of a node], and axes of one that operations may name."""
         self.processes = processes
-        self.mesh = build_mesh(devices, more)
+        self.mesh = build_probe_mesh(devices, more)
         self._began = time.perf_counter()
 
     def elapsed(self) -> float:
@@ -92,7 +92,7 @@ class Stopwatch:
         return max(self.processes.gather(time.perf_counter() - began))
 
 
-def build_mesh(devices: Any, more: Sequence[str] = ()) -> Mesh:
+def build_probe_mesh(devices: Any, more: Sequence[str] = ()) -> Mesh:
     """A mesh of devices [nodes][devices of a node], and more axes of one."""
     names = (*AXES, *more)
     grid = np.array(devices)

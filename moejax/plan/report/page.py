@@ -16,12 +16,12 @@ from moejax.layout import route
 from moejax.model.count import count
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price import terms
-from moejax.plan.price.candidate import Priced
-from moejax.plan.price.cost import Played
-from moejax.plan.price.routing import Routing
-from moejax.plan.price.sensitivity import Steps, overtake
+from moejax.plan.price.candidate import PricedPlan
+from moejax.plan.price.cost import SimulatedStep
+from moejax.plan.price.routing import ExpertLoad
+from moejax.plan.price.sensitivity import Steps, sensitivity
 from moejax.plan.report import tables
-from moejax.plan.search.search import Found
+from moejax.plan.search.search import SearchResult
 from moejax.plan.trace.reader import REST
 from moejax.plan.trace.schedule import Op, Schedule
 
@@ -30,9 +30,12 @@ MOST = 20  # plans shown
 ASKED = 5  # of them, that are asked what would have to change
 
 
-def write_report(found: Found, topology: Topology, routing: Routing, path: Path) -> None:
+def write_report(found: SearchResult, topology: Topology, routing: ExpertLoad, path: Path) -> None:
     """Writes the page. Takes a second or two: some plans are played again on other clusters."""
-    parts = {"SCRIPT": SCRIPT.read_text("utf-8"), "DATA": embed(describe(found, topology, routing))}
+    parts = {
+        "SCRIPT": SCRIPT.read_text("utf-8"),
+        "DATA": embed(report_data(found, topology, routing)),
+    }
     page = re.sub(r"{{(SCRIPT|DATA)}}", lambda place: parts[place[1]], TEMPLATE.read_text("utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, page)
@@ -44,7 +47,7 @@ def embed(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def describe(found: Found, topology: Topology, routing: Routing) -> dict[str, Any]:
+def report_data(found: SearchResult, topology: Topology, routing: ExpertLoad) -> dict[str, Any]:
     """What the page shows. Seconds are of a step, bytes of one device."""
     best, device = found.ranked[0], topology.device
     shown = {str(place + 1): one for place, one in enumerate(found.ranked[:MOST])}
@@ -55,7 +58,7 @@ def describe(found: Found, topology: Topology, routing: Routing) -> dict[str, An
     order = [best, *(one for one in shown.values() if one is not best)]
     asked = [one for one in order[1:] if one in found.ranked[:ASKED] or one is found.baseline]
     steps = {id(one): Steps(one, topology, routing) for one in (best, *asked)}
-    changes = {id(one): overtake(steps[id(best)], steps[id(one)]) for one in asked}
+    changes = {id(one): sensitivity(steps[id(best)], steps[id(one)]) for one in asked}
     names = {id(one): name for name, one in shown.items()}
     drawn = [one for one in order if one in found.ranked[:2] or one is found.baseline]
     return {
@@ -80,9 +83,9 @@ def describe(found: Found, topology: Topology, routing: Routing) -> dict[str, An
     }
 
 
-def _model(best: Priced) -> dict[str, Any]:
-    cfg, trainer = best.cfg, best.read.trainer
-    counts = count(cfg, trainer.parameter_sizes())
+def _model(best: PricedPlan) -> dict[str, Any]:
+    cfg, train_step = best.cfg, best.traced.train_step
+    counts = count(cfg, train_step.parameter_sizes())
     return {
         "parameters": counts.total,
         "active": counts.active,
@@ -98,7 +101,7 @@ def _model(best: Priced) -> dict[str, Any]:
 
 
 def _plan(
-    one: Priced, name: str, topology: Topology, changes: list[dict[str, Any]] | None
+    one: PricedPlan, name: str, topology: Topology, changes: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
     """A plan and its prices.
 
@@ -109,7 +112,7 @@ def _plan(
         "name": name,
         "mesh": tables.mesh_words(one.cfg),
         "route": tables.exchange_words(one.cfg),
-        "route_words": route.explain(one.read.trainer.program.route),
+        "route_words": route.explain(one.traced.train_step.spec.route),
         "rest": tables.rest_words(one.cfg),
         "fits": one.peak.bytes <= topology.device.memory_bytes,
         "changes": changes,
@@ -117,12 +120,12 @@ def _plan(
     }
 
 
-def _traffic(one: Priced) -> list[dict[str, Any]]:
+def _traffic(one: PricedPlan) -> list[dict[str, Any]]:
     """Bytes and seconds of each class on each link, over layers of every kind."""
     size: dict[tuple[str, str], float] = defaultdict(float)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
-    for share, played in one.parts:
-        for key, (sent, took) in terms.traffic(played).items():
+    for share, simulated in one.parts:
+        for key, (sent, took) in terms.traffic(simulated).items():
             size[key] += share * sent
             seconds[key] += share * took
     return [
@@ -131,17 +134,17 @@ def _traffic(one: Priced) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(one: Priced, steps: Steps) -> dict[str, Any]:
+def _memory(one: PricedPlan, steps: Steps) -> dict[str, Any]:
     """What is given to the step by kind, and what else lives at its fullest moment by scope."""
-    given = one.read.trainer.given_bytes()
+    given = one.traced.train_step.argument_bytes()
     given["counters"] = one.steps.arguments - sum(given.values())
     found = {"given": given, "temporary": _fullest(one, steps), "bytes": one.steps.bytes}
     return found | {"evaluation": one.evaluation.bytes}
 
 
-def _fullest(one: Priced, steps: Steps) -> dict[str, int]:
+def _fullest(one: PricedPlan, steps: Steps) -> dict[str, int]:
     """The temporary bytes by scope; what loops over layers leave behind, by what it is for."""
-    peaks = [one.read.peak(_naming_loops(schedule)) for _, schedule, _ in steps.runs]
+    peaks = [one.traced.peak(_naming_loops(schedule)) for _, schedule, _ in steps.runs]
     most = max(peaks, key=lambda found: found.bytes)
     return dict(sorted(most.by_scope.items(), key=lambda item: -item[1]))
 
@@ -159,21 +162,21 @@ def _naming_loops(schedule: Schedule) -> Schedule:
     return replace(schedule, ops=tuple(ops))
 
 
-def _timeline(one: Priced) -> dict[str, Any]:
+def _timeline(one: PricedPlan) -> dict[str, Any]:
     """The step of most layers: a list of nodes, the whole step first, then turns of loops.
 
     A task is [lane, name, about, start, seconds, bytes, node of its turn or -1]; lane, name and
     about are places in `words`. Tasks that take no time are left out.
     """
-    share, played = max(one.parts, key=lambda part: part[0])
+    share, simulated = max(one.parts, key=lambda part: part[0])
     words: dict[str, int] = {}
     nodes: list[dict[str, Any]] = []
-    _add_node(played, nodes, words, name="the whole step", turns=1, unrolled=1)
+    _add_node(simulated, nodes, words, name="the whole step", trip_count=1, unrolled=1)
     return {"share": share, "nodes": nodes, "words": list(words)}
 
 
 def _add_node(
-    played: Played, nodes: list[dict[str, Any]], words: dict[str, int], **about: Any
+    simulated: SimulatedStep, nodes: list[dict[str, Any]], words: dict[str, int], **about: Any
 ) -> int:
     """Adds a timeline and those of the loops in it; returns its place."""
     place = len(nodes)
@@ -183,37 +186,39 @@ def _add_node(
         return words.setdefault(word, len(words))
 
     tasks = []
-    line = played.timeline
+    line = simulated.timeline
     for lane, order in line.lanes().items():
         for task in order:
-            start, end, op = line.start_s[task], line.end_s[task], played.ops[task]
+            start, end, op = line.start_s[task], line.end_s[task], simulated.ops[task]
             name, inner = line.tasks[task].name, -1
-            if task in played.inside:
-                turn, turns = played.inside[task]
+            if task in simulated.inside:
+                turn, trip_count = simulated.inside[task]
                 name = _loop_name(turn, op)
-                inner = _add_node(turn, nodes, words, name=name, turns=turns, unrolled=op.unrolled)
+                inner = _add_node(
+                    turn, nodes, words, name=name, trip_count=trip_count, unrolled=op.unrolled
+                )
             if end > start:
                 names = (number(lane), number(name), number(_about(op)))
-                figures = (_short(x) for x in (start, end - start, played.sizes[task]))
+                figures = (_short(x) for x in (start, end - start, simulated.sizes[task]))
                 tasks.append([*names, *figures, inner])
     nodes[place] = {
         **about,
-        "seconds": played.seconds,
-        "computed": sum(played.tally.computed.values()),
+        "seconds": simulated.seconds,
+        "computed": sum(simulated.totals.computed.values()),
         "sent": [
-            [link, name, _short(seconds), _short(played.tally.bytes_sent[link, name])]
-            for (link, name), seconds in played.tally.sent.items()
+            [link, name, _short(seconds), _short(simulated.totals.bytes_sent[link, name])]
+            for (link, name), seconds in simulated.totals.sent.items()
         ],
         "tasks": tasks,
     }
     return place
 
 
-def _loop_name(turn: Played, op: Op) -> str:
+def _loop_name(turn: SimulatedStep, op: Op) -> str:
     """How often a loop turns, and what it does most."""
-    computed = turn.tally.computed
+    computed = turn.totals.computed
     most = " and ".join(sorted(computed, key=lambda name: -computed[name])[:2]) or "loop"
-    return f"{op.turns} x {most}{', backward' if op.backward else ''}"
+    return f"{op.trip_count} x {most}{', backward' if op.backward else ''}"
 
 
 def _about(op: Op) -> str:

@@ -3,12 +3,12 @@
 from rich.console import Console
 from rich.table import Table
 
-from moejax.config.compression import PRESETS, build_compression, describe
+from moejax.config.compression import PRESETS, build_compression, describe_codecs
 from moejax.config.schema import CompressionConfig, Config
 from moejax.plan.cluster.topology import Topology
-from moejax.plan.price.candidate import Priced
+from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.terms import terms, why
-from moejax.plan.search.search import Found
+from moejax.plan.search.search import SearchResult
 
 
 def mesh_words(cfg: Config) -> str:
@@ -36,7 +36,7 @@ def _codec_words(cfg: Config) -> str:
     for name, codecs in PRESETS.items():
         if codecs and found == build_compression(CompressionConfig(preset=name)).at(0):
             return f"codecs {name}"
-    return describe(found)
+    return describe_codecs(found)
 
 
 def rest_words(cfg: Config) -> str:
@@ -53,7 +53,7 @@ def rest_words(cfg: Config) -> str:
     return ", ".join(words) or "-"
 
 
-def print_ranked(found: Found, topology: Topology, console: Console, most: int = 8) -> None:
+def print_ranked(found: SearchResult, topology: Topology, console: Console, most: int = 8) -> None:
     """Shows the plans, fastest first, the expert's default last."""
     best, table = found.ranked[0], Table(title="plans", title_justify="left")
     table.add_column("", no_wrap=True)
@@ -70,9 +70,9 @@ def print_ranked(found: Found, topology: Topology, console: Console, most: int =
     console.print(table)
     room = topology.device.memory_bytes / 2**30
     console.print(
-        f"{found.meshes:,} meshes sketched, {found.traced} plans traced, {found.too_large} of them "
-        f"too large (!) for {room:.1f} GiB, in {found.seconds:.1f} s. GiB: of one device; ms: a "
-        "step. default: experts over all devices, flat, no codecs.",
+        f"{found.meshes:,} meshes estimated, {found.traced} plans traced, {found.too_large} of "
+        f"them too large (!) for {room:.1f} GiB, in {found.seconds:.1f} s. GiB: of one device; "
+        "ms: a step. default: experts over all devices, flat, no codecs.",
         highlight=False,
     )
 
@@ -83,7 +83,7 @@ def plan_words(cfg: Config) -> str:
     return "; ".join(word for word in words if word != "-")
 
 
-def print_why(found: Found, console: Console) -> None:
+def print_why(found: SearchResult, console: Console) -> None:
     """Shows what the best plan's step is made of, and which terms fell against others."""
     best = found.ranked[0]
     table = Table(title="where the step goes", title_justify="left")
@@ -104,7 +104,7 @@ def print_why(found: Found, console: Console) -> None:
             console.print(sentence(best, other, name), highlight=False, soft_wrap=True)
 
 
-def sentence(best: Priced, other: Priced, name: str) -> str:
+def sentence(best: PricedPlan, other: PricedPlan, name: str) -> str:
     """One line: by how much the best plan wins, and by which terms."""
     changes = [
         f"{term} {mine * 1e3:,.2f} ms, not {theirs * 1e3:,.2f}"

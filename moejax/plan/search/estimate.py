@@ -18,7 +18,7 @@ SMALL_OPS = 100  # of a block whose tokens travel: numbers of rows, sorts, compa
 
 
 @dataclass(frozen=True)
-class Sketch:
+class Estimate:
     """A step of one config on a cluster, roughly. Bytes and seconds of one device."""
 
     cfg: Config
@@ -105,13 +105,13 @@ class Sketch:
         flops = 6.0 * self.tokens * model.width * model.vocab_size / layout.size(layout.tensor)
         rate = self.topology.device.product_rate(model.dtype, flops / 3)
         table = self.tables / layout.size(layout.tensor)
-        compute = self.topology.device.program * flops / max(rate, 1.0)
+        compute = self.topology.device.program_overhead * flops / max(rate, 1.0)
         return compute + self._moved(table, layout.fsdp + layout.expert)
 
     def _update(self) -> float:
         """Of the optimizer: masters, moments and gradients read, the first two written."""
         device = self.topology.device
-        return device.program * 28 * self.own / device.copy_bytes_per_s
+        return device.program_overhead * 28 * self.own / device.copy_bytes_per_s
 
     def _compute(self) -> float:
         """Of a block: products, and passes over its activations."""
@@ -125,7 +125,7 @@ class Sketch:
         rate = device.product_rate(model.dtype, flops / 20)
         local = self.tokens / layout.size(layout.tensor)
         passes = 30 * local * model.width * WIDTHS[model.dtype] * (1 + moe.experts_per_token)
-        return device.program * (flops / max(rate, 1.0) + passes / device.copy_bytes_per_s)
+        return device.program_overhead * (flops / max(rate, 1.0) + passes / device.copy_bytes_per_s)
 
     def _exchange(self) -> float:
         """Of a block: tokens to experts and home, and activations over tensor, both ways."""
@@ -148,7 +148,7 @@ class Sketch:
         if layout.size(layout.expert_owner_axes) == 1:
             return 0.0
         moved = 8 * rows / device.gather_bytes_per_s + SMALL_OPS * device.startup_s
-        return device.program * moved
+        return device.program_overhead * moved
 
     def _weights(self) -> float:
         """Of a block: weights gathered, and their gradients reduced."""

@@ -11,7 +11,7 @@ from moejax.config.schema import Config
 from moejax.errors import InputError, write_whole
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.terms import to_json
-from moejax.plan.search.search import Found
+from moejax.plan.search.search import SearchResult
 from moejax.plan.search.space import SETTINGS, plan_of
 
 VERSION = 1
@@ -43,7 +43,7 @@ class Plan:
         return change(cfg, self.settings | {"mesh.nodes": self.nodes})
 
 
-def plan_from(found: Found, topology: Topology, routing: str) -> Plan:
+def plan_from(found: SearchResult, topology: Topology, routing: str) -> Plan:
     """The best plan of a search."""
     best, *others = found.ranked
     return Plan(

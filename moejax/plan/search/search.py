@@ -1,4 +1,4 @@
-"""Finds the plan: sketches every mesh, traces the promising ones, prices what was traced, ranks.
+"""Finds the plan: estimates every mesh, traces the promising ones, prices what was traced, ranks.
 
 A plan that needs more memory than a device has is never chosen; it is made lighter first (more
 recomputed, more micro-batches), which is what a person would do.
@@ -18,14 +18,14 @@ from moejax.config.fields import get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.plan.cluster.topology import Topology
-from moejax.plan.price.candidate import Priced, price, read_step
-from moejax.plan.price.routing import Routing
+from moejax.plan.price.candidate import PricedPlan, price, trace_config
+from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.search import space
-from moejax.plan.search.estimate import Sketch
+from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.space import Limits
 
 ROOM = 0.95  # of the memory that a program may use: a plan needs no more, the rest is for gaps
-ROUGH = 1.3  # of that room: what a sketch must say for a plan not to be traced as it is
+ROUGH = 1.3  # of that room: what a estimate must say for a plan not to be traced as it is
 FIRST = 4  # meshes that are traced before the best of them is refined
 OTHERS = 12  # meshes that are traced with what it then takes
 SAME = 0.002  # of a step: less is no difference
@@ -34,7 +34,7 @@ SECONDS, MANY_SECONDS, MANY = 10.0, 60.0, 64
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -47,8 +47,8 @@ class Found:
       seconds: of the search.
     """
 
-    ranked: list[Priced]
-    baseline: Priced | None
+    ranked: list[PricedPlan]
+    baseline: PricedPlan | None
     meshes: int
     traced: int
     too_large: int
@@ -74,10 +74,10 @@ class _Search:
     cfg: Config
     topology: Topology
     limits: Limits
-    routing: Routing
+    routing: ExpertLoad
     seconds: float
     say: Callable[[str], None]
-    priced: dict[Config, Priced] = field(default_factory=dict)
+    priced: dict[Config, PricedPlan] = field(default_factory=dict)
     too_large: int = 0
     slowest: float = 0.0  # seconds of what took longest to trace and price
 
@@ -96,41 +96,41 @@ class _Search:
         enough = len(self.priced) >= 2 and any(self._fits(one) for one in self.priced.values())
         return enough and time.perf_counter() + 2 * self.slowest > self.ends
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Searches.
 
         Raises:
           InputError: if no plan obeys the rules, or none fits.
         """
         meshes = list(space.meshes(self.cfg, self.limits))
-        sketches = sorted((Sketch(cfg, self.topology) for cfg in meshes), key=Sketch.seconds)
-        self.say(f"{len(sketches):,} meshes sketched")
+        estimates = sorted((Estimate(cfg, self.topology) for cfg in meshes), key=Estimate.seconds)
+        self.say(f"{len(estimates):,} meshes estimated")
         with _frozen_garbage():
-            baseline = self._choose(sketches)
+            baseline = self._choose(estimates)
         ranked = self._ranked()
         if not ranked:
-            raise InputError(self._why_none(len(sketches)))
-        return Found(
+            raise InputError(self._why_none(len(estimates)))
+        return SearchResult(
             ranked=ranked,
             baseline=baseline,
-            meshes=len(sketches),
+            meshes=len(estimates),
             traced=len(self.priced),
             too_large=self.too_large,
             room=self.room,
             seconds=time.perf_counter() - self.began,
         )
 
-    def _choose(self, sketches: list[Sketch]) -> Priced | None:
+    def _choose(self, estimates: list[Estimate]) -> PricedPlan | None:
         """Prices plans, likely ones first, until time is up; returns the default's.
 
         The best of the first meshes is refined. Then others show what they are worth with the
         routes and codecs that it takes, for most of what is right for one is right for all.
         """
         baseline = self._baseline()
-        promising = self._promising(sketches)
+        promising = self._promising(estimates)
         self._try_all(islice(promising, FIRST))
         if not self._ranked():
-            self._try_all(self._smallest(sketches))
+            self._try_all(self._smallest(estimates))
         for start in self._ranked()[:1]:
             self._refine(start)
         self._try_all(self._as_best(cfg) for cfg in islice(promising, OTHERS))
@@ -144,7 +144,7 @@ class _Search:
             if self.late:
                 return
 
-    def _ranked(self) -> list[Priced]:
+    def _ranked(self) -> list[PricedPlan]:
         fitting = [one for one in self.priced.values() if self._fits(one)]
         ranked = sorted(fitting, key=lambda one: one.seconds)
         # Of plans that cost the same, the one that changes least.
@@ -152,59 +152,61 @@ class _Search:
         plainest = min(same, key=lambda one: len(pinned(one.cfg)), default=None)
         return sorted(ranked, key=lambda one: one is not plainest)
 
-    def _promising(self, sketches: list[Sketch]) -> Iterator[Config]:
+    def _promising(self, estimates: list[Estimate]) -> Iterator[Config]:
         """Meshes that seem to fit, as they are or made lighter, fastest first; a few of each."""
         seen: Counter[tuple[int, int]] = Counter()
-        fitting = [one for one in map(self._sketch_that_fits, sketches) if one is not None]
-        for sketch in sorted(fitting, key=Sketch.seconds):
-            alike = (sketch.cfg.mesh.expert, sketch.cfg.mesh.tensor)
+        fitting = [one for one in map(self._estimate_that_fits, estimates) if one is not None]
+        for estimate in sorted(fitting, key=Estimate.seconds):
+            alike = (estimate.cfg.mesh.expert, estimate.cfg.mesh.tensor)
             seen[alike] += 1
             if seen[alike] <= 2:
-                yield sketch.cfg
+                yield estimate.cfg
 
-    def _sketch_that_fits(self, sketch: Sketch) -> Sketch | None:
-        if sketch.bytes() <= ROUGH * self.room:
-            return sketch
-        lighter = self._lighter(sketch.cfg)
-        return Sketch(lighter, self.topology) if lighter is not None else None
+    def _estimate_that_fits(self, estimate: Estimate) -> Estimate | None:
+        if estimate.bytes() <= ROUGH * self.room:
+            return estimate
+        lighter = self._lighter(estimate.cfg)
+        return Estimate(lighter, self.topology) if lighter is not None else None
 
-    def _smallest(self, sketches: list[Sketch]) -> Iterator[Config]:
-        """The meshes that hold least, as light as sketched to fit; then as light as can be.
+    def _smallest(self, estimates: list[Estimate]) -> Iterator[Config]:
+        """The meshes that hold least, as light as estimated to fit; then as light as can be.
 
-        For where no likely plan fits: what a sketch counts is rough, so it refuses nothing.
+        For where no likely plan fits: what a estimate counts is rough, so it refuses nothing.
         """
-        least = sorted(sketches, key=lambda one: one.own)[:FIRST]
-        for sketch in least:
-            fits = sketch.bytes() <= self.room
-            yield sketch.cfg if fits else self._lighter(sketch.cfg) or sketch.cfg
-        for sketch in least if not self._ranked() else ():
-            every = [Sketch(cfg, self.topology) for cfg in space.lighter(sketch.cfg, self.limits)]
-            lightest = min((sketch, *every), key=Sketch.bytes).cfg
-            yield space.resolve(lightest, self.limits) or sketch.cfg
+        least = sorted(estimates, key=lambda one: one.own)[:FIRST]
+        for estimate in least:
+            fits = estimate.bytes() <= self.room
+            yield estimate.cfg if fits else self._lighter(estimate.cfg) or estimate.cfg
+        for estimate in least if not self._ranked() else ():
+            every = [
+                Estimate(cfg, self.topology) for cfg in space.lighter(estimate.cfg, self.limits)
+            ]
+            lightest = min((estimate, *every), key=Estimate.bytes).cfg
+            yield space.resolve(lightest, self.limits) or estimate.cfg
 
-    def _fits(self, one: Priced) -> bool:
+    def _fits(self, one: PricedPlan) -> bool:
         return one.peak.bytes <= self.room
 
-    def _lighter(self, cfg: Config, found: Priced | None = None) -> Config | None:
-        """The least change that a sketch says fits.
+    def _lighter(self, cfg: Config, found: PricedPlan | None = None) -> Config | None:
+        """The least change that a estimate says fits.
 
         Args:
-          found: the plan as it was traced: how much more than sketched is alive during the step.
+          found: the plan as it was traced: how much more than estimated is alive during the step.
         """
         held, factor = 0.0, 1.0
         if found is not None:
             held = found.peak.arguments
-            sketched = max(1.0, Sketch(cfg, self.topology).bytes() - held)
-            factor = max(1.0, found.peak.temporary / sketched)
+            estimated = max(1.0, Estimate(cfg, self.topology).bytes() - held)
+            factor = max(1.0, found.peak.temporary / estimated)
         for other in space.lighter(cfg, self.limits):
-            alive = max(0.0, Sketch(other, self.topology).bytes() - held)
+            alive = max(0.0, Estimate(other, self.topology).bytes() - held)
             if held + factor * alive <= self.room:
                 resolved = space.resolve(other, self.limits)
                 if resolved is not None:
                     return resolved
         return None
 
-    def _try(self, cfg: Config) -> Priced | None:
+    def _try(self, cfg: Config) -> PricedPlan | None:
         """Traces and prices a plan; if it does not fit, a lighter one of the same mesh."""
         found = self._price(cfg)
         for _ in range(3):
@@ -217,11 +219,11 @@ class _Search:
             found = self._price(other)
         return None
 
-    def _price(self, cfg: Config) -> Priced | None:
+    def _price(self, cfg: Config) -> PricedPlan | None:
         if cfg in self.priced:
             return None
         began = time.perf_counter()
-        found = price(read_step(cfg, self.limits.platform), self.topology, self.routing)
+        found = price(trace_config(cfg, self.limits.platform), self.topology, self.routing)
         self.slowest = max(self.slowest, time.perf_counter() - began)
         self.priced[cfg] = found
         self.say(f"{len(self.priced)} plans traced, best so far {self._best()}")
@@ -231,7 +233,7 @@ class _Search:
         ranked = self._ranked()
         return f"{ranked[0].seconds:.4g} s a step" if ranked else "none fits"
 
-    def _refine(self, start: Priced) -> None:
+    def _refine(self, start: PricedPlan) -> None:
         """Changes one part at a time and keeps what is faster."""
         best = start
         for neighbours in (self._heavier, self._coded, self._routes):
@@ -241,7 +243,7 @@ class _Search:
         for neighbours in (self._fewer_codecs, self._pieces):
             best = self._best_of(best, neighbours(best.cfg))
 
-    def _best_of(self, best: Priced, configs: Iterable[Config]) -> Priced:
+    def _best_of(self, best: PricedPlan, configs: Iterable[Config]) -> PricedPlan:
         """The best plan so far, or one of those if it is faster."""
         for cfg in configs:
             if self.late:
@@ -291,12 +293,12 @@ class _Search:
             if other is not None:
                 yield other
 
-    def _baseline(self) -> Priced | None:
+    def _baseline(self) -> PricedPlan | None:
         """What people take who do not plan, made as light as it must be."""
         cfg = space.baseline(self.cfg, self.limits)
         if cfg is None:
             return None
-        fits = self._sketch_that_fits(Sketch(cfg, self.topology))
+        fits = self._estimate_that_fits(Estimate(cfg, self.topology))
         found = self._try(fits.cfg) if fits is not None else None
         found = found or self._price(cfg) or self.priced[cfg]
         if self.limits.pinned - set(MEMORY):  # it was not asked whether it may change these
@@ -324,11 +326,11 @@ def search(
     cfg: Config,
     topology: Topology,
     limits: Limits,
-    routing: Routing,
+    routing: ExpertLoad,
     *,
     seconds: float | None = None,
     say: Callable[[str], None] = lambda _: None,
-) -> Found:
+) -> SearchResult:
     """Returns the plans of a model on a cluster, fastest first.
 
     Args:

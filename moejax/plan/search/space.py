@@ -148,7 +148,7 @@ def pieces(cfg: Config, limits: Limits) -> Iterator[Config]:
 def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
     """The same plan with less memory: more recomputed, more micro-batches; least change first.
 
-    Not resolved, which takes longer than all else here: most are only sketched.
+    Not resolved, which takes longer than all else here: most are only estimated.
     """
     ranks = cfg.mesh.fsdp * cfg.mesh.expert * (cfg.mesh.replica or 1)
     rows = max(1, cfg.train.batch_sequences // ranks)

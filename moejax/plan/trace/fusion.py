@@ -36,7 +36,7 @@ class Node:
     unread: float = 1.0
     collective: Collective | None = None
     body: Schedule | None = None
-    turns: int = 1
+    trip_count: int = 1
     unrolled: int = 1
     carried: tuple[tuple[int, int], ...] = ()
 
@@ -237,5 +237,5 @@ def _op(
         last = replace(last, flops=last.unread * last.flops)
         fields["bytes"] *= last.unread
     names = ("flops", "dtype", "work", "blocks", "collective")
-    names += ("body", "turns", "unrolled", "carried")
+    names += ("body", "trip_count", "unrolled", "carried")
     return fields | {name: getattr(last, name) for name in names}

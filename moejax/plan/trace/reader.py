@@ -145,8 +145,8 @@ class _Reader:
             moved = 2 * sizes[1]
         else:
             length = max(eqn.invars[0].aval.shape[-1:], default=1)
-            turns = math.log2(max(length, 2)) if name == "sort" else 1
-            moved = (sum(sizes) + out) * turns
+            passes = math.log2(max(length, 2)) if name == "sort" else 1
+            moved = (sum(sizes) + out) * passes
         in_place = name.startswith("scatter") or name == "dynamic_update_slice"
         if in_place and given[0] is not None:
             written = [self.storage.alias(given[0])]
@@ -183,8 +183,8 @@ class _Reader:
         params = eqn.params
         kept, ahead = params["body_nconsts"], params["cond_nconsts"]
         body = _Reader(self.rounds).schedule(opened(params["body_jaxpr"]), words)
-        turns = max(self.rounds, 1) if ROUNDS in words else 1
-        return self._loop(eqn, given, (kept, given[ahead + kept :]), words, body, turns, 1)
+        trip_count = max(self.rounds, 1) if ROUNDS in words else 1
+        return self._loop(eqn, given, (kept, given[ahead + kept :]), words, body, trip_count, 1)
 
     def _loop(
         self,
@@ -193,7 +193,7 @@ class _Reader:
         carried: tuple[int, list],
         words: tuple[str, ...],
         body: Schedule,
-        turns: int,
+        trip_count: int,
         unrolled: int,
     ) -> list[int | None]:
         """A loop's carry stays where it is; what it stacks is new.
@@ -208,7 +208,9 @@ class _Reader:
         ]
         stacked = eqn.outvars[len(carry) :]
         written += [self.storage.new(_bytes(var.aval)) for var in stacked]
-        node = Node("loop", *_place(words), _reads(given), tuple(written), body=body, turns=turns)
+        node = Node(
+            "loop", *_place(words), _reads(given), tuple(written), body=body, trip_count=trip_count
+        )
         node.unrolled = unrolled
         pairs = zip(body.inputs[first:], body.outputs[: len(carry)], strict=False)
         node.carried = tuple((a, b) for a, b in pairs if b is not None)

@@ -69,9 +69,9 @@ class Op:
       passes: of a region: arrays it writes, each of which is a loop over memory to start.
       work: whether its FLOPs and bytes are those of full buckets of rows; what is filled counts.
       blocks: (rows, groups) of such a buffer, where each group's rows are computed in whole blocks.
-      body: of a loop: one turn of it, or `unrolled` turns that follow each other freely.
-      turns: of a loop; its turns do not overlap.
-      carried: of a loop: (buffer that a turn reads, buffer in which it leaves the next value).
+      body: of a loop: one iteration, or `unrolled` iterations that may overlap.
+      trip_count: of a loop: how often its body runs, one run after the other.
+      carried: of a loop: (buffer that an iteration reads, buffer of the value for the next one).
     """
 
     kind: Kind
@@ -88,7 +88,7 @@ class Op:
     blocks: tuple[int, int] | None = None
     collective: Collective | None = None
     body: "Schedule | None" = None
-    turns: int = 1
+    trip_count: int = 1
     unrolled: int = 1
     carried: tuple[tuple[int, int], ...] = ()
 
@@ -114,7 +114,7 @@ def walk(schedule: Schedule, times: int = 1) -> Iterator[tuple[Op, int]]:
         if op.body is None:
             yield op, times
         else:
-            yield from walk(op.body, times * op.turns * op.unrolled)
+            yield from walk(op.body, times * op.trip_count * op.unrolled)
 
 
 def collectives_of(schedule: Schedule) -> list[Collective]:

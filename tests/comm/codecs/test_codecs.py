@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.comm.codecs.adaptive import Ladder, choose
+from moejax.comm.codecs.adaptive import AdaptiveCodec, choose_level
 from moejax.comm.codecs.build import build_codec
 from moejax.comm.codecs.codec import Blocks, Cast, EncodeContext
 from moejax.comm.codecs.feedback import ErrorFeedback
@@ -30,7 +30,7 @@ CODECS = {
     "topk": TopK(0.05),
     "int4, feedback": ErrorFeedback(Blocks("int4")),
     "topk, feedback": ErrorFeedback(TopK(0.05, refresh=3)),
-    "ladder": Ladder((Blocks("int8"), TopK(0.05)), rung=1, measures=True),
+    "ladder": AdaptiveCodec((Blocks("int8"), TopK(0.05)), level=1, measures=True),
     "loco": LOCO,
 }
 codecs = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -188,24 +188,24 @@ def test_what_finds_no_room_is_counted_and_the_threshold_ages():
 
 
 def test_a_ladder_notes_what_each_rung_would_leave_out():
-    rungs = (Blocks("int8"), Blocks("int4"), TopK(0.01))
+    levels = (Blocks("int8"), Blocks("int4"), TopK(0.01))
     x = draw(4, 3, 1024)
     notes = []
-    for rung in range(3):
-        codec = Ladder(rungs, rung, measures=True)
+    for level in range(3):
+        codec = AdaptiveCodec(levels, level, measures=True)
         payload, state = codec.encode(x, first_state(codec, x), FIRST)
         np.testing.assert_array_equal(
-            codec.decode(payload, 1024), decoded(rungs[rung], x), err_msg=f"rung {rung}"
+            codec.decode(payload, 1024), decoded(levels[level], x), err_msg=f"level {level}"
         )
-        notes.append(np.asarray(codec.energies(state)))
-    wanted = [np.square(np.asarray(x - decoded(rung, x), np.float64)).sum() for rung in rungs]
+        notes.append(np.asarray(codec.squared_errors(state)))
+    wanted = [np.square(np.asarray(x - decoded(level, x), np.float64)).sum() for level in levels]
     wanted.append(np.square(np.asarray(x, np.float64)).sum())
     for note in notes:  # whichever is taken
         np.testing.assert_allclose(note, wanted, rtol=1e-4)
     # Between measurements the notes stay.
-    codec = Ladder(rungs, 0)
+    codec = AdaptiveCodec(levels, 0)
     _, after = codec.encode(2 * x, state, at(1))
-    np.testing.assert_array_equal(codec.energies(after), notes[-1])
+    np.testing.assert_array_equal(codec.squared_errors(after), notes[-1])
 
 
 def decoded(codec, x):
@@ -213,15 +213,15 @@ def decoded(codec, x):
 
 
 @pytest.mark.parametrize(
-    ("left", "rung"), [((0.0, 0.05, 0.4), 1), ((0.0, 0.0, 0.1), 2), ((0.2, 0.3, 0.9), 0)]
+    ("left", "level"), [((0.0, 0.05, 0.4), 1), ((0.0, 0.0, 0.1), 2), ((0.2, 0.3, 0.9), 0)]
 )
-def test_the_strongest_rung_that_keeps_enough_is_chosen(left, rung):
-    energies = jnp.array([*left, 1.0])
-    assert int(choose(energies, 0.9 - 1e-6)) == rung
+def test_the_strongest_rung_that_keeps_enough_is_chosen(left, level):
+    squared_errors = jnp.array([*left, 1.0])
+    assert int(choose_level(squared_errors, 0.9 - 1e-6)) == level
 
 
 def test_without_any_energy_every_rung_keeps_all():
-    assert int(choose(jnp.zeros(4), 0.9)) == 2
+    assert int(choose_level(jnp.zeros(4), 0.9)) == 2
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8", "int4", "e4m3", "e5m2"])
@@ -237,7 +237,7 @@ def test_what_is_packed_unpacks_with_other_leading_sizes(name):
 def test_a_config_names_each_codec():
     assert build_codec(CodecSpec("topk", 0.01, feedback=True)) == ErrorFeedback(TopK(0.01))
     assert build_codec(CodecSpec("powersgd", 4.0)) == LowRank(4)
-    rungs = (CodecSpec("int8", block=64), CodecSpec("topk", 0.1))
-    ladder = build_codec(CodecSpec("adaptive", 0.9, rungs=rungs, rung=1, measures=True))
-    assert ladder == Ladder((Blocks("int8", 64), TopK(0.1)), 1, measures=True)
+    levels = (CodecSpec("int8", block=64), CodecSpec("topk", 0.1))
+    ladder = build_codec(CodecSpec("adaptive", 0.9, levels=levels, level=1, measures=True))
+    assert ladder == AdaptiveCodec((Blocks("int8", 64), TopK(0.1)), 1, measures=True)
     assert build_codec(CodecSpec("loco")).reset == 512

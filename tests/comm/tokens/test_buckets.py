@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.comm.tokens.buckets import follow, order_items, place_items, rank_items
+from moejax.comm.tokens.buckets import experts_of_slots, order_items, place_items, rank_items
 
 
 @st.composite
@@ -61,7 +61,7 @@ def test_every_item_gets_a_slot_of_its_own_in_its_peers_bucket(case, parts, merg
     peer_NK, P = case
     rows = -(-peer_NK.size // parts)
     places = place_items(jnp.asarray(peer_NK), peers=P, rows=rows, parts=parts, merge=merge)
-    slot_NK, item_S = np.asarray(places.slot_MK), np.asarray(places.item_S)
+    slot_NK, item_of_slot = np.asarray(places.slot_MK), np.asarray(places.item_of_slot)
     slots = parts * P * rows
     filled = np.zeros((parts, P), int)
     for n, k in np.ndindex(peer_NK.shape):
@@ -70,9 +70,9 @@ def test_every_item_gets_a_slot_of_its_own_in_its_peers_bucket(case, parts, merg
             assert slot == slots
             continue
         assert slot // rows % P == peer
-        assert item_S[slot] == n * peer_NK.shape[1] + k
+        assert item_of_slot[slot] == n * peer_NK.shape[1] + k
         filled[slot // (P * rows), peer] += 1
-    assert np.sum(item_S < peer_NK.size) == filled.sum() == len(set(slot_NK[slot_NK < slots]))
+    assert np.sum(item_of_slot < peer_NK.size) == filled.sum() == len(set(slot_NK[slot_NK < slots]))
     assert np.all(filled.max(axis=0) - filled.min(axis=0) <= 1), "parts are dealt to in turn"
 
 
@@ -82,10 +82,10 @@ def test_items_are_sorted_by_group_without_gaps(case):
     places, sizes_G = order_items(jnp.asarray(group_MK), groups=G, rows=group_MK.size)
     kept = np.sort(group_MK[group_MK < G])
     np.testing.assert_array_equal(sizes_G, np.bincount(kept, minlength=G))
-    item_S = np.asarray(places.item_S)[: kept.size]
-    np.testing.assert_array_equal(group_MK.reshape(-1)[item_S], kept)
-    assert np.all(np.diff(item_S)[np.diff(kept) == 0] > 0), "in row order within a group"
-    assert np.all(np.asarray(places.item_S)[kept.size :] == group_MK.size)
+    item_of_slot = np.asarray(places.item_of_slot)[: kept.size]
+    np.testing.assert_array_equal(group_MK.reshape(-1)[item_of_slot], kept)
+    assert np.all(np.diff(item_of_slot)[np.diff(kept) == 0] > 0), "in row order within a group"
+    assert np.all(np.asarray(places.item_of_slot)[kept.size :] == group_MK.size)
 
 
 @given(routings(), st.sampled_from([1, 2]), st.sampled_from([1, 3]), st.booleans())
@@ -95,11 +95,13 @@ def test_a_bucket_row_knows_the_experts_it_visits(case, per_peer, parts, merge):
     peer_NK = jnp.minimum(expert_NK // per_peer, P)
     places = place_items(peer_NK, peers=P, rows=rows, parts=parts, merge=merge)
     choice_Sk = np.asarray(
-        follow(jnp.asarray(expert_NK), places, peers=P, rows=rows, per_peer=per_peer, merge=merge)
+        experts_of_slots(
+            jnp.asarray(expert_NK), places, peers=P, rows=rows, per_peer=per_peer, merge=merge
+        )
     )
-    item_S = np.asarray(places.item_S)
+    item_of_slot = np.asarray(places.item_of_slot)
     visits = sorted(
-        (int(item_S[s]) // expert_NK.shape[1], s // rows % P * per_peer + int(choice))
+        (int(item_of_slot[s]) // expert_NK.shape[1], s // rows % P * per_peer + int(choice))
         for s in range(parts * P * rows)
         for choice in choice_Sk[s]
         if choice < per_peer

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from moejax.comm.codecs.codec import Blocks, Cast
-from moejax.comm.tokens.buckets import Places
-from moejax.comm.tokens.rows import decode, encode_rows, sum_encoded, weight_gradient
+from moejax.comm.tokens.buckets import SlotMap
+from moejax.comm.tokens.rows import decode, encode_rows, encoded_weight_gradient, sum_encoded
 from moejax.kernels.quantize import FORMATS
 from tests.kernels.test_permute import placement
 
@@ -20,7 +20,7 @@ def operands(dtype=jnp.float32, seed=0):
     rng = np.random.default_rng(seed)
     x, gradient = (jnp.asarray(rng.standard_normal((N, D)), dtype) for _ in range(2))
     weight = jnp.asarray(rng.random((N, K)), jnp.float32)
-    return Places(*placement(N, K, M, seed)), x, gradient, weight
+    return SlotMap(*placement(N, K, M, seed)), x, gradient, weight
 
 
 def in_one_pass(codec):
@@ -28,7 +28,7 @@ def in_one_pass(codec):
 
 
 def weight_of_rows(weight, places):
-    return jnp.take(weight.reshape(-1), places.item_S, mode="fill", fill_value=0)
+    return jnp.take(weight.reshape(-1), places.item_of_slot, mode="fill", fill_value=0)
 
 
 @pytest.mark.parametrize("codec", CODECS[2:], ids=str)
@@ -36,7 +36,7 @@ def weight_of_rows(weight, places):
 def test_what_travels_is_the_same_bytes(codec, weighted):
     places, x, _, weight = operands()
     weight_S = weight_of_rows(weight, places) if weighted else None
-    grid = places.item_S.reshape(2, 7)  # as of peers
+    grid = places.item_of_slot.reshape(2, 7)  # as of peers
     weight_S = weight_S if weight_S is None else weight_S.reshape(2, 7)
     wanted = encode_rows(codec, x, grid // K, weight_S)
     found = encode_rows(in_one_pass(codec), x, grid // K, weight_S)
@@ -49,21 +49,23 @@ def test_what_travels_is_the_same_bytes(codec, weighted):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_what_came_home_is_summed_to_the_same_bits(codec, weighted):
     places, x, gradient, weight = operands()
-    payload = encode_rows(codec, x, places.item_S // K)
+    payload = encode_rows(codec, x, places.item_of_slot // K)
     weight_NK = weight if weighted else None
     wanted = sum_encoded(codec, payload, weight_NK, places, D, jnp.float32)
     found = sum_encoded(in_one_pass(codec), payload, weight_NK, places, D, jnp.float32)
     np.testing.assert_array_equal(found, wanted)
     for one in (codec, in_one_pass(codec)):
-        dots = weight_gradient(one, payload, gradient, places)
-        np.testing.assert_array_equal(dots, weight_gradient(codec, payload, gradient, places))
+        dots = encoded_weight_gradient(one, payload, gradient, places)
+        np.testing.assert_array_equal(
+            dots, encoded_weight_gradient(codec, payload, gradient, places)
+        )
 
 
 @pytest.mark.parametrize("codec", CODECS[2:], ids=str)
 def test_in_bfloat16_one_pass_rounds_once(codec):
     """Two passes round each decoded row as well: every term is off by up to 2^-8 of itself."""
     places, x, _, weight = operands(jnp.bfloat16)
-    payload = encode_rows(codec, x, places.item_S // K)
+    payload = encode_rows(codec, x, places.item_of_slot // K)
     exact = np.asarray(sum_encoded(in_one_pass(codec), payload, weight, places, D, jnp.float32))
     once = sum_encoded(in_one_pass(codec), payload, weight, places, D, jnp.bfloat16)
     np.testing.assert_array_equal(once, jnp.asarray(exact, jnp.bfloat16))
@@ -76,8 +78,8 @@ def test_in_bfloat16_one_pass_rounds_once(codec):
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_the_gradient_of_weights_is_that_of_the_sum(codec):
     places, x, gradient, weight = operands()
-    payload = encode_rows(codec, x, places.item_S // K)
+    payload = encode_rows(codec, x, places.item_of_slot // K)
     plain = decode(codec, payload, D, jnp.float32)
     _, pull = jax.vjp(lambda w: sum_encoded(None, plain, w, places, D, jnp.float32), weight)
-    found = weight_gradient(codec, payload, gradient, places)
+    found = encoded_weight_gradient(codec, payload, gradient, places)
     np.testing.assert_allclose(found, pull(gradient)[0], rtol=1e-6)

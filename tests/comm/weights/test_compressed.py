@@ -7,12 +7,12 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.codecs.adaptive import Ladder
+from moejax.comm.codecs.adaptive import AdaptiveCodec
 from moejax.comm.codecs.codec import Blocks, Cast, EncodeContext
 from moejax.comm.codecs.feedback import ErrorFeedback
 from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.topk import TopK
-from moejax.comm.weights.compressed import first_state, reduce_parts
+from moejax.comm.weights.compressed import empty_state, reduce_parts
 from moejax.plan.trace.reader import collectives
 
 EPS = np.finfo(np.float32).eps
@@ -25,7 +25,7 @@ CODECS = {
     "int4 at random": Blocks("int4", block=32, stochastic=True),
     "feedback": ErrorFeedback(Blocks("int4", block=32)),
     "topk, feedback": ErrorFeedback(TopK(0.1)),
-    "ladder": Ladder((Blocks("int8", block=32), TopK(0.1)), rung=1, measures=True),
+    "ladder": AdaptiveCodec((Blocks("int8", block=32), TopK(0.1)), level=1, measures=True),
     "loco": ErrorFeedback(Blocks("int4", block=32), 0.5, "e4m3", 32, 4),
 }
 n = 50  # odd tails
@@ -53,7 +53,7 @@ def build(codec, scatter, copies):
 
 def start(codec, scatter, copies):
     S, C = sizes(scatter, copies)
-    state = first_state([codec], S, C, n)
+    state = empty_state([codec], S, C, n)
     return jax.tree.map(lambda s: jnp.zeros((8, *s.shape)), state)
 
 
@@ -171,7 +171,7 @@ def test_codecs_that_follow_each_other_share_what_is_kept():
     scatter, copies = ("scatter",), ("copies",)
     S, C = sizes(scatter, copies)
     first, then = ErrorFeedback(Blocks("int4", block=32)), ErrorFeedback(TopK(0.1))
-    state = first_state([first, then], S, C, n)
+    state = empty_state([first, then], S, C, n)
     assert state.parts.shape == (S * C, n + 2)
     state = jax.tree.map(lambda s: jnp.zeros((8, *s.shape)), state)
     sent, true = 0.0, 0.0
@@ -217,7 +217,7 @@ def test_parts_and_their_sum_are_rounded_with_different_numbers():
 
     def body(x):
         context = EncodeContext(jnp.int32(0), jax.random.key(3))
-        reduce_parts(x, ("scatter",), ("copies",), Noting(), first_state([], 4, 2, n), context)
+        reduce_parts(x, ("scatter",), ("copies",), Noting(), empty_state([], 4, 2, n), context)
         return jnp.stack(keys)
 
     mapped = jax.shard_map(body, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=False)

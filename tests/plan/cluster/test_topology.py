@@ -39,8 +39,8 @@ DEVICE = Device(
     gather_bytes_per_s=5e8,
     startup_s=1e-6,
     codecs={"int8": CodecRates(1e9, 2e9)},
-    program=1.5,
-    sharing=2.0,
+    program_overhead=1.5,
+    oversubscription=2.0,
 )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.layout.layout import build_layout
-from moejax.plan.price.cost import Costs, Work, alone, play
+from moejax.plan.price.cost import Costs, Work, alone, simulate_step
 from moejax.plan.trace.reader import read
 from moejax.plan.trace.schedule import Collective, Op, Schedule
 from tests.cases import small_config
@@ -27,17 +27,17 @@ def all_to_all(size, axes=("expert_slow", "expert_fast")):
 
 def test_a_collective_takes_what_its_slowest_tier_takes():
     size = 8_000_000
-    found = play(Schedule((all_to_all(size),), ()), costs())
+    found = simulate_step(Schedule((all_to_all(size),), ()), costs())
     # Seven of eight parts leave; four of them cross to the other node, each to a peer of its own.
     assert found.seconds == pytest.approx(4e-4 + size * 4 / 8 / 1e7)
-    assert found.tally.bytes_sent["network", "dispatch"] == pytest.approx(size / 2)
-    assert found.tally.bytes_sent["host", "dispatch"] == pytest.approx(size * 3 / 8)
-    assert found.tally.exposed["dispatch"] == pytest.approx(found.seconds)
+    assert found.totals.bytes_sent["network", "dispatch"] == pytest.approx(size / 2)
+    assert found.totals.bytes_sent["host", "dispatch"] == pytest.approx(size * 3 / 8)
+    assert found.totals.exposed["dispatch"] == pytest.approx(found.seconds)
 
 
 def test_axes_inside_a_node_leave_the_network_alone():
-    found = play(Schedule((all_to_all(1000, ("expert_fast",)),), ()), costs())
-    assert {link for link, _ in found.tally.bytes_sent} == {"host"}
+    found = simulate_step(Schedule((all_to_all(1000, ("expert_fast",)),), ()), costs())
+    assert {link for link, _ in found.totals.bytes_sent} == {"host"}
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_a_single_operation_costs_what_it_does_by_hand(op, share, seconds):
 def test_a_program_takes_longer_than_its_operations_and_links_do_not():
     ops = (Op("product", scope="experts", flops=1e9, dtype="float32"), all_to_all(1_000_000))
     alone = costs(platform="gpu")
-    device = dataclasses.replace(alone.topology.device, program=3.0)
+    device = dataclasses.replace(alone.topology.device, program_overhead=3.0)
     slower = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.work)
     for op, times in zip(ops, (3, 1), strict=True):
-        before, after = (play(Schedule((op,), ()), one).seconds for one in (alone, slower))
+        before, after = (simulate_step(Schedule((op,), ()), one).seconds for one in (alone, slower))
         assert after == pytest.approx(times * before)
 
 
@@ -82,34 +82,34 @@ def test_devices_that_take_turns_send_while_others_compute(size):
 
     work = Op("product", scope="experts", flops=5e8, dtype="float32")
     alone = costs()
-    device = dataclasses.replace(alone.topology.device, sharing=4.0)
-    turns = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.work)
+    device = dataclasses.replace(alone.topology.device, oversubscription=4.0)
+    waiting = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.work)
     both = Schedule((work, after(0, size, "expert_slow")), ())
-    sending = play(Schedule((all_to_all(size, ("expert_slow",)),), ()), alone).seconds
-    computing = play(both, alone).seconds - sending
+    sending = simulate_step(Schedule((all_to_all(size, ("expert_slow",)),), ()), alone).seconds
+    computing = simulate_step(both, alone).seconds - sending
     shorter, longer = sorted((computing, sending))
-    found = play(both, turns)
+    found = simulate_step(both, waiting)
     assert found.seconds == pytest.approx(longer + shorter / 4)
-    assert found.tally.sent["network", "dispatch"] == pytest.approx(sending)
+    assert found.totals.sent["network", "dispatch"] == pytest.approx(sending)
     # Once the devices of a node have met, nothing that they computed before hides anything.
     meet = after(0, 0, "expert_fast")
-    met = play(Schedule((work, meet, after(1, size, "expert_slow")), ()), turns).seconds
+    met = simulate_step(Schedule((work, meet, after(1, size, "expert_slow")), ()), waiting).seconds
     assert met == pytest.approx(computing + sending, abs=1e-4)
 
 
 def test_a_collective_starts_as_late_as_its_tier_says():
     before = costs()
     tiers = [
-        dataclasses.replace(t, late_s=s)
+        dataclasses.replace(t, sync_delay_s=s)
         for t, s in zip(before.topology.tiers, (1.0, 2.0), strict=True)
     ]
     after = Costs(
         dataclasses.replace(before.topology, tiers=tuple(tiers)), before.layout, before.work
     )
-    for axis, late_s in (("expert_fast", 1.0), ("expert_slow", 2.0)):
+    for axis, sync_delay_s in (("expert_fast", 1.0), ("expert_slow", 2.0)):
         schedule = Schedule((all_to_all(8_000_000, (axis,)),), ())
-        more = play(schedule, after).seconds - play(schedule, before).seconds
-        assert more == pytest.approx(late_s)
+        more = simulate_step(schedule, after).seconds - simulate_step(schedule, before).seconds
+        assert more == pytest.approx(sync_delay_s)
 
 
 def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time():
@@ -133,25 +133,26 @@ def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time
 def test_compute_hides_what_does_not_wait_for_it():
     work = Op("product", scope="experts", flops=1e9, dtype="float32")
     ops = (all_to_all(2_000_000), work)
-    found = play(Schedule(ops, ()), costs(platform="gpu"))
-    apart = [play(Schedule((op,), ()), costs()).seconds for op in ops]
+    found = simulate_step(Schedule(ops, ()), costs(platform="gpu"))
+    apart = [simulate_step(Schedule((op,), ()), costs()).seconds for op in ops]
     assert found.seconds == pytest.approx(max(apart))
     waiting = (work, Op("collective", after=(0,), collective=ops[0].collective))
-    assert play(Schedule(waiting, ()), costs()).seconds == pytest.approx(sum(apart))
+    assert simulate_step(Schedule(waiting, ()), costs()).seconds == pytest.approx(sum(apart))
 
 
 def test_on_cpu_collectives_go_one_by_one_and_take_compute_with_them():
     ops = (all_to_all(1_000_000, ("expert_fast",)), all_to_all(1_000_000, ("expert_slow",)))
-    together = play(Schedule(ops, ()), costs(platform="gpu")).seconds
-    in_turn = play(Schedule(ops, ()), costs(platform="cpu")).seconds
-    alone = [play(Schedule((op,), ()), costs()).seconds for op in ops]
+    together = simulate_step(Schedule(ops, ()), costs(platform="gpu")).seconds
+    in_turn = simulate_step(Schedule(ops, ()), costs(platform="cpu")).seconds
+    alone = [simulate_step(Schedule((op,), ()), costs()).seconds for op in ops]
     assert together == pytest.approx(max(alone))
     assert in_turn == pytest.approx(sum(alone))
     beside = (ops[0], Op("product", scope="experts", flops=1e8, dtype="float32"))
     free, taken = (
-        play(Schedule(beside, ()), costs(occupies=share)).seconds for share in (0.0, 1.0)
+        simulate_step(Schedule(beside, ()), costs(compute_share=share)).seconds
+        for share in (0.0, 1.0)
     )
-    parts = [play(Schedule((op,), ()), costs()).seconds for op in beside]
+    parts = [simulate_step(Schedule((op,), ()), costs()).seconds for op in beside]
     assert free == pytest.approx(max(parts))
     assert taken == pytest.approx(sum(parts))
 
@@ -159,7 +160,8 @@ def test_on_cpu_collectives_go_one_by_one_and_take_compute_with_them():
 def test_what_is_filled_is_what_experts_cost():
     op = Op("product", scope="experts", flops=1e9, dtype="float32", work=True)
     full, half = (
-        play(Schedule((op,), ()), costs(work=Work(filled=share))).seconds for share in (1.0, 0.5)
+        simulate_step(Schedule((op,), ()), costs(work=Work(filled=share))).seconds
+        for share in (1.0, 0.5)
     )
     assert half < 0.75 * full
 
@@ -169,10 +171,12 @@ def test_loops_cost_their_turns():
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=6)[0]
 
     schedule = read(jax.make_jaxpr(function)(jnp.ones((8, 8)), jnp.ones((8, 8))))
-    one = play(next(op.body for op in schedule.ops if op.body is not None), costs()).seconds
-    found = play(schedule, costs())
+    one = simulate_step(
+        next(op.body for op in schedule.ops if op.body is not None), costs()
+    ).seconds
+    found = simulate_step(schedule, costs())
     assert found.seconds == pytest.approx(6 * one, rel=1e-6)
-    assert sum(found.tally.computed.values()) == pytest.approx(found.seconds)
+    assert sum(found.totals.computed.values()) == pytest.approx(found.seconds)
 
 
 def test_unrolled_turns_wait_for_what_they_carry():
@@ -184,7 +188,9 @@ def test_unrolled_turns_wait_for_what_they_carry():
 
     arrays = jnp.ones((8, 8)), jnp.ones((8, 8))
     rolled, unrolled = (
-        play(read(jax.make_jaxpr(lambda x, w, u=u: function(x, w, u))(*arrays)), costs()).seconds
+        simulate_step(
+            read(jax.make_jaxpr(lambda x, w, u=u: function(x, w, u))(*arrays)), costs()
+        ).seconds
         for u in (1, 6)
     )
     assert unrolled == pytest.approx(rolled)
@@ -192,6 +198,6 @@ def test_unrolled_turns_wait_for_what_they_carry():
 
 def test_the_terms_are_the_step():
     work = Op("product", scope="experts", after=(0,), flops=1e9, dtype="float32")
-    found = play(Schedule((all_to_all(2_000_000), work), ()), costs())
-    total = sum(found.tally.computed.values()) + sum(found.tally.exposed.values())
+    found = simulate_step(Schedule((all_to_all(2_000_000), work), ()), costs())
+    total = sum(found.totals.computed.values()) + sum(found.totals.exposed.values())
     assert total == pytest.approx(found.seconds)

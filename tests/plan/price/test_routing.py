@@ -10,7 +10,7 @@ from moejax.errors import InputError
 from moejax.layout.layout import build_layout
 from moejax.layout.route import build_route
 from moejax.moe.sizes import usual_sizes
-from moejax.plan.price.routing import Routing, fullest, read_routing, tokens_of, work_of
+from moejax.plan.price.routing import ExpertLoad, fullest, read_routing, tokens_of, work_of
 from tests.cases import small_config
 
 
@@ -55,7 +55,7 @@ def test_a_second_hop_hears_all_senders_of_the_first():
     between, inside = usual_sizes(route, layout, cfg.moe, tokens=2048).rows
     assert fullest([sum(rows_E[:4])], 64) < between
     assert fullest([rows_E[0]], 64) < inside < 2 * rows_E[0]
-    ((_, found),) = work(cfg, Routing("by hand", (share_E,)))
+    ((_, found),) = work(cfg, ExpertLoad("by hand", (share_E,)))
     assert found.rounds > 1
     ((_, even),) = work(cfg, read_routing("balanced", 8))
     assert even.rounds == 0

@@ -15,7 +15,7 @@ UNIT = 12**7
 
 
 @st.composite
-def schedules(draw, streams=("compute", *POLICIES), most=7, occupies=(0.0, 0.25, 0.5)):
+def schedules(draw, streams=("compute", *POLICIES), most=7, compute_share=(0.0, 0.25, 0.5)):
     # Few streams, so that tasks meet on them.
     some = draw(st.lists(st.sampled_from(streams), min_size=1, max_size=3, unique=True))
     tasks = []
@@ -31,7 +31,7 @@ def schedules(draw, streams=("compute", *POLICIES), most=7, occupies=(0.0, 0.25,
                 float(draw(st.integers(0, 4)) * UNIT),
                 tuple(sorted(after)),
                 draw(st.integers(-1, 1)),
-                0.0 if stream == "compute" else draw(st.sampled_from(occupies)),
+                0.0 if stream == "compute" else draw(st.sampled_from(compute_share)),
             )
         )
     return tasks
@@ -62,7 +62,7 @@ def by_hand(tasks, policies):
 
     def speed(place):
         if tasks[place].stream == "compute":
-            return 1 - min(1, sum(Fraction(tasks[p].occupies) for p in running))
+            return 1 - min(1, sum(Fraction(tasks[p].compute_share) for p in running))
         return Fraction(1, sum(tasks[p].stream == tasks[place].stream for p in running))
 
     while any(e is None for e in end):
@@ -99,12 +99,12 @@ def test_agrees_with_the_same_rules_done_by_hand(tasks):
     assert timeline.end_s == tuple(map(float, end))
 
 
-@given(tasks=schedules(most=5, occupies=(0.0, 0.5, 1.0)))
+@given(tasks=schedules(most=5, compute_share=(0.0, 0.5, 1.0)))
 def test_agrees_with_the_same_rules_where_communication_stalls_compute(tasks):
     assert simulate(tasks, POLICIES).end_s == tuple(map(float, by_hand(tasks, POLICIES)[1]))
 
 
-@given(tasks=schedules(most=30, occupies=(0.0, 0.3, 1.0)))
+@given(tasks=schedules(most=30, compute_share=(0.0, 0.3, 1.0)))
 def test_never_ends_before_the_longest_chain_nor_before_a_stream_has_done_its_work(tasks):
     timeline = simulate(tasks, POLICIES)
     chain = []
@@ -188,14 +188,16 @@ def test_who_joins_a_shared_stream_slows_the_others_from_then_on():
 @given(tasks=schedules(most=20), factor=st.sampled_from([0.5, 2.0, 8.0]))
 def test_slower_by_a_factor_is_longer_by_that_factor(tasks, factor):
     slower = [
-        Task(t.name, t.stream, t.seconds * factor, t.after, t.priority, t.occupies) for t in tasks
+        Task(t.name, t.stream, t.seconds * factor, t.after, t.priority, t.compute_share)
+        for t in tasks
     ]
     ends = simulate(tasks, POLICIES).end_s
     assert simulate(slower, POLICIES).end_s == pytest.approx([end * factor for end in ends])
 
 
 @given(
-    tasks=schedules(streams=("compute", "pipe", "line"), most=20, occupies=(0.0,)), data=st.data()
+    tasks=schedules(streams=("compute", "pipe", "line"), most=20, compute_share=(0.0,)),
+    data=st.data(),
 )
 def test_longer_tasks_never_end_it_sooner_where_all_orders_are_fixed(tasks, data):
     last, fixed = {}, []
@@ -291,8 +293,8 @@ def test_twenty_thousand_tasks_are_nothing_to_wait_for():
     for place in range(20_000):
         stream = ("compute", "pipe", "compute", "air", "line")[place % 5]
         after = tuple({max(0, place - 3), max(0, place - 7)} - {place})
-        occupies = 0.0 if stream == "compute" else 0.1
-        tasks.append(Task("work", stream, 1 + place % 7, after, place % 3, occupies))
+        compute_share = 0.0 if stream == "compute" else 0.1
+        tasks.append(Task("work", stream, 1 + place % 7, after, place % 3, compute_share))
     start = time.process_time()
     simulate(tasks, POLICIES)
     # About 0.07 s on a server's core, and ten times that where annotations are checked.

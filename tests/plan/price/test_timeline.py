@@ -49,7 +49,7 @@ def test_nothing_is_an_empty_timeline():
     assert timeline.busy("compute") == 0
 
 
-@given(tasks=schedules(most=20, occupies=(0.0, 0.5, 0.75, 1.0)))
+@given(tasks=schedules(most=20, compute_share=(0.0, 0.5, 0.75, 1.0)))
 def test_computed_and_exposed_seconds_are_all_there_are(tasks):
     timeline = simulate(tasks, POLICIES)
     computed = sum(task.seconds for task in tasks if task.stream == "compute")
@@ -69,7 +69,7 @@ def test_the_critical_chain_has_no_gap(tasks):
         assert timeline.end_s[earlier] == timeline.start_s[later]
 
 
-@given(tasks=schedules(streams=("compute", "pipe", "line"), most=20, occupies=(0.0,)))
+@given(tasks=schedules(streams=("compute", "pipe", "line"), most=20, compute_share=(0.0,)))
 def test_streams_that_serve_one_at_a_time_are_busy_for_their_load(tasks):
     timeline = simulate(tasks, POLICIES)
     for stream in timeline.lanes():

@@ -29,7 +29,7 @@ from moejax.plan.probe.command import Effort, main, probe
 from moejax.plan.probe.fit import fit_link
 from moejax.plan.probe.links import collective, probe_pairs, tournament
 from moejax.plan.probe.nodes import find_nodes
-from moejax.plan.probe.timer import AXES, Stopwatch, build_mesh, loop
+from moejax.plan.probe.timer import AXES, Stopwatch, build_probe_mesh, loop
 from moejax.runtime.processes import Processes
 from tests.plan.clusters import cluster
 
@@ -181,8 +181,8 @@ def test_a_quick_probe_of_simulated_devices_can_be_read_back():
             # Memory of any machine: not a loop that was optimised away, nor one that hung.
             assert 1e5 < link.bytes_per_s < 4e12
     assert 1e6 < found.device.copy_bytes_per_s < 1e13
-    assert found.device.program > 0
-    assert found.device.program != 1, "what every step is priced with was not measured"
+    assert found.device.program_overhead > 0
+    assert found.device.program_overhead != 1, "what every step is priced with was not measured"
     assert any("all_to_all" in words for words in said)
 
 
@@ -253,12 +253,12 @@ def test_how_late_a_collective_starts_is_what_computations_of_both_lengths_share
 
 def test_devices_that_share_cores_take_longer_together(monkeypatch):
     watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(1, 4))
-    assert 1 <= probe_links.probe_sharing(watch) <= 4
+    assert 1 <= probe_links.probe_oversubscription(watch) <= 4
     times = iter((6.0, 2.0))
     monkeypatch.setattr(Stopwatch, "seconds", lambda *_, **__: next(times))
-    assert probe_links.probe_sharing(watch) == 3
+    assert probe_links.probe_oversubscription(watch) == 3
     alone = Stopwatch(Processes(), np.array(jax.devices()[:2]).reshape(2, 1))
-    assert probe_links.probe_sharing(alone) == 1
+    assert probe_links.probe_oversubscription(alone) == 1
 
 
 @pytest.mark.parametrize(
@@ -299,13 +299,13 @@ def test_a_timed_loop_holds_the_collective_that_it_times():
     for kind in KINDS:
         operate, start, sent = collective(kind, AXES[1], 2**14, 4)
         assert sent == 2**14 * 3 // 4 * (2 if kind == "all_reduce" else 1)
-        text = loop(operate, start, build_mesh(devices)).lower(1).compile().as_text()
+        text = loop(operate, start, build_probe_mesh(devices)).lower(1).compile().as_text()
         assert kind.replace("_", "-") in text
         assert " while(" in text
 
 
 def test_permute_moves_along_an_axis():
-    mesh = build_mesh(np.array(jax.devices()[:4]).reshape(2, 2))
+    mesh = build_probe_mesh(np.array(jax.devices()[:4]).reshape(2, 2))
 
     def move(x):
         return wire.permute(x, ("nodes",), [(0, 1)])
@@ -366,8 +366,8 @@ def test_the_probe_finds_the_rate_of_shaped_links(tmp_path):
     found, output = emulate(tmp_path, flags=flags)
     assert found.sizes == (2, 2), output
     assert [tier.name for tier in found.tiers] == ["host", "network"]
-    assert 0.5 < found.device.program < 30, output
-    assert 1 <= found.device.sharing <= 2, output
+    assert 0.5 < found.device.program_overhead < 30, output
+    assert 1 <= found.device.oversubscription <= 2, output
     rates = [2 * 8 * link.bytes_per_s for link in found.tiers[1].links.values()]
     assert 80e6 < np.median(rates) < 120e6, output
     for row, column in ((0, 1), (1, 0)):

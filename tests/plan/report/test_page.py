@@ -11,13 +11,13 @@ import pytest
 
 from moejax.plan.cluster.topology import Device, Tier, Topology, same_links
 from moejax.plan.cluster.topology import Link as Rate
-from moejax.plan.price.candidate import Priced, price, read_step
+from moejax.plan.price.candidate import PricedPlan, price, trace_config
 from moejax.plan.price.routing import read_routing
-from moejax.plan.price.sensitivity import changes, crossing
+from moejax.plan.price.sensitivity import break_even, changes
 from moejax.plan.price.terms import terms
 from moejax.plan.report import page as report
 from moejax.plan.report.page import SCRIPT, TEMPLATE, embed, write_report
-from moejax.plan.search.search import Found
+from moejax.plan.search.search import SearchResult
 from tests.cases import small_config
 
 # Nothing here depends on which JAX there is.
@@ -47,11 +47,11 @@ MESHES = ((8, 1, 1, 1), (2, 4, 1, 1), (1, 1, 8, 1))  # the last one the default
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
-    plans = [price(read_step(_config(mesh), "cpu"), CLUSTER, ROUTING) for mesh in MESHES]
+def found() -> SearchResult:
+    plans = [price(trace_config(_config(mesh), "cpu"), CLUSTER, ROUTING) for mesh in MESHES]
     default = plans[-1]
     ranked = sorted(plans[:-1], key=lambda one: one.seconds)
-    return Found(ranked, default, meshes=9, traced=3, too_large=0, room=1e9, seconds=1.5)
+    return SearchResult(ranked, default, meshes=9, traced=3, too_large=0, room=1e9, seconds=1.5)
 
 
 def _config(mesh: tuple[int, int, int, int]):
@@ -90,7 +90,7 @@ def test_the_page_holds_every_plan_the_chosen_one_first(found, data):
 
 
 def test_a_default_that_was_ranked_is_one_row(found, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "overtake", lambda best, other: [])  # takes its time
+    monkeypatch.setattr(report, "sensitivity", lambda best, other: [])  # takes its time
     ranked = replace(found, baseline=found.ranked[1])
     write_report(ranked, CLUSTER, ROUTING, tmp_path / "plan.html")
     assert '"name":"2 default"' in _text(tmp_path / "plan.html")
@@ -117,9 +117,9 @@ def test_memory_sums_to_the_peak(found, data):
 
 
 def test_traffic_is_what_the_step_sends(found, data):
-    _, played = found.ranked[0].parts[0]
+    _, simulated = found.ranked[0].parts[0]
     assert {(one["link"], one["class"]): one["bytes"] for one in data["traffic"]} == dict(
-        played.tally.bytes_sent
+        simulated.totals.bytes_sent
     )
 
 
@@ -128,7 +128,7 @@ def test_timelines_hold_all_that_takes_time_also_inside_loops(found, data):
     assert [one["plan"] for one in drawn] == ["1", "2", "default"]
     for one, priced in zip(drawn, [*found.ranked[:2], found.baseline], strict=True):
         computed = _computed(one, 0)
-        assert math.isclose(computed, sum(priced.main.tally.computed.values()), rel_tol=1e-5)
+        assert math.isclose(computed, sum(priced.main.totals.computed.values()), rel_tol=1e-5)
         assert one["nodes"][0]["seconds"] == priced.main.seconds
 
 
@@ -136,7 +136,7 @@ def _computed(timeline: dict, place: int) -> float:
     total = 0.0
     for lane, _, _, _, seconds, _, inner in timeline["nodes"][place]["tasks"]:
         if inner >= 0:
-            total += timeline["nodes"][inner]["turns"] * _computed(timeline, inner)
+            total += timeline["nodes"][inner]["trip_count"] * _computed(timeline, inner)
         elif timeline["words"][lane] == "compute":
             total += seconds
     return total
@@ -176,18 +176,20 @@ def test_a_rate_at_which_a_plan_wins_is_found(found, data):
     assert _slower(other, best, changes(CLUSTER)[rate](factor**0.95)) >= 1 - 1e-9
 
 
-def _slower(one: Priced, other: Priced, cluster: Topology) -> float:
-    return price(one.read, cluster, ROUTING).seconds / price(other.read, cluster, ROUTING).seconds
+def _slower(one: PricedPlan, other: PricedPlan, cluster: Topology) -> float:
+    return (
+        price(one.traced, cluster, ROUTING).seconds / price(other.traced, cluster, ROUTING).seconds
+    )
 
 
 def test_crossings_are_the_nearest_and_close():
-    assert crossing(lambda factor: 3.0 - factor) == pytest.approx(3, rel=0.02)
-    assert crossing(lambda factor: factor - 0.1) == pytest.approx(0.1, rel=0.02)
-    assert crossing(lambda factor: 1.0) is None
-    assert crossing(lambda factor: 100.0 - factor) is None
-    either = crossing(lambda factor: 1.0 if 0.5 < factor < 12 else -1.0)
+    assert break_even(lambda factor: 3.0 - factor) == pytest.approx(3, rel=0.02)
+    assert break_even(lambda factor: factor - 0.1) == pytest.approx(0.1, rel=0.02)
+    assert break_even(lambda factor: 1.0) is None
+    assert break_even(lambda factor: 100.0 - factor) is None
+    either = break_even(lambda factor: 1.0 if 0.5 < factor < 12 else -1.0)
     assert either == pytest.approx(0.5, rel=0.02)
-    either = crossing(lambda factor: 1.0 if 0.1 < factor < 2 else -1.0)
+    either = break_even(lambda factor: 1.0 if 0.1 < factor < 2 else -1.0)
     assert either == pytest.approx(2, rel=0.02)
 
 

@@ -1,20 +1,20 @@
-"""Sketches against prices: a sketch chooses what is traced."""
+"""Estimates against prices: a estimate chooses what is traced."""
 
 import dataclasses
 
 from moejax.config.fields import change
 from moejax.config.schema import PlanConfig
-from moejax.plan.price.candidate import price, read_step
+from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_routing
 from moejax.plan.search import space
-from moejax.plan.search.estimate import Sketch
+from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.space import Limits
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 
 
 def costs(hidden, batch, meshes):
-    """(priced seconds, sketched seconds, mesh) where the network is slow."""
+    """(priced seconds, estimated seconds, mesh) where the network is slow."""
     # With a capacity a step has one branch, and is traced in half the time.
     experts = {"capacity_factor": 1.25, "expert_hidden": hidden, "num_experts": 16}
     shapes = {"vocab_size": 264, "mlp_hidden": 384}
@@ -26,12 +26,12 @@ def costs(hidden, batch, meshes):
         mesh = change(cfg, dict(zip(space.MESH, sizes, strict=True)))
         one = space.resolve(mesh, Limits(there.devices, there.nodes, "cpu"))
         assert one is not None
-        priced = price(read_step(one, "cpu"), there, read_routing("balanced", 16))
-        found.append((priced.seconds, Sketch(one, there).seconds(), sizes))
+        priced = price(trace_config(one, "cpu"), there, read_routing("balanced", 16))
+        found.append((priced.seconds, Estimate(one, there).seconds(), sizes))
     return found
 
 
-def test_sketches_tell_apart_what_prices_tell_apart():
+def test_estimates_tell_apart_what_prices_tell_apart():
     """What is clearly slower must not stand before the faster; the rest may stand in any order.
 
     Where tokens are many, they should not cross a slow network; where experts are large, their

@@ -15,11 +15,11 @@ from moejax.config.schema import CompressionConfig, Config, PlanConfig
 from moejax.errors import InputError
 from moejax.plan.cluster.file import write_topology
 from moejax.plan.command import main
-from moejax.plan.price.candidate import price, read_step
+from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_routing
 from moejax.plan.price.terms import terms, why
 from moejax.plan.report.tables import print_ranked, print_why, rest_words
-from moejax.plan.search.estimate import Sketch
+from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
 from moejax.plan.search.search import _Search, search, space
 from moejax.plan.search.space import Limits
@@ -133,7 +133,7 @@ def test_a_slow_network_is_avoided():
         cfg = model(moe={"expert_hidden": hidden, "num_experts": 16})
         cfg = change(cfg, {"train.batch_sequences": batch})
         best = found_for(cfg, cluster(slow=1e5, startup=1e-6), *free).ranked[0]
-        sent = best.main.tally.bytes_sent
+        sent = best.main.totals.bytes_sent
         crossing.append({name for (link, name) in sent if link == "network"})
     tokens = {"dispatch", "combine", "dispatch_backward", "combine_backward"}
     assert not tokens & crossing[0]
@@ -156,8 +156,8 @@ def test_a_plan_that_does_not_fit_is_made_lighter_or_refused():
 def test_a_twentieth_of_memory_is_left_to_the_runtime(found, monkeypatch):
     best = found.ranked[0]
     # Nothing is free: the only plan and the default were traced already.
-    traced = {one.cfg: one.read for one in (best, found.baseline)}
-    monkeypatch.setattr("moejax.plan.search.search.read_step", lambda cfg, _: traced[cfg])
+    traced = {one.cfg: one.traced for one in (best, found.baseline)}
+    monkeypatch.setattr("moejax.plan.search.search.trace_config", lambda cfg, _: traced[cfg])
     fits, too_large = (cluster(memory=int(best.peak.bytes / share)) for share in (0.94, 0.97))
     assert [one.cfg for one in found_for(best.cfg, fits).ranked] == [best.cfg]
     with pytest.raises(InputError, match="no plan fits 8 devices on 2 nodes"):
@@ -166,13 +166,13 @@ def test_a_twentieth_of_memory_is_left_to_the_runtime(found, monkeypatch):
 
 @pytest.mark.slow
 def test_a_model_that_fits_only_where_all_is_sharded_is_planned(monkeypatch):
-    """Sketches that find room everywhere, and replicas fastest, show two meshes that are alike."""
+    """Estimates that find room everywhere, and replicas fastest, show two meshes that are alike."""
     memory = ("train.micro_batches", "model.remat")
     cfg = model(moe={"expert_hidden": 2048})
     sharded = change(cfg, {"mesh.replica": 1, "mesh.fsdp": 8})
     smallest = found_for(sharded, cluster(), *memory).ranked[0]
-    monkeypatch.setattr(Sketch, "bytes", lambda sketch: 0.0)
-    monkeypatch.setattr(Sketch, "seconds", lambda sketch: sketch.cfg.mesh.fsdp)
+    monkeypatch.setattr(Estimate, "bytes", lambda estimate: 0.0)
+    monkeypatch.setattr(Estimate, "seconds", lambda estimate: estimate.cfg.mesh.fsdp)
     tight = cluster(memory=int(1.1 * smallest.peak.bytes))
     found = found_for(cfg, tight, "mesh.replica", "mesh.fsdp", *memory)
     assert found.ranked[0].cfg.mesh.fsdp == 8
@@ -182,9 +182,9 @@ def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
     """One that is fast until it is made lighter comes after one that need not be."""
     cfg, there = model(moe={"expert_hidden": 2048}), cluster(memory=20_000_000)
     how = dataclasses.replace(limits(cfg, there), pinned=frozenset())
-    meshes = [Sketch(mesh, there) for mesh in space.meshes(cfg, how)]
+    meshes = [Estimate(mesh, there) for mesh in space.meshes(cfg, how)]
     searching = _Search(cfg, there, how, read_routing("balanced", 8), 1000.0, print)
-    tried = [Sketch(mesh, there) for mesh in searching._promising(meshes)]
+    tried = [Estimate(mesh, there) for mesh in searching._promising(meshes)]
     assert any(one.cfg.train.micro_batches > 1 or one.cfg.model.remat != "none" for one in tried)
     assert [one.seconds() for one in tried] == sorted(one.seconds() for one in tried)
     assert all(one.bytes() <= 1.3 * searching.room for one in tried)
@@ -219,7 +219,7 @@ def test_the_baseline_spreads_experts_over_all_devices(found):
     assert found.baseline.cfg.route == "split"
     # Its tokens cross the slow network and those of the best plan do not, which is worth most.
     best = found.ranked[0]
-    crossing = [one.main.tally.bytes_sent["network", "dispatch"] for one in (found.baseline, best)]
+    crossing = [one.main.totals.bytes_sent["network", "dispatch"] for one in (found.baseline, best)]
     assert crossing[0] > crossing[1] == 0
     assert best.seconds < 0.95 * found.baseline.seconds
 
@@ -229,7 +229,7 @@ def test_skew_costs_what_a_plan_exchanges():
     seconds = []
     for sizes in ((1, 1, 8, 1), (8, 1, 1, 1)):
         cfg = change(dropless, dict(zip(space.MESH, sizes, strict=True)))
-        step = read_step(space.resolve(cfg, limits(cfg, cluster())), "cpu")
+        step = trace_config(space.resolve(cfg, limits(cfg, cluster())), "cpu")
         seconds.append([price(step, cluster(), read_routing(r, 8)).seconds for r in routings])
     assert seconds[0][1] > seconds[0][0]
     # Where every device has all experts, nothing is exchanged and nothing waits.
@@ -329,7 +329,7 @@ def test_what_is_shown_names_the_winner_and_the_default(found):
     print_why(found, console)
     text = shown.getvalue()
     assert "default" in text
-    assert "meshes sketched" in text
+    assert "meshes estimated" in text
     assert "x as fast as" in text
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moejax.aot.command import describe
+from moejax.aot.command import described_config
 from moejax.aot.target import TARGETS
 from moejax.config.load import load_config
-from moejax.plan.price.candidate import price, read_step
+from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_routing
 from moejax.plan.trace.memory import peak
 from moejax.plan.trace.reader import read
@@ -102,8 +102,8 @@ def test_the_scopes_add_up_to_the_peak():
 
 def test_a_plan_needs_what_the_larger_of_step_and_evaluation_needs():
     cfg = small_config((2, 1, 1, 1))
-    found = price(read_step(cfg, "cpu"), cluster(inside=2, nodes=1), read_routing("balanced", 8))
-    assert found.evaluation == found.read.evaluation_peak()
+    found = price(trace_config(cfg, "cpu"), cluster(inside=2, nodes=1), read_routing("balanced", 8))
+    assert found.evaluation == found.traced.evaluation_peak()
     assert found.peak == found.steps
     larger = replace(found.evaluation, temporary=2 * found.steps.bytes)
     assert replace(found, evaluation=larger).peak == larger
@@ -131,8 +131,8 @@ def cases():
 def test_the_peak_is_what_the_compiler_says_within_a_tenth(case):
     settings = [*case["settings"], "moe.implementation=blocked"]
     cfg = load_config(ROOT / f"configs/{case['config']}.py", settings)
-    cfg = describe(cfg, TARGETS["h200"], case["nodes"])
-    read = read_step(cfg, "gpu")
+    cfg = described_config(cfg, TARGETS["h200"], case["nodes"])
+    read = trace_config(cfg, "gpu")
     found = read.peak(read.schedule())
     assert found.arguments == pytest.approx(case["argument_bytes"], rel=0.01)
     assert found.bytes == pytest.approx(case["peak_bytes"], rel=0.1)

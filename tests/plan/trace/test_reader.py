@@ -16,13 +16,13 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.plan.trace.reader import collectives, read
 from moejax.plan.trace.schedule import walk
-from moejax.step.trainer import build_trainer
-from tests.cases import small_config, trainer_for
+from moejax.step.train_step import build_step
+from tests.cases import small_config, step_for
 
 
 def schedule_of(cfg, rounds=0):
-    trainer = build_trainer(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
-    traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
+    train_step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    traced = train_step.step.trace(train_step.abstract, train_step.abstract_batch())
     return read(traced.jaxpr, rounds=rounds)
 
 
@@ -215,7 +215,7 @@ def test_overflowing_buckets_take_the_branch_that_goes_in_rounds():
     names = [op.scope for op in _loops(three)]
     assert "rounds" in names
     assert "rounds" not in [op.scope for op in _loops(usual)]
-    assert all(op.turns == 3 for op in _loops(three) if op.scope == "rounds")
+    assert all(op.trip_count == 3 for op in _loops(three) if op.scope == "rounds")
 
 
 def _loops(schedule):
@@ -254,8 +254,8 @@ def test_codecs_are_counted_as_the_compiler_does(kind):
     cfg = small_config((2, 2, 2, 1), moe={"capacity_factor": 2.0}, model={"scan_layers": False})
     mesh = dataclasses.replace(cfg.mesh, nodes=8)
     compression = CompressionConfig(**{kind: CODECS[kind]})
-    trainer = trainer_for(dataclasses.replace(cfg, mesh=mesh, compression=compression))
-    traced = trainer.step.trace(trainer.abstract, trainer.abstract_batch())
+    train_step = step_for(dataclasses.replace(cfg, mesh=mesh, compression=compression))
+    traced = train_step.step.trace(train_step.abstract, train_step.abstract_batch())
     counted = Counter()
     for one in collectives(traced.jaxpr):
         counted[one.kind] += one.calls

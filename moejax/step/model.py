@@ -1,0 +1,112 @@
+"""The model as a step sees it: static facts beside the arrays, and what a run's config chose."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from moejax.config.compression import Codecs, build_compression
+from moejax.config.schema import Config
+from moejax.kernels.select import hardware_of, select_kernels
+from moejax.layout.layout import Layout, build_layout
+from moejax.layout.route import build_route
+from moejax.layout.spec import StepSpec
+from moejax.model.transformer import Transformer
+from moejax.moe.layer import RouterBias
+from moejax.step.state import Tree
+
+
+@dataclass(frozen=True)
+class ModelDef:
+    """All that the code of a step knows of the model besides its arrays."""
+
+    cfg: Config
+    spec: StepSpec
+    graph: nnx.GraphDef
+    dims: Tree  # letters of each parameter's dimensions
+
+    @property
+    def layout(self) -> Layout:
+        """Where arrays live."""
+        return self.spec.layout
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits exist at one time."""
+        vocabulary = self.cfg.model.vocab_size // self.layout.size(self.layout.tensor)
+        return max(1, self.spec.logit_elements // vocabulary)
+
+    def merge(self, params: Tree, router_bias: Tree) -> Transformer:
+        """The model with these arrays."""
+        return nnx.merge(self.graph, params, router_bias)
+
+    def init(self) -> tuple[Tree, Tree]:
+        """Parameters and selection biases, drawn from the seed."""
+        return _split(_build_model(self.cfg, self.spec))[1:]
+
+
+def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, Tree, Tree]:
+    """The model, and the shapes of its parameters and selection biases; allocates nothing."""
+    model = nnx.eval_shape(lambda: _build_model(cfg, spec))
+    graph, params, router_bias = _split(model)
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    dims = nnx.to_pure_dict(
+        nnx.from_flat_state([(path, v.replace(v.get_metadata("dims"))) for path, v in flat])
+    )
+    return ModelDef(cfg, spec, graph, dims), params, router_bias
+
+
+def build_spec(
+    cfg: Config, mesh: Mesh | AbstractMesh, platform: str, codecs: Codecs | None
+) -> StepSpec:
+    """What a config and its devices choose; arguments as of `build_step`."""
+    layout = build_layout(cfg.mesh)
+    chosen = {
+        name: choice.implementation
+        for name, choice in select_kernels(cfg, hardware_of(mesh, platform)).items()
+    }
+    compression = build_compression(cfg.compression)
+    if "quantize" in chosen:
+        rows = chosen.get("quantized_rows", "separate")
+        compression = compression.with_kernels(chosen["quantize"], rows)
+    codecs = codecs or compression.at(0)
+    return StepSpec(
+        layout=layout,
+        route=build_route(
+            cfg.route,
+            layout,
+            chunks=cfg.route_chunks,
+            chunks_backward=cfg.route_chunks_backward or cfg.route_chunks,
+            trim=cfg.route_trim,
+            codecs=codecs,
+        ),
+        barriers=platform != "cpu",
+        dtype=cfg.model.dtype,
+        gradient_dtype=cfg.train.gradient_dtype,
+        compression=compression,
+        codecs=codecs,
+        micro_bytes=cfg.train.reduction_bytes,
+        experts=chosen.get("experts", "blocked"),
+        attention=chosen["attention"],
+        logit_elements=2**21 if platform == "cpu" else 2**27,
+    )
+
+
+def parameter_sizes(dims: Tree, params: Tree) -> dict[str, tuple[str, int]]:
+    """Path -> (letters of the dimensions, elements) of each parameter."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): (letters, math.prod(x.shape))
+        for (path, x), letters in zip(leaves, jax.tree.leaves(dims), strict=True)
+    }
+
+
+def _build_model(cfg: Config, spec: StepSpec) -> Transformer:
+    return Transformer(cfg.model, cfg.moe, spec, nnx.Rngs(params=cfg.train.seed))
+
+
+def _split(model: Transformer) -> tuple[nnx.GraphDef, Tree, Tree]:
+    graph, params, router_bias = nnx.split(model, nnx.Param, RouterBias)
+    return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(router_bias)

@@ -1,0 +1,239 @@
+"""The compiled functions of a run: the train step, gradients alone, evaluation, sampling.
+
+Each is one `jax.shard_map` of per-device code over the whole mesh.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm import gloo, wire
+from moejax.comm.weights.states import residual_shapes, residual_specs
+from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs
+from moejax.config.schema import Config
+from moejax.layout.layout import Layout
+from moejax.layout.spec import StepSpec
+from moejax.runtime.compiler import Options, compiler_options, known_options
+from moejax.step.forward import logits_after, sum_over_targets
+from moejax.step.loss import LossParts
+from moejax.step.model import ModelDef, build_spec, describe_model, parameter_sizes
+from moejax.step.optimizer import Optimizer
+from moejax.step.state import Batch, Reduction, TrainState, Tree
+from moejax.step.step import loss_gradients, train_step
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """The compiled functions of a run and the shardings of what they take."""
+
+    model: ModelDef
+    mesh: Mesh | AbstractMesh
+    platform: str  # "cpu", "gpu" or "tpu"
+    abstract: TrainState  # shapes, dtypes and shardings of the state
+
+    @property
+    def cfg(self) -> Config:
+        """The run's config."""
+        return self.model.cfg
+
+    @property
+    def spec(self) -> StepSpec:
+        """What config and devices chose."""
+        return self.model.spec
+
+    @property
+    def layout(self) -> Layout:
+        """Where arrays live."""
+        return self.model.layout
+
+    @property
+    def dims(self) -> Tree:
+        """Letters of each parameter's dimensions."""
+        return self.model.dims
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of each array of a batch."""
+        return NamedSharding(self.mesh, self.layout.token_spec())
+
+    def abstract_batch(self) -> Batch:
+        """Shapes of one step's batch."""
+        shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
+        array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
+        return Batch(array, array, array)
+
+    def abstract_prompt(self) -> tuple[jax.ShapeDtypeStruct, int]:
+        """Shapes of what `next_logits` takes: one sequence on each device, and a length."""
+        shape = (self.layout.size(self.layout.token_axes), self.cfg.data.sequence_length)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding), 1
+
+    def parameter_sizes(self) -> dict[str, tuple[str, int]]:
+        """Path -> (letters of the dimensions, elements) of each parameter."""
+        return parameter_sizes(self.dims, self.abstract.params)
+
+    def argument_bytes(self) -> dict[str, int]:
+        """Bytes of one device of what a step is given, by kind; its counters are left out."""
+        state = self.abstract
+        return {
+            "weights": _local_bytes(state.params),
+            "optimizer": _local_bytes(state.optimizer),
+            "codec memory": _local_bytes(state.reduction),
+            "batch": _local_bytes(self.abstract_batch()),
+        }
+
+    def init(self) -> TrainState:
+        """Returns the first state, drawn from the seed, each device making its own shards.
+
+        The values depend on the seed alone, not on the mesh.
+        """
+
+        def build() -> TrainState:
+            params, router_bias = self.model.init()
+            zero = jnp.zeros((), jnp.int32)
+            moments = self._optimizer.init(params)
+            return TrainState(zero, zero, params, router_bias, moments, self._empty_reduction())
+
+        # Runs once, so on CPU it asks LLVM for little: seconds of compilation saved.
+        quick = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else None
+        return jax.jit(build, out_shardings=_shardings(self.abstract), compiler_options=quick)()
+
+    def at(self, codecs: Codecs) -> "TrainStep":
+        """The same run with these codecs; the same state fits."""
+        if codecs == self.spec.codecs:
+            return self
+        return build_step(self.cfg, self.mesh, self.platform, codecs)
+
+    @cached_property
+    def plain(self) -> "TrainStep":
+        """The same run without codecs: held-out text is not measured through them."""
+        return self.at(NO_CODECS)
+
+    def first_reduction(self) -> Reduction:
+        """What codecs of gradients remember at first: nothing."""
+        shardings = _shardings(self.abstract.reduction)
+        return jax.jit(self._empty_reduction, out_shardings=shardings)()
+
+    def _empty_reduction(self) -> Reduction:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract.reduction)
+
+    @cached_property
+    def step(self) -> Any:
+        """The jitted step: (state, batch) -> (state, metrics). Takes the state's memory over."""
+        body = partial(train_step, self.model, self._optimizer)
+        return self._jitted(body, (self._state_specs, P()), donate_argnums=0)
+
+    @cached_property
+    def gradients(self) -> Any:
+        """The jitted (state, batch) -> (gradients, loss parts); gradients shard like parameters."""
+        return self._jitted(self.gradients_of_device, (self._state_specs.params, P()))
+
+    def gradients_of_device(self, state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
+        """The per-device code of `gradients`, for use inside a shard_map with the mesh's axes."""
+        gradients, parts, _ = loss_gradients(self.model, state, batch)
+        shares = jnp.stack([parts.nll, parts.balance])
+        nll, balance = wire.all_reduce(shares, self.layout.mesh_axes)
+        return gradients, parts._replace(nll=nll, balance=balance)
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """The jitted (state, batch) -> summed nats over the batch's valid targets; no codecs."""
+        return self._jitted(partial(sum_over_targets, self.plain.model), P())
+
+    @cached_property
+    def next_logits(self) -> Any:
+        """The jitted (state, (token_BT, length)) -> logits_BV after the first `length` tokens."""
+        model, tokens = self.plain.model, self.layout.token_spec()
+
+        def body(state: TrainState, prompt: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return logits_after(model, state, *prompt)
+
+        return self._jitted(body, tokens, (tokens, P()))
+
+    @cached_property
+    def options(self) -> Options:
+        """What is asked of the compiler; nothing where the step is only traced."""
+        options = compiler_options(self.platform, hops=len(self.spec.route.hops))
+        if not isinstance(self.mesh, Mesh):
+            return {}
+        return known_options(options, self.mesh.local_devices[0])
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return _build_optimizer(self.model)
+
+    @property
+    def _state_specs(self) -> TrainState:
+        return jax.tree.map(lambda x: x.sharding.spec, self.abstract)
+
+    def _jitted(self, body: Any, out_specs: Any, batch: Any = None, **options: Any) -> Any:
+        """Maps per-device code over the mesh: (state, batch) -> results laid out by `out_specs`."""
+        in_specs = (self._state_specs, batch or self.layout.token_spec())
+        mapped = gloo.shard_map(body, self.mesh, in_specs, out_specs)
+        return jax.jit(mapped, compiler_options=self.options or None, **options)
+
+
+def build_step(
+    cfg: Config, mesh: Mesh | AbstractMesh, platform: str, codecs: Codecs | None = None
+) -> TrainStep:
+    """Describes a run's compiled functions on a mesh; allocates nothing.
+
+    Args:
+      mesh: an AbstractMesh is enough to trace the step.
+      platform: "cpu", "gpu" or "tpu", which chooses kernels, with what the devices are.
+      codecs: of the steps it is for; those of the first step unless given.
+    """
+    model, params, router_bias = describe_model(cfg, build_spec(cfg, mesh, platform, codecs))
+    shapes, specs = _describe_state(model, params, router_bias)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
+        shapes,
+        specs,
+    )
+    return TrainStep(model, mesh, platform, abstract)
+
+
+def _describe_state(
+    model: ModelDef, params: Tree, router_bias: Tree
+) -> tuple[TrainState, TrainState]:
+    """The state's shapes, and how each array lies over the mesh."""
+    layout, dims, adaptive = model.layout, model.dims, model.spec.compression.adaptive
+    optimizer, scalar = _build_optimizer(model), jax.ShapeDtypeStruct((), jnp.int32)
+    moments = jax.eval_shape(optimizer.init, params)
+    residuals = jax.tree.map(partial(residual_shapes, model.spec), params, dims)
+    levels = jax.ShapeDtypeStruct((len(GRADIENTS),), jnp.int32) if adaptive else None
+    reduction = Reduction(residuals, levels)
+    shapes = TrainState(scalar, scalar, params, router_bias, moments, reduction)
+    param_specs = jax.tree.map(lambda x, d: layout.param_spec(d, x.ndim), params, dims)
+    specs = TrainState(
+        step=P(),
+        skipped=P(),
+        params=param_specs,
+        router_bias=jax.tree.map(lambda _: P(), router_bias),
+        optimizer=optimizer.specs(params, moments, param_specs),
+        reduction=Reduction(
+            residual_specs(residuals, params, dims, layout), P() if adaptive else None
+        ),
+    )
+    return shapes, specs
+
+
+def _build_optimizer(model: ModelDef) -> Optimizer:
+    """The update of parameters that are named by the letters of their dimensions."""
+    return Optimizer(model.cfg.optimizer, model.dims, model.layout, model.cfg.train.num_steps)
+
+
+def _shardings(abstract: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.sharding, abstract)
+
+
+def _local_bytes(tree: Any) -> int:
+    """Bytes of one device's shards of abstract arrays."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
