@@ -25,8 +25,9 @@ from gpu_products import (
 from gpu_shapes import Shape, place_tokens
 from gpu_worker import Case, Reporter
 
+from moejax.kernels.formats import FORMATS, TINY
 from moejax.kernels.grouped_matmul_e4m3 import BLOCK, dequantize_weights, quantize_weights
-from moejax.kernels.quantize import FORMATS, TINY, Quantized, dequantize, dequantize_sum, quantize
+from moejax.kernels.quantize import Quantized, dequantize, dequantize_sum, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 
 EPS = float(np.finfo(np.float32).eps)

@@ -15,7 +15,8 @@ from gpu_timing import Form, jax_form, torch_form
 from gpu_worker import Case, Reporter
 
 from moejax.kernels import permute as plain
-from moejax.kernels.quantize import FORMATS, Quantized, dequantize_sum, quantize
+from moejax.kernels.formats import FORMATS
+from moejax.kernels.quantize import Quantized, dequantize_sum, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 
 PERMUTE, UNPERMUTE = "permute", "unpermute + weighted sum"

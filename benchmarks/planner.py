@@ -44,7 +44,7 @@ from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
 from moejax.plan.price.routing import ExpertLoad, read_routing
 from moejax.plan.price.terms import terms
-from moejax.plan.report.tables import plan_words
+from moejax.plan.report.tables import plan_text
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, meshes, plan_of
@@ -139,7 +139,7 @@ def probe(setup: Setup, path: Path) -> tuple[dict[str, Any], float]:
 def plan(setup: Setup, topology: Topology, seconds: float | None) -> SearchResult:
     """All that the planner finds in some time."""
     limits, routing = ask(setup, topology)
-    return search(config_of(setup), topology, limits, routing, seconds=seconds, say=print)
+    return search(config_of(setup), topology, limits, routing, seconds=seconds, progress=print)
 
 
 def ask(setup: Setup, topology: Topology) -> tuple[Limits, ExpertLoad]:
@@ -233,7 +233,7 @@ def reprice(record: dict[str, Any], seconds: float | None) -> None:
         rows = one["rows"]
         best = found.ranked[0].cfg
         if plan_of(best) != plan_of(config_of_row(setup, rows[0])):
-            raise SystemExit(f"{name}: now {plan_words(best)}; measure it again")
+            raise SystemExit(f"{name}: now {plan_text(best)}; measure it again")
         routing = ask(setup, topology)[1]
         for row in rows:
             priced = price(trace_config(config_of_row(setup, row), "cpu"), topology, routing)
@@ -400,7 +400,7 @@ def page(record: dict[str, Any]) -> str:
 
 def words(one: dict[str, Any], row: dict[str, Any]) -> str:
     """A plan of a set-up."""
-    return plan_words(config_of_row(Setup(**one["setup"]), row))
+    return plan_text(config_of_row(Setup(**one["setup"]), row))
 
 
 def where(one: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from moejax.plan.cluster.topology import Link, Topology, same_links
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
 from moejax.plan.price.routing import read_routing
 from moejax.plan.price.terms import tokens_per_second
-from moejax.plan.report.tables import plan_words, sentence
+from moejax.plan.report.tables import plan_text, sentence
 from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, resolve
 
@@ -219,7 +219,7 @@ def plan(
     device, pins = topology.device.platform, frozenset(set(settings) & set(CHOSEN))
     limits = Limits(topology.devices, topology.nodes, device, pinned=pins)
     routing = read_routing(skew, cfg.moe.num_experts)
-    return search(cfg, topology, limits, routing, seconds=seconds, say=lambda _: None)
+    return search(cfg, topology, limits, routing, seconds=seconds, progress=lambda _: None)
 
 
 def with_codecs(one: PricedPlan, preset: str, topology: Topology) -> PricedPlan | None:
@@ -256,8 +256,8 @@ def answer(question: Question) -> dict[str, Any]:
         "cluster": given if isinstance(given, str) else f"{given.name}:{given.nodes}",
         "claim": question.claim,
         "differs": question.differs,
-        "plan": plan_words(best.cfg),
-        "baseline": plan_words(baseline.cfg) if baseline is not None else "none",
+        "plan": plan_text(best.cfg),
+        "baseline": plan_text(baseline.cfg) if baseline is not None else "none",
         "baseline_name": name,
         "why": sentence(best, baseline, name) if baseline is not None else "",
         "seconds": best.seconds,
@@ -299,7 +299,7 @@ def for_every_cluster() -> list[dict[str, Any]]:
             )
             best = found.ranked[0]
             row |= {
-                "plan": plan_words(best.cfg),
+                "plan": plan_text(best.cfg),
                 "milliseconds": best.seconds * 1e3,
                 "gib": best.peak.bytes / 2**30,
                 "tokens_a_second": tokens_per_second(best),
@@ -327,7 +327,7 @@ def for_every_routing(cluster: str) -> list[dict[str, Any]]:
                 "cluster": cluster,
                 "routing": skew,
                 "busiest": routing.skew,
-                "plan": plan_words(best.cfg),
+                "plan": plan_text(best.cfg),
                 "seconds": best.seconds,
                 "even_plan_seconds": there.seconds,
                 "even_plan_fits": there.peak.bytes <= found.room,

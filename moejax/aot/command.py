@@ -290,8 +290,8 @@ def print_exposed(step: CompiledStep, train_step: TrainStep, preset: str, consol
     for kind, share in hidden_shares(step.exchanges, train_step.layout).items():
         console.print(f"{kind} across nodes: {share:.0%} of bytes enclose a product")
     chosen = compress_exposed(step.exchanges, train_step.layout, preset)
-    words = [f"--config.compression.{name}={codec}" for name, codec in chosen.items()]
-    console.print(" ".join(words), highlight=False, soft_wrap=True)
+    text = [f"--config.compression.{name}={codec}" for name, codec in chosen.items()]
+    console.print(" ".join(text), highlight=False, soft_wrap=True)
 
 
 def _hidden(step: CompiledStep, backward: bool) -> str:
@@ -366,5 +366,5 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         print_exposed(steps["the trainer's"], train_step, args.compress_exposed, console)
 
 
-def _say(words: str) -> None:
-    print(f"moejax: {words}", file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(f"moejax: {text}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ have a float32 scale for each 128 of K, weights one for each 128 x 128, so that 
 own block alone. Source: DeepSeek-V3 (2024), section 3.3.
 
 The error, beside the product of what was not rounded, is that of e4m3: for each term at most 2^-3
-of it where scales' smallest numbers do not count (`kernels.quantize.Format` has both parts). Sums
+of it where scales' smallest numbers do not count (`kernels.formats.Format` has both parts). Sums
 are float32 from block to block; inside one of 128, Hopper's matrix units keep about 14 bits.
 """
 

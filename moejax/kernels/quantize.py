@@ -5,45 +5,13 @@ to the largest number of the format. A block with an infinity or NaN in it decod
 a broken gradient stays visible; a block of zeros decodes to zeros.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-TINY = float(np.finfo(np.float32).tiny)
-
-
-@dataclass(frozen=True)
-class Format:
-    """Numbers that a quantised value can be.
-
-    The error of a value x in a block with largest magnitude a and scale s = a / largest is at
-    most max(|x| * relative, s * absolute) + largest * tiny: half a step between neighbours, and
-    what is lost when s is denormal. Stochastic rounding errs by up to twice as much.
-
-    Attributes:
-      largest: the largest number.
-      relative: half a step over the value, where steps grow with values; 0 where they do not.
-      absolute: half of the smallest step.
-      bits: of a value on the wire.
-    """
-
-    largest: float
-    relative: float
-    absolute: float
-    bits: int
-    dtype: Any
-
-
-FORMATS = {
-    "int8": Format(127, 0, 0.5, 8, jnp.int8),
-    "int4": Format(7, 0, 0.5, 4, jnp.int8),
-    "e4m3": Format(448, 2**-4, 2**-10, 8, jnp.float8_e4m3fn),
-    "e5m2": Format(57344, 2**-3, 2**-17, 8, jnp.float8_e5m2),
-}
+from moejax.kernels.formats import FORMATS, TINY, Format
 
 
 class Quantized(NamedTuple):
@@ -72,7 +40,7 @@ def quantize(
 
     Args:
       x: [..., n] of any float dtype.
-      name: a key of `FORMATS`.
+      name: a key of `formats.FORMATS`.
       key: rounds to either neighbour at random, so that the mean is x; without one, to the nearest.
       implementation: "reference" or "mosaic" (without a key); see `kernels.select`.
     """

@@ -15,8 +15,6 @@ from moejax.kernels.costs import jitted
 from moejax.kernels.permute import rows_at
 from moejax.kernels.quantize import Quantized, bytes_of, dequantize, quantize
 
-TILE = 64  # blocks that a kernel takes at a time: some rows, or a piece of a longer one
-
 
 def permute_quantize(
     x_ND: jax.Array,
@@ -30,7 +28,7 @@ def permute_quantize(
     """Quantises the rows `weight[m] * x[source[m]]`; N stands for a row of zeros.
 
     Args:
-      name: a key of `kernels.quantize.FORMATS`.
+      name: a key of `kernels.formats.FORMATS`.
       weight_M: float32; None: rows are taken as they are.
       implementation: "reference" or "mosaic"; see `kernels.select`.
     """

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from moejax.config.compression import BLOCKS, TOKENS, build_compression
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.kernels.quantized_rows import TILE
+from moejax.kernels.formats import TILE
 
 HOPPER = "9.0"
 # Of a mask that cuDNN's attention reads from memory, two bytes for each pair of positions: more

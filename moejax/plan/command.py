@@ -143,10 +143,12 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
         )
         with shown.status("planning") as status:
 
-            def say(words: str) -> None:
-                status.update(f"planning for {cluster.devices} devices: {words}")
+            def progress(text: str) -> None:
+                status.update(f"planning for {cluster.devices} devices: {text}")
 
-            return search(cfg, cluster, limits, routing, seconds=cfg.plan.seconds, say=say)
+            return search(
+                cfg, cluster, limits, routing, seconds=cfg.plan.seconds, progress=progress
+            )
 
     found = find(topology)
     console.print(
@@ -171,7 +173,7 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
 def _print_fewer(found, topology, find, console: Console) -> None:
     """What half the nodes, a quarter, ... would give."""
     from moejax.plan.price.terms import tokens_per_second
-    from moejax.plan.report.tables import mesh_words
+    from moejax.plan.report.tables import mesh_text
 
     best = found.ranked[0]
     rows = [(topology.nodes, best)]
@@ -188,6 +190,6 @@ def _print_fewer(found, topology, find, console: Console) -> None:
         share = rate / tokens_per_second(best)
         console.print(
             f"{nodes} nodes: {rate:,.0f} tokens/s ({share:.2f} of {topology.nodes} nodes'), "
-            f"{mesh_words(one.cfg)}",
+            f"{mesh_text(one.cfg)}",
             highlight=False,
         )

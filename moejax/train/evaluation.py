@@ -3,7 +3,7 @@
 import math
 
 from moejax.step.state import TrainState
-from moejax.train.metrics import held_out_words
+from moejax.train.metrics import held_out_text
 from moejax.train.run import Run
 from moejax.train.sample import sample
 
@@ -25,7 +25,7 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
     if (density := run.inputs.eval_tokens_per_byte) is not None:
         values["bits_per_byte"] = nats_per_token / LN2 * density
     part = "all" if limit is None else f"{int(targets):,} tokens"
-    run.display.say(f"step {step}  held-out ({part}): {held_out_words(values)}")
+    run.display.note(f"step {step}  held-out ({part}): {held_out_text(values)}")
     run.records.event("eval" if limit is not None else "final_eval", step, **values)
 
 

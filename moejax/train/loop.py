@@ -219,15 +219,15 @@ def leave(run: Run, step: int, asked: bool) -> None:
     run.record_saved(run.checkpoints.wait())
     if any(run.processes.gather(asked)):
         run.mismatch = None
-        run.display.say(f"stopped at step {step}; run the same command to go on")
+        run.display.note(f"stopped at step {step}; run the same command to go on")
         run.records.event("stopped", step)
     else:
         tell(run, "planning_again", step, "planning again")
 
 
-def tell(run: Run, event: str, step: int, words: str, **values: str) -> None:
+def tell(run: Run, event: str, step: int, text: str, **values: str) -> None:
     """Says and records something that happened after a step."""
-    run.display.say(f"step {step}  {words}")
+    run.display.note(f"step {step}  {text}")
     run.records.event(event, step, **values)
 
 
@@ -243,7 +243,7 @@ def check_update(run: Run, skipped: Skipped | None) -> None:
         "skipped", skipped.step, loss=skipped.loss, gradient_norm=skipped.gradient_norm
     )
     if skipped.in_a_row == 1:
-        run.display.say(f"warning: update of step {skipped.step} skipped: {skipped.reason}")
+        run.display.note(f"warning: update of step {skipped.step} skipped: {skipped.reason}")
     if skipped.in_a_row != run.cfg.train.max_skipped:
         return
     run.record_saved(run.checkpoints.wait())
@@ -293,7 +293,7 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
     if not monitor.off(seconds):
         return
     mismatch = monitor.mismatch(seconds)
-    run.display.say(mismatch.text)
+    run.display.note(mismatch.text)
     run.records.event("note", step, text=mismatch.text)
     if run.cfg.plan.replan:
         run.mismatch = mismatch

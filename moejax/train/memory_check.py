@@ -40,11 +40,11 @@ def check_memory(train_step: TrainStep, processes: Processes) -> int:
 
 def doubt_memory(summary: Summary, limit: int) -> list[str]:
     """A warning where the fullest moment, which is estimated, may not fit."""
-    name, most = max(summary.peaks.items(), key=lambda item: item[1])
-    if most <= limit:
+    name, fullest = max(summary.peaks.items(), key=lambda item: item[1])
+    if fullest <= limit:
         return []
     return [
-        f"warning: the fullest moment ({name}) needs about {human_bytes(most)} of a device, which "
-        f"has {human_bytes(limit)}. If memory runs out, raise train.micro_batches, or choose a "
-        f"stronger model.remat."
+        f"warning: the fullest moment ({name}) needs about {human_bytes(fullest)} of a device, "
+        f"which has {human_bytes(limit)}. If memory runs out, raise train.micro_batches, or choose "
+        f"a stronger model.remat."
     ]

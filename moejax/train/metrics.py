@@ -91,7 +91,7 @@ class Meter:
         )
 
 
-def held_out_words(values: Mapping[str, float | None]) -> str:
+def held_out_text(values: Mapping[str, float | None]) -> str:
     """An evaluation's values, as they are recorded, for people."""
     # JSON has no NaN: what was none is null.
     known = {name: math.nan if value is None else value for name, value in values.items()}
@@ -133,7 +133,7 @@ class Display:
         else:
             self._progress.update(self._task, completed=report.step, description=line)
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """Prints a line that stays."""
         console = self.console if self._progress is None else self._progress.console
         console.print(text, highlight=False, soft_wrap=True)

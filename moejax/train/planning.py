@@ -15,8 +15,8 @@ from moejax.errors import InputError, write_whole
 from moejax.plan.cluster.file import load_topology, write_topology
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.routing import read_routing
-from moejax.plan.probe.command import Effort, probe
-from moejax.plan.report.tables import plan_words
+from moejax.plan.probe.measure import Effort, probe
+from moejax.plan.report.tables import plan_text
 from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
 from moejax.plan.search.search import search
 from moejax.plan.search.space import Limits
@@ -47,11 +47,11 @@ class RunPlan:
         if self.plan is None:
             return []
         predicted, other = self.plan.predicted["seconds"], self.plan.runner_up
-        words = f"{predicted * 1e3:,.1f} ms a step predicted on {self.plan.topology}"
-        rows = [("plan", f"{plan_words(self.cfg)}: {words}")]
+        text = f"{predicted * 1e3:,.1f} ms a step predicted on {self.plan.topology}"
+        rows = [("plan", f"{plan_text(self.cfg)}: {text}")]
         if other is not None:
             cfg = change(self.cfg, other["settings"])
-            rows.append(("runner-up", f"{plan_words(cfg)}: {other['seconds'] * 1e3:,.1f} ms"))
+            rows.append(("runner-up", f"{plan_text(cfg)}: {other['seconds'] * 1e3:,.1f} ms"))
         return rows
 
 
@@ -143,10 +143,10 @@ def _search(cfg: Config, topology: Topology, limits: Limits, console: Console) -
     routing = read_routing(cfg.plan.routing, cfg.moe.num_experts)
     with console.status("planning") as status:
 
-        def say(words: str) -> None:
-            status.update(f"planning: {words}")
+        def progress(text: str) -> None:
+            status.update(f"planning: {text}")
 
-        found = search(cfg, topology, limits, routing, seconds=cfg.plan.seconds, say=say)
+        found = search(cfg, topology, limits, routing, seconds=cfg.plan.seconds, progress=progress)
     return plan_from(found, topology, cfg.plan.routing)
 
 
@@ -173,12 +173,17 @@ def measure(
     """Links and rates as they are now, roughly, and what is odd about them."""
     with console.status("measuring links") as status:
 
-        def say(words: str) -> None:
-            status.update(f"measuring links: {words}")
+        def progress(text: str) -> None:
+            status.update(f"measuring links: {text}")
 
         effort = Effort(quick=True, seconds=10.0)
         return probe(
-            processes, devices, name="measured", nodes=cfg.mesh.nodes, effort=effort, say=say
+            processes,
+            devices,
+            name="measured",
+            nodes=cfg.mesh.nodes,
+            effort=effort,
+            progress=progress,
         )
 
 

@@ -35,7 +35,7 @@ from moejax.train.checkpoint import (
 )
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import finished_steps, stored_bytes
-from moejax.train.metrics import EVALUATED, held_out_words
+from moejax.train.metrics import EVALUATED, held_out_text
 from moejax.train.resume import (
     check_resumable,
     check_same_data,
@@ -209,7 +209,7 @@ def said_done(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
     values = _final_eval(Path(cfg.run_dir) / "metrics.jsonl", saved.step)
     if inputs.held_out is not None and not values:
         return None
-    found = f"; held-out (all): {held_out_words(values)}" if values else ""
+    found = f"; held-out (all): {held_out_text(values)}" if values else ""
     return (
         f"done before: step {saved.step} of {cfg.train.num_steps} is in {saved.path}{found}. "
         f"Raise train.num_steps to go on."

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.kernels import reference
+from moejax.kernels.formats import FORMATS, TINY
 from moejax.kernels.grouped_matmul_e4m3 import (
     BLOCK,
     FORMAT,
@@ -15,7 +16,7 @@ from moejax.kernels.grouped_matmul_e4m3 import (
     grouped_matmul_e4m3,
     quantize_weights,
 )
-from moejax.kernels.quantize import FORMATS, TINY, dequantize, quantize
+from moejax.kernels.quantize import dequantize, quantize
 
 EPS, KIND = np.finfo(np.float32).eps, FORMATS[FORMAT]
 

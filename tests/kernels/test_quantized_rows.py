@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moejax.kernels.formats import FORMATS
 from moejax.kernels.permute import rows_at, sum_rows, weighted_rows_at, weighted_sum
-from moejax.kernels.quantize import FORMATS, dequantize, quantize
+from moejax.kernels.quantize import dequantize, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.kernels.test_permute import placement
 

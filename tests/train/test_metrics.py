@@ -143,7 +143,7 @@ def shown(clock, terminal):
     with Display(console, 30, 10) as display:
         display.step(11)
         display.show(report(clock))
-        display.say("[held] out")
+        display.note("[held] out")
     return out.getvalue()
 
 

@@ -86,7 +86,7 @@ class Cast(Codec):
 
 @dataclass(frozen=True)
 class Blocks(Codec):
-    """Block quantisation; the bound is that of `kernels.quantize.Format`.
+    """Block quantisation; the bound is that of `kernels.formats.Format`.
 
     `kernel` and `rows_kernel`: as of `compression.CodecSpec`.
     """

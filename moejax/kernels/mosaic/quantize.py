@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from moejax.kernels.quantize import FORMATS, TINY, Format
+from moejax.kernels.formats import FORMATS, TINY, Format
 
 BLOCKS = (32, 64, 128, 256)  # sizes of a block that tiles are made of
 LAYOUT = plgpu.Layout.WGMMA_8BIT  # 64 rows, of each 16 values a turn

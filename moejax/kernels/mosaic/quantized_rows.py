@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from moejax.kernels.formats import FORMATS, TILE
 from moejax.kernels.mosaic.quantize import (
     LAYOUT,
     from_bytes,
@@ -23,8 +24,6 @@ from moejax.kernels.mosaic.quantize import (
     to_bytes,
     widen,
 )
-from moejax.kernels.quantize import FORMATS
-from moejax.kernels.quantized_rows import TILE
 
 
 def permute_quantize(

@@ -48,8 +48,8 @@ def schedule_rows(sizes_G: jax.Array, num_rows: int) -> TileSchedule:
     tiles = jnp.where(sizes > 0, -(-(ends - firsts) // ROWS), 0)
     ends_of_tiles = jnp.cumsum(tiles)
     # A group of n rows has at most (n - 1 + ALIGNED - 1) / ROWS + 1.
-    most = (num_rows + sizes.shape[0] * (ALIGNED - 2)) // ROWS + sizes.shape[0]
-    tile_T = jnp.arange(most, dtype=jnp.int32)
+    max_tiles = (num_rows + sizes.shape[0] * (ALIGNED - 2)) // ROWS + sizes.shape[0]
+    tile_T = jnp.arange(max_tiles, dtype=jnp.int32)
     group_T = jnp.searchsorted(ends_of_tiles, tile_T, side="right").astype(jnp.int32)
     group_T = jnp.minimum(group_T, sizes.shape[0] - 1)
     first_T = firsts[group_T] + (tile_T - (ends_of_tiles - tiles)[group_T]) * ROWS

@@ -100,10 +100,10 @@ class JsonObject:
         """A number above zero."""
         return float(self.value(field, "a number above 0", lambda v: _is_number(v) and v > 0))
 
-    def share(self, field: str, most: float) -> float:
+    def share(self, field: str, maximum: float) -> float:
         """A number from zero on."""
-        rule = f"a number from 0 to {most:g}"
-        return float(self.value(field, rule, lambda v: _is_number(v) and 0 <= v <= most))
+        rule = f"a number from 0 to {maximum:g}"
+        return float(self.value(field, rule, lambda v: _is_number(v) and 0 <= v <= maximum))
 
     def curve(self, field: str) -> tuple[tuple[Any, float], ...]:
         """A list of pairs of numbers above zero."""

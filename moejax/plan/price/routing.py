@@ -149,8 +149,8 @@ def _layer(
 def _rows(share_E: tuple[float, ...], cfg: Config, tokens: int) -> list[float]:
     """Assignments of one device to each expert: at most one a token, at most its capacity."""
     capacity = expert_capacity(cfg.moe, tokens=tokens)
-    most = tokens if capacity is None else min(tokens, capacity)
-    return [min(float(most), tokens * cfg.moe.experts_per_token * share) for share in share_E]
+    max_tokens = tokens if capacity is None else min(tokens, capacity)
+    return [min(float(max_tokens), tokens * cfg.moe.experts_per_token * share) for share in share_E]
 
 
 def _overflows(

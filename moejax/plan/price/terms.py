@@ -24,12 +24,14 @@ def terms(priced: PricedPlan) -> dict[str, float]:
     return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
-def why(winner: PricedPlan, other: PricedPlan, most: int = 4) -> list[tuple[str, float, float]]:
+def why(
+    winner: PricedPlan, other: PricedPlan, max_terms: int = 4
+) -> list[tuple[str, float, float]]:
     """(term, its seconds in the winner, in the other), the largest differences first."""
     first, second = terms(winner), terms(other)
     names = {*first, *second}
     rows = [(name, first.get(name, 0.0), second.get(name, 0.0)) for name in names]
-    return sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:most]
+    return sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:max_terms]
 
 
 def traffic(simulated: SimulatedStep) -> dict[tuple[str, str], tuple[float, float]]:

@@ -1,6 +1,5 @@
 """Measures what one device does a second while all others are as busy: products, memory, codecs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,9 +10,8 @@ from moejax.comm.codecs.build import build_codec
 from moejax.comm.codecs.codec import Codec, EncodeContext
 from moejax.config.compression import CodecSpec
 from moejax.plan.cluster.topology import CodecRates, Device
-from moejax.plan.probe.timer import Stopwatch
+from moejax.plan.probe.timer import ProgressFn, Stopwatch
 
-Say = Callable[[str], None]
 # On CPU the caches and the time are small; elsewhere the sizes fill the device.
 PRODUCTS = {"cpu": (64, 128, 256, 512), "gpu": (256, 512, 1024, 2048, 4096, 8192)}
 PRODUCTS["tpu"] = PRODUCTS["gpu"]
@@ -38,7 +36,13 @@ QUICK_CODECS = ("bfloat16", "int8")
 
 
 def probe_device(
-    watch: Stopwatch, *, name: str, platform: str, memory_bytes: int, quick: bool, say: Say
+    watch: Stopwatch,
+    *,
+    name: str,
+    platform: str,
+    memory_bytes: int,
+    quick: bool,
+    progress: ProgressFn,
 ) -> Device:
     """Returns the rates of a device.
 
@@ -49,17 +53,17 @@ def probe_device(
     sizes = PRODUCTS[platform][1::2] if quick else PRODUCTS[platform]
     products = {}
     for dtype in dtypes:
-        say(f"matrix products, {dtype}")
+        progress(f"matrix products, {dtype}")
         products[dtype] = tuple(_product(watch, size, dtype) for size in sizes)
-    say("memory")
+    progress("memory")
     copy_bytes = MEMORY[platform]
     copying = watch.seconds(lambda x: x * 1.0001 + 0.1, lambda: jnp.zeros(copy_bytes // 4))
     gathering = _gather_seconds(watch, copy_bytes)
-    say("small operations")
+    progress("small operations")
     startup_s = _small_seconds(watch)
     codecs = {}
     for codec in QUICK_CODECS if quick else CODECS:
-        say(f"codec {codec}")
+        progress(f"codec {codec}")
         codecs[codec] = _codec(watch, build_codec(CODECS[codec]), CODED[platform])
     return Device(
         name=name,

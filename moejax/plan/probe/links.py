@@ -14,10 +14,9 @@ from moejax.comm import wire
 from moejax.layout.layout import Axes
 from moejax.plan.cluster.topology import KINDS, Link, Tier, same_links
 from moejax.plan.probe.fit import fit_link
-from moejax.plan.probe.timer import AXES, Stopwatch, build_probe_mesh, loop, unrolled
+from moejax.plan.probe.timer import AXES, ProgressFn, Stopwatch, build_probe_mesh, loop, unrolled
 from moejax.runtime.processes import Processes
 
-Say = Callable[[str], None]
 SMALLEST, LARGEST = 2**14, 2**26  # bytes of a device's operand
 STEP, QUICK_STEP = 4, 16  # from one size to the next
 LEAST_SIZES = 3
@@ -41,7 +40,7 @@ def probe_tier(
     oversubscription: float,
     seconds: float,
     quick: bool,
-    say: Say,
+    progress: ProgressFn,
 ) -> Tier:
     """Measures one tier.
 
@@ -57,15 +56,15 @@ def probe_tier(
     share = seconds / len(KINDS) * (1 if quick else 0.8)
     links = {}
     for kind in KINDS:
-        say(f"{name}: {kind}")
+        progress(f"{name}: {kind}")
         links[kind] = fit_link(list(_curve(watch, axis, kind, seconds=share, quick=quick)))
-    say(f"{name}: a collective between computations")
+    progress(f"{name}: a collective between computations")
     sync_delay_s = _late(
         watch, axis, links["all_to_all"], oversubscription if axis == AXES[0] else 1.0
     )
     if quick:
         return Tier(name, size, links, sync_delay_s=sync_delay_s)
-    say(f"{name}: two collectives at once, and one beside compute")
+    progress(f"{name}: two collectives at once, and one beside compute")
     contention, compute_share = _contention(watch, axis, links)
     return Tier(name, size, links, contention, compute_share, sync_delay_s)
 
@@ -217,7 +216,7 @@ def _work(products: int) -> tuple[Callable, Callable]:
 
 
 def probe_pairs(
-    devices: Any, processes: Processes, bytes_per_s: float, *, say: Say
+    devices: Any, processes: Processes, bytes_per_s: float, *, progress: ProgressFn
 ) -> tuple[tuple[float, ...], ...]:
     """Returns bytes a second of a device from node (row) to node (column).
 
@@ -231,7 +230,7 @@ def probe_pairs(
     size = 2 ** round(math.log2(min(LARGEST, max(SMALLEST, bytes_per_s * PAIR_S))))
     rates = [[0.0] * nodes for _ in range(nodes)]
     for number, games in enumerate(tournament(nodes)):
-        say(f"pairs of nodes, round {number + 1}")
+        progress(f"pairs of nodes, round {number + 1}")
         for way in (0, 1):
             pairs = [(a, b) if way == 0 else (b, a) for a, b in games]
             for (a, b), seconds in _transfer(devices, processes, pairs, size).items():

@@ -19,6 +19,7 @@ from moejax.comm import gloo
 from moejax.runtime.processes import Processes
 
 Tree = Any  # of arrays
+ProgressFn = Callable[[str], None]  # is told what is done next
 AXES = ("nodes", "devices")
 MOST_TIMES = 4096
 LONG_S = 0.06

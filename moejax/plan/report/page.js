@@ -107,7 +107,7 @@ function meaning() {
     const [axis, size] = part.split(" ");
     return [part, axes[axis]?.(size) ?? layouts[part] ?? ""];
   });
-  rows.push(["route", best.route_words]);
+  rows.push(["route", best.route_text]);
   const said = (part) => /^remat full/.test(part) ? "the backward pass computes anew what it needs of a layer"
     : /^remat/.test(part) ? "the backward pass computes anew a part of what it needs"
     : /micro-batches$/.test(part) ? "one after the other, so that less lives at one time"

@@ -110,10 +110,10 @@ def _plan(
     """
     return {
         "name": name,
-        "mesh": tables.mesh_words(one.cfg),
-        "route": tables.exchange_words(one.cfg),
-        "route_words": route.explain(one.traced.train_step.spec.route),
-        "rest": tables.rest_words(one.cfg),
+        "mesh": tables.mesh_text(one.cfg),
+        "route": tables.exchange_text(one.cfg),
+        "route_text": route.explain(one.traced.train_step.spec.route),
+        "rest": tables.rest_text(one.cfg),
         "fits": one.peak.bytes <= topology.device.memory_bytes,
         "changes": changes,
         **terms.to_json(one),
@@ -145,8 +145,8 @@ def _memory(one: PricedPlan, steps: Steps) -> dict[str, Any]:
 def _fullest(one: PricedPlan, steps: Steps) -> dict[str, int]:
     """The temporary bytes by scope; what loops over layers leave behind, by what it is for."""
     peaks = [one.traced.peak(_naming_loops(schedule)) for _, schedule, _ in steps.runs]
-    most = max(peaks, key=lambda found: found.bytes)
-    return dict(sorted(most.by_scope.items(), key=lambda item: -item[1]))
+    fullest = max(peaks, key=lambda found: found.bytes)
+    return dict(sorted(fullest.by_scope.items(), key=lambda item: -item[1]))
 
 
 def _naming_loops(schedule: Schedule) -> Schedule:
@@ -169,21 +169,21 @@ def _timeline(one: PricedPlan) -> dict[str, Any]:
     about are places in `words`. Tasks that take no time are left out.
     """
     share, simulated = max(one.parts, key=lambda part: part[0])
-    words: dict[str, int] = {}
+    names: dict[str, int] = {}
     nodes: list[dict[str, Any]] = []
-    _add_node(simulated, nodes, words, name="the whole step", trip_count=1, unrolled=1)
-    return {"share": share, "nodes": nodes, "words": list(words)}
+    _add_node(simulated, nodes, names, name="the whole step", trip_count=1, unrolled=1)
+    return {"share": share, "nodes": nodes, "words": list(names)}
 
 
 def _add_node(
-    simulated: SimulatedStep, nodes: list[dict[str, Any]], words: dict[str, int], **about: Any
+    simulated: SimulatedStep, nodes: list[dict[str, Any]], names: dict[str, int], **about: Any
 ) -> int:
     """Adds a timeline and those of the loops in it; returns its place."""
     place = len(nodes)
     nodes.append({})
 
     def number(word: str) -> int:
-        return words.setdefault(word, len(words))
+        return names.setdefault(word, len(names))
 
     tasks = []
     line = simulated.timeline
@@ -195,12 +195,12 @@ def _add_node(
                 turn, trip_count = simulated.inside[task]
                 name = _loop_name(turn, op)
                 inner = _add_node(
-                    turn, nodes, words, name=name, trip_count=trip_count, unrolled=op.unrolled
+                    turn, nodes, names, name=name, trip_count=trip_count, unrolled=op.unrolled
                 )
             if end > start:
-                names = (number(lane), number(name), number(_about(op)))
+                labels = (number(lane), number(name), number(_about(op)))
                 figures = (_short(x) for x in (start, end - start, simulated.sizes[task]))
-                tasks.append([*names, *figures, inner])
+                tasks.append([*labels, *figures, inner])
     nodes[place] = {
         **about,
         "seconds": simulated.seconds,
@@ -217,8 +217,8 @@ def _add_node(
 def _loop_name(turn: SimulatedStep, op: Op) -> str:
     """How often a loop turns, and what it does most."""
     computed = turn.totals.computed
-    most = " and ".join(sorted(computed, key=lambda name: -computed[name])[:2]) or "loop"
-    return f"{op.trip_count} x {most}{', backward' if op.backward else ''}"
+    fullest = " and ".join(sorted(computed, key=lambda name: -computed[name])[:2]) or "loop"
+    return f"{op.trip_count} x {fullest}{', backward' if op.backward else ''}"
 
 
 def _about(op: Op) -> str:

@@ -11,16 +11,16 @@ from moejax.plan.price.terms import terms, why
 from moejax.plan.search.search import SearchResult
 
 
-def mesh_words(cfg: Config) -> str:
+def mesh_text(cfg: Config) -> str:
     """The mesh in a few words: axes above one."""
     sizes = {axis: getattr(cfg.mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
-    words = [f"{axis} {size}" for axis, size in sizes.items() if size and size > 1]
+    parts = [f"{axis} {size}" for axis, size in sizes.items() if size and size > 1]
     if cfg.mesh.tensor > 1:
-        words += [cfg.mesh.activations, f"experts {cfg.mesh.expert_weights}"]
-    return ", ".join(words) or "one device"
+        parts += [cfg.mesh.activations, f"experts {cfg.mesh.expert_weights}"]
+    return ", ".join(parts) or "one device"
 
 
-def exchange_words(cfg: Config) -> str:
+def exchange_text(cfg: Config) -> str:
     """The route and its chunks, where tokens travel at all."""
     owners = cfg.mesh.expert * (cfg.mesh.tensor if cfg.mesh.expert_weights != "whole" else 1)
     if not cfg.model.has_experts or owners == 1:
@@ -39,48 +39,50 @@ def _codec_words(cfg: Config) -> str:
     return describe_codecs(found)
 
 
-def rest_words(cfg: Config) -> str:
+def rest_text(cfg: Config) -> str:
     """Codecs, pieces of gradients, recomputation and micro-batches that are not the plain ones."""
-    words = []
+    parts = []
     if (codecs := _codec_words(cfg)) != "none":
-        words.append(codecs)
+        parts.append(codecs)
     if cfg.train.reduction_bytes is not None:
-        words.append(f"pieces of {cfg.train.reduction_bytes / 2**20:.0f} MiB")
+        parts.append(f"pieces of {cfg.train.reduction_bytes / 2**20:.0f} MiB")
     if cfg.model.remat != "none":
-        words.append(f"remat {cfg.model.remat}")
+        parts.append(f"remat {cfg.model.remat}")
     if cfg.train.micro_batches > 1:
-        words.append(f"{cfg.train.micro_batches} micro-batches")
-    return ", ".join(words) or "-"
+        parts.append(f"{cfg.train.micro_batches} micro-batches")
+    return ", ".join(parts) or "-"
 
 
-def print_ranked(found: SearchResult, topology: Topology, console: Console, most: int = 8) -> None:
+def print_ranked(
+    found: SearchResult, topology: Topology, console: Console, max_rows: int = 8
+) -> None:
     """Shows the plans, fastest first, the expert's default last."""
     best, table = found.ranked[0], Table(title="plans", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("mesh; route of tokens; the rest", overflow="fold")
     for name in ("GiB", "ms", "x best"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [(str(place + 1), one) for place, one in enumerate(found.ranked[:most])]
+    rows = [(str(place + 1), one) for place, one in enumerate(found.ranked[:max_rows])]
     if found.baseline is not None:
         rows.append(("default", found.baseline))
     for name, one in rows:
-        gib = f"{one.peak.bytes / 2**30:.2f}" + "!" * (one.peak.bytes > found.room)
-        words = f"{one.seconds * 1e3:,.2f}", f"{one.seconds / best.seconds:.2f}"
-        table.add_row(name, plan_words(one.cfg), gib, *words)
+        gib = f"{one.peak.bytes / 2**30:.2f}" + "!" * (one.peak.bytes > found.memory_budget)
+        parts = f"{one.seconds * 1e3:,.2f}", f"{one.seconds / best.seconds:.2f}"
+        table.add_row(name, plan_text(one.cfg), gib, *parts)
     console.print(table)
-    room = topology.device.memory_bytes / 2**30
+    memory = topology.device.memory_bytes / 2**30
     console.print(
         f"{found.meshes:,} meshes estimated, {found.traced} plans traced, {found.too_large} of "
-        f"them too large (!) for {room:.1f} GiB, in {found.seconds:.1f} s. GiB: of one device; "
-        "ms: a step. default: experts over all devices, flat, no codecs.",
+        f"them too large (!) for {memory:.1f} GiB, in {found.seconds:.1f} s. GiB: of one "
+        "device; ms: a step. default: experts over all devices, flat, no codecs.",
         highlight=False,
     )
 
 
-def plan_words(cfg: Config) -> str:
+def plan_text(cfg: Config) -> str:
     """A plan in one line."""
-    words = [mesh_words(cfg), exchange_words(cfg), rest_words(cfg)]
-    return "; ".join(word for word in words if word != "-")
+    parts = [mesh_text(cfg), exchange_text(cfg), rest_text(cfg)]
+    return "; ".join(word for word in parts if word != "-")
 
 
 def print_why(found: SearchResult, console: Console) -> None:
@@ -96,7 +98,7 @@ def print_why(found: SearchResult, console: Console) -> None:
     console.print(table)
     others = [("the runner-up", one) for one in found.ranked[1:2]]
     if found.baseline is not None:
-        fits = found.baseline.peak.bytes <= found.room
+        fits = found.baseline.peak.bytes <= found.memory_budget
         name = "the default" if fits else "the default, which does not fit"
         others.append((name, found.baseline))
     for name, other in others:
@@ -112,5 +114,5 @@ def sentence(best: PricedPlan, other: PricedPlan, name: str) -> str:
         if abs(theirs - mine) > 0.005 * best.seconds
     ]
     factor = other.seconds / best.seconds
-    words = "; ".join(changes) or "no term differs by 0.5 %"
-    return f"{factor:.2f} x as fast as {name} ({mesh_words(other.cfg)}): {words}"
+    parts = "; ".join(changes) or "no term differs by 0.5 %"
+    return f"{factor:.2f} x as fast as {name} ({mesh_text(other.cfg)}): {parts}"

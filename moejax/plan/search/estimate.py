@@ -118,9 +118,11 @@ class Estimate:
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         dense, experts = self.weights
         active = dense + experts * moe.experts_per_token / moe.num_experts
-        again = 1 if model.remat in ("full", "collectives", "token_collectives") else 0
+        recomputed = 1 if model.remat in ("full", "collectives", "token_collectives") else 0
         positions = model.num_heads * model.head_width * self.cfg.data.sequence_length
-        flops = (3 + again) * 2 * self.tokens * (active + positions) / layout.size(layout.tensor)
+        flops = (
+            (3 + recomputed) * 2 * self.tokens * (active + positions) / layout.size(layout.tensor)
+        )
         device = self.topology.device
         rate = device.product_rate(model.dtype, flops / 20)
         local = self.tokens / layout.size(layout.tensor)

@@ -52,7 +52,7 @@ class SearchResult:
     meshes: int
     traced: int
     too_large: int
-    room: float
+    memory_budget: float
     seconds: float
 
 
@@ -76,7 +76,7 @@ class _Search:
     limits: Limits
     routing: ExpertLoad
     seconds: float
-    say: Callable[[str], None]
+    progress: Callable[[str], None]
     priced: dict[Config, PricedPlan] = field(default_factory=dict)
     too_large: int = 0
     slowest: float = 0.0  # seconds of what took longest to trace and price
@@ -86,7 +86,7 @@ class _Search:
         self.ends = self.began + self.seconds
 
     @property
-    def room(self) -> float:
+    def memory_budget(self) -> float:
         """Bytes of a device that a plan may need."""
         return ROOM * self.topology.device.memory_bytes
 
@@ -104,7 +104,7 @@ class _Search:
         """
         meshes = list(space.meshes(self.cfg, self.limits))
         estimates = sorted((Estimate(cfg, self.topology) for cfg in meshes), key=Estimate.seconds)
-        self.say(f"{len(estimates):,} meshes estimated")
+        self.progress(f"{len(estimates):,} meshes estimated")
         with _frozen_garbage():
             baseline = self._choose(estimates)
         ranked = self._ranked()
@@ -116,7 +116,7 @@ class _Search:
             meshes=len(estimates),
             traced=len(self.priced),
             too_large=self.too_large,
-            room=self.room,
+            memory_budget=self.memory_budget,
             seconds=time.perf_counter() - self.began,
         )
 
@@ -163,7 +163,7 @@ class _Search:
                 yield estimate.cfg
 
     def _estimate_that_fits(self, estimate: Estimate) -> Estimate | None:
-        if estimate.bytes() <= ROUGH * self.room:
+        if estimate.bytes() <= ROUGH * self.memory_budget:
             return estimate
         lighter = self._lighter(estimate.cfg)
         return Estimate(lighter, self.topology) if lighter is not None else None
@@ -175,7 +175,7 @@ class _Search:
         """
         least = sorted(estimates, key=lambda one: one.own)[:FIRST]
         for estimate in least:
-            fits = estimate.bytes() <= self.room
+            fits = estimate.bytes() <= self.memory_budget
             yield estimate.cfg if fits else self._lighter(estimate.cfg) or estimate.cfg
         for estimate in least if not self._ranked() else ():
             every = [
@@ -185,7 +185,7 @@ class _Search:
             yield space.resolve(lightest, self.limits) or estimate.cfg
 
     def _fits(self, one: PricedPlan) -> bool:
-        return one.peak.bytes <= self.room
+        return one.peak.bytes <= self.memory_budget
 
     def _lighter(self, cfg: Config, found: PricedPlan | None = None) -> Config | None:
         """The least change that a estimate says fits.
@@ -200,7 +200,7 @@ class _Search:
             factor = max(1.0, found.peak.temporary / estimated)
         for other in space.lighter(cfg, self.limits):
             alive = max(0.0, Estimate(other, self.topology).bytes() - held)
-            if held + factor * alive <= self.room:
+            if held + factor * alive <= self.memory_budget:
                 resolved = space.resolve(other, self.limits)
                 if resolved is not None:
                     return resolved
@@ -226,7 +226,7 @@ class _Search:
         found = price(trace_config(cfg, self.limits.platform), self.topology, self.routing)
         self.slowest = max(self.slowest, time.perf_counter() - began)
         self.priced[cfg] = found
-        self.say(f"{len(self.priced)} plans traced, best so far {self._best()}")
+        self.progress(f"{len(self.priced)} plans traced, best so far {self._best()}")
         return found
 
     def _best(self) -> str:
@@ -317,8 +317,8 @@ class _Search:
         least = min(one.peak.bytes for one in self.priced.values())
         return (
             f"no plan fits {devices}. The least that one needs is {least / 2**30:.1f} GiB a device "
-            f"of {self.room / 2**30:.1f} GiB that may be used. Offer more devices, or unpin "
-            f"{', '.join(sorted(self.limits.pinned)) or 'nothing'}."
+            f"of {self.memory_budget / 2**30:.1f} GiB that may be used. Offer more devices, or "
+            f"unpin {', '.join(sorted(self.limits.pinned)) or 'nothing'}."
         )
 
 
@@ -329,7 +329,7 @@ def search(
     routing: ExpertLoad,
     *,
     seconds: float | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> SearchResult:
     """Returns the plans of a model on a cluster, fastest first.
 
@@ -345,4 +345,4 @@ def search(
         limits = replace(limits, codecs="none")
     if seconds is None:
         seconds = SECONDS if limits.devices <= MANY else MANY_SECONDS
-    return _Search(cfg, topology, limits, routing, seconds, say).run()
+    return _Search(cfg, topology, limits, routing, seconds, progress).run()

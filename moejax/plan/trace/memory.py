@@ -55,7 +55,7 @@ def _fullest(schedule: Schedule, elsewhere: set[int]) -> tuple[int, dict[str, in
     """The most bytes alive, and their scopes, not counting the buffers `elsewhere`."""
     sizes, last = schedule.buffers, _last_uses(schedule)
     alive: dict[int, str] = {}
-    now = most = 0
+    now = highest = 0
     found: dict[str, int] = {}
     for place, op in enumerate(schedule.ops):
         new = {b for b in op.writes if b not in alive and b not in elsewhere}
@@ -64,8 +64,8 @@ def _fullest(schedule: Schedule, elsewhere: set[int]) -> tuple[int, dict[str, in
         if op.kind == "region":
             size = max(0, size - sum(sizes[b] for b in dying))
         inside, scopes = _inside(op)
-        if now + size + inside > most:
-            most = now + size + inside
+        if now + size + inside > highest:
+            highest = now + size + inside
             found = _by_scope(alive, sizes, scopes)
             found[op.scope] = found.get(op.scope, 0) + size
         for b in new:
@@ -74,15 +74,15 @@ def _fullest(schedule: Schedule, elsewhere: set[int]) -> tuple[int, dict[str, in
         for b in dying | {b for b in new if last[b] == place}:
             now -= sizes[b]
             del alive[b]
-    return most, found
+    return highest, found
 
 
 def _inside(op: Op) -> tuple[int, dict[str, int]]:
     """What a turn of a loop needs beside what it is given."""
     if op.body is None:
         return 0, {}
-    most, scopes = _fullest(op.body, set(op.body.inputs))
-    return most * op.unrolled, {name: size * op.unrolled for name, size in scopes.items()}
+    highest, scopes = _fullest(op.body, set(op.body.inputs))
+    return highest * op.unrolled, {name: size * op.unrolled for name, size in scopes.items()}
 
 
 def _last_uses(schedule: Schedule) -> dict[int, int]:

@@ -54,75 +54,75 @@ class _Reader:
         self.storage = Storage()
         self.nodes: list[Node] = []
 
-    def schedule(self, jaxpr: Any, words: tuple[str, ...]) -> Schedule:
-        """The schedule of a jaxpr that stands in scopes named by `words`."""
+    def schedule(self, jaxpr: Any, scope: tuple[str, ...]) -> Schedule:
+        """The schedule of a jaxpr that stands in these scopes, outermost first."""
         values: dict[Any, int | None] = dict.fromkeys(jaxpr.constvars)
         inputs = [self.storage.new(_bytes(var.aval)) for var in jaxpr.invars]
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
-        outputs = self._run(jaxpr, values, words)
+        outputs = self._run(jaxpr, values, scope)
         return fuse(self.nodes, self.storage, inputs, outputs)
 
-    def _run(self, jaxpr: Any, values: dict[Any, int | None], words: tuple[str, ...]) -> list:
+    def _run(self, jaxpr: Any, values: dict[Any, int | None], scope: tuple[str, ...]) -> list:
         """Walks the equations; returns the values of the jaxpr's results."""
 
         def value_of(atom: Any) -> int | None:
             return None if hasattr(atom, "val") else values[atom]
 
         for eqn in jaxpr.eqns:
-            scope = words + _words(eqn)
+            inside = scope + _scope_names(eqn)
             given = [value_of(atom) for atom in eqn.invars]
-            found = self._equation(eqn, given, scope)
+            found = self._equation(eqn, given, inside)
             values.update(zip(eqn.outvars, found, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, given: list, words: tuple[str, ...]) -> Sequence[int | None]:
+    def _equation(self, eqn: Any, given: list, scope: tuple[str, ...]) -> Sequence[int | None]:
         name = eqn.primitive.name
         if name in VIEWS:
             return given[:1]
         if name in CONSTANTS or (name == "broadcast_in_dim" and given[0] is None):
             return [None] * len(eqn.outvars)
         if name in KINDS:
-            return self._collective(eqn, given, words)
+            return self._collective(eqn, given, scope)
         if name == "scan":
-            return self._scan(eqn, given, words)
+            return self._scan(eqn, given, scope)
         if name == "while":
-            return self._while(eqn, given, words)
+            return self._while(eqn, given, scope)
         if name == "cond":
-            return self._inline(self._branch(eqn), given[1:], words)
+            return self._inline(self._branch(eqn), given[1:], scope)
         if name in ("jit", "pjit") and _works(inner_jaxprs(eqn)[0]):
             cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
-                return self._add(eqn=eqn, given=given, words=words, **cost)
+                return self._add(eqn=eqn, given=given, scope=scope, **cost)
         if (cost := attention_cost(name, eqn)) is not None:
-            return self._add(eqn=eqn, given=given, words=words, **cost)
+            return self._add(eqn=eqn, given=given, scope=scope, **cost)
         if name in CALLS:
             if name == "shard_map":  # from here on sizes are those of one device
                 for value, var in zip(given, inner_jaxprs(eqn)[0].invars, strict=True):
                     if value is not None:
                         self.storage.resize(value, _bytes(var.aval))
-            return self._inline(inner_jaxprs(eqn)[0], given, words)
+            return self._inline(inner_jaxprs(eqn)[0], given, scope)
         if any(map(communicates, inner_jaxprs(eqn))):
             raise NotImplementedError(f"the planner cannot read collectives inside {name}")
         if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
             flops, ragged = dot_flops(eqn), name != "dot_general"
             dtype = str(eqn.invars[0].aval.dtype)
-            return self._add("product", eqn, given, words, flops=flops, dtype=dtype, work=ragged)
+            return self._add("product", eqn, given, scope, flops=flops, dtype=dtype, work=ragged)
         if name == "optimization_barrier":
             aliases = [None if v is None else self.storage.alias(v) for v in given]
-            self.nodes.append(Node("join", *_place(words), _reads(given), _present(aliases)))
+            self.nodes.append(Node("join", *_place(scope), _reads(given), _present(aliases)))
             return aliases
         if name in GATHERS:
-            return self._gather(eqn, given, words)
-        return self._add("region", eqn, given, words)
+            return self._gather(eqn, given, scope)
+        return self._add("region", eqn, given, scope)
 
-    def _inline(self, jaxpr: Any, given: list, words: tuple[str, ...]) -> list[int | None]:
+    def _inline(self, jaxpr: Any, given: list, scope: tuple[str, ...]) -> list[int | None]:
         inner = opened(jaxpr)
         values: dict[Any, int | None] = dict.fromkeys(inner.constvars)
         values |= dict(zip(inner.invars, given, strict=True))
-        return self._run(inner, values, words)
+        return self._run(inner, values, scope)
 
     def _add(
-        self, kind: Any, eqn: Any, given: list, words: tuple[str, ...], **cost: Any
+        self, kind: Any, eqn: Any, given: list, scope: tuple[str, ...], **cost: Any
     ) -> list[int]:
         """A node that reads its operands, or slices of them, and writes what is new."""
         written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
@@ -130,10 +130,10 @@ class _Reader:
         reads = _reads(given)
         if eqn.primitive.name in SLICES:
             reads = tuple((value, float(size)) for value, _ in reads[:1]) + reads[1:]
-        self.nodes.append(Node(kind, *_place(words), reads, tuple(written), **cost))
+        self.nodes.append(Node(kind, *_place(scope), reads, tuple(written), **cost))
         return written
 
-    def _gather(self, eqn: Any, given: list, words: tuple[str, ...]) -> list[int]:
+    def _gather(self, eqn: Any, given: list, scope: tuple[str, ...]) -> list[int]:
         """Rows by index, and what is written in place: the bytes that move."""
         name, sizes = eqn.primitive.name, [_bytes(var.aval) for var in eqn.invars]
         out = sum(_bytes(var.aval) for var in eqn.outvars)
@@ -152,46 +152,47 @@ class _Reader:
             written = [self.storage.alias(given[0])]
         else:
             written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
-        node = Node("gather", *_place(words), _reads(given), tuple(written), bytes=moved)
+        node = Node("gather", *_place(scope), _reads(given), tuple(written), bytes=moved)
         self.nodes.append(node)
         return written
 
-    def _collective(self, eqn: Any, given: list, words: tuple[str, ...]) -> list[int]:
+    def _collective(self, eqn: Any, given: list, scope: tuple[str, ...]) -> list[int]:
         axes = eqn.params.get("axes") or eqn.params.get("axis_name")
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         kind, written = KINDS[eqn.primitive.name], []
-        traffic = next((word for word in reversed(words) if word in TRAFFIC), "")
+        traffic = next((name for name in reversed(scope) if name in TRAFFIC), "")
         for value, before, after in zip(given, eqn.invars, eqn.outvars, strict=True):
             counted = after.aval if kind == "all_gather" else before.aval
             one = Collective(kind, axes, str(counted.dtype), _bytes(counted), 1, traffic)
             written.append(self.storage.new(_bytes(after.aval)))
-            place = _place(words)
+            place = _place(scope)
             self.nodes.append(
                 Node("collective", *place, _reads([value]), (written[-1],), collective=one)
             )
         return written
 
-    def _scan(self, eqn: Any, given: list, words: tuple[str, ...]) -> list[int | None]:
+    def _scan(self, eqn: Any, given: list, scope: tuple[str, ...]) -> list[int | None]:
         params = eqn.params
         length, unroll = params["length"], params["unroll"]
         kept, carry, _ = scan_operands(params, given)
-        body = _Reader(self.rounds).schedule(opened(params["jaxpr"]), words)
+        body = _Reader(self.rounds).schedule(opened(params["jaxpr"]), scope)
         unrolled = unroll if isinstance(unroll, int) and 1 < unroll <= length else 1
-        return self._loop(eqn, given, (len(kept), carry), words, body, length // unrolled, unrolled)
+        return self._loop(eqn, given, (len(kept), carry), scope, body, length // unrolled, unrolled)
 
-    def _while(self, eqn: Any, given: list, words: tuple[str, ...]) -> list[int | None]:
+    def _while(self, eqn: Any, given: list, scope: tuple[str, ...]) -> list[int | None]:
         params = eqn.params
-        kept, ahead = params["body_nconsts"], params["cond_nconsts"]
-        body = _Reader(self.rounds).schedule(opened(params["body_jaxpr"]), words)
-        trip_count = max(self.rounds, 1) if ROUNDS in words else 1
-        return self._loop(eqn, given, (kept, given[ahead + kept :]), words, body, trip_count, 1)
+        body_consts, cond_consts = params["body_nconsts"], params["cond_nconsts"]
+        body = _Reader(self.rounds).schedule(opened(params["body_jaxpr"]), scope)
+        trip_count = max(self.rounds, 1) if ROUNDS in scope else 1
+        carried = given[cond_consts + body_consts :]
+        return self._loop(eqn, given, (body_consts, carried), scope, body, trip_count, 1)
 
     def _loop(
         self,
         eqn: Any,
         given: list,
         carried: tuple[int, list],
-        words: tuple[str, ...],
+        scope: tuple[str, ...],
         body: Schedule,
         trip_count: int,
         unrolled: int,
@@ -209,7 +210,7 @@ class _Reader:
         stacked = eqn.outvars[len(carry) :]
         written += [self.storage.new(_bytes(var.aval)) for var in stacked]
         node = Node(
-            "loop", *_place(words), _reads(given), tuple(written), body=body, trip_count=trip_count
+            "loop", *_place(scope), _reads(given), tuple(written), body=body, trip_count=trip_count
         )
         node.unrolled = unrolled
         pairs = zip(body.inputs[first:], body.outputs[: len(carry)], strict=False)
@@ -234,20 +235,20 @@ def _works(jaxpr: Any) -> bool:
 
 def _has_rounds(jaxpr: Any) -> bool:
     return any(
-        ROUNDS in _words(eqn) or any(map(_has_rounds, inner_jaxprs(eqn)))
+        ROUNDS in _scope_names(eqn) or any(map(_has_rounds, inner_jaxprs(eqn)))
         for eqn in opened(jaxpr).eqns
     )
 
 
-def _words(eqn: Any) -> tuple[str, ...]:
+def _scope_names(eqn: Any) -> tuple[str, ...]:
     """The names of the scopes that an equation stands in, outermost first."""
     return tuple(re.findall(r"[A-Za-z_]\w*", str(eqn.source_info.name_stack)))
 
 
-def _place(words: tuple[str, ...]) -> tuple[str, bool]:
+def _place(scope: tuple[str, ...]) -> tuple[str, bool]:
     """(scope, whether it is the backward pass)."""
-    named = [word for word in words if word not in TRANSFORMS]
-    return (named[-1] if named else REST), "transpose" in words
+    named = [name for name in scope if name not in TRANSFORMS]
+    return (named[-1] if named else REST), "transpose" in scope
 
 
 def _reads(given: Iterable[int | None]) -> tuple[tuple[int, float | None], ...]:

@@ -8,7 +8,7 @@ import pytest
 from moejax.comm.codecs.codec import Blocks, Cast
 from moejax.comm.tokens.buckets import SlotMap
 from moejax.comm.tokens.rows import decode, encode_rows, encoded_weight_gradient, sum_encoded
-from moejax.kernels.quantize import FORMATS
+from moejax.kernels.formats import FORMATS
 from tests.kernels.test_permute import placement
 
 N, K, M, D = 6, 3, 14, 40

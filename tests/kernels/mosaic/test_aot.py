@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.kernels.expert_mlp import expert_mlp
+from moejax.kernels.formats import FORMATS
 from moejax.kernels.grouped_matmul import grouped_matmul
 from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
-from moejax.kernels.quantize import FORMATS, Quantized, dequantize_sum, quantize
+from moejax.kernels.quantize import Quantized, dequantize_sum, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.kernels.mosaic.described import compile_kernels
 

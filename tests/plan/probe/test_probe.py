@@ -22,12 +22,13 @@ from moejax.errors import InputError
 from moejax.plan import __main__ as plan
 from moejax.plan.cluster.file import from_json, load_topology, read_topology, to_text
 from moejax.plan.cluster.topology import KINDS, Link, Tier
-from moejax.plan.probe import command as probe_module
 from moejax.plan.probe import links as probe_links
+from moejax.plan.probe import measure as probe_module
 from moejax.plan.probe import program as probe_program
-from moejax.plan.probe.command import Effort, main, probe
+from moejax.plan.probe.command import main
 from moejax.plan.probe.fit import fit_link
 from moejax.plan.probe.links import collective, probe_pairs, tournament
+from moejax.plan.probe.measure import Effort, probe
 from moejax.plan.probe.nodes import find_nodes
 from moejax.plan.probe.timer import AXES, Stopwatch, build_probe_mesh, loop
 from moejax.runtime.processes import Processes
@@ -167,7 +168,7 @@ def test_a_quick_probe_of_simulated_devices_can_be_read_back():
         name="here",
         nodes=2,
         effort=Effort(seconds=1, quick=True),
-        say=said.append,
+        progress=said.append,
     )
     assert found.devices == 4
     assert found.nodes == 2 or any("one node of 4" in line for line in odd)
@@ -288,7 +289,7 @@ def test_what_is_measured_may_contradict_what_was_seen(inside, sizes, warning, m
 
 def test_pairs_of_nodes_are_all_measured():
     devices = np.array(jax.devices()[:6]).reshape(3, 2)
-    pairs = probe_pairs(devices, Processes(), 1e7, say=lambda _: None)
+    pairs = probe_pairs(devices, Processes(), 1e7, progress=lambda _: None)
     for a in range(3):
         for b in range(3):
             assert (pairs[a][b] > 0) == (a != b)

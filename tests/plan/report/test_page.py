@@ -51,7 +51,9 @@ def found() -> SearchResult:
     plans = [price(trace_config(_config(mesh), "cpu"), CLUSTER, ROUTING) for mesh in MESHES]
     default = plans[-1]
     ranked = sorted(plans[:-1], key=lambda one: one.seconds)
-    return SearchResult(ranked, default, meshes=9, traced=3, too_large=0, room=1e9, seconds=1.5)
+    return SearchResult(
+        ranked, default, meshes=9, traced=3, too_large=0, memory_budget=1e9, seconds=1.5
+    )
 
 
 def _config(mesh: tuple[int, int, int, int]):

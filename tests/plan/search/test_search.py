@@ -18,7 +18,7 @@ from moejax.plan.command import main
 from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_routing
 from moejax.plan.price.terms import terms, why
-from moejax.plan.report.tables import print_ranked, print_why, rest_words
+from moejax.plan.report.tables import print_ranked, print_why, rest_text
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
 from moejax.plan.search.search import _Search, search, space
@@ -103,10 +103,10 @@ def test_a_short_search_comes_to_codecs(monkeypatch):
 
 def test_codecs_are_called_by_their_presets_name_where_they_are_just_its_own():
     every = {f"compression.{kind}": codec for kind, codec in PRESETS["strong"].items()}
-    assert rest_words(change(Config(), every)) == "codecs strong"
-    assert rest_words(change(Config(), {"compression.preset": "hybrid"})) == "codecs hybrid"
-    assert rest_words(change(Config(), {"compression.dispatch": "int8"})) == "dispatch int8"
-    assert rest_words(Config()) == "-"
+    assert rest_text(change(Config(), every)) == "codecs strong"
+    assert rest_text(change(Config(), {"compression.preset": "hybrid"})) == "codecs hybrid"
+    assert rest_text(change(Config(), {"compression.dispatch": "int8"})) == "dispatch int8"
+    assert rest_text(Config()) == "-"
 
 
 def test_chunks_are_doubled_as_far_as_they_may_be():
@@ -187,7 +187,7 @@ def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
     tried = [Estimate(mesh, there) for mesh in searching._promising(meshes)]
     assert any(one.cfg.train.micro_batches > 1 or one.cfg.model.remat != "none" for one in tried)
     assert [one.seconds() for one in tried] == sorted(one.seconds() for one in tried)
-    assert all(one.bytes() <= 1.3 * searching.room for one in tried)
+    assert all(one.bytes() <= 1.3 * searching.memory_budget for one in tried)
 
 
 def test_no_mesh_is_said_in_one_line():

@@ -1,0 +1,108 @@
+"""Shows what a probe measures, while it does and when it has."""
+
+import sys
+import time
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from moejax.plan.cluster.topology import Topology
+from moejax.plan.probe.timer import ProgressFn
+from moejax.runtime.processes import Processes
+
+
+class ProgressLine:
+    """Shows on process 0's terminal what is being measured; a context manager."""
+
+    def __init__(self, processes: Processes):
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        console = Console(stderr=True)
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task("starting", total=None)
+        # Without a terminal, lines that stay.
+        self._plain = not console.is_terminal
+        self._shown, self._began = processes.first, time.monotonic()
+
+    def __enter__(self) -> ProgressFn:
+        if self._shown and not self._plain:
+            self._progress.start()
+        return self._show_progress
+
+    def __exit__(self, *_: object) -> None:
+        if not self._plain:
+            self._progress.stop()
+
+    def _show_progress(self, text: str) -> None:
+        if self._shown and self._plain:
+            seconds = time.monotonic() - self._began
+            print(f"moejax: {seconds:.0f} s: {text}", file=sys.stderr, flush=True)
+        self._progress.update(self._task, description=text)
+
+
+def print_probe(topology: Topology, odd: Sequence[str], console: Console) -> None:
+    """Shows tiers, crossovers and what is odd."""
+    title = f"{topology.name}: {topology.devices} devices ({topology.device.name})"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for column in ("tier", "collective"):
+        table.add_column(column, no_wrap=True)
+    for column in ("startup", "bytes/s", "Gbit/s", "a node", "fit error"):
+        table.add_column(column, justify="right")
+    for tier in topology.tiers:
+        for kind, link in tier.links.items() if tier.size > 1 else ():
+            node = _gigabits(link.bytes_per_s * topology.tiers[0].size)
+            table.add_row(
+                f"{tier.name} {tier.size}",
+                kind,
+                f"{link.startup_s * 1e3:.2f} ms",
+                f"{link.bytes_per_s:.3g}",
+                _gigabits(link.bytes_per_s),
+                node,
+                f"{link.error:.1%}",
+            )
+    console.print(table)
+    for line in _facts(topology):
+        console.print(line, highlight=False)
+    if topology.nodes > 1:
+        for one in topology.crossover():
+            ways = ", ".join(f"{way} from {_size(size)}" for size, way in one.changes)
+            console.print(f"{one.kind} over all devices: {ways}", highlight=False)
+    for line in odd:
+        console.print(f"warning: {line}", style="yellow", highlight=False)
+
+
+def _facts(topology: Topology) -> list[str]:
+    """What was measured besides the links themselves, a line each."""
+    lines = [
+        f"{tier.name}: two at once take {tier.contention:.2f} of one after the other; one takes "
+        f"{tier.compute_share:.0%} of the compute beside it, and between computations takes "
+        f"{tier.sync_delay_s * 1e3:.2f} ms longer"
+        for tier in topology.tiers
+        if tier.size > 1
+    ]
+    device = topology.device
+    rates = [f"{dtype} {curve[-1][1] / 1e9:.3g}" for dtype, curve in device.products.items()]
+    lines += [
+        f"largest products, GFLOP/s a device: {', '.join(rates)}",
+        f"a whole program computes {device.program_overhead:.2f} times as long as its operations "
+        "take by themselves",
+    ]
+    if topology.tiers[0].size > 1:
+        lines.append(
+            f"devices of a node that take turns on the same cores: {device.oversubscription:.1f}"
+        )
+    return lines
+
+
+def _gigabits(bytes_per_s: float) -> str:
+    return f"{8 * bytes_per_s / 1e9:.3g}"
+
+
+def _size(size: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size} {unit}"
+        size //= 1024
+    return f"{size} GiB"
