@@ -1,10 +1,16 @@
-"""Properties of the step that need no oracle; test_step_meshes and test_step_routes have one."""
+"""Properties of the step that need no oracle; test_step_meshes and test_step_routes have one.
 
+Of step.step, step.train_step, and train.checkpoint for what a restored state is.
+"""
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moejax.step import step as per_device
+from moejax.train.checkpoint import Checkpoints, newest
 from tests.cases import (
     assert_close,
     one_device_state,
@@ -166,6 +172,26 @@ def test_a_step_compiled_for_shapes_is_not_compiled_again():
     jax.block_until_ready(train_step.step(state, batch))
     jax.monitoring.clear_event_listeners()
     assert not [name for name in compiled if "backend_compile" in name]
+
+
+def test_a_runs_step_is_traced_once(tmp_path, monkeypatch):
+    """For shapes, for the first state, for the step's own results, and for a restored state."""
+    chex.clear_trace_counter()
+    once = chex.assert_max_traces(per_device.train_step, n=1)
+    monkeypatch.setattr("moejax.step.train_step.train_step", once)
+    cfg = small_config((1, 1, 2, 2))
+    train_step = step_for(cfg)
+    batch = place(train_step, random_batch(cfg))
+    train_step.step.lower(train_step.abstract, train_step.abstract_batch())
+    state, _ = train_step.step(train_step.init(), batch)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, state, {})
+    checkpoints.close()
+    state, _ = train_step.step(state, batch)
+    saved, _ = newest(tmp_path, "size")
+    restored = checkpoints.restore(saved, train_step.abstract)
+    again, _ = train_step.step(restored, batch)
+    chex.assert_trees_all_equal(again, state)
 
 
 @pytest.mark.slow

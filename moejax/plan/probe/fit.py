@@ -1,11 +1,12 @@
 """Fits startup and bandwidth to measured times, by relative errors, so that small calls count too.
 
-NumPy only.
+NumPy and SciPy only.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.optimize import lsq_linear
 
 from moejax.plan.cluster.topology import Link
 
@@ -33,7 +34,7 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
     weight = np.ones_like(t)
     startup, slope = 0.0, 0.0
     for _ in range(ROUNDS):
-        startup, slope = _positive_line(x, t, weight)
+        startup, slope = _bounded_line(x, t, weight)
         residual = np.abs((startup + slope * x) / t - 1)
         usual = max(ROBUST * float(np.median(residual)), STEADY)
         weight = np.minimum(1, usual / np.maximum(residual, 1e-12))
@@ -42,19 +43,12 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
     return Link(max(startup, LEAST_STARTUP_S), 1 / slope, error, kept)
 
 
-def _positive_line(x: np.ndarray, t: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
-    """Weighted least squares of (a + b x) / t against 1, neither a nor b too small to be known."""
+def _bounded_line(x: np.ndarray, t: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
+    """Weighted least squares of (a + b x) / t against 1, with a >= 0 and b large enough to see."""
     w = np.sqrt(weight)
-    ones, sizes = w / t, w * x / t
-    columns = np.stack([ones, sizes], axis=1)
+    columns = np.stack([w / t, w * x / t], axis=1)
     scale = np.linalg.norm(columns, axis=0)
-    (a, b), *_ = np.linalg.lstsq(columns / scale, w, rcond=None)
-    startup, slope = float(a / scale[0]), float(b / scale[1])
-    if startup < 0:
-        startup, slope = 0.0, float(sizes @ w / (sizes @ sizes))
     last = int(np.argmax(x))
-    least = UNSEEN * float(t[last] / x[last])
-    if slope < least:
-        slope = least
-        startup = max(0.0, float(ones @ (w - slope * sizes) / (ones @ ones)))
-    return startup, slope
+    least = np.array([0.0, UNSEEN * t[last] / x[last]]) * scale
+    startup, slope = lsq_linear(columns / scale, w, bounds=(least, np.inf), method="bvls").x / scale
+    return float(startup), float(slope)
