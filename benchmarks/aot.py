@@ -3,7 +3,7 @@
 Compiles the trainer's own step for described clusters; needs moejax[aot] and no GPU. Nothing runs,
 so nothing is timed but the compiler. Writes aot.json and aot.md.
 
-    .venv-aot/bin/python benchmarks/aot.py --out benchmarks/results
+    .venv-aot/bin/python -m benchmarks.aot --out benchmarks/results
 """
 
 import argparse
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from machine import describe
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.machine import ROOT, describe
+
 # Nearly all of a device's memory is weights.
 FEW_TOKENS = ["mesh.fsdp=8", "mesh.expert=1", "model.remat=full"]
 FEW_TOKENS += ["train.batch_sequences=16", "data.sequence_length=512"]
@@ -52,7 +52,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     lines = [
         "# The train step, compiled for nodes of eight H200s",
         "",
-        "`.venv-aot/bin/python benchmarks/aot.py`",
+        "`.venv-aot/bin/python -m benchmarks.aot`",
         "",
         "Peak: of a device, which has 141 GiB. Hidden: of the all-to-alls that carry tokens, those",
         "that enclose a matrix product, both ways; with 4 chunks 75 % is all but the ends.",

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
+RESULTS = ROOT / "benchmarks" / "results"
 STAT = Path("/proc/stat")
 
 

@@ -3,9 +3,9 @@
 For changes that move and rename. Works through the commands alone, so that it does not care where
 modules are. Record with the code before and with the code after, on one machine, and compare:
 
-    python benchmarks/unchanged.py record /tmp/before --code PATH/OF/A/CHECKOUT/BEFORE
-    python benchmarks/unchanged.py record /tmp/after --old /tmp/before
-    python benchmarks/unchanged.py compare /tmp/before /tmp/after
+    python -m benchmarks.unchanged record /tmp/before --code PATH/OF/A/CHECKOUT/BEFORE
+    python -m benchmarks.unchanged record /tmp/after --old /tmp/before
+    python -m benchmarks.unchanged compare /tmp/before /tmp/after
 
 Recorded: losses, gradient norms and weights of 20 steps on four meshes, two routes, two codecs;
 what a dry run says of each config; plans for known clusters; with --aot the collectives and peak

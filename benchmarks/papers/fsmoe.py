@@ -22,10 +22,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.papers.comparison import Comparison
+from benchmarks.papers.pipelines import Stage, pipeline
 from moejax.plan.price.simulate import Task, simulate
-
-from .comparison import Comparison
-from .pipelines import Stage, pipeline
 
 MODELS = ("GPT2-XL", "Mixtral")
 CHUNKS = (1, 2, 3, 4, 6, 8, 12, 16)

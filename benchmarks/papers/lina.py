@@ -13,9 +13,8 @@ Source: Li et al., Accelerating Distributed MoE Training and Inference with Lina
 Figure 7 and Table 1 (419M parameters, 16 experts). Times in ms.
 """
 
+from benchmarks.papers.comparison import Comparison
 from moejax.plan.price.simulate import Policy, Task, simulate
-
-from .comparison import Comparison
 
 FAIR_MS, PRIORITY_MS, DEFERRED_MS, GAIN_MS = 29.0, 30.9, 24.6, 6.6
 FFN_MS, CUT_MS = 1.6, 0.764

@@ -16,9 +16,8 @@ Source: Shi et al., ScheMoE (EuroSys 2024), Table 10 (32 RTX 2080 Ti). Times in 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmarks.papers.comparison import Comparison
 from moejax.plan.price.simulate import Task, simulate
-
-from .comparison import Comparison
 
 NAIVE_MS, COMPRESSED_MS, PIPED_MS, SCHEDULED_MS = 2401, 1264, 1110, 1019
 BITS_KEPT = 8 / 32

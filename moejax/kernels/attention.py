@@ -5,7 +5,7 @@ the block may see, so that scores stay in cache and causality halves the work. W
 sees is found a block at a time too: nothing grows with the square of the length. Scores are laid
 out keys first: softmax then runs along whole vectors, and no product needs a transposed copy.
 Backward computes the probabilities again from the saved log of the softmax's denominator
-(FlashAttention: Dao et al. 2022). What it gains: `benchmarks/ops.py attention`.
+(FlashAttention: Dao et al. 2022). What it gains: `benchmarks/cpu/ops.py attention`.
 """
 
 import math

@@ -5,7 +5,7 @@ Per device. Legend: M rows, G groups (experts), D width, F hidden, U gate and up
 `lax.ragged_dot` costs G times the FLOPs on CPU, and on CUDA where no kernel takes it over. The
 blocked form computes each expert's rows and no others: sizes are known only at run time and shapes
 must be static, so a group is cut into blocks and each block runs at the smallest size of a ladder
-that holds it. Beside equal groups in one batched product, and `ragged_dot`: `benchmarks/ops.py`.
+that holds it. `benchmarks/cpu/ops.py` times it beside `ragged_dot` and one batched product.
 """
 
 from collections.abc import Callable

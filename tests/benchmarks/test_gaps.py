@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.workers.gaps import Gap, assign
+from benchmarks.emulated.workers.gaps import Gap, assign
 
 GAPS = st.lists(st.builds(Gap, st.floats(0, 10), st.integers(0, 20)), max_size=8)
 

@@ -1,6 +1,5 @@
-"""`benchmarks/gpu.py` from end to end where there is no GPU, and with workers that hang or die."""
+"""The GPU benchmark from end to end where there is no GPU, and with workers that hang or die."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -9,22 +8,18 @@ from pathlib import Path
 import jax
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import targets
+
+ROOT = Path(__file__).parents[2]
 SMALL = "Nothing here was measured on a GPU"
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """The script as a module: it finds those beside it as a script does."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gpu")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
 def test_everything_runs_small_on_any_machine(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--small", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "gpu.json").read_text())
     page = (tmp_path / "gpu.md").read_text()
@@ -65,7 +60,7 @@ for number in range(first, len(cases)):
 """
 
 
-def test_a_worker_that_dies_or_hangs_does_not_stop_the_rest(gpu, tmp_path, monkeypatch):
+def test_a_worker_that_dies_or_hangs_does_not_stop_the_rest(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "USUAL_SILENCE", 2)
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
@@ -83,7 +78,7 @@ def test_a_worker_that_dies_or_hangs_does_not_stop_the_rest(gpu, tmp_path, monke
     assert "ended with code 7" in (tmp_path / "gpu.md").read_text()
 
 
-def test_time_that_runs_out_is_nobodys_fault(gpu, tmp_path):
+def test_time_that_runs_out_is_nobodys_fault(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER.replace('cases = [("dies", "a")', 'cases = [("hangs", "a")'))
     results = gpu.Results(tmp_path, True, {"date": "", "machine": {}, "nvidia_smi": None})
@@ -98,8 +93,7 @@ def rows(operation, implementation, case, seconds, **work):
     return names | {"case": case, "seconds": [seconds] * 3} | work
 
 
-def test_targets_are_judged_by_the_worst_case(gpu):
-    targets = importlib.import_module("gpu_targets")
+def test_targets_are_judged_by_the_worst_case():
     tera, case = 1e12, "Mixtral 8x7B, {} rows an expert, uniform"
     found = [
         rows("copy", "XLA", "copy", 1.0, bytes=4 * tera),

@@ -1,7 +1,4 @@
-"""What `benchmarks/gpu.py` runs, compiled for a described H200: it fits and has our kernels."""
-
-import importlib
-from pathlib import Path
+"""What the GPU benchmark runs, compiled for a described H200: it fits and has our kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -9,24 +6,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.gpu import layers, products, shapes
 from moejax.aot.target import TARGETS, describe_devices
 from moejax.config.load import load_config
 from moejax.runtime.compiler import described_cudnn
 from tests.kernels.mosaic.described import compile_kernels
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("compiled_anew")]
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture
-def script(monkeypatch):
-    """A module of the script, by name."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
-
-
-def test_the_step_fits_one_gpu_and_has_our_kernels(script):
-    layers = script("gpu_layers")
+def test_the_step_fits_one_gpu_and_has_our_kernels():
     devices = describe_devices(TARGETS["h200"], 1)
     train_step = layers.one_device_step(load_config(layers.CONFIG), devices)
     assert (train_step.spec.experts, train_step.spec.attention) == ("mosaic", "cudnn_masked")
@@ -39,8 +28,7 @@ def test_the_step_fits_one_gpu_and_has_our_kernels(script):
     assert "mosaic_gpu" in compiled.as_text()
 
 
-def test_the_layer_compiles_with_our_kernels(script):
-    layers, shapes = script("gpu_layers"), script("gpu_shapes")
+def test_the_layer_compiles_with_our_kernels():
     devices = describe_devices(TARGETS["h200"], 1)
     train_step = layers.one_device_step(layers.layer_config(shapes.OLMOE), devices)
     run, params, bias = layers.layer_both_ways(train_step)
@@ -53,9 +41,9 @@ def test_the_layer_compiles_with_our_kernels(script):
 
 
 @pytest.mark.parametrize("operation", ["forward", "data gradient", "weight gradient"])
-def test_a_gradient_is_one_kernel(script, monkeypatch, tmp_path, operation):
+def test_a_gradient_is_one_kernel(monkeypatch, tmp_path, operation):
     """So that what is timed is that one and not the forward product too."""
-    run = script("gpu_products").product(operation, "mosaic")
+    run = products.product(operation, "mosaic")
     bfloat16 = jnp.bfloat16
     shapes = [((4096, 2048), bfloat16), ((8, 2048, 1536), bfloat16), ((4096, 1536), bfloat16)]
     shapes.append(((8,), jnp.int32))

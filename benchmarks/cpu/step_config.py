@@ -5,7 +5,7 @@ transformers' MixtralConfig and the optimizer on the PyTorch side are given, so 
 compute the same thing.
 
 Hardware: one CPU, 2 threads.
-Command:  python benchmarks/step.py --torch-python .venv-torch/bin/python
+Command:  python -m benchmarks.cpu.step --torch-python .venv-torch/bin/python
 """
 
 from ml_collections import ConfigDict

@@ -10,7 +10,7 @@ Every combination of the three is a whole train step on two emulated hosts, run 
 interaction is the speed of a combination over the product of its parts': 1 where they add nothing
 to each other. Needs root, ip and tc. Writes codesign.json and codesign.md.
 
-    python benchmarks/codesign.py --out benchmarks/results
+    python -m benchmarks.emulated.codesign --out benchmarks/results
 """
 
 import argparse
@@ -23,8 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from exchange import Case, Variants, run
-from machine import stamp
+from benchmarks.emulated.exchange import Case, Variants, run
+from benchmarks.machine import RESULTS, stamp
 
 PARTS: dict[str, dict[str, Any]] = {
     "vertical": {"route_chunks": 2},
@@ -87,7 +87,7 @@ def rows(found: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Runs the grid and writes the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []

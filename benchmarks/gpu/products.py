@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_shapes import DEEPSEEK, MIXTRAL, MODELS, OLMOE, QWEN3, TINY, Shape, group_sizes
-from gpu_timing import Form, jax_form, jit_product, torch_form
-from gpu_worker import Case, Reporter
 
+from benchmarks.gpu.case import Case, Reporter
+from benchmarks.gpu.shapes import DEEPSEEK, MIXTRAL, MODELS, OLMOE, QWEN3, TINY, Shape, group_sizes
+from benchmarks.gpu.timing import Form, jax_form, jit_product, torch_form
 from moejax.kernels.expert_mlp import expert_mlp
 from moejax.kernels.grouped_matmul import grouped_matmul, swiglu
 from moejax.kernels.grouped_matmul_e4m3 import BLOCK, QuantizedWeights, multiply_quantized

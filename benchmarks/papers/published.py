@@ -4,7 +4,7 @@ Each paper's operations become tasks with the times that it prints, and the simu
 totals that it prints too. Nothing is measured here: all numbers are the papers', on their hardware.
 Writes published.json and published.md.
 
-    python benchmarks/published.py --out benchmarks/results
+    python -m benchmarks.papers.published --out benchmarks/results
 """
 
 import argparse
@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from papers import fsmoe, lina, schemoe
-from papers.comparison import Comparison
-
-HERE = Path(__file__).parent
+from benchmarks.machine import RESULTS
+from benchmarks.papers import fsmoe, lina, schemoe
+from benchmarks.papers.comparison import Comparison
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ PAPERS = [
 def main() -> None:
     """Computes all comparisons and writes the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     record, sections = {}, []
     for paper in PAPERS:

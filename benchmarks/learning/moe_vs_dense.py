@@ -4,7 +4,7 @@ Trains both on the built-in text, several seeds, and compares held-out bits per 
 tokens. Active FLOPs are equal: K experts of hidden width F against one MLP of width K * F; the
 router's share is stated. Writes moe_vs_dense.json and .md.
 
-    python benchmarks/moe_vs_dense.py --out benchmarks/results
+    python -m benchmarks.learning.moe_vs_dense --out benchmarks/results
 """
 
 import argparse
@@ -13,9 +13,8 @@ import json
 import statistics
 from pathlib import Path
 
-from machine import stamp
-from training import held_out
-
+from benchmarks.learning.training import held_out
+from benchmarks.machine import stamp
 from moejax.config.schema import (
     CheckpointConfig,
     Config,
@@ -88,8 +87,8 @@ def page(result: dict) -> str:
     wins = sum(gain > 0 for gain in gains)
     return (
         "# MoE against dense at equal active FLOPs and tokens\n\n"
-        "`python benchmarks/moe_vs_dense.py`: 2 layers of width 128; 8 experts, top 2, hidden 192, "
-        "against one MLP of hidden 384. The router adds 1,024 of about 213,000 multiply-adds a "
+        "`python -m benchmarks.learning.moe_vs_dense`: 2 layers of width 128; 8 experts, top 2, "
+        "hidden 192, against one MLP of hidden 384. The router adds 1,024 of about 213,000 multiply-adds a "
         f"token and layer. {result['tokens']:,} tokens of the built-in text; JAX "
         f"{result['jax']}, Python {result['python']}, CPU.\n\n"
         "| model | held-out bits per byte, mean | by seed |\n|---|---|---|\n"

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from gpu_timing import jax_form, jit_product, torch_form
-from gpu_worker import Case, Reporter
+
+from benchmarks.gpu.case import Case, Reporter
+from benchmarks.gpu.timing import jax_form, jit_product, torch_form
 
 COPY, MATMUL, MATMUL_FP8, LAUNCH = "copy", "matmul bfloat16", "matmul e4m3", "launch"
 

@@ -1,12 +1,12 @@
 """Is moejax at a GPU's limits? One call, under nine minutes on one H200.
 
-    python benchmarks/gpu.py --out DIR
+    python -m benchmarks.gpu --out DIR
 
 Checks every kernel against its plain form, measures what the device can do at most, then times
 kernels, expert layers and a whole train step beside torch's and XLA's own, most wanted first.
 Needs no installation of moejax: numpy, JAX with CUDA, flax, optax, orbax and chex are enough, and
 torch or tokamax are compared with where they are. Each section is a process of its own
-(`gpu_worker.py`): one that hangs, dies or is out of time is ended, what it was at is noted and left
+(`worker`): one that hangs, dies or is out of time is ended, what it was at is noted and left
 out, and the rest goes on. gpu.json and gpu.md are written anew after every case.
 
 With --small everything is tiny and runs anywhere, kernels in Mosaic's interpreter: a test.
@@ -25,10 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_page import to_markdown
-from machine import stamp
+from benchmarks.gpu.page import to_markdown
+from benchmarks.machine import ROOT, stamp
 
-HERE = Path(__file__).resolve().parent
 # Seconds of each section; what one leaves over goes to the last.
 SECTIONS = {"check": 75, "products": 150, "rows": 70, "training": 140, "sweep": 85}
 SILENCE = {"training": 150}  # seconds without a word after which a process is taken to hang
@@ -105,7 +104,7 @@ class Worker:
         self.said = log.stat().st_size if log.exists() else 0
         with log.open("a") as errors:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
             )
         self.lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -250,8 +249,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     about = stamp() | {"nvidia_smi": nvidia_smi()}
-    results, command = Results(args.out, args.small, about), [sys.executable]
-    command.append(str(HERE / "gpu_worker.py"))
+    results = Results(args.out, args.small, about)
+    command = [sys.executable, "-m", "benchmarks.gpu.worker"]
     (args.out / "gpu.log").unlink(missing_ok=True)
     wanted = ["all"] if args.small else (args.only or list(SECTIONS))
     skip: set[str] = set()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from benchmarks.machine import ROOT
 
 
 def run_case(case: dict[str, Any], worker: Path, folder: Path) -> list[dict[str, Any]]:
@@ -22,9 +22,9 @@ def run_case(case: dict[str, Any], worker: Path, folder: Path) -> list[dict[str,
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "PYTHONPATH": str(HERE.parent),
+        "PYTHONPATH": str(ROOT),
     }
-    command = [HERE.parent / "launch" / "emulate", "--hosts", case["hosts"]]
+    command = [ROOT / "launch" / "emulate", "--hosts", case["hosts"]]
     command += ["--devices-per-host", case["devices"], "--logs", folder]
     command += ["--link", f"{case['rate']}mbit"] if case["rate"] else []
     command += ["--", sys.executable, worker, path]

@@ -6,12 +6,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import jax
-from gpu_correct import check_cases
-from gpu_layers import layer_cases, step_cases
-from gpu_limits import limit_cases
-from gpu_products import swept_cases, target_cases
-from gpu_rows import row_cases
-from gpu_worker import Case
+
+from benchmarks.gpu.case import Case
+from benchmarks.gpu.correct import check_cases
+from benchmarks.gpu.layers import layer_cases, step_cases
+from benchmarks.gpu.limits import limit_cases
+from benchmarks.gpu.products import swept_cases, target_cases
+from benchmarks.gpu.rows import row_cases
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "numpy", "torch", "tokamax")
 

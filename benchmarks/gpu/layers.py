@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from gpu_shapes import DEEPSEEK, MIXTRAL, OLMOE, QWEN3, TINY, Shape
-from gpu_timing import jax_form
-from gpu_worker import Case, Reporter
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.gpu.case import Case, Reporter
+from benchmarks.gpu.shapes import DEEPSEEK, MIXTRAL, OLMOE, QWEN3, TINY, Shape
+from benchmarks.gpu.timing import jax_form
 from moejax.comm import gloo
 from moejax.config.load import load_config
 from moejax.config.schema import Config
@@ -26,7 +26,7 @@ from moejax.step.state import Batch
 from moejax.step.train_step import TrainStep, build_step
 
 LAYER, STEP = "MoE layer, forward + backward", "train step"
-CONFIG = Path(__file__).with_name("gpu_config.yaml")
+CONFIG = Path(__file__).with_name("config.yaml")
 
 
 def small_config() -> Config:

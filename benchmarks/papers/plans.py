@@ -4,7 +4,7 @@ Nothing runs: train steps are traced and priced on described clusters (`moejax p
 A paper's figure stands beside a prediction with what differs between the two. Writes plans.json,
 and to docs/ papers.md and clusters.md: one model planned for every known cluster.
 
-    python benchmarks/plans.py --out benchmarks/results
+    python -m benchmarks.papers.plans --out benchmarks/results
 """
 
 import argparse
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from machine import stamp
 
+from benchmarks.machine import RESULTS, ROOT, stamp
 from moejax.config.checks.planned import CHOSEN
 from moejax.config.fields import change
 from moejax.config.schema import Config, PlanConfig
@@ -31,7 +31,6 @@ from moejax.plan.report.tables import plan_text, sentence
 from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, resolve
 
-ROOT = Path(__file__).parents[1]
 BFLOAT16: dict[str, Any] = {"model.dtype": "bfloat16", "train.gradient_dtype": "bfloat16"}
 # Two experts beside attention of a 70 B model; as many of its 80 layers as 16 devices of 80 GB hold
 # with float32 masters and moments.
@@ -389,7 +388,8 @@ def clusters_page(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
         "# One model, planned for every known cluster",
         "",
         "OLMoE-1B-7B (6.9 B parameters), 512 sequences of 4,096 tokens a step (504 on 72 devices),",
-        "bfloat16, no codecs. Nothing ran. `python benchmarks/plans.py --out benchmarks/results`, "
+        "bfloat16, no codecs. Nothing ran. "
+        "`python -m benchmarks.papers.plans --out benchmarks/results`, "
         f"JAX {made['jax']}, {made['date']}.",
         "",
         "| cluster | devices | plan | ms a step | GiB | tokens/s | default / chosen | search (s) |",
@@ -411,7 +411,7 @@ def clusters_page(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
 def main() -> None:
     """Answers and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where its pages go")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import Clock, describe, spread
-
+from benchmarks.machine import RESULTS, Clock, describe, spread
 from moejax.config.checks import check
 from moejax.config.load import load_config, to_dict
 from moejax.config.schema import Config
@@ -294,7 +293,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=2, help="steps of one turn")
     parser.add_argument("--threads", type=int, default=2, help="CPUs that both sides may use")
     parser.add_argument(
-        "--out", type=Path, default=HERE / "results" / "step_vs_pytorch", help="without suffix"
+        "--out", type=Path, default=RESULTS / "step_vs_pytorch", help="without suffix"
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="a setting of moejax"

@@ -3,7 +3,7 @@
 All forms of an operation are compiled first; then each runs once a round, in turns. A form's ratio
 is its time over the kept form's in the same round. Writes ops.json and ops.md.
 
-    python benchmarks/ops.py --out benchmarks/results
+    python -m benchmarks.cpu.ops --out benchmarks/results
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import Clock, describe, spread
 
+from benchmarks.machine import Clock, describe, spread
 from moejax.kernels.attention import attention, attention_mask
 from moejax.kernels.expert_mlp import expert_mlp
 
@@ -111,7 +111,7 @@ def measure(forms: Forms, arrays: list[jax.Array], rounds: int) -> dict[str, lis
 
 def to_markdown(result: dict) -> str:
     """A table for each operation."""
-    lines = ["# Operations, forward and backward", "", "`python benchmarks/ops.py`", ""]
+    lines = ["# Operations, forward and backward", "", "`python -m benchmarks.cpu.ops`", ""]
     for case, seconds in result["seconds"].items():
         lines += [f"## {case}", "", "| form | ratio: median | quartiles |", "|---|---:|---|"]
         for name, values in seconds.items():

@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_products import (
+
+from benchmarks.gpu.case import Case, Reporter
+from benchmarks.gpu.products import (
     BY_ROWS,
     BY_WEIGHTS,
     FORWARD,
@@ -22,9 +24,7 @@ from gpu_products import (
     product,
     product_e4m3,
 )
-from gpu_shapes import Shape, place_tokens
-from gpu_worker import Case, Reporter
-
+from benchmarks.gpu.shapes import Shape, place_tokens
 from moejax.kernels.formats import FORMATS, TINY
 from moejax.kernels.grouped_matmul_e4m3 import BLOCK, dequantize_weights, quantize_weights
 from moejax.kernels.quantize import Quantized, dequantize, dequantize_sum, quantize

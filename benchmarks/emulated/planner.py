@@ -9,12 +9,12 @@ mean held-out loss is inside the band of uncompressed seeds, one seed of three j
 Needs root, ip and tc. Writes planner.json and planner.md, and goes on where it was stopped; a
 set-up is measured by one run on one machine, which its record names.
 
-    python benchmarks/planner.py --out benchmarks/results
+    python -m benchmarks.emulated.planner --out benchmarks/results
 
 When prices have changed, the recorded plans can be priced and judged again without root, in
 minutes; what the planner would now choose must then be what was measured as its choice.
 
-    python benchmarks/planner.py --out benchmarks/results --reprice
+    python -m benchmarks.emulated.planner --out benchmarks/results --reprice
 """
 
 import argparse
@@ -32,9 +32,9 @@ from statistics import mean, median
 from typing import Any
 
 import jax
-from exchange import Case, Variants, run
-from machine import stamp
 
+from benchmarks.emulated.exchange import Case, Variants, run
+from benchmarks.machine import RESULTS, ROOT, stamp
 from moejax.config.checks.planned import pinned
 from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.fields import change, fields
@@ -49,7 +49,6 @@ from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, meshes, plan_of
 
-ROOT = Path(__file__).parents[1]
 PLANS = 12  # measured of each set-up, the default beside them
 OFTEN = 0.1  # of the rounds: less is chance
 UNSEEN = 3  # of them at least, meshes that the search did not trace
@@ -297,7 +296,7 @@ def _apart(one: list[float], other: list[float]) -> bool:
 def main() -> None:
     """Runs the set-ups and writes the results after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="set-ups whose name starts with this")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, help="of a search")

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from gpu_targets import Rates, judge
+
+from benchmarks.gpu.targets import Rates, judge
 
 Rows = list[dict[str, Any]]
 NOT_A_GPU = "Nothing here was measured on a GPU: sizes are tiny, and no target is judged."
@@ -37,7 +38,7 @@ def _head(result: dict[str, Any]) -> list[str]:
     return [
         f"# Kernels, layers and a step on {device}",
         "",
-        f"`python benchmarks/gpu.py`, {result['date']}. Times are medians of rounds in which all "
+        f"`python -m benchmarks.gpu`, {result['date']}. Times are medians of rounds in which all "
         "forms of a row took turns; quartiles in brackets.",
         "",
     ]

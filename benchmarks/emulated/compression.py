@@ -5,7 +5,7 @@ what crosses. Policies run in turns; what the codecs of gradients cost alone is 
 processes. Ratios are against gradients in bfloat16. Needs root, ip and tc. Writes compression.json
 and compression.md.
 
-    python benchmarks/compression.py --out benchmarks/results
+    python -m benchmarks.emulated.compression --out benchmarks/results
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from exchange import Case, Variants, run
-from machine import stamp
+from benchmarks.emulated.exchange import Case, Variants, run
+from benchmarks.machine import RESULTS, stamp
 
 # Mbit/s, and positions of each of the eight sequences of a step.
 SETTINGS = ((100, 256), (100, 64), (50, 256), (200, 256), (400, 256), (1600, 256))
@@ -57,7 +57,7 @@ def case(rate: int, length: int) -> Case:
 def main() -> None:
     """Runs the cases and writes the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []

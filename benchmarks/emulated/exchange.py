@@ -4,7 +4,7 @@ Every case is one emulated cluster: hosts as network namespaces, one process a h
 a rate, the fast link inside a host being its loopback. All variants of a case are built in the same
 processes and run in turns. Needs root, ip and tc. Writes exchange.json and exchange.md.
 
-    python benchmarks/exchange.py --out benchmarks/results
+    python -m benchmarks.emulated.exchange --out benchmarks/results
 """
 
 import argparse
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster import run_case
-from exchange_page import page, table
-from machine import stamp
+from benchmarks.emulated.cluster import run_case
+from benchmarks.emulated.exchange_page import page, table
+from benchmarks.machine import RESULTS, stamp
 
 HERE = Path(__file__).parent
 RATES = (50, 100, 200, 400)  # Mbit/s
@@ -163,7 +163,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Runs the cases and writes the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="cases whose name starts with this")
     parser.add_argument(
         "--add", action="store_true", help="keep the cases that --out holds, and run the others"

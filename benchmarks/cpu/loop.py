@@ -5,7 +5,7 @@ already on the devices, and the loop of `moejax.train.loop` with data, metrics a
 the loop runs with a checkpoint every few steps; a stall is how much longer the interval that holds
 a save takes than the median interval. Writes loop.json and loop.md.
 
-    python benchmarks/loop.py --out benchmarks/results
+    python -m benchmarks.cpu.loop --out benchmarks/results
 """
 
 import argparse
@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 import jax
-from machine import describe
 from rich.console import Console
 
+from benchmarks.machine import describe
 from moejax.config.schema import (
     CheckpointConfig,
     Config,
@@ -153,7 +153,7 @@ def main() -> None:
     (args.out / "loop.json").write_text(json.dumps(result, indent=1) + "\n")
     worst, step = max(result["stalls"]), result["step"]
     text = (
-        "# The loop over the bare step\n\n`python benchmarks/loop.py`\n\n"
+        "# The loop over the bare step\n\n`python -m benchmarks.cpu.loop`\n\n"
         f"The loop takes **{statistics.median(ratios):.3f} x** the bare compiled step (median of "
         f"{len(ratios)} rounds in turns; range {ratios[0]:.3f} to {ratios[-1]:.3f}).\n\n"
         f"A checkpoint stalls the loop for {statistics.median(result['stalls']) / step:.2f} of a "

@@ -11,7 +11,7 @@ Two emulated hosts of one device each. The backward pass of some layers, in four
 An all-to-all waits from the time its rows are ready to the time they have arrived. Needs root, ip
 and tc. Writes reduction.json and reduction.md.
 
-    python benchmarks/reduction.py --out benchmarks/results
+    python -m benchmarks.emulated.reduction --out benchmarks/results
 """
 
 import argparse
@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cluster import run_case
-from machine import stamp
+from benchmarks.emulated.cluster import run_case
+from benchmarks.machine import RESULTS, stamp
 
 HERE = Path(__file__).parent
 ORDERS = ("whole", "pieces", "planned", "deferred")
@@ -52,7 +52,7 @@ def cases() -> list[dict[str, Any]]:
 def main() -> None:
     """Runs the cases and writes the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:

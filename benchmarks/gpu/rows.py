@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_shapes import DEEPSEEK, MIXTRAL, QWEN3, TINY, Placement, Shape, place_tokens
-from gpu_timing import Form, jax_form, torch_form
-from gpu_worker import Case, Reporter
 
+from benchmarks.gpu.case import Case, Reporter
+from benchmarks.gpu.shapes import DEEPSEEK, MIXTRAL, QWEN3, TINY, Placement, Shape, place_tokens
+from benchmarks.gpu.timing import Form, jax_form, torch_form
 from moejax.kernels import permute as plain
 from moejax.kernels.formats import FORMATS
 from moejax.kernels.quantize import Quantized, dequantize_sum, quantize

@@ -5,7 +5,7 @@ device is a node of its own, so that every class of traffic meets its codec: the
 A run that is finished is not repeated; results so far stand in convergence.json, page and picture
 beside it. Needs matplotlib (`pip install '.[plots]'`).
 
-    python benchmarks/convergence.py --out benchmarks/results
+    python -m benchmarks.learning.convergence --out benchmarks/results
 """
 
 import argparse
@@ -16,9 +16,9 @@ from statistics import mean
 from typing import Any
 
 import matplotlib as mpl
-from machine import stamp
-from training import held_out
 
+from benchmarks.learning.training import held_out
+from benchmarks.machine import stamp
 from moejax.config.compression import PRESETS
 from moejax.config.schema import (
     CheckpointConfig,

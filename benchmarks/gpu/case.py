@@ -1,6 +1,6 @@
-"""Runs one section of `gpu.py` on the device, in a process that may hang or die of it.
+"""A case of the GPU benchmark, and the reporter that tries what may fail and writes down the rest.
 
-Says what it is about to try before it tries it, and what came of it, one JSON object a line:
+Each line is a JSON object:
 
     {"case": 3}                                   the third case begins
     {"begin": key}                                this may be the last that is heard of it
@@ -9,24 +9,15 @@ Says what it is about to try before it tries it, and what came of it, one JSON o
     {"left_out": [...]}                           cases that there was no time for
 """
 
-import argparse
 import json
 import os
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
-
-# XLA would take most of the memory at once, and torch needs some.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # runtime/memory.py says why
-# moejax need not be installed: it stands beside this folder.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
-from gpu_timing import Form, measure, run_once
+
+from benchmarks.gpu.timing import Form, measure, run_once
 
 ERROR_LINES, ERROR_LETTERS = 6, 800
 LOST = 3  # exit code when the device no longer answers
@@ -134,51 +125,3 @@ def _answers() -> bool:
         return float(jnp.ones(8).sum()) == 8
     except Exception:
         return False
-
-
-def load_torch() -> Any:
-    """PyTorch, if it has a GPU."""
-    import torch  # type: ignore[import-not-found]
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("torch sees no GPU")
-    torch.zeros(1, device="cuda").add_(1).item()
-    return torch
-
-
-def run_section(cases: list[Case], report: Reporter, first: int, seconds: float) -> None:
-    """Runs cases from number `first` on, while there is time for one more."""
-    ends, longest = time.monotonic() + seconds, 0.0
-    for number in range(first, len(cases)):
-        began = time.monotonic()
-        if began + longest > ends:
-            report.say(left_out=[case.name for case in cases[number:]])
-            return
-        report.say(case=number)
-        report.case = cases[number].name
-        cases[number].run(report)
-        longest = max(longest, time.monotonic() - began)
-
-
-def main() -> None:
-    """Runs a section."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("section")
-    parser.add_argument("--first", type=int, default=0, help="case to begin with")
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--skip", nargs="*", default=[], help="keys that are not tried again")
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    import gpu_sections
-
-    section = gpu_sections.SECTIONS[args.section]
-    report = Reporter(args.section, set(args.skip), small=args.small)
-    report.say(versions=gpu_sections.versions())
-    if section.torch:
-        report.case = "torch"
-        report.torch = report.attempt("import", "torch", load_torch)
-    run_section(section.cases(small=args.small), report, args.first, args.seconds)
-
-
-if __name__ == "__main__":
-    main()
