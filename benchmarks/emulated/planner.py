@@ -19,26 +19,25 @@ minutes; what the planner would now choose must then be what was measured as its
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
-from itertools import combinations
+from dataclasses import asdict
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
 import jax
 
 from benchmarks.emulated.exchange import Case, Variants, run
+from benchmarks.emulated.planner_page import judge, page
+from benchmarks.emulated.setups import EVERY, MODELS, SETUPS, Setup, config_of, config_of_row
 from benchmarks.machine import RESULTS, ROOT, stamp
 from moejax.config.checks.planned import pinned
 from moejax.config.compression import NO_COMPRESSION, build_compression
-from moejax.config.fields import change, fields
-from moejax.config.schema import Config, PlanConfig
+from moejax.config.fields import fields
+from moejax.config.schema import Config
 from moejax.plan.cluster.file import from_json
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
@@ -50,77 +49,11 @@ from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, meshes, plan_of
 
 PLANS = 12  # measured of each set-up, the default beside them
-OFTEN = 0.1  # of the rounds: less is chance
 UNSEEN = 3  # of them at least, meshes that the search did not trace
 CODECS = "strong"  # that may be chosen
 SAME = 0.005  # of a step: less is no difference
 SLOW = 3.0  # over the chosen plan's seconds, by price: such a plan runs in every third round
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-MODELS: dict[str, dict[str, Any]] = {
-    "balanced": {
-        "model.width": 256,
-        "model.num_layers": 2,
-        "model.num_heads": 8,
-        "model.num_kv_heads": 8,
-        "moe.num_experts": 8,
-        "moe.expert_hidden": 512,
-        "train.batch_sequences": 16,
-        "data.sequence_length": 128,
-    },
-    "attention": {
-        "model.width": 256,
-        "model.num_layers": 2,
-        "model.num_heads": 16,
-        "model.num_kv_heads": 16,
-        "moe.num_experts": 8,
-        "moe.expert_hidden": 64,
-        "train.batch_sequences": 8,
-        "data.sequence_length": 512,
-    },
-    "exchange": {
-        "model.width": 256,
-        "model.num_layers": 2,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 4,
-        "moe.num_experts": 16,
-        "moe.experts_per_token": 4,
-        "moe.expert_hidden": 1024,
-        "train.batch_sequences": 16,
-        "data.sequence_length": 64,
-    },
-}
-EVERY = {"model.vocab_size": 512, "model.head_width": 32, "moe.capacity_factor": 1.25}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A cluster and a model."""
-
-    model: str
-    hosts: int
-    devices: int  # of each host
-    rate: int  # Mbit/s
-
-    def __str__(self) -> str:
-        return f"{self.model}, {self.cluster}"
-
-    @property
-    def cluster(self) -> str:
-        """Its name; set-ups on one cluster share what was probed."""
-        return f"{self.hosts} x {self.devices}, {self.rate} Mbit/s"
-
-
-SETUPS = (
-    *(Setup("balanced", 2, 4, rate) for rate in (50, 100, 200, 400)),
-    *(Setup("exchange", 2, 4, rate) for rate in (100, 400)),
-    *(Setup("attention", 2, 4, rate) for rate in (100, 400)),
-    *(Setup(model, 4, 2, 100) for model in MODELS),
-)
-
-
-def config_of(setup: Setup) -> Config:
-    """The model, with everything else free."""
-    return change(Config(plan=PlanConfig(mode="auto")), EVERY | MODELS[setup.model])
 
 
 def probe(setup: Setup, path: Path) -> tuple[dict[str, Any], float]:
@@ -240,57 +173,8 @@ def reprice(record: dict[str, Any], seconds: float | None) -> None:
         one["search_seconds"] = found.seconds
 
 
-def config_of_row(setup: Setup, row: dict[str, Any]) -> Config:
-    """A plan that was measured."""
-    return change(config_of(setup), {"mesh.nodes": setup.hosts} | row["settings"])
-
-
 def _differs(name: str, value: Any) -> bool:
     return value != fields()[name].default
-
-
-def judge(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Regret, rank correlation, errors; the default over the chosen plan and over the plain one."""
-    measured = [median(row["seconds"]) for row in rows]
-    predicted = [row["predicted"] for row in rows]
-    ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
-    left_out = [
-        abs(predicted[i] * median(ratios[:i] + ratios[i + 1 :]) / measured[i] - 1)
-        for i in range(len(rows))
-    ]
-    pairs = list(combinations(range(len(rows)), 2))
-    apart = [(a, b) for a, b in pairs if _apart(rows[a]["seconds"], rows[b]["seconds"])]
-
-    def agreement(pairs: list[tuple[int, int]]) -> float:
-        return mean(
-            math.copysign(1, (measured[a] - measured[b]) * (predicted[a] - predicted[b]))
-            for a, b in pairs
-        )
-
-    took = {}
-    for name in ("default", "plain"):
-        place = next((i for i, row in enumerate(rows) if row[name]), None)
-        took[name] = math.nan if place is None else measured[place]
-    return {
-        "plans": len(rows),
-        "regret": measured[0] / min(measured) - 1,
-        "kendall": agreement(pairs),
-        "kendall_apart": agreement(apart),
-        "apart": len(apart) / len(pairs),
-        "left_out": median(left_out),
-        "raw": median(abs(1 / ratio - 1) for ratio in ratios),
-        "default_over_chosen": took["default"] / measured[0],
-        "default_over_plain": took["default"] / took["plain"],
-        "best": min(range(len(rows)), key=measured.__getitem__),
-    }
-
-
-def _apart(one: list[float], other: list[float]) -> bool:
-    """Whether one plan was faster than another in more than nine of ten rounds."""
-    if len(one) != len(other):
-        return max(one) < min(other) or max(other) < min(one)
-    faster = mean(a < b for a, b in zip(one, other, strict=True))
-    return not OFTEN < faster < 1 - OFTEN
 
 
 def main() -> None:
@@ -341,123 +225,7 @@ def save(record: dict[str, Any], folder: Path) -> None:
     """Writes the results and their page."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "planner.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / "planner.md").write_text(page(record))
-
-
-def page(record: dict[str, Any]) -> str:
-    """The results as Markdown."""
-    results = {
-        name: one | {"judged": judge(one["rows"])} for name, one in record["results"].items()
-    }
-    lines = [
-        "# Plans, predicted and measured",
-        "",
-        *(__doc__ or "").strip().splitlines(),
-        "",
-        f"{'; '.join(sorted({where(one) for one in results.values()}))}.",
-        "",
-        "Regret: the chosen plan's time over the best measured. Left out: the error of a "
-        "prediction scaled by what the other plans of the set-up took over theirs; raw: not "
-        "scaled. Times are medians over rounds in turns. Kendall: of all pairs of plans, and of "
-        "those of which one was faster in more than nine of ten rounds (their share).",
-        "",
-        "| set-up | plans | regret | Kendall | of pairs apart | left out | raw | "
-        "default / chosen | default / best without codecs | search (s) |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name, one in results.items():
-        j = one["judged"]
-        lines.append(
-            f"| {name} | {j['plans']} | {j['regret']:.1%} | {j['kendall']:.2f} | "
-            f"{j['kendall_apart']:.2f} ({j['apart']:.0%}) | "
-            f"{j['left_out']:.0%} | {j['raw']:.0%} | {j['default_over_chosen']:.2f} | "
-            f"{j['default_over_plain']:.2f} | "
-            f"{one['search_seconds']:.0f} |"
-        )
-    lines += ["", *summary(results), "", *by_rate(results), *probes(record["clusters"]), ""]
-    for name, one in results.items():
-        rows = one["rows"]
-        best = rows[one["judged"]["best"]]
-        lines += [
-            f"## {name}",
-            "",
-            f"Chosen: {words(one, rows[0])}. Best measured: {words(one, best)}.",
-            "",
-            "| plan | predicted (s) | measured (s) | range |",
-            "|---|---:|---:|---|",
-        ]
-        for row in rows:
-            took = row["seconds"]
-            note = " (default)" if row["default"] else ""
-            lines.append(
-                f"| {words(one, row)}{note} | {row['predicted']:.3f} | {median(took):.3f} | "
-                f"{min(took):.3f} to {max(took):.3f} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
-
-
-def words(one: dict[str, Any], row: dict[str, Any]) -> str:
-    """A plan of a set-up."""
-    return plan_text(config_of_row(Setup(**one["setup"]), row))
-
-
-def where(one: dict[str, Any]) -> str:
-    """On what a set-up was measured, and when."""
-    machine = one["machine"]
-    return f"{machine['cpu']}, {machine['cpus_used']} cores, JAX {one['jax']}, {one['date']}"
-
-
-def summary(results: dict[str, Any]) -> list[str]:
-    """What the set-ups say together."""
-    judged = [one["judged"] for one in results.values()]
-    over = [j["default_over_chosen"] for j in judged if not math.isnan(j["default_over_chosen"])]
-    return [
-        f"Over {len(judged)} set-ups: regret {median(j['regret'] for j in judged):.1%} median, "
-        f"{max(j['regret'] for j in judged):.1%} worst; Kendall "
-        f"{median(j['kendall'] for j in judged):.2f} median, "
-        f"{min(j['kendall'] for j in judged):.2f} worst; left out "
-        f"{median(j['left_out'] for j in judged):.0%} median, "
-        f"{max(j['left_out'] for j in judged):.0%} worst. The chosen plan is at least 1.3 times as "
-        f"fast as the default in {sum(x >= 1.3 for x in over)} of {len(over)}, least "
-        f"{min(over, default=math.nan):.2f} times."
-    ]
-
-
-def by_rate(results: dict[str, Any]) -> list[str]:
-    """What is chosen and what is best for one model and one number of devices, as links differ."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for one in results.values():
-        model, hosts, devices, _ = one["setup"].values()
-        groups.setdefault(f"{model}, {hosts} x {devices}", []).append(one)
-    lines = []
-    for name, group in groups.items():
-        if len(group) < 2:
-            continue
-        lines += [
-            f"{name}, as the links' rate changes:",
-            "",
-            "| Mbit/s | chosen | best measured |",
-            "|---:|---|---|",
-        ]
-        for one in sorted(group, key=lambda one: one["setup"]["rate"]):
-            chosen, best = one["rows"][0], one["rows"][one["judged"]["best"]]
-            said = "the same" if best is chosen else words(one, best)
-            lines.append(f"| {one['setup']['rate']} | {words(one, chosen)} | {said} |")
-        lines.append("")
-    return lines
-
-
-def probes(clusters: dict[str, Any]) -> list[str]:
-    """How long each cluster took to probe, and what was found."""
-    lines = ["| cluster | probed in (s) | Mbit/s a host, all-to-all | float32 GFLOP/s a device |"]
-    lines.append("|---|---:|---:|---:|")
-    for name, one in clusters.items():
-        topology = from_json(one["topology"], name)
-        rate = 8e-6 * topology.tiers[-1].links["all_to_all"].bytes_per_s * topology.tiers[0].size
-        largest = topology.device.products["float32"][-1][1] / 1e9
-        lines.append(f"| {name} | {one['seconds']:.0f} | {rate:.0f} | {largest:.1f} |")
-    return lines
+    (folder / "planner.md").write_text(page(record, __doc__ or ""))
 
 
 if __name__ == "__main__":

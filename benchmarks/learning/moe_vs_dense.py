@@ -88,8 +88,8 @@ def page(result: dict) -> str:
     return (
         "# MoE against dense at equal active FLOPs and tokens\n\n"
         "`python -m benchmarks.learning.moe_vs_dense`: 2 layers of width 128; 8 experts, top 2, "
-        "hidden 192, against one MLP of hidden 384. The router adds 1,024 of about 213,000 multiply-adds a "
-        f"token and layer. {result['tokens']:,} tokens of the built-in text; JAX "
+        "hidden 192, against one MLP of hidden 384. The router adds 1,024 of about 213,000 "
+        f"multiply-adds a token and layer. {result['tokens']:,} tokens of the built-in text; JAX "
         f"{result['jax']}, Python {result['python']}, CPU.\n\n"
         "| model | held-out bits per byte, mean | by seed |\n|---|---|---|\n"
         + "\n".join(rows)

@@ -17,6 +17,17 @@ from typing import Any
 import jax
 
 from benchmarks.machine import RESULTS, ROOT, stamp
+from benchmarks.papers.models import (
+    FEW_TOKENS,
+    LINA,
+    LINA_EXCHANGES,
+    LINA_SEQUENCES,
+    LINA_STEP,
+    NEOX_20B,
+    OLMOE,
+    TWO_70B,
+)
+from benchmarks.papers.plans_page import clusters_page, page
 from moejax.config.checks.planned import CHOSEN
 from moejax.config.fields import change
 from moejax.config.schema import Config, PlanConfig
@@ -31,69 +42,7 @@ from moejax.plan.report.tables import plan_text, sentence
 from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, resolve
 
-BFLOAT16: dict[str, Any] = {"model.dtype": "bfloat16", "train.gradient_dtype": "bfloat16"}
-# Two experts beside attention of a 70 B model; as many of its 80 layers as 16 devices of 80 GB hold
-# with float32 masters and moments.
-TWO_70B = BFLOAT16 | {
-    "model.vocab_size": 32768,
-    "model.width": 8192,
-    "model.num_layers": 16,
-    "model.num_heads": 64,
-    "model.num_kv_heads": 8,
-    "model.head_width": 128,
-    "moe.num_experts": 2,
-    "moe.experts_per_token": 1,
-    "moe.expert_hidden": 28672,
-    "data.sequence_length": 8192,
-    "train.batch_sequences": 16,
-}
-# Lina's Transformer-XL of 12 layers: the 302 M parameters between its 4 and its 16 experts make an
-# expert of 2 x 512 x 2,048, here about 3 x 512 x 1,360; the rest is attention and few characters.
-LINA: dict[str, Any] = {
-    "model.vocab_size": 512,
-    "model.width": 512,
-    "model.num_layers": 12,
-    "model.num_heads": 8,
-    "model.num_kv_heads": 8,
-    "model.head_width": 64,
-    "moe.experts_per_token": 2,
-    "moe.expert_hidden": 1360,
-    "data.sequence_length": 512,
-    "mesh.tensor": 1,
-}
-LINA_SEQUENCES = 10  # a device's: the all-to-alls of 16 devices then take what its Table 1 says
-# Its Table 1 for 4 experts on 4 devices, under DeepSpeed: seconds of a step, and of the all-to-alls
-# of 12 layers, two forward and two backward.
-LINA_STEP, LINA_EXCHANGES = 0.706, 0.259
-NEOX_20B = BFLOAT16 | {
-    "model.vocab_size": 50432,
-    "model.width": 6144,
-    "model.num_layers": 44,
-    "model.num_heads": 64,
-    "model.num_kv_heads": 64,
-    "model.head_width": 96,
-    "model.moe_every": None,
-    "model.mlp_hidden": 16384,  # three matrices in place of two of 24,576
-    "model.tie_embeddings": False,
-    "data.sequence_length": 2048,
-    "train.batch_sequences": 384,
-}
-OLMOE = BFLOAT16 | {
-    "model.vocab_size": 50304,
-    "model.width": 2048,
-    "model.num_layers": 16,
-    "model.num_heads": 16,
-    "model.num_kv_heads": 16,
-    "model.head_width": 128,
-    "moe.num_experts": 64,
-    "moe.experts_per_token": 8,
-    "moe.expert_hidden": 1024,
-    "data.sequence_length": 4096,
-    "train.batch_sequences": 512,
-}
-
 PATIENCE = 60.0  # seconds that a search may take, where it is not itself what is shown
-FEW_TOKENS = OLMOE | {"train.batch_sequences": 16}
 SKEWS = ("balanced", "zipf:0.4", "zipf:0.8", "zipf:1.2")
 SKEWED = ("h200:2", "a800:2")
 
@@ -336,78 +285,6 @@ def for_every_routing(cluster: str) -> list[dict[str, Any]]:
     return rows
 
 
-def page(record: dict[str, Any]) -> str:
-    """The papers' page."""
-    lines = ["# The papers' questions, planned", "", *(__doc__ or "").strip().splitlines(), ""]
-    lines += [f"JAX {record['jax']}, {record['date']}.", ""]
-    for row in record["questions"]:
-        lines += [f"## {row['question']}", "", f"Cluster `{row['cluster']}`.", ""]
-        lines += [f"- The paper, its hardware: {row['claim']}."]
-        lines += [
-            f"- Predicted: {value:.2f} x ({name})." for name, value in row["predicted"].items()
-        ]
-        lines += [
-            f"- Chosen: {row['plan']}; {row['seconds'] * 1e3:,.1f} ms, {row['gib']:.1f} GiB.",
-            f"- {row['baseline_name'].capitalize()}: {row['baseline']}.",
-            f"- Why: {row['why']}." if row["why"] else "",
-            f"- What differs: {row['differs']}.",
-            "",
-        ]
-    lines += ["## The bound on splitting tokens over tensor ranks", ""]
-    lines += ["| cluster | tensor | all-to-all alone | with the gather | overlapped |"]
-    lines += ["|---|---:|---:|---:|---:|"]
-    for row in record["bounds"]:
-        alone, after, beside = row["ratios"]
-        lines.append(
-            f"| {row['cluster']} | {row['tensor']} | {alone:.2f} | {after:.2f} | {beside:.2f} |"
-        )
-    lines += ["", "MoNTA (paper, its hardware): 8 x at tensor 8. That is the first column.", ""]
-    lines += [
-        "## Tokens that do not fall evenly",
-        "",
-        "OLMoE-1B-7B, 16 sequences of 4,096 tokens, dropless. Busiest: the rows of the busiest",
-        "expert over the mean. The last column is the plan of the cluster's first row, priced for",
-        "the routing of its own row. With 512 sequences every row is planned without an expert",
-        "axis, and then it does not matter where tokens go.",
-        "",
-        "| cluster | routing | busiest | plan | ms a step | the even plan there |",
-        "|---|---|---:|---|---:|---:|",
-    ]
-    for row in record["routings"]:
-        fits = "" if row["even_plan_fits"] else ", does not fit"
-        lines.append(
-            f"| {row['cluster']} | {row['routing']} | {row['busiest']:.1f} | {row['plan']} | "
-            f"{row['seconds'] * 1e3:,.0f} | {row['even_plan_seconds'] * 1e3:,.0f}{fits} |"
-        )
-    return "\n".join([*lines, ""])
-
-
-def clusters_page(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
-    """The clusters' page."""
-    lines = [
-        "# One model, planned for every known cluster",
-        "",
-        "OLMoE-1B-7B (6.9 B parameters), 512 sequences of 4,096 tokens a step (504 on 72 devices),",
-        "bfloat16, no codecs. Nothing ran. "
-        "`python -m benchmarks.papers.plans --out benchmarks/results`, "
-        f"JAX {made['jax']}, {made['date']}.",
-        "",
-        "| cluster | devices | plan | ms a step | GiB | tokens/s | default / chosen | search (s) |",
-        "|---|---:|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        if "refused" in row:
-            lines.append(f"| {row['cluster']} | {row['devices']} | {row['refused']} | | | | | |")
-            continue
-        over = "" if row["over_default"] is None else f"{row['over_default']:.2f}"
-        lines.append(
-            f"| {row['cluster']} | {row['devices']} | {row['plan']} | {row['milliseconds']:,.0f} | "
-            f"{row['gib']:.0f} | {row['tokens_a_second']:,.0f} | {over} | "
-            f"{row['search_seconds']:.0f} |"
-        )
-    return "\n".join([*lines, ""])
-
-
 def main() -> None:
     """Answers and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -431,7 +308,7 @@ def main() -> None:
     record = {"questions": answers, "bounds": bounds, "routings": routings} | made
     record["clusters"] = for_every_cluster()
     (args.out / "plans.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.docs / "papers.md").write_text(page(record))
+    (args.docs / "papers.md").write_text(page(record, __doc__ or ""))
     (args.docs / "clusters.md").write_text(clusters_page(record["clusters"], made))
 
 

@@ -1,0 +1,178 @@
+"""The page of measured plans, and how they are judged."""
+
+import math
+from itertools import combinations
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.emulated.setups import Setup, config_of_row
+from moejax.plan.cluster.file import from_json
+from moejax.plan.report.tables import plan_text
+
+OFTEN = 0.1  # of the rounds: less is chance
+
+
+def judge(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Regret, rank correlation, errors; the default over the chosen plan and over the plain one."""
+    measured = [median(row["seconds"]) for row in rows]
+    predicted = [row["predicted"] for row in rows]
+    ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
+    left_out = [
+        abs(predicted[i] * median(ratios[:i] + ratios[i + 1 :]) / measured[i] - 1)
+        for i in range(len(rows))
+    ]
+    pairs = list(combinations(range(len(rows)), 2))
+    apart = [(a, b) for a, b in pairs if _apart(rows[a]["seconds"], rows[b]["seconds"])]
+
+    def agreement(pairs: list[tuple[int, int]]) -> float:
+        return mean(
+            math.copysign(1, (measured[a] - measured[b]) * (predicted[a] - predicted[b]))
+            for a, b in pairs
+        )
+
+    took = {}
+    for name in ("default", "plain"):
+        place = next((i for i, row in enumerate(rows) if row[name]), None)
+        took[name] = math.nan if place is None else measured[place]
+    return {
+        "plans": len(rows),
+        "regret": measured[0] / min(measured) - 1,
+        "kendall": agreement(pairs),
+        "kendall_apart": agreement(apart),
+        "apart": len(apart) / len(pairs),
+        "left_out": median(left_out),
+        "raw": median(abs(1 / ratio - 1) for ratio in ratios),
+        "default_over_chosen": took["default"] / measured[0],
+        "default_over_plain": took["default"] / took["plain"],
+        "best": min(range(len(rows)), key=measured.__getitem__),
+    }
+
+
+def _apart(one: list[float], other: list[float]) -> bool:
+    """Whether one plan was faster than another in more than nine of ten rounds."""
+    if len(one) != len(other):
+        return max(one) < min(other) or max(other) < min(one)
+    faster = mean(a < b for a, b in zip(one, other, strict=True))
+    return not OFTEN < faster < 1 - OFTEN
+
+
+def page(record: dict[str, Any], intro: str) -> str:
+    """The results as Markdown, below an introduction."""
+    results = {
+        name: one | {"judged": judge(one["rows"])} for name, one in record["results"].items()
+    }
+    lines = [
+        "# Plans, predicted and measured",
+        "",
+        *intro.strip().splitlines(),
+        "",
+        f"{'; '.join(sorted({where(one) for one in results.values()}))}.",
+        "",
+        "Regret: the chosen plan's time over the best measured. Left out: the error of a "
+        "prediction scaled by what the other plans of the set-up took over theirs; raw: not "
+        "scaled. Times are medians over rounds in turns. Kendall: of all pairs of plans, and of "
+        "those of which one was faster in more than nine of ten rounds (their share).",
+        "",
+        "| set-up | plans | regret | Kendall | of pairs apart | left out | raw | "
+        "default / chosen | default / best without codecs | search (s) |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, one in results.items():
+        j = one["judged"]
+        lines.append(
+            f"| {name} | {j['plans']} | {j['regret']:.1%} | {j['kendall']:.2f} | "
+            f"{j['kendall_apart']:.2f} ({j['apart']:.0%}) | "
+            f"{j['left_out']:.0%} | {j['raw']:.0%} | {j['default_over_chosen']:.2f} | "
+            f"{j['default_over_plain']:.2f} | "
+            f"{one['search_seconds']:.0f} |"
+        )
+    lines += ["", *summary(results), "", *by_rate(results), *probes(record["clusters"]), ""]
+    for name, one in results.items():
+        lines += setup_section(name, one)
+    return "\n".join(lines)
+
+
+def setup_section(name: str, one: dict[str, Any]) -> list[str]:
+    """The plans of one set-up, predicted and measured."""
+    rows = one["rows"]
+    best = rows[one["judged"]["best"]]
+    lines = [
+        f"## {name}",
+        "",
+        f"Chosen: {words(one, rows[0])}. Best measured: {words(one, best)}.",
+        "",
+        "| plan | predicted (s) | measured (s) | range |",
+        "|---|---:|---:|---|",
+    ]
+    for row in rows:
+        took = row["seconds"]
+        note = " (default)" if row["default"] else ""
+        lines.append(
+            f"| {words(one, row)}{note} | {row['predicted']:.3f} | {median(took):.3f} | "
+            f"{min(took):.3f} to {max(took):.3f} |"
+        )
+    lines.append("")
+    return lines
+
+
+def words(one: dict[str, Any], row: dict[str, Any]) -> str:
+    """A plan of a set-up."""
+    return plan_text(config_of_row(Setup(**one["setup"]), row))
+
+
+def where(one: dict[str, Any]) -> str:
+    """On what a set-up was measured, and when."""
+    machine = one["machine"]
+    return f"{machine['cpu']}, {machine['cpus_used']} cores, JAX {one['jax']}, {one['date']}"
+
+
+def summary(results: dict[str, Any]) -> list[str]:
+    """What the set-ups say together."""
+    judged = [one["judged"] for one in results.values()]
+    over = [j["default_over_chosen"] for j in judged if not math.isnan(j["default_over_chosen"])]
+    return [
+        f"Over {len(judged)} set-ups: regret {median(j['regret'] for j in judged):.1%} median, "
+        f"{max(j['regret'] for j in judged):.1%} worst; Kendall "
+        f"{median(j['kendall'] for j in judged):.2f} median, "
+        f"{min(j['kendall'] for j in judged):.2f} worst; left out "
+        f"{median(j['left_out'] for j in judged):.0%} median, "
+        f"{max(j['left_out'] for j in judged):.0%} worst. The chosen plan is at least 1.3 times as "
+        f"fast as the default in {sum(x >= 1.3 for x in over)} of {len(over)}, least "
+        f"{min(over, default=math.nan):.2f} times."
+    ]
+
+
+def by_rate(results: dict[str, Any]) -> list[str]:
+    """What is chosen and what is best for one model and one number of devices, as links differ."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for one in results.values():
+        model, hosts, devices, _ = one["setup"].values()
+        groups.setdefault(f"{model}, {hosts} x {devices}", []).append(one)
+    lines = []
+    for name, group in groups.items():
+        if len(group) < 2:
+            continue
+        lines += [
+            f"{name}, as the links' rate changes:",
+            "",
+            "| Mbit/s | chosen | best measured |",
+            "|---:|---|---|",
+        ]
+        for one in sorted(group, key=lambda one: one["setup"]["rate"]):
+            chosen, best = one["rows"][0], one["rows"][one["judged"]["best"]]
+            said = "the same" if best is chosen else words(one, best)
+            lines.append(f"| {one['setup']['rate']} | {words(one, chosen)} | {said} |")
+        lines.append("")
+    return lines
+
+
+def probes(clusters: dict[str, Any]) -> list[str]:
+    """How long each cluster took to probe, and what was found."""
+    lines = ["| cluster | probed in (s) | Mbit/s a host, all-to-all | float32 GFLOP/s a device |"]
+    lines.append("|---|---:|---:|---:|")
+    for name, one in clusters.items():
+        topology = from_json(one["topology"], name)
+        rate = 8e-6 * topology.tiers[-1].links["all_to_all"].bytes_per_s * topology.tiers[0].size
+        largest = topology.device.products["float32"][-1][1] / 1e9
+        lines.append(f"| {name} | {one['seconds']:.0f} | {rate:.0f} | {largest:.1f} |")
+    return lines
