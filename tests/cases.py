@@ -133,9 +133,10 @@ def skew(router_bias, bias: dict[int, float]):
 
 
 def one_device_state(cfg: Config):
-    """The first state of a config, on one device; mesh and route of `cfg` do not matter."""
+    """The first state of a config, on one device; mesh, route and routing do not matter."""
     plain = {"route": "split", "route_chunks": 1, "route_chunks_backward": None}
-    moe = dataclasses.replace(cfg.moe, capacity_factor=None)
+    routing = {"capacity_factor": None, "experts_per_token": 1, "router": RouterConfig()}
+    moe = dataclasses.replace(cfg.moe, **routing)
     # Copies, because a step may be given the state's buffers to reuse.
     return jax.tree.map(
         jnp.array, _first_state(dataclasses.replace(cfg, mesh=MeshConfig(), moe=moe, **plain))

@@ -64,7 +64,7 @@ def oracle_case(cfg, bias):
     state = state._replace(router_bias=skew(state.router_bias, dict(bias)))
     batch = random_batch(cfg)
     loss = functools.partial(oracle_loss, router_bias=state.router_bias, batch=batch, cfg=cfg)
-    graded = jax.jit(jax.value_and_grad(lambda p: loss(p), has_aux=True))
+    graded = jax.value_and_grad(lambda p: loss(p), has_aux=True)
     (_, (nll, load)), gradients = graded(state.params)
     return state, batch, nll, load, jax.tree.map(np.asarray, gradients)
 

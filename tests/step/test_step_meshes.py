@@ -1,4 +1,7 @@
-"""The step on every mesh, of every kind of model, against the one-device oracle."""
+"""The step on every mesh, of every kind of model, against the one-device oracle, one by one.
+
+test_step_together has several at once, and runs by default.
+"""
 
 import dataclasses
 from itertools import product
@@ -41,19 +44,14 @@ ROUTINGS = [(k, score) for k in (1, 2, 8) for score in ("softmax", "sigmoid")]
 
 
 def on_meshes():
-    """Every mesh with every layout that differs there, and with every routing.
-
-    A tensor axis of one has only one layout. Of six routings each case runs one by default, all of
-    them in turn; the others are for `make test-all`.
-    """
-    layouts = [(mesh, *one) for mesh in MESHES for one in LAYOUTS[: 4 if mesh[3] > 1 else 1]]
-    for (row, case), (turn, routing) in product(enumerate(layouts), enumerate(ROUTINGS)):
-        marks = () if turn == row % len(ROUTINGS) else pytest.mark.exhaustive
-        names = "-".join(map(str, (*case, *routing)))
-        yield pytest.param(*case, *routing, id=names, marks=marks)
+    """Every mesh with every layout that differs there, and with every routing."""
+    for mesh, layout, routing in product(MESHES, LAYOUTS, ROUTINGS):
+        if mesh[3] > 1 or layout == LAYOUTS[0]:  # a tensor axis of one has only one layout
+            names = "-".join(map(str, (mesh, *layout, *routing)))
+            yield pytest.param(mesh, *layout, *routing, id=names)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "activations", "weights", "k", "score"), list(on_meshes()))
 def test_every_mesh_and_layout_gives_the_oracles_loss_and_gradients(
     mesh, activations, weights, k, score
@@ -92,7 +90,7 @@ def test_experts_in_e4m3_give_nearly_the_oracles_loss_and_gradients():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("crowded", "mesh"), part_of([3, 7], [(1, 1, 8, 1), (1, 1, 4, 2), (2, 1, 2, 2)])
+    ("crowded", "mesh"), part_of([3, 7], [(1, 1, 8, 1), (1, 1, 4, 2), (2, 1, 2, 2)], parts=6)
 )
 def test_all_tokens_to_one_expert_lose_nothing(crowded, mesh):
     cfg = small_config(mesh, moe={"experts_per_token": 1})
@@ -100,29 +98,30 @@ def test_all_tokens_to_one_expert_lose_nothing(crowded, mesh):
     assert int(parts.load_LE[0, crowded]) == TERMS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param((1, 1, 1, 1), marks=pytest.mark.exhaustive),
-        pytest.param((1, 1, 8, 1), marks=pytest.mark.exhaustive),
-        (1, 2, 2, 2),
-    ],
-)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model": {"qk_norm": "head", "attention_bias": True, "tie_embeddings": False}},
-        {"model": {"qk_norm": "full", "sliding_window": 5, "num_kv_heads": 4}},
-        {"model": {"num_layers": 3, "first_dense_layers": 1, "scan_layers": False}},
-        {"model": {"num_layers": 4, "moe_every": 2, "remat": "full"}},
-        {"model": {"remat": "collectives"}, "moe": {"num_shared_experts": 2}},
-        {"router": {"balance_over": "sequence", "renormalize": False, "weight_scale": 2.5}},
-        {"router": {"score": "sigmoid", "num_groups": 4, "groups_per_token": 2}},
-        {"router": {"score": "softmax", "num_groups": 4, "groups_per_token": 2}},
-    ],
-    ids=lambda c: "-".join(f"{k}={v}" for part in c.values() for k, v in part.items()),
-)
+KINDS = [
+    {"model": {"qk_norm": "head", "attention_bias": True, "tie_embeddings": False}},
+    {"model": {"num_layers": 3, "first_dense_layers": 1, "scan_layers": False}},
+    {"model": {"num_layers": 4, "moe_every": 2, "remat": "full"}},
+    {"model": {"remat": "collectives"}, "moe": {"num_shared_experts": 2}},
+    {"router": {"score": "sigmoid", "num_groups": 4, "groups_per_token": 2}},
+    {"model": {"qk_norm": "full", "sliding_window": 5, "num_kv_heads": 4}},
+    {"router": {"balance_over": "sequence", "renormalize": False, "weight_scale": 2.5}},
+    {"router": {"score": "softmax", "num_groups": 4, "groups_per_token": 2}},
+]
+
+
+def join_kinds(numbers):
+    """Several kinds at once, as changes of `small_config`."""
+    changes = {"model": {}, "moe": {}, "router": {}}
+    for number in numbers:
+        for part, values in KINDS[number].items():
+            changes[part] = changes[part] | values
+    return changes
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 1, 8, 1), (1, 2, 2, 2)])
+@pytest.mark.parametrize("changes", KINDS, ids=str)
 def test_every_kind_of_model_gives_the_oracles_loss_and_gradients(mesh, changes):
     moe = CERTAIN | changes.get("moe", {})
     check_against_oracle(small_config(mesh, **(changes | {"moe": moe})), path="certain")

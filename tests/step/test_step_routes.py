@@ -1,7 +1,11 @@
-"""The step on every route and reduction; each case is held to the path that it says it takes."""
+"""The step on every route and reduction, one by one; each case is held to the path that it names.
+
+test_step_together has several at once, and runs by default.
+"""
 
 import dataclasses
 import functools
+from itertools import product
 
 import jax
 import numpy as np
@@ -19,24 +23,23 @@ from tests.cases import (
 )
 from tests.step.against_oracle import CERTAIN, TERMS, check_against_oracle, only
 
-rarely = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 # route, mesh, nodes, chunks forward and backward, K; each of the last three differs somewhere.
 ROUTES = [
     ("duplicate", (1, 1, 4, 2), 1, (2, 2), 2),
-    rarely("duplicate", (1, 1, 2, 4), 1, (1, 1), 8),
+    ("duplicate", (1, 1, 2, 4), 1, (1, 1), 8),
     ("spread", (1, 1, 4, 2), 1, (3, 2), 2),
-    rarely("spread", (1, 2, 1, 4), 1, (1, 1), 2),
+    ("spread", (1, 2, 1, 4), 1, (1, 1), 2),
     ("gather_home", (1, 1, 4, 2), 1, (4, 3), 2),
     ("gather_home", (2, 1, 2, 2), 1, (1, 2), 8),
     ("split", (1, 1, 4, 2), 1, (2, 2), 1),
     ("split", (1, 2, 2, 2), 1, (3, 4), 2),
-    rarely("split", (1, 1, 8, 1), 1, (6, 1), 2),
+    ("split", (1, 1, 8, 1), 1, (6, 1), 2),
     ("split", (1, 1, 2, 4), 1, (10, 10), 8),
     ("merge", (1, 1, 8, 1), 1, (1, 1), 8),
     ("merge", (1, 1, 2, 4), 1, (4, 6), 2),
     ("two_level", (1, 1, 8, 1), 2, (3, 3), 2),
     ("two_level", (2, 1, 4, 1), 4, (1, 1), 8),
-    rarely("two_level_merge", (1, 1, 8, 1), 2, (1, 1), 2),
+    ("two_level_merge", (1, 1, 8, 1), 2, (1, 1), 2),
     ("two_level_merge", (1, 1, 8, 1), 4, (2, 3), 8),
     ("two_level_merge", (1, 1, 4, 2), 2, (4, 4), 2),
 ]
@@ -53,7 +56,7 @@ def routed(cfg, route, nodes, chunks, **mesh):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("route", "mesh", "nodes", "chunks", "k"), ROUTES)
 def test_every_route_gives_the_oracles_loss_and_gradients(route, mesh, nodes, chunks, k):
     check_route(route, mesh, nodes, chunks, k, path="certain")
@@ -70,7 +73,7 @@ DROPLESS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("route", "mesh", "nodes", "chunks", "k", "path"), DROPLESS)
 def test_routes_without_a_capacity_take_the_path_that_holds_all(
     route, mesh, nodes, chunks, k, path
@@ -101,7 +104,7 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("mesh", "nodes", "weights"), REDUCTIONS)
 def test_gradients_that_cross_nodes_are_reduced_by_hops(mesh, nodes, weights):
     moe = {"num_experts": 16, "implementation": "reference", **CERTAIN}
@@ -109,7 +112,7 @@ def test_gradients_that_cross_nodes_are_reduced_by_hops(mesh, nodes, weights):
     check_against_oracle(routed(cfg, "split", nodes, (1, 1)), path="certain")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("route", "weights", "activations"),
     part_of(
@@ -128,21 +131,25 @@ def test_routes_with_other_expert_layouts(route, weights, activations):
     check_against_oracle(routed(cfg, route, 2, (2, 2)), path="certain")
 
 
+NOT_IN_THE_ORACLE = [
+    {"activations": "replicated"},
+    {"router": {"jitter": 0.2}, "model": {"remat": "collectives"}},
+    {"train": {"micro_batches": 2}, "router": {"balance_over": "sequence"}},
+]
+USUAL = [("two_level_merge", 1), ("gather_home", 2)]  # the others are for `make test-all`
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("route", "changes"),
-    part_of(
-        ["duplicate", "gather_home", "merge", "two_level_merge"],
-        [
-            {"activations": "replicated"},
-            {"router": {"jitter": 0.2}, "model": {"remat": "collectives"}},
-            {"train": {"micro_batches": 2}, "router": {"balance_over": "sequence"}},
-        ],
-    ),
+    ("route", "number"),
+    [
+        pytest.param(*case, marks=() if case in USUAL else pytest.mark.exhaustive)
+        for case in product(["duplicate", "gather_home", "merge", "two_level_merge"], range(3))
+    ],
 )
-def test_routes_give_the_split_routes_gradients(route, changes):
+def test_routes_give_the_split_routes_gradients(route, number):
     """With what the oracle has not: jitter, micro-batches, replicated activations."""
-    cfg = small_config((1, 1, 4, 2), moe=CERTAIN, **changes)
+    cfg = small_config((1, 1, 4, 2), moe=CERTAIN, **NOT_IN_THE_ORACLE[number])
     wanted = routed_gradients(routed(cfg, "split", 2, (1, 1)))
     assert_close(routed_gradients(routed(cfg, route, 2, (2, 2))), wanted, terms=TERMS)
 

@@ -1,0 +1,94 @@
+"""Mesh, layout, route, routing and kind of model, all at once, against the one-device oracle.
+
+Each value of each stands in at least one case, so a default run compiles few programs.
+test_step_meshes and test_step_routes take them one by one, for `make test-all`.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.cases import small_config
+from tests.step.against_oracle import CERTAIN, check_against_oracle
+from tests.step.test_step_meshes import KINDS, LAYOUTS, MESHES, ROUTINGS, join_kinds
+from tests.step.test_step_routes import REDUCTIONS, ROUTES
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step; `kinds` are places in `KINDS`, `path` is the one that layers must take."""
+
+    mesh: tuple[int, int, int, int]
+    nodes: int = 1
+    layout: tuple[str, str] = ("sequence", "hidden")
+    route: str = "split"
+    chunks: tuple[int, int] = (1, 1)
+    k: int = 2
+    score: str = "softmax"
+    kinds: tuple[int, ...] = field(default=())
+    path: str = "certain"
+
+
+CASES = [
+    Case((1, 1, 1, 8), k=1, score="sigmoid", kinds=(0, 4)),
+    Case((1, 1, 8, 1), 2, route="two_level", chunks=(3, 3), score="sigmoid"),
+    Case((8, 1, 1, 1), 4, k=8, kinds=(1, 5)),
+    Case((1, 8, 1, 1), 2, k=1),
+    Case((1, 2, 4, 1), 1, route="merge", chunks=(2, 3), kinds=(2, 6)),
+    Case((2, 1, 2, 2), 4, ("replicated", "hidden"), "gather_home", (1, 2), 8, "sigmoid"),
+    Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "spread", (3, 2), kinds=(3, 7)),
+    Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1),
+    Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2)),
+    Case((1, 1, 2, 4), 1, chunks=(3, 4), k=8),
+    Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (4, 6)),
+    Case((1, 1, 8, 1), 4, route="two_level_merge", chunks=(2, 3), k=8),
+    Case((1, 1, 4, 2), 2, ("sequence", "folded"), "two_level_merge", (2, 2)),
+    Case((2, 4, 1, 1), 4),
+    # Without a capacity buckets overflow, or just do not.
+    Case((1, 1, 8, 1), path="rounds"),
+    Case((1, 1, 4, 2), 1, route="spread", chunks=(3, 2), path="rounds"),
+    Case((1, 1, 8, 1), 4, route="two_level_merge", chunks=(2, 3), k=8, path="rounds"),
+    Case((2, 1, 4, 1), 4, route="two_level", k=8, path="usual"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.route}-{case.mesh}-{case.path}")
+def test_the_step_gives_the_oracles_loss_and_gradients(case):
+    # Expert 0 is chosen by nobody; 16 experts are more than any axis here has devices.
+    moe = {"num_experts": 16, "experts_per_token": case.k, "implementation": "reference"}
+    if case.path == "certain":
+        moe |= CERTAIN
+    changes = join_kinds(case.kinds)
+    activations, expert_weights = case.layout
+    cfg = small_config(
+        case.mesh,
+        activations=activations,
+        expert_weights=expert_weights,
+        model=changes.get("model"),
+        moe=moe | changes.get("moe", {}),
+        router={"score": case.score} | changes.get("router", {}),
+    )
+    cfg = dataclasses.replace(
+        cfg,
+        route=case.route,
+        route_chunks=case.chunks[0],
+        route_chunks_backward=case.chunks[1],
+        mesh=dataclasses.replace(cfg.mesh, nodes=case.nodes),
+    )
+    parts = check_against_oracle(cfg, bias=((0, -10.0),), path=case.path)
+    assert not parts.load_LE[:, 0].any()
+
+
+def test_the_cases_together_have_every_value():
+    def values(of):
+        return {of(case) for case in CASES}
+
+    assert values(lambda case: case.mesh) >= set(MESHES)
+    assert values(lambda case: case.layout) >= set(LAYOUTS)
+    assert values(lambda case: case.route) == {route for route, *_ in ROUTES}
+    assert values(lambda case: case.k) == {k for k, _ in ROUTINGS}
+    assert values(lambda case: case.score) == {score for _, score in ROUTINGS}
+    assert {kind for case in CASES for kind in case.kinds} == set(range(len(KINDS)))
+    assert values(lambda case: case.layout[1]) == {weights for *_, weights in REDUCTIONS}
