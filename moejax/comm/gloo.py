@@ -1,18 +1,19 @@
-"""What several processes on CPU need: collectives in one order, and no reduce-scatter.
+"""Workarounds for several processes on CPU: collectives in one order, and no reduce-scatter.
 
-There gloo carries what crosses processes, and XLA has two faults (JAX 0.10.2 to 0.12.0.1):
+On CPU the gloo library carries collectives between processes. XLA has two faults there (JAX 0.10.2
+to 0.12.0.1):
 
-- It starts independent collectives in program order, but one inside a loop or a conditional may
-  start after a later one outside. Ranks then take each other's messages for another collective's:
-  the program ends with a size that does not match, or goes on with wrong numbers.
+- It starts independent collectives in program order, but a collective inside a loop or conditional
+  may start after a later one outside. A rank then takes a message of one collective for a message
+  of another: the program ends with sizes that do not match, or goes on with wrong numbers.
 - Large reduce-scatters return wrong numbers now and then (github.com/jax-ml/jax/issues/40830).
 
-`in_order` rewrites a traced function so that each collective waits for the one before it, through
-every loop, conditional and call. Gloo carries one at a time as it is.
+`in_order` rewrites a traced function so that each collective waits for the collective before it,
+through every loop, conditional and call. Gloo carries one at a time anyway.
 
-And of two ranks that exchange, one was seen to send only after the other has (decision 0008). Large
-exchanges of pairs are therefore sent one way after the other on purpose, half of the pairs the
-other way round: together they fill the link in both directions.
+When two ranks exchange data, one was seen to send only after the other is done (decision 0008). A
+large exchange of pairs therefore becomes two sends, one in each direction. Half of the pairs send
+in the opposite order, so that together they fill the link in both directions.
 """
 
 import math
@@ -27,8 +28,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, scan_operands
 
-MOVES = ("all_to_all", "all_gather", "ppermute")  # collectives that add nothing up
-PAIRED = 2**16  # bytes from which an exchange of two is sent one way after the other
+MOVES = ("all_to_all", "all_gather", "ppermute")  # collectives without arithmetic
+PAIRED = 2**16  # bytes from which an exchange of two devices becomes two sends
 
 
 def is_gloo(mesh: Mesh | AbstractMesh) -> bool:
@@ -39,16 +40,16 @@ def is_gloo(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def shard_map(body: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`jax.shard_map` with the conventions of `comm.wire`, and in order where gloo carries."""
+    """`jax.shard_map` with the conventions of `comm.wire`; `in_order` on gloo."""
     body = in_order(body) if is_gloo(mesh) else body
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def in_order(function: Callable) -> Callable:
-    """Returns a function of the same values whose collectives run one after the other.
+    """Returns a function with the same results whose collectives run one after the other.
 
     Args:
-      function: per device, inside shard_map; its arguments and results are trees of arrays.
+      function: runs per device, inside shard_map; arguments and results are trees of arrays.
     """
 
     def ordered(*arguments: Any) -> Any:
@@ -63,7 +64,11 @@ def in_order(function: Callable) -> Callable:
 def _evaluate(
     jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], token: jax.Array
 ) -> tuple[list[Any], jax.Array]:
-    """Evaluates a jaxpr. The token is a zero that only the last collective's result tells."""
+    """Evaluates a jaxpr.
+
+    `token` is a zero computed from the last collective's result: using it makes the next
+    collective wait. The token after the last collective is returned beside the results.
+    """
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, arguments, strict=True))
 
@@ -117,13 +122,13 @@ def _collective(eqn: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any
 
 
 def _as_bits(x: jax.Array) -> jax.Array:
-    """Two-byte floats as integers: on CPU XLA would send them as float32."""
-    two = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
-    return lax.bitcast_convert_type(x, jnp.uint16) if two else x
+    """Bit-casts two-byte floats to integers: on CPU XLA would send them as float32."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+    return lax.bitcast_convert_type(x, jnp.uint16) if narrow else x
 
 
 def _wait(x: jax.Array, token: jax.Array) -> jax.Array:
-    """x, after the token: its first element's bits, changed by a zero."""
+    """Makes x wait for the token: XORs the zero into the bits of x's first element."""
     if not x.size:
         return x
     flat = x.reshape(-1)
@@ -134,7 +139,7 @@ def _wait(x: jax.Array, token: jax.Array) -> jax.Array:
 
 
 def _token(y: jax.Array) -> jax.Array:
-    """A zero made from a collective's result."""
+    """Makes the token, a zero, from a collective's result."""
     if not y.size:
         return jnp.uint32(0)
     first = y.reshape(-1)[0].astype(jnp.float32)
@@ -145,7 +150,7 @@ def _token(y: jax.Array) -> jax.Array:
 def _reduce_scatter(
     x: jax.Array, *, axis_name: Any, scatter_dimension: int, tiled: bool, **_: Any
 ) -> jax.Array:
-    """The same sum for as many bytes: every rank is sent its parts and adds them up, in order."""
+    """A reduce-scatter as an all-to-all of parts and a sum in rank order; sends as many bytes."""
     assert tiled
     count = lax.axis_size(axis_name)
     parts = _as_bits(jnp.stack(jnp.split(x, count, axis=scatter_dimension)))
@@ -154,7 +159,7 @@ def _reduce_scatter(
 
 
 def _pairs(axis_name: Any) -> list[tuple[int, int]]:
-    """The devices that exchange, by their number in the mesh; none unless two and two, evenly."""
+    """The pairs of devices, by position in the mesh; [] unless all are pairs and even in number."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     mesh = jax.sharding.get_abstract_mesh()
     names = mesh.axis_names
@@ -169,46 +174,46 @@ def _pairs(axis_name: Any) -> list[tuple[int, int]]:
 def _from_peer(
     x: jax.Array, pairs: list[tuple[int, int]], token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What the other device of a pair holds."""
+    """Returns the x of the other device of this device's pair, and the next token."""
     dtype, x = x.dtype, _as_bits(x)
-    every = tuple(jax.sharding.get_abstract_mesh().axis_names)
-    ahead = [pair if place % 2 else pair[::-1] for place, pair in enumerate(pairs)]
-    first = lax.ppermute(_wait(x, token), every, ahead)
-    behind = [(b, a) for a, b in ahead]
-    then = lax.ppermute(_wait(x, _token(first)), every, behind)
-    gets_first = np.zeros(2 * len(pairs), bool)
-    gets_first[[target for _, target in ahead]] = True
-    got = jnp.where(jnp.asarray(gets_first)[lax.axis_index(every)], first, then)
-    return lax.bitcast_convert_type(got, dtype), _token(then)
+    mesh_axes = tuple(jax.sharding.get_abstract_mesh().axis_names)
+    forth = [pair if index % 2 else pair[::-1] for index, pair in enumerate(pairs)]
+    first = lax.ppermute(_wait(x, token), mesh_axes, forth)
+    back = [(b, a) for a, b in forth]
+    second = lax.ppermute(_wait(x, _token(first)), mesh_axes, back)
+    receives_first = np.zeros(2 * len(pairs), bool)
+    receives_first[[target for _, target in forth]] = True
+    received = jnp.where(jnp.asarray(receives_first)[lax.axis_index(mesh_axes)], first, second)
+    return lax.bitcast_convert_type(received, dtype), _token(second)
 
 
 def _paired_all_to_all(
     x: jax.Array, pairs: Any, token: Any, *, axis_name: Any, **_: Any
 ) -> tuple[jax.Array, jax.Array]:
     own, other = _halves(x, axis_name, 0)
-    got, token = _from_peer(other, pairs, token)
-    return _joined(own, got, axis_name, 0), token
+    received, token = _from_peer(other, pairs, token)
+    return _joined(own, received, axis_name, 0), token
 
 
 def _paired_all_gather(
     x: jax.Array, pairs: Any, token: Any, *, axis_name: Any, all_gather_dimension: int, **_: Any
 ) -> tuple[jax.Array, jax.Array]:
-    got, token = _from_peer(x, pairs, token)
-    return _joined(x, got, axis_name, all_gather_dimension), token
+    received, token = _from_peer(x, pairs, token)
+    return _joined(x, received, axis_name, all_gather_dimension), token
 
 
 def _paired_reduce_scatter(
     x: jax.Array, pairs: Any, token: Any, *, axis_name: Any, scatter_dimension: int, **_: Any
 ) -> tuple[jax.Array, jax.Array]:
     own, other = _halves(x, axis_name, scatter_dimension)
-    got, token = _from_peer(other, pairs, token)
-    return own + got, token
+    received, token = _from_peer(other, pairs, token)
+    return own + received, token
 
 
 def _paired_all_reduce(
     x: jax.Array, pairs: Any, token: Any, *, axes: Any, **_: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """In two halves: XLA's own all-reduce does not run beside compute on CPU."""
+    """Reduce-scatter and all-gather: XLA's own all-reduce does not run beside compute on CPU."""
     flat = jnp.pad(x.reshape(-1), (0, x.size % 2))
     half, token = _paired_reduce_scatter(flat, pairs, token, axis_name=axes, scatter_dimension=0)
     whole, token = _paired_all_gather(half, pairs, token, axis_name=axes, all_gather_dimension=0)
@@ -216,16 +221,16 @@ def _paired_all_reduce(
 
 
 def _halves(x: jax.Array, axis_name: Any, dim: int) -> tuple[jax.Array, jax.Array]:
-    """The half with this device's place in its pair, and the other one."""
+    """Splits x: this device's half (its position in the pair), then the other device's half."""
     first, second = jnp.split(x, 2, axis=dim)
-    leads = lax.axis_index(axis_name) == 0
-    return jnp.where(leads, first, second), jnp.where(leads, second, first)
+    is_first = lax.axis_index(axis_name) == 0
+    return jnp.where(is_first, first, second), jnp.where(is_first, second, first)
 
 
 def _joined(own: jax.Array, other: jax.Array, axis_name: Any, dim: int) -> jax.Array:
     """The inverse of `_halves`."""
-    leads = lax.axis_index(axis_name) == 0
-    halves = [jnp.where(leads, own, other), jnp.where(leads, other, own)]
+    is_first = lax.axis_index(axis_name) == 0
+    halves = [jnp.where(is_first, own, other), jnp.where(is_first, other, own)]
     return jnp.concatenate(halves, axis=dim)
 
 
@@ -247,44 +252,44 @@ def _cond(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], 
 
 
 def _while(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    if communicates(condition):
+    cond_jaxpr, body_jaxpr = params["cond_jaxpr"], params["body_jaxpr"]
+    if communicates(cond_jaxpr):
         raise NotImplementedError("a collective in the condition of a loop")
-    first = params["cond_nconsts"]
-    second = first + params["body_nconsts"]
-    ahead, kept, carry = inputs[:first], inputs[first:second], inputs[second:]
+    start = params["cond_nconsts"]
+    stop = start + params["body_nconsts"]
+    cond_consts, body_consts, carry = inputs[:start], inputs[start:stop], inputs[stop:]
 
-    def more(state: Any) -> Any:
-        return _closed(condition, [*ahead, *state[0]], jnp.uint32(0))[0][0]
+    def condition(state: Any) -> Any:
+        return _closed(cond_jaxpr, [*cond_consts, *state[0]], jnp.uint32(0))[0][0]
 
-    def turn(state: Any) -> Any:
-        return _closed(body, [*kept, *state[0]], state[1])
+    def body(state: Any) -> Any:
+        return _closed(body_jaxpr, [*body_consts, *state[0]], state[1])
 
-    return lax.while_loop(more, turn, (carry, token))
+    return lax.while_loop(condition, body, (carry, token))
 
 
 def _scan(params: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
-    kept, carry, scanned = scan_operands(params, inputs)
-    count = len(carry)
+    consts, carry, scanned = scan_operands(params, inputs)
+    num_carry = len(carry)
 
-    def turn(state: Any, row: Any) -> Any:
-        results, token = _closed(params["jaxpr"], [*kept, *state[0], *row], state[1])
-        return (results[:count], token), results[count:]
+    def body(state: Any, slices: Any) -> Any:
+        results, token = _closed(params["jaxpr"], [*consts, *state[0], *slices], state[1])
+        return (results[:num_carry], token), results[num_carry:]
 
-    (carry, token), rows = lax.scan(
-        turn,
+    (carry, token), stacked = lax.scan(
+        body,
         (carry, token),
         scanned,
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*carry, *rows], token
+    return [*carry, *stacked], token
 
 
 def _call(eqn: Any, inputs: list[Any], token: jax.Array) -> tuple[list[Any], jax.Array]:
     if eqn.params.get("prevent_cse") and eqn.params.get("differentiated"):
-        # Else the compiler would keep what the backward pass was to recompute.
+        # Without it the compiler would keep values that the backward pass is to recompute.
         inputs = lax.optimization_barrier(inputs)
     return _closed(inner_jaxprs(eqn)[0], list(inputs), token)
 

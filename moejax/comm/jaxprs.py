@@ -1,9 +1,9 @@
-"""What a traced program says about its collectives; shared by all who read or rewrite one."""
+"""Finds collectives in jaxprs; for the modules that read or rewrite traced programs."""
 
 from collections.abc import Sequence
 from typing import Any
 
-# JAX's primitives, and the kinds of `comm.wire`.
+# JAX's primitive -> the collective of `comm.wire`.
 KINDS = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
@@ -15,7 +15,7 @@ KINDS = {
     "all_to_all": "all_to_all",
 }
 
-# Calls: what they hold is part of the program around them.
+# Calls: the jaxpr inside belongs to the program around it.
 CALLS = (
     "pjit",
     "jit",
@@ -30,17 +30,17 @@ CALLS = (
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """The jaxprs in an equation's parameters, closed or open: loops, branches, calls."""
-    found = []
+    """The jaxprs in an equation's parameters, closed or open: of loops, branches and calls."""
+    jaxprs = []
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(opened(item), "eqns"):
-                found.append(item)
-    return found
+                jaxprs.append(item)
+    return jaxprs
 
 
 def opened(jaxpr: Any) -> Any:
-    """The open jaxpr of a closed one; anything else as it is."""
+    """Returns the open jaxpr inside a closed jaxpr; returns anything else as it is."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -52,11 +52,11 @@ def communicates(jaxpr: Any) -> bool:
     )
 
 
-def scan_operands(params: Any, given: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """What a scan is given, as (the same in every turn, carried, one slice a turn)."""
+def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits the operands of a scan into (constants, carry, arrays scanned over)."""
     if "ft_in" in params:  # since JAX 0.12
-        kept, carry, scanned = map(list, params["ft_in"].update(list(given)).unpack())
-        return kept, carry, scanned
-    first = params["num_consts"]
-    second = first + params["num_carry"]
-    return list(given[:first]), list(given[first:second]), list(given[second:])
+        consts, carry, scanned = map(list, params["ft_in"].update(list(operands)).unpack())
+        return consts, carry, scanned
+    start = params["num_consts"]
+    stop = start + params["num_carry"]
+    return list(operands[:start]), list(operands[start:stop]), list(operands[stop:])

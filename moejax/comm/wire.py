@@ -1,13 +1,14 @@
-"""The collectives: the calls of `jax.lax` communication that a step is written with.
+"""The collectives of a train step: thin wrappers of `jax.lax`.
 
 Per device, inside the one `jax.shard_map` of the train step, which runs with `check_vma=False`.
 There the program on all devices is one function whose loss is the SUM of the devices' losses, and
-the transpose of each collective is its true transpose: all-gather and reduce-scatter are each
-other's, all-to-all is its own inverse, all-reduce is its own. See docs/decisions/0001.
+the gradient of each collective is its true transpose: all-gather and reduce-scatter are each
+other's transpose, all-to-all and all-reduce are their own. See docs/decisions/0001.
 
-Each call names its axes; an axis of one device costs nothing. Results that carry tokens are tagged
-TOKEN_WIRE and gathered weights WEIGHT_WIRE, so that remat policies can keep what was communicated;
-tag=None leaves that to the caller.
+Each call names its mesh axes; an axis of one device costs nothing. Results are tagged TOKEN_WIRE
+(tokens) or WEIGHT_WIRE (gathered weights), so that remat policies can keep communicated values;
+tag=None leaves the tag to the caller. In "Wire" lines n is the number of devices along the axes.
+The first dimension of `x_P` counts P peers; any others may follow.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ WEIGHT_WIRE = "weight_wire"
 
 
 def size(axes: Axes) -> int:
-    """Devices along `axes`; static."""
+    """Number of devices along `axes`; static."""
     return lax.axis_size(axes) if axes else 1
 
 
@@ -56,14 +57,14 @@ def all_reduce(x: jax.Array, axes: Axes, *, tag: str | None = TOKEN_WIRE) -> jax
 
 
 def all_max(x: jax.Array, axes: Axes) -> jax.Array:
-    """The largest of the devices' `x`; not differentiable."""
+    """The elementwise maximum of the devices' `x`; not differentiable."""
     if size(axes) == 1:
         return x
     return _tagged(lax.pmax(lax.stop_gradient(x), axes), TOKEN_WIRE)
 
 
 def all_to_all(x_P: jax.Array, axes: Axes, *, tag: str | None = TOKEN_WIRE) -> jax.Array:
-    """Sends `x_P[p]` to device p along `axes`, receives into the same place.
+    """Sends `x_P[p]` to device p along `axes`; row p of the result came from device p.
 
     Its own inverse and its own transpose. Wire: (n - 1) / n of x's bytes per device.
     """
@@ -73,9 +74,9 @@ def all_to_all(x_P: jax.Array, axes: Axes, *, tag: str | None = TOKEN_WIRE) -> j
 
 
 def permute(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Sends x along `axes` from the first to the second of each pair; zeros where none arrives.
+    """Sends x from the first to the second device of each pair; zeros where nothing arrives.
 
-    For measuring links: no route needs it. Wire: x's bytes per sending device.
+    Used to measure links; no route needs it. Wire: x's bytes per sending device.
     """
     return lax.ppermute(x, axes, list(pairs))
 

@@ -1,4 +1,4 @@
-"""Turns the mesh a run asks for into a JAX mesh. The one place where axis types are written."""
+"""Builds the JAX mesh of a layout. Only this module writes axis types."""
 
 from collections.abc import Sequence
 from typing import Any

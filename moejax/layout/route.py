@@ -1,15 +1,15 @@
-"""A route: the hops a token takes to its experts. The way home is its mirror.
+"""A route: the hops of a token to its experts. Results take the same hops back.
 
-    all_to_all  each bucket of rows goes to the peer that owns its experts, along these axes;
-                with `merge` a token bound for several experts behind one peer crosses once, and its
-                weighted results are summed before they cross back
+    all_to_all  each bucket of rows goes to the peer that owns its experts, along these axes. With
+                `merge` a token bound for several experts behind one peer crosses once, and its
+                weighted results are summed before they cross back.
     gather      every device along these axes needs all rows, because the experts' hidden width is
-                sharded there; home: partial results are reduce-scattered
-    sum         the rows are on every device along these axes already; home: partial results are
-                all-reduced
+                sharded over them. On the way back partial results are reduce-scattered.
+    sum         every device along these axes has the rows already. On the way back partial results
+                are all-reduced.
 
-A route is cut in chunks that follow each other through all hops, so that one chunk's exchange runs
-beside another's experts; forward and backward have their own number of them.
+Rows are cut in chunks that follow each other through all hops, so that the exchange of one chunk
+runs beside the experts of another. Forward and backward have their own numbers of chunks.
 """
 
 import math
@@ -19,15 +19,15 @@ from typing import Literal
 from moejax.config.compression import NO_CODECS, Codecs
 from moejax.layout.layout import Axes, Layout
 
-# Every route, and what the start table says of it.
+# Every route, with its description in the table that a run prints at its start.
 ROUTES = {
     "duplicate": "every tensor rank sends every token (the baseline of benchmarks)",
     "split": "each tensor rank sends its own tokens; experts' tensor ranks gather what arrives",
     "spread": "one all-to-all takes a token to every tensor rank of its expert",
-    "gather_home": "tensor ranks each send a share of the same buckets; results gathered at home",
-    "merge": "as split, and a token crosses once to each device that owns some of its experts",
-    "two_level": "between nodes first, then inside the node",
-    "two_level_merge": "as two_level, and a token crosses once to each node that needs it",
+    "gather_home": "tensor ranks each send a share of the same buckets; the source gathers results",
+    "merge": "split, de-duplicated: a token crosses once to each device that has its experts",
+    "two_level": "hierarchical all-to-all: between nodes first, then inside the node",
+    "two_level_merge": "two_level, de-duplicated: a token crosses once to each node that needs it",
 }
 
 
@@ -38,39 +38,39 @@ class Hop:
     kind: Literal["all_to_all", "gather", "sum"]
     axes: Axes
     merge: bool = False
-    # Of an all-to-all. Axes whose devices hold the same buckets: each sends its share, and on the
-    # way home the shares are gathered.
+    # all_to_all: axes whose devices hold the same buckets. Each device sends its share, and on the
+    # way back the shares are gathered.
     split: Axes = ()
-    # Of an all-to-all. The last of `axes`: every device along them gets a copy of the bucket, and
-    # on the way home the copies' results are summed.
+    # all_to_all: the last of `axes`. Every device along them gets a copy of the bucket, and on the
+    # way back the results of the copies are summed.
     copies: Axes = ()
-    # How rows and results, and their gradients, travel; a hop inside a node has none.
+    # Codecs of rows and results, and of their gradients; a hop inside a node has none.
     codecs: Codecs = NO_CODECS
 
     def peers(self, layout: Layout) -> int:
-        """P: buckets of an all-to-all."""
+        """P, the number of buckets of an all-to-all."""
         return layout.size(self.axes) // layout.size(self.copies)
 
 
 @dataclass(frozen=True)
 class Route:
-    """The hops, and into how many chunks the tokens are cut."""
+    """The hops, and the numbers of chunks."""
 
     name: str
     hops: tuple[Hop, ...]
-    replicated: bool = False  # whether it starts from the tokens of all tensor ranks
+    replicated: bool = False  # each tensor rank starts from the tokens of all tensor ranks
     chunks: int = 1
     chunks_backward: int = 1
-    trim: bool = False  # whether only the filled rows of buckets travel, not whole buckets
+    trim: bool = False  # only filled rows of buckets travel, not whole buckets
 
     @property
     def parts(self) -> int:
-        """I: the finest pieces of a bucket; chunks of both directions are whole numbers of them."""
+        """I, the parts of a bucket: a chunk of forward or backward is a whole number of parts."""
         return math.lcm(self.chunks, self.chunks_backward)
 
     @property
     def merges(self) -> bool:
-        """Whether weights travel with the rows, so that results are summed on the way home."""
+        """Whether rows merge: weights then travel along, and results are summed on the way back."""
         return any(hop.merge for hop in self.hops)
 
     @property
@@ -91,7 +91,7 @@ def build_route(
     """Returns a route of `ROUTES` on a mesh; hops of one device are left out.
 
     Args:
-      codecs: of the exchanges that cross nodes.
+      codecs: for the exchanges that cross nodes.
     """
     owner, tensor = layout.expert_owner_axes, layout.tensor
     merge = name in ("merge", "two_level_merge")
@@ -121,20 +121,20 @@ def build_route(
 
 
 def explain(route: Route) -> str:
-    """One line: the hops out, the chunks, and what the route does."""
+    """Describes a route in one line: hops of dispatch, what the route does, and chunks."""
     if not route.hops:
         return "none: every device has all experts"
     names = [hop.kind.replace("_", "-") + " " + ", ".join(hop.axes) for hop in route.hops]
-    said = [f"{route.name} ({' > '.join(names)}): {ROUTES[route.name]}"]
+    clauses = [f"{route.name} ({' > '.join(names)}): {ROUTES[route.name]}"]
     if route.parts > 1:
-        said.append(f"{route.chunks} chunks forward, {route.chunks_backward} backward")
+        clauses.append(f"{route.chunks} chunks forward, {route.chunks_backward} backward")
     if route.trim:
-        said.append("only filled rows travel")
-    return "; ".join(said)
+        clauses.append("only filled rows travel")
+    return "; ".join(clauses)
 
 
 def plain_route(route: Route, layout: Layout) -> Route:
-    """The route's form with one exchange, no merging and no chunks: any routing fits it in rounds.
+    """The route with one exchange, no merging and no chunks: overflow rounds fit any routing on it.
 
     It starts from the same tokens as `route`.
     """

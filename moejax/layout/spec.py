@@ -1,4 +1,4 @@
-"""What model code must know of the run besides its config: where arrays live, routes, dtypes."""
+"""Static choices that model code needs besides its config: layout, route, dtypes, codecs."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ class StepSpec:
     route: Route  # of tokens to their experts
     dtype: str = "float32"
     gradient_dtype: str = "float32"
-    compression: Compression = NO_COMPRESSION  # the policy
-    codecs: Codecs = NO_CODECS  # what the policy says of the steps that the program is for
-    micro_bytes: int | None = None  # of a piece in which a gradient is reduced; None: whole
+    compression: Compression = NO_COMPRESSION  # the policy over all steps of the run
+    codecs: Codecs = NO_CODECS  # the policy's codecs for the steps of this program
+    micro_bytes: int | None = None  # largest piece in which a gradient is reduced; None: whole
     experts: str = "blocked"  # implementation of kernels.expert_mlp
     attention: str = "blocked"  # implementation of kernels.attention
-    # Whether the steps of the token pipeline are held together for a compiler that orders the
-    # program statically (GPU, TPU); the CPU runtime starts whatever is ready.
+    # Optimization barriers after the steps of the token pipeline, for compilers that order the
+    # program statically (GPU, TPU). The CPU runtime starts whatever is ready and needs none.
     barriers: bool = False
-    # Logits that exist at one time: what fits a CPU's cache, or keeps a GPU's matrix units full.
+    # Logits computed at a time: few enough for a CPU's cache, enough for a GPU's matrix units.
     logit_elements: int = 2**21

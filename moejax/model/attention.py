@@ -1,4 +1,4 @@
-"""Grouped-query attention, causal, inside a document, heads sharded over tensor."""
+"""Grouped-query attention: causal, inside each document, heads sharded over tensor."""
 
 import math
 
@@ -20,7 +20,7 @@ Angles = tuple[jax.Array, jax.Array]
 
 
 class Attention(nnx.Module):
-    """Queries, keys and values, optional QK-norm and biases, rotary positions."""
+    """Attention with rotary positions and optional biases and QK-norm."""
 
     def __init__(self, cfg: ModelConfig, spec: StepSpec, rngs: nnx.Rngs):
         D, H, G, C = cfg.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_width
@@ -71,6 +71,7 @@ class Attention(nnx.Module):
         return leave_tensor(y_BTD, self.spec.layout)
 
     def _project(self, x_BTD: jax.Array, w: nnx.Param) -> jax.Array:
+        """Projects to query heads, or to key or value heads (G for H)."""
         w_DHC = gather_weight(w, self.spec)
         D, H, C = w_DHC.shape
         return (x_BTD @ w_DHC.reshape(D, H * C)).reshape(*x_BTD.shape[:2], H, C)
@@ -78,7 +79,7 @@ class Attention(nnx.Module):
     def _biased(self, x_BTHC: jax.Array, b: nnx.Param) -> jax.Array:
         """Adds a bias in float32, so that its gradient is a sum over tokens in float32 too.
 
-        No bias is gathered, so its dtype is never on the wire.
+        Biases are not gathered, so float32 costs nothing on the wire.
         """
         return (x_BTHC + gather_weight(b, self.spec, "float32")).astype(x_BTHC.dtype)
 
@@ -93,8 +94,8 @@ class FullNorm(nnx.Module):
     def __call__(self, x_BTHC: Float[Array, "B T H C"]) -> Float[Array, "B T H C"]:
         """Wire: one float32 per position, summed over tensor."""
         x32 = x_BTHC.astype(jnp.float32)
-        squares_BT = jnp.sum(x32 * x32, axis=(-2, -1), keepdims=True)
-        squares_BT = wire.all_reduce(squares_BT, self.spec.layout.tensor)
-        inverse_BT = jax.lax.rsqrt(squares_BT / self.width + self.epsilon)
+        squares_BT11 = jnp.sum(x32 * x32, axis=(-2, -1), keepdims=True)
+        squares_BT11 = wire.all_reduce(squares_BT11, self.spec.layout.tensor)
+        inverse_BT11 = jax.lax.rsqrt(squares_BT11 / self.width + self.epsilon)
         scale_HC = gather_weight(self.scale, self.spec, "float32")
-        return (x32 * inverse_BT * scale_HC).astype(x_BTHC.dtype)
+        return (x32 * inverse_BT11 * scale_HC).astype(x_BTHC.dtype)

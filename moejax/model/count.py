@@ -1,4 +1,4 @@
-"""Counts a model's parameters and FLOPs from the model itself."""
+"""Counts a model's parameters and FLOPs from its parameter shapes."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ class Counts:
 
     Attributes:
       total: all parameters.
-      active: parameters one token uses: K of E experts, everything else.
-      matmul: of those, the ones that multiply activations (not the embedding lookup, not norms).
-      flops_per_token: of a train step (forward and backward), multiply-adds counted as two, of
-        attention the pairs of positions that causality and the window let through; recomputation
-        not counted, borders of documents not looked at.
+      active: parameters that one token uses: K of E experts, and all others.
+      matmul: active parameters that multiply activations (not the embedding lookup, not norms).
+      flops_per_token: FLOPs of a train step (forward and backward) per token. A multiply-add counts
+        as two. Attention counts the pairs of positions inside the causal mask and the window,
+        across documents too. Recomputation is not counted.
     """
 
     total: int
@@ -29,7 +29,7 @@ def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
     """Counts from each parameter's dimension letters and number of elements.
 
     Args:
-      sizes: parameter path -> (letters of its dimensions, elements with stacked layers).
+      sizes: parameter path -> (dimension letters, elements of all stacked layers).
     """
     total = active = matmul = 0
     E, K = cfg.moe.num_experts, cfg.moe.experts_per_token
@@ -43,5 +43,5 @@ def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
     model, T = cfg.model, cfg.data.sequence_length
     pairs = causal_pairs(T, model.sliding_window)
     channels = model.num_layers * model.num_heads * model.head_width
-    # Two products forward, four back, of two FLOPs a channel.
+    # Attention: two products forward, four backward, of two FLOPs a channel and pair.
     return Counts(total, active, matmul, 6 * matmul + 12 * channels * pairs // T)

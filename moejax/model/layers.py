@@ -31,7 +31,7 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Dense SwiGLU; hidden width sharded over tensor."""
+    """Dense SwiGLU MLP, hidden width sharded over tensor."""
 
     def __init__(self, cfg: ModelConfig, hidden: int, spec: StepSpec, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(cfg.init_deviation)
@@ -47,12 +47,12 @@ class MLP(nnx.Module):
         return gather_weight(self.w_in, self.spec), gather_weight(self.w_out, self.spec)
 
     def __call__(self, x_BtD: Float[Array, "B t D"], weights: MLPWeights) -> Float[Array, "B t D"]:
-        """Takes and returns activations in the layout between blocks; takes `self.weights()`."""
+        """Takes and returns activations in the layout between blocks. Weights: `self.weights()`."""
         x_BTD = enter_tensor(x_BtD, self.spec.layout)
         w_in_DUF, w_out_FD = weights
         D, _, F = w_in_DUF.shape
-        h_BTH = x_BTD @ w_in_DUF.reshape(D, 2 * F)
-        a_BTF = jax.nn.silu(h_BTH[..., :F]) * h_BTH[..., F:]
+        h_BTW = x_BTD @ w_in_DUF.reshape(D, 2 * F)
+        a_BTF = jax.nn.silu(h_BTW[..., :F]) * h_BTW[..., F:]
         return leave_tensor(a_BTF @ w_out_FD, self.spec.layout)
 
 
@@ -70,7 +70,7 @@ class Embedding(nnx.Module):
     def weights(self) -> tuple[Float[Array, "v D"], Float[Array, "D v"]]:
         """This tensor rank's rows of the table, and its slice of the output projection.
 
-        A tied table enters once, so that its gradient is reduced once.
+        A tied table is gathered once, so that its gradient is reduced once.
         """
         table_vD = gather_weight(self.table, self.spec)
         return table_vD, table_vD.T if self.tied else gather_weight(self.project, self.spec)
@@ -78,7 +78,7 @@ class Embedding(nnx.Module):
     def embed(
         self, token_BT: Int[Array, "B T"], table_vD: Float[Array, "v D"]
     ) -> Float[Array, "B t D"]:
-        """Looks tokens up; each tensor rank gives the rows it holds, the sum has them all."""
+        """Looks tokens up: each tensor rank finds the rows it holds, and their sum has all rows."""
         layout, v = self.spec.layout, table_vD.shape[0]
         if layout.size(layout.tensor) == 1:
             return look_up(table_vD, token_BT)
@@ -92,9 +92,9 @@ class Embedding(nnx.Module):
 def look_up(table_vD: Float[Array, "v D"], token_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Returns `x_BTD` with `x[b, t] = table[token[b, t]]`.
 
-    A row's gradient is the sum over all tokens that looked it up, which for a frequent one are many
-    thousands: it is added up in float32 and rounded once. In bfloat16 a sum stops growing after
-    some 256 equal terms.
+    A row's gradient is a sum over all positions that looked it up, many thousands for a frequent
+    token: it is added up in float32 and rounded once. In bfloat16 a sum stops growing after some
+    256 equal terms.
     """
     return jnp.take(table_vD, token_BT, axis=0)
 

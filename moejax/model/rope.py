@@ -1,4 +1,4 @@
-"""Rotary positions, and the ways to stretch them past the trained length."""
+"""Rotary position embeddings, and their scaling past the trained length."""
 
 import math
 
@@ -10,7 +10,7 @@ from moejax.config.schema import RopeConfig
 
 
 def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
-    """Returns the angle per position of each channel pair, and the scale of cos and sin.
+    """Returns the angle per position of each channel pair, and a factor for cos and sin.
 
     Sources: linear, Chen et al. 2023; llama3, the Llama 3.1 model card; yarn, Peng et al. 2023.
     """
@@ -26,7 +26,7 @@ def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
 
 
 def _llama3(base: jax.Array, cfg: RopeConfig) -> jax.Array:
-    """Stretches long wavelengths, keeps short ones, blends between."""
+    """Stretches long wavelengths, keeps short wavelengths, and blends between them."""
     rotations = cfg.trained_length * base / (2 * math.pi)
     span = cfg.high_frequency_factor - cfg.low_frequency_factor
     keep = jnp.clip((rotations - cfg.low_frequency_factor) / span, 0, 1)
@@ -34,11 +34,11 @@ def _llama3(base: jax.Array, cfg: RopeConfig) -> jax.Array:
 
 
 def _yarn(base: jax.Array, channels: int, cfg: RopeConfig) -> jax.Array:
-    """Stretches pairs that rotate fewer than beta_slow times, keeps those above beta_fast."""
+    """Stretches pairs that rotate less than beta_slow times; keeps pairs above beta_fast."""
 
     def pair_of(rotations: float) -> float:
-        turn = cfg.trained_length / (rotations * 2 * math.pi)
-        return channels * math.log(turn) / (2 * math.log(cfg.theta))
+        inverse_frequency = cfg.trained_length / (rotations * 2 * math.pi)
+        return channels * math.log(inverse_frequency) / (2 * math.log(cfg.theta))
 
     low = max(math.floor(pair_of(cfg.beta_fast)), 0)
     high = min(math.ceil(pair_of(cfg.beta_slow)), channels - 1)
@@ -49,15 +49,15 @@ def _yarn(base: jax.Array, channels: int, cfg: RopeConfig) -> jax.Array:
 def rotate(
     x_BTHC: Float[Array, "B T H C"], angles: tuple[jax.Array, jax.Array]
 ) -> Float[Array, "B T H C"]:
-    """Turns channel pairs (c, c + C/2) by their angle, in float32.
+    """Rotates channel pairs (c, c + C/2) by their angle, in float32.
 
     Args:
       angles: cos and sin, each [T, C/2], from `tables`.
     """
     cos, sin = (a[None, :, None, :] for a in angles)
     first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BTHC.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTHC.dtype)
 
 
 def tables(length: int, channels: int, cfg: RopeConfig) -> tuple[jax.Array, jax.Array]:

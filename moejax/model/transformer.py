@@ -32,7 +32,7 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 
 
 def layer_groups(cfg: ModelConfig) -> list[tuple[tuple[str, ...], int]]:
-    """The blocks as (pattern, repeats): what is scanned, and how often."""
+    """The blocks as (pattern, repeats): each pattern is scanned `repeats` times."""
     groups = [(("dense",), cfg.first_dense_layers)]
     rest = cfg.num_layers - cfg.first_dense_layers
     if cfg.moe_every is None:
@@ -57,8 +57,8 @@ class Block(nnx.Module):
     def __call__(
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, MoEStats | None]:
-        """Returns the new residual stream and what the experts report."""
-        # Asked for now, the weights of what follows arrive while attention runs.
+        """Returns the new residual stream and the statistics of the experts."""
+        # Gathered here, the weights of the MLP and experts arrive while attention runs.
         stats = None
         moe_weights = None if self.moe is None else self.moe.weights()
         mlp_weights = None if self.mlp is None else self.mlp.weights()
@@ -90,26 +90,26 @@ class Pattern(nnx.Module):
     def __call__(
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, list[MoEStats]]:
-        """Runs the blocks in order."""
+        """Runs the blocks in order; returns the statistics of each expert block."""
         reports = []
-        for place, block in enumerate(self.blocks):
-            own = None if noise is None else noise.of(place)
-            x_BtD, stats = block(x_BtD, segment_BT, angles, own)
+        for index, block in enumerate(self.blocks):
+            block_noise = None if noise is None else noise.of(index)
+            x_BtD, stats = block(x_BtD, segment_BT, angles, block_noise)
             reports += [] if stats is None else [stats]
         return x_BtD, reports
 
 
 class Transformer(nnx.Module):
-    """A decoder-only language model. Layers of a group are stacked in front of each parameter."""
+    """A decoder-only language model. Parameters of a layer group are stacked: layers come first."""
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
         self.cfg, self.moe, self.spec = cfg, moe, spec
         self.embedding = Embedding(cfg, spec, rngs)
         self.groups = nnx.List()
         for kinds, repeats in layer_groups(cfg):
-            make = partial(Pattern, kinds, cfg, moe, spec)
-            stack = nnx.vmap(make, in_axes=0, out_axes=0)
-            self.groups.append(stack(rngs.split(repeats)))
+            build_pattern = partial(Pattern, kinds, cfg, moe, spec)
+            build_stack = nnx.vmap(build_pattern, in_axes=0, out_axes=0)
+            self.groups.append(build_stack(rngs.split(repeats)))
         self.norm = RMSNorm(cfg.width, cfg.norm_epsilon)
 
     def __call__(
@@ -118,14 +118,14 @@ class Transformer(nnx.Module):
         segment_BT: Int[Array, "B T"],
         noise: Noise | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"], MoEStats | None]:
-        """Returns the final hidden states at all positions, what projects them to logits, reports.
+        """Returns the final hidden states at all positions, the output projection, and statistics.
 
-        The projection is this tensor rank's slice of the vocabulary; the expert layers' reports are
-        stacked in layer order.
+        The projection is this tensor rank's slice of the vocabulary. The statistics of the expert
+        layers are stacked in layer order.
 
         Args:
           segment_BT: document of each position; attention stays inside it.
-          noise: of the router's input; None where routing is to be noiseless.
+          noise: for the jitter of the routers' input; None for no jitter.
         """
         cfg = self.cfg
         angles = tables(token_BT.shape[1], cfg.head_width, cfg.rope)
@@ -133,12 +133,14 @@ class Transformer(nnx.Module):
             table_vD, w_Dv = self.embedding.weights()
             x_BtD = self.embedding.embed(token_BT, table_vD)
         reports, first_block = [], 0
-        for place, (group, (kinds, repeats)) in enumerate(
+        for index, (group, (kinds, repeats)) in enumerate(
             zip(self.groups, layer_groups(cfg), strict=True)
         ):
-            own = None if noise is None else noise.of(place)
-            plain = max(0, self.spec.compression.start_layer - first_block)
-            x_BtD, stats = self._run_group(group, x_BtD, segment_BT, angles, own, plain)
+            group_noise = None if noise is None else noise.of(index)
+            plain_blocks = max(0, self.spec.compression.start_layer - first_block)
+            x_BtD, stats = self._run_group(
+                group, x_BtD, segment_BT, angles, group_noise, plain_blocks
+            )
             reports += [] if stats is None else [stats]
             first_block += len(kinds) * repeats
         x_BTD = enter_tensor(self.norm(x_BtD), self.spec.layout)
@@ -155,36 +157,36 @@ class Transformer(nnx.Module):
         noise: Noise | None,
         plain_blocks: int,
     ) -> tuple[jax.Array, MoEStats | None]:
-        """Scans one layer group; reports come back stacked in layer order.
+        """Scans one layer group; returns statistics stacked in layer order.
 
         Args:
-          plain_blocks: that many of the first, or up to the end of their pattern, have no codec of
-            their gradients.
+          plain_blocks: gradients of the first so many blocks (rounded up to a whole pattern) are
+            not compressed.
         """
         graph, stacked = nnx.split(group)
         repeats, pattern = jax.tree.leaves(stacked)[0].shape[0], len(group.blocks)
 
         def repeat(x_BtD, scanned):
             layer, state = scanned
-            own = None if noise is None else noise.of(layer)
-            return nnx.merge(graph, state)(x_BtD, segment_BT, angles, own)
+            layer_noise = None if noise is None else noise.of(layer)
+            return nnx.merge(graph, state)(x_BtD, segment_BT, angles, layer_noise)
 
         if self.cfg.remat != "none":
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])
-        plain, reports = min(-(-plain_blocks // pattern), repeats), []
-        for start, stop in ((0, plain), (plain, repeats)):
+        plain_repeats, reports = min(-(-plain_blocks // pattern), repeats), []
+        for start, stop in ((0, plain_repeats), (plain_repeats, repeats)):
             if start == stop:
                 continue
             part = (jnp.arange(repeats), stacked)
-            if plain:
+            if plain_repeats:
                 part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], part)
-            part = without_residuals(part) if stop == plain else part
+            part = without_residuals(part) if stop == plain_repeats else part
             unroll = 1 if self.cfg.scan_layers else stop - start
-            x_BtD, found = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
-            reports.append(found)
+            x_BtD, part_reports = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
+            reports.append(part_reports)
         if not reports[0]:
             return x_BtD, None
-        whole = jax.tree.map(lambda *p: jnp.concatenate(p), *reports)
-        # [repeat, ...] for each expert block of the pattern -> [repeat * blocks, ...], in order.
-        stats = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *whole)
+        joined = jax.tree.map(lambda *p: jnp.concatenate(p), *reports)
+        # [repeats, ...] for each expert block of a pattern -> [repeats * blocks, ...], ordered.
+        stats = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *joined)
         return x_BtD, stats

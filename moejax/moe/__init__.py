@@ -1,5 +1,6 @@
 """The expert layer.
 
-Read in this order: `layer` (its forward), `router`, `dispatch` (experts along a route, and overflow
-rounds), `sizes` (static sizes of buckets). `reference` is the layer on one device, for tests.
+Read in this order: `layer` (its forward, step by step), `router`, `dispatch` (experts along a
+route, and overflow rounds), `sizes` (static sizes of buckets). `reference` is the layer on one
+device, for tests.
 """

@@ -1,9 +1,13 @@
 """Sends tokens to the devices that own their experts, and brings the results back.
 
-Per device. `moe_ffn` decides whether the route's buckets hold this step's routing, plans the
-dispatch, and says what the experts do with the rows that reach them; `dispatch_compute_combine`
-(`comm.tokens.pipeline`) takes tokens there and sums each token's results by weight. No row is
-scattered: each rearrangement is a gather whose transpose is a gather (`kernels.permute`).
+Per device. `moe_ffn` checks that the route's buckets hold this step's routing (else it runs
+overflow rounds), plans the dispatch, and defines what experts do with the rows that arrive;
+`dispatch_compute_combine` (`comm.tokens.pipeline`) moves the rows and sums each token's results by
+weight. Rows are never scattered: each rearrangement is a gather whose transpose is a gather
+(`kernels.permute`).
+
+Letters: N tokens, D width, E experts, K choices a token or row, P peers, M rows that arrive, R rows
+sorted by expert, e experts on this device, U gate and up (2), F hidden width.
 """
 
 from functools import partial
@@ -26,16 +30,16 @@ from moejax.layout.route import Route, plain_route
 from moejax.layout.spec import StepSpec
 from moejax.moe.sizes import Sizes, needed, usual_sizes
 
-Params = tuple[jax.Array, jax.Array]  # w_in [e, D, 2, F] and w_out [e, F, D] of the experts here
+Params = tuple[jax.Array, jax.Array]  # w_in_eDUF and w_out_eFD
 
-# Each overflow round has buckets for one in so many of the tokens, at balanced load.
+# Each overflow round has buckets for 1/4 of the tokens at balanced load.
 ROUND_SHARE = 4
 
 
 def drop_above(
     expert_NK: Int[Array, "N K"], capacity: int, *, num_experts: int
 ) -> Int[Array, "N K"]:
-    """Keeps the first `capacity` tokens of each expert; `num_experts` stands for a dropped one."""
+    """Keeps the first `capacity` choices of each expert; others become `num_experts`: dropped."""
     _, rank_NK, _ = rank_items(expert_NK, peers=num_experts, merge=False)
     return jnp.where(rank_NK < capacity, expert_NK, num_experts)
 
@@ -48,25 +52,25 @@ def moe_ffn(
     moe: MoEConfig,
     spec: StepSpec,
 ) -> Float[Array, "N D"]:
-    """Returns each token's expert outputs, summed by weight. No choice is lost, however skewed.
+    """Returns each token's expert outputs, summed by weight. No choice is lost at any skew.
 
-    Runs the spec's route if the usual buckets hold every choice of every device, else rounds of
-    the plain route. A choice of `moe.num_experts` counts as zero.
+    Runs the spec's route if the usual buckets hold every choice of every device; otherwise overflow
+    rounds of the plain route. A dropped choice (`moe.num_experts`) contributes zero.
     """
     layout, route = spec.layout, spec.route
     run = partial(_on_route, moe=moe, spec=spec)
     operands = (x_ND, weight_NK, params)
-    usual = usual_sizes(route, layout, moe, tokens=x_ND.shape[0])
-    if usual.certain and not route.trim:
-        return run(route, usual, operands, expert_NK)
+    sizes = usual_sizes(route, layout, moe, tokens=x_ND.shape[0])
+    if sizes.certain and not route.trim:
+        return run(route, sizes, operands, expert_NK)
     with jax.named_scope("routing"):
         need = needed(expert_NK, route, layout, num_experts=moe.num_experts)
-    usually = partial(run, route, usual, filled=need if route.trim else None)
-    if usual.certain:
-        return usually(operands, expert_NK)
-    rounds = partial(_in_rounds, moe=moe, spec=spec)
-    overflows = jnp.any(need > jnp.array((*usual.rows, usual.work)[: need.shape[0]]))
-    return lax.cond(overflows, rounds, usually, operands, expert_NK)
+    run_usual = partial(run, route, sizes, filled=need if route.trim else None)
+    if sizes.certain:
+        return run_usual(operands, expert_NK)
+    run_rounds = partial(_in_rounds, moe=moe, spec=spec)
+    overflows = jnp.any(need > jnp.array((*sizes.rows, sizes.work)[: need.shape[0]]))
+    return lax.cond(overflows, run_rounds, run_usual, operands, expert_NK)
 
 
 def _in_rounds(
@@ -76,7 +80,7 @@ def _in_rounds(
     moe: MoEConfig,
     spec: StepSpec,
 ) -> jax.Array:
-    """Dispatch, experts and combine in as many rounds of the plain route as the fullest needs."""
+    """Dispatch, experts and combine in overflow rounds: as many as the fullest bucket needs."""
     layout = spec.layout
     plain = plain_route(spec.route, layout)
     # `lax.cond` reserves memory for both branches in backward, so rounds use small buckets.
@@ -86,14 +90,14 @@ def _in_rounds(
     peer_NK = expert_NK // (moe.num_experts // peers)
     _, rank_NK, counts_P = rank_items(peer_NK, peers=peers, merge=False)
 
-    def one(r: jax.Array, operands: Any, integers: Any) -> jax.Array:
+    def run_round(r: jax.Array, operands: Any, integers: Any) -> jax.Array:
         expert_NK, rank_NK = integers
         now_NK = jnp.where(rank_NK // rows == r, expert_NK, moe.num_experts)
         return _on_route(plain, sizes, operands, now_NK, moe=moe, spec=spec)
 
     with jax.named_scope("routing"):
         fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
-    return in_rounds(one, -(-fullest // rows), operands, (expert_NK, rank_NK))
+    return in_rounds(run_round, -(-fullest // rows), operands, (expert_NK, rank_NK))
 
 
 def _on_route(
@@ -106,7 +110,7 @@ def _on_route(
     spec: StepSpec,
     filled: jax.Array | None = None,
 ) -> jax.Array:
-    """Dispatch, experts and combine along one route, whose buckets hold what is sent."""
+    """Dispatch, experts and combine along one route whose buckets hold all choices."""
     x_ND, weight_NK, params = operands
     expert_fn = _expert_fn(sizes, experts_here=params[0].shape[0], kernel=spec.experts)
     with jax.named_scope("dispatch"):
@@ -131,7 +135,7 @@ def _on_route(
 
 
 def _expert_fn(sizes: Sizes, *, experts_here: int, kernel: str) -> ExpertFn:
-    """What a device does with rows that arrived: each through its experts here."""
+    """Returns the function that takes arrived rows through the experts of this device."""
 
     def expert_fn(x_MD, weight_MK, choice_MK, params):
         K = choice_MK.shape[1]
@@ -139,8 +143,8 @@ def _expert_fn(sizes: Sizes, *, experts_here: int, kernel: str) -> ExpertFn:
         with jax.named_scope("experts"):
             (slot_MK, item_R), sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
             x_RD = permute(x_MD, item_R // K, slot_MK)
-            w_in_EDUF, w_out_EFD = params
-            y_RD = expert_mlp(x_RD, w_in_EDUF, w_out_EFD, sizes_e, implementation=kernel)
+            w_in_eDUF, w_out_eFD = params
+            y_RD = expert_mlp(x_RD, w_in_eDUF, w_out_eFD, sizes_e, implementation=kernel)
             if weight_MK is None:
                 return collect(y_RD, slot_MK, item_R // K)
             return weighted_sum(y_RD, weight_MK, slot_MK, item_R)

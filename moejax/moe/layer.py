@@ -1,4 +1,32 @@
-"""The expert layer: route, dispatch, experts, combine."""
+"""The expert layer: route, dispatch, experts, combine.
+
+`MoE.__call__` runs per device, inside shard_map. It takes a block's activations as rows x_ND: each
+tensor rank takes its own positions, or all positions if the route is `replicated`
+(`comm.activations`). The steps of a token:
+
+1. Router scores: `__call__` multiplies x_ND by the router's weight in float32, with jitter if the
+   config asks for it (`moe.router.jitter_noise`).
+2. Choice: `moe.router.route` chooses K experts for each token and their weights. With a capacity,
+   `moe.dispatch.drop_above` drops the choices above it.
+3. Bucket sizes: `moe.dispatch.moe_ffn` takes static sizes from `moe.sizes.usual_sizes`. If routing
+   could overflow them, `moe.sizes.needed` counts the rows of the fullest bucket on any device. On
+   overflow, steps 4 to 7 run in several rounds (`comm.tokens.rounds.in_rounds`).
+4. Plan: `comm.tokens.plan.plan_dispatch` gives each choice a slot in the bucket of the device that
+   owns its expert (`comm.tokens.buckets`), hop after hop. It sends the expert numbers ahead.
+5. Dispatch: `comm.tokens.hops.dispatch_hop` copies tokens into buckets and sends them over one hop
+   (`comm.tokens.swap`), hop after hop, until they reach their experts.
+6. Experts: `moe.dispatch._expert_fn` sorts the rows by expert and runs
+   `kernels.expert_mlp.expert_mlp` on them.
+7. Combine: `comm.tokens.hops.combine_hop` sends the results back, hop after hop.
+   `comm.tokens.hops.combine_at_source` sums the results of each token by weight: y_ND. On routes
+   that merge, weights travel with the rows and step 6 multiplies by them (also without exchange).
+
+`comm.tokens.pipeline.dispatch_compute_combine` runs steps 5 to 7, in chunks that overlap. y_ND then
+returns to the layout between blocks, and the layer reports its load (`MoEStats`).
+
+Letters: B sequences, t positions on this device, N = B * t tokens, D width, E experts (e on this
+device), K choices a token, U gate and up (2), F hidden width, S spans of the balance loss.
+"""
 
 import math
 from typing import NamedTuple
@@ -29,17 +57,17 @@ class RouterBias(nnx.Variable):
 
 
 class MoEStats(NamedTuple):
-    """What an expert layer reports, per device, of tokens that no other device reports."""
+    """Statistics of an expert layer, per device; each token is reported by one device."""
 
     load_E: Int[Array, " E"]  # assignments to each expert
-    counted_SE: Int[Array, "S E"]  # what the balance loss counts, by span (`router.balance_terms`)
-    score_SE: Float[Array, "S E"]  # its scores, added up
-    z: Float[Array, ""]  # this device's share of the z-loss; 0 where it has no weight
-    dropped: Int[Array, ""]  # assignments dropped
+    counted_SE: Int[Array, "S E"]  # counts for the balance loss, by span (`router.balance_terms`)
+    score_SE: Float[Array, "S E"]  # sums of scores, by span
+    z: Float[Array, ""]  # this device's share of the z-loss; 0 if its weight is 0
+    dropped: Int[Array, ""]  # number of dropped assignments
 
 
 class MoEWeights(NamedTuple):
-    """Gathered over fsdp, in the dtype they are used in; e: experts that this device holds."""
+    """Weights gathered over fsdp, in the dtype of their product."""
 
     router_DE: Float[Array, "D E"]
     in_eDUF: Float[Array, "e D 2 F"]
@@ -72,11 +100,11 @@ class MoE(nnx.Module):
         weights: MoEWeights,
         noise: router.Noise | None = None,
     ) -> tuple[Float[Array, "B t D"], MoEStats]:
-        """Per device. Takes and returns activations as blocks exchange them (`comm.activations`).
+        """Takes and returns activations in the layout between blocks (`comm.activations`).
 
         Args:
-          weights: `self.weights()`, entered earlier, so that they arrive in time.
-          noise: of the router's jitter; None for none.
+          weights: `self.weights()`, called earlier so that they arrive in time.
+          noise: for the router's jitter; None for no jitter.
         """
         moe, layout = self.moe, self.spec.layout
         replicated = self.spec.route.replicated
@@ -84,14 +112,14 @@ class MoE(nnx.Module):
         B, t, D = x_BtD.shape
         x_ND = x_BtD.reshape(-1, D)
         with jax.named_scope("router"):
-            seen_BtD = x_BtD
+            input_BtD = x_BtD
             if noise is not None:
-                first = 0 if replicated else wire.index(layout.tensor) * t
-                seen_BtD *= router.jitter_noise(
-                    x_BtD.shape, moe.router.jitter, noise, first_position=first
+                first_position = 0 if replicated else wire.index(layout.tensor) * t
+                input_BtD *= router.jitter_noise(
+                    x_BtD.shape, moe.router.jitter, noise, first_position=first_position
                 )
             logit_NE = jnp.dot(
-                seen_BtD.reshape(-1, D).astype(jnp.float32), weights.router_DE, precision="highest"
+                input_BtD.reshape(-1, D).astype(jnp.float32), weights.router_DE, precision="highest"
             )
             routing = router.route(logit_NE, self.bias[...], moe.router, k=moe.experts_per_token)
         expert_NK = routing.expert_NK
@@ -104,17 +132,19 @@ class MoE(nnx.Module):
         if not replicated:
             return join_positions(y_BtD, layout), self._stats(routing, logit_NE, expert_NK, B)
 
-        def own(x_N: jax.Array) -> jax.Array:
+        def own_rows(x_N: jax.Array) -> jax.Array:
             own_Bt = own_positions(x_N.reshape(B, t, -1), layout)
             return own_Bt.reshape(-1, x_N.shape[1])
 
-        stats = self._stats(jax.tree.map(own, routing), own(logit_NE), own(expert_NK), B)
+        stats = self._stats(
+            jax.tree.map(own_rows, routing), own_rows(logit_NE), own_rows(expert_NK), B
+        )
         return leave_replicated(y_BtD, layout), stats
 
     def _stats(
         self, routing: router.Routing, logit_NE: jax.Array, kept_NK: jax.Array, sequences: int
     ) -> MoEStats:
-        """What the layer reports; nothing of it is summed over devices here."""
+        """The layer's statistics; nothing is summed over devices here."""
         cfg = self.moe.router
         counted_SE, score_SE = router.balance_terms(routing, cfg, sequences=sequences)
         load_E = counted_SE[0]

@@ -1,6 +1,8 @@
-"""The oracle: what an expert layer computes, dense, on one device, with no sort and no network.
+"""The reference expert layer: dense, on one device, with no sort and no communication.
 
-Every mesh, route, chunk count and kernel must agree with this within a derived tolerance.
+Every mesh, route, chunk count and kernel must agree with it within a derived tolerance.
+
+Letters: N tokens, D width, E experts, U gate and up (2), F hidden width, X values of a row.
 """
 
 import jax
@@ -38,7 +40,7 @@ def moe_reference(
 
 
 def _chosen(election_NE: jax.Array, cfg: RouterConfig, k: int) -> jax.Array:
-    """Whether each expert is among the token's k best, by counting those that beat it."""
+    """Marks the k best experts of each token, by counting the experts that beat each one."""
     if cfg.num_groups > 1:
         N, E = election_NE.shape
         by_group = jnp.sort(election_NE.reshape(N, cfg.num_groups, -1), axis=-1)
@@ -50,7 +52,7 @@ def _chosen(election_NE: jax.Array, cfg: RouterConfig, k: int) -> jax.Array:
 
 
 def mark_best(value_NX: jax.Array, k: int) -> jax.Array:
-    """Marks the k largest of each row; of equals the first wins, as in `lax.top_k`."""
+    """Marks the k largest of each row; of equal values the first wins, as in `lax.top_k`."""
     index_X = jnp.arange(value_NX.shape[1])
     larger = value_NX[:, None, :] > value_NX[:, :, None]
     equal_before = (value_NX[:, None, :] == value_NX[:, :, None]) & (

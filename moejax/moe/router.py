@@ -1,7 +1,11 @@
 """Chooses experts for each token, and keeps them balanced.
 
-Per device, always in float32. Three ways to balance: a loss over the batch or over each sequence,
-a z-loss on the logits, and a selection bias moved after each step (loss-free, DeepSeek-V3).
+Per device, always in float32. There are three terms: a load-balance loss over the batch or over
+each sequence, a z-loss on the logits, and a selection bias that moves after each step (loss-free
+balancing, DeepSeek-V3).
+
+Letters: N tokens, E experts, K choices a token, L layers, S spans of the balance loss, B sequences,
+t positions on this device, D width.
 """
 
 from typing import NamedTuple
@@ -15,7 +19,7 @@ from moejax.layout.layout import Layout
 
 
 class Routing(NamedTuple):
-    """Where each token goes. `score_NE` is what the balance loss sees."""
+    """The experts of each token, their weights, and all scores, for the balance loss."""
 
     expert_NK: Int[Array, "N K"]
     weight_NK: Float[Array, "N K"]
@@ -25,19 +29,19 @@ class Routing(NamedTuple):
 def route(
     logit_NE: Float[Array, "N E"], bias_E: Float[Array, " E"], cfg: RouterConfig, *, k: int
 ) -> Routing:
-    """Picks the k experts with the highest score plus bias; weights come from the scores alone.
+    """Chooses the k experts with the highest score plus bias; weights come from the scores alone.
 
-    Group-limited: only experts in a token's best groups stand for election. A group is as good as
-    its two best experts together (sigmoid scores, DeepSeek-V3) or its best one (softmax, V2).
+    With groups, only experts of a token's best groups are candidates. A group's score is the sum of
+    its two best experts (sigmoid scores, DeepSeek-V3) or its best expert (softmax, DeepSeek-V2).
     """
     if cfg.score == "softmax":
         score_NE = jax.nn.softmax(logit_NE, axis=-1)
     else:
         score_NE = jax.nn.sigmoid(logit_NE)
-    election_NE = jax.lax.stop_gradient(score_NE + bias_E)
+    biased_NE = jax.lax.stop_gradient(score_NE + bias_E)
     if cfg.num_groups > 1:
-        election_NE = jnp.where(_allowed(election_NE, cfg), election_NE, -jnp.inf)
-    expert_NK = jax.lax.top_k(election_NE, k)[1]
+        biased_NE = jnp.where(_allowed(biased_NE, cfg), biased_NE, -jnp.inf)
+    expert_NK = jax.lax.top_k(biased_NE, k)[1]
     weight_NK = jnp.take_along_axis(score_NE, expert_NK, axis=-1)
     if cfg.renormalize:
         # 1e-20 keeps a token whose sigmoid scores all underflow finite (DeepSeek-V3 uses the same).
@@ -45,10 +49,10 @@ def route(
     return Routing(expert_NK, weight_NK * cfg.weight_scale, score_NE)
 
 
-def _allowed(election_NE: jax.Array, cfg: RouterConfig) -> jax.Array:
-    """Whether each expert is in one of the token's `groups_per_token` best groups."""
-    N, E = election_NE.shape
-    by_group = election_NE.reshape(N, cfg.num_groups, E // cfg.num_groups)
+def _allowed(biased_NE: jax.Array, cfg: RouterConfig) -> jax.Array:
+    """Marks the experts in the token's `groups_per_token` best groups."""
+    N, E = biased_NE.shape
+    by_group = biased_NE.reshape(N, cfg.num_groups, E // cfg.num_groups)
     best = 2 if cfg.score == "sigmoid" else 1
     group_score = jnp.sum(jax.lax.top_k(by_group, best)[0], axis=-1)
     chosen = jax.lax.top_k(group_score, cfg.groups_per_token)[1]
@@ -64,12 +68,12 @@ def count_load(expert_NK: Int[Array, "N K"], num_experts: int) -> Int[Array, " E
 def balance_terms(
     routing: Routing, cfg: RouterConfig, *, sequences: int
 ) -> tuple[Int[Array, "S E"], Float[Array, "S E"]]:
-    """What the balance loss is made of: tokens counted for each expert, and its scores, added up.
+    """Terms of the balance loss: for each expert, a count of tokens and the sum of its scores.
 
-    By span S, over which load is to be even: each of this device's sequences, or all its tokens.
-    Over all tokens, those that an expert is to work on are counted. Over a sequence, those that
-    have it among their K best scores, whatever the selection bias and the groups say: so the loss
-    sees what the router prefers, where the bias has evened out what it does.
+    A span is a set of tokens over which load is to be even: each of this device's sequences, or all
+    its tokens. Over all tokens, the count is of tokens routed to the expert. Over a sequence, it is
+    of tokens that have the expert among their K best scores, without selection bias and groups:
+    the loss then sees the router's preference, not the load that the bias has evened out.
     Sigmoid scores are normalised to sum to one.
     Source: DeepSeek-V3 (2024), equations 18 to 20, for a sequence.
     """
@@ -91,16 +95,15 @@ def balance_loss(
     k: int,
     layout: Layout,
 ) -> Float[Array, " L"]:
-    """This device's share of each layer's load-balance loss; one when the load is even.
+    """This device's share of each layer's load-balance loss; the total is one for an even load.
 
     E * sum over experts of (share of assignments) * (mean score), with the share and the mean taken
     over the global batch or over each sequence (then averaged). The shares carry no gradient.
 
     Args:
-      counted_LSE: of the whole span, over all devices that hold a part of it; see
-        `balance_terms`.
-      score_LSE: of this device's part; see `balance_terms`.
-      k: experts of a token.
+      counted_LSE: counts of `balance_terms`, summed over all devices that hold a part of the span.
+      score_LSE: scores of `balance_terms`, of this device's part of the span.
+      k: experts chosen per token.
     Source: Switch Transformer (Fedus et al. 2021), equation 4; DeepSeek-V3, equations 17 to 20.
     """
     S, E = counted_LSE.shape[1:]
@@ -123,10 +126,10 @@ def z_loss(logit_NE: Float[Array, "N E"], *, layout: Layout) -> Float[Array, ""]
 
 
 def update_bias(bias_E: jax.Array, load_E: jax.Array, rate: float) -> jax.Array:
-    """Moves the selection bias of over- and underloaded experts by `rate` towards balance.
+    """Lowers the selection bias of overloaded experts by `rate`, raises that of underloaded ones.
 
     Args:
-      load_E: assignments of the whole step, over all devices.
+      load_E: assignments to each expert in the whole step, over all devices.
     Source: DeepSeek-V3 (2024), section 2.1.2.
     """
     load_E = load_E.astype(jnp.float32)
@@ -134,34 +137,34 @@ def update_bias(bias_E: jax.Array, load_E: jax.Array, rate: float) -> jax.Array:
 
 
 class Noise(NamedTuple):
-    """What jitter is drawn from."""
+    """The key and position from which router jitter is drawn."""
 
     key: jax.Array  # the same on every device; differs by step and layer
-    first_sequence: jax.Array | int  # in the global batch, of the rows that are routed
+    first_sequence: jax.Array | int  # index in the global batch of the first routed sequence
 
-    def of(self, place: jax.Array | int) -> "Noise":
-        """That of one of several layers, or of groups of them."""
-        return self._replace(key=jax.random.fold_in(self.key, place))
+    def of(self, index: jax.Array | int) -> "Noise":
+        """The noise of one layer, or of one group of layers, by its index."""
+        return self._replace(key=jax.random.fold_in(self.key, index))
 
 
 def jitter_noise(
     shape: tuple[int, ...], amount: float, noise: Noise, *, first_position: jax.Array | int
 ) -> Float[Array, "B t D"]:
-    """Factors of the router's input, uniform in 1 - amount .. 1 + amount.
+    """Factors for the router's input, uniform in 1 - amount .. 1 + amount.
 
-    Per device. The noise of a token depends on its place in the global batch alone, so every mesh
-    draws the same, in any number of micro-batches.
+    Per device. The noise of a token depends only on its position in the global batch, so every mesh
+    and every number of micro-batches draws the same noise.
 
     Args:
-      shape: of the input, [B, t, D].
-      first_position: in the sequence, of this device's t.
+      shape: [B, t, D], of the input.
+      first_position: index in the sequence of this device's first position.
     Source: Switch Transformer (Fedus et al. 2021), section 2.2.
     """
     B, t, D = shape
 
     def factors(b: jax.Array, s: jax.Array) -> jax.Array:
         sequence = jax.random.fold_in(noise.key, noise.first_sequence + b)
-        place = jax.random.fold_in(sequence, first_position + s)
-        return jax.random.uniform(place, (D,), minval=1 - amount, maxval=1 + amount)
+        key = jax.random.fold_in(sequence, first_position + s)
+        return jax.random.uniform(key, (D,), minval=1 - amount, maxval=1 + amount)
 
     return jax.vmap(lambda b: jax.vmap(lambda s: factors(b, s))(jnp.arange(t)))(jnp.arange(B))

@@ -1,8 +1,12 @@
-"""How many rows buckets hold: enough for a balanced router and some more, agreed on by all devices.
+"""Sizes of buckets: static, for a balanced router with some headroom.
 
 Static shapes need sizes before routing is known. The usual sizes hold `HEADROOM` times the balanced
-load. Before rows move, all devices agree (one small maximum) whether everything fits; if not, the
-layer runs in rounds of the plain route (`comm.tokens.rounds`), as many as the fullest bucket needs.
+load. Before rows move, all devices agree (one small maximum) whether all rows fit. If not, the
+layer runs in overflow rounds of the plain route (`comm.tokens.rounds`), as many as the fullest
+bucket needs.
+
+Letters: N tokens, K choices a token, E experts, P peers (all owners up to a hop), I parts of a
+bucket, J rows of one part, A = N * K assignments, X exchanges (one more where rows merge: experts).
 """
 
 import math
@@ -19,31 +23,31 @@ from moejax.config.schema import MoEConfig
 from moejax.layout.layout import Axes, Layout
 from moejax.layout.route import Route
 
-# A bucket that holds 1.25 times the balanced load is enough for most batches of a balanced router.
+# 1.25 times the balanced load is enough for most batches of a balanced router.
 HEADROOM = 1.25
 
 
 class Sizes(NamedTuple):
-    """Rows of one part of the buckets."""
+    """Numbers of rows, for one part of the buckets."""
 
     rows: tuple[int, ...]  # J of each exchange
-    arriving: int  # at the experts
-    work: int  # rows, sorted by expert, that the experts work on
-    certain: bool  # whether no routing can overflow them
+    arriving: int  # rows that arrive at the experts
+    work: int  # rows that the experts compute, sorted by expert
+    certain: bool  # no routing can overflow these sizes
 
 
 def expert_capacity(moe: MoEConfig, *, tokens: int) -> int | None:
-    """Rows a device may send to one expert; None in dropless mode."""
+    """The most rows that a device sends to one expert; None in dropless mode."""
     if moe.capacity_factor is None:
         return None
     return math.ceil(moe.capacity_factor * tokens * moe.experts_per_token / moe.num_experts)
 
 
 def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) -> Sizes:
-    """The sizes for a router that is near balance; with a capacity, for any.
+    """The sizes for a router near balance; with a capacity, for any router.
 
     Args:
-      tokens: N, on one device.
+      tokens: N, tokens of one device.
     """
     E, K, parts = moe.num_experts, moe.experts_per_token, route.parts
     capacity = expert_capacity(moe, tokens=tokens)
@@ -86,45 +90,45 @@ def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) ->
 
 
 def _reach(E: int, K: int, groups: int) -> float:
-    """The chance that one of `groups` equal groups has some of a token's K of E experts."""
+    """The probability that a given one of `groups` equal groups has any of a token's K experts."""
     return 1 - math.comb(E - E // groups, K) / math.comb(E, K)
 
 
 def needed(
     expert_NK: Int[Array, "N K"], route: Route, layout: Layout, *, num_experts: int
-) -> Int[Array, " S"]:
-    """What this routing needs of each of `Sizes.rows` and, where rows merge, of `Sizes.work`.
+) -> Int[Array, " X"]:
+    """The rows that this routing needs, for each of `Sizes.rows` and, if rows merge, `Sizes.work`.
 
-    The fullest over all parts, peers and devices. Wire: a few integers a peer, and their maximum.
+    The maximum over all parts, peers and devices. Wire: a few integers a peer, and their maximum.
     """
     parts = route.parts
-    found: list[jax.Array] = []
-    passed: Axes = ()
+    needs: list[jax.Array] = []
+    passed_axes: Axes = ()
     owners, part_NK = 1, jnp.zeros_like(expert_NK)
     for hop in route.exchanges:
         owners *= hop.peers(layout)
         peer_NK = jnp.minimum(expert_NK // (num_experts // owners), owners)
         item_NK, rank_NK, counts_P = rank_items(peer_NK, peers=owners, merge=hop.merge)
-        if not found:
-            found.append(-(-jnp.max(counts_P) // parts))
+        if not needs:
+            needs.append(-(-jnp.max(counts_P) // parts))
             # A merged row's later choices travel in the part of its first one.
             same_NKK = peer_NK[:, :, None] == jnp.where(item_NK < owners, item_NK, -1)[:, None, :]
             part_NK = jnp.sum(jnp.where(same_NKK, rank_NK[:, None, :], 0), axis=2) % parts
             part_NK = part_NK if hop.merge else rank_NK % parts
         else:
-            found.append(_fullest(item_NK, part_NK, parts, owners, passed))
-        passed += hop.axes
+            needs.append(_fullest(item_NK, part_NK, parts, owners, passed_axes))
+        passed_axes += hop.axes
     if route.merges:
         peer_NK = jnp.minimum(expert_NK // (num_experts // owners), owners)
         gathers = tuple(axis for hop in route.hops if hop.kind == "gather" for axis in hop.axes)
-        found.append(_fullest(peer_NK, part_NK, parts, owners, passed + gathers))
-    return wire.all_max(jnp.stack(found), layout.mesh_axes)
+        needs.append(_fullest(peer_NK, part_NK, parts, owners, passed_axes + gathers))
+    return wire.all_max(jnp.stack(needs), layout.mesh_axes)
 
 
 def _fullest(
     peer_NK: jax.Array, part_NK: jax.Array, parts: int, peers: int, axes: Axes
 ) -> jax.Array:
-    """The most items of any part for any peer, added up over the devices along `axes`."""
+    """The largest count of items of a part for a peer, summed over the devices along `axes`."""
     key_A = jnp.where(peer_NK < peers, part_NK * peers + peer_NK, parts * peers).reshape(-1)
     counts = jnp.zeros((parts * peers,), jnp.int32).at[key_A].add(1, mode="drop")
     return jnp.max(wire.all_reduce(counts, axes))

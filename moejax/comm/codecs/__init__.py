@@ -1,6 +1,6 @@
-"""Codecs of what travels between nodes.
+"""Codecs: lossy formats for arrays that cross nodes.
 
-Read in this order: `codec` (what a codec is; casts and blocks), `topk`, `feedback`, `adaptive`,
-`low_rank` (for sums, by `weights/compressed`), `build` (the one that a setting names), `pack`
+Read in this order: `codec` (the interface; casts and blocks), `topk`, `feedback`, `adaptive`,
+`low_rank` (for sums, by `weights/compressed`), `build` (the codec that a setting names), `pack`
 (several arrays as one message).
 """

@@ -1,4 +1,4 @@
-"""The codec that a setting names."""
+"""Builds the codec that a setting names."""
 
 from moejax.comm.codecs.adaptive import AdaptiveCodec
 from moejax.comm.codecs.codec import Blocks, Cast, Codec
@@ -11,7 +11,7 @@ LOCO_AVERAGE, LOCO_RESET = 0.5, 512
 
 
 def build_codec(spec: CodecSpec) -> Codec | LowRank:
-    """Makes the codec that a config names."""
+    """Builds the codec of a gradient from its config."""
     if spec.name == "powersgd":
         assert spec.argument is not None
         return LowRank(int(spec.argument))
@@ -26,7 +26,7 @@ def build_codec(spec: CodecSpec) -> Codec | LowRank:
 
 
 def build_plain_codec(spec: CodecSpec | None) -> Codec | None:
-    """Makes a codec that remembers nothing: of tokens and of weights."""
+    """Builds a codec without state, for tokens or weights; None for None."""
     return None if spec is None else _plain_codec(spec)
 
 

@@ -1,11 +1,11 @@
-"""Codecs: what an array is turned into before it crosses a slow link, and back.
+"""Codecs: an array is encoded before it crosses a slow link, and decoded after it.
 
-Per device; nothing here communicates. A codec works along the last axis of x [..., n] and keeps the
-leading ones, so that the parts of an encoded [peers, n] can be sent to their peers. What it must
-remember between steps is one float32 array, its state, so that a state can travel through the
-backward pass as if it were a gradient.
+Per device; nothing here communicates. A codec encodes along the last axis of x [..., n] and keeps
+the leading axes, so that the rows of an encoded [peers, n] can be sent to their peers. Its state
+between steps is one float32 array, so that it can travel through the backward pass as if it were a
+gradient.
 
-Errors are stated beside each codec; ratios against bfloat16 count scales, indices and padding.
+Each codec states its error. Ratios against bfloat16 count scales, indices and padding.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from jax.typing import DTypeLike
 
 from moejax.kernels.quantize import Quantized, bytes_of, dequantize, dequantize_sum, quantize
 
-Payload = Any  # a pytree of arrays; leading dimensions as those of what was encoded
+Payload = Any  # a pytree of arrays, with the leading dimensions of the encoded array
 
 
 class EncodeContext(NamedTuple):
-    """When something is encoded, and where: what a codec may depend on beside its input."""
+    """Step, key and micro-batch: all that an encoding may depend on beside its input and state."""
 
     step: jax.Array  # counted from zero
-    key: jax.Array  # for random rounding: of this device, step, micro-batch and parameter alone
+    key: jax.Array  # for random rounding; differs by device, step, micro-batch and parameter
     part: jax.Array | int = 0  # the micro-batch, counted from zero in each step
 
 
 class Codec:
-    """Something that encodes arrays."""
+    """Interface of codecs."""
 
     def state_size(self, size: int) -> int:
-        """Floats of state for each last axis of `size` values; 0 for a codec without one."""
+        """Floats of state for each row of `size` values; 0 for a codec without state."""
         return 0
 
     def encode(
@@ -42,9 +42,9 @@ class Codec:
         raise NotImplementedError
 
     def encode_once(self, x: jax.Array) -> Payload:
-        """Encodes x with a codec that remembers nothing and draws nothing."""
-        nothing = jnp.zeros((*x.shape[:-1], 0))
-        return self.encode(x, nothing, EncodeContext(jnp.int32(0), jax.random.key(0)))[0]
+        """Encodes x; only for codecs without state and random rounding."""
+        empty_state = jnp.zeros((*x.shape[:-1], 0))
+        return self.encode(x, empty_state, EncodeContext(jnp.int32(0), jax.random.key(0)))[0]
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
         """Returns [..., size] in float32."""
@@ -65,7 +65,7 @@ class Codec:
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Another dtype. bfloat16: error at most 2^-8 |x|, while |x| is above 2^-126."""
+    """A cast to another dtype. bfloat16: error at most 2^-8 |x|, while |x| is above 2^-126."""
 
     dtype: str = "bfloat16"
 
@@ -76,19 +76,19 @@ class Cast(Codec):
         return x.astype(self.dtype), state
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
-        """Widens."""
+        """Casts to float32."""
         return payload.astype(jnp.float32)
 
     def wire_bytes(self, size: int) -> int:
-        """As many bytes a value as the dtype has."""
+        """The dtype's bytes for each value."""
         return size * jnp.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Blocks(Codec):
-    """Block quantisation; the bound is that of `kernels.formats.Format`.
+    """Block quantisation; `kernels.formats.Format` states the error bound.
 
-    `kernel` and `rows_kernel`: as of `compression.CodecSpec`.
+    `kernel` and `rows_kernel` are as in `compression.CodecSpec`.
     """
 
     format: str
@@ -100,24 +100,24 @@ class Blocks(Codec):
     def encode(
         self, x: jax.Array, state: jax.Array, context: EncodeContext
     ) -> tuple[Payload, jax.Array]:
-        """Rounds to the nearest, or to either neighbour with the key."""
+        """Rounds to the nearest value, or with `stochastic` to either neighbour at random."""
         key = context.key if self.stochastic else None
         kernel = "reference" if self.stochastic else self.kernel
         return quantize(x, self.format, block=self.block, key=key, implementation=kernel), state
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
-        """Scales back."""
+        """Multiplies by the scales."""
         return self.decode_as(payload, size, jnp.float32)
 
     def decode_as(self, payload: Payload, size: int, dtype: DTypeLike) -> jax.Array:
-        """Scales back, and rounds once."""
+        """Multiplies by the scales, and rounds once."""
         q = Quantized(*payload)
         return dequantize(q, self.format, size, dtype=dtype, implementation=self.kernel)
 
     def decode_sum(self, payload: Payload, size: int) -> jax.Array:
-        """Scales back and adds up in one pass."""
+        """Multiplies by the scales and sums in one pass."""
         return dequantize_sum(Quantized(*payload), self.format, size, implementation=self.kernel)
 
     def wire_bytes(self, size: int) -> int:
-        """Values, padding and scales."""
+        """Bytes of values, padding and scales."""
         return bytes_of(size, self.format, block=self.block)

@@ -1,4 +1,4 @@
-"""Error feedback: what a codec leaves out is added to what it encodes next."""
+"""Error feedback: the error of a payload is added to the next input."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,12 @@ from moejax.kernels.quantize import Quantized, bytes_of, dequantize, quantize
 
 @dataclass(frozen=True)
 class ErrorFeedback(Codec):
-    """Adds what earlier payloads left out to what is encoded next.
+    """Adds the error of earlier payloads to the next input (error feedback).
 
-    What was sent and what is kept add up to what was to be sent, up to a rounding of float32. With
-    `average` below one the state is a moving average of the errors instead, and with `stored` it is
-    kept in blocks of eight bits, and forgotten every `reset` steps: together LoCo.
+    The decoded payload and the kept error add up to the input plus the previous error, up to a
+    rounding of float32. With `average` below one the kept error is a moving average, with `stored`
+    it is kept in blocks of eight bits, with `reset` it is set to zero every so many steps. All
+    three together are LoCo.
     """
 
     codec: Codec
@@ -25,51 +26,54 @@ class ErrorFeedback(Codec):
     reset: int | None = None
 
     def state_size(self, size: int) -> int:
-        """What is kept, then the inner codec's own state."""
-        return self._kept(size) + self.codec.state_size(size)
+        """Floats of the kept error, then of the inner codec's state."""
+        return self._error_size(size) + self.codec.state_size(size)
 
     def encode(
         self, x: jax.Array, state: jax.Array, context: EncodeContext
     ) -> tuple[Payload, jax.Array]:
-        """Encodes x and what is kept; keeps what the payload leaves out."""
-        n, kept = x.shape[-1], self._kept(x.shape[-1])
-        before = self._load(state[..., :kept], n)
-        whole = x.astype(jnp.float32) + before
-        payload, inner = self.codec.encode(whole, state[..., kept:], context)
-        error = whole - self.decode(payload, n)
-        after = (1 - self.average) * before + self.average * error if self.average != 1 else error
+        """Encodes x plus the kept error; keeps the error of the payload."""
+        n, error_size = x.shape[-1], self._error_size(x.shape[-1])
+        old_error = self._load(state[..., :error_size], n)
+        corrected = x.astype(jnp.float32) + old_error
+        payload, inner_state = self.codec.encode(corrected, state[..., error_size:], context)
+        error = corrected - self.decode(payload, n)
+        new_error = (
+            (1 - self.average) * old_error + self.average * error if self.average != 1 else error
+        )
         if self.reset is not None:
-            after = jnp.where((context.step + 1) % self.reset == 0, 0, after)
-        return payload, jnp.concatenate([self._store(after), inner], axis=-1)
+            new_error = jnp.where((context.step + 1) % self.reset == 0, 0, new_error)
+        return payload, jnp.concatenate([self._store(new_error), inner_state], axis=-1)
 
     def decode(self, payload: Payload, size: int) -> jax.Array:
-        """As the inner codec does."""
+        """Decodes as the inner codec does."""
         return self.codec.decode(payload, size)
 
     def decode_sum(self, payload: Payload, size: int) -> jax.Array:
-        """As the inner codec does."""
+        """Decodes as the inner codec does."""
         return self.codec.decode_sum(payload, size)
 
     def wire_bytes(self, size: int) -> int:
-        """As of the inner codec."""
+        """Bytes of the inner codec's payload."""
         return self.codec.wire_bytes(size)
 
-    def _kept(self, size: int) -> int:
+    def _error_size(self, size: int) -> int:
         return size if self.stored is None else bytes_of(size, self.stored, block=self.block) // 4
 
     def _store(self, error: jax.Array) -> jax.Array:
-        """Bytes in the clothes of float32: see the module's docstring."""
+        """Bit-casts the quantized bytes to float32, because state must be one float32 array."""
         if self.stored is None:
             return error
         q = quantize(error, self.stored, block=self.block)
-        words = q.values.reshape(*q.values.shape[:-2], -1, 4)
-        values = jax.lax.bitcast_convert_type(words, jnp.float32)
+        quads = q.values.reshape(*q.values.shape[:-2], -1, 4)
+        values = jax.lax.bitcast_convert_type(quads, jnp.float32)
         return jnp.concatenate([values, q.scale], axis=-1)
 
-    def _load(self, kept: jax.Array, size: int) -> jax.Array:
+    def _load(self, packed: jax.Array, size: int) -> jax.Array:
+        """The inverse of `_store`: [..., size]."""
         if self.stored is None:
-            return kept
+            return packed
         blocks = -(-size // self.block)
-        values = jax.lax.bitcast_convert_type(kept[..., :-blocks], jnp.uint8)
-        values = values.reshape(*kept.shape[:-1], blocks, self.block)
-        return dequantize(Quantized(values, kept[..., -blocks:]), self.stored, size)
+        values = jax.lax.bitcast_convert_type(packed[..., :-blocks], jnp.uint8)
+        values = values.reshape(*packed.shape[:-1], blocks, self.block)
+        return dequantize(Quantized(values, packed[..., -blocks:]), self.stored, size)

@@ -1,4 +1,4 @@
-"""Payloads of codecs as bytes, so that all of one travels as one array.
+"""Payloads as bytes, so that all arrays of a payload travel in one message.
 
 Per device; nothing here communicates.
 """
@@ -13,10 +13,10 @@ from moejax.comm.codecs.codec import Codec, Payload
 
 
 def encode_packed(codec: Codec, x: jax.Array) -> tuple[jax.Array, Payload]:
-    """Encodes x [..., n] with a codec that remembers nothing.
+    """Encodes x [..., n] with a codec without state.
 
     Returns:
-      All of the payload as bytes [..., m], and the payload, to `decode_packed` by.
+      The payload as bytes [..., m], and the payload itself, whose shapes `decode_packed` needs.
     """
     payload = codec.encode_once(x)
     return pack(payload, x.ndim - 1), payload
@@ -25,12 +25,12 @@ def encode_packed(codec: Codec, x: jax.Array) -> tuple[jax.Array, Payload]:
 def decode_packed(
     codec: Codec, packed: jax.Array, like: Payload, size: int, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """Returns [..., size] of bytes that `encode_packed` made, of any leading sizes."""
+    """Decodes bytes of `encode_packed` to [..., size]; leading sizes may differ from `like`."""
     return codec.decode_as(unpack(packed, like), size, dtype)
 
 
 def pack(payload: Payload, lead: int = 1) -> jax.Array:
-    """All arrays of a payload as bytes [..., m], `lead` dimensions kept, to travel as one."""
+    """Joins all arrays of a payload as bytes [..., m]; keeps `lead` dimensions."""
     rows = [_bytes(leaf).reshape(*leaf.shape[:lead], -1) for leaf in jax.tree.leaves(payload)]
     return jnp.concatenate(rows, axis=-1)
 
@@ -38,15 +38,15 @@ def pack(payload: Payload, lead: int = 1) -> jax.Array:
 def unpack(packed: jax.Array, like: Payload) -> Payload:
     """The inverse of `pack`; leading sizes may differ from those of `like`."""
     leaves, tree = jax.tree.flatten(like)
-    lead, start, found = packed.ndim - 1, 0, []
+    lead, start, arrays = packed.ndim - 1, 0, []
     for leaf in leaves:
         itemsize = (leaf.dtype.itemsize,) if leaf.dtype.itemsize > 1 else ()
         shape = (*leaf.shape[lead:], *itemsize)
         piece, start = packed[..., start : start + math.prod(shape)], start + math.prod(shape)
         piece = piece.reshape(*packed.shape[:-1], *shape)
         dtype = leaf.dtype
-        found.append(piece if dtype == jnp.uint8 else jax.lax.bitcast_convert_type(piece, dtype))
-    return jax.tree.unflatten(tree, found)
+        arrays.append(piece if dtype == jnp.uint8 else jax.lax.bitcast_convert_type(piece, dtype))
+    return jax.tree.unflatten(tree, arrays)
 
 
 def _bytes(x: jax.Array) -> jax.Array:

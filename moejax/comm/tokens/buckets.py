@@ -1,9 +1,14 @@
-"""Which bucket row each token travels in: integers only, known before any row moves.
+"""Assigns items to bucket slots: integers only, computed before any row moves.
 
-Per device. An item is what gets a row of its own in a bucket: an assignment (row m, choice k), or,
-where a hop merges, all of a row's choices behind one peer together, counted as the first of them.
-A bucket is cut in I parts so that exchanges can run in chunks; items are dealt to the parts in
-turn, so that each part is as full as the others and meets the same mix of experts.
+Per device. Each peer has a bucket, and each item takes a slot in its peer's bucket. An item is an
+assignment (row m, choice k). On a hop that merges, all choices of a row with the same peer are one
+item, numbered as the first of them.
+
+A bucket is cut in I parts so that exchanges can run in chunks. Items are dealt to the parts in
+turn, so that all parts are equally full and meet the same mix of experts.
+
+Letters: M rows, K choices a row, A = M * K assignments, P peers, I parts of a bucket, J slots of
+one part, S = I * P * J slots, k choices in a slot (K merged, else 1), G groups.
 """
 
 from typing import NamedTuple
@@ -14,23 +19,26 @@ from moejax.annotations import Array, Int
 
 
 class SlotMap(NamedTuple):
-    """Where each item goes, and its inverse. Slots are numbered (part * P + peer) * J + place."""
+    """The slot of each item, and the item of each slot.
 
-    slot_MK: Int[Array, "M K"]  # an item's slot; I * P * J if it has none
-    item_of_slot: Int[Array, " S"]  # m * K + k of the item in a slot; M * K if it is empty
+    Slot (i, p, j) has the number (i * P + p) * J + j: part i, peer p, row j.
+    """
+
+    slot_MK: Int[Array, "M K"]  # the item's slot; S if it has none
+    item_of_slot: Int[Array, " S"]  # m * K + k of the item; M * K if the slot is empty
 
 
 def rank_items(
     peer_MK: Int[Array, "M K"], *, peers: int, merge: bool
 ) -> tuple[Int[Array, "M K"], Int[Array, "M K"], Int[Array, " P"]]:
-    """Numbers the items bound for each peer, in row order.
+    """Numbers the items of each peer, in row order.
 
-    Returns the peer of each item (`peers` where there is none), its number, and how many items each
-    peer gets.
+    Returns the peer of each item (`peers` if there is no item), the item's number among those of
+    its peer, and the number of items of each peer.
 
     Args:
-      peer_MK: `peers` for choices that go nowhere.
-      merge: whether a row's choices with the same peer are one item.
+      peer_MK: the peer of each choice; `peers` for dropped choices.
+      merge: makes one item of a row's choices with the same peer.
     """
     K = peer_MK.shape[1]
     if merge:
@@ -52,7 +60,7 @@ def place_items(
     """Gives each item a slot in its peer's bucket.
 
     Args:
-      rows: J, of one part of a bucket; the caller has made sure that none overflows.
+      rows: J; large enough for every peer, which the caller has made sure of.
     """
     peer_MK, rank_MK, _ = rank_items(peer_MK, peers=peers, merge=merge)
     slots = parts * peers * rows
@@ -64,7 +72,7 @@ def place_items(
 def order_items(
     group_MK: Int[Array, "M K"], *, groups: int, rows: int
 ) -> tuple[SlotMap, Int[Array, " G"]]:
-    """Sorts the items by group into `rows` slots, without gaps; returns the sizes too."""
+    """Sorts the items by group into `rows` slots without gaps; also returns each group's size."""
     group_MK, rank_MK, sizes_G = rank_items(group_MK, peers=groups, merge=False)
     starts_G = jnp.cumsum(sizes_G) - sizes_G
     start_MK = jnp.take(starts_G, group_MK, mode="fill", fill_value=rows)
@@ -73,7 +81,7 @@ def order_items(
 
 
 def invert(slot_MK: Int[Array, "M K"], slots: int) -> Int[Array, " S"]:
-    """The item in each slot."""
+    """Returns the item of each slot; M * K for an empty slot."""
     items_A = jnp.arange(slot_MK.size, dtype=jnp.int32)
     item_of_slot = jnp.full((slots,), slot_MK.size, jnp.int32)
     return item_of_slot.at[slot_MK.reshape(-1)].set(items_A, mode="drop")
@@ -81,22 +89,24 @@ def invert(slot_MK: Int[Array, "M K"], slots: int) -> Int[Array, " S"]:
 
 def experts_of_slots(
     expert_MK: Int[Array, "M K"],
-    places: SlotMap,
+    slot_map: SlotMap,
     *,
     peers: int,
     rows: int,
     per_peer: int,
     merge: bool,
 ) -> Int[Array, "S k"]:
-    """The experts that the row in each slot visits, numbered as its peer numbers them.
+    """The experts that each slot's row is bound for, numbered as the slot's peer numbers them.
 
-    A merged row keeps its K choices, with those of other peers masked; other rows have one choice.
+    A merged row keeps its K choices, with choices of other peers masked; other rows have one
+    choice. The result has `per_peer` where there is no choice.
 
     Args:
-      expert_MK: numbered over all peers; peers * per_peer stands for none, in the result per_peer.
-      rows: J, of one part of a bucket.
+      expert_MK: numbered over all peers; peers * per_peer for no choice.
+      rows: J.
+      per_peer: experts behind each peer.
     """
-    item_of_slot = places.item_of_slot
+    item_of_slot = slot_map.item_of_slot
     source_S = item_of_slot // expert_MK.shape[1] if merge else item_of_slot
     choices = expert_MK if merge else expert_MK.reshape(-1, 1)
     none = peers * per_peer

@@ -1,10 +1,12 @@
-"""Carries rows along a route, and their results back, hop by hop.
+"""Moves rows one hop along a route: `dispatch_hop` to the experts, `combine_hop` back.
 
-Per device, inside shard_map. `dispatch_hop` and `combine_hop` move rows one hop and any number of
-parts at a time. They are each other's mirror: gradients of results are dispatched, gradients of
-rows are combined. On the source rank `dispatch_hop` gathers tokens straight into send buckets and
-encodes them in the same pass (`comm.tokens.rows`); `combine_at_source` decodes and sums what came
-back.
+Per device, inside shard_map, for any number of parts at a time. The two mirror each other, also in
+backward: gradients of results are dispatched, gradients of rows are combined. On the source device
+`dispatch_hop` gathers tokens straight into send buckets and encodes them in the same pass
+(`comm.tokens.rows`); `combine_at_source` decodes the results that came back and sums them by token.
+
+Letters: N tokens, D width, K choices a token or row, P peers, I parts of a bucket, J slots of one
+part for one peer, S slots (P * J of a part; of all parts at the source), M rows of a part.
 """
 
 from functools import partial
@@ -25,13 +27,12 @@ from moejax.layout.route import Hop, Route
 
 
 class Rows(NamedTuple):
-    """What travels: arrays [I, M, ...] of some parts; before the first exchange [N, ...].
+    """Rows and their weights: arrays [I, M, ...] of some parts; at the source [N, ...] of tokens.
 
     Attributes:
-      x: tokens, results, or gradients of either; come home over the first exchange, what its codec
-        made of them.
-      weight: the router's, or gradients of them, where they travel along; else None. No codec
-        touches them.
+      x: tokens, results, or gradients of either. After the return over hop 0, `x` is still encoded;
+        `combine_at_source` decodes it.
+      weight: the router's weights or their gradients, never encoded; None if they do not travel.
     """
 
     x: Payload
@@ -40,28 +41,27 @@ class Rows(NamedTuple):
 
 def dispatch_hop(
     rows: Rows,
-    number: int,
-    piece: DispatchPlan,
+    hop_index: int,
+    plan: DispatchPlan,
     route: Route,
     layout: Layout,
     *,
     gradient: bool = False,
 ) -> Rows:
-    """Takes rows of some parts one hop towards the experts.
+    """Moves rows of some parts one hop towards the experts.
 
     Args:
-      rows: before the first exchange all tokens of this device: its buckets hold copies of them.
-      number: of the hop.
-      piece: the plan, with places of these parts.
-      gradient: rows are gradients of results on their way back; before the first exchange, with the
-        weights of the results.
+      rows: before the first exchange, all tokens of this device, whose copies fill the buckets.
+      plan: its slot maps are cut to these parts.
+      gradient: for backward: rows are gradients of results; before the first exchange they come
+        with the router's weights.
     """
-    hop, filled = route.hops[number], _filled(piece, number)
+    hop, filled = route.hops[hop_index], _filled(plan, hop_index)
     with jax.named_scope("combine_backward" if gradient else "dispatch"):
-        if hop.kind == "all_to_all" and number == 0:
-            return _leave_source(rows, piece, route, layout, gradient=gradient)
+        if hop.kind == "all_to_all" and hop_index == 0:
+            return _leave_source(rows, plan, route, layout, gradient=gradient)
         if hop.kind == "all_to_all":
-            slot_IMK, item_IS = piece.places[number]
+            slot_IMK, item_IS = plan.slot_maps[hop_index]
             row_IS = item_IS // slot_IMK.shape[-1]
             rows = jax.tree.map(lambda x_IMD: jax.vmap(rows_at)(x_IMD, row_IS), rows)
         move = partial(send, hop=hop, layout=layout, gradient=gradient, filled=filled)
@@ -69,53 +69,53 @@ def dispatch_hop(
 
 
 def _leave_source(
-    tokens: Rows, piece: DispatchPlan, route: Route, layout: Layout, *, gradient: bool
+    tokens: Rows, plan: DispatchPlan, route: Route, layout: Layout, *, gradient: bool
 ) -> Rows:
-    """The first exchange: encodes the copies of tokens that fill its buckets, decodes what came."""
-    hop, (slot_NK, item_IS), filled = route.hops[0], piece.places[0], _filled(piece, 0)
+    """Fills send buckets with encoded tokens, exchanges them over hop 0, decodes what arrives."""
+    hop, (slot_NK, item_IS), filled = route.hops[0], plan.slot_maps[0], _filled(plan, 0)
     (x_ND, weight_NK), K = tokens, slot_NK.shape[1]
     codec = build_plain_codec(hop.codecs.combine_backward if gradient else hop.codecs.dispatch)
 
-    def copies(codec: Codec | None, item_PIJ: jax.Array) -> Payload:
+    def encode_copies(codec: Codec | None, item_PIJ: jax.Array) -> Payload:
         weighted = gradient and not route.merges
         weight_PIJ = weight_at(weight_NK, item_PIJ) if weighted else None
         return encode_rows(codec, x_ND, item_PIJ // K, weight_PIJ)
 
     item_PIJ = by_peer(item_IS, hop.peers(layout))
-    if gradient and hop.split:  # tensor ranks hold terms of the same gradients
-        rows_PIJ = wire.reduce_scatter(copies(None, item_PIJ), hop.split, dim=2, tag=None)
+    if gradient and hop.split:  # tensor ranks hold partial sums of the same gradients
+        rows_PIJ = wire.reduce_scatter(encode_copies(None, item_PIJ), hop.split, dim=2, tag=None)
         payload = encode(codec, rows_PIJ)
     else:
-        payload = copies(codec, for_peers(item_PIJ, hop, layout))
+        payload = encode_copies(codec, for_peers(item_PIJ, hop, layout))
     arrived = decode(codec, swap_encoded(payload, hop, filled, codec), x_ND.shape[1], x_ND.dtype)
-    beside = None
+    weight_IMK = None
     if route.merges and not gradient:
-        beside = send(rows_at(weight_NK, item_IS // K), hop, layout, filled=filled)
-    return Rows(by_part(arrived), beside)
+        weight_IMK = send(rows_at(weight_NK, item_IS // K), hop, layout, filled=filled)
+    return Rows(by_part(arrived), weight_IMK)
 
 
 def combine_hop(
     results: Rows,
-    number: int,
-    piece: DispatchPlan,
+    hop_index: int,
+    plan: DispatchPlan,
     route: Route,
     layout: Layout,
     *,
     gradient: bool = False,
 ) -> Rows:
-    """Takes what became of `dispatch_hop`'s rows back one hop; arguments as there.
+    """Moves results back over one hop; arguments as in `dispatch_hop`.
 
-    Over the first exchange x arrives as its codec left it, for `combine_at_source`.
+    After the return over hop 0, `x` is still encoded; `combine_at_source` decodes it.
     """
-    hop, filled = route.hops[number], _filled(piece, number)
+    hop, filled = route.hops[hop_index], _filled(plan, hop_index)
     with jax.named_scope("dispatch_backward" if gradient else "combine"):
         move = partial(send_back, hop=hop, layout=layout, gradient=gradient, filled=filled)
-        if hop.kind == "all_to_all" and number == 0:
+        if hop.kind == "all_to_all" and hop_index == 0:
             x = move(results.x, codec=_codec_back(hop, gradient))
             return Rows(x, jax.tree.map(move, results.weight))
         results = jax.tree.map(move, results)
         if hop.kind == "all_to_all":
-            slot_IMK = piece.places[number].slot_MK
+            slot_IMK = plan.slot_maps[hop_index].slot_MK
             results = jax.tree.map(lambda y_ISD: jax.vmap(sum_rows)(y_ISD, slot_IMK), results)
         return results
 
@@ -129,32 +129,34 @@ def combine_at_source(
     like: Float[Array, "N D"],
     gradient: bool = False,
 ) -> Rows:
-    """The end at home: each token's rows decoded and added up, weighted unless weights are None.
+    """Decodes the results of each token and adds them up, on the token's own device.
 
     Args:
-      arrived: what `combine_hop` brought over the first exchange, of all parts.
-      like: what the sums are like.
+      arrived: what `combine_hop` returned for hop 0, of all parts.
+      weight_NK: weights of the sum; None if rows were weighted at the experts, or are gradients.
+      like: an array of the result's shape and dtype.
     """
-    home, D = plan.source, like.shape[1]
+    slot_map, D = plan.source, like.shape[1]
     with jax.named_scope("dispatch_backward" if gradient else "combine"):
-        x_S, beside_SK = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrived)
+        x_S, weight_SK = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrived)
         codec = codec_at_source(route, gradient=gradient)
-        x_ND = sum_encoded(codec, x_S, weight_NK, home, D, like.dtype)
-        return Rows(x_ND, jax.tree.map(lambda w_SK: sum_rows(w_SK, home.slot_MK), beside_SK))
+        x_ND = sum_encoded(codec, x_S, weight_NK, slot_map, D, like.dtype)
+        return Rows(x_ND, jax.tree.map(lambda w_SK: sum_rows(w_SK, slot_map.slot_MK), weight_SK))
 
 
 def codec_at_source(route: Route, *, gradient: bool = False) -> Codec | None:
-    """The codec of what `combine_hop` brings over the first exchange; None: it is decoded."""
+    """The codec in which `combine_hop` returns rows from hop 0; None if it has decoded them."""
     hop = route.hops[0]
     return None if hop.copies or hop.split else _codec_back(hop, gradient)
 
 
 def _codec_back(hop: Hop, gradient: bool) -> Codec | None:
+    """The codec of combine, or in backward of the gradients of dispatched rows."""
     return build_plain_codec(hop.codecs.dispatch_backward if gradient else hop.codecs.combine)
 
 
-def _filled(piece: DispatchPlan, number: int) -> jax.Array | None:
-    """Rows of a bucket that travel over a hop; None: all."""
-    if piece.filled is None or number >= len(piece.places):
+def _filled(plan: DispatchPlan, hop_index: int) -> jax.Array | None:
+    """Rows of a bucket that travel over a hop; None for all."""
+    if plan.filled is None or hop_index >= len(plan.slot_maps):
         return None
-    return piece.filled[number]
+    return plan.filled[hop_index]

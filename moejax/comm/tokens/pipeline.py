@@ -2,8 +2,11 @@
 
 Per device, inside shard_map. Chunk i + 1 is dispatched while the experts work on chunk i and chunk
 i - 1 is combined. Backward is the same pipeline: gradients of results are dispatched, gradients of
-rows are combined, with the experts' backward between them and a chunk count of its own. Nothing
-that was communicated is communicated again.
+rows are combined, with the experts' backward between them and its own number of chunks. It uses
+the rows that arrived in forward and does not send them again.
+
+Letters: N tokens, D width, K choices a token or row, I parts of a bucket, M rows of a part (all
+peers). Experts see the parts of a chunk joined, so their M counts the rows of a chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,33 +33,33 @@ from moejax.layout.route import Route
 
 # (rows [M, D], weights [M, K] or None, choices [M, K], params) -> results [M, D]; no communication.
 ExpertFn = Callable[[jax.Array, jax.Array | None, jax.Array, Any], jax.Array]
-# (number of a chunk, what the stage before made of it) -> what this stage makes of it.
+# (number of a chunk, output of the previous stage) -> output of this stage.
 Stage = Callable[[int, Any], Any]
 
 
 def run_stages(
     stages: Sequence[Stage], chunks: Sequence[Any], *, barriers: bool, accumulated: dict[str, Any]
 ) -> list[Any]:
-    """Takes each chunk through the stages, one stage behind the chunk before it.
+    """Takes each chunk through the stages, one stage behind the previous chunk.
 
     Args:
-      barriers: puts an optimization barrier after each step, so that a compiler that orders the
-        program statically keeps the step's stages side by side. A runtime that starts whatever is
+      barriers: puts an optimization barrier after each step. A compiler that orders the program
+        statically then keeps the stages of a step side by side. A runtime that starts whatever is
         ready needs none.
-      accumulated: what stages put aside for the caller, tied to the step that made it.
+      accumulated: values that stages collect for the caller; barriers tie them to their step.
     """
-    flight = dict(enumerate(chunks))
+    in_flight = dict(enumerate(chunks))
     for step in range(len(chunks) + len(stages) - 1):
         moved = {}
-        for place, stage in enumerate(stages):
-            number = step - place
+        for index, stage in enumerate(stages):
+            number = step - index
             if 0 <= number < len(chunks):
-                moved[number] = stage(number, flight[number])
+                moved[number] = stage(number, in_flight[number])
         if barriers and len(moved) > 1:
             moved, tied = lax.optimization_barrier((moved, accumulated))
             accumulated.update(tied)
-        flight |= moved
-    return [flight[number] for number in range(len(chunks))]
+        in_flight |= moved
+    return [in_flight[number] for number in range(len(chunks))]
 
 
 def dispatch_compute_combine(
@@ -73,8 +76,8 @@ def dispatch_compute_combine(
     """Returns `y_ND`: each token's expert outputs, summed by weight, on the token's own device.
 
     Args:
-      params: of `expert_fn`; differentiated, as are tokens and weights.
-      expert_fn: what a device computes of the rows that it was sent.
+      params: parameters of `expert_fn`; differentiated, as are tokens and weights.
+      expert_fn: the experts of this device, applied to the rows that arrive.
       barriers: see `run_stages`.
     """
     return _dispatch_compute_combine(
@@ -88,50 +91,51 @@ def _dispatch_compute_combine(route, layout, expert_fn, barriers, x_ND, weight_N
 
 
 def _forward(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan):
-    k = route.chunks
-    choices = _cut(plan.expert_IMK, k)
-    kept: dict[int, Any] = {}
+    chunks = route.chunks
+    choices = _cut(plan.expert_IMK, chunks)
+    for_backward: dict[int, Any] = {}
 
     def expert_stage(number: int, arrived: Rows) -> Rows:
-        # Tagged here, after the barrier: remat then keeps what the barrier let through.
+        # Tagged here, after the barrier, so that remat keeps the rows as the barrier returned them.
         arrived = _tag(arrived)
-        y_MD, pull = _differentiable(expert_fn, arrived, choices[number], params)
-        # With as many chunks in backward, what the experts saved serves; else they work again.
-        kept[number] = pull if k == route.chunks_backward else arrived
+        y_MD, vjp = _differentiable(expert_fn, arrived, choices[number], params)
+        # With equal chunks in backward the vjp is reused; otherwise the experts are recomputed.
+        for_backward[number] = vjp if chunks == route.chunks_backward else arrived
         return Rows(_unflat(y_MD, arrived.x.shape[0]), None)
 
-    stages = _stages(route, layout, plan, expert_stage, k)
+    stages = _stages(route, layout, plan, expert_stage, chunks)
     start = _at_start(Rows(x_ND, weight_NK), plan)
-    results = _tag(_join(run_stages(stages, [start] * k, barriers=barriers, accumulated={})))
+    results = _tag(_join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated={})))
     y_ND = _results_at_source(results, weight_NK, plan, route, like=x_ND)
-    # The gradient of weights needs results only if they were weighted at the source.
-    results = results.x if plan.places and not route.merges else None
-    return y_ND, ([kept[number] for number in range(k)], params, plan, weight_NK, results)
+    # Results are kept for the gradient of the weights only if they are weighted at the source.
+    results = results.x if plan.slot_maps and not route.merges else None
+    saved = [for_backward[number] for number in range(chunks)]
+    return y_ND, (saved, params, plan, weight_NK, results)
 
 
 def _backward(route, layout, expert_fn, barriers, saved, gradient_ND):
-    kept, params, plan, weight_NK, results = saved
-    k = route.chunks_backward
-    if k != route.chunks:
-        kept = _cut((_join(kept), plan.expert_IMK), k)
+    for_backward, params, plan, weight_NK, results = saved
+    chunks = route.chunks_backward
+    if chunks != route.chunks:
+        for_backward = _cut((_join(for_backward), plan.expert_IMK), chunks)
     accumulated: dict[str, Any] = {}
 
     def expert_stage(number: int, gradient: Rows) -> Rows:
-        pull = kept[number]
-        if k != route.chunks:
-            arrived, choices = pull
-            pull = _differentiable(expert_fn, arrived, choices, params)[1]
-        dx_MD, dweight_MK, dparams = pull(_flat(gradient.x))
-        if k > 1:  # chunks' weight gradients are added up in float32
+        vjp = for_backward[number]
+        if chunks != route.chunks:
+            arrived, choices = for_backward[number]
+            vjp = _differentiable(expert_fn, arrived, choices, params)[1]
+        dx_MD, dweight_MK, dparams = vjp(_flat(gradient.x))
+        if chunks > 1:  # chunks' weight gradients are added up in float32
             dparams = jax.tree.map(lambda g: g.astype(jnp.float32), dparams)
         accumulated["params"] = (
             jax.tree.map(jnp.add, accumulated["params"], dparams) if accumulated else dparams
         )
         return _unflat(Rows(dx_MD, dweight_MK), gradient.x.shape[0])
 
-    stages = _stages(route, layout, plan, expert_stage, k, gradient=True)
-    start = _at_start(Rows(gradient_ND, weight_NK if plan.places else None), plan)
-    drows = _join(run_stages(stages, [start] * k, barriers=barriers, accumulated=accumulated))
+    stages = _stages(route, layout, plan, expert_stage, chunks, gradient=True)
+    start = _at_start(Rows(gradient_ND, weight_NK if plan.slot_maps else None), plan)
+    drows = _join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated=accumulated))
     dparams = jax.tree.map(lambda g, w: g.astype(w.dtype), accumulated["params"], params)
     dx_ND, dweight_NK = _gradients_at_source(drows, results, gradient_ND, plan, route)
     return dx_ND, dweight_NK.astype(weight_NK.dtype), dparams, None
@@ -141,15 +145,15 @@ _dispatch_compute_combine.defvjp(_forward, _backward)
 
 
 def _at_start(tokens: Rows, plan: DispatchPlan) -> Rows:
-    """What the first stage takes: all tokens, and where no exchange copies any, as one part."""
-    return tokens if plan.places else jax.tree.map(lambda x: x[None], tokens)
+    """The input of the first stage: all tokens; as one part [1, N, ...] if there is no exchange."""
+    return tokens if plan.slot_maps else jax.tree.map(lambda x: x[None], tokens)
 
 
 def _results_at_source(
     results: Rows, weight_NK: jax.Array, plan: DispatchPlan, route: Route, *, like: jax.Array
 ) -> jax.Array:
-    """[N, D]: each token's results, summed by weight unless they came so."""
-    if not plan.places:
+    """[N, D]: each token's results summed by weight, here or already at the experts."""
+    if not plan.slot_maps:
         return results.x[0]
     return combine_at_source(results, None if route.merges else weight_NK, plan, route, like=like).x
 
@@ -160,9 +164,9 @@ def _gradients_at_source(
     """The gradients of tokens [N, D] and of their weights [N, K].
 
     Args:
-      results: that were weighted at the source, as they came; None where weights went along.
+      results: encoded, as they arrived; None if they were weighted at the experts.
     """
-    if not plan.places:
+    if not plan.slot_maps:
         return drows.x[0], drows.weight[0]
     dx_ND, dweight_NK = combine_at_source(drows, None, plan, route, like=gradient_ND, gradient=True)
     if results is not None:
@@ -173,41 +177,47 @@ def _gradients_at_source(
 
 
 def _stages(
-    route: Route, layout: Layout, plan: DispatchPlan, expert_stage: Stage, chunks: int, **way: bool
+    route: Route,
+    layout: Layout,
+    plan: DispatchPlan,
+    expert_stage: Stage,
+    chunks: int,
+    **flags: bool,
 ) -> list[Stage]:
-    """The hops of dispatch, the experts, the hops of combine: each can hide behind the others."""
-    pieces = _pieces(plan, chunks)
+    """The hops of dispatch, the experts, the hops of combine: each may overlap the others."""
+    plans = _chunk_plans(plan, chunks)
 
-    def hop(move: Callable, place: int) -> Stage:
-        return lambda number, rows: move(rows, place, pieces[number], route, layout, **way)
+    def stage(move: Callable, hop_index: int) -> Stage:
+        return lambda number, rows: move(rows, hop_index, plans[number], route, layout, **flags)
 
-    there = [hop(dispatch_hop, place) for place in range(len(route.hops))]
-    back = [hop(combine_hop, place) for place in reversed(range(len(route.hops)))]
-    return [*there, expert_stage, *back]
+    dispatch = [stage(dispatch_hop, hop_index) for hop_index in range(len(route.hops))]
+    combine = [stage(combine_hop, hop_index) for hop_index in reversed(range(len(route.hops)))]
+    return [*dispatch, expert_stage, *combine]
 
 
-def _pieces(plan: DispatchPlan, chunks: int) -> list[DispatchPlan]:
-    """The plan of each chunk. Slots of the first exchange stay whole: they count all parts."""
-    first, later = plan.places[:1], plan.places[1:]
-    pieces = []
-    for items, places in _cut((tuple(one.item_of_slot for one in first), later), chunks):
-        home = (one._replace(item_of_slot=item) for one, item in zip(first, items, strict=True))
-        pieces.append(plan._replace(places=(*home, *places)))
-    return pieces
+def _chunk_plans(plan: DispatchPlan, chunks: int) -> list[DispatchPlan]:
+    """The plan of each chunk. Slots of the first exchange are not cut: they count all parts."""
+    first, later = plan.slot_maps[:1], plan.slot_maps[1:]
+    plans = []
+    for items, maps in _cut((tuple(m.item_of_slot for m in first), later), chunks):
+        source = (m._replace(item_of_slot=item) for m, item in zip(first, items, strict=True))
+        plans.append(plan._replace(slot_maps=(*source, *maps)))
+    return plans
 
 
 def _tag(tree: Any) -> Any:
+    """Tags arrays as communicated tokens, for remat policies."""
     return jax.tree.map(lambda x: checkpoint_name(x, wire.TOKEN_WIRE), tree)
 
 
 def _differentiable(expert_fn: ExpertFn, arrived: Rows, choices_IMK: jax.Array, params: Any) -> Any:
-    """The results of `expert_fn`, and the function that takes their gradient back."""
+    """Returns the results of `expert_fn` and its vjp: gradient of results -> of its inputs."""
     x_MD, weight_MK, choices_MK = _flat((*arrived, choices_IMK))
 
-    def operate(x_MD: jax.Array, weight_MK: jax.Array | None, params: Any) -> jax.Array:
+    def run_experts(x_MD: jax.Array, weight_MK: jax.Array | None, params: Any) -> jax.Array:
         return expert_fn(x_MD, weight_MK, choices_MK, params)
 
-    return jax.vjp(operate, x_MD, weight_MK, params)
+    return jax.vjp(run_experts, x_MD, weight_MK, params)
 
 
 def _flat(x_IM: Any) -> Any:
@@ -221,7 +231,7 @@ def _unflat(x_M: Any, parts: int) -> Any:
 
 
 def _cut(tree: Any, chunks: int) -> list[Any]:
-    """Cuts the first dimension of every array in so many equal pieces."""
+    """Cuts the first dimension of every array in `chunks` equal pieces."""
 
     def piece(number: int, x: jax.Array) -> jax.Array:
         size = x.shape[0] // chunks

@@ -1,4 +1,9 @@
-"""Plans where every row goes: the integers that travel ahead of the rows."""
+"""Plans the dispatch: the slot of every row on every hop, and the experts each row is bound for.
+
+Only integers move here, ahead of the rows. Letters: N tokens, K choices a token; then rows of each
+hop: I parts of a bucket, M rows of a part (all peers), k choices a row, J slots of one part for one
+peer. S slots, X all-to-all hops.
+"""
 
 from typing import NamedTuple
 
@@ -15,21 +20,22 @@ from moejax.layout.route import Hop, Route
 
 
 class DispatchPlan(NamedTuple):
-    """Where all rows of one device go, hop after hop.
+    """The slots of all rows that one device sends, hop after hop.
 
-    Items stand part by part, I in front. Slots of the first exchange are over all parts, so that
-    they find a token's rows in all of them; of later ones per part, I in front.
+    The first map's slots [N, K] are numbered over all parts, because a token's rows may lie in any
+    of them; its items are cut by part, [I, P * J]. Later maps are per part, with I in front.
     """
 
-    places: tuple[SlotMap, ...]  # of each all-to-all hop
-    expert_IMK: Int[Array, "I M k"]  # at the end: choices of each row; experts_here for none
-    # Rows of a bucket that any device fills, for each exchange; None: whole buckets travel.
-    filled: Int[Array, " S"] | None
+    slot_maps: tuple[SlotMap, ...]  # one for each all-to-all hop
+    # After the last hop: the choices of each row; the number of experts here stands for no choice.
+    expert_IMK: Int[Array, "I M k"]
+    # The most rows that any device fills in one part of a bucket; None: whole buckets travel.
+    filled: Int[Array, " X"] | None
 
     @property
     def source(self) -> SlotMap:
-        """Where the tokens' rows stand at home, all parts after each other."""
-        return SlotMap(self.places[0].slot_MK, self.places[0].item_of_slot.reshape(-1))
+        """The slots of the first exchange, on the tokens' own device, all parts in one row."""
+        return SlotMap(self.slot_maps[0].slot_MK, self.slot_maps[0].item_of_slot.reshape(-1))
 
 
 def plan_dispatch(
@@ -39,41 +45,43 @@ def plan_dispatch(
     *,
     num_experts: int,
     rows: tuple[int, ...],
-    filled: Int[Array, " S"] | None = None,
+    filled: Int[Array, " X"] | None = None,
 ) -> DispatchPlan:
-    """Plans the way of every assignment whose expert is below `num_experts`.
+    """Plans the slots of every assignment whose expert is below `num_experts`.
 
-    Wire: the expert numbers of each bucket row, in the smallest integer that holds them.
+    Wire: the expert numbers of each bucket row, in the smallest integer type that holds them.
 
     Args:
-      rows: J of each exchange, of one part of a bucket.
+      rows: J of each all-to-all hop.
       filled: as in `DispatchPlan`; the same on every device.
     """
-    parts, span, places = route.parts, num_experts, []
+    # `span` experts lie behind this point of the route; expert numbers count within them.
+    parts, span, slot_maps = route.parts, num_experts, []
     expert_IMK = expert_NK[None]
     for hop in route.hops:
         if hop.kind == "all_to_all":
-            J, peers, first = rows[len(places)], hop.peers(layout), not places
+            J, peers, first = rows[len(slot_maps)], hop.peers(layout), not slot_maps
             span //= peers
 
             def bucket(expert_MK, J=J, peers=peers, span=span, first=first, merge=hop.merge):
                 peer_MK = jnp.minimum(expert_MK // span, peers)
-                cut = parts if first else 1
-                placed = place_items(peer_MK, peers=peers, rows=J, parts=cut, merge=merge)
+                num_parts = parts if first else 1  # later hops take each part as it arrived
+                slot_map = place_items(peer_MK, peers=peers, rows=J, parts=num_parts, merge=merge)
                 options = {"peers": peers, "rows": J, "per_peer": span, "merge": merge}
-                return placed, experts_of_slots(expert_MK, placed, **options)
+                return slot_map, experts_of_slots(expert_MK, slot_map, **options)
 
-            placed, expert_IMK = jax.vmap(bucket)(expert_IMK)
+            slot_map, expert_IMK = jax.vmap(bucket)(expert_IMK)
             if first:
-                placed = SlotMap(placed.slot_MK[0], placed.item_of_slot.reshape(parts, -1))
+                slot_map = SlotMap(slot_map.slot_MK[0], slot_map.item_of_slot.reshape(parts, -1))
                 expert_IMK = expert_IMK.reshape(parts, peers * J, -1)
-            places.append(placed)
+            slot_maps.append(slot_map)
         expert_IMK = _send_choices(expert_IMK, hop, layout, none=span)
-    return DispatchPlan(tuple(places), expert_IMK, filled)
+    return DispatchPlan(tuple(slot_maps), expert_IMK, filled)
 
 
 def _send_choices(expert_IMK: jax.Array, hop: Hop, layout: Layout, *, none: int) -> jax.Array:
+    """Sends the choices of all bucket rows over one hop; `none` stands for no choice."""
     dtype = next(d for d in ("uint8", "uint16", "int32") if none <= jnp.iinfo(d).max)
     with jax.named_scope("routing"):
-        shipped = send(expert_IMK.astype(dtype), hop, layout)
-    return checkpoint_name(shipped, wire.TOKEN_WIRE).astype(jnp.int32)
+        arrived_IMK = send(expert_IMK.astype(dtype), hop, layout)
+    return checkpoint_name(arrived_IMK, wire.TOKEN_WIRE).astype(jnp.int32)

@@ -1,6 +1,8 @@
-"""What does not fit its buckets goes in rounds: as often as needed, in the same memory.
+"""Overflow rounds: when rows do not fit the buckets, the layer runs in several rounds.
 
-Per device, inside shard_map. Every device runs the same number of rounds, agreed on beforehand.
+Per device, inside shard_map. Each round dispatches, computes and combines a share of the rows, in
+buckets of the same size, so memory does not grow with skew. Every device runs the same number of
+rounds, agreed on beforehand.
 """
 
 from collections.abc import Callable
@@ -11,37 +13,41 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The scope in which rounds stand in the program.
+# Named scope of overflow rounds in the program.
 ROUNDS = "rounds"
 
-# (number of the round, operands, integers) -> its share of the result.
+# (number of the round, operands, integers) -> this round's share of the result.
 Round = Callable[[jax.Array, Any, Any], jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_rounds(one: Round, count: jax.Array, operands: Any, integers: Any) -> jax.Array:
-    """Returns the sum of `one(r, operands, integers)` over r < count, added up in float32.
+def in_rounds(run_round: Round, count: jax.Array, operands: Any, integers: Any) -> jax.Array:
+    """Returns the sum of `run_round(r, operands, integers)` over r < count, added up in float32.
 
-    Backward repeats each round, its communication too: rounds are for skew that is rare, and
-    keep no memory of their own.
+    Nothing is saved for backward: it repeats each round, with its communication. Overflow is rare.
+
+    Args:
+      operands: differentiated; `integers` are not.
     """
-    shape = jax.eval_shape(one, count, operands, integers)
+    shape = jax.eval_shape(run_round, count, operands, integers)
     start = jnp.zeros(shape.shape, jnp.float32)
     with jax.named_scope(ROUNDS):
-        total = lax.fori_loop(0, count, lambda r, total: total + one(r, operands, integers), start)
+        total = lax.fori_loop(
+            0, count, lambda r, total: total + run_round(r, operands, integers), start
+        )
     return total.astype(shape.dtype)
 
 
-def _forward(one, count, operands, integers):
-    return in_rounds(one, count, operands, integers), (count, operands, integers)
+def _forward(run_round, count, operands, integers):
+    return in_rounds(run_round, count, operands, integers), (count, operands, integers)
 
 
-def _backward(one, saved, gradient):
+def _backward(run_round, saved, gradient):
     count, operands, integers = saved
 
     def add(r: jax.Array, total: Any) -> Any:
-        pull = jax.vjp(lambda operands: one(r, operands, integers), operands)[1]
-        return jax.tree.map(jnp.add, total, pull(gradient)[0])
+        vjp = jax.vjp(lambda operands: run_round(r, operands, integers), operands)[1]
+        return jax.tree.map(jnp.add, total, vjp(gradient)[0])
 
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), operands)
     with jax.named_scope(ROUNDS):

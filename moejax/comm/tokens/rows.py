@@ -1,9 +1,11 @@
-"""Rows of tokens at the home end of an exchange: copied and encoded, or decoded and summed.
+"""Rows on their source device: tokens copied and encoded, or results decoded and summed.
 
-Per device; nothing here communicates. Where a codec's blocks have a kernel for both
-(`CodecSpec.rows_kernel`) each is one pass over memory; else `kernels.permute` and the codec take
-turns. A codec of None leaves rows as they are. Sources, places and items are those of
-`comm.tokens.buckets`, all parts and peers after each other.
+Per device; nothing here communicates. A codec with a fused kernel (`CodecSpec.rows_kernel`) needs
+one pass over memory for both; otherwise `kernels.permute` and the codec run one after the other. A
+codec of None leaves rows as they are.
+
+Letters: N tokens, D width, K choices a token, S slots of all parts and peers (M in the names of
+`kernels` and of `SlotMap`).
 """
 
 from dataclasses import replace
@@ -23,11 +25,11 @@ from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 def encode_rows(
     codec: Codec | None, x_ND: jax.Array, source_S: jax.Array, weight_S: jax.Array | None = None
 ) -> Payload:
-    """Encodes the rows `x[source]`, each on its own.
+    """Encodes the rows `x[source]`, each by itself.
 
     Args:
-      source_S: of any number of dimensions; N for a row of zeros.
-      weight_S: float32, by which rows are multiplied first.
+      source_S: token of each slot, N for a row of zeros; S may be several dimensions.
+      weight_S: float32; each row is multiplied by its weight before it is encoded.
     """
     if not _in_one_pass(codec):
         if weight_S is None:
@@ -48,20 +50,20 @@ def sum_encoded(
     codec: Codec | None,
     payload_S: Payload,
     weight_NK: jax.Array | None,
-    places: SlotMap,
+    slot_map: SlotMap,
     size: int,
     dtype: DTypeLike,
 ) -> jax.Array:
     """Returns [N, size]: the rows of each token decoded, weighted and added up in float32.
 
     Args:
-      weight_NK: None: rows are added up as they are.
+      weight_NK: None adds rows up unweighted.
     """
     if _in_one_pass(codec):
         return dequantize_combine(
             Quantized(*payload_S),
             weight_NK,
-            places.slot_MK,
+            slot_map.slot_MK,
             codec.format,
             size,
             dtype=dtype,
@@ -69,20 +71,20 @@ def sum_encoded(
         )
     y_SD = decode(codec, payload_S, size, dtype)
     if weight_NK is None:
-        return permute.sum_rows(y_SD, places.slot_MK)
-    return permute.weighted_sum(y_SD, weight_NK, *places)
+        return permute.sum_rows(y_SD, slot_map.slot_MK)
+    return permute.weighted_sum(y_SD, weight_NK, *slot_map)
 
 
 def encoded_weight_gradient(
-    codec: Codec | None, payload_S: Payload, gradient_ND: jax.Array, places: SlotMap
+    codec: Codec | None, payload_S: Payload, gradient_ND: jax.Array, slot_map: SlotMap
 ) -> jax.Array:
-    """The gradient of `sum_encoded` by its weights, float32 [N, K]."""
+    """The gradient of `sum_encoded` with respect to its weights, float32 [N, K]."""
     size, dtype = gradient_ND.shape[1], gradient_ND.dtype
     if _in_one_pass(codec):
-        # In plain JAX, which XLA fuses with the sums, so that no row is stored in full width.
+        # Plain JAX, which XLA fuses with the sums, so that no row is stored decoded.
         codec, dtype = replace(codec, kernel="reference"), jnp.float32
     y_SD = decode(codec, payload_S, size, dtype)
-    return permute.weight_gradient(y_SD, gradient_ND, *places)
+    return permute.weight_gradient(y_SD, gradient_ND, *slot_map)
 
 
 def encode(codec: Codec | None, x: jax.Array) -> Payload:

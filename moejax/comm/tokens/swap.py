@@ -1,7 +1,11 @@
-"""One hop of a route: bucket rows to peers, and what becomes of them back.
+"""The collective of one hop: bucket rows to peers, and results back.
 
-Per device, inside shard_map. Buckets have a fixed number of rows, padded with zeros: static shapes
-are what every backend's all-to-all supports.
+Per device, inside shard_map. Buckets have a fixed number of rows, padded with zeros, because every
+backend's all-to-all supports static shapes.
+
+Letters: P peers, I parts of a bucket, J rows of one part, j rows of a piece of it, M = P * J rows
+of a part for all peers, C copies of the rows of a peer. Other dimensions may follow: `x_PIJ` is
+[P, I, J, ...].
 """
 
 import jax
@@ -15,7 +19,7 @@ from moejax.comm.tokens.rows import decode, encode
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop
 
-# Into how many equal steps a bucket's rows are counted when only the filled ones travel.
+# Steps into which a bucket's rows are divided when only filled rows travel.
 PIECES = 128
 
 
@@ -27,11 +31,15 @@ def send(
     gradient: bool = False,
     filled: jax.Array | None = None,
 ) -> jax.Array:
-    """One hop dispatch_hop: array [I, M, ...] of bucket rows, peer by peer, to what arrives.
+    """Sends bucket rows [I, M, ...], ordered by peer, over one hop; returns the rows that arrive.
 
-    Its results are not tagged for remat: the pipeline tags them where its steps end.
+    The result has no remat tag: the pipeline tags rows at the end of its steps.
     Wire per device: all_to_all (P - 1) / P of x's bytes (a share of them with `split`, several
     times with `copies`), gather (n - 1) times x's bytes, sum nothing (a gradient: an all-reduce).
+
+    Args:
+      gradient: x is a gradient of results, not tokens.
+      filled: rows of a bucket that travel; None for all.
     """
     if hop.kind == "gather":
         return wire.all_gather(x_IM, hop.axes, dim=1, tag=None)
@@ -50,9 +58,9 @@ def send_back(
     filled: jax.Array | None = None,
     codec: Codec | None = None,
 ) -> Payload:
-    """One hop combine_hop, the mirror of `send`: what was copied or gathered comes back summed.
+    """Sends results back over one hop, the mirror of `send`: copied or gathered rows are summed.
 
-    What arrives is as a codec left it, but where copies are summed or shares are joined.
+    The result stays encoded, unless the hop sums copies or joins shares, which needs decoded rows.
     """
     if hop.kind == "gather":
         return wire.reduce_scatter(y_IM, hop.axes, dim=1, tag=None)
@@ -64,8 +72,8 @@ def send_back(
         return jax.tree.map(by_part, payload)
     y_PIJ = decode(codec, payload, y_IM.shape[-1], y_IM.dtype)
     if hop.copies:
-        by_copy = y_PIJ.reshape(-1, layout.size(hop.copies), *y_PIJ.shape[1:])
-        y_PIJ = jnp.sum(by_copy.astype(jnp.float32), axis=1).astype(y_PIJ.dtype)
+        y_PCIJ = y_PIJ.reshape(-1, layout.size(hop.copies), *y_PIJ.shape[1:])
+        y_PIJ = jnp.sum(y_PCIJ.astype(jnp.float32), axis=1).astype(y_PIJ.dtype)
     if hop.split and gradient:
         y_PIJ = _only_share(y_PIJ, hop.split, dim=2)
     elif hop.split:
@@ -76,17 +84,17 @@ def send_back(
 def swap_encoded(
     payload: Payload, hop: Hop, filled: jax.Array | None, codec: Codec | None
 ) -> Payload:
-    """The all-to-all, of rows [P, I, J] as a codec left them: all of a row as one, in bytes."""
+    """The all-to-all of encoded rows: all arrays of a payload travel as one array of bytes."""
     if codec is None:
         return swap(payload, hop, filled)
     return unpack(swap(pack(payload, 3), hop, filled), payload)
 
 
 def swap(x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None) -> jax.Array:
-    """The all-to-all; of each bucket's J rows only as many as are filled, in steps of J / PIECES.
+    """The all-to-all; with `filled`, only filled rows of each bucket, in steps of J / PIECES rows.
 
-    Shapes must be static, so the number of steps travels as its binary digits: one exchange for
-    each digit that is set. Rows that stay behind arrive as zeros, which is what they are.
+    Shapes must be static, so the number of steps is split into powers of two, each an exchange
+    under a conditional. Rows that are not sent arrive as zeros, which they are.
     """
     if filled is None:
         return wire.all_to_all(x_PIJ, hop.axes, tag=None)
@@ -99,13 +107,13 @@ def swap(x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None) -> jax.Array:
             continue
 
         def send_piece(y_PIJ: jax.Array, start=start, size=size) -> jax.Array:
-            piece = lax.dynamic_slice_in_dim(x_PIJ, start, size, axis=2)
-            piece = wire.all_to_all(piece, hop.axes, tag=None)
-            return lax.dynamic_update_slice_in_dim(y_PIJ, piece, start, axis=2)
+            piece_PIj = lax.dynamic_slice_in_dim(x_PIJ, start, size, axis=2)
+            piece_PIj = wire.all_to_all(piece_PIj, hop.axes, tag=None)
+            return lax.dynamic_update_slice_in_dim(y_PIJ, piece_PIj, start, axis=2)
 
-        goes = (steps >> digit) & 1 == 1
-        y_PIJ = lax.cond(~goes, lambda y_PIJ: y_PIJ, send_piece, y_PIJ)
-        start += jnp.where(goes, size, 0)
+        is_sent = (steps >> digit) & 1 == 1
+        y_PIJ = lax.cond(~is_sent, lambda y_PIJ: y_PIJ, send_piece, y_PIJ)
+        start += jnp.where(is_sent, size, 0)
     return y_PIJ
 
 
@@ -122,19 +130,20 @@ def by_part(x_PIJ: jax.Array) -> jax.Array:
 
 
 def for_peers(x_PIJ: jax.Array, hop: Hop, layout: Layout) -> jax.Array:
-    """Buckets as they travel: a share of those that others hold too; a copy for each device."""
+    """Cuts out this device's share of the buckets (`split`), or repeats them (`copies`)."""
     if hop.split:
         return _own_share(x_PIJ, hop.split, dim=2)
     return jnp.repeat(x_PIJ, layout.size(hop.copies), axis=0) if hop.copies else x_PIJ
 
 
 def _own_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
+    """This device's share of an array that all devices along `axes` hold."""
     size = x.shape[dim] // wire.size(axes)
     return lax.dynamic_slice_in_dim(x, wire.index(axes) * size, size, axis=dim)
 
 
 def _only_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
-    """The transpose of `_own_share`: zeros where the other devices' shares are."""
+    """The transpose of `_own_share`: pads x with zeros for the other devices' shares."""
     size = x.shape[dim]
     shape = (*x.shape[:dim], size * wire.size(axes), *x.shape[dim + 1 :])
     return lax.dynamic_update_slice_in_dim(

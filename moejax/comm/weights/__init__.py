@@ -1,6 +1,6 @@
-"""Weights from their shards forward, gradients to their shards backward.
+"""Weights: gathered from shards in forward, their gradients reduced to shards in backward.
 
-Read in this order: `path` (the axes of a parameter's gather and reduction), `gather`, `reduce` (its
-transpose, hop by hop), `compressed` (the hop across nodes through a codec), `residuals` (what
-codecs remember, on its way through backward), `states` (its shapes and shardings).
+Read in this order: `path` (mesh axes of a parameter's gather and reduction), `gather` (the weight),
+`reduce` (its gradient, hop by hop), `compressed` (the hop across nodes, through a codec),
+`residuals` (codec states on their way through backward), `states` (their shapes and shardings).
 """

@@ -1,8 +1,11 @@
-"""Compressed reductions: two errors are injected, however many devices take part.
+"""Compressed reductions: a value is quantised twice, however many devices take part.
 
-Per device, inside shard_map. A ring that quantised at each of its turns would inject an error each
-time. Here every device encodes its parts once and sends each to the device that sums it, sums are
-taken in float32 of what was decoded, and each sum is encoded once more on its way back.
+Per device, inside shard_map. A ring that quantised at each of its steps would add an error at each.
+Here every device encodes its parts once and sends each part to the device that sums it. That device
+decodes the parts, sums them in float32, and encodes the sum once more to send it back.
+
+Letters: S devices along the scatter axes, C along the axes of copies, n values of a part. For
+`LowRank`: S matrices of a rows and b columns, with factors of r columns.
 """
 
 from collections.abc import Sequence
@@ -19,29 +22,31 @@ from moejax.layout.layout import Axes
 
 
 class ReduceState(NamedTuple):
-    """What the codec remembers at both of its places, float32; None where that is nothing."""
+    """The codec's state for both encodings, float32; None if it has none."""
 
-    parts: jax.Array | None  # [devices, p], of the parts that this device sends
-    total: jax.Array | None  # [1, t], of the sum that it sends back; of LowRank the right factors
+    parts: jax.Array | None  # [S * C, p], for the parts that this device sends
+    total: jax.Array | None  # [1, t], for the sum that it sends back; LowRank: right factors
 
 
 def empty_state(
     codecs: Sequence[Codec | LowRank], scatter: int, copies: int, size: int
 ) -> ReduceState:
-    """The state before the first call, with room for each of the codecs.
+    """The state before the first call, large enough for each of the codecs.
 
     Args:
-      scatter, copies: devices along those axes of `reduce_parts`.
-      size: n of a part there.
+      scatter, copies: S and C, numbers of devices.
+      size: n.
     """
-    parts = max((codec.state_size(size) for codec in codecs), default=0)
-    totals = [
+    part_size = max((codec.state_size(size) for codec in codecs), default=0)
+    total_sizes = [
         scatter * codec.factor_size(copies * size)
         if isinstance(codec, LowRank)
         else codec.state_size(size) * (copies > 1)
         for codec in codecs
     ]
-    return ReduceState(jnp.zeros((scatter * copies, parts)), jnp.zeros((1, max(totals, default=0))))
+    return ReduceState(
+        jnp.zeros((scatter * copies, part_size)), jnp.zeros((1, max(total_sizes, default=0)))
+    )
 
 
 def reduce_parts(
@@ -52,15 +57,15 @@ def reduce_parts(
     state: ReduceState,
     context: EncodeContext,
 ) -> tuple[jax.Array, ReduceState]:
-    """Sums part [s] over all devices of both axes, for the devices at place s along `scatter`.
+    """Sums `x[s]` over all devices of both axes, for the devices at index s along `scatter`.
 
-    Wire per device, with b the codec's bytes of n values, and S and C the devices along the axes:
-    all_to_all (S C - 1) b, then all_gather (C - 1) b. Of LowRank: see `_reduce_low_rank`.
+    Wire per device: all_to_all (S C - 1) e, then all_gather (C - 1) e, where e is the bytes of n
+    encoded values. For LowRank see `_reduce_low_rank`.
 
     Args:
-      x_SCn: [S, C, n]: this device's part for each place along `scatter`, cut in C.
-      state: of the call before, or `empty_state`.
-      context: its key is this device's own, so that no two round alike.
+      x_SCn: this device's values for each index along `scatter`, cut in C parts.
+      state: the state that the previous call returned, or `empty_state`.
+      context: its key differs by device, so that no two devices round alike.
 
     Returns:
       [C, n] float32: the sum, the same on all devices along `copies`; and the next state.
@@ -70,28 +75,30 @@ def reduce_parts(
     S, C, n = x_SCn.shape
     axes = scatter + copies
     keys = jax.random.split(context.key)
-    used = codec.state_size(n)
-    before = _front(state.parts, S * C, used)
-    payload, parts = codec.encode(x_SCn.reshape(S * C, n), before, context._replace(key=keys[0]))
-    state = state._replace(parts=_over(state.parts, parts))
+    state_size = codec.state_size(n)
+    old_state = _front(state.parts, S * C, state_size)
+    payload, part_state = codec.encode(
+        x_SCn.reshape(S * C, n), old_state, context._replace(key=keys[0])
+    )
+    state = state._replace(parts=_over(state.parts, part_state))
     arrived = unpack(wire.all_to_all(pack(payload), axes, tag=None), payload)
     total_1n = codec.decode_sum(arrived, n)[None]
     if C == 1:
         return total_1n, state
-    before = _front(state.total, 1, used)
-    payload, total = codec.encode(total_1n, before, context._replace(key=keys[1]))
+    old_state = _front(state.total, 1, state_size)
+    payload, total_state = codec.encode(total_1n, old_state, context._replace(key=keys[1]))
     packed = wire.all_gather(pack(payload), copies, dim=0, tag=None)
-    state = state._replace(total=_over(state.total, total))
+    state = state._replace(total=_over(state.total, total_state))
     return codec.decode(unpack(packed, payload), n), state
 
 
 def _front(whole: jax.Array | None, rows: int, used: int) -> jax.Array:
-    """The first values of each row, which are the codec's: there may be room for others."""
+    """The first `used` values of each row: this codec's own; others may need more."""
     return jnp.zeros((rows, 0)) if whole is None else whole[:, :used]
 
 
 def _over(whole: jax.Array | None, front: jax.Array) -> jax.Array | None:
-    """`whole` [rows, m] with its first values replaced."""
+    """Returns `whole` with the first values of each row replaced by `front`."""
     if whole is None:
         return None
     return jnp.concatenate([front, whole[..., front.shape[-1] :]], axis=-1)
@@ -100,10 +107,10 @@ def _over(whole: jax.Array | None, front: jax.Array) -> jax.Array | None:
 def _reduce_low_rank(
     x_SCn: jax.Array, scatter: Axes, copies: Axes, codec: LowRank, state: ReduceState
 ) -> tuple[jax.Array, ReduceState]:
-    """`reduce_parts` by the factors of S matrices [a, b], each the part for one place.
+    """`reduce_parts` by low-rank factors of S matrices [a, b], one for each index along `scatter`.
 
-    Wire per device: two all-reduces, of S a r and of S b r float32. What the devices keep adds up
-    to what the sum leaves out.
+    Wire per device: two all-reduces, of S a r and of S b r float32. The errors that devices keep
+    add up to the error of the sum.
     """
     S, C, n = x_SCn.shape
     axes = scatter + copies
@@ -111,9 +118,9 @@ def _reduce_low_rank(
     used = S * b * r
     whole_SC = x_SCn.reshape(S * C, n).astype(jnp.float32) + _front(state.parts, S * C, n)
     m_Sab = jnp.pad(whole_SC.reshape(S, C * n), ((0, 0), (0, a * b - C * n))).reshape(S, a, b)
-    before = _front(state.total, 1, used).reshape(S, b, r)
-    first = jax.random.normal(jax.random.key(0), before.shape)
-    q_Sbr = jnp.where(jnp.any(before != 0), before, first)
+    old_q_Sbr = _front(state.total, 1, used).reshape(S, b, r)
+    random_Sbr = jax.random.normal(jax.random.key(0), old_q_Sbr.shape)
+    q_Sbr = jnp.where(jnp.any(old_q_Sbr != 0), old_q_Sbr, random_Sbr)
     p_Sar = wire.all_reduce(jnp.einsum("Sab,Sbr->Sar", m_Sab, q_Sbr), axes, tag=None)
     p_Sar = jnp.linalg.qr(p_Sar)[0]
     own_Sbr = jnp.einsum("Sab,Sar->Sbr", m_Sab, p_Sar)
@@ -123,7 +130,7 @@ def _reduce_low_rank(
         return jnp.einsum("Sar,Sbr->Sab", p_Sar, q_Sbr).reshape(S, -1)[:, : C * n]
 
     error = whole_SC - product(own_Sbr).reshape(S * C, n)
-    place = wire.index(scatter) if scatter else 0
-    total_Cn = jax.lax.dynamic_index_in_dim(product(q_Sbr), place, keepdims=False).reshape(C, n)
-    parts = _over(state.parts, error)
-    return total_Cn, ReduceState(parts, _over(state.total, q_Sbr.reshape(1, used)))
+    index = wire.index(scatter) if scatter else 0
+    total_Cn = jax.lax.dynamic_index_in_dim(product(q_Sbr), index, keepdims=False).reshape(C, n)
+    part_state = _over(state.parts, error)
+    return total_Cn, ReduceState(part_state, _over(state.total, q_Sbr.reshape(1, used)))

@@ -1,9 +1,9 @@
-"""Weights in, gradients out: the one function through which a parameter enters a layer.
+"""Weights in, gradients out: `gather_weight`, through which every parameter enters a layer.
 
-Per device, inside shard_map. `enter` gathers a weight's shards; its transpose reduces the weight's
-gradient (`reduce`). So the reduction happens inside the backward pass, layer by layer. What a codec
-remembers enters beside the weight, and its next value leaves as its "gradient": state goes through
-backward without side effects.
+Per device, inside shard_map. `gather_weight` gathers a weight's shards; its transpose reduces the
+weight's gradient (`comm.weights.reduce`), so reduction happens in the backward pass, layer by
+layer. The codec's state enters beside the weight (`WithResidual`), and the next state leaves as its
+"gradient": state passes through backward without side effects.
 """
 
 from functools import partial
@@ -28,64 +28,66 @@ from moejax.layout.spec import StepSpec
 def gather_weight(param: Any, spec: StepSpec, dtype: str | None = None) -> jax.Array:
     """Returns the weight as this device computes with it: gathered over fsdp, cast to `dtype`.
 
-    Wire, forward: the gathered weight in `dtype`, or as its codec says where the gather crosses
-    nodes. Backward: see `reduce_gradient`. The gradient that leaves has the dtype of the parameter.
+    Wire, forward: the gathered weight in `dtype`, or encoded by its codec if the gather crosses
+    nodes. Backward: see `reduce_gradient`. The returned gradient has the dtype of the parameter.
 
     Args:
-      param: an `nnx.Param` of this device's shard, alone or in a `WithResidual`; its metadata
-        are the letters of its dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay sharded.
-      dtype: the dtype to compute in; the spec's unless given.
+      param: an `nnx.Param` that holds this device's shard, as an array or a `WithResidual`. Its
+        metadata `dims` has the letters of its dimensions, e.g. dims="DHC". Tensor-sharded
+        dimensions stay sharded.
+      dtype: the dtype to compute in; None for the spec's.
     """
-    dims, w, codecs = param.get_metadata("dims"), param.get_value(), spec.codecs
+    dims, shard, codecs = param.get_metadata("dims"), param.get_value(), spec.codecs
     path = path_of(dims, spec.layout)
-    how = GatherSpec(
+    gather_spec = GatherSpec(
         path,
         dtype or spec.dtype,
         spec.gradient_dtype,
         class_of(dims),
         micro_bytes=spec.micro_bytes,
-        codec=_built(codecs, dims) if isinstance(w, WithResidual) else None,
-        weights=build_plain_codec(codecs.weights if compressible(dims) else None)
+        gradient_codec=_gradient_codec(codecs, dims) if isinstance(shard, WithResidual) else None,
+        weight_codec=build_plain_codec(codecs.weights if compressible(dims) else None)
         if spec.layout.between_nodes(path.gather)
         else None,
     )
     with jax.named_scope("weights"):
-        return checkpoint_name(_enter(w, how), wire.WEIGHT_WIRE)
+        return checkpoint_name(_gather(shard, gather_spec), wire.WEIGHT_WIRE)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _enter(w: jax.Array | WithResidual, how: GatherSpec) -> jax.Array:
-    shard, path = w.weight if isinstance(w, WithResidual) else w, how.path
+def _gather(w: jax.Array | WithResidual, spec: GatherSpec) -> jax.Array:
+    shard, path = w.weight if isinstance(w, WithResidual) else w, spec.path
     if path.dim is None:
-        return shard.astype(how.dtype)
-    if how.weights is None:
+        return shard.astype(spec.dtype)
+    if spec.weight_codec is None:
         return wire.all_gather(
-            shard.astype(how.dtype), path.gather, dim=path.dim, tag=wire.WEIGHT_WIRE
+            shard.astype(spec.dtype), path.gather, dim=path.dim, tag=wire.WEIGHT_WIRE
         )
-    packed, payload = encode_packed(how.weights, shard.reshape(1, -1))
+    packed, payload = encode_packed(spec.weight_codec, shard.reshape(1, -1))
     packed = wire.all_gather(packed, path.gather, dim=0, tag=wire.WEIGHT_WIRE)
-    shards = decode_packed(how.weights, packed, payload, shard.size, how.dtype)
+    shards = decode_packed(spec.weight_codec, packed, payload, shard.size, spec.dtype)
     return jnp.concatenate(list(shards.reshape(-1, *shard.shape)), axis=path.dim)
 
 
-def _enter_forward(w, how):
+def _gather_forward(w, spec):
     if isinstance(w, WithResidual):
-        return _enter(w, how), (jnp.zeros(0, w.weight.dtype), w.state, w.when)
-    return _enter(w, how), (jnp.zeros(0, w.dtype), None, None)
+        return _gather(w, spec), (jnp.zeros(0, w.weight.dtype), w.state, w.context)
+    return _gather(w, spec), (jnp.zeros(0, w.dtype), None, None)
 
 
-def _enter_backward(how, kept, gradient):
-    like, state, when = kept
-    gradient = gradient.astype(how.gradient_dtype)
+def _gather_backward(spec, saved, gradient):
+    like, state, context = saved
+    gradient = gradient.astype(spec.gradient_dtype)
     if state is None:
-        return (reduce_gradient(gradient, how, None, None)[0].astype(like.dtype),)
-    total, state = reduce_gradient(gradient, how, state, from_floats(when))
-    return (WithResidual(total.astype(like.dtype), state, jnp.zeros_like(when)),)
+        return (reduce_gradient(gradient, spec, None, None)[0].astype(like.dtype),)
+    total, state = reduce_gradient(gradient, spec, state, from_floats(context))
+    return (WithResidual(total.astype(like.dtype), state, jnp.zeros_like(context)),)
 
 
-_enter.defvjp(_enter_forward, _enter_backward)
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
-def _built(codecs: Codecs, dims: str) -> Codec | LowRank | None:
+def _gradient_codec(codecs: Codecs, dims: str) -> Codec | LowRank | None:
+    """The codec of the gradient of a parameter with these dimension letters."""
     spec = getattr(codecs, class_of(dims))
     return None if spec is None else build_codec(spec)

@@ -1,4 +1,4 @@
-"""What of a parameter is gathered on its way into a layer, and summed on its way back."""
+"""The mesh axes along which a parameter is gathered and its gradient is summed."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ class ParamPath:
     """How a parameter is gathered and its gradient reduced; static.
 
     Attributes:
-      dim: the dimension whose shards are gathered; None if this device's shard is all it needs.
-      gather: mesh axes that shard it.
-      copies: mesh axes whose devices hold copies.
-      slow: of all those, what crosses nodes.
+      dim: the dimension whose shards are gathered; None if no dimension is gathered.
+      gather: mesh axes that shard `dim`.
+      copies: mesh axes whose devices hold copies of a shard.
+      slow: those of `gather` and `copies` that cross nodes.
     """
 
     dim: int | None
@@ -22,40 +22,40 @@ class ParamPath:
     slow: Axes
 
     def split(self, axes: Axes) -> tuple[Axes, Axes]:
-        """Axes across nodes, axes inside."""
+        """Splits axes into (across nodes, inside a node)."""
         inside = tuple(axis for axis in axes if axis not in self.slow)
         return tuple(axis for axis in axes if axis in self.slow), inside
 
 
 def path_of(dims: str, layout: Layout) -> ParamPath:
-    """The way of a parameter that is named by the letters of its dimensions."""
+    """The path of a parameter whose dimension letters are `dims`, e.g. "DHC"."""
     by_dim = layout.param_axes(dims)
-    kept = layout.tensor + (layout.expert_owner_axes if dims[0] == "E" else ())
+    never_gathered = layout.tensor + (layout.expert_owner_axes if dims[0] == "E" else ())
     gathers = {
-        dim: tuple(axis for axis in axes if axis not in kept and layout.size((axis,)) > 1)
+        dim: tuple(axis for axis in axes if axis not in never_gathered and layout.size((axis,)) > 1)
         for dim, axes in enumerate(by_dim)
     }
     dim, gather = next(((d, axes) for d, axes in gathers.items() if axes), (None, ()))
-    held = {axis for axes in by_dim for axis in axes}
-    copies = tuple(a for a in layout.mesh_axes if a not in held and layout.size((a,)) > 1)
-    copies = copies if held else ()
+    sharding = {axis for axes in by_dim for axis in axes}
+    copies = tuple(a for a in layout.mesh_axes if a not in sharding and layout.size((a,)) > 1)
+    copies = copies if sharding else ()
     return ParamPath(dim, gather, copies, layout.between_nodes(gather + copies))
 
 
 def class_of(dims: str) -> str:
-    """The class of traffic that a parameter's gradient belongs to."""
+    """The class of traffic of a parameter's gradient: expert_gradient or dense_gradient."""
     return "expert_gradient" if dims[0] == "E" else "dense_gradient"
 
 
 def compressible(dims: str) -> bool:
-    """The router is never compressed; biases and norm scales are too small to gain."""
+    """False for the router, never compressed, and for biases and norm scales, too small to gain."""
     return "D" in dims and len(dims) > 1 and dims != "DE"
 
 
 def parts_shape(size: int, dims: str, layout: Layout) -> tuple[int, int, int]:
-    """[S, C, n] of what crosses nodes of a gradient of `size` values.
+    """[S, C, n]: the share of a gradient of `size` values that one device sends across nodes.
 
-    One part of n values to each of S shards of the weight and C copies of a shard.
+    One part of n values for each of S shards of the weight and each of C copies of a shard.
     """
     path = path_of(dims, layout)
     (scatter, _), (copies, inside) = path.split(path.gather), path.split(path.copies)

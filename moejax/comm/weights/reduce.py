@@ -1,10 +1,13 @@
-"""Gradients summed hop by hop.
+"""Gradients summed over devices, hop by hop.
 
-Per device, inside shard_map. Inside the node first, so that what crosses the slow link is already a
-sum; then across nodes, where a codec may stand; then back inside the node.
+Per device, inside shard_map. Gradients are summed inside the node first, so that only sums cross
+the slow link; then across nodes, through a codec if there is one; then gathered inside the node.
 
 Parameters that every device holds whole (norm scales) are too small for a collective each:
-`reduce_whole` sums them all in one at the end.
+`reduce_whole` sums their gradients in one all-reduce at the end.
+
+Letters: a gradient is gathered over S slow and F fast devices; its shard has C copies across nodes
+and c copies inside each. A shard has m values, a part of it for one copy has n.
 """
 
 import math
@@ -23,48 +26,52 @@ from moejax.layout.layout import Layout
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """What is done to one parameter, forward and backward; static."""
+    """How one parameter is gathered and its gradient reduced; static."""
 
     path: ParamPath
-    dtype: str
+    dtype: str  # of the gathered weight
     gradient_dtype: str
     kind: str = "dense_gradient"  # class of traffic of the gradient
-    micro_bytes: int | None = None
-    codec: Codec | LowRank | None = None  # of the gradient
-    weights: Codec | None = None
+    micro_bytes: int | None = None  # largest piece in which the gradient is reduced; None: whole
+    gradient_codec: Codec | LowRank | None = None  # across nodes
+    weight_codec: Codec | None = None  # None unless the gather crosses nodes
 
 
 def reduce_gradient(
-    gradient: jax.Array, how: GatherSpec, state: ReduceState | None, context: EncodeContext | None
+    gradient: jax.Array, spec: GatherSpec, state: ReduceState | None, context: EncodeContext | None
 ) -> tuple[jax.Array, ReduceState | None]:
-    """The gradient of the whole weight, summed; each device keeps its shard.
+    """Sums the gradient of a gathered weight over all devices; each device keeps its shard.
 
-    Wire, inside a node: reduce-scatter over the axes it was gathered on, and where nodes are
-    crossed over the axes with copies, followed by an all-gather. Across nodes: reduce-scatter and
-    all-reduce, or what `reduce_parts` says, of what is left: the shard over the copies inside.
-    Without a codec in micro-operations: one after the other, each of at most so many bytes.
+    Returns the shard's gradient and the next state of the codec.
+
+    Wire, if no axis crosses nodes: reduce-scatter over the gather axes, all-reduce over the copies.
+    If one does: inside a node, reduce-scatter over gather axes and copies, at the end an all-gather
+    over the copies; across nodes, reduce-scatter and all-reduce (with a codec: see `reduce_parts`)
+    of this device's shard divided by the copies inside. Without a codec the gradient is reduced in
+    pieces of at most `micro_bytes`, one after the other.
     """
-    with jax.named_scope(how.kind):
-        return _summed(gradient, how, state, context)
+    with jax.named_scope(spec.kind):
+        return _summed(gradient, spec, state, context)
 
 
 def _summed(
-    gradient: jax.Array, how: GatherSpec, state: ReduceState | None, context: EncodeContext | None
+    gradient: jax.Array, spec: GatherSpec, state: ReduceState | None, context: EncodeContext | None
 ) -> tuple[jax.Array, ReduceState | None]:
-    path = how.path
-    if not path.slow and how.micro_bytes is None:
+    """`reduce_gradient`, in whole or in pieces."""
+    path = spec.path
+    if not path.slow and spec.micro_bytes is None:
         if path.dim is not None:
             gradient = wire.reduce_scatter(gradient, path.gather, dim=path.dim)
         return wire.all_reduce(gradient, path.copies), state
     slow, fast = path.split(path.gather)
     S, F = wire.size(slow), wire.size(fast)
-    moved = gradient[None] if path.dim is None else jnp.moveaxis(gradient, path.dim, 0)
-    shape = (moved.shape[0] // (S * F), *moved.shape[1:])
-    x_SFm = moved.reshape(S, F, math.prod(shape))
-    if how.codec is not None and state is not None and context is not None:
-        shard, state = _hops(x_SFm, path, how.codec, state, context)
+    transposed = gradient[None] if path.dim is None else jnp.moveaxis(gradient, path.dim, 0)
+    shape = (transposed.shape[0] // (S * F), *transposed.shape[1:])
+    x_SFm = transposed.reshape(S, F, math.prod(shape))
+    if spec.gradient_codec is not None and state is not None and context is not None:
+        shard, state = _hops(x_SFm, path, spec.gradient_codec, state, context)
     else:
-        starts = _cuts(x_SFm.shape[2], S * F * x_SFm.dtype.itemsize, how.micro_bytes)
+        starts = _cuts(x_SFm.shape[2], S * F * x_SFm.dtype.itemsize, spec.micro_bytes)
         shard = jnp.concatenate(
             [_hops(piece, path)[0] for piece in jnp.split(x_SFm, starts, axis=2)]
         )
@@ -73,7 +80,7 @@ def _summed(
 
 
 def _cuts(size: int, bytes_each: int, limit: int | None) -> list[int]:
-    """Where to cut `size` values in equal pieces of at most `limit` bytes."""
+    """Positions that cut `size` values into equal pieces of at most `limit` bytes."""
     if limit is None:
         return []
     pieces = -(-size * bytes_each // limit)
@@ -88,12 +95,12 @@ def _hops(
     state: ReduceState | None = None,
     context: EncodeContext | None = None,
 ) -> tuple[jax.Array, ReduceState | None]:
-    """Sums some values of a gradient; [m] of the shard that this device keeps."""
+    """Sums a piece of a gradient over all hops; returns [m], this device's shard of it."""
     (slow, fast), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
     S, size = x_SFm.shape[0], x_SFm.shape[2]
     if not path.slow:
-        shard = wire.reduce_scatter(x_SFm, fast, dim=1).reshape(size)
-        return wire.all_reduce(shard, fast_copies), state
+        shard_m = wire.reduce_scatter(x_SFm, fast, dim=1).reshape(size)
+        return wire.all_reduce(shard_m, fast_copies), state
     C, c = wire.size(slow_copies), wire.size(fast_copies)
     x_Sm = wire.reduce_scatter(x_SFm, fast, dim=1).reshape(S, size)
     x_Sm = jnp.pad(x_Sm, ((0, 0), (0, -size % (C * c))))

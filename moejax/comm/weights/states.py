@@ -1,4 +1,4 @@
-"""What codecs of gradients remember: its shapes, where it lies, and what was measured."""
+"""States of gradient codecs: their shapes, their shardings, and the errors they measured."""
 
 import math
 from typing import Any
@@ -18,35 +18,35 @@ from moejax.layout.spec import StepSpec
 
 
 def residual_shapes(spec: StepSpec, param: Any, dims: str) -> Any:
-    """Shapes of what codecs of a parameter's gradient remember, or None; see `TrainState`."""
+    """Shapes of the codec state of a parameter's gradient, or None; see `TrainState`."""
     layout, policy = spec.layout, spec.compression
     path = path_of(dims, layout)
     codecs = [build_codec(codec) for codec in policy.all_of(class_of(dims))]
     if not codecs or not path.slow or not compressible(dims):
         return None
-    stack = param.ndim - len(dims)
-    shape = parts_shape(math.prod(param.shape[stack:]), dims, layout)
+    num_layer_dims = param.ndim - len(dims)
+    shape = parts_shape(math.prod(param.shape[num_layer_dims:]), dims, layout)
     state = jax.eval_shape(lambda: empty_state(codecs, *shape))
-    ahead = (*param.shape[:stack], layout.size(layout.mesh_axes))
+    leading = (*param.shape[:num_layer_dims], layout.size(layout.mesh_axes))
     return jax.tree.map(
-        # None for nothing: checkpoints hold no empty arrays.
-        lambda s: jax.ShapeDtypeStruct(ahead + s.shape, s.dtype) if s.size else None,
+        # None for an empty state: checkpoints hold no empty arrays.
+        lambda s: jax.ShapeDtypeStruct(leading + s.shape, s.dtype) if s.size else None,
         state,
     )
 
 
 def residual_specs(states: Any, params: Any, dims: Any, layout: Layout) -> Any:
-    """How `residual_shapes`'s arrays are sharded: each device holds its own."""
+    """Shardings of the arrays of `residual_shapes`: each device holds its own state."""
 
     def spec(param: Any, letters: str, state: Any) -> Any:
-        ahead = [None] * (param.ndim - len(letters))
-        return jax.tree.map(lambda _: PartitionSpec(*ahead, layout.mesh_axes), state)
+        leading = [None] * (param.ndim - len(letters))
+        return jax.tree.map(lambda _: PartitionSpec(*leading, layout.mesh_axes), state)
 
     return jax.tree.map(spec, params, dims, states)
 
 
 def sum_squared_errors(codec: Codec | LowRank, states: Any, dims: Any, kind: str) -> jax.Array:
-    """`AdaptiveCodec.squared_errors` of one class of gradients, summed over this device's."""
+    """Sums `AdaptiveCodec.squared_errors` over this device's gradients of one class (`kind`)."""
     assert isinstance(codec, AdaptiveCodec)
     errors = []
 

@@ -162,7 +162,7 @@ def test_the_fitted_threshold_keeps_about_the_share(spread):
     """Exponential magnitudes are what one fit assumes; log-normal tails need the second."""
     rng = np.random.default_rng(5)
     x = rng.laplace(size=(1, 100_000)) * np.exp(spread * rng.standard_normal((1, 100_000)))
-    codec = TopK(0.01, room=8.0)
+    codec = TopK(0.01, capacity_factor=8.0)
     (values, places), _ = codec.encode(jnp.asarray(x, jnp.float32), jnp.zeros((1, 2)), FIRST)
     count = int((np.asarray(places) < 100_000).sum())
     assert 0.005 < count / 100_000 < 0.03
@@ -174,14 +174,14 @@ def test_the_fitted_threshold_keeps_about_the_share(spread):
 
 
 def test_what_finds_no_room_is_counted_and_the_threshold_ages():
-    codec = TopK(0.1, refresh=3, room=1.0)
+    codec = TopK(0.1, refresh=3, capacity_factor=1.0)
     x = jnp.asarray(np.random.default_rng(6).laplace(size=(1, 1000)), jnp.float32)
     _, state = codec.encode(x, jnp.zeros((1, 2)), FIRST)
     first = float(state[0, 0])
     (_, places), state = codec.encode(10 * x, state, at(1))  # far too many are above it now
     assert float(state[0, 0]) == first
     above = int((np.abs(10 * np.asarray(x)) > first).sum())
-    assert int((np.asarray(places) < 1000).sum()) == codec.places(1000) == 100
+    assert int((np.asarray(places) < 1000).sum()) == codec.capacity(1000) == 100
     assert float(state[0, 1]) >= above - 100
     _, state = codec.encode(10 * x, state, at(3))
     np.testing.assert_allclose(float(state[0, 0]), 10 * first, rtol=1e-5)

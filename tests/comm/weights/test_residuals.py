@@ -36,8 +36,8 @@ def carried_keys(step, part, key):
         carried = attach_residuals(
             params, states, DIMS, EncodeContext(step, jax.random.key(key), part), LAYOUT
         )
-        moments = [jax.vmap(from_floats)(carried["query"].when)]
-        moments += [jax.tree.map(lambda x: x[None], from_floats(carried["table"].when))]
+        moments = [jax.vmap(from_floats)(carried["query"].context)]
+        moments += [jax.tree.map(lambda x: x[None], from_floats(carried["table"].context))]
         words = [jax.random.key_data(one.key) for one in moments]
         return jnp.concatenate(words)[None]
 
