@@ -75,17 +75,20 @@ def pytest_configure(config):
 # One worker runs a file from end to end, so the longest begin first; else the other workers would
 # wait for the last one.
 LONGEST = (
-    "step/test_step_meshes",
-    "step/test_step_routes",
-    "integration/test_train_command",
-    "plan/search/test_search",
-    "moe/test_dispatch",
-    "integration/test_several_processes",
+    "step/test_step_together",
     "train/test_compressed",
-    "kernels/mosaic/test_grouped_matmul",
-    "step/test_optimizer",
-    "plan/trace/test_reader",
+    "integration/test_several_processes",
+    "moe/test_dispatch",
+    "plan/probe/test_probe",
     "step/test_step",
+    "plan/search/test_search",
+    "integration/test_train_command",
+    "integration/test_planned_run",
+    "integration/test_compressed_run",
+    "step/test_micro_batches",
+    "kernels/mosaic/test_grouped_matmul_e4m3",
+    "hlo/test_routes",
+    "kernels/mosaic/test_grouped_matmul",
 )
 
 

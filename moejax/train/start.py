@@ -195,7 +195,8 @@ def initial_state(
     state = train_step.init()
     if source is not None:
         console.print(f"weights from {source.path} (step {source.step})", soft_wrap=True)
-        state = state._replace(**restore_items(source.path, state, ("weights",))["weights"])
+        weights = restore_items(source.path, state, ("weights",))["weights"]
+        state = state._replace(params=weights["params"], router_bias=weights["balance"])
     return state
 
 

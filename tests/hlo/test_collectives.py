@@ -16,6 +16,8 @@ HLO = {
     "all-to-all": ("all_to_all",),
 }
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 
 def census(cfg):
     train_step = step_for(cfg)

@@ -15,6 +15,8 @@ from moejax.runtime.compiler import described_cudnn
 from moejax.step.train_step import build_step
 from tests.cases import part_of, small_config, step_for
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # it only traces
+
 # route, mesh, nodes, expert weights
 CASES = [
     ("duplicate", (1, 1, 2, 4), 1, "hidden"),
@@ -27,6 +29,14 @@ CASES = [
     ("two_level", (1, 1, 4, 2), 2, "hidden"),
     ("two_level_merge", (1, 1, 4, 2), 2, "folded"),
 ]
+
+
+# A plain route, and a merging one over two hops; the others are for `make test-all`.
+USUAL = [("split", (1, 1, 4, 2), 1, "hidden"), ("two_level_merge", (1, 1, 4, 2), 2, "whole")]
+
+
+def rare(case):
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
 def routed(route, mesh, nodes, weights, *, chunks=(1, 1), remat="none", **moe):
@@ -60,7 +70,8 @@ def calls(found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("route", "mesh", "nodes", "weights", "chunks"), part_of(CASES, [(4, 4), (2, 3), (1, 1)])
+    ("route", "mesh", "nodes", "weights", "chunks"),
+    part_of(CASES, [(4, 4), (2, 3), (1, 1)], parts=3),
 )
 def test_rows_take_every_hop_out_and_home_once_a_chunk_in_each_direction(
     route, mesh, nodes, weights, chunks
@@ -99,7 +110,7 @@ def test_the_gradient_of_a_gather_is_a_reduce_scatter():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("route", "mesh", "nodes", "weights", "capacity"), part_of(CASES, [None, 2.0])
+    ("route", "mesh", "nodes", "weights", "capacity"), part_of(CASES, [None, 2.0], parts=4)
 )
 def test_no_route_communicates_again_to_recompute(route, mesh, nodes, weights, capacity):
     found = {}
@@ -119,7 +130,7 @@ def test_choices_travel_in_one_byte():
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
-@pytest.mark.parametrize(("route", "mesh", "nodes", "weights"), CASES)
+@pytest.mark.parametrize(("route", "mesh", "nodes", "weights"), [*USUAL, *map(rare, CASES)])
 def test_kernels_that_quantise_rows_as_they_move_change_no_exchange(route, mesh, nodes, weights):
     """Classes, axes, dtypes and bytes are those of operations in turn."""
     cfg = routed(route, mesh, nodes if nodes > 1 else mesh[2], weights, chunks=(2, 3))

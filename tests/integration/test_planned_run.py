@@ -20,7 +20,7 @@ checkpoint: {save_every: 6, keep: 2}
 LOCAL = (REPOSITORY / "launch" / "local", "--processes", 2, "--devices", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_without_a_mesh_plans_and_holds_its_steps_against_it(place):
     code, out, err = run(place)
     assert code == 0, err

@@ -77,7 +77,7 @@ def test_an_emulated_cluster_trains_to_the_same_bits(place, two):
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_route_of_two_levels_trains_on_an_emulated_cluster(place):
     """Inside a host and across hosts are different hops here, over different links."""
     words = ["--config.mesh.expert=4", "--config.mesh.tensor=1", "--config.train.num_steps=4"]
@@ -100,7 +100,7 @@ def test_a_route_of_two_levels_trains_on_an_emulated_cluster(place):
     [  # a launcher that is killed ends nobody
         pytest.param(signal.SIGTERM, None, marks=pytest.mark.exhaustive),
         (signal.SIGTERM, 1),
-        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.exhaustive),
         pytest.param(signal.SIGTERM, 0, marks=pytest.mark.exhaustive),
         pytest.param(signal.SIGKILL, 1, marks=pytest.mark.exhaustive),
     ],

@@ -50,7 +50,10 @@ def test_a_run_leaves_config_metrics_events_and_the_newest_checkpoints(place, st
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, STOPPED), (signal.SIGKILL, -signal.SIGKILL)],
+    [
+        pytest.param(signal.SIGINT, STOPPED, marks=pytest.mark.exhaustive),
+        (signal.SIGKILL, -signal.SIGKILL),
+    ],
 )
 def test_a_stopped_run_goes_on_to_the_same_bits(place, straight, number, code):
     name = signal.Signals(number).name

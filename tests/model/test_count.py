@@ -14,6 +14,7 @@ from moejax.model.count import count
 from moejax.step.train_step import build_step
 from moejax.train.summary import summarize
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # it only traces
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 

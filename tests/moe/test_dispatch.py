@@ -174,7 +174,7 @@ SAME_ORDER = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("route", "options", "K"), part_of(SAME_ORDER, [2, 8]))
+@pytest.mark.parametrize(("route", "options", "K"), part_of(SAME_ORDER, [2, 8], parts=4))
 def test_routes_that_add_in_the_same_order_give_the_same_bits(route, options, K):
     # Every device sends every expert equally many rows: nothing overflows into rounds.
     rng = np.random.default_rng(K)
@@ -208,6 +208,10 @@ def test_weight_gradients_of_chunks_are_added_up_in_float32():
         assert set(sums) == {"f32"}
 
 
+# By default: rows that are sent one by one, and merged ones over two hops.
+QUANTISED = ("split", "two_level_merge")
+
+
 def coded(**options):
     """Another format for each class of tokens."""
     names = {"dispatch": "int8", "combine": "e4m3"}
@@ -217,7 +221,13 @@ def coded(**options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ROUTES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUANTISED else pytest.mark.exhaustive)
+        for name in sorted(ROUTES)
+    ],
+)
 def test_rows_quantised_as_they_move_are_the_same_bits(name):
     """Outputs and all gradients, as routed: what the codecs see and what comes home is the same."""
     mesh, chunks = CASES[name]

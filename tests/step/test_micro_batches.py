@@ -116,7 +116,8 @@ NOISY = {
     "router": {"jitter": 0.2, "balance_over": "sequence"},
     "moe": {"capacity_factor": 16.0},  # certain: no rounds, and nothing is dropped
 }
-CUTS = [((2, 1, 2, 2), 2, "sequence"), ((2, 1, 1, 4), 4, "replicated")]
+CUTS = [((2, 1, 2, 2), 2, "sequence")]
+CUTS += [pytest.param((2, 1, 1, 4), 4, "replicated", marks=pytest.mark.exhaustive)]
 
 
 @functools.cache

@@ -25,7 +25,9 @@ from tests.cases import (
 from tests.step.against_oracle import TERMS
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (2, 1, 2, 2)])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param((1, 1, 1, 1), marks=pytest.mark.exhaustive), (2, 1, 2, 2)]
+)
 def test_accumulation_gives_the_gradient_of_the_whole_batch(mesh):
     # Without router losses: those are defined per micro-batch.
     router = {"balance_loss": 0.0, "z_loss": 0.0}
@@ -106,7 +108,9 @@ def test_no_position_sees_later_tokens_or_other_documents():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), part_of(["adamw", "muon"], [(1, 2, 2, 2), (2, 1, 4, 1)]))
+@pytest.mark.parametrize(
+    ("name", "mesh"), part_of(["muon", "adamw"], [(1, 2, 2, 2), (2, 1, 4, 1)], parts=4)
+)
 def test_a_run_on_eight_devices_follows_the_run_on_one(name, mesh):
     """The same loss curve, 10 steps; the bound grows with the steps taken."""
     train = {"num_steps": 10}
@@ -205,7 +209,9 @@ def test_the_update_clips_by_the_norm_over_all_devices():
     assert norms[0] == pytest.approx(norms[1], rel=float(TERMS * np.finfo(np.float32).eps))
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 1, 4, 2)])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param((1, 1, 1, 1), marks=pytest.mark.exhaustive), (1, 1, 4, 2)]
+)
 def test_capacity_drops_and_counts_what_does_not_fit(mesh):
     cfg = small_config(mesh, moe={"capacity_factor": 1.0, "experts_per_token": 1})
     train_step = step_for(cfg)
@@ -216,7 +222,7 @@ def test_capacity_drops_and_counts_what_does_not_fit(mesh):
     assert int(parts.dropped_L[0]) == TERMS - TERMS // 8
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bfloat16_compute_stays_near_float32():
     losses = []
     for dtype in ("float32", "bfloat16"):

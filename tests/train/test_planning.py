@@ -65,7 +65,7 @@ def test_a_resumed_run_keeps_its_plan(cfg):
     assert planned(cfg, resuming=False).cfg.mesh == first.cfg.mesh
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_plan_of_other_devices_is_made_again(cfg):
     planned(cfg)
     write_topology(cluster(nodes=1), Path(cfg.plan.topology))

@@ -64,13 +64,19 @@ def test_products():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [[5], [0, 150, 0], [0, 0, 0], [64, 64, 128]])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [0, 150, 0],
+        *(pytest.param(s, marks=pytest.mark.exhaustive) for s in ([5], [0, 0, 0], [64, 64, 128])),
+    ],
+)
 def test_all_rows_in_one_group_or_none(sizes):
     check_product(sizes, 4, 2 * BLOCK, 320)
 
 
 @pytest.mark.slow
-@few(5)
+@few(2)
 @given(
     sizes=st.lists(st.integers(0, 140), min_size=1, max_size=4),
     spare=st.integers(1, 20),

@@ -49,7 +49,7 @@ def same_bytes(got, want):
 
 
 @pytest.mark.slow
-@few(12)
+@few(6)
 @given(
     rows=st.integers(1, 70),
     size=st.integers(1, 300),
@@ -76,7 +76,7 @@ def test_every_special_value_is_treated_as_the_reference_treats_it(name):
 
 
 @pytest.mark.slow
-@few(12)
+@few(6)
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 30), st.integers(1, 300)),
     name=names,

@@ -379,7 +379,7 @@ def test_the_probe_finds_the_rate_of_shaped_links(tmp_path):
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_probe_names_a_slowed_host(tmp_path):
     """Host 2 sends at a fifth of the others' rate; the bucket holds the largest packet."""
     tbf = "tbf rate 10mbit burst 69632 limit 17825792"

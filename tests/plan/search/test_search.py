@@ -91,7 +91,7 @@ def test_codecs_are_taken_only_where_they_are_allowed():
     assert coded.ranked[0].cfg.compression != cfg.compression
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_short_search_comes_to_codecs(monkeypatch):
     """Before most meshes and routes: where links are slow they are worth more."""
     monkeypatch.setattr(_Search, "late", property(lambda self: len(self.priced) >= 7))
@@ -164,7 +164,7 @@ def test_a_twentieth_of_memory_is_left_to_the_runtime(found, monkeypatch):
         found_for(best.cfg, too_large)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_that_fits_only_where_all_is_sharded_is_planned(monkeypatch):
     """Estimates that find room everywhere, and replicas fastest, show two meshes that are alike."""
     memory = ("train.micro_batches", "model.remat")
@@ -240,7 +240,7 @@ def test_terms_add_up_and_explain_the_difference(found):
     for one in found.ranked:
         assert sum(terms(one).values()) == pytest.approx(one.seconds)
     best, other = found.ranked[0], found.ranked[-1]
-    rows = why(best, other, most=100)
+    rows = why(best, other, max_terms=100)
     assert sum(b - a for _, a, b in rows) == pytest.approx(other.seconds - best.seconds)
 
 

@@ -123,7 +123,8 @@ def cases():
     path = ROOT / "benchmarks/results/aot.json"
     for case in json.loads(path.read_text())["cases"]:
         if case["config"] != "tiny":  # 30 MB, where what XLA adds of its own counts
-            yield pytest.param(case, id=f"{case['config']}-{case['nodes']}")
+            rare = pytest.mark.exhaustive if case["nodes"] > 2 or case["settings"] else ()
+            yield pytest.param(case, id=f"{case['config']}-{case['nodes']}", marks=rare)
 
 
 @pytest.mark.slow

@@ -245,10 +245,17 @@ CODECS = {
     "expert_gradient": "topk:0.1",
     "weights": "int8",
 }
+USUAL = ("combine", "dense_gradient")  # the others are for `make test-all`
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(CODECS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in USUAL else pytest.mark.exhaustive)
+        for kind in sorted(CODECS)
+    ],
+)
 def test_codecs_are_counted_as_the_compiler_does(kind):
     """The census equals the compiled program's, for every class of traffic with a codec."""
     cfg = small_config((2, 2, 2, 1), moe={"capacity_factor": 2.0}, model={"scan_layers": False})
