@@ -361,7 +361,7 @@ def emulate(folder, *words, flags=(), before=""):
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_probe_finds_the_rate_of_shaped_links(tmp_path):
     flags = ("--hosts", 2, "--devices-per-host", 2, "--link", "100mbit")
     found, output = emulate(tmp_path, flags=flags)
