@@ -19,7 +19,7 @@ def mixtral(nodes, control=None):
     return compiled_step("mixtral_8x7b.py", nodes, words, control)
 
 
-@pytest.mark.parametrize("nodes", [2, 32])
+@pytest.mark.parametrize("nodes", [2, pytest.param(32, marks=pytest.mark.exhaustive)])
 def test_reductions_hide_behind_compute_and_never_travel_beside_an_exchange(nodes):
     step = mixtral(nodes)
     assert sum(one.calls * one.bytes for one in step.reductions()) > 20 * GIB

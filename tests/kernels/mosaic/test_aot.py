@@ -15,6 +15,7 @@ from moejax.kernels.grouped_matmul import grouped_matmul
 from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 from moejax.kernels.quantize import Quantized, dequantize_sum, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
+from tests.cases import part_of
 from tests.kernels.mosaic.described import compile_kernels
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("compiled_anew")]
@@ -43,8 +44,7 @@ def bytes_a_block(name, block=128):
     return block * FORMATS[name].bits // 8
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("dtype", "name"), part_of([jnp.float32, jnp.bfloat16], [*FORMATS]))
 def test_quantize(kernels, name, dtype):
     def run(x):
         return quantize(x, name, block=128, implementation="mosaic")
@@ -53,8 +53,7 @@ def test_quantize(kernels, name, dtype):
     check(kernel, registers=96, blocks=5, stores=2)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("peers", [1, 8])
+@pytest.mark.parametrize(("peers", "name"), part_of([1, 8], [*FORMATS]))
 def test_dequantize_sum(kernels, name, peers):
     def run(values, scale):
         q = Quantized(values, scale)
@@ -76,8 +75,10 @@ def test_other_blocks(kernels, block):
 
 
 # Of OLMoE and Qwen3-30B-A3B, Mixtral and Qwen3-235B-A22B, DeepSeek-V3.
-@pytest.mark.parametrize("width", [2048, 4096, 7168])
-@pytest.mark.parametrize("name", ["int8", "int4", "e4m3"])
+ROWS = part_of([2048, 4096, 7168], ["int8", "int4", "e4m3"], parts=3)
+
+
+@pytest.mark.parametrize(("width", "name"), ROWS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_permute_quantize(kernels, width, name, weighted):
     def run(x, source, *weight):
@@ -89,8 +90,7 @@ def test_permute_quantize(kernels, width, name, weighted):
     check(kernel, registers=104, blocks=4, stores=2)
 
 
-@pytest.mark.parametrize("width", [2048, 4096, 7168])
-@pytest.mark.parametrize("name", ["int8", "int4", "e4m3"])
+@pytest.mark.parametrize(("width", "name"), ROWS)
 def test_dequantize_combine(kernels, width, name):
     N, K, M, B = 4096, 8, 32768, width // 128
 
@@ -122,7 +122,13 @@ def test_rows_of_other_blocks(kernels, block):
 
 
 # Rows, width, hidden width and experts of a device: OLMoE and Mixtral on 8, Qwen3-30B-A3B on 16.
-SHAPES = [(65536, 2048, 1024, 8), (16384, 4096, 14336, 1), (65536, 2048, 768, 8)]
+SHAPES = [
+    (65536, 2048, 1024, 8),
+    *(
+        pytest.param(*shape, marks=pytest.mark.exhaustive)
+        for shape in ((16384, 4096, 14336, 1), (65536, 2048, 768, 8))
+    ),
+]
 
 
 @pytest.mark.parametrize(("M", "D", "F", "G"), SHAPES)
