@@ -57,15 +57,13 @@ def test_a_stopped_run_goes_on_to_the_same_bits_with_what_codecs_remember(place,
     assert (saved.path / "reduction").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "change",
     [
+        "compression.expert_gradient=adaptive:0.9:int8|int4",
         "mesh.expert=4",
-        pytest.param(
-            "compression.expert_gradient=adaptive:0.9:int8|int4", marks=pytest.mark.exhaustive
-        ),
-        pytest.param("compression.preset=", marks=pytest.mark.exhaustive),
+        "compression.preset=",
     ],
 )
 def test_another_policy_or_mesh_drops_what_was_kept_and_says_so(place, straight, change):

@@ -42,7 +42,7 @@ def test_a_run_without_a_mesh_plans_and_holds_its_steps_against_it(place):
     assert [len(layer) for layer in load_LE] == [4]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_plan_as_one_and_a_resumed_run_keeps_the_plan(place):
     run_dir = place / "two"
     words = [f"--config.run_dir={run_dir}"]

@@ -68,7 +68,7 @@ def test_process_0_alone_speaks_and_writes(two):
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_emulated_cluster_trains_to_the_same_bits(place, two):
     flags = ("--link", "200mbit", "--fast-link", "5gbit")
     code, out, _ = run(place, f"--config.run_dir={place / 'emulated'}", launcher=(*EMULATE, *flags))

@@ -107,10 +107,8 @@ def test_no_position_sees_later_tokens_or_other_documents():
     assert before(0, 4) != after(0, 4), "position 4 did not see position 2"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mesh"), part_of(["muon", "adamw"], [(1, 2, 2, 2), (2, 1, 4, 1)], parts=4)
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "mesh"), part_of(["muon", "adamw"], [(1, 2, 2, 2), (2, 1, 4, 1)]))
 def test_a_run_on_eight_devices_follows_the_run_on_one(name, mesh):
     """The same loss curve, 10 steps; the bound grows with the steps taken."""
     train = {"num_steps": 10}
@@ -149,6 +147,7 @@ def test_nothing_that_shards_is_whole_on_a_device(mesh):
     assert largest.addressable_shards[0].data.size == largest.size // 8
 
 
+@pytest.mark.exhaustive
 def test_an_update_that_is_not_finite_is_counted_and_not_applied():
     cfg = small_config((1, 1, 2, 2))
     train_step = step_for(cfg)
@@ -198,7 +197,7 @@ def test_a_runs_step_is_traced_once(tmp_path, monkeypatch):
     chex.assert_trees_all_equal(again, state)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_update_clips_by_the_norm_over_all_devices():
     norms = []
     for mesh in [(1, 1, 1, 1), (1, 2, 2, 2)]:

@@ -80,7 +80,7 @@ def test_exchanges_obey_the_rules_of_routes():
     assert "duplicate" not in names  # there is no tensor axis
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_codecs_are_taken_only_where_they_are_allowed():
     cfg = change(model(), {"mesh.replica": 2, "mesh.expert": 4})
     topology = cluster(slow=1e6)
