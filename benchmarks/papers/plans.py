@@ -191,7 +191,7 @@ def answer(question: Question) -> dict[str, Any]:
     if question.baseline is not None:
         baseline = plan(question.model | question.baseline, topology).ranked[0]
         name = "the paper's baseline"
-    elif baseline is not None and baseline.peak.bytes > found.room:
+    elif baseline is not None and baseline.peak.bytes > found.memory_budget:
         name = "the default, which does not fit"
     for preset in question.codecs:
         coded = with_codecs(best, preset, topology)
@@ -278,7 +278,7 @@ def for_every_routing(cluster: str) -> list[dict[str, Any]]:
                 "plan": plan_text(best.cfg),
                 "seconds": best.seconds,
                 "even_plan_seconds": there.seconds,
-                "even_plan_fits": there.peak.bytes <= found.room,
+                "even_plan_fits": there.peak.bytes <= found.memory_budget,
             }
         )
         print(rows[-1], flush=True)

@@ -14,9 +14,13 @@ from typing import Any
 
 import jax
 
-# Of a product: flops, dtype, and work: whether buckets filled in part cost in part, with how many
-# rows in how many groups, and bytes besides, where each group is computed in blocks; unread: the
-# share that is left where nothing reads its first result. Of a gather: bytes that move.
+# Keys of a product's cost:
+#   flops, dtype
+#   work    whether half-filled buckets cost half
+#   blocks  (rows, groups), where each group is computed in blocks
+#   bytes   moved besides the operands
+#   unread  share of the cost that is left where nothing reads the first result
+# Key of a gather's cost: bytes, those that move.
 Cost = dict[str, Any]
 
 # Matrix products: gate, up and down forward; backward each by rows and by weights.

@@ -22,9 +22,9 @@ class Work:
     """What routing makes of buckets: see `plan.price.routing`.
 
     Attributes:
-      filled: rows over room for rows, of the fullest device; what experts cost goes with it.
-      filled_in_rounds: the same of one round, where buckets overflow.
-      rounds: in how many an expert layer goes; 0: its buckets hold all.
+      filled: filled share of the expert buffer on the busiest device; expert cost scales with it.
+      filled_in_rounds: the same share in one overflow round.
+      rounds: overflow rounds of an expert layer; 0: its buckets hold all rows.
     """
 
     filled: float = 1.0
