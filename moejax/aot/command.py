@@ -6,26 +6,28 @@ is timed; memory, collectives and their order are those of the real program.
 
 import argparse
 import sys
-import time
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moejax.aot.compiled import CompiledText, Exchange, ScheduleText
 from moejax.aot.exposed import compress_exposed, hidden_shares
-from moejax.aot.target import NODE, TARGETS, Target, describe_devices
-from moejax.config.checks import check, resolve_mesh
+from moejax.aot.step import (
+    CONTROLS,
+    CompiledStep,
+    build_described,
+    census,
+    compile_step,
+    described_config,
+    other_peaks,
+    update_bytes,
+)
+from moejax.aot.target import NODE, TARGETS, Target
 from moejax.config.load import load_config, split_overrides
-from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
-from moejax.layout.layout import Axes, build_layout
-from moejax.layout.mesh import build_mesh
-from moejax.runtime.compiler import Options, described_cudnn
-from moejax.step.train_step import TrainStep, build_step
+from moejax.runtime.compiler import Options
+from moejax.step.train_step import TrainStep
 
 EPILOG = """\
 examples:
@@ -42,187 +44,6 @@ Schedules, in the order in which a device starts things:
   G    a matrix product                    W C  a loop, a conditional with products inside
 What stands between S and D hides the exchange. Exit codes: docs/formats/exit.md.
 """
-
-# What the trainer's options are measured against: XLA's own choice, and no overlap at all.
-CONTROLS: dict[str, dict[str, Options]] = {
-    "gpu": {
-        "XLA's default": {"xla_gpu_experimental_parallel_collective_overlap_limit": 1},
-        "nothing asynchronous": {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"},
-    },
-    "tpu": {"XLA's default": {"xla_tpu_enable_async_all_to_all": "false"}},
-}
-
-
-@dataclass(frozen=True)
-class CompiledStep:
-    """What the compiler made of a step. Bytes are of one device.
-
-    Attributes:
-      other_peaks: of evaluation and sampling, where they were compiled too.
-    """
-
-    mesh: dict[str, int]
-    slow: Axes  # of the mesh, what crosses nodes
-    options: Options
-    seconds: float  # of compilation
-    argument_bytes: int  # state and batch
-    temporary_bytes: int
-    peak_bytes: int
-    exchanges: list[Exchange]
-    schedules: list[ScheduleText]
-    other_peaks: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def most_bytes(self) -> int:
-        """What a device must have for all that was compiled."""
-        return max(self.peak_bytes, *self.other_peaks.values(), 0)
-
-    def token_exchanges(self, *, backward: bool | None = None) -> list[Exchange]:
-        """The all-to-alls that carry tokens or their gradients; None: of both passes."""
-        return [
-            one
-            for one in self.exchanges
-            if one.kind == "all_to_all"
-            and "float" in one.dtype
-            and backward in (None, one.backward)
-        ]
-
-    def reductions(self) -> list[Exchange]:
-        """What sums gradients of weights: in the backward pass, over more than a number."""
-        kinds = ("all_reduce", "reduce_scatter")
-        return [
-            one
-            for one in self.exchanges
-            if one.kind in kinds
-            and one.backward
-            and "float" in one.dtype
-            and one.bytes > 1024
-            and not all(axis.startswith("tensor") for axis in one.axes)  # activations
-        ]
-
-    def reductions_beside_exchanges(self) -> list[Exchange]:
-        """Reductions in flight with an all-to-all on a link that both use: across nodes, or not."""
-        crosses = {one.launch: bool(set(one.axes) & set(self.slow)) for one in self.exchanges}
-        return [
-            one
-            for one in self.reductions()
-            if any(crosses[name] == crosses[one.launch] for name in one.beside)
-        ]
-
-    def hidden_reductions(self) -> float:
-        """The share of the reductions' bytes that enclose a matrix product."""
-        return _hidden_bytes(self.reductions())
-
-    def hidden_gathers(self) -> float:
-        """The share of the gathered weights' bytes that enclose a matrix product."""
-        return _hidden_bytes([one for one in self.exchanges if one.kind == "all_gather"])
-
-    def hidden_share(self, *, backward: bool | None = None) -> float:
-        """The share of those all-to-alls that enclose a matrix product."""
-        exchanges = self.token_exchanges(backward=backward)
-        hidden = sum(one.calls for one in exchanges if one.hides)
-        return hidden / max(sum(one.calls for one in exchanges), 1)
-
-
-def _hidden_bytes(exchanges: list[Exchange]) -> float:
-    hidden = sum(one.calls * one.bytes for one in exchanges if one.hides)
-    return hidden / max(sum(one.calls * one.bytes for one in exchanges), 1)
-
-
-def described_config(cfg: Config, target: Target, nodes: int) -> Config:
-    """Returns the config of a run on a described cluster, checked.
-
-    Raises:
-      InputError: as `check` and `resolve_mesh`.
-    """
-    mesh = replace(cfg.mesh, nodes=nodes, platform=target.platform, simulated_devices=None)
-    cfg = replace(cfg, mesh=mesh)
-    check(cfg)
-    return resolve_mesh(cfg, nodes * NODE, target.platform)
-
-
-def build_described(cfg: Config, target: Target) -> TrainStep:
-    """Returns the trainer of a config that `describe` made."""
-    assert cfg.mesh.nodes is not None
-    devices = describe_devices(target, cfg.mesh.nodes)
-    return build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), target.platform)
-
-
-def compile_step(train_step: TrainStep, options: Options | None = None) -> CompiledStep:
-    """Compiles the step of `build_described` and reads what came out.
-
-    Args:
-      options: on top of the trainer's own.
-    """
-    lowered = lower_step(train_step)
-    start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
-    seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    mesh = dict(train_step.layout.sizes)
-    text = CompiledText(compiled.as_text(), mesh)
-    return CompiledStep(
-        mesh=mesh,
-        slow=train_step.layout.between_nodes(train_step.layout.mesh_axes),
-        options=train_step.options | (options or {}),
-        seconds=seconds,
-        argument_bytes=memory.argument_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
-        exchanges=text.exchanges(),
-        schedules=text.schedules(),
-    )
-
-
-def lower_step(train_step: TrainStep) -> Any:
-    """Traces and lowers the step of `build_described`, ready to be compiled."""
-    return _lowered(train_step, train_step.step)
-
-
-def update_bytes(train_step: TrainStep, step: CompiledStep, options: Options | None = None) -> int:
-    """What the optimizer's update needs beside state and gradients, of a device.
-
-    Compiles the gradients alone: what they take, themselves counted, is what the step would take if
-    its update needed nothing.
-    """
-    compiled = _lowered(train_step, train_step.gradients).compile(compiler_options=options)
-    memory = compiled.memory_analysis()
-    gradients = memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return step.temporary_bytes - gradients
-
-
-def other_peaks(train_step: TrainStep, step: CompiledStep, options: Options | None = None) -> dict:
-    """Peak bytes of evaluation and of sampling beside the whole state, of a device.
-
-    The compiler drops what they do not read of the state; on the device it stays.
-    """
-    lowered = {
-        "evaluation": _lowered(train_step, train_step.evaluate),
-        "sampling": _lowered(train_step, train_step.next_logits, train_step.abstract_prompt()),
-    }
-    found = {}
-    for name, one in lowered.items():
-        memory = one.compile(compiler_options=options).memory_analysis()
-        unread = step.argument_bytes - memory.argument_size_in_bytes
-        found[name] = memory.peak_memory_in_bytes + unread
-    return found
-
-
-def _lowered(train_step: TrainStep, function: Any, given: Any = None) -> Any:
-    with described_cudnn():
-        return function.lower(train_step.abstract, given or train_step.abstract_batch())
-
-
-def census(exchanges: Iterable[Exchange]) -> dict[tuple[str, str, str, str], list[int]]:
-    """(kind, axes, dtype, how) -> arrays moved in a step, bytes, and arrays that hide."""
-    rows: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for one in exchanges:
-        how = "async" if one.asynchronous else "sync"
-        row = rows[one.kind, ", ".join(one.axes), one.dtype, how]
-        row[0] += one.calls
-        row[1] += one.calls * one.bytes
-        row[2] += one.calls * one.hides
-    return dict(sorted(rows.items()))
 
 
 def to_json(step: CompiledStep) -> dict[str, Any]:

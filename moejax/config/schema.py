@@ -5,168 +5,25 @@ turned into one frozen `Config` by `config.load`; rules between fields live in `
 Defaults describe a small byte-level model that trains on a laptop. Units stand in the names.
 """
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
+from moejax.config.declare import section, setting
+from moejax.config.model_schema import ModelConfig, MoEConfig, RopeConfig, RouterConfig
 
-def setting(
-    default: Any,
-    help: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    choices: tuple[str, ...] = (),
-) -> Any:
-    """Returns a dataclass field that carries its help text and the range of its value."""
-    rules = {"help": help, "at_least": at_least, "above": above, "at_most": at_most}
-    return dataclasses.field(default=default, metadata={**rules, "choices": choices})
-
-
-def section(kind: type, help: str) -> Any:
-    """Returns a dataclass field that holds a nested group of settings."""
-    return dataclasses.field(default_factory=kind, metadata={"help": help})
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary positions."""
-
-    theta: float = setting(10_000.0, "base of the rotary frequencies", above=0)
-    scaling: str = setting(
-        "none",
-        "how frequencies stretch past the trained length",
-        choices=("none", "linear", "llama3", "yarn"),
-    )
-    factor: float = setting(1.0, "stretch of linear, llama3 and yarn scaling", at_least=1)
-    trained_length: int = setting(
-        4096, "length the unscaled model was trained at (llama3, yarn)", at_least=1
-    )
-    low_frequency_factor: float = setting(
-        1.0, "llama3: wavelengths above trained_length / this are stretched", above=0
-    )
-    high_frequency_factor: float = setting(
-        4.0, "llama3: wavelengths below trained_length / this are kept", above=0
-    )
-    beta_fast: float = setting(32.0, "yarn: dims with more rotations than this are kept", above=0)
-    beta_slow: float = setting(
-        1.0, "yarn: dims with fewer rotations than this are stretched", above=0
-    )
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The transformer around the experts."""
-
-    vocab_size: int = setting(264, "V: token ids are 0 .. V-1", at_least=2)
-    width: int = setting(128, "D: width of the residual stream", at_least=1)
-    num_layers: int = setting(4, "number of blocks", at_least=1)
-    num_heads: int = setting(4, "H: query heads", at_least=1)
-    num_kv_heads: int = setting(2, "G: key and value heads; H must be a multiple", at_least=1)
-    head_width: int = setting(32, "C: channels of one head", at_least=2)
-    mlp_hidden: int = setting(384, "F of dense (non-expert) blocks", at_least=1)
-    first_dense_layers: int = setting(0, "blocks at the start that use a dense MLP", at_least=0)
-    moe_every: int | None = setting(
-        1, "after those, each n-th block has experts; none: dense model", at_least=1
-    )
-    norm_epsilon: float = setting(1e-6, "epsilon of RMSNorm", above=0)
-    qk_norm: str = setting("none", "RMSNorm on queries and keys", choices=("none", "head", "full"))
-    attention_bias: bool = setting(False, "biases on the query, key and value projections")
-    sliding_window: int | None = setting(
-        None, "positions a query sees back, itself included", at_least=1
-    )
-    tie_embeddings: bool = setting(True, "use the embedding as the output projection")
-    init_deviation: float = setting(0.02, "standard deviation of initial weights", above=0)
-    dtype: str = setting(
-        "float32", "dtype of compute; masters stay float32", choices=("float32", "bfloat16")
-    )
-    remat: str = setting(
-        "none",
-        "what backward recomputes; the last two keep what came over the network",
-        choices=("none", "full", "dots", "collectives", "token_collectives"),
-    )
-    scan_layers: bool = setting(
-        True, "one compiled block for all layers; false unrolls (slower compile)"
-    )
-    rope: RopeConfig = section(RopeConfig, "rotary positions")
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether any block has experts."""
-        return self.moe_every is not None
-
-    @property
-    def has_dense_blocks(self) -> bool:
-        """Whether any block has a dense MLP."""
-        return self.moe_every != 1 or self.first_dense_layers > 0
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """How a token chooses its experts."""
-
-    score: str = setting(
-        "softmax", "turns router logits into scores", choices=("softmax", "sigmoid")
-    )
-    renormalize: bool = setting(True, "scale the K chosen weights to sum to one")
-    weight_scale: float = setting(1.0, "factor on the routing weights (DeepSeek-V3: 2.5)", above=0)
-    num_groups: int = setting(
-        1, "experts form this many groups (group-limited routing)", at_least=1
-    )
-    groups_per_token: int = setting(1, "groups a token may choose experts from", at_least=1)
-    jitter: float = setting(
-        0.0, "router input is scaled by uniform(1 - j, 1 + j)", at_least=0, at_most=0.5
-    )
-    balance_loss: float = setting(
-        0.04,
-        "coefficient of the load-balance loss (mean over expert layers, 1 when even); 0 is off",
-        at_least=0,
-    )
-    balance_over: str = setting(
-        "batch",
-        "span of the load-balance loss; batch: of each micro-batch, whose rows the mesh decides; "
-        "sequence: counts the K best scores (DeepSeek-V3)",
-        choices=("batch", "sequence"),
-    )
-    z_loss: float = setting(
-        0.0, "coefficient of the router z-loss, a mean over expert layers; 0 is off", at_least=0
-    )
-    bias_update_rate: float = setting(
-        0.0, "loss-free balance: step of the selection bias; 0 is off", at_least=0
-    )
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """The expert layers."""
-
-    num_experts: int = setting(8, "E: routed experts of a layer", at_least=1)
-    experts_per_token: int = setting(2, "K: experts a token visits", at_least=1)
-    expert_hidden: int = setting(192, "F: hidden width of an expert", at_least=1)
-    num_shared_experts: int = setting(
-        0, "experts that every token visits, fused into one MLP", at_least=0
-    )
-    capacity_factor: float | None = setting(
-        None,
-        "none: dropless; else rows of an expert over the balanced number, the rest is dropped",
-        above=0,
-    )
-    implementation: str = setting(
-        "auto",
-        "grouped matrix product of the experts; .._e4m3: forward ones of numbers rounded to e4m3",
-        choices=(
-            "auto",
-            "mosaic",
-            "mosaic_e4m3",
-            "tokamax",
-            "blocked",
-            "ragged_dot",
-            "reference",
-            "reference_e4m3",
-        ),
-    )
-    router: RouterConfig = section(RouterConfig, "routing")
+__all__ = [
+    "CheckpointConfig",
+    "CompressionConfig",
+    "Config",
+    "DataConfig",
+    "MeshConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PlanConfig",
+    "RopeConfig",
+    "RouterConfig",
+    "TrainConfig",
+]
 
 
 @dataclass(frozen=True)

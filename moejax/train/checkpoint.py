@@ -20,6 +20,12 @@ import orbax.checkpoint as ocp
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import Reduction, TrainState
+from moejax.train.disk_space import (
+    check_disk_space,
+    disk_full_error,
+    is_full,
+    quiet_about_full_disks,
+)
 from moejax.train.manifest import (
     MANIFEST,
     DamagedError,
@@ -30,7 +36,6 @@ from moejax.train.manifest import (
     stored_bytes,
     write_manifest,
 )
-from moejax.train.room import check_room, is_full, no_room, quiet_about_full_disks
 
 
 class Saved(NamedTuple):
@@ -66,7 +71,7 @@ class Checkpoints:
         """
         self.wait()
         needed = self._processes.from_first(self._taken)
-        check_room(self.directory, needed, step, self._processes)
+        check_disk_space(self.directory, needed, step, self._processes)
         items = {name: ocp.args.StandardSave(_flat(tree)) for name, tree in _items(state).items()}
         with self._naming(step):
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -122,7 +127,7 @@ class Checkpoints:
             committed = self.directory / str(step)
             if self._first and not (committed / MANIFEST).is_file():
                 shutil.rmtree(committed, ignore_errors=True)
-            raise no_room(self.directory, step, "the disk is full") from error
+            raise disk_full_error(self.directory, step, "the disk is full") from error
 
     def _finish(self, step: int, facts: dict[str, Any]) -> int:
         """After the commit: digests, the manifest, and only then the removal of old steps."""

@@ -8,6 +8,7 @@ writes records and shows them.
 """
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ from moejax.train.start import (
     initial_state,
     said_done,
 )
-from moejax.train.summary import print_summary, summarize
+from moejax.train.summary import Summary, print_summary, summarize
 
 
 class Ended(NamedTuple):
@@ -133,21 +134,11 @@ def train_planned(
     summary = summarize(train_step)
     notes += doubt_memory(summary, limit)
     print_summary(summary, train_step, console, planned.rows())
-    if processes.first:
-        save_json(cfg, run_dir / "config.json")
-    records = Records(run_dir, written=processes.first)
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
-        records.event("note", 0, text=note)
+    records = _open_records(cfg, notes, console, processes)
     keep = cfg.checkpoint.keep
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=keep, processes=processes)
     state = initial_state(train_step, checkpoints, saved, source, console)
-    meter = Meter(
-        tokens_per_step=summary.tokens_per_step,
-        flops_per_token=summary.counts.flops_per_token,
-        peak=sum(processes.gather(measure_peak(jax.local_devices(), cfg.model.dtype))),
-        num_steps=cfg.train.num_steps,
-    )
+    meter = _meter(cfg, summary, processes)
     display = Display(console, cfg.train.num_steps, int(state.step))
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes)
     if planned.plan is not None:
@@ -155,16 +146,45 @@ def train_planned(
         if planned.topology is not None and measured is None:
             again = partial(measure, cfg, devices, processes, Console(quiet=True))
             run.monitor = PlanMonitor(planned.plan, planned.topology, lambda: again()[0])
+    return _run_to_end(run, state, meter)
+
+
+def _open_records(
+    cfg: Config, notes: Sequence[str], console: Console, processes: Processes
+) -> Records:
+    """Writes the resolved config; opens the records, and shows and records what a start noted."""
+    run_dir = Path(cfg.run_dir)
+    if processes.first:
+        save_json(cfg, run_dir / "config.json")
+    records = Records(run_dir, written=processes.first)
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)
+        records.event("note", 0, text=note)
+    return records
+
+
+def _meter(cfg: Config, summary: Summary, processes: Processes) -> Meter:
+    """What turns times into rates, beside the peak of all devices."""
+    return Meter(
+        tokens_per_step=summary.tokens_per_step,
+        flops_per_token=summary.counts.flops_per_token,
+        peak=sum(processes.gather(measure_peak(jax.local_devices(), cfg.model.dtype))),
+        num_steps=cfg.train.num_steps,
+    )
+
+
+def _run_to_end(run: Run, state: TrainState, meter: Meter) -> Ended | Topology:
+    """Runs the steps and the last evaluation. Returns as `train_planned` does."""
     try:
         # A failure ends one process of several here: the save under way waits for all of them.
-        with display, processes:
+        with run.display, run.processes:
             state, stopped = steps(run, state, meter)
-        with processes:
+        with run.processes:
             if not stopped:
                 finish(run, state)
     finally:
-        checkpoints.close()
-        records.close()
+        run.checkpoints.close()
+        run.records.close()
     return run.mismatch.topology if run.mismatch is not None and stopped else Ended(state, stopped)
 
 

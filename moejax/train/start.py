@@ -33,6 +33,7 @@ from moejax.train.checkpoint import (
     set_aside,
     step_of_state,
 )
+from moejax.train.disk_space import check_disk_space
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import finished_steps, stored_bytes
 from moejax.train.metrics import EVALUATED, held_out_text
@@ -43,7 +44,6 @@ from moejax.train.resume import (
     remembers,
     same_reduction,
 )
-from moejax.train.room import check_room
 
 
 def check_place(cfg: Config) -> None:
@@ -149,7 +149,7 @@ def check_disk(
     needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     if saved is not None:
         needed = stored_bytes(saved.manifest)
-    free = check_room(directory, needed, first, processes)
+    free = check_disk_space(directory, needed, first, processes)
     # An old one is removed when a newer one is whole.
     more = cfg.checkpoint.keep + 1 - len(processes.from_first(lambda: finished_steps(directory)))
     if free >= needed * more:

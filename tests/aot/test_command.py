@@ -7,8 +7,9 @@ import jax
 import pytest
 from jax.experimental.topologies import TopologyDescription
 
-from moejax.aot.command import CompiledStep, census, described_config, main, other_peaks, to_json
+from moejax.aot.command import main, to_json
 from moejax.aot.compiled import Exchange
+from moejax.aot.step import CompiledStep, census, described_config, other_peaks
 from moejax.aot.target import TARGETS, describe_devices
 from moejax.config.checks import check
 from moejax.config.load import load_config

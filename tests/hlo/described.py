@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from moejax.aot.command import CONTROLS, build_described, compile_step, described_config
+from moejax.aot.step import CONTROLS, build_described, compile_step, described_config
 from moejax.aot.target import TARGETS
 from moejax.config.load import load_config
 from moejax.runtime.compiler import Options

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moejax.aot.command import CONTROLS, build_described, compile_step, described_config
+from moejax.aot.step import CONTROLS, build_described, compile_step, described_config
 from moejax.aot.target import TARGETS
 from moejax.config.load import load_config
 

@@ -6,7 +6,7 @@ All of Mixtral 8x7B, for what is summed over layers, and of OLMoE. Each is compi
 import jax
 import pytest
 
-from moejax.aot.command import update_bytes
+from moejax.aot.step import update_bytes
 from tests.hlo.described import OPTIMIZE, compiled_step, described_step
 
 GIB = 2**30

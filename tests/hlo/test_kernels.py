@@ -8,7 +8,7 @@ from collections import Counter
 import jax
 import pytest
 
-from moejax.aot.command import build_described, described_config, lower_step
+from moejax.aot.step import build_described, described_config, lower_step
 from moejax.aot.target import TARGETS
 from moejax.config.load import load_config
 from tests.hlo.described import CONFIGS, OPTIMIZE

@@ -17,7 +17,7 @@ from moejax.config.load import to_dict
 from moejax.config.schema import TrainConfig
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE
-from moejax.train import room
+from moejax.train import disk_space
 from moejax.train.checkpoint import Checkpoints, Saved, newest
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
@@ -186,7 +186,7 @@ def test_a_run_with_steps_left_is_not_done(tmp_path):
 
 
 def disk(monkeypatch, free):
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
 
 
 def test_a_run_whose_checkpoint_does_not_fit_the_disk_is_refused(tmp_path, monkeypatch):

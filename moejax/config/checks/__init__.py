@@ -15,7 +15,7 @@ from moejax.config.checks.mesh import (
 )
 from moejax.config.checks.planned import check_plan, is_planned
 from moejax.config.checks.size import check_size
-from moejax.config.checks.words import divisors_text, require
+from moejax.config.checks.text import divisors_text, require
 from moejax.config.compression import build_compression
 from moejax.config.fields import short
 from moejax.config.schema import Config

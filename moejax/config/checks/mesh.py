@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from moejax.config.checks.size import BYTES_PER_PARAMETER, machine_memory, parameters_of
-from moejax.config.checks.words import divisors_text, multiples, require
+from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.schema import Config, MeshConfig
 from moejax.errors import InputError

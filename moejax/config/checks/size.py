@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from moejax.config.checks.words import require
+from moejax.config.checks.text import require
 from moejax.config.schema import Config
 
 # A hundred times the largest models that are published; the weights alone are 400 TB.

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from moejax.plan.cluster.file import ASYMMETRY, VERSION, from_json, to_text
-from moejax.plan.cluster.topology import KINDS, Tier, Topology
+from moejax.plan.cluster.topology import KINDS, Device, Tier, Topology
 from moejax.plan.probe.device import probe_device
 from moejax.plan.probe.links import probe_oversubscription, probe_pairs, probe_tier
 from moejax.plan.probe.nodes import Nodes, find_nodes, memory_of
@@ -66,18 +66,8 @@ def probe(
     found = find_nodes(devices, hosts, nodes)
     odd = [found.warning] if found.warning else []
     watch = Stopwatch(processes, found.devices)
-    device = probe_device(
-        watch,
-        name=devices[0].device_kind,
-        platform=platform_of(list(devices)),
-        memory_bytes=min(processes.gather(memory_of(jax.local_devices()[0], found, hosts))),
-        quick=effort.quick,
-        progress=progress,
-    )
-    progress("a whole program")
-    device = replace(device, program_overhead=processes.gather(probe_program(watch, device))[0])
-    progress("devices that take turns")
-    device = replace(device, oversubscription=processes.gather(probe_oversubscription(watch))[0])
+    memory = min(processes.gather(memory_of(jax.local_devices()[0], found, hosts)))
+    device = _measure_device(watch, devices, memory, effort, progress)
     tiers, more = _probe_tiers(watch, found, device.oversubscription, effort, progress)
     odd += more
     topology = Topology(
@@ -93,6 +83,25 @@ def probe(
     # What the others were told by a clock of their own may differ in the last digit.
     text = processes.gather(to_text(topology))[0]
     return from_json(json.loads(text), "what was measured"), tuple(odd)
+
+
+def _measure_device(
+    watch: Stopwatch, devices: Sequence[Any], memory: int, effort: Effort, progress: ProgressFn
+) -> Device:
+    """Rates of one device, of a whole program on it, and of devices that share cores."""
+    device = probe_device(
+        watch,
+        name=devices[0].device_kind,
+        platform=platform_of(list(devices)),
+        memory_bytes=memory,
+        quick=effort.quick,
+        progress=progress,
+    )
+    gather = watch.processes.gather
+    progress("a whole program")
+    device = replace(device, program_overhead=gather(probe_program(watch, device))[0])
+    progress("devices that take turns")
+    return replace(device, oversubscription=gather(probe_oversubscription(watch))[0])
 
 
 def _probe_tiers(

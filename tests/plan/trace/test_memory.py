@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moejax.aot.command import described_config
+from moejax.aot.step import described_config
 from moejax.aot.target import TARGETS
 from moejax.config.load import load_config
 from moejax.plan.price.candidate import price, trace_config

@@ -1,4 +1,4 @@
-"""Room for checkpoints: looked at before it is needed, and told in one line when there is none."""
+"""Disk space for checkpoints: checked before it is needed, and one line when there is none."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
-def no_room(directory: Path, step: int, seen: str) -> StorageFullError:
+def disk_full_error(directory: Path, step: int, seen: str) -> StorageFullError:
     """The error of a checkpoint that could not be written."""
     steps = finished_steps(directory)
     safe = f"Step {max(steps)} is safe" if steps else "No step was saved before"
@@ -33,7 +33,7 @@ def no_room(directory: Path, step: int, seen: str) -> StorageFullError:
     )
 
 
-def check_room(directory: Path, needed: int, step: int, processes: Processes) -> int:
+def check_disk_space(directory: Path, needed: int, step: int, processes: Processes) -> int:
     """Returns the free bytes where checkpoints are written.
 
     Raises:
@@ -43,7 +43,9 @@ def check_room(directory: Path, needed: int, step: int, processes: Processes) ->
     there = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = processes.from_first(lambda: shutil.disk_usage(there).free)
     if free < needed:
-        raise no_room(directory, step, f"{free:,} bytes are free, it takes about {needed:,}")
+        raise disk_full_error(
+            directory, step, f"{free:,} bytes are free, it takes about {needed:,}"
+        )
     return free
 
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from moejax.errors import StorageFullError
-from moejax.train import checkpoint, room
+from moejax.train import checkpoint, disk_space
 from moejax.train.checkpoint import Checkpoints, newest
+from moejax.train.disk_space import check_disk_space, is_full
 from moejax.train.manifest import MANIFEST, finished_steps
-from moejax.train.room import check_room, is_full
 from tests.cases import small_config, step_for
 from tests.threads import everywhere
 
@@ -53,7 +53,7 @@ def test_a_save_into_a_full_disk_names_the_step_that_is_safe(small_disk, capfd, 
     assert save_and_wait(writer, 10) == 10
     fill(small_disk, leave=40 * 1024)
     # As if somebody else had filled it after the look.
-    monkeypatch.setattr(checkpoint, "check_room", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "check_disk_space", lambda *_: None)
     with pytest.raises(StorageFullError, match=r"checkpoint of step 20\..*Step 10 is safe") as full:
         save_and_wait(writer, 20)
     assert "\n" not in str(full.value)
@@ -118,12 +118,12 @@ def test_a_full_disk_is_told_from_other_errors():
 
 
 def test_all_processes_hear_what_the_first_sees(tmp_path, monkeypatch):
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: SimpleNamespace(free=9))
-    assert everywhere(2, lambda processes: check_room(tmp_path, 9, 1, processes)) == [9, 9]
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: SimpleNamespace(free=9))
+    assert everywhere(2, lambda processes: check_disk_space(tmp_path, 9, 1, processes)) == [9, 9]
 
     def refused(processes):
         with pytest.raises(StorageFullError, match="9 bytes are free") as error:
-            check_room(tmp_path, 10, 1, processes)
+            check_disk_space(tmp_path, 10, 1, processes)
         return str(error.value)
 
     one, other = everywhere(2, refused)
