@@ -28,9 +28,6 @@ TERMS = 8 * 16
 MESH_OF_ONE = small_config().mesh
 NO_ROUTE = {"route": "split", "route_chunks": 1, "route_chunks_backward": None}
 
-# With such a capacity nothing is dropped and every bucket holds what may come: no rounds.
-CERTAIN = {"capacity_factor": 16.0}
-
 
 @contextlib.contextmanager
 def only(path):

@@ -12,6 +12,7 @@ import pytest
 from moejax.step import step as per_device
 from moejax.train.checkpoint import Checkpoints, newest
 from tests.cases import (
+    CERTAIN,
     assert_close,
     one_device_state,
     part_of,
@@ -31,8 +32,8 @@ from tests.step.against_oracle import TERMS
 def test_accumulation_gives_the_gradient_of_the_whole_batch(mesh):
     # Without router losses: those are defined per micro-batch.
     router = {"balance_loss": 0.0, "z_loss": 0.0}
-    whole = small_config((1, 1, 1, 1), router=router)
-    cut = small_config(mesh, router=router, train={"micro_batches": 2})
+    whole = small_config((1, 1, 1, 1), moe=CERTAIN, router=router)
+    cut = small_config(mesh, moe=CERTAIN, router=router, train={"micro_batches": 2})
     state, batch = one_device_state(whole), random_batch(whole)
     one, two = step_for(whole), step_for(cut)
     wanted, _ = one.gradients(state, place(one, batch))
@@ -43,7 +44,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(mesh):
 @pytest.mark.slow
 def test_gradient_is_the_slope_of_the_loss():
     """Finite differences, along the gradient and along a random direction."""
-    cfg = small_config((2, 1, 2, 2), router={"balance_loss": 0.0, "z_loss": 0.0})
+    cfg = small_config((2, 1, 2, 2), moe=CERTAIN, router={"balance_loss": 0.0, "z_loss": 0.0})
     train_step = step_for(cfg)
     state, batch = train_step.init(), place(train_step, random_batch(cfg))
     gradients, parts = train_step.gradients(state, batch)
@@ -85,7 +86,7 @@ def nll_by_position(train_step, state, batch):
 
 
 def test_no_position_sees_later_tokens_or_other_documents():
-    cfg = small_config((1, 1, 2, 2))
+    cfg = small_config((1, 1, 2, 2), moe=CERTAIN)
     train_step = step_for(cfg)
     state, batch = train_step.init(), random_batch(cfg)
     batch = batch._replace(target_BT=np.abs(batch.target_BT))
@@ -137,7 +138,7 @@ def test_first_weights_do_not_depend_on_the_mesh():
 
 @pytest.mark.parametrize("mesh", [(1, 1, 8, 1), (1, 2, 2, 2)])
 def test_nothing_that_shards_is_whole_on_a_device(mesh):
-    train_step = step_for(small_config(mesh))
+    train_step = step_for(small_config(mesh, moe=CERTAIN))
     state = train_step.init()
     for moments in jax.tree.leaves(state.optimizer):
         if moments.ndim < 3:
@@ -149,7 +150,7 @@ def test_nothing_that_shards_is_whole_on_a_device(mesh):
 
 @pytest.mark.exhaustive
 def test_an_update_that_is_not_finite_is_counted_and_not_applied():
-    cfg = small_config((1, 1, 2, 2))
+    cfg = small_config((1, 1, 2, 2), moe=CERTAIN)
     train_step = step_for(cfg)
     state, batch = train_step.init(), place(train_step, random_batch(cfg))
     bad = jax.tree.map(lambda p: p, state.params)
@@ -164,7 +165,7 @@ def test_an_update_that_is_not_finite_is_counted_and_not_applied():
 
 def test_a_step_compiled_for_shapes_is_not_compiled_again():
     """Processes compile first and meet then; a second compilation would part them again."""
-    cfg = small_config((1, 1, 2, 2))
+    cfg = small_config((1, 1, 2, 2), moe=CERTAIN)
     train_step = step_for(cfg)
     state, batch = train_step.init(), place(train_step, random_batch(cfg))
     train_step.step.lower(train_step.abstract, train_step.abstract_batch()).compile()
@@ -182,7 +183,7 @@ def test_a_runs_step_is_traced_once(tmp_path, monkeypatch):
     chex.clear_trace_counter()
     once = chex.assert_max_traces(per_device.train_step, n=1)
     monkeypatch.setattr("moejax.step.train_step.train_step", once)
-    cfg = small_config((1, 1, 2, 2))
+    cfg = small_config((1, 1, 2, 2), moe=CERTAIN)
     train_step = step_for(cfg)
     batch = place(train_step, random_batch(cfg))
     train_step.step.lower(train_step.abstract, train_step.abstract_batch())

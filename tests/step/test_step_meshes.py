@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.cases import (
+    CERTAIN,
     assert_close,
     part_of,
     place,
@@ -19,7 +20,6 @@ from tests.cases import (
     step_for,
 )
 from tests.step.against_oracle import (
-    CERTAIN,
     MESH_OF_ONE,
     TERMS,
     check_against_oracle,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.cases import (
+    CERTAIN,
     assert_close,
     one_device_state,
     part_of,
@@ -21,7 +22,7 @@ from tests.cases import (
     spread,
     step_for,
 )
-from tests.step.against_oracle import CERTAIN, TERMS, check_against_oracle, only
+from tests.step.against_oracle import TERMS, check_against_oracle, only
 
 # route, mesh, nodes, chunks forward and backward, K; each of the last three differs somewhere.
 ROUTES = [

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.cases import small_config
-from tests.step.against_oracle import CERTAIN, check_against_oracle
+from tests.cases import CERTAIN, small_config
+from tests.step.against_oracle import check_against_oracle
 from tests.step.test_step_meshes import KINDS, LAYOUTS, MESHES, ROUTINGS, join_kinds
 from tests.step.test_step_routes import REDUCTIONS, ROUTES
 

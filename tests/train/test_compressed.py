@@ -10,6 +10,7 @@ import pytest
 from moejax.config.schema import CompressionConfig
 from moejax.plan.trace.reader import collectives
 from tests.cases import (
+    CERTAIN,
     one_device_state,
     part_of,
     place,
@@ -23,7 +24,8 @@ MESHES = [((8, 1, 1, 1), 4), ((1, 8, 1, 1), 2), ((2, 2, 2, 1), 4), ((2, 1, 2, 2)
 
 
 def with_codecs(mesh, nodes, changes=None, **codecs):
-    cfg = small_config(mesh, **(changes or {}))
+    changes = changes or {}
+    cfg = small_config(mesh, **changes | {"moe": CERTAIN | changes.get("moe", {})})
     policy = CompressionConfig(**{"block": 16, **codecs})
     across = dataclasses.replace(cfg.mesh, nodes=nodes)
     return dataclasses.replace(cfg, compression=policy, mesh=across)
