@@ -20,6 +20,8 @@ from tests.cases import (
     step_for,
 )
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 MESHES = [((8, 1, 1, 1), 4), ((1, 8, 1, 1), 2), ((2, 2, 2, 1), 4), ((2, 1, 2, 2), 4)]
 
 
