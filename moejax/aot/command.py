@@ -50,8 +50,8 @@ def to_json(step: CompiledStep) -> dict[str, Any]:
     """A compiled step as JSON holds it."""
     names = ("kind", "axes", "dtype", "how", "arrays", "bytes", "enclose_a_product")
     rows = [(*key, *numbers) for key, numbers in census(step.exchanges).items()]
-    kept = {name: value for name, value in asdict(step).items() if name != "exchanges"}
-    return kept | {
+    facts = {name: value for name, value in asdict(step).items() if name != "exchanges"}
+    return facts | {
         "hidden_forward": step.hidden_share(backward=False),
         "hidden_backward": step.hidden_share(backward=True),
         "hidden_reductions": step.hidden_reductions(),
@@ -68,9 +68,9 @@ def print_compiled(step: CompiledStep, title: str, target: Target, console: Cons
     table.add_row("mesh", " x ".join(f"{axis}={size}" for axis, size in step.mesh.items()))
     table.add_row("compiler options", "\n".join(f"{k}={v}" for k, v in step.options.items()))
     table.add_row("compiled in", f"{step.seconds:.0f} s")
-    room = f"of {target.memory_bytes / 2**30:.0f} GiB"
+    memory = f"of {target.memory_bytes / 2**30:.0f} GiB"
     fits = "" if step.most_bytes <= target.memory_bytes else ": does not fit"
-    table.add_row("peak, a device", f"{_gib(step.most_bytes)} {room}{fits}")
+    table.add_row("peak, a device", f"{_gib(step.most_bytes)} {memory}{fits}")
     for name, size in {"step": step.peak_bytes, **step.other_peaks}.items():
         table.add_row(f"  of {name}", _gib(size))
     table.add_row("arguments (state, batch)", _gib(step.argument_bytes))
@@ -116,7 +116,7 @@ def print_exposed(step: CompiledStep, train_step: TrainStep, preset: str, consol
 
 
 def _hidden(step: CompiledStep, backward: bool) -> str:
-    count = sum(one.calls for one in step.token_exchanges(backward=backward))
+    count = sum(exchange.calls for exchange in step.token_exchanges(backward=backward))
     return f"{step.hidden_share(backward=backward):.0%} of {count:,} enclose a product"
 
 
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
     """Compiles and prints."""
     if args.nodes < 1:
         raise InputError(f"--nodes is {args.nodes}. It must be at least 1.")
-    target, place = TARGETS[args.target], f"{args.nodes} x {NODE} {args.target}"
+    target, cluster = TARGETS[args.target], f"{args.nodes} x {NODE} {args.target}"
     cfg = described_config(load_config(args.config, overrides), target, args.nodes)
     train_step = build_described(cfg, target)
     wanted: dict[str, Options] = {"the trainer's": {}}
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         wanted |= CONTROLS[target.platform]
     steps = {}
     for name, options in wanted.items():
-        _say(f"tracing and compiling for {place}, options {name}: a minute, or several")
+        _say(f"tracing and compiling for {cluster}, options {name}: a minute, or several")
         steps[name] = compile_step(train_step, options)
         _say(f"compiled in {steps[name].seconds:.0f} s")
     own = steps["the trainer's"]
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
     if args.json:
         console.print_json(data={name: to_json(step) for name, step in steps.items()})
         return
-    print_compiled(steps["the trainer's"], f"{args.config} on {place}", target, console)
+    print_compiled(steps["the trainer's"], f"{args.config} on {cluster}", target, console)
     if args.compare:
         print_comparison(steps, console)
     if args.update:

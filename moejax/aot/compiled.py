@@ -107,24 +107,24 @@ class CompiledText:
 
     def exchanges(self) -> list[Exchange]:
         """Every array that a collective moves."""
-        found = []
+        result = []
         for name, lines in self._schedules.items():
             ends = self._ends[name]
-            for place, line in enumerate(lines):
-                between = lines[place + 1 : ends[place]]
+            for index, line in enumerate(lines):
+                between = lines[index + 1 : ends[index]]
                 if moved := list(self._exchanges(line, between, self.calls[name])):
-                    beside = self._beside(name, place) + self._outside.get(name, ())
-                    found += [replace(one, beside=beside) for one in moved]
-        return found
+                    beside = self._beside(name, index) + self._outside.get(name, ())
+                    result += [replace(exchange, beside=beside) for exchange in moved]
+        return result
 
-    def _beside(self, name: str, place: int) -> tuple[str, ...]:
+    def _beside(self, name: str, index: int) -> tuple[str, ...]:
         """All-to-alls in flight while an instruction is, also those inside what runs then."""
         lines, ends = self._schedules[name], self._ends[name]
-        found: list[str] = []
-        for other, line in enumerate(lines):
-            if other != place and other < ends[place] and ends[other] > place:
-                found += self._launches(line)
-        return tuple(found)
+        names: list[str] = []
+        for position, line in enumerate(lines):
+            if position != index and position < ends[index] and ends[position] > index:
+                names += self._launches(line)
+        return tuple(names)
 
     def _launches(self, line: Instruction) -> list[str]:
         """The all-to-alls that an instruction starts, or runs inside."""
@@ -133,42 +133,44 @@ class CompiledText:
             return []
         if issued is not None:
             return [line.name] if kind_of(issued.op) == "all-to-all" else []
-        inner = [one for name in line.called for one in self._schedules.get(name, [])]
-        return [launch for one in inner for launch in self._launches(one)]
+        inner = [
+            instruction for name in line.called for instruction in self._schedules.get(name, [])
+        ]
+        return [launch for instruction in inner for launch in self._launches(instruction)]
 
     @cached_property
     def _ends(self) -> dict[str, list[int]]:
         """For each computation, where what each of its instructions starts is done."""
         return {
-            name: [self._end(lines, place) for place in range(len(lines))]
+            name: [self._end(lines, index) for index in range(len(lines))]
             for name, lines in self._schedules.items()
         }
 
     @cached_property
     def _outside(self) -> dict[str, tuple[str, ...]]:
         """All-to-alls in flight around each computation while it runs."""
-        found: dict[str, tuple[str, ...]] = {}
+        outside: dict[str, tuple[str, ...]] = {}
         waiting: list[tuple[str, tuple[str, ...]]] = [(self.entry, ())]
         while waiting:
             name, around = waiting.pop()
-            found[name] = found.get(name, ()) + around
-            for place, line in enumerate(self._schedules.get(name, [])):
+            outside[name] = outside.get(name, ()) + around
+            for index, line in enumerate(self._schedules.get(name, [])):
                 if line.op in ("while", "conditional", "call"):
-                    beside = around + self._beside(name, place)
+                    beside = around + self._beside(name, index)
                     own = set(self._launches(line))
                     waiting += [
-                        (called, tuple(one for one in beside if one not in own))
+                        (called, tuple(neighbour for neighbour in beside if neighbour not in own))
                         for called in line.called
                     ]
-        return found
+        return outside
 
     def schedules(self) -> list[ScheduleText]:
         """The schedule of each computation that communicates, in the order of the text."""
-        found = [
+        texts = [
             ScheduleText(name, self.calls[name], "".join(map(self._letter, lines)))
             for name, lines in self._schedules.items()
         ]
-        return [schedule for schedule in found if re.search("[SAsa]", schedule.letters)]
+        return [schedule for schedule in texts if re.search("[SAsa]", schedule.letters)]
 
     @cached_property
     def _schedules(self) -> dict[str, list[Instruction]]:
@@ -182,13 +184,13 @@ class CompiledText:
     @cached_property
     def _wrapped(self) -> dict[str, Instruction]:
         """The collective inside each computation that a fusion or an asynchronous start runs."""
-        found = {}
+        wrapped = {}
         for line in itertools.chain.from_iterable(self.computations.values()):
             if line.op == "fusion" or line.op.endswith("-start"):
                 for name in line.called:
                     lines = self.computations.get(name, [])
-                    found.update((name, inner) for inner in lines if kind_of(inner.op))
-        return found
+                    wrapped.update((name, inner) for inner in lines if kind_of(inner.op))
+        return wrapped
 
     def _issued(self, line: Instruction) -> Instruction | None:
         """The collective that an instruction is, or starts."""
@@ -248,19 +250,19 @@ class CompiledText:
                 bytes=size,
                 calls=calls,
                 asynchronous=line.op.endswith("-start"),
-                hides=any(self.multiplies(other) for other in between),
+                hides=any(self.multiplies(instruction) for instruction in between),
                 backward="transpose(" in line.rest,
                 launch=line.name,
             )
 
-    def _end(self, lines: list[Instruction], place: int) -> int:
+    def _end(self, lines: list[Instruction], index: int) -> int:
         """Where what an instruction starts is done; the next place for what is waited for."""
-        if not lines[place].op.endswith("-start"):
-            return place + 1
+        if not lines[index].op.endswith("-start"):
+            return index + 1
         ends = (
             number
-            for number, line in enumerate(lines[place + 1 :], place + 1)
-            if line.op.endswith("-done") and origin_of(line, self._starts) == lines[place].name
+            for number, line in enumerate(lines[index + 1 :], index + 1)
+            if line.op.endswith("-done") and origin_of(line, self._starts) == lines[index].name
         )
         return next(ends, len(lines))
 
@@ -287,7 +289,7 @@ def _groups_along(
 ) -> frozenset[frozenset[int]]:
     names, sizes = zip(*axes, strict=True)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
-    places = [names.index(axis) for axis in chosen]
-    count = math.prod(sizes[place] for place in places)
-    ids = np.moveaxis(ids, places, range(-len(places), 0)).reshape(-1, count)
+    positions = [names.index(axis) for axis in chosen]
+    count = math.prod(sizes[position] for position in positions)
+    ids = np.moveaxis(ids, positions, range(-len(positions), 0)).reshape(-1, count)
     return frozenset(frozenset(group) for group in ids.tolist())

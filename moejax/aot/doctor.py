@@ -39,12 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         if overrides and args.config is None:
             raise InputError("settings without a config. Add --config FILE.")
-        place, console = _place(args.target), Console()
+        hardware, console = _place(args.target), Console()
         if args.config is not None:
-            show(load_config(args.config, overrides), place, console)
+            show(load_config(args.config, overrides), hardware, console)
             return
-        dtype = "float32" if place.platform == "cpu" else "bfloat16"
-        show(change(Config(), {"model.dtype": dtype}), place, console)
+        dtype = "float32" if hardware.platform == "cpu" else "bfloat16"
+        show(change(Config(), {"model.dtype": dtype}), hardware, console)
         console.print(f"no config: for the default model in {dtype}", highlight=False)
 
     return exit_code(run, stopped="nothing was changed")
@@ -57,26 +57,26 @@ def _place(target: str | None) -> Hardware:
     return Hardware(device.platform, getattr(device, "compute_capability", None))
 
 
-def show(cfg: Config, place: Hardware, console: Console) -> None:
+def show(cfg: Config, hardware: Hardware, console: Console) -> None:
     """Prints versions, the place and the choices.
 
     Raises:
       InputError: as `select_kernels`, after everything is printed.
     """
-    found = [f"Python {platform.python_version()}"]
+    versions = [f"Python {platform.python_version()}"]
     for name in PACKAGES:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    console.print(", ".join(found), highlight=False, soft_wrap=True)
-    capability = f", compute capability {place.capability}" if place.capability else ""
-    console.print(f"platform {place.platform}{capability}", highlight=False)
+    console.print(", ".join(versions), highlight=False, soft_wrap=True)
+    capability = f", compute capability {hardware.capability}" if hardware.capability else ""
+    console.print(f"platform {hardware.platform}{capability}", highlight=False)
     try:
-        console.print(_table(select_kernels(cfg, place)))
+        console.print(_table(select_kernels(cfg, hardware)))
     except InputError:
         open_choice = replace(cfg, kernels="auto", moe=replace(cfg.moe, implementation="auto"))
-        console.print(_table(select_kernels(open_choice, place)))
+        console.print(_table(select_kernels(open_choice, hardware)))
         raise
 
 

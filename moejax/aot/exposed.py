@@ -11,19 +11,19 @@ from moejax.config.compression import PRESETS
 from moejax.layout.layout import Layout
 
 
-def traffic_of(one: Exchange, layout: Layout) -> str | None:
+def traffic_of(exchange: Exchange, layout: Layout) -> str | None:
     """The class of compressible traffic that a collective carries, forward or backward.
 
     The compiled program does not name what it sends: both directions of tokens count as one class
     here, and so do gradients of dense weights and of experts, which cross nodes on the same axes.
     """
-    if "float" not in one.dtype or not set(one.axes) & set(layout.slow):
+    if "float" not in exchange.dtype or not set(exchange.axes) & set(layout.slow):
         return None
-    if one.kind == "all_to_all":
-        return "tokens_backward" if one.backward else "tokens"
-    if one.kind == "all_gather" and set(one.axes) & set(layout.fsdp + layout.expert):
+    if exchange.kind == "all_to_all":
+        return "tokens_backward" if exchange.backward else "tokens"
+    if exchange.kind == "all_gather" and set(exchange.axes) & set(layout.fsdp + layout.expert):
         return "weights"
-    if one.kind in ("all_reduce", "reduce_scatter") and one.backward:
+    if exchange.kind in ("all_reduce", "reduce_scatter") and exchange.backward:
         return "gradients"
     return None
 
@@ -39,11 +39,11 @@ def hidden_shares(exchanges: Iterable[Exchange], layout: Layout) -> dict[str, fl
     """The share of each class's bytes across nodes that enclose a matrix product."""
     total: dict[str, int] = {}
     hidden: dict[str, int] = {}
-    for one in exchanges:
-        kind = traffic_of(one, layout)
+    for exchange in exchanges:
+        kind = traffic_of(exchange, layout)
         if kind is not None:
-            total[kind] = total.get(kind, 0) + one.calls * one.bytes
-            hidden[kind] = hidden.get(kind, 0) + one.calls * one.bytes * one.hides
+            total[kind] = total.get(kind, 0) + exchange.calls * exchange.bytes
+            hidden[kind] = hidden.get(kind, 0) + exchange.calls * exchange.bytes * exchange.hides
     return {kind: hidden[kind] / max(total[kind], 1) for kind in total}
 
 

@@ -29,8 +29,8 @@ class Instruction:
     @property
     def first_operand(self) -> str:
         """The name of the first thing it takes."""
-        found = re.search(r"%([\w.\-]+)", self.rest)
-        return found[1] if found else ""
+        match = re.search(r"%([\w.\-]+)", self.rest)
+        return match[1] if match else ""
 
     @cached_property
     def called(self) -> list[str]:
@@ -77,20 +77,20 @@ def _numbers(text: str | None) -> list[int]:
 def _joined(sets: list[set[int]]) -> frozenset[frozenset[int]]:
     """Unites sets that share a member."""
     groups: list[set[int]] = []
-    for one in sets:
-        touching = [group for group in groups if group & one]
-        groups = [group for group in groups if not group & one] + [one.union(*touching)]
+    for members in sets:
+        touching = [group for group in groups if group & members]
+        groups = [group for group in groups if not group & members] + [members.union(*touching)]
     return frozenset(frozenset(group) for group in groups)
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """The instructions of each computation, and the name of the first one to run."""
-    found: dict[str, list[Instruction]] = {}
+    by_name: dict[str, list[Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
         head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
         if head:
-            current = found.setdefault(head[2], [])
+            current = by_name.setdefault(head[2], [])
             entry = head[2] if head[1] else entry
         elif line == "}":
             current = None
@@ -99,7 +99,7 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
             if parsed:
                 name, result, op, rest = parsed.groups()
                 current.append(Instruction(name, op, result, rest))
-    return found, entry
+    return by_name, entry
 
 
 def kind_of(op: str) -> str | None:
@@ -138,5 +138,5 @@ def arrays_of(line: Instruction, kind: str, group: int) -> list[tuple[str, int]]
 
 
 def _bits(dtype: str) -> int:
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 8
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8

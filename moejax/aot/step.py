@@ -52,33 +52,36 @@ class CompiledStep:
     def token_exchanges(self, *, backward: bool | None = None) -> list[Exchange]:
         """The all-to-alls that carry tokens or their gradients; None: of both passes."""
         return [
-            one
-            for one in self.exchanges
-            if one.kind == "all_to_all"
-            and "float" in one.dtype
-            and backward in (None, one.backward)
+            exchange
+            for exchange in self.exchanges
+            if exchange.kind == "all_to_all"
+            and "float" in exchange.dtype
+            and backward in (None, exchange.backward)
         ]
 
     def reductions(self) -> list[Exchange]:
         """What sums gradients of weights: in the backward pass, over more than a number."""
         kinds = ("all_reduce", "reduce_scatter")
         return [
-            one
-            for one in self.exchanges
-            if one.kind in kinds
-            and one.backward
-            and "float" in one.dtype
-            and one.bytes > 1024
-            and not all(axis.startswith("tensor") for axis in one.axes)  # activations
+            exchange
+            for exchange in self.exchanges
+            if exchange.kind in kinds
+            and exchange.backward
+            and "float" in exchange.dtype
+            and exchange.bytes > 1024
+            and not all(axis.startswith("tensor") for axis in exchange.axes)  # activations
         ]
 
     def reductions_beside_exchanges(self) -> list[Exchange]:
         """Reductions in flight with an all-to-all on a link that both use: across nodes, or not."""
-        crosses = {one.launch: bool(set(one.axes) & set(self.slow)) for one in self.exchanges}
+        crosses = {
+            exchange.launch: bool(set(exchange.axes) & set(self.slow))
+            for exchange in self.exchanges
+        }
         return [
-            one
-            for one in self.reductions()
-            if any(crosses[name] == crosses[one.launch] for name in one.beside)
+            exchange
+            for exchange in self.reductions()
+            if any(crosses[name] == crosses[exchange.launch] for name in exchange.beside)
         ]
 
     def hidden_reductions(self) -> float:
@@ -87,18 +90,20 @@ class CompiledStep:
 
     def hidden_gathers(self) -> float:
         """The share of the gathered weights' bytes that enclose a matrix product."""
-        return _hidden_bytes([one for one in self.exchanges if one.kind == "all_gather"])
+        return _hidden_bytes(
+            [exchange for exchange in self.exchanges if exchange.kind == "all_gather"]
+        )
 
     def hidden_share(self, *, backward: bool | None = None) -> float:
         """The share of those all-to-alls that enclose a matrix product."""
         exchanges = self.token_exchanges(backward=backward)
-        hidden = sum(one.calls for one in exchanges if one.hides)
-        return hidden / max(sum(one.calls for one in exchanges), 1)
+        hidden = sum(exchange.calls for exchange in exchanges if exchange.hides)
+        return hidden / max(sum(exchange.calls for exchange in exchanges), 1)
 
 
 def _hidden_bytes(exchanges: list[Exchange]) -> float:
-    hidden = sum(one.calls * one.bytes for one in exchanges if one.hides)
-    return hidden / max(sum(one.calls * one.bytes for one in exchanges), 1)
+    hidden = sum(exchange.calls * exchange.bytes for exchange in exchanges if exchange.hides)
+    return hidden / max(sum(exchange.calls * exchange.bytes for exchange in exchanges), 1)
 
 
 def described_config(cfg: Config, target: Target, nodes: int) -> Config:
@@ -172,26 +177,26 @@ def other_peaks(train_step: TrainStep, step: CompiledStep, options: Options | No
         "evaluation": _lowered(train_step, train_step.evaluate),
         "sampling": _lowered(train_step, train_step.next_logits, train_step.abstract_prompt()),
     }
-    found = {}
-    for name, one in lowered.items():
-        memory = one.compile(compiler_options=options).memory_analysis()
+    peaks = {}
+    for name, function in lowered.items():
+        memory = function.compile(compiler_options=options).memory_analysis()
         unread = step.argument_bytes - memory.argument_size_in_bytes
-        found[name] = memory.peak_memory_in_bytes + unread
-    return found
+        peaks[name] = memory.peak_memory_in_bytes + unread
+    return peaks
 
 
-def _lowered(train_step: TrainStep, function: Any, given: Any = None) -> Any:
+def _lowered(train_step: TrainStep, function: Any, argument: Any = None) -> Any:
     with described_cudnn():
-        return function.lower(train_step.abstract, given or train_step.abstract_batch())
+        return function.lower(train_step.abstract, argument or train_step.abstract_batch())
 
 
 def census(exchanges: Iterable[Exchange]) -> dict[tuple[str, str, str, str], list[int]]:
     """(kind, axes, dtype, how) -> arrays moved in a step, bytes, and arrays that hide."""
     rows: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for one in exchanges:
-        how = "async" if one.asynchronous else "sync"
-        row = rows[one.kind, ", ".join(one.axes), one.dtype, how]
-        row[0] += one.calls
-        row[1] += one.calls * one.bytes
-        row[2] += one.calls * one.hides
+    for exchange in exchanges:
+        how = "async" if exchange.asynchronous else "sync"
+        row = rows[exchange.kind, ", ".join(exchange.axes), exchange.dtype, how]
+        row[0] += exchange.calls
+        row[1] += exchange.calls * exchange.bytes
+        row[2] += exchange.calls * exchange.hides
     return dict(sorted(rows.items()))

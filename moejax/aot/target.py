@@ -105,8 +105,8 @@ def _check_cuda_tools() -> None:
     """Looks where XLA looks for what it calls; it ends the process where libdevice is missing."""
     packages = importlib.util.find_spec("jax_plugins")
     homes = [Path("/usr/local/cuda"), Path("/opt/cuda")]
-    for place in packages.submodule_search_locations or [] if packages else []:
-        homes += sorted((Path(place).parent / "nvidia").glob("*"))
+    for folder in packages.submodule_search_locations or [] if packages else []:
+        homes += sorted((Path(folder).parent / "nvidia").glob("*"))
     missing = []
     if not shutil.which("ptxas") and not any((home / "bin/ptxas").exists() for home in homes):
         missing.append("ptxas")

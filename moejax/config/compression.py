@@ -101,8 +101,8 @@ class Compression:
 
     def all_of(self, kind: str) -> list[CodecSpec]:
         """Every codec that a class takes at some time."""
-        found = [getattr(codecs, kind) for _, codecs in self.stages]
-        return [spec for spec in found if spec is not None]
+        codecs_of_kind = [getattr(codecs, kind) for _, codecs in self.stages]
+        return [spec for spec in codecs_of_kind if spec is not None]
 
     @property
     def adaptive(self) -> bool:
@@ -171,34 +171,34 @@ def build_compression(cfg: CompressionConfig) -> Compression:
 
 def describe_codecs(codecs: Codecs) -> str:
     """The codecs in words; of an adaptive one the level that it stands on."""
-    found = []
+    lines = []
     for entry in dataclasses.fields(Codecs):
         spec = getattr(codecs, entry.name)
         if spec is not None:
             shown = f"{spec.levels[spec.level]} (adaptive)" if spec.levels else str(spec)
-            found.append(f"{entry.name} {shown}")
-    return ", ".join(found) or "none"
+            lines.append(f"{entry.name} {shown}")
+    return ", ".join(lines) or "none"
 
 
 def _read_schedule(kind: str, text: str, cfg: CompressionConfig) -> dict[int, CodecSpec | None]:
     """What a class takes, by the step from which it does."""
-    found: dict[int, CodecSpec | None] = {}
-    for place, part in enumerate(text.split(",")):
+    schedule: dict[int, CodecSpec | None] = {}
+    for index, part in enumerate(text.split(",")):
         name, at, start = part.partition("@")
-        if (place > 0) != bool(at) or (at and not start.isdecimal()):
+        if (index > 0) != bool(at) or (at and not start.isdecimal()):
             rule = (
                 "The first codec counts from the start, each later one says its step: none,int8@200"
             )
             _refuse(kind, text, rule)
         step = int(start or 0)
-        if found and step <= max(found):
+        if schedule and step <= max(schedule):
             _refuse(kind, text, "Its steps must grow")
-        found[step] = _read_codec(kind, name, cfg)
-    names = {spec.name for spec in found.values() if spec is not None}
+        schedule[step] = _read_codec(kind, name, cfg)
+    names = {spec.name for spec in schedule.values() if spec is not None}
     for own in {"loco", "adaptive"} & names:
         if len(names) > 1:
             _refuse(kind, text, f"What {own} remembers is of no use to another codec beside it")
-    return found
+    return schedule
 
 
 def _read_codec(kind: str, text: str, cfg: CompressionConfig) -> CodecSpec | None:
@@ -241,7 +241,7 @@ def _read_adaptive(
     kind: str, text: str, argument: str, spec: CodecSpec, cfg: CompressionConfig
 ) -> CodecSpec:
     threshold, _, listed = argument.partition(":")
-    levels = tuple(_read_codec(kind, one, cfg) for one in listed.split("|")) if listed else ()
+    levels = tuple(_read_codec(kind, part, cfg) for part in listed.split("|")) if listed else ()
     plain = (*BLOCKS, "bfloat16", "topk")
     held = [level is not None and level.name in plain and not level.feedback for level in levels]
     if not 0 < _number(threshold) < 1 or len(levels) < 2 or not all(held):
@@ -250,8 +250,8 @@ def _read_adaptive(
             "strong: adaptive:0.9:int8|int4|topk:0.1"
         )
         _refuse(kind, text, rule)
-    found = tuple(level for level in levels if level is not None)
-    return dataclasses.replace(spec, argument=_number(threshold), levels=found)
+    codecs = tuple(level for level in levels if level is not None)
+    return dataclasses.replace(spec, argument=_number(threshold), levels=codecs)
 
 
 def _number(text: str) -> float:

@@ -56,8 +56,10 @@ class Field:
         """The rule on the value in words; empty when every value of the type will do."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        words = {"at least": self.at_least, "above": self.above, "at most": self.at_most}
-        return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
+        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most}
+        return " and ".join(
+            f"{word} {bound}" for word, bound in bounds.items() if bound is not None
+        )
 
 
 @functools.cache

@@ -118,11 +118,11 @@ def _describe_raise(error: Exception, file: Path, shown: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == path:
         own.append(error.lineno)
     where = f"{shown}, line {own[-1]}" if own and own[-1] else shown
-    said = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    if " Other fields present" in said:  # A locked ConfigDict goes on to print itself whole.
-        said = said.partition(" Other fields present")[0].lstrip("'")
-    said = one_line(said)[:300].rstrip(".")
-    return f"{where}: {type(error).__name__}: {said}. Correct the config file."
+    message = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    if " Other fields present" in message:  # A locked ConfigDict goes on to print itself whole.
+        message = message.partition(" Other fields present")[0].lstrip("'")
+    message = one_line(message)[:300].rstrip(".")
+    return f"{where}: {type(error).__name__}: {message}. Correct the config file."
 
 
 def _flatten(mapping: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -188,8 +188,8 @@ def read_yaml(text: str, shown: str) -> list[Entry]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
-        said = ", ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(f"{shown}{line}: {one_line(said)}. Correct the file.") from None
+        message = ", ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(f"{shown}{line}: {one_line(message)}. Correct the file.") from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise InputError(

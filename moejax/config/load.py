@@ -79,11 +79,11 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 
 def split_overrides(argv: Iterable[str]) -> tuple[list[str], list[str]]:
     """Splits a command line into flags and `--config.a.b=value` overrides."""
-    overrides, rest, words = [], [], iter(argv)
-    for word in words:
+    overrides, rest, args = [], [], iter(argv)
+    for word in args:
         if word.startswith("--config."):
             if "=" not in word:
-                word = f"{word}={next(words, '')}"
+                word = f"{word}={next(args, '')}"
             overrides.append(word)
         else:
             rest.append(word)

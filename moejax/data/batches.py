@@ -135,13 +135,13 @@ def prefetch(
     An error of `make` is raised where its item would have come. Closing the iterator stops the
     thread.
     """
-    ahead: list[Future[Any]] = []
+    pending: list[Future[Any]] = []
     with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
         try:
             for step in range(first, last):
-                while len(ahead) < depth and step + len(ahead) < last:
-                    ahead.append(thread.submit(make, step + len(ahead)))
-                yield ahead.pop(0).result()
+                while len(pending) < depth and step + len(pending) < last:
+                    pending.append(thread.submit(make, step + len(pending)))
+                yield pending.pop(0).result()
         finally:
-            for waiting in ahead:
+            for waiting in pending:
                 waiting.cancel()

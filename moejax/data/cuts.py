@@ -32,21 +32,21 @@ PATTERNS = (
 )
 
 
-def may_cut(said: dict[str, Any]) -> bool:
+def may_cut(tokenizer: dict[str, Any]) -> bool:
     """Whether a text may be cut before a space that follows something else than white space.
 
     Args:
       said: the content of a tokenizer.json.
     """
-    normalizer = said.get("normalizer") or {"type": "NFC"}
+    normalizer = tokenizer.get("normalizer") or {"type": "NFC"}
     return (
         normalizer == {"type": "NFC"}
-        and _is_known(said.get("pre_tokenizer") or {})
-        and said["model"].get("dropout") is None
+        and _is_known(tokenizer.get("pre_tokenizer") or {})
+        and tokenizer["model"].get("dropout") is None
         # Added tokens are found before the pattern is used; one with a space could lie on a cut.
         and not any(
             " " in token["content"] or token["lstrip"] or token["rstrip"] or token["single_word"]
-            for token in said.get("added_tokens", ())
+            for token in tokenizer.get("added_tokens", ())
         )
     )
 
@@ -59,8 +59,8 @@ def _is_known(splitter: dict[str, Any]) -> bool:
     if [part["type"] for part in parts] != ["Split", "ByteLevel"]:
         return False
     split = parts[0]  # ByteLevel then works on each match alone, with its own pattern or without.
-    said = split["pattern"].get("Regex"), split["behavior"], split["invert"]
-    return said in [(pattern, "Isolated", False) for pattern in PATTERNS]
+    settings = split["pattern"].get("Regex"), split["behavior"], split["invert"]
+    return settings in [(pattern, "Isolated", False) for pattern in PATTERNS]
 
 
 def joined(pieces: Iterator[str]) -> Iterator[str]:

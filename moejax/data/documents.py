@@ -28,10 +28,10 @@ class Document:
 
     def digest(self) -> str:
         """The sha256 of the text as UTF-8."""
-        found = hashlib.sha256()
+        result = hashlib.sha256()
         for piece in self.pieces():
-            found.update(piece.encode("utf-8"))
-        return found.hexdigest()
+            result.update(piece.encode("utf-8"))
+        return result.hexdigest()
 
     def pieces(self) -> Iterator[str]:
         """The text, in parts."""
@@ -63,11 +63,11 @@ class TextFile:
           InputError: it is not UTF-8, or not what it was when its digest was taken.
         """
         decoder = codecs.getincrementaldecoder("utf-8")()
-        found, position = hashlib.sha256(), 0
+        result, position = hashlib.sha256(), 0
         with self._path.open("rb") as opened:
             while True:
                 raw = opened.read(PIECE)
-                found.update(raw)
+                result.update(raw)
                 # A character that the end of a piece cuts waits in the decoder for its other part.
                 start = position - len(decoder.getstate()[0])
                 with _utf_8(self.source, start):
@@ -77,7 +77,7 @@ class TextFile:
                     yield text
                 if not raw:
                     break
-        if self._digest not in (None, found.hexdigest()):
+        if self._digest not in (None, result.hexdigest()):
             raise InputError(
                 f"a file was changed. {self.source} has other bytes than a moment before. It must "
                 f"stay as it is while it is read. Run the same command again."
@@ -96,15 +96,15 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[AnyDocument]:
     """Yields the documents of all files that are not empty."""
     for file in files:
         if file.suffix == ".jsonl":
-            found = _read_jsonl(file, text_field)
+            documents = _read_jsonl(file, text_field)
         elif file.suffix == ".parquet":
-            found = _read_parquet(file, text_field)
+            documents = _read_parquet(file, text_field)
         else:
             with file.open("rb") as opened:
                 if opened.read(1):
                     yield TextFile(file)
             continue
-        for document in found:
+        for document in documents:
             if document.text:
                 yield document
 

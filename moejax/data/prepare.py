@@ -54,34 +54,36 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    command = argparse.ArgumentParser(
         prog="moejax prepare",
         description="Turns text into token files for training.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
+    command.add_argument(
         "files",
         nargs="+",
         metavar="FILE",
         help=".jsonl: an object a line; .parquet: a document a row; else: a document a file",
     )
-    made.add_argument("--out", help="output path without ending, e.g. data/books")
-    made.add_argument(
+    command.add_argument("--out", help="output path without ending, e.g. data/books")
+    command.add_argument(
         "--verify", action="store_true", help="check the sha256 of token files; write nothing"
     )
-    made.add_argument("--tokenizer", help="a tokenizer.json; without it, ids are bytes")
-    made.add_argument("--eos", help="token (or id) that ends a document; default: the usual names")
-    made.add_argument("--text-field", default="text", help="field or column of the text")
-    made.add_argument("--format", choices=sorted(SUFFIXES), default="bin", help="default: bin")
-    made.add_argument(
+    command.add_argument("--tokenizer", help="a tokenizer.json; without it, ids are bytes")
+    command.add_argument(
+        "--eos", help="token (or id) that ends a document; default: the usual names"
+    )
+    command.add_argument("--text-field", default="text", help="field or column of the text")
+    command.add_argument("--format", choices=sorted(SUFFIXES), default="bin", help="default: bin")
+    command.add_argument(
         "--eval-fraction",
         type=float,
         default=0.01,
         help="documents held out, chosen by a hash of their text (default 0.01; 0: none)",
     )
-    made.add_argument("--overwrite", action="store_true", help="replace existing files")
-    return made
+    command.add_argument("--overwrite", action="store_true", help="replace existing files")
+    return command
 
 
 def prepare(args: argparse.Namespace, console: Console) -> None:
@@ -158,10 +160,10 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
 
 def _check_output(args: argparse.Namespace) -> None:
     """Refuses to replace files unasked."""
-    found = _outputs(args)
-    if found and not args.overwrite:
+    existing = _outputs(args)
+    if existing and not args.overwrite:
         raise InputError(
-            f"output exists. {found[0]} is there already. Nothing is replaced unasked. Add "
+            f"output exists. {existing[0]} is there already. Nothing is replaced unasked. Add "
             f"--overwrite, or choose another --out."
         )
 
@@ -207,7 +209,7 @@ def _write_documents(
 ) -> None:
     """Streams every document to its split, with progress on a terminal."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    said = time.monotonic()
+    last_update = time.monotonic()
     told = tokenizer.cuts
     drawn = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not drawn) as progress:
@@ -220,9 +222,12 @@ def _write_documents(
                 tokens = sum(writer.num_tokens for writer in writers.values())
                 text = f"{document.source}  {number:,} documents, {tokens:,} tokens"
                 progress.update(task, description=text)
-                if not console.is_terminal and time.monotonic() - said > SECONDS_BETWEEN_LINES:
+                if (
+                    not console.is_terminal
+                    and time.monotonic() - last_update > SECONDS_BETWEEN_LINES
+                ):
                     console.print(text, highlight=False, soft_wrap=True)
-                    said = time.monotonic()
+                    last_update = time.monotonic()
     for split, writer in writers.items():
         if not writer.num_documents:
             total = sum(writer.num_documents for writer in writers.values())

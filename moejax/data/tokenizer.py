@@ -75,9 +75,9 @@ class FileTokenizer:
                 return int(eos)
         else:
             for name in EOS_NAMES if eos is None else (eos,):
-                found = self._tokenizer.token_to_id(name)
-                if found is not None:
-                    return int(found)
+                token_id = self._tokenizer.token_to_id(name)
+                if token_id is not None:
+                    return int(token_id)
         raise InputError(
             f"no end-of-document token. {path} has no {eos or ', '.join(EOS_NAMES)}. Documents are "
             f"joined by one token. Name it: --eos NAME, or --eos ID below {self.vocab_size}."

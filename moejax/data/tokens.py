@@ -80,8 +80,8 @@ class MemorySource:
 
     def parts(self) -> list[FilePart]:
         """One, told by the tokens themselves."""
-        found = hashlib.sha256(np.ascontiguousarray(self.tokens).astype("<u4")).hexdigest()
-        return [FilePart(name="built-in text", digest=found, tokens=self.num_tokens)]
+        digest = hashlib.sha256(np.ascontiguousarray(self.tokens).astype("<u4")).hexdigest()
+        return [FilePart(name="built-in text", digest=digest, tokens=self.num_tokens)]
 
 
 def from_documents(documents: Sequence[bytes]) -> MemorySource:
@@ -122,10 +122,10 @@ class FileSource:
     def check_ends(self) -> None:
         """Raises InputError unless the stream begins and ends with eos."""
         for offset in (0, self.num_tokens - 1):
-            found = int(self.read(offset, 1)[0])
-            if found != self.eos_id:
+            token = int(self.read(offset, 1)[0])
+            if token != self.eos_id:
                 raise InputError(
-                    f"token file has no eos at its ends. {self.path}, token {offset}: id {found}. "
+                    f"token file has no eos at its ends. {self.path}, token {offset}: id {token}. "
                     f"A stream begins and ends with eos = {self.eos_id}. Check the file with its "
                     f"sha256, or prepare the text again."
                 )
@@ -214,12 +214,12 @@ class JoinedSource:
         """Tokens start .. start + length - 1, int32, across file ends where it must."""
         assert 0 <= start <= start + length <= self.num_tokens
         parts, stop = [np.empty(0, np.int32)], start + length
-        place = int(np.searchsorted(self.ends, start, side="right"))
-        while start < stop and place < len(self.sources):
-            source, end = self.sources[place], int(self.ends[place])
+        index = int(np.searchsorted(self.ends, start, side="right"))
+        while start < stop and index < len(self.sources):
+            source, end = self.sources[index], int(self.ends[index])
             take = min(stop, end) - start
             parts.append(source.read(start - (end - source.num_tokens), take))
-            start, place = start + take, place + 1
+            start, index = start + take, index + 1
         return np.concatenate(parts)
 
     def parts(self) -> list[FilePart]:
@@ -260,8 +260,8 @@ def _find_files(patterns: Sequence[str]) -> list[Path]:
     paths: list[Path] = []
     for pattern in patterns:
         # A path that exists is taken as it is, though it may hold characters of a pattern.
-        found = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
-        files = [Path(name) for name in found if Path(name).is_file() and name[-5:] != ".json"]
+        names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
+        files = [Path(name) for name in names if Path(name).is_file() and name[-5:] != ".json"]
         if not files:
             raise InputError(
                 f"no token file. {pattern!r} matches none, seen from {Path.cwd()}. A path or "
@@ -308,14 +308,15 @@ def _check_together(sources: Sequence[FileSource], model_vocab: int) -> None:
 def _check_same(sources: Sequence[FileSource]) -> None:
     first = sources[0]
     for source in sources:
-        mine, other = ((s.vocab_size, s.eos_id) for s in (first, source))
+        expected, actual = ((s.vocab_size, s.eos_id) for s in (first, source))
         # The name of the tokenizer's copy may differ, its content may not.
         digests = [s.sidecar.tokenizer_sha256 for s in (first, source)]
-        if mine != other or digests[0] != digests[1]:
+        if expected != actual or digests[0] != digests[1]:
             raise InputError(
-                f"token files disagree. {first.path} has vocabulary {mine[0]}, eos {mine[1]} and "
-                f"tokenizer sha256 {digests[0]}, {source.path} has {other[0]}, {other[1]} and "
-                f"{digests[1]}. All files of a run need one tokenizer. Prepare them alike."
+                f"token files disagree. {first.path} has vocabulary {expected[0]}, eos "
+                f"{expected[1]} and tokenizer sha256 {digests[0]}, {source.path} has {actual[0]}, "
+                f"{actual[1]} and {digests[1]}. All files of a run need one tokenizer. Prepare "
+                f"them alike."
             )
 
 
@@ -325,9 +326,9 @@ def verify(source: FileSource) -> None:
     Raises:
       InputError: if they differ.
     """
-    found = digest(source.path)
-    if found != source.sidecar.sha256:
+    actual = digest(source.path)
+    if actual != source.sidecar.sha256:
         raise InputError(
-            f"token file is damaged. {source.path} has sha256 {found[:16]}, its sidecar says "
+            f"token file is damaged. {source.path} has sha256 {actual[:16]}, its sidecar says "
             f"{source.sidecar.sha256[:16]}. They must agree. Copy it again."
         )

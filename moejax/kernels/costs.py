@@ -57,23 +57,23 @@ def named_cost(name: str, arrays: list[Any]) -> Cost | None:
 
     A product has 2 M K N FLOPs, an expert MLP three such. Rows move as many bytes as the name says.
     """
-    if (found := re.fullmatch(r"rows_(\d+)x(\d+)", name)) is not None:
-        return {"kind": "gather", "bytes": float(math.prod(map(int, found.groups())))}
-    found = re.fullmatch(r"(experts_forward|experts_backward|products)_([0-9x]+)", name)
-    if found is None:
+    if (match := re.fullmatch(r"rows_(\d+)x(\d+)", name)) is not None:
+        return {"kind": "gather", "bytes": float(math.prod(map(int, match.groups())))}
+    match = re.fullmatch(r"(experts_forward|experts_backward|products)_([0-9x]+)", name)
+    if match is None:
         return None
-    M, K, N, *groups = map(int, found[2].split("x"))
+    M, K, N, *groups = map(int, match[2].split("x"))
     floats = [x.dtype for x in arrays if "float" in str(x.dtype)]
     cost = {
         "kind": "product",
-        "flops": 2.0 * PRODUCTS[found[1]] * M * K * N,
+        "flops": 2.0 * PRODUCTS[match[1]] * M * K * N,
         "dtype": str(floats[0]) if floats else "float32",
         "work": True,
     }
     if groups:
         weights = 3 * groups[0] * K * N * (floats[0].itemsize if floats else 4)
-        cost |= {"blocks": (M, groups[0]), "bytes": float(PASSES[found[1]] * weights)}
-    if found[1] == "experts_forward":
+        cost |= {"blocks": (M, groups[0]), "bytes": float(PASSES[match[1]] * weights)}
+    if match[1] == "experts_forward":
         cost["unread"] = 2 / 3  # gate and up: what the hidden layer saw is another result
     return cost
 

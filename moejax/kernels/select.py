@@ -51,18 +51,18 @@ def hardware_of(mesh: Mesh | AbstractMesh, platform: str) -> Hardware:
     return Hardware(platform, getattr(device, "compute_capability", None))
 
 
-def select_kernels(cfg: Config, place: Hardware) -> dict[str, Choice]:
+def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
     """Returns the choice for each operation that a run has.
 
     Raises:
       InputError: if a kernel declines that the config names, or any does and `kernels` is
         "required".
     """
-    model, found = cfg.model, {}
+    model, choices = cfg.model, {}
     mesh, train = cfg.mesh, cfg.train
     ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert
-    found["attention"] = select_attention(
-        place,
+    choices["attention"] = select_attention(
+        hardware,
         dtype=model.dtype,
         width=model.head_width,
         length=cfg.data.sequence_length,
@@ -70,8 +70,8 @@ def select_kernels(cfg: Config, place: Hardware) -> dict[str, Choice]:
         isolated=cfg.data.isolate_documents,
     )
     if model.has_experts:
-        found["experts"] = select_experts(
-            place,
+        choices["experts"] = select_experts(
+            hardware,
             cfg.moe.implementation,
             dtype=model.dtype,
             width=model.width,
@@ -81,13 +81,13 @@ def select_kernels(cfg: Config, place: Hardware) -> dict[str, Choice]:
     specs = [spec for _, codecs in policy.stages for spec in vars(codecs).values() if spec]
     if specs:
         stochastic = any(spec.stochastic for spec in specs)
-        found["quantize"] = select_quantize(
-            place, block=cfg.compression.block, stochastic=stochastic
+        choices["quantize"] = select_quantize(
+            hardware, block=cfg.compression.block, stochastic=stochastic
         )
     tokens = {kind: {spec.name for spec in policy.all_of(kind)} for kind in TOKENS}
     if model.has_experts and any(tokens.values()):
-        found["quantized_rows"] = select_quantized_rows(
-            place,
+        choices["quantized_rows"] = select_quantized_rows(
+            hardware,
             tokens,
             cfg.route,
             block=cfg.compression.block,
@@ -96,16 +96,16 @@ def select_kernels(cfg: Config, place: Hardware) -> dict[str, Choice]:
             choices=cfg.moe.experts_per_token,
         )
     if cfg.kernels == "required":
-        _require(found)
-    return found
+        _require(choices)
+    return choices
 
 
 def _hidden_is_cut(cfg: Config) -> bool:
     return cfg.mesh.expert_weights == "hidden"
 
 
-def _require(found: dict[str, Choice]) -> None:
-    for operation, choice in found.items():
+def _require(choices: dict[str, Choice]) -> None:
+    for operation, choice in choices.items():
         for name, reason in choice.declined:
             raise InputError(
                 f"`kernels` is required, but {name} declines {operation}: {reason}. Set "
@@ -114,7 +114,7 @@ def _require(found: dict[str, Choice]) -> None:
 
 
 def select_experts(
-    place: Hardware, requested: str, *, dtype: str, width: int, hidden: int
+    hardware: Hardware, requested: str, *, dtype: str, width: int, hidden: int
 ) -> Choice:
     """Returns the implementation of `expert_mlp`.
 
@@ -122,7 +122,7 @@ def select_experts(
       requested: `moe.implementation`.
       width, hidden: D, and F on one device.
     """
-    why_not = _products_decline(place, dtype, width, hidden)
+    why_not = _products_decline(hardware, dtype, width, hidden)
     if requested == "tokamax" and importlib.util.find_spec("tokamax") is None:
         why_not = "it is not installed. Install moejax[kernels]"
     if requested != "auto":
@@ -134,20 +134,20 @@ def select_experts(
     if why_not is None:
         return Choice("mosaic", "bfloat16 on Hopper: products of groups on its matrix units")
     declined = (("mosaic", why_not),)
-    if place.platform == "tpu":
+    if hardware.platform == "tpu":
         # The kernel of that platform: nothing is missing.
         return Choice("ragged_dot", "TPU lowers ragged_dot to a grouped kernel")
-    reason = f"ragged_dot multiplies every row by every expert on {place.platform}"
+    reason = f"ragged_dot multiplies every row by every expert on {hardware.platform}"
     return Choice("blocked", reason, declined)
 
 
-def select_quantize(place: Hardware, *, block: int, stochastic: bool = False) -> Choice:
+def select_quantize(hardware: Hardware, *, block: int, stochastic: bool = False) -> Choice:
     """Returns the implementation of `kernels.quantize`.
 
     Args:
       stochastic: whether something is rounded at random.
     """
-    why_not = _blocks_decline(place, block)
+    why_not = _blocks_decline(hardware, block)
     if why_not is not None:
         return Choice("reference", "plain JAX runs everywhere", (("mosaic", why_not),))
     taken = "one pass over memory each way"
@@ -158,7 +158,7 @@ def select_quantize(place: Hardware, *, block: int, stochastic: bool = False) ->
 
 
 def select_quantized_rows(
-    place: Hardware,
+    hardware: Hardware,
     codecs: Mapping[str, set[str]],
     route: str,
     *,
@@ -177,7 +177,7 @@ def select_quantized_rows(
     blocks = [kind for kind in TOKENS if codecs[kind] & set(BLOCKS)]
     if not blocks:
         return Choice("separate", "no class of tokens is quantised, so rows are only permuted")
-    why_not = _rows_decline(place, block, width, dtype, choices)
+    why_not = _rows_decline(hardware, block, width, dtype, choices)
     if why_not is not None:
         return Choice("separate", "rows are permuted and quantised in turn", (("mosaic", why_not),))
     reason = f"one pass over memory permutes and quantises rows of {', '.join(blocks)}"
@@ -189,7 +189,7 @@ def select_quantized_rows(
 
 
 def select_attention(
-    place: Hardware, *, dtype: str, width: int, length: int, sequences: int, isolated: bool
+    hardware: Hardware, *, dtype: str, width: int, length: int, sequences: int, isolated: bool
 ) -> Choice:
     """Returns the implementation of `kernels.attention`.
 
@@ -198,7 +198,7 @@ def select_attention(
       length, sequences: T, and B on one device in one micro-batch.
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
     """
-    why_not = _cudnn_declines(place, dtype, width)
+    why_not = _cudnn_declines(hardware, dtype, width)
     mask_bytes = 2 * sequences * length**2 if isolated else 0
     if why_not is None and isolated and length % 2:
         why_not = f"with a mask it takes an even number of positions, this is {length}"
@@ -216,15 +216,15 @@ def select_attention(
     return Choice("cudnn", "cuDNN's fused attention, causal by itself: no mask is made")
 
 
-def _cudnn_declines(place: Hardware, dtype: str, width: int) -> str | None:
+def _cudnn_declines(hardware: Hardware, dtype: str, width: int) -> str | None:
     """Why cuDNN's fused attention does not run; None if it does."""
-    if place.platform != "gpu":
-        return f"it is for GPUs, this is {place.platform}"
+    if hardware.platform != "gpu":
+        return f"it is for GPUs, this is {hardware.platform}"
     if dtype != "bfloat16":
         return f"it takes bfloat16, this is {dtype}"
-    known = (math.inf,) if place.capability is None else _number(place.capability)
+    known = (math.inf,) if hardware.capability is None else _number(hardware.capability)
     if known is None or known < (8, 0):
-        return f"it is for NVIDIA's from compute capability 8.0, this is {place.capability}"
+        return f"it is for NVIDIA's from compute capability 8.0, this is {hardware.capability}"
     widest = 256 if known >= (9, 0) else 128
     if width % 8 or width > widest:
         return f"heads are {width} wide. It takes multiples of 8 up to {widest}"
@@ -233,30 +233,32 @@ def _cudnn_declines(place: Hardware, dtype: str, width: int) -> str | None:
 
 def _number(capability: str) -> tuple[float, ...] | None:
     """A compute capability as numbers that compare; None for AMD's, which are names."""
-    found = re.fullmatch(r"(\d+)\.(\d+)", capability)
-    return found and (int(found[1]), int(found[2]))
+    match = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    return match and (int(match[1]), int(match[2]))
 
 
-def _mosaic_declines(place: Hardware) -> str | None:
+def _mosaic_declines(hardware: Hardware) -> str | None:
     """Why no kernel of ours for Hopper runs; None if they do."""
-    if place.platform != "gpu":
-        return f"it is for GPUs, this is {place.platform}"
-    if place.capability not in (None, HOPPER):
-        return f"it is for Hopper (compute capability {HOPPER}), this is {place.capability}"
+    if hardware.platform != "gpu":
+        return f"it is for GPUs, this is {hardware.platform}"
+    if hardware.capability not in (None, HOPPER):
+        return f"it is for Hopper (compute capability {HOPPER}), this is {hardware.capability}"
     if jax.__version_info__ < (0, 11):
         return f"it needs JAX 0.11, this is {jax.__version__}"
     return None
 
 
-def _blocks_decline(place: Hardware, block: int) -> str | None:
-    why_not = _mosaic_declines(place)
+def _blocks_decline(hardware: Hardware, block: int) -> str | None:
+    why_not = _mosaic_declines(hardware)
     if why_not is None and block not in (32, 64, 128, 256):
         why_not = f"blocks of {block} fill no tile. It takes 32, 64, 128 or 256"
     return why_not
 
 
-def _rows_decline(place: Hardware, block: int, width: int, dtype: str, choices: int) -> str | None:
-    why_not = _blocks_decline(place, block)
+def _rows_decline(
+    hardware: Hardware, block: int, width: int, dtype: str, choices: int
+) -> str | None:
+    why_not = _blocks_decline(hardware, block)
     if why_not is not None:
         return why_not
     blocks = -(-width // block)
@@ -273,8 +275,8 @@ def _rows_decline(place: Hardware, block: int, width: int, dtype: str, choices: 
     return None
 
 
-def _products_decline(place: Hardware, dtype: str, width: int, hidden: int) -> str | None:
-    why_not = _mosaic_declines(place)
+def _products_decline(hardware: Hardware, dtype: str, width: int, hidden: int) -> str | None:
+    why_not = _mosaic_declines(hardware)
     if why_not is None and dtype != "bfloat16":
         why_not = f"it multiplies bfloat16, this is {dtype}"
     if why_not is None and (width % 64 or hidden % 64):

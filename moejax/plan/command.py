@@ -32,32 +32,36 @@ how many nodes it has. Exit codes: docs/formats/exit.md.
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
+    """Returns the parser of the command line."""
+    command = argparse.ArgumentParser(
         prog="moejax plan",
         description="Chooses mesh, route, chunks, codecs and recomputation for a model on a "
         "cluster: traces the train step of each candidate and prices what was traced.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--config", metavar="FILE", help="as of moejax train")
-    made.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
-    made.add_argument("--topology", metavar="NAME|FILE", help="the cluster")
-    made.add_argument("--clusters", action="store_true", help="list the known clusters and exit")
-    made.add_argument("--routing", help="balanced, zipf:POWER or routing.json (default: config's)")
-    made.add_argument(
+    command.add_argument("--config", metavar="FILE", help="as of moejax train")
+    command.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
+    command.add_argument("--topology", metavar="NAME|FILE", help="the cluster")
+    command.add_argument("--clusters", action="store_true", help="list the known clusters and exit")
+    command.add_argument(
+        "--routing", help="balanced, zipf:POWER or routing.json (default: config's)"
+    )
+    command.add_argument(
         "--codecs", choices=("none", "hybrid", "strong"), help="preset whose codecs may be chosen"
     )
-    made.add_argument(
+    command.add_argument(
         "--free", default="", metavar="NAMES", help="settings, with commas, to choose all the same"
     )
-    made.add_argument("--fewer", action="store_true", help="also look at half the nodes, and so on")
-    made.add_argument("--seconds", type=float, help="that the search may take")
-    made.add_argument("--top", type=int, default=8, help="plans to show (default 8)")
-    made.add_argument("--out", metavar="FILE.json", type=Path, help="write the best plan")
-    made.add_argument("--report", metavar="FILE.html", type=Path, help="write a page about it")
-    made.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
-    return made
+    command.add_argument(
+        "--fewer", action="store_true", help="also look at half the nodes, and so on"
+    )
+    command.add_argument("--seconds", type=float, help="time limit of the search")
+    command.add_argument("--top", type=int, default=8, help="plans to show (default 8)")
+    command.add_argument("--out", metavar="FILE.json", type=Path, help="write the best plan")
+    command.add_argument("--report", metavar="FILE.html", type=Path, help="write a page about it")
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> None:
-    """Does what the flags ask."""
+    """Checks the flags, then lists clusters or plans."""
     from moejax.plan.cluster.file import known_clusters, load_topology
 
     if args.clusters:
@@ -95,7 +99,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Refuses numbers that mean nothing, and places that cannot be written to."""
+    """Refuses numbers out of range and outputs that cannot be written."""
     if args.seconds is not None and not 0 < args.seconds < math.inf:
         raise InputError(
             f"--seconds is {args.seconds:g}. It must be a time above 0. Correct it, or leave it "
@@ -109,18 +113,18 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
-    """The config with the command's wishes, and the freed settings at their defaults."""
-    given = {name: getattr(args, name) for name in ("routing", "codecs", "seconds")}
-    wishes = {f"plan.{name}": value for name, value in given.items() if value is not None}
+    """Returns the config with the flags applied and the freed settings at their defaults."""
+    flags = {name: getattr(args, name) for name in ("routing", "codecs", "seconds")}
+    wishes = {f"plan.{name}": value for name, value in flags.items() if value is not None}
     freed = {}
     for name in filter(None, args.free.split(",")):
-        found = [known for known in CHOSEN if known == name or known.startswith(f"{name}.")]
-        if not found:
+        names = [known for known in CHOSEN if known == name or known.startswith(f"{name}.")]
+        if not names:
             raise InputError(
                 f"--free has `{name}`, which no plan chooses. It must be among "
                 f"{', '.join(CHOSEN)}, or a group of them. Correct it."
             )
-        freed |= {known: fields()[known].default for known in found}
+        freed |= {known: fields()[known].default for known in names}
     mesh = replace(cfg.mesh, simulated_devices=None, nodes=None, platform=None)
     cfg = change(replace(cfg, mesh=mesh), freed | wishes)
     return replace(cfg, plan=replace(cfg.plan, mode="auto", topology=None))
@@ -150,32 +154,32 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
                 cfg, cluster, limits, routing, seconds=cfg.plan.seconds, progress=progress
             )
 
-    found = find(topology)
+    result = find(topology)
     console.print(
         f"{args.config} on {topology.name}: {topology.devices} devices on {topology.nodes} nodes; "
         f"routing {routing.name} (busiest expert {routing.skew:.2f} x the mean)",
         highlight=False,
     )
-    print_ranked(found, topology, console, args.top)
-    print_why(found, console)
+    print_ranked(result, topology, console, args.top)
+    print_why(result, console)
     if args.fewer:
-        _print_fewer(found, topology, find, console)
+        _print_fewer(result, topology, find, console)
     if args.out is not None:
-        save_plan(plan_from(found, topology, cfg.plan.routing), args.out)
+        save_plan(plan_from(result, topology, cfg.plan.routing), args.out)
         console.print(f"wrote {args.out}; train with --config.plan={args.out}", highlight=False)
     if args.report is not None:
         from moejax.plan.report.page import write_report
 
-        write_report(found, topology, routing, args.report)
+        write_report(result, topology, routing, args.report)
         console.print(f"wrote {args.report}", highlight=False)
 
 
-def _print_fewer(found, topology, find, console: Console) -> None:
-    """What half the nodes, a quarter, ... would give."""
+def _print_fewer(result, topology, find, console: Console) -> None:
+    """Shows the best plan for half the nodes, a quarter, and so on."""
     from moejax.plan.price.terms import tokens_per_second
     from moejax.plan.report.tables import mesh_text
 
-    best = found.ranked[0]
+    best = result.ranked[0]
     rows = [(topology.nodes, best)]
     nodes = topology.nodes
     while nodes % 2 == 0:
@@ -185,11 +189,11 @@ def _print_fewer(found, topology, find, console: Console) -> None:
         except (InputError, ValueError) as error:
             console.print(f"{nodes} nodes: {error}", highlight=False)
             break
-    for nodes, one in rows:
-        rate = tokens_per_second(one)
+    for nodes, plan in rows:
+        rate = tokens_per_second(plan)
         share = rate / tokens_per_second(best)
         console.print(
             f"{nodes} nodes: {rate:,.0f} tokens/s ({share:.2f} of {topology.nodes} nodes'), "
-            f"{mesh_text(one.cfg)}",
+            f"{mesh_text(plan.cfg)}",
             highlight=False,
         )

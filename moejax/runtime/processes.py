@@ -149,8 +149,8 @@ class Processes:
 
     def notes(self, folder: str) -> dict[str, str]:
         """The notes under a name that were left so far. Does not wait."""
-        found = self._client.key_value_dir_get(f"moejax/{folder}")
-        return {name.rpartition("/")[2]: value for name, value in found}
+        entries = self._client.key_value_dir_get(f"moejax/{folder}")
+        return {name.rpartition("/")[2]: value for name, value in entries}
 
     def _wait_for(self, name: str) -> str:
         while True:

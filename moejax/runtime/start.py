@@ -28,26 +28,26 @@ def join() -> Processes:
       InputError: if the launcher's variables contradict each other, or the coordinator's address
         is not one of process 0's machine.
     """
-    place = find_rank()
-    if place.count == 1:
+    rank = find_rank()
+    if rank.count == 1:
         return Processes()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would take SIGTERM away from `runtime.interrupt`.
     jax.config.update("jax_enable_preemption_service", False)
-    listens_at = coordinator_listens_at(place.coordinator or "")
-    if place.index == 0:
+    listens_at = coordinator_listens_at(rank.coordinator or "")
+    if rank.index == 0:
         check_can_listen(listens_at)
     with interruptible():
         jax.distributed.initialize(
-            coordinator_address=place.coordinator,
-            num_processes=place.count,
-            process_id=place.index,
+            coordinator_address=rank.coordinator,
+            num_processes=rank.count,
+            process_id=rank.index,
             coordinator_bind_address=listens_at,
             # Under Slurm it would leave each process one GPU.
             cluster_detection_method="deactivate",
         )
     # JAX keeps the client that sends messages to itself; Orbax takes it from here too.
-    return Processes(place.index, place.count, distributed.global_state.client)
+    return Processes(rank.index, rank.count, distributed.global_state.client)
 
 
 def coordinator_listens_at(coordinator: str) -> str:
@@ -58,24 +58,24 @@ def coordinator_listens_at(coordinator: str) -> str:
     itself by a name that leads to its loopback (Debian's 127.0.1.1), while other machines know it
     by an address, all are left: they could not reach it otherwise.
     """
-    if given := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
-        return given
+    if bound := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        return bound
     host, _, port = coordinator.rpartition(":")
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
+        addresses = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
     except OSError:  # only process 0 needs to know the address as its own
         return coordinator
-    inside = all(ipaddress.ip_address(address).is_loopback for address in found)
+    inside = all(ipaddress.ip_address(address).is_loopback for address in addresses)
     return f"[::]:{port}" if inside and _is_name_of_a_machine(host) else coordinator
 
 
-def check_can_listen(place: str) -> None:
+def check_can_listen(listen_at: str) -> None:
     """Refuses an ADDRESS:PORT that is not this machine's, or where somebody listens.
 
     Raises:
       InputError: JAX would end the process without a word.
     """
-    host, _, port = place.rpartition(":")
+    host, _, port = listen_at.rpartition(":")
     try:
         if not 0 < int(port) < 1 << 16:
             raise ValueError("a port is between 1 and 65535")
@@ -84,9 +84,9 @@ def check_can_listen(place: str) -> None:
             return
     except (OSError, ValueError) as error:
         raise InputError(
-            f"process 0 cannot listen for the others. At {place}: {error}. MOEJAX_COORDINATOR must "
-            f"be an address of its machine and a free port. Correct it, or name the address to "
-            f"listen at in JAX_COORDINATOR_BIND_ADDRESS."
+            f"process 0 cannot listen for the others. At {listen_at}: {error}. MOEJAX_COORDINATOR "
+            f"must be an address of its machine and a free port. Correct it, or name the address "
+            f"to listen at in JAX_COORDINATOR_BIND_ADDRESS."
         ) from error
 
 
@@ -105,10 +105,10 @@ def simulated_here(mesh: MeshConfig) -> int | None:
     Raises:
       InputError: if processes cannot share them, or the launcher asks for another number.
     """
-    total, place = mesh.simulated_devices, find_rank()
-    if total is None or place.coordinator is None:
+    total, rank = mesh.simulated_devices, find_rank()
+    if total is None or rank.coordinator is None:
         return total
-    count = place.count
+    count = rank.count
     if total % count:
         raise InputError(
             f"{count} processes cannot share {total} devices. mesh.simulated_devices is of the "
@@ -173,12 +173,12 @@ def _simulate(count: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:  # JAX has started: in a notebook, by an earlier run.
-        found = len(jax.local_devices(backend="cpu"))
-        if found != count:
+        present = len(jax.local_devices(backend="cpu"))
+        if present != count:
             raise InputError(
-                f"JAX has already started. It has {found} CPU devices, mesh.simulated_devices is "
+                f"JAX has already started. It has {present} CPU devices, mesh.simulated_devices is "
                 f"{count}. Their number cannot change in a process. Restart it, or set "
-                f"mesh.simulated_devices={found}."
+                f"mesh.simulated_devices={present}."
             ) from error
 
 

@@ -85,20 +85,20 @@ class Optimizer:
         def of(gradient: jax.Array, dims: str, param: jax.Array, state: Any) -> tuple[Any, Any]:
             transform = self.transform(dims)
 
-            def apply(gradient: jax.Array, kept: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-                param, state = kept
+            def apply(gradient: jax.Array, old: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+                param, state = old
                 updates, state = transform.update(gradient * scale, state, param)
-                found = (optax.apply_updates(param, updates), state)
-                return jax.tree.map(partial(jnp.where, finite), found, kept)
+                updated = (optax.apply_updates(param, updates), state)
+                return jax.tree.map(partial(jnp.where, finite), updated, old)
 
             stacked = param.ndim > len(dims)
             if stacked and self.cfg.name == "muon" and is_matrix(dims):
                 return _layer_by_layer(apply, gradient, (param, state))
             return apply(gradient, (param, state))
 
-        found = jax.tree.map(of, gradients, self.dims, params, state)
+        updated = jax.tree.map(of, gradients, self.dims, params, state)
         tree = jax.tree.structure(gradients)
-        new_params, new_state = zip(*tree.flatten_up_to(found), strict=True)
+        new_params, new_state = zip(*tree.flatten_up_to(updated), strict=True)
         return jax.tree.unflatten(tree, new_params), jax.tree.unflatten(tree, new_state)
 
     def transform(self, dims: str) -> optax.GradientTransformation:
@@ -123,7 +123,7 @@ class Optimizer:
         )
 
 
-def _layer_by_layer(apply: Callable, gradient: jax.Array, kept: Any) -> Any:
+def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
     """`apply` on each layer of stacked arrays, in place; counts, which have no layers, as given.
 
     The loop carries each layer flat: else XLA gives the whole stack the layout that the products
@@ -132,16 +132,16 @@ def _layer_by_layer(apply: Callable, gradient: jax.Array, kept: Any) -> Any:
     index, put = jax.lax.dynamic_index_in_dim, jax.lax.dynamic_update_index_in_dim
 
     def body(layer: jax.Array, now: Any) -> Any:
-        def own(flat: jax.Array, given: jax.Array) -> jax.Array:
-            shape = given.shape[1:]
-            return index(flat, layer, keepdims=False).reshape(shape) if given.ndim else given
+        def own(flat: jax.Array, array: jax.Array) -> jax.Array:
+            shape = array.shape[1:]
+            return index(flat, layer, keepdims=False).reshape(shape) if array.ndim else array
 
-        new = apply(index(gradient, layer, keepdims=False), jax.tree.map(own, now, kept))
+        new = apply(index(gradient, layer, keepdims=False), jax.tree.map(own, now, state))
         return jax.tree.map(lambda x, y: put(x, y.reshape(-1), layer, 0) if x.ndim else y, now, new)
 
-    flat = jax.tree.map(lambda x: x.reshape(len(x), -1) if x.ndim else x, kept)
-    found = jax.lax.fori_loop(0, len(gradient), body, flat)
-    return jax.tree.map(lambda x, y: x.reshape(y.shape), found, kept)
+    flat = jax.tree.map(lambda x: x.reshape(len(x), -1) if x.ndim else x, state)
+    updated = jax.lax.fori_loop(0, len(gradient), body, flat)
+    return jax.tree.map(lambda x, y: x.reshape(y.shape), updated, state)
 
 
 def _decays(dims: str) -> bool:

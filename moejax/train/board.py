@@ -36,9 +36,9 @@ class Board:
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a number for each tag."""
-        found = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        if found:
-            self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=found)))
+        values_of = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        if values_of:
+            self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values_of)))
 
     def _write(self, event: Event) -> None:
         left = record(event.SerializeToString())

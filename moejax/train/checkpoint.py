@@ -152,15 +152,15 @@ class Checkpoints:
         names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
         read = restore_items(saved.path, abstract, names)
         weights = read["weights"]
-        kept: Any = abstract.reduction if reduction else None
+        residuals: Any = abstract.reduction if reduction else None
         if "reduction" in read:
-            kept = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
+            residuals = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
         return TrainState(
             **read["counters"],
             params=weights["params"],
             router_bias=weights["balance"],
             optimizer=read["optimizer"],
-            reduction=kept,
+            reduction=residuals,
         )
 
 
@@ -212,8 +212,8 @@ def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved | No
             return {}, str(error)
         return manifest, find_damage(path, manifest, verify, (processes.index, processes.count))
 
-    manifest, found = processes.together(look)
-    damage = next(filter(None, processes.gather(found)), None)
+    manifest, damage_seen = processes.together(look)
+    damage = next(filter(None, processes.gather(damage_seen)), None)
     if damage is not None:
         return None, damage
     return Saved(manifest["step"], path.absolute(), manifest), ""
@@ -229,14 +229,14 @@ def _items(state: TrainState) -> dict[str, Any]:
 
     The keys are names of the format and stay as they are: files of earlier versions have them.
     """
-    kept = state.reduction
+    residuals = state.reduction
     return {
         "counters": {"step": state.step, "skipped": state.skipped},
         "weights": {"params": state.params, "balance": state.router_bias},
         "optimizer": state.optimizer,
         **(
-            {"reduction": {"codecs": kept.codecs, "rungs": kept.levels}}
-            if jax.tree.leaves(kept)
+            {"reduction": {"codecs": residuals.codecs, "rungs": residuals.levels}}
+            if jax.tree.leaves(residuals)
             else {}
         ),
     }

@@ -17,7 +17,7 @@ SAID = tuple(os.strerror(number) for number in FULL)  # tensorstore has only the
 def is_full(error: BaseException | None) -> bool:
     """Whether an error, or one behind it, is of a disk or a quota without space."""
     while error is not None:
-        if getattr(error, "errno", None) in FULL or any(words in str(error) for words in SAID):
+        if getattr(error, "errno", None) in FULL or any(phrase in str(error) for phrase in SAID):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -52,7 +52,7 @@ def check_disk_space(directory: Path, needed: int, step: int, processes: Process
 class _NotFull(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not is_full(error) and not any(words in record.getMessage() for words in SAID)
+        return not is_full(error) and not any(phrase in record.getMessage() for phrase in SAID)
 
 
 QUIET = _NotFull()

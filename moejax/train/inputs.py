@@ -48,7 +48,7 @@ class Inputs:
 
         sharding = train_step.batch_sharding
         held = set(map(bounds, sharding.addressable_devices_indices_map(shape).values()))
-        read = {each: rows(*each) for each in sorted(held)}
+        read = {block: rows(*block) for block in sorted(held)}
 
         def array(name: str) -> jax.Array:
             def shard(index: Any) -> np.ndarray:
@@ -61,14 +61,14 @@ class Inputs:
     def eval_batches(self, train_step: TrainStep, limit: int | None) -> Iterator[tuple[Batch, int]]:
         """Batches of held-out text and how many targets each has."""
         assert self.held_out is not None
-        found = data_batches.eval_batches(
+        batches = data_batches.eval_batches(
             self.held_out,
             sequence_length=self.cfg.data.sequence_length,
             batch_sequences=self.cfg.train.batch_sequences,
             limit=limit,
             isolate_documents=self.cfg.data.isolate_documents,
         )
-        for whole in found:
+        for whole in batches:
 
             def rows(first: int, last: int, whole: Any = whole) -> Any:
                 return Batch(*(getattr(whole, name)[first:last] for name in Batch._fields))

@@ -93,11 +93,11 @@ def train(cfg: Config, console: Console) -> Ended:
 
 def train_claimed(cfg: Config, inputs: Inputs, console: Console, processes: Processes) -> Ended:
     """Trains in a run directory that no other run uses."""
-    found = train_planned(cfg, inputs, console, processes)
-    if isinstance(found, Topology):  # at a checkpoint, with other links than the plan was made for
-        found = train_planned(cfg, inputs, console, processes, measured=found)
-    assert isinstance(found, Ended), "a run is planned again once"
-    return found
+    ended = train_planned(cfg, inputs, console, processes)
+    if isinstance(ended, Topology):  # at a checkpoint, with other links than the plan was made for
+        ended = train_planned(cfg, inputs, console, processes, measured=ended)
+    assert isinstance(ended, Ended), "a run is planned again once"
+    return ended
 
 
 def train_planned(
@@ -193,14 +193,14 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
     schedule, stopping = CodecSchedule(run.train_step, run.processes), Stop(run.processes)
     skips = Skips(int(state.skipped))
-    before, said = None, ""
+    before, shown = None, ""
     schedule.step_for(step, state)  # Ctrl-C ends a compilation at once: it is not caught yet
     with Interrupt() as interrupt, run.inputs.batches(run.train_step, step, last) as batches:
         for batch in batches:
             train_step, codecs = schedule.step_for(step, state)
-            if codecs != said:
+            if codecs != shown:
                 tell(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
-                said = codecs
+                shown = codecs
             state, metrics = train_step(state, batch)
             step += 1
             # One step in flight beside the one being prepared: never more, so that a stop, a
@@ -269,13 +269,13 @@ def check_update(run: Run, skipped: Skipped | None) -> None:
     run.record_saved(run.checkpoints.wait())
     first = skipped.step - skipped.in_a_row + 1
     directory = run.checkpoints.directory
-    kept = run.processes.from_first(lambda: [s for s in finished_steps(directory) if s <= first])
+    steps = run.processes.from_first(lambda: [s for s in finished_steps(directory) if s <= first])
     run.records.event("diverged", skipped.step)
     good = (
-        f"The last checkpoint from before them is {directory / str(max(kept))}. Lower "
+        f"The last checkpoint from before them is {directory / str(max(steps))}. Lower "
         f"optimizer.learning_rate: the same command goes on from there, and from an older one if "
         f"you remove it"
-        if kept
+        if steps
         else "No checkpoint is from before them. Lower optimizer.learning_rate and begin again"
     )
     raise DivergedError(

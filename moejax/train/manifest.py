@@ -65,9 +65,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     if not file.is_file():
-        found = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+        files = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
         raise InputError(
-            f"no finished checkpoint at {path}. Found {', '.join(found[:8]) or 'nothing'}. A "
+            f"no finished checkpoint at {path}. Found {', '.join(files[:8]) or 'nothing'}. A "
             f"finished one holds {MANIFEST}. Name a run directory or one of its checkpoints/STEP."
         )
     try:
@@ -96,9 +96,9 @@ def _check_digest(manifest: dict[str, Any], version: Any) -> None:
         raise DamagedError(f"manifest has format {version!r}")
     if version == 1 and "digest" not in manifest:
         return
-    found, expected = digest_of(manifest), str(manifest["digest"])
-    if found != expected:
-        raise DamagedError(f"manifest has digest {found[:12]}, expected {expected[:12]}")
+    actual, expected = digest_of(manifest), str(manifest["digest"])
+    if actual != expected:
+        raise DamagedError(f"manifest has digest {actual[:12]}, expected {expected[:12]}")
 
 
 def _check_fields(manifest: dict[str, Any]) -> None:
@@ -131,8 +131,8 @@ def find_damage(
         if file.stat().st_size != facts["bytes"]:
             return f"{name} has {file.stat().st_size} bytes, expected {facts['bytes']}"
         compared = verify == "full" and number % part[1] == part[0]
-        if compared and (found := sha256(file)) != facts["sha256"]:
-            return f"{name} has digest {found[:12]}, expected {facts['sha256'][:12]}"
+        if compared and (actual := sha256(file)) != facts["sha256"]:
+            return f"{name} has digest {actual[:12]}, expected {facts['sha256'][:12]}"
     unknown = next((name for name in _names(path) if name not in manifest["files"]), None)
     return None if unknown is None else f"{unknown} is not in the manifest"
 

@@ -22,10 +22,10 @@ def check_memory(train_step: TrainStep, processes: Processes) -> int:
     """
     own, devices = socket.gethostname(), jax.local_devices()
     together = processes.gather(own).count(own)
-    found = min(device_memory(device, together * len(devices)) for device in devices)
-    limit = min(processes.gather(found))
-    given = train_step.argument_bytes()
-    needed = sum(given.values()) + given["weights"]  # gradients are shaped like weights
+    memory = min(device_memory(device, together * len(devices)) for device in devices)
+    limit = min(processes.gather(memory))
+    arguments = train_step.argument_bytes()
+    needed = sum(arguments.values()) + arguments["weights"]  # gradients are shaped like weights
     if needed > limit:
         simulated = train_step.platform == "cpu"
         whose = "its share of this machine" if simulated else "what JAX may take of it"

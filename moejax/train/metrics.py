@@ -96,7 +96,7 @@ def held_out_text(values: Mapping[str, float | None]) -> str:
     # JSON has no NaN: what was none is null.
     known = {name: math.nan if value is None else value for name, value in values.items()}
     return ", ".join(
-        words.format(known[name]) for name, words in EVALUATED.items() if name in known
+        template.format(known[name]) for name, template in EVALUATED.items() if name in known
     )
 
 

@@ -50,7 +50,7 @@ class PlanMonitor:
             return row[1] / row[2] if ratio > 1 else row[2] / row[1]
 
         name, before, after = best = max(compare(self.topology, now), key=explains)
-        said = f"a step takes {ratio:.2f} x what was predicted"
+        message = f"a step takes {ratio:.2f} x what was predicted"
         if explains(best) > WITHIN[1]:
             cause = f"{name} is {after:.3g} a second now, the plan has {before:.3g}"
         else:
@@ -59,17 +59,17 @@ class PlanMonitor:
                 f"no link or rate explains it (the nearest, {name}, changed by "
                 f"{after / before - 1:+.0%}); the plan's largest term is {largest}"
             )
-        return PlanMismatch(f"warning: {said}: {cause}", now)
+        return PlanMismatch(f"warning: {message}: {cause}", now)
 
 
 def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]:
     """(what, rate before, rate now) of every link and rate that both have."""
     rows = []
-    for one, other in zip(before.tiers, after.tiers, strict=False):
-        for kind, link in one.links.items():
-            if one.size > 1 and kind in other.links:
-                name = f"{kind} over {one.name}, bytes"
-                rows.append((name, link.bytes_per_s, other.links[kind].bytes_per_s))
+    for tier, measured in zip(before.tiers, after.tiers, strict=False):
+        for kind, link in tier.links.items():
+            if tier.size > 1 and kind in measured.links:
+                name = f"{kind} over {tier.name}, bytes"
+                rows.append((name, link.bytes_per_s, measured.links[kind].bytes_per_s))
     for dtype, curve in before.device.products.items():
         if dtype in after.device.products:
             rows.append(

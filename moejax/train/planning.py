@@ -46,12 +46,12 @@ class RunPlan:
         """Lines of the start table."""
         if self.plan is None:
             return []
-        predicted, other = self.plan.predicted["seconds"], self.plan.runner_up
+        predicted, runner_up = self.plan.predicted["seconds"], self.plan.runner_up
         text = f"{predicted * 1e3:,.1f} ms a step predicted on {self.plan.topology}"
         rows = [("plan", f"{plan_text(self.cfg)}: {text}")]
-        if other is not None:
-            cfg = change(self.cfg, other["settings"])
-            rows.append(("runner-up", f"{plan_text(cfg)}: {other['seconds'] * 1e3:,.1f} ms"))
+        if runner_up is not None:
+            cfg = change(self.cfg, runner_up["settings"])
+            rows.append(("runner-up", f"{plan_text(cfg)}: {runner_up['seconds'] * 1e3:,.1f} ms"))
         return rows
 
 
@@ -89,8 +89,8 @@ def plan_run(
     if resuming and measured is None and (run_dir / PLAN).exists():
         plan = load_plan(run_dir / PLAN)
         if plan.devices == len(devices) and cfg.mesh.nodes in (None, plan.nodes):
-            kept = run_dir / TOPOLOGY
-            topology = load_topology(str(kept)) if kept.exists() else None
+            topology_path = run_dir / TOPOLOGY
+            topology = load_topology(str(topology_path)) if topology_path.exists() else None
             return _planned(plan, cfg, topology, ())
     if len(devices) == 1:
         return RunPlan(change(cfg, {"mesh.replica": 1}))
@@ -146,8 +146,8 @@ def _search(cfg: Config, topology: Topology, limits: Limits, console: Console) -
         def progress(text: str) -> None:
             status.update(f"planning: {text}")
 
-        found = search(cfg, topology, limits, routing, seconds=cfg.plan.seconds, progress=progress)
-    return plan_from(found, topology, cfg.plan.routing)
+        result = search(cfg, topology, limits, routing, seconds=cfg.plan.seconds, progress=progress)
+    return plan_from(result, topology, cfg.plan.routing)
 
 
 def _topology(

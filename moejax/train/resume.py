@@ -115,15 +115,15 @@ def check_same_data(saved: dict[str, Any], content: Content, *, allowed: bool) -
 def _what_changed(before: list[FilePart], now: list[FilePart]) -> str:
     """The files that came, went or have another content; at most four of them by name."""
     old, new = ({part["name"]: part for part in parts} for parts in (before, now))
-    found = [
+    changes = [
         f"{name} has other content ({new[name]['tokens']:,} tokens, had {old[name]['tokens']:,})"
         for name in old
         if name in new and new[name]["digest"] != old[name]["digest"]
     ]
-    found += [f"{name} is gone" for name in old if name not in new]
-    found += [f"{name} is new" for name in new if name not in old]
-    rest = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-    return ", ".join(found[:SHOWN] + rest) or "the same files in another order"
+    changes += [f"{name} is gone" for name in old if name not in new]
+    changes += [f"{name} is new" for name in new if name not in old]
+    rest = [f"and {len(changes) - SHOWN} more"] if len(changes) > SHOWN else []
+    return ", ".join(changes[:SHOWN] + rest) or "the same files in another order"
 
 
 def describe_run(train_step: TrainStep, content: Content) -> dict[str, Any]:
@@ -150,23 +150,23 @@ def fingerprint(train_step: TrainStep) -> str | None:
     def spread(axes: Axes) -> Axes:
         return tuple(axis for axis in axes if layout.size((axis,)) > 1)
 
-    def facts(name: Any, param: Any, dims: str, kept: Any) -> list[Any]:
+    def facts(name: Any, param: Any, dims: str, residuals: Any) -> list[Any]:
         path = path_of(dims, layout)
         return [
             jax.tree_util.keystr(name, simple=True, separator="."),
             [dims, param.shape, [spread(axes) for axes in layout.param_axes(dims)]],
             [path.dim, spread(path.gather), spread(path.copies), spread(path.slow)],
-            [leaf.shape for leaf in jax.tree.leaves(kept)],
+            [leaf.shape for leaf in jax.tree.leaves(residuals)],
         ]
 
     state = train_step.abstract
     trees = (state.params, train_step.dims, state.reduction.codecs)
-    found = jax.tree_util.tree_map_with_path(facts, *trees)
+    facts_of_params = jax.tree_util.tree_map_with_path(facts, *trees)
     content = {
         "meaning": CODEC_STATE,
         "compression": dataclasses.asdict(train_step.cfg.compression),
-        "axes": [one for one in layout.sizes if one[1] > 1],
-        "parameters": jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, list)),
+        "axes": [axis_size for axis_size in layout.sizes if axis_size[1] > 1],
+        "parameters": jax.tree.leaves(facts_of_params, is_leaf=lambda x: isinstance(x, list)),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -78,8 +78,8 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
     Raises:
       InputError: in all of them.
     """
-    for index, other in enumerate(processes.gather(to_dict(cfg))):
-        if changes := diff(from_dict(other), cfg):
+    for index, config in enumerate(processes.gather(to_dict(cfg))):
+        if changes := diff(from_dict(config), cfg):
             listed = ", ".join(f"{name}: {theirs} and {ours}" for name, theirs, ours in changes)
             raise InputError(
                 f"processes have different configs. {index} and {processes.index} differ: "
@@ -123,8 +123,8 @@ def counted(
       InputError: if nothing is left.
     """
     notes: list[str] = []
-    while saved is not None and (found := step_of_state(saved, train_step.abstract)) != saved.step:
-        notes += set_aside(saved.path, f"its state is of step {found}", processes)
+    while saved is not None and (step := step_of_state(saved, train_step.abstract)) != saved.step:
+        notes += set_aside(saved.path, f"its state is of step {step}", processes)
         saved, _, more = again()
         notes += more
     return saved, notes
@@ -210,9 +210,9 @@ def said_done(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
     values = _final_eval(Path(cfg.run_dir) / "metrics.jsonl", saved.step)
     if inputs.held_out is not None and not values:
         return None
-    found = f"; held-out (all): {held_out_text(values)}" if values else ""
+    held_out = f"; held-out (all): {held_out_text(values)}" if values else ""
     return (
-        f"done before: step {saved.step} of {cfg.train.num_steps} is in {saved.path}{found}. "
+        f"done before: step {saved.step} of {cfg.train.num_steps} is in {saved.path}{held_out}. "
         f"Raise train.num_steps to go on."
     )
 

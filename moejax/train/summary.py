@@ -31,13 +31,17 @@ def summarize(train_step: TrainStep) -> Summary:
     """Traces step, evaluation and sampling; allocates nothing and needs no device."""
     traced = trace_step(train_step)
     schedule = traced.schedule()
-    given = train_step.argument_bytes()
+    arguments = train_step.argument_bytes()
     by_kind = {
-        "weights (float32 masters)": given["weights"],
-        "gradients": given["weights"],
-        "optimizer state": given["optimizer"],
-        **({"what codecs remember": kept} if (kept := given["codec memory"]) else {}),
-        "batch": given["batch"],
+        "weights (float32 masters)": arguments["weights"],
+        "gradients": arguments["weights"],
+        "optimizer state": arguments["optimizer"],
+        **(
+            {"what codecs remember": codec_memory}
+            if (codec_memory := arguments["codec memory"])
+            else {}
+        ),
+        "batch": arguments["batch"],
         "logits of one chunk": _logit_bytes(train_step),
     }
     return Summary(
@@ -93,13 +97,18 @@ def print_summary(
     console.print(table)
 
 
-def _by_kind(found: list[Collective], layout: Layout) -> dict[tuple[str, str], tuple[int, int]]:
+def _by_kind(
+    collectives: list[Collective], layout: Layout
+) -> dict[tuple[str, str], tuple[int, int]]:
     """Calls and bytes by kind and axes; axes of one device are left out."""
     totals: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for one in found:
-        key = (one.kind, ", ".join(axis for axis in one.axes if layout.size((axis,)) > 1))
+    for collective in collectives:
+        key = (
+            collective.kind,
+            ", ".join(axis for axis in collective.axes if layout.size((axis,)) > 1),
+        )
         calls, size = totals[key]
-        totals[key] = (calls + one.calls, size + one.calls * one.bytes)
+        totals[key] = (calls + collective.calls, size + collective.calls * collective.bytes)
     return dict(totals)
 
 

@@ -65,16 +65,16 @@ def _check_nodes(cfg: Config, num_devices: int) -> None:
         "`compression` has no effect: all devices are on one node (`mesh.nodes` is 1), and nothing "
         "is compressed inside a node. Set mesh.nodes, or compression=none.",
     )
-    room, inside = num_devices // mesh.nodes, {}
+    left, inside = num_devices // mesh.nodes, {}
     for axis in reversed(AXES):
         size = getattr(mesh, axis)
-        inside[axis] = math.gcd(size, room)
-        room //= inside[axis]
+        inside[axis] = math.gcd(size, left)
+        left //= inside[axis]
         require(
-            inside[axis] == size or room == 1,
+            inside[axis] == size or left == 1,
             f"`mesh.{axis}` = {size} does not fit nodes of {num_devices // mesh.nodes} devices: a "
-            f"node would hold {room} pieces of {inside[axis]}. Choose a mesh.{axis} that is a "
-            f"multiple or a divisor of {room * inside[axis]}.",
+            f"node would hold {left} pieces of {inside[axis]}. Choose a mesh.{axis} that is a "
+            f"multiple or a divisor of {left * inside[axis]}.",
         )
     if cfg.model.has_experts and cfg.route.startswith("two_level"):
         own = ("expert", "tensor") if mesh.expert_weights == "folded" else ("expert",)
@@ -154,26 +154,26 @@ def _describe_misfit(cfg: Config, num_devices: int, platform: str, needed: int) 
     mesh = cfg.mesh
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
-    ways = [
+    remedies = [
         f"choose axis sizes that multiply to {num_devices} (each one of "
         f"{divisors_text(num_devices)})"
     ]
     others = mesh.fsdp * mesh.expert * mesh.tensor
     if mesh.replica is not None and num_devices % others == 0:
-        ways.append("set mesh.replica=none to use all")
+        remedies.append("set mesh.replica=none to use all")
     if platform == "cpu":
         multiple = others * math.ceil(num_devices / others) if mesh.replica is None else needed
         state = BYTES_PER_PARAMETER * parameters_of(cfg)
         if state <= machine_memory():
-            ways.append(f"set mesh.simulated_devices={multiple}")
+            remedies.append(f"set mesh.simulated_devices={multiple}")
         else:
-            ways.append(
+            remedies.append(
                 f"start on {multiple} real devices (weights, optimizer state and gradients take "
                 f"{state / 2**30:,.0f} GiB, this machine has {machine_memory() / 2**30:,.0f})"
             )
     verb = "needs a multiple of" if mesh.replica is None else "needs"
     count = others if mesh.replica is None else needed
-    hint = ", or ".join(ways)
+    hint = ", or ".join(remedies)
     return (
         f"mesh {shown} {verb} {count} devices, found {num_devices} ({platform}). "
         f"{hint[0].upper()}{hint[1:]}."

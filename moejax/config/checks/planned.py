@@ -20,10 +20,10 @@ MODES = ("default", "auto", "hand")
 
 def pinned(cfg: Config) -> frozenset[str]:
     """The settings among `CHOSEN` that somebody has set: those not at their defaults."""
-    found = {name for name in CHOSEN if get_value(cfg, name) != fields()[name].default}
+    names = {name for name in CHOSEN if get_value(cfg, name) != fields()[name].default}
     if cfg.compression.preset != "none":
-        found |= set(CODECS)
-    return frozenset(found)
+        names |= set(CODECS)
+    return frozenset(names)
 
 
 def is_planned(cfg: Config) -> bool:

@@ -47,8 +47,8 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")  # what a container may take
 
 def machine_memory() -> int:
     """Bytes of this machine, or of the container that this process is in."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        return min(found, int(CGROUP.read_text()))
+        return min(size, int(CGROUP.read_text()))
     except (OSError, ValueError):  # no such limit, or "max"
-        return found
+        return size

@@ -145,20 +145,20 @@ def _multiply_tile(
     step: jax.Array,
 ) -> jax.Array:
     """A multiplying warpgroup's part of a turn."""
-    place = tile_position(grid, schedule, turn)
-    own = pl.ds(schedule.first_T[place.tile] + wg * OWN, OWN)
+    position = tile_position(grid, schedule, turn)
+    own = pl.ds(schedule.first_T[position.tile] + wg * OWN, OWN)
 
     def scale(i, half):
         x_scale_gmem, w_scale_gmem = scales
         x_scale = plgpu.load(x_scale_gmem.at[i, own], layout=LAYOUT.reduce(1), optimized=False)
-        return x_scale * w_scale_gmem[place.group, place.column * 2 + half, i]
+        return x_scale * w_scale_gmem[position.group, position.column * 2 + half, i]
 
-    parts = _sum_scaled(buffers, scale, place.steps, wg, step)
-    rows = rows_of(schedule, place.tile, wg)
+    parts = _sum_scaled(buffers, scale, position.steps, wg, step)
+    rows = rows_of(schedule, position.tile, wg)
     for half, part in enumerate(parts):
-        column = place.column * COLUMNS + half * HALF
+        column = position.column * COLUMNS + half * HALF
         store_rows(buffers.stores, rows, part, y_gmem, (), column)
-    return step + place.steps
+    return step + position.steps
 
 
 def _sum_scaled(

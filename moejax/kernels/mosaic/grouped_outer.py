@@ -78,12 +78,12 @@ def grouped_outer(
     extent = Extent(tall, wide, min(MULTIPROCESSORS, count))
 
     def sum_outer(start_gmem, end_gmem, x_gmem, y_gmem, w_gmem, buffers):
-        wg, place = lax.axis_index("wg"), partial(_place, extent, start_gmem, end_gmem)
+        wg, position_of = lax.axis_index("wg"), partial(_place, extent, start_gmem, end_gmem)
         specialize(
             wg,
             turns_of(count, extent.blocks),
-            partial(_load_tile, place, buffers, x_gmem, y_gmem),
-            partial(_multiply_tile, wg, place, buffers, w_gmem),
+            partial(_load_tile, position_of, buffers, x_gmem, y_gmem),
+            partial(_multiply_tile, wg, position_of, buffers, w_gmem),
         )
 
     return plgpu.kernel(
@@ -108,9 +108,9 @@ def _buffers(dtype: Any, result_dtype: Any) -> Buffers:
 
 
 def _place(extent: Extent, start_gmem: Any, end_gmem: Any, turn: Any) -> GroupPosition:
-    place = turn * extent.blocks + lax.axis_index("block")
+    index = turn * extent.blocks + lax.axis_index("block")
     tiles = extent.tall * extent.wide
-    group, tile = lax.div(place, tiles), lax.rem(place, tiles)
+    group, tile = lax.div(index, tiles), lax.rem(index, tiles)
     row, column = lax.div(tile, extent.wide) * ROWS, lax.rem(tile, extent.wide) * COLUMNS
     start, end = start_gmem[group], end_gmem[group]
     first = pl.multiple_of(lax.div(start, ALIGNED) * ALIGNED, ALIGNED)
@@ -120,45 +120,54 @@ def _place(extent: Extent, start_gmem: Any, end_gmem: Any, turn: Any) -> GroupPo
 
 def _load_tile(tile_position, buffers: Buffers, x_gmem, y_gmem, turn, step: jax.Array) -> jax.Array:
     """The copying warpgroup's part of a turn."""
-    place = tile_position(turn)
+    position = tile_position(turn)
 
     def copies(i, slot, copy):
-        rows = pl.ds(place.first + i * DEPTH, DEPTH)
+        rows = pl.ds(position.first + i * DEPTH, DEPTH)
         for half in range(2):
-            own = pl.ds(place.row + half * OWN, OWN)
-            columns = pl.ds(place.column + half * HALF, HALF)
+            own = pl.ds(position.row + half * OWN, OWN)
+            columns = pl.ds(position.column + half * HALF, HALF)
             copy(x_gmem.at[rows, own], buffers.x.at[slot, half])
             copy(y_gmem.at[rows, columns], buffers.y.at[slot, half])
 
-    return load_steps(copies, place.steps, step, buffers.ring)
+    return load_steps(copies, position.steps, step, buffers.ring)
 
 
 def _multiply_tile(wg, tile_position, buffers: Buffers, w_gmem, turn, step: jax.Array) -> jax.Array:
     """A multiplying warpgroup's part of a turn."""
-    place = tile_position(turn)
+    position = tile_position(turn)
 
     def product(i, slot, accumulators):
-        _clear_other_rows(buffers.x, (slot, wg), place, place.first + i * DEPTH)
+        _clear_other_rows(buffers.x, (slot, wg), position, position.first + i * DEPTH)
         own = buffers.x.at[slot, wg].transpose((1, 0))
         for half, accumulator in enumerate(accumulators):
             plgpu.wgmma(accumulator, own, buffers.y.at[slot, half])
 
-    parts = sum_steps(product, place.steps, step, buffers.ring)
+    parts = sum_steps(product, position.steps, step, buffers.ring)
     for half, part in enumerate(parts):
-        _store(buffers.w, wg, part, w_gmem.at[place.group], place.row, place.column + half * HALF)
-    return step + place.steps
+        _store(
+            buffers.w,
+            wg,
+            part,
+            w_gmem.at[position.group],
+            position.row,
+            position.column + half * HALF,
+        )
+    return step + position.steps
 
 
-def _clear_other_rows(x_smem: Any, own: tuple[Any, Any], place: GroupPosition, here: Any) -> None:
+def _clear_other_rows(
+    x_smem: Any, own: tuple[Any, Any], position: GroupPosition, here: Any
+) -> None:
     """Puts zeros where a step's rows, from row `here` on, belong to another group."""
 
-    @pl.when((here < place.start) | (here + DEPTH > place.end))
+    @pl.when((here < position.start) | (here + DEPTH > position.end))
     def _():
         x = plgpu.layout_cast(x_smem[own], plgpu.Layout.WGMMA)
         row = here + plgpu.layout_cast(
             lax.broadcasted_iota(jnp.int32, x.shape, 0), plgpu.Layout.WGMMA
         )
-        counts = (row >= place.start) & (row < place.end)
+        counts = (row >= position.start) & (row < position.end)
         x_smem[own] = jnp.where(counts, x, jnp.zeros_like(x))
         plgpu.commit_smem()
 

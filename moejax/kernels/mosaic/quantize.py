@@ -124,9 +124,9 @@ def dequantize_sum(
 
 def pad_rows(x: jax.Array, multiple: int, *, dim: int = 0) -> jax.Array:
     """Adds zeros to a dimension up to a multiple; nothing is copied where it is one."""
-    room = [(0, 0)] * x.ndim
-    room[dim] = (0, -x.shape[dim] % multiple)
-    return jnp.pad(x, room)
+    padding = [(0, 0)] * x.ndim
+    padding[dim] = (0, -x.shape[dim] % multiple)
+    return jnp.pad(x, padding)
 
 
 def quantize_rows(x: jax.Array, kind: Format) -> tuple[jax.Array, jax.Array]:
@@ -161,5 +161,5 @@ def to_bytes(values: jax.Array) -> jax.Array:
 
 def from_bytes(values: jax.Array, kind: Format) -> jax.Array:
     """Undoes `to_bytes`."""
-    found = jax.lax.bitcast_convert_type(values, stored_dtype(kind))
-    return found.reshape(*values.shape[:-1], -1) if kind.bits == 4 else found
+    stored = jax.lax.bitcast_convert_type(values, stored_dtype(kind))
+    return stored.reshape(*values.shape[:-1], -1) if kind.bits == 4 else stored

@@ -93,9 +93,9 @@ def dequantize_combine(
     values = from_bytes(values, FORMATS[name])
     (M, B, C), (N, K) = values.shape, place_NK.shape
     width, rows = min(B, TILE), TILE // min(B, TILE)
-    room = -N % rows
-    place_NK = jnp.pad(place_NK, ((0, room), (0, 0)), constant_values=M)
-    weight_NK = jnp.pad(weight_NK.astype(jnp.float32), ((0, room), (0, 0)))
+    padding = -N % rows
+    place_NK = jnp.pad(place_NK, ((0, padding), (0, 0)), constant_values=M)
+    weight_NK = jnp.pad(weight_NK.astype(jnp.float32), ((0, padding), (0, 0)))
 
     def combine_tile(values_gmem, scale_gmem, weight_gmem, place_gmem, x_gmem, *scratch):
         values_smem, scale_smem, x_smem, arrived = scratch
@@ -162,10 +162,10 @@ def _store_rows(
 
 def _of_rows(numbers: list[Any], width: int) -> Any:
     """A number for each block of the tile, that of the block's row; or one for all."""
-    found = numbers[0]
+    total = numbers[0]
     if len(numbers) == 1:
-        return found
+        return total
     block = jax.lax.broadcasted_iota(jnp.int32, (TILE,), 0)
     for r, number in enumerate(numbers[1:], 1):
-        found = jnp.where(block >= r * width, number, found)
-    return found
+        total = jnp.where(block >= r * width, number, total)
+    return total

@@ -82,8 +82,8 @@ def grid_of(schedule: TileSchedule, groups: int, columns: int, steps: int) -> Gr
 
 def tile_position(grid: Grid, schedule: Any, turn: Any) -> TilePosition:
     """In a kernel: where this thread block is in its so-manieth turn."""
-    place = turn * grid.blocks + lax.axis_index("block")
-    tile, column = lax.div(place, grid.columns), lax.rem(place, grid.columns)
+    index = turn * grid.blocks + lax.axis_index("block")
+    tile, column = lax.div(index, grid.columns), lax.rem(index, grid.columns)
     group = schedule.group_T[tile]
     return TilePosition(tile, column, group, jnp.where(group < grid.groups, grid.steps, 0))
 

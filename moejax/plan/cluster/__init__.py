@@ -1,4 +1,4 @@
-"""What a cluster can do, measured or described.
+"""The speed of a cluster's links and devices, measured or described.
 
 Read in this order: `topology` (tiers, links, rates of a device), `file` (topology.json, and the
 clusters that come with moejax in `known/`), `json_object` (a JSON object read field by field).

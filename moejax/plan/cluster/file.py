@@ -1,7 +1,7 @@
-"""Topologies as files: reading with every check, writing, and the clusters that come with moejax.
+"""Reads, checks and writes topology files, and lists the clusters that come with moejax.
 
-Format: docs/formats/topology.md. A file may be written by hand, and a number that is wrong by a
-factor of eight makes a plan that is wrong without a word, so all of it is checked.
+Format: docs/formats/topology.md. Files may be written by hand. A rate given in bits
+instead of bytes would silently give a wrong plan, so every field is checked.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ SIZE_LIMIT = 16 << 20
 CLUSTERS = Path(__file__).parent / "known"
 PLATFORMS = ("cpu", "gpu", "tpu")
 FASTEST = 4e12  # bytes a second; no link of a device comes near
-FAR_OFF = 4.0  # over what the same device is known to do; bits for bytes are a factor of eight
+FAR_OFF = 4.0  # times the known rate of the same device; bits for bytes would be 8 times
 ASYMMETRY = 1.25
 # Attribute -> its key in the file, where they differ.
 KEYS = {
@@ -45,7 +45,7 @@ def load_topology(name: str) -> Topology:
     """Returns a known cluster (`dgx_h100`, or `dgx_h100:4` for four nodes), or reads a file.
 
     Raises:
-      InputError: if there is neither, or the file is wrong.
+      InputError: if no cluster or file has this name, or the file is not valid.
     """
     word, colon, count = name.partition(":")
     if word in known_clusters():
@@ -73,7 +73,7 @@ def read_topology(path: Path) -> Topology:
     """Reads and checks a file.
 
     Raises:
-      InputError: if it is missing, damaged, of another version, or says what cannot be.
+      InputError: if it is missing, damaged, of another version, or has impossible values.
     """
     if not path.is_file():
         raise InputError(
@@ -97,12 +97,12 @@ def read_topology(path: Path) -> Topology:
 
 
 def write_topology(topology: Topology, path: Path) -> None:
-    """Writes a file that `read_topology` gives back as it was."""
+    """Writes a topology file; `read_topology` reads it back unchanged."""
     write_whole(path, to_text(topology))
 
 
 def to_text(topology: Topology) -> str:
-    """The file of a topology: JSON, lists of numbers on one line."""
+    """Returns a topology as JSON text, each list of numbers on one line."""
     facts = dataclasses.asdict(
         topology, dict_factory=lambda fields: {KEYS.get(name, name): v for name, v in fields}
     )
@@ -117,10 +117,10 @@ def to_text(topology: Topology) -> str:
 
 
 def _laid_out(value: Any, newline: str) -> str:
-    """JSON with a line for each entry, but for lists that hold no other list or object.
+    """Formats JSON with one entry a line; lists of plain values stay on one line.
 
     Args:
-      newline: a line break and the blanks that a line begins with.
+      newline: a line break and the current indentation.
     """
     nested = isinstance(value, list | tuple) and any(
         isinstance(v, list | tuple | dict) for v in value
@@ -139,7 +139,7 @@ def from_json(facts: Any, file: str) -> Topology:
     """Builds a topology from a file's JSON.
 
     Raises:
-      InputError: on the first thing that is wrong.
+      InputError: for the first invalid field.
     """
     part = JsonObject(facts, "", file)
     version = part.facts.get("version") if isinstance(facts, dict) else None
@@ -197,17 +197,17 @@ def _codec(part: JsonObject) -> CodecRates:
 
 def _tier(part: JsonObject) -> Tier:
     part.keys(Tier, optional=("together", "occupies", "late_s"), keys=KEYS)
-    links = part.inner("links")
-    if "all" in links.facts:
-        links.known(["all"], ["all"])
-        found = same_links(_link(links.inner("all")))
+    listed = part.inner("links")
+    if "all" in listed.facts:
+        listed.known(["all"], ["all"])
+        links_of = same_links(_link(listed.inner("all")))
     else:
-        links.known(list(KINDS), list(KINDS))
-        found = {kind: _link(links.inner(kind)) for kind in KINDS}
+        listed.known(list(KINDS), list(KINDS))
+        links_of = {kind: _link(listed.inner(kind)) for kind in KINDS}
     return Tier(
         name=part.text("name"),
         size=part.count("size"),
-        links=found,
+        links=links_of,
         contention=part.share("together", 2) if "together" in part.facts else 1.0,
         compute_share=part.share("occupies", 1) if "occupies" in part.facts else 0.0,
         sync_delay_s=part.share("late_s", 60) if "late_s" in part.facts else 0.0,
@@ -229,16 +229,16 @@ def _link(part: JsonObject) -> Link:
 
 
 def _check_tiers(part: JsonObject, topology: Topology) -> None:
-    """Tiers stand fastest first."""
-    for place, (fast, slow) in enumerate(zip(topology.tiers, topology.tiers[1:], strict=False)):
+    """Checks that tiers are listed fastest first."""
+    for index, (fast, slow) in enumerate(zip(topology.tiers, topology.tiers[1:], strict=False)):
         if all(fast.links[kind].bytes_per_s < slow.links[kind].bytes_per_s for kind in KINDS):
             rates = [tier.links["all_to_all"].bytes_per_s for tier in (fast, slow)]
-            where = f"`tiers[{place}]` ({fast.name}) is slower than `tiers[{place + 1}]`"
+            where = f"`tiers[{index}]` ({fast.name}) is slower than `tiers[{index + 1}]`"
             part.refuse(where, rates, "the fastest tier first", "Swap them, or join them to one")
 
 
 def _check_pairs(part: JsonObject, topology: Topology) -> None:
-    """Every node to every other, alike in both directions."""
+    """Checks that pairs cover all nodes and are alike in both directions."""
     pairs, names, nodes = topology.pairs, topology.node_names, topology.nodes
     if names and len(names) != nodes:
         part.refuse("`node_names` is wrong", list(names), f"{nodes} names", "Probe again")
@@ -267,16 +267,16 @@ def _check_pairs(part: JsonObject, topology: Topology) -> None:
 
 
 def _check_known(part: JsonObject, topology: Topology) -> None:
-    """No link is far faster than the same device's links are known to be."""
+    """Checks that no link is far faster than the known links of the same device."""
     if Path(part.file).parent == CLUSTERS:
         return
     bounds = _known_rates().get(topology.device.name.lower(), ())
-    for place, (tier, bound) in enumerate(zip(topology.tiers, bounds, strict=False)):
+    for index, (tier, bound) in enumerate(zip(topology.tiers, bounds, strict=False)):
         for kind in KINDS:
             rate = tier.links[kind].bytes_per_s
             if rate > FAR_OFF * bound:
                 part.refuse(
-                    f"`tiers[{place}].links.{kind}.bytes_per_s` is too fast",
+                    f"`tiers[{index}].links.{kind}.bytes_per_s` is too fast",
                     rate,
                     f"about {bound:.3g} bytes a second of a {topology.device.name}",
                     "Divide by 8 if it is in bits",
@@ -285,16 +285,16 @@ def _check_known(part: JsonObject, topology: Topology) -> None:
 
 @functools.cache
 def _known_rates() -> dict[str, tuple[float, ...]]:
-    """Device -> the fastest link of each tier, over the known clusters."""
-    found: dict[str, tuple[float, ...]] = {}
+    """Returns device name -> the fastest link of each tier among the known clusters."""
+    fastest: dict[str, tuple[float, ...]] = {}
     for name in known_clusters():
         topology = read_topology(CLUSTERS / f"{name}.json")
         rates = [max(link.bytes_per_s for link in t.links.values()) for t in topology.tiers]
-        before = found.get(topology.device.name.lower(), ())
+        before = fastest.get(topology.device.name.lower(), ())
         longer, shorter = sorted((tuple(rates), before), key=len, reverse=True)
         both = tuple(map(max, zip(longer, shorter, strict=False)))
-        found[topology.device.name.lower()] = both + longer[len(shorter) :]
-    return found
+        fastest[topology.device.name.lower()] = both + longer[len(shorter) :]
+    return fastest
 
 
 def _of_nodes(topology: Topology, name: str, count: str) -> Topology:

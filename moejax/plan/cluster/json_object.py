@@ -1,6 +1,6 @@
-"""A JSON object read field by field: each value is of its kind and in its range, or refused.
+"""Reads a JSON object field by field and refuses values of the wrong type or range.
 
-Every refusal is one line: what is wrong, the value seen, the rule, what to do.
+Every error is one line: the problem, the value, the rule, the remedy.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ BITS = re.compile(r"bit|bps", re.IGNORECASE)
 
 
 class JsonObject:
-    """An object of a file, which knows where it stands."""
+    """An object inside a file, with its path for error messages."""
 
     def __init__(self, facts: Any, name: str, file: str):
         self.name, self.file = name, file
@@ -27,17 +27,17 @@ class JsonObject:
         self.facts = facts
 
     def at(self, field: str) -> str:
-        """The full name of a field."""
+        """Returns the full path of a field."""
         return f"{self.name}.{field}" if self.name else field
 
     def refuse(self, what: str, seen: Any, rule: str, remedy: str) -> NoReturn:
-        """Raises InputError in the usual four parts."""
+        """Raises InputError: the problem, the value, the rule, the remedy."""
         raise InputError(f"{what}. {self.file} has {short(seen)}. It must be {rule}. {remedy}.")
 
     def keys(
         self, kind: type, optional: tuple[str, ...] = (), keys: dict[str, str] | None = None
     ) -> None:
-        """Refuses fields that the class lacks, and looks for those that it needs.
+        """Refuses unknown fields and missing ones, from the attributes of a dataclass.
 
         Args:
           optional: keys of the file that may be missing.
@@ -48,7 +48,7 @@ class JsonObject:
         self.known(known, [name for name in known if name not in optional])
 
     def known(self, known: list[str], needed: list[str]) -> None:
-        """Refuses a field that is not known, and one that is missing."""
+        """Refuses unknown fields and missing ones, from a list of names."""
         for field in self.facts:
             if field in known:
                 continue
@@ -66,47 +66,47 @@ class JsonObject:
                 self.refuse(f"`{self.at(field)}` is missing", sorted(self.facts), "there", "Add it")
 
     def value(self, field: str, rule: str, holds: Callable[[Any], bool]) -> Any:
-        """A field's value, if the rule holds."""
+        """Returns a field's value if it obeys the rule."""
         value = self.facts[field]
         if not holds(value):
             self.refuse(f"`{self.at(field)}` is wrong", value, rule, "Correct it")
         return value
 
     def text(self, field: str) -> str:
-        """Text on one line."""
+        """Returns a text of one line."""
         return self.value(
             field, "text", lambda v: isinstance(v, str) and v != "" and v.isprintable()
         )
 
     def texts(self, field: str) -> tuple[str, ...]:
-        """A list of texts; () where it is left out."""
+        """Returns a list of texts; () if the field is missing."""
         if field not in self.facts:
             return ()
         rule = "a list of texts"
         return tuple(self.value(field, rule, lambda v: _all(v, lambda x: isinstance(x, str))))
 
     def flag(self, field: str) -> bool:
-        """True or false; false where it is left out."""
+        """Returns a boolean; False if the field is missing."""
         if field not in self.facts:
             return False
         return self.value(field, "true or false", lambda v: isinstance(v, bool))
 
     def count(self, field: str) -> int:
-        """A whole number above zero. `type`, because True is an int to isinstance."""
+        """Returns a positive integer. Checks `type`, because isinstance takes True for an int."""
         rule = "a whole number, at least 1"
         return self.value(field, rule, lambda v: type(v) is int and 0 < v < 2**63)
 
     def rate(self, field: str) -> float:
-        """A number above zero."""
+        """Returns a positive number."""
         return float(self.value(field, "a number above 0", lambda v: _is_number(v) and v > 0))
 
     def share(self, field: str, maximum: float) -> float:
-        """A number from zero on."""
+        """Returns a number between zero and a limit."""
         rule = f"a number from 0 to {maximum:g}"
         return float(self.value(field, rule, lambda v: _is_number(v) and 0 <= v <= maximum))
 
     def curve(self, field: str) -> tuple[tuple[Any, float], ...]:
-        """A list of pairs of numbers above zero."""
+        """Returns a list of pairs of positive numbers."""
 
         def holds(value: Any) -> bool:
             return _all(value, lambda p: _all(p, lambda x: _is_number(x) and x > 0) and len(p) == 2)
@@ -115,7 +115,7 @@ class JsonObject:
         return tuple((x, float(y)) for x, y in self.value(field, rule, holds))
 
     def matrix(self, field: str) -> tuple[tuple[float, ...], ...]:
-        """A list of lists of numbers; () where it is left out. `_check_pairs` does the rest."""
+        """Returns a matrix; () if the field is missing. `_check_pairs` checks its shape."""
         if field not in self.facts:
             return ()
         rule = "a list of lists of numbers, none below 0; what is missing must be measured"
@@ -127,15 +127,15 @@ class JsonObject:
         return tuple(tuple(map(float, row)) for row in rows)
 
     def inner(self, field: str) -> "JsonObject":
-        """The object of a field."""
+        """Returns the object in a field."""
         return JsonObject(self.facts[field], self.at(field), self.file)
 
     def items(self, field: str) -> list["JsonObject"]:
-        """The objects of a list that is not empty."""
+        """Returns the objects of a non-empty list."""
         rule = "a list of objects, at least one"
-        found = self.value(field, rule, lambda v: isinstance(v, list) and v != [])
+        objects = self.value(field, rule, lambda v: isinstance(v, list) and v != [])
         return [
-            JsonObject(item, f"{self.at(field)}[{n}]", self.file) for n, item in enumerate(found)
+            JsonObject(item, f"{self.at(field)}[{n}]", self.file) for n, item in enumerate(objects)
         ]
 
 

@@ -1,11 +1,11 @@
-"""What the planner knows of a cluster: its tiers of links and its devices, measured or described.
+"""A cluster as the planner sees it: tiers of links, and the rates of a device.
 
 Devices of a node are joined by the first tier, nodes by the second, groups of nodes by a third, and
 so on, fastest first. Rates are bytes a second of one device, one way, with all devices busy at
 once, as they are in a train step. Nothing here imports JAX. Files: docs/formats/topology.md.
 
-Where one collective spans tiers it sends to peers on all of them at the same time, so it takes as
-long as the slowest tier takes for its share of the bytes.
+A collective that spans tiers sends on all of them at the same time, so it takes as long as the
+slowest tier needs for its share of the bytes.
 """
 
 import bisect
@@ -17,7 +17,7 @@ import statistics
 from dataclasses import dataclass
 
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-# Other kinds that `plan.trace.reader` finds travel as one of these do.
+# Other kinds of collective are priced like one of `KINDS`.
 SAME = {"all_max": "all_reduce", "all_min": "all_reduce"}
 LINKS = SAME | {"permute": "all_to_all"}
 RINGS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -30,10 +30,10 @@ class Link:
     """One kind of collective on one tier.
 
     Attributes:
-      startup_s: of one call among the devices that the tier joins.
-      bytes_per_s: of a device, one way, when all devices of the node send at once.
-      error: of the fit, the median of |predicted / measured - 1|; 0 where nothing was measured.
-      points: what was measured: (bytes on the wire of a device, seconds).
+      startup_s: time of an empty call among the devices that the tier joins.
+      bytes_per_s: rate of one device, one way, while all devices of the node send.
+      error: median of |predicted / measured - 1| over the fit; 0 if nothing was measured.
+      points: the measurements: (bytes a device sends, seconds).
     """
 
     startup_s: float
@@ -42,7 +42,7 @@ class Link:
     points: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, wire_bytes: float) -> float:
-        """One call that sends so many bytes from each device."""
+        """Returns the time of one call in which each device sends `wire_bytes`."""
         return self.startup_s + wire_bytes / self.bytes_per_s
 
 
@@ -51,12 +51,12 @@ class Tier:
     """One kind of link.
 
     Attributes:
-      name: for people: nvlink, ib, ici, dcn, host, network.
-      size: devices of a node for the first tier; then how many of the tier below it joins.
-      links: of each of `KINDS`.
-      contention: two collectives on the link at once, over one after the other; 1: nothing gained.
+      name: nvlink, ib, ici, dcn, host, network, ...; for display only.
+      size: for the first tier, devices of a node; for others, units of the tier below.
+      links: one for each of `KINDS`.
+      contention: time of two collectives at once over one after the other; 1: no gain.
       compute_share: share of a device's compute that a collective takes while it runs.
-      sync_delay_s: that a collective between computations takes longer than one after another.
+      sync_delay_s: extra time of a collective that stands between computations.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class CodecRates:
-    """Bytes of float32 that a codec encodes and decodes a second, whatever it makes of them."""
+    """Rates of a codec in bytes of float32 input (output, for decoding) a second."""
 
     encode: float
     decode: float
@@ -77,18 +77,18 @@ class CodecRates:
 
 @dataclass(frozen=True)
 class Device:
-    """One device, with its neighbours as busy as itself.
+    """The rates of one device while its neighbours are as busy.
 
     Attributes:
-      name: as JAX calls its kind.
+      name: JAX's `device_kind`.
       platform: "cpu", "gpu" or "tpu".
       products: dtype -> (FLOPs of a matrix product, FLOP/s), smallest product first.
-      copy_bytes_per_s: bytes read and written by an operation that only moves memory.
-      gather_bytes_per_s: the same where rows are gathered by index.
-      startup_s: of one small operation.
+      copy_bytes_per_s: bytes read and written a second by an elementwise operation.
+      gather_bytes_per_s: the same for a gather of rows by index.
+      startup_s: time of one small operation.
       codecs: rates of each codec, by name.
-      program_overhead: seconds that a whole program computes, over those of its operations alone.
-      oversubscription: devices of a node that take turns on the same cores; 1: none waits.
+      program_overhead: compute time of a whole program over the sum of its operations' times.
+      oversubscription: devices of a node that share the same cores; 1: no sharing.
     """
 
     name: str
@@ -103,25 +103,25 @@ class Device:
     oversubscription: float = 1.0
 
     def product_rate(self, dtype: str, flops: float) -> float:
-        """FLOP/s of a matrix product of so many FLOPs.
+        """Returns the FLOP/s of a matrix product of `flops` FLOPs.
 
-        Between measured sizes along a straight line of logarithms; above the largest as fast as it;
-        below the smallest as long as it takes. A dtype that is not there counts as float32, one of
-        eight bits as bfloat16; where that is not there either, as the slowest that is.
+        Interpolates between measured sizes, linear in the logarithms. Above the largest size the
+        rate stays; below the smallest the time stays. An unmeasured dtype counts as float32 (as
+        bfloat16 if it has eight bits), or else as the slowest measured one.
         """
         near = "bfloat16" if dtype.startswith("float8") else "float32"
         curve = self.products.get(dtype) or self.products.get(near)
         if curve is None:
             curve = min(self.products.values(), key=lambda points: points[-1][1])
-        place = bisect.bisect_right([size for size, _ in curve], flops)
-        if place == 0:
+        index = bisect.bisect_right([size for size, _ in curve], flops)
+        if index == 0:
             size, rate = curve[0]
             return rate * flops / size
-        if place == len(curve):
+        if index == len(curve):
             return curve[-1][1]
-        (low, low_rate), (high, high_rate) = curve[place - 1 : place + 1]
-        along = math.log(flops / low) / math.log(high / low)
-        return low_rate * (high_rate / low_rate) ** along
+        (low, low_rate), (high, high_rate) = curve[index - 1 : index + 1]
+        fraction = math.log(flops / low) / math.log(high / low)
+        return low_rate * (high_rate / low_rate) ** fraction
 
 
 @dataclass(frozen=True)
@@ -130,23 +130,23 @@ class SlowNode:
 
     node: int
     name: str
-    bytes_per_s: float  # of a device, in its slower direction
+    bytes_per_s: float  # rate of a device in the node's slower direction
     usual_bytes_per_s: float
 
     @property
     def times_slower(self) -> float:
-        """How many times slower than usual."""
+        """The usual rate over the node's."""
         return self.usual_bytes_per_s / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """Which way of doing one collective over the whole cluster wins at which size.
+    """The fastest method for one collective over the whole cluster, by size.
 
     Attributes:
       kind: "all_to_all" or "all_reduce".
-      seconds: way -> seconds at each of `SIZES` (bytes of a device's operand).
-      changes: (bytes, way that wins from there on), the first at the smallest size.
+      seconds: method -> seconds at each of `SIZES` (bytes of a device's operand).
+      changes: (bytes, fastest method from there on), the first at the smallest size.
     """
 
     kind: str
@@ -154,22 +154,22 @@ class Crossover:
     changes: tuple[tuple[int, str], ...]
 
     def best(self, operand_bytes: float) -> str:
-        """The way that wins at a size."""
+        """Returns the fastest method at a size."""
         sizes = [size for size, _ in self.changes]
         return self.changes[max(0, bisect.bisect_right(sizes, operand_bytes) - 1)][1]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A cluster.
+    """A cluster: tiers of links, and the device that all nodes have.
 
     Attributes:
-      version: of the file format.
+      version: version of the file format.
       source: where the numbers come from.
       tiers: fastest first.
       pairs: bytes a second of a device from node (row) to node (column), the diagonal 0; or empty.
-      node_names: of the rows; or empty.
-      asymmetric: the pairs differ by direction, and that is no mistake.
+      node_names: names of the rows of `pairs`; or empty.
+      asymmetric: whether pairs may differ by direction.
     """
 
     version: int
@@ -183,21 +183,21 @@ class Topology:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the tiers."""
+        """Sizes of the tiers."""
         return tuple(tier.size for tier in self.tiers)
 
     @property
     def devices(self) -> int:
-        """In the cluster."""
+        """Number of devices."""
         return math.prod(self.sizes)
 
     @property
     def nodes(self) -> int:
-        """Groups that the fastest tier joins."""
+        """Number of nodes."""
         return math.prod(self.sizes[1:])
 
     def shares(self, kind: str, operand_bytes: float, *group: int) -> tuple[float, ...]:
-        """Bytes that a device of the group puts on each tier.
+        """Returns the bytes that a device of the group sends on each tier.
 
         all_to_all: every device sends a part to every other, so (n - 1) / n of the operand leaves
         it, in the proportion of its peers. all_gather and reduce_scatter are rings, all_reduce is
@@ -206,7 +206,7 @@ class Topology:
         slowest tier.
 
         Args:
-          operand_bytes: of one device; of an all_gather, its result's. As in `plan.trace.reader`.
+          operand_bytes: bytes of one device's operand; for an all_gather, of its result.
           group: devices of the group in each node, nodes, ...; tiers left out count 1.
         """
         count, peers = math.prod(group), self._peers(group)
@@ -224,14 +224,14 @@ class Topology:
         )
 
     def seconds(self, kind: str, operand_bytes: float, *group: int) -> tuple[float, ...]:
-        """Seconds of each tier in one collective over a group; it takes as long as the longest.
+        """Returns the seconds of each tier in one collective; the longest is the collective's time.
 
         Start-up is charged once for each message step: an all-to-all needs one step per peer, a
         ring one per device. A link's start-up was measured with `size - 1` steps.
 
         Args: as of `shares`. `seconds("all_to_all", n, 4, 2)`: four devices of each of two nodes.
         """
-        found, peers = [], self._peers(group)
+        result, peers = [], self._peers(group)
         shares = self.shares(kind, operand_bytes, *group)
         ring = SAME.get(kind, kind) in RINGS
         for tier, number, wire_bytes in zip(self.tiers, peers, shares, strict=True):
@@ -239,43 +239,45 @@ class Topology:
             steps = math.prod(group) - 1 if ring else number
             starts = max(1.0, steps / max(1, tier.size - 1))
             cost = starts * link.startup_s + wire_bytes / link.bytes_per_s
-            found.append(cost if number else 0.0)
-        return tuple(found)
+            result.append(cost if number else 0.0)
+        return tuple(result)
 
     def crossover(self) -> tuple[Crossover, ...]:
-        """Whether one collective or one a tier wins over the whole cluster, by size.
+        """Returns at which sizes one flat collective, or one collective per tier, is faster.
 
         flat: every device sends to every other. ring: one step a device, each after the last, as
         many rings at once as a node has devices. two_level: tier by tier, so that fewer and larger
         messages cross the slow links; an all-reduce sums inside first, so that each device sends
         only its share across.
         """
-        ways = {
+        methods = {
             "all_to_all": (("flat", self._flat), ("two_level", self._two_level)),
             "all_reduce": (("ring", self._flat), ("two_level", self._two_level)),
         }
-        found = []
-        for kind, by_name in ways.items():
-            seconds = {name: tuple(way(kind, size) for size in SIZES) for name, way in by_name}
+        crossovers = []
+        for kind, by_name in methods.items():
+            seconds = {
+                name: tuple(method(kind, size) for size in SIZES) for name, method in by_name
+            }
             changes: list[tuple[int, str]] = []
-            for place, size in enumerate(SIZES):
-                best = min(seconds, key=lambda name, place=place: seconds[name][place])
+            for index, size in enumerate(SIZES):
+                best = min(seconds, key=lambda name, index=index: seconds[name][index])
                 if not changes or best != changes[-1][1]:
                     changes.append((size, best))
-            found.append(Crossover(kind, seconds, tuple(changes)))
-        return tuple(found)
+            crossovers.append(Crossover(kind, seconds, tuple(changes)))
+        return tuple(crossovers)
 
     def slow_nodes(self) -> tuple[SlowNode, ...]:
-        """The nodes that most others reach, or that reach most others, at less than usual rates.
+        """Returns the nodes with less than `SLOW_BELOW` of the usual rate to or from most others.
 
-        Of two nodes, the one that sends slower; if both do, nothing can tell.
+        With two nodes it is the one that sends slower; if both are slow, none is reported.
         """
         count = len(self.pairs)
         rates = []
         for node in range(count):
-            others = [other for other in range(count) if other != node]
-            out = statistics.median_high([self.pairs[node][other] for other in others])
-            back = statistics.median_high([self.pairs[other][node] for other in others])
+            peers = [peer for peer in range(count) if peer != node]
+            out = statistics.median_high([self.pairs[node][peer] for peer in peers])
+            back = statistics.median_high([self.pairs[peer][node] for peer in peers])
             rates.append(min(out, back) if count > 2 else out)
         usual = statistics.median_high(rates) if rates else 0.0
         return tuple(
@@ -285,7 +287,7 @@ class Topology:
         )
 
     def of_nodes(self, nodes: int) -> "Topology":
-        """The same cluster with fewer or more nodes. Pairs are left out: they were of these nodes.
+        """Returns the cluster with another number of nodes, without `pairs`.
 
         Raises:
           ValueError: if the nodes do not fill the tiers below the slowest.
@@ -303,7 +305,7 @@ class Topology:
         return dataclasses.replace(self, tiers=tiers, pairs=(), node_names=(), asymmetric=False)
 
     def group(self, inside: int, across: int) -> tuple[int, ...]:
-        """What `seconds` calls a group: devices of each of so many nodes, neighbours first."""
+        """Returns the group of `inside` devices on each of `across` nodes, for `seconds`."""
         if len(self.tiers) == 1:
             return (inside * across,)
         sizes = [inside]
@@ -313,7 +315,7 @@ class Topology:
         return (*sizes, across)
 
     def _peers(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        """How many others of the group a device reaches over each tier."""
+        """Returns how many peers of the group a device reaches over each tier."""
         assert 0 < len(group) <= len(self.tiers), f"a group {group} on {len(self.tiers)} tiers"
         group = (*group, *(1,) * (len(self.tiers) - len(group)))
         reached = [math.prod(group[:t]) for t in range(len(group) + 1)]
@@ -335,5 +337,5 @@ class Topology:
 
 
 def same_links(link: Link) -> dict[str, Link]:
-    """One link for collectives of every kind."""
+    """Returns the same link for every kind of collective."""
     return dict.fromkeys(KINDS, link)

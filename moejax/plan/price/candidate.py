@@ -1,6 +1,7 @@
-"""A plan, traced and priced: the program of its step, the seconds and the memory that it takes."""
+"""Traces and prices one plan: its step's program, time and memory."""
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from moejax.config.schema import Config
@@ -20,7 +21,7 @@ from moejax.step.train_step import TrainStep, build_step
 class TracedStep:
     """A traced step, and its evaluation.
 
-    Their schedules depend on whether buckets overflow, so they are made on demand.
+    Schedules depend on whether buckets overflow, so they are made on demand.
     """
 
     train_step: TrainStep
@@ -29,31 +30,31 @@ class TracedStep:
 
     @property
     def cfg(self) -> Config:
-        """Of the step."""
+        """The resolved config."""
         return self.train_step.cfg
 
     def schedule(self, rounds: int = 0) -> Schedule:
-        """What a device does; see `plan.trace.reader.read`."""
+        """Returns the step's schedule; see `plan.trace.reader.read`."""
         return read_jaxpr(self.jaxpr, rounds=rounds)
 
     def peak(self, schedule: Schedule) -> Peak:
-        """What a step must hold (`plan.trace.memory`). Gradients are as large as their masters."""
+        """Returns the step's peak memory. Gradients are as large as the master weights."""
         return peak(schedule, self.train_step.argument_bytes()["weights"])
 
     def evaluation_peak(self, rounds: int = 0) -> Peak:
-        """What evaluation must hold, beside a state of which it reads but a part."""
+        """Returns the evaluation's peak memory, which includes the whole state."""
         return peak(read_jaxpr(self.evaluation, rounds=rounds), replaces=False)
 
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan and what it costs. Seconds are of a step, bytes of one device.
+    """A plan with its predicted time and memory. Seconds of a step, bytes of one device.
 
     Attributes:
       traced: the traced step and evaluation.
-      parts: (share of the expert layers, the step as it would be if all were so).
-      steps: the most that a step holds.
-      evaluation: the most that evaluation holds. Sampling, of one sequence a device, holds no more.
+      parts: (share of the expert layers, the step if all layers were like these).
+      steps: peak memory of a step.
+      evaluation: peak memory of evaluation. Sampling needs no more.
     """
 
     traced: TracedStep = field(repr=False)
@@ -63,22 +64,22 @@ class PricedPlan:
 
     @property
     def peak(self) -> Peak:
-        """Of the device's memory."""
-        return max(self.steps, self.evaluation, key=lambda one: one.bytes)
+        """The larger peak of step and evaluation."""
+        return max(self.steps, self.evaluation, key=lambda memory: memory.bytes)
 
     @property
     def cfg(self) -> Config:
-        """The config that the plan makes."""
+        """The plan's resolved config."""
         return self.traced.cfg
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Predicted time of a step."""
         return sum(share * simulated.seconds for share, simulated in self.parts)
 
     @property
     def main(self) -> SimulatedStep:
-        """The step of most layers."""
+        """The simulated step of the most common kind of layer."""
         return max(self.parts, key=lambda part: part[0])[1]
 
 
@@ -92,18 +93,18 @@ def trace_config(cfg: Config, platform: str) -> TracedStep:
 def trace_step(train_step: TrainStep) -> TracedStep:
     """Traces a train step and its evaluation."""
     shapes = train_step.abstract, train_step.abstract_batch()
-    step, evaluation = (one.trace(*shapes).jaxpr for one in (train_step.step, train_step.evaluate))
-    return TracedStep(train_step, step, evaluation)
+    step, evaluation = train_step.step.trace(*shapes), train_step.evaluate.trace(*shapes)
+    return TracedStep(train_step, step.jaxpr, evaluation.jaxpr)
 
 
 def sampling_peak(train_step: TrainStep) -> Peak:
-    """What sampling must hold: of one sequence a device, so no more than evaluation."""
+    """Returns the peak memory of sampling one sequence a device."""
     traced = train_step.next_logits.trace(train_step.abstract, train_step.abstract_prompt())
     return peak(read_jaxpr(traced.jaxpr), replaces=False)
 
 
 def price(traced: TracedStep, topology: Topology, routing: ExpertLoad) -> PricedPlan:
-    """Plays a traced step on a cluster, for tokens that fall so."""
+    """Simulates a traced step on a cluster for a given expert load."""
     layout, route = traced.train_step.layout, traced.train_step.spec.route
     parts, steps, evaluations = [], [], []
     for share, work in work_of(routing, traced.cfg, layout, route):
@@ -111,5 +112,5 @@ def price(traced: TracedStep, topology: Topology, routing: ExpertLoad) -> Priced
         parts.append((share, simulate_step(schedule, Costs(topology, layout, work))))
         steps.append(traced.peak(schedule))
         evaluations.append(traced.evaluation_peak(work.rounds))
-    steps, evaluations = (max(one, key=lambda found: found.bytes) for one in (steps, evaluations))
-    return PricedPlan(traced, tuple(parts), steps, evaluations)
+    size = attrgetter("bytes")
+    return PricedPlan(traced, tuple(parts), max(steps, key=size), max(evaluations, key=size))

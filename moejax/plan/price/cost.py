@@ -1,7 +1,7 @@
-"""What a schedule costs on a cluster: every operation priced by itself, then played on streams.
+"""Prices each operation of a schedule on a cluster, then simulates them on streams.
 
-A device computes in program order, and the links carry collectives beside that. Turns of a loop do
-not overlap, as in XLA's loops, so a loop costs its turn as often as it turns.
+A device computes in program order while the links carry collectives. Trips of a loop do not
+overlap, as in XLA, so a loop costs one trip times its trip count.
 """
 
 import math
@@ -19,7 +19,7 @@ from moejax.plan.trace.schedule import Collective, Op, Schedule
 
 @dataclass(frozen=True)
 class Work:
-    """What routing makes of buckets: see `plan.price.routing`.
+    """How full buckets are: see `plan.price.routing`.
 
     Attributes:
       filled: filled share of the expert buffer on the busiest device; expert cost scales with it.
@@ -34,13 +34,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a schedule adds up to. Seconds and bytes are of one device.
+    """Sums over a schedule, for one device.
 
     Attributes:
       computed: seconds of compute by scope.
       sent: seconds on each link by class of traffic: (stream, traffic).
       bytes_sent: bytes that a device puts on each link by class: (stream, traffic).
-      exposed: seconds in which nothing computes, by what was waited for.
+      exposed: seconds without compute, by the class that was waited for.
     """
 
     computed: dict[str, float] = field(default_factory=partial(defaultdict, float))
@@ -49,7 +49,7 @@ class Totals:
     exposed: dict[str, float] = field(default_factory=partial(defaultdict, float))
 
     def add(self, other: "Totals", times: int) -> None:
-        """Counts another so many times."""
+        """Adds the totals of a part that runs `times` times."""
         for name in ("computed", "sent", "bytes_sent", "exposed"):
             total = getattr(self, name)
             for key, value in getattr(other, name).items():
@@ -58,14 +58,14 @@ class Totals:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A schedule on its streams.
+    """A simulated schedule.
 
     Attributes:
-      timeline: of the operations; of a loop one task.
-      totals: what it adds up to, loops as often as they turn.
-      ops: of each task, the operation that it is a part of.
-      sizes: bytes that each task puts on its link or moves in memory; 0 of a loop.
-      inside: (one turn, how many) of each task that is a loop.
+      timeline: when each task ran; a loop is one task.
+      totals: its sums, with loops multiplied by their trip counts.
+      ops: the operation of each task.
+      sizes: bytes that each task sends or moves in memory; 0 for a loop.
+      inside: (one trip, trip count) of each task that is a loop.
     """
 
     timeline: Timeline
@@ -76,12 +76,12 @@ class SimulatedStep:
 
     @property
     def seconds(self) -> float:
-        """Of a step, or of a loop's turn."""
+        """Time of the whole schedule."""
         return self.timeline.seconds
 
 
 class Costs:
-    """Seconds of single operations on a cluster, for a mesh."""
+    """Prices single operations on a cluster for one mesh."""
 
     def __init__(self, topology: Topology, layout: Layout, work: Work):
         self.topology, self.layout, self.work = topology, layout, work
@@ -90,21 +90,21 @@ class Costs:
         self.in_order = self.device.platform == "cpu" and topology.nodes > 1
 
     def compute(self, op: Op, filled: float) -> float:
-        """Seconds of anything but a collective or a loop."""
+        """Returns the seconds of an operation that computes."""
         return self.device.program_overhead * alone(op, self.device, filled if op.work else 1.0)
 
-    def links(self, one: Collective) -> list[tuple[Tier, float, float]]:
-        """(tier, seconds, bytes of a device) on each link that a collective uses."""
-        group = self.group(one.axes)
+    def links(self, collective: Collective) -> list[tuple[Tier, float, float]]:
+        """Returns (tier, seconds, bytes of a device) for each link that a collective uses."""
+        group = self.group(collective.axes)
         if group is None:
             return []
-        seconds = self.topology.seconds(one.kind, one.bytes, *group)
-        shares = self.topology.shares(one.kind, one.bytes, *group)
-        found = zip(self.topology.tiers, seconds, shares, strict=True)
-        return [(tier, cost, size) for tier, cost, size in found if cost > 0]
+        seconds = self.topology.seconds(collective.kind, collective.bytes, *group)
+        shares = self.topology.shares(collective.kind, collective.bytes, *group)
+        times = zip(self.topology.tiers, seconds, shares, strict=True)
+        return [(tier, cost, size) for tier, cost, size in times if cost > 0]
 
     def left(self, tier: Tier, seconds: float, computed: float) -> float:
-        """Seconds of a collective that a device waits for, after so many of compute.
+        """Returns the seconds that a device waits for a collective after `computed` seconds.
 
         Devices of a node that take turns on the same cores reach what goes to other nodes one after
         the other: the first send while the last compute.
@@ -115,23 +115,23 @@ class Costs:
         return tier.sync_delay_s + max(seconds / sharers, seconds - (1 - 1 / sharers) * computed)
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
-        """Devices of a collective's group inside a node, and nodes on each tier above."""
+        """Returns a collective's group: devices inside a node, then units of each tier above."""
         inside = self.layout.size(self.layout.inside_node(axes))
         across = self.layout.size(self.layout.between_nodes(axes))
         return None if inside * across == 1 else self.topology.group(inside, across)
 
 
 def alone(op: Op, device: Device, share: float = 1.0) -> float:
-    """Seconds of anything but a collective or a loop, timed by itself.
+    """Returns the seconds of an operation that computes, timed by itself.
 
     Args:
-      share: of the rows of an operation on buckets that are filled.
+      share: filled share of the rows, for an operation on buckets.
     """
     if op.kind == "product":
         flops = op.flops * (share if op.blocks is None else _share_computed(*op.blocks, share))
         product = flops / max(device.product_rate(op.dtype, flops), 1.0)
         moved = op.bytes / device.copy_bytes_per_s
-        # What surrounds a block's products comes before and after them.
+        # Elementwise work of a block comes before and after its products.
         both = max(product, moved * share) if op.blocks is None else product + moved
         return device.startup_s + both
     if op.kind == "region":
@@ -142,7 +142,7 @@ def alone(op: Op, device: Device, share: float = 1.0) -> float:
 
 
 def _share_computed(rows: int, groups: int, share: float) -> float:
-    """The share of a buffer's rows that is computed where so many of them are filled, in blocks.
+    """Returns the share of a buffer's rows that is computed, in whole blocks of each group.
 
     Groups differ: some hold more than the mean and some fewer, as counts of draws do.
     """
@@ -152,10 +152,10 @@ def _share_computed(rows: int, groups: int, share: float) -> float:
 
 
 def simulate_step(schedule: Schedule, costs: Costs, filled: float | None = None) -> SimulatedStep:
-    """Prices every operation and plays the schedule.
+    """Prices every operation and simulates the schedule.
 
     Args:
-      filled: of buckets here; the work's unless in rounds.
+      filled: filled share of buckets; by default that of `work`.
     """
     player = _Player(costs, costs.work.filled if filled is None else filled)
     for op in schedule.ops:
@@ -178,8 +178,8 @@ class _Player:
         self.sizes: list[float] = []
         self.totals = Totals()
         self.inside: dict[int, tuple[SimulatedStep, int]] = {}
-        self.ends: list[tuple[int, ...]] = []  # the tasks that finish each operation
-        self.sending: tuple[int, ...] = ()  # those of the last collective
+        self.ends: list[tuple[int, ...]] = []  # tasks that finish each operation
+        self.sending: tuple[int, ...] = ()  # tasks of the last collective
         self.computed = 0.0  # seconds since then
 
     def take(self, op: Op) -> None:
@@ -202,13 +202,13 @@ class _Player:
         self.sizes.append(size)
         return (len(self.tasks) - 1,)
 
-    def _send(self, op: Op, one: Collective, after: tuple[int, ...]) -> tuple[int, ...]:
-        """A collective: one task on each link that it uses."""
+    def _send(self, op: Op, collective: Collective, after: tuple[int, ...]) -> tuple[int, ...]:
+        """Adds a collective: one task on each link that it uses."""
         if self.costs.in_order:
             after = tuple(sorted({*after, *self.sending}))
         own: tuple[int, ...] = ()
-        name = one.traffic or op.scope
-        for tier, seconds, size in self.costs.links(one):
+        name = collective.traffic or op.scope
+        for tier, seconds, size in self.costs.links(collective):
             waited = self.costs.left(tier, seconds, self.computed)
             task = Task(name, tier.name, waited, after, compute_share=tier.compute_share)
             own += self._add(op, size, task)
@@ -219,7 +219,7 @@ class _Player:
         return own
 
     def _repeat(self, op: Op, body: Schedule, after: tuple[int, ...]) -> tuple[int, ...]:
-        """A loop, as one task; what happens inside counts as often as it turns."""
+        """Adds a loop as one task; its totals count once per trip."""
         filled = self.costs.work.filled_in_rounds if op.scope == ROUNDS else self.filled
         body = _unrolled(op, body) if op.unrolled > 1 else body
         turn = simulate_step(body, self.costs, filled)
@@ -232,15 +232,15 @@ class _Player:
 
 
 def _unrolled(op: Op, body: Schedule) -> Schedule:
-    """A loop's turns that follow each other: each waits for what the one before carries on."""
+    """Returns `unrolled` trips in one schedule; each waits for the values carried from the last."""
     ops: list[Op] = []
     ready: dict[int, int] = {}  # carried buffer -> the operation of the last turn that wrote it
     for _ in range(op.unrolled):
         first, writer = len(ops), {}
-        for one in body.ops:
-            waits = {ready[b] for b in one.reads if b in ready}
-            after = tuple(sorted({first + place for place in one.after} | waits))
-            ops.append(replace(one, after=after))
-            writer |= dict.fromkeys(one.writes, len(ops) - 1)
+        for body_op in body.ops:
+            waits = {ready[b] for b in body_op.reads if b in ready}
+            after = tuple(sorted({first + index for index in body_op.after} | waits))
+            ops.append(replace(body_op, after=after))
+            writer |= dict.fromkeys(body_op.writes, len(ops) - 1)
         ready = {read: writer[left] for read, left in op.carried if left in writer}
     return replace(body, ops=tuple(ops))

@@ -1,8 +1,8 @@
-"""How tokens fall on experts, and what that makes of buckets: no figure is of a balanced router.
+"""How tokens are spread over experts, and how full that makes buckets.
 
 A routing is the share of assignments that each expert of each layer gets: even, a named skew, or
-what a run recorded. From it come the rows that the fullest device works on, and whether buckets
-overflow, so that a layer goes in rounds (`moe.sizes`, `comm.tokens.rounds`).
+a record of a run. It decides how many rows the busiest device computes, and whether buckets
+overflow, so that a layer needs overflow rounds (`moe.sizes`, `comm.tokens.rounds`).
 """
 
 import json
@@ -21,11 +21,11 @@ from moejax.plan.price.cost import Work
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """Shares of assignments.
+    """Share of assignments by layer and expert.
 
     Attributes:
-      name: as it was asked for.
-      share_LE: of each expert, by layer, summing to one; one layer may stand for all.
+      name: the text that was given to `read_routing`.
+      share_LE: shares of each layer, summing to one. One row may stand for all layers.
     """
 
     name: str
@@ -33,7 +33,7 @@ class ExpertLoad:
 
     @property
     def skew(self) -> float:
-        """The largest share of an expert over an even one, worst layer."""
+        """The largest share of an expert over an even share, in the worst layer."""
         return max(max(share_E) * len(share_E) for share_E in self.share_LE)
 
 
@@ -45,7 +45,7 @@ def read_routing(text: str, num_experts: int) -> ExpertLoad:
         n ** -1.2; or the path of a routing.json that a run has recorded.
 
     Raises:
-      InputError: it is none of these, or of another number of experts.
+      InputError: if it is none of these, or for another number of experts.
     """
     name, _, argument = text.partition(":")
     if name == "balanced" and not argument:
@@ -64,7 +64,7 @@ def _zipf(text: str, argument: str, num_experts: int) -> tuple[float, ...]:
         raise InputError(f"routing is {text}. The power must be 0 or more. Choose zipf:0.5.")
     shares = [rank**-power for rank in range(1, num_experts + 1)]
     total = sum(shares)
-    # Popular experts are spread over the devices as they happen to lie: here evenly apart.
+    # Popular experts are placed evenly apart, so that no device gets all of them.
     step = next(
         s
         for s in range(num_experts * 5 // 8 + 1, 2 * num_experts + 2)
@@ -78,8 +78,8 @@ def _zipf(text: str, argument: str, num_experts: int) -> tuple[float, ...]:
 
 def _recorded(path: Path, num_experts: int) -> ExpertLoad:
     try:
-        found = json.loads(path.read_text())
-        counts_LE = [[float(n) for n in layer] for layer in found["load"]]
+        data = json.loads(path.read_text())
+        counts_LE = [[float(n) for n in layer] for layer in data["load"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
             f"routing {path} cannot be read: {type(error).__name__}. It must be balanced, "
@@ -100,22 +100,22 @@ def _recorded(path: Path, num_experts: int) -> ExpertLoad:
 def work_of(
     routing: ExpertLoad, cfg: Config, layout: Layout, route: Route
 ) -> list[tuple[float, Work]]:
-    """(share of the expert layers, what routing makes of them); the shares sum to one.
+    """Returns (share of the expert layers, their work) pairs; the shares sum to one.
 
     Counts of independent draws vary: the fullest of n buckets of mean m holds about
     m + sqrt(2 m ln n).
     """
     tokens = tokens_of(cfg, layout, route)
     sizes = usual_sizes(route, layout, cfg.moe, tokens=tokens)
-    found: dict[Work, int] = {}
+    counts: dict[Work, int] = {}
     for share_E in routing.share_LE:
         work = _layer(share_E, cfg, layout, route, sizes, tokens)
-        found[work] = found.get(work, 0) + 1
-    return [(count / len(routing.share_LE), work) for work, count in found.items()]
+        counts[work] = counts.get(work, 0) + 1
+    return [(count / len(routing.share_LE), work) for work, count in counts.items()]
 
 
 def tokens_of(cfg: Config, layout: Layout, route: Route) -> int:
-    """N: tokens that a device routes at one time."""
+    """Returns N: tokens that a device routes at one time."""
     ranks = layout.size(layout.token_axes) * cfg.train.micro_batches
     ranks *= 1 if route.replicated else layout.size(layout.tensor)
     return max(1, cfg.train.batch_sequences * cfg.data.sequence_length // ranks)
@@ -133,12 +133,12 @@ def _layer(
     copies = [layout.size(hop.copies) for hop in route.exchanges if hop.copies]
     ranks = math.prod(gathers + copies)
     devices = layout.size(layout.mesh_axes)
-    # The work of a device: rows from all that send to it, of the experts that it owns.
+    # The busiest device: rows from all devices that send to it, for the experts it owns.
     owned = _grouped(rows_E, senders)
     busiest = fullest([senders * ranks * rows for rows in owned], devices)
-    room = sizes.work * route.parts
+    slots = sizes.work * route.parts
     if sizes.certain or not _overflows(rows_E, tokens, layout, route, sizes, devices):
-        return Work(filled=min(1.0, busiest / room))
+        return Work(filled=min(1.0, busiest / slots))
     plain = plain_route(route, layout)
     small = usual_sizes(plain, layout, moe, tokens=-(-tokens // ROUND_SHARE))
     peers = plain.exchanges[0].peers(layout)
@@ -147,7 +147,7 @@ def _layer(
 
 
 def _rows(share_E: tuple[float, ...], cfg: Config, tokens: int) -> list[float]:
-    """Assignments of one device to each expert: at most one a token, at most its capacity."""
+    """Returns a device's assignments to each expert: at most one a token, at most its capacity."""
     capacity = expert_capacity(cfg.moe, tokens=tokens)
     max_tokens = tokens if capacity is None else min(tokens, capacity)
     return [min(float(max_tokens), tokens * cfg.moe.experts_per_token * share) for share in share_E]
@@ -156,32 +156,32 @@ def _rows(share_E: tuple[float, ...], cfg: Config, tokens: int) -> list[float]:
 def _overflows(
     rows_E: list[float], tokens: int, layout: Layout, route: Route, sizes: Sizes, devices: int
 ) -> bool:
-    """Whether some bucket of some exchange holds fewer rows than come."""
+    """Whether some bucket of some exchange is too small for its rows."""
     owners = sources = 1
-    for hop, room in zip(route.exchanges, sizes.rows, strict=True):
+    for hop, slots in zip(route.exchanges, sizes.rows, strict=True):
         owners *= hop.peers(layout)
         rows = _distinct(rows_E, tokens, owners) if hop.merge else _grouped(rows_E, owners)
         buckets = [sources * n / route.parts for n in rows]
-        if fullest(buckets, devices * owners * route.parts) > room:
+        if fullest(buckets, devices * owners * route.parts) > slots:
             return True
         sources = owners
     return False
 
 
 def _distinct(rows_E: list[float], tokens: int, groups: int) -> list[float]:
-    """Tokens with some assignment in each group, were assignments drawn independently."""
+    """Returns the expected tokens with an assignment in each group, if drawn independently."""
     missed = [1 - rows / tokens for rows in rows_E]
     size = len(rows_E) // groups
     return [tokens * (1 - math.prod(missed[g * size : (g + 1) * size])) for g in range(groups)]
 
 
 def _grouped(rows_E: list[float], groups: int) -> list[float]:
-    """Rows of each of so many equal groups of neighbouring experts."""
+    """Returns the rows of each of `groups` equal groups of neighbouring experts."""
     size = len(rows_E) // groups
     return [sum(rows_E[g * size : (g + 1) * size]) for g in range(groups)]
 
 
 def fullest(means: list[float], draws: int) -> float:
-    """The most that any of so many counts with these means holds."""
+    """Returns the expected maximum of counts with these means."""
     top = max(means)
     return top + math.sqrt(2 * top * math.log(max(draws, 1)))

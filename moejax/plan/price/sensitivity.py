@@ -1,7 +1,7 @@
-"""What would have to change for a plan to beat the best one: each rate of the cluster by itself.
+"""By how much each rate of the cluster must change for another plan to beat the best one.
 
-The steps of both are played again on clusters that differ in one rate. That takes milliseconds,
-for nothing is traced again: what the program does depends on no rate.
+Both steps are simulated again on clusters that differ in one rate. That takes milliseconds,
+because nothing is traced again: the program does not depend on rates.
 """
 
 import math
@@ -13,7 +13,7 @@ from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import Costs, simulate_step
 from moejax.plan.price.routing import ExpertLoad, work_of
 
-LOOKED = ((1 / 4, 1 / 16), (4, 16))  # factors that are looked at, outwards from 1
+LOOKED = ((1 / 4, 1 / 16), (4, 16))  # factors that are tried, outwards from 1
 HALVINGS = 7  # of the logarithm of 4: to about 1 % of the factor
 BANDWIDTHS = {
     "all-to-all bandwidth": ("all_to_all",),
@@ -26,10 +26,10 @@ RateChange = Callable[
 
 
 class Steps:
-    """A plan's step on a cluster and on its changes.
+    """A plan's step on a cluster and on changed versions of it.
 
     Attributes:
-      runs: (share of the expert layers, what a device does, what routing makes of its buckets).
+      runs: (share of the expert layers, schedule, how full buckets are).
     """
 
     def __init__(self, priced: PricedPlan, topology: Topology, routing: ExpertLoad):
@@ -40,7 +40,7 @@ class Steps:
         self.changes = changes(topology)
 
     def seconds(self, rate: str, factor: float) -> float:
-        """Of a step where one rate is so many times as good."""
+        """Returns the time of a step if one rate is `factor` times as good."""
         if (rate, factor) not in self.known:
             changed = self.changes[rate](factor)
             self.known[rate, factor] = sum(
@@ -51,9 +51,9 @@ class Steps:
 
 
 def sensitivity(best: Steps, other: Steps) -> list[dict[str, str | float | None]]:
-    """Of each rate, by which factor it alone must change for `other` to be the faster one.
+    """Returns for each rate the factor by which it alone must change for `other` to win.
 
-    None: by none that was looked at, from a sixteenth to sixteen times.
+    None: no factor between 1/16 and 16 is enough.
     """
 
     def needed(rate: str) -> float | None:
@@ -69,17 +69,17 @@ def break_even(gap: Callable[[float], float]) -> float | None:
 
     A gap that closes and opens again between the factors of `LOOKED` is missed.
     """
-    if gap(LOOKED[0][-1]) == gap(LOOKED[1][-1]) == gap(1.0):  # the rate plays no part
+    if gap(LOOKED[0][-1]) == gap(LOOKED[1][-1]) == gap(1.0):  # the rate does not matter
         return None
-    found = []
+    factors = []
     for direction in LOOKED:
         too_little = 1.0
         for factor in direction:
             if gap(factor) < -1e-9:
-                found.append(_close_in(gap, too_little, factor))
+                factors.append(_close_in(gap, too_little, factor))
                 break
             too_little = factor
-    return min(found, key=lambda factor: abs(math.log(factor)), default=None)
+    return min(factors, key=lambda factor: abs(math.log(factor)), default=None)
 
 
 def _close_in(gap: Callable[[float], float], too_little: float, enough: float) -> float:
@@ -93,33 +93,33 @@ def _close_in(gap: Callable[[float], float], too_little: float, enough: float) -
 
 
 def changes(topology: Topology) -> dict[str, RateChange]:
-    """What a cluster is judged by, and the cluster where that is so many times as good."""
-    found: dict[str, RateChange] = {}
-    for place, tier in enumerate(topology.tiers):
+    """Returns the rates of a cluster by name, each with a function that changes it."""
+    rates: dict[str, RateChange] = {}
+    for index, tier in enumerate(topology.tiers):
         if tier.size > 1:
             for name, kinds in BANDWIDTHS.items():
-                found[f"{tier.name}: {name}"] = _on_tier(topology, place, kinds, "bytes_per_s")
+                rates[f"{tier.name}: {name}"] = _on_tier(topology, index, kinds, "bytes_per_s")
             every = tuple(tier.links)
-            found[f"{tier.name}: start of a call"] = _on_tier(topology, place, every, "startup_s")
+            rates[f"{tier.name}: start of a call"] = _on_tier(topology, index, every, "startup_s")
     for name, change in (
         ("matrix products", _products),
         ("memory bandwidth", _memory),
         ("start of an operation", _starts),
     ):
-        found[name] = _on_device(topology, change)
-    return found
+        rates[name] = _on_device(topology, change)
+    return rates
 
 
-def _on_tier(topology: Topology, place: int, kinds: tuple[str, ...], name: str) -> RateChange:
+def _on_tier(topology: Topology, index: int, kinds: tuple[str, ...], name: str) -> RateChange:
     def changed(factor: float) -> Topology:
-        tier: Tier = topology.tiers[place]
+        tier: Tier = topology.tiers[index]
         times = factor if name == "bytes_per_s" else 1 / factor
         links = {
             kind: replace(tier.links[kind], **{name: getattr(tier.links[kind], name) * times})
             for kind in kinds
         }
         tiers = list(topology.tiers)
-        tiers[place] = replace(tier, links=tier.links | links)
+        tiers[index] = replace(tier, links=tier.links | links)
         return replace(topology, tiers=tuple(tiers))
 
     return changed

@@ -1,4 +1,4 @@
-"""What a plan's step is made of: seconds by term, bytes by link, and what differs between two."""
+"""Breaks a plan's step into terms: seconds by term, bytes by link, and differences between two."""
 
 from collections import defaultdict
 from typing import Any
@@ -10,10 +10,9 @@ WAITING = "waiting for "
 
 
 def terms(priced: PricedPlan) -> dict[str, float]:
-    """Seconds of a step by what they go into; their sum is the step.
+    """Returns the seconds of a step by term; their sum is the step.
 
-    What is computed, by scope of the program, and what is waited for while nothing computes, by
-    class of traffic.
+    Terms are compute by scope of the program, and exposed communication by class of traffic.
     """
     total: dict[str, float] = defaultdict(float)
     for share, simulated in priced.parts:
@@ -25,30 +24,30 @@ def terms(priced: PricedPlan) -> dict[str, float]:
 
 
 def why(
-    winner: PricedPlan, other: PricedPlan, max_terms: int = 4
+    winner: PricedPlan, loser: PricedPlan, max_terms: int = 4
 ) -> list[tuple[str, float, float]]:
-    """(term, its seconds in the winner, in the other), the largest differences first."""
-    first, second = terms(winner), terms(other)
+    """Returns (term, seconds in the winner, in the loser), the largest differences first."""
+    first, second = terms(winner), terms(loser)
     names = {*first, *second}
     rows = [(name, first.get(name, 0.0), second.get(name, 0.0)) for name in names]
     return sorted(rows, key=lambda row: -abs(row[2] - row[1]))[:max_terms]
 
 
 def traffic(simulated: SimulatedStep) -> dict[tuple[str, str], tuple[float, float]]:
-    """(link, class) -> (bytes that a device sends, seconds on the link), most bytes first."""
+    """Returns (link, class) -> (bytes that a device sends, seconds), most bytes first."""
     sent = simulated.totals.bytes_sent
     keys = sorted(sent, key=lambda key: -sent[key])
     return {key: (sent[key], simulated.totals.sent[key]) for key in keys}
 
 
 def tokens_per_second(priced: PricedPlan) -> float:
-    """Over all devices."""
+    """Predicted tokens a second of all devices together."""
     train = priced.cfg.train
     return train.batch_sequences * priced.cfg.data.sequence_length / priced.seconds
 
 
 def to_json(priced: PricedPlan) -> dict[str, Any]:
-    """A plan's prices as a file holds them."""
+    """Returns a plan's prices as JSON values."""
     return {
         "seconds": priced.seconds,
         "terms": terms(priced),

@@ -1,4 +1,4 @@
-"""Tasks, and what became of them: who ran when, what decided the end, what was not hidden."""
+"""Tasks, and their timeline: when each ran, the critical path, exposed communication."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ class Task:
     """A piece of work on one stream.
 
     Attributes:
-      name: what a reader sees in a timeline.
-      stream: `compute`, a link, a copy engine; any name.
-      seconds: alone, at full speed. A task of none is a join.
-      after: tasks that must be done first, by their place; smaller than its own.
-      priority: where the stream's policy is `priority`, higher goes first.
-      occupies: of communication, the share of compute's speed that it takes while it runs.
+      name: label in a drawn timeline.
+      stream: name of the stream: `compute`, a link, a copy engine.
+      seconds: time alone at full speed. A task of zero seconds is a join.
+      after: indices of the tasks that it waits for, smaller than its own.
+      priority: higher goes first, if the stream's policy is `priority`.
+      occupies: share of compute's speed that communication takes while it runs.
     """
 
     name: str
@@ -35,9 +35,9 @@ class Timeline:
     """When each task ran, in seconds from the start.
 
     Attributes:
-      tasks: as they were given.
+      tasks: the simulated tasks.
       start_s, end_s: of each task.
-      cause: of each task, the one whose end let it start; -1 if it started at once.
+      cause: index of the task whose end let each task start; -1 if it started at once.
     """
 
     tasks: Sequence[Task]
@@ -47,38 +47,38 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """When the last task ends."""
+        """End of the last task."""
         return max(self.end_s, default=0.0)
 
     def lanes(self) -> dict[str, list[int]]:
-        """The tasks of each stream in the order of their starts: the rows of a Gantt chart."""
+        """Returns the tasks of each stream in order of start: the rows of a Gantt chart."""
         lanes: dict[str, list[int]] = {}
-        for place in sorted(range(len(self.tasks)), key=lambda p: (self.start_s[p], p)):
-            lanes.setdefault(self.tasks[place].stream, []).append(place)
+        for task_id in sorted(range(len(self.tasks)), key=lambda p: (self.start_s[p], p)):
+            lanes.setdefault(self.tasks[task_id].stream, []).append(task_id)
         return lanes
 
     def busy(self, stream: str) -> float:
-        """Seconds in which the stream runs something; of compute, slowed or not."""
+        """Returns the seconds in which a stream runs a task, slowed or not."""
         total, reached = 0.0, 0.0
-        for place in self.lanes().get(stream, []):
-            total += max(0.0, self.end_s[place] - max(reached, self.start_s[place]))
-            reached = max(reached, self.end_s[place])
+        for task_id in self.lanes().get(stream, []):
+            total += max(0.0, self.end_s[task_id] - max(reached, self.start_s[task_id]))
+            reached = max(reached, self.end_s[task_id])
         return total
 
     def critical(self) -> list[int]:
-        """The chain of tasks that decides the end, without a gap from 0 to `seconds`."""
+        """Returns the critical path: a chain of tasks without a gap from 0 to `seconds`."""
         if not self.tasks:
             return []
-        chain = [max(range(len(self.tasks)), key=lambda place: self.end_s[place])]
+        chain = [max(range(len(self.tasks)), key=lambda task_id: self.end_s[task_id])]
         while (earlier := self.cause[chain[-1]]) >= 0:
             chain.append(earlier)
         return chain[::-1]
 
     def exposed(self, by: Literal["stream", "name"] = "stream") -> dict[str, float]:
-        """How long nothing computed, blamed in equal parts on what ran at the time.
+        """Returns the exposed seconds of each stream: time without compute, split equally.
 
-        Where communication slows compute, what compute loses is blamed on it by its share. So the
-        seconds of all compute tasks and the exposed ones are together the seconds of the schedule.
+        Where communication slows compute, the time lost is split by the shares it takes. So the
+        seconds of all compute tasks plus the exposed ones are the seconds of the schedule.
         """
         blame: dict[str, float] = {}
         running: dict[int, None] = {}
@@ -87,30 +87,30 @@ class Timeline:
             if now > before:
                 self._blame(running, now - before, blame, by)
             before = now
-            for place in ends:
-                running.pop(place, None)
+            for task_id in ends:
+                running.pop(task_id, None)
             running.update(dict.fromkeys(starts))
         return blame
 
     def _changes(self) -> list[tuple[float, list[int], list[int]]]:
-        """The instants at which tasks that take time end or start."""
+        """Returns the instants at which tasks of more than zero seconds end or start."""
         moments = []
-        for place, (start, end) in enumerate(zip(self.start_s, self.end_s, strict=True)):
+        for task_id, (start, end) in enumerate(zip(self.start_s, self.end_s, strict=True)):
             if end > start:
-                moments += [(start, True, place), (end, False, place)]
+                moments += [(start, True, task_id), (end, False, task_id)]
         changes = []
         for now, group in groupby(sorted(moments), key=lambda moment: moment[0]):
             here = list(group)
-            ends = [place for _, starts, place in here if not starts]
-            changes.append((now, ends, [place for _, starts, place in here if starts]))
+            ends = [task_id for _, starts, task_id in here if not starts]
+            changes.append((now, ends, [task_id for _, starts, task_id in here if starts]))
         return changes
 
     def _blame(
         self, running: dict[int, None], seconds: float, blame: dict[str, float], by: str
     ) -> None:
         tasks = self.tasks
-        others = [tasks[place] for place in running if tasks[place].stream != COMPUTE]
-        if len(others) == len(running):  # nothing computes
+        others = [tasks[task_id] for task_id in running if tasks[task_id].stream != COMPUTE]
+        if len(others) == len(running):  # no compute runs
             shares = [1 / len(others)] * len(others)
         else:
             occupied = sum(task.compute_share for task in others)

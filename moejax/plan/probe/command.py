@@ -33,22 +33,28 @@ otherwise idle cluster. Exit codes: docs/formats/exit.md.
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(
+    command = argparse.ArgumentParser(
         prog="moejax plan probe",
         description="Measures links and devices, and writes the topology that plans are made by.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--out", metavar="FILE", required=True, help="the topology to write")
-    made.add_argument("--quick", action="store_true", help="fewer sizes, and no more than needed")
-    made.add_argument(
+    command.add_argument("--out", metavar="FILE", required=True, help="the topology to write")
+    command.add_argument(
+        "--quick", action="store_true", help="fewer sizes, and no more than needed"
+    )
+    command.add_argument(
         "--seconds", type=float, help=f"for the links, about (default {SECONDS:g}, quick 10)"
     )
-    made.add_argument("--nodes", type=int, help="how many nodes the devices make up, if not seen")
-    made.add_argument("--name", help="of the cluster (default: the file's)")
-    made.add_argument("--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds")
-    made.add_argument("--simulated-devices", type=int, help="CPU devices, over all processes")
-    return made
+    command.add_argument(
+        "--nodes", type=int, help="how many nodes the devices make up, if not seen"
+    )
+    command.add_argument("--name", help="of the cluster (default: the file's)")
+    command.add_argument(
+        "--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds"
+    )
+    command.add_argument("--simulated-devices", type=int, help="CPU devices, over all processes")
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Measures what one device does a second while all others are as busy: products, memory, codecs."""
+"""Measures a device's rates while all others are as busy: products, memory, codecs."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from moejax.config.compression import CodecSpec
 from moejax.plan.cluster.topology import CodecRates, Device
 from moejax.plan.probe.timer import ProgressFn, Stopwatch
 
-# On CPU the caches and the time are small; elsewhere the sizes fill the device.
+# CPUs are slow and have small caches; other devices need large sizes to be filled.
 PRODUCTS = {"cpu": (64, 128, 256, 512), "gpu": (256, 512, 1024, 2048, 4096, 8192)}
 PRODUCTS["tpu"] = PRODUCTS["gpu"]
 DTYPES = ("float32", "bfloat16")
-ROWS = 512  # floats of a row that is gathered
-MEMORY = {"cpu": 2**25, "gpu": 2**28, "tpu": 2**28}  # bytes that are copied: no cache holds them
-CODED = {"cpu": 2**18, "gpu": 2**26, "tpu": 2**26}  # bytes of float32 that are encoded
-SMALL = 16  # operations one after the other
+ROWS = 512  # floats of a gathered row
+MEMORY = {"cpu": 2**25, "gpu": 2**28, "tpu": 2**28}  # bytes of a copy, larger than any cache
+CODED = {"cpu": 2**18, "gpu": 2**26, "tpu": 2**26}  # bytes of float32 to encode
+SMALL = 16  # dependent small operations
 CODECS = {
     name: CodecSpec(name, argument)
     for name, argument in (
@@ -78,7 +78,7 @@ def probe_device(
 
 
 def _product(watch: Stopwatch, size: int, dtype: str) -> tuple[float, float]:
-    """(FLOPs of a product of square matrices, FLOP/s)."""
+    """Returns (FLOPs, FLOP/s) of a product of square matrices."""
 
     def start() -> Any:
         return jnp.full((size, size), 1 / size, dtype), jnp.full((size, size), 1 / size, dtype)
@@ -88,7 +88,7 @@ def _product(watch: Stopwatch, size: int, dtype: str) -> tuple[float, float]:
 
 
 def _gather_seconds(watch: Stopwatch, size: int) -> float:
-    """Rows of an array in another order."""
+    """Returns the seconds of a gather of rows in another order."""
     count = size // (4 * ROWS)
     order = np.random.default_rng(0).permutation(count)
 
@@ -99,7 +99,7 @@ def _gather_seconds(watch: Stopwatch, size: int) -> float:
 
 
 def _small_seconds(watch: Stopwatch) -> float:
-    """One of many small operations that wait for each other; a sum is fused with nothing after."""
+    """Returns the seconds of one of `SMALL` dependent operations; sums, which XLA does not fuse."""
 
     def operate(x: jax.Array) -> jax.Array:
         for _ in range(SMALL):
@@ -110,7 +110,7 @@ def _small_seconds(watch: Stopwatch) -> float:
 
 
 def _codec(watch: Stopwatch, codec: Any, size: int) -> CodecRates:
-    """Rates over one row; what the codec remembers is read and written too."""
+    """Returns a codec's rates over one row, its state read and written too."""
     assert isinstance(codec, Codec)
     n = size // 4
     context = EncodeContext(jnp.int32(1), jax.random.key(0))
@@ -123,7 +123,7 @@ def _codec(watch: Stopwatch, codec: Any, size: int) -> CodecRates:
         return codec.encode(x, state, context)
 
     def payload() -> Any:
-        # Decoding takes as long whatever it decodes.
+        # The time to decode does not depend on the values.
         shapes = jax.eval_shape(lambda: encode(values())[0])
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 

@@ -11,17 +11,17 @@ from scipy.optimize import lsq_linear
 from moejax.plan.cluster.topology import Link
 
 ROUNDS = 20
-# Residuals above this many times the median one count less (Huber), so that a call which the
-# machine's other work delayed does not bend the line.
+# Residuals above this many times the median count less (Huber), so that a call delayed by other
+# work on the machine does not bend the line.
 ROBUST = 2.0
-STEADY = 0.01  # residuals below it are no outliers, however small the others are
+STEADY = 0.01  # a residual below this is never an outlier
 LEAST_STARTUP_S = 1e-9
-# Of the largest call's time, what its bytes take at least: times that do not grow show no rate.
+# Least share of the largest call's time that its bytes take: constant times show no rate.
 UNSEEN = 0.01
 
 
 def fit_link(points: Sequence[tuple[int, float]]) -> Link:
-    """Returns the link whose seconds are closest to what was measured, in relative terms.
+    """Returns the link that fits the measured times best, by relative error.
 
     Minimises the sum of (predicted / measured - 1)^2 over startup and 1 / rate, both positive,
     with less weight on outliers. `error` is the median of |predicted / measured - 1|.
@@ -39,8 +39,8 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
         usual = max(ROBUST * float(np.median(residual)), STEADY)
         weight = np.minimum(1, usual / np.maximum(residual, 1e-12))
     error = float(np.median(np.abs((startup + slope * x) / t - 1)))
-    kept = tuple((int(size), float(seconds)) for size, seconds in points)
-    return Link(max(startup, LEAST_STARTUP_S), 1 / slope, error, kept)
+    measured = tuple((int(size), float(seconds)) for size, seconds in points)
+    return Link(max(startup, LEAST_STARTUP_S), 1 / slope, error, measured)
 
 
 def _bounded_line(x: np.ndarray, t: np.ndarray, weight: np.ndarray) -> tuple[float, float]:

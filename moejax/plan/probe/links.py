@@ -18,18 +18,18 @@ from moejax.plan.probe.timer import AXES, ProgressFn, Stopwatch, build_probe_mes
 from moejax.runtime.processes import Processes
 
 SMALLEST, LARGEST = 2**14, 2**26  # bytes of a device's operand
-STEP, QUICK_STEP = 4, 16  # from one size to the next
+STEP, QUICK_STEP = 4, 16  # factor from one size to the next
 LEAST_SIZES = 3
-LONGEST_S = 1.0  # of one call
-SHORT_S = 0.006  # a shorter call is mostly its start: if time is short, sizes after it are skipped
-COMPILE_S = 0.5  # about, for a rough account
-# Of the calls that are timed together: what fits a shaped link's bucket (4 ms) hardly counts.
+LONGEST_S = 1.0  # longest call
+SHORT_S = 0.006  # a shorter call is mostly startup: if time is short, the next sizes are skipped
+COMPILE_S = 0.5  # estimate of one compilation
+# Time of the calls timed together: long enough that a shaped link's token bucket (4 ms) is noise.
 AIM_S = 0.12
-TOGETHER_S = 0.25  # of the calls that are put beside others
-PAIR_S = 0.2  # of one transfer between two nodes
-PRODUCT = 256  # of the matrices in the work beside a collective
-PRODUCTS = 4  # in the work between collectives, and half of that of devices that take turns
-TINY = 2**10  # bytes of a device's operand that cost nothing but their start
+TOGETHER_S = 0.25  # longest call that is measured beside others
+PAIR_S = 0.2  # one transfer between two nodes
+PRODUCT = 256  # size of the matrices multiplied beside a collective
+PRODUCTS = 4  # products between collectives; twice as many where devices take turns
+TINY = 2**10  # bytes of a device's operand, so few that only the startup counts
 
 
 def probe_tier(
@@ -42,11 +42,11 @@ def probe_tier(
     quick: bool,
     progress: ProgressFn,
 ) -> Tier:
-    """Measures one tier.
+    """Measures the links of one tier.
 
     Args:
-      axis: of the stopwatch's mesh, over which the tier's links go.
-      sharing: devices of a node that take turns on the same cores.
+      axis: axis of the stopwatch's mesh that the tier connects.
+      sharing: devices of a node that share the same cores.
       seconds: about how long it may take.
       quick: fewer sizes; contention is not measured.
     """
@@ -70,16 +70,16 @@ def probe_tier(
 
 
 def probe_oversubscription(watch: Stopwatch) -> float:
-    """Returns how many devices of a node take turns: seconds of all at once over those of one.
+    """Returns the time of all devices of a node at once over the time of one alone.
 
-    In both cases they meet after their work; without, one would run ahead of the others.
+    In both cases the devices meet after their work, so that none runs ahead.
     """
     count, (work, start) = watch.mesh.shape[AXES[1]], _work(2 * PRODUCTS)
 
     def busy(devices: int) -> float:
         def operate(x: jax.Array) -> jax.Array:
-            mine = jax.lax.axis_index(AXES[1]) < devices
-            y = jax.lax.cond(mine, work, lambda x: x, x)
+            is_busy = jax.lax.axis_index(AXES[1]) < devices
+            y = jax.lax.cond(is_busy, work, lambda x: x, x)
             return y + wire.all_reduce(y[0, 0], AXES[1:], tag=None)
 
         return watch.seconds(operate, start)
@@ -88,13 +88,13 @@ def probe_oversubscription(watch: Stopwatch) -> float:
 
 
 def _late(watch: Stopwatch, axis: str, link: Link, turns: float) -> float:
-    """Seconds that a tiny collective costs between computations, less what it takes by itself.
+    """Returns the extra seconds of a tiny collective that stands between computations.
 
-    Between computations of one length, and of twice that: what both have is the collective.
+    Times it between computations of two lengths: the part that does not grow is the collective.
 
     Args:
-      link: of the all-to-alls.
-      turns: devices that reach it one after the other, so that only the last one's share is seen.
+      link: the tier's all-to-all link.
+      turns: devices that share cores and reach it one after the other.
     """
     send, values, sent = collective("all_to_all", axis, TINY, watch.mesh.shape[axis])
 
@@ -110,44 +110,48 @@ def _late(watch: Stopwatch, axis: str, link: Link, turns: float) -> float:
 
     rounds = watch.in_turns([between(PRODUCTS), between(2 * PRODUCTS)], AIM_S)
     return max(
-        0.0, statistics.median(2 * one - two for one, two in rounds) - link.seconds(sent) / turns
+        0.0,
+        statistics.median(2 * single - double for single, double in rounds)
+        - link.seconds(sent) / turns,
     )
 
 
 def _memory_link(watch: Stopwatch) -> Link:
-    """Where one device stands alone nothing is sent; a copy bounds what would be."""
-    found = watch.seconds(lambda x: x + 1, lambda: jnp.zeros(2**18))
-    return Link(0.0, 2**20 / found)
+    """Returns a link for a tier of one device, which sends nothing: the rate of a copy."""
+    startup = watch.seconds(lambda x: x + 1, lambda: jnp.zeros(2**18))
+    return Link(0.0, 2**20 / startup)
 
 
 def _curve(
     watch: Stopwatch, axis: str, kind: str, *, seconds: float, quick: bool
 ) -> Iterator[tuple[int, float]]:
-    """Yields (bytes on the wire of a device, seconds), from small to large, while time is left.
+    """Yields (bytes a device sends, seconds), from small to large, while time is left.
 
-    Where it will not do for every size, those are left out that cost little more than a start.
+    If time is short, it skips sizes that cost little more than the startup.
     """
     began, count = watch.elapsed(), watch.mesh.shape[axis]
     aim_s = AIM_S / 4 if quick else AIM_S
-    size, found = SMALLEST, 0
+    size, points = SMALLEST, 0
     while size <= LARGEST:
         operate, start, wire_bytes = collective(kind, axis, size, count)
-        one = watch.seconds(operate, start, aim_s=aim_s)
-        yield wire_bytes, one
-        found, spent = found + 1, watch.elapsed() - began
+        duration = watch.seconds(operate, start, aim_s=aim_s)
+        yield wire_bytes, duration
+        points, spent = points + 1, watch.elapsed() - began
         left, more = seconds - spent, math.log(LARGEST / size, STEP)
-        short = quick or (one < SHORT_S and spent / found * more > left)
+        short = quick or (duration < SHORT_S and spent / points * more > left)
         step = QUICK_STEP if short else STEP
         size *= step
-        if found >= LEAST_SIZES and (one * step > LONGEST_S or left < COMPILE_S + 6 * one * step):
+        if points >= LEAST_SIZES and (
+            duration * step > LONGEST_S or left < COMPILE_S + 6 * duration * step
+        ):
             return
 
 
 def collective(kind: str, axis: str, size: int, count: int) -> tuple[Callable, Callable, int]:
-    """Returns a collective, its argument's maker, and its bytes on the wire of a device.
+    """Returns a collective, a function that makes its argument, and the bytes a device sends.
 
     Args:
-      size: bytes of the operand, of an all_gather of the result.
+      size: bytes of the operand; for an all_gather, of the result.
       count: devices along the axis.
     """
     axes: Axes = (axis,)
@@ -169,14 +173,14 @@ def _zeros(*shape: int) -> Callable[[], jax.Array]:
 
 
 def _contention(watch: Stopwatch, axis: str, links: dict[str, Link]) -> tuple[float, float]:
-    """Two collectives at once over one after the other; the compute that a collective takes."""
+    """Returns a tier's contention, and the share of compute that a collective takes."""
     first, second = (_of_seconds(kind, axis, links, watch) for kind in ("all_to_all", "all_gather"))
     alone = [watch.seconds(operate, start, aim_s=0) for operate, start in (first, second)]
     both = watch.seconds(*_beside(first, second), aim_s=0)
     contention = min(2.0, both / sum(alone))
-    one = watch.seconds(*_work(1))
-    # Longer than the collective, so that all of it runs beside the work.
-    work = _work(max(1, math.ceil(1.5 * alone[0] / one)))
+    single_work = watch.seconds(*_work(1))
+    # Work that lasts longer than the collective, so that all of it runs beside work.
+    work = _work(max(1, math.ceil(1.5 * alone[0] / single_work)))
     working = watch.seconds(*work, aim_s=0)
     beside = watch.seconds(*_beside(first, work), aim_s=0)
     compute_share = (beside - working) / alone[0]
@@ -186,9 +190,9 @@ def _contention(watch: Stopwatch, axis: str, links: dict[str, Link]) -> tuple[fl
 def _of_seconds(
     kind: str, axis: str, links: dict[str, Link], watch: Stopwatch
 ) -> tuple[Callable, Callable]:
-    """A collective of a size that was measured to take up to `TOGETHER_S`."""
+    """Returns a collective of the largest size that took up to `TOGETHER_S`."""
     count = watch.mesh.shape[axis]
-    fitting = [sent for sent, one in links[kind].points if one <= TOGETHER_S]
+    fitting = [sent for sent, duration in links[kind].points if duration <= TOGETHER_S]
     sent = max(fitting, default=links[kind].points[0][0])
     operate, start, _ = collective(kind, axis, sent * count // (count - 1), count)
     return operate, start
@@ -197,7 +201,7 @@ def _of_seconds(
 def _beside(
     first: tuple[Callable, Callable], second: tuple[Callable, Callable]
 ) -> tuple[Callable, Callable]:
-    """Two operations that do not wait for each other."""
+    """Returns an operation that runs two independent ones."""
 
     def operate(both: Any) -> Any:
         return first[0](both[0]), second[0](both[1])
@@ -206,7 +210,7 @@ def _beside(
 
 
 def _work(products: int) -> tuple[Callable, Callable]:
-    """So many matrix products, each of the one before."""
+    """Returns an operation of `count` dependent matrix products."""
 
     def operate(x: jax.Array) -> jax.Array:
         matrix = jnp.full((PRODUCT, PRODUCT), 1 / PRODUCT)
@@ -220,11 +224,12 @@ def probe_pairs(
 ) -> tuple[tuple[float, ...], ...]:
     """Returns bytes a second of a device from node (row) to node (column).
 
-    Two nodes at a time talk, in one direction; pairs that share no node do so at the same time.
+    Each pair of nodes is measured in one direction at a time; pairs without a common node run at
+    the same time.
 
     Args:
       devices: [nodes][devices of a node].
-      bytes_per_s: of a device to other nodes, as measured, to choose the size by.
+      bytes_per_s: measured rate of a device to other nodes; decides the size of a transfer.
     """
     nodes = len(devices)
     size = 2 ** round(math.log2(min(LARGEST, max(SMALLEST, bytes_per_s * PAIR_S))))
@@ -239,7 +244,7 @@ def probe_pairs(
 
 
 def tournament(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yields rounds of pairs without a shared member, until every two have met (circle method)."""
+    """Yields rounds of disjoint pairs until every two nodes have met (circle method)."""
     players = [*range(count), *([None] if count % 2 else [])]
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -251,7 +256,7 @@ def tournament(count: int) -> Iterator[list[tuple[int, int]]]:
 def _transfer(
     devices: Any, processes: Processes, pairs: list[tuple[int, int]], size: int
 ) -> dict[tuple[int, int], float]:
-    """Seconds in which each device of the first node of a pair sends `size` bytes to the second."""
+    """Returns the seconds in which each device of a pair's first node sends `size` bytes."""
     runs, operations = {}, unrolled(build_probe_mesh(devices))
     for a, b in pairs:
         mesh = build_probe_mesh([devices[a], devices[b]])
@@ -264,25 +269,25 @@ def _transfer(
     processes.gather("compiled")
     for run in runs.values():
         jax.block_until_ready(run(1))
-    found: dict[tuple[int, int], float] = {}
+    shortest: dict[tuple[int, int], float] = {}
     for _ in range(2):
         for pair, seconds in _time_pairs(runs, processes).items():
-            found[pair] = min(seconds / operations, found.get(pair, math.inf))
-    return found
+            shortest[pair] = min(seconds / operations, shortest.get(pair, math.inf))
+    return shortest
 
 
 def _time_pairs(runs: dict[tuple[int, int], Any], processes: Processes) -> dict:
-    """One transfer of each pair, less an empty run; the slower of its two nodes counts."""
+    """Times one transfer of each pair, less an empty run; the slower of the two nodes counts."""
     processes.gather("ready")
-    mine = []
+    measured = []
     for pair, run in runs.items():
         marks = [time.perf_counter()]
         for times in (0, 1):
             jax.block_until_ready(run(times))
             marks.append(time.perf_counter())
-        none, one = (after - before for before, after in itertools.pairwise(marks))
-        mine.append([*pair, max(one - none, one / 100)])
-    found: dict[tuple[int, int], float] = {}
-    for a, b, seconds in (row for rows in processes.gather(mine) for row in rows):
-        found[a, b] = max(seconds, found.get((a, b), 0.0))
-    return found
+        empty, single = (after - before for before, after in itertools.pairwise(marks))
+        measured.append([*pair, max(single - empty, single / 100)])
+    slowest: dict[tuple[int, int], float] = {}
+    for a, b, seconds in (row for rows in processes.gather(measured) for row in rows):
+        slowest[a, b] = max(seconds, slowest.get((a, b), 0.0))
+    return slowest

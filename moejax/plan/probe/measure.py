@@ -1,6 +1,6 @@
-"""Measures links and devices: the whole of a probe, in every process.
+"""The whole probe, which every process runs: measures links and devices.
 
-Times the collectives that the trainer issues, on the mesh that its devices make.
+Times the collectives that the trainer issues, on a mesh of the trainer's devices.
 """
 
 import datetime
@@ -23,8 +23,8 @@ from moejax.plan.probe.timer import AXES, ProgressFn, Stopwatch
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import platform_of
 
-SECONDS, QUICK_SECONDS = 28.0, 10.0  # for the links
-MOST_PAIRED = 64  # nodes; more would take minutes
+SECONDS, QUICK_SECONDS = 28.0, 10.0  # for all links
+MOST_PAIRED = 64  # nodes whose pairs are measured; more would take minutes
 
 
 @dataclass(frozen=True)
@@ -49,26 +49,26 @@ def probe(
     effort: Effort,
     progress: ProgressFn,
 ) -> tuple[Topology, tuple[str, ...]]:
-    """Measures the program's devices and links; every process calls it.
+    """Measures devices and links. Every process calls it.
 
     Args:
-      devices: as `runtime.start.start` returns them.
-      nodes: how many the user says there are; None: look at the devices.
-      progress: is told what is measured next.
+      devices: the devices that `runtime.start.start` returns.
+      nodes: number of nodes from the user; None: find them from the devices.
+      progress: called with a text before each measurement.
 
     Returns:
-      The same in every process: the topology, and what is odd about it.
+      The topology and warnings about it, the same in every process.
 
     Raises:
-      InputError: if the devices do not make nodes of one size.
+      InputError: if nodes have different numbers of devices.
     """
     hosts = processes.gather(socket.gethostname())
-    found = find_nodes(devices, hosts, nodes)
-    odd = [found.warning] if found.warning else []
-    watch = Stopwatch(processes, found.devices)
-    memory = min(processes.gather(memory_of(jax.local_devices()[0], found, hosts)))
+    nodes_found = find_nodes(devices, hosts, nodes)
+    odd = [nodes_found.warning] if nodes_found.warning else []
+    watch = Stopwatch(processes, nodes_found.devices)
+    memory = min(processes.gather(memory_of(jax.local_devices()[0], nodes_found, hosts)))
     device = _measure_device(watch, devices, memory, effort, progress)
-    tiers, more = _probe_tiers(watch, found, device.oversubscription, effort, progress)
+    tiers, more = _probe_tiers(watch, nodes_found, device.oversubscription, effort, progress)
     odd += more
     topology = Topology(
         version=VERSION,
@@ -78,9 +78,9 @@ def probe(
         tiers=tiers,
     )
     if topology.nodes > 1 and not effort.quick and topology.nodes <= MOST_PAIRED:
-        topology = _with_pairs(topology, found, processes, progress)
+        topology = _with_pairs(topology, nodes_found, processes, progress)
     odd += _slow_nodes(topology)
-    # What the others were told by a clock of their own may differ in the last digit.
+    # Each process computed from its own clock, so last digits may differ: process 0's values count.
     text = processes.gather(to_text(topology))[0]
     return from_json(json.loads(text), "what was measured"), tuple(odd)
 
@@ -88,7 +88,7 @@ def probe(
 def _measure_device(
     watch: Stopwatch, devices: Sequence[Any], memory: int, effort: Effort, progress: ProgressFn
 ) -> Device:
-    """Rates of one device, of a whole program on it, and of devices that share cores."""
+    """Measures the rates of a device, its program overhead and its oversubscription."""
     device = probe_device(
         watch,
         name=devices[0].device_kind,
@@ -105,11 +105,11 @@ def _measure_device(
 
 
 def _probe_tiers(
-    watch: Stopwatch, found: Nodes, oversubscription: float, effort: Effort, progress: ProgressFn
+    watch: Stopwatch, nodes: Nodes, oversubscription: float, effort: Effort, progress: ProgressFn
 ) -> tuple[tuple[Tier, ...], list[str]]:
-    """Measures both tiers, and joins them where the measurement says that they are one."""
-    inside, across = found.tier_names
-    count = found.sizes[0]
+    """Measures both tiers, and joins them if they are equally fast."""
+    inside, across = nodes.tier_names
+    count = nodes.sizes[0]
     seconds = effort.seconds / (2 if count > 1 else 1)
 
     def one(axis: str, name: str) -> Tier:
@@ -138,7 +138,7 @@ def _probe_tiers(
     if len(slower) < len(KINDS):
         what = f"{' and '.join(slower)} inside a node ({inside}): slower than across nodes"
         return (fast, slow), [what]
-    # The slower of the two: it holds wherever a peer is.
+    # The slower of the two, because it must hold for every peer.
     whole = replace(fast, size=fast.size * slow.size)
     return (whole,), [
         f"devices of one node ({inside}) exchange no faster than devices of different nodes: the "
@@ -147,23 +147,25 @@ def _probe_tiers(
 
 
 def _with_pairs(
-    topology: Topology, found: Nodes, processes: Processes, progress: ProgressFn
+    topology: Topology, nodes: Nodes, processes: Processes, progress: ProgressFn
 ) -> Topology:
-    """Adds the pairs of nodes, measured twice where the first time they differed by direction."""
+    """Adds the rates of pairs of nodes, measured twice if they differed by direction."""
     rate = topology.tiers[1].links["all_to_all"].bytes_per_s
 
     def measure() -> tuple[tuple[float, ...], ...]:
-        return processes.gather(probe_pairs(found.devices, processes, rate, progress=progress))[0]
+        return processes.gather(probe_pairs(nodes.devices, processes, rate, progress=progress))[0]
 
     pairs = tuple(map(tuple, measure()))
     if _asymmetric(pairs):
         again = measure()
-        pairs = tuple(tuple(map(max, one, other)) for one, other in zip(pairs, again, strict=True))
-    return replace(topology, pairs=pairs, node_names=found.names, asymmetric=_asymmetric(pairs))
+        pairs = tuple(
+            tuple(map(max, row, second)) for row, second in zip(pairs, again, strict=True)
+        )
+    return replace(topology, pairs=pairs, node_names=nodes.names, asymmetric=_asymmetric(pairs))
 
 
 def _slow_nodes(topology: Topology) -> list[str]:
-    """A warning for each node that is slower than the others."""
+    """Returns a warning for each node that is slower than the others."""
     return [
         f"node {slow.node} ({slow.name}) is {slow.times_slower:.1f} times slower than usual: "
         f"{slow.bytes_per_s:.3g} bytes a second a device in its slower direction"

@@ -1,7 +1,7 @@
-"""Finds the tiers of a running program's devices: what is a node, and in which order nodes stand.
+"""Groups a running program's devices into nodes, and orders the nodes.
 
-A node is what the fastest links join: of TPUs a slice, of GPUs an NVLink domain (JAX numbers both
-`slice_index`), of CPUs a host. Whether that is so, the probe measures.
+A node is a group joined by the fastest links: a TPU slice, an NVLink domain of GPUs (JAX numbers
+both with `slice_index`), a host of CPU devices. The probe measures whether that is so.
 """
 
 import math
@@ -21,10 +21,10 @@ class Nodes:
     """The devices by node.
 
     Attributes:
-      devices: node after node, in the order in which meshes are filled.
-      names: of the nodes: their hosts, or slices.
-      tier_names: inside a node, across.
-      warning: what of the order would make a mesh slow.
+      devices: devices of each node, in the order of the mesh.
+      names: hosts or slices of the nodes.
+      tier_names: name of the tier inside nodes, and of the one across.
+      warning: an order of devices that would make a mesh slow; or empty.
     """
 
     devices: tuple[tuple[Any, ...], ...]
@@ -34,7 +34,7 @@ class Nodes:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Nodes, and devices of each."""
+        """Number of nodes, and of devices in each."""
         return len(self.devices), len(self.devices[0])
 
 
@@ -42,12 +42,12 @@ def find_nodes(devices: Sequence[Any], hosts: Sequence[str], asked: int | None =
     """Groups devices by node.
 
     Args:
-      devices: of the program, processes one after the other.
+      devices: all devices, sorted by process.
       hosts: each process's host name.
-      asked: how many nodes the user says there are; None: look at the devices.
+      asked: number of nodes from the user; None: find them from the devices.
 
     Raises:
-      InputError: if nodes have unequally many devices.
+      InputError: if nodes have different numbers of devices.
     """
     tier_names = NAMES[platform_of(list(devices))]
     if asked is not None:
@@ -80,14 +80,14 @@ def find_nodes(devices: Sequence[Any], hosts: Sequence[str], asked: int | None =
 
 
 def memory_of(device: Any, nodes: Nodes, host_of: Sequence[str]) -> int:
-    """Bytes of memory that one device may use; CPU devices share their host's."""
+    """Returns the memory of one device in bytes; CPU devices share their host's."""
     here = host_of[device.process_index]
     every = [d for node in nodes.devices for d in node]
     return device_memory(device, sum(host_of[d.process_index] == here for d in every))
 
 
 def _name(device: Any, hosts: Sequence[str]) -> str:
-    """What tells the device's node from others."""
+    """Returns the key of a device's node."""
     slice_index = getattr(device, "slice_index", None)
     if device.platform != "cpu" and slice_index is not None:
         return f"slice {slice_index}"
@@ -95,8 +95,8 @@ def _name(device: Any, hosts: Sequence[str]) -> str:
 
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:
-    """The names; with numbers where several are alike."""
+    """Returns the names, numbered if some are equal."""
     if len(set(names)) == len(names):
         return tuple(names)
     width = int(math.log10(len(names))) + 1
-    return tuple(f"{name}/{place:0{width}d}" for place, name in enumerate(names))
+    return tuple(f"{name}/{index:0{width}d}" for index, name in enumerate(names))

@@ -1,8 +1,8 @@
-"""Runs the trainer's own gradients on every device at once, beside what they are priced at.
+"""Times a whole forward and backward pass against its price: the program overhead.
 
-The other rates are of one operation in a loop. A program runs hundreds of different ones once each:
-products are not square, arithmetic that is no product takes time, caches are cold, and what a
-compiler fuses is not known before. A model that needs no links tells what all that is worth.
+The other rates come from one operation in a loop. A program runs hundreds of different ones once
+each: products are not square, elementwise work takes time, caches are cold, and fusion is not
+known in advance. A model on one device, without links, measures the sum of these effects.
 """
 
 import math
@@ -22,7 +22,7 @@ from moejax.plan.trace.reader import read
 from moejax.plan.trace.schedule import walk
 from moejax.step.train_step import TrainStep, build_step
 
-# Large enough to fill a device and its caches, and quick to compile.
+# Large enough to fill a device and its caches, small enough to compile quickly.
 SMALL = {
     "model.vocab_size": 512,
     "model.width": 256,
@@ -50,25 +50,25 @@ LARGE = {
     "data.sequence_length": 2048,
     "train.batch_sequences": 4,
 }
-SCATTER = 7919  # a prime: tokens that follow each other are far apart
+SCATTER = 7919  # a prime, so that neighbouring tokens have distant ids
 MODELS = {"cpu": SMALL, "gpu": LARGE, "tpu": LARGE}
 
 
 def probe_program(watch: Stopwatch, device: Device) -> float:
-    """Returns measured over priced seconds of forward and backward, all devices at once.
+    """Returns measured over priced seconds of forward and backward, on all devices at once.
 
-    Process 0 alone reads the program for its price: its answer counts.
+    Process 0 alone traces and prices the program.
 
     Args:
-      device: with the rates that were measured.
+      device: the rates measured so far.
     """
-    # On a device of this process, so that kernels are those that such devices take.
+    # A device of this process, so that the right kernels are selected.
     train_step = _train_step(device.platform, watch.mesh.local_devices[0])
     layout = train_step.layout
     inside = Stopwatch(watch.processes, watch.mesh.devices, [name for name, _ in layout.sizes])
 
-    def operate(given: Any) -> Any:
-        return train_step.gradients_of_device(*given)
+    def operate(arguments: Any) -> Any:
+        return train_step.gradients_of_device(*arguments)
 
     measured = inside.seconds(operate, lambda: _arguments(train_step))
     if not watch.processes.first:
@@ -79,16 +79,16 @@ def probe_program(watch: Stopwatch, device: Device) -> float:
 
 
 def _train_step(platform: str, device: Any) -> TrainStep:
-    """Of a model on one device."""
-    one = dict.fromkeys(("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor"), 1)
-    cfg = change(Config(plan=PlanConfig(mode="hand")), one | MODELS[platform])
+    """Builds the step of a model on one device."""
+    mesh = dict.fromkeys(("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor"), 1)
+    cfg = change(Config(plan=PlanConfig(mode="hand")), mesh | MODELS[platform])
     return build_step(cfg, build_mesh(build_layout(cfg.mesh), [device]), platform)
 
 
 def _arguments(train_step: TrainStep) -> Any:
-    """A state whose weights are as large as drawn ones, and a batch of scattered tokens.
+    """Returns a state with weights of the usual size, and a batch of scattered tokens.
 
-    Nothing is drawn: random bits take long to compile.
+    Without random numbers, whose code takes long to compile.
     """
     size = train_step.cfg.model.init_deviation
 

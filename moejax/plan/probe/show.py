@@ -1,4 +1,4 @@
-"""Shows what a probe measures, while it does and when it has."""
+"""Shows a probe's progress and its results."""
 
 import sys
 import time
@@ -15,14 +15,14 @@ from moejax.runtime.processes import Processes
 
 
 class ProgressLine:
-    """Shows on process 0's terminal what is being measured; a context manager."""
+    """Shows on process 0's terminal what is being measured. A context manager."""
 
     def __init__(self, processes: Processes):
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         console = Console(stderr=True)
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task("starting", total=None)
-        # Without a terminal, lines that stay.
+        # Without a terminal, one line per measurement.
         self._plain = not console.is_terminal
         self._shown, self._began = processes.first, time.monotonic()
 
@@ -43,7 +43,7 @@ class ProgressLine:
 
 
 def print_probe(topology: Topology, odd: Sequence[str], console: Console) -> None:
-    """Shows tiers, crossovers and what is odd."""
+    """Shows tiers, crossovers and warnings."""
     title = f"{topology.name}: {topology.devices} devices ({topology.device.name})"
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
     for column in ("tier", "collective"):
@@ -66,15 +66,17 @@ def print_probe(topology: Topology, odd: Sequence[str], console: Console) -> Non
     for line in _facts(topology):
         console.print(line, highlight=False)
     if topology.nodes > 1:
-        for one in topology.crossover():
-            ways = ", ".join(f"{way} from {_size(size)}" for size, way in one.changes)
-            console.print(f"{one.kind} over all devices: {ways}", highlight=False)
+        for crossover in topology.crossover():
+            methods = ", ".join(
+                f"{method} from {_size(size)}" for size, method in crossover.changes
+            )
+            console.print(f"{crossover.kind} over all devices: {methods}", highlight=False)
     for line in odd:
         console.print(f"warning: {line}", style="yellow", highlight=False)
 
 
 def _facts(topology: Topology) -> list[str]:
-    """What was measured besides the links themselves, a line each."""
+    """Returns a line for each measurement besides the links."""
     lines = [
         f"{tier.name}: two at once take {tier.contention:.2f} of one after the other; one takes "
         f"{tier.compute_share:.0%} of the compute beside it, and between computations takes "

@@ -1,7 +1,7 @@
 """Times small programs on all devices of all processes at once.
 
-What is timed is a loop around one operation, so that a call costs nothing beside it, less an empty
-run of the same loop. All processes start together and the slowest counts: a train step waits too.
+It times a loop around one operation, less an empty run of the same loop, so that the cost of a
+call does not count. All processes start together and the slowest counts, as in a train step.
 """
 
 import math
@@ -18,25 +18,25 @@ from jax.sharding import PartitionSpec as P
 from moejax.comm import gloo
 from moejax.runtime.processes import Processes
 
-Tree = Any  # of arrays
-ProgressFn = Callable[[str], None]  # is told what is done next
+Tree = Any  # a tree of arrays
+ProgressFn = Callable[[str], None]  # called with a text before each measurement
 AXES = ("nodes", "devices")
 MOST_TIMES = 4096
 LONG_S = 0.06
-ROUNDS = 7  # of operations in turns
+ROUNDS = 7  # timings of each operation
 
 
 class Stopwatch:
-    """Compiles and times operations; every process makes the same calls in one order."""
+    """Compiles and times operations. Every process makes the same calls in the same order."""
 
     def __init__(self, processes: Processes, devices: Any, more: Sequence[str] = ()):
-        """Takes devices [nodes][devices of a node], and axes of one that operations may name."""
+        """Takes devices [nodes][devices of a node], and names of extra axes of size one."""
         self.processes = processes
         self.mesh = build_probe_mesh(devices, more)
         self._began = time.perf_counter()
 
     def elapsed(self) -> float:
-        """Seconds since the start, the same in all processes: process 0's."""
+        """Returns process 0's seconds since the start, in all processes."""
         return self.processes.gather(time.perf_counter() - self._began)[0]
 
     def seconds(
@@ -46,18 +46,18 @@ class Stopwatch:
         *,
         aim_s: float = 0.04,
     ) -> float:
-        """Seconds of one operation: of the fastest run, for other work can only slow it down.
+        """Returns the seconds of one operation in the fastest run: other work only slows runs down.
 
         Args:
-          operate: per device, inside shard_map; may communicate over `AXES`.
-          start: gives its argument, per device.
-          aim_s: how long a timed run should take, about; it takes longer if one operation does.
+          operate: function of one device, run inside shard_map; may communicate over `AXES`.
+          start: function that makes its argument on each device.
+          aim_s: approximate time of a timed run; longer if one operation takes longer.
         """
         run = loop(operate, start, self.mesh)
         self.processes.compile(run, 0)
         jax.block_until_ready(run(1))  # the first run opens connections
         none = min(self._time(run, 0) for _ in range(3))
-        # Longer than twice the empty run, whose time differs from one to the next.
+        # Must be longer than twice the empty run, because that varies from run to run.
         enough = max(aim_s / 2, 2 * none)
         times = 1
         while True:
@@ -72,19 +72,19 @@ class Stopwatch:
     def in_turns(
         self, operations: Sequence[tuple[Callable[[Tree], Tree], Callable[[], Tree]]], aim_s: float
     ) -> list[list[float]]:
-        """Rounds of the seconds of each operation, one after the other: what is near is alike.
+        """Times operations in turns, so that slow drifts of the machine cancel. Returns rounds.
 
         Args:
-          operations: (operate, start) as `seconds` takes them.
-          aim_s: how long a timed run of the first should take, about.
+          operations: (operate, start) pairs, as for `seconds`.
+          aim_s: approximate time of a timed run of the first operation.
         """
         runs = [loop(operate, start, self.mesh) for operate, start in operations]
         for run in runs:
             self.processes.compile(run, 0)
             jax.block_until_ready(run(1))
         times = max(1, min(MOST_TIMES, math.ceil(aim_s / self._time(runs[0], 1))))
-        made = times * unrolled(self.mesh)
-        return [[self._time(run, times) / made for run in runs] for _ in range(ROUNDS)]
+        calls = times * unrolled(self.mesh)
+        return [[self._time(run, times) / calls for run in runs] for _ in range(ROUNDS)]
 
     def _time(self, run: Callable, times: int) -> float:
         self.processes.gather("ready")
@@ -94,7 +94,7 @@ class Stopwatch:
 
 
 def build_probe_mesh(devices: Any, more: Sequence[str] = ()) -> Mesh:
-    """A mesh of devices [nodes][devices of a node], and more axes of one."""
+    """Returns a mesh of devices [nodes][devices of a node], with extra axes of size one."""
     names = (*AXES, *more)
     grid = np.array(devices)
     grid = grid.reshape(*grid.shape, *(1 for _ in more))
@@ -102,16 +102,16 @@ def build_probe_mesh(devices: Any, more: Sequence[str] = ()) -> Mesh:
 
 
 def unrolled(mesh: Mesh) -> int:
-    """Operations of one turn of a loop.
+    """Returns how many operations one trip of a loop holds.
 
-    An accelerator may wait for the host to read the loop's condition, some microseconds each turn.
+    An accelerator may wait some microseconds each trip until the host has read the condition.
     """
     return 1 if mesh.devices.flat[0].platform == "cpu" else 8
 
 
 def loop(operate: Callable[[Tree], Tree], start: Callable[[], Tree], mesh: Mesh) -> Any:
-    """Returns a jitted function of a number: so many turns of operations, each after the last."""
-    operate = jax.jit(operate, inline=True)  # so that it is traced once
+    """Returns a jitted function of a number of trips; operations run one after the other."""
+    operate = jax.jit(operate, inline=True)  # traced once
 
     def body(times: Any) -> jax.Array:
         x = start()
@@ -130,13 +130,13 @@ def loop(operate: Callable[[Tree], Tree], start: Callable[[], Tree], mesh: Mesh)
 
 
 def _first(tree: Tree) -> jax.Array:
-    """The sum of the first elements of all arrays that have one."""
+    """Returns the sum of the first elements of all non-empty arrays."""
     leaves = [leaf.reshape(-1) for leaf in jax.tree.leaves(tree) if leaf.size]
     return sum((leaf[0].astype(jnp.float32) for leaf in leaves), jnp.float32(0))
 
 
 def _after(x: Tree, y: Tree) -> Tree:
-    """x, each array's first element in a way that depends on y: nothing moves out of the loop."""
+    """Returns x with first elements that depend on y, so that nothing is hoisted from the loop."""
     never = _first(y) > 1e30
 
     def touch(leaf: jax.Array) -> jax.Array:

@@ -1,1 +1,1 @@
-"""Says what was chosen and why: `tables` for the terminal, `page` for the browser."""
+"""Reports what was chosen and why: `tables` in the terminal, `page` in the browser."""

@@ -1,7 +1,7 @@
-"""A page about a plan: one file that any browser shows, with all it needs inside.
+"""Writes a page about a plan: one HTML file that contains everything it needs.
 
-Python says what was found; `report.html` and `report.js` draw it. What users' files named stays
-data: it is embedded as JSON in which no tag can end, and the page makes text of it, never markup.
+Python collects the data; `report.html` and `report.js` draw it. Names from users' files are
+embedded as JSON in which no tag can end, and the page shows them as text, never as markup.
 """
 
 import json
@@ -26,41 +26,41 @@ from moejax.plan.trace.reader import REST
 from moejax.plan.trace.schedule import Op, Schedule
 
 TEMPLATE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.html", "page.js"))
-MOST = 20  # plans shown
-ASKED = 5  # of them, that are asked what would have to change
+MOST = 20  # plans to show
+ASKED = 5  # plans with a sensitivity table
 
 
-def write_report(found: SearchResult, topology: Topology, routing: ExpertLoad, path: Path) -> None:
-    """Writes the page. Takes a second or two: some plans are played again on other clusters."""
+def write_report(result: SearchResult, topology: Topology, routing: ExpertLoad, path: Path) -> None:
+    """Writes the page. Takes a second or two, because it simulates plans on changed clusters."""
     parts = {
         "SCRIPT": SCRIPT.read_text("utf-8"),
-        "DATA": embed(report_data(found, topology, routing)),
+        "DATA": embed(report_data(result, topology, routing)),
     }
-    page = re.sub(r"{{(SCRIPT|DATA)}}", lambda place: parts[place[1]], TEMPLATE.read_text("utf-8"))
+    page = re.sub(r"{{(SCRIPT|DATA)}}", lambda match: parts[match[1]], TEMPLATE.read_text("utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, page)
 
 
 def embed(data: Any) -> str:
-    """JSON that can stand in a script element: nothing in it begins a tag or a comment."""
+    """Returns JSON that is safe in a script element: it begins no tag and no comment."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def report_data(found: SearchResult, topology: Topology, routing: ExpertLoad) -> dict[str, Any]:
-    """What the page shows. Seconds are of a step, bytes of one device."""
-    best, device = found.ranked[0], topology.device
-    shown = {str(place + 1): one for place, one in enumerate(found.ranked[:MOST])}
-    if found.baseline is not None:
-        same = next((name for name, one in shown.items() if one.cfg == found.baseline.cfg), "")
+def report_data(result: SearchResult, topology: Topology, routing: ExpertLoad) -> dict[str, Any]:
+    """Returns the page's data. Seconds of a step, bytes of one device."""
+    best, device = result.ranked[0], topology.device
+    shown = {str(index + 1): plan for index, plan in enumerate(result.ranked[:MOST])}
+    if result.baseline is not None:
+        same = next((name for name, plan in shown.items() if plan.cfg == result.baseline.cfg), "")
         shown.pop(same, None)
-        shown[f"{same} default".strip()] = found.baseline
-    order = [best, *(one for one in shown.values() if one is not best)]
-    asked = [one for one in order[1:] if one in found.ranked[:ASKED] or one is found.baseline]
-    steps = {id(one): Steps(one, topology, routing) for one in (best, *asked)}
-    changes = {id(one): sensitivity(steps[id(best)], steps[id(one)]) for one in asked}
-    names = {id(one): name for name, one in shown.items()}
-    drawn = [one for one in order if one in found.ranked[:2] or one is found.baseline]
+        shown[f"{same} default".strip()] = result.baseline
+    order = [best, *(plan for plan in shown.values() if plan is not best)]
+    asked = [plan for plan in order[1:] if plan in result.ranked[:ASKED] or plan is result.baseline]
+    steps = {id(plan): Steps(plan, topology, routing) for plan in (best, *asked)}
+    changes = {id(plan): sensitivity(steps[id(best)], steps[id(plan)]) for plan in asked}
+    names = {id(plan): name for name, plan in shown.items()}
+    drawn = [plan for plan in order if plan in result.ranked[:2] or plan is result.baseline]
     return {
         "model": _model(best),
         "cluster": {
@@ -74,10 +74,10 @@ def report_data(found: SearchResult, topology: Topology, routing: ExpertLoad) ->
         },
         "routing": {"name": routing.name, "skew": routing.skew},
         "search": {
-            name: getattr(found, name) for name in ("meshes", "traced", "too_large", "seconds")
+            name: getattr(result, name) for name in ("meshes", "traced", "too_large", "seconds")
         },
-        "plans": [_plan(one, names[id(one)], topology, changes.get(id(one))) for one in order],
-        "timelines": [{"plan": names[id(one)], **_timeline(one)} for one in drawn],
+        "plans": [_plan(plan, names[id(plan)], topology, changes.get(id(plan))) for plan in order],
+        "timelines": [{"plan": names[id(plan)], **_timeline(plan)} for plan in drawn],
         "traffic": _traffic(best),
         "memory": _memory(best, steps[id(best)]),
     }
@@ -101,30 +101,30 @@ def _model(best: PricedPlan) -> dict[str, Any]:
 
 
 def _plan(
-    one: PricedPlan, name: str, topology: Topology, changes: list[dict[str, Any]] | None
+    plan: PricedPlan, name: str, topology: Topology, changes: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """A plan and its prices.
+    """Returns a plan and its prices.
 
     Args:
-      changes: what would have to change for it to win; None where nobody asked.
+      changes: its sensitivity table; None: not computed.
     """
     return {
         "name": name,
-        "mesh": tables.mesh_text(one.cfg),
-        "route": tables.exchange_text(one.cfg),
-        "route_text": route.explain(one.traced.train_step.spec.route),
-        "rest": tables.rest_text(one.cfg),
-        "fits": one.peak.bytes <= topology.device.memory_bytes,
+        "mesh": tables.mesh_text(plan.cfg),
+        "route": tables.exchange_text(plan.cfg),
+        "route_text": route.explain(plan.traced.train_step.spec.route),
+        "rest": tables.rest_text(plan.cfg),
+        "fits": plan.peak.bytes <= topology.device.memory_bytes,
         "changes": changes,
-        **terms.to_json(one),
+        **terms.to_json(plan),
     }
 
 
-def _traffic(one: PricedPlan) -> list[dict[str, Any]]:
-    """Bytes and seconds of each class on each link, over layers of every kind."""
+def _traffic(plan: PricedPlan) -> list[dict[str, Any]]:
+    """Returns bytes and seconds of each class of traffic on each link, over all layers."""
     size: dict[tuple[str, str], float] = defaultdict(float)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
-    for share, simulated in one.parts:
+    for share, simulated in plan.parts:
         for key, (sent, took) in terms.traffic(simulated).items():
             size[key] += share * sent
             seconds[key] += share * took
@@ -134,41 +134,41 @@ def _traffic(one: PricedPlan) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(one: PricedPlan, steps: Steps) -> dict[str, Any]:
-    """What is given to the step by kind, and what else lives at its fullest moment by scope."""
-    given = one.traced.train_step.argument_bytes()
-    given["counters"] = one.steps.arguments - sum(given.values())
-    found = {"given": given, "temporary": _fullest(one, steps), "bytes": one.steps.bytes}
-    return found | {"evaluation": one.evaluation.bytes}
+def _memory(plan: PricedPlan, steps: Steps) -> dict[str, Any]:
+    """Returns the step's arguments by kind, and its temporaries at the peak by scope."""
+    arguments = plan.traced.train_step.argument_bytes()
+    arguments["counters"] = plan.steps.arguments - sum(arguments.values())
+    memory = {"given": arguments, "temporary": _fullest(plan, steps), "bytes": plan.steps.bytes}
+    return memory | {"evaluation": plan.evaluation.bytes}
 
 
-def _fullest(one: PricedPlan, steps: Steps) -> dict[str, int]:
-    """The temporary bytes by scope; what loops over layers leave behind, by what it is for."""
-    peaks = [one.traced.peak(_naming_loops(schedule)) for _, schedule, _ in steps.runs]
-    fullest = max(peaks, key=lambda found: found.bytes)
+def _fullest(plan: PricedPlan, steps: Steps) -> dict[str, int]:
+    """Returns the temporaries at the peak by scope; arrays stacked by loops have own names."""
+    peaks = [plan.traced.peak(_naming_loops(schedule)) for _, schedule, _ in steps.runs]
+    fullest = max(peaks, key=lambda peak: peak.bytes)
     return dict(sorted(fullest.by_scope.items(), key=lambda item: -item[1]))
 
 
 def _naming_loops(schedule: Schedule) -> Schedule:
-    """The schedule with loops that stand in no scope of the program named by what they leave."""
+    """Returns the schedule with scopes for the loops over layers, named after what they stack."""
     later = {b for op in schedule.ops if op.backward for b in op.reads}
     ops = []
     for op in schedule.ops:
         if op.body is not None:
-            kept = not op.backward and later.intersection(op.writes)
-            name = ("kept for backward" if kept else "gradients") if op.scope == REST else op.scope
+            saves = not op.backward and later.intersection(op.writes)
+            name = ("kept for backward" if saves else "gradients") if op.scope == REST else op.scope
             op = replace(op, scope=name, body=_naming_loops(op.body))
         ops.append(op)
     return replace(schedule, ops=tuple(ops))
 
 
-def _timeline(one: PricedPlan) -> dict[str, Any]:
-    """The step of most layers: a list of nodes, the whole step first, then turns of loops.
+def _timeline(plan: PricedPlan) -> dict[str, Any]:
+    """Returns the main step as a list of nodes: the whole step first, then trips of loops.
 
-    A task is [lane, name, about, start, seconds, bytes, node of its turn or -1]; lane, name and
-    about are places in `words`. Tasks that take no time are left out.
+    A task is [lane, name, about, start, seconds, bytes, node of its trip or -1]; lane, name and
+    about are indices into `words`. Tasks of zero seconds are left out.
     """
-    share, simulated = max(one.parts, key=lambda part: part[0])
+    share, simulated = max(plan.parts, key=lambda part: part[0])
     names: dict[str, int] = {}
     nodes: list[dict[str, Any]] = []
     _add_node(simulated, nodes, names, name="the whole step", trip_count=1, unrolled=1)
@@ -178,8 +178,8 @@ def _timeline(one: PricedPlan) -> dict[str, Any]:
 def _add_node(
     simulated: SimulatedStep, nodes: list[dict[str, Any]], names: dict[str, int], **about: Any
 ) -> int:
-    """Adds a timeline and those of the loops in it; returns its place."""
-    place = len(nodes)
+    """Adds a timeline and those of its loops. Returns its index."""
+    index = len(nodes)
     nodes.append({})
 
     def number(word: str) -> int:
@@ -201,7 +201,7 @@ def _add_node(
                 labels = (number(lane), number(name), number(_about(op)))
                 figures = (_short(x) for x in (start, end - start, simulated.sizes[task]))
                 tasks.append([*labels, *figures, inner])
-    nodes[place] = {
+    nodes[index] = {
         **about,
         "seconds": simulated.seconds,
         "computed": sum(simulated.totals.computed.values()),
@@ -211,26 +211,30 @@ def _add_node(
         ],
         "tasks": tasks,
     }
-    return place
+    return index
 
 
 def _loop_name(turn: SimulatedStep, op: Op) -> str:
-    """How often a loop turns, and what it does most."""
+    """Returns a loop's label: its trip count and its largest term."""
     computed = turn.totals.computed
     fullest = " and ".join(sorted(computed, key=lambda name: -computed[name])[:2]) or "loop"
     return f"{op.trip_count} x {fullest}{', backward' if op.backward else ''}"
 
 
 def _about(op: Op) -> str:
-    """What an operation is, in a few words."""
+    """Returns a short description of an operation."""
     if op.body is not None:
         return "loop"
-    one = op.collective
-    what = f"{op.kind} {op.dtype}".strip() if one is None else f"{one.kind} of {one.dtype}"
-    over = f" over {', '.join(one.axes)}" if one is not None else ""
+    collective = op.collective
+    what = (
+        f"{op.kind} {op.dtype}".strip()
+        if collective is None
+        else f"{collective.kind} of {collective.dtype}"
+    )
+    over = f" over {', '.join(collective.axes)}" if collective is not None else ""
     return f"{what}{over}{', backward' if op.backward else ''}"
 
 
 def _short(value: float) -> float:
-    """Seven digits: a page holds thousands of them."""
+    """Rounds to seven digits, because a page holds thousands of numbers."""
     return float(f"{value:.7g}")

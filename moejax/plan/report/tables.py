@@ -1,4 +1,4 @@
-"""Says what a plan is, what its step is made of, and why it beats another."""
+"""Tables and sentences about plans: settings, terms of the step, reasons."""
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +12,7 @@ from moejax.plan.search.search import SearchResult
 
 
 def mesh_text(cfg: Config) -> str:
-    """The mesh in a few words: axes above one."""
+    """Returns the mesh as text: axes above one."""
     sizes = {axis: getattr(cfg.mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
     parts = [f"{axis} {size}" for axis, size in sizes.items() if size and size > 1]
     if cfg.mesh.tensor > 1:
@@ -21,7 +21,7 @@ def mesh_text(cfg: Config) -> str:
 
 
 def exchange_text(cfg: Config) -> str:
-    """The route and its chunks, where tokens travel at all."""
+    """Returns the route and its chunks as text; empty without an exchange."""
     owners = cfg.mesh.expert * (cfg.mesh.tensor if cfg.mesh.expert_weights != "whole" else 1)
     if not cfg.model.has_experts or owners == 1:
         return "-"
@@ -31,16 +31,16 @@ def exchange_text(cfg: Config) -> str:
 
 
 def _codec_words(cfg: Config) -> str:
-    """The codecs of the first step; by a preset's name where they are just its own."""
-    found = build_compression(cfg.compression).at(0)
+    """Returns the codecs of the first step as text, or the name of their preset."""
+    chosen = build_compression(cfg.compression).at(0)
     for name, codecs in PRESETS.items():
-        if codecs and found == build_compression(CompressionConfig(preset=name)).at(0):
+        if codecs and chosen == build_compression(CompressionConfig(preset=name)).at(0):
             return f"codecs {name}"
-    return describe_codecs(found)
+    return describe_codecs(chosen)
 
 
 def rest_text(cfg: Config) -> str:
-    """Codecs, pieces of gradients, recomputation and micro-batches that are not the plain ones."""
+    """Returns codecs, gradient pieces, recomputation and micro-batches that are not the default."""
     parts = []
     if (codecs := _codec_words(cfg)) != "none":
         parts.append(codecs)
@@ -54,40 +54,40 @@ def rest_text(cfg: Config) -> str:
 
 
 def print_ranked(
-    found: SearchResult, topology: Topology, console: Console, max_rows: int = 8
+    result: SearchResult, topology: Topology, console: Console, max_rows: int = 8
 ) -> None:
-    """Shows the plans, fastest first, the expert's default last."""
-    best, table = found.ranked[0], Table(title="plans", title_justify="left")
+    """Shows the plans, fastest first, the usual default last."""
+    best, table = result.ranked[0], Table(title="plans", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("mesh; route of tokens; the rest", overflow="fold")
     for name in ("GiB", "ms", "x best"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [(str(place + 1), one) for place, one in enumerate(found.ranked[:max_rows])]
-    if found.baseline is not None:
-        rows.append(("default", found.baseline))
-    for name, one in rows:
-        gib = f"{one.peak.bytes / 2**30:.2f}" + "!" * (one.peak.bytes > found.memory_budget)
-        parts = f"{one.seconds * 1e3:,.2f}", f"{one.seconds / best.seconds:.2f}"
-        table.add_row(name, plan_text(one.cfg), gib, *parts)
+    rows = [(str(index + 1), plan) for index, plan in enumerate(result.ranked[:max_rows])]
+    if result.baseline is not None:
+        rows.append(("default", result.baseline))
+    for name, plan in rows:
+        gib = f"{plan.peak.bytes / 2**30:.2f}" + "!" * (plan.peak.bytes > result.memory_budget)
+        parts = f"{plan.seconds * 1e3:,.2f}", f"{plan.seconds / best.seconds:.2f}"
+        table.add_row(name, plan_text(plan.cfg), gib, *parts)
     console.print(table)
     memory = topology.device.memory_bytes / 2**30
     console.print(
-        f"{found.meshes:,} meshes estimated, {found.traced} plans traced, {found.too_large} of "
-        f"them too large (!) for {memory:.1f} GiB, in {found.seconds:.1f} s. GiB: of one "
+        f"{result.meshes:,} meshes estimated, {result.traced} plans traced, {result.too_large} of "
+        f"them too large (!) for {memory:.1f} GiB, in {result.seconds:.1f} s. GiB: of one "
         "device; ms: a step. default: experts over all devices, flat, no codecs.",
         highlight=False,
     )
 
 
 def plan_text(cfg: Config) -> str:
-    """A plan in one line."""
+    """Returns a plan in one line."""
     parts = [mesh_text(cfg), exchange_text(cfg), rest_text(cfg)]
     return "; ".join(word for word in parts if word != "-")
 
 
-def print_why(found: SearchResult, console: Console) -> None:
-    """Shows what the best plan's step is made of, and which terms fell against others."""
-    best = found.ranked[0]
+def print_why(result: SearchResult, console: Console) -> None:
+    """Shows the terms of the best plan's step, and which terms differ from other plans."""
+    best = result.ranked[0]
     table = Table(title="where the step goes", title_justify="left")
     table.add_column("term")
     for name in ("ms", "share"):
@@ -96,18 +96,18 @@ def print_why(found: SearchResult, console: Console) -> None:
         if seconds > 0.01 * best.seconds:
             table.add_row(name, f"{seconds * 1e3:,.2f}", f"{seconds / best.seconds:.0%}")
     console.print(table)
-    others = [("the runner-up", one) for one in found.ranked[1:2]]
-    if found.baseline is not None:
-        fits = found.baseline.peak.bytes <= found.memory_budget
+    others = [("the runner-up", plan) for plan in result.ranked[1:2]]
+    if result.baseline is not None:
+        fits = result.baseline.peak.bytes <= result.memory_budget
         name = "the default" if fits else "the default, which does not fit"
-        others.append((name, found.baseline))
-    for name, other in others:
-        if other.cfg != best.cfg:
-            console.print(sentence(best, other, name), highlight=False, soft_wrap=True)
+        others.append((name, result.baseline))
+    for name, compared in others:
+        if compared.cfg != best.cfg:
+            console.print(sentence(best, compared, name), highlight=False, soft_wrap=True)
 
 
 def sentence(best: PricedPlan, other: PricedPlan, name: str) -> str:
-    """One line: by how much the best plan wins, and by which terms."""
+    """Returns one line: by how much the best plan wins, and through which terms."""
     changes = [
         f"{term} {mine * 1e3:,.2f} ms, not {theirs * 1e3:,.2f}"
         for term, mine, theirs in why(best, other)

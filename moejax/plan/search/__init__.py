@@ -1,5 +1,5 @@
 """Searches for the best plan.
 
-Read in this order: `space` (what may be chosen), `estimate` (a mesh priced without a trace),
+Read in this order: `space` (the choices), `estimate` (rough prices without a trace),
 `search`, `file` (plan.json).
 """

@@ -1,6 +1,6 @@
-"""A first guess at every mesh: it says which are worth tracing, and decides nothing else.
+"""A rough estimate of every mesh, which decides only which meshes are traced.
 
-Closed forms of the bytes that a step moves and of what a device must hold, in microseconds a mesh.
+Closed formulas for the bytes that a step moves and a device holds; microseconds per mesh.
 """
 
 from dataclasses import dataclass
@@ -11,34 +11,34 @@ from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.plan.cluster.topology import Topology
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
-# Of the bytes of activations that a block keeps for backward, by what is recomputed; rough.
+# Bytes of activations that a block keeps for backward, by recomputation; rough.
 KEPT = {"none": 1.0, "dots": 0.7, "collectives": 0.35, "token_collectives": 0.3, "full": 0.05}
 
-SMALL_OPS = 100  # of a block whose tokens travel: numbers of rows, sorts, comparisons
+SMALL_OPS = 100  # small operations of an expert block: counts of rows, sorts, comparisons
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step of one config on a cluster, roughly. Bytes and seconds of one device."""
+    """A rough estimate of one config's step on a cluster. Bytes and seconds of one device."""
 
     cfg: Config
     topology: Topology
 
     @cached_property
     def layout(self) -> Layout:
-        """Of the mesh."""
+        """Layout of the mesh."""
         return build_layout(self.cfg.mesh)
 
     @property
     def tokens(self) -> float:
-        """Of a micro-batch, on the devices of one tensor group."""
+        """Tokens of a micro-batch on one tensor group."""
         train, layout = self.cfg.train, self.layout
         ranks = layout.size(layout.token_axes) * train.micro_batches
         return train.batch_sequences * self.cfg.data.sequence_length / ranks
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Parameters of a block: (dense, experts), whole."""
+        """Parameters of a whole block: (dense, experts)."""
         model, moe = self.cfg.model, self.cfg.moe
         heads = 2 * model.num_heads + 2 * model.num_kv_heads
         dense = model.width * heads * model.head_width
@@ -55,7 +55,7 @@ class Estimate:
 
     @property
     def own(self) -> float:
-        """Parameters of which a device holds the masters."""
+        """Parameters whose master weights are on one device."""
         layout, (dense, experts) = self.layout, self.weights
         layers = self.cfg.model.num_layers
         over = layout.size(layout.fsdp + layout.expert + layout.tensor)
@@ -64,13 +64,13 @@ class Estimate:
 
     @property
     def expert_share(self) -> int:
-        """In how many parts the experts of a block are cut, besides over fsdp."""
+        """Number of parts that a block's experts are sharded into, besides fsdp."""
         layout = self.layout
         hidden = layout.tensor if layout.hidden_over_tensor else ()
         return layout.size((*layout.expert_owner_axes, *hidden))
 
     def bytes(self) -> float:
-        """What a device holds at its fullest."""
+        """Returns the peak memory of a device."""
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         width = WIDTHS[model.dtype]
         dense, experts = self.weights
@@ -87,20 +87,20 @@ class Estimate:
             self.tokens * 4 * model.num_heads * model.head_width / layout.size(layout.tensor)
         )
         block = width * (hidden + attention + 6 * kept_tokens * model.width)
-        kept = block * KEPT[model.remat] + width * kept_tokens * model.width
-        return held + kept * model.num_layers + 2 * block
+        activations = block * KEPT[model.remat] + width * kept_tokens * model.width
+        return held + activations * model.num_layers + 2 * block
 
     def seconds(self) -> float:
-        """A step: what is computed, and what is sent and cannot be hidden."""
+        """Returns the time of a step: compute, plus communication that cannot be hidden."""
         compute, exchange, weights = self._compute(), self._exchange(), self._weights()
         micro = self.cfg.train.micro_batches
-        # On CPU collectives take the cores that compute; elsewhere weights travel beside it.
+        # On CPU collectives take the cores that compute; elsewhere weights travel beside compute.
         hidden = 0.0 if self.topology.device.platform == "cpu" else 0.5 * compute
         block = compute + exchange + max(0.0, weights - hidden)
         return micro * (self.cfg.model.num_layers * block + self._ends()) + self._update()
 
     def _ends(self) -> float:
-        """Embedding and loss, once a micro-batch."""
+        """Returns the seconds of embedding and loss in one micro-batch."""
         layout, model = self.layout, self.cfg.model
         flops = 6.0 * self.tokens * model.width * model.vocab_size / layout.size(layout.tensor)
         rate = self.topology.device.product_rate(model.dtype, flops / 3)
@@ -109,12 +109,12 @@ class Estimate:
         return compute + self._moved(table, layout.fsdp + layout.expert)
 
     def _update(self) -> float:
-        """Of the optimizer: masters, moments and gradients read, the first two written."""
+        """Returns the update's seconds: reads masters, moments, gradients; writes the first two."""
         device = self.topology.device
         return device.program_overhead * 28 * self.own / device.copy_bytes_per_s
 
     def _compute(self) -> float:
-        """Of a block: products, and passes over its activations."""
+        """Returns the compute seconds of a block: products, and passes over its activations."""
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         dense, experts = self.weights
         active = dense + experts * moe.experts_per_token / moe.num_experts
@@ -130,7 +130,7 @@ class Estimate:
         return device.program_overhead * (flops / max(rate, 1.0) + passes / device.copy_bytes_per_s)
 
     def _exchange(self) -> float:
-        """Of a block: tokens to experts and home, and activations over tensor, both ways."""
+        """Returns a block's seconds of dispatch, combine and tensor parallelism, both passes."""
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         width, local = WIDTHS[model.dtype], self.tokens / layout.size(layout.tensor)
         total = 0.0
@@ -145,7 +145,7 @@ class Estimate:
         return total + 4 * self._cost("all_gather", whole, layout.tensor)
 
     def _rearranged(self, rows: float) -> float:
-        """So many bytes of rows, between the order of tokens and that of buckets, both ways."""
+        """Returns the seconds of rearranging rows between token order and buckets, both ways."""
         device, layout = self.topology.device, self.layout
         if layout.size(layout.expert_owner_axes) == 1:
             return 0.0
@@ -153,13 +153,13 @@ class Estimate:
         return device.program_overhead * moved
 
     def _weights(self) -> float:
-        """Of a block: weights gathered, and their gradients reduced."""
+        """Returns a block's seconds of gathering weights and reducing gradients."""
         layout, (dense, experts) = self.layout, self.weights
         moved = self._moved(dense / layout.size(layout.tensor), layout.fsdp + layout.expert)
         return moved + self._moved(experts / self.expert_share, layout.fsdp)
 
     def _moved(self, size: float, axes: Axes) -> float:
-        """So many parameters gathered over the axes, and their gradients summed, hop by hop."""
+        """Returns the seconds of gathering parameters and reducing their gradients, hop by hop."""
         layout = self.layout
         width = WIDTHS[self.cfg.model.dtype]
         wide = WIDTHS[self.cfg.train.gradient_dtype]

@@ -1,4 +1,4 @@
-"""Plan files: the settings that a search chose, with what they were predicted to cost."""
+"""Plan files: the chosen settings and their predicted cost."""
 
 import json
 import math
@@ -23,11 +23,11 @@ class Plan:
     """A chosen plan.
 
     Attributes:
-      topology: name of the cluster it was made for.
-      routing: as it was asked for.
-      settings: by dotted name.
+      topology: name of the cluster.
+      routing: the routing as the user gave it.
+      settings: values by dotted name.
       predicted: seconds of a step, its terms, bytes of a device, tokens a second.
-      runner_up: the same of the next best; None if there was none.
+      runner_up: the same for the second best plan; None if there was none.
     """
 
     topology: str
@@ -39,13 +39,13 @@ class Plan:
     runner_up: dict[str, Any] | None = None
 
     def apply(self, cfg: Config) -> Config:
-        """The config with the plan's settings."""
+        """Returns the config with the plan's settings."""
         return change(cfg, self.settings | {"mesh.nodes": self.nodes})
 
 
-def plan_from(found: SearchResult, topology: Topology, routing: str) -> Plan:
-    """The best plan of a search."""
-    best, *others = found.ranked
+def plan_from(result: SearchResult, topology: Topology, routing: str) -> Plan:
+    """Returns the best plan of a search."""
+    best, *others = result.ranked
     return Plan(
         topology=topology.name,
         devices=topology.devices,
@@ -67,46 +67,46 @@ def load_plan(path: Path) -> Plan:
     """Reads a plan file.
 
     Raises:
-      InputError: it is none, of another version, or has settings that do not exist or are wrong.
+      InputError: if it is no plan file, of another version, or has invalid settings.
     """
     try:
-        found = json.loads(path.read_text())
+        data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(
             f"plan {path} cannot be read: {error}. It must be a file that moejax plan --out wrote. "
             "Check the path."
         ) from error
-    version = found.pop("version", None) if isinstance(found, dict) else None
-    if version != VERSION or set(found) != KEYS:
+    version = data.pop("version", None) if isinstance(data, dict) else None
+    if version != VERSION or set(data) != KEYS:
         raise InputError(
             f"plan {path} is not one. Its version is {version}, this moejax reads {VERSION}. "
             "Make it again with moejax plan --out."
         )
-    _check_plan(path, found)
-    return Plan(**found)
+    _check_plan(path, data)
+    return Plan(**data)
 
 
-def _check_plan(path: Path, found: dict[str, Any]) -> None:
-    """Refuses what a search does not write; settings get their own types.
+def _check_plan(path: Path, data: dict[str, Any]) -> None:
+    """Checks a plan file's fields and gives settings their types.
 
     Raises:
-      InputError: a number is none, or a setting is not for a plan to choose or has a wrong value.
+      InputError: for a field that is no number, or a setting that plans do not set.
     """
     for name in ("devices", "nodes"):
-        if type(found[name]) is not int or found[name] < 1:
-            raise InputError(_damaged(path, name, found[name], "a whole number above 0"))
+        if type(data[name]) is not int or data[name] < 1:
+            raise InputError(_damaged(path, name, data[name], "a whole number above 0"))
     for name in ("topology", "routing"):
-        if not isinstance(found[name], str):
-            raise InputError(_damaged(path, name, found[name], "a text"))
-    _check_settings(path, found["settings"])
-    _check_seconds(path, "predicted", found["predicted"])
-    if found["runner_up"] is not None:
-        _check_seconds(path, "runner_up", found["runner_up"])
-        _check_settings(path, found["runner_up"].get("settings"))
+        if not isinstance(data[name], str):
+            raise InputError(_damaged(path, name, data[name], "a text"))
+    _check_settings(path, data["settings"])
+    _check_seconds(path, "predicted", data["predicted"])
+    if data["runner_up"] is not None:
+        _check_seconds(path, "runner_up", data["runner_up"])
+        _check_settings(path, data["runner_up"].get("settings"))
 
 
-def _check_seconds(path: Path, name: str, found: Any) -> None:
-    seconds: Any = found.get("seconds") if isinstance(found, dict) else None
+def _check_seconds(path: Path, name: str, value: Any) -> None:
+    seconds: Any = value.get("seconds") if isinstance(value, dict) else None
     if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
         raise InputError(_damaged(path, f"{name}.seconds", seconds, "a time above 0"))
 

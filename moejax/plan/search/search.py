@@ -1,7 +1,7 @@
-"""Finds the plan: estimates every mesh, traces the promising ones, prices what was traced, ranks.
+"""Finds the plan: estimates every mesh, traces and prices the promising ones, ranks them.
 
-A plan that needs more memory than a device has is never chosen; it is made lighter first (more
-recomputed, more micro-batches), which is what a person would do.
+A plan that needs more memory than a device has is never chosen. It is first made lighter with more
+recomputation and more micro-batches.
 """
 
 import gc
@@ -24,27 +24,27 @@ from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.space import Limits
 
-ROOM = 0.95  # of the memory that a program may use: a plan needs no more, the rest is for gaps
-ROUGH = 1.3  # of that room: what a estimate must say for a plan not to be traced as it is
-FIRST = 4  # meshes that are traced before the best of them is refined
-OTHERS = 12  # meshes that are traced with what it then takes
-SAME = 0.002  # of a step: less is no difference
-# Seconds that a search may take if nobody says, for up to so many devices and for more of them.
+ROOM = 0.95  # share of a device's memory that a plan may use; the rest is for fragmentation
+ROUGH = 1.3  # times that budget: a plan estimated above it is made lighter before it is traced
+FIRST = 4  # meshes traced before the best of them is refined
+OTHERS = 12  # meshes then traced with the best plan's settings
+SAME = 0.002  # relative difference below which two steps count as equal
+# Default seconds of a search, by number of devices.
 SECONDS, MANY_SECONDS, MANY = 10.0, 60.0, 64
 
 
 @dataclass
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
       ranked: plans that fit, fastest first.
-      baseline: the plan of people who do not plan, if it is one at all.
-      meshes: how many ways to spread the model obey the rules.
-      traced: programs read.
-      too_large: traced, and refused for their memory.
-      room: bytes of a device that a plan may need.
-      seconds: of the search.
+      baseline: the usual default without planning; None if it breaks a rule.
+      meshes: number of valid meshes.
+      traced: number of traced programs.
+      too_large: number of traced plans that need too much memory.
+      memory_budget: bytes of a device that a plan may use.
+      seconds: time of the search.
     """
 
     ranked: list[PricedPlan]
@@ -58,7 +58,7 @@ class SearchResult:
 
 @contextmanager
 def _frozen_garbage() -> Iterator[None]:
-    """What lives already is not looked through again and again while plans are traced."""
+    """Keeps the garbage collector from scanning older objects again and again during traces."""
     gc.collect()
     gc.freeze()
     try:
@@ -69,7 +69,7 @@ def _frozen_garbage() -> Iterator[None]:
 
 @dataclass
 class _Search:
-    """One search: what has been traced, and how long it may go on."""
+    """One search: the traced plans and the time limit."""
 
     cfg: Config
     topology: Topology
@@ -79,7 +79,7 @@ class _Search:
     progress: Callable[[str], None]
     priced: dict[Config, PricedPlan] = field(default_factory=dict)
     too_large: int = 0
-    slowest: float = 0.0  # seconds of what took longest to trace and price
+    slowest: float = 0.0  # seconds of the slowest plan so far
 
     def __post_init__(self) -> None:
         self.began = time.perf_counter()
@@ -87,20 +87,20 @@ class _Search:
 
     @property
     def memory_budget(self) -> float:
-        """Bytes of a device that a plan may need."""
+        """Bytes of a device that a plan may use."""
         return ROOM * self.topology.device.memory_bytes
 
     @property
     def late(self) -> bool:
-        """Whether another plan could be late; whatever it takes, one is found and two compared."""
-        enough = len(self.priced) >= 2 and any(self._fits(one) for one in self.priced.values())
+        """Whether another plan could exceed the time limit. Two plans are always priced."""
+        enough = len(self.priced) >= 2 and any(self._fits(plan) for plan in self.priced.values())
         return enough and time.perf_counter() + 2 * self.slowest > self.ends
 
     def run(self) -> SearchResult:
-        """Searches.
+        """Runs the search.
 
         Raises:
-          InputError: if no plan obeys the rules, or none fits.
+          InputError: if no plan is valid, or none fits into memory.
         """
         meshes = list(space.meshes(self.cfg, self.limits))
         estimates = sorted((Estimate(cfg, self.topology) for cfg in meshes), key=Estimate.seconds)
@@ -121,10 +121,10 @@ class _Search:
         )
 
     def _choose(self, estimates: list[Estimate]) -> PricedPlan | None:
-        """Prices plans, likely ones first, until time is up; returns the default's.
+        """Prices plans, likely ones first, until time is up. Returns the baseline's.
 
-        The best of the first meshes is refined. Then others show what they are worth with the
-        routes and codecs that it takes, for most of what is right for one is right for all.
+        Refines the best of the first meshes, then tries other meshes with its routes and codecs,
+        because most of what is best for one mesh is best for others.
         """
         baseline = self._baseline()
         promising = self._promising(estimates)
@@ -145,17 +145,17 @@ class _Search:
                 return
 
     def _ranked(self) -> list[PricedPlan]:
-        fitting = [one for one in self.priced.values() if self._fits(one)]
-        ranked = sorted(fitting, key=lambda one: one.seconds)
-        # Of plans that cost the same, the one that changes least.
-        same = [one for one in ranked if one.seconds <= (1 + SAME) * ranked[0].seconds]
-        plainest = min(same, key=lambda one: len(pinned(one.cfg)), default=None)
-        return sorted(ranked, key=lambda one: one is not plainest)
+        fitting = [plan for plan in self.priced.values() if self._fits(plan)]
+        ranked = sorted(fitting, key=lambda plan: plan.seconds)
+        # Among equally fast plans, the one with the fewest changes.
+        same = [plan for plan in ranked if plan.seconds <= (1 + SAME) * ranked[0].seconds]
+        plainest = min(same, key=lambda plan: len(pinned(plan.cfg)), default=None)
+        return sorted(ranked, key=lambda plan: plan is not plainest)
 
     def _promising(self, estimates: list[Estimate]) -> Iterator[Config]:
-        """Meshes that seem to fit, as they are or made lighter, fastest first; a few of each."""
+        """Yields meshes that fit by estimate, as they are or made lighter, fastest first."""
         seen: Counter[tuple[int, int]] = Counter()
-        fitting = [one for one in map(self._estimate_that_fits, estimates) if one is not None]
+        fitting = [cfg for cfg in map(self._estimate_that_fits, estimates) if cfg is not None]
         for estimate in sorted(fitting, key=Estimate.seconds):
             alike = (estimate.cfg.mesh.expert, estimate.cfg.mesh.tensor)
             seen[alike] += 1
@@ -169,11 +169,11 @@ class _Search:
         return Estimate(lighter, self.topology) if lighter is not None else None
 
     def _smallest(self, estimates: list[Estimate]) -> Iterator[Config]:
-        """The meshes that hold least, as light as estimated to fit; then as light as can be.
+        """Yields the meshes that need the least memory, made lighter until they fit.
 
-        For where no likely plan fits: what a estimate counts is rough, so it refuses nothing.
+        Used if no promising plan fits, because estimates are too rough to refuse anything.
         """
-        least = sorted(estimates, key=lambda one: one.own)[:FIRST]
+        least = sorted(estimates, key=lambda e: e.own)[:FIRST]
         for estimate in least:
             fits = estimate.bytes() <= self.memory_budget
             yield estimate.cfg if fits else self._lighter(estimate.cfg) or estimate.cfg
@@ -184,90 +184,90 @@ class _Search:
             lightest = min((estimate, *every), key=Estimate.bytes).cfg
             yield space.resolve(lightest, self.limits) or estimate.cfg
 
-    def _fits(self, one: PricedPlan) -> bool:
-        return one.peak.bytes <= self.memory_budget
+    def _fits(self, plan: PricedPlan) -> bool:
+        return plan.peak.bytes <= self.memory_budget
 
-    def _lighter(self, cfg: Config, found: PricedPlan | None = None) -> Config | None:
-        """The least change that a estimate says fits.
+    def _lighter(self, cfg: Config, plan: PricedPlan | None = None) -> Config | None:
+        """Returns the smallest change that fits by estimate.
 
         Args:
-          found: the plan as it was traced: how much more than estimated is alive during the step.
+          plan: the traced plan; shows how much the estimate was too low.
         """
         held, factor = 0.0, 1.0
-        if found is not None:
-            held = found.peak.arguments
+        if plan is not None:
+            held = plan.peak.arguments
             estimated = max(1.0, Estimate(cfg, self.topology).bytes() - held)
-            factor = max(1.0, found.peak.temporary / estimated)
-        for other in space.lighter(cfg, self.limits):
-            alive = max(0.0, Estimate(other, self.topology).bytes() - held)
+            factor = max(1.0, plan.peak.temporary / estimated)
+        for lighter in space.lighter(cfg, self.limits):
+            alive = max(0.0, Estimate(lighter, self.topology).bytes() - held)
             if held + factor * alive <= self.memory_budget:
-                resolved = space.resolve(other, self.limits)
+                resolved = space.resolve(lighter, self.limits)
                 if resolved is not None:
                     return resolved
         return None
 
     def _try(self, cfg: Config) -> PricedPlan | None:
-        """Traces and prices a plan; if it does not fit, a lighter one of the same mesh."""
-        found = self._price(cfg)
+        """Traces and prices a plan; if it does not fit, a lighter plan of the same mesh."""
+        plan = self._price(cfg)
         for _ in range(3):
-            if found is None or self._fits(found):
-                return found
+            if plan is None or self._fits(plan):
+                return plan
             self.too_large += 1
-            other = self._lighter(found.cfg, found)
-            if other is None or self.late:
+            lighter = self._lighter(plan.cfg, plan)
+            if lighter is None or self.late:
                 return None
-            found = self._price(other)
+            plan = self._price(lighter)
         return None
 
     def _price(self, cfg: Config) -> PricedPlan | None:
         if cfg in self.priced:
             return None
         began = time.perf_counter()
-        found = price(trace_config(cfg, self.limits.platform), self.topology, self.routing)
+        plan = price(trace_config(cfg, self.limits.platform), self.topology, self.routing)
         self.slowest = max(self.slowest, time.perf_counter() - began)
-        self.priced[cfg] = found
+        self.priced[cfg] = plan
         self.progress(f"{len(self.priced)} plans traced, best so far {self._best()}")
-        return found
+        return plan
 
     def _best(self) -> str:
         ranked = self._ranked()
         return f"{ranked[0].seconds:.4g} s a step" if ranked else "none fits"
 
     def _refine(self, start: PricedPlan) -> None:
-        """Changes one part at a time and keeps what is faster."""
+        """Changes one part at a time and keeps faster plans."""
         best = start
         for neighbours in (self._heavier, self._coded, self._routes):
             best = self._best_of(best, neighbours(best.cfg))
-        while (found := self._best_of(best, space.more_chunks(best.cfg, self.limits))) is not best:
-            best = found
+        while (better := self._best_of(best, space.more_chunks(best.cfg, self.limits))) is not best:
+            best = better
         for neighbours in (self._fewer_codecs, self._pieces):
             best = self._best_of(best, neighbours(best.cfg))
 
     def _best_of(self, best: PricedPlan, configs: Iterable[Config]) -> PricedPlan:
-        """The best plan so far, or one of those if it is faster."""
+        """Returns the fastest of the best plan and the candidates."""
         for cfg in configs:
             if self.late:
                 break
-            found = self._price(cfg)
-            faster = found is not None and found.seconds < (1 - SAME) * best.seconds
-            if found is not None and faster and self._fits(found):
-                best = found
+            plan = self._price(cfg)
+            faster = plan is not None and plan.seconds < (1 - SAME) * best.seconds
+            if plan is not None and faster and self._fits(plan):
+                best = plan
         return best
 
     def _as_best(self, cfg: Config) -> Config:
-        """A mesh with routes, codecs and pieces of the best plan, as far as it can take them."""
+        """Returns a mesh with the best plan's routes, codecs and pieces, where they are valid."""
         ranked = self._ranked()
         parts = (*space.EXCHANGE, *space.REDUCTION, *space.CODECS)
         for left in ((), space.EXCHANGE) if ranked else ():
             names = [name for name in parts if self.limits.free(name) and name not in left]
             values = {name: get_value(ranked[0].cfg, name) for name in names}
-            found = space.resolve(space.change(cfg, values), self.limits)
-            if found is not None:
-                return found
+            resolved = space.resolve(space.change(cfg, values), self.limits)
+            if resolved is not None:
+                return resolved
         return cfg
 
     def _coded(self, cfg: Config) -> Iterable[Config]:
-        """All codecs that are allowed, at once."""
+        """Returns the plan with all allowed codecs at once."""
         return islice(space.codecs(cfg, self.limits), 1)
 
     def _fewer_codecs(self, cfg: Config) -> Iterable[Config]:
@@ -281,29 +281,32 @@ class _Search:
         return space.pieces(cfg, self.limits)
 
     def _heavier(self, cfg: Config) -> Iterable[Config]:
-        """Fewer micro-batches, less recomputed: faster, where it fits after all."""
+        """Yields plans with fewer micro-batches or less recomputation, which may fit after all."""
         parts, remat = cfg.train.micro_batches, cfg.model.remat
         less: list[dict[str, Any]] = []
         if parts > self.cfg.train.micro_batches and self.limits.free("train.micro_batches"):
             less = [{"train.micro_batches": space.divisors(parts)[-2]}]
         if remat != self.cfg.model.remat and self.limits.free("model.remat"):
-            less += [{"model.remat": one} for one in space.REMATS[: space.REMATS.index(remat)]]
+            less += [
+                {"model.remat": remat_kind}
+                for remat_kind in space.REMATS[: space.REMATS.index(remat)]
+            ]
         for values in less:
-            other = space.resolve(space.change(cfg, values), self.limits)
-            if other is not None:
-                yield other
+            heavier = space.resolve(space.change(cfg, values), self.limits)
+            if heavier is not None:
+                yield heavier
 
     def _baseline(self) -> PricedPlan | None:
-        """What people take who do not plan, made as light as it must be."""
+        """Prices the usual default, made lighter until it fits."""
         cfg = space.baseline(self.cfg, self.limits)
         if cfg is None:
             return None
         fits = self._estimate_that_fits(Estimate(cfg, self.topology))
-        found = self._try(fits.cfg) if fits is not None else None
-        found = found or self._price(cfg) or self.priced[cfg]
-        if self.limits.pinned - set(MEMORY):  # it was not asked whether it may change these
-            self.priced.clear()  # which holds nothing else: the default is priced first
-        return found
+        plan = self._try(fits.cfg) if fits is not None else None
+        plan = plan or self._price(cfg) or self.priced[cfg]
+        if self.limits.pinned - set(MEMORY):  # it may break the pins, so it is no candidate
+            self.priced.clear()  # priced first, so nothing else is there
+        return plan
 
     def _why_none(self, meshes: int) -> str:
         devices = f"{self.limits.devices} devices on {self.limits.nodes} nodes"
@@ -314,7 +317,7 @@ class _Search:
                 f"({', '.join(sorted(self.limits.pinned)) or 'nothing'}). Change the batch, or "
                 "leave settings at their defaults."
             )
-        least = min(one.peak.bytes for one in self.priced.values())
+        least = min(plan.peak.bytes for plan in self.priced.values())
         return (
             f"no plan fits {devices}. The least that one needs is {least / 2**30:.1f} GiB a device "
             f"of {self.memory_budget / 2**30:.1f} GiB that may be used. Offer more devices, or "
@@ -335,8 +338,8 @@ def search(
 
     Args:
       cfg: the model; what is pinned keeps its settings.
-      seconds: that the search may take; None: as many devices need.
-      say: is told how far it is.
+      seconds: time limit; None: the default for the number of devices.
+      progress: called with a text before each plan.
 
     Raises:
       InputError: if no plan obeys the rules, or none fits.

@@ -1,6 +1,6 @@
-"""What a planner may choose: the parts of a plan, their values, and the config that they make.
+"""The planner's choices: the parts of a plan, their values, and the resulting configs.
 
-A part whose setting is not at its default is pinned: somebody chose it. The rest is free.
+A setting that is not at its default is pinned: the user chose it. The others are free.
 """
 
 import dataclasses
@@ -17,24 +17,24 @@ from moejax.config.schema import Config, PlanConfig
 from moejax.errors import InputError
 from moejax.layout.route import ROUTES
 
-# What a plan sets: all that a search chooses, and the preset that its codecs stand in for.
+# Settings of a plan: all that a search chooses, and the preset that its codecs replace.
 SETTINGS = (*CHOSEN, "compression.preset")
 MOST_CHUNKS = 8
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
-# From the least memory saved to the most, and from no recomputation to all.
+# From no recomputation to all, which saves the most memory.
 REMATS = ("none", "dots", "collectives", "token_collectives", "full")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a search may do.
+    """The limits of a search.
 
     Attributes:
-      devices: to plan for.
-      nodes: they are on.
+      devices: number of devices.
+      nodes: number of nodes.
       platform: "cpu", "gpu" or "tpu".
-      codecs: the preset whose codecs may be taken, class by class: none, hybrid or strong.
-      pinned: settings that stay.
+      codecs: preset whose codecs may be chosen, class by class: none, hybrid or strong.
+      pinned: settings that keep their values.
     """
 
     devices: int
@@ -44,12 +44,12 @@ class Limits:
     pinned: frozenset[str] = frozenset()
 
     def free(self, name: str) -> bool:
-        """Whether a setting may be chosen."""
+        """Whether a setting may be changed."""
         return name not in self.pinned
 
 
 def resolve(cfg: Config, limits: Limits) -> Config | None:
-    """Returns the config on the devices of a search, or None if it breaks a rule."""
+    """Returns the resolved config, or None if it breaks a rule."""
     mesh = dataclasses.replace(cfg.mesh, nodes=limits.nodes, simulated_devices=None)
     try:
         cfg = dataclasses.replace(cfg, mesh=mesh, plan=PlanConfig(mode="hand"))
@@ -60,10 +60,10 @@ def resolve(cfg: Config, limits: Limits) -> Config | None:
 
 
 def meshes(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Every way to spread the model over the devices, with the plainest route."""
+    """Yields every mesh, with the simplest route."""
     for sizes in _factorings(limits.devices, 4):
         values: dict[str, Any] = dict(zip(MESH, sizes, strict=True))
-        # A replica axis that is left open is what the others leave.
+        # A free replica axis takes the devices that the other axes leave.
         fixed = [n for n in MESH if not limits.free(n) and get_value(cfg, n) is not None]
         if any(get_value(cfg, name) != values[name] for name in fixed):
             continue
@@ -73,13 +73,13 @@ def meshes(cfg: Config, limits: Limits) -> Iterator[Config]:
         for activations in _values(cfg, limits, "mesh.activations", layouts):
             for kind in _values(cfg, limits, "mesh.expert_weights", weights):
                 own = {"mesh.activations": activations, "mesh.expert_weights": kind}
-                found = resolve(_plain_exchange(change(cfg, values | own), limits), limits)
-                if found is not None:
-                    yield found
+                candidate = resolve(_plain_exchange(change(cfg, values | own), limits), limits)
+                if candidate is not None:
+                    yield candidate
 
 
 def _plain_exchange(cfg: Config, limits: Limits) -> Config:
-    """The plainest exchange that the pins allow; a mesh without one has its settings at rest."""
+    """Returns the simplest exchange that the pins allow; defaults on a mesh without exchange."""
     owners = cfg.mesh.expert * (cfg.mesh.tensor if cfg.mesh.expert_weights == "folded" else 1)
     free = [name for name in EXCHANGE if limits.free(name)]
     defaults = {name: fields()[name].default for name in (EXCHANGE if owners == 1 else free)}
@@ -87,37 +87,41 @@ def _plain_exchange(cfg: Config, limits: Limits) -> Config:
 
 
 def exchanges(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Every route on a mesh, the most elaborate first, and chunks as they are."""
+    """Yields every route on a mesh, the most elaborate first, with unchanged chunks."""
     if not cfg.model.has_experts:
         return
     for route in _values(cfg, limits, "route", tuple(reversed(ROUTES))):
-        found = resolve(change(cfg, {"route": route}), limits)
-        if found is not None and found != cfg:
-            yield found
+        candidate = resolve(change(cfg, {"route": route}), limits)
+        if candidate is not None and candidate != cfg:
+            yield candidate
 
 
 def more_chunks(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Twice the chunks: both ways, forward alone, backward alone."""
+    """Yields twice the chunks: in both passes, forward alone, backward alone."""
     if not cfg.model.has_experts:
         return
-    ahead, back = cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
+    forward, backward = cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
     seen = {cfg}
-    for chunks, behind in ((2 * ahead, 2 * back), (2 * ahead, back), (ahead, 2 * back)):
+    for chunks, behind in (
+        (2 * forward, 2 * backward),
+        (2 * forward, backward),
+        (forward, 2 * backward),
+    ):
         if max(chunks, behind) > MOST_CHUNKS or not (
-            limits.free("route_chunks") or chunks == ahead
+            limits.free("route_chunks") or chunks == forward
         ):
             continue
         values: dict[str, Any] = {"route_chunks": chunks}
         if limits.free("route_chunks_backward"):
             values["route_chunks_backward"] = None if behind == chunks else behind
-        found = resolve(change(cfg, values), limits)
-        if found is not None and found not in seen:
-            seen.add(found)
-            yield found
+        candidate = resolve(change(cfg, values), limits)
+        if candidate is not None and candidate not in seen:
+            seen.add(candidate)
+            yield candidate
 
 
 def codecs(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """The codecs of the allowed preset: all together, gradients alone, tokens alone, each alone."""
+    """Yields the preset's codecs: all, gradients alone, tokens alone, each alone."""
     allowed = {f"compression.{k}": codec for k, codec in PRESETS[limits.codecs].items()}
     allowed = {name: codec for name, codec in allowed.items() if limits.free(name)}
     gradients = [name for name in allowed if name.rpartition(".")[2] in GRADIENTS]
@@ -127,28 +131,28 @@ def codecs(cfg: Config, limits: Limits) -> Iterator[Config]:
     for group in groups:
         if group and group not in seen:
             seen.append(group)
-            found = resolve(change(cfg, {name: allowed[name] for name in group}), limits)
-            if found is not None:
-                yield found
+            candidate = resolve(change(cfg, {name: allowed[name] for name in group}), limits)
+            if candidate is not None:
+                yield candidate
 
 
 def without_codecs(cfg: Config, limits: Limits) -> Config:
-    """The same with those codecs at rest that may be chosen."""
+    """Returns the config without the codecs that may be changed."""
     return change(cfg, {n: fields()[n].default for n in CODECS if limits.free(n)})
 
 
 def pieces(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Sizes of the pieces in which gradients are reduced."""
+    """Yields sizes of the pieces in which gradients are reduced."""
     for size in _values(cfg, limits, "train.reduction_bytes", PIECES):
-        found = resolve(change(cfg, {"train.reduction_bytes": size}), limits)
-        if found is not None and found != cfg:
-            yield found
+        candidate = resolve(change(cfg, {"train.reduction_bytes": size}), limits)
+        if candidate is not None and candidate != cfg:
+            yield candidate
 
 
 def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """The same plan with less memory: more recomputed, more micro-batches; least change first.
+    """Yields plans with more recomputation and micro-batches, the smallest change first.
 
-    Not resolved, which takes longer than all else here: most are only estimated.
+    Not resolved, because that is slow and most of them are only estimated.
     """
     ranks = cfg.mesh.fsdp * cfg.mesh.expert * (cfg.mesh.replica or 1)
     rows = max(1, cfg.train.batch_sequences // ranks)
@@ -156,15 +160,15 @@ def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
     for parts in _values(cfg, limits, "train.micro_batches", tuple(micro)):
         at = REMATS.index(cfg.model.remat)
         for remat in _values(cfg, limits, "model.remat", REMATS[at:]):
-            found = change(cfg, {"train.micro_batches": parts, "model.remat": remat})
-            if found != cfg:
-                yield found
+            candidate = change(cfg, {"train.micro_batches": parts, "model.remat": remat})
+            if candidate != cfg:
+                yield candidate
 
 
 def baseline(cfg: Config, limits: Limits) -> Config | None:
-    """What people take who do not plan: experts over all devices that divide them, flat, no codec.
+    """Returns the usual default: experts over all devices that divide them, flat, no codec.
 
-    As DeepSpeed lays it out: expert parallelism across nodes, data parallelism for the rest.
+    This is DeepSpeed's layout: expert parallelism across nodes, data parallelism for the rest.
     """
     expert = math.gcd(cfg.moe.num_experts, limits.devices) if cfg.model.has_experts else 1
     sizes = (limits.devices // expert, 1, expert, 1)
@@ -175,22 +179,22 @@ def baseline(cfg: Config, limits: Limits) -> Config | None:
 
 
 def plan_of(cfg: Config) -> dict[str, Any]:
-    """The settings that make a plan, by name."""
+    """Returns a plan's settings by name."""
     return {name: get_value(cfg, name) for name in SETTINGS}
 
 
 def divisors(number: int) -> list[int]:
-    """Smallest first."""
+    """Returns the divisors of a number, smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _values(cfg: Config, limits: Limits, name: str, choices: tuple) -> tuple:
-    """What a setting may be: all choices, or what it is."""
+    """Returns all choices of a setting, or only its value if it is pinned."""
     return choices if limits.free(name) else (get_value(cfg, name),)
 
 
 def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered way to write a number as a product of so many."""
+    """Yields every ordered factoring of a number into `parts` factors."""
     if parts == 1:
         yield (number,)
         return

@@ -2,8 +2,8 @@
 
 A value's depth is how many operations that cannot be fused lie on the longest way to it. Connected
 elementwise operations of equal depth become one region: none of them can wait for an operation that
-waits for another of them, so no cycle can arise, and what lives only inside is never stored. What
-is made of inputs alone is made where it is first read: its inputs live as long anyway.
+waits for another of them, so no cycle can arise. Values read only inside a region are never stored.
+A value computed from inputs alone is computed at its first use, since its inputs stay alive anyway.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ class Node:
     Attributes:
       reads: (value, bytes of it that are read; None: all).
       writes: values.
-      unread: share of its FLOPs and bytes that is left where nothing reads its first value.
+      unread: share of its FLOPs and bytes that remains if nothing reads its first result.
     """
 
     kind: Kind
@@ -42,29 +42,29 @@ class Node:
 
 
 class Storage:
-    """Values, and the buffers they live in."""
+    """Maps values to buffers, and buffers to sizes."""
 
     def __init__(self) -> None:
-        self.buffer: list[int] = []  # of each value
-        self.sizes: list[int] = []  # of each buffer
+        self.buffer: list[int] = []  # buffer of each value
+        self.sizes: list[int] = []  # bytes of each buffer
 
     def new(self, size: int) -> int:
-        """A value in a buffer of its own."""
+        """Returns a new value in a new buffer."""
         self.sizes.append(size)
         self.buffer.append(len(self.sizes) - 1)
         return len(self.buffer) - 1
 
     def alias(self, value: int) -> int:
-        """A new value in the buffer of another."""
+        """Returns a new value in the buffer of `value`."""
         self.buffer.append(self.buffer[value])
         return len(self.buffer) - 1
 
     def resize(self, value: int, size: int) -> None:
-        """Says again how large the value's buffer is."""
+        """Sets the size of the value's buffer."""
         self.sizes[self.buffer[value]] = size
 
     def bytes(self, value: int) -> int:
-        """Of the value's buffer."""
+        """Size of the value's buffer."""
         return self.sizes[self.buffer[value]]
 
 
@@ -74,25 +74,25 @@ def fuse(
     inputs: Iterable[int | None],
     outputs: Iterable[int | None],
 ) -> Schedule:
-    """Returns the schedule of the nodes that results need, given in an order in which they run."""
+    """Returns the schedule of the nodes that the outputs need. Takes nodes in program order."""
     outputs = list(outputs)
-    kept = [value for value in outputs if value is not None]
-    nodes = _needed(nodes, kept)
+    results = [value for value in outputs if value is not None]
+    nodes = _needed(nodes, results)
     maker = {value: number for number, node in enumerate(nodes) for value in node.writes}
     groups = _groups(nodes, maker)
-    order = _order(nodes, maker, groups, kept)
-    place = {group: number for number, group in enumerate(order)}
+    order = _order(nodes, maker, groups, results)
+    position = {group: number for number, group in enumerate(order)}
     members: dict[int, list[int]] = {group: [] for group in order}
     for number, group in enumerate(groups):
         if group in members:
             members[group].append(number)
-    used = _used_outside(nodes, groups, maker, kept)
+    used = _used_outside(nodes, groups, maker, results)
     ops = []
     for group in order:
         own = [nodes[number] for number in members[group]]
         op = _op(own, storage, maker, groups, group, used)
         after = {
-            place[groups[maker[value]]]
+            position[groups[maker[value]]]
             for node in own
             for value, _ in node.reads
             if value in maker and groups[maker[value]] != group
@@ -106,9 +106,9 @@ def fuse(
     )
 
 
-def _needed(nodes: Sequence[Node], kept: Sequence[int]) -> list[Node]:
-    """Nodes without those whose values nobody reads, as a compiler leaves them out."""
-    read, live = set(kept), []
+def _needed(nodes: Sequence[Node], results: Sequence[int]) -> list[Node]:
+    """Drops nodes whose values are never read, as a compiler does."""
+    read, live = set(results), []
     for node in reversed(nodes):
         if not read.isdisjoint(node.writes):
             live.append(node)
@@ -117,7 +117,7 @@ def _needed(nodes: Sequence[Node], kept: Sequence[int]) -> list[Node]:
 
 
 def _groups(nodes: Sequence[Node], maker: dict[int, int]) -> list[int]:
-    """The group of each node, named by one of its members; only regions share one."""
+    """Returns the group of each node, named by a member; only region nodes share groups."""
     parent = list(range(len(nodes)))
 
     def root(number: int) -> int:
@@ -136,7 +136,7 @@ def _groups(nodes: Sequence[Node], maker: dict[int, int]) -> list[int]:
 
 
 def _depths(nodes: Sequence[Node], maker: dict[int, int]) -> list[int]:
-    """How deep each node lies; see above."""
+    """Returns the depth of each node, as the module's docstring defines it."""
     depth: list[int] = []
     readers: list[list[int]] = [[] for _ in nodes]
     for number, node in enumerate(nodes):
@@ -153,9 +153,9 @@ def _depths(nodes: Sequence[Node], maker: dict[int, int]) -> list[int]:
 
 
 def _order(
-    nodes: Sequence[Node], maker: dict[int, int], groups: list[int], kept: Sequence[int]
+    nodes: Sequence[Node], maker: dict[int, int], groups: list[int], results: Sequence[int]
 ) -> list[int]:
-    """Groups in an order in which they can run: regions as late as what needs them allows."""
+    """Returns the groups in a valid order, regions as late as their readers allow."""
     members: dict[int, list[int]] = {}
     for number, group in enumerate(groups):
         members.setdefault(group, []).append(number)
@@ -174,7 +174,7 @@ def _order(
     done: set[int] = set()
     order: list[int] = []
     anchors = [groups[n] for n, node in enumerate(nodes) if node.kind != "region"]
-    wanted = anchors + [groups[maker[value]] for value in kept if value in maker]
+    wanted = anchors + [groups[maker[value]] for value in results if value in maker]
     for target in wanted:
         waiting = [target]
         while waiting:
@@ -193,10 +193,10 @@ def _order(
 
 
 def _used_outside(
-    nodes: Sequence[Node], groups: list[int], maker: dict[int, int], kept: Sequence[int]
+    nodes: Sequence[Node], groups: list[int], maker: dict[int, int], results: Sequence[int]
 ) -> set[int]:
-    """Values that some other group reads, or that are results."""
-    used = set(kept)
+    """Returns the values that are outputs or that another group reads."""
+    used = set(results)
     for number, node in enumerate(nodes):
         for value, _ in node.reads:
             if value in maker and groups[maker[value]] != groups[number]:
@@ -212,7 +212,7 @@ def _op(
     group: int,
     used: set[int],
 ) -> dict[str, Any]:
-    """What the nodes of one group are together."""
+    """Returns the fields of the operation that a group's nodes become."""
     taken: dict[int, float] = {}
     for node in own:
         for value, size in node.reads:

@@ -1,8 +1,8 @@
-"""How much memory a device needs: the most that lives at one time, read from the schedule.
+"""The peak memory of a schedule on one device.
 
-Buffers live from the first operation that writes them to the last that reads them. What is given
-to the step is given away, so that its results take its place; what is given to evaluation and to
-sampling stays. A region may write over what it is the last to read.
+A buffer is alive from the first operation that writes it to the last that reads it. The step's
+arguments are donated, so its results take their place; evaluation and sampling keep theirs. A
+region may overwrite a buffer that it reads last.
 
 XLA holds gradients twice: a loop over layers stacks them in the layout that its reductions leave,
 and the update reads them in that of the parameters. Source: the buffers of steps compiled for
@@ -19,11 +19,11 @@ AGAIN = "gradients again"
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a schedule. Bytes of one device.
+    """Peak memory of a schedule, in bytes of one device.
 
     Attributes:
-      arguments: what is given.
-      temporary: everything else.
+      arguments: bytes of the program's arguments.
+      temporary: all other bytes.
       by_scope: the temporary bytes, by the scope that wrote them.
     """
 
@@ -33,52 +33,52 @@ class Peak:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """Arguments and temporaries."""
         return self.arguments + self.temporary
 
 
 def peak(schedule: Schedule, gradients: int = 0, *, replaces: bool = True) -> Peak:
-    """Returns the fullest moment of a program.
+    """Returns the peak memory of a program.
 
     Args:
-      gradients: bytes of them on a device, which are held a second time.
-      replaces: whether its results take the place of what it is given, as those of a step do.
+      gradients: bytes of gradients on a device, which XLA holds a second time.
+      replaces: whether the results take the place of the arguments, as in a step.
     """
-    given = set(schedule.inputs)
+    arguments = set(schedule.inputs)
     replacing = {b for b in schedule.outputs if b is not None and replaces}
-    temporary, by_scope = _fullest(schedule, given | replacing)
+    temporary, by_scope = _fullest(schedule, arguments | replacing)
     by_scope |= {AGAIN: gradients} if gradients else {}
-    return Peak(sum(schedule.buffers[b] for b in given), temporary + gradients, by_scope)
+    return Peak(sum(schedule.buffers[b] for b in arguments), temporary + gradients, by_scope)
 
 
 def _fullest(schedule: Schedule, elsewhere: set[int]) -> tuple[int, dict[str, int]]:
-    """The most bytes alive, and their scopes, not counting the buffers `elsewhere`."""
+    """Returns the peak without the buffers `elsewhere`, in total and by scope."""
     sizes, last = schedule.buffers, _last_uses(schedule)
     alive: dict[int, str] = {}
     now = highest = 0
-    found: dict[str, int] = {}
-    for place, op in enumerate(schedule.ops):
+    by_scope: dict[str, int] = {}
+    for index, op in enumerate(schedule.ops):
         new = {b for b in op.writes if b not in alive and b not in elsewhere}
-        dying = {b for b in (*op.reads, *op.writes) if b in alive and last[b] == place}
+        dying = {b for b in (*op.reads, *op.writes) if b in alive and last[b] == index}
         size = sum(sizes[b] for b in new)
         if op.kind == "region":
             size = max(0, size - sum(sizes[b] for b in dying))
         inside, scopes = _inside(op)
         if now + size + inside > highest:
             highest = now + size + inside
-            found = _by_scope(alive, sizes, scopes)
-            found[op.scope] = found.get(op.scope, 0) + size
+            by_scope = _by_scope(alive, sizes, scopes)
+            by_scope[op.scope] = by_scope.get(op.scope, 0) + size
         for b in new:
             alive[b] = op.scope
             now += sizes[b]
-        for b in dying | {b for b in new if last[b] == place}:
+        for b in dying | {b for b in new if last[b] == index}:
             now -= sizes[b]
             del alive[b]
-    return highest, found
+    return highest, by_scope
 
 
 def _inside(op: Op) -> tuple[int, dict[str, int]]:
-    """What a turn of a loop needs beside what it is given."""
+    """Returns the peak of one trip of a loop, without its inputs."""
     if op.body is None:
         return 0, {}
     highest, scopes = _fullest(op.body, set(op.body.inputs))
@@ -86,12 +86,12 @@ def _inside(op: Op) -> tuple[int, dict[str, int]]:
 
 
 def _last_uses(schedule: Schedule) -> dict[int, int]:
-    """The place of the last operation that uses each buffer; results are used at the end."""
+    """Returns the index of the last operation that uses each buffer; outputs last to the end."""
     last: dict[int, int] = {}
-    for place, op in enumerate(schedule.ops):
-        last |= dict.fromkeys((*op.reads, *op.writes), place)
-    kept = (b for b in schedule.outputs if b is not None)
-    return last | dict.fromkeys(kept, len(schedule.ops))
+    for index, op in enumerate(schedule.ops):
+        last |= dict.fromkeys((*op.reads, *op.writes), index)
+    results = (b for b in schedule.outputs if b is not None)
+    return last | dict.fromkeys(results, len(schedule.ops))
 
 
 def _by_scope(alive: dict[int, str], sizes: tuple[int, ...], more: dict[str, int]) -> dict:

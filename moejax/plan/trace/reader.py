@@ -1,8 +1,8 @@
-"""Reads a traced program: every product, memory-bound region and collective it will run.
+"""Reads a traced program: every product, memory-bound region and collective that it will run.
 
-The walk enters calls and loops. Of a `lax.switch` or `lax.cond` it takes the first branch (the
-false one), which is what an ordinary step takes; told that buckets overflow, the branch that goes
-in rounds. Nothing here runs or needs a device, and the size of the mesh makes no difference.
+The walk enters calls and loops. Of a `lax.switch` or `lax.cond` it reads the first branch (the
+false one), which ordinary steps take; if buckets overflow, the branch with overflow rounds.
+Nothing here runs or needs a device. The time does not depend on the size of the mesh.
 """
 
 import math
@@ -18,16 +18,16 @@ from moejax.kernels.costs import attention_cost, dot_flops, named_cost
 from moejax.plan.trace.fusion import Node, Storage, fuse
 from moejax.plan.trace.schedule import TRAFFIC, Collective, Schedule, collectives_of
 
-# Other names of what they are given.
+# Their results share the buffer of their first operand.
 VIEWS = ("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "reshard")
-# Made out of nothing where they are used.
+# Their results cost nothing: the compiler makes them where they are used.
 CONSTANTS = ("iota", "axis_index", "random_seed", "empty2", "empty")
-# Read of their first operand only what they give back.
+# They read no more of their first operand than they return.
 SLICES = ("slice", "dynamic_slice", "split", "unstack")
 GATHERS = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "sort")
 GATHERS += ("top_k", "cumsum", "cummax", "cumlogsumexp", "reduce_window")
 WORKING = ("while", "pallas_call", "core_map", "mpmd_map")
-REST = "the rest"  # what stands in no scope: norms, residual sums
+REST = "the rest"  # operations outside any named scope: norms, residual sums
 TRANSFORMS = {"jvp", "transpose", "vmap", "jit", "pjit", "checkpoint", "rematted_computation"}
 TRANSFORMS |= {"while", "body", "cond", "closed_call", "shard_map", "remat"}
 
@@ -36,7 +36,7 @@ def read(jaxpr: Any, *, rounds: int = 0) -> Schedule:
     """Returns the schedule of a jaxpr, open or closed.
 
     Args:
-      rounds: in how many expert layers go, where their buckets overflow; 0: they do not.
+      rounds: overflow rounds of each expert layer; 0: no bucket overflows.
     """
     return _Reader(rounds).schedule(opened(jaxpr), ())
 
@@ -47,7 +47,7 @@ def collectives(jaxpr: Any) -> list[Collective]:
 
 
 class _Reader:
-    """Turns one jaxpr, and what it calls, into nodes; loops get readers of their own."""
+    """Turns one jaxpr and the calls inside into nodes; each loop body gets its own reader."""
 
     def __init__(self, rounds: int):
         self.rounds = rounds
@@ -55,7 +55,7 @@ class _Reader:
         self.nodes: list[Node] = []
 
     def schedule(self, jaxpr: Any, scope: tuple[str, ...]) -> Schedule:
-        """The schedule of a jaxpr that stands in these scopes, outermost first."""
+        """Returns the schedule of a jaxpr inside the named scopes, outermost first."""
         values: dict[Any, int | None] = dict.fromkeys(jaxpr.constvars)
         inputs = [self.storage.new(_bytes(var.aval)) for var in jaxpr.invars]
         values |= dict(zip(jaxpr.invars, inputs, strict=True))
@@ -70,71 +70,71 @@ class _Reader:
 
         for eqn in jaxpr.eqns:
             inside = scope + _scope_names(eqn)
-            given = [value_of(atom) for atom in eqn.invars]
-            found = self._equation(eqn, given, inside)
-            values.update(zip(eqn.outvars, found, strict=True))
+            operands = [value_of(atom) for atom in eqn.invars]
+            results = self._equation(eqn, operands, inside)
+            values.update(zip(eqn.outvars, results, strict=True))
         return [value_of(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, given: list, scope: tuple[str, ...]) -> Sequence[int | None]:
+    def _equation(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> Sequence[int | None]:
         name = eqn.primitive.name
         if name in VIEWS:
-            return given[:1]
-        if name in CONSTANTS or (name == "broadcast_in_dim" and given[0] is None):
+            return operands[:1]
+        if name in CONSTANTS or (name == "broadcast_in_dim" and operands[0] is None):
             return [None] * len(eqn.outvars)
         if name in KINDS:
-            return self._collective(eqn, given, scope)
+            return self._collective(eqn, operands, scope)
         if name == "scan":
-            return self._scan(eqn, given, scope)
+            return self._scan(eqn, operands, scope)
         if name == "while":
-            return self._while(eqn, given, scope)
+            return self._while(eqn, operands, scope)
         if name == "cond":
-            return self._inline(self._branch(eqn), given[1:], scope)
+            return self._inline(self._branch(eqn), operands[1:], scope)
         if name in ("jit", "pjit") and _works(inner_jaxprs(eqn)[0]):
             cost = named_cost(eqn.params["name"], [var.aval for var in eqn.invars])
             if cost is not None:
-                return self._add(eqn=eqn, given=given, scope=scope, **cost)
+                return self._add(eqn=eqn, operands=operands, scope=scope, **cost)
         if (cost := attention_cost(name, eqn)) is not None:
-            return self._add(eqn=eqn, given=given, scope=scope, **cost)
+            return self._add(eqn=eqn, operands=operands, scope=scope, **cost)
         if name in CALLS:
             if name == "shard_map":  # from here on sizes are those of one device
-                for value, var in zip(given, inner_jaxprs(eqn)[0].invars, strict=True):
+                for value, var in zip(operands, inner_jaxprs(eqn)[0].invars, strict=True):
                     if value is not None:
                         self.storage.resize(value, _bytes(var.aval))
-            return self._inline(inner_jaxprs(eqn)[0], given, scope)
+            return self._inline(inner_jaxprs(eqn)[0], operands, scope)
         if any(map(communicates, inner_jaxprs(eqn))):
             raise NotImplementedError(f"the planner cannot read collectives inside {name}")
         if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
             flops, ragged = dot_flops(eqn), name != "dot_general"
             dtype = str(eqn.invars[0].aval.dtype)
-            return self._add("product", eqn, given, scope, flops=flops, dtype=dtype, work=ragged)
+            return self._add("product", eqn, operands, scope, flops=flops, dtype=dtype, work=ragged)
         if name == "optimization_barrier":
-            aliases = [None if v is None else self.storage.alias(v) for v in given]
-            self.nodes.append(Node("join", *_place(scope), _reads(given), _present(aliases)))
+            aliases = [None if v is None else self.storage.alias(v) for v in operands]
+            self.nodes.append(Node("join", *_place(scope), _reads(operands), _present(aliases)))
             return aliases
         if name in GATHERS:
-            return self._gather(eqn, given, scope)
-        return self._add("region", eqn, given, scope)
+            return self._gather(eqn, operands, scope)
+        return self._add("region", eqn, operands, scope)
 
-    def _inline(self, jaxpr: Any, given: list, scope: tuple[str, ...]) -> list[int | None]:
+    def _inline(self, jaxpr: Any, operands: list, scope: tuple[str, ...]) -> list[int | None]:
         inner = opened(jaxpr)
         values: dict[Any, int | None] = dict.fromkeys(inner.constvars)
-        values |= dict(zip(inner.invars, given, strict=True))
+        values |= dict(zip(inner.invars, operands, strict=True))
         return self._run(inner, values, scope)
 
     def _add(
-        self, kind: Any, eqn: Any, given: list, scope: tuple[str, ...], **cost: Any
+        self, kind: Any, eqn: Any, operands: list, scope: tuple[str, ...], **cost: Any
     ) -> list[int]:
-        """A node that reads its operands, or slices of them, and writes what is new."""
+        """Adds a node that reads its operands, or slices of them, and writes new buffers."""
         written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
         size = sum(map(self.storage.bytes, written))
-        reads = _reads(given)
+        reads = _reads(operands)
         if eqn.primitive.name in SLICES:
             reads = tuple((value, float(size)) for value, _ in reads[:1]) + reads[1:]
         self.nodes.append(Node(kind, *_place(scope), reads, tuple(written), **cost))
         return written
 
-    def _gather(self, eqn: Any, given: list, scope: tuple[str, ...]) -> list[int]:
-        """Rows by index, and what is written in place: the bytes that move."""
+    def _gather(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int]:
+        """Adds a gather, scatter, sort or in-place update, priced by the bytes that it moves."""
         name, sizes = eqn.primitive.name, [_bytes(var.aval) for var in eqn.invars]
         out = sum(_bytes(var.aval) for var in eqn.outvars)
         if name == "gather":
@@ -148,59 +148,61 @@ class _Reader:
             passes = math.log2(max(length, 2)) if name == "sort" else 1
             moved = (sum(sizes) + out) * passes
         in_place = name.startswith("scatter") or name == "dynamic_update_slice"
-        if in_place and given[0] is not None:
-            written = [self.storage.alias(given[0])]
+        if in_place and operands[0] is not None:
+            written = [self.storage.alias(operands[0])]
         else:
             written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
-        node = Node("gather", *_place(scope), _reads(given), tuple(written), bytes=moved)
+        node = Node("gather", *_place(scope), _reads(operands), tuple(written), bytes=moved)
         self.nodes.append(node)
         return written
 
-    def _collective(self, eqn: Any, given: list, scope: tuple[str, ...]) -> list[int]:
+    def _collective(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int]:
         axes = eqn.params.get("axes") or eqn.params.get("axis_name")
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         kind, written = KINDS[eqn.primitive.name], []
         traffic = next((name for name in reversed(scope) if name in TRAFFIC), "")
-        for value, before, after in zip(given, eqn.invars, eqn.outvars, strict=True):
+        for value, before, after in zip(operands, eqn.invars, eqn.outvars, strict=True):
             counted = after.aval if kind == "all_gather" else before.aval
-            one = Collective(kind, axes, str(counted.dtype), _bytes(counted), 1, traffic)
+            collective = Collective(kind, axes, str(counted.dtype), _bytes(counted), 1, traffic)
             written.append(self.storage.new(_bytes(after.aval)))
-            place = _place(scope)
+            where = _place(scope)
             self.nodes.append(
-                Node("collective", *place, _reads([value]), (written[-1],), collective=one)
+                Node("collective", *where, _reads([value]), (written[-1],), collective=collective)
             )
         return written
 
-    def _scan(self, eqn: Any, given: list, scope: tuple[str, ...]) -> list[int | None]:
+    def _scan(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int | None]:
         params = eqn.params
         length, unroll = params["length"], params["unroll"]
-        kept, carry, _ = scan_operands(params, given)
+        consts, carry, _ = scan_operands(params, operands)
         body = _Reader(self.rounds).schedule(opened(params["jaxpr"]), scope)
         unrolled = unroll if isinstance(unroll, int) and 1 < unroll <= length else 1
-        return self._loop(eqn, given, (len(kept), carry), scope, body, length // unrolled, unrolled)
+        return self._loop(
+            eqn, operands, (len(consts), carry), scope, body, length // unrolled, unrolled
+        )
 
-    def _while(self, eqn: Any, given: list, scope: tuple[str, ...]) -> list[int | None]:
+    def _while(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int | None]:
         params = eqn.params
         body_consts, cond_consts = params["body_nconsts"], params["cond_nconsts"]
         body = _Reader(self.rounds).schedule(opened(params["body_jaxpr"]), scope)
         trip_count = max(self.rounds, 1) if ROUNDS in scope else 1
-        carried = given[cond_consts + body_consts :]
-        return self._loop(eqn, given, (body_consts, carried), scope, body, trip_count, 1)
+        carried = operands[cond_consts + body_consts :]
+        return self._loop(eqn, operands, (body_consts, carried), scope, body, trip_count, 1)
 
     def _loop(
         self,
         eqn: Any,
-        given: list,
+        operands: list,
         carried: tuple[int, list],
         scope: tuple[str, ...],
         body: Schedule,
         trip_count: int,
         unrolled: int,
     ) -> list[int | None]:
-        """A loop's carry stays where it is; what it stacks is new.
+        """Adds a loop. Its carry stays in place; stacked results get new buffers.
 
         Args:
-          carried: where it starts in the body's inputs, and its first values.
+          carried: index of the carry in the body's inputs, and its initial values.
         """
         first, carry = carried
         written: list[int] = [
@@ -210,7 +212,12 @@ class _Reader:
         stacked = eqn.outvars[len(carry) :]
         written += [self.storage.new(_bytes(var.aval)) for var in stacked]
         node = Node(
-            "loop", *_place(scope), _reads(given), tuple(written), body=body, trip_count=trip_count
+            "loop",
+            *_place(scope),
+            _reads(operands),
+            tuple(written),
+            body=body,
+            trip_count=trip_count,
         )
         node.unrolled = unrolled
         pairs = zip(body.inputs[first:], body.outputs[: len(carry)], strict=False)
@@ -226,7 +233,7 @@ class _Reader:
 
 
 def _works(jaxpr: Any) -> bool:
-    """Whether a call loops as data asks or runs a kernel; recomputation may leave only the rest."""
+    """Whether a call holds a data-dependent loop or a kernel."""
     return any(
         eqn.primitive.name in WORKING or any(map(_works, inner_jaxprs(eqn)))
         for eqn in opened(jaxpr).eqns
@@ -241,19 +248,19 @@ def _has_rounds(jaxpr: Any) -> bool:
 
 
 def _scope_names(eqn: Any) -> tuple[str, ...]:
-    """The names of the scopes that an equation stands in, outermost first."""
+    """Returns the named scopes of an equation, outermost first."""
     return tuple(re.findall(r"[A-Za-z_]\w*", str(eqn.source_info.name_stack)))
 
 
 def _place(scope: tuple[str, ...]) -> tuple[str, bool]:
-    """(scope, whether it is the backward pass)."""
+    """Returns (scope, whether it is in the backward pass)."""
     named = [name for name in scope if name not in TRANSFORMS]
     return (named[-1] if named else REST), "transpose" in scope
 
 
-def _reads(given: Iterable[int | None]) -> tuple[tuple[int, float | None], ...]:
-    """Values that are read whole."""
-    return tuple((value, None) for value in _present(given))
+def _reads(values: Iterable[int | None]) -> tuple[tuple[int, float | None], ...]:
+    """Returns reads of whole values."""
+    return tuple((value, None) for value in _present(values))
 
 
 def _present(values: Iterable[int | None]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The step as a schedule: what one device computes and sends, and what each of these waits for.
+"""The step as a schedule: operations of one device, and their dependencies.
 
-`plan.trace.reader` makes it from the traced program. Everything that is priced, counted or drawn is
-read from here, so that no formula can drift from the code.
+`plan.trace.reader` makes it from the traced program. All prices, counts and
+drawings come from it, so no formula can drift from the code.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from typing import Literal
 #   region      elementwise work that a compiler fuses: bytes read and written once
 #   gather      rows by index, sorts, writes in place: bytes, slower than a copy
 #   collective  bytes on a link
-#   loop        its body, so many times
-#   join        nothing: it waits for all its operands
+#   loop        its body, `trip_count` times
+#   join        no time: it waits for all its operands
 Kind = Literal["product", "region", "gather", "collective", "loop", "join"]
 
-# Classes of traffic, as the program names them; what is in none of them is small.
+# Classes of traffic, as the program's scopes name them; traffic outside of them is small.
 TRAFFIC = (
     "dense_gradient",
     "expert_gradient",
@@ -38,12 +38,12 @@ class Collective:
     """A collective of the program.
 
     Attributes:
-      kind: as in `comm.wire`.
+      kind: a name from `comm.wire`.
       axes: mesh axes.
-      dtype: of what is sent.
-      bytes: of one device's operand (all_gather: of its result), one call.
-      calls: how often a step issues it.
-      traffic: its class, of `TRAFFIC`; empty for none.
+      dtype: dtype of the operand.
+      bytes: size of one device's operand (all_gather: of its result) in one call.
+      calls: calls in a step.
+      traffic: its class, one of `TRAFFIC`; or empty.
     """
 
     kind: str
@@ -59,19 +59,19 @@ class Op:
     """One operation of a device.
 
     Attributes:
-      scope: where in the program it stands ("attention", "experts").
+      scope: innermost named scope ("attention", "experts").
       backward: whether it belongs to the backward pass.
-      after: operations that must be done, by their place in the schedule.
-      reads, writes: buffers, by number.
-      flops: of a product.
-      bytes: read and written in memory.
-      dtype: of a product's operands.
-      passes: of a region: arrays it writes, each of which is a loop over memory to start.
-      work: whether its FLOPs and bytes are those of full buckets of rows; what is filled counts.
-      blocks: (rows, groups) of such a buffer, where each group's rows are computed in whole blocks.
-      body: of a loop: one iteration, or `unrolled` iterations that may overlap.
-      trip_count: of a loop: how often its body runs, one run after the other.
-      carried: of a loop: (buffer that an iteration reads, buffer of the value for the next one).
+      after: indices of the operations that it waits for.
+      reads, writes: indices of buffers.
+      flops: FLOPs of a product.
+      bytes: bytes read and written in memory.
+      dtype: dtype of a product's operands.
+      passes: arrays that a region writes; each is one loop over memory.
+      work: whether FLOPs and bytes are for full buckets, so that the filled share counts.
+      blocks: (rows, groups) of a bucket buffer whose groups are computed in whole blocks.
+      body: one iteration of a loop, or `unrolled` iterations that may overlap.
+      trip_count: how often a loop's body runs.
+      carried: pairs (buffer that an iteration reads, buffer with the next iteration's value).
     """
 
     kind: Kind
@@ -98,8 +98,8 @@ class Schedule:
     """Operations in an order in which a device can run them.
 
     Attributes:
-      buffers: bytes of each; several values can share one.
-      inputs, outputs: buffers; None where a result is a constant.
+      buffers: bytes of each buffer; several values can share one.
+      inputs, outputs: indices of buffers; None for a constant output.
     """
 
     ops: tuple[Op, ...]
@@ -109,7 +109,7 @@ class Schedule:
 
 
 def walk(schedule: Schedule, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """Every operation but loops, with how often a step runs it."""
+    """Yields every operation but loops, with how often a step runs it."""
     for op in schedule.ops:
         if op.body is None:
             yield op, times
@@ -118,7 +118,7 @@ def walk(schedule: Schedule, times: int = 1) -> Iterator[tuple[Op, int]]:
 
 
 def collectives_of(schedule: Schedule) -> list[Collective]:
-    """Every collective, in order, with its calls a step."""
+    """Returns every collective, in order, with its calls a step."""
     return [
         replace(op.collective, calls=times)
         for op, times in walk(schedule)
