@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = "Nothing here was measured on a GPU"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
 def test_everything_runs_small_on_any_machine(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--out", str(tmp_path)]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm.gloo import in_order
-from tests.cases import place, random_batch, small_config, step_for
+from tests.cases import CERTAIN, place, random_batch, small_config, step_for
 
 MESH = Mesh(np.array(jax.devices()[:4]), ("d",))
 
@@ -148,7 +148,9 @@ def test_exchanges_of_pairs_go_one_way_after_the_other(monkeypatch, name, axes):
 
 
 def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch):
-    cfg = small_config((1, 2, 2, 2), model={"remat": "full"}, train={"micro_batches": 2})
+    cfg = small_config(
+        (1, 2, 2, 2), model={"remat": "full"}, moe=CERTAIN, train={"micro_batches": 2}
+    )
     plain, ordered = step_for(cfg), step_for(cfg)
     state, batch = plain.init(), place(plain, random_batch(cfg))
     wanted = plain.gradients(state, batch)

@@ -16,8 +16,6 @@ HLO = {
     "all-to-all": ("all_to_all",),
 }
 
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")
-
 
 def census(cfg):
     train_step = step_for(cfg)
@@ -37,7 +35,9 @@ def capacity_case(mesh, **changes):
     return small_config(mesh, moe={"capacity_factor": 2.0}, **changes)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 8, 1), (1, 2, 2, 2), (2, 1, 2, 2)])
+@pytest.mark.parametrize(
+    "mesh", [(1, 1, 8, 1), (1, 2, 2, 2), pytest.param((2, 1, 2, 2), marks=pytest.mark.exhaustive)]
+)
 def test_the_compiled_program_has_the_collectives_of_the_traced_one(mesh):
     found, traced = census(capacity_case(mesh, model={"scan_layers": False}))
     text = traced.lower().compile().as_text()

@@ -15,8 +15,6 @@ from moejax.runtime.compiler import described_cudnn
 from moejax.step.train_step import build_step
 from tests.cases import part_of, small_config, step_for
 
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # it only traces
-
 # route, mesh, nodes, expert weights
 CASES = [
     ("duplicate", (1, 1, 2, 4), 1, "hidden"),

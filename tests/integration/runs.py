@@ -20,13 +20,17 @@ from tests.cases import step_for
 REPOSITORY = Path(__file__).parents[2]
 
 
-def describe(steps, **mesh):
-    """A config for `write_config`: a small MoE on simulated devices, saved every ten steps."""
+def describe(steps, capacity=16, **mesh):
+    """A config for `write_config`: a small MoE on simulated devices, saved every ten steps.
+
+    Args:
+      capacity: with 16 no bucket overflows, so the step has no overflow rounds to compile.
+    """
     axes = ", ".join(f"{name}: {size}" for name, size in mesh.items())
     return f"""
 run_dir: RUN
 model: {{vocab_size: 264, width: 16, num_layers: 1, num_heads: 4, num_kv_heads: 2, head_width: 4}}
-moe: {{num_experts: 4, expert_hidden: 8}}
+moe: {{num_experts: 4, expert_hidden: 8, capacity_factor: {capacity}}}
 mesh: {{{axes}, expert: 2, tensor: 2}}
 data: {{source: tokens, train_files: [TRAIN], eval_files: [EVAL], sequence_length: 32}}
 optimizer: {{warmup_steps: 2}}

@@ -22,7 +22,7 @@ from tests.integration.runs import (
 )
 from tests.launch.test_emulate import needs_namespaces
 
-STEPS = 40
+STEPS = 30
 # The expert axis is across the two processes, the tensor axis inside each.
 CONFIG = describe(STEPS, simulated_devices=4)
 LOCAL = (REPOSITORY / "launch" / "local", "--processes", 2)
@@ -82,6 +82,7 @@ def test_a_route_of_two_levels_trains_on_an_emulated_cluster(place):
     """Inside a host and across hosts are different hops here, over different links."""
     words = ["--config.mesh.expert=4", "--config.mesh.tensor=1", "--config.train.num_steps=4"]
     words += ["--config.route=two_level_merge", "--config.mesh.nodes=2"]
+    words += ["--config.moe.capacity_factor=none"]  # with overflow rounds
     words += ["--config.train.eval_every=none", "--config.checkpoint.save_every=none"]
     curves = []
     for name, launcher in (("apart", (*EMULATE, "--link", "200mbit")), ("together", ())):
@@ -108,16 +109,16 @@ def test_a_route_of_two_levels_trains_on_an_emulated_cluster(place):
 def test_a_stopped_run_goes_on_to_the_same_bits(place, two, number, member):
     run_dir = place / f"{number.name}-{member}"
     words = [f"--config.run_dir={run_dir}"]
-    code, out, _ = run_until(place, 25, number, *words, launcher=LOCAL, member=member)
+    code, out, _ = run_until(place, 15, number, *words, launcher=LOCAL, member=member)
     last = records(run_dir)[-1]
-    assert 25 <= last["step"] < STEPS, "the signal came too late to prove anything"
+    assert 15 <= last["step"] < STEPS, "the signal came too late to prove anything"
     if number == signal.SIGTERM:
         assert code == STOPPED, out
         assert last["event"] == "stopped"
         assert max(finished_steps(run_dir / "checkpoints")) == last["step"]
     else:
         assert code != 0
-        assert max(finished_steps(run_dir / "checkpoints")) in (10, 20)
+        assert max(finished_steps(run_dir / "checkpoints")) == 10
     code, out, _ = run(place, *words, launcher=LOCAL)
     assert code == 0, out
     assert "[p0] resuming at step" in out

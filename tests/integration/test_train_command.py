@@ -23,8 +23,8 @@ from tests.integration.runs import (
     run_until,
 )
 
-STEPS = 60
-CONFIG = describe(STEPS, simulated_devices=8, replica="null")
+STEPS = 40
+CONFIG = describe(STEPS, capacity="null", simulated_devices=8, replica="null")
 
 
 @pytest.mark.slow
@@ -34,7 +34,7 @@ def test_a_run_leaves_config_metrics_events_and_the_newest_checkpoints(place, st
     assert [r["step"] for r in records(run_dir, "step")] == list(range(2, STEPS + 1))
     assert [r["step"] for r in records(run_dir, "save")] == list(range(10, STEPS + 1, 10))
     assert [r["step"] for r in records(run_dir, "saved")] == list(range(10, STEPS + 1, 10))
-    assert [r["step"] for r in records(run_dir, "eval")] == [20, 40]
+    assert [r["step"] for r in records(run_dir, "eval")] == [20]
     losses = [r["loss"] for r in records(run_dir, "step")]
     assert losses[-1] < losses[0]
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
@@ -59,7 +59,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, straight, number, code):
     name = signal.Signals(number).name
     run_dir = place / name
     # Any step will do after the second save began, because the first is finished by then.
-    step = np.random.default_rng().integers(22, 45)
+    step = np.random.default_rng().integers(22, 32)
     got, out, err = run_until(place, step, number, f"--config.run_dir={run_dir}")
     assert got == code, err
     last = records(run_dir)[-1]

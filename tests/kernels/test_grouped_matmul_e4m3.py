@@ -58,7 +58,7 @@ drawn = {
 }
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(**drawn)
 def test_the_error_stays_below_the_stated_bound(sizes, spare, K, N, seed):
     rng, counts = np.random.default_rng(seed), jnp.asarray(sizes, jnp.int32)
@@ -86,7 +86,7 @@ def test_it_does_round():
 
 
 @pytest.mark.slow
-@settings(max_examples=6)
+@settings(max_examples=2)
 @given(**drawn)
 def test_gradients_are_those_of_the_product_of_what_was_rounded(sizes, spare, K, N, seed):
     rng, counts = np.random.default_rng(seed), jnp.asarray(sizes, jnp.int32)

@@ -25,6 +25,8 @@ from tests.cases import (
 )
 from tests.step.against_oracle import TERMS
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 
 @pytest.mark.parametrize(
     "mesh", [pytest.param((1, 1, 1, 1), marks=pytest.mark.exhaustive), (2, 1, 2, 2)]

@@ -26,6 +26,8 @@ from tests.step.against_oracle import (
     oracle_case,
 )
 
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 MESHES = [
     (1, 1, 1, 8),
     (1, 1, 8, 1),

@@ -7,8 +7,6 @@ from moejax.config.compression import build_compression
 from moejax.config.schema import CompressionConfig
 from moejax.train.codec_schedule import CodecSchedule
 
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # trainer and state stand in
-
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_strength_is_read_after_the_step_that_measured_it(every):

@@ -20,8 +20,6 @@ from tests.cases import (
     step_for,
 )
 
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")
-
 MESHES = [((8, 1, 1, 1), 4), ((1, 8, 1, 1), 2), ((2, 2, 2, 1), 4), ((2, 1, 2, 2), 4)]
 
 
@@ -181,7 +179,7 @@ def exchanges(cfg):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "codecs"),
-    part_of(["split", "merge", "two_level", "two_level_merge"], TOKENS, parts=4),
+    part_of(["split", "merge", "two_level_merge", "two_level"], TOKENS, parts=5),
 )
 def test_tokens_cross_nodes_as_their_codecs_say(route, codecs):
     cfg = with_codecs((1, 1, 8, 1), 4, {"moe": {"num_experts": 16}}, **codecs)
@@ -282,14 +280,14 @@ def test_a_warm_up_is_the_plain_run_bit_by_bit():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("keep", "level"), [(0.5, 2), pytest.param(0.9999, 0, marks=pytest.mark.exhaustive)]
+    ("keep", "level"), [(0.5, 1), pytest.param(0.9999, 0, marks=pytest.mark.exhaustive)]
 )
 def test_an_adaptive_codec_takes_the_strongest_level_that_keeps_enough(keep, level):
-    codec = f"adaptive:{keep}:int8|int4|topk:0.4"
+    codec = f"adaptive:{keep}:int8|topk:0.4"
     # Few devices: a level is chosen for all of them, and every level is compiled.
     cfg = with_codecs((2, 1, 1, 1), 2, dense_gradient=codec, expert_gradient=codec, adapt_every=2)
     levels = []
-    for loss, state in run(cfg, 4):
+    for loss, state in run(cfg, 3):
         levels.append([int(x) for x in state.reduction.levels])
         assert np.isfinite(loss)
     assert levels[0] == [level, level]

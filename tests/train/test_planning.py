@@ -20,8 +20,6 @@ from moejax.train.planning import PLAN, kept_plan, plan_dry, plan_run, save_rout
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 
-pytestmark = pytest.mark.usefixtures("unchecked_annotations")
-
 QUIET = Console(quiet=True)
 
 

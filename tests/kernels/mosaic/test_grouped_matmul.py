@@ -68,8 +68,8 @@ def test_all_rows_in_one_group_or_none(sizes):
     check_product(sizes, 4, 64, 320)
 
 
-@pytest.mark.slow
-@few(2)
+@pytest.mark.exhaustive
+@few(8)
 # A long group that begins inside a copy.
 @example(sizes=[5, 140], spare=4, K=64, N=64, seed=0)
 @given(
@@ -102,7 +102,7 @@ def test_the_fused_mlp_equals_the_reference(sizes):
         assert np.abs(have - want).max() < 2**-5 * np.abs(want).max()
 
 
-@few(12)
+@few(6)
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=9), spare=st.integers(0, 300))
 def test_every_row_counts_in_one_tile_of_its_group(sizes, spare):
     M, G = sum(sizes) + spare, len(sizes)

@@ -93,7 +93,7 @@ def test_what_comes_back_is_what_the_reference_gives(shape, name, block, dtype, 
 
 
 @pytest.mark.slow
-@few(10)
+@few(4)
 @given(
     peers=st.integers(1, 7),
     rows=st.integers(1, 20),

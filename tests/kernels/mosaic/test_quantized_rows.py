@@ -54,8 +54,8 @@ def test_both_equal_the_plain_operations(width, weighted):
     check(5, 2, 7, width, "e4m3", jnp.bfloat16, weighted, seed=1)
 
 
-@pytest.mark.slow
-@few(8)
+@pytest.mark.exhaustive
+@few(20)
 @given(
     N=st.integers(1, 6),
     K=st.integers(1, 4),

@@ -160,7 +160,16 @@ def test_in_a_tournament_everyone_meets_everyone_once(count):
 # -- a run here, where both tiers are this machine's memory
 
 
-def test_a_quick_probe_of_simulated_devices_can_be_read_back():
+# A model that compiles quickly.
+TINY_PROGRAM = probe_program.SMALL | {
+    "model.width": 32,
+    "model.num_layers": 1,
+    "moe.expert_hidden": 32,
+}
+
+
+def test_a_quick_probe_of_simulated_devices_can_be_read_back(monkeypatch):
+    monkeypatch.setitem(probe_program.MODELS, "cpu", TINY_PROGRAM)
     said = []
     found, odd = probe(
         Processes(),
@@ -188,12 +197,7 @@ def test_a_quick_probe_of_simulated_devices_can_be_read_back():
 
 
 def test_a_whole_program_runs_beside_its_price(monkeypatch):
-    small = probe_program.SMALL | {
-        "model.width": 32,
-        "model.num_layers": 1,
-        "moe.expert_hidden": 32,
-    }
-    monkeypatch.setitem(probe_program.MODELS, "cpu", small)
+    monkeypatch.setitem(probe_program.MODELS, "cpu", TINY_PROGRAM)
     watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(2, 2))
     device = cluster().device
     found = probe_program.probe_program(watch, device)

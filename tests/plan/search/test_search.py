@@ -128,7 +128,7 @@ def test_chunks_are_doubled_as_far_as_they_may_be():
 @pytest.mark.slow
 def test_a_slow_network_is_avoided():
     """Experts are small and tokens many, or the other way round: what crosses nodes follows."""
-    free, crossing = ("mesh.replica", "mesh.fsdp", "mesh.expert"), []
+    free, crossing = ("mesh.replica", "mesh.expert"), []
     for hidden, batch in ((4, 512), (2048, 32)):
         cfg = model(moe={"expert_hidden": hidden, "num_experts": 16})
         cfg = change(cfg, {"train.batch_sequences": batch})
