@@ -1,4 +1,4 @@
-"""Compiles the train step for a cluster that is not here, and reads what came out.
+"""Compiles the train step ahead of time for a described cluster, and reads the compiled program.
 
 Read in this order: `command`, `step` (compiles it), `target` (described devices), `compiled` with
 `hlo` (the compiled text), `exposed` (which exchanges are waited for), `doctor` (which kernels run,

@@ -1,7 +1,7 @@
-"""The command `python -m moejax.aot`: compiles the train step for a cluster that is not here.
+"""The command `python -m moejax.aot`: compiles the train step for a described cluster.
 
-What is compiled is the trainer's own step with the trainer's own options. Nothing runs, so nothing
-is timed; memory, collectives and their order are those of the real program.
+It compiles the trainer's own step with the trainer's own options. Nothing runs, so nothing is
+timed; memory, collectives and their order are those of the real program.
 """
 
 import argparse
@@ -47,7 +47,7 @@ What stands between S and D hides the exchange. Exit codes: docs/formats/exit.md
 
 
 def to_json(step: CompiledStep) -> dict[str, Any]:
-    """A compiled step as JSON holds it."""
+    """Returns a compiled step as JSON values."""
     names = ("kind", "axes", "dtype", "how", "arrays", "bytes", "enclose_a_product")
     rows = [(*key, *numbers) for key, numbers in census(step.exchanges).items()]
     facts = {name: value for name, value in asdict(step).items() if name != "exchanges"}
@@ -97,7 +97,7 @@ def print_compiled(step: CompiledStep, title: str, target: Target, console: Cons
 
 
 def print_comparison(steps: dict[str, CompiledStep], console: Console) -> None:
-    """Shows the trainer's options beside the controls."""
+    """Shows the step compiled with the trainer's options beside the controls."""
     table = Table("options", "peak", "forward", "backward", title_justify="left")
     table.title = "all-to-alls of tokens"
     for name, step in steps.items():
@@ -107,7 +107,7 @@ def print_comparison(steps: dict[str, CompiledStep], console: Console) -> None:
 
 
 def print_exposed(step: CompiledStep, train_step: TrainStep, preset: str, console: Console) -> None:
-    """Shows how much of each class across nodes is hidden, and the settings for the rest."""
+    """Shows the hidden share of each class of traffic across nodes, and codecs for the rest."""
     for kind, share in hidden_shares(step.exchanges, train_step.layout).items():
         console.print(f"{kind} across nodes: {share:.0%} of bytes enclose a product")
     chosen = compress_exposed(step.exchanges, train_step.layout, preset)

@@ -1,14 +1,14 @@
-"""Reads a compiled program: which collectives it issues, and what runs while they travel.
+"""Reads a compiled program: its collectives, and the computation that overlaps them.
 
 The text of a compiled program lists each computation's instructions in the order in which the
-device starts them. A collective that has a start and a done instruction travels while what stands
-between them runs; one without is waited for. The walk enters loops (multiplied by their length) and
-calls; of a conditional it takes the first branch, as `plan.trace.reader` does.
+device starts them. An asynchronous collective has a start and a done instruction and overlaps the
+instructions between them; a synchronous one blocks. The walk enters loops (counted once per trip)
+and calls; of a conditional it reads the first branch, as `plan.trace.reader` does.
 
 A schedule is written in letters, in that order, and other instructions are left out:
 
-    S D  start and done of an all-to-all    A  an all-to-all that is waited for
-    s d  of any other collective            a  any other collective that is waited for
+    S D  start and done of an all-to-all    A  a synchronous all-to-all
+    s d  of any other collective            a  any other synchronous collective
     G    a matrix product, or a kernel with products inside
     W C  a while loop, a conditional with products inside
 
@@ -46,15 +46,15 @@ class Exchange:
     """One array in a collective of the compiled program. Several may share one launch.
 
     Attributes:
-      kind: as in `comm.wire`; the maximum counts as all_reduce.
+      kind: a name from `comm.wire`; a maximum counts as all_reduce.
       axes: mesh axes of more than one device; ("?",) for groups that are no axes of the mesh.
-      dtype: of what is sent.
-      bytes: of one device's operand (all_gather: of its result), one call.
-      calls: how often a step issues it.
-      asynchronous: whether it has a start and a done.
-      hides: whether a matrix product stands between them.
-      backward: whether it belongs to the backward pass.
-      launch: the instruction that issues it.
+      dtype: dtype of the operand.
+      bytes: size of one device's operand (all_gather: of its result) in one call.
+      calls: calls in a step.
+      asynchronous: whether it has a start and a done instruction.
+      hides: whether it overlaps a matrix product.
+      backward: whether it is in the backward pass.
+      launch: name of the instruction that issues it.
       beside: launches of all-to-alls that are in flight at the same time, in any computation.
     """
 
@@ -83,7 +83,7 @@ class CompiledText:
     """The text of a compiled program on a mesh.
 
     Args:
-      text: as `Compiled.as_text()` gives it.
+      text: the result of `Compiled.as_text()`.
       axes: name and size of each mesh axis, slowest first; devices are numbered in mesh order.
     """
 
@@ -94,7 +94,7 @@ class CompiledText:
 
     @cached_property
     def calls(self) -> dict[str, int]:
-        """How often a step runs each computation."""
+        """Number of runs of each computation in a step."""
         total: dict[str, int] = {}
         waiting = [(self.entry, 1)]
         while waiting:
@@ -118,7 +118,7 @@ class CompiledText:
         return result
 
     def _beside(self, name: str, index: int) -> tuple[str, ...]:
-        """All-to-alls in flight while an instruction is, also those inside what runs then."""
+        """Returns the all-to-alls in flight at the same time as an instruction's collective."""
         lines, ends = self._schedules[name], self._ends[name]
         names: list[str] = []
         for position, line in enumerate(lines):
@@ -127,7 +127,7 @@ class CompiledText:
         return tuple(names)
 
     def _launches(self, line: Instruction) -> list[str]:
-        """The all-to-alls that an instruction starts, or runs inside."""
+        """Returns the all-to-alls that an instruction, or a computation it calls, starts."""
         issued = self._issued(line)
         if line.op.endswith(("-done", "-update")):
             return []
@@ -140,7 +140,7 @@ class CompiledText:
 
     @cached_property
     def _ends(self) -> dict[str, list[int]]:
-        """For each computation, where what each of its instructions starts is done."""
+        """For each computation, the index of the done instruction of each instruction."""
         return {
             name: [self._end(lines, index) for index in range(len(lines))]
             for name, lines in self._schedules.items()
@@ -148,7 +148,7 @@ class CompiledText:
 
     @cached_property
     def _outside(self) -> dict[str, tuple[str, ...]]:
-        """All-to-alls in flight around each computation while it runs."""
+        """For each computation, the all-to-alls of its callers that are in flight while it runs."""
         outside: dict[str, tuple[str, ...]] = {}
         waiting: list[tuple[str, tuple[str, ...]]] = [(self.entry, ())]
         while waiting:
@@ -174,7 +174,7 @@ class CompiledText:
 
     @cached_property
     def _schedules(self) -> dict[str, list[Instruction]]:
-        """The computations that a step runs; the inside of one instruction is none of them."""
+        """The computations that a step runs, without those inside fusions."""
         return {
             name: lines
             for name, lines in self.computations.items()
@@ -193,13 +193,13 @@ class CompiledText:
         return wrapped
 
     def _issued(self, line: Instruction) -> Instruction | None:
-        """The collective that an instruction is, or starts."""
+        """Returns the collective that an instruction is or starts; None for others."""
         if kind_of(line.op):
             return line
         return next((self._wrapped[name] for name in line.called if name in self._wrapped), None)
 
     def multiplies(self, line: Instruction) -> bool:
-        """Whether an instruction is, or runs, a matrix product; of a conditional, in any branch."""
+        """Whether an instruction is or calls a matrix product, in any branch of a conditional."""
         if line.op in ("dot", "ragged-dot", "convolution") or PRODUCT_TARGETS.search(line.rest):
             return True
         inner = line.called
@@ -228,14 +228,14 @@ class CompiledText:
 
     @cached_property
     def _starts(self) -> dict[str, Instruction]:
-        """Instructions that start something, or pass on what was started, by name."""
+        """Returns the instructions that start a collective or pass on its handle, by name."""
         lines = itertools.chain.from_iterable(self.computations.values())
         return {line.name: line for line in lines if line.op.endswith(("-start", "-update"))}
 
     def _exchanges(
         self, line: Instruction, between: list[Instruction], calls: int
     ) -> Iterator[Exchange]:
-        """The arrays that one instruction moves, if it communicates, while others run."""
+        """Yields an exchange for each array that an instruction moves."""
         issued = self._issued(line)
         kind = kind_of(issued.op) if issued else None
         if issued is None or kind is None:
@@ -256,7 +256,7 @@ class CompiledText:
             )
 
     def _end(self, lines: list[Instruction], index: int) -> int:
-        """Where what an instruction starts is done; the next place for what is waited for."""
+        """Returns the index of an instruction's done; for a synchronous one the next index."""
         if not lines[index].op.endswith("-start"):
             return index + 1
         ends = (
@@ -267,7 +267,7 @@ class CompiledText:
         return next(ends, len(lines))
 
     def _axes_of(self, attributes: str) -> tuple[str, ...]:
-        """The mesh axes along which the devices of a collective lie."""
+        """Returns the mesh axes of a collective's groups."""
         named = re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", attributes)
         if named:
             names = re.findall(r"'(\w+)'", named[1])

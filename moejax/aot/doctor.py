@@ -1,4 +1,4 @@
-"""The command `moejax doctor`: what is installed, and which implementation each operation takes.
+"""The command `moejax doctor`: installed versions, and the implementation of each operation.
 
 With a config it answers for that run; without one, for a model of the default shape in the dtype
 that such devices train in. `--target` answers for accelerators that are not here.
@@ -58,10 +58,10 @@ def _place(target: str | None) -> Hardware:
 
 
 def show(cfg: Config, hardware: Hardware, console: Console) -> None:
-    """Prints versions, the place and the choices.
+    """Prints versions, the hardware and the choices.
 
     Raises:
-      InputError: as `select_kernels`, after everything is printed.
+      InputError: from `select_kernels`, after everything is printed.
     """
     versions = [f"Python {platform.python_version()}"]
     for name in PACKAGES:

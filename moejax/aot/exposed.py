@@ -1,7 +1,7 @@
-"""Compress only what is exposed (Optimus-CC): the compiled schedule says which traffic hides.
+"""Compresses only exposed traffic (Optimus-CC), as the compiled schedule shows it.
 
-What travels behind matrix products costs no time, so a codec there would cost error and work for
-nothing.
+Traffic that overlaps matrix products costs no time, so a codec would add error and work without
+a gain.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from moejax.layout.layout import Layout
 
 
 def traffic_of(exchange: Exchange, layout: Layout) -> str | None:
-    """The class of compressible traffic that a collective carries, forward or backward.
+    """Returns the class of compressible traffic of a collective, for either pass.
 
     The compiled program does not name what it sends: both directions of tokens count as one class
     here, and so do gradients of dense weights and of experts, which cross nodes on the same axes.
@@ -36,7 +36,7 @@ CLASSES = {
 
 
 def hidden_shares(exchanges: Iterable[Exchange], layout: Layout) -> dict[str, float]:
-    """The share of each class's bytes across nodes that enclose a matrix product."""
+    """Returns the share of each class's bytes across nodes that overlap a matrix product."""
     total: dict[str, int] = {}
     hidden: dict[str, int] = {}
     for exchange in exchanges:
@@ -53,9 +53,9 @@ def compress_exposed(
     """Returns the settings of `compression` that leave hidden classes as they are.
 
     Args:
-      exchanges: of the step compiled without codecs.
-      preset: whose codecs the exposed classes take.
-      hidden_above: the share of bytes above which a class counts as hidden.
+      exchanges: exchanges of the step compiled without codecs.
+      preset: preset with the codecs of the exposed classes.
+      hidden_above: share of bytes above which a class counts as hidden.
     """
     chosen = {"preset": "none"}
     for kind, share in hidden_shares(exchanges, layout).items():

@@ -1,4 +1,4 @@
-"""Parses the text of a compiled program: instructions, and what their attributes say."""
+"""Parses the text of a compiled program into instructions and their attributes."""
 
 import math
 import re
@@ -28,13 +28,13 @@ class Instruction:
 
     @property
     def first_operand(self) -> str:
-        """The name of the first thing it takes."""
+        """Name of the first operand."""
         match = re.search(r"%([\w.\-]+)", self.rest)
         return match[1] if match else ""
 
     @cached_property
     def called(self) -> list[str]:
-        """The computations it runs; of a conditional the one that an ordinary step takes."""
+        """Computations that it calls; for a conditional, the branch of an ordinary step."""
         if self.op == "conditional":
             first = r"(?:branch_computations=\{|false_computation=)%([\w.\-]+)"
             return re.findall(first, self.rest)
@@ -42,13 +42,13 @@ class Instruction:
 
     @property
     def trips(self) -> int:
-        """How often a loop runs, where the compiler knows it."""
+        """Trip count of a loop; 1 if unknown."""
         count = re.search(r'known_trip_count":\{"n":"(\d+)"', self.rest)
         return int(count[1]) if count else 1
 
 
 def replica_groups(attributes: str, devices: int) -> frozenset[frozenset[int]]:
-    """The sets of devices that take part in a collective together.
+    """The groups of devices of a collective.
 
     Reads `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)` and `source_target_pairs`.
     """
@@ -103,7 +103,7 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def kind_of(op: str) -> str | None:
-    """The key of `KINDS` that an operation is."""
+    """Returns the key of `KINDS` for an operation."""
     op = op.removesuffix("-start")
     return op if op in KINDS else None
 
@@ -120,13 +120,13 @@ def arrays_of(line: Instruction, kind: str, group: int) -> list[tuple[str, int]]
     """Dtype and bytes of each array that a collective moves, as `Exchange` counts them.
 
     Args:
-      group: devices that take part together.
+      group: number of devices in a group.
     """
     result = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", line.result)
     arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", result)
     sizes = [(dtype, math.prod(_numbers(dims)) * _bits(dtype) // 8) for dtype, dims in arrays]
     if line.op.endswith("-start") and (result.startswith("((") or line.op != "all-reduce-start"):
-        # The type of a start names operands, then results; u32[] are the runtime's own.
+        # The type of a start lists operands, then results; u32[] values are XLA's own.
         sizes = [(dtype, size) for dtype, size in sizes if (dtype, size) != ("u32", 4)]
         half = len(sizes) // 2
         sizes = sizes[:half] if kind == "reduce-scatter" else sizes[half:]

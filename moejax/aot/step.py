@@ -1,4 +1,4 @@
-"""The train step compiled for described devices, and what the compiler made of it."""
+"""Compiles the train step for described devices and reads the result."""
 
 import time
 from collections import defaultdict
@@ -15,7 +15,7 @@ from moejax.layout.mesh import build_mesh
 from moejax.runtime.compiler import Options, described_cudnn
 from moejax.step.train_step import TrainStep, build_step
 
-# What the trainer's options are measured against: XLA's own choice, and no overlap at all.
+# Controls for the trainer's options: XLA's defaults, and no overlap at all.
 CONTROLS: dict[str, dict[str, Options]] = {
     "gpu": {
         "XLA's default": {"xla_gpu_experimental_parallel_collective_overlap_limit": 1},
@@ -27,10 +27,10 @@ CONTROLS: dict[str, dict[str, Options]] = {
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What the compiler made of a step. Bytes are of one device.
+    """A compiled step. Bytes of one device.
 
     Attributes:
-      other_peaks: of evaluation and sampling, where they were compiled too.
+      other_peaks: peak bytes of evaluation and sampling, if they were compiled too.
     """
 
     mesh: dict[str, int]
@@ -46,11 +46,11 @@ class CompiledStep:
 
     @property
     def most_bytes(self) -> int:
-        """What a device must have for all that was compiled."""
+        """The largest peak of all compiled programs."""
         return max(self.peak_bytes, *self.other_peaks.values(), 0)
 
     def token_exchanges(self, *, backward: bool | None = None) -> list[Exchange]:
-        """The all-to-alls that carry tokens or their gradients; None: of both passes."""
+        """Returns the all-to-alls of tokens or their gradients; `backward` None: of both passes."""
         return [
             exchange
             for exchange in self.exchanges
@@ -60,7 +60,7 @@ class CompiledStep:
         ]
 
     def reductions(self) -> list[Exchange]:
-        """What sums gradients of weights: in the backward pass, over more than a number."""
+        """The reductions of weight gradients: in the backward pass, of more than one number."""
         kinds = ("all_reduce", "reduce_scatter")
         return [
             exchange
@@ -73,7 +73,7 @@ class CompiledStep:
         ]
 
     def reductions_beside_exchanges(self) -> list[Exchange]:
-        """Reductions in flight with an all-to-all on a link that both use: across nodes, or not."""
+        """Reductions in flight together with an all-to-all on the same tier."""
         crosses = {
             exchange.launch: bool(set(exchange.axes) & set(self.slow))
             for exchange in self.exchanges
@@ -85,17 +85,17 @@ class CompiledStep:
         ]
 
     def hidden_reductions(self) -> float:
-        """The share of the reductions' bytes that enclose a matrix product."""
+        """Share of the reductions' bytes that overlap a matrix product."""
         return _hidden_bytes(self.reductions())
 
     def hidden_gathers(self) -> float:
-        """The share of the gathered weights' bytes that enclose a matrix product."""
+        """Share of the gathered weights' bytes that overlap a matrix product."""
         return _hidden_bytes(
             [exchange for exchange in self.exchanges if exchange.kind == "all_gather"]
         )
 
     def hidden_share(self, *, backward: bool | None = None) -> float:
-        """The share of those all-to-alls that enclose a matrix product."""
+        """Returns the share of the token all-to-alls that overlap a matrix product."""
         exchanges = self.token_exchanges(backward=backward)
         hidden = sum(exchange.calls for exchange in exchanges if exchange.hides)
         return hidden / max(sum(exchange.calls for exchange in exchanges), 1)
@@ -110,7 +110,7 @@ def described_config(cfg: Config, target: Target, nodes: int) -> Config:
     """Returns the config of a run on a described cluster, checked.
 
     Raises:
-      InputError: as `check` and `resolve_mesh`.
+      InputError: from `check` and `resolve_mesh`.
     """
     mesh = replace(cfg.mesh, nodes=nodes, platform=target.platform, simulated_devices=None)
     cfg = replace(cfg, mesh=mesh)
@@ -119,17 +119,17 @@ def described_config(cfg: Config, target: Target, nodes: int) -> Config:
 
 
 def build_described(cfg: Config, target: Target) -> TrainStep:
-    """Returns the trainer of a config that `describe` made."""
+    """Returns the train step of a config from `described_config`."""
     assert cfg.mesh.nodes is not None
     devices = describe_devices(target, cfg.mesh.nodes)
     return build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), target.platform)
 
 
 def compile_step(train_step: TrainStep, options: Options | None = None) -> CompiledStep:
-    """Compiles the step of `build_described` and reads what came out.
+    """Compiles the step of `build_described` and reads the compiled program.
 
     Args:
-      options: on top of the trainer's own.
+      options: compiler options besides the trainer's own.
     """
     lowered = lower_step(train_step)
     start = time.perf_counter()
@@ -157,10 +157,9 @@ def lower_step(train_step: TrainStep) -> Any:
 
 
 def update_bytes(train_step: TrainStep, step: CompiledStep, options: Options | None = None) -> int:
-    """What the optimizer's update needs beside state and gradients, of a device.
+    """Returns the bytes that the optimizer's update needs besides state and gradients.
 
-    Compiles the gradients alone: what they take, themselves counted, is what the step would take if
-    its update needed nothing.
+    Compares the step with a program of the gradients alone.
     """
     compiled = _lowered(train_step, train_step.gradients).compile(compiler_options=options)
     memory = compiled.memory_analysis()
@@ -169,9 +168,9 @@ def update_bytes(train_step: TrainStep, step: CompiledStep, options: Options | N
 
 
 def other_peaks(train_step: TrainStep, step: CompiledStep, options: Options | None = None) -> dict:
-    """Peak bytes of evaluation and of sampling beside the whole state, of a device.
+    """Returns the peak bytes of evaluation and sampling, with the whole state on the device.
 
-    The compiler drops what they do not read of the state; on the device it stays.
+    The compiler drops arguments that they do not read, but on the device those stay.
     """
     lowered = {
         "evaluation": _lowered(train_step, train_step.evaluate),
@@ -191,7 +190,7 @@ def _lowered(train_step: TrainStep, function: Any, argument: Any = None) -> Any:
 
 
 def census(exchanges: Iterable[Exchange]) -> dict[tuple[str, str, str, str], list[int]]:
-    """(kind, axes, dtype, how) -> arrays moved in a step, bytes, and arrays that hide."""
+    """Returns (kind, axes, dtype, how) -> arrays moved in a step, bytes, overlapped arrays."""
     rows: dict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for exchange in exchanges:
         how = "async" if exchange.asynchronous else "sync"

@@ -1,6 +1,6 @@
-"""Clusters described well enough that XLA compiles for them where none is present.
+"""Described clusters that XLA can compile for without their hardware.
 
-A node is eight accelerators: of GPUs one machine, of TPUs one slice. Nodes are joined by a network.
+A node is eight accelerators: one machine of GPUs, or one slice of TPUs. Nodes share a network.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from moejax.runtime.memory import SHARE
 
 NODE = 8  # devices
 
-# The fields of XLA's `GpuTargetConfigProto` that its compiler asks for. Source of the values: XLA,
+# The fields of XLA's `GpuTargetConfigProto` that its compiler needs. Source of the values: XLA,
 # xla/backends/gpu/target_config/specs/h200.txtpb.
 H200 = """
 gpu_device_info {
@@ -48,9 +48,9 @@ class Target:
 
     Attributes:
       platform: "gpu" or "tpu".
-      topology: the name of one node, as libtpu spells it.
-      memory_bytes: of one device, that a program may use.
-      extra: of moejax, which brings the compiler.
+      topology: libtpu's name of one node.
+      memory_bytes: memory of one device that a program may use.
+      extra: the extra of moejax that installs the compiler.
     """
 
     platform: str
@@ -68,14 +68,14 @@ TARGETS = {
 
 
 def describe_devices(target: Target, nodes: int) -> list[Any]:
-    """Returns the devices of a cluster, node after node; they compile, but run nothing.
+    """Returns the devices of a cluster, node after node. Programs compile for them, but cannot run.
 
     Raises:
       InputError: if the compiler of the platform is not installed.
     """
-    # Before JAX looks for plugins, or that of CUDA looks for its libraries and gives up.
+    # Before JAX loads its plugins: that of CUDA gives up where it finds no libraries.
     jax.config.update("jax_platforms", "cpu")
-    # Compilers say at length what a machine without accelerators lacks.
+    # Compilers warn at length about missing accelerators.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         devices = list(_topology(target, nodes).devices)
@@ -102,7 +102,7 @@ def _topology(target: Target, nodes: int) -> topologies.TopologyDescription:
 
 
 def _check_cuda_tools() -> None:
-    """Looks where XLA looks for what it calls; it ends the process where libdevice is missing."""
+    """Checks for CUDA's tools where XLA looks: without libdevice it ends the process."""
     packages = importlib.util.find_spec("jax_plugins")
     homes = [Path("/usr/local/cuda"), Path("/opt/cuda")]
     for folder in packages.submodule_search_locations or [] if packages else []:

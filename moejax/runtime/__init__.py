@@ -1,5 +1,5 @@
-"""Processes, devices and compiler options; nothing here knows what is trained.
+"""Processes, devices and compiler options, independent of the model.
 
-Read in this order: `processes` (what they agree on), `start` (JAX and its devices), `memory`,
+Read in this order: `processes` (how they agree), `start` (JAX and its devices), `memory`,
 `compiler` (options), `interrupt` (signals), `event_log` (JSON lines).
 """

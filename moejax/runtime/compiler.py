@@ -1,7 +1,7 @@
-"""What the trainer asks of XLA beyond its defaults, by platform.
+"""The trainer's XLA options beyond the defaults, by platform.
 
-Only what changed the compiled step for the better is set: docs/decisions/0006 has the figures, and
-what else was tried. The names hold on JAX 0.10.2, 0.11.2 and 0.12.0.1.
+Only options that improved the compiled step are set: docs/decisions/0006 has the figures and the
+options that were tried without gain. The names hold on JAX 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def compiler_options(platform: str, *, hops: int) -> Options:
 
     Args:
       platform: "cpu", "gpu" or "tpu".
-      hops: of the route that tokens take.
+      hops: number of hops of the route.
     """
     if hops and platform == "gpu":
         # By default one collective travels at a time, so half of the exchanges stay exposed. In
@@ -30,16 +30,16 @@ def compiler_options(platform: str, *, hops: int) -> Options:
         # of combine; one more is for weights on their way in and their gradients on their way out.
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * hops + 1}
     if hops and platform == "tpu":
-        # By default nothing runs while an all-to-all travels.
+        # By default an all-to-all is synchronous.
         return {"xla_tpu_enable_async_all_to_all": "true"}
     return {}
 
 
 def known_options(options: Options, device: Any) -> Options:
-    """Returns the options that the compiler of a device knows, and warns of the others.
+    """Returns the options that a device's compiler knows, and warns about the others.
 
-    XLA refuses a program that comes with an unknown option, and these may go with any release; a
-    run without one is slower, but right. Costs a trivial compilation for each option.
+    XLA refuses to compile with an unknown option, and any release may remove options. A run
+    without one is slower but correct. Costs one trivial compilation per option.
     """
     return {name: value for name, value in options.items() if _knows(name, value, device)}
 

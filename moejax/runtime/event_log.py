@@ -1,4 +1,4 @@
-"""The run's records: one JSON object a line, written as things happen."""
+"""The run's log of events: one JSON object a line, written at once."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ class EventLog:
     def write(self, event: str, **values: Any) -> None:
         """Adds one line: the time in seconds since 1970, the event, and its values."""
         line = {"time": round(time.time(), 3), "event": event, **values}
-        # JSON has no NaN and no infinity: a loss that is none is null.
+        # JSON has no NaN and no infinity: they are written as null.
         known = {
             k: None if isinstance(v, float) and not isfinite(v) else v for k, v in line.items()
         }
@@ -34,12 +34,12 @@ class EventLog:
 
     def close(self) -> None:
         """Closes the file."""
-        with writing(self._path):  # the end of a line for which there was no space
+        with writing(self._path):  # writes the rest of a line that did not fit on the disk
             self._file.close()
 
 
 def _drop_half_a_line(path: Path) -> None:
-    """Removes half a line that a full disk or a kill left; the next would be added to it."""
+    """Removes an incomplete last line, which a full disk or a kill leaves."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
@@ -49,7 +49,7 @@ def _drop_half_a_line(path: Path) -> None:
 
 
 class RunLock:
-    """Keeps two live runs out of one directory. Held until closed or the process ends."""
+    """A lock that keeps a second run out of a run directory until this one ends."""
 
     def __init__(self, run_dir: Path):
         path = run_dir / "lock"
@@ -76,5 +76,5 @@ class RunLock:
         self._file.flush()
 
     def close(self) -> None:
-        """Lets the directory go."""
+        """Releases the lock."""
         self._file.close()

@@ -11,7 +11,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While entered, `requested` says whether someone asked the run to stop."""
+    """A context manager; `requested` is true after Ctrl-C or SIGTERM."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -41,7 +41,7 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Lets Ctrl-C end the process while it waits in C++, where Python's own handler never runs."""
+    """Lets Ctrl-C end the process while it waits in C++, where Python's handler does not run."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -53,5 +53,5 @@ def interruptible() -> Iterator[None]:
 
 
 def _restore(number: signal.Signals, before: Any) -> None:
-    """Gives a signal its handler back. One that C code installed Python cannot: it told None."""
+    """Restores a signal's handler, unless C code installed it, which Python reports as None."""
     signal.signal(number, signal.SIG_DFL if before is None else before)

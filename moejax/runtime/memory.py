@@ -1,11 +1,11 @@
-"""How much memory a device may take."""
+"""The share of a device's memory that a program may use."""
 
 import os
 from typing import Any
 
 from moejax.config.checks.size import machine_memory
 
-# Of a GPU's memory that JAX takes for arrays and temporaries; by itself it takes three quarters.
+# Share of a GPU's memory that JAX reserves for arrays and temporaries; its default is 0.75.
 # The rest holds what is not JAX's: CUDA's context and modules, buffers of NCCL and NVSHMEM, what
 # cuDNN and cuBLAS keep; 6 GiB of 80. Clusters that are described count on the same share.
 SHARE = 0.92
@@ -13,7 +13,7 @@ FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # to se
 
 
 def take_share() -> None:
-    """Lets JAX take that share, unless the user's environment says how much.
+    """Sets JAX's share of GPU memory, unless the user's environment sets it.
 
     Must run before JAX starts its devices; without effect where there is no GPU.
     """
@@ -22,7 +22,7 @@ def take_share() -> None:
 
 
 def device_memory(device: Any, sharing: int) -> int:
-    """Bytes that a device of this process may take.
+    """Returns the bytes that a device of this process may use.
 
     Args:
       sharing: simulated devices on this machine, over all processes: they share its memory.

@@ -1,4 +1,4 @@
-"""The processes of one program, and how they agree on what is no array: choices, errors, a stop.
+"""The processes of one program, and how they agree on choices, errors and a stop.
 
 JAX's coordination service carries the messages, so nothing here touches a device. The files of
 `launch/` start the processes.
@@ -17,13 +17,13 @@ from moejax.errors import DivergedError, InputError, RunError
 
 T = TypeVar("T")
 Json = Any
-# A wait ends when the answer is there; in between it lets Ctrl-C through.
+# Waits are cut into intervals so that Ctrl-C gets through.
 POLL_MILLISECONDS = 1000
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Where this process stands in its program."""
+    """The index of this process in its program."""
 
     coordinator: str | None  # address:port of process 0; None: not started by a launcher
     count: int
@@ -31,10 +31,10 @@ class Rank:
 
 
 def find_rank() -> Rank:
-    """Reads this process's place from the environment, where a launcher of `launch/` put it.
+    """Reads this process's rank from the environment variables that `launch/` sets.
 
     Raises:
-      InputError: if the variables do not make one.
+      InputError: if the variables are incomplete or contradict each other.
     """
     names = ("MOEJAX_COORDINATOR", "MOEJAX_PROCESSES", "MOEJAX_PROCESS")
     coordinator, *numbers = map(os.environ.get, names)
@@ -54,7 +54,7 @@ def find_rank() -> Rank:
 
 
 class Processes:
-    """This process among those of its program; every process makes the same calls in one order.
+    """The processes of a program. Every process makes the same calls in the same order.
 
     A context manager, which ends the process at once when it fails: waiting for the others, as
     JAX does at exit, would last as long as they wait for this one.
@@ -74,7 +74,7 @@ class Processes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What the user did wrong, or a divergence, is found by all: all take the ordinary way out.
+        # All processes find bad input or a divergence, so all of them exit normally.
         if error is None or isinstance(error, InputError | DivergedError) or self.count == 1:
             return
         code = 1
@@ -92,11 +92,11 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes the run's records and talks to the user."""
+        """Whether this process writes the run's records and talks to the user."""
         return self.index == 0
 
     def fresh(self) -> int:
-        """A number that is new in this program, and the same in all processes."""
+        """Returns a number not used before, the same in all processes."""
         self._rounds += 1
         return self._rounds
 
@@ -109,7 +109,7 @@ class Processes:
         return [json.loads(self._wait_for(name)) for name in names]
 
     def together(self, make: Callable[[], T]) -> T:
-        """Returns what `make` gives here, unless some process refuses the user's input.
+        """Returns the result of `make`, unless it raises InputError in some process.
 
         Raises:
           InputError: the same in all processes.
@@ -135,20 +135,20 @@ class Processes:
         return self.gather(self.together(lambda: make() if self.first else None))[0]
 
     def compile(self, function: Any, *arguments: Any) -> None:
-        """Compiles a jitted function for such arguments, and waits until every process has.
+        """Compiles a jitted function for these arguments, and waits until every process has.
 
-        Without it the first to be done would wait in a collective, and gloo gives up on a peer
-        after half a minute. A call with such arguments then takes what was compiled here.
+        Otherwise the first process would wait in a collective, and gloo gives up on a peer after
+        half a minute. Later calls with such arguments use this compiled program.
         """
         function.lower(*arguments).compile()
         self.gather("compiled")
 
-    def tell(self, name: str, value: str) -> None:
-        """Leaves a note for the others to find."""
+    def publish(self, name: str, value: str) -> None:
+        """Publishes a note for the other processes."""
         self._client.key_value_set(f"moejax/{name}", value, allow_overwrite=True)
 
     def notes(self, folder: str) -> dict[str, str]:
-        """The notes under a name that were left so far. Does not wait."""
+        """Returns the notes published so far under a name, without waiting."""
         entries = self._client.key_value_dir_get(f"moejax/{folder}")
         return {name.rpartition("/")[2]: value for name, value in entries}
 
@@ -165,7 +165,7 @@ ALONE = Processes()
 
 
 class Stop:
-    """The step after which all processes stop, once any of them was asked to.
+    """The step after which all processes stop, after one of them was asked to.
 
     Process 0 names it, and nobody may have passed it by then. When process 0 has started step s,
     another may have started s + 1, which it can only finish with the help of process 0; so
@@ -174,12 +174,12 @@ class Stop:
 
     def __init__(self, processes: Processes):
         self._processes = processes
-        # What was left in the loop before, of the same program, is not for this one.
+        # Notes of an earlier loop of the same program do not count.
         self._folder = f"stop{processes.fresh()}"
         self._asked, self._last = False, None
 
     def after(self, step: int, requested: bool) -> bool:
-        """Whether to stop after `step`, which is under way while the one before it is finished.
+        """Whether to stop after `step`, which is running while the step before it is finished.
 
         Costs a message to process 0 and its answer, while the step runs.
 
@@ -189,12 +189,12 @@ class Stop:
         if self._processes.count == 1:
             return requested
         if requested and not self._asked:
-            self._processes.tell(f"{self._folder}/asked", "")
+            self._processes.publish(f"{self._folder}/asked", "")
             self._asked = True
         if self._last is None:
             notes = self._processes.notes(self._folder)
             if self._processes.first and notes:
-                self._processes.tell(f"{self._folder}/after", str(step + 2))
+                self._processes.publish(f"{self._folder}/after", str(step + 2))
                 self._last = step + 2
             elif "after" in notes:
                 self._last = int(notes["after"])

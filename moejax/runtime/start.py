@@ -1,4 +1,4 @@
-"""Starts JAX as the config asks, and measures what the devices can do."""
+"""Starts JAX as the config asks, and measures the devices' peak."""
 
 import ipaddress
 import os
@@ -19,7 +19,7 @@ from moejax.runtime.processes import Processes, find_rank
 
 
 def join() -> Processes:
-    """Joins the program that a launcher of `launch/` started this process for, if one did.
+    """Joins the program of several processes that a launcher of `launch/` started, if any.
 
     Must run before anything else touches a device. On CPU the processes talk through gloo.
     Process 0 listens at the coordinator's address alone, see `coordinator_listens_at`.
@@ -32,7 +32,7 @@ def join() -> Processes:
     if rank.count == 1:
         return Processes()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would take SIGTERM away from `runtime.interrupt`.
+    # It would replace the SIGTERM handler of `runtime.interrupt`.
     jax.config.update("jax_enable_preemption_service", False)
     listens_at = coordinator_listens_at(rank.coordinator or "")
     if rank.index == 0:
@@ -43,7 +43,7 @@ def join() -> Processes:
             num_processes=rank.count,
             process_id=rank.index,
             coordinator_bind_address=listens_at,
-            # Under Slurm it would leave each process one GPU.
+            # Under Slurm it would give each process only one GPU.
             cluster_detection_method="deactivate",
         )
     # JAX keeps the client that sends messages to itself; Orbax takes it from here too.
@@ -51,29 +51,29 @@ def join() -> Processes:
 
 
 def coordinator_listens_at(coordinator: str) -> str:
-    """Where process 0 listens for the others, as ADDRESS:PORT.
+    """Returns the ADDRESS:PORT at which process 0 listens.
 
-    At the coordinator's own address: JAX alone would take all of the machine's, and asks nobody who
-    they are. JAX_COORDINATOR_BIND_ADDRESS, JAX's own variable, wins. Only where the machine knows
-    itself by a name that leads to its loopback (Debian's 127.0.1.1), while other machines know it
-    by an address, all are left: they could not reach it otherwise.
+    It is the coordinator's own address: JAX's default is all addresses of the machine, without
+    authentication. JAX_COORDINATOR_BIND_ADDRESS, JAX's own variable, overrides it. If the
+    coordinator's name leads to the loopback here (Debian's 127.0.1.1), process 0 listens at all
+    addresses, because other machines could not reach it otherwise.
     """
     if bound := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
         return bound
     host, _, port = coordinator.rpartition(":")
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None)}
-    except OSError:  # only process 0 needs to know the address as its own
+    except OSError:  # only process 0 must have this address
         return coordinator
     inside = all(ipaddress.ip_address(address).is_loopback for address in addresses)
     return f"[::]:{port}" if inside and _is_name_of_a_machine(host) else coordinator
 
 
 def check_can_listen(listen_at: str) -> None:
-    """Refuses an ADDRESS:PORT that is not this machine's, or where somebody listens.
+    """Checks that this machine can listen at ADDRESS:PORT.
 
     Raises:
-      InputError: JAX would end the process without a word.
+      InputError: if it cannot; JAX would end the process without a message.
     """
     host, _, port = listen_at.rpartition(":")
     try:
@@ -91,7 +91,7 @@ def check_can_listen(listen_at: str) -> None:
 
 
 def _is_name_of_a_machine(host: str) -> bool:
-    """Neither an address nor `localhost`, which lead to the same place from everywhere."""
+    """Whether `host` is a name other than `localhost`, and not an address."""
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -100,10 +100,10 @@ def _is_name_of_a_machine(host: str) -> bool:
 
 
 def simulated_here(mesh: MeshConfig) -> int | None:
-    """How many of the config's simulated devices are this process's; None: no device is simulated.
+    """Returns this process's share of the config's simulated devices; None: none is simulated.
 
     Raises:
-      InputError: if processes cannot share them, or the launcher asks for another number.
+      InputError: if processes cannot share them equally, or the launcher asks for another number.
     """
     total, rank = mesh.simulated_devices, find_rank()
     if total is None or rank.coordinator is None:
@@ -126,12 +126,12 @@ def simulated_here(mesh: MeshConfig) -> int | None:
 
 
 def start(mesh: MeshConfig) -> list[Any]:
-    """Chooses the platform, simulates CPU devices where asked, and returns the program's devices.
+    """Chooses the platform, simulates CPU devices if asked, and returns the program's devices.
 
-    Devices of one process stand together. Must run before anything else touches a device.
+    Devices are sorted by process. Must run before anything else touches a device.
 
     Raises:
-      InputError: if the hardware is not there, if JAX has already simulated other devices,
+      InputError: if the hardware is missing, if JAX has already simulated other devices,
         or if some processes have more devices than others.
     """
     if mesh.platform is not None:
@@ -153,10 +153,10 @@ def start(mesh: MeshConfig) -> list[Any]:
 
 
 def check_even(devices: list[Any]) -> None:
-    """Refuses processes with different numbers of devices; a mesh has as many from each.
+    """Checks that all processes have the same number of devices.
 
     Raises:
-      InputError: the same in all processes, since all see all devices.
+      InputError: the same in all processes.
     """
     counts = Counter(device.process_index for device in devices)
     if len(set(counts.values())) > 1:
@@ -168,7 +168,7 @@ def check_even(devices: list[Any]) -> None:
 
 
 def _simulate(count: int) -> None:
-    """Makes `count` CPU devices in this process. The config wins over what XLA_FLAGS asks for."""
+    """Makes `count` CPU devices in this process. The config overrides XLA_FLAGS."""
     jax.config.update("jax_platforms", "cpu")
     try:
         jax.config.update("jax_num_cpu_devices", count)

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Does what the flags ask."""
+    """Trains, or does what another flag asks."""
     console = Console()
     if args.settings:
         print_settings(console)
@@ -70,14 +70,14 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     if args.dry_run:
         return dry_run(cfg, console)
-    # Imported late: everything above works without starting JAX.
+    # Imported late, so that everything above works without JAX.
     from moejax.train.loop import train
 
     return STOPPED if train(cfg, console).stopped else 0
 
 
 def dry_run(cfg: Config, console: Console) -> int:
-    """Checks data and config, traces the step under an abstract mesh, prints what it found."""
+    """Checks data and config, traces the step under an abstract mesh, prints the summary."""
     import jax
 
     from moejax.config.compression import NO_COMPRESSION
@@ -91,7 +91,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     from moejax.train.start import check_places
     from moejax.train.summary import print_summary, summarize
 
-    # Describing the optimizer makes a few scalars: on the CPU, so that no accelerator is started.
+    # Describing the optimizer makes a few scalars: on the CPU, to start no accelerator.
     jax.config.update("jax_platforms", "cpu")
     mesh = cfg.mesh
     if mesh.replica is None:
@@ -102,7 +102,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     if is_planned(cfg):
         devices = mesh.simulated_devices or planned_devices(cfg) or devices
     planned = plan_dry(replace(cfg, mesh=mesh), devices)
-    # Simulated devices are this program's; others need not be here, nor those who would run them.
+    # Only simulated devices must be shared by this program's processes; others need not be here.
     processes = None if mesh.simulated_devices is None else find_rank().count
     cfg = resolve_mesh(planned.cfg, devices, mesh.platform or "cpu", processes=processes)
     open_inputs(cfg)

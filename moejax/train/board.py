@@ -1,7 +1,7 @@
-"""The file that TensorBoard reads: numbers by tag and step.
+"""Writes TensorBoard's event files: numbers by tag and step.
 
-Written in the caller's thread, each event at once. tensorboardX's own writer has a thread that a
-full disk ends unseen, and the run then waits for room in its queue for ever.
+Events are written at once in the caller's thread. tensorboardX's own writer uses a thread: a full
+disk ends it unnoticed, and the run then waits forever for space in its queue.
 """
 
 import os
@@ -26,7 +26,7 @@ class Board:
         self.path = directory / name
         with writing(self.path):
             directory.mkdir(parents=True, exist_ok=True)
-            # Without a buffer nothing is left over that closing would have to write.
+            # Without a buffer, closing has nothing left to write.
             self._file = self.path.open("ab", buffering=0)
         try:
             self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))

@@ -39,7 +39,7 @@ from moejax.train.manifest import (
 
 
 class Saved(NamedTuple):
-    """A finished checkpoint: its step and directory, and what its manifest says."""
+    """A finished checkpoint: its step, directory and manifest."""
 
     step: int
     path: Path
@@ -50,7 +50,7 @@ class Checkpoints:
     """Saves the state of one run, and restores it."""
 
     def __init__(self, directory: Path, *, keep: int, processes: Processes = ALONE):
-        """Takes the processes that save together, into one directory that all of them see."""
+        """Takes the processes that save together into one shared directory."""
         self.directory, self.keep, self._first = directory.absolute(), keep, processes.first
         options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
@@ -60,32 +60,32 @@ class Checkpoints:
         quiet_about_full_disks()
 
     def save(self, step: int, state: TrainState, facts: dict[str, Any]) -> None:
-        """Starts a save and returns when the state has been copied out of the way.
+        """Starts a save and returns when the state has been copied.
 
-        Raises what a previous save failed with: a returned save is no commit.
+        The save is committed later; an error of the previous save is raised here.
 
         Args:
-          facts: kept in the manifest: config, mesh, data position.
+          facts: entries of the manifest: config, mesh, data position.
         Raises:
-          StorageFullError: there is less room than the newest checkpoint took, or none.
+          StorageFullError: if less space is free than the newest checkpoint takes.
         """
         self.wait()
         needed = self._processes.from_first(self._taken)
         check_disk_space(self.directory, needed, step, self._processes)
         items = {name: ocp.args.StandardSave(_flat(tree)) for name, tree in _items(state).items()}
-        with self._naming(step):
+        with self._naming_full_disk(step):
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._pending = self._thread.submit(self._finish, step, facts)
 
     def _taken(self) -> int:
-        """What the newest checkpoint takes of the disk; 0 where there is none to read."""
+        """Returns the newest checkpoint's size on disk; 0 without one."""
         steps = finished_steps(self.directory)
         with suppress(InputError):
             return stored_bytes(read_manifest(self.directory / str(max(steps)))) if steps else 0
         return 0
 
     def finished(self) -> int | None:
-        """The step of a save that finished since the last call, if any."""
+        """Returns the step of a save that finished since the last call, if any."""
         if self._pending is None or not self._pending.done():
             return None
         done, self._pending = self._pending, None
@@ -104,19 +104,19 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
-            # Orbax raises again what a save failed with; that has been told.
+            # Orbax raises the error of a failed save again, which was already reported.
             with suppress(Exception) if self._full else nullcontext():
                 self._manager.close()
 
     @contextmanager
-    def _naming(self, step: int) -> Iterator[None]:
-        """Makes one line of a disk that is full.
+    def _naming_full_disk(self, step: int) -> Iterator[None]:
+        """Turns errors of a full disk into one line.
 
-        A step without its manifest is removed here. What Orbax has not committed, the next start
-        removes: its threads may still write there.
+        Removes a step without a manifest. The next start removes steps that Orbax has not
+        committed, because its threads may still write there.
 
         Raises:
-          StorageFullError: it names the step that is safe.
+          StorageFullError: names the last complete step.
         """
         try:
             yield
@@ -130,9 +130,9 @@ class Checkpoints:
             raise disk_full_error(self.directory, step, "the disk is full") from error
 
     def _finish(self, step: int, facts: dict[str, Any]) -> int:
-        """After the commit: digests, the manifest, and only then the removal of old steps."""
-        with self._naming(step):
-            # Returns when the files of every process are there.
+        """After the commit: writes digests and the manifest, then removes old steps."""
+        with self._naming_full_disk(step):
+            # Returns when every process has written its files.
             self._manager.wait_until_finished()
             if self._first:
                 write_manifest(self.directory / str(step), {"step": step, **facts})
@@ -147,7 +147,7 @@ class Checkpoints:
         """Reads the state onto the devices and shardings that `abstract` names.
 
         Args:
-          reduction: whether that is read too; else it is None in what is returned.
+          reduction: whether to read the codecs' state too; otherwise it is None.
         """
         names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
         read = restore_items(saved.path, abstract, names)
@@ -167,13 +167,13 @@ class Checkpoints:
 def newest(
     directory: Path, verify: str, processes: Processes = ALONE
 ) -> tuple[Saved | None, list[str]]:
-    """The newest checkpoint whose files match their digests, and what was set aside to find it.
+    """Returns the newest intact checkpoint, and notes about damaged ones that were set aside.
 
-    Touches no device. All processes verify, and return the same. A step that is not as it was
-    written, manifest and name included, is set aside for the one before it.
+    Touches no device. All processes verify, and return the same. A step whose files, manifest or
+    name changed is set aside, and the step before it is tried.
 
     Raises:
-      InputError: if all are damaged, or a newer version wrote them.
+      InputError: if all are damaged, or a newer moejax wrote them.
     """
     notes, steps = processes.from_first(lambda: _survey(directory))
     for step in steps:
@@ -182,7 +182,7 @@ def newest(
         if saved is not None:
             return saved, notes
         notes += set_aside(path, damage, processes)
-    # Also those that an earlier start set aside: else the second attempt would begin from nothing.
+    # Counts steps set aside by an earlier start too: else a second attempt would start anew.
     damaged = processes.from_first(lambda: sorted(p.name for p in directory.glob("*.corrupt")))
     if damaged:
         raise InputError(
@@ -194,15 +194,15 @@ def newest(
 
 
 def _survey(directory: Path) -> tuple[list[str], list[int]]:
-    """Tidies the directory; what was set aside, and the finished steps, newest first."""
+    """Tidies the directory. Returns notes, and the finished steps, newest first."""
     notes = _sweep(directory) if directory.is_dir() else []
     return notes, sorted(finished_steps(directory), reverse=True)
 
 
 def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved | None, str]:
-    """A finished step if it is whole, and what any process finds wrong with it.
+    """Returns a step if it is intact, and else the damage that some process found.
 
-    Digests take long, so each process compares its share of them.
+    Digests take long, so each process compares a share of them.
     """
 
     def look() -> tuple[dict[str, Any], str | None]:
@@ -225,9 +225,9 @@ def set_aside(path: Path, damage: str, processes: Processes = ALONE) -> list[str
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """The parts of the state that are stored apart, so that weights can be read alone.
+    """Returns the parts of the state that are stored apart, so that weights can be read alone.
 
-    The keys are names of the format and stay as they are: files of earlier versions have them.
+    The keys are part of the file format.
     """
     residuals = state.reduction
     return {
@@ -243,7 +243,7 @@ def _items(state: TrainState) -> dict[str, Any]:
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    """Names each leaf by its path: one plain dict, whatever containers optax uses."""
+    """Returns a plain dict of leaves by path, whatever containers optax uses."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
@@ -262,12 +262,12 @@ def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> d
 
 
 def step_of_state(saved: Saved, abstract: TrainState) -> int:
-    """The steps that the state itself has counted."""
+    """Returns the step counter inside a checkpoint's state."""
     return int(restore_items(saved.path, abstract, ("counters",))["counters"]["step"])
 
 
 def _sweep(directory: Path) -> list[str]:
-    """Removes what a killed run left half written, and sets aside what it left without digests."""
+    """Removes half-written steps of a killed run, and sets aside steps without digests."""
     for left in directory.glob("*.orbax-checkpoint-tmp*"):
         shutil.rmtree(left, ignore_errors=True)
     notes = []
@@ -280,7 +280,7 @@ def _sweep(directory: Path) -> list[str]:
 def _set_aside(path: Path, kind: str, reason: str) -> list[str]:
     """Renames a step's directory so that nothing takes it for a checkpoint. Returns the note."""
     aside = path.with_name(f"{path.name}.{kind}")
-    # One of the same step is older: the run has passed that step again since.
+    # An earlier one of the same step is older, from before the run repeated that step.
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
     return [f"checkpoint {path.name} set aside as {aside.name}: {reason}"]
@@ -303,7 +303,7 @@ def locate(source: str, verify: str, processes: Processes = ALONE) -> Saved:
 
 
 def _newest_below(path: Path) -> Path:
-    """The newest finished step of a run or checkpoints directory; else the path itself."""
+    """Returns the newest finished step of a run or checkpoints directory; else the path."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     steps = finished_steps(path) if path.is_dir() else []

@@ -1,4 +1,4 @@
-"""Which codecs each step of a run uses, and the compiled step of each choice."""
+"""The codecs of each step of a run, and the compiled step for each choice."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ class CodecSchedule:
         self._levels: tuple[int, int] | None = None
 
     def step_for(self, step: int, state: TrainState) -> tuple[Any, str]:
-        """The jitted train step that follows `step` steps; a new choice is compiled first.
+        """Returns the jitted train step after `step` steps, and its codecs as text (or empty).
 
-        Returns also the codecs as text, empty for a run without any.
+        Compiles the step first if its codecs are new.
 
         Args:
-          state: after these steps. It is waited for where the last step chose adaptive levels.
+          state: the state after these steps. Blocks if the last step chose adaptive levels.
         """
         every = self._policy.adapt_every
         if self._policy.adaptive and (self._levels is None or (step - 1) % every == 0):

@@ -11,20 +11,20 @@ from moejax.errors import FULL, StorageFullError
 from moejax.runtime.processes import Processes
 from moejax.train.manifest import finished_steps
 
-SAID = tuple(os.strerror(number) for number in FULL)  # tensorstore has only the words
+MESSAGES = tuple(os.strerror(number) for number in FULL)  # tensorstore gives only a message
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one behind it, is of a disk or a quota without space."""
+    """Whether an error or its cause is a full disk or quota."""
     while error is not None:
-        if getattr(error, "errno", None) in FULL or any(phrase in str(error) for phrase in SAID):
+        if getattr(error, "errno", None) in FULL or any(text in str(error) for text in MESSAGES):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def disk_full_error(directory: Path, step: int, seen: str) -> StorageFullError:
-    """The error of a checkpoint that could not be written."""
+    """Returns the error for a checkpoint that could not be written."""
     steps = finished_steps(directory)
     safe = f"Step {max(steps)} is safe" if steps else "No step was saved before"
     return StorageFullError(
@@ -39,7 +39,7 @@ def check_disk_space(directory: Path, needed: int, step: int, processes: Process
     Raises:
       StorageFullError: in all processes, if a checkpoint of `needed` bytes does not fit.
     """
-    # All processes write to one directory, so the first one's answer is everyone's.
+    # All processes write to one directory, so process 0 answers for all.
     there = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = processes.from_first(lambda: shutil.disk_usage(there).free)
     if free < needed:
@@ -52,14 +52,14 @@ def check_disk_space(directory: Path, needed: int, step: int, processes: Process
 class _NotFull(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not is_full(error) and not any(phrase in record.getMessage() for phrase in SAID)
+        return not is_full(error) and not any(phrase in record.getMessage() for phrase in MESSAGES)
 
 
 QUIET = _NotFull()
 
 
 def quiet_about_full_disks() -> None:
-    """Keeps Orbax from writing hundreds of lines about a full disk, which one line tells."""
+    """Suppresses Orbax's hundreds of log lines about a full disk; moejax reports one."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(QUIET)
     before = sys.unraisablehook
@@ -67,7 +67,7 @@ def quiet_about_full_disks() -> None:
         return
 
     def hook(event: Any) -> None:
-        # A write that failed has closed the loop that tensorstore's other writes answer to.
+        # A failed write closes the event loop that tensorstore's other writes report to.
         closed = isinstance(event.exc_value, RuntimeError) and "loop is closed" in str(
             event.exc_value
         )

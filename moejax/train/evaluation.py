@@ -1,4 +1,4 @@
-"""Held-out text along a run and at its end, and what the model writes by itself then."""
+"""Evaluation on held-out text during a run and at its end, and a sampled text."""
 
 import math
 
@@ -11,7 +11,7 @@ LN2 = math.log(2)
 
 
 def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
-    """Measures held-out text; says and records nats per token and bits per byte."""
+    """Evaluates on held-out text; shows and records nats per token and bits per byte."""
     if run.inputs.held_out is None:
         return
     nats = targets = 0.0
@@ -30,7 +30,7 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
 
 
 def finish(run: Run, state: TrainState) -> None:
-    """After the last step: all held-out text beside what compressors need, and a sample."""
+    """After the last step: all held-out text, compressors' results beside it, and a sample."""
     evaluate(run, state, run.cfg.train.num_steps, limit=None)
     for name, bits in run.inputs.baselines().items():
         run.console.print(f"  for the same files {name} needs {bits:.3f} bits per byte")

@@ -26,13 +26,13 @@ class Inputs:
     train: data_batches.Batches
     held_out: TokenSource | None
     tokenizer: Tokenizer
-    vocab_size: int  # of the tokenizer; the model's may be padded
-    content: Content = field(default_factory=dict)  # what identifies the data
+    vocab_size: int  # the tokenizer's; the model's may be larger
+    content: Content = field(default_factory=dict)  # identifies the data
 
     def batches(
         self, train_step: TrainStep, first: int, last: int
     ) -> AbstractContextManager[Iterator[Batch]]:
-        """The batches of steps first .. last - 1 on the mesh, prepared ahead in a thread."""
+        """Yields the batches of steps first .. last - 1 on the mesh, prepared ahead in a thread."""
 
         def on_devices(step: int) -> Batch:
             return self._on_devices(train_step, lambda a, b: self.train.rows(step, a, b))
@@ -40,7 +40,7 @@ class Inputs:
         return closing(data_batches.prefetch(on_devices, first, last))
 
     def _on_devices(self, train_step: TrainStep, rows: Callable[[int, int], Any]) -> Batch:
-        """Global arrays, of which this process reads the rows that its devices hold."""
+        """Returns global arrays; this process reads only its devices' rows."""
         shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
 
         def bounds(index: Any) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class Inputs:
         return Batch(array("token_BT"), array("target_BT"), array("segment_BT"))
 
     def eval_batches(self, train_step: TrainStep, limit: int | None) -> Iterator[tuple[Batch, int]]:
-        """Batches of held-out text and how many targets each has."""
+        """Yields batches of held-out text with their numbers of targets."""
         assert self.held_out is not None
         batches = data_batches.eval_batches(
             self.held_out,
@@ -83,7 +83,7 @@ class Inputs:
         return (self.held_out.num_tokens - 1) / self.held_out.num_bytes
 
     def baselines(self) -> dict[str, float]:
-        """Bits per byte that other models need for the same held-out text, by name."""
+        """Returns the bits per byte of other models on the same held-out text, by name."""
         return corpus.baselines() if self.cfg.data.source == "stdlib" else {}
 
 

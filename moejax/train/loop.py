@@ -47,31 +47,31 @@ from moejax.train.start import (
     check_same_config,
     choose_checkpoint,
     claim,
-    counted,
+    drop_miscounted,
+    finished_message,
     initial_state,
-    said_done,
 )
 from moejax.train.summary import Summary, print_summary, summarize
 
 
-class Ended(NamedTuple):
-    """How a run ended.
+class RunEnd(NamedTuple):
+    """The end of a run.
 
     Attributes:
       state: None if the run was done before, so that nothing was restored.
-      stopped: it was asked to stop before its last step.
+      stopped: whether it was asked to stop before its last step.
     """
 
     state: TrainState | None
     stopped: bool = False
 
 
-def train(cfg: Config, console: Console) -> Ended:
+def train(cfg: Config, console: Console) -> RunEnd:
     """Trains as configured, resuming if the run directory holds a checkpoint.
 
     Raises:
       InputError: for anything the user can fix, before a device is touched where that is possible.
-      RunError: the run could not go on to its end.
+      RunError: if the run could not reach its end.
     """
     check(cfg)
     check_place(cfg)
@@ -83,7 +83,7 @@ def train(cfg: Config, console: Console) -> Ended:
         try:
             shown = console if processes.first else Console(quiet=True)
             ended = train_claimed(cfg, inputs, shown, processes)
-            # Process 0 may have written digests for long, and JAX's own end waits only minutes.
+            # Process 0 may write digests for long, and JAX's own shutdown waits only minutes.
             processes.gather("done")
             return ended
         finally:
@@ -91,12 +91,12 @@ def train(cfg: Config, console: Console) -> Ended:
                 lock.close()
 
 
-def train_claimed(cfg: Config, inputs: Inputs, console: Console, processes: Processes) -> Ended:
+def train_claimed(cfg: Config, inputs: Inputs, console: Console, processes: Processes) -> RunEnd:
     """Trains in a run directory that no other run uses."""
     ended = train_planned(cfg, inputs, console, processes)
-    if isinstance(ended, Topology):  # at a checkpoint, with other links than the plan was made for
+    if isinstance(ended, Topology):  # stopped to plan again, because the links changed
         ended = train_planned(cfg, inputs, console, processes, measured=ended)
-    assert isinstance(ended, Ended), "a run is planned again once"
+    assert isinstance(ended, RunEnd), "a run is planned again once"
     return ended
 
 
@@ -106,19 +106,20 @@ def train_planned(
     console: Console,
     processes: Processes,
     measured: Topology | None = None,
-) -> Ended | Topology:
-    """Plans and trains. Returns how that ended, or links by which to plan again.
+) -> RunEnd | Topology:
+    """Plans and trains. Returns the run's end, or a topology to plan again with.
 
     Args:
-      measured: links as they are now, to plan by; then the run does not ask again.
+      measured: newly measured links to plan with; the run then does not plan a third time.
     """
     run_dir = Path(cfg.run_dir)
     choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes)
     saved, source, notes = choosing()
-    if saved is not None and (done := processes.from_first(partial(said_done, cfg, inputs, saved))):
+    finished = partial(finished_message, cfg, inputs)
+    if saved is not None and (done := processes.from_first(partial(finished, saved))):
         for line in (*notes, done):
             console.print(line, highlight=False, soft_wrap=True)
-        return Ended(None)
+        return RunEnd(None)
     devices = start(cfg.mesh)
     platform = platform_of(devices)
     planned = plan_run(
@@ -128,7 +129,7 @@ def train_planned(
     cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     limit = check_memory(train_step, processes)
-    saved, more = counted(saved, train_step, choosing, processes)
+    saved, more = drop_miscounted(saved, train_step, choosing, processes)
     notes += [note for note in more if note not in notes]
     notes += check_disk(train_step, saved, run_dir / "checkpoints", processes)
     summary = summarize(train_step)
@@ -152,7 +153,7 @@ def train_planned(
 def _open_records(
     cfg: Config, notes: Sequence[str], console: Console, processes: Processes
 ) -> Records:
-    """Writes the resolved config; opens the records, and shows and records what a start noted."""
+    """Writes the resolved config, opens the records, and shows and records the start's notes."""
     run_dir = Path(cfg.run_dir)
     if processes.first:
         save_json(cfg, run_dir / "config.json")
@@ -164,7 +165,7 @@ def _open_records(
 
 
 def _meter(cfg: Config, summary: Summary, processes: Processes) -> Meter:
-    """What turns times into rates, beside the peak of all devices."""
+    """Returns the meter, which knows the peak of all devices."""
     return Meter(
         tokens_per_step=summary.tokens_per_step,
         flops_per_token=summary.counts.flops_per_token,
@@ -173,10 +174,10 @@ def _meter(cfg: Config, summary: Summary, processes: Processes) -> Meter:
     )
 
 
-def _run_to_end(run: Run, state: TrainState, meter: Meter) -> Ended | Topology:
-    """Runs the steps and the last evaluation. Returns as `train_planned` does."""
+def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
+    """Runs the steps and the last evaluation. Returns the same as `train_planned`."""
     try:
-        # A failure ends one process of several here: the save under way waits for all of them.
+        # One process of several fails at once here: a save under way would wait for all of them.
         with run.display, run.processes:
             state, stopped = steps(run, state, meter)
         with run.processes:
@@ -185,11 +186,11 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> Ended | Topology:
     finally:
         run.checkpoints.close()
         run.records.close()
-    return run.mismatch.topology if run.mismatch is not None and stopped else Ended(state, stopped)
+    return run.mismatch.topology if run.mismatch is not None and stopped else RunEnd(state, stopped)
 
 
 def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
-    """The loop. Returns the state and whether it was asked to stop before the last step."""
+    """Runs the loop. Returns the state, and whether it was asked to stop early."""
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
     schedule, stopping = CodecSchedule(run.train_step, run.processes), Stop(run.processes)
     skips = Skips(int(state.skipped))
@@ -199,12 +200,12 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
         for batch in batches:
             train_step, codecs = schedule.step_for(step, state)
             if codecs != shown:
-                tell(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
+                note(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
                 shown = codecs
             state, metrics = train_step(state, batch)
             step += 1
-            # One step in flight beside the one being prepared: never more, so that a stop, a
-            # report or a save waits for one step only.
+            # At most one step runs while the next is prepared, so that a stop, a report or a save
+            # waits for one step only.
             if before is not None:
                 check_update(run, skips.after(step - 1, before))
             before = metrics
@@ -214,14 +215,14 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
             if step == last:
                 check_update(run, skips.after(step, metrics))
             stop = stopping.after(step, interrupt.requested)
-            # Skipped updates leave the weights as they are, so none of their checkpoints may push
-            # out one from before.
+            # Skipped updates do not change the weights, so their checkpoints must not replace
+            # earlier ones.
             saves = due(step, cfg.checkpoint.save_every) and not skips.in_a_row
             if saves or step == last or stop:
                 save(run, step, state)
             run.record_saved(run.checkpoints.finished())
             if step < last and (stop or (saves and run.mismatch is not None)):
-                leave(run, step, stop or interrupt.requested)
+                stop_early(run, step, stop or interrupt.requested)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
                 began = time.perf_counter()
@@ -230,11 +231,11 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     return state, False
 
 
-def leave(run: Run, step: int, asked: bool) -> None:
-    """Ends the loop before its last step: because it was asked to, else to plan again.
+def stop_early(run: Run, step: int, asked: bool) -> None:
+    """Ends the loop before its last step, either as asked or to plan again.
 
     Args:
-      asked: whether this process was asked to stop; the loop after another plan would not know.
+      asked: whether this process was asked to stop; after planning again that would be forgotten.
     """
     run.record_saved(run.checkpoints.wait())
     if any(run.processes.gather(asked)):
@@ -242,17 +243,17 @@ def leave(run: Run, step: int, asked: bool) -> None:
         run.display.note(f"stopped at step {step}; run the same command to go on")
         run.records.event("stopped", step)
     else:
-        tell(run, "planning_again", step, "planning again")
+        note(run, "planning_again", step, "planning again")
 
 
-def tell(run: Run, event: str, step: int, text: str, **values: str) -> None:
-    """Says and records something that happened after a step."""
+def note(run: Run, event: str, step: int, text: str, **values: str) -> None:
+    """Shows and records a note about a step."""
     run.display.note(f"step {step}  {text}")
     run.records.event(event, step, **values)
 
 
 def check_update(run: Run, skipped: Skipped | None) -> None:
-    """Tells of an update that was not applied; ends the run when there are too many in a row.
+    """Reports an update that was not applied; ends the run after too many in a row.
 
     Raises:
       DivergedError: in all processes at the same step.
@@ -286,12 +287,12 @@ def check_update(run: Run, skipped: Skipped | None) -> None:
 
 
 def due(step: int, every: int | None) -> bool:
-    """Whether something that happens every so many steps happens after this one."""
+    """Whether an action of every `every` steps is due after this step."""
     return every is not None and step % every == 0
 
 
 def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
-    """Shows and records the step's metrics; the first call notes the loss and starts the clock."""
+    """Shows and records the step's metrics. The first call starts the clock."""
     if meter.started is None:
         run.records.event("first_step", step, loss=float(metrics.loss))
         meter.start(step)
@@ -307,7 +308,7 @@ def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
 
 
 def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float) -> None:
-    """Records how far a step is from its plan; when it stays off, says why. Takes all processes."""
+    """Records measured over predicted time; explains it if it stays off. All processes call it."""
     seconds = run.processes.gather(seconds)[0]
     run.records.event("predicted", step, ratio=seconds / monitor.predicted)
     if not monitor.off(seconds):
@@ -320,7 +321,7 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
 
 
 def save(run: Run, step: int, state: TrainState) -> None:
-    """Starts a checkpoint, when the one before it is done."""
+    """Starts a checkpoint after the previous one is complete."""
     run.record_saved(run.checkpoints.wait())
     run.records.event("save", step)
     facts = describe_run(run.train_step, run.inputs.content)

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what a finished step is of, and every file's size and digest.
+"""The manifest of a checkpoint: its step, config, and the size and digest of every file.
 
-It has a digest of its own, so a step is trusted only as it was written: its files, its number, its
-config. Format: docs/formats/checkpoint.md.
+The manifest has a digest of its own, so that any change of files, step number or config is found.
+Format: docs/formats/checkpoint.md.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ LEFT_BY_SYSTEMS = (".nfs", ".DS_Store", "._")  # how names begin that nobody wro
 
 
 class DamagedError(InputError):
-    """A checkpoint is not as it was written. The message says in which way."""
+    """A checkpoint differs from what was written. The message says how."""
 
 
 def finished_steps(directory: Path) -> list[int]:
-    """Steps that have a manifest."""
+    """Returns the steps that have a manifest."""
     names = [path.parent.name for path in directory.glob(f"*/{MANIFEST}")]
     return [int(name) for name in names if is_step(name)]
 
 
 def is_step(name: str) -> bool:
-    """Whether a directory of this name is that of a step."""
+    """Whether a directory's name is a step number."""
     return name.isascii() and name.isdigit() and name == str(int(name))
 
 
@@ -50,7 +50,7 @@ def write_manifest(path: Path, facts: dict[str, Any], version: int = FORMAT_VERS
 
 
 def digest_of(manifest: dict[str, Any]) -> str:
-    """The digest of a manifest's content, however it is laid out; its own digest is left out."""
+    """Returns the digest of a manifest's content, without its own digest field."""
     content = {name: value for name, value in manifest.items() if name != "digest"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -60,8 +60,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Returns the manifest of a step directory.
 
     Raises:
-      DamagedError: if it is not as it was written, or of another step.
-      InputError: if there is none, or a newer moejax wrote it.
+      DamagedError: if it differs from what was written, or is of another step.
+      InputError: if it is missing, or a newer moejax wrote it.
     """
     file = path / MANIFEST
     if not file.is_file():
@@ -91,7 +91,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_digest(manifest: dict[str, Any], version: Any) -> None:
-    """Every format but the first has a digest, later ones too: a flipped version is no upgrade."""
+    """Checks the manifest's digest, which only format 1 lacks."""
     if type(version) is not int or version < 1:
         raise DamagedError(f"manifest has format {version!r}")
     if version == 1 and "digest" not in manifest:
@@ -102,7 +102,7 @@ def _check_digest(manifest: dict[str, Any], version: Any) -> None:
 
 
 def _check_fields(manifest: dict[str, Any]) -> None:
-    """What is read before files are compared. No asserts: `python -O` would leave them out."""
+    """Checks the fields. Without asserts, because `python -O` leaves them out."""
     if type(manifest["step"]) is not int:
         raise DamagedError(f"manifest has step {manifest['step']!r}")
     if not manifest["files"]:
@@ -111,18 +111,18 @@ def _check_fields(manifest: dict[str, Any]) -> None:
 
 
 def stored_bytes(manifest: dict[str, Any]) -> int:
-    """What the files of a checkpoint take of a disk, in whole blocks."""
+    """Returns a checkpoint's size on disk, in whole blocks."""
     return sum(-(-facts["bytes"] // BLOCK) * BLOCK for facts in manifest["files"].values())
 
 
 def find_damage(
     path: Path, manifest: dict[str, Any], verify: str, part: tuple[int, int] = (0, 1)
 ) -> str | None:
-    """Says what is wrong with a checkpoint's files; None when they are whole.
+    """Returns the damage of a checkpoint's files; None if they are intact.
 
     Args:
       verify: "full" compares digests, "size" only sizes.
-      part: compares the digests of the first of so many shares of the files.
+      part: (index, count): compares the digests of this share of the files.
     """
     for number, (name, facts) in enumerate(manifest["files"].items()):
         file = path / name
@@ -138,7 +138,7 @@ def find_damage(
 
 
 def _names(path: Path) -> list[str]:
-    """The files of a step but its manifest, by their names below it."""
+    """Returns a step's files by relative name, without the manifest."""
     own = (path / MANIFEST, path / f"{MANIFEST}.tmp")
     files = (file for file in path.rglob("*") if file.is_file() and file not in own)
     return sorted(

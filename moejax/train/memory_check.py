@@ -1,4 +1,4 @@
-"""Compares what a run needs with what its devices have, before anything is allocated."""
+"""Compares a run's memory with its devices', before anything is allocated."""
 
 import socket
 
@@ -15,7 +15,7 @@ def check_memory(train_step: TrainStep, processes: Processes) -> int:
     """Refuses a run whose state and gradients alone are more than a device has.
 
     Returns:
-      Bytes that a device of this program may take, the least of all.
+      The bytes that a device may use, the least over all devices.
 
     Raises:
       InputError: in all processes.
@@ -25,7 +25,7 @@ def check_memory(train_step: TrainStep, processes: Processes) -> int:
     memory = min(device_memory(device, together * len(devices)) for device in devices)
     limit = min(processes.gather(memory))
     arguments = train_step.argument_bytes()
-    needed = sum(arguments.values()) + arguments["weights"]  # gradients are shaped like weights
+    needed = sum(arguments.values()) + arguments["weights"]  # gradients have the shapes of weights
     if needed > limit:
         simulated = train_step.platform == "cpu"
         whose = "its share of this machine" if simulated else "what JAX may take of it"
@@ -39,7 +39,7 @@ def check_memory(train_step: TrainStep, processes: Processes) -> int:
 
 
 def doubt_memory(summary: Summary, limit: int) -> list[str]:
-    """A warning where the fullest moment, which is estimated, may not fit."""
+    """Returns a warning if the estimated peak may not fit."""
     name, fullest = max(summary.peaks.items(), key=lambda item: item[1])
     if fullest <= limit:
         return []

@@ -1,4 +1,4 @@
-"""What is measured while training, and where it goes: JSONL, TensorBoard, the screen."""
+"""Metrics of training, and their outputs: JSONL, TensorBoard, the screen."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from moejax.runtime.event_log import EventLog
 from moejax.step.state import Metrics
 from moejax.train.board import Board
 
-# What an evaluation records, and how people read it.
+# Values that an evaluation records, and their display.
 EVALUATED = {"bits_per_byte": "{:.3f} bits per byte", "nats_per_token": "{:.4f} nats per token"}
 
 
@@ -26,8 +26,8 @@ class Report:
     step: int
     loss: float  # nats per target
     tokens_per_second: float
-    flops_per_second: float  # of the model: recomputation not counted
-    share_of_peak: float  # of the measured peak of a large matrix product
+    flops_per_second: float  # of the model, without recomputation
+    share_of_peak: float  # share of the measured peak of a large matrix product
     balance: float  # load-balance loss: 1 is even
     busiest_expert: float  # largest load of an expert over the mean, worst layer
     dropped: list[int]  # assignments dropped in the step, by expert layer
@@ -36,7 +36,7 @@ class Report:
     seconds_left: float
 
     def line(self, num_steps: int) -> str:
-        """The report as people read it."""
+        """Returns the report as one line of text."""
         minutes, seconds = divmod(int(self.seconds_left), 60)
         skipped = f"  skipped {self.skipped}" if self.skipped else ""
         return (
@@ -59,15 +59,15 @@ class Meter:
         self._paused = 0.0
 
     def start(self, step: int) -> None:
-        """Says that `step` steps are done now; rates are measured from here."""
+        """Starts the clock after `step` steps."""
         self.started, self._paused = (time.perf_counter(), step), 0.0
 
     def pause(self, seconds: float) -> None:
-        """Leaves time out of the rates: evaluation."""
+        """Excludes time from the rates, such as evaluation."""
         self._paused += seconds
 
     def report(self, step: int, metrics: Metrics) -> Report:
-        """Fetches a step's metrics, which waits for the step, and rates the steps since `start`."""
+        """Fetches a step's metrics, which waits for it, and computes rates since `start`."""
         loss = float(metrics.loss)
         assert self.started is not None, "start comes first"
         begin, first = self.started
@@ -92,8 +92,8 @@ class Meter:
 
 
 def held_out_text(values: Mapping[str, float | None]) -> str:
-    """An evaluation's values, as they are recorded, for people."""
-    # JSON has no NaN: what was none is null.
+    """Returns an evaluation's recorded values as text."""
+    # JSON has no NaN: it was recorded as null.
     known = {name: math.nan if value is None else value for name, value in values.items()}
     return ", ".join(
         template.format(known[name]) for name, template in EVALUATED.items() if name in known
@@ -143,21 +143,21 @@ class Records:
     """Writes reports and events to `metrics.jsonl` and TensorBoard."""
 
     def __init__(self, run_dir: Path, *, written: bool = True):
-        """Takes whether anything is written: one process of a program does."""
-        self._ledger = EventLog(run_dir / "metrics.jsonl" if written else Path(os.devnull))
+        """Takes whether this process writes: only process 0 does."""
+        self._events = EventLog(run_dir / "metrics.jsonl" if written else Path(os.devnull))
         self._board = Board(run_dir / "tensorboard") if written else None
 
     def report(self, report: Report) -> None:
         """Records a training report."""
         values = vars(report)
-        self._ledger.write("step", **values)
+        self._events.write("step", **values)
         scalars = {n: sum(v) if isinstance(v, list) else v for n, v in values.items()}
         del scalars["step"]
         self._draw("train", report.step, scalars)
 
     def event(self, event: str, step: int, **values: float | int | str) -> None:
-        """Records anything else; numbers go to TensorBoard too."""
-        self._ledger.write(event, step=step, **values)
+        """Records an event; its numbers go to TensorBoard too."""
+        self._events.write(event, step=step, **values)
         self._draw(event, step, {n: v for n, v in values.items() if isinstance(v, int | float)})
 
     def _draw(self, group: str, step: int, values: Mapping[str, float]) -> None:
@@ -168,4 +168,4 @@ class Records:
         """Closes both."""
         if self._board is not None:
             self._board.close()
-        self._ledger.close()
+        self._events.close()

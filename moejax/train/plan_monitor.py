@@ -1,4 +1,4 @@
-"""Holds the run's steps against what was predicted, and says which of the plan's rates is off."""
+"""Compares measured steps with the plan's prediction, and finds the rate that is off."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.search.file import Plan
 
-WITHIN = (0.8, 1.25)  # measured over predicted: what a plan may be off by
-WINDOW = 3  # reports in a row outside it
+WITHIN = (0.8, 1.25)  # accepted range of measured over predicted
+WINDOW = 3  # reports in a row outside the range before it measures again
 
 
 @dataclass(frozen=True)
@@ -24,24 +24,24 @@ class PlanMismatch:
 
 
 class PlanMonitor:
-    """Compares reports with the plan; speaks once."""
+    """Compares reports with the plan. Reports one mismatch at most."""
 
     def __init__(self, plan: Plan, topology: Topology, measure: Callable[[], Topology]):
-        """Takes what measures links and rates again; every process calls it at the same step."""
+        """Takes a function that measures links again, which all processes call at the same step."""
         self.predicted = float(plan.predicted["seconds"])
         self.terms = plan.predicted["terms"]
         self.topology, self.measure = topology, measure
         self._outside, self._spoken = 0, False
 
     def off(self, seconds_per_step: float) -> bool:
-        """Whether steps have been outside the window for long enough to ask why."""
+        """Whether steps have been outside the range for `WINDOW` reports."""
         low, high = WITHIN
         ratio = seconds_per_step / self.predicted
         self._outside = 0 if low <= ratio <= high else self._outside + 1
         return self._outside >= WINDOW and not self._spoken
 
     def mismatch(self, seconds_per_step: float) -> PlanMismatch:
-        """Measures again, and names what has changed most in the direction of the steps."""
+        """Measures again, and names the rate that changed most in the direction of the steps."""
         self._spoken = True
         now = self.measure()
         ratio = seconds_per_step / self.predicted
@@ -63,7 +63,7 @@ class PlanMonitor:
 
 
 def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]:
-    """(what, rate before, rate now) of every link and rate that both have."""
+    """Returns (name, old rate, new rate) of every link and rate that both have."""
     rows = []
     for tier, measured in zip(before.tiers, after.tiers, strict=False):
         for kind, link in tier.links.items():
@@ -81,6 +81,6 @@ def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]
 
 
 def _program_rate(topology: Topology) -> float:
-    """FLOPs a second of the largest product, slowed as a whole program is."""
+    """Returns the FLOP/s of the largest product, divided by the program overhead."""
     largest = next(iter(topology.device.products.values()))[-1]
     return largest[1] / topology.device.program_overhead

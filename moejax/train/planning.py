@@ -1,4 +1,4 @@
-"""The plan of a run: kept from before, read from a file, or searched for on measured links."""
+"""The plan of a run: kept from an earlier start, read from a file, or searched."""
 
 import json
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ PLAN, TOPOLOGY = "plan.json", "topology.json"  # in the run directory
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What was planned for a run.
+    """The result of planning for a run.
 
     Attributes:
-      cfg: with the plan's settings.
-      plan: None where there was nothing to choose.
-      topology: None where the plan came from a file and nothing was measured.
-      notes: for the user.
+      cfg: config with the plan's settings.
+      plan: the plan; None if there was nothing to choose.
+      topology: the measured or configured links; None if the plan came from a file.
+      notes: lines for the user.
     """
 
     cfg: Config
@@ -43,7 +43,7 @@ class RunPlan:
     notes: tuple[str, ...] = ()
 
     def rows(self) -> list[tuple[str, str]]:
-        """Lines of the start table."""
+        """Returns rows of the start table."""
         if self.plan is None:
             return []
         predicted, runner_up = self.plan.predicted["seconds"], self.plan.runner_up
@@ -56,7 +56,7 @@ class RunPlan:
 
 
 def kept_plan(cfg: Config) -> Config:
-    """The config with the plan that the run directory's checkpoint was made by, if there is one."""
+    """Returns the config with the plan of the run directory's checkpoint, if there is one."""
     path = Path(cfg.run_dir) / PLAN
     if not is_planned(cfg) or not path.exists():
         return cfg
@@ -72,14 +72,14 @@ def plan_run(
     resuming: bool,
     measured: Topology | None = None,
 ) -> RunPlan:
-    """Returns the run's config with everything chosen; every process calls it and gets the same.
+    """Returns the run's config with everything chosen. All processes call it and get the same.
 
     Args:
-      resuming: whether a checkpoint of this run directory goes on; its plan is kept while it fits.
-      measured: links as they are found now, to plan by instead of what is configured.
+      resuming: whether the run resumes; its plan is kept while it fits.
+      measured: newly measured links, which replace the configured ones.
 
     Raises:
-      InputError: the plan is of other devices, or there is none that fits.
+      InputError: if the plan is for other devices, or no plan fits.
     """
     if not is_planned(cfg):
         return RunPlan(cfg)
@@ -111,17 +111,17 @@ def plan_run(
 
 
 def planned_devices(cfg: Config) -> int | None:
-    """How many devices the configured plan or cluster has; None where neither is named."""
+    """Returns the number of devices of the configured plan or cluster; None without one."""
     if cfg.plan.mode not in MODES:
         return load_plan(Path(cfg.plan.mode)).devices
     return None if cfg.plan.topology is None else load_topology(cfg.plan.topology).devices
 
 
 def plan_dry(cfg: Config, devices: int) -> RunPlan:
-    """What `plan_run` would choose on so many devices, where it need not measure.
+    """Returns the choice of `plan_run` for a dry run, which does not measure.
 
     Raises:
-      InputError: as `plan_run`, or the links are not known.
+      InputError: as `plan_run`, or if the links are unknown.
     """
     if not is_planned(cfg) or devices == 1:
         return RunPlan(cfg)
@@ -157,7 +157,7 @@ def _topology(
     console: Console,
     measured: Topology | None,
 ) -> tuple[Topology, tuple[str, ...]]:
-    """The links to plan by: given, configured, or measured now."""
+    """Returns the links to plan with: given, configured, or measured now."""
     if measured is not None:
         return measured, ()
     if cfg.plan.topology is not None:
@@ -170,7 +170,7 @@ def _topology(
 def measure(
     cfg: Config, devices: Sequence[Any], processes: Processes, console: Console
 ) -> tuple[Topology, tuple[str, ...]]:
-    """Links and rates as they are now, roughly, and what is odd about them."""
+    """Runs a quick probe. Returns its topology and warnings."""
     with console.status("measuring links") as status:
 
         def progress(text: str) -> None:
@@ -198,7 +198,7 @@ def _check_topology(cfg: Config, topology: Topology, devices: int) -> None:
 
 
 def _from_file(cfg: Config, devices: int) -> RunPlan:
-    """The plan of a file, taken whole; what it replaces is said."""
+    """Returns the plan of a file, with notes about the settings that it replaces."""
     path = cfg.plan.mode
     plan = load_plan(Path(path))
     if plan.devices != devices:
@@ -216,7 +216,7 @@ def _from_file(cfg: Config, devices: int) -> RunPlan:
 
 
 def _applied(plan: Plan, cfg: Config) -> Config:
-    """The plan's settings; that they were chosen by a planner stays in the config."""
+    """Returns the config with the plan's settings, and `plan` as the user set it."""
     return change(plan.apply(cfg), {"plan.mode": "auto"})
 
 
@@ -225,6 +225,6 @@ def _planned(plan: Plan, cfg: Config, topology: Topology | None, notes: tuple[st
 
 
 def save_routing(load_LE: Any, path: Path) -> None:
-    """Writes the experts' load of a run, for `--routing` and `plan.routing`."""
+    """Writes the expert load of a run, for `--routing` and `plan.routing`."""
     counts = [[int(n) for n in layer] for layer in load_LE]
     write_whole(path, json.dumps({"load": counts}) + "\n")

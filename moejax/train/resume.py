@@ -1,4 +1,4 @@
-"""Which settings may change when a run goes on from a checkpoint, or starts from its weights."""
+"""Which settings may change when a run resumes, or starts from another run's weights."""
 
 import dataclasses
 import hashlib
@@ -16,7 +16,7 @@ from moejax.errors import InputError
 from moejax.layout.layout import Axes
 from moejax.step.train_step import TrainStep
 
-# A change here would make the weights, the optimizer state or the data position mean another thing.
+# A change here would change the meaning of weights, optimizer state or data position.
 FIXED = (
     "model.",
     "moe.",
@@ -25,7 +25,7 @@ FIXED = (
     "train.batch_sequences",
     "train.seed",
 )
-# Of those, what changes how the step computes and not what it computes.
+# Of those, settings that do not change the step's result.
 FREE = (
     "model.dtype",
     "model.remat",
@@ -33,7 +33,7 @@ FREE = (
     "moe.implementation",
     "kernels",
 )
-# What decides which parameters there are, and their shapes.
+# Settings that decide the parameters and their shapes.
 SHAPES = (
     "model.vocab_size",
     "model.width",
@@ -51,20 +51,20 @@ SHAPES = (
     "moe.expert_hidden",
     "moe.num_shared_experts",
 )
-SHOWN = 4  # changed files that are named
-CODEC_STATE = 1  # raised when what codecs keep comes to mean another thing
+SHOWN = 4  # changed files named in a message
+CODEC_STATE = 1  # increases when the meaning of the codecs' state changes
 ConfigChange = tuple[str, Any, Any]  # name, value in the checkpoint, value now
 
 
 def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[str]:
     """Compares the config of a checkpoint with the run's.
 
-    Returns what changed harmlessly, to be logged.
+    Returns the harmless changes, to be logged.
 
     Args:
-      step: of the checkpoint.
+      step: step of the checkpoint.
     Raises:
-      InputError: if something changed that the checkpoint depends on; the message lists it.
+      InputError: lists changed settings that the checkpoint depends on.
     """
     changes = diff(from_dict(saved), cfg)
     if refused := [change for change in changes if _is_fixed(change)]:
@@ -79,22 +79,22 @@ def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[st
             f"{cfg.train.num_steps}. A run does not go back. Raise train.num_steps, or set another "
             f"run_dir."
         )
-    # The checkpoint's replica axis and nodes were resolved; leaving them open changes nothing.
+    # The checkpoint's replica axis and nodes are resolved; None in the config is no change.
     open_ended = ("mesh.replica", "mesh.nodes")
-    told = [c for c in changes if not c[0].startswith("plan.")]  # who chose changes nothing
+    told = [c for c in changes if not c[0].startswith("plan.")]  # it does not matter who chose
     return [_listed([c]) for c in told if c[0] not in open_ended or c[2] is not None]
 
 
 def check_same_data(saved: dict[str, Any], content: Content, *, allowed: bool) -> list[str]:
-    """Compares the data that a checkpoint was trained on with those that are there.
+    """Compares the data that a checkpoint was trained on with the run's data.
 
-    Returns what changed, to be logged. Names do not count, only what stands under them.
+    Returns the changes, to be logged. File names do not count, only contents.
 
     Args:
-      saved: the checkpoint's manifest. The first format does not say: then nothing is compared.
-      allowed: a change is no error.
+      saved: the checkpoint's manifest. Format 1 has no digests of data: nothing is compared.
+      allowed: whether the data may change.
     Raises:
-      InputError: the message lists what changed.
+      InputError: lists the changes.
     """
     known = saved.get("data", content)
     changes = [
@@ -113,7 +113,7 @@ def check_same_data(saved: dict[str, Any], content: Content, *, allowed: bool) -
 
 
 def _what_changed(before: list[FilePart], now: list[FilePart]) -> str:
-    """The files that came, went or have another content; at most four of them by name."""
+    """Returns text about added, removed and changed files, at most `SHOWN` by name."""
     old, new = ({part["name"]: part for part in parts} for parts in (before, now))
     changes = [
         f"{name} has other content ({new[name]['tokens']:,} tokens, had {old[name]['tokens']:,})"
@@ -127,7 +127,7 @@ def _what_changed(before: list[FilePart], now: list[FilePart]) -> str:
 
 
 def describe_run(train_step: TrainStep, content: Content) -> dict[str, Any]:
-    """What a manifest says of the run, by which later starts know what they may take over."""
+    """Returns a manifest's entries about the run, which later starts compare."""
     return {
         "config": to_dict(train_step.cfg),
         "mesh": dict(train_step.layout.sizes),
@@ -137,11 +137,11 @@ def describe_run(train_step: TrainStep, content: Content) -> dict[str, Any]:
 
 
 def fingerprint(train_step: TrainStep) -> str | None:
-    """A digest of what decides the meaning of what codecs keep; None where they keep nothing.
+    """Returns a digest that decides the meaning of the codecs' state; None if they have none.
 
-    That is: the codecs; the mesh axes in order, and which of them cross nodes; of each parameter
-    its path, shape and sharding, the way of its gradient, and the shape of what is kept of it. A
-    device is told by its place on the mesh: which of several alike stands there does not matter.
+    It covers the codecs; the mesh axes in order, and which of them cross nodes; and for each
+    parameter its name, shape, sharding, gradient path and shapes of codec state. Devices count by
+    their position on the mesh.
     """
     layout = train_step.layout
     if not jax.tree.leaves(train_step.abstract.reduction):
@@ -172,14 +172,14 @@ def fingerprint(train_step: TrainStep) -> str | None:
 
 
 def same_reduction(saved: dict[str, Any], train_step: TrainStep) -> bool:
-    """Whether what codecs of gradients remember still means what it meant.
+    """Whether a checkpoint's codec state is valid for this run.
 
     Args:
       saved: the checkpoint's manifest.
     """
     if "reduction" in saved:
         return saved["reduction"] == fingerprint(train_step)
-    # Format 1 had no fingerprint: all settings that could matter must be as they were.
+    # Format 1 had no fingerprint: all settings that could matter must be unchanged.
     changes = diff(from_dict(saved.get("config", {})), train_step.cfg)
     matters = ("compression.", "mesh.nodes", "mesh.expert_weights")
     changed = any(name.startswith(matters) for name, *_ in changes)
@@ -187,15 +187,15 @@ def same_reduction(saved: dict[str, Any], train_step: TrainStep) -> bool:
 
 
 def remembers(saved: dict[str, Any]) -> bool:
-    """Whether the checkpoint of this manifest holds what codecs remember."""
+    """Whether the checkpoint of this manifest holds codec state."""
     return any(name.startswith("reduction/") for name in saved["files"])
 
 
 def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:
-    """Refuses to start from the weights of a model of other parameters.
+    """Checks that the weights of another run are for the same parameters.
 
     Raises:
-      InputError: the message lists the settings that differ.
+      InputError: lists the settings that differ.
     """
     refused = [change for change in diff(from_dict(saved), cfg) if change[0] in SHAPES]
     if refused:

@@ -1,4 +1,4 @@
-"""What the stages of a run share."""
+"""The objects that the stages of a run share."""
 
 from dataclasses import dataclass
 
@@ -25,10 +25,10 @@ class Run:
     display: Display
     console: Console
     processes: Processes = ALONE
-    monitor: PlanMonitor | None = None  # of a plan whose links are known
-    mismatch: PlanMismatch | None = None  # what the watch has found, if a new plan is allowed
+    monitor: PlanMonitor | None = None  # if the run has a plan with known links
+    mismatch: PlanMismatch | None = None  # the monitor's result, if a new plan is allowed
 
     def record_saved(self, step: int | None) -> None:
-        """Records that a checkpoint was finished, if one was."""
+        """Records a finished checkpoint, if there is a new one."""
         if step is not None:
             self.records.event("saved", step)

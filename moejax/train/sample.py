@@ -1,4 +1,4 @@
-"""Samples a short continuation, to see what the model has learned. No cache: a demonstration."""
+"""Samples a short continuation, to see what the model has learned. Without a KV cache."""
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ def sample(
     Runs the whole model on the last T - 1 tokens for each new one, on the training mesh.
 
     Args:
-      allowed: ids from here on are never sampled (rows of the vocabulary without a token).
+      allowed: ids from this one on are never sampled: the vocabulary's padding.
     """
     rows, T = train_step.abstract_prompt()[0].shape
     tokens, next_logits = list(prompt), train_step.next_logits
@@ -40,7 +40,7 @@ def sample(
             processes.compile(next_logits, state, (placed, len(seen)))
         logits_BV = next_logits(state, (placed, len(seen)))
         logit_V = np.asarray(logits_BV.addressable_data(0))[0, :allowed].astype(np.float64)
-        # Every process sees its own rows' logits, which may differ in the last bits.
+        # Each process has its own rows' logits, which may differ in the last bits.
         token = processes.gather(_drawn(logit_V, temperature, draw))[0]
         if token is None:
             break
@@ -49,7 +49,7 @@ def sample(
 
 
 def _drawn(logit_V: np.ndarray, temperature: float, draw: np.random.Generator) -> int | None:
-    """A token by its chance; None where a logit is NaN or infinite, as after a divergence."""
+    """Draws a token from softmax; None if a logit is not finite."""
     if not np.isfinite(logit_V.max()):
         return None
     chance_V = np.exp((logit_V - logit_V.max()) / temperature)

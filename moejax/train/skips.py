@@ -1,4 +1,4 @@
-"""Updates that were not applied because they were not finite: how many in a row, and why."""
+"""Counts updates in a row that were not applied because they were not finite."""
 
 import math
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Skipped(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """What was not finite. The gradient can overflow where the loss does not."""
+        """Says whether loss or gradient was not finite."""
         if math.isfinite(self.loss):
             return f"the gradient's norm is {self.gradient_norm} (loss {self.loss:.4f})"
         return f"the loss is {self.loss}"
@@ -26,11 +26,11 @@ class Skips:
     """Counts skipped updates in a row."""
 
     def __init__(self, total: int):
-        """Takes how many the run has skipped so far."""
+        """Takes the number of updates that the run has skipped so far."""
         self._total, self.in_a_row = total, 0
 
     def after(self, step: int, metrics: Metrics) -> Skipped | None:
-        """What the step skipped, if it did. Waits for the step; steps are given in their order."""
+        """Returns the step's skipped update, if any. Waits for the step; call in order."""
         before, self._total = self._total, int(metrics.skipped)
         if self._total == before:
             self.in_a_row = 0

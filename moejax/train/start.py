@@ -1,6 +1,6 @@
-"""The stages of a run before its first step: what may be refused, what to go on from, first state.
+"""The stages of a run before its first step: checks, choice of a checkpoint, first state.
 
-Nothing here but `counted` and `initial_state` touches a device.
+Nothing here but `drop_miscounted` and `initial_state` touches a device.
 """
 
 import json
@@ -47,7 +47,7 @@ from moejax.train.resume import (
 
 
 def check_place(cfg: Config) -> None:
-    """Refuses simulated devices that this program's processes cannot share, or nodes of them.
+    """Checks that processes can share the simulated devices and nodes.
 
     Raises:
       InputError: in every process, before they meet.
@@ -58,9 +58,9 @@ def check_place(cfg: Config) -> None:
 
 
 def check_places(cfg: Config) -> None:
-    """Refuses a run directory that cannot be written, and first weights that are not there.
+    """Checks that the run directory can be written, and that first weights exist.
 
-    For a dry run: makes nothing, and compares sizes of files but not their digests.
+    For a dry run: creates nothing, and compares the sizes of files but not their digests.
 
     Raises:
       InputError: as the run would.
@@ -73,7 +73,7 @@ def check_places(cfg: Config) -> None:
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:
-    """Refuses processes that were started with different settings.
+    """Checks that all processes were started with the same settings.
 
     Raises:
       InputError: in all of them.
@@ -90,7 +90,7 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
 def choose_checkpoint(
     cfg: Config, content: Content, processes: Processes
 ) -> tuple[Saved | None, Saved | None, list[str]]:
-    """The checkpoint to go on from, else that to take weights from, and what to say about it."""
+    """Returns the checkpoint to resume, else the one to take weights from, and notes."""
     saved, notes = newest(Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify, processes)
     if saved is not None:
         changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
@@ -106,21 +106,21 @@ def choose_checkpoint(
     return None, source, notes
 
 
-def counted(
+def drop_miscounted(
     saved: Saved | None,
     train_step: TrainStep,
     again: Callable[[], tuple[Saved | None, Saved | None, list[str]]],
     processes: Processes,
 ) -> tuple[Saved | None, list[str]]:
-    """Sets aside steps whose state is not of the step that their name and manifest say.
+    """Sets aside checkpoints whose state has another step counter than their name.
 
-    Only devices can read it, so this comes after `choose_checkpoint`. Returns the checkpoint to go
-    on from.
+    The state can be read only on devices, so this follows `choose_checkpoint`. Returns the
+    checkpoint to resume.
 
     Args:
-      again: chooses anew, among what is left.
+      again: a function that chooses among the remaining checkpoints.
     Raises:
-      InputError: if nothing is left.
+      InputError: if none remains.
     """
     notes: list[str] = []
     while saved is not None and (step := step_of_state(saved, train_step.abstract)) != saved.step:
@@ -133,12 +133,12 @@ def counted(
 def check_disk(
     train_step: TrainStep, saved: Saved | None, directory: Path, processes: Processes
 ) -> list[str]:
-    """Looks for room for the checkpoints to come. Returns what to say about it.
+    """Checks the disk space for future checkpoints. Returns notes.
 
-    The size is that of the newest checkpoint, else of the state as it is in memory.
+    Their size is that of the newest checkpoint, else of the state in memory.
 
     Raises:
-      StorageFullError: if not even one fits.
+      StorageFullError: if not one fits.
     """
     cfg, done = train_step.cfg, 0 if saved is None else saved.step
     if done >= cfg.train.num_steps:
@@ -150,7 +150,7 @@ def check_disk(
     if saved is not None:
         needed = stored_bytes(saved.manifest)
     free = check_disk_space(directory, needed, first, processes)
-    # An old one is removed when a newer one is whole.
+    # An old checkpoint is removed after a newer one is complete.
     more = cfg.checkpoint.keep + 1 - len(processes.from_first(lambda: finished_steps(directory)))
     if free >= needed * more:
         return []
@@ -179,7 +179,7 @@ def initial_state(
     source: Saved | None,
     console: Console,
 ) -> TrainState:
-    """The newest checkpoint, else weights of another run, else weights drawn from the seed."""
+    """Returns the newest checkpoint's state, else another run's weights, else drawn weights."""
     if saved is not None:
         console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
         if same_reduction(saved.manifest, train_step):
@@ -200,10 +200,10 @@ def initial_state(
     return state
 
 
-def said_done(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
-    """What to say of a run that has nothing left to do; None where it has.
+def finished_message(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
+    """Returns the message of a finished run; None if it has work left.
 
-    A run that was ended in its last evaluation has that left.
+    A run that was stopped in its last evaluation still has that to do.
     """
     if saved.step < cfg.train.num_steps:
         return None
@@ -218,7 +218,7 @@ def said_done(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:
 
 
 def _final_eval(path: Path, step: int) -> dict[str, float | None]:
-    """What a run recorded of all held-out text after its last step; nothing if it did not."""
+    """Returns a run's recorded final evaluation; empty without one."""
     values: dict[str, float | None] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         # The last line of a run that was killed may be half a line.

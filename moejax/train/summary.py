@@ -1,4 +1,4 @@
-"""What a run is, before it starts: parameters, mesh, bytes a device, FLOPs, collectives a step."""
+"""The summary of a run before it starts: parameters, mesh, memory, FLOPs, collectives."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Summary:
 
     counts: Counts
     bytes_by_kind: dict[str, int]
-    peaks: dict[str, int]  # of the step, of evaluation, of sampling: all that is alive at once
+    peaks: dict[str, int]  # peak bytes of the step, of evaluation and of sampling
     tokens_per_step: int
     collectives: list[Collective]
 
@@ -71,7 +71,7 @@ def print_summary(
     console: Console,
     planned: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Shows the run as a table, what was planned, and collectives by kind and axes."""
+    """Shows the run as a table, with its plan, and collectives by kind and axes."""
     counts, cfg = summary.counts, train_step.cfg
     table = Table(title="run", show_header=False, title_justify="left")
     table.add_row("parameters", f"{counts.total:,} total, {counts.active:,} active per token")

@@ -1,4 +1,4 @@
-"""Steps are traced here, whole runs and their parts: annotations are checked where layers are tested."""
+"""Steps and whole runs are traced here; annotations are checked where layers are tested."""
 
 import pytest
 

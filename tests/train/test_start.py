@@ -22,7 +22,13 @@ from moejax.train.checkpoint import Checkpoints, Saved, newest
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
 from moejax.train.resume import describe_run
-from moejax.train.start import check_disk, choose_checkpoint, counted, initial_state, said_done
+from moejax.train.start import (
+    check_disk,
+    choose_checkpoint,
+    drop_miscounted,
+    finished_message,
+    initial_state,
+)
 from tests.cases import on_nodes, small_config, step_for
 from tests.train.running import stream
 
@@ -63,7 +69,9 @@ def pretend(path, step):
 def test_a_state_of_its_step_is_taken(run):
     cfg, train_step, _ = run
     saved, _, notes = choose_checkpoint(cfg, NO_DATA, ALONE)
-    assert counted(saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE) == (
+    assert drop_miscounted(
+        saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE
+    ) == (
         saved,
         [],
     )
@@ -75,7 +83,7 @@ def test_a_state_of_another_step_is_set_aside_for_the_one_before(run):
     pretend(steps / "2", 9)
     saved, _, notes = choose_checkpoint(cfg, NO_DATA, ALONE)
     assert (saved.step, notes) == (9, []), "name, manifest and files agree"
-    saved, notes = counted(
+    saved, notes = drop_miscounted(
         saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE
     )
     assert saved.step == 1
@@ -88,7 +96,7 @@ def test_states_that_are_all_of_other_steps_stop_the_run(run):
         pretend(steps / str(step), step + 7)
     saved, _, _ = choose_checkpoint(cfg, NO_DATA, ALONE)
     with pytest.raises(InputError, match=r"no whole checkpoint in .*8\.corrupt.*9\.corrupt"):
-        counted(saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE)
+        drop_miscounted(saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +171,7 @@ def said(folder, *records, step=20, held_out=True):
     cfg = dataclasses.replace(small_config(), run_dir=str(folder), train=TrainConfig(num_steps=20))
     inputs = object.__new__(Inputs)
     inputs.held_out = stream(30) if held_out else None
-    return said_done(cfg, inputs, Saved(step, folder / "checkpoints" / str(step), {}))
+    return finished_message(cfg, inputs, Saved(step, folder / "checkpoints" / str(step), {}))
 
 
 def test_a_finished_run_says_where_it_ended_and_how_good_it_is(tmp_path):
