@@ -1,4 +1,4 @@
-"""Failures that have an exit code of their own, and what a command makes of them.
+"""Errors with exit codes of their own, and how commands report them.
 
 The codes and what they mean: docs/formats/exit.md.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # what a disk, or a quota, without space answers
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk or quota
 STOPPED = 3  # exit code of a run that was asked to stop before its last step
 
 
@@ -44,10 +44,10 @@ class StorageFullError(RunError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Makes one line of a disk that is full.
+    """Turns the error of a full disk into one line.
 
     Raises:
-      StorageFullError: in the place of the system's own error.
+      StorageFullError: in place of the system's error.
     """
     try:
         yield
@@ -65,10 +65,10 @@ def _no_space(seen: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that appears complete or not at all; a run may be stopped at any moment.
+    """Writes a file atomically, because a run may be stopped at any moment.
 
     Raises:
-      StorageFullError: the file is as it was before.
+      StorageFullError: the old file is unchanged.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with writing(path):
@@ -86,10 +86,10 @@ def exit_code(
     """Runs a command and returns its exit code.
 
     Args:
-      run: gives the exit code, or None for 0.
-      stopped: what to say after Ctrl-C about what was written.
-      debug: bad input is raised, so that its traceback is seen.
-      files: an error of the file system is bad input too.
+      run: returns the exit code, or None for 0.
+      stopped: text after Ctrl-C about what was written.
+      debug: raise InputErrors, to show their tracebacks.
+      files: treat errors of the file system as bad input.
     """
     try:
         return run() or 0

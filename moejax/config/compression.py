@@ -1,15 +1,15 @@
-"""Which codec each class of traffic takes across nodes, and when: texts of the config.
+"""Reads the config's codecs: one for each class of traffic across nodes, by step.
 
-A class is written as one codec, or as several with the step from which each counts:
+A class has one codec, or several with the step from which each applies:
 
     int8+feedback                   always
-    none,int4+feedback@200          as it is for 200 steps, which is a warm-up
-    int4,int8@1000,bfloat16@5000    an error that tightens along training
-    adaptive:0.9:int8|int4|topk:0.1 the last of these that keeps 0.9 of the gradient's energy
+    none,int4+feedback@200          uncompressed for a warm-up of 200 steps
+    int4,int8@1000,bfloat16@5000    errors that shrink along training
+    adaptive:0.9:int8|int4|topk:0.1 the strongest that keeps 0.9 of the gradient's energy
 
-A codec is NAME[:ARGUMENT][+feedback][+stochastic]. What it does and how far it errs is stated in
-`comm.codecs.build`. Inside a node nothing is compressed, and nowhere the router, its metadata, the
-weights of its choices, the loss or the state of the optimizer. Nothing here imports JAX.
+A codec is NAME[:ARGUMENT][+feedback][+stochastic]. `comm.codecs.build` describes each and its error.
+Nothing is compressed inside a node; the router, its metadata, the weights of its choices, the loss
+and the optimizer state are compressed nowhere. Nothing here imports JAX.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ BLOCKS = ("int8", "e4m3", "e5m2", "int4")
 NAMES = ("bfloat16", *BLOCKS, "loco", "topk", "powersgd", "adaptive")
 GRADIENTS = ("dense_gradient", "expert_gradient")
 TOKENS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
-# The defaults of a policy: what tolerates how much.
+# Presets.
 PRESETS: dict[str, dict[str, str]] = {
     "none": {},
     "hybrid": {
@@ -56,8 +56,8 @@ class CodecSpec:
     # Implementation of kernels.quantized_rows, for rows of tokens; "separate": rows are permuted,
     # then encoded, and decoded, then summed.
     rows_kernel: str = "separate"
-    # Of an adaptive one: its levels from mild to strong, which of them is taken, and whether this
-    # step measures what each would keep.
+    # For adaptive codecs: levels from mild to strong, the chosen level, and whether this step
+    # measures the error of each.
     levels: tuple["CodecSpec", ...] = ()
     level: int = 0
     measures: bool = False
@@ -71,7 +71,7 @@ class CodecSpec:
 
 @dataclass(frozen=True)
 class Codecs:
-    """The codec of each class during some steps; None: it travels as it is."""
+    """The codec of each class during some steps; None: uncompressed."""
 
     dense_gradient: CodecSpec | None = None
     expert_gradient: CodecSpec | None = None
@@ -87,12 +87,12 @@ NO_CODECS = Codecs()
 
 @dataclass(frozen=True)
 class Compression:
-    """A policy.
+    """The codecs of a run.
 
     Attributes:
-      stages: codecs, and the step from which they count; the first count from step 0.
-      start_layer: the gradients of that many first blocks travel as they are.
-      adapt_every: steps from one choice of an adaptive codec to the next.
+      stages: (first step, codecs); the first stage starts at step 0.
+      start_layer: gradients of the first so many blocks are not compressed.
+      adapt_every: steps between choices of adaptive codecs.
     """
 
     stages: tuple[tuple[int, Codecs], ...] = ((0, NO_CODECS),)
@@ -100,21 +100,21 @@ class Compression:
     adapt_every: int = 1
 
     def all_of(self, kind: str) -> list[CodecSpec]:
-        """Every codec that a class takes at some time."""
+        """Returns every codec that a class takes at some step."""
         codecs_of_kind = [getattr(codecs, kind) for _, codecs in self.stages]
         return [spec for spec in codecs_of_kind if spec is not None]
 
     @property
     def adaptive(self) -> bool:
-        """Whether some codec chooses its strength."""
+        """Whether some codec is adaptive."""
         return any(spec.levels for kind in GRADIENTS for spec in self.all_of(kind))
 
     def at(self, step: int, levels: tuple[int, int] = (0, 0)) -> Codecs:
-        """The codecs of a step.
+        """Returns the codecs of a step.
 
         Args:
           step: counted from zero.
-          levels: that the adaptive codecs of `GRADIENTS` stand on.
+          levels: chosen levels of the adaptive codecs of `GRADIENTS`.
         """
         codecs = [codecs for start, codecs in self.stages if start <= step][-1]
         measures = step % self.adapt_every == 0
@@ -126,7 +126,7 @@ class Compression:
         return codecs
 
     def with_kernels(self, kernel: str, rows_kernel: str) -> "Compression":
-        """The policy with other implementations of its block codecs; see `CodecSpec`."""
+        """Returns the same codecs with other implementations; see `CodecSpec`."""
 
         def changed(spec: CodecSpec | None) -> CodecSpec | None:
             if spec is None:
@@ -145,10 +145,10 @@ NO_COMPRESSION = Compression()
 
 
 def build_compression(cfg: CompressionConfig) -> Compression:
-    """Reads a policy: the preset, and on top of it the classes that are set.
+    """Reads the codecs: the preset, overridden by classes that are set.
 
     Raises:
-      InputError: if a codec is not one, or cannot serve its class.
+      InputError: if a codec is unknown, or not for its class.
     """
     schedules = {}
     for entry in dataclasses.fields(Codecs):
@@ -170,7 +170,7 @@ def build_compression(cfg: CompressionConfig) -> Compression:
 
 
 def describe_codecs(codecs: Codecs) -> str:
-    """The codecs in words; of an adaptive one the level that it stands on."""
+    """Returns the codecs as text; for adaptive ones, the chosen level."""
     lines = []
     for entry in dataclasses.fields(Codecs):
         spec = getattr(codecs, entry.name)
@@ -181,7 +181,7 @@ def describe_codecs(codecs: Codecs) -> str:
 
 
 def _read_schedule(kind: str, text: str, cfg: CompressionConfig) -> dict[int, CodecSpec | None]:
-    """What a class takes, by the step from which it does."""
+    """Reads a class: first step -> codec."""
     schedule: dict[int, CodecSpec | None] = {}
     for index, part in enumerate(text.split(",")):
         name, at, start = part.partition("@")

@@ -1,4 +1,4 @@
-"""How a setting says its default, its help and its range; `fields` reads it back."""
+"""Declares settings: default, help text and range, which `fields` reads."""
 
 import dataclasses
 from typing import Any

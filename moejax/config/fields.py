@@ -42,7 +42,7 @@ class Field:
 
     @property
     def wanted(self) -> str:
-        """The type in words, as error messages say it."""
+        """The type in words, for error messages."""
         return _KIND_NAMES[self.kind] + (" or none" if self.optional else "")
 
     @property
@@ -53,7 +53,7 @@ class Field:
 
     @property
     def range(self) -> str:
-        """The rule on the value in words; empty when every value of the type will do."""
+        """The range in words; empty without one."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most}
@@ -64,13 +64,13 @@ class Field:
 
 @functools.cache
 def fields() -> Mapping[str, Field]:
-    """All settings by dotted name, in the order of declaration."""
+    """Returns all settings by dotted name, in the order of declaration."""
     return types.MappingProxyType({field.name: field for field in _walk(Config, "")})
 
 
 @functools.cache
 def sections() -> Mapping[str, type]:
-    """The groups of settings (`model`, `model.rope`, ...) and the dataclass of each."""
+    """Returns the groups of settings (`model`, `model.rope`, ...) and their dataclasses."""
     return types.MappingProxyType(dict(_walk_sections(Config, "")))
 
 
@@ -118,7 +118,7 @@ def find_field(name: str) -> Field:
             f"`{name}` is a group of settings, not a value. Set its fields, such as "
             f"`{next(known for known in fields() if known.startswith(name + '.'))}`."
         )
-    # A name cut short keeps the message short and the quadratic matcher fast on hostile input.
+    # Long names are cut, because the matcher is quadratic.
     name = one_line(name[:100])
     raise InputError(f"unknown field `{name}`. {_suggest(name)}")
 
@@ -172,8 +172,7 @@ def _convert(field: Field, value: Any) -> Any:
         return tuple(value)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return _finite(field, value)
-    # `type(...) is` rather than isinstance: True is no integer, and a subclass would not survive
-    # a round trip through JSON.
+    # `type(...) is`, not isinstance: True is no integer, and a subclass would not survive JSON.
     if kind is not tuple and type(value) is kind:
         if kind is int and not -(2**63) <= typing.cast(int, value) < 2**63:
             raise InputError(f"`{field.name}` must fit in 64 bits. Got {short(value)}.")
@@ -204,7 +203,7 @@ def parse_text(field: Field, text: str) -> Any:
 
 
 def _spell(kind: type, text: str) -> Any:
-    """Reads `text` as `kind`; text that cannot be read comes back as it is, for the check."""
+    """Reads `text` as `kind`; returns unreadable text unchanged, for `check_value`."""
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     if kind is tuple:
@@ -218,14 +217,14 @@ def _spell(kind: type, text: str) -> Any:
 
 
 def short(value: Any) -> str:
-    """Shows a value on one line, cut to a length that fits an error message."""
+    """Returns a value on one line, cut to the length of an error message."""
     limits = reprlib.Repr()
     limits.maxstring = limits.maxlong = limits.maxother = 80
     return one_line(limits.repr(value))
 
 
 def one_line(text: str) -> str:
-    """Replaces line breaks and other unprintable characters by their escapes."""
+    """Replaces line breaks and unprintable characters by escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

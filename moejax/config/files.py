@@ -1,4 +1,4 @@
-"""Reads a config file into entries: dotted name, value, and the place it was written.
+"""Reads a config file into entries: dotted name, value, and line.
 
 Nothing here knows which settings exist; `config.load` checks the entries. Python files run as code
  and are trusted. YAML and JSON are plain data: no tag, no code, at most 1 MB.
@@ -39,7 +39,7 @@ def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
     """Returns what the config file sets, in its order.
 
     Raises:
-      InputError: no such local file, a kind of file we do not read, or wrong syntax (with line).
+      InputError: for a missing file, an unknown kind of file, or a syntax error (with its line).
     """
     name = os.fspath(path)
     shown = one_line(name)
@@ -83,7 +83,7 @@ def _read_text(file: Path, shown: str) -> str:
 
 def _read_python(file: Path, shown: str) -> list[Entry]:
     """Runs the file and lists the ConfigDict that its `get_config()` returns."""
-    from ml_collections import ConfigDict  # data files need none
+    from ml_collections import ConfigDict  # only Python configs need it
 
     spec = importlib.util.spec_from_file_location("moejax_config_file", file)
     assert spec is not None, "a .py file always has a loader"
@@ -112,21 +112,21 @@ def _read_python(file: Path, shown: str) -> list[Entry]:
 
 
 def _describe_raise(error: Exception, file: Path, shown: str) -> str:
-    """Names the config file's own line that led to the error, and the error in one line."""
+    """Returns the config file's own line that led to the error, and the error in one line."""
     path = os.path.abspath(file)
     own = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     if isinstance(error, SyntaxError) and error.filename == path:
         own.append(error.lineno)
     where = f"{shown}, line {own[-1]}" if own and own[-1] else shown
     message = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    if " Other fields present" in message:  # A locked ConfigDict goes on to print itself whole.
+    if " Other fields present" in message:  # A locked ConfigDict adds all of its fields.
         message = message.partition(" Other fields present")[0].lstrip("'")
     message = one_line(message)[:300].rstrip(".")
     return f"{where}: {type(error).__name__}: {message}. Correct the config file."
 
 
 def _flatten(mapping: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Lists the leaves; an empty mapping is one, so that a misspelt group is not overlooked."""
+    """Lists the leaves; an empty mapping is a leaf, so that misspelt groups are found."""
     for key, value in mapping.items():
         if isinstance(value, dict) and value:
             yield from _flatten(value, f"{prefix}{key}.")
@@ -135,7 +135,7 @@ def _flatten(mapping: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _core_schema() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """How YAML 1.2 reads unquoted text: `yes`, dates and base-60 stay text, 1e-3 is a number."""
+    """Makes PyYAML read text as YAML 1.2: `yes`, dates and base 60 are text, 1e-3 is a number."""
     number = r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
     not_finite = r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
     kinds = (
@@ -144,7 +144,7 @@ def _core_schema() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
         ("int", r"[-+]?(?:0|[1-9][0-9]*)", list("-+0123456789")),
         ("float", f"{number}|{not_finite}", list("-+.0123456789")),
     )
-    # PyYAML looks patterns up by the first character of the text, and takes the first that fits.
+    # PyYAML finds patterns by the first character of the text, and takes the first match.
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for tag, pattern, firsts in kinds:
         for first in firsts:
@@ -162,7 +162,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _core_schema()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuses what is not plain data, with its line, before anything is built from it."""
+        """Refuses anything but plain data, with its line, before values are built."""
         event = self.peek_event()
         refused = None
         if isinstance(event, yaml.AliasEvent):
@@ -200,7 +200,7 @@ def read_yaml(text: str, shown: str) -> list[Entry]:
 
 
 def _walk_yaml(loader: _Loader, node: yaml.MappingNode, prefix: str, shown: str) -> Iterator[Entry]:
-    """Lists the leaves of a mapping; nodes still know their lines, constructed values do not."""
+    """Lists the leaves of a mapping from nodes, which know their lines."""
     for key, value in node.value:
         where = f"{shown}, line {key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
@@ -236,7 +236,7 @@ def _read_json(text: str, shown: str) -> list[Entry]:
 
 
 def _describe_value(where: str, error: ValueError) -> str:
-    """Says in a setting's words why a number could not be read."""
+    """Says why a number could not be read."""
     if "integer string conversion" in str(error):
         return f"{where}: an integer has thousands of digits. It must fit in 64 bits. Correct it."
     return f"{where}: {one_line(str(error))}. Correct the file."

@@ -108,7 +108,7 @@ def _check_entry(field: Field, entry: Entry) -> Any:
 
 
 def _parse_override(override: str) -> dict[str, Any]:
-    """The values that an override sets: one, or those of a group written as {name: value, ...}."""
+    """Returns the values of an override: one, or a group written as {name: value, ...}."""
     name, equals, text = override.removeprefix("--").removeprefix("config.").partition("=")
     if not equals:
         raise InputError(

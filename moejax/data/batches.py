@@ -1,4 +1,4 @@
-"""Which sequences a step trains on: a pure function of the seed and the step.
+"""The sequences of each step: a pure function of the seed and the step.
 
 Sequence i of an epoch is tokens i * T to i * T + T of the stream: T inputs, and the same shifted by
 one as targets. Every process asks for its own rows of the global batch, so the order is the same on
@@ -24,12 +24,12 @@ class BatchRows:
     """Sequences of a batch, int32."""
 
     token_BT: np.ndarray
-    target_BT: np.ndarray  # -1 where there is nothing to predict
+    target_BT: np.ndarray  # -1: no target
     segment_BT: np.ndarray  # document of each position
 
 
 class _Windows:
-    """The stream as a random-access list of T + 1 tokens each, for grain."""
+    """The stream as a random-access list of windows of T + 1 tokens, for grain."""
 
     def __init__(self, source: TokenSource, length: int):
         self.source, self.length = source, length
@@ -88,7 +88,7 @@ class Batches:
 
 
 def _rows(window_BT: np.ndarray, eos_id: int, isolate: bool) -> BatchRows:
-    """Splits windows of T + 1 tokens; an eos opens the document that follows it."""
+    """Splits windows of T + 1 tokens into inputs and targets; an eos opens the next document."""
     token_BT = window_BT[:, :-1]
     segment_BT = np.cumsum(token_BT == eos_id, axis=1, dtype=np.int32)
     if not isolate:
@@ -104,10 +104,10 @@ def eval_batches(
     limit: int | None,
     isolate_documents: bool = True,
 ) -> Iterator[BatchRows]:
-    """Batches that cover every target of the stream once, in order; the end is padded.
+    """Yields batches that cover every target of the stream once, in order; the end is padded.
 
     Args:
-      limit: that many batches, spread evenly over the stream; None for all.
+      limit: number of batches, spread evenly over the stream; None for all.
     """
     T, B = sequence_length, batch_sequences
     num_batches = -(-(source.num_tokens - 1) // (T * B))
@@ -117,7 +117,7 @@ def eval_batches(
     for batch in taken:
         start = int(batch) * T * B
         read = source.read(start, min(T * B + 1, source.num_tokens - start))
-        # A target of -1 is left out of the loss; its input is any valid id.
+        # The loss ignores a target of -1; the input beside it may be any valid id.
         stream = np.full(T * B + 1, -1, np.int32)
         stream[: len(read)] = read
         target_BT = stream[1:].reshape(B, T)
@@ -132,7 +132,7 @@ def prefetch(
 ) -> Generator[Item, None, None]:
     """Yields make(first) .. make(last - 1), prepared up to `depth` ahead in one thread.
 
-    An error of `make` is raised where its item would have come. Closing the iterator stops the
+    An error of `make` is raised in place of its item. Closing the iterator stops the
     thread.
     """
     pending: list[Future[Any]] = []

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of Python's own standard library.
+"""Real text that every machine has: the source of Python's standard library.
 
 About one file in twenty, chosen by a hash of its name, is held out: training never sees it. What
 general compressors need for the held-out files says how good a model's bits per byte are.
@@ -17,7 +17,7 @@ from moejax.errors import InputError
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HELD_OUT_ONE_IN = 20
-# Written when Python is built; holds paths of the machine that built it.
+# Generated when Python is built, with paths of the build machine.
 BUILT_HERE = ("_sysconfigdata", "config-")
 
 
@@ -35,7 +35,7 @@ def documents() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         if LEFT_OUT.intersection(name.parts) or name.parts[0].startswith(BUILT_HERE):
             continue
         text = path.read_bytes()
-        # A copy of an earlier file could stand on the other side of the split.
+        # Copies are dropped: one could be on the other side of the split.
         if not text or text in seen or not _is_utf8(text):
             continue
         seen.add(text)
@@ -64,7 +64,7 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def baselines() -> dict[str, float]:
-    """Bits per byte of the held-out files, joined, by what else could predict them.
+    """Returns the bits per byte of the joined held-out files for compressors and a unigram model.
 
     `gzip -9` and `xz -9` start from nothing and read the held-out files alone; the unigram model
     knows the byte frequencies of the training files, every byte counted once more than seen.
@@ -79,7 +79,7 @@ def baselines() -> dict[str, float]:
 
 
 def _unigram_bits(train: tuple[bytes, ...], text: bytes) -> float:
-    """Cross-entropy of `text` under the byte frequencies of `train`, bits per byte."""
+    """Returns the cross-entropy of `text` under byte frequencies of `train`, in bits per byte."""
     seen: Counter[int] = Counter()
     for document in train:
         seen.update(document)

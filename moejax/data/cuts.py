@@ -1,4 +1,4 @@
-r"""Where a text may be cut so that its parts encode to the ids of the whole.
+r"""Finds places to cut a text so that its parts encode to the same ids as the whole.
 
 Tokenizers split a text with a regular expression and look for tokens in each match alone. A cut
 changes nothing if the matches to both sides stay what they were. In every pattern of PATTERNS
@@ -19,7 +19,7 @@ _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-# Of `Split`; that of `ByteLevel`, which GPT-2 has, is known to the library.
+# Patterns of `Split`; the library itself has that of `ByteLevel` (GPT-2).
 PATTERNS = (
     # cl100k, Llama 3
     _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _MARKS + _REST,
@@ -33,17 +33,17 @@ PATTERNS = (
 
 
 def may_cut(tokenizer: dict[str, Any]) -> bool:
-    """Whether a text may be cut before a space that follows something else than white space.
+    """Whether texts may be cut before a space that follows anything but white space.
 
     Args:
-      said: the content of a tokenizer.json.
+      tokenizer: the content of a tokenizer.json.
     """
     normalizer = tokenizer.get("normalizer") or {"type": "NFC"}
     return (
         normalizer == {"type": "NFC"}
         and _is_known(tokenizer.get("pre_tokenizer") or {})
         and tokenizer["model"].get("dropout") is None
-        # Added tokens are found before the pattern is used; one with a space could lie on a cut.
+        # Added tokens are matched before the pattern; one with a space could cross a cut.
         and not any(
             " " in token["content"] or token["lstrip"] or token["rstrip"] or token["single_word"]
             for token in tokenizer.get("added_tokens", ())
@@ -58,15 +58,15 @@ def _is_known(splitter: dict[str, Any]) -> bool:
     parts = splitter["pretokenizers"]
     if [part["type"] for part in parts] != ["Split", "ByteLevel"]:
         return False
-    split = parts[0]  # ByteLevel then works on each match alone, with its own pattern or without.
+    split = parts[0]  # ByteLevel then works on each match alone.
     settings = split["pattern"].get("Regex"), split["behavior"], split["invert"]
     return settings in [(pattern, "Isolated", False) for pattern in PATTERNS]
 
 
 def joined(pieces: Iterator[str]) -> Iterator[str]:
-    """Cuts a text that comes in pieces anew: only where it may be cut, once a piece or less.
+    """Cuts a stream of pieces again, only at allowed places, at most once a piece.
 
-    A stretch without such a place, as in a script that writes no spaces, stays whole.
+    Text without allowed places, as in scripts without spaces, stays whole.
     """
     held: list[str] = []
     for piece in pieces:
@@ -80,7 +80,7 @@ def joined(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _last_cut(text: str) -> int:
-    """The last place inside a text where it may be cut; 0 if there is none."""
+    """Returns the last allowed cut inside a text; 0 if there is none."""
     at = text.rfind(" ")
     while at > 0 and text[at - 1].isspace():
         at = text.rfind(" ", 0, at)

@@ -11,23 +11,23 @@ from typing import Any
 
 from moejax.errors import InputError
 
-PIECE = 1 << 20  # bytes read of a file, or characters taken of a text, at once
-ROWS = 1024  # of Parquet, decoded at once
+PIECE = 1 << 20  # bytes of a file, or characters of a text, in one piece
+ROWS = 1024  # rows of Parquet decoded at once
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it came from."""
+    """A text and its origin."""
 
     text: str
     source: str
 
     def size(self) -> int:
-        """About how many bytes it has."""
+        """Approximate number of bytes."""
         return len(self.text)
 
     def digest(self) -> str:
-        """The sha256 of the text as UTF-8."""
+        """Returns the sha256 of the text as UTF-8."""
         result = hashlib.sha256()
         for piece in self.pieces():
             result.update(piece.encode("utf-8"))
@@ -40,18 +40,18 @@ class Document:
 
 
 class TextFile:
-    """A plain text file, which is one document. It is read anew for its digest and for its text."""
+    """A plain text file, which is one document. It is read twice: for its digest and its text."""
 
     def __init__(self, path: Path):
         self._path, self.source = path, str(path)
         self._digest: str | None = None
 
     def size(self) -> int:
-        """How many bytes it has."""
+        """Number of bytes."""
         return self._path.stat().st_size
 
     def digest(self) -> str:
-        """The sha256 of its bytes, which `pieces` then holds it to."""
+        """Returns the sha256 of its bytes; `pieces` checks that it has not changed."""
         with self._path.open("rb") as opened:
             self._digest = hashlib.file_digest(opened, "sha256").hexdigest()
         return self._digest
@@ -60,7 +60,7 @@ class TextFile:
         """The text, in parts.
 
         Raises:
-          InputError: it is not UTF-8, or not what it was when its digest was taken.
+          InputError: if it is not UTF-8, or has changed since its digest was taken.
         """
         decoder = codecs.getincrementaldecoder("utf-8")()
         result, position = hashlib.sha256(), 0
@@ -68,7 +68,7 @@ class TextFile:
             while True:
                 raw = opened.read(PIECE)
                 result.update(raw)
-                # A character that the end of a piece cuts waits in the decoder for its other part.
+                # The decoder keeps an incomplete character for the next piece.
                 start = position - len(decoder.getstate()[0])
                 with _utf_8(self.source, start):
                     text = decoder.decode(raw, final=not raw)
@@ -88,12 +88,12 @@ AnyDocument = Document | TextFile
 
 
 def is_held_out(document: AnyDocument, fraction: float) -> bool:
-    """Whether a document goes to the held-out file; depends on its text alone."""
+    """Whether a document belongs to the held-out file; depends only on its text."""
     return int(document.digest()[:16], 16) < fraction * 2**64
 
 
 def read_documents(files: list[Path], text_field: str) -> Iterator[AnyDocument]:
-    """Yields the documents of all files that are not empty."""
+    """Yields the non-empty documents of all files."""
     for file in files:
         if file.suffix == ".jsonl":
             documents = _read_jsonl(file, text_field)
@@ -111,10 +111,10 @@ def read_documents(files: list[Path], text_field: str) -> Iterator[AnyDocument]:
 
 @contextmanager
 def _utf_8(source: str, start: int = 0) -> Iterator[None]:
-    """Says of bytes that are not UTF-8 where they stand.
+    """Turns decoding errors into InputErrors that name the position.
 
     Args:
-      start: the position in the source of the first byte that is decoded.
+      start: position of the first decoded byte in the source.
     """
     try:
         yield

@@ -1,9 +1,10 @@
 """The command `moejax prepare`: text, JSONL or Parquet files into token files.
 
-Memory does not grow with the input: documents stream through one at a time, and of a plain text
-file, which is one document, a piece at a time. Only what cannot be cut is held whole: a line of
-JSONL, some rows of Parquet, and the text between two places where a tokenizer lets it be cut
-(`moejax.data.cuts`). Files are written under temporary names and renamed when they are complete.
+Memory does not grow with the input: documents stream through one at a time, and plain text files
+piece by piece. Only uncuttable parts are held whole: a line of JSONL, some rows of Parquet, and the
+text between two allowed cuts (`moejax.data.cuts`).
+
+Files are written under temporary names and renamed when they are complete.
 """
 
 import argparse
@@ -23,8 +24,8 @@ from moejax.data.writers import ArrayRecordWriter, BinWriter, Writer
 from moejax.errors import InputError, exit_code
 
 SUFFIXES = {"bin": ".bin", "array_record": ".array_record"}
-SECONDS_BETWEEN_LINES = 10  # where there is no terminal to draw on
-LARGE_BYTES = 64 << 20  # a document that must be encoded whole is told about from here on
+SECONDS_BETWEEN_LINES = 10  # of progress without a terminal
+LARGE_BYTES = 64 << 20  # size above which a document that must be encoded whole is reported
 EPILOG = """\
 examples:
   moejax prepare books/*.txt --out data/books
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     command = argparse.ArgumentParser(
         prog="moejax prepare",
         description="Turns text into token files for training.",
@@ -113,7 +114,7 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
         _write_documents(args, files, tokenizer, writers, console)
         _remove_replaced(args)
         if args.tokenizer is not None:
-            # Beside the tokens: training samples text with it long after the original has moved.
+            # A copy beside the tokens, because sampling needs it and the original may move.
             _copy_tokenizer(Path(args.tokenizer), _tokenizer_copy(args))
         for writer in writers.values():
             writer.finish()
@@ -131,7 +132,7 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
 
 
 def _open_writer(args: argparse.Namespace, split: str, tokenizer: Tokenizer) -> Writer:
-    """Begins the output of one split."""
+    """Opens the output of one split."""
     path = Path(f"{args.out}.{split}{SUFFIXES[args.format]}")
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = BinWriter if args.format == "bin" else ArrayRecordWriter
@@ -153,13 +154,13 @@ def _copy_tokenizer(original: Path, copy: Path) -> None:
 
 
 def _outputs(args: argparse.Namespace) -> list[Path]:
-    """Every token file of this name that exists, of any split and format, with its sidecar."""
+    """Returns existing token files of this name, of any split and format, with sidecars."""
     files = [Path(f"{args.out}.{s}{end}") for s in ("train", "eval") for end in SUFFIXES.values()]
     return [path for file in files for path in (file, sidecar_of(file)) if path.exists()]
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    """Refuses to replace files unasked."""
+    """Refuses to replace files without `--overwrite`."""
     existing = _outputs(args)
     if existing and not args.overwrite:
         raise InputError(
@@ -169,7 +170,7 @@ def _check_output(args: argparse.Namespace) -> None:
 
 
 def _remove_replaced(args: argparse.Namespace) -> None:
-    """Removes what an earlier run wrote: its held-out text may be trained on now."""
+    """Removes an earlier run's files: their held-out text may be training text now."""
     for path in _outputs(args):
         path.unlink()
 
@@ -191,7 +192,7 @@ def verify_files(patterns: list[str]) -> None:
     """Checks token files of both formats against the digests in their sidecars.
 
     Raises:
-      InputError: for the first that differs.
+      InputError: for the first file that differs.
     """
     for pattern in patterns:
         format = "array_record" if pattern.endswith(SUFFIXES["array_record"]) else "bin"
@@ -238,7 +239,7 @@ def _write_documents(
 
 
 def _tell_of_large(document: AnyDocument, console: Console) -> bool:
-    """Says before it is encoded that a document takes much memory. Returns whether it does."""
+    """Reports a document that takes much memory before it is encoded. Returns whether it does."""
     size = document.size()
     if size < LARGE_BYTES:
         return False

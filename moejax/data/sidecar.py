@@ -1,6 +1,6 @@
-"""The JSON file beside each token file, which says what the tokens are.
+"""The JSON file that describes the token file beside it.
 
-Format: docs/formats/tokens.md. All of it is checked: a wrong dtype or count would train on noise.
+Format: docs/formats/tokens.md. All fields are checked: a wrong dtype would train on noise.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ DTYPES = ("uint8", "uint16", "uint32")
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What `FILE.json` says of the token file beside it."""
+    """The content of `FILE.json` about the token file beside it."""
 
     format_version: int
     format: str  # "bin" or "array_record"
@@ -27,17 +27,17 @@ class Sidecar:
     vocab_size: int
     eos_id: int
     num_tokens: int
-    num_bytes: int | None  # of the UTF-8 text; None if unknown
+    num_bytes: int | None  # bytes of the UTF-8 text; None if unknown
     num_documents: int | None
-    sha256: str  # of the token file
+    sha256: str  # digest of the token file
     tokenizer: str  # "bytes", or the name of a tokenizer.json beside this file
-    tokenizer_sha256: str | None = None  # of that tokenizer.json
+    tokenizer_sha256: str | None = None  # digest of that tokenizer.json
     chunk_tokens: int | None = None  # array_record: tokens of a record
 
     def content_digest(self) -> str:
-        """Tells token files apart by what a run reads: their bytes, and what their ids mean."""
+        """Returns a digest of what a run reads: the tokens, and the meaning of their ids."""
         facts = asdict(self)
-        for field in ("num_bytes", "num_documents", "tokenizer"):  # of these only the digest counts
+        for field in ("num_bytes", "num_documents", "tokenizer"):  # they do not change the tokens
             del facts[field]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -48,7 +48,7 @@ class Sidecar:
 
 
 def sidecar_of(path: Path) -> Path:
-    """The sidecar of a token file: its name with .json behind."""
+    """Returns the sidecar's path: the token file's with .json appended."""
     return path.with_name(path.name + ".json")
 
 
@@ -87,12 +87,12 @@ def read_sidecar(path: Path) -> Sidecar:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a file name stays in its folder, on any system."""
+    """Whether a file name stays in its folder on every operating system."""
     return re.fullmatch(r"\w[\w .+-]*", name, re.ASCII) is not None
 
 
 def _checked(file: Path, facts: dict[str, Any]) -> Sidecar:
-    """Builds the sidecar, refusing fields that are missing, unknown or of the wrong kind."""
+    """Builds the sidecar; refuses missing and unknown fields and wrong types."""
     try:
         sidecar = Sidecar(**facts)
     except TypeError as error:
@@ -110,7 +110,7 @@ def _damaged(file: Path, wrong: str) -> InputError:
 
 
 def _find_wrong(sidecar: Sidecar) -> str | None:
-    """Says what contradicts the format. No asserts: `python -O` would leave them out."""
+    """Returns what contradicts the format. No asserts: `python -O` would leave them out."""
     digest, name = sidecar.tokenizer_sha256, sidecar.tokenizer
     # `type`, because True is an int to isinstance.
     for field in ("format_version", "vocab_size", "eos_id", "num_tokens"):

@@ -1,4 +1,4 @@
-"""Opens what a run's data settings name: training stream, held-out stream, tokenizer."""
+"""Opens the data of a run's settings: training stream, held-out stream, tokenizer."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from moejax.data import corpus
 from moejax.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_beside
 from moejax.data.tokens import FilePart, TokenSource, check_apart, from_documents, open_files
 
-Content = dict[str, list[FilePart]]  # "train" and "held_out": what they are made of
+Content = dict[str, list[FilePart]]  # "train" and "held_out" -> their files
 
 
 class Sources(NamedTuple):
@@ -22,7 +22,7 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
     """Opens and checks every file that the settings name.
 
     Raises:
-      InputError: for files that are missing, damaged, or do not fit the model.
+      InputError: for files that are missing, damaged, or unfit for the model.
     """
     if data.source == "stdlib":
         train, held_out = corpus.documents()
@@ -44,6 +44,6 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
 
 
 def describe_sources(sources: Sources) -> Content:
-    """What the streams are made of, by which a resume sees that they are what they were."""
+    """Returns the files of the streams, which a resumed run compares."""
     held_out = [] if sources.held_out is None else sources.held_out.parts()
     return {"train": sources.train.parts(), "held_out": held_out}

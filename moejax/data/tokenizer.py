@@ -11,28 +11,28 @@ import numpy as np
 from moejax.data.cuts import joined, may_cut
 from moejax.errors import InputError
 
-# What well-known tokenizers call the token that ends a document, most specific first.
+# End-of-document tokens of well-known tokenizers, most specific first.
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer."""
+    """The tokenizer interface."""
 
     vocab_size: int
     eos_id: int
-    cuts: bool  # whether a long text is encoded in parts; else memory grows with it
+    cuts: bool  # whether long texts are encoded in parts, so that memory does not grow
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without marks for its beginning or end."""
+        """Returns the ids of a text, without special tokens."""
         ...
 
     def encode_pieces(self, pieces: Iterator[str]) -> Iterator[np.ndarray]:
-        """Ids, in parts, of a text that comes in pieces: those that `encode` gives of the whole."""
+        """Yields the ids of a text in pieces, equal to `encode` of the whole text."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """The text behind ids; end-of-document marks are left out."""
+        """Returns the text of ids, without end-of-document tokens."""
         ...
 
 
@@ -44,16 +44,16 @@ class ByteTokenizer:
     cuts = True
 
     def encode(self, text: str) -> list[int]:
-        """Bytes of the text."""
+        """Returns the bytes of the text."""
         return list(text.encode("utf-8"))
 
     def encode_pieces(self, pieces: Iterator[str]) -> Iterator[np.ndarray]:
-        """Bytes of each piece."""
+        """Yields the bytes of each piece."""
         for piece in pieces:
             yield np.frombuffer(piece.encode("utf-8"), np.uint8)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the bytes; what is not UTF-8 shows as a replacement mark."""
+        """Returns the text of the bytes; invalid UTF-8 becomes a replacement character."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
@@ -62,14 +62,14 @@ class FileTokenizer:
 
     def __init__(self, path: Path, eos: str | None = None):
         self._tokenizer = _load(path)
-        # Ids may have holes, so their number is not the bound.
+        # Ids may have gaps, so the bound is the largest id, not their number.
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         self.eos_id = self._find_eos(path, eos)
         self.cuts = may_cut(json.loads(self._tokenizer.to_str()))
 
     def _find_eos(self, path: Path, eos: str | None) -> int:
-        """The id of the named token, else of the first usual name the vocabulary has."""
+        """Returns the id of the named token, else of the first usual name in the vocabulary."""
         if eos is not None and eos.isdecimal():
             if int(eos) < self.vocab_size:
                 return int(eos)
@@ -84,16 +84,16 @@ class FileTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Returns the ids of a text, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_pieces(self, pieces: Iterator[str]) -> Iterator[np.ndarray]:
-        """Ids of the text, cut where that changes nothing, or else of the whole text at once."""
+        """Yields the ids of the text, cut at allowed places or encoded as a whole."""
         for text in joined(pieces) if self.cuts else ("".join(pieces),):
             yield np.array(self.encode(text), np.uint32)
 
     def decode(self, ids: list[int]) -> str:
-        """The text behind ids."""
+        """Returns the text of ids."""
         return self._tokenizer.decode([i for i in ids if i != self.eos_id])
 
 
@@ -117,19 +117,19 @@ def _load(path: Path) -> Any:
             f"tokenizer is damaged. {path}: {' '.join(str(error).split())[:160]}. It must be a "
             f"tokenizer.json. Copy it again."
         ) from error
-    # A file may ask for truncation or padding, made for another use; both would spoil documents.
+    # A file may ask for truncation or padding, which would damage documents.
     library.no_truncation()
     library.no_padding()
-    # Text that spells a special token stays text; else a document could hold eos.
+    # Text that spells a special token stays text; otherwise a document could contain eos.
     library.encode_special_tokens = True
     return library
 
 
 def tokenizer_beside(token_file: Path, name: str, *, eos_id: int, sha256: str | None) -> Tokenizer:
-    """The tokenizer that a token file's sidecar names; its file lies beside the token file.
+    """Opens the tokenizer that a token file's sidecar names, from the same folder.
 
     Raises:
-      InputError: if it is missing, or is not the one that made the tokens.
+      InputError: if it is missing, or differs from the one that made the tokens.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -144,6 +144,6 @@ def tokenizer_beside(token_file: Path, name: str, *, eos_id: int, sha256: str | 
 
 
 def digest(path: Path) -> str:
-    """The sha256 of a file."""
+    """Returns the sha256 of a file."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Token streams: where sequences are cut from. Format: docs/formats/tokens.md.
+"""Token streams, from which sequences are cut. Format: docs/formats/tokens.md.
 
 A stream is `eos document eos document ... eos`. An end-of-document token opens the next document
 too, so every token after the first is a target, predicted from its own document alone.
@@ -20,7 +20,7 @@ from moejax.errors import InputError
 
 
 class FilePart(TypedDict):
-    """A file of a stream, or a text in memory; `digest` tells it from every other content."""
+    """A file of a stream, or a text in memory, with a digest of its content."""
 
     name: str
     digest: str
@@ -29,11 +29,11 @@ class FilePart(TypedDict):
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """A stream that can be read anywhere."""
+    """A stream with random access."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """Upper bound of ids."""
         ...
 
     @property
@@ -56,7 +56,7 @@ class TokenSource(Protocol):
         ...
 
     def parts(self) -> list[FilePart]:
-        """What the stream is made of, in order."""
+        """Returns the stream's files, in order."""
         ...
 
 
@@ -79,13 +79,13 @@ class MemorySource:
         return self.tokens[start : start + length].astype(np.int32)
 
     def parts(self) -> list[FilePart]:
-        """One, told by the tokens themselves."""
+        """Returns one part with the digest of the tokens."""
         digest = hashlib.sha256(np.ascontiguousarray(self.tokens).astype("<u4")).hexdigest()
         return [FilePart(name="built-in text", digest=digest, tokens=self.num_tokens)]
 
 
 def from_documents(documents: Sequence[bytes]) -> MemorySource:
-    """Joins documents at the level of bytes: ids 0 to 255, and 256 between documents."""
+    """Joins documents as bytes: ids 0 to 255, and 256 between documents."""
     eos = np.array([256], np.uint16)
     parts = [eos]
     for text in documents:
@@ -158,11 +158,11 @@ class BinSource(FileSource):
 
 
 class ArrayRecordSource(FileSource):
-    """Records of `chunk_tokens` ids each; the format checks each record's hash itself."""
+    """Records of `chunk_tokens` ids each; the format itself checks a hash of each record."""
 
     @cached_property
     def _records(self) -> Any:
-        # Imported late: grain takes a second that runs on other sources need not spend.
+        # Imported late: grain takes a second, which other sources do not need.
         from grain.sources import ArrayRecordDataSource
 
         return ArrayRecordDataSource([str(self.path)])
@@ -188,7 +188,7 @@ class ArrayRecordSource(FileSource):
         return tokens[start - first * chunk :][:length]
 
     def _check_record(self, number: int, record: bytes, full: int) -> None:
-        """A record of another size was written with another dtype or chunk: all ids are wrong."""
+        """Checks a record's size: another dtype or chunk size would make all ids wrong."""
         total = self.num_tokens * np.dtype(self.sidecar.dtype).itemsize
         expected = min(full, total - number * full)
         if len(record) != expected:
@@ -211,7 +211,7 @@ class JoinedSource:
         self.num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens start .. start + length - 1, int32, across file ends where it must."""
+        """Returns tokens start .. start + length - 1, int32, across files if necessary."""
         assert 0 <= start <= start + length <= self.num_tokens
         parts, stop = [np.empty(0, np.int32)], start + length
         index = int(np.searchsorted(self.ends, start, side="right"))
@@ -223,7 +223,7 @@ class JoinedSource:
         return np.concatenate(parts)
 
     def parts(self) -> list[FilePart]:
-        """The files, told by their sidecars."""
+        """Returns the files, with digests from their sidecars."""
         return [
             FilePart(name=str(s.path), digest=s.sidecar.content_digest(), tokens=s.num_tokens)
             for s in self.sources
@@ -234,11 +234,11 @@ def open_files(patterns: Sequence[str], wanted: str, *, model_vocab: int) -> Joi
     """Opens the token files that paths or globs name, in sorted order, as one stream.
 
     Args:
-      wanted: the format all must have: "bin" or "array_record".
+      wanted: the required format: "bin" or "array_record".
       model_vocab: ids must be below it.
 
     Raises:
-      InputError: if a pattern matches nothing, or files are damaged or do not fit together.
+      InputError: if a pattern matches nothing, or files are damaged or inconsistent.
     """
     sources = []
     for path in _find_files(patterns):
@@ -256,10 +256,10 @@ def open_files(patterns: Sequence[str], wanted: str, *, model_vocab: int) -> Joi
 
 
 def _find_files(patterns: Sequence[str]) -> list[Path]:
-    """The token files that paths and globs name; sidecars and tokenizers beside them are not."""
+    """Returns the token files of paths and globs, without sidecars and tokenizers."""
     paths: list[Path] = []
     for pattern in patterns:
-        # A path that exists is taken as it is, though it may hold characters of a pattern.
+        # An existing path is not a pattern, even with characters such as `*`.
         names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
         files = [Path(name) for name in names if Path(name).is_file() and name[-5:] != ".json"]
         if not files:
@@ -278,7 +278,7 @@ def _find_files(patterns: Sequence[str]) -> list[Path]:
 
 
 def check_apart(train: JoinedSource, held_out: JoinedSource) -> None:
-    """Refuses held-out files that are trained on, or that come from another tokenizer.
+    """Refuses held-out files that are also training files, or of another tokenizer.
 
     Raises:
       InputError: see above.
@@ -309,7 +309,7 @@ def _check_same(sources: Sequence[FileSource]) -> None:
     first = sources[0]
     for source in sources:
         expected, actual = ((s.vocab_size, s.eos_id) for s in (first, source))
-        # The name of the tokenizer's copy may differ, its content may not.
+        # The tokenizer's file name may differ, its content may not.
         digests = [s.sidecar.tokenizer_sha256 for s in (first, source)]
         if expected != actual or digests[0] != digests[1]:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Token files in the making: ids go in document by document, in pieces of a bounded size."""
+"""Writes token files document by document, in pieces of bounded size."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ CHUNK_TOKENS = 8192
 
 
 class Writer:
-    """A token file in the making; subclasses store ids."""
+    """Writes a token file under temporary names; subclasses store ids."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Writer:
         self._put(array)
 
     def finish(self) -> None:
-        """Closes the file, writes its sidecar, and gives both their names."""
+        """Closes the file, writes its sidecar, and renames both to their final names."""
         self._close()
         sidecar = Sidecar(
             format_version=FORMAT_VERSION,
@@ -77,7 +77,7 @@ class Writer:
         sidecar.write(self.path)
 
     def abandon(self) -> None:
-        """Removes what was written."""
+        """Removes the temporary files."""
         self._close()
         self.partial.unlink(missing_ok=True)
 
@@ -94,7 +94,7 @@ class Writer:
 
 
 class BinWriter(Writer):
-    """Ids one after the other."""
+    """Writes ids one after the other."""
 
     format = "bin"
     _file: BinaryIO
@@ -110,14 +110,14 @@ class BinWriter(Writer):
 
 
 class ArrayRecordWriter(Writer):
-    """Ids in records of CHUNK_TOKENS, the last one shorter."""
+    """Writes records of CHUNK_TOKENS ids; the last one is shorter."""
 
     format = "array_record"
 
     def _open(self) -> None:
         from array_record.python.array_record_module import ArrayRecordWriter as Library
 
-        # One record a group: sequences are read at random.
+        # One record a group, because sequences are read at random.
         self._writer = Library(str(self.partial), "group_size:1")
         self._waiting: list[np.ndarray] = []
         self._num_waiting = 0

@@ -1,9 +1,12 @@
 """Softmax attention that never keeps scores: causal, inside a document, grouped queries.
 
-Per device. `blocked` works on one sequence and one block of queries at a time, over the keys that
-the block may see, so that scores stay in cache and causality halves the work. Which of them a query
-sees is found a block at a time too: nothing grows with the square of the length. Scores are laid
-out keys first: softmax then runs along whole vectors, and no product needs a transposed copy.
+Per device. Legend: B sequences, T queries, S keys, H heads, G heads of keys, R = H / G, C width
+of a head, Q queries of a block.
+
+`blocked` works on one sequence and one block of queries at a time, over the keys that the block may
+see, so that scores stay in cache and causality halves the work. The mask is also computed block by
+block: nothing grows with the square of the length. Scores are laid out keys first, so that softmax
+runs along whole vectors, and no product needs a transposed copy.
 Backward computes the probabilities again from the saved log of the softmax's denominator
 (FlashAttention: Dao et al. 2022). What it gains: `benchmarks/cpu/ops.py attention`.
 """

@@ -1,9 +1,8 @@
-"""What operations cost whose programs do not show it.
+"""Costs of operations that a traced program does not show.
 
-Their inner loops depend on data, or their kernels fetch rows by number. The planner reads all else
-from the program. Such an operation is jitted under a name that says its sizes (`jitted`), so that a
-reader of the traced program can tell it, also where recomputation has left only a part of what it
-is given.
+Their inner loops depend on data, or their kernels fetch rows by index. The planner reads everything
+else from the program. Such an operation is jitted under a name with its sizes (`jitted`), which a
+reader of the traced program recognizes, even if recomputation drops some of its operands.
 """
 
 import math
@@ -25,14 +24,13 @@ Cost = dict[str, Any]
 
 # Matrix products: gate, up and down forward; backward each by rows and by weights.
 PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "products": 1}
-# Of experts computed in blocks, how often all weights cross memory besides what the call itself
-# reads and writes: cut out and put down; backward their gradients too, from the products and out of
-# the branch.
+# Extra passes over all weights for experts computed in blocks: slices of weights; in backward also
+# their gradients, from the products and out of the branch.
 PASSES = {"experts_forward": 2, "experts_backward": 6}
 
 
 def jitted(function: Callable, which: str, *sizes: int, **options: Hashable) -> Callable:
-    """The function, jitted under a name that `named_cost` reads.
+    """Returns the function, jitted under a name that `named_cost` reads.
 
     Args:
       which: "experts_forward" or "experts_backward", of M, D, F, G; "products" of M, K, N; "rows"
@@ -53,7 +51,7 @@ def _jitted(function: Callable, name: str, options: tuple[tuple[str, Any], ...])
 
 
 def named_cost(name: str, arrays: list[Any]) -> Cost | None:
-    """The cost of what `jitted` has named; else None.
+    """Returns the cost of an operation named by `jitted`; else None.
 
     A product has 2 M K N FLOPs, an expert MLP three such. Rows move as many bytes as the name says.
     """
@@ -74,14 +72,14 @@ def named_cost(name: str, arrays: list[Any]) -> Cost | None:
         weights = 3 * groups[0] * K * N * (floats[0].itemsize if floats else 4)
         cost |= {"blocks": (M, groups[0]), "bytes": float(PASSES[match[1]] * weights)}
     if match[1] == "experts_forward":
-        cost["unread"] = 2 / 3  # gate and up: what the hidden layer saw is another result
+        cost["unread"] = 2 / 3  # gate and up: the hidden layer's input is another result
     return cost
 
 
 def attention_cost(primitive: str, eqn: Any) -> Cost | None:
-    """CuDNN's fused attention of q [B, T, H, C]: 4 C for each pair of positions, backward 10.
+    """Returns the FLOPs of cuDNN's attention: 4 C for each pair of positions, backward 10 C.
 
-    Of the pairs that it is told to visit: by causality and the window, not by a mask.
+    Counts the pairs that causality and the window leave, since it skips none for a mask.
     """
     if not primitive.startswith("dot_product_attention"):
         return None
@@ -95,13 +93,13 @@ def attention_cost(primitive: str, eqn: Any) -> Cost | None:
 
 
 def causal_pairs(T: int, window: int | None) -> int:
-    """How many pairs of a query and a key causality and the window let through."""
+    """Returns the number of (query, key) pairs that causality and the window leave."""
     W = min(T, window or T)
     return T * W - W * (W - 1) // 2  # a query sees W keys, the first W - 1 of them fewer
 
 
 def dot_flops(eqn: Any) -> float:
-    """2 M N K of a matrix product, over its batch; of a ragged one, every row once."""
+    """Returns the FLOPs of a matrix product, 2 M N K; a ragged one counts every row once."""
     left = eqn.invars[0].aval.shape
     if eqn.primitive.name != "dot_general":
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * _ragged_depth(eqn, left)
@@ -111,7 +109,7 @@ def dot_flops(eqn: Any) -> float:
 
 
 def _ragged_depth(eqn: Any, left: tuple[int, ...]) -> float:
-    """The contracted length of a ragged product: where it is the ragged one, each group's share."""
+    """Returns a ragged product's contracted length; a ragged dimension counts per group."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     depth = math.prod(left[dim] for dim in contracted)

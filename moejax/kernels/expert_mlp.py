@@ -23,7 +23,7 @@ from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
 
-# Products of rows and weights that are rounded first, and what computes them.
+# Implementations whose products round rows and weights to e4m3 first.
 IN_E4M3 = {"mosaic_e4m3": "mosaic", "reference_e4m3": "reference"}
 
 
@@ -58,14 +58,14 @@ def expert_mlp(
 
 
 def _named(which: str, function: Callable, x_MD: jax.Array, w_out_GFD: jax.Array) -> Callable:
-    """The function under a name by which it is priced: its loops depend on data."""
+    """Returns the function under a name with its sizes, for its price."""
     M, D = x_MD.shape
     G, F = w_out_GFD.shape[:2]
     return jitted(function, f"experts_{which}", M, D, F, G)
 
 
 def rows_computed(rows: float, M: int) -> float:
-    """Rows that the blocked form computes for one group's, in a buffer of M: whole blocks."""
+    """Returns the rows that the blocked form computes for a group: whole blocks."""
     ladder = _ladder(M)
     whole, rest = divmod(rows, ladder[-1])
     last = next(size for size in ladder if size >= rest) if rest or not whole else 0
@@ -96,7 +96,7 @@ def _blocked_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
 
 
 def _rows_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
-    """As above, and keeps what the experts' hidden layer saw."""
+    """As above, and keeps the input of the experts' hidden layer."""
 
     def block(start, rows, carry, w_in_DH, w_out_FD):
         y_MD, h_MH = carry
@@ -149,13 +149,13 @@ def _padded(x_MD: jax.Array) -> jax.Array:
 
 
 def _ladder(num_rows: int) -> tuple[int, ...]:
-    """The block sizes worth compiling for a buffer of so many rows."""
+    """Returns the block sizes to compile for a buffer of `M` rows."""
     smaller = [size for size in BLOCK_ROWS if size < num_rows]
     return BLOCK_ROWS[: len(smaller) + 1]
 
 
 def _write(y_MD: jax.Array, y_BD: jax.Array, start: jax.Array) -> jax.Array:
-    """Puts a block in place. Its surplus rows are zero and the next group overwrites them."""
+    """Writes a block. Its surplus rows are zero, and the next group overwrites them."""
     return lax.dynamic_update_slice_in_dim(y_MD, y_BD, start, 0)
 
 
@@ -177,7 +177,7 @@ def _each_block(block: Callable, carry, num_rows: int, sizes_G, w_in_GDH, w_out_
 
 
 def _blocks(block: Callable, carry, num_rows: int, start, end, w_in_DH, w_out_FD):
-    """Folds `block` over one group's blocks: the largest size until a smaller one holds the rest.
+    """Folds `block` over one group's blocks: largest size first, then the smallest for the rest.
 
     `block(start, rows, carry, w_in, w_out)` gets `rows(x)`, the block's rows of a padded array,
     zero where they belong to the next group.

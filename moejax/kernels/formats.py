@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-TILE = 64  # blocks that a kernel takes at a time: some rows, or a piece of a longer one
+TILE = 64  # blocks of a kernel's tile: several rows, or a part of a longer row
 TINY = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
 class Format:
-    """Numbers that a quantised value can be.
+    """A number format of quantised values.
 
     The error of a value x in a block with largest magnitude a and scale s = a / largest is at
     most max(|x| * relative, s * absolute) + largest * tiny: half a step between neighbours, and

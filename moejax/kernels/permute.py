@@ -1,6 +1,8 @@
 """Moves rows between token order, buckets and expert order: gathers forward and backward.
 
-Per device. A row knows its source and a token knows its rows, so neither direction needs a
+Per device. Legend: N tokens, K choices of a token, M rows, D width.
+
+A row knows its source and a token knows its rows, so neither direction needs a
 scatter-add, which is slow on CPU and not reproducible on GPU. An index equal to the length of what
 it points into means "nothing": such a row is zero.
 """
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 
 
 def rows_at(x_MD: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of x by number; zeros for a number past the end. Not for differentiation."""
+    """Returns rows of x by index; zeros for an index past the end. Not for differentiation."""
     return jnp.take(x_MD, index, axis=0, mode="fill", fill_value=0)
 
 
@@ -103,7 +105,7 @@ weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
 
 
 def weight_at(weight_NK: jax.Array, assignment_M: jax.Array) -> jax.Array:
-    """The weight of the assignment that each row answers; 0 for none."""
+    """Returns the weight of each row's assignment; 0 for none."""
     return jnp.take(weight_NK.reshape(-1), assignment_M, mode="fill", fill_value=0)
 
 
@@ -116,7 +118,7 @@ def weighted_rows_at(x_MD: jax.Array, index: jax.Array, weight: jax.Array) -> ja
 def weight_gradient(
     y_MD: jax.Array, gradient_ND: jax.Array, place_NK: jax.Array, assignment_M: jax.Array
 ) -> jax.Array:
-    """The gradient of `weighted_sum` by its weights, float32 [N, K]: each result's share of it."""
+    """Returns the gradient of `weighted_sum` by its weights, float32 [N, K]."""
     gradient_MD = rows_at(gradient_ND, assignment_M // place_NK.shape[1])
     dot_M = jnp.sum(y_MD.astype(jnp.float32) * gradient_MD.astype(jnp.float32), axis=-1)
     return jnp.take(dot_M, place_NK, mode="fill", fill_value=0)

@@ -1,6 +1,6 @@
 """Block quantisation: rows of floats to a byte or half a byte each, with a float32 scale a block.
 
-Per device. A block is so many neighbours along the last axis; its scale maps its largest magnitude
+Per device. A block is a run of neighbours along the last axis; its scale maps its largest magnitude
 to the largest number of the format. A block with an infinity or NaN in it decodes to NaN, so that
 a broken gradient stays visible; a block of zeros decodes to zeros.
 """
@@ -63,7 +63,7 @@ def _quantize(x: jax.Array, kind: Format, key: jax.Array | None) -> Quantized:
     # Infinity for NaN: XLA's maximum over long arrays may lose a NaN on CPU (seen with JAX 0.12).
     top = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), axis=-1)
     scale = jnp.where(jnp.isfinite(top), top * (1 / kind.largest), jnp.nan)
-    # A scale of zero, or so small that it is flushed to zero, has nothing to say.
+    # A scale of zero, or flushed to zero, stands for zeros.
     y = x * jnp.where(scale >= TINY, 1 / scale, 0)[..., None]
     y = jnp.clip(_rounded(y, kind, key), -kind.largest, kind.largest).astype(kind.dtype)
     values = jax.lax.bitcast_convert_type(y, jnp.uint8)
@@ -131,13 +131,13 @@ def _dequantize(q: Quantized, kind: Format, size: int) -> jax.Array:
 
 
 def bytes_of(size: int, name: str, *, block: int) -> int:
-    """Bytes of `size` values on the wire, padding and scales counted."""
+    """Returns the bytes of `size` values on the wire, with padding and scales."""
     blocks = -(-size // block)
     return blocks * (block * FORMATS[name].bits // 8 + 4)
 
 
 def _rounded(y: jax.Array, kind: Format, key: jax.Array | None) -> jax.Array:
-    """The neighbours of y in the format: whole numbers, or mantissas of some bits."""
+    """Rounds y to the format: integers, or mantissas of few bits."""
     if not kind.relative:
         return jnp.round(y) if key is None else jnp.floor(y + jax.random.uniform(key, y.shape))
     if key is None:

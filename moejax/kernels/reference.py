@@ -1,4 +1,4 @@
-"""What each kernel must compute, in the plainest form. Slow, obvious, differentiable."""
+"""The specification of each kernel: slow, obvious, differentiable."""
 
 import jax
 import jax.numpy as jnp

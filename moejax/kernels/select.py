@@ -16,15 +16,15 @@ from moejax.errors import InputError
 from moejax.kernels.formats import TILE
 
 HOPPER = "9.0"
-# Of a mask that cuDNN's attention reads from memory, two bytes for each pair of positions: more
-# than this on a device, and attention of our own, which needs none, is taken instead.
+# Largest mask of cuDNN's attention on a device, two bytes for each pair of positions; above it
+# our own attention, which needs no mask, is selected.
 MASK_BYTES = 2**30
-SHARED_BYTES = 227 * 1024  # that a thread block can have on Hopper
+SHARED_BYTES = 227 * 1024  # shared memory of a thread block on Hopper
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a program is compiled for.
+    """The hardware that a program is compiled for.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
@@ -38,7 +38,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Choice:
-    """An implementation, the reason it was taken, and why kernels that come before it were not."""
+    """An implementation, the reason for it, and why preferred kernels were declined."""
 
     implementation: str
     reason: str
@@ -46,7 +46,7 @@ class Choice:
 
 
 def hardware_of(mesh: Mesh | AbstractMesh, platform: str) -> Hardware:
-    """What a mesh's devices are; all are alike."""
+    """Returns the hardware of a mesh, whose devices are all alike."""
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
     return Hardware(platform, getattr(device, "compute_capability", None))
 
@@ -135,7 +135,7 @@ def select_experts(
         return Choice("mosaic", "bfloat16 on Hopper: products of groups on its matrix units")
     declined = (("mosaic", why_not),)
     if hardware.platform == "tpu":
-        # The kernel of that platform: nothing is missing.
+        # The platform's best implementation, so no kernel was declined.
         return Choice("ragged_dot", "TPU lowers ragged_dot to a grouped kernel")
     reason = f"ragged_dot multiplies every row by every expert on {hardware.platform}"
     return Choice("blocked", reason, declined)

@@ -1,7 +1,7 @@
-"""The model forward alone: what held-out text costs, and what comes after a prompt.
+"""The forward pass alone: the loss of held-out text, and the logits after a prompt.
 
-Per device, inside the shard_map of the training mesh. Neither takes more rows at a time than the
-step does, so that a run whose steps fit evaluates and samples too.
+Per device, inside the shard_map of the training mesh. Both process no more rows at a time than the
+step, so that a run whose steps fit in memory can evaluate and sample too.
 """
 
 import jax
@@ -14,12 +14,12 @@ from moejax.step.state import Batch, TrainState
 
 
 def cut(batch: Batch, parts: int) -> Batch:
-    """This device's rows in `parts` equal parts, in order: [parts, rows of a part, ...]."""
+    """Splits this device's rows into `parts` equal parts: [parts, rows of a part, ...]."""
     return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
 
 
 def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
-    """Summed nats over the valid targets of the whole batch, in the step's micro-batches."""
+    """Returns nats summed over the valid targets of the whole batch, by micro-batches."""
     layout, micro_batches = model.layout, model.cfg.train.micro_batches
 
     def add(total: jax.Array, rows: Batch) -> tuple[jax.Array, None]:
@@ -38,7 +38,7 @@ def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Ar
 def logits_after(
     model: ModelDef, state: TrainState, token_BT: jax.Array, length: jax.Array
 ) -> jax.Array:
-    """logits_BV after the first `length` tokens, float32; of no other position."""
+    """Returns logits_BV after the first `length` tokens, float32, and of no other position."""
     transformer = model.merge(state.params, state.router_bias)
     x_BTD, w_Dv, _ = transformer(token_BT, jnp.zeros_like(token_BT))
     last_BD = jax.lax.dynamic_index_in_dim(x_BTD, length - 1, axis=1, keepdims=False)

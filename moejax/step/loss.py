@@ -1,8 +1,8 @@
 """The loss: next-token cross-entropy over a vocabulary sharded on the tensor axis.
 
 Logits are the largest array of a small model and of any with a large vocabulary, so they never
-exist whole: a chunk of tokens at a time is projected, and its gradient is taken at once, while the
-chunk is still in cache. That is possible because the loss is a plain sum over tokens.
+exist as a whole: one chunk of tokens at a time is projected, and differentiated while it is in
+cache. That is possible because the loss is a plain sum over tokens.
 """
 
 from functools import partial
@@ -21,12 +21,12 @@ from moejax.moe.router import balance_loss
 
 
 class LossParts(NamedTuple):
-    """Of the first two, each device has a share; the sum over all devices is what they are."""
+    """Parts of the loss. `nll` and `balance` are a device's shares, to be summed over devices."""
 
     nll: Float[Array, ""]  # mean negative log-likelihood of the valid targets, nats
     balance: Float[Array, ""]  # mean over expert layers of the unweighted balance loss
-    load_LE: Int[Array, "L E"]  # assignments to each expert of each expert layer, of all devices
-    dropped_L: Int[Array, " L"]  # assignments dropped in each expert layer, of all devices
+    load_LE: Int[Array, "L E"]  # assignments to each expert of each expert layer, over all devices
+    dropped_L: Int[Array, " L"]  # assignments dropped in each expert layer, over all devices
 
 
 def next_token_loss(
@@ -41,19 +41,19 @@ def next_token_loss(
     layout: Layout,
     chunk_tokens: int,
 ) -> tuple[Float[Array, ""], LossParts]:
-    """This device's share of the loss, and its parts. The sum over all devices is the loss.
+    """Returns this device's share of the loss, and its parts. The sum over devices is the loss.
 
     Args:
       x_BTD: final hidden states, all positions on every tensor rank.
       w_Dv: this tensor rank's slice of the output projection.
-      target_BT: -1 where there is nothing to predict.
-      stats: of the expert layers, stacked; None without experts.
-      num_targets: valid targets of the whole step, over all devices and micro-batches.
-      micro_batches: of the step; each holds an equal part of the tokens that routers see.
-      chunk_tokens: tokens whose logits exist at one time, at most.
+      target_BT: targets; -1 for none.
+      stats: statistics of the expert layers, stacked; None without experts.
+      num_targets: valid targets of the step, over all devices and micro-batches.
+      micro_batches: number of micro-batches in a step.
+      chunk_tokens: maximum number of tokens whose logits exist at one time.
     """
     total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
-    # All tensor ranks hold the same sum: each gives its share.
+    # All tensor ranks hold the same sum: each contributes a share.
     nll = total / num_targets / layout.size(layout.tensor)
     if stats is None:
         empty = jnp.zeros((0,), jnp.int32)
@@ -64,13 +64,13 @@ def next_token_loss(
 
 
 def _router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.Array, ...]:
-    """Shares of the weighted losses and of the mean balance loss; load and drops of all devices.
+    """Returns shares of the weighted and the mean balance loss, and all devices' load and drops.
 
-    Both losses are means over the expert layers, so that a coefficient means the same whatever the
-    number of layers, as it does in megablocks; `transformers` pools the layers instead.
+    Both losses are means over the expert layers, as in megablocks, so that a coefficient does not
+    depend on the number of layers; `transformers` pools the layers instead.
 
-    Every layer's counts are summed at once: L * (E + 1) int32 over all devices, and where each
-    sequence is to be balanced, L * S * E over tensor.
+    Wire: the counts of all layers in one sum, L * (E + 1) int32 over all devices; for balance per
+    sequence also L * S * E over tensor.
     """
     cfg = moe.router
     counts = jnp.concatenate([stats.load_E, stats.dropped[:, None]], axis=1)
@@ -94,7 +94,7 @@ def sum_nll(
     *,
     chunk_tokens: int,
 ) -> Float[Array, ""]:
-    """Summed negative log-likelihood of the targets in nats, the same on all tensor ranks.
+    """Returns the summed negative log-likelihood in nats, the same on all tensor ranks.
 
     Wire: three float32 per position over tensor, none in backward. Memory: chunk_tokens * v.
     """
@@ -123,7 +123,7 @@ def _sum_nll(chunks: Chunks, w_Dv: jax.Array, tensor: Axes) -> jax.Array:
 
 
 def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array, ...]:
-    """One chunk's sum, logits, and log of the softmax's denominator."""
+    """Returns one chunk's sum, logits, and logarithm of the softmax's denominator."""
     x_ND, local_N, valid_N = chunk
     v = w_Dv.shape[1]
     logit_Nv = jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
@@ -138,7 +138,7 @@ def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array,
 
 
 def _sum_nll_forward(chunks: Chunks, w_Dv: jax.Array, tensor: Axes):
-    """The sum, and its gradients at once."""
+    """Returns the sum, and its gradients as residuals."""
 
     def add(carry, chunk):
         total, dw_Dv = carry
@@ -158,10 +158,10 @@ def _sum_nll_forward(chunks: Chunks, w_Dv: jax.Array, tensor: Axes):
 
 
 def _sum_nll_backward(tensor: Axes, saved, gradient: jax.Array):
-    """Every tensor rank's copy of the sum depends on these logits: the ranks' shares add up.
+    """Scales the saved gradients by the sum of all tensor ranks' cotangents.
 
-    They are equal, because each rank takes the same share of the same sum; so adding them needs no
-    communication.
+    Every rank's copy of the sum depends on these logits. The cotangents are equal, because each
+    rank contributes the same share of the same sum, so adding them needs no communication.
     """
     dx, dw_Dv = saved
     scale = gradient * wire.size(tensor)

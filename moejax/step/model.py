@@ -1,4 +1,4 @@
-"""The model as a step sees it: static facts beside the arrays, and what a run's config chose."""
+"""The model as a step sees it: its static part, and the spec that a config chooses."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from moejax.step.state import Tree
 
 @dataclass(frozen=True)
 class ModelDef:
-    """All that the code of a step knows of the model besides its arrays."""
+    """The static part of a model: all but its arrays."""
 
     cfg: Config
     spec: StepSpec
@@ -29,26 +29,26 @@ class ModelDef:
 
     @property
     def layout(self) -> Layout:
-        """Where arrays live."""
+        """How arrays are laid out on the mesh."""
         return self.spec.layout
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens whose logits exist at one time."""
+        """Number of tokens whose logits exist at one time."""
         vocabulary = self.cfg.model.vocab_size // self.layout.size(self.layout.tensor)
         return max(1, self.spec.logit_elements // vocabulary)
 
     def merge(self, params: Tree, router_bias: Tree) -> Transformer:
-        """The model with these arrays."""
+        """Returns the model with these arrays."""
         return nnx.merge(self.graph, params, router_bias)
 
     def init(self) -> tuple[Tree, Tree]:
-        """Parameters and selection biases, drawn from the seed."""
+        """Returns parameters and selection biases, drawn from the seed."""
         return _split(_build_model(self.cfg, self.spec))[1:]
 
 
 def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, Tree, Tree]:
-    """The model, and the shapes of its parameters and selection biases; allocates nothing."""
+    """Returns the model, and shapes of parameters and selection biases; allocates nothing."""
     model = nnx.eval_shape(lambda: _build_model(cfg, spec))
     graph, params, router_bias = _split(model)
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -61,7 +61,7 @@ def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, Tree, Tree]:
 def build_spec(
     cfg: Config, mesh: Mesh | AbstractMesh, platform: str, codecs: Codecs | None
 ) -> StepSpec:
-    """What a config and its devices choose; arguments as of `build_step`."""
+    """Returns the spec for a config and its devices; arguments as of `build_step`."""
     layout = build_layout(cfg.mesh)
     chosen = {
         name: choice.implementation
@@ -95,7 +95,7 @@ def build_spec(
 
 
 def parameter_sizes(dims: Tree, params: Tree) -> dict[str, tuple[str, int]]:
-    """Path -> (letters of the dimensions, elements) of each parameter."""
+    """Returns name -> (letters of the dimensions, elements) of each parameter."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): (letters, math.prod(x.shape))

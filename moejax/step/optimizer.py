@@ -1,7 +1,7 @@
 """The optimizer: optax transformations that work on this device's shards.
 
-Per device, inside shard_map. AdamW is elementwise, so shards need nothing from each other; the two
-things that look at whole arrays, clipping by global norm and Muon, say what they communicate.
+Per device, inside shard_map. AdamW is elementwise, so shards are independent; clipping by global
+norm and Muon need whole arrays, and their docstrings say what they communicate.
 """
 
 import math
@@ -24,7 +24,7 @@ Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
 
 
 def learning_rate(cfg: OptimizerConfig, num_steps: int, peak: float) -> optax.Schedule:
-    """Linear warm-up from zero to `peak`, then the schedule down to its final fraction."""
+    """Returns the schedule: linear warm-up to `peak`, then decay to its final fraction."""
     rest = max(num_steps - cfg.warmup_steps, 1)
     end = peak * cfg.final_fraction
     after = {
@@ -42,13 +42,13 @@ def learning_rate(cfg: OptimizerConfig, num_steps: int, peak: float) -> optax.Sc
 class Optimizer:
     """The whole update: clip, AdamW or Muon, weight decay, schedule.
 
-    Each parameter is updated on its own and in place. Muon needs the whole of each matrix, so of
-    layers that are stacked it takes one after the other: what it needs beside weights and state is
-    a layer's, not a model's (the tiles of TED).
+    Each parameter is updated on its own and in place. Muon needs whole matrices, so it updates
+    stacked layers one after the other: its temporaries are those of a layer, not of the model
+    (the tiles of TED).
 
     Attributes:
-      dims: the letters of each parameter's dimensions, in the parameters' tree.
-      num_steps: of the run, for the schedule.
+      dims: letters of each parameter's dimensions, as a tree like the parameters.
+      num_steps: steps of the run, for the schedule.
     """
 
     cfg: OptimizerConfig
@@ -57,11 +57,11 @@ class Optimizer:
     num_steps: int
 
     def init(self, params: Tree) -> Tree:
-        """The first state: for each parameter an optax state."""
+        """Returns the first state: an optax state for each parameter."""
         return jax.tree.map(lambda p, d: self.transform(d).init(p), params, self.dims)
 
     def specs(self, params: Tree, state: Tree, param_specs: Tree) -> Tree:
-        """How the state is sharded: moments as their parameters, counts not at all."""
+        """Returns the state's sharding: moments like their parameters, counts replicated."""
 
         def of(param: Any, spec: PartitionSpec, state: Any) -> Any:
             return jax.tree.map(
@@ -73,11 +73,11 @@ class Optimizer:
     def update(
         self, gradients: Tree, state: Tree, params: Tree, norm: jax.Array, finite: jax.Array
     ) -> tuple[Tree, Tree]:
-        """Returns the next parameters and state; those given where the step is not finite.
+        """Returns the next parameters and state, or the old ones if the step is not finite.
 
         Args:
-          norm: of the gradients, over all devices.
-          finite: whether to update at all.
+          norm: global norm of the gradients.
+          finite: whether to apply the update.
         """
         limit = self.cfg.clip_norm
         scale = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
@@ -102,7 +102,7 @@ class Optimizer:
         return jax.tree.unflatten(tree, new_params), jax.tree.unflatten(tree, new_state)
 
     def transform(self, dims: str) -> optax.GradientTransformation:
-        """The update of one parameter, before clipping."""
+        """Returns the optax transformation of one parameter, which follows clipping."""
         cfg = self.cfg
         if cfg.name == "muon" and is_matrix(dims):
             rate = learning_rate(cfg, self.num_steps, cfg.muon_learning_rate)
@@ -112,7 +112,7 @@ class Optimizer:
                 optax.add_decayed_weights(cfg.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
-        # Of Muon's, what it leaves to AdamW (embeddings, router) does not decay.
+        # Parameters that Muon leaves to AdamW (embeddings, router) do not decay.
         decays = cfg.name == "adamw" and _decays(dims)
         return optax.adamw(
             learning_rate(cfg, self.num_steps, cfg.learning_rate),
@@ -124,10 +124,10 @@ class Optimizer:
 
 
 def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
-    """`apply` on each layer of stacked arrays, in place; counts, which have no layers, as given.
+    """Applies `apply` to each layer of stacked arrays, in place; counts are not stacked.
 
-    The loop carries each layer flat: else XLA gives the whole stack the layout that the products
-    inside like best, and copies it before and after.
+    The loop carries flat layers: otherwise XLA gives the whole stack the layout that suits the
+    products inside, and copies it before and after.
     """
     index, put = jax.lax.dynamic_index_in_dim, jax.lax.dynamic_update_index_in_dim
 
@@ -145,36 +145,36 @@ def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
 
 
 def _decays(dims: str) -> bool:
-    """Matrices that touch the residual stream decay; norm scales and biases do not."""
+    """Whether weights decay: matrices that touch the residual stream, not scales and biases."""
     return "D" in dims and len(dims) > 1
 
 
 def is_matrix(dims: str) -> bool:
-    """Whether Muon takes the parameter: hidden matrices, not embeddings, norms or the router."""
+    """Whether Muon updates it: hidden matrices, not embeddings, norms or the router."""
     return _decays(dims) and "V" not in dims and dims != "DE"
 
 
 def square_share(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
-    """This device's share of the squared norm of a sharded tree; all devices' add up to it."""
+    """Returns this device's share of a sharded tree's squared norm; shares sum to it."""
     devices = layout.size(layout.mesh_axes)
 
     def share(x: jax.Array, d: str) -> jax.Array:
         shards = layout.size(tuple(axis for axes in layout.param_axes(d) for axis in axes))
-        # Copies of a shard would count several times; device counts divide exactly in float32.
+        # Replicas of a shard share its norm; powers of two divide exactly in float32.
         return jnp.sum(jnp.square(x.astype(jnp.float32))) * (shards / devices)
 
     return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(share, tree, dims))))
 
 
 def _orthogonal_shard(x: Any, dims: str, layout: Layout) -> jax.Array:
-    """The nearest orthogonal matrix to an update, or to each of its experts (Muon).
+    """Returns this device's shard of the orthogonal matrix nearest to an update (Muon).
 
     Needs the whole matrix: gathers it and keeps this device's shard of the result. Wire: the
     matrix, in float32. Source: Jordan et al. 2024, through optax.contrib.
     """
     axes_by_dim = list(enumerate(layout.param_axes(dims)))
     if dims[0] == "E":
-        axes_by_dim = axes_by_dim[1:]  # experts are separate matrices: no need to meet
+        axes_by_dim = axes_by_dim[1:]  # experts are separate matrices, not gathered
     shard_shape = x.shape
     for dim, axes in axes_by_dim:
         x = wire.all_gather(x, axes, dim=dim) if axes else x
@@ -192,7 +192,7 @@ def _orthogonal_shard(x: Any, dims: str, layout: Layout) -> jax.Array:
 
 
 def _matrix_dims(dims: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which dimensions are the matrix's inputs and its outputs; the model's width is one of them.
+    """Returns the matrix's input and output dimensions; one of them is the model's width.
 
     Gate and up (U) and experts (E) are separate matrices.
     """

@@ -1,15 +1,15 @@
-"""What a step takes and gives: the state of a run, a batch, and what is measured of it."""
+"""The inputs and outputs of a step: state, batch, metrics."""
 
 from typing import Any, NamedTuple
 
 import jax
 
 Tree = Any  # a pure dict of arrays
-Leaf = Any  # an array; in a description of one, its shape or sharding
+Leaf = Any  # an array, or its shape or sharding
 
 
 class TrainState(NamedTuple):
-    """All that a checkpoint holds."""
+    """The state of a run, as a checkpoint holds it."""
 
     step: Leaf  # optimizer steps done, which is also the position in the data
     skipped: Leaf  # updates not applied because loss or gradient was not finite
@@ -22,21 +22,21 @@ class TrainState(NamedTuple):
 class Reduction(NamedTuple):
     """What the compressed reductions of gradients remember; empty without codecs."""
 
-    # Shaped like params; None where no codec serves. Of each device apart: [layers, devices, ...].
+    # A tree like params; None for parameters without codec. Leaves: [layers, devices, ...].
     codecs: Tree
-    levels: Leaf | None  # int32 [2], of adaptive codecs: dense, experts
+    levels: Leaf | None  # int32 [2]: adaptive levels of dense and expert gradients
 
 
 class Batch(NamedTuple):
     """One step's sequences; global arrays outside the step, this device's rows inside."""
 
     token_BT: Leaf
-    target_BT: Leaf  # -1 where there is nothing to predict
+    target_BT: Leaf  # -1: no target
     segment_BT: Leaf
 
 
 class Metrics(NamedTuple):
-    """Of one step, over all devices."""
+    """Metrics of one step, over all devices."""
 
     loss: jax.Array  # nats per target
     balance: jax.Array  # load-balance loss, 1 when even

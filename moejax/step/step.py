@@ -1,7 +1,7 @@
-"""The per-device code of a train step: loss, gradients, what codecs remember, update.
+"""The per-device code of a train step: loss, gradients, codec state, update.
 
-Runs inside the shard_map of the training mesh. The loss of a device is its share, so that the sum
-over all devices is the loss; see `comm.wire` for what that makes of the collectives' transposes.
+Runs inside the shard_map of the training mesh. Each device computes its share of the loss; the sum
+over devices is the loss. `comm.wire` explains the transposes of collectives under this rule.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ from moejax.step.state import Batch, Metrics, Reduction, TrainState, Tree
 def train_step(
     model: ModelDef, optimizer: Optimizer, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step; an update that is not finite is counted and not applied."""
+    """Runs one optimizer step. An update that is not finite is counted and not applied."""
     layout, rate = model.layout, model.cfg.moe.router.bias_update_rate
     gradients, parts, reduction = loss_gradients(model, state, batch)
     with jax.named_scope("update"):
@@ -56,10 +56,10 @@ def train_step(
 def loss_gradients(
     model: ModelDef, state: TrainState, batch: Batch
 ) -> tuple[Tree, LossParts, Reduction]:
-    """Gradients of the whole batch, the loss's parts, and what codecs remember afterwards.
+    """Returns gradients of the whole batch, the loss's parts, and the new codec state.
 
-    Two of the loss's parts, `nll` and `balance`, are this device's shares: the caller adds them up
-    over the devices together with what else it has to send.
+    Of the loss's parts, `nll` and `balance` are this device's shares: the caller sums them over
+    devices together with its other sums.
     """
     num_parts = model.cfg.train.micro_batches
     micro = partial(_micro_batch, model, state, _num_targets(model, batch))
@@ -85,7 +85,7 @@ def loss_gradients(
 
 
 def _num_targets(model: ModelDef, batch: Batch) -> jax.Array:
-    """Valid targets of the whole batch, at least 1."""
+    """Returns the number of valid targets of the whole batch, at least 1."""
     num_targets = wire.all_reduce(jnp.sum(batch.target_BT >= 0), model.layout.token_axes)
     return jnp.maximum(num_targets, 1).astype(jnp.float32)
 
@@ -93,20 +93,20 @@ def _num_targets(model: ModelDef, batch: Batch) -> jax.Array:
 def _micro_batch(
     model: ModelDef, state: TrainState, num_targets: jax.Array, part: Any, rows: Batch, codecs: Tree
 ) -> tuple[Tree, Tree, LossParts]:
-    """Gradients of one micro-batch, what codecs remember after it, and the loss's parts.
+    """Returns gradients of one micro-batch, the new codec state, and the loss's parts.
 
     Args:
-      num_targets: of the whole batch.
-      part: number of the micro-batch.
-      rows: this device's rows of it.
-      codecs: what codecs remember from the micro-batch before.
+      num_targets: valid targets of the whole batch.
+      part: index of the micro-batch.
+      rows: this device's rows of the micro-batch.
+      codecs: codec state after the previous micro-batch.
     """
     layout, cfg = model.layout, model.cfg
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
     noise_key, rounding_key = jax.random.split(key)
     context = EncodeContext(state.step, jax.random.fold_in(rounding_key, part), part)
     params = attach_residuals(state.params, codecs, model.dims, context, layout)
-    # Global number of this micro-batch's first row, if each device's rows follow each other.
+    # Global index of this micro-batch's first row on this device.
     device_rows = len(rows.token_BT) * cfg.train.micro_batches
     first_row = wire.index(layout.token_axes) * device_rows + part * len(rows.token_BT)
     noise = Noise(noise_key, first_row) if cfg.moe.router.jitter else None
@@ -132,7 +132,7 @@ def _micro_batch(
 
 
 def _reduce_vectors(model: ModelDef, gradients: Tree) -> Tree:
-    """Adds up the gradients of vectors (norm scales), which every device holds whole."""
+    """Sums the gradients of vectors (norm scales), which are replicated."""
     leaves, tree = jax.tree.flatten(gradients)
     vectors = [i for i, letters in enumerate(jax.tree.leaves(model.dims)) if len(letters) == 1]
     sums = reduce_whole([leaves[i] for i in vectors], model.layout)
@@ -142,7 +142,7 @@ def _reduce_vectors(model: ModelDef, gradients: Tree) -> Tree:
 
 
 def _choose_levels(model: ModelDef, before: Reduction, codecs: Tree) -> Reduction:
-    """What codecs remember now; in a step that measures, adaptive codecs choose their level."""
+    """Returns the new codec state; in measuring steps adaptive codecs choose their level."""
     if before.levels is None:
         return Reduction(codecs, None)
     levels = []
@@ -158,7 +158,7 @@ def _choose_levels(model: ModelDef, before: Reduction, codecs: Tree) -> Reductio
 
 
 def _update_router_bias(router_bias: Tree, load_LE: jax.Array, rate: float) -> Tree:
-    """Moves each layer's selection bias; biases are stacked per layer group, in layer order."""
+    """Moves each layer's selection bias; biases are stacked by layer group, in layer order."""
     leaves, tree = jax.tree.flatten(router_bias)
     first, moved = 0, []
     for bias_LE in leaves:

@@ -30,7 +30,7 @@ from moejax.step.step import loss_gradients, train_step
 
 @dataclass(frozen=True)
 class TrainStep:
-    """The compiled functions of a run and the shardings of what they take."""
+    """The compiled functions of a run, and the shardings of their arguments."""
 
     model: ModelDef
     mesh: Mesh | AbstractMesh
@@ -44,12 +44,12 @@ class TrainStep:
 
     @property
     def spec(self) -> StepSpec:
-        """What config and devices chose."""
+        """The step's static spec."""
         return self.model.spec
 
     @property
     def layout(self) -> Layout:
-        """Where arrays live."""
+        """How arrays are laid out on the mesh."""
         return self.model.layout
 
     @property
@@ -69,16 +69,16 @@ class TrainStep:
         return Batch(array, array, array)
 
     def abstract_prompt(self) -> tuple[jax.ShapeDtypeStruct, int]:
-        """Shapes of what `next_logits` takes: one sequence on each device, and a length."""
+        """Returns the shapes that `next_logits` takes: a sequence on each device, and a length."""
         shape = (self.layout.size(self.layout.token_axes), self.cfg.data.sequence_length)
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding), 1
 
     def parameter_sizes(self) -> dict[str, tuple[str, int]]:
-        """Path -> (letters of the dimensions, elements) of each parameter."""
+        """Returns name -> (letters of the dimensions, elements) of each parameter."""
         return parameter_sizes(self.dims, self.abstract.params)
 
     def argument_bytes(self) -> dict[str, int]:
-        """Bytes of one device of what a step is given, by kind; its counters are left out."""
+        """Returns the bytes of a step's arguments on one device by kind, without counters."""
         state = self.abstract
         return {
             "weights": _local_bytes(state.params),
@@ -99,23 +99,23 @@ class TrainStep:
             moments = self._optimizer.init(params)
             return TrainState(zero, zero, params, router_bias, moments, self._empty_reduction())
 
-        # Runs once, so on CPU it asks LLVM for little: seconds of compilation saved.
+        # Runs once, so low optimization on CPU saves seconds of compilation.
         quick = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else None
         return jax.jit(build, out_shardings=_shardings(self.abstract), compiler_options=quick)()
 
     def at(self, codecs: Codecs) -> "TrainStep":
-        """The same run with these codecs; the same state fits."""
+        """Returns the same run with other codecs, for the same state."""
         if codecs == self.spec.codecs:
             return self
         return build_step(self.cfg, self.mesh, self.platform, codecs)
 
     @cached_property
     def plain(self) -> "TrainStep":
-        """The same run without codecs: held-out text is not measured through them."""
+        """The same run without codecs, for evaluation."""
         return self.at(NO_CODECS)
 
     def first_reduction(self) -> Reduction:
-        """What codecs of gradients remember at first: nothing."""
+        """Returns the first state of gradient codecs: zeros."""
         shardings = _shardings(self.abstract.reduction)
         return jax.jit(self._empty_reduction, out_shardings=shardings)()
 
@@ -124,7 +124,7 @@ class TrainStep:
 
     @cached_property
     def step(self) -> Any:
-        """The jitted step: (state, batch) -> (state, metrics). Takes the state's memory over."""
+        """The jitted step: (state, batch) -> (state, metrics). Donates the state."""
         body = partial(train_step, self.model, self._optimizer)
         return self._jitted(body, (self._state_specs, P()), donate_argnums=0)
 
@@ -157,7 +157,7 @@ class TrainStep:
 
     @cached_property
     def options(self) -> Options:
-        """What is asked of the compiler; nothing where the step is only traced."""
+        """Compiler options; empty if the step is only traced."""
         options = compiler_options(self.platform, hops=len(self.spec.route.hops))
         if not isinstance(self.mesh, Mesh):
             return {}
@@ -172,7 +172,7 @@ class TrainStep:
         return jax.tree.map(lambda x: x.sharding.spec, self.abstract)
 
     def _jitted(self, body: Any, out_specs: Any, batch: Any = None, **options: Any) -> Any:
-        """Maps per-device code over the mesh: (state, batch) -> results laid out by `out_specs`."""
+        """Maps per-device code over the mesh: (state, batch) -> results sharded by `out_specs`."""
         in_specs = (self._state_specs, batch or self.layout.token_spec())
         mapped = gloo.shard_map(body, self.mesh, in_specs, out_specs)
         return jax.jit(mapped, compiler_options=self.options or None, **options)
@@ -185,8 +185,8 @@ def build_step(
 
     Args:
       mesh: an AbstractMesh is enough to trace the step.
-      platform: "cpu", "gpu" or "tpu", which chooses kernels, with what the devices are.
-      codecs: of the steps it is for; those of the first step unless given.
+      platform: "cpu", "gpu" or "tpu"; decides the kernels, together with the devices.
+      codecs: codecs of its steps; by default those of the first step.
     """
     model, params, router_bias = describe_model(cfg, build_spec(cfg, mesh, platform, codecs))
     shapes, specs = _describe_state(model, params, router_bias)
@@ -201,7 +201,7 @@ def build_step(
 def _describe_state(
     model: ModelDef, params: Tree, router_bias: Tree
 ) -> tuple[TrainState, TrainState]:
-    """The state's shapes, and how each array lies over the mesh."""
+    """Returns the state's shapes and shardings."""
     layout, dims, adaptive = model.layout, model.dims, model.spec.compression.adaptive
     optimizer, scalar = _build_optimizer(model), jax.ShapeDtypeStruct((), jnp.int32)
     moments = jax.eval_shape(optimizer.init, params)

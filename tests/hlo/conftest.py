@@ -1,4 +1,4 @@
-"""Whole steps are traced here: annotations are checked where layers are tested."""
+"""The compiled and the traced step: annotations are checked where layers are tested."""
 
 import pytest
 

@@ -69,7 +69,7 @@ def calls(found):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "mesh", "nodes", "weights", "chunks"),
-    part_of(CASES, [(4, 4), (2, 3), (1, 1)], parts=3),
+    part_of(CASES, [(2, 3), (4, 4), (1, 1)], parts=3),
 )
 def test_rows_take_every_hop_out_and_home_once_a_chunk_in_each_direction(
     route, mesh, nodes, weights, chunks
@@ -128,7 +128,9 @@ def test_choices_travel_in_one_byte():
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 has no Mosaic GPU")
-@pytest.mark.parametrize(("route", "mesh", "nodes", "weights"), [*USUAL, *map(rare, CASES)])
+@pytest.mark.parametrize(
+    ("route", "mesh", "nodes", "weights"), [USUAL[1], *map(rare, [USUAL[0], *CASES])]
+)
 def test_kernels_that_quantise_rows_as_they_move_change_no_exchange(route, mesh, nodes, weights):
     """Classes, axes, dtypes and bytes are those of operations in turn."""
     cfg = routed(route, mesh, nodes if nodes > 1 else mesh[2], weights, chunks=(2, 3))

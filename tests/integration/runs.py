@@ -20,11 +20,12 @@ from tests.cases import step_for
 REPOSITORY = Path(__file__).parents[2]
 
 
-def describe(steps, capacity=16, **mesh):
+def describe(steps, capacity=16, sample=2, **mesh):
     """A config for `write_config`: a small MoE on simulated devices, saved every ten steps.
 
     Args:
       capacity: with 16 no bucket overflows, so the step has no overflow rounds to compile.
+      sample: tokens; 0 compiles no sampling.
     """
     axes = ", ".join(f"{name}: {size}" for name, size in mesh.items())
     return f"""
@@ -40,7 +41,7 @@ train:
   log_every: 1
   eval_every: 20
   eval_batches: 1
-  sample_tokens: 2
+  sample_tokens: {sample}
 checkpoint: {{save_every: 10, keep: 2}}
 """
 

@@ -18,7 +18,7 @@ from tests.integration.runs import (
 
 STEPS = 24
 CONFIG = (
-    describe(STEPS, simulated_devices=8, replica="null", nodes=2)
+    describe(STEPS, sample=0, simulated_devices=8, replica="null", nodes=2)
     + """
 compression:
   dispatch: int8

@@ -24,7 +24,7 @@ from tests.launch.test_emulate import needs_namespaces
 
 STEPS = 30
 # The expert axis is across the two processes, the tensor axis inside each.
-CONFIG = describe(STEPS, simulated_devices=4)
+CONFIG = describe(STEPS, sample=0, simulated_devices=4)
 LOCAL = (REPOSITORY / "launch" / "local", "--processes", 2)
 EMULATE = (REPOSITORY / "launch" / "emulate", "--hosts", 2, "--devices-per-host", 2)
 

@@ -185,7 +185,7 @@ def same_order():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("route", "options", "K"), same_order())
+@pytest.mark.parametrize(("route", "options", "K"), list(same_order()))
 def test_routes_that_add_in_the_same_order_give_the_same_bits(route, options, K):
     # Every device sends every expert equally many rows: nothing overflows into rounds.
     rng = np.random.default_rng(K)

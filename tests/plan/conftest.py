@@ -1,8 +1,8 @@
-"""Whole steps are traced here: annotations are checked where layers are tested."""
+"""Most of a plan's time is tracing."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def annotations(unchecked_annotations):
-    """Leaves annotations unchecked; see `unchecked_annotations`."""
+def annotations_are_not_checked(unchecked_annotations):
+    """See `unchecked_annotations`."""

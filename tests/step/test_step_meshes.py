@@ -102,7 +102,7 @@ def test_all_tokens_to_one_expert_lose_nothing(crowded, mesh):
 
 KINDS = [
     {"model": {"qk_norm": "head", "attention_bias": True, "tie_embeddings": False}},
-    {"model": {"num_layers": 3, "first_dense_layers": 1, "scan_layers": False}},
+    {"model": {"num_layers": 2, "first_dense_layers": 1, "scan_layers": False}},
     {"model": {"num_layers": 4, "moe_every": 2, "remat": "full"}},
     {"model": {"remat": "collectives"}, "moe": {"num_shared_experts": 2}},
     {"router": {"score": "sigmoid", "num_groups": 4, "groups_per_token": 2}},

@@ -32,7 +32,7 @@ class Case:
 
 CASES = [
     Case((1, 1, 1, 8), k=1, score="sigmoid", kinds=(0, 4)),
-    Case((1, 1, 8, 1), 2, route="two_level", chunks=(3, 3), score="sigmoid"),
+    Case((1, 1, 8, 1), 2, route="two_level", chunks=(3, 2), score="sigmoid"),
     Case((8, 1, 1, 1), 4, k=8, kinds=(1, 5)),
     Case((1, 8, 1, 1), 2, k=1),
     Case((1, 2, 4, 1), 1, route="merge", chunks=(2, 3), kinds=(2, 6)),
@@ -40,15 +40,13 @@ CASES = [
     Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "spread", (3, 2), kinds=(3, 7)),
     Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1),
     Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2)),
-    Case((1, 1, 2, 4), 1, chunks=(3, 4), k=8),
-    Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (4, 6)),
-    Case((1, 1, 8, 1), 4, route="two_level_merge", chunks=(2, 3), k=8),
+    Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1)),
     Case((1, 1, 4, 2), 2, ("sequence", "folded"), "two_level_merge", (2, 2)),
     Case((2, 4, 1, 1), 4),
     # Without a capacity buckets overflow, or just do not.
     Case((1, 1, 8, 1), path="rounds"),
     Case((1, 1, 4, 2), 1, route="spread", chunks=(3, 2), path="rounds"),
-    Case((1, 1, 8, 1), 4, route="two_level_merge", chunks=(2, 3), k=8, path="rounds"),
+    Case((1, 1, 8, 1), 4, route="two_level_merge", chunks=(1, 2), k=8, path="rounds"),
     Case((2, 1, 4, 1), 4, route="two_level", k=8, path="usual"),
 ]
 

@@ -99,7 +99,7 @@ def test_gradients_are_off_by_what_the_codec_leaves_out(mesh, nodes, codec):
     ("codec", "least", "most"),
     [
         ("int4+feedback", 1e-9, 0.05),
-        ("powersgd:8", 1e-9, 0.5),
+        pytest.param("powersgd:8", 1e-9, 0.5, marks=pytest.mark.exhaustive),
         pytest.param("loco", 1e-9, 0.5, marks=pytest.mark.exhaustive),
         pytest.param("topk:0.5+feedback", 1e-9, 0.5, marks=pytest.mark.exhaustive),
         # More ranks than any matrix has.
@@ -287,7 +287,7 @@ def test_an_adaptive_codec_takes_the_strongest_level_that_keeps_enough(keep, lev
     # Few devices: a level is chosen for all of them, and every level is compiled.
     cfg = with_codecs((2, 1, 1, 1), 2, dense_gradient=codec, expert_gradient=codec, adapt_every=2)
     levels = []
-    for loss, state in run(cfg, 3):
+    for loss, state in run(cfg, 2):
         levels.append([int(x) for x in state.reduction.levels])
         assert np.isfinite(loss)
     assert levels[0] == [level, level]

@@ -5,13 +5,13 @@ import pytest
 from moejax.errors import STOPPED, DivergedError, InputError
 from moejax.train import loop
 from moejax.train.__main__ import main
-from moejax.train.loop import Ended
+from moejax.train.loop import RunEnd
 
 
 @pytest.mark.parametrize(("stopped", "code"), [(False, 0), (True, STOPPED)])
 def test_a_stopped_run_can_be_told_from_a_finished_one(tmp_path, monkeypatch, stopped, code):
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(loop, "train", lambda cfg, console: Ended(None, stopped))
+    monkeypatch.setattr(loop, "train", lambda cfg, console: RunEnd(None, stopped))
     assert main(["--config", str(tmp_path / "config.json")]) == code
 
 

@@ -1,4 +1,4 @@
-"""Settings that would do nothing as the others stand; changing one is refused."""
+"""Refuses changed settings that have no effect with the others."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,8 +11,7 @@ from moejax.errors import InputError
 
 ROUTE_SETTINGS = ("route", "route_chunks", "route_chunks_backward", "route_trim")
 
-# A rule on settings that do nothing: the settings (a name or the start of names), whether `cfg`
-# uses them, and why not when it does not.
+# A rule: settings (a name or a prefix), whether `cfg` uses them, and the reason if not.
 _Effect = tuple[tuple[str, ...], Callable[[Config], bool], str]
 
 
@@ -115,9 +114,9 @@ def _training_effects() -> Iterator[_Effect]:
 
 
 def check_effects(cfg: Config) -> None:
-    """Refuses settings that were changed and then ignored: the user meant something by them.
+    """Refuses changed settings that would be ignored.
 
-    None switches something off: where that is off anyway, it says what is so.
+    None switches a feature off, which is accepted where it is off anyway.
     """
     values = {field: get_value(cfg, field.name) for field in fields().values()}
     changed = [field for field, value in values.items() if value not in (field.default, None)]

@@ -1,4 +1,4 @@
-"""Rules between the mesh and what is cut along its axes."""
+"""Rules between the mesh and the sizes that its axes divide."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ def resolve_mesh(
     """Returns `cfg` with replica axis and nodes known, for a mesh of exactly `num_devices` devices.
 
     Args:
-      processes: how many share the devices, if that is known already.
+      processes: number of processes that share the devices, if known.
 
     Raises:
       InputError: the axes do not multiply to `num_devices`, the batch does not divide by them, or
@@ -35,7 +35,7 @@ def resolve_mesh(
 
 
 def check_expert_axis(cfg: Config) -> None:
-    """The devices that own experts divide the experts among themselves."""
+    """Checks that the number of experts divides by the devices that own them."""
     E, mesh = cfg.moe.num_experts, cfg.mesh
     folded, owners = mesh.expert_weights == "folded", expert_owners(mesh)
     axis = "expert x tensor axis (folded)" if folded else "expert axis"
@@ -47,12 +47,12 @@ def check_expert_axis(cfg: Config) -> None:
 
 
 def expert_owners(mesh: MeshConfig) -> int:
-    """Devices that the experts of a layer are spread over."""
+    """Returns the number of devices that own the experts of a layer."""
     return mesh.expert * mesh.tensor if mesh.expert_weights == "folded" else mesh.expert
 
 
 def _check_nodes(cfg: Config, num_devices: int) -> None:
-    """Nodes hold whole pieces of the mesh; two levels need experts across and inside them."""
+    """Checks that nodes hold whole parts of the mesh, and that two-level routes have two levels."""
     mesh = cfg.mesh
     assert mesh.nodes is not None, "resolve_mesh fills it first"
     require(
@@ -90,7 +90,7 @@ def _check_nodes(cfg: Config, num_devices: int) -> None:
 
 
 def check_tensor_axis(cfg: Config) -> None:
-    """Everything that is cut in `mesh.tensor` parts must divide by it."""
+    """Checks that everything sharded over tensor divides by it."""
     model, moe, tensor = cfg.model, cfg.moe, cfg.mesh.tensor
     sizes = {
         "model.num_heads": model.num_heads,
@@ -114,7 +114,7 @@ def check_tensor_axis(cfg: Config) -> None:
 
 
 def check_width(cfg: Config) -> None:
-    """Dense weights spread their width over fsdp x expert; expert weights over fsdp alone."""
+    """Checks the width: dense weights shard it over fsdp x expert, expert weights over fsdp."""
     width, fsdp, expert = cfg.model.width, cfg.mesh.fsdp, cfg.mesh.expert
     require(
         width % (fsdp * expert) == 0,
@@ -125,7 +125,7 @@ def check_width(cfg: Config) -> None:
 
 
 def check_batch(cfg: Config) -> None:
-    """Every device needs the same whole number of sequences, in each micro-batch."""
+    """Checks that every device gets the same number of sequences in each micro-batch."""
     mesh, batch = cfg.mesh, cfg.train.batch_sequences
     if mesh.replica is None:
         parts = mesh.fsdp * mesh.expert * cfg.train.micro_batches

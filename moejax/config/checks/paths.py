@@ -1,4 +1,4 @@
-"""Whether a place can be written to, asked before work whose result would be lost."""
+"""Checks that outputs can be written, before work whose result would be lost."""
 
 import tempfile
 from pathlib import Path
@@ -7,12 +7,12 @@ from moejax.errors import InputError
 
 
 def check_output(path: Path, shown: str) -> None:
-    """Refuses a file that could not be written; makes nothing that stays.
+    """Refuses a file that could not be written; leaves nothing behind.
 
     Args:
-      shown: what names it, such as `--out`.
+      shown: its flag or setting, such as `--out`.
     Raises:
-      InputError: it is a folder, or nothing can be written where it would be.
+      InputError: if it is a folder, or cannot be written.
     """
     if path.is_dir():
         raise InputError(f"{shown} is {path}, a folder. It must name a file. Add the file's name.")
@@ -20,18 +20,18 @@ def check_output(path: Path, shown: str) -> None:
 
 
 def check_folder(folder: Path, shown: str) -> None:
-    """Refuses a folder that could not be made or written to; makes nothing that stays.
+    """Refuses a folder that could not be made or written to; leaves nothing behind.
 
     Args:
-      shown: what names it, and what it is.
+      shown: its setting, and its meaning.
     Raises:
-      InputError: saying what the system says.
+      InputError: with the system's message.
     """
     existing = folder.absolute()
     try:
         while not existing.exists():
             existing = existing.parent
-        # Permissions do not tell all: a file system may be read-only, or made by the kernel.
+        # Permissions are not enough: a file system may be read-only, or the kernel's.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Who chooses: the settings that a planner may, and whether it does."""
+"""The settings that the planner may choose, and whether it does."""
 
 from moejax.config.compression import PRESETS
 from moejax.config.fields import fields, get_value, short
@@ -6,11 +6,11 @@ from moejax.config.schema import Config
 from moejax.errors import InputError
 
 MESH = ("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
-# What changes where arrays lie and how they travel, and never what is learned.
+# Settings of layout and communication, which do not change the result of training.
 LAYOUT = (*MESH, "mesh.activations", "mesh.expert_weights")
 EXCHANGE = ("route", "route_chunks", "route_chunks_backward")
 REDUCTION = ("train.reduction_bytes",)
-# The same sums in another order, or made again.
+# The same sums in another order, or recomputed.
 MEMORY = ("model.remat", "train.micro_batches")
 CODECS = tuple(f"compression.{kind}" for kind in PRESETS["strong"])
 CHOSEN = (*LAYOUT, *EXCHANGE, *REDUCTION, *MEMORY, *CODECS)
@@ -19,7 +19,7 @@ MODES = ("default", "auto", "hand")
 
 
 def pinned(cfg: Config) -> frozenset[str]:
-    """The settings among `CHOSEN` that somebody has set: those not at their defaults."""
+    """Returns the settings among `CHOSEN` that are not at their defaults."""
     names = {name for name in CHOSEN if get_value(cfg, name) != fields()[name].default}
     if cfg.compression.preset != "none":
         names |= set(CODECS)
@@ -27,7 +27,7 @@ def pinned(cfg: Config) -> frozenset[str]:
 
 
 def is_planned(cfg: Config) -> bool:
-    """Whether mesh and the rest are known only after planning."""
+    """Whether the planner chooses the mesh and the rest."""
     if cfg.plan.mode == "default":
         return not pinned(cfg)
     return cfg.plan.mode != "hand"
@@ -37,7 +37,7 @@ def check_plan(cfg: Config) -> None:
     """Refuses a plan that is neither a mode nor a file.
 
     Raises:
-      InputError: it is neither.
+      InputError: if it is neither.
     """
     mode = cfg.plan.mode
     if mode not in MODES and not mode.endswith(".json"):
@@ -48,13 +48,13 @@ def check_plan(cfg: Config) -> None:
 
 
 def check_nodes(cfg: Config, nodes: int, source: str) -> None:
-    """Refuses nodes set by hand that are not those of a cluster or plan.
+    """Refuses `mesh.nodes` that differ from those of a cluster or plan.
 
     Args:
-      nodes: that it has.
+      nodes: nodes of the cluster or plan.
       source: its name, for the message.
     Raises:
-      InputError: a search would cut the mesh for one number and the run go by the other.
+      InputError: if they differ: a search would divide the mesh for other nodes than the run.
     """
     if cfg.mesh.nodes not in (None, nodes):
         raise InputError(

@@ -1,4 +1,4 @@
-"""How large a model is, from its settings alone, beside the memory of this machine."""
+"""Refuses impossible model sizes, from the settings alone."""
 
 import os
 from pathlib import Path
@@ -8,12 +8,12 @@ from moejax.config.schema import Config
 
 # A hundred times the largest models that are published; the weights alone are 400 TB.
 MAX_PARAMETERS = 10**14
-# A float32 master, two moments of AdamW, and a gradient.
+# Bytes of a float32 master, two moments of AdamW, and a gradient.
 BYTES_PER_PARAMETER = 16
 
 
 def parameters_of(cfg: Config) -> int:
-    """Parameters of a model, but for its norms and biases, which are few."""
+    """Returns a model's number of parameters without norms and biases."""
     model, moe, D = cfg.model, cfg.moe, cfg.model.width
     heads = model.num_heads + model.num_kv_heads
     attention = 2 * D * heads * model.head_width
@@ -33,7 +33,7 @@ def parameters_of(cfg: Config) -> int:
 
 
 def check_size(cfg: Config) -> None:
-    """Refuses a model that nobody could train, before it is traced."""
+    """Refuses a model that is too large to train anywhere, before it is traced."""
     parameters = parameters_of(cfg)
     require(
         parameters <= MAX_PARAMETERS,
@@ -42,11 +42,11 @@ def check_size(cfg: Config) -> None:
     )
 
 
-CGROUP = Path("/sys/fs/cgroup/memory.max")  # what a container may take
+CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of a container
 
 
 def machine_memory() -> int:
-    """Bytes of this machine, or of the container that this process is in."""
+    """Returns the memory of this machine or container in bytes."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(size, int(CGROUP.read_text()))

@@ -1,4 +1,4 @@
-"""What the rules share: how they refuse, and which sizes they offer instead."""
+"""Shared by the rules: how they refuse, and which sizes they suggest."""
 
 from moejax.errors import InputError
 
@@ -10,13 +10,13 @@ def require(holds: bool, message: str) -> None:
 
 
 def divisors_text(n: int) -> str:
-    """The divisors of `n` as a list in words; of many, the smallest ones and `n`."""
-    # Sizes have no upper bound, so only small candidates are tried.
+    """Returns the divisors of `n` as text; if there are many, the smallest ones and `n`."""
+    # Sizes have no upper bound, so only small divisors are tried.
     small = [d for d in range(1, min(n, 4096) + 1) if n % d == 0][:12]
     return ", ".join(map(str, small if small[-1] == n else [*small, n]))
 
 
 def multiples(n: int, step: int) -> str:
-    """The multiples of `step` on either side of `n`, in words."""
+    """Returns the multiples of `step` next to `n` as text."""
     below = n // step * step
     return f"{below} or {below + step}" if below else f"{below + step}"
