@@ -7,9 +7,9 @@ A class has one codec, or several with the step from which each applies:
     int4,int8@1000,bfloat16@5000    errors that shrink along training
     adaptive:0.9:int8|int4|topk:0.1 the strongest that keeps 0.9 of the gradient's energy
 
-A codec is NAME[:ARGUMENT][+feedback][+stochastic]. `comm.codecs.build` describes each and its error.
-Nothing is compressed inside a node; the router, its metadata, the weights of its choices, the loss
-and the optimizer state are compressed nowhere. Nothing here imports JAX.
+A codec is NAME[:ARGUMENT][+feedback][+stochastic]. `comm.codecs.build` describes them and their
+errors. Nothing is compressed inside a node; the router, its metadata, the weights of its choices,
+the loss and the optimizer state are compressed nowhere. Nothing here imports JAX.
 """
 
 import dataclasses
