@@ -1,4 +1,4 @@
-"""The probe: its fit, what it takes for nodes, a small run here, and the emulated cluster."""
+"""The probe: a small run here, its parts, and the emulated cluster."""
 
 import dataclasses
 import json
@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
-from moejax.errors import InputError
 from moejax.plan import __main__ as plan
 from moejax.plan.cluster.file import from_json, load_topology, read_topology, to_text
 from moejax.plan.cluster.topology import KINDS, Link, Tier
@@ -26,125 +24,19 @@ from moejax.plan.probe import links as probe_links
 from moejax.plan.probe import measure as probe_module
 from moejax.plan.probe import program as probe_program
 from moejax.plan.probe.command import main
-from moejax.plan.probe.fit import fit_link
 from moejax.plan.probe.links import collective, probe_pairs, tournament
 from moejax.plan.probe.measure import Effort, probe
 from moejax.plan.probe.nodes import find_nodes
 from moejax.plan.probe.timer import AXES, Stopwatch, build_probe_mesh, loop
 from moejax.runtime.processes import Processes
 from tests.plan.clusters import cluster
+from tests.plan.probe.test_nodes import device
 
-SIZES = tuple(2**power for power in range(14, 27, 2))
 ROOT = Path(__file__).parents[3]
 EMULATE = ROOT / "launch" / "emulate"
 LACKING = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
 LACKING += [] if os.geteuid() == 0 else ["root"]
 needs_namespaces = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}")
-
-
-# -- the fit
-
-
-@given(st.floats(-7, -3), st.floats(5, 12))
-def test_fit_finds_the_line_that_made_the_points(startup, rate):
-    startup, rate = 10**startup, 10**rate
-    link = fit_link([(size, startup + size / rate) for size in SIZES])
-    for size in SIZES:
-        assert link.seconds(size) == pytest.approx(startup + size / rate, rel=1e-3)
-    assert link.error < 1e-3
-    assert [size for size, _ in link.points] == list(SIZES)
-
-
-@given(st.floats(-6, -3), st.floats(6, 9), st.integers(0, 2**32 - 1))
-def test_fit_stands_noise_and_one_call_that_was_held_up(startup, rate, seed):
-    startup, rate = 10**startup, 10**rate
-    random = np.random.default_rng(seed)
-    points = []
-    for place, size in enumerate(SIZES):
-        factor = 1 + random.uniform(-0.05, 0.05)
-        factor *= 3 if place == seed % len(SIZES) else 1
-        points.append((size, (startup + size / rate) * factor))
-    link = fit_link(points)
-    off = [abs(link.seconds(size) / (startup + size / rate) - 1) for size in SIZES]
-    # Relative errors: small messages count as large ones do. Both ends hang on two points or so.
-    assert np.median(off) < 0.15
-    assert link.error < 0.2
-
-
-@pytest.mark.parametrize("late", range(len(SIZES)))
-def test_one_late_call_among_exact_ones_does_not_bend_the_line(late):
-    """Without less weight on it, one at either end bends startup or rate by 8 % and more."""
-    exact = [(size, 1e-4 + size / 1e9) for size in SIZES]
-    link = fit_link([(s, 3 * t if n == late else t) for n, (s, t) in enumerate(exact)])
-    assert link.startup_s == pytest.approx(1e-4, rel=0.01)
-    assert link.bytes_per_s == pytest.approx(1e9, rel=0.01)
-
-
-def test_a_line_that_would_start_below_zero_starts_there():
-    """Through (1000, 1 us) and (2000, 3 us) it would start at -1 us. From zero the best slope for
-    sizes over times of 1 and 2/3 GB/s is their sum over that of their squares."""
-    link = fit_link([(1000, 1e-6), (2000, 3e-6)])
-    assert link.startup_s == pytest.approx(1e-9)  # the least that is written
-    assert link.bytes_per_s == pytest.approx(1e9 * (1 + 4 / 9) / (1 + 2 / 3), rel=1e-6)
-
-
-@given(st.lists(st.floats(1e-6, 10), min_size=7, max_size=7))
-def test_fit_of_anything_is_a_link(seconds):
-    link = fit_link(list(zip(SIZES, seconds, strict=True)))
-    assert link.startup_s > 0
-    assert link.bytes_per_s > 0
-    assert np.isfinite([link.startup_s, link.bytes_per_s, link.error]).all()
-
-
-def test_times_that_do_not_grow_are_all_startup():
-    link = fit_link([(size, 1e-3) for size in SIZES])
-    assert link.seconds(SIZES[0]) == pytest.approx(1e-3, rel=0.05)
-    assert link.seconds(SIZES[-1]) == pytest.approx(1e-3, rel=0.05)
-    # No more than a hundred times what the largest achieved.
-    assert link.bytes_per_s == pytest.approx(100 * SIZES[-1] / 1e-3, rel=1e-3)
-
-
-# -- nodes
-
-
-def device(process, platform="cpu", **more):
-    return types.SimpleNamespace(process_index=process, platform=platform, **more)
-
-
-def test_a_cpu_node_is_a_host_whatever_its_processes():
-    devices = [device(process) for process in (0, 0, 1, 1, 2, 2, 3, 3)]
-    found = find_nodes(devices, ["a", "a", "b", "b"])
-    assert (found.sizes, found.names, found.tier_names) == ((2, 4), ("a", "b"), ("host", "network"))
-    assert found.warning is None
-
-
-def test_an_accelerator_node_is_a_slice():
-    devices = [device(n, "gpu", slice_index=n // 4) for n in range(8)]
-    found = find_nodes(devices, [f"h{n}" for n in range(8)])
-    assert (found.sizes, found.names) == ((2, 4), ("slice 0", "slice 1"))
-    assert found.tier_names == ("nvlink", "network")
-    found = find_nodes([device(0, "tpu", slice_index=None)] * 4, ["a"])
-    assert (found.sizes, found.tier_names) == ((1, 4), ("ici", "dcn"))
-
-
-def test_processes_that_mix_nodes_are_warned_of():
-    found = find_nodes([device(process) for process in range(4)], ["a", "b", "a", "b"])
-    assert found.sizes == (2, 2)
-    assert found.warning is not None
-    assert "numbered" in found.warning
-
-
-def test_the_user_may_say_what_a_node_is():
-    devices = [device(0) for _ in range(6)]
-    assert find_nodes(devices, ["a"], 3).sizes == (3, 2)
-    assert find_nodes(devices, ["a"], 3).names == ("a/0", "a/1", "a/2")
-    with pytest.raises(InputError, match="share them evenly"):
-        find_nodes(devices, ["a"], 4)
-
-
-def test_nodes_of_unequal_size_are_refused():
-    with pytest.raises(InputError, match="a 2, b 1"):
-        find_nodes([device(0), device(0), device(1)], ["a", "b"])
 
 
 @given(st.integers(2, 17))

@@ -1,9 +1,6 @@
-import contextlib
 import json
 import math
-import os
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from moejax.plan.report import page as report
 from moejax.plan.report.page import SCRIPT, TEMPLATE, embed, write_report
 from moejax.plan.search.search import SearchResult
 from tests.cases import small_config
+from tests.plan.report.browser import open_browser, opened_pages
 
 # Nothing here depends on which JAX there is.
 pytestmark = pytest.mark.slow
@@ -218,56 +216,17 @@ def test_twice_as_good_is_twice_the_rate_or_half_the_time():
     assert changes(CLUSTER)["start of an operation"](2.0).device.startup_s == before.startup_s / 2
 
 
-@contextlib.contextmanager
-def _browser():
-    """Chromium; skips where there is none."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        pytest.skip("no Chromium: install one, or name it in CHROMIUM")
-    with sync_api.sync_playwright() as playwright:
-        # Its sandbox does not start as root, as in containers; the page is our own.
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture(scope="module")
 def browser():
-    with _browser() as found:
-        yield found
+    with open_browser() as opened:
+        yield opened
 
 
 @pytest.fixture
 def tab(browser, page):
     """Opens the page at a size; it must have said nothing on the console when the test ends."""
-    said: list[str] = []
-    contexts = []
-
-    def open_page(width: int = 1280, height: int = 900, scheme: str = "light"):
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme=scheme
-        )
-        contexts.append(context)
-        opened = context.new_page()
-        opened.on("console", lambda message: said.append(message.text))
-        opened.on("pageerror", lambda error: said.append(str(error)))
-        opened.on(
-            "request", lambda request: said.append(request.url) if _far(request.url) else None
-        )
-        opened.goto(page.as_uri())
-        opened.wait_for_selector(".panel svg rect")
-        return opened
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert said == []
-
-
-def _far(url: str) -> bool:
-    return not url.startswith(("file:", "data:"))
+    with opened_pages(browser, page) as open_page:
+        yield open_page
 
 
 def test_the_page_draws_and_hostile_names_are_text(tab):

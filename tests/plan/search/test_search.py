@@ -1,7 +1,6 @@
 """The search: what it may choose, what it never chooses, and why it says so."""
 
 import dataclasses
-import json
 from io import StringIO
 
 import pytest
@@ -13,18 +12,16 @@ from moejax.config.compression import PRESETS
 from moejax.config.fields import change, get_value
 from moejax.config.schema import CompressionConfig, Config, PlanConfig
 from moejax.errors import InputError
-from moejax.plan.cluster.file import write_topology
-from moejax.plan.command import main
 from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_routing
 from moejax.plan.price.terms import terms, why
 from moejax.plan.report.tables import print_ranked, print_why, rest_text
 from moejax.plan.search.estimate import Estimate
-from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
+from moejax.plan.search.file import load_plan, plan_from, save_plan
 from moejax.plan.search.search import _Search, search, space
 from moejax.plan.search.space import Limits
 from tests.cases import small_config
-from tests.plan.clusters import GIB, cluster
+from tests.plan.clusters import cluster
 
 
 def model(**changes) -> Config:
@@ -281,47 +278,6 @@ def test_a_plan_file_makes_the_same_config(found, tmp_path):
     assert plan.predicted["seconds"] == found.ranked[0].seconds
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "is not one"),
-        ('{"version": 99}', "version is 99"),
-    ],
-)
-def test_what_is_no_plan_is_refused(tmp_path, content, said):
-    (tmp_path / "plan.json").write_text(content)
-    with pytest.raises(InputError, match=said):
-        load_plan(tmp_path / "plan.json")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"settings": {"mesh.breadth": 2}}, "`mesh.breadth`, which no plan chooses"),
-        ({"settings": {"train.num_steps": 2}}, "`train.num_steps`, which no plan chooses"),
-        ({"settings": {"run_dir": "elsewhere"}}, "`run_dir`, which no plan chooses"),
-        ({"settings": {"mesh.nodes": 2}}, "`mesh.nodes`, which no plan chooses"),
-        ({"settings": {"mesh.expert": -1}}, r"plan\.json: `mesh.expert` must be .*at least"),
-        ({"settings": {"mesh.expert": "two"}}, "`mesh.expert` must be an integer"),
-        ({"settings": []}, "names and values"),
-        ({"devices": "8"}, "devices = '8'"),
-        ({"nodes": 0}, "nodes = 0"),
-        ({"topology": 3}, "topology = 3"),
-        ({"predicted": {}}, "predicted.seconds = None"),
-        ({"predicted": {"seconds": float("nan")}}, "predicted.seconds = nan"),
-        ({"runner_up": {"seconds": 1.0, "settings": {"run_dir": "x"}}}, "`run_dir`"),
-    ],
-)
-def test_a_plan_that_no_search_wrote_is_refused(tmp_path, changes, said):
-    path = tmp_path / "plan.json"
-    save_plan(Plan("test", 8, 2, "balanced", {"mesh.expert": 8}, {"seconds": 1.0}), path)
-    assert load_plan(path).settings == {"mesh.expert": 8}
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(InputError, match=said):
-        load_plan(path)
-
-
 def test_what_is_shown_names_the_winner_and_the_default(found):
     shown = StringIO()
     console = Console(file=shown, width=100)
@@ -345,43 +301,3 @@ def test_what_is_shown_names_the_winner_and_the_default(found):
 def test_who_chooses(mode, changes, planned):
     cfg = change(Config(), changes | {"plan.mode": mode})
     assert is_planned(cfg) == planned
-
-
-COMMON = ["--config", "configs/tiny.py", "--seconds", "1"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--topology", "h200"], "no config"),
-        (["--config", "configs/tiny.py"], "no topology"),
-        ([*COMMON, "--topology", "nowhere"], "nowhere"),
-        ([*COMMON, "--topology", "h200", "--free", "model.width"], "which no plan chooses"),
-        ([*COMMON, "--topology", "h200", "--out", "plan.txt"], r"ends in \.json"),
-        ([*COMMON, "--topology", "h200", "--routing", "uneven"], "cannot be read"),
-        ([*COMMON, "--topology", "h200", "--config.mesh.nodes=5"], "--topology h200 has 2"),
-        ([*COMMON, "--topology", "h200", "--seconds", "nan"], "--seconds is nan"),
-        ([*COMMON, "--topology", "h200", "--seconds", "inf"], "--seconds is inf"),
-        ([*COMMON, "--topology", "h200", "--seconds", "0"], "--seconds is 0"),
-        ([*COMMON, "--topology", "h200", "--seconds", "-5"], "--seconds is -5"),
-        ([*COMMON, "--topology", "h200", "--top", "0"], "--top is 0"),
-        ([*COMMON, "--topology", "h200", "--out", "/proc/none/plan.json"], "cannot be written"),
-        ([*COMMON, "--topology", "h200", "--report", "/proc/plan.html"], "cannot be written"),
-    ],
-)
-def test_the_command_refuses_in_one_line(words, said, capsys):
-    assert main(words) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    with pytest.raises(AssertionError, match=said):
-        raise AssertionError(err)
-
-
-@pytest.mark.slow
-def test_the_command_plans_for_a_file(tmp_path, capsys):
-    write_topology(cluster(memory=GIB), tmp_path / "topology.json")
-    words = [*COMMON, "--topology", str(tmp_path / "topology.json"), "--fewer"]
-    words += ["--config.model.num_layers=1", "--config.mesh.tensor=2", "--top", "2"]
-    assert main([*words, "--out", str(tmp_path / "plan.json")]) == 0
-    assert "x as fast as" in capsys.readouterr().out
-    assert load_plan(tmp_path / "plan.json").devices == 8

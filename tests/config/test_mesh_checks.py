@@ -1,0 +1,148 @@
+"""Rules between the mesh, the devices, the nodes and the batch."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax.config.checks import AXES, check, resolve_mesh
+from moejax.config.load import from_dict
+from moejax.errors import InputError
+from tests.config.test_checks import error_of
+
+
+@pytest.mark.parametrize(
+    ("values", "num_devices", "platform", "fragments"),
+    [
+        (
+            {"mesh.expert": 4, "mesh.tensor": 4},
+            8,
+            "gpu",
+            ["replica=1 x fsdp=1 x expert=4 x tensor=4 needs 16 devices, found 8 (gpu)"],
+        ),
+        ({}, 8, "gpu", ["needs 1 devices, found 8 (gpu)", "mesh.replica=none to use all"]),
+        (
+            {"mesh.replica": None, "mesh.expert": 4},
+            6,
+            "tpu",
+            ["mesh fsdp=1 x expert=4 x tensor=1 needs a multiple of 4 devices, found 6 (tpu)"],
+        ),
+        ({"mesh.replica": None, "mesh.expert": 4}, 6, "cpu", ["mesh.simulated_devices=8"]),
+        ({"mesh.replica": None, "mesh.expert": 4}, 2, "cpu", ["mesh.simulated_devices=4"]),
+        (
+            {"mesh.replica": None, "train.batch_sequences": 12},
+            8,
+            "gpu",
+            ["`train.batch_sequences` = 12 is not divisible by 8 = mesh.replica 8", "8 or 16"],
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(values, num_devices, platform, fragments):
+    message = error_of(resolve_mesh, from_dict(values), num_devices, platform)
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_simulated_devices_are_not_offered_where_devices_are_real():
+    message = error_of(resolve_mesh, from_dict({"mesh.expert": 4}), 2, "gpu")
+    assert "simulated" not in message
+
+
+SIZES = st.integers(1, 12)
+
+
+@given(
+    fsdp=SIZES, expert=SIZES, tensor=SIZES, replica=st.none() | SIZES, devices=st.integers(1, 64)
+)
+def test_a_resolved_mesh_covers_all_devices_or_is_refused(fsdp, expert, tensor, replica, devices):
+    sizes = {"fsdp": fsdp, "expert": expert, "tensor": tensor, "replica": replica}
+    cfg = from_dict({"mesh": sizes, "train.batch_sequences": devices})
+    others = fsdp * expert * tensor
+    fits = devices % others == 0 if replica is None else replica * others == devices
+    if not fits:
+        message = error_of(resolve_mesh, cfg, devices, "cpu")
+        assert f"found {devices} (cpu)" in message
+        return
+    mesh = resolve_mesh(cfg, devices, "cpu").mesh
+    assert math.prod(getattr(mesh, axis) for axis in AXES) == devices
+    assert (mesh.fsdp, mesh.expert, mesh.tensor) == (fsdp, expert, tensor)
+    assert replica in (None, mesh.replica)
+    resolved = resolve_mesh(cfg, devices, "cpu")
+    assert resolve_mesh(resolved, devices, "cpu") == resolved
+
+
+@given(batch=st.integers(1, 96), fsdp=SIZES, expert=SIZES, micro=st.integers(1, 4), devices=SIZES)
+def test_every_device_gets_whole_sequences_or_the_batch_is_refused(
+    batch, fsdp, expert, micro, devices
+):
+    devices *= fsdp * expert
+    values = {"train.batch_sequences": batch, "train.micro_batches": micro}
+    cfg = from_dict({**values, "mesh": {"fsdp": fsdp, "expert": expert, "replica": None}})
+    if batch % (devices * micro):
+        message = error_of(resolve_mesh, cfg, devices, "cpu")
+        assert f"`train.batch_sequences` = {batch} is not divisible" in message
+    else:
+        assert resolve_mesh(cfg, devices, "cpu").mesh.replica == devices // (fsdp * expert)
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 4), st.booleans())
+def test_experts_divide_their_owners_or_are_refused(experts, expert, tensor, folded):
+    values = {
+        "moe.num_experts": experts,
+        "moe.experts_per_token": 1,
+        "mesh.expert": expert,
+        "mesh.tensor": tensor,
+        "mesh.expert_weights": "folded" if folded and tensor > 1 else "hidden",
+        "model.width": math.lcm(*range(1, 9)),
+        "model.num_heads": 12,
+        "model.num_kv_heads": 12,
+        "data.sequence_length": 12,
+        "train.batch_sequences": expert,
+    }
+    owners = expert * tensor if folded else expert
+    cfg = from_dict(values)
+    if experts % owners:
+        assert f"{experts} experts on an expert" in error_of(check, cfg)
+    else:
+        check(cfg)
+
+
+NODES = {"mesh.expert": 4, "mesh.tensor": 2, "train.batch_sequences": 32}
+
+
+def resolve(changes, devices=8, **known):
+    cfg = from_dict(NODES | changes)
+    check(cfg)
+    return resolve_mesh(cfg, devices, "cpu", **known).mesh
+
+
+def test_nodes_are_as_many_as_processes_unless_set():
+    assert resolve({}, processes=2).nodes == 2
+    assert resolve({"mesh.nodes": 4}, processes=2).nodes == 4
+    assert resolve({}).nodes is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mesh.nodes": 3}, ["`mesh.nodes` = 3 does not divide 8", "1, 2, 4, 8"]),
+        (
+            {"mesh.nodes": 8, "route": "two_level"},
+            ["`route` = two_level", "a node holds 1 of 4 owners of experts"],
+        ),
+        ({"route": "two_level_merge", "mesh.nodes": 1}, ["a node holds 4 of 4 owners"]),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused(changes, words):
+    with pytest.raises(InputError) as caught:
+        resolve(changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_node_holds_whole_pieces_of_an_axis():
+    changes = {"mesh.expert": 6, "mesh.tensor": 1, "mesh.replica": 2, "mesh.nodes": 3}
+    sizes = {"moe.num_experts": 12, "train.batch_sequences": 48, "model.width": 96}
+    with pytest.raises(InputError, match="2 pieces of 2"):
+        resolve({**changes, **sizes}, devices=12)

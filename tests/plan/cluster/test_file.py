@@ -1,0 +1,247 @@
+"""Topology files and the clusters that come with moejax: read, written, refused."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from moejax.errors import InputError
+from moejax.plan.cluster.file import (
+    from_json,
+    known_clusters,
+    load_topology,
+    read_topology,
+    to_text,
+    write_topology,
+)
+from moejax.plan.cluster.topology import (
+    KINDS,
+    Link,
+    Tier,
+)
+from tests.plan.cluster.test_topology import THREE, TWO
+
+
+def as_json(topology):
+    return json.loads(to_text(topology))
+
+
+FULL = replace(
+    TWO,
+    pairs=((0.0, 5.0), (6.0, 0.0)),
+    node_names=("a", "b"),
+    tiers=(
+        Tier(
+            "host",
+            4,
+            {kind: Link(n * 1e-4, n * 1e9, 0.01, ((64, 0.1),)) for n, kind in enumerate(KINDS, 1)},
+            1.5,
+            0.9,
+        ),
+        TWO.tiers[1],
+    ),
+)
+
+
+@pytest.mark.parametrize("topology", [TWO, THREE, FULL], ids=["two", "three", "full"])
+def test_a_file_gives_back_what_was_written(topology, tmp_path):
+    write_topology(topology, tmp_path / "t.json")
+    assert read_topology(tmp_path / "t.json") == topology
+    assert load_topology(str(tmp_path / "t.json")) == topology
+
+
+def change(path, value):
+    """An edit of FULL's file: at a path such as `tiers.0.size`; value ... removes it."""
+
+    def edit(facts):
+        *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        at = facts
+        for part in way:
+            at = at[part]
+        if value is ...:
+            del at[last]
+        else:
+            at[last] = value
+
+    return edit
+
+
+def known_gpu(rate):
+    def edit(facts):
+        facts["device"]["name"] = "NVIDIA A100-SXM4-80GB"
+        facts["tiers"] = [copy.deepcopy(facts["tiers"][1])]
+        facts["tiers"][0] |= {"size": 8}
+        facts["tiers"][0]["links"]["all"]["bytes_per_s"] = rate
+        for name in ("pairs", "node_names"):
+            del facts[name]
+
+    return edit
+
+
+REFUSED = [
+    (change("version", 2), "newer moejax", "Upgrade"),
+    (change("version", 0), "`version` is unknown", "Probe"),
+    (change("version", True), "`version` is unknown", "Probe"),
+    (change("version", ...), "`version` is missing", "Add"),
+    (change("tiers.0.sizes", 4), "unknown field in `tiers[0]`", "`size`"),
+    (change("wxyz", 4), "unknown field in `the file`", "Leave it out"),
+    (change("tiers.0.size", 4.0), "`tiers[0].size` is wrong", "whole number"),
+    (change("tiers.0.size", 0), "`tiers[0].size` is wrong", "at least 1"),
+    (change("tiers.0.size", True), "`tiers[0].size` is wrong", "whole number"),
+    (change("tiers.0.size", ...), "`tiers[0].size` is missing", "Add"),
+    (change("tiers", []), "`tiers` is wrong", "at least one"),
+    (change("tiers", {}), "`tiers` is wrong", "a list"),
+    (change("tiers.1", 3), "`tiers[1]` is wrong", "an object"),
+    (change("tiers.1.links.all.bytes_per_s", 0), "bytes_per_s` is wrong", "above 0"),
+    (change("tiers.1.links.all.bytes_per_s", -1e9), "bytes_per_s` is wrong", "above 0"),
+    (change("tiers.1.links.all.bytes_per_s", "1e9"), "bytes_per_s` is wrong", "a number"),
+    (change("tiers.1.links.all.bytes_per_s", math.nan), "bytes_per_s` is wrong", "a number"),
+    (change("tiers.1.links.all.bytes_per_s", 10**400), "bytes_per_s` is wrong", "a number"),
+    (change("tiers.1.links.all.gbit_per_s", 100), "counts bits", "by 8"),
+    (change("tiers.1.links.all.mbps", 100), "counts bits", "by 8"),
+    (change("tiers.1.links.all.startup_s", -1), "startup_s` is wrong", "from 0"),
+    (change("tiers.1.links.all.points", [[1]]), "points` is wrong", "pairs"),
+    (change("tiers.0.links.all_to_all", ...), "all_to_all` is missing", "Add"),
+    (change("tiers.0.links.all_two_all", {}), "unknown field", "`all_to_all`"),
+    (change("tiers.1.links.all.bytes_per_s", 5e12), "too fast", "bits"),
+    (change("tiers.1.links.all.bytes_per_s", 9e9), "is slower than `tiers[1]`", "Swap"),
+    (change("tiers.0.together", -1), "together` is wrong", "from 0 to 2"),
+    (change("tiers.0.occupies", 1.5), "occupies` is wrong", "from 0 to 1"),
+    (change("tiers.0.late_s", -1), "late_s` is wrong", "from 0 to 60"),
+    (change("device.platform", "gqu"), "platform` is wrong", "cpu, gpu, tpu"),
+    (change("device.memory_bytes", 1e9), "memory_bytes` is wrong", "whole number"),
+    (change("device.products", {}), "products` is empty", "float32"),
+    (change("device.products.float32", []), "products.float32` is wrong", "at least one"),
+    (change("device.products.float32", [[2, 1], [1, 1]]), "products.float32` is wrong", "Sort"),
+    (change("device.codecs.int8.decode", 0), "codecs.int8.decode` is wrong", "above 0"),
+    (change("device.program", 0), "device.program` is wrong", "above 0"),
+    (change("device.sharing", -1), "device.sharing` is wrong", "above 0"),
+    (change("device.codecs.int8", 3), "codecs.int8` is wrong", "an object"),
+    (change("pairs", [[0, 1]]), "`pairs` is not whole", "2 rows of 2"),
+    (change("pairs.0.1", 0), "`pairs[0][1]` is wrong", "every pair is measured"),
+    (change("pairs.0.1", None), "`pairs` is wrong", "missing must be measured"),
+    (change("pairs.0.1", -1), "`pairs` is wrong", "none below 0"),
+    (change("pairs.1.1", 3), "`pairs[1][1]` is wrong", "0"),
+    (change("pairs.0.1", 4.7), "differ by direction: 1 to 0", "asymmetric"),
+    (change("node_names", ["a"]), "`node_names` is wrong", "2 names"),
+    (change("node_names", [1, 2]), "`node_names` is wrong", "texts"),
+    (change("asymmetric", 1), "`asymmetric` is wrong", "true or false"),
+    (change("name", ""), "`name` is wrong", "text"),
+    (change("name", "a\nb"), "`name` is wrong", "text"),
+    (known_gpu(8 * 300e9), "too fast", "Divide by 8"),
+]
+
+
+@pytest.mark.parametrize(("edit", "what", "more"), REFUSED)
+def test_a_wrong_file_is_refused_in_one_line(edit, what, more, tmp_path):
+    facts = as_json(FULL)
+    edit(facts)
+    (tmp_path / "t.json").write_text(json.dumps(facts))
+    with pytest.raises(InputError) as caught:
+        read_topology(tmp_path / "t.json")
+    message = str(caught.value)
+    assert what in message
+    assert more in message
+    assert "t.json" in message
+    assert "\n" not in message
+
+
+def test_asymmetry_that_is_said_to_be_so_is_taken():
+    facts = as_json(FULL) | {"pairs": [[0, 1], [5, 0]], "asymmetric": True}
+    assert from_json(facts, "t.json").asymmetric
+
+
+def test_a_known_device_within_its_bounds_is_taken():
+    facts = as_json(FULL)
+    known_gpu(280e9)(facts)
+    assert from_json(facts, "t.json").devices == 8
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "[" * 100_000, "\x00", '{"version": 1}'])
+def test_no_topology_at_all_is_refused(text, tmp_path):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_topology(tmp_path / "t.json")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_known_clusters_load_and_are_plausible(name):
+    found = load_topology(name)
+    assert found.name == name
+    assert len(found.source) > 100
+    assert found.devices > 1
+    assert from_json(as_json(found), "copy.json") == found
+    assert 1e9 < found.device.memory_bytes < 1e12
+    assert ("Memory: 92 %" in found.source) == (found.device.platform == "gpu")
+    assert found.device.gather_bytes_per_s <= found.device.copy_bytes_per_s < 1e13
+    for curve in found.device.products.values():
+        rates = [rate for _, rate in curve]
+        assert rates == sorted(rates), "larger products are not slower"
+        assert 1e12 < rates[-1] < 3e15
+    for rates in found.device.codecs.values():
+        assert max(rates.encode, rates.decode) < 4 * found.device.copy_bytes_per_s
+    for fast, slow in zip(found.tiers, found.tiers[1:], strict=False):
+        for kind in KINDS:
+            assert fast.links[kind].bytes_per_s > slow.links[kind].bytes_per_s
+    for link in (link for tier in found.tiers for link in tier.links.values()):
+        assert 1e8 < link.bytes_per_s < 1e12
+        assert 0 < link.startup_s < 1e-3
+    best = {one.kind: one.best(2**20) for one in found.crossover()}
+    assert set(best) == {"all_to_all", "all_reduce"}
+
+
+def test_known_clusters_are_those_that_were_promised():
+    wanted = "a800 dgx_a100 dgx_h100 fsmoe_2080ti gb200_nvl72 h200 lassen lina_a100"
+    assert known_clusters() == (*wanted.split(), "tpu_v5e", "tpu_v5p", "tpu_v6e")
+
+
+def test_known_clusters_take_a_number_of_nodes():
+    assert load_topology("dgx_h100:16").sizes == (8, 16)
+    assert load_topology("a800").sizes == (8, 2)
+
+
+def test_fsmoe_constants_are_those_of_the_paper():
+    """ms and ms per float element of testbed B (research, systems.md 5.1)."""
+    found, n = load_topology("fsmoe_2080ti"), 2**22
+    for kind, group, a, beta in [
+        ("all_to_all", (1, 8), 0.175, 3.06e-7),
+        ("all_reduce", (1, 8), 0.0837, 5.99e-7),
+        ("all_gather", (4,), 0.032, 1.68e-7),
+        ("reduce_scatter", (4,), 0.0391, 1.67e-7),
+    ]:
+        seconds = max(found.seconds(kind, 4 * n, *group))
+        assert seconds * 1e3 == pytest.approx(a + n * beta, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dgx_h10", "Did you mean dgx_h100"),
+        ("dgx_h100:", "no number of nodes"),
+        ("dgx_h100:0", "at least 1"),
+        ("dgx_h100:-1", "no number of nodes"),
+        ("dgx_h100:1.5", "no number of nodes"),
+        ("nowhere.json", "neither a file nor a known cluster"),
+    ],
+)
+def test_an_unknown_cluster_is_refused_in_one_line(name, message):
+    with pytest.raises(InputError, match=message) as caught:
+        load_topology(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_brackets_inside_names_stay_as_they_are():
+    named = replace(FULL, name="rack [ 3 ,  4 ]", source="[ a ]  [b ]")
+    found = as_json(named)
+    assert (found["name"], found["source"]) == (named.name, named.source)
+
+
+def test_a_tier_may_be_slower_in_one_kind(tmp_path):
+    fast, slow = TWO.tiers
+    links = {**slow.links, KINDS[0]: Link(1e-3, 5e9)}
+    mixed = replace(TWO, tiers=(fast, replace(slow, links=links)))
+    write_topology(mixed, tmp_path / "mixed.json")
+    assert read_topology(tmp_path / "mixed.json").tiers[1].links[KINDS[0]].bytes_per_s == 5e9

@@ -1,0 +1,51 @@
+"""A real browser that shows a page."""
+
+import contextlib
+import os
+import shutil
+
+import pytest
+
+
+@contextlib.contextmanager
+def open_browser():
+    """Chromium; skips where there is none."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("no Chromium: install one, or name it in CHROMIUM")
+    with sync_api.sync_playwright() as playwright:
+        # Its sandbox does not start as root, as in containers; the page is our own.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def opened_pages(browser, path):
+    """Yields a function that opens the file; no page may write to the console or load from afar."""
+    said: list[str] = []
+    contexts = []
+
+    def ask(url: str) -> None:
+        if not url.startswith(("file:", "data:")):
+            said.append(url)
+
+    def open_page(width: int = 1280, height: int = 900, scheme: str = "light"):
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme
+        )
+        contexts.append(context)
+        opened = context.new_page()
+        opened.on("console", lambda message: said.append(message.text))
+        opened.on("pageerror", lambda error: said.append(str(error)))
+        opened.on("request", lambda request: ask(request.url))
+        opened.goto(path.as_uri())
+        opened.wait_for_selector(".panel svg rect")
+        return opened
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert said == []

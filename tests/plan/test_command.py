@@ -1,0 +1,47 @@
+"""The command `python -m moejax.plan`: its refusals, and a plan for a file."""
+
+import pytest
+
+from moejax.plan.cluster.file import write_topology
+from moejax.plan.command import main
+from moejax.plan.search.file import load_plan
+from tests.plan.clusters import GIB, cluster
+
+COMMON = ["--config", "configs/tiny.py", "--seconds", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--topology", "h200"], "no config"),
+        (["--config", "configs/tiny.py"], "no topology"),
+        ([*COMMON, "--topology", "nowhere"], "nowhere"),
+        ([*COMMON, "--topology", "h200", "--free", "model.width"], "which no plan chooses"),
+        ([*COMMON, "--topology", "h200", "--out", "plan.txt"], r"ends in \.json"),
+        ([*COMMON, "--topology", "h200", "--routing", "uneven"], "cannot be read"),
+        ([*COMMON, "--topology", "h200", "--config.mesh.nodes=5"], "--topology h200 has 2"),
+        ([*COMMON, "--topology", "h200", "--seconds", "nan"], "--seconds is nan"),
+        ([*COMMON, "--topology", "h200", "--seconds", "inf"], "--seconds is inf"),
+        ([*COMMON, "--topology", "h200", "--seconds", "0"], "--seconds is 0"),
+        ([*COMMON, "--topology", "h200", "--seconds", "-5"], "--seconds is -5"),
+        ([*COMMON, "--topology", "h200", "--top", "0"], "--top is 0"),
+        ([*COMMON, "--topology", "h200", "--out", "/proc/none/plan.json"], "cannot be written"),
+        ([*COMMON, "--topology", "h200", "--report", "/proc/plan.html"], "cannot be written"),
+    ],
+)
+def test_the_command_refuses_in_one_line(words, said, capsys):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(err)
+
+
+@pytest.mark.slow
+def test_the_command_plans_for_a_file(tmp_path, capsys):
+    write_topology(cluster(memory=GIB), tmp_path / "topology.json")
+    words = [*COMMON, "--topology", str(tmp_path / "topology.json"), "--fewer"]
+    words += ["--config.model.num_layers=1", "--config.mesh.tensor=2", "--top", "2"]
+    assert main([*words, "--out", str(tmp_path / "plan.json")]) == 0
+    assert "x as fast as" in capsys.readouterr().out
+    assert load_plan(tmp_path / "plan.json").devices == 8
