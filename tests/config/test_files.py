@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.config.test_load import error_of, python_config
+from tests.config.files import error_of, python_config
 
 
 @pytest.mark.parametrize(

@@ -27,37 +27,7 @@ from moejax.config.load import (
 )
 from moejax.config.schema import Config
 from moejax.errors import InputError
-
-
-@pytest.fixture
-def config_file(tmp_path, monkeypatch):
-    """Writes a config file into the working directory and returns its name."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(name, content):
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return name
-
-    return write
-
-
-def error_of(path, *overrides):
-    """Returns the message of the InputError that loading raises; always a single line."""
-    with pytest.raises(InputError) as caught:
-        load_config(path, overrides)
-    message = str(caught.value)
-    assert message.isprintable(), "a message is one line of printable characters"
-    assert len(message) < 600
-    return message
-
-
-def python_config(body):
-    return f"""from moejax.settings import default_config
-def get_config():
-    config = default_config()
-    {body}
-    return config
-"""
+from tests.config.files import error_of, python_config
 
 
 def test_an_empty_file_gives_the_defaults(config_file):

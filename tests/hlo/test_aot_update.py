@@ -27,10 +27,12 @@ def test_reductions_hide_behind_compute_and_never_travel_beside_an_exchange(node
     assert step.reductions_beside_exchanges() == []
 
 
+@pytest.mark.exhaustive
 def test_control_by_default_half_of_the_reductions_wait():
     assert mixtral(2, "XLA's default").hidden_reductions() < 0.6
 
 
+@pytest.mark.exhaustive
 def test_muon_needs_a_layer_of_weights_beside_state_and_gradients_and_not_all_of_them():
     words = ("optimizer.name=muon", "train.batch_sequences=8", "data.sequence_length=512")
     # Blocked experts: what the gradients alone need is subtracted, and kernels change that.
