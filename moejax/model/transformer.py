@@ -91,12 +91,12 @@ class Pattern(nnx.Module):
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, list[MoEStats]]:
         """Runs the blocks in order; returns the statistics of each expert block."""
-        reports = []
+        stats = []
         for index, block in enumerate(self.blocks):
             block_noise = None if noise is None else noise.of(index)
-            x_BtD, stats = block(x_BtD, segment_BT, angles, block_noise)
-            reports += [] if stats is None else [stats]
-        return x_BtD, reports
+            x_BtD, block_stats = block(x_BtD, segment_BT, angles, block_noise)
+            stats += [] if block_stats is None else [block_stats]
+        return x_BtD, stats
 
 
 class Transformer(nnx.Module):
@@ -132,21 +132,21 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             table_vD, w_Dv = self.embedding.weights()
             x_BtD = self.embedding.embed(token_BT, table_vD)
-        reports, first_block = [], 0
+        stats, first_block = [], 0
         for index, (group, (kinds, repeats)) in enumerate(
             zip(self.groups, layer_groups(cfg), strict=True)
         ):
             group_noise = None if noise is None else noise.of(index)
             plain_blocks = max(0, self.spec.compression.start_layer - first_block)
-            x_BtD, stats = self._run_group(
+            x_BtD, group_stats = self._run_group(
                 group, x_BtD, segment_BT, angles, group_noise, plain_blocks
             )
-            reports += [] if stats is None else [stats]
+            stats += [] if group_stats is None else [group_stats]
             first_block += len(kinds) * repeats
         x_BTD = enter_tensor(self.norm(x_BtD), self.spec.layout)
-        if not reports:
+        if not stats:
             return x_BTD, w_Dv, None
-        return x_BTD, w_Dv, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
+        return x_BTD, w_Dv, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
 
     def _run_group(
         self,
@@ -173,7 +173,7 @@ class Transformer(nnx.Module):
 
         if self.cfg.remat != "none":
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])
-        plain_repeats, reports = min(-(-plain_blocks // pattern), repeats), []
+        plain_repeats, stats = min(-(-plain_blocks // pattern), repeats), []
         for start, stop in ((0, plain_repeats), (plain_repeats, repeats)):
             if start == stop:
                 continue
@@ -182,11 +182,11 @@ class Transformer(nnx.Module):
                 part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], part)
             part = without_residuals(part) if stop == plain_repeats else part
             unroll = 1 if self.cfg.scan_layers else stop - start
-            x_BtD, part_reports = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
-            reports.append(part_reports)
-        if not reports[0]:
+            x_BtD, part_stats = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
+            stats.append(part_stats)
+        if not stats[0]:
             return x_BtD, None
-        joined = jax.tree.map(lambda *p: jnp.concatenate(p), *reports)
+        joined = jax.tree.map(lambda *p: jnp.concatenate(p), *stats)
         # [repeats, ...] for each expert block of a pattern -> [repeats * blocks, ...], ordered.
-        stats = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *joined)
-        return x_BtD, stats
+        flat = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *joined)
+        return x_BtD, flat

@@ -13,9 +13,9 @@ from moejax.step.model import ModelDef
 from moejax.step.state import Batch, TrainState
 
 
-def cut(batch: Batch, parts: int) -> Batch:
-    """Splits this device's rows into `parts` equal parts: [parts, rows of a part, ...]."""
-    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+def split_micro_batches(batch: Batch, count: int) -> Batch:
+    """Splits this device's rows into `count` micro-batches: [count, rows of one, ...]."""
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
 
 
 def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
@@ -31,7 +31,8 @@ def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Ar
     if micro_batches == 1:
         total, _ = add(jnp.zeros(()), batch)
     else:
-        total, _ = jax.lax.scan(add, jnp.zeros(()), cut(batch, micro_batches))
+        rows = split_micro_batches(batch, micro_batches)
+        total, _ = jax.lax.scan(add, jnp.zeros(()), rows)
     return wire.all_reduce(total, layout.token_axes)
 
 

@@ -44,7 +44,7 @@ class Optimizer:
 
     Each parameter is updated on its own and in place. Muon needs whole matrices, so it updates
     stacked layers one after the other: its temporaries are those of a layer, not of the model
-    (the tiles of TED).
+    (as TED's tiled optimizer does).
 
     Attributes:
       dims: letters of each parameter's dimensions, as a tree like the parameters.
@@ -63,12 +63,12 @@ class Optimizer:
     def specs(self, params: Tree, state: Tree, param_specs: Tree) -> Tree:
         """Returns the state's sharding: moments like their parameters, counts replicated."""
 
-        def of(param: Any, spec: PartitionSpec, state: Any) -> Any:
+        def spec_of(param: Any, spec: PartitionSpec, state: Any) -> Any:
             return jax.tree.map(
                 lambda x: spec if x.shape == param.shape else PartitionSpec(), state
             )
 
-        return jax.tree.map(of, params, param_specs, state)
+        return jax.tree.map(spec_of, params, param_specs, state)
 
     def update(
         self, gradients: Tree, state: Tree, params: Tree, norm: jax.Array, finite: jax.Array
@@ -82,7 +82,9 @@ class Optimizer:
         limit = self.cfg.clip_norm
         scale = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
 
-        def of(gradient: jax.Array, dims: str, param: jax.Array, state: Any) -> tuple[Any, Any]:
+        def update_one(
+            gradient: jax.Array, dims: str, param: jax.Array, state: Any
+        ) -> tuple[Any, Any]:
             transform = self.transform(dims)
 
             def apply(gradient: jax.Array, old: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
@@ -96,7 +98,7 @@ class Optimizer:
                 return _layer_by_layer(apply, gradient, (param, state))
             return apply(gradient, (param, state))
 
-        updated = jax.tree.map(of, gradients, self.dims, params, state)
+        updated = jax.tree.map(update_one, gradients, self.dims, params, state)
         tree = jax.tree.structure(gradients)
         new_params, new_state = zip(*tree.flatten_up_to(updated), strict=True)
         return jax.tree.unflatten(tree, new_params), jax.tree.unflatten(tree, new_state)

@@ -20,10 +20,10 @@ class TrainState(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """What the compressed reductions of gradients remember; empty without codecs."""
+    """State of the codecs of gradients; empty without codecs."""
 
     # A tree like params; None for parameters without codec. Leaves: [layers, devices, ...].
-    codecs: Tree
+    residuals: Tree
     levels: Leaf | None  # int32 [2]: adaptive levels of dense and expert gradients
 
 

@@ -24,8 +24,8 @@ from moejax.step.forward import logits_after, sum_over_targets
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef, build_spec, describe_model, parameter_sizes
 from moejax.step.optimizer import Optimizer
+from moejax.step.per_device import loss_gradients, train_step
 from moejax.step.state import Batch, Reduction, TrainState, Tree
-from moejax.step.step import loss_gradients, train_step
 
 
 @dataclass(frozen=True)

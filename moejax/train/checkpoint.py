@@ -152,15 +152,15 @@ class Checkpoints:
         names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
         read = restore_items(saved.path, abstract, names)
         weights = read["weights"]
-        residuals: Any = abstract.reduction if reduction else None
+        codec_state: Any = abstract.reduction if reduction else None
         if "reduction" in read:
-            residuals = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
+            codec_state = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
         return TrainState(
             **read["counters"],
             params=weights["params"],
             router_bias=weights["balance"],
             optimizer=read["optimizer"],
-            reduction=residuals,
+            reduction=codec_state,
         )
 
 
@@ -229,14 +229,14 @@ def _items(state: TrainState) -> dict[str, Any]:
 
     The keys are part of the file format.
     """
-    residuals = state.reduction
+    reduction = state.reduction
     return {
         "counters": {"step": state.step, "skipped": state.skipped},
         "weights": {"params": state.params, "balance": state.router_bias},
         "optimizer": state.optimizer,
         **(
-            {"reduction": {"codecs": residuals.codecs, "rungs": residuals.levels}}
-            if jax.tree.leaves(residuals)
+            {"reduction": {"codecs": reduction.residuals, "rungs": reduction.levels}}
+            if jax.tree.leaves(reduction)
             else {}
         ),
     }

@@ -43,13 +43,13 @@ from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
 from moejax.train.start import (
     check_disk,
-    check_place,
     check_same_config,
+    check_simulated_devices,
     choose_checkpoint,
     claim,
-    drop_miscounted,
     finished_message,
     initial_state,
+    set_aside_wrong_steps,
 )
 from moejax.train.summary import Summary, print_summary, summarize
 
@@ -74,7 +74,7 @@ def train(cfg: Config, console: Console) -> RunEnd:
       RunError: if the run could not reach its end.
     """
     check(cfg)
-    check_place(cfg)
+    check_simulated_devices(cfg)
     inputs = open_inputs(cfg)
     with join() as processes:
         check_same_config(cfg, processes)
@@ -129,7 +129,7 @@ def train_planned(
     cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     limit = check_memory(train_step, processes)
-    saved, more = drop_miscounted(saved, train_step, choosing, processes)
+    saved, more = set_aside_wrong_steps(saved, train_step, choosing, processes)
     notes += [note for note in more if note not in notes]
     notes += check_disk(train_step, saved, run_dir / "checkpoints", processes)
     summary = summarize(train_step)
@@ -179,7 +179,7 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
     try:
         # One process of several fails at once here: a save under way would wait for all of them.
         with run.display, run.processes:
-            state, stopped = steps(run, state, meter)
+            state, stopped = run_steps(run, state, meter)
         with run.processes:
             if not stopped:
                 finish(run, state)
@@ -189,7 +189,7 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
     return run.mismatch.topology if run.mismatch is not None and stopped else RunEnd(state, stopped)
 
 
-def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
+def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     """Runs the loop. Returns the state, and whether it was asked to stop early."""
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
     schedule, stopping = CodecSchedule(run.train_step, run.processes), Stop(run.processes)
@@ -198,11 +198,12 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     schedule.step_for(step, state)  # Ctrl-C ends a compilation at once: it is not caught yet
     with Interrupt() as interrupt, run.inputs.batches(run.train_step, step, last) as batches:
         for batch in batches:
-            train_step, codecs = schedule.step_for(step, state)
-            if codecs != shown:
-                note(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
-                shown = codecs
-            state, metrics = train_step(state, batch)
+            run_step, codec_text = schedule.step_for(step, state)
+            if codec_text != shown:
+                text = f"codecs across nodes: {codec_text}"
+                note(run, "codecs", step, text, codecs=codec_text)
+                shown = codec_text
+            state, metrics = run_step(state, batch)
             step += 1
             # At most one step runs while the next is prepared, so that a stop, a report or a save
             # waits for one step only.

@@ -160,7 +160,7 @@ def fingerprint(train_step: TrainStep) -> str | None:
         ]
 
     state = train_step.abstract
-    trees = (state.params, train_step.dims, state.reduction.codecs)
+    trees = (state.params, train_step.dims, state.reduction.residuals)
     facts_of_params = jax.tree_util.tree_map_with_path(facts, *trees)
     content = {
         "meaning": CODEC_STATE,

@@ -97,7 +97,7 @@ def energies_of(parts, sequences, batch):
     state, _ = now.step(jax.tree.map(lambda x: x.copy(), state), place(now, batch))
     ladder = build_codec(codec)
     return np.asarray(
-        sum_squared_errors(ladder, state.reduction.codecs, now.dims, "dense_gradient")
+        sum_squared_errors(ladder, state.reduction.residuals, now.dims, "dense_gradient")
     )
 
 

@@ -37,7 +37,7 @@ class AdaptiveCodec(Codec):
         error = corrected - self.decode(payload, n)
         squared_errors = state[..., end:]
         if self.measures:
-            earlier = jnp.where(context.part == 0, 0, squared_errors)
+            earlier = jnp.where(context.micro_batch == 0, 0, squared_errors)
             squared_errors = earlier + self._squared_errors(corrected, state, context)
         return payload, jnp.concatenate(
             [error, level_state, state[..., level_end:end], squared_errors], axis=-1

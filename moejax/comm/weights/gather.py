@@ -18,8 +18,8 @@ from moejax.comm.codecs.build import build_codec, build_plain_codec
 from moejax.comm.codecs.codec import Codec
 from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.pack import decode_packed, encode_packed
-from moejax.comm.weights.path import class_of, compressible, path_of
-from moejax.comm.weights.reduce import GatherSpec, reduce_gradient
+from moejax.comm.weights.path import GatherSpec, class_of, compressible, path_of
+from moejax.comm.weights.reduce import reduce_gradient
 from moejax.comm.weights.residuals import WithResidual, from_floats
 from moejax.config.compression import Codecs
 from moejax.layout.spec import StepSpec

@@ -19,7 +19,7 @@ from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.states import sum_squared_errors
 from moejax.config.compression import GRADIENTS
 from moejax.moe.router import Noise, update_bias
-from moejax.step.forward import cut
+from moejax.step.forward import split_micro_batches
 from moejax.step.loss import LossParts, next_token_loss
 from moejax.step.model import ModelDef
 from moejax.step.optimizer import Optimizer, square_share
@@ -31,10 +31,10 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Runs one optimizer step. An update that is not finite is counted and not applied."""
     layout, rate = model.layout, model.cfg.moe.router.bias_update_rate
-    gradients, parts, reduction = loss_gradients(model, state, batch)
+    gradients, loss_parts, reduction = loss_gradients(model, state, batch)
     with jax.named_scope("update"):
         squares = square_share(gradients, model.dims, layout)
-        shares = jnp.stack([parts.nll, parts.balance, squares])
+        shares = jnp.stack([loss_parts.nll, loss_parts.balance, squares])
         nll, balance, squares = wire.all_reduce(shares, layout.mesh_axes)
         norm = jnp.sqrt(squares)
         finite = jnp.isfinite(norm) & jnp.isfinite(nll)
@@ -43,14 +43,14 @@ def train_step(
         )
     router_bias = state.router_bias
     if rate:
-        router_bias = _update_router_bias(router_bias, parts.load_LE, rate)
+        router_bias = _update_router_bias(router_bias, loss_parts.load_LE, rate)
     router_bias, reduction = jax.tree.map(
         partial(jnp.where, finite), (router_bias, reduction), (state.router_bias, state.reduction)
     )
     skipped = state.skipped + jnp.where(finite, 0, 1)
     state = TrainState(state.step + 1, skipped, params, router_bias, moments, reduction)
-    parts = parts._replace(nll=nll, balance=balance)
-    return state, Metrics(*parts, gradient_norm=norm, skipped=skipped)
+    loss_parts = loss_parts._replace(nll=nll, balance=balance)
+    return state, Metrics(*loss_parts, gradient_norm=norm, skipped=skipped)
 
 
 def loss_gradients(
@@ -58,30 +58,29 @@ def loss_gradients(
 ) -> tuple[Tree, LossParts, Reduction]:
     """Returns gradients of the whole batch, the loss's parts, and the new codec state.
 
-    Of the loss's parts, `nll` and `balance` are this device's shares: the caller sums them over
-    devices together with its other sums.
+    `nll` and `balance` are this device's shares. The caller sums them over devices.
     """
-    num_parts = model.cfg.train.micro_batches
+    micro_batches = model.cfg.train.micro_batches
     micro = partial(_micro_batch, model, state, _num_targets(model, batch))
-    if num_parts == 1:
-        gradients, codecs, parts = micro(0, batch, state.reduction.codecs)
+    if micro_batches == 1:
+        gradients, residuals, loss_parts = micro(0, batch, state.reduction.residuals)
     else:
-        cut_batch = cut(batch, num_parts)
-        first = (0, jax.tree.map(lambda x: x[0], cut_batch), state.reduction.codecs)
+        split_batch = split_micro_batches(batch, micro_batches)
+        first = (0, jax.tree.map(lambda x: x[0], split_batch), state.reduction.residuals)
         gradient_shapes, _, part_shapes = jax.eval_shape(micro, *first)
         zeros = jax.tree.map(jnp.zeros_like, (gradient_shapes, part_shapes))
 
         def add(carried: Any, scanned: Any) -> tuple[Any, None]:
-            total, codecs = carried
-            part, rows = scanned
-            gradients, codecs, parts = micro(part, rows, codecs)
-            return (jax.tree.map(jnp.add, total, (gradients, parts)), codecs), None
+            total, residuals = carried
+            index, rows = scanned
+            gradients, residuals, loss_parts = micro(index, rows, residuals)
+            return (jax.tree.map(jnp.add, total, (gradients, loss_parts)), residuals), None
 
-        start = (zeros, state.reduction.codecs)
-        scanned = (jnp.arange(num_parts), cut_batch)
-        ((gradients, parts), codecs), _ = jax.lax.scan(add, start, scanned)
+        start = (zeros, state.reduction.residuals)
+        scanned = (jnp.arange(micro_batches), split_batch)
+        ((gradients, loss_parts), residuals), _ = jax.lax.scan(add, start, scanned)
     gradients = _reduce_vectors(model, gradients)
-    return gradients, parts, _choose_levels(model, state.reduction, codecs)
+    return gradients, loss_parts, _choose_levels(model, state.reduction, residuals)
 
 
 def _num_targets(model: ModelDef, batch: Batch) -> jax.Array:
@@ -91,24 +90,29 @@ def _num_targets(model: ModelDef, batch: Batch) -> jax.Array:
 
 
 def _micro_batch(
-    model: ModelDef, state: TrainState, num_targets: jax.Array, part: Any, rows: Batch, codecs: Tree
+    model: ModelDef,
+    state: TrainState,
+    num_targets: jax.Array,
+    index: Any,
+    rows: Batch,
+    residuals: Tree,
 ) -> tuple[Tree, Tree, LossParts]:
     """Returns gradients of one micro-batch, the new codec state, and the loss's parts.
 
     Args:
       num_targets: valid targets of the whole batch.
-      part: index of the micro-batch.
+      index: the micro-batch, counted from zero.
       rows: this device's rows of the micro-batch.
-      codecs: codec state after the previous micro-batch.
+      residuals: codec state after the previous micro-batch.
     """
     layout, cfg = model.layout, model.cfg
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
     noise_key, rounding_key = jax.random.split(key)
-    context = EncodeContext(state.step, jax.random.fold_in(rounding_key, part), part)
-    params = attach_residuals(state.params, codecs, model.dims, context, layout)
+    context = EncodeContext(state.step, jax.random.fold_in(rounding_key, index), index)
+    params = attach_residuals(state.params, residuals, model.dims, context, layout)
     # Global index of this micro-batch's first row on this device.
     device_rows = len(rows.token_BT) * cfg.train.micro_batches
-    first_row = wire.index(layout.token_axes) * device_rows + part * len(rows.token_BT)
+    first_row = wire.index(layout.token_axes) * device_rows + index * len(rows.token_BT)
     noise = Noise(noise_key, first_row) if cfg.moe.router.jitter else None
 
     def loss(params: Tree) -> tuple[jax.Array, LossParts]:
@@ -127,8 +131,8 @@ def _micro_batch(
                 chunk_tokens=model.chunk_tokens,
             )
 
-    gradients, parts = jax.grad(loss, has_aux=True)(params)
-    return *detach_residuals(gradients, model.dims), parts
+    gradients, loss_parts = jax.grad(loss, has_aux=True)(params)
+    return *detach_residuals(gradients, model.dims), loss_parts
 
 
 def _reduce_vectors(model: ModelDef, gradients: Tree) -> Tree:
@@ -141,20 +145,20 @@ def _reduce_vectors(model: ModelDef, gradients: Tree) -> Tree:
     return jax.tree.unflatten(tree, leaves)
 
 
-def _choose_levels(model: ModelDef, before: Reduction, codecs: Tree) -> Reduction:
+def _choose_levels(model: ModelDef, before: Reduction, residuals: Tree) -> Reduction:
     """Returns the new codec state; in measuring steps adaptive codecs choose their level."""
     if before.levels is None:
-        return Reduction(codecs, None)
+        return Reduction(residuals, None)
     levels = []
-    for number, kind in enumerate(GRADIENTS):
-        codec = getattr(model.spec.codecs, kind)
+    for number, traffic in enumerate(GRADIENTS):
+        codec = getattr(model.spec.codecs, traffic)
         if codec is None or not codec.measures:
             levels.append(before.levels[number])
             continue
-        errors = sum_squared_errors(build_codec(codec), codecs, model.dims, kind)
+        errors = sum_squared_errors(build_codec(codec), residuals, model.dims, traffic)
         errors = wire.all_reduce(errors, model.layout.mesh_axes)
         levels.append(choose_level(errors, codec.argument))
-    return Reduction(codecs, jnp.stack(levels))
+    return Reduction(residuals, jnp.stack(levels))
 
 
 def _update_router_bias(router_bias: Tree, load_LE: jax.Array, rate: float) -> Tree:
