@@ -47,7 +47,7 @@ def compare_permutes(report: Reporter, shape: Shape, tokens: int, skewed: bool) 
     x, y = report.draw(0, N, D), report.draw(1, N * K, D)
     weight = jnp.abs(report.draw(2, N, K, dtype=jnp.float32))
     forms: dict[str, Callable[[], Form]] = {
-        "moejax": partial(jax_form, jitted(plain.permute), x, where.token_M, where.place_NK),
+        "moejax": partial(jax_form, jitted(plain.permute), x, where.token_M, where.slot_NK),
         "XLA (jnp.take)": partial(
             jax_form, jitted(jnp.take, axis=0, mode="clip"), x, where.token_M
         ),
@@ -73,11 +73,11 @@ def _scatter_home(
 
 def _torch_permutes(torch: Any, where: Placement, D: int) -> tuple[Any, Any]:
     """Forms of permute and its way back; the sum is a batched product with the weights."""
-    M, (N, K) = len(where.token_M), where.place_NK.shape
+    M, (N, K) = len(where.token_M), where.slot_NK.shape
     normal = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     x, y, weight = normal(N, D), normal(M, D), normal(N, 1, K)
     token = torch.tensor(np.array(where.token_M), device="cuda")
-    place = torch.tensor(np.array(where.place_NK).reshape(-1), device="cuda")
+    place = torch.tensor(np.array(where.slot_NK).reshape(-1), device="cuda")
 
     def home() -> Any:
         return torch.bmm(weight, y.index_select(0, place).view(N, K, D))
@@ -102,7 +102,7 @@ def compare_quantized_rows(
         run = jitted(permute_quantize, name, block=BLOCK, implementation=kind)
         out[label] = partial(jax_form, run, x, where.token_M)
         run = jitted(_combine, name, D, kind)
-        home[label] = partial(jax_form, run, *rows, weight, where.place_NK)
+        home[label] = partial(jax_form, run, *rows, weight, where.slot_NK)
     report.compare(f"permute + quantise {name}", out, bytes=moved)
     report.compare(f"dequantise {name} + unpermute + weighted sum", home, bytes=moved)
 

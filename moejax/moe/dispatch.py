@@ -69,7 +69,7 @@ def moe_ffn(
     if sizes.certain:
         return run_usual(operands, expert_NK)
     run_rounds = partial(_in_rounds, moe=moe, spec=spec)
-    overflows = jnp.any(need > jnp.array((*sizes.rows, sizes.work)[: need.shape[0]]))
+    overflows = jnp.any(need > jnp.array((*sizes.rows, sizes.expert_rows)[: need.shape[0]]))
     return lax.cond(overflows, run_rounds, run_usual, operands, expert_NK)
 
 
@@ -139,7 +139,7 @@ def _expert_fn(sizes: Sizes, *, experts_here: int, kernel: str) -> ExpertFn:
 
     def expert_fn(x_MD, weight_MK, choice_MK, params):
         K = choice_MK.shape[1]
-        R = x_MD.shape[0] // sizes.arriving * sizes.work
+        R = x_MD.shape[0] // sizes.arriving * sizes.expert_rows
         with jax.named_scope("experts"):
             (slot_MK, item_R), sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
             x_RD = permute(x_MD, item_R // K, slot_MK)

@@ -37,7 +37,7 @@ from moejax.train.manifest import finished_steps
 from moejax.train.memory_check import check_memory, doubt_memory
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.plan_monitor import PlanMonitor
-from moejax.train.planning import kept_plan, measure, plan_run, save_routing
+from moejax.train.planning import kept_plan, measure, plan_run, save_expert_load
 from moejax.train.resume import describe_run
 from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
@@ -302,7 +302,7 @@ def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
     run.records.report(line)
     run.display.show(line)
     if run.processes.first and metrics.load_LE.size:
-        save_routing(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
+        save_expert_load(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
     if run.monitor is not None:
         compare_with_plan(run, run.monitor, step, meter.tokens_per_step / line.tokens_per_second)
     meter.start(step)

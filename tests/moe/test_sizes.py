@@ -28,7 +28,7 @@ def test_usual_sizes_hold_a_balanced_routing(name, tokens, per_peer, k, chunks):
     moe = MoEConfig(num_experts=8 * per_peer, experts_per_token=k)
     route = build_route(name, LAYOUT, chunks=chunks)
     sizes = usual_sizes(route, LAYOUT, moe, tokens=tokens)
-    assert sizes.work * route.parts >= tokens * k
+    assert sizes.expert_rows * route.parts >= tokens * k
     # Every token in every round-robin routing: each device sends each other as many.
     assert sizes.rows[0] * chunks * route.exchanges[0].peers(LAYOUT) >= tokens
     if not route.merges and len(sizes.rows) == 1:

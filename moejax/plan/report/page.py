@@ -30,11 +30,11 @@ MOST = 20  # plans to show
 ASKED = 5  # plans with a sensitivity table
 
 
-def write_report(result: SearchResult, topology: Topology, routing: ExpertLoad, path: Path) -> None:
+def write_report(result: SearchResult, topology: Topology, load: ExpertLoad, path: Path) -> None:
     """Writes the page. Takes a second or two, because it simulates plans on changed clusters."""
     parts = {
         "SCRIPT": SCRIPT.read_text("utf-8"),
-        "DATA": embed(report_data(result, topology, routing)),
+        "DATA": embed(report_data(result, topology, load)),
     }
     page = re.sub(r"{{(SCRIPT|DATA)}}", lambda match: parts[match[1]], TEMPLATE.read_text("utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def embed(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def report_data(result: SearchResult, topology: Topology, routing: ExpertLoad) -> dict[str, Any]:
+def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> dict[str, Any]:
     """Returns the page's data. Seconds of a step, bytes of one device."""
     best, device = result.ranked[0], topology.device
     shown = {str(index + 1): plan for index, plan in enumerate(result.ranked[:MOST])}
@@ -57,7 +57,7 @@ def report_data(result: SearchResult, topology: Topology, routing: ExpertLoad) -
         shown[f"{same} default".strip()] = result.baseline
     order = [best, *(plan for plan in shown.values() if plan is not best)]
     asked = [plan for plan in order[1:] if plan in result.ranked[:ASKED] or plan is result.baseline]
-    steps = {id(plan): Steps(plan, topology, routing) for plan in (best, *asked)}
+    steps = {id(plan): Steps(plan, topology, load) for plan in (best, *asked)}
     changes = {id(plan): sensitivity(steps[id(best)], steps[id(plan)]) for plan in asked}
     names = {id(plan): name for name, plan in shown.items()}
     drawn = [plan for plan in order if plan in result.ranked[:2] or plan is result.baseline]
@@ -72,7 +72,7 @@ def report_data(result: SearchResult, topology: Topology, routing: ExpertLoad) -
             "memory_bytes": device.memory_bytes,
             "links": [tier.name for tier in topology.tiers],
         },
-        "routing": {"name": routing.name, "skew": routing.skew},
+        "routing": {"name": load.name, "skew": load.skew},
         "search": {
             name: getattr(result, name) for name in ("meshes", "traced", "too_large", "seconds")
         },

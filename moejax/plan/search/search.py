@@ -74,7 +74,7 @@ class _Search:
     cfg: Config
     topology: Topology
     limits: Limits
-    routing: ExpertLoad
+    load: ExpertLoad
     seconds: float
     progress: Callable[[str], None]
     priced: dict[Config, PricedPlan] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class _Search:
         if cfg in self.priced:
             return None
         began = time.perf_counter()
-        plan = price(trace_config(cfg, self.limits.platform), self.topology, self.routing)
+        plan = price(trace_config(cfg, self.limits.platform), self.topology, self.load)
         self.slowest = max(self.slowest, time.perf_counter() - began)
         self.priced[cfg] = plan
         self.progress(f"{len(self.priced)} plans traced, best so far {self._best()}")
@@ -329,7 +329,7 @@ def search(
     cfg: Config,
     topology: Topology,
     limits: Limits,
-    routing: ExpertLoad,
+    load: ExpertLoad,
     *,
     seconds: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -348,4 +348,4 @@ def search(
         limits = replace(limits, codecs="none")
     if seconds is None:
         seconds = SECONDS if limits.devices <= MANY else MANY_SECONDS
-    return _Search(cfg, topology, limits, routing, seconds, progress).run()
+    return _Search(cfg, topology, limits, load, seconds, progress).run()

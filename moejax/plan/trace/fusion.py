@@ -31,7 +31,7 @@ class Node:
     flops: float = 0.0
     bytes: float = 0.0
     dtype: str = ""
-    work: bool = False
+    scales_with_fill: bool = False
     blocks: tuple[int, int] | None = None
     unread: float = 1.0
     collective: Collective | None = None
@@ -236,6 +236,6 @@ def _op(
     if last.unread != 1 and last.writes[0] not in used:
         last = replace(last, flops=last.unread * last.flops)
         fields["bytes"] *= last.unread
-    names = ("flops", "dtype", "work", "blocks", "collective")
+    names = ("flops", "dtype", "scales_with_fill", "blocks", "collective")
     names += ("body", "trip_count", "unrolled", "carried")
     return fields | {name: getattr(last, name) for name in names}

@@ -106,7 +106,8 @@ class _Reader:
         if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
             flops, ragged = dot_flops(eqn), name != "dot_general"
             dtype = str(eqn.invars[0].aval.dtype)
-            return self._add("product", eqn, operands, scope, flops=flops, dtype=dtype, work=ragged)
+            cost = {"flops": flops, "dtype": dtype, "scales_with_fill": ragged}
+            return self._add("product", eqn, operands, scope, **cost)
         if name == "optimization_barrier":
             aliases = [None if v is None else self.storage.alias(v) for v in operands]
             self.nodes.append(Node("join", *_place(scope), _reads(operands), _present(aliases)))

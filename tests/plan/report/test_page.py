@@ -9,7 +9,7 @@ import pytest
 from moejax.plan.cluster.topology import Device, Tier, Topology, same_links
 from moejax.plan.cluster.topology import Link as Rate
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
-from moejax.plan.price.routing import read_routing
+from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.sensitivity import break_even, changes
 from moejax.plan.price.terms import terms
 from moejax.plan.report import page as report
@@ -40,7 +40,7 @@ CLUSTER = Topology(
     device=CPU,
     tiers=(Tier("inside", 4, same_links(FAST)), Tier("between", 2, same_links(SLOW))),
 )
-ROUTING = read_routing("balanced", 8)
+ROUTING = read_expert_load("balanced", 8)
 MESHES = ((8, 1, 1, 1), (2, 4, 1, 1), (1, 1, 8, 1))  # the last one the default
 
 
