@@ -69,8 +69,8 @@ def print_compiled(step: CompiledStep, title: str, target: Target, console: Cons
     table.add_row("compiler options", "\n".join(f"{k}={v}" for k, v in step.options.items()))
     table.add_row("compiled in", f"{step.seconds:.0f} s")
     memory = f"of {target.memory_bytes / 2**30:.0f} GiB"
-    fits = "" if step.most_bytes <= target.memory_bytes else ": does not fit"
-    table.add_row("peak, a device", f"{_gib(step.most_bytes)} {memory}{fits}")
+    fits = "" if step.max_bytes <= target.memory_bytes else ": does not fit"
+    table.add_row("peak, a device", f"{_gib(step.max_bytes)} {memory}{fits}")
     for name, size in {"step": step.peak_bytes, **step.other_peaks}.items():
         table.add_row(f"  of {name}", _gib(size))
     table.add_row("arguments (state, batch)", _gib(step.argument_bytes))
@@ -167,11 +167,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         wanted |= CONTROLS[target.platform]
     steps = {}
     for name, options in wanted.items():
-        _say(f"tracing and compiling for {cluster}, options {name}: a minute, or several")
+        _progress(f"tracing and compiling for {cluster}, options {name}: a minute, or several")
         steps[name] = compile_step(train_step, options)
-        _say(f"compiled in {steps[name].seconds:.0f} s")
+        _progress(f"compiled in {steps[name].seconds:.0f} s")
     own = steps["the trainer's"]
-    _say("compiling evaluation and sampling")
+    _progress("compiling evaluation and sampling")
     steps["the trainer's"] = replace(own, other_peaks=other_peaks(train_step, own))
     console = Console()
     if args.json:
@@ -187,5 +187,5 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         print_exposed(steps["the trainer's"], train_step, args.compress_exposed, console)
 
 
-def _say(text: str) -> None:
+def _progress(text: str) -> None:
     print(f"moejax: {text}", file=sys.stderr, flush=True)

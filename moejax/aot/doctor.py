@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         if overrides and args.config is None:
             raise InputError("settings without a config. Add --config FILE.")
-        hardware, console = _place(args.target), Console()
+        hardware, console = _hardware(args.target), Console()
         if args.config is not None:
             show(load_config(args.config, overrides), hardware, console)
             return
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code(run, stopped="nothing was changed")
 
 
-def _place(target: str | None) -> Hardware:
+def _hardware(target: str | None) -> Hardware:
     if target is not None:
         return Hardware(TARGETS[target].platform, HOPPER if target == "h200" else None)
     device = jax.devices()[0]

@@ -45,7 +45,7 @@ class CompiledStep:
     other_peaks: dict[str, int] = field(default_factory=dict)
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """The largest peak of all compiled programs."""
         return max(self.peak_bytes, *self.other_peaks.values(), 0)
 

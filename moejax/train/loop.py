@@ -34,7 +34,7 @@ from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate, finish
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.manifest import finished_steps
-from moejax.train.memory_check import check_memory, doubt_memory
+from moejax.train.memory_check import check_memory, memory_warnings
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import kept_plan, measure, plan_run, save_expert_load
@@ -133,7 +133,7 @@ def train_planned(
     notes += [note for note in more if note not in notes]
     notes += check_disk(train_step, saved, run_dir / "checkpoints", processes)
     summary = summarize(train_step)
-    notes += doubt_memory(summary, limit)
+    notes += memory_warnings(summary, limit)
     print_summary(summary, train_step, console, planned.rows())
     records = _open_records(cfg, notes, console, processes)
     keep = cfg.checkpoint.keep

@@ -38,13 +38,13 @@ def check_memory(train_step: TrainStep, processes: Processes) -> int:
     return limit
 
 
-def doubt_memory(summary: Summary, limit: int) -> list[str]:
+def memory_warnings(summary: Summary, limit: int) -> list[str]:
     """Returns a warning if the estimated peak may not fit."""
     name, fullest = max(summary.peaks.items(), key=lambda item: item[1])
     if fullest <= limit:
         return []
     return [
-        f"warning: the fullest moment ({name}) needs about {human_bytes(fullest)} of a device, "
-        f"which has {human_bytes(limit)}. If memory runs out, raise train.micro_batches, or choose "
+        f"warning: peak memory ({name}) is about {human_bytes(fullest)}, and a device "
+        f"has {human_bytes(limit)}. If memory runs out, raise train.micro_batches, or choose "
         f"a stronger model.remat."
     ]

@@ -3,7 +3,7 @@ import pytest
 from moejax.errors import InputError
 from moejax.model.count import Counts
 from moejax.runtime.processes import ALONE
-from moejax.train.memory_check import check_memory, doubt_memory
+from moejax.train.memory_check import check_memory, memory_warnings
 from moejax.train.summary import Summary
 from tests.cases import small_config, step_for
 
@@ -36,7 +36,7 @@ def test_the_least_device_of_all_processes_counts(monkeypatch):
 def test_an_estimate_above_the_room_is_a_warning():
     peaks = {"step": 3 * 2**30, "evaluation": 2**20}
     summary = Summary(Counts(1, 1, 1, 1), {}, peaks, 1, [])
-    assert doubt_memory(summary, 3 * 2**30) == []
-    (said,) = doubt_memory(summary, 2 * 2**30)
-    assert "fullest moment (step) needs about 3.0 GiB" in said
+    assert memory_warnings(summary, 3 * 2**30) == []
+    (said,) = memory_warnings(summary, 2 * 2**30)
+    assert "peak memory (step) is about 3.0 GiB" in said
     assert "has 2.0 GiB" in said

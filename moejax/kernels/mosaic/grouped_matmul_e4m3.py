@@ -172,7 +172,7 @@ def _sum_scaled(
     arrived, free = buffers.ring
     own = pl.ds(pl.multiple_of(wg * OWN, OWN), OWN)
 
-    def one(i, totals):
+    def sum_step(i, totals):
         slot = lax.rem(step + i, STAGES)
         scales = [scale_of(i, half) for half in range(2)]  # on their way while buffers arrive
         plgpu.barrier_wait(arrived.at[slot])
@@ -184,7 +184,7 @@ def _sum_scaled(
         return tuple(added)
 
     zeros = plgpu.layout_cast(jnp.zeros((OWN, HALF), jnp.float32), LAYOUT)
-    return lax.fori_loop(0, steps, one, (zeros, zeros))
+    return lax.fori_loop(0, steps, sum_step, (zeros, zeros))
 
 
 def _product(x_smem: Any, w_smem: Any) -> jax.Array:

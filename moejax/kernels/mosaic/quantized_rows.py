@@ -43,7 +43,7 @@ def permute_quantize(
 
     def permute_quantize_tile(x_gmem, source_gmem, weight_gmem, values_gmem, scale_gmem, *scratch):
         x_smem, values_smem, scale_smem, arrived = scratch
-        first, piece = _place(rows, width)
+        first, piece = _tile_origin(rows, width)
         for r in range(rows):
             row = x_gmem.at[source_gmem[first + r], piece]
             plgpu.copy_gmem_to_smem(row, x_smem.at[pl.ds(r * width, width)], arrived)
@@ -99,7 +99,7 @@ def dequantize_combine(
 
     def combine_tile(values_gmem, scale_gmem, weight_gmem, slot_gmem, x_gmem, *scratch):
         values_smem, scale_smem, x_smem, arrived = scratch
-        first, piece = _place(rows, width)
+        first, piece = _tile_origin(rows, width)
 
         @pl.loop(0, K)  # all are on their way at once
         def _(k):
@@ -135,7 +135,7 @@ def dequantize_combine(
     )(values, scale_MB, weight_NK, slot_NK)
 
 
-def _place(rows: int, width: int) -> tuple[jax.Array, pl.Slice]:
+def _tile_origin(rows: int, width: int) -> tuple[jax.Array, pl.Slice]:
     """The first row of this thread block, and its piece of each row's blocks."""
     return jax.lax.axis_index("rows") * rows, pl.ds(jax.lax.axis_index("piece") * width, width)
 

@@ -159,7 +159,7 @@ def sum_steps(product: Callable, steps: Any, step: jax.Array, ring: Any) -> list
     arrived, free = ring
 
     def scope(*accumulators):
-        def one(i, _):
+        def sum_step(i, _):
             slot = lax.rem(step + i, STAGES)
             plgpu.barrier_wait(arrived.at[slot])
             product(i, slot, accumulators)
@@ -170,7 +170,7 @@ def sum_steps(product: Callable, steps: Any, step: jax.Array, ring: Any) -> list
             def _():
                 plgpu.barrier_arrive(free.at[lax.rem(step + i - 1, STAGES)])
 
-        lax.fori_loop(0, steps, one, None)
+        lax.fori_loop(0, steps, sum_step, None)
         plgpu.wgmma_wait(0)
 
         @pl.when(steps > 0)

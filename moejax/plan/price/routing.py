@@ -104,8 +104,8 @@ def bucket_fills(
 ) -> list[tuple[float, BucketFill]]:
     """Returns pairs: a share of the expert layers, and how full their buckets are.
 
-    The shares sum to one. Counts of independent draws vary: the fullest of n buckets of mean m holds about
-    m + sqrt(2 m ln n).
+    The shares sum to one. Counts of independent draws vary: the fullest of n buckets of mean m
+    holds about m + sqrt(2 m ln n).
     """
     tokens = tokens_of(cfg, layout, route)
     sizes = usual_sizes(route, layout, cfg.moe, tokens=tokens)

@@ -24,7 +24,7 @@ from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.space import Limits
 
-ROOM = 0.95  # share of a device's memory that a plan may use; the rest is for fragmentation
+MEMORY_SHARE = 0.95  # share of a device's memory that a plan may use; the rest is for fragmentation
 ROUGH = 1.3  # times that budget: a plan estimated above it is made lighter before it is traced
 FIRST = 4  # meshes traced before the best of them is refined
 OTHERS = 12  # meshes then traced with the best plan's settings
@@ -88,7 +88,7 @@ class _Search:
     @property
     def memory_budget(self) -> float:
         """Bytes of a device that a plan may use."""
-        return ROOM * self.topology.device.memory_bytes
+        return MEMORY_SHARE * self.topology.device.memory_bytes
 
     @property
     def late(self) -> bool:

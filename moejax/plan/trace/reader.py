@@ -110,7 +110,7 @@ class _Reader:
             return self._add("product", eqn, operands, scope, **cost)
         if name == "optimization_barrier":
             aliases = [None if v is None else self.storage.alias(v) for v in operands]
-            self.nodes.append(Node("join", *_place(scope), _reads(operands), _present(aliases)))
+            self.nodes.append(Node("join", *_labels(scope), _reads(operands), _present(aliases)))
             return aliases
         if name in GATHERS:
             return self._gather(eqn, operands, scope)
@@ -131,7 +131,7 @@ class _Reader:
         reads = _reads(operands)
         if eqn.primitive.name in SLICES:
             reads = tuple((value, float(size)) for value, _ in reads[:1]) + reads[1:]
-        self.nodes.append(Node(kind, *_place(scope), reads, tuple(written), **cost))
+        self.nodes.append(Node(kind, *_labels(scope), reads, tuple(written), **cost))
         return written
 
     def _gather(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int]:
@@ -153,7 +153,7 @@ class _Reader:
             written = [self.storage.alias(operands[0])]
         else:
             written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
-        node = Node("gather", *_place(scope), _reads(operands), tuple(written), bytes=moved)
+        node = Node("gather", *_labels(scope), _reads(operands), tuple(written), bytes=moved)
         self.nodes.append(node)
         return written
 
@@ -166,7 +166,7 @@ class _Reader:
             counted = after.aval if kind == "all_gather" else before.aval
             collective = Collective(kind, axes, str(counted.dtype), _bytes(counted), 1, traffic)
             written.append(self.storage.new(_bytes(after.aval)))
-            where = _place(scope)
+            where = _labels(scope)
             self.nodes.append(
                 Node("collective", *where, _reads([value]), (written[-1],), collective=collective)
             )
@@ -214,7 +214,7 @@ class _Reader:
         written += [self.storage.new(_bytes(var.aval)) for var in stacked]
         node = Node(
             "loop",
-            *_place(scope),
+            *_labels(scope),
             _reads(operands),
             tuple(written),
             body=body,
@@ -253,7 +253,7 @@ def _scope_names(eqn: Any) -> tuple[str, ...]:
     return tuple(re.findall(r"[A-Za-z_]\w*", str(eqn.source_info.name_stack)))
 
 
-def _place(scope: tuple[str, ...]) -> tuple[str, bool]:
+def _labels(scope: tuple[str, ...]) -> tuple[str, bool]:
     """Returns (scope, whether it is in the backward pass)."""
     named = [name for name in scope if name not in TRANSFORMS]
     return (named[-1] if named else REST), "transpose" in scope

@@ -110,7 +110,7 @@ def test_terms_sum_to_the_step(data):
 
 def test_memory_sums_to_the_peak(found, data):
     memory, most = data["memory"], found.ranked[0].peak
-    assert sum(memory["given"].values()) == most.arguments
+    assert sum(memory["arguments"].values()) == most.arguments
     assert sum(memory["temporary"].values()) == most.temporary
     assert memory["bytes"] == most.bytes
     assert memory["temporary"]["kept for backward"] > 0
@@ -137,7 +137,7 @@ def _computed(timeline: dict, place: int) -> float:
     for lane, _, _, _, seconds, _, inner in timeline["nodes"][place]["tasks"]:
         if inner >= 0:
             total += timeline["nodes"][inner]["trip_count"] * _computed(timeline, inner)
-        elif timeline["words"][lane] == "compute":
+        elif timeline["text"][lane] == "compute":
             total += seconds
     return total
 
