@@ -5,7 +5,7 @@ A class has one codec, or several with the step from which each applies:
     int8+feedback                   always
     none,int4+feedback@200          uncompressed for a warm-up of 200 steps
     int4,int8@1000,bfloat16@5000    errors that shrink along training
-    adaptive:0.9:int8|int4|topk:0.1 the strongest that keeps 0.9 of the gradient's energy
+    adaptive:0.9:int8|int4|topk:0.1 the strongest that keeps 0.9 of the gradient's squared norm
 
 A codec is NAME[:ARGUMENT][+feedback][+stochastic]. `comm.codecs.build` describes them and their
 errors. Nothing is compressed inside a node; the router, its metadata, the weights of its choices,
@@ -246,8 +246,8 @@ def _read_adaptive(
     held = [level is not None and level.name in plain and not level.feedback for level in levels]
     if not 0 < _number(threshold) < 1 or len(levels) < 2 or not all(held):
         rule = (
-            "adaptive takes the share of energy to keep, and codecs without feedback from mild to "
-            "strong: adaptive:0.9:int8|int4|topk:0.1"
+            "adaptive takes the share of the squared norm to keep, and codecs without feedback "
+            "from mild to strong: adaptive:0.9:int8|int4|topk:0.1"
         )
         _refuse(kind, text, rule)
     codecs = tuple(level for level in levels if level is not None)

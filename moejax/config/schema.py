@@ -146,7 +146,7 @@ class CompressionConfig:
     dense_gradient: str = setting("preset", "gradients of weights that are not experts'")
     expert_gradient: str = setting("preset", "gradients of the experts' weights")
     dispatch: str = setting("preset", "tokens on their way to the experts")
-    combine: str = setting("preset", "the experts' results on their way home")
+    combine: str = setting("preset", "the experts' results")
     dispatch_backward: str = setting("preset", "gradients of what was dispatched")
     combine_backward: str = setting("preset", "gradients of results")
     weights: str = setting("preset", "weights that are gathered")

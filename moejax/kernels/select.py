@@ -184,7 +184,7 @@ def select_quantized_rows(
     if rest := [kind for kind in TOKENS if kind not in blocks]:
         reason += f"; those of {', '.join(rest)} are only permuted"
     if route in ("spread", "gather_home"):
-        reason += f"; what {route} brings home is decoded, then joined with what others bring"
+        reason += f"; results that return over {route} are decoded first and then joined"
     return Choice("mosaic", reason)
 
 

@@ -96,7 +96,7 @@ def test_stages_start_where_any_class_changes():
     ]
 
 
-def test_an_adaptive_codec_stands_on_its_rung_and_measures_now_and_then():
+def test_an_adaptive_codec_has_its_level_and_measures_now_and_then():
     policy = build(expert_gradient="adaptive:0.9:int8|int4", adapt_every=10)
     assert policy.adaptive
     codec = policy.at(20, (0, 1)).expert_gradient

@@ -167,7 +167,8 @@ def test_no_choice_is_lost_on_any_route_at_any_skew(name, k, data):
         assert error <= bound * max(1, np.max(np.abs(want)))
 
 
-# Where each row meets its experts whole and its results are added up at home, in order of choice.
+# Where each row meets its experts whole and its results are summed at the source, in order of
+# choice.
 SAME_ORDER = [
     ("two_level", {}),
     ("split", {"chunks": 3, "chunks_backward": 2}),
@@ -240,7 +241,7 @@ def coded(**options):
     ],
 )
 def test_rows_quantised_as_they_move_are_the_same_bits(name):
-    """Outputs and all gradients, as routed: what the codecs see and what comes home is the same."""
+    """Outputs and all gradients, as routed: what the codecs see and what comes back is the same."""
     mesh, _ = CASES[name]
     mesh = dataclasses.replace(mesh, nodes=mesh.nodes or mesh.expert)
     rng = np.random.default_rng(3)

@@ -85,7 +85,7 @@ def test_what_a_routing_needs_is_the_fullest_bucket(name, chunks, routing):
 def count(expert_AK, route, tokens, E):
     """The rows that each stage of a route needs, walking tokens one by one."""
     sizes = [hop.peers(LAYOUT) for hop in route.exchanges]
-    # What a device holds: (part, experts to visit) of each row; a row's part is dealt at home.
+    # What a device holds: (part, experts to visit) of each row; its part is dealt at the source.
     held = {
         d: [(None, list(e)) for e in expert_AK[d * tokens : (d + 1) * tokens]] for d in range(8)
     }
