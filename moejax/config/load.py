@@ -178,5 +178,5 @@ def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
 
 
 def describe_fields() -> list[tuple[str, str, Any, str, str]]:
-    """Returns (dotted name, type, default, help, range in words) of every setting, for `--help`."""
+    """Returns (name, type, default, help, range in words) of every setting, for `--settings`."""
     return [(f.name, f.type_name, f.default, f.help, f.range) for f in fields().values()]

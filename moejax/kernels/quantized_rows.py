@@ -1,9 +1,9 @@
 """Rows for a slow link: moved and quantised in one pass, dequantised and summed in one pass.
 
-Per device. Legend: N tokens, K choices of a token, M rows, D width. Fuses `kernels.permute` and
-`kernels.quantize`, so that rows are never stored in full width between them. An index equal
-to the length of the array that it indexes means "nothing". Not for differentiation: gradients of
-tokens travel as rows of their own (`comm.tokens.pipeline`).
+Per device. Legend: N tokens, K choices of a token, M rows, D width, B blocks of a row, C values of
+a block. Fuses `kernels.permute` and `kernels.quantize`, so that rows are never stored in full width
+between them. An index equal to the length of the array that it indexes means "nothing". Not for
+differentiation: gradients of tokens travel as rows of their own (`comm.tokens.pipeline`).
 """
 
 import functools

@@ -1,4 +1,8 @@
-"""The specification of each kernel: slow, obvious, differentiable."""
+"""The specification of each kernel: slow, obvious, differentiable.
+
+Legend of products: M rows sorted by group, G groups, K summed over, N columns. Legend of rows: N
+tokens, K choices of a token, M rows, D width.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -7,10 +7,11 @@ letters of the model:
     T positions (queries)   G key/value heads     K experts chosen per token
     S positions (keys)      C channels a head     F hidden width of an MLP or expert
     D model width           V vocabulary          U gate and up (2); W gate and up joined (2 * F)
+    N tokens                L layers
 
 Inside shard_map letters count what a device holds: its sequences, and under tensor sharding its
 heads (H, G) and hidden width (F). `t` and `v` are its shares where T or V stand for all. Files
-outside `moejax/model` list their letters at their top.
+that use other letters list them at their top.
 
 Mesh axes are words, slowest link first: `replica` (pure data parallel), `fsdp` (weights sharded,
 gathered on use), `expert` (experts), `tensor` (heads, hidden width and vocabulary).
@@ -114,9 +115,8 @@ def build_layout(mesh: MeshConfig) -> Layout:
     """
     assert mesh.replica is not None, "resolve_mesh fills the replica axis first"
     shape = {axis: getattr(mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
-    devices_left = math.prod(shape.values()) // (
-        mesh.nodes or 1
-    )  # devices of a node without an axis yet
+    # devices of a node that no axis covers yet
+    devices_left = math.prod(shape.values()) // (mesh.nodes or 1)
     sizes: list[tuple[str, int]] = []
     names: dict[str, Axes] = {}
     slow: list[str] = []

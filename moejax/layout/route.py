@@ -134,7 +134,7 @@ def explain(route: Route) -> str:
 
 
 def plain_route(route: Route, layout: Layout) -> Route:
-    """The route with one exchange, no merging and no chunks: overflow rounds fit any routing on it.
+    """Returns the route of overflow rounds: one exchange, no merging, no chunks.
 
     It starts from the same tokens as `route`.
     """

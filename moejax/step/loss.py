@@ -3,6 +3,8 @@
 Logits are the largest array of a small model and of any with a large vocabulary, so they never
 exist as a whole: one chunk of tokens at a time is projected, and differentiated while it is in
 cache. That is possible because the loss is a plain sum over tokens.
+
+Letters: those of `layout.layout`; S counts spans of the balance loss (`moe.router`).
 """
 
 from functools import partial

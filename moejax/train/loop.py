@@ -96,7 +96,7 @@ def train_claimed(cfg: Config, inputs: Inputs, console: Console, processes: Proc
     ended = train_planned(cfg, inputs, console, processes)
     if isinstance(ended, Topology):  # stopped to plan again, because the links changed
         ended = train_planned(cfg, inputs, console, processes, measured=ended)
-    assert isinstance(ended, RunEnd), "a run is planned again once"
+    assert isinstance(ended, RunEnd), "a run plans at most twice"
     return ended
 
 
@@ -288,7 +288,7 @@ def check_update(run: Run, skipped: Skipped | None) -> None:
 
 
 def due(step: int, every: int | None) -> bool:
-    """Whether an action of every `every` steps is due after this step."""
+    """Whether `step` is a multiple of `every`."""
     return every is not None and step % every == 0
 
 

@@ -12,9 +12,9 @@ from moejax.comm.codecs.codec import Codec, EncodeContext, Payload
 class AdaptiveCodec(Codec):
     """One of several codecs, from mild to strong, with error feedback (after GraVAC).
 
-    A step that measures stores in the state the squared error that each level would make, and the
-    sum of squares of the encoded values, both summed over micro-batches. From these `choose_level`
-    takes the strongest level whose error is small enough.
+    A measuring step stores two sums over its micro-batches in the state: each level's squared
+    error, and the sum of squares. `choose_level` then takes the strongest level whose error is
+    small enough.
     """
 
     levels: tuple[Codec, ...]  # from mild to strong, without feedback

@@ -4,6 +4,8 @@ Per device. A thread block works on tile after tile of ROWS x COLUMNS results. O
 warpgroups only copies, by TMA, as far ahead as the ring of buffers allows, also into the next tile
 while this one is written; the other two multiply, 64 rows each, in two halves of the columns.
 
+Legend: G groups, T tiles of rows, over all groups.
+
 A group's tiles start at its own first row, or up to seven before it, because copies into what the
 matrix units read start at a multiple of eight. A tile's rows of other groups are multiplied and not
 stored. Rows past the last group are a group of their own, which is zero.

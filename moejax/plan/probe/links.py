@@ -211,7 +211,7 @@ def _beside(
 
 
 def _products(count: int) -> tuple[Callable, Callable]:
-    """Returns an operation of `count` dependent matrix products."""
+    """Returns `count` dependent matrix products as one operation, and its input."""
 
     def operate(x: jax.Array) -> jax.Array:
         matrix = jnp.full((PRODUCT, PRODUCT), 1 / PRODUCT)

@@ -1,4 +1,4 @@
-"""Estimates against prices: a estimate chooses what is traced."""
+"""Estimates against prices: an estimate chooses what is traced."""
 
 import dataclasses
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -185,6 +186,20 @@ def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
     assert any(one.cfg.train.micro_batches > 1 or one.cfg.model.remat != "none" for one in tried)
     assert [one.seconds() for one in tried] == sorted(one.seconds() for one in tried)
     assert all(one.bytes() <= 1.3 * searching.memory_budget for one in tried)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "end"),
+    [((), "more devices."), (("route", "mesh.expert"), "devices, or unpin mesh.expert, route.")],
+)
+def test_a_search_without_pins_does_not_ask_to_unpin(pinned, end):
+    cfg, there = model(), cluster()
+    how = dataclasses.replace(limits(cfg, there), pinned=frozenset(pinned))
+    searching = _Search(cfg, there, how, read_expert_load("balanced", 8), 1000.0, print)
+    searching.priced[cfg] = SimpleNamespace(peak=SimpleNamespace(bytes=3 * 2**30))
+    said = searching._why_none(5)
+    assert "The smallest plan needs 3.0 GiB of a device; " in said
+    assert said.endswith(end)
 
 
 def test_no_mesh_is_said_in_one_line():
