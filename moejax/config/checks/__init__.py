@@ -2,6 +2,10 @@
 
 `check` is for a config as it was written; `resolve_mesh` follows once the number of devices is
 known. Neither imports JAX. The rules on single values live with the fields in `config.schema`.
+
+Read in this order: this file, `effects` (settings that would change nothing), `mesh` (axes and
+their sizes), `size` (limits of arrays), `planned` (what a planner chooses), `paths` (files and
+folders). `text` has words that their messages share.
 """
 
 from moejax.config.checks.effects import check_effects

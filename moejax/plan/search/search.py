@@ -313,8 +313,8 @@ class _Search:
         if not meshes:
             return (
                 f"no plan for {devices}. No mesh obeys all rules with train.batch_sequences = "
-                f"{self.cfg.train.batch_sequences} and what is pinned ({pinned_names or 'nothing'})."
-                " Change the batch, or leave settings at their defaults."
+                f"{self.cfg.train.batch_sequences} and what is pinned "
+                f"({pinned_names or 'nothing'}). Change the batch, or leave settings at defaults."
             )
         least = min(plan.peak.bytes for plan in self.priced.values())
         unpin = f", or unpin {pinned_names}" if pinned_names else ""
