@@ -133,9 +133,13 @@ def main(argv: list[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="as of moejax train")
+    parser.add_argument(
+        "--config", metavar="FILE", required=True, help="config file, as for moejax train"
+    )
     parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
-    parser.add_argument("--nodes", type=int, default=1, help="of eight devices each (default 1)")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="number of nodes, eight devices each (default 1)"
+    )
     parser.add_argument("--target", choices=sorted(TARGETS), default="h200", help="default h200")
     parser.add_argument(
         "--compare", action="store_true", help="also compile without the trainer's options"
@@ -143,12 +147,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--compress-exposed",
         choices=("hybrid", "strong"),
-        help="say which codecs of a preset are worth having: of traffic that nothing hides",
+        help="name the codecs of a preset that pay off: those of traffic that no compute hides",
     )
     parser.add_argument(
         "--update",
         action="store_true",
-        help="also compile the gradients alone, to say what the optimizer's update needs beside",
+        help="also compile the gradients alone, to measure the memory of the optimizer's update",
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     args = parser.parse_args(rest)
@@ -182,7 +186,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         print_comparison(steps, console)
     if args.update:
         needed = update_bytes(train_step, steps["the trainer's"])
-        console.print(f"update: {_gib(needed)} beside state and gradients")
+        console.print(f"update: {_gib(needed)} in addition to state and gradients")
     if args.compress_exposed:
         print_exposed(steps["the trainer's"], train_step, args.compress_exposed, console)
 

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="moejax doctor",
         description="What is installed, which implementation each operation takes, and why.",
     )
-    parser.add_argument("--config", metavar="FILE", help="as of moejax train")
+    parser.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
     parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
     parser.add_argument("--target", choices=sorted(TARGETS), help="accelerators that are not here")
     args = parser.parse_args(rest)

@@ -186,9 +186,7 @@ def _read_schedule(kind: str, text: str, cfg: CompressionConfig) -> dict[int, Co
     for index, part in enumerate(text.split(",")):
         name, at, start = part.partition("@")
         if (index > 0) != bool(at) or (at and not start.isdecimal()):
-            rule = (
-                "The first codec counts from the start, each later one says its step: none,int8@200"
-            )
+            rule = "The first codec starts at step 0; each later one names its step: none,int8@200"
             _refuse(kind, text, rule)
         step = int(start or 0)
         if schedule and step <= max(schedule):
@@ -197,7 +195,7 @@ def _read_schedule(kind: str, text: str, cfg: CompressionConfig) -> dict[int, Co
     names = {spec.name for spec in schedule.values() if spec is not None}
     for own in {"loco", "adaptive"} & names:
         if len(names) > 1:
-            _refuse(kind, text, f"What {own} remembers is of no use to another codec beside it")
+            _refuse(kind, text, f"The state of {own} cannot be used by another codec")
     return schedule
 
 

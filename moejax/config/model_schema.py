@@ -101,8 +101,8 @@ class RouterConfig:
     )
     balance_over: str = setting(
         "batch",
-        "span of the load-balance loss; batch: of each micro-batch, whose rows the mesh decides; "
-        "sequence: counts the K best scores (DeepSeek-V3)",
+        "span of the load-balance loss; batch: over each micro-batch (its rows depend on the "
+        "mesh); sequence: counts the K best scores (DeepSeek-V3)",
         choices=("batch", "sequence"),
     )
     z_loss: float = setting(
@@ -125,12 +125,13 @@ class MoEConfig:
     )
     capacity_factor: float | None = setting(
         None,
-        "none: dropless; else rows of an expert over the balanced number, the rest is dropped",
+        "none: dropless; else capacity of an expert over the balanced number of rows; the rest is "
+        "dropped",
         above=0,
     )
     implementation: str = setting(
         "auto",
-        "grouped matrix product of the experts; .._e4m3: forward ones of numbers rounded to e4m3",
+        "implementation of the experts' matrix products; _e4m3: forward products in e4m3",
         choices=(
             "auto",
             "mosaic",

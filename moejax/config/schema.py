@@ -113,7 +113,9 @@ class TrainConfig:
     num_steps: int = setting(200, "optimizer steps of the whole run", at_least=1)
     batch_sequences: int = setting(32, "sequences of one step, over all devices", at_least=1)
     micro_batches: int = setting(
-        1, "gradient accumulation: parts the batch is cut in, of evaluation too", at_least=1
+        1,
+        "gradient accumulation: number of micro-batches a batch is split into, in evaluation too",
+        at_least=1,
     )
     gradient_dtype: str = setting(
         "float32", "dtype of gradients while they are reduced", choices=("float32", "bfloat16")
@@ -130,7 +132,9 @@ class TrainConfig:
         16, "batches of one evaluation; the last evaluation reads all", at_least=1
     )
     max_skipped: int | None = setting(
-        10, "updates in a row that are not finite, with which the run ends; none: never", at_least=1
+        10,
+        "number of consecutive non-finite updates that ends the run; none: never",
+        at_least=1,
     )
     sample_tokens: int = setting(200, "tokens sampled at the end; 0: none", at_least=0)
     sample_prompt: str = setting("def ", "text the sample continues")
@@ -153,7 +157,7 @@ class CompressionConfig:
     block: int = setting(128, "values that share a scale; a multiple of 4", at_least=4)
     start_layer: int = setting(
         0,
-        "blocks at the start whose gradients travel as they are, up to a whole pattern of blocks",
+        "first so many blocks (rounded up to a whole pattern) whose gradients are not compressed",
         at_least=0,
     )
     adapt_every: int = setting(100, "steps between choices of an adaptive codec", at_least=1)
@@ -165,7 +169,7 @@ class PlanConfig:
 
     mode: str = setting(
         "default",
-        "auto: a planner chooses; hand: nobody; default: auto where no choice is made by hand; "
+        "auto: the planner chooses; hand: no planner; default: auto if nothing is set by hand; "
         "else the path of a plan that moejax plan --out wrote",
     )
     topology: str | None = setting(
@@ -178,7 +182,9 @@ class PlanConfig:
         "none", "the preset whose codecs may be chosen", choices=("none", "hybrid", "strong")
     )
     seconds: float | None = setting(
-        None, "that the search may take; none: 10, for more than 64 devices 60", above=0
+        None,
+        "time limit of the search in seconds; none: 10, or 60 for more than 64 devices",
+        above=0,
     )
     replan: bool = setting(
         False, "plan again at a checkpoint when steps take longer or shorter than predicted"

@@ -245,7 +245,7 @@ def _tell_of_large(document: AnyDocument, console: Console) -> bool:
         return False
     console.print(
         f"{document.source} has {size / 2**20:,.0f} MiB and is encoded whole, which takes many "
-        f"times that of memory: this tokenizer is none of those known to let a text be cut "
+        f"times that of memory: this tokenizer is not known to allow cuts "
         f"(docs/formats/tokens.md). Split the document if memory runs out.",
         highlight=False,
         soft_wrap=True,

@@ -55,8 +55,8 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
     """Returns the choice for each operation that a run has.
 
     Raises:
-      InputError: if a kernel declines that the config names, or any does and `kernels` is
-        "required".
+      InputError: if the config names a kernel that declines, or if `kernels` is "required" and any
+        kernel declines.
     """
     model, choices = cfg.model, {}
     mesh, train = cfg.mesh, cfg.train
@@ -152,7 +152,10 @@ def select_quantize(hardware: Hardware, *, block: int, stochastic: bool = False)
         return Choice("reference", "plain JAX runs everywhere", (("mosaic", why_not),))
     taken = "one pass over memory each way"
     if stochastic:
-        why_not = "rounding at random draws from jax.random, outside of it; it decodes all the same"
+        why_not = (
+            "it cannot draw random numbers, so stochastic rounding runs in plain JAX; decoding "
+            "uses the kernel"
+        )
         return Choice("mosaic", taken, (("mosaic", why_not),))
     return Choice("mosaic", taken)
 
@@ -170,7 +173,7 @@ def select_quantized_rows(
     """Returns the implementation of `kernels.quantized_rows`, or "separate" for operations in turn.
 
     Args:
-      codecs: names of those that each class of `compression.TOKENS` takes at some time.
+      codecs: the codec names that each class of `compression.TOKENS` uses at some step.
       route: `Config.route`.
       width, choices: D and K.
     """

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--config", metavar="FILE", help="as of moejax train")
+    command.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
     command.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
     command.add_argument("--topology", metavar="NAME|FILE", help="the cluster")
     command.add_argument("--clusters", action="store_true", help="list the known clusters and exit")
@@ -51,10 +51,13 @@ def parser() -> argparse.ArgumentParser:
         "--codecs", choices=("none", "hybrid", "strong"), help="preset whose codecs may be chosen"
     )
     command.add_argument(
-        "--free", default="", metavar="NAMES", help="settings, with commas, to choose all the same"
+        "--free",
+        default="",
+        metavar="NAMES",
+        help="settings to choose although they are set, separated by commas",
     )
     command.add_argument(
-        "--fewer", action="store_true", help="also look at half the nodes, and so on"
+        "--fewer", action="store_true", help="also plan for half the nodes, a quarter, and so on"
     )
     command.add_argument("--seconds", type=float, help="time limit of the search")
     command.add_argument("--top", type=int, default=8, help="plans to show (default 8)")

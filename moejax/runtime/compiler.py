@@ -25,9 +25,9 @@ def compiler_options(platform: str, *, hops: int) -> Options:
       hops: number of hops of the route.
     """
     if hops and platform == "gpu":
-        # By default one collective travels at a time, so half of the exchanges stay exposed. In
-        # the pipeline (comm.tokens.pipeline) every hop travels twice at a time, of dispatch and
-        # of combine; one more is for weights on their way in and their gradients on their way out.
+        # By default one collective runs at a time, so half of the exchanges stay exposed. The
+        # pipeline has two collectives in flight per hop (dispatch and combine); one more slot is
+        # for weights and their gradients.
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * hops + 1}
     if hops and platform == "tpu":
         # By default an all-to-all is synchronous.

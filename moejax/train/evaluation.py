@@ -37,7 +37,7 @@ def finish(run: Run, state: TrainState) -> None:
     run.record_saved(run.checkpoints.wait())
     length = run.cfg.train.sample_tokens
     if length:
-        # As a training document begins.
+        # The prompt starts with eos, as a training document does.
         tokenizer = run.inputs.tokenizer
         prompt = [tokenizer.eos_id, *tokenizer.encode(run.cfg.train.sample_prompt)]
         tokens = sample(

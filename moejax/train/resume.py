@@ -25,7 +25,7 @@ FIXED = (
     "train.batch_sequences",
     "train.seed",
 )
-# Of those, settings that do not change the step's result.
+# Fixed settings by prefix that do not change a step's result, so they may change.
 FREE = (
     "model.dtype",
     "model.remat",

@@ -242,7 +242,7 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
         ({"route_chunks_backward": 2}, "route_chunks_backward", "nothing is exchanged"),
         ({"route_trim": True}, "route_trim", "nothing is exchanged"),
         *(
-            ({"plan.mode": "hand", name: value}, name, "nobody plans")
+            ({"plan.mode": "hand", name: value}, name, "the planner is off")
             for name, value in [
                 ("plan.topology", "h200:2"),
                 ("plan.routing", "zipf:1"),

@@ -128,9 +128,9 @@ def test_a_dry_run_needs_known_links(cfg):
 
 
 def test_what_is_no_mode_is_refused(cfg):
-    with pytest.raises(InputError, match="is no way to plan"):
+    with pytest.raises(InputError, match="is not a planning mode"):
         check(change(cfg, {"plan.mode": "magic"}))
-    with pytest.raises(InputError, match="has no effect: nobody plans"):
+    with pytest.raises(InputError, match="has no effect: the planner is off"):
         check(change(cfg, {"plan.mode": "hand"}))
 
 

@@ -104,7 +104,7 @@ def _training_effects() -> Iterator[_Effect]:
     yield (
         ("plan.topology", "plan.routing", "plan.codecs", "plan.seconds", "plan.replan"),
         is_planned,
-        "nobody plans (`plan` is hand, or default with a choice made by hand)",
+        "the planner is off (`plan` is hand, or default with a choice made by hand)",
     )
     yield (
         ("mesh.simulated_devices",),

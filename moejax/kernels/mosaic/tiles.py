@@ -83,7 +83,7 @@ def grid_of(schedule: TileSchedule, groups: int, columns: int, steps: int) -> Gr
 
 
 def tile_position(grid: Grid, schedule: Any, turn: Any) -> TilePosition:
-    """In a kernel: where this thread block is in its so-manieth turn."""
+    """In a kernel: the tile that this thread block works on in turn `turn`."""
     index = turn * grid.blocks + lax.axis_index("block")
     tile, column = lax.div(index, grid.columns), lax.rem(index, grid.columns)
     group = schedule.group_T[tile]
@@ -96,12 +96,12 @@ def turns_of(count: Any, blocks: int) -> Any:
 
 
 def tiled(width: int) -> tuple[Any, Any]:
-    """How buffers lie that matrix units read: in tiles of eight rows of 128 bytes, swizzled."""
+    """Layout of buffers that matrix units read: in tiles of eight rows of 128 bytes, swizzled."""
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
 
 
 def ring_of(copies: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
-    """Barriers of the buffers: this one has arrived, this one is free again."""
+    """Two barriers for each buffer: filled, and free again."""
     return (
         plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
         plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
@@ -111,7 +111,7 @@ def ring_of(copies: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
 def specialize(
     wg: jax.Array, turns: Any, load_tile: Callable, multiply_tile: Callable, registers: int = 232
 ) -> None:
-    """Each warpgroup's part, (turn, step) -> step, tile after tile; steps are the ring's.
+    """Runs each warpgroup's function (turn, step) -> step over all tiles; steps are the ring's.
 
     Args:
       registers: of a thread that multiplies.
@@ -185,7 +185,7 @@ def sum_steps(product: Callable, steps: Any, step: jax.Array, ring: Any) -> list
 
 
 class Stores(NamedTuple):
-    """Shared memory that results go through: [2, OWN, PIECE], of each warpgroup its own."""
+    """Shared memory for results, [2, OWN, PIECE]: one part for each multiplying warpgroup."""
 
     whole: Any
     tail: Any
@@ -219,10 +219,10 @@ def store_rows(
 ) -> None:
     """Writes the rows that count of [OWN, HALF] to columns of a result.
 
-    All in one copy a piece, where all count; fewer by the binary digits of their number.
+    If all OWN rows count, one copy a piece. Otherwise one copy per binary digit of their number.
 
     Args:
-      between: where in the result's dimensions that stand between rows and columns.
+      between: index of the result's dimensions between rows and columns.
       column: the first.
     """
     for start in range(0, HALF, PIECE):

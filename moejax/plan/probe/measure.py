@@ -100,7 +100,7 @@ def _measure_device(
     gather = watch.processes.gather
     progress("a whole program")
     device = replace(device, program_overhead=gather(probe_program(watch, device))[0])
-    progress("devices that take turns")
+    progress("devices that share cores")
     return replace(device, oversubscription=gather(probe_oversubscription(watch))[0])
 
 

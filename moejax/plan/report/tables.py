@@ -73,8 +73,8 @@ def print_ranked(
     memory = topology.device.memory_bytes / 2**30
     console.print(
         f"{result.meshes:,} meshes estimated, {result.traced} plans traced, {result.too_large} of "
-        f"them too large (!) for {memory:.1f} GiB, in {result.seconds:.1f} s. GiB: of one "
-        "device; ms: a step. default: experts over all devices, flat, no codecs.",
+        f"them too large (!) for {memory:.1f} GiB, in {result.seconds:.1f} s. GiB is per "
+        "device, ms per step. default: experts over all devices, flat exchange, no codecs.",
         highlight=False,
     )
 

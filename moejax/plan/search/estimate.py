@@ -74,8 +74,8 @@ class Estimate:
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         width = WIDTHS[model.dtype]
         dense, experts = self.weights
-        # Masters, two moments and gradients twice in float32, and their sum over micro-batches; a
-        # block's weights gathered.
+        # In float32: masters, two moments, two copies of gradients, and their sum over
+        # micro-batches. In the dtype of compute: one block's gathered weights.
         held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + width * (
             dense / layout.size(layout.tensor) + experts / self.expert_share
         )

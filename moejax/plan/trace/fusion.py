@@ -1,8 +1,8 @@
 """Groups elementwise operations into regions, as a compiler fuses them, and orders everything.
 
-A value's depth is how many operations that cannot be fused lie on the longest way to it. Connected
-elementwise operations of equal depth become one region: none of them can wait for an operation that
-waits for another of them, so no cycle can arise. Values read only inside a region are never stored.
+A value's depth is the number of non-fusible operations on its longest path. Connected elementwise
+operations of equal depth become one region. Equal depth excludes cycles: no operation between them
+can be non-fusible. Values read only inside a region are never stored.
 A value computed from inputs alone is computed at its first use, since its inputs stay alive anyway.
 """
 

@@ -1,7 +1,7 @@
 """Reads a traced program: every product, memory-bound region and collective that it will run.
 
-The walk enters calls and loops. Of a `lax.switch` or `lax.cond` it reads the first branch (the
-false one), which ordinary steps take; if buckets overflow, the branch with overflow rounds.
+The walk enters calls and loops. For a `lax.switch` or `lax.cond` it reads the first (false) branch,
+as ordinary steps do. If buckets overflow, it reads the branch with overflow rounds.
 Nothing here runs or needs a device. The time does not depend on the size of the mesh.
 """
 
@@ -18,11 +18,11 @@ from moejax.kernels.costs import attention_cost, dot_flops, named_cost
 from moejax.plan.trace.fusion import Node, Storage, fuse
 from moejax.plan.trace.schedule import TRAFFIC, Collective, Schedule, collectives_of
 
-# Their results share the buffer of their first operand.
+# Primitives whose result shares the buffer of the first operand.
 VIEWS = ("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "reshard")
-# Their results cost nothing: the compiler makes them where they are used.
+# Primitives that cost nothing: the compiler computes them where they are used.
 CONSTANTS = ("iota", "axis_index", "random_seed", "empty2", "empty")
-# They read no more of their first operand than they return.
+# Primitives that read no more of the first operand than they return.
 SLICES = ("slice", "dynamic_slice", "split", "unstack")
 GATHERS = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "sort")
 GATHERS += ("top_k", "cumsum", "cummax", "cumlogsumexp", "reduce_window")
