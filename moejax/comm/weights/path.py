@@ -1,4 +1,4 @@
-"""The mesh axes along which a parameter is gathered and its gradient is summed."""
+"""How a parameter is gathered and its gradient is summed: mesh axes, dtypes and codecs."""
 
 from dataclasses import dataclass
 
