@@ -58,11 +58,11 @@ def test_a_codec_is_written_as_it_is_read(text):
         ("adaptive:0.9:int8", "from mild to strong"),
         ("adaptive:2:int8|int4", "from mild to strong"),
         ("adaptive:0.9:int8|int4+feedback", "from mild to strong"),
-        ("int8,int4", "each later one says its step"),
-        ("int8@0", "each later one says its step"),
+        ("int8,int4", "each later one names its step"),
+        ("int8@0", "each later one names its step"),
         ("none,int8@10,int4@10", "steps must grow"),
-        ("int8+feedback,loco@10", "What loco remembers"),
-        ("adaptive:0.9:int8|int4,int8@5", "What adaptive remembers"),
+        ("int8+feedback,loco@10", "state of loco"),
+        ("adaptive:0.9:int8|int4,int8@5", "state of adaptive"),
     ],
 )
 def test_what_is_no_codec_is_refused_with_its_setting(text, message):
