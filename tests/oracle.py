@@ -9,22 +9,24 @@ import jax.numpy as jnp
 
 from moejax.config.schema import Config
 from moejax.moe.reference import mark_best, moe_reference
+from tests.oracle_attention import attend, norm
 
 
 def oracle_loss(params, router_bias, batch, cfg: Config):
     """Returns the loss and the assignments to each expert of each expert layer."""
     model = cfg.model
     x = params["embedding"]["table"][batch.token_BT]
-    losses, loads = 0.0, []
+    losses, loads, index = 0.0, [], 0
     for group, biases in zip(*_groups(params, router_bias), strict=True):
         for layer in range(_length(group)):
             at = jax.tree.map(lambda w, layer=layer: w[layer], (group, biases))
             for place in sorted(at[0]["blocks"]):
                 bias = at[1]["blocks"].get(place, {}) if at[1] else {}
-                x, loss, load = _block(at[0]["blocks"][place], bias, x, batch.segment_BT, cfg)
-                losses += loss
+                weights = at[0]["blocks"][place]
+                x, loss, load = _block(weights, bias, x, batch.segment_BT, index, cfg)
+                losses, index = losses + loss, index + 1
                 loads += [] if load is None else [load]
-    x = _norm(x, params["norm"]["scale"], model.norm_epsilon)
+    x = norm(x, params["norm"]["scale"], model.norm_epsilon)
     table = params["embedding"]
     logits = x @ (table["table"].T if model.tie_embeddings else table["project"])
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
@@ -45,15 +47,11 @@ def _length(group):
     return jax.tree.leaves(group)[0].shape[0]
 
 
-def _norm(x, scale, epsilon):
-    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon) * scale
-
-
-def _block(w, bias, x, segments, cfg: Config):
+def _block(w, bias, x, segments, index, cfg: Config):
     epsilon = cfg.model.norm_epsilon
-    attended = _norm(x, w["attention_norm"]["scale"], epsilon)
-    x = x + _attention(w["attention"], attended, segments, cfg)
-    h = _norm(x, w["mlp_norm"]["scale"], epsilon)
+    attended = norm(x, w["attention_norm"]["scale"], epsilon)
+    x = x + attend(w["attention"], attended, segments, index, cfg)
+    h = norm(x, w["mlp_norm"]["scale"], epsilon)
     loss, load = 0.0, None
     if "moe" in w:
         B, T, D = h.shape
@@ -88,39 +86,3 @@ def _router_losses(logit_NE, chosen_NE, B, cfg: Config):
     balance = E * jnp.mean(jnp.sum(share * mean, axis=-1))
     z = jnp.mean(jnp.log(jnp.sum(jnp.exp(logit_NE), axis=-1)) ** 2)
     return router.balance_loss * balance + router.z_loss * z
-
-
-def _attention(w, x, segments, cfg: Config):
-    model = cfg.model
-    q, k, v = (jnp.einsum("BTD,DHC->BTHC", x, w[name]) for name in ("w_q", "w_k", "w_v"))
-    if model.attention_bias:
-        q, k, v = q + w["b_q"], k + w["b_k"], v + w["b_v"]
-    if model.qk_norm == "head":
-        q = _norm(q, w["q_norm"]["scale"], model.norm_epsilon)
-        k = _norm(k, w["k_norm"]["scale"], model.norm_epsilon)
-    if model.qk_norm == "full":
-        q, k = (
-            _norm(
-                a.reshape(*a.shape[:2], -1), w[n]["scale"].reshape(-1), model.norm_epsilon
-            ).reshape(a.shape)
-            for a, n in ((q, "q_norm"), (k, "k_norm"))
-        )
-    q, k = _rope(q, model.rope.theta), _rope(k, model.rope.theta)
-    repeats = model.num_heads // model.num_kv_heads
-    k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
-    T = x.shape[1]
-    back = jnp.arange(T)[:, None] - jnp.arange(T)[None]
-    seen = (back >= 0) & (back < (model.sliding_window or T))
-    seen = seen[None] & (segments[:, :, None] == segments[:, None, :])
-    score = jnp.einsum("BTHC,BSHC->BHTS", q, k) / jnp.sqrt(model.head_width)
-    chance = jax.nn.softmax(jnp.where(seen[:, None], score, -1e30), axis=-1)
-    return jnp.einsum("BHTS,BSHC,HCD->BTD", chance, v, w["w_o"])
-
-
-def _rope(x, theta):
-    """Rotary positions as complex multiplication: another form than the model's."""
-    half = x.shape[-1] // 2
-    frequency = theta ** -(jnp.arange(half) / half)
-    turn = jnp.exp(1j * jnp.arange(x.shape[1])[:, None] * frequency)[None, :, None, :]
-    z = (x[..., :half] + 1j * x[..., half:]) * turn
-    return jnp.concatenate([z.real, z.imag], axis=-1).astype(x.dtype)

@@ -29,6 +29,21 @@ class RopeConfig:
     beta_slow: float = setting(
         1.0, "yarn: dims with fewer rotations than this are stretched", above=0
     )
+    truncate: bool = setting(
+        True, "yarn: the range between them is widened to whole channel pairs (gpt-oss: false)"
+    )
+    attention_factor: float | None = setting(
+        None, "yarn: factor of cos and sin; none: 0.1 ln(factor) + 1, or that of mscale", above=0
+    )
+    mscale: float | None = setting(
+        None,
+        "yarn: cos and sin times m(mscale) / m(mscale_all_dim), m(s) = 0.1 s ln(factor) + 1 "
+        "(DeepSeek-V2 and V3)",
+        at_least=0,
+    )
+    mscale_all_dim: float | None = setting(
+        None, "yarn: scores times m(mscale_all_dim)^2; goes with mscale", at_least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -38,9 +53,26 @@ class ModelConfig:
     vocab_size: int = setting(264, "V: token ids are 0 .. V-1", at_least=2)
     width: int = setting(128, "D: width of the residual stream", at_least=1)
     num_layers: int = setting(4, "number of blocks", at_least=1)
+    attention: str = setting(
+        "grouped",
+        "grouped: heads share keys and values; latent: both come from a narrow latent (DeepSeek)",
+        choices=("grouped", "latent"),
+    )
     num_heads: int = setting(4, "H: query heads", at_least=1)
     num_kv_heads: int = setting(2, "G: key and value heads; H must be a multiple", at_least=1)
     head_width: int = setting(32, "C: channels of one head", at_least=2)
+    rope_width: int | None = setting(
+        None, "channels of a head that rotate; none: all (latent attention needs it)", at_least=2
+    )
+    q_latent: int | None = setting(
+        None, "Z: width of the latent of queries; none: projected directly", at_least=1
+    )
+    kv_latent: int | None = setting(
+        None, "Z: width of the latent of keys and values (latent attention)", at_least=1
+    )
+    value_width: int | None = setting(
+        None, "channels of a value's head (latent attention); none: head_width", at_least=1
+    )
     mlp_hidden: int = setting(384, "F of dense (non-expert) blocks", at_least=1)
     first_dense_layers: int = setting(0, "blocks at the start that use a dense MLP", at_least=0)
     moe_every: int | None = setting(
@@ -49,8 +81,15 @@ class ModelConfig:
     norm_epsilon: float = setting(1e-6, "epsilon of RMSNorm", above=0)
     qk_norm: str = setting("none", "RMSNorm on queries and keys", choices=("none", "head", "full"))
     attention_bias: bool = setting(False, "biases on the query, key and value projections")
+    attention_output_bias: bool = setting(False, "bias on the output projection of attention")
+    attention_sinks: bool = setting(
+        False, "a learned logit a head, which takes part in its softmax and has no value (gpt-oss)"
+    )
     sliding_window: int | None = setting(
         None, "positions a query sees back, itself included", at_least=1
+    )
+    full_attention_every: int | None = setting(
+        None, "each n-th block sees back without the window (gpt-oss: 2)", at_least=2
     )
     tie_embeddings: bool = setting(True, "use the embedding as the output projection")
     init_deviation: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -66,6 +105,21 @@ class ModelConfig:
         True, "one compiled block for all layers; false unrolls (slower compile)"
     )
     rope: RopeConfig = section(RopeConfig, "rotary positions")
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values come from a latent."""
+        return self.attention == "latent"
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a value's head."""
+        return self.value_width or self.head_width
+
+    @property
+    def rotated_channels(self) -> int:
+        """Channels of a head that rotate."""
+        return self.rope_width or self.head_width
 
     @property
     def has_experts(self) -> bool:

@@ -65,6 +65,8 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
         hardware,
         dtype=model.dtype,
         width=model.head_width,
+        value_width=model.value_channels,
+        sinks=model.attention_sinks,
         length=cfg.data.sequence_length,
         sequences=max(1, train.batch_sequences // ranks // train.micro_batches),
         isolated=cfg.data.isolate_documents,
@@ -192,16 +194,27 @@ def select_quantized_rows(
 
 
 def select_attention(
-    hardware: Hardware, *, dtype: str, width: int, length: int, sequences: int, isolated: bool
+    hardware: Hardware,
+    *,
+    dtype: str,
+    width: int,
+    length: int,
+    sequences: int,
+    isolated: bool,
+    value_width: int | None = None,
+    sinks: bool = False,
 ) -> Choice:
     """Returns the implementation of `kernels.attention`.
 
     Args:
-      width: of a head.
+      width: of a head's queries and keys.
       length, sequences: T, and B on one device in one micro-batch.
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
+      value_width: of a head's values; None for `width`.
+      sinks: whether a learned logit takes part in each softmax.
     """
-    why_not = _cudnn_declines(hardware, dtype, width)
+    widest = max(width, value_width or width)
+    why_not = _cudnn_declines(hardware, dtype, widest, sinks)
     mask_bytes = 2 * sequences * length**2 if isolated else 0
     if why_not is None and isolated and length % 2:
         why_not = f"with a mask it takes an even number of positions, this is {length}"
@@ -213,18 +226,25 @@ def select_attention(
         )
     if why_not is not None:
         return Choice("blocked", "attention of our own runs everywhere", (("cudnn", why_not),))
+    padded = ""
+    if value_width not in (None, width):
+        both = f"{width} channels of keys and {value_width} of values"
+        padded = f"; heads of {both} are padded to {widest}"
     if isolated:
         taken = f"cuDNN's fused attention; a mask of {mask_bytes / 2**20:.0f} MiB keeps documents"
-        return Choice("cudnn_masked", f"{taken} apart")
-    return Choice("cudnn", "cuDNN's fused attention, causal by itself: no mask is made")
+        return Choice("cudnn_masked", f"{taken} apart{padded}")
+    taken = "cuDNN's fused attention, causal by itself: no mask is made"
+    return Choice("cudnn", f"{taken}{padded}")
 
 
-def _cudnn_declines(hardware: Hardware, dtype: str, width: int) -> str | None:
+def _cudnn_declines(hardware: Hardware, dtype: str, width: int, sinks: bool) -> str | None:
     """Why cuDNN's fused attention does not run; None if it does."""
     if hardware.platform != "gpu":
         return f"it is for GPUs, this is {hardware.platform}"
     if dtype != "bfloat16":
         return f"it takes bfloat16, this is {dtype}"
+    if sinks:
+        return "JAX's call of it takes no sinks (model.attention_sinks), which join the softmax"
     known = (math.inf,) if hardware.capability is None else _number(hardware.capability)
     if known is None or known < (8, 0):
         return f"it is for NVIDIA's from compute capability 8.0, this is {hardware.capability}"

@@ -8,6 +8,7 @@ letters of the model:
     S positions (keys)      C channels a head     F hidden width of an MLP or expert
     D model width           V vocabulary          U gate and up (2); W gate and up joined (2 * F)
     N tokens                L layers
+    Z width of a latent     R channels of a head that rotate
 
 Inside shard_map letters count what a device holds: its sequences, and under tensor sharding its
 heads (H, G) and hidden width (F). `t` and `v` are its shares where T or V stand for all. Files
@@ -85,6 +86,7 @@ class Layout:
           folded: experts over (expert, tensor), hidden width not sharded;
           whole: experts over the expert axis, and tensor ranks hold copies.
         Other parameters: width over (fsdp, expert); heads, hidden width and vocabulary over tensor.
+          Those from a latent to heads have no width: there the latent takes its axes.
         Parameters of one dimension are not sharded.
         """
         if len(dims) == 1:
@@ -93,7 +95,7 @@ class Layout:
             hidden = self.tensor if self.hidden_over_tensor else ()
             rules = {"E": self.expert_owner_axes, "D": self.fsdp, "F": hidden}
         else:
-            rules = {"D": self.fsdp + self.expert}
+            rules = {"D" if "D" in dims else "Z": self.fsdp + self.expert}
             rules |= dict.fromkeys("HGFV", self.tensor)
         return tuple(rules.get(letter, ()) for letter in dims)
 
@@ -105,6 +107,16 @@ class Layout:
     def token_spec(self) -> PartitionSpec:
         """The sharding of `token_BT`: sequences over the token axes, positions not sharded."""
         return PartitionSpec(self.token_axes)
+
+
+def is_product(dims: str) -> bool:
+    """Whether a parameter multiplies activations, as biases, norm scales and sinks do not.
+
+    Its products start or end at the model's width or at a latent. Experts (first letter E) count as
+    many parameters, so that one dimension besides theirs is a bias.
+    """
+    own = dims[1:] if dims[0] == "E" else dims
+    return len(own) > 1 and ("D" in own or "Z" in own)
 
 
 def build_layout(mesh: MeshConfig) -> Layout:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from moejax.config.schema import Config
 from moejax.kernels.costs import causal_pairs
+from moejax.layout.layout import is_product
+from moejax.model.pattern import block_kinds
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,11 @@ def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
         total += elements
         active += used
         lookup = path.endswith("table") and not cfg.model.tie_embeddings
-        if "D" in dims and len(dims) > 1 and not lookup:
+        if is_product(dims) and not lookup:
             matmul += used
     model, T = cfg.model, cfg.data.sequence_length
-    pairs = causal_pairs(T, model.sliding_window)
-    channels = model.num_layers * model.num_heads * model.head_width
-    # Attention: two products forward, four backward, of two FLOPs a channel and pair.
-    return Counts(total, active, matmul, 6 * matmul + 12 * channels * pairs // T)
+    pairs = sum(causal_pairs(T, kind.window) for kind in block_kinds(model))
+    channels = model.num_heads * (model.head_width + model.value_channels)
+    # Attention, of keys' and of values' channels alike: a product forward and two backward, of two
+    # FLOPs a channel and pair.
+    return Counts(total, active, matmul, 6 * matmul + 6 * channels * pairs // T)

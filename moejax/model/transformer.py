@@ -17,9 +17,11 @@ from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
-from moejax.model.attention import Angles, Attention
+from moejax.model.attention import Attention
+from moejax.model.latent import LatentAttention
 from moejax.model.layers import MLP, Embedding, RMSNorm
-from moejax.model.rope import tables
+from moejax.model.pattern import BlockKind, layer_groups
+from moejax.model.rope import Angles, tables
 from moejax.moe.layer import MoE, MoEStats
 from moejax.moe.router import Noise
 
@@ -31,27 +33,19 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 }
 
 
-def layer_groups(cfg: ModelConfig) -> list[tuple[tuple[str, ...], int]]:
-    """The blocks as (pattern, repeats): each pattern is scanned `repeats` times."""
-    groups = [(("dense",), cfg.first_dense_layers)]
-    rest = cfg.num_layers - cfg.first_dense_layers
-    if cfg.moe_every is None:
-        groups = [(("dense",), cfg.num_layers)]
-    else:
-        pattern = ("dense",) * (cfg.moe_every - 1) + ("moe",)
-        groups += [(pattern, rest // cfg.moe_every), (("dense",), rest % cfg.moe_every)]
-    return [(pattern, repeats) for pattern, repeats in groups if repeats]
-
-
 class Block(nnx.Module):
     """Attention, then an MLP or experts, each on a normalised copy of the residual stream."""
 
-    def __init__(self, kind: str, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
+    def __init__(
+        self, kind: BlockKind, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs
+    ):
         self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
-        self.attention = Attention(cfg, spec, rngs)
+        build_attention = LatentAttention if cfg.is_latent else Attention
+        self.attention = build_attention(cfg, kind.window, spec, rngs)
         self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
-        self.moe = MoE(cfg, moe, spec, rngs) if kind == "moe" else None
-        hidden = cfg.mlp_hidden if kind == "dense" else moe.num_shared_experts * moe.expert_hidden
+        self.moe = MoE(cfg, moe, spec, rngs) if kind.mlp == "moe" else None
+        shared = moe.num_shared_experts * moe.expert_hidden
+        hidden = cfg.mlp_hidden if kind.mlp == "dense" else shared
         self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None
 
     def __call__(
@@ -79,7 +73,7 @@ class Pattern(nnx.Module):
 
     def __init__(
         self,
-        kinds: tuple[str, ...],
+        kinds: tuple[BlockKind, ...],
         cfg: ModelConfig,
         moe: MoEConfig,
         spec: StepSpec,
@@ -128,7 +122,7 @@ class Transformer(nnx.Module):
           noise: for the jitter of the routers' input; None for no jitter.
         """
         cfg = self.cfg
-        angles = tables(token_BT.shape[1], cfg.head_width, cfg.rope)
+        angles = tables(token_BT.shape[1], cfg.rotated_channels, cfg.rope)
         with jax.named_scope("embed"):
             table_vD, w_Dv = self.embedding.weights()
             x_BtD = self.embedding.embed(token_BT, table_vD)

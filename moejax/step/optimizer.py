@@ -18,7 +18,7 @@ from optax import contrib
 
 from moejax.comm import wire
 from moejax.config.schema import OptimizerConfig
-from moejax.layout.layout import Layout
+from moejax.layout.layout import Layout, is_product
 
 Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
 
@@ -114,8 +114,9 @@ class Optimizer:
                 optax.add_decayed_weights(cfg.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
-        # Parameters that Muon leaves to AdamW (embeddings, router) do not decay.
-        decays = cfg.name == "adamw" and _decays(dims)
+        # Matrices decay, not scales and biases. Of those that Muon leaves to AdamW (embeddings,
+        # router) none does.
+        decays = cfg.name == "adamw" and is_product(dims)
         return optax.adamw(
             learning_rate(cfg, self.num_steps, cfg.learning_rate),
             b1=cfg.beta1,
@@ -146,14 +147,9 @@ def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
     return jax.tree.map(lambda x, y: x.reshape(y.shape), updated, state)
 
 
-def _decays(dims: str) -> bool:
-    """Whether weights decay: matrices that touch the residual stream, not scales and biases."""
-    return "D" in dims and len(dims) > 1
-
-
 def is_matrix(dims: str) -> bool:
     """Whether Muon updates it: hidden matrices, not embeddings, norms or the router."""
-    return _decays(dims) and "V" not in dims and dims != "DE"
+    return is_product(dims) and "V" not in dims and dims != "DE"
 
 
 def square_share(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
@@ -194,11 +190,11 @@ def _orthogonal_shard(x: Any, dims: str, layout: Layout) -> jax.Array:
 
 
 def _matrix_dims(dims: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the matrix's input and output dimensions; one of them is the model's width.
+    """Returns the matrix's input and output dimensions; one is the model's width or a latent.
 
     Gate and up (U) and experts (E) are separate matrices.
     """
     inner = tuple(i for i, letter in enumerate(dims) if letter not in "EU")
-    width = dims.index("D")
+    width = dims.index("D" if "D" in dims else "Z")
     others = tuple(i for i in inner if i != width)
     return ((width,), others) if inner[0] == width else (others, (width,))

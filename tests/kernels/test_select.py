@@ -168,6 +168,13 @@ def test_attention_by_cudnn(place, change, wanted):
         (HOPPER, {"dtype": "float32"}, "it takes bfloat16, this is float32"),
         (HOPPER, {"width": 100}, "heads are 100 wide. It takes multiples of 8 up to 256"),
         (HOPPER, {"width": 264}, "heads are 264 wide"),
+        (HOPPER, {"value_width": 264}, "heads are 264 wide"),
+        (HOPPER, {"sinks": True}, "takes no sinks (model.attention_sinks)"),
+        (
+            Hardware("gpu", "8.0"),
+            {"width": 192, "value_width": 128},
+            "heads are 192 wide. It takes multiples of 8 up to 128",
+        ),
         (
             Hardware("gpu", "8.6"),
             {"width": 136},
@@ -186,6 +193,18 @@ def test_why_cudnn_does_not_run_attention(place, change, said):
     ((name, reason),) = choice.declined
     assert name == "cudnn"
     assert said in reason
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_values_of_another_width_are_padded_for_cudnn_and_it_is_said(isolated):
+    """DeepSeek-V3's heads: 192 channels of queries and keys, 128 of values."""
+    change = {"width": 192, "value_width": 128, "isolated": isolated}
+    choice = select_attention(HOPPER, **(ATTENTION | change))
+    assert choice.implementation == ("cudnn_masked" if isolated else "cudnn")
+    said = "heads of 192 channels of keys and 128 of values are padded to 192"
+    assert choice.reason.endswith(said)
+    same = select_attention(HOPPER, **(ATTENTION | change | {"value_width": 192}))
+    assert "padded" not in same.reason
 
 
 def test_attention_of_a_run_sees_its_sequences_on_a_device():
@@ -207,6 +226,16 @@ def test_attention_of_a_run_sees_its_sequences_on_a_device():
     for axis in ("replica", "fsdp", "expert"):
         assert chosen(replace(cfg, mesh=replace(cfg.mesh, **{axis: 4}))) == "cudnn_masked"
     assert chosen(replace(cfg, mesh=replace(cfg.mesh, tensor=4))) == "blocked"
+
+
+def test_attention_of_a_run_sees_its_values_and_sinks():
+    model = replace(Config().model, dtype="bfloat16", head_width=192)
+    latent = replace(model, attention="latent", value_width=128)
+    choice = select_kernels(replace(Config(), model=latent), HOPPER)["attention"]
+    assert "128 of values" in choice.reason
+    sinks = replace(model, attention_sinks=True)
+    choice = select_kernels(replace(Config(), model=sinks), HOPPER)["attention"]
+    assert choice.implementation == "blocked"
 
 
 def test_each_operation_of_a_run_has_a_choice():

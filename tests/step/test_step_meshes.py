@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.config.schema import RopeConfig
 from tests.cases import (
     CERTAIN,
     assert_close,
@@ -109,6 +110,50 @@ KINDS = [
     {"model": {"qk_norm": "full", "sliding_window": 5, "num_kv_heads": 4}},
     {"router": {"balance_over": "sequence", "renormalize": False, "weight_scale": 2.5}},
     {"router": {"score": "softmax", "num_groups": 4, "groups_per_token": 2}},
+    # Sinks, biases, a window in every other block, part of a head rotated (gpt-oss).
+    {
+        "model": {
+            "num_layers": 2,
+            "sliding_window": 3,
+            "full_attention_every": 2,
+            "attention_sinks": True,
+            "attention_bias": True,
+            "attention_output_bias": True,
+            "head_width": 8,
+            "rope_width": 6,
+            "rope": RopeConfig(
+                scaling="yarn", factor=8.0, trained_length=16, truncate=False, attention_factor=1.2
+            ),
+        }
+    },
+    # Latent attention, with a latent of queries and without (DeepSeek-V3, V2-Lite).
+    {
+        "model": {
+            "attention": "latent",
+            "head_width": 10,
+            "rope_width": 6,
+            "value_width": 4,
+            "q_latent": 8,
+            "kv_latent": 16,
+            "rope": RopeConfig(
+                scaling="yarn", factor=8.0, trained_length=16, mscale=0.7, mscale_all_dim=1.0
+            ),
+        }
+    },
+    {
+        "model": {
+            "attention": "latent",
+            "head_width": 6,
+            "rope_width": 2,
+            "value_width": 8,
+            "kv_latent": 8,
+            "num_layers": 2,
+            "first_dense_layers": 1,
+            "sliding_window": 5,
+            "full_attention_every": 2,
+            "remat": "full",
+        }
+    },
 ]
 
 

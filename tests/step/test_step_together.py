@@ -43,6 +43,9 @@ CASES = [
     Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1)),
     Case((1, 1, 4, 2), 2, ("sequence", "folded"), "two_level_merge", (2, 2)),
     Case((2, 4, 1, 1), 4),
+    Case((1, 2, 1, 4), kinds=(8,)),
+    Case((1, 2, 2, 2), kinds=(9,)),
+    Case((2, 1, 2, 2), 2, ("replicated", "hidden"), kinds=(10,)),
     # Without a capacity buckets overflow, or just do not.
     Case((1, 1, 8, 1), path="rounds"),
     Case((1, 1, 4, 2), 1, route="spread", chunks=(3, 2), path="rounds"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moejax.comm.codecs.codec import Codec
 from moejax.comm.codecs.low_rank import LowRank
-from moejax.layout.layout import Axes, Layout
+from moejax.layout.layout import Axes, Layout, is_product
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def class_of(dims: str) -> str:
 
 def compressible(dims: str) -> bool:
     """False for the router, never compressed, and for biases and norm scales, too small to gain."""
-    return "D" in dims and len(dims) > 1 and dims != "DE"
+    return is_product(dims) and dims != "DE"
 
 
 def parts_shape(size: int, dims: str, layout: Layout) -> tuple[int, int, int]:

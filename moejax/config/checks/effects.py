@@ -51,8 +51,37 @@ def _effects() -> Iterator[_Effect]:
         lambda cfg: cfg.moe.router.num_groups > 1,
         "`moe.router.num_groups` is 1",
     )
+    yield from _attention_effects()
     yield from _rope_effects()
     yield from _training_effects()
+
+
+def _attention_effects() -> Iterator[_Effect]:
+    yield (
+        ("model.q_latent", "model.kv_latent", "model.value_width"),
+        lambda cfg: cfg.model.is_latent,
+        "`model.attention` is not latent",
+    )
+    yield (
+        ("model.num_kv_heads",),
+        lambda cfg: not cfg.model.is_latent,
+        "`model.attention` is latent, where every head has keys and values of its own",
+    )
+    yield (
+        (
+            "model.qk_norm",
+            "model.attention_bias",
+            "model.attention_output_bias",
+            "model.attention_sinks",
+        ),
+        lambda cfg: not cfg.model.is_latent,
+        "`model.attention` is latent, which has norms on its latents, no biases and no sinks",
+    )
+    yield (
+        ("model.full_attention_every",),
+        lambda cfg: cfg.model.sliding_window is not None,
+        "`model.sliding_window` is none, so every block attends without a window",
+    )
 
 
 def _rope_effects() -> Iterator[_Effect]:
@@ -60,7 +89,12 @@ def _rope_effects() -> Iterator[_Effect]:
         ("model.rope.factor",): ("linear", "llama3", "yarn"),
         ("model.rope.trained_length",): ("llama3", "yarn"),
         ("model.rope.low_frequency_factor", "model.rope.high_frequency_factor"): ("llama3",),
-        ("model.rope.beta_fast", "model.rope.beta_slow"): ("yarn",),
+        ("model.rope.beta_fast", "model.rope.beta_slow", "model.rope.truncate"): ("yarn",),
+        (
+            "model.rope.attention_factor",
+            "model.rope.mscale",
+            "model.rope.mscale_all_dim",
+        ): ("yarn",),
     }
     for names, scalings in scaled.items():
         yield (

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from moejax.config.checks.text import require
-from moejax.config.schema import Config
+from moejax.config.schema import Config, ModelConfig
 
 # A hundred times the largest models that are published; the weights alone are 400 TB.
 MAX_PARAMETERS = 10**14
@@ -15,8 +15,7 @@ BYTES_PER_PARAMETER = 16
 def parameters_of(cfg: Config) -> int:
     """Returns a model's number of parameters without norms and biases."""
     model, moe, D = cfg.model, cfg.moe, cfg.model.width
-    heads = model.num_heads + model.num_kv_heads
-    attention = 2 * D * heads * model.head_width
+    attention = attention_parameters(model)
     dense = 3 * D * model.mlp_hidden
     experts = moe.num_experts + moe.num_shared_experts
     sparse = D * moe.num_experts + 3 * D * experts * moe.expert_hidden
@@ -30,6 +29,17 @@ def parameters_of(cfg: Config) -> int:
         + (model.num_layers - layers) * dense
         + layers * sparse
     )
+
+
+def attention_parameters(model: ModelConfig) -> int:
+    """Returns the number of parameters of a block's attention, without norms, biases and sinks."""
+    D, H, C = model.width, model.num_heads, model.head_width
+    if not model.is_latent:
+        return 2 * D * (H + model.num_kv_heads) * C
+    latent, rotated = model.kv_latent or 0, model.rotated_channels
+    queries = D * H * C if model.q_latent is None else model.q_latent * (D + H * C)
+    keys_and_values = latent * H * (C - rotated + model.value_channels)
+    return queries + D * (latent + rotated) + keys_and_values + H * model.value_channels * D
 
 
 def check_size(cfg: Config) -> None:

@@ -6,6 +6,7 @@ Closed formulas for the bytes that a step moves and a device holds; microseconds
 from dataclasses import dataclass
 from functools import cached_property
 
+from moejax.config.checks.size import attention_parameters
 from moejax.config.schema import Config
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.plan.cluster.topology import Topology
@@ -40,8 +41,7 @@ class Estimate:
     def weights(self) -> tuple[float, float]:
         """Parameters of a whole block: (dense, experts)."""
         model, moe = self.cfg.model, self.cfg.moe
-        heads = 2 * model.num_heads + 2 * model.num_kv_heads
-        dense = model.width * heads * model.head_width
+        dense = attention_parameters(model)
         if not model.has_experts:
             return dense + 3.0 * model.width * model.mlp_hidden, 0.0
         shared = 3.0 * model.width * moe.num_shared_experts * moe.expert_hidden
@@ -83,9 +83,8 @@ class Estimate:
         kept_tokens = self.tokens if self.cfg.mesh.activations == "replicated" else local
         rows = local * moe.experts_per_token * (1.5 if model.has_experts else 0)
         hidden = rows * (3 * model.width + 3 * moe.expert_hidden)
-        attention = (
-            self.tokens * 4 * model.num_heads * model.head_width / layout.size(layout.tensor)
-        )
+        channels = 2 * model.num_heads * (model.head_width + model.value_channels)
+        attention = self.tokens * channels / layout.size(layout.tensor)
         block = width * (hidden + attention + 6 * kept_tokens * model.width)
         activations = block * KEPT[model.remat] + width * kept_tokens * model.width
         return held + activations * model.num_layers + 2 * block
@@ -119,7 +118,8 @@ class Estimate:
         dense, experts = self.weights
         active = dense + experts * moe.experts_per_token / moe.num_experts
         recomputed = 1 if model.remat in ("full", "collectives", "token_collectives") else 0
-        positions = model.num_heads * model.head_width * self.cfg.data.sequence_length
+        channels = model.num_heads * (model.head_width + model.value_channels)
+        positions = channels * self.cfg.data.sequence_length / 2
         flops = (
             (3 + recomputed) * 2 * self.tokens * (active + positions) / layout.size(layout.tensor)
         )
