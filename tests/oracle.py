@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.config.schema import Config
-from moejax.moe.reference import mark_best, moe_reference
+from moejax.moe.reference import gated, mark_best, moe_reference
 
 
 def oracle_loss(params, router_bias, batch, cfg: Config):
@@ -59,22 +59,24 @@ def _block(w, bias, x, segments, cfg: Config):
         B, T, D = h.shape
         moe = cfg.moe
         args = (w["moe"]["w_router"], bias["moe"]["bias"], w["moe"]["w_in"], w["moe"]["w_out"])
-        y, weight_NE = moe_reference(h.reshape(-1, D), *args, moe.router, k=moe.experts_per_token)
+        biases = (w["moe"]["b_in"], w["moe"]["b_out"]) if moe.expert_bias else None
+        options = {"biases": biases, "router_bias_E": w["moe"].get("b_router")}
+        options |= {"k": moe.experts_per_token, "limit": cfg.model.clamp}
+        y, weight_NE = moe_reference(h.reshape(-1, D), *args, moe.router, **options)
         x = x + y.reshape(B, T, D)
         chosen_NE = weight_NE != 0
         load = jnp.sum(chosen_NE, axis=0)
-        logit_NE = h.reshape(-1, D) @ args[0]
+        logit_NE = h.reshape(-1, D) @ args[0] + w["moe"].get("b_router", 0)
         if moe.router.balance_over == "sequence":
             chosen_NE = mark_best(logit_NE, moe.experts_per_token)
         loss = _router_losses(logit_NE, chosen_NE, B, cfg)
     if "mlp" in w:
-        x = x + _swiglu(h, w["mlp"]["w_in"], w["mlp"]["w_out"])
+        y = gated(h @ w["mlp"]["w_in"][:, 0], h @ w["mlp"]["w_in"][:, 1], cfg.model.clamp)
+        y = y @ w["mlp"]["w_out"]
+        if "shared_gate" in w:
+            y = y / (1 + jnp.exp(-jnp.sum(h * w["shared_gate"], axis=-1, keepdims=True)))
+        x = x + y
     return x, loss, load
-
-
-def _swiglu(h, w_in, w_out):
-    gate, up = h @ w_in[:, 0], h @ w_in[:, 1]
-    return (gate * jax.nn.sigmoid(gate) * up) @ w_out
 
 
 def _router_losses(logit_NE, chosen_NE, B, cfg: Config):

@@ -46,6 +46,20 @@ class ModelConfig:
     moe_every: int | None = setting(
         1, "after those, each n-th block has experts; none: dense model", at_least=1
     )
+    activation: str = setting(
+        "swiglu",
+        "of MLPs and experts; clamped_swiglu: gate and up are clamped (gpt-oss)",
+        choices=("swiglu", "clamped_swiglu"),
+    )
+    activation_limit: float = setting(
+        7.0, "clamped_swiglu: largest gate, and largest size of up", above=0
+    )
+    predict_ahead: int = setting(
+        0,
+        "multi-token prediction (DeepSeek-V3): tokens past the next that training predicts too",
+        at_least=0,
+        at_most=1,
+    )
     norm_epsilon: float = setting(1e-6, "epsilon of RMSNorm", above=0)
     qk_norm: str = setting("none", "RMSNorm on queries and keys", choices=("none", "head", "full"))
     attention_bias: bool = setting(False, "biases on the query, key and value projections")
@@ -66,6 +80,11 @@ class ModelConfig:
         True, "one compiled block for all layers; false unrolls (slower compile)"
     )
     rope: RopeConfig = section(RopeConfig, "rotary positions")
+
+    @property
+    def clamp(self) -> float | None:
+        """The limit of clamped SwiGLU; None for plain SwiGLU."""
+        return self.activation_limit if self.activation == "clamped_swiglu" else None
 
     @property
     def has_experts(self) -> bool:
@@ -123,6 +142,11 @@ class MoEConfig:
     num_shared_experts: int = setting(
         0, "experts that every token visits, fused into one MLP", at_least=0
     )
+    shared_gate: bool = setting(
+        False, "the shared experts' output is scaled by sigmoid(h . gate), learned (Qwen2-MoE)"
+    )
+    router_bias: bool = setting(False, "a learned bias of the router's logits (gpt-oss)")
+    expert_bias: bool = setting(False, "biases of the experts' two products (gpt-oss)")
     capacity_factor: float | None = setting(
         None,
         "none: dropless; else rows of an expert over the balanced number, the rest is dropped",

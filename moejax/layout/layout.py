@@ -7,6 +7,7 @@ letters of the model:
     T positions (queries)   G key/value heads     K experts chosen per token
     S positions (keys)      C channels a head     F hidden width of an MLP or expert
     D model width           V vocabulary          U gate and up (2); W gate and up joined (2 * F)
+    O model width, where a matrix has both sides in it: what comes out
 
 Inside shard_map letters count what a device holds: its sequences, and under tensor sharding its
 heads (H, G) and hidden width (F). `t` and `v` are its shares where T or V stand for all. Files
@@ -104,6 +105,15 @@ class Layout:
     def token_spec(self) -> PartitionSpec:
         """The sharding of `token_BT`: sequences over the token axes, positions not sharded."""
         return PartitionSpec(self.token_axes)
+
+
+def multiplies(dims: str) -> bool:
+    """Whether a parameter is a matrix on the residual stream, or one an expert.
+
+    Not a bias or a scale: an expert's bias has one dimension besides the experts.
+    """
+    inner = dims.removeprefix("E")
+    return "D" in inner and len(inner) > 1
 
 
 def build_layout(mesh: MeshConfig) -> Layout:

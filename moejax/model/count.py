@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from moejax.config.schema import Config
 from moejax.kernels.costs import causal_pairs
+from moejax.layout.layout import multiplies
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,12 @@ def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
     total = active = matmul = 0
     E, K = cfg.moe.num_experts, cfg.moe.experts_per_token
     for path, (dims, elements) in sizes.items():
-        used = elements * K // E if dims[0] == "E" else elements
+        # A vector of experts is the router's bias, which every token meets.
+        used = elements * K // E if dims[0] == "E" and len(dims) > 1 else elements
         total += elements
         active += used
         lookup = path.endswith("table") and not cfg.model.tie_embeddings
-        if "D" in dims and len(dims) > 1 and not lookup:
+        if multiplies(dims) and not lookup:
             matmul += used
     model, T = cfg.model, cfg.data.sequence_length
     pairs = causal_pairs(T, model.sliding_window)

@@ -53,6 +53,12 @@ class Block(nnx.Module):
         self.moe = MoE(cfg, moe, spec, rngs) if kind == "moe" else None
         hidden = cfg.mlp_hidden if kind == "dense" else moe.num_shared_experts * moe.expert_hidden
         self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None
+        normal = jax.nn.initializers.normal(cfg.init_deviation)
+        self.shared_gate = (
+            nnx.Param(normal(rngs.params(), (cfg.width,)), dims="D")
+            if kind == "moe" and moe.shared_gate
+            else None
+        )
 
     def __call__(
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
@@ -70,8 +76,22 @@ class Block(nnx.Module):
             x_BtD = x_BtD + y_BtD
         if self.mlp is not None and mlp_weights is not None:
             with jax.named_scope("mlp"):
-                x_BtD = x_BtD + self.mlp(h_BtD, mlp_weights)
+                y_BtD = self.mlp(h_BtD, mlp_weights)
+                if self.shared_gate is not None:
+                    y_BtD = scale_by_gate(y_BtD, h_BtD, self.shared_gate[...])
+                x_BtD = x_BtD + y_BtD
         return x_BtD, stats
+
+
+def scale_by_gate(
+    y_BtD: Float[Array, "B t D"], h_BtD: Float[Array, "B t D"], gate_D: Float[Array, " D"]
+) -> Float[Array, "B t D"]:
+    """Scales y of each position by sigmoid(h . gate), in float32.
+
+    Source: Qwen2-MoE (Yang et al. 2024), whose shared experts have such a gate.
+    """
+    logit_Bt = jnp.dot(h_BtD.astype(jnp.float32), gate_D, precision="highest")
+    return (y_BtD * jax.nn.sigmoid(logit_Bt)[..., None]).astype(y_BtD.dtype)
 
 
 class Pattern(nnx.Module):

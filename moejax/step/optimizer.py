@@ -18,7 +18,7 @@ from optax import contrib
 
 from moejax.comm import wire
 from moejax.config.schema import OptimizerConfig
-from moejax.layout.layout import Layout
+from moejax.layout.layout import Layout, multiplies
 
 Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
 
@@ -113,7 +113,7 @@ class Optimizer:
                 optax.scale_by_learning_rate(rate),
             )
         # Parameters that Muon leaves to AdamW (embeddings, router) do not decay.
-        decays = cfg.name == "adamw" and _decays(dims)
+        decays = cfg.name == "adamw" and multiplies(dims)
         return optax.adamw(
             learning_rate(cfg, self.num_steps, cfg.learning_rate),
             b1=cfg.beta1,
@@ -144,14 +144,9 @@ def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
     return jax.tree.map(lambda x, y: x.reshape(y.shape), updated, state)
 
 
-def _decays(dims: str) -> bool:
-    """Whether weights decay: matrices that touch the residual stream, not scales and biases."""
-    return "D" in dims and len(dims) > 1
-
-
 def is_matrix(dims: str) -> bool:
     """Whether Muon updates it: hidden matrices, not embeddings, norms or the router."""
-    return _decays(dims) and "V" not in dims and dims != "DE"
+    return multiplies(dims) and "V" not in dims and dims != "DE"
 
 
 def square_share(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:

@@ -47,9 +47,13 @@ SHAPES = (
     "model.qk_norm",
     "model.attention_bias",
     "model.tie_embeddings",
+    "model.predict_ahead",
     "moe.num_experts",
     "moe.expert_hidden",
     "moe.num_shared_experts",
+    "moe.shared_gate",
+    "moe.router_bias",
+    "moe.expert_bias",
 )
 SHOWN = 4  # changed files named in a message
 CODEC_STATE = 1  # increases when the meaning of the codecs' state changes

@@ -7,7 +7,7 @@ import pytest
 
 from moejax.config.checks import check
 from moejax.config.load import load_config
-from moejax.config.schema import Config, DataConfig, ModelConfig
+from moejax.config.schema import Config, DataConfig, ModelConfig, MoEConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.model.count import count
@@ -81,3 +81,13 @@ def test_a_table_costs_flops_where_it_also_gives_the_logits(tied, products):
     assert (counts.total, counts.active) == (1000, 1000)
     assert counts.matmul == 1000 * products
     assert counts.flops_per_token == attention + 6 * 1000 * products
+
+
+def test_a_token_uses_the_biases_of_its_experts_and_the_whole_routers():
+    """A bias multiplies nothing."""
+    cfg = Config(moe=MoEConfig(num_experts=8, experts_per_token=2))
+    attention = count(cfg, {}).flops_per_token
+    sizes = {"b_in": ("EUF", 800), "b_out": ("ED", 400), "b_router": ("E", 8), "gate": ("D", 40)}
+    counts = count(cfg, sizes)
+    assert (counts.total, counts.active) == (1248, 300 + 8 + 40)
+    assert (counts.matmul, counts.flops_per_token) == (0, attention)

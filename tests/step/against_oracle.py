@@ -54,10 +54,18 @@ def spoil(function):
     return lambda *operands: function(*operands) * np.nan
 
 
+def not_zero(x):
+    """Draws a parameter that begins as zeros, as biases do: its forward pass is to be seen too."""
+    if np.any(x):
+        return x
+    return jax.numpy.asarray(np.random.default_rng(x.size).normal(0, 0.3, x.shape), x.dtype)
+
+
 @functools.cache
 def oracle_case(cfg, bias):
     """State, batch, and the oracle's loss, loads and gradients; computed once a config."""
     state = one_device_state(cfg)
+    state = state._replace(params=jax.tree.map(not_zero, state.params))
     state = state._replace(router_bias=skew(state.router_bias, dict(bias)))
     batch = random_batch(cfg)
     loss = functools.partial(oracle_loss, router_bias=state.router_bias, batch=batch, cfg=cfg)

@@ -109,6 +109,11 @@ KINDS = [
     {"model": {"qk_norm": "full", "sliding_window": 5, "num_kv_heads": 4}},
     {"router": {"balance_over": "sequence", "renormalize": False, "weight_scale": 2.5}},
     {"router": {"score": "softmax", "num_groups": 4, "groups_per_token": 2}},
+    {
+        "model": {"activation": "clamped_swiglu", "activation_limit": 0.5},
+        "moe": {"expert_bias": True, "router_bias": True},
+    },
+    {"moe": {"num_shared_experts": 2, "shared_gate": True}},
 ]
 
 

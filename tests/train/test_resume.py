@@ -38,6 +38,9 @@ REFUSED = {
     "moe.num_experts": 4,
     "moe.router.score": "sigmoid",
     "moe.capacity_factor": 1.5,
+    "moe.expert_bias": True,
+    "model.activation": "clamped_swiglu",
+    "model.predict_ahead": 1,
     "data.source": "tokens",
     "data.sequence_length": 128,
     "data.shuffle": False,
@@ -61,6 +64,7 @@ ALLOWED = {
     "optimizer.schedule": "linear",
     "train.num_steps": 1000,
     "train.micro_batches": 2,
+    "train.predict_ahead_loss": 0.1,
     "train.log_every": 1,
     "checkpoint.keep": 1,
 }
@@ -222,6 +226,8 @@ def test_a_manifest_says_what_a_resume_compares():
 OTHER = {
     "model.qk_norm": "head",
     "model.moe_every": 2,
+    "model.activation": "clamped_swiglu",
+    "model.predict_ahead": 1,
     "model.sliding_window": 8,
     "model.dtype": "bfloat16",
     "model.remat": "full",

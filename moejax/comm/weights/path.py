@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moejax.layout.layout import Axes, Layout
+from moejax.layout.layout import Axes, Layout, multiplies
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def class_of(dims: str) -> str:
 
 def compressible(dims: str) -> bool:
     """False for the router, never compressed, and for biases and norm scales, too small to gain."""
-    return "D" in dims and len(dims) > 1 and dims != "DE"
+    return multiplies(dims) and dims != "DE"
 
 
 def parts_shape(size: int, dims: str, layout: Layout) -> tuple[int, int, int]:
