@@ -1,11 +1,12 @@
 """The whole model on one device in plain jax.numpy: no sort, no network, no code of moejax.model.
 
 Takes global parameters as `TrainStep.init` makes them and returns the loss as the step defines it:
-mean nats per target plus the weighted router losses.
+mean nats per target, of the token after the next too, plus the weighted router losses.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax.config.schema import Config
 from moejax.moe.reference import gated, mark_best, moe_reference
@@ -25,14 +26,42 @@ def oracle_loss(params, router_bias, batch, cfg: Config):
                 losses += loss
                 loads += [] if load is None else [load]
     x = _norm(x, params["norm"]["scale"], model.norm_epsilon)
-    table = params["embedding"]
-    logits = x @ (table["table"].T if model.tie_embeddings else table["project"])
-    logp = jax.nn.log_softmax(logits.astype(jnp.float32))
-    valid = batch.target_BT >= 0
-    chosen = jnp.take_along_axis(logp, jnp.where(valid, batch.target_BT, 0)[..., None], -1)[..., 0]
-    nll = -jnp.sum(jnp.where(valid, chosen, 0)) / jnp.maximum(jnp.sum(valid), 1)
+    nll = _nll(params, x, batch.target_BT, cfg)
+    total = nll
+    if model.predict_ahead:
+        ahead, loss, load = _ahead(params, router_bias, x, batch, cfg)
+        total = total + cfg.train.predict_ahead_loss * ahead
+        losses += loss
+        loads += [] if load is None else [load]
     # Router losses are means over the expert layers.
-    return nll + losses / max(len(loads), 1), (nll, jnp.stack(loads) if loads else None)
+    return total + losses / max(len(loads), 1), (nll, jnp.stack(loads) if loads else None)
+
+
+def _nll(params, x, target_BT, cfg: Config):
+    """Mean nats of the targets."""
+    table = params["embedding"]
+    logits = x @ (table["table"].T if cfg.model.tie_embeddings else table["project"])
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32))
+    valid = target_BT >= 0
+    chosen = jnp.take_along_axis(logp, jnp.where(valid, target_BT, 0)[..., None], -1)[..., 0]
+    return -jnp.sum(jnp.where(valid, chosen, 0)) / jnp.maximum(jnp.sum(valid), 1)
+
+
+def _ahead(params, router_bias, h, batch, cfg: Config):
+    """Multi-token prediction: its mean nats, its router losses and its experts' load."""
+    w, epsilon = params["predict_ahead"], cfg.model.norm_epsilon
+    token, target = np.array(batch.token_BT), np.full(batch.target_BT.shape, -1)
+    for b, t in np.ndindex(token.shape[0], token.shape[1] - 1):
+        if batch.segment_BT[b, t] == batch.segment_BT[b, t + 1]:
+            token[b, t], target[b, t] = batch.token_BT[b, t + 1], batch.target_BT[b, t + 1]
+    e = _norm(params["embedding"]["table"][token], w["embedding_norm"]["scale"], epsilon)
+    x = e @ w["w_join"][0] + _norm(h, w["hidden_norm"]["scale"], epsilon) @ w["w_join"][1]
+    block = jax.tree.map(lambda a: a[0], w["group"]["blocks"][0])
+    biases = router_bias.get("predict_ahead", {"group": {"blocks": {0: {}}}})
+    bias = jax.tree.map(lambda a: a[0], biases["group"]["blocks"][0])
+    x, loss, load = _block(block, bias, x, batch.segment_BT, cfg)
+    x = _norm(x, w["norm"]["scale"], epsilon)
+    return _nll(params, x, target, cfg), loss, load
 
 
 def _groups(params, router_bias):

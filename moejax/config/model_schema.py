@@ -92,6 +92,18 @@ class ModelConfig:
         return self.moe_every is not None
 
     @property
+    def ends_in_experts(self) -> bool:
+        """Whether the last block has experts; that of `predict_ahead` is like it."""
+        if self.moe_every is None:
+            return False
+        return (self.num_layers - self.first_dense_layers) % self.moe_every == 0
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, with that of `predict_ahead`."""
+        return self.num_layers + self.predict_ahead
+
+    @property
     def has_dense_blocks(self) -> bool:
         """Whether any block has a dense MLP."""
         return self.moe_every != 1 or self.first_dense_layers > 0

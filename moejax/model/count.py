@@ -14,7 +14,8 @@ class Counts:
     Attributes:
       total: all parameters.
       active: parameters that one token uses: K of E experts, and all others.
-      matmul: active parameters that multiply activations (not the embedding lookup, not norms).
+      matmul: active parameters that multiply activations (not the embedding lookup, not norms), as
+        often as they do.
       flops_per_token: FLOPs of a train step (forward and backward) per token. A multiply-add counts
         as two. Attention counts the pairs of positions inside the causal mask and the window,
         across documents too. Recomputation is not counted.
@@ -44,6 +45,8 @@ def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
             matmul += used
     model, T = cfg.model, cfg.data.sequence_length
     pairs = causal_pairs(T, model.sliding_window)
-    channels = model.num_layers * model.num_heads * model.head_width
+    channels = model.blocks * model.num_heads * model.head_width
+    # The module for multi-token prediction multiplies by the model's output projection once more.
+    matmul += model.predict_ahead * model.vocab_size * model.width
     # Attention: two products forward, four backward, of two FLOPs a channel and pair.
     return Counts(total, active, matmul, 6 * matmul + 12 * channels * pairs // T)

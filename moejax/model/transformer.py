@@ -6,6 +6,7 @@ their dimensions are metadata (`dims`), from which `Layout` derives every shardi
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
+from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.attention import Angles, Attention
 from moejax.model.layers import MLP, Embedding, RMSNorm
 from moejax.model.rope import tables
@@ -119,18 +121,44 @@ class Pattern(nnx.Module):
         return x_BtD, reports
 
 
+class Hidden(NamedTuple):
+    """What the blocks leave, and what a block after them needs."""
+
+    h_BtD: jax.Array  # final hidden states, normalised, in the layout between blocks
+    weights: tuple[jax.Array, jax.Array]  # of the embedding
+    reports: list[MoEStats]  # of each layer group that has experts
+    angles: Angles
+
+
+class Ahead(NamedTuple):
+    """What `Transformer` returns, and the hidden states that predict the token after the next."""
+
+    x_BTD: Float[Array, "B T D"]
+    w_Dv: Float[Array, "D v"]
+    stats: MoEStats | None
+    ahead_BTD: Float[Array, "B T D"]
+
+
 class Transformer(nnx.Module):
     """A decoder-only language model. Parameters of a layer group are stacked: layers come first."""
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
         self.cfg, self.moe, self.spec = cfg, moe, spec
         self.embedding = Embedding(cfg, spec, rngs)
-        self.groups = nnx.List()
-        for kinds, repeats in layer_groups(cfg):
+
+        def stack(kinds: tuple[str, ...], repeats: int) -> Pattern:
             build_pattern = partial(Pattern, kinds, cfg, moe, spec)
-            build_stack = nnx.vmap(build_pattern, in_axes=0, out_axes=0)
-            self.groups.append(build_stack(rngs.split(repeats)))
+            return nnx.vmap(build_pattern, in_axes=0, out_axes=0)(rngs.split(repeats))
+
+        groups = layer_groups(cfg)
+        self.groups = nnx.List([stack(kinds, repeats) for kinds, repeats in groups])
         self.norm = RMSNorm(cfg.width, cfg.norm_epsilon)
+        # Behind `groups` in the order of names too: selection biases move in that order.
+        self.predict_ahead = (
+            PredictAhead(cfg, spec, rngs, stack(groups[-1][0][-1:], 1))
+            if cfg.predict_ahead
+            else None
+        )
 
     def __call__(
         self,
@@ -147,11 +175,43 @@ class Transformer(nnx.Module):
           segment_BT: document of each position; attention stays inside it.
           noise: for the jitter of the routers' input; None for no jitter.
         """
+        hidden = self._run(token_BT, segment_BT, noise)
+        x_BTD = enter_tensor(hidden.h_BtD, self.spec.layout)
+        return x_BTD, hidden.weights[1], _joined(hidden.reports)
+
+    def look_ahead(
+        self,
+        token_BT: Int[Array, "B T"],
+        segment_BT: Int[Array, "B T"],
+        noise: Noise | None = None,
+    ) -> Ahead:
+        """Runs the module for multi-token prediction too; its experts are the last in `stats`."""
+        hidden, module = self._run(token_BT, segment_BT, noise), self.predict_ahead
+        assert module is not None, "model.predict_ahead is 0"
+        layout = self.spec.layout
+        with jax.named_scope("predict_ahead"):
+            next_BT = next_tokens(token_BT, segment_BT)
+            next_BtD = self.embedding.embed(next_BT, hidden.weights[0])
+            x_BtD, stats = self._run_group(
+                module.group,
+                module.join(next_BtD, hidden.h_BtD),
+                segment_BT,
+                hidden.angles,
+                None if noise is None else noise.of(len(self.groups)),
+                max(0, self.spec.compression.start_layer - self.cfg.num_layers),
+            )
+            ahead_BTD = enter_tensor(module.norm(x_BtD), layout)
+        x_BTD = enter_tensor(hidden.h_BtD, layout)
+        reports = hidden.reports + ([] if stats is None else [stats])
+        return Ahead(x_BTD, hidden.weights[1], _joined(reports), ahead_BTD)
+
+    def _run(self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None) -> Hidden:
+        """Takes tokens through embedding, blocks and final norm."""
         cfg = self.cfg
         angles = tables(token_BT.shape[1], cfg.head_width, cfg.rope)
         with jax.named_scope("embed"):
-            table_vD, w_Dv = self.embedding.weights()
-            x_BtD = self.embedding.embed(token_BT, table_vD)
+            weights = self.embedding.weights()
+            x_BtD = self.embedding.embed(token_BT, weights[0])
         reports, first_block = [], 0
         for index, (group, (kinds, repeats)) in enumerate(
             zip(self.groups, layer_groups(cfg), strict=True)
@@ -163,10 +223,7 @@ class Transformer(nnx.Module):
             )
             reports += [] if stats is None else [stats]
             first_block += len(kinds) * repeats
-        x_BTD = enter_tensor(self.norm(x_BtD), self.spec.layout)
-        if not reports:
-            return x_BTD, w_Dv, None
-        return x_BTD, w_Dv, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
+        return Hidden(self.norm(x_BtD), weights, reports, angles)
 
     def _run_group(
         self,
@@ -210,3 +267,10 @@ class Transformer(nnx.Module):
         # [repeats, ...] for each expert block of a pattern -> [repeats * blocks, ...], ordered.
         stats = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *joined)
         return x_BtD, stats
+
+
+def _joined(reports: list[MoEStats]) -> MoEStats | None:
+    """Returns the statistics of all expert layers in order."""
+    if not reports:
+        return None
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)

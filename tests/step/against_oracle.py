@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import zlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -54,18 +55,25 @@ def spoil(function):
     return lambda *operands: function(*operands) * np.nan
 
 
-def not_zero(x):
-    """Draws a parameter that begins as zeros, as biases do: its forward pass is to be seen too."""
-    if np.any(x):
+def not_constant(path, x):
+    """Draws a parameter that begins as zeros, as biases do, and scales of multi-token prediction.
+
+    Else what it does in the forward pass, and which of two it is, would not be seen. Other scales
+    stay at one: some cases need the routing that the first weights have.
+    """
+    name = jax.tree_util.keystr(path)
+    if np.any(x) and not ("predict_ahead" in name and "scale" in name):
         return x
-    return jax.numpy.asarray(np.random.default_rng(x.size).normal(0, 0.3, x.shape), x.dtype)
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    return x + rng.normal(0, 0.3, x.shape).astype(x.dtype)
 
 
 @functools.cache
 def oracle_case(cfg, bias):
     """State, batch, and the oracle's loss, loads and gradients; computed once a config."""
     state = one_device_state(cfg)
-    state = state._replace(params=jax.tree.map(not_zero, state.params))
+    params = jax.tree_util.tree_map_with_path(not_constant, state.params)
+    state = state._replace(params=params)
     state = state._replace(router_bias=skew(state.router_bias, dict(bias)))
     batch = random_batch(cfg)
     loss = functools.partial(oracle_loss, router_bias=state.router_bias, batch=batch, cfg=cfg)

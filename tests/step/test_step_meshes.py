@@ -114,12 +114,13 @@ KINDS = [
         "moe": {"expert_bias": True, "router_bias": True},
     },
     {"moe": {"num_shared_experts": 2, "shared_gate": True}},
+    {"model": {"predict_ahead": 1, "num_layers": 2}, "train": {"predict_ahead_loss": 0.7}},
 ]
 
 
 def join_kinds(numbers):
     """Several kinds at once, as changes of `small_config`."""
-    changes = {"model": {}, "moe": {}, "router": {}}
+    changes = {"model": {}, "moe": {}, "router": {}, "train": {}}
     for number in numbers:
         for part, values in KINDS[number].items():
             changes[part] = changes[part] | values
