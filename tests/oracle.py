@@ -4,6 +4,8 @@ Takes global parameters as `TrainStep.init` makes them and returns the loss as t
 mean nats per target, of the token after the next too, plus the weighted router losses.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +14,16 @@ from moejax.config.schema import Config
 from moejax.moe.reference import gated, mark_best, moe_reference
 
 
+class Parts(NamedTuple):
+    """Parts of a loss."""
+
+    nll: Any  # mean nats of the next token
+    ahead: Any  # of the token after it; None without multi-token prediction
+    load: Any  # assignments to each expert of each expert layer; None without experts
+
+
 def oracle_loss(params, router_bias, batch, cfg: Config):
-    """Returns the loss and the assignments to each expert of each expert layer."""
+    """Returns the loss and its parts."""
     model = cfg.model
     x = params["embedding"]["table"][batch.token_BT]
     losses, loads = 0.0, []
@@ -27,14 +37,15 @@ def oracle_loss(params, router_bias, batch, cfg: Config):
                 loads += [] if load is None else [load]
     x = _norm(x, params["norm"]["scale"], model.norm_epsilon)
     nll = _nll(params, x, batch.target_BT, cfg)
-    total = nll
+    total, ahead = nll, None
     if model.predict_ahead:
         ahead, loss, load = _ahead(params, router_bias, x, batch, cfg)
         total = total + cfg.train.predict_ahead_loss * ahead
         losses += loss
         loads += [] if load is None else [load]
     # Router losses are means over the expert layers.
-    return total + losses / max(len(loads), 1), (nll, jnp.stack(loads) if loads else None)
+    parts = Parts(nll, ahead, jnp.stack(loads) if loads else None)
+    return total + losses / max(len(loads), 1), parts
 
 
 def _nll(params, x, target_BT, cfg: Config):

@@ -13,6 +13,7 @@ from moejax.kernels import expert_mlp as module
 from moejax.kernels.activation import activate
 from moejax.kernels.expert_mlp import expert_mlp
 from moejax.kernels.grouped_matmul import add_bias
+from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 from tests.cases import few
 
 
@@ -170,6 +171,28 @@ def value_and_pulled(function, arrays, gradient):
     y, dx, *rest = map(np.array, both(arrays, gradient))
     dx[sum(SIZES) :] = 0
     return [y, dx, *rest]
+
+
+def test_in_e4m3_products_are_rounded_and_biases_are_not():
+    *arrays, gradient = with_biases(SIZES, 5)
+    counts = jnp.asarray(SIZES, jnp.int32)
+    group_M = np.repeat(np.arange(len(SIZES)), SIZES)
+
+    def in_e4m3(x, w_in, w_out, *biases):
+        options = {"implementation": "reference_e4m3", "limit": LIMIT}
+        return expert_mlp(x, w_in, w_out, counts, biases=biases, **options)
+
+    def by_hand(x, w_in, w_out, b_in, b_out):
+        multiply = functools.partial(grouped_matmul_e4m3, implementation="reference")
+        w_in, rows = w_in.reshape(*w_in.shape[:2], -1), len(group_M)
+        h = multiply(x[:rows], w_in, counts) + b_in.reshape(len(SIZES), -1)[group_M]
+        y = multiply(activate(h, LIMIT), w_out, counts) + b_out[group_M]
+        return jnp.concatenate([y, jnp.zeros_like(x[rows:])])
+
+    got, wanted = (value_and_pulled(f, arrays, gradient) for f in (in_e4m3, by_hand))
+    for have, want in zip(got, wanted, strict=True):
+        bound = len(group_M) * np.finfo(np.float32).eps * max(np.abs(want).max(), 1)
+        np.testing.assert_allclose(have, want, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("implementation", ["blocked", "reference"])

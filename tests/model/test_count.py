@@ -49,6 +49,29 @@ def test_deepseek_v3s_feed_forward_blocks_have_their_published_sizes():
     assert shared == 58 * (3 * 7168 * 2048)
 
 
+def test_deepseek_v3s_module_for_multi_token_prediction_is_a_layer_and_what_joins():
+    """Published with latent attention; here its attention is that of the config's layers."""
+    cfg = load_config(CONFIGS / "deepseek_v3.py", ["model.predict_ahead=1"])
+    train_step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    sizes = train_step.parameter_sizes()
+
+    def total(part):
+        return sum(n for path, (_, n) in sizes.items() if part in path)
+
+    layer = total("groups.1.") // 58
+    assert total("predict_ahead.group.") == layer
+    assert total("predict_ahead.w_join") == 102_760_448
+    assert total("predict_ahead.") == layer + 102_760_448 + 21_504
+    without = step_of("deepseek_v3")
+    assert total("") == total("predict_ahead.") + sum(
+        n for _, n in without.parameter_sizes().values()
+    )
+    counts, plain = (count(s.cfg, s.parameter_sizes()) for s in (train_step, without))
+    # The head multiplies twice.
+    module = count(cfg, {p: s for p, s in sizes.items() if "predict_ahead" in p}).matmul
+    assert counts.matmul == plain.matmul + module
+
+
 def test_every_config_traces():
     names = sorted(path.stem for path in CONFIGS.glob("*.py"))
     assert "tiny" in names
