@@ -1,19 +1,30 @@
 """The whole model on one device in plain jax.numpy: no sort, no network, no code of moejax.model.
 
 Takes global parameters as `TrainStep.init` makes them and returns the loss as the step defines it:
-mean nats per target plus the weighted router losses.
+mean nats per target, of the token after the next too, plus the weighted router losses.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax.config.schema import Config
-from moejax.moe.reference import mark_best, moe_reference
+from moejax.moe.reference import gated, mark_best, moe_reference
 from tests.oracle_attention import attend, norm
 
 
+class Parts(NamedTuple):
+    """Parts of a loss."""
+
+    nll: Any  # mean nats of the next token
+    ahead: Any  # of the token after it; None without multi-token prediction
+    load: Any  # assignments to each expert of each expert layer; None without experts
+
+
 def oracle_loss(params, router_bias, batch, cfg: Config):
-    """Returns the loss and the assignments to each expert of each expert layer."""
+    """Returns the loss and its parts."""
     model = cfg.model
     x = params["embedding"]["table"][batch.token_BT]
     losses, loads, index = 0.0, [], 0
@@ -27,14 +38,43 @@ def oracle_loss(params, router_bias, batch, cfg: Config):
                 losses, index = losses + loss, index + 1
                 loads += [] if load is None else [load]
     x = norm(x, params["norm"]["scale"], model.norm_epsilon)
-    table = params["embedding"]
-    logits = x @ (table["table"].T if model.tie_embeddings else table["project"])
-    logp = jax.nn.log_softmax(logits.astype(jnp.float32))
-    valid = batch.target_BT >= 0
-    chosen = jnp.take_along_axis(logp, jnp.where(valid, batch.target_BT, 0)[..., None], -1)[..., 0]
-    nll = -jnp.sum(jnp.where(valid, chosen, 0)) / jnp.maximum(jnp.sum(valid), 1)
+    nll = _nll(params, x, batch.target_BT, cfg)
+    total, ahead = nll, None
+    if model.predict_ahead:
+        ahead, loss, load = _ahead(params, router_bias, x, batch, cfg)
+        total = total + cfg.train.predict_ahead_loss * ahead
+        losses += loss
+        loads += [] if load is None else [load]
     # Router losses are means over the expert layers.
-    return nll + losses / max(len(loads), 1), (nll, jnp.stack(loads) if loads else None)
+    parts = Parts(nll, ahead, jnp.stack(loads) if loads else None)
+    return total + losses / max(len(loads), 1), parts
+
+
+def _nll(params, x, target_BT, cfg: Config):
+    """Mean nats of the targets."""
+    table = params["embedding"]
+    logits = x @ (table["table"].T if cfg.model.tie_embeddings else table["project"])
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32))
+    valid = target_BT >= 0
+    chosen = jnp.take_along_axis(logp, jnp.where(valid, target_BT, 0)[..., None], -1)[..., 0]
+    return -jnp.sum(jnp.where(valid, chosen, 0)) / jnp.maximum(jnp.sum(valid), 1)
+
+
+def _ahead(params, router_bias, h, batch, cfg: Config):
+    """Multi-token prediction: its mean nats, its router losses and its experts' load."""
+    w, epsilon = params["predict_ahead"], cfg.model.norm_epsilon
+    token, target = np.array(batch.token_BT), np.full(batch.target_BT.shape, -1)
+    for b, t in np.ndindex(token.shape[0], token.shape[1] - 1):
+        if batch.segment_BT[b, t] == batch.segment_BT[b, t + 1]:
+            token[b, t], target[b, t] = batch.token_BT[b, t + 1], batch.target_BT[b, t + 1]
+    e = norm(params["embedding"]["table"][token], w["embedding_norm"]["scale"], epsilon)
+    x = e @ w["w_join"][0] + norm(h, w["hidden_norm"]["scale"], epsilon) @ w["w_join"][1]
+    block = jax.tree.map(lambda a: a[0], w["group"]["blocks"][0])
+    biases = router_bias.get("predict_ahead", {"group": {"blocks": {0: {}}}})
+    bias = jax.tree.map(lambda a: a[0], biases["group"]["blocks"][0])
+    x, loss, load = _block(block, bias, x, batch.segment_BT, cfg.model.num_layers - 1, cfg)
+    x = norm(x, w["norm"]["scale"], epsilon)
+    return _nll(params, x, target, cfg), loss, load
 
 
 def _groups(params, router_bias):
@@ -57,22 +97,24 @@ def _block(w, bias, x, segments, index, cfg: Config):
         B, T, D = h.shape
         moe = cfg.moe
         args = (w["moe"]["w_router"], bias["moe"]["bias"], w["moe"]["w_in"], w["moe"]["w_out"])
-        y, weight_NE = moe_reference(h.reshape(-1, D), *args, moe.router, k=moe.experts_per_token)
+        biases = (w["moe"]["b_in"], w["moe"]["b_out"]) if moe.expert_bias else None
+        options = {"biases": biases, "router_bias_E": w["moe"].get("b_router")}
+        options |= {"k": moe.experts_per_token, "limit": cfg.model.clamp}
+        y, weight_NE = moe_reference(h.reshape(-1, D), *args, moe.router, **options)
         x = x + y.reshape(B, T, D)
         chosen_NE = weight_NE != 0
         load = jnp.sum(chosen_NE, axis=0)
-        logit_NE = h.reshape(-1, D) @ args[0]
+        logit_NE = h.reshape(-1, D) @ args[0] + w["moe"].get("b_router", 0)
         if moe.router.balance_over == "sequence":
             chosen_NE = mark_best(logit_NE, moe.experts_per_token)
         loss = _router_losses(logit_NE, chosen_NE, B, cfg)
     if "mlp" in w:
-        x = x + _swiglu(h, w["mlp"]["w_in"], w["mlp"]["w_out"])
+        y = gated(h @ w["mlp"]["w_in"][:, 0], h @ w["mlp"]["w_in"][:, 1], cfg.model.clamp)
+        y = y @ w["mlp"]["w_out"]
+        if "shared_gate" in w:
+            y = y / (1 + jnp.exp(-jnp.sum(h * w["shared_gate"], axis=-1, keepdims=True)))
+        x = x + y
     return x, loss, load
-
-
-def _swiglu(h, w_in, w_out):
-    gate, up = h @ w_in[:, 0], h @ w_in[:, 1]
-    return (gate * jax.nn.sigmoid(gate) * up) @ w_out
 
 
 def _router_losses(logit_NE, chosen_NE, B, cfg: Config):

@@ -78,6 +78,20 @@ class ModelConfig:
     moe_every: int | None = setting(
         1, "after those, each n-th block has experts; none: dense model", at_least=1
     )
+    activation: str = setting(
+        "swiglu",
+        "of MLPs and experts; clamped_swiglu: gate and up are clamped (gpt-oss)",
+        choices=("swiglu", "clamped_swiglu"),
+    )
+    activation_limit: float = setting(
+        7.0, "clamped_swiglu: largest gate, and largest size of up", above=0
+    )
+    predict_ahead: int = setting(
+        0,
+        "multi-token prediction (DeepSeek-V3): tokens past the next that training predicts too",
+        at_least=0,
+        at_most=1,
+    )
     norm_epsilon: float = setting(1e-6, "epsilon of RMSNorm", above=0)
     qk_norm: str = setting("none", "RMSNorm on queries and keys", choices=("none", "head", "full"))
     attention_bias: bool = setting(False, "biases on the query, key and value projections")
@@ -122,9 +136,26 @@ class ModelConfig:
         return self.rope_width or self.head_width
 
     @property
+    def clamp(self) -> float | None:
+        """The limit of clamped SwiGLU; None for plain SwiGLU."""
+        return self.activation_limit if self.activation == "clamped_swiglu" else None
+
+    @property
     def has_experts(self) -> bool:
         """Whether any block has experts."""
         return self.moe_every is not None
+
+    @property
+    def ends_in_experts(self) -> bool:
+        """Whether the last block has experts; that of `predict_ahead` is like it."""
+        if self.moe_every is None:
+            return False
+        return (self.num_layers - self.first_dense_layers) % self.moe_every == 0
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, with that of `predict_ahead`."""
+        return self.num_layers + self.predict_ahead
 
     @property
     def has_dense_blocks(self) -> bool:
@@ -177,6 +208,11 @@ class MoEConfig:
     num_shared_experts: int = setting(
         0, "experts that every token visits, fused into one MLP", at_least=0
     )
+    shared_gate: bool = setting(
+        False, "the shared experts' output is scaled by sigmoid(h . gate), learned (Qwen2-MoE)"
+    )
+    router_bias: bool = setting(False, "a learned bias of the router's logits (gpt-oss)")
+    expert_bias: bool = setting(False, "biases of the experts' two products (gpt-oss)")
     capacity_factor: float | None = setting(
         None,
         "none: dropless; else capacity of an expert over the balanced number of rows; the rest is "

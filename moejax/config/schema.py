@@ -123,6 +123,9 @@ class TrainConfig:
     reduction_bytes: int | None = setting(
         None, "largest piece in which a gradient is reduced; none: each weight whole", at_least=1
     )
+    predict_ahead_loss: float = setting(
+        0.3, "coefficient of the loss of model.predict_ahead, nats per target", above=0
+    )
     seed: int = setting(0, "decides weights, data order, routing noise and rounding", at_least=0)
     log_every: int = setting(10, "steps between logged lines", at_least=1)
     eval_every: int | None = setting(

@@ -78,6 +78,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
             dtype=model.dtype,
             width=model.width,
             hidden=cfg.moe.expert_hidden // (cfg.mesh.tensor if _hidden_is_cut(cfg) else 1),
+            plain=model.clamp is None and not cfg.moe.expert_bias,
         )
     policy = build_compression(cfg.compression)
     specs = [spec for _, codecs in policy.stages for spec in vars(codecs).values() if spec]
@@ -116,13 +117,20 @@ def _require(choices: dict[str, Choice]) -> None:
 
 
 def select_experts(
-    hardware: Hardware, requested: str, *, dtype: str, width: int, hidden: int
+    hardware: Hardware,
+    requested: str,
+    *,
+    dtype: str,
+    width: int,
+    hidden: int,
+    plain: bool = True,
 ) -> Choice:
     """Returns the implementation of `expert_mlp`.
 
     Args:
       requested: `moe.implementation`.
       width, hidden: D, and F on one device.
+      plain: whether experts are SwiGLU without biases, which one kernel fuses with a product.
     """
     why_not = _products_decline(hardware, dtype, width, hidden)
     if requested == "tokamax" and importlib.util.find_spec("tokamax") is None:
@@ -134,7 +142,10 @@ def select_experts(
             )
         return Choice(requested, "named in moe.implementation")
     if why_not is None:
-        return Choice("mosaic", "bfloat16 on Hopper: products of groups on its matrix units")
+        reason = "bfloat16 on Hopper: products of groups on its matrix units"
+        if not plain:
+            reason += "; clamped SwiGLU and biases stand between them, not in one kernel with them"
+        return Choice("mosaic", reason)
     declined = (("mosaic", why_not),)
     if hardware.platform == "tpu":
         # The platform's best implementation, so no kernel was declined.

@@ -9,6 +9,7 @@ letters of the model:
     D model width           V vocabulary          U gate and up (2); W gate and up joined (2 * F)
     N tokens                L layers
     Z width of a latent     R channels of a head that rotate
+    O model width, where a matrix has both sides in it: what comes out
 
 Inside shard_map letters count what a device holds: its sequences, and under tensor sharding its
 heads (H, G) and hidden width (F). `t` and `v` are its shares where T or V stand for all. Files

@@ -15,7 +15,8 @@ class Counts:
     Attributes:
       total: all parameters.
       active: parameters that one token uses: K of E experts, and all others.
-      matmul: active parameters that multiply activations (not the embedding lookup, not norms).
+      matmul: active parameters that multiply activations (not the embedding lookup, not norms), as
+        often as they do.
       flops_per_token: FLOPs of a train step (forward and backward) per token. A multiply-add counts
         as two. Attention counts the pairs of positions inside the causal mask and the window,
         across documents too. Recomputation is not counted.
@@ -36,14 +37,20 @@ def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
     total = active = matmul = 0
     E, K = cfg.moe.num_experts, cfg.moe.experts_per_token
     for path, (dims, elements) in sizes.items():
-        used = elements * K // E if dims[0] == "E" else elements
+        # A vector of experts is the router's bias, which every token meets.
+        used = elements * K // E if dims[0] == "E" and len(dims) > 1 else elements
         total += elements
         active += used
         lookup = path.endswith("table") and not cfg.model.tie_embeddings
         if is_product(dims) and not lookup:
             matmul += used
     model, T = cfg.model, cfg.data.sequence_length
-    pairs = sum(causal_pairs(T, kind.window) for kind in block_kinds(model))
+    kinds = block_kinds(model)
+    # The module for multi-token prediction has a block of the last kind, and multiplies by the
+    # model's output projection once more.
+    kinds += kinds[-1:] * model.predict_ahead
+    matmul += model.predict_ahead * model.vocab_size * model.width
+    pairs = sum(causal_pairs(T, kind.window) for kind in kinds)
     channels = model.num_heads * (model.head_width + model.value_channels)
     # Attention, of keys' and of values' channels alike: a product forward and two backward, of two
     # FLOPs a channel and pair.

@@ -6,6 +6,7 @@ their dimensions are metadata (`dims`), from which `Layout` derives every shardi
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
+from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
 from moejax.model.layers import MLP, Embedding, RMSNorm
@@ -47,6 +49,12 @@ class Block(nnx.Module):
         shared = moe.num_shared_experts * moe.expert_hidden
         hidden = cfg.mlp_hidden if kind.mlp == "dense" else shared
         self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None
+        normal = jax.nn.initializers.normal(cfg.init_deviation)
+        self.shared_gate = (
+            nnx.Param(normal(rngs.params(), (cfg.width,)), dims="D")
+            if kind.mlp == "moe" and moe.shared_gate
+            else None
+        )
 
     def __call__(
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
@@ -64,8 +72,22 @@ class Block(nnx.Module):
             x_BtD = x_BtD + y_BtD
         if self.mlp is not None and mlp_weights is not None:
             with jax.named_scope("mlp"):
-                x_BtD = x_BtD + self.mlp(h_BtD, mlp_weights)
+                y_BtD = self.mlp(h_BtD, mlp_weights)
+                if self.shared_gate is not None:
+                    y_BtD = scale_by_gate(y_BtD, h_BtD, self.shared_gate[...])
+                x_BtD = x_BtD + y_BtD
         return x_BtD, stats
+
+
+def scale_by_gate(
+    y_BtD: Float[Array, "B t D"], h_BtD: Float[Array, "B t D"], gate_D: Float[Array, " D"]
+) -> Float[Array, "B t D"]:
+    """Scales y of each position by sigmoid(h . gate), in float32.
+
+    Source: Qwen2-MoE (Yang et al. 2024), whose shared experts have such a gate.
+    """
+    logit_Bt = jnp.dot(h_BtD.astype(jnp.float32), gate_D, precision="highest")
+    return (y_BtD * jax.nn.sigmoid(logit_Bt)[..., None]).astype(y_BtD.dtype)
 
 
 class Pattern(nnx.Module):
@@ -93,18 +115,44 @@ class Pattern(nnx.Module):
         return x_BtD, stats
 
 
+class Hidden(NamedTuple):
+    """What the blocks leave, and what a block after them needs."""
+
+    h_BtD: jax.Array  # final hidden states, normalised, in the layout between blocks
+    weights: tuple[jax.Array, jax.Array]  # of the embedding
+    stats: list[MoEStats]  # of each layer group that has experts
+    angles: Angles
+
+
+class Ahead(NamedTuple):
+    """What `Transformer` returns, and the hidden states that predict the token after the next."""
+
+    x_BTD: Float[Array, "B T D"]
+    w_Dv: Float[Array, "D v"]
+    stats: MoEStats | None
+    ahead_BTD: Float[Array, "B T D"]
+
+
 class Transformer(nnx.Module):
     """A decoder-only language model. Parameters of a layer group are stacked: layers come first."""
 
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
         self.cfg, self.moe, self.spec = cfg, moe, spec
         self.embedding = Embedding(cfg, spec, rngs)
-        self.groups = nnx.List()
-        for kinds, repeats in layer_groups(cfg):
+
+        def stack(kinds: tuple[BlockKind, ...], repeats: int) -> Pattern:
             build_pattern = partial(Pattern, kinds, cfg, moe, spec)
-            build_stack = nnx.vmap(build_pattern, in_axes=0, out_axes=0)
-            self.groups.append(build_stack(rngs.split(repeats)))
+            return nnx.vmap(build_pattern, in_axes=0, out_axes=0)(rngs.split(repeats))
+
+        groups = layer_groups(cfg)
+        self.groups = nnx.List([stack(kinds, repeats) for kinds, repeats in groups])
         self.norm = RMSNorm(cfg.width, cfg.norm_epsilon)
+        # Behind `groups` in the order of names too: selection biases move in that order.
+        self.predict_ahead = (
+            PredictAhead(cfg, spec, rngs, stack(groups[-1][0][-1:], 1))
+            if cfg.predict_ahead
+            else None
+        )
 
     def __call__(
         self,
@@ -121,11 +169,43 @@ class Transformer(nnx.Module):
           segment_BT: document of each position; attention stays inside it.
           noise: for the jitter of the routers' input; None for no jitter.
         """
+        hidden = self._run(token_BT, segment_BT, noise)
+        x_BTD = enter_tensor(hidden.h_BtD, self.spec.layout)
+        return x_BTD, hidden.weights[1], _joined(hidden.stats)
+
+    def look_ahead(
+        self,
+        token_BT: Int[Array, "B T"],
+        segment_BT: Int[Array, "B T"],
+        noise: Noise | None = None,
+    ) -> Ahead:
+        """Runs the module for multi-token prediction too; its experts are the last in `stats`."""
+        hidden, module = self._run(token_BT, segment_BT, noise), self.predict_ahead
+        assert module is not None, "model.predict_ahead is 0"
+        layout = self.spec.layout
+        with jax.named_scope("predict_ahead"):
+            next_BT = next_tokens(token_BT, segment_BT)
+            next_BtD = self.embedding.embed(next_BT, hidden.weights[0])
+            x_BtD, own_stats = self._run_group(
+                module.group,
+                module.join(next_BtD, hidden.h_BtD),
+                segment_BT,
+                hidden.angles,
+                None if noise is None else noise.of(len(self.groups)),
+                max(0, self.spec.compression.start_layer - self.cfg.num_layers),
+            )
+            ahead_BTD = enter_tensor(module.norm(x_BtD), layout)
+        x_BTD = enter_tensor(hidden.h_BtD, layout)
+        stats = hidden.stats + ([] if own_stats is None else [own_stats])
+        return Ahead(x_BTD, hidden.weights[1], _joined(stats), ahead_BTD)
+
+    def _run(self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None) -> Hidden:
+        """Takes tokens through embedding, blocks and final norm."""
         cfg = self.cfg
         angles = tables(token_BT.shape[1], cfg.rotated_channels, cfg.rope)
         with jax.named_scope("embed"):
-            table_vD, w_Dv = self.embedding.weights()
-            x_BtD = self.embedding.embed(token_BT, table_vD)
+            weights = self.embedding.weights()
+            x_BtD = self.embedding.embed(token_BT, weights[0])
         stats, first_block = [], 0
         for index, (group, (kinds, repeats)) in enumerate(
             zip(self.groups, layer_groups(cfg), strict=True)
@@ -137,10 +217,7 @@ class Transformer(nnx.Module):
             )
             stats += [] if group_stats is None else [group_stats]
             first_block += len(kinds) * repeats
-        x_BTD = enter_tensor(self.norm(x_BtD), self.spec.layout)
-        if not stats:
-            return x_BTD, w_Dv, None
-        return x_BTD, w_Dv, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
+        return Hidden(self.norm(x_BtD), weights, stats, angles)
 
     def _run_group(
         self,
@@ -184,3 +261,10 @@ class Transformer(nnx.Module):
         # [repeats, ...] for each expert block of a pattern -> [repeats * blocks, ...], ordered.
         flat = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *joined)
         return x_BtD, flat
+
+
+def _joined(stats: list[MoEStats]) -> MoEStats | None:
+    """Returns the statistics of all expert layers in order."""
+    if not stats:
+        return None
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)

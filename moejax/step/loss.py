@@ -29,6 +29,24 @@ class LossParts(NamedTuple):
     balance: Float[Array, ""]  # mean over expert layers of the unweighted balance loss
     load_LE: Int[Array, "L E"]  # assignments to each expert of each expert layer, over all devices
     dropped_L: Int[Array, " L"]  # assignments dropped in each expert layer, over all devices
+    # As `nll`, of the targets that `model.predict_ahead` predicts; None without.
+    ahead: Float[Array, ""] | None = None
+
+
+class AheadTargets(NamedTuple):
+    """What multi-token prediction adds to a loss.
+
+    Attributes:
+      x_BTD: hidden states that predict the token after the next.
+      target_BT: its targets; -1 for none.
+      num_targets: valid ones of the step, over all devices and micro-batches.
+      coefficient: of their mean in the loss.
+    """
+
+    x_BTD: Float[Array, "B T D"]
+    target_BT: Int[Array, "B T"]
+    num_targets: jax.Array
+    coefficient: float
 
 
 def next_token_loss(
@@ -42,6 +60,7 @@ def next_token_loss(
     micro_batches: int,
     layout: Layout,
     chunk_tokens: int,
+    ahead: AheadTargets | None = None,
 ) -> tuple[Float[Array, ""], LossParts]:
     """Returns this device's share of the loss, and its parts. The sum over devices is the loss.
 
@@ -53,16 +72,25 @@ def next_token_loss(
       num_targets: valid targets of the step, over all devices and micro-batches.
       micro_batches: number of micro-batches in a step.
       chunk_tokens: maximum number of tokens whose logits exist at one time.
+      ahead: of multi-token prediction, by the same output projection.
     """
-    total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
-    # All tensor ranks hold the same sum: each contributes a share.
-    nll = total / num_targets / layout.size(layout.tensor)
+
+    def mean(x_BTD: jax.Array, target_BT: jax.Array, num_targets: jax.Array) -> jax.Array:
+        total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
+        # All tensor ranks hold the same sum: each contributes a share.
+        return total / num_targets / layout.size(layout.tensor)
+
+    loss = nll = mean(x_BTD, target_BT, num_targets)
+    ahead_nll = None
+    if ahead is not None:
+        ahead_nll = mean(ahead.x_BTD, ahead.target_BT, ahead.num_targets)
+        loss = nll + ahead.coefficient * ahead_nll
     if stats is None:
         empty = jnp.zeros((0,), jnp.int32)
-        return nll, LossParts(nll, jnp.zeros(()), empty[:, None], empty)
-    loss, balance, load_LE, dropped_L = _router_losses(stats, moe, layout)
-    parts = LossParts(nll, balance / micro_batches, load_LE, dropped_L)
-    return nll + loss / micro_batches, parts
+        return loss, LossParts(nll, jnp.zeros(()), empty[:, None], empty, ahead_nll)
+    router_loss, balance, load_LE, dropped_L = _router_losses(stats, moe, layout)
+    parts = LossParts(nll, balance / micro_batches, load_LE, dropped_L, ahead_nll)
+    return loss + router_loss / micro_batches, parts
 
 
 def _router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.Array, ...]:

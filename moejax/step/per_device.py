@@ -5,7 +5,7 @@ over devices is the loss. `comm.wire` explains the transposes of collectives und
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,12 @@ from moejax.comm.weights.reduce import reduce_whole
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.states import sum_squared_errors
 from moejax.config.compression import GRADIENTS
+from moejax.layout.layout import Layout
+from moejax.model.ahead import targets_ahead
+from moejax.model.transformer import Transformer
 from moejax.moe.router import Noise, update_bias
 from moejax.step.forward import split_micro_batches
-from moejax.step.loss import LossParts, next_token_loss
+from moejax.step.loss import AheadTargets, LossParts, next_token_loss
 from moejax.step.model import ModelDef
 from moejax.step.optimizer import Optimizer, square_share
 from moejax.step.state import Batch, Metrics, Reduction, TrainState, Tree
@@ -34,10 +37,11 @@ def train_step(
     gradients, loss_parts, reduction = loss_gradients(model, state, batch)
     with jax.named_scope("update"):
         squares = square_share(gradients, model.dims, layout)
-        shares = jnp.stack([loss_parts.nll, loss_parts.balance, squares])
-        nll, balance, squares = wire.all_reduce(shares, layout.mesh_axes)
+        loss_parts, (squares,) = sum_shares(loss_parts, [squares], layout)
         norm = jnp.sqrt(squares)
-        finite = jnp.isfinite(norm) & jnp.isfinite(nll)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss_parts.nll)
+        if loss_parts.ahead is not None:
+            finite &= jnp.isfinite(loss_parts.ahead)
         params, moments = optimizer.update(
             gradients, state.optimizer, state.params, norm=norm, finite=finite
         )
@@ -49,8 +53,27 @@ def train_step(
     )
     skipped = state.skipped + jnp.where(finite, 0, 1)
     state = TrainState(state.step + 1, skipped, params, router_bias, moments, reduction)
-    loss_parts = loss_parts._replace(nll=nll, balance=balance)
-    return state, Metrics(*loss_parts, gradient_norm=norm, skipped=skipped)
+    return state, Metrics(
+        loss=loss_parts.nll,
+        balance=loss_parts.balance,
+        load_LE=loss_parts.load_LE,
+        dropped_L=loss_parts.dropped_L,
+        gradient_norm=norm,
+        skipped=skipped,
+        ahead=loss_parts.ahead,
+    )
+
+
+def sum_shares(
+    loss_parts: LossParts, others: list[jax.Array], layout: Layout
+) -> tuple[LossParts, list[jax.Array]]:
+    """Sums the loss's shares and other scalars over all devices. Wire: one sum."""
+    ahead = [] if loss_parts.ahead is None else [loss_parts.ahead]
+    shares = jnp.stack([loss_parts.nll, loss_parts.balance, *others, *ahead])
+    nll, balance, *sums = wire.all_reduce(shares, layout.mesh_axes)
+    if ahead:
+        loss_parts = loss_parts._replace(ahead=sums.pop())
+    return loss_parts._replace(nll=nll, balance=balance), sums
 
 
 def loss_gradients(
@@ -83,16 +106,28 @@ def loss_gradients(
     return gradients, loss_parts, _choose_levels(model, state.reduction, residuals)
 
 
-def _num_targets(model: ModelDef, batch: Batch) -> jax.Array:
-    """Returns the number of valid targets of the whole batch, at least 1."""
-    num_targets = wire.all_reduce(jnp.sum(batch.target_BT >= 0), model.layout.token_axes)
-    return jnp.maximum(num_targets, 1).astype(jnp.float32)
+class NumTargets(NamedTuple):
+    """Numbers of valid targets of the whole batch, at least 1; float32."""
+
+    next: jax.Array
+    ahead: jax.Array | None  # of the tokens after the next; None without `model.predict_ahead`
+
+
+def _num_targets(model: ModelDef, batch: Batch) -> NumTargets:
+    def total(target_BT: jax.Array) -> jax.Array:
+        num_targets = wire.all_reduce(jnp.sum(target_BT >= 0), model.layout.token_axes)
+        return jnp.maximum(num_targets, 1).astype(jnp.float32)
+
+    if not model.cfg.model.predict_ahead:
+        return NumTargets(total(batch.target_BT), None)
+    ahead_BT = targets_ahead(batch.target_BT, batch.segment_BT)
+    return NumTargets(total(batch.target_BT), total(ahead_BT))
 
 
 def _micro_batch(
     model: ModelDef,
     state: TrainState,
-    num_targets: jax.Array,
+    num_targets: NumTargets,
     index: Any,
     rows: Batch,
     residuals: Tree,
@@ -100,7 +135,7 @@ def _micro_batch(
     """Returns gradients of one micro-batch, the new codec state, and the loss's parts.
 
     Args:
-      num_targets: valid targets of the whole batch.
+      num_targets: of the whole batch.
       index: the micro-batch, counted from zero.
       rows: this device's rows of the micro-batch.
       residuals: codec state after the previous micro-batch.
@@ -117,22 +152,43 @@ def _micro_batch(
 
     def loss(params: Tree) -> tuple[jax.Array, LossParts]:
         transformer = model.merge(params, state.router_bias)
-        x_BTD, w_Dv, stats = transformer(rows.token_BT, rows.segment_BT, noise)
-        with jax.named_scope("loss"):
-            return next_token_loss(
-                x_BTD,
-                w_Dv,
-                rows.target_BT,
-                stats,
-                moe=cfg.moe,
-                num_targets=num_targets,
-                micro_batches=cfg.train.micro_batches,
-                layout=layout,
-                chunk_tokens=model.chunk_tokens,
-            )
+        return _loss(model, transformer, rows, noise, num_targets)
 
     gradients, loss_parts = jax.grad(loss, has_aux=True)(params)
     return *detach_residuals(gradients, model.dims), loss_parts
+
+
+def _loss(
+    model: ModelDef,
+    transformer: Transformer,
+    rows: Batch,
+    noise: Noise | None,
+    num_targets: NumTargets,
+) -> tuple[jax.Array, LossParts]:
+    """Returns this device's share of a micro-batch's loss, and its parts."""
+    cfg, ahead = model.cfg, None
+    if num_targets.ahead is None:
+        x_BTD, w_Dv, stats = transformer(rows.token_BT, rows.segment_BT, noise)
+    else:
+        x_BTD, w_Dv, stats, ahead_BTD = transformer.look_ahead(
+            rows.token_BT, rows.segment_BT, noise
+        )
+        target_BT = targets_ahead(rows.target_BT, rows.segment_BT)
+        coefficient = cfg.train.predict_ahead_loss
+        ahead = AheadTargets(ahead_BTD, target_BT, num_targets.ahead, coefficient)
+    with jax.named_scope("loss"):
+        return next_token_loss(
+            x_BTD,
+            w_Dv,
+            rows.target_BT,
+            stats,
+            moe=cfg.moe,
+            num_targets=num_targets.next,
+            micro_batches=cfg.train.micro_batches,
+            layout=model.layout,
+            chunk_tokens=model.chunk_tokens,
+            ahead=ahead,
+        )
 
 
 def _reduce_vectors(model: ModelDef, gradients: Tree) -> Tree:

@@ -44,3 +44,4 @@ class Metrics(NamedTuple):
     dropped_L: jax.Array
     gradient_norm: jax.Array  # before clipping
     skipped: Leaf  # updates skipped so far
+    ahead: Leaf = None  # nats per target of `model.predict_ahead`; None without

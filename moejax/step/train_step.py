@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm import gloo, wire
+from moejax.comm import gloo
 from moejax.comm.weights.states import residual_shapes, residual_specs
 from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs
 from moejax.config.schema import Config
@@ -24,7 +24,7 @@ from moejax.step.forward import logits_after, sum_over_targets
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef, build_spec, describe_model, parameter_sizes
 from moejax.step.optimizer import Optimizer
-from moejax.step.per_device import loss_gradients, train_step
+from moejax.step.per_device import loss_gradients, sum_shares, train_step
 from moejax.step.state import Batch, Reduction, TrainState, Tree
 
 
@@ -136,9 +136,7 @@ class TrainStep:
     def gradients_of_device(self, state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
         """The per-device code of `gradients`, for use inside a shard_map with the mesh's axes."""
         gradients, parts, _ = loss_gradients(self.model, state, batch)
-        shares = jnp.stack([parts.nll, parts.balance])
-        nll, balance = wire.all_reduce(shares, self.layout.mesh_axes)
-        return gradients, parts._replace(nll=nll, balance=balance)
+        return gradients, sum_shares(parts, [], self.layout)[0]
 
     @cached_property
     def evaluate(self) -> Any:

@@ -55,9 +55,13 @@ SHAPES = (
     "model.attention_sinks",
     "model.full_attention_every",
     "model.tie_embeddings",
+    "model.predict_ahead",
     "moe.num_experts",
     "moe.expert_hidden",
     "moe.num_shared_experts",
+    "moe.shared_gate",
+    "moe.router_bias",
+    "moe.expert_bias",
 )
 SHOWN = 4  # changed files named in a message
 CODEC_STATE = 1  # increases when the meaning of the codecs' state changes

@@ -30,6 +30,8 @@ from tests.cases import small_config, step_for
             "model.q_latent": 8,
             "model.value_width": 6,
         },
+        {"model.predict_ahead": 1},
+        {"model.predict_ahead": 1, "model.moe_every": 2, "model.num_layers": 3},
     ],
 )
 def test_parameters_are_counted_as_the_model_has_them(changes):

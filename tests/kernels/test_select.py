@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from moejax.config.schema import CompressionConfig, Config
+from moejax.config.schema import CompressionConfig, Config, MoEConfig
 from moejax.errors import InputError
 from moejax.kernels.select import (
     Hardware,
@@ -53,6 +53,21 @@ def test_experts_by_shape(change, said):
     ((name, reason),) = select_experts(HOPPER, "auto", **(SHAPE | change)).declined
     assert name == "mosaic"
     assert said in reason
+
+
+@modern
+def test_biases_and_the_clamp_stand_between_the_products():
+    choice = select_experts(HOPPER, "auto", **SHAPE, plain=False)
+    assert (choice.implementation, choice.declined) == ("mosaic", ())
+    assert "clamped SwiGLU and biases stand between" in choice.reason
+    model = replace(Config().model, dtype="bfloat16", activation="clamped_swiglu")
+    for cfg in (
+        replace(Config(), model=model),
+        replace(
+            Config(), model=replace(model, activation="swiglu"), moe=MoEConfig(expert_bias=True)
+        ),
+    ):
+        assert "stand between" in select_kernels(cfg, HOPPER)["experts"].reason
 
 
 def test_a_named_implementation_is_taken_or_refused_but_never_replaced():

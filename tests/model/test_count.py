@@ -87,6 +87,29 @@ def test_latent_attention_has_the_published_sizes(model, moe, total):
     assert count(cfg, train_step.parameter_sizes()).total == total
 
 
+def test_deepseek_v3s_module_for_multi_token_prediction_is_a_layer_and_what_joins():
+    """Published with latent attention; here its attention is that of the config's layers."""
+    cfg = load_config(CONFIGS / "deepseek_v3.py", ["model.predict_ahead=1"])
+    train_step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    sizes = train_step.parameter_sizes()
+
+    def total(part):
+        return sum(n for path, (_, n) in sizes.items() if part in path)
+
+    layer = total("groups.1.") // 58
+    assert total("predict_ahead.group.") == layer
+    assert total("predict_ahead.w_join") == 102_760_448
+    assert total("predict_ahead.") == layer + 102_760_448 + 21_504
+    without = step_of("deepseek_v3")
+    assert total("") == total("predict_ahead.") + sum(
+        n for _, n in without.parameter_sizes().values()
+    )
+    counts, plain = (count(s.cfg, s.parameter_sizes()) for s in (train_step, without))
+    # The head multiplies twice.
+    module = count(cfg, {p: s for p, s in sizes.items() if "predict_ahead" in p}).matmul
+    assert counts.matmul == plain.matmul + module
+
+
 def test_every_config_traces():
     names = sorted(path.stem for path in CONFIGS.glob("*.py"))
     assert "tiny" in names
@@ -130,3 +153,13 @@ def test_a_table_costs_flops_where_it_also_gives_the_logits(tied, products):
     assert (counts.total, counts.active) == (1000, 1000)
     assert counts.matmul == 1000 * products
     assert counts.flops_per_token == attention + 6 * 1000 * products
+
+
+def test_a_token_uses_the_biases_of_its_experts_and_the_whole_routers():
+    """A bias multiplies nothing."""
+    cfg = Config(moe=MoEConfig(num_experts=8, experts_per_token=2))
+    attention = count(cfg, {}).flops_per_token
+    sizes = {"b_in": ("EUF", 800), "b_out": ("ED", 400), "b_router": ("E", 8), "gate": ("D", 40)}
+    counts = count(cfg, sizes)
+    assert (counts.total, counts.active) == (1248, 300 + 8 + 40)
+    assert (counts.matmul, counts.flops_per_token) == (0, attention)

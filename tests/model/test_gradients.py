@@ -32,9 +32,10 @@ def config_in(dtype: str, **model) -> Config:
     """One dense and one expert layer of all experts, so that no rounding moves a token."""
     plain = {"dtype": dtype, "num_layers": 2, "first_dense_layers": 1, "attention_bias": True}
     model = plain | model | {"num_heads": 4, "num_kv_heads": 2, "head_width": 8}
+    biased = {"expert_bias": True, "router_bias": True, "num_shared_experts": 1}
     cfg = small_config(
         model=model,
-        moe={"num_experts": 4, "experts_per_token": 4},
+        moe={"num_experts": 4, "experts_per_token": 4, "shared_gate": True, **biased},
         train={"batch_sequences": TOKENS // LENGTH},
     )
     return dataclasses.replace(cfg, data=DataConfig(sequence_length=LENGTH))
@@ -147,7 +148,7 @@ def traced_step(mesh=(1, 1, 1, 1), *, nodes=None, compression="none", top=None, 
     [
         {
             "model": {"qk_norm": "full", "num_layers": 2, "first_dense_layers": 1},
-            "moe": {"num_shared_experts": 1},
+            "moe": {"num_shared_experts": 1, "shared_gate": True, "expert_bias": True},
         },
         {
             "mesh": (2, 1, 2, 2),
@@ -158,9 +159,14 @@ def traced_step(mesh=(1, 1, 1, 1), *, nodes=None, compression="none", top=None, 
         {
             "mesh": (1, 2, 2, 2),
             "activations": "replicated",
-            "model": {"qk_norm": "full", "tie_embeddings": False, "remat": "full"},
+            "model": {
+                "qk_norm": "full",
+                "tie_embeddings": False,
+                "remat": "full",
+                "activation": "clamped_swiglu",
+            },
             "router": {"score": "sigmoid", "bias_update_rate": 0.1},
-            "moe": {"implementation": "reference"},
+            "moe": {"implementation": "reference", "expert_bias": True, "router_bias": True},
             "top": {"route": "merge", "route_chunks": 4, "route_chunks_backward": 2},
         },
         {
@@ -178,7 +184,7 @@ def traced_step(mesh=(1, 1, 1, 1), *, nodes=None, compression="none", top=None, 
             "compression": "hybrid",
             "expert_weights": "folded",
             "model": {**LATENT, "q_latent": 16, "head_width": 8},
-            "moe": {"implementation": "reference_e4m3"},
+            "moe": {"implementation": "reference_e4m3", "expert_bias": True},
             "optimizer": {"name": "muon"},
             "top": {"route": "two_level", "route_trim": True},
         },

@@ -18,7 +18,9 @@ from moejax.step.optimizer import Optimizer, is_matrix, learning_rate, square_sh
 DIMS = {"table": "VD", "query": "DHC", "out": "HCD", "router": "DE", "up": "EDUF", "down": "EFD"}
 DIMS |= {"to_latent": "DZ", "from_latent": "ZHC"}
 DIMS |= {"scale": "D", "bias": "HC"}  # of queries, or the scale of a norm over all heads
-SIZES = {"V": 16, "D": 16, "H": 8, "C": 4, "E": 8, "U": 2, "F": 8, "Z": 8}
+DIMS |= {"router_bias": "E", "up_bias": "EUF", "down_bias": "ED", "join": "UDO"}
+VECTORS = ("scale", "bias", "router_bias", "up_bias", "down_bias")
+SIZES = {"V": 16, "D": 16, "H": 8, "C": 4, "E": 8, "U": 2, "F": 8, "Z": 8, "O": 16}
 MESHES = [(1, 1, 1, 1), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 8, 1), (1, 1, 1, 8), (8, 1, 1, 1)]
 
 
@@ -101,13 +103,13 @@ def test_matrices_decay_and_norm_scales_and_gate_biases_do_not():
     zero = jax.tree.map(np.zeros_like, params)
     changed = first_update((1, 1, 1, 1), zero, params, learning_rate=0.5, weight_decay=0.1)
     for name, x in params.items():
-        wanted = 0 if name in ("scale", "bias") else -0.05 * x
+        wanted = 0 if name in VECTORS else -0.05 * x
         np.testing.assert_allclose(changed[name], wanted, atol=1e-6)
 
 
 def test_muon_takes_hidden_matrices_alone():
     taken = {name for name, dims in DIMS.items() if is_matrix(dims)}
-    assert taken == {"query", "out", "up", "down", "to_latent", "from_latent"}
+    assert taken == {"query", "out", "up", "down", "to_latent", "from_latent", "join"}
 
 
 @pytest.mark.parametrize("expert_weights", ["hidden", "folded"])
@@ -177,7 +179,7 @@ def test_muons_other_parameters_follow_adam_without_decay():
     options = {"learning_rate": 0.1, "clip_norm": None}
     muon = first_update((1, 1, 1, 1), gradients, name="muon", **options)
     adam = first_update((1, 1, 1, 1), gradients, weight_decay=0.0, **options)
-    for key in ("table", "router", "scale", "bias"):
+    for key in ("table", "router", *VECTORS):
         np.testing.assert_array_equal(muon[key], adam[key])
     assert not np.allclose(muon["query"], adam["query"])
 

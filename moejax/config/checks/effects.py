@@ -47,6 +47,16 @@ def _effects() -> Iterator[_Effect]:
         "no codec of `compression` is adaptive",
     )
     yield (
+        ("model.activation_limit",),
+        lambda cfg: cfg.model.clamp is not None,
+        "only `model.activation` clamped_swiglu reads it",
+    )
+    yield (
+        ("moe.shared_gate",),
+        lambda cfg: cfg.moe.num_shared_experts > 0,
+        "`moe.num_shared_experts` is 0",
+    )
+    yield (
         ("moe.router.groups_per_token",),
         lambda cfg: cfg.moe.router.num_groups > 1,
         "`moe.router.num_groups` is 1",
@@ -110,6 +120,11 @@ def _rope_effects() -> Iterator[_Effect]:
 
 
 def _training_effects() -> Iterator[_Effect]:
+    yield (
+        ("train.predict_ahead_loss",),
+        lambda cfg: cfg.model.predict_ahead > 0,
+        "`model.predict_ahead` is 0",
+    )
     yield (
         ("optimizer.muon_",),
         lambda cfg: cfg.optimizer.name == "muon",

@@ -23,11 +23,13 @@ def parameters_of(cfg: Config) -> int:
     if model.moe_every is not None:
         layers = (model.num_layers - model.first_dense_layers) // model.moe_every
     embedding = model.vocab_size * D * (1 if model.tie_embeddings else 2)
+    ahead = 2 * D * D + attention + (sparse if model.ends_in_experts else dense)
     return (
         embedding
         + model.num_layers * attention
         + (model.num_layers - layers) * dense
         + layers * sparse
+        + model.predict_ahead * ahead
     )
 
 

@@ -57,7 +57,7 @@ class Estimate:
     def own(self) -> float:
         """Parameters whose master weights are on one device."""
         layout, (dense, experts) = self.layout, self.weights
-        layers = self.cfg.model.num_layers
+        layers = self.cfg.model.blocks
         over = layout.size(layout.fsdp + layout.expert + layout.tensor)
         shards = self.expert_share * layout.size(layout.fsdp)
         return (layers * dense + self.tables) / over + layers * experts / shards
@@ -87,7 +87,7 @@ class Estimate:
         attention = self.tokens * channels / layout.size(layout.tensor)
         block = width * (hidden + attention + 6 * kept_tokens * model.width)
         activations = block * KEPT[model.remat] + width * kept_tokens * model.width
-        return held + activations * model.num_layers + 2 * block
+        return held + activations * model.blocks + 2 * block
 
     def seconds(self) -> float:
         """Returns the time of a step: compute, plus communication that cannot be hidden."""
@@ -96,12 +96,13 @@ class Estimate:
         # On CPU collectives take the cores that compute; elsewhere weights travel beside compute.
         hidden = 0.0 if self.topology.device.platform == "cpu" else 0.5 * compute
         block = compute + exchange + max(0.0, weights - hidden)
-        return micro * (self.cfg.model.num_layers * block + self._ends()) + self._update()
+        return micro * (self.cfg.model.blocks * block + self._ends()) + self._update()
 
     def _ends(self) -> float:
         """Returns the seconds of embedding and loss in one micro-batch."""
         layout, model = self.layout, self.cfg.model
         flops = 6.0 * self.tokens * model.width * model.vocab_size / layout.size(layout.tensor)
+        flops *= 1 + model.predict_ahead
         rate = self.topology.device.product_rate(model.dtype, flops / 3)
         table = self.tables / layout.size(layout.tensor)
         compute = self.topology.device.program_overhead * flops / max(rate, 1.0)
