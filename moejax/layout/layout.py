@@ -107,13 +107,14 @@ class Layout:
         return PartitionSpec(self.token_axes)
 
 
-def multiplies(dims: str) -> bool:
-    """Whether a parameter is a matrix on the residual stream, or one an expert.
+def is_product(dims: str) -> bool:
+    """Whether a parameter multiplies activations, as biases, norm scales and sinks do not.
 
-    Not a bias or a scale: an expert's bias has one dimension besides the experts.
+    Its products start or end at the model's width or at a latent. Experts (first letter E) count as
+    many parameters, so that one dimension besides theirs is a bias.
     """
-    inner = dims.removeprefix("E")
-    return "D" in inner and len(inner) > 1
+    own = dims[1:] if dims[0] == "E" else dims
+    return len(own) > 1 and ("D" in own or "Z" in own)
 
 
 def build_layout(mesh: MeshConfig) -> Layout:

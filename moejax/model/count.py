@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moejax.config.schema import Config
 from moejax.kernels.costs import causal_pairs
-from moejax.layout.layout import multiplies
+from moejax.layout.layout import is_product
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
         total += elements
         active += used
         lookup = path.endswith("table") and not cfg.model.tie_embeddings
-        if multiplies(dims) and not lookup:
+        if is_product(dims) and not lookup:
             matmul += used
     model, T = cfg.model, cfg.data.sequence_length
     pairs = causal_pairs(T, model.sliding_window)

@@ -18,7 +18,7 @@ from optax import contrib
 
 from moejax.comm import wire
 from moejax.config.schema import OptimizerConfig
-from moejax.layout.layout import Layout, multiplies
+from moejax.layout.layout import Layout, is_product
 
 Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
 
@@ -112,8 +112,9 @@ class Optimizer:
                 optax.add_decayed_weights(cfg.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
-        # Parameters that Muon leaves to AdamW (embeddings, router) do not decay.
-        decays = cfg.name == "adamw" and multiplies(dims)
+        # Matrices decay, not scales and biases. Of those that Muon leaves to AdamW (embeddings,
+        # router) none does.
+        decays = cfg.name == "adamw" and is_product(dims)
         return optax.adamw(
             learning_rate(cfg, self.num_steps, cfg.learning_rate),
             b1=cfg.beta1,
@@ -146,7 +147,7 @@ def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
 
 def is_matrix(dims: str) -> bool:
     """Whether Muon updates it: hidden matrices, not embeddings, norms or the router."""
-    return multiplies(dims) and "V" not in dims and dims != "DE"
+    return is_product(dims) and "V" not in dims and dims != "DE"
 
 
 def square_share(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:

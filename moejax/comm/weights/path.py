@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moejax.layout.layout import Axes, Layout, multiplies
+from moejax.layout.layout import Axes, Layout, is_product
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def class_of(dims: str) -> str:
 
 def compressible(dims: str) -> bool:
     """False for the router, never compressed, and for biases and norm scales, too small to gain."""
-    return multiplies(dims) and dims != "DE"
+    return is_product(dims) and dims != "DE"
 
 
 def parts_shape(size: int, dims: str, layout: Layout) -> tuple[int, int, int]:
