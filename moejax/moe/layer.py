@@ -4,7 +4,7 @@
 tensor rank takes its own positions, or all positions if the route is `replicated`
 (`comm.activations`). The steps of a token:
 
-1. Router scores: `__call__` multiplies x_ND by the router's weight in float32, with jitter
+1. Router scores: `_logits` multiplies x_ND by the router's weight in float32, with jitter
    (`moe.router.jitter_noise`) and a bias if the config asks for them.
 2. Choice: `moe.router.route` chooses K experts for each token and their weights. With a capacity,
    `moe.dispatch.drop_above` drops the choices above it.
@@ -130,17 +130,7 @@ class MoE(nnx.Module):
         B, t, D = x_BtD.shape
         x_ND = x_BtD.reshape(-1, D)
         with jax.named_scope("router"):
-            input_BtD = x_BtD
-            if noise is not None:
-                first_position = 0 if replicated else wire.index(layout.tensor) * t
-                input_BtD *= router.jitter_noise(
-                    x_BtD.shape, moe.router.jitter, noise, first_position=first_position
-                )
-            logit_NE = jnp.dot(
-                input_BtD.reshape(-1, D).astype(jnp.float32), weights.router_DE, precision="highest"
-            )
-            if moe.router_bias:
-                logit_NE += self.b_router[...]
+            logit_NE = self._logits(x_BtD, weights.router_DE, noise)
             routing = router.route(logit_NE, self.bias[...], moe.router, k=moe.experts_per_token)
         expert_NK = routing.expert_NK
         capacity = expert_capacity(moe, tokens=x_ND.shape[0])
@@ -167,6 +157,21 @@ class MoE(nnx.Module):
             jax.tree.map(own_rows, routing), own_rows(logit_NE), own_rows(expert_NK), B
         )
         return leave_replicated(y_BtD, layout), stats
+
+    def _logits(
+        self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None
+    ) -> Float[Array, "N E"]:
+        """Router logits of each token, in float32."""
+        t = x_BtD.shape[1]
+        if noise is not None:
+            replicated = self.spec.route.replicated
+            first_position = 0 if replicated else wire.index(self.spec.layout.tensor) * t
+            x_BtD *= router.jitter_noise(
+                x_BtD.shape, self.moe.router.jitter, noise, first_position=first_position
+            )
+        x_ND = x_BtD.reshape(-1, x_BtD.shape[2])
+        logit_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE, precision="highest")
+        return logit_NE + self.b_router[...] if self.moe.router_bias else logit_NE
 
     def _stats(
         self, routing: router.Routing, logit_NE: jax.Array, kept_NK: jax.Array, sequences: int

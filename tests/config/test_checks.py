@@ -262,6 +262,11 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
         ({"model.activation_limit": 5.0}, "model.activation_limit", "clamped_swiglu"),
         ({"moe.shared_gate": True}, "moe.shared_gate", "`moe.num_shared_experts` is 0"),
         ({"model.moe_every": None, "moe.expert_bias": True}, "moe.expert_bias", "no block has"),
+        (
+            {"model.predict_ahead": 1, "data.sequence_length": 1},
+            "model.predict_ahead",
+            "`data.sequence_length` is 1",
+        ),
         ({"train.predict_ahead_loss": 0.1}, "train.predict_ahead_loss", "predict_ahead` is 0"),
         ({"model.rope.factor": 2.0}, "model.rope.factor", "linear or llama3 or yarn"),
         ({"model.rope.scaling": "yarn"}, "model.rope.scaling", "`model.rope.factor` is 1"),

@@ -152,7 +152,7 @@ def traced_step(mesh=(1, 1, 1, 1), *, nodes=None, compression="none", top=None, 
         },
         {
             "mesh": (2, 1, 2, 2),
-            "model": {"qk_norm": "head", "tie_embeddings": True},
+            "model": {"qk_norm": "head", "tie_embeddings": True, "predict_ahead": 1},
             "router": {"jitter": 0.1, "balance_over": "sequence"},
             "top": {"route_chunks": 2},
         },

@@ -52,6 +52,11 @@ def _effects() -> Iterator[_Effect]:
         "only `model.activation` clamped_swiglu reads it",
     )
     yield (
+        ("model.predict_ahead",),
+        lambda cfg: cfg.data.sequence_length > 1,
+        "`data.sequence_length` is 1, so no position has a token after the next",
+    )
+    yield (
         ("moe.shared_gate",),
         lambda cfg: cfg.moe.num_shared_experts > 0,
         "`moe.num_shared_experts` is 0",
