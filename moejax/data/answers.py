@@ -87,32 +87,53 @@ class ChatEncoder:
         found = []
         for index in wanted:
             prompt = self.template.render(messages[:index], tools, source, prompt=True).text
-            self._check_prefix(prompt, whole, index, source)
-            upto = whole
+            if not whole.startswith(prompt):
+                raise self._parting(prompt, whole, index, source)
+            stop = len(whole)
             if index + 1 < len(messages):
                 upto = self.template.render(messages[: index + 1], tools, source).text
-                self._check_prefix(upto, whole, index + 1, source)
-            found.append((len(prompt), len(upto)))
+                stop = len(self._shared(upto, whole, index + 1, source))
+            found.append((len(prompt), stop))
         if self.template.is_tagged:
             return whole, [span for span in spans if span[0] >= found[0][0]]
         return whole, found
 
-    def _check_prefix(self, prefix: str, whole: str, count: int, source: str) -> None:
-        """Refuses a template that writes the first messages otherwise when more follow.
+    def _shared(self, upto: str, whole: str, count: int, source: str) -> str:
+        """Returns the text of the first messages as it stands within the whole.
+
+        A template may end each conversation with a further control token, behind the one that ends
+        the turn.
 
         Raises:
-          InputError: names the row, and where the texts part.
+          InputError: if the template writes these messages otherwise when more follow.
         """
-        if whole.startswith(prefix):
-            return
-        shorter = zip(prefix, whole, strict=False)
-        at = next((i for i, (a, b) in enumerate(shorter) if a != b), min(len(prefix), len(whole)))
-        raise InputError(
+        shared = upto
+        while not whole.startswith(shared):
+            shorter = self._without_control(shared.rstrip())
+            if shorter is None:
+                raise self._parting(upto, whole, count, source)
+            shared = shorter
+        if shared != upto and self._without_control(shared.rstrip()) is None:
+            raise self._parting(upto, whole, count, source)
+        return shared
+
+    def _without_control(self, text: str) -> str | None:
+        """Returns a text without the control token at its end; None if there is none."""
+        names = (name for name in self._encoder.controls if name and text.endswith(name))
+        longest = max(names, key=len, default=None)
+        return None if longest is None else text.removesuffix(longest)
+
+    def _parting(self, part: str, whole: str, count: int, source: str) -> InputError:
+        """Returns the error about a template that writes messages otherwise when more follow."""
+        pairs = enumerate(zip(part, whole, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(part), len(whole)))
+        last = "" if self._answers == "last" else "Learn last answers only (--answers last), or n"
+        return InputError(
             f"answers cannot be found. {source}: {self.template.name} writes the first {count} "
             f"messages otherwise when more follow: from character {at}, "
-            f"{prefix[at : at + SHOWN]!r} alone and {whole[at : at + SHOWN]!r} in the whole. The "
-            f"model would be taught what it never reads. Learn last answers only (--answers last), "
-            f"or name a template that marks answers with generation tags (--chat-template FILE)."
+            f"{part[at : at + SHOWN]!r} alone and {whole[at : at + SHOWN]!r} in the whole. The "
+            f"model would be taught what it never reads. {last or 'N'}ame a template that marks "
+            f"answers with generation tags (--chat-template FILE)."
         )
 
 
