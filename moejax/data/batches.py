@@ -101,6 +101,11 @@ def _rows(
     return BatchRows(token_BT, target_BT, segment_BT)
 
 
+def count_eval_batches(source: TokenSource, batch_sequences: int, sequence_length: int) -> int:
+    """Returns the number of batches that cover every target of a stream once."""
+    return -(-(source.num_tokens - 1) // (batch_sequences * sequence_length))
+
+
 def eval_batches(
     source: TokenSource,
     *,
@@ -115,7 +120,7 @@ def eval_batches(
       limit: number of batches, spread evenly over the stream; None for all.
     """
     T, B = sequence_length, batch_sequences
-    num_batches = -(-(source.num_tokens - 1) // (T * B))
+    num_batches = count_eval_batches(source, B, T)
     taken = np.arange(num_batches)
     if limit is not None and limit < num_batches:
         taken = np.linspace(0, num_batches - 1, limit).round().astype(int)

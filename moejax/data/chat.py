@@ -46,12 +46,13 @@ class ChatReader:
         template, notes = self._encoder.template, []
         if self.num_skipped:
             notes.append(
-                f"left out: {self.num_skipped:,} broken rows. The first: {self._first_skipped}"
+                f"rows left out as broken: {self.num_skipped:,}. The first: {self._first_skipped}"
             )
         if self._encoder.num_unended:
             notes.append(
-                f"warning: {self._encoder.num_unended:,} conversations end without a control "
-                f"token, so nothing teaches the model where to stop: {template.name} writes none"
+                f"warning: conversations that end without a control token: "
+                f"{self._encoder.num_unended:,}. {template.name} writes none there, so nothing "
+                f"teaches the model where to stop"
             )
         if template.is_dated and not self._dated:
             notes.append(

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moejax.data.control_tokens import BYTES_EOS
 from moejax.data.conversations import Message
 from moejax.data.rows import BadRowError
 from moejax.errors import InputError
@@ -108,7 +109,7 @@ def load_template(
     Raises:
       InputError: if there is none, or it is damaged.
     """
-    config = _read_json(tokenizer.with_name(CONFIG)) if tokenizer else {}
+    config = _read_json(tokenizer.with_name(CONFIG)) if tokenizer else {"eos_token": BYTES_EOS}
     older = _read_json(tokenizer.with_name(SPECIAL)) if tokenizer else {}
     variables = _control_tokens(older) | _control_tokens(config)
     if file is None and tokenizer is not None and tokenizer.with_name(TEMPLATE).is_file():

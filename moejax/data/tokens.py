@@ -160,33 +160,37 @@ class JoinedSource:
         ]
 
 
-def open_files(patterns: Sequence[str], wanted: str, *, model_vocab: int) -> JoinedSource:
+def open_files(patterns: Sequence[str], wanted: str | None, *, model_vocab: int) -> JoinedSource:
     """Opens the token files that paths or globs name, in sorted order, as one stream.
 
     Args:
-      wanted: the required format: "bin" or "array_record".
+      wanted: the required format: "bin" or "array_record"; None for both.
       model_vocab: ids must be below it.
 
     Raises:
       InputError: if a pattern matches nothing, or files are damaged or inconsistent.
     """
     sources = []
-    for path in _find_files(patterns):
+    for path in find_files(patterns):
         sidecar = read_sidecar(path)
-        if sidecar.format != wanted:
+        if wanted not in (None, sidecar.format):
             raise InputError(
                 f"token file of another format. {path} is {sidecar.format}. data.source="
                 f"{'tokens' if wanted == 'bin' else wanted} reads {wanted}. Set the other source."
             )
-        kind = BinSource if wanted == "bin" else ArrayRecordSource
+        kind = BinSource if sidecar.format == "bin" else ArrayRecordSource
         sources.append(kind(path, sidecar))
         sources[-1].check_ends()
     _check_together(sources, model_vocab)
     return JoinedSource(sources)
 
 
-def _find_files(patterns: Sequence[str]) -> list[Path]:
-    """Returns the token files of paths and globs, without sidecars, tokenizers and marks."""
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """Returns the files of paths and globs, without sidecars, tokenizers and marks.
+
+    Raises:
+      InputError: if a pattern matches nothing, or two match the same file.
+    """
     paths: list[Path] = []
     for pattern in patterns:
         # An existing path is not a pattern, even with characters such as `*`.
