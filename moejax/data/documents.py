@@ -123,7 +123,7 @@ def _field(value: Any, text_field: str, source: str) -> str:
         have = ", ".join(sorted(value)[:8]) if isinstance(value, dict) else type(value).__name__
         raise InputError(
             f"no text. {source} has {have}. Field {text_field!r} must hold a string. Name the "
-            f"right one with --text-field, or read conversations with --chat."
+            f"right one with --text-field; conversations are for moejax prepare --chat."
         )
     check_unicode(value[text_field], source)
     return value[text_field]

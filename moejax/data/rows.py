@@ -136,7 +136,7 @@ def _no_column(file: Path, present: Sequence[str], columns: Sequence[str]) -> st
     if len(columns) == 1:
         return (
             f"no text. {file} has columns {have}. Column {columns[0]!r} must hold strings. Name "
-            f"the right one with --text-field, or read conversations with --chat."
+            f"the right one with --text-field; conversations are for moejax prepare --chat."
         )
     return (
         f"no conversations. {file} has columns {have}. There must be messages, or prompt and "

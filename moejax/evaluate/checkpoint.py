@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from moejax.config.checks import check
 from moejax.config.checks.planned import EXCHANGE, LAYOUT, MESH
-from moejax.config.fields import change, fields
+from moejax.config.fields import change, fields, get_value
 from moejax.config.load import from_dict, parse_overrides
 from moejax.config.schema import CompressionConfig, Config, PlanConfig
 from moejax.errors import InputError
@@ -16,7 +16,7 @@ from moejax.runtime.processes import Processes
 from moejax.step.state import Reduction, TrainState
 from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import Saved, latest_intact, restore_items
-from moejax.train.resume import check_same_weights
+from moejax.train.resume import SHAPES
 
 # Settings that an evaluation reads; all others are of training.
 READ = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")
@@ -56,9 +56,16 @@ def choose(run: str, step: int | None, overrides: Iterable[str], processes: Proc
             f"checkpoint has no config. {saved.path} does not say what model it is of. moejax "
             f"writes that into the manifest. Name a checkpoint of moejax train or moejax hf import."
         )
-    cfg = evaluation_config(from_dict(saved.manifest["config"]), values)
+    trained = from_dict(saved.manifest["config"])
+    for name, value in values.items():
+        if name in SHAPES and value != get_value(trained, name):
+            raise InputError(
+                f"`{name}` is fixed by the weights. Got {value}, {saved.path} has "
+                f"{get_value(trained, name)}. A model is read in the shape that it was trained in. "
+                f"Leave it out."
+            )
+    cfg = evaluation_config(trained, values)
     check(cfg)
-    check_same_weights(saved.manifest["config"], cfg)
     return Chosen(saved, cfg, notes)
 
 
