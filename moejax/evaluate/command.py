@@ -44,7 +44,8 @@ tokenizer. The mesh is the run's; a setting that names an axis (--config.mesh.ex
 another: axes that are not named have one device, and replica takes what they leave. Nothing in the
 run directory is changed. Bits per byte are of the text that is predicted: of conversations, of the
 answers. With --by-document nats are added in float64 token by token, without in float32 as a run
-does, so that the last digits differ. Exit codes: 0 done, 2 bad input, 130 stopped; docs/formats/exit.md has the table.
+does, so that the last digits differ. Exit codes: 0 done, 2 bad input, 130 stopped;
+docs/formats/exit.md has the table, docs/formats/eval.md the fields of --json.
 """
 
 
