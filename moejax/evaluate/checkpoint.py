@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from moejax.config.checks import check
+from moejax.config.checks.mesh import check_batch, check_expert_axis, check_width
 from moejax.config.checks.planned import EXCHANGE, LAYOUT, MESH
 from moejax.config.fields import change, fields, get_value
 from moejax.config.load import from_dict, parse_overrides
@@ -20,7 +21,7 @@ from moejax.train.resume import SHAPES
 
 # Settings that an evaluation reads; all others are of training.
 READ = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")
-READ += ("data.source", "data.eval_files", "data.sequence_length", "data.isolate_documents")
+READ += ("data.eval_files", "data.sequence_length", "data.isolate_documents")
 READ += ("train.batch_sequences", "train.micro_batches")
 # Settings that another mesh begins anew: those of the run may not fit it.
 OF_MESH = (*LAYOUT, *EXCHANGE, "route_trim", "mesh.nodes")
@@ -73,7 +74,7 @@ def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
     """Returns the config of a run with settings changed for an evaluation.
 
     The mesh is that of the run. If a setting names an axis, the settings describe the whole mesh:
-    other axes have one device, and replica takes what they leave.
+    other axes have one device, and replica takes what they leave. See also `spread`.
     """
     # Nothing is planned, and an evaluation has no codecs.
     cfg = change(cfg, {"plan": PlanConfig(mode="hand"), "compression": CompressionConfig()})
@@ -81,6 +82,35 @@ def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
         cfg = change(cfg, {name: fields()[name].default for name in OF_MESH})
         cfg = change(cfg, {"mesh.replica": None})
     return change(cfg, values)
+
+
+def spread(cfg: Config, num_devices: int) -> Config:
+    """Returns a config on all devices, if it names no axis of a mesh, as imported ones do.
+
+    Experts are spread first, then the width; devices that neither can use hold copies.
+    """
+    if any(get_value(cfg, name) != fields()[name].default for name in MESH):
+        return cfg
+    sizes = [size for size in range(num_devices, 0, -1) if num_devices % size == 0]
+    meshes = [
+        {"mesh.replica": num_devices // expert // fsdp, "mesh.fsdp": fsdp, "mesh.expert": expert}
+        for expert in sizes
+        for fsdp in sizes
+        if num_devices % (expert * fsdp) == 0 and (expert == 1 or cfg.model.has_experts)
+    ]
+    fitting = [found for mesh in meshes if _fits(found := change(cfg, mesh))]
+    chosen = max(fitting, key=lambda c: (c.mesh.fsdp * c.mesh.expert, c.mesh.expert), default=cfg)
+    return chosen
+
+
+def _fits(cfg: Config) -> bool:
+    try:
+        check_expert_axis(cfg)
+        check_width(cfg)
+        check_batch(cfg)
+    except InputError:
+        return False
+    return True
 
 
 def read_weights(saved: Saved, train_step: TrainStep) -> TrainState:
@@ -101,8 +131,8 @@ def read_weights(saved: Saved, train_step: TrainStep) -> TrainState:
     )
 
 
-def tokenizer_beside_weights(run: str, saved: Saved) -> Path | None:
-    """Returns the tokenizer.json that an import left with the weights, if there is one."""
-    folders = (Path(run), saved.path, saved.path.parent, saved.path.parent.parent)
-    found = (folder / "tokenizer.json" for folder in folders)
+def tokenizer_beside_weights(saved: Saved) -> Path | None:
+    """Returns the tokenizer.json that came with imported weights, if there is one."""
+    folders = (saved.path.parent, saved.path.parent.parent)  # of an import, of a run
+    found = (folder / place / "tokenizer.json" for folder in folders for place in ("hf", "."))
     return next((path for path in found if path.is_file()), None)

@@ -16,7 +16,7 @@ from moejax.config.load import split_overrides
 from moejax.data.batches import count_eval_batches
 from moejax.data.tokenizer import Tokenizer
 from moejax.errors import InputError, exit_code
-from moejax.evaluate.checkpoint import Chosen, choose, read_weights
+from moejax.evaluate.checkpoint import Chosen, choose, read_weights, spread
 from moejax.evaluate.documents import DocumentScore, scores, sum_documents
 from moejax.evaluate.held_out import HeldOut, Wanted, open_held_out
 from moejax.evaluate.report import Result, print_json, print_tables
@@ -40,11 +40,12 @@ examples:
   moejax eval --run imported/olmoe --data wiki.jsonl --config.mesh.expert=8
 
 Without --data, the held-out files of the run are scored. Texts become tokens by the model's own
-tokenizer. The mesh is the run's; a setting that names an axis (--config.mesh.expert=2) describes
-another: axes that are not named have one device, and replica takes what they leave. Nothing in the
-run directory is changed. Bits per byte are of the text that is predicted: of conversations, of the
-answers. With --by-document nats are added in float64 token by token, without in float32 as a run
-does, so that the last digits differ. Exit codes: 0 done, 2 bad input, 130 stopped;
+tokenizer. The mesh is the run's (imported weights are spread over all devices); a setting that
+names an axis (--config.mesh.expert=2) describes another: axes that are not named have one device,
+and replica takes what they leave. Nothing in the run directory is changed. Bits per byte are of
+the text that is predicted: of conversations, of the answers. With --by-document nats are added in
+float64 token by token, without in float32 as a run does, so that the last digits differ.
+Exit codes: 0 done, 2 bad input, 130 stopped;
 docs/formats/exit.md has the table, docs/formats/eval.md the fields of --json.
 """
 
@@ -100,7 +101,7 @@ def _run(args: argparse.Namespace, overrides: list[str], processes: Processes) -
     chosen = choose(args.run, args.step, overrides, processes)
     check_place(chosen.cfg)
     check_same_config(chosen.cfg, processes)
-    wanted = Wanted(args.run, args.data, args.text_field, args.tokenizer, args.eos)
+    wanted = Wanted(args.data, args.text_field, args.tokenizer, args.eos)
     with open_held_out(wanted, chosen) as held_out:
         for note in (*chosen.notes, *held_out.notes):
             console.print(note, highlight=False, soft_wrap=True)
@@ -118,7 +119,8 @@ def _evaluate(
     tokenizer = _tokenizer(held_out, console) if by_document else None
     devices = start(chosen.cfg.mesh)
     platform = platform_of(devices)
-    cfg = resolve_mesh(chosen.cfg, len(devices), platform, processes=processes.count)
+    cfg = spread(chosen.cfg, len(devices))
+    cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
     whole_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     train_step = whole_step.of_weights()
     check_memory(train_step, processes, gradients=False)

@@ -50,7 +50,6 @@ class HeldOut:
 class Wanted:
     """What the command line says of the data."""
 
-    run: str
     files: Sequence[str]
     text_field: str | None
     tokenizer: str | None
@@ -73,7 +72,7 @@ def open_held_out(wanted: Wanted, chosen: Chosen) -> Iterator[HeldOut]:
     if not named:
         yield _of_run(cfg)
     elif not texts:
-        yield _of_token_files(wanted.run, chosen, list(map(str, named)))
+        yield _of_token_files(chosen, list(map(str, named)))
     elif len(texts) < len(named):
         raise InputError(
             f"token files and texts together. {texts[0]} is text, "
@@ -120,11 +119,11 @@ def _of_run(cfg: Config) -> HeldOut:
     return HeldOut(source, list(cfg.data.eval_files))
 
 
-def _of_token_files(run: str, chosen: Chosen, files: list[str]) -> HeldOut:
+def _of_token_files(chosen: Chosen, files: list[str]) -> HeldOut:
     """Opens token files, which must be of the model's tokenizer where that is known."""
     source = open_files(files, None, model_vocab=chosen.cfg.model.vocab_size)
     first, notes = source.sources[0], []
-    known = _known_tokenizer(run, chosen)
+    known = _known_tokenizer(chosen)
     if known is None:
         notes.append(f"the model's tokenizer is not known here: that of {first.path} is trusted")
     elif known[0] != first.sidecar.tokenizer_sha256:
@@ -150,14 +149,14 @@ def _of_texts(wanted: Wanted, chosen: Chosen, texts: list[Path], folder: Path) -
             before = writer.num_bytes
             writer.add(document, tokenizer)
             documents.append((document.source, writer.num_bytes - before))
+        if not documents:
+            raise InputError(
+                f"nothing to score. {len(texts)} files have no text. An evaluation needs some. "
+                f"Name other files: --data FILE."
+            )
     except BaseException:
         writer.abandon()
         raise
-    if not documents:
-        raise InputError(
-            f"nothing to score. {len(texts)} files have no text. An evaluation needs some. Name "
-            f"other files: --data FILE."
-        )
     writer.finish()
     source = open_files([str(writer.path)], "bin", model_vocab=chosen.cfg.model.vocab_size)
     return HeldOut(source, list(map(str, texts)), documents)
@@ -173,21 +172,14 @@ def _tokenizer_of(token_file: Path) -> Tokenizer:
     return tokenizer_beside(token_file, sidecar.tokenizer, eos_id=sidecar.eos_id, sha256=sha256)
 
 
-def _known_tokenizer(run: str, chosen: Chosen) -> tuple[str | None] | None:
+def _known_tokenizer(chosen: Chosen) -> tuple[str | None] | None:
     """Returns the digest of the model's tokenizer, (None,) for bytes; None if it is not known."""
-    if (beside := tokenizer_beside_weights(run, chosen.saved)) is not None:
-        return (digest(beside),)
-    if not _is_trained(chosen):
-        return None
     if chosen.cfg.data.source == "stdlib":
         return (None,)
-    path = _first_train_file(chosen.cfg)
-    return None if path is None else (read_sidecar(path).tokenizer_sha256,)
-
-
-def _is_trained(chosen: Chosen) -> bool:
-    """Whether the checkpoint's config names the data that it was trained on; an import has none."""
-    return "data" not in chosen.saved.manifest or bool(_trained_on(chosen))
+    if (path := _first_train_file(chosen.cfg)) is not None:
+        return (read_sidecar(path).tokenizer_sha256,)
+    beside = tokenizer_beside_weights(chosen.saved)
+    return None if beside is None else (digest(beside),)
 
 
 def _first_train_file(cfg: Config) -> Path | None:
@@ -199,16 +191,15 @@ def _first_train_file(cfg: Config) -> Path | None:
 
 
 def _tokenizer(wanted: Wanted, chosen: Chosen) -> Tokenizer:
-    """Returns the tokenizer of the command line, of the weights' folder, or of the run's data."""
+    """Returns the tokenizer of the command line, of the run's data, or of imported weights."""
     if wanted.tokenizer is not None:
         return FileTokenizer(Path(wanted.tokenizer), wanted.eos)
-    beside = tokenizer_beside_weights(wanted.run, chosen.saved)
-    if beside is not None:
-        return FileTokenizer(beside)
-    if _is_trained(chosen) and chosen.cfg.data.source == "stdlib":
+    if chosen.cfg.data.source == "stdlib":
         return ByteTokenizer()
-    if _is_trained(chosen) and (path := _first_train_file(chosen.cfg)) is not None:
+    if (path := _first_train_file(chosen.cfg)) is not None:
         return _tokenizer_of(path)
+    if (beside := tokenizer_beside_weights(chosen.saved)) is not None:
+        return FileTokenizer(beside)
     raise InputError(
         f"no tokenizer. {chosen.saved.path} has no tokenizer.json beside it, and the training "
         f"files that name one are not here. A text must become the ids that the model knows. Name "
