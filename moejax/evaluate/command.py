@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         with join() as processes:
             _run(args, overrides, processes)
 
-    return exit_code(run, stopped="nothing was changed", debug=args.debug)
+    return exit_code(run, stopped="nothing was changed", debug=args.debug, files=True)
 
 
 def _run(args: argparse.Namespace, overrides: list[str], processes: Processes) -> None:
