@@ -8,6 +8,7 @@ within the whole, which is checked for every row.
 N: tokens of a conversation.
 """
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +30,8 @@ class ChatEncoder:
     def __init__(self, template: ChatTemplate, encoder: ControlEncoder, answers: str = "all"):
         """Takes whether all answers of a conversation are learned, or the last one alone."""
         self.template, self._encoder, self._answers = template, encoder, answers
+        names = (name for name in (*encoder.controls, OPEN, CLOSE) if name)
+        self._forbidden = re.compile("|".join(map(re.escape, names)))
         self.num_unended = 0  # conversations without a control token at their end
 
     def encode(self, conversation: Conversation) -> MarkedDocument:
@@ -66,12 +69,11 @@ class ChatEncoder:
 
     def _check_texts(self, conversation: Conversation) -> None:
         """Refuses texts with the names of control tokens, which would end turns or open them."""
-        names = (*self._encoder.controls, OPEN, CLOSE)
         for text in conversation.texts():
-            if found := next((name for name in names if name in text), None):
+            if found := self._forbidden.search(text):
                 raise BadRowError(
                     f"control token stands in a row. {conversation.source}: a text holds "
-                    f"{found!a}. Only the chat template writes these. Correct or remove the row, "
+                    f"{found[0]!a}. Only the chat template writes these. Correct or remove the row, "
                     f"or leave such rows out with --skip-bad."
                 )
 
@@ -88,17 +90,18 @@ class ChatEncoder:
         for index in wanted:
             prompt = self.template.render(messages[:index], tools, source, prompt=True).text
             if not whole.startswith(prompt):
-                raise self._parting(prompt, whole, index, source)
+                asked = f"the first {index} messages with the prompt for an answer"
+                raise self._parting(prompt, whole, asked, source)
             stop = len(whole)
             if index + 1 < len(messages):
                 upto = self.template.render(messages[: index + 1], tools, source).text
-                stop = len(self._shared(upto, whole, index + 1, source))
+                stop = len(self._shared(upto, whole, f"the first {index + 1} messages", source))
             found.append((len(prompt), stop))
         if self.template.is_tagged:
             return whole, [span for span in spans if span[0] >= found[0][0]]
         return whole, found
 
-    def _shared(self, upto: str, whole: str, count: int, source: str) -> str:
+    def _shared(self, upto: str, whole: str, what: str, source: str) -> str:
         """Returns the text of the first messages as it stands within the whole.
 
         A template may end each conversation with a further control token, behind the one that ends
@@ -111,10 +114,10 @@ class ChatEncoder:
         while not whole.startswith(shared):
             shorter = self._without_control(shared.rstrip())
             if shorter is None:
-                raise self._parting(upto, whole, count, source)
+                raise self._parting(upto, whole, what, source)
             shared = shorter
         if shared != upto and self._without_control(shared.rstrip()) is None:
-            raise self._parting(upto, whole, count, source)
+            raise self._parting(upto, whole, what, source)
         return shared
 
     def _without_control(self, text: str) -> str | None:
@@ -123,16 +126,20 @@ class ChatEncoder:
         longest = max(names, key=len, default=None)
         return None if longest is None else text.removesuffix(longest)
 
-    def _parting(self, part: str, whole: str, count: int, source: str) -> InputError:
-        """Returns the error about a template that writes messages otherwise when more follow."""
+    def _parting(self, part: str, whole: str, what: str, source: str) -> InputError:
+        """Returns the error about a template that writes messages otherwise when more follow.
+
+        Args:
+          part: the text that the whole does not begin with.
+          what: what it is the text of.
+        """
         pairs = enumerate(zip(part, whole, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), min(len(part), len(whole)))
         last = "" if self._answers == "last" else "Learn last answers only (--answers last), or n"
         return InputError(
-            f"answers cannot be found. {source}: {self.template.name} writes the first {count} "
-            f"messages otherwise when more follow: from character {at}, "
-            f"{part[at : at + SHOWN]!r} alone and {whole[at : at + SHOWN]!r} in the whole. The "
-            f"model would be taught what it never reads. {last or 'N'}ame a template that marks "
+            f"answers cannot be found. {source}: {self.template.name} writes {what} otherwise "
+            f"when more follow: from character {at}, {part[at : at + SHOWN]!r} alone and "
+            f"{whole[at : at + SHOWN]!r} in the whole. The model would be taught what it never reads. {last or 'N'}ame a template that marks "
             f"answers with generation tags (--chat-template FILE)."
         )
 

@@ -36,9 +36,8 @@ def write_step(folder, step, cfg=None, **facts):
 
 @pytest.fixture
 def run(tmp_path):
-    cfg = dataclasses.replace(
-        small_config((1, 2, 2, 1), model=CHECKED), plan=PlanConfig(mode="hand")
-    )
+    cfg = small_config((1, 2, 2, 1), model=CHECKED)
+    cfg = dataclasses.replace(cfg, plan=PlanConfig(mode="hand"))
     for step in (5, 10):
         write_step(tmp_path / "run/checkpoints", step, cfg)
     return tmp_path / "run"
