@@ -73,8 +73,8 @@ class ChatEncoder:
             if found := self._forbidden.search(text):
                 raise BadRowError(
                     f"control token stands in a row. {conversation.source}: a text holds "
-                    f"{found[0]!a}. Only the chat template writes these. Correct or remove the row, "
-                    f"or leave such rows out with --skip-bad."
+                    f"{found[0]!a}. Only the chat template writes these. Correct or remove the "
+                    f"row, or leave such rows out with --skip-bad."
                 )
 
     def _render(self, conversation: Conversation) -> tuple[str, list[Span]]:
@@ -135,12 +135,14 @@ class ChatEncoder:
         """
         pairs = enumerate(zip(part, whole, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), min(len(part), len(whole)))
-        last = "" if self._answers == "last" else "Learn last answers only (--answers last), or n"
+        remedy = "name a template that marks answers with generation tags (--chat-template FILE)"
+        if self._answers != "last":
+            remedy = f"learn last answers only (--answers last), or {remedy}"
         return InputError(
             f"answers cannot be found. {source}: {self.template.name} writes {what} otherwise "
             f"when more follow: from character {at}, {part[at : at + SHOWN]!r} alone and "
-            f"{whole[at : at + SHOWN]!r} in the whole. The model would be taught what it never reads. {last or 'N'}ame a template that marks "
-            f"answers with generation tags (--chat-template FILE)."
+            f"{whole[at : at + SHOWN]!r} in the whole. The model would be taught what it never "
+            f"reads. {remedy[0].upper()}{remedy[1:]}."
         )
 
 
