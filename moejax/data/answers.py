@@ -159,16 +159,14 @@ def _up_to_end_of_turn(span: Span, text: str, encoded: Encoded) -> Span:
 def _inside(spans: Sequence[Span], encoded: Encoded) -> np.ndarray:
     """Returns which tokens stand for a character of a span; control tokens where they begin.
 
-    A control token may take in the white space around it, of an answer too. A token without
-    characters counts where it ends.
+    A control token may take in the white space around it, of an answer too.
     """
     first_N, stop_N = encoded.first_N, encoded.stop_N
     inside_N = np.zeros(len(first_N), bool)
     for first, stop in spans:
         overlap_N = (stop_N > first) & (first_N < stop)
-        empty_N = (first_N == stop_N) & (first < stop_N) & (stop_N <= stop)
         begins_N = (first_N >= first) & (first_N < stop)
-        inside_N |= np.where(encoded.control_N, begins_N, overlap_N | empty_N)
+        inside_N |= np.where(encoded.control_N, begins_N, overlap_N)
     return inside_N
 
 

@@ -102,6 +102,15 @@ def test_answers_and_what_ends_their_turns_are_learned(models, tokenizer, templa
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_header_that_takes_in_the_space_of_an_answer_is_not_learned(models, name):
+    messages = [ONE[0], {"role": "assistant", "content": " \n so"}]
+    document, runs = encode(models[name], TEMPLATES["closed"], messages)
+    assert [run.replace("\u2581", "") for run in runs] == ["so<|end|></s>"]
+    header = FileEncoder(models[name]).encode("<|assistant|>").token_N
+    assert np.isin(header, document.token_N)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_tags_and_prefixes_find_the_same_answers(models, name):
     tagged, plain = (encode(models[name], template, SEVERAL)[0] for template in (TAGGED, CHATML))
     assert tagged.token_N.tolist() == plain.token_N.tolist()
