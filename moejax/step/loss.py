@@ -128,32 +128,59 @@ def sum_nll(
 
     Wire: three float32 per position over tensor, none in backward. Memory: chunk_tokens * v.
     """
-    N, v = target_BT.size, w_Dv.shape[1]
-    first = wire.index(layout.tensor) * v if layout.size(layout.tensor) > 1 else 0
-    target_N = target_BT.reshape(N)
-    rows = next(r for r in range(min(N, chunk_tokens), 0, -1) if N % r == 0)
-    local_N = jnp.where(target_N >= 0, target_N - first, -1)
-    chunks = (
-        x_BTD.reshape(N // rows, rows, -1),
-        local_N.reshape(N // rows, rows),
-        (target_N >= 0).reshape(N // rows, rows),
-    )
+    chunks = _cut_in_chunks(x_BTD, w_Dv, target_BT, layout, chunk_tokens)
     return _sum_nll(chunks, w_Dv, layout.tensor)
+
+
+def target_nll(
+    x_BTD: Float[Array, "B T D"],
+    w_Dv: Float[Array, "D v"],
+    target_BT: Int[Array, "B T"],
+    layout: Layout,
+    *,
+    chunk_tokens: int,
+) -> Float[Array, "B T"]:
+    """Returns the negative log-likelihood of each target in nats; 0 where there is none.
+
+    Wire and memory: as `sum_nll`, forward only.
+    """
+    chunks = _cut_in_chunks(x_BTD, w_Dv, target_BT, layout, chunk_tokens)
+
+    def of_chunk(_: None, chunk: Chunks) -> tuple[None, jax.Array]:
+        return None, _chunk_nll(chunk, w_Dv, layout.tensor)[0]
+
+    return lax.scan(of_chunk, None, chunks)[1].reshape(target_BT.shape)
 
 
 Chunks = tuple[jax.Array, jax.Array, jax.Array]
 
 
+def _cut_in_chunks(
+    x_BTD: jax.Array, w_Dv: jax.Array, target_BT: jax.Array, layout: Layout, chunk_tokens: int
+) -> Chunks:
+    """Returns hidden states, targets in this rank's slice of the vocabulary, and their validity."""
+    N, v = target_BT.size, w_Dv.shape[1]
+    first = wire.index(layout.tensor) * v if layout.size(layout.tensor) > 1 else 0
+    target_N = target_BT.reshape(N)
+    rows = next(r for r in range(min(N, chunk_tokens), 0, -1) if N % r == 0)
+    local_N = jnp.where(target_N >= 0, target_N - first, -1)
+    return (
+        x_BTD.reshape(N // rows, rows, -1),
+        local_N.reshape(N // rows, rows),
+        (target_N >= 0).reshape(N // rows, rows),
+    )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _sum_nll(chunks: Chunks, w_Dv: jax.Array, tensor: Axes) -> jax.Array:
     def add(total, chunk):
-        return total + _chunk_nll(chunk, w_Dv, tensor)[0], None
+        return total + jnp.sum(_chunk_nll(chunk, w_Dv, tensor)[0]), None
 
     return lax.scan(add, jnp.zeros(()), chunks)[0]
 
 
 def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array, ...]:
-    """Returns one chunk's sum, logits, and logarithm of the softmax's denominator."""
+    """Returns one chunk's nats, logits, and logarithm of the softmax's denominator."""
     x_ND, local_N, valid_N = chunk
     v = w_Dv.shape[1]
     logit_Nv = jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
@@ -164,7 +191,7 @@ def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array,
     top_N = wire.all_max(jnp.max(logit_Nv, axis=1), tensor)
     total_N = wire.all_reduce(jnp.sum(jnp.exp(logit_Nv - top_N[:, None]), axis=1), tensor)
     log_total_N = jnp.log(total_N) + top_N
-    return jnp.sum(jnp.where(valid_N, log_total_N - chosen_N, 0)), logit_Nv, log_total_N
+    return jnp.where(valid_N, log_total_N - chosen_N, 0), logit_Nv, log_total_N
 
 
 def _sum_nll_forward(chunks: Chunks, w_Dv: jax.Array, tensor: Axes):
@@ -173,14 +200,14 @@ def _sum_nll_forward(chunks: Chunks, w_Dv: jax.Array, tensor: Axes):
     def add(carry, chunk):
         total, dw_Dv = carry
         x_ND, local_N, valid_N = chunk
-        nll, logit_Nv, log_total_N = _chunk_nll(chunk, w_Dv, tensor)
+        nll_N, logit_Nv, log_total_N = _chunk_nll(chunk, w_Dv, tensor)
         target_Nv = local_N[:, None] == jnp.arange(logit_Nv.shape[1])
         dlogit_Nv = jnp.exp(logit_Nv - log_total_N[:, None]) - target_Nv
         dlogit_Nv = jnp.where(valid_N[:, None], dlogit_Nv, 0).astype(x_ND.dtype)
         dx_ND = lax.dot_general(dlogit_Nv, w_Dv, (((1,), (1,)), ((), ())))
         dims = (((0,), (0,)), ((), ()))
         dw_Dv += lax.dot_general(x_ND, dlogit_Nv, dims, preferred_element_type=jnp.float32)
-        return (total + nll, dw_Dv), dx_ND
+        return (total + jnp.sum(nll_N), dw_Dv), dx_ND
 
     zero = (jnp.zeros(()), jnp.zeros(w_Dv.shape, jnp.float32))
     (total, dw_Dv), dx = lax.scan(add, zero, chunks)

@@ -4,7 +4,7 @@ Each is one `jax.shard_map` of per-device code over the whole mesh.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from moejax.config.schema import Config
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.runtime.compiler import Options, compiler_options, known_options
-from moejax.step.forward import logits_after, sum_over_targets
+from moejax.step.forward import logits_after, nll_of_targets, sum_over_targets
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef, build_spec, describe_model, parameter_sizes
 from moejax.step.optimizer import Optimizer
@@ -62,10 +62,14 @@ class TrainStep:
         """Sharding of each array of a batch."""
         return NamedSharding(self.mesh, self.layout.token_spec())
 
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Sequences of a batch, and their length."""
+        return self.cfg.train.batch_sequences, self.cfg.data.sequence_length
+
     def abstract_batch(self) -> Batch:
         """Shapes of one step's batch."""
-        shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
-        array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
+        array = jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=self.batch_sharding)
         return Batch(array, array, array)
 
     def abstract_prompt(self) -> tuple[jax.ShapeDtypeStruct, int]:
@@ -114,6 +118,11 @@ class TrainStep:
         """The same run without codecs, for evaluation."""
         return self.at(NO_CODECS)
 
+    def of_weights(self) -> "TrainStep":
+        """Returns the same functions for a state of weights alone, which is enough to evaluate."""
+        weights = self.abstract._replace(optimizer=(), reduction=Reduction(None, None))
+        return replace(self, abstract=weights)
+
     def first_reduction(self) -> Reduction:
         """Returns the first state of gradient codecs: zeros."""
         shardings = _shardings(self.abstract.reduction)
@@ -142,6 +151,11 @@ class TrainStep:
     def evaluate(self) -> Any:
         """The jitted (state, batch) -> summed nats over the batch's valid targets; no codecs."""
         return self._jitted(partial(sum_over_targets, self.plain.model), P())
+
+    @cached_property
+    def target_nll(self) -> Any:
+        """The jitted (state, batch) -> nll_BT, nats of each target of the batch; no codecs."""
+        return self._jitted(partial(nll_of_targets, self.plain.model), P())
 
     @cached_property
     def next_logits(self) -> Any:

@@ -25,6 +25,18 @@ def test_state_and_gradients_must_fit_a_devices_share(monkeypatch):
         check_memory(train_step, ALONE)
 
 
+def test_an_evaluation_holds_weights_without_gradients(monkeypatch):
+    train_step = step_for(small_config((1, 1, 2, 2))).of_weights()
+    given = train_step.argument_bytes()
+    assert (given["optimizer"], given["codec memory"]) == (0, 0)
+    needed = given["weights"] + given["batch"]
+    with_memory(monkeypatch, needed)
+    assert check_memory(train_step, ALONE, gradients=False) == needed
+    with_memory(monkeypatch, needed - 1)
+    with pytest.raises(InputError, match="of weights, and has"):
+        check_memory(train_step, ALONE, gradients=False)
+
+
 def test_the_least_device_of_all_processes_counts(monkeypatch):
     train_step = step_for(small_config())
     with_memory(monkeypatch, 2**30)
