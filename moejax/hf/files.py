@@ -146,32 +146,42 @@ def _read_sharded(folder: Path, index: Mapping[str, Any]) -> dict[str, Stored]:
 
 
 def _confined(folder: Path, name: str) -> Path:
-    """Returns the path of a file of the folder.
-
-    Files may be links into the blobs of a Hugging Face cache, where the folder is a snapshot.
+    """Returns the path of a file of weights.
 
     Raises:
-      InputError: if it leads elsewhere, or is missing.
+      InputError: if its name or its link leads elsewhere, or it is missing.
     """
     if not PLAIN_NAME.fullmatch(name):
         raise InputError(
             f"{folder / INDEX} names the file {short(name)}. A file of weights is a plain name "
             "that ends in .safetensors, inside the folder. Copy the index again."
         )
-    path, root = folder / name, folder.resolve()
-    allowed = [root]
-    if root.parent.name == "snapshots":
-        allowed.append(root.parent.parent / "blobs")
+    path = folder / name
     if not path.exists():
         raise InputError(
             f"file {name} is missing. {path} does not exist, but tensors are in it. Copy it too."
         )
+    check_inside(path)
+    return path
+
+
+def check_inside(path: Path) -> None:
+    """Refuses a file of a folder that is a link to somewhere else.
+
+    Files may be links into the blobs of a Hugging Face cache, where the folder is a snapshot.
+
+    Raises:
+      InputError: if it leads elsewhere.
+    """
+    root = path.parent.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
     if not any(path.resolve().is_relative_to(place) for place in allowed):
         raise InputError(
-            f"file {name} is outside. {path} leads to {path.resolve()}. Only files of the folder "
-            "are read. Copy it there."
+            f"file {path.name} is outside. {path} leads to {path.resolve()}. Only files of the "
+            "folder are read. Copy it there."
         )
-    return path
 
 
 def _read_header(file: Path) -> Iterator[tuple[str, Stored]]:

@@ -233,7 +233,8 @@ def _items(state: TrainState) -> dict[str, Any]:
     return {
         "counters": {"step": state.step, "skipped": state.skipped},
         "weights": {"params": state.params, "balance": state.router_bias},
-        "optimizer": state.optimizer,
+        # Weights that were imported have no optimizer yet.
+        **({"optimizer": state.optimizer} if jax.tree.leaves(state.optimizer) else {}),
         **(
             {"reduction": {"codecs": residuals.codecs, "rungs": residuals.levels}}
             if jax.tree.leaves(residuals)

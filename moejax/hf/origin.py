@@ -1,0 +1,67 @@
+"""The small files that came with weights: config, tokenizer, texts. Runs keep them for an export.
+
+A run directory and an imported folder have them below `hf/`. Code is never among them.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import InputError, writing
+from moejax.hf.files import CONFIG, SMALL_BYTES, check_inside, read_json
+
+ORIGIN = "hf"
+GENERATION = "generation_config.json"
+NAMES = (
+    GENERATION,
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tiktoken.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+MAX_BYTES = 256 << 20
+
+
+def copy_small_files(source: Path, target: Path, *, config: bool) -> list[str]:
+    """Copies the small files that a folder has. Returns their names.
+
+    Args:
+      config: whether `config.json` is one of them.
+    Raises:
+      InputError: if one is a link to somewhere else, or too large.
+    """
+    names = [name for name in (*NAMES, *([CONFIG] if config else [])) if (source / name).exists()]
+    for name in names:
+        path = source / name
+        check_inside(path)
+        if path.stat().st_size > MAX_BYTES:
+            raise InputError(
+                f"{path} has {path.stat().st_size:,} bytes. A tokenizer's file has at most "
+                f"{MAX_BYTES:,}. Remove it, or copy it again."
+            )
+    target.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        with writing(target / name):
+            shutil.copyfile(source / name, target / name)
+    return names
+
+
+def origin_of(step: Path) -> Path | None:
+    """Returns where the small files of a checkpoint's run are, if it has any."""
+    for place in (step.parent, step.parent.parent):
+        if (place / ORIGIN / CONFIG).is_file():
+            return place / ORIGIN
+    return None
+
+
+def read_config(origin: Path | None) -> Mapping[str, Any]:
+    """Returns the `config.json` among small files; empty without them."""
+    return {} if origin is None else read_json(origin / CONFIG, SMALL_BYTES)
