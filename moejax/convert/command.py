@@ -11,8 +11,8 @@ from moejax.hf.families import FAMILIES
 EPILOG = """\
 examples:
   moejax hf import downloads/Mixtral-8x7B-v0.1 --out imported/mixtral
-  moejax train --config imported/mixtral/config.json --config.data.source=tokens \\
-      --config.data.train_files=data/x.train.bin
+  moejax prepare books/*.txt --tokenizer imported/mixtral/hf/tokenizer.json --out data/mixtral
+  moejax train --config imported/mixtral/config.json
   moejax hf export runs/mixtral --out exported/mixtral
 
 A folder is what huggingface_hub or git downloads: config.json, and safetensors files with their

@@ -28,7 +28,7 @@ from moejax.hf.writer import (
 )
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, start
-from moejax.train.checkpoint import Saved, locate, restore_items
+from moejax.train.checkpoint import Saved, SavedWeights, locate
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -126,16 +126,15 @@ def _write_weights(
     processes: Processes,
     console: Console,
 ) -> None:
-    """Restores the weights onto the devices here, and writes them."""
+    """Reads the weights onto the devices here, an array at a time, and writes them."""
     train_step = build_here(cfg, start(MeshConfig()))
-    console.print(f"restoring the weights of {saved.path}", highlight=False, soft_wrap=True)
-    weights = restore_items(saved.path, train_step.abstract, ("weights",))["weights"]
-    params, bias = weights["params"], weights["balance"]
-    check_biases(family, train_step.model, params, bias)
-    files = plan_files(family, train_step.model, params, bias, dtype)
-    text = f"writing {total_bytes(files) / 1e9:,.2f} GB"
-    with bar(console, text, total_elements(files)) as advance:
-        write_weights(files, beside, params, bias, processes, advance)
+    shapes = (train_step.abstract.params, train_step.abstract.router_bias)
+    files = plan_files(family, train_step.model, *shapes, dtype)
+    text = f"writing {total_bytes(files) / 1e9:,.2f} GB from {saved.path}"
+    with SavedWeights(saved.path, train_step.abstract) as weights:
+        check_biases(family, train_step.model, *shapes, weights)
+        with bar(console, text, total_elements(files)) as advance:
+            write_weights(files, beside, weights, processes, advance)
 
 
 def _write_small_files(

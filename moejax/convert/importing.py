@@ -36,10 +36,13 @@ from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, start
 from moejax.step.state import Reduction, TrainState, Tree
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import Checkpoints
+from moejax.train.checkpoint import Checkpoints, Chunks
 
 LONGEST = 2048  # positions of a sequence in the written config
 LEARNING_RATE = 1e-5  # for weights that are trained already
+# A run on many devices restores small shards of what one process may have imported: a stacked
+# parameter of a large model has a hundred gigabytes.
+CHUNK_BYTES = 64 << 20
 
 
 def import_folder(
@@ -81,10 +84,13 @@ def config_for(folder: Folder, out: Path, overrides: Sequence[str]) -> Config:
     length = LONGEST if type(length) is not int else max(1, min(LONGEST, length))
     training = (
         f"run_dir=runs/{out.name}",
-        f"checkpoint.init_from={out}",
+        f"checkpoint.init_from={out.absolute()}",
         f"model.dtype={'bfloat16' if folder.narrow else 'float32'}",
         f"optimizer.learning_rate={LEARNING_RATE}",
         f"data.sequence_length={length}",
+        "data.source=tokens",
+        f"data.train_files=data/{out.name}.train.bin",
+        f"data.eval_files=data/{out.name}.eval.bin",
     )
     cfg = override(config_of(folder), (*training, *overrides))
     check_same_model(folder, cfg)
@@ -93,7 +99,8 @@ def config_for(folder: Folder, out: Path, overrides: Sequence[str]) -> Config:
 
 def elements_of(plan: LoadPlan) -> int:
     """Returns the numbers of all parameters together."""
-    return sum(math.prod(parameter.shape) for parameter in plan.parameters.values())
+    parameters = plan.parameters.values()
+    return sum(math.prod(p.shape) for p in parameters if p.path not in plan.zeros)
 
 
 def _write_checkpoint(
@@ -116,11 +123,22 @@ def _write_checkpoint(
         "data_position": 0,
         "jax": jax.__version__,
     }
-    checkpoints = Checkpoints(beside, keep=1, processes=processes)
+    checkpoints = Checkpoints(beside, keep=1, processes=processes, chunks=chunks_of(plan))
     try:
         checkpoints.save(0, state, facts)
     finally:
         checkpoints.close()
+
+
+def chunks_of(plan: LoadPlan) -> Chunks:
+    """Returns how stacked parameters are cut: by layers, and by experts."""
+    axes = {}
+    for parameter in plan.parameters.values():
+        stacked = len(parameter.shape) > len(parameter.dims)
+        if stacked and len(parameter.dims) > 1:
+            experts = parameter.dims[0] == "E" and len(parameter.dims) > 2
+            axes[f"params.{parameter.path}"] = (0, 1) if experts else (0,)
+    return Chunks(CHUNK_BYTES, axes)
 
 
 def load_weights(
@@ -152,11 +170,12 @@ def _elements_here(leaf: Any) -> int:
 
 
 def config_text(cfg: Config) -> str:
-    """Returns the settings that are not at their defaults, as JSON that `--config` reads."""
+    """Returns JSON that `--config` reads: the whole model, and what is not at its default."""
     nested: dict[str, Any] = {}
     for name, field in fields().items():
         value = get_value(cfg, name)
-        if value == field.default:
+        # The model does not follow later defaults.
+        if value == field.default and not name.startswith(("model.", "moe.")):
             continue
         *groups, last = name.split(".")
         place = nested
@@ -176,10 +195,9 @@ def _say_done(folder: Folder, plan: LoadPlan, out: Path, console: Console) -> No
         lines.append(f"left out {len(names):,} tensors, {reason}: {names[0]}, ...")
     tokenizer = out / ORIGIN / "tokenizer.json"
     if tokenizer.is_file():
-        lines.append(f"prepare text:  moejax prepare FILE ... --tokenizer {tokenizer} --out data/x")
-    lines.append(
-        f"train:         moejax train --config {out / 'config.json'} --config.data.source=tokens "
-        "--config.data.train_files=data/x.train.bin"
-    )
+        lines.append(
+            f"prepare text:  moejax prepare FILE ... --tokenizer {tokenizer} --out data/{out.name}"
+        )
+    lines.append(f"train:         moejax train --config {out / 'config.json'}")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -28,10 +28,15 @@ def assemble(array: jax.Array, tensor: Tensor, dtype: Any, processes: Processes)
     All processes call it, for the same tensors in the same order.
     """
     positions = _positions(array, tensor)
-    if array.is_fully_addressable or array.is_fully_replicated:
+    if not is_shared(array):
         return _copy_shards(array, positions, np.dtype(dtype))
     values = _gather(array, positions, jnp.dtype(dtype), processes)
     return np.asarray(values.addressable_data(0))
+
+
+def is_shared(array: jax.Array) -> bool:
+    """Whether no process alone holds all of an array."""
+    return not (array.is_fully_addressable or array.is_fully_replicated)
 
 
 def _positions(array: jax.Array, tensor: Tensor) -> Positions:

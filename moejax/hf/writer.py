@@ -1,14 +1,15 @@
 """Writes a model's arrays as a folder of safetensors files.
 
 The header of every file is known before the first tensor is read, so tensors stream: one is
-assembled, written at its place and forgotten. Each process writes the files that are its own.
-Everything is written beside and renamed at the end.
+assembled, written at its place and forgotten, parameter after parameter. Each process writes the
+files that are its own.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -19,10 +20,10 @@ import ml_dtypes
 import numpy as np
 
 from moejax.errors import InputError, writing
-from moejax.hf.assemble import assemble
+from moejax.hf.assemble import assemble, is_shared
 from moejax.hf.families.family import Family
 from moejax.hf.files import INDEX, SINGLE
-from moejax.hf.load import flat, parameters_of, without_rule
+from moejax.hf.load import parameters_of, without_rule
 from moejax.hf.rules import Tensor, tensors_of
 from moejax.runtime.processes import Processes
 from moejax.step.model import ModelDef
@@ -109,15 +110,19 @@ def plan_files(
     return [OutFile(name, tuple(placed)) for name, placed in zip(names, files, strict=True)]
 
 
-def check_biases(family: Family, model: ModelDef, params: Tree, router_bias: Tree) -> None:
+Arrays = Callable[[str], jax.Array]  # a parameter or selection bias by its path
+
+
+def check_biases(family: Family, model: ModelDef, params: Tree, bias: Tree, arrays: Arrays) -> None:
     """Refuses selection biases that a family's files cannot hold.
 
+    Args:
+      params, bias: shapes of parameters and selection biases.
     Raises:
       InputError: if one is not zero.
     """
-    zeros = without_rule(family, parameters_of(model, params, router_bias))
-    for path, bias in flat(router_bias).items():
-        if path in zeros and np.any(np.asarray(bias.addressable_data(0))):
+    for path in sorted(without_rule(family, parameters_of(model, params, bias))):
+        if np.any(np.asarray(arrays(path).addressable_data(0))):
             raise InputError(
                 f"{family.name} has no tensor for the selection biases of loss-free balancing "
                 f"({path}), and they are not zero. Without them the router would choose other "
@@ -128,8 +133,7 @@ def check_biases(family: Family, model: ModelDef, params: Tree, router_bias: Tre
 def write_weights(
     files: Sequence[OutFile],
     folder: Path,
-    params: Tree,
-    router_bias: Tree,
+    arrays: Arrays,
     processes: Processes,
     progress: Callable[[int], None] = lambda elements: None,
 ) -> None:
@@ -137,72 +141,82 @@ def write_weights(
 
     Args:
       folder: exists; nothing in it is read.
-      params, router_bias: sharded arrays.
-      progress: called with the number of elements of each tensor, in process 0 for all.
+      arrays: called once for each array, which is let go when its tensors are written.
+      progress: called with the number of elements of each tensor.
     """
-    arrays = {**flat(params), **flat(router_bias)}
-    count = processes.count
-    for first in range(0, len(files), count):
-        together = files[first : first + count]
-        own = together[processes.index] if processes.index < len(together) else None
-        with _Output(folder, own) as output:
-            # By turns, so that all processes of a round write at the same time.
-            for places in zip_longest(*(file.placed for file in together)):
-                for file, place in zip(together, places, strict=True):
-                    if place is not None:
-                        _write_tensor(arrays, place, file is own, output, processes)
-                        progress(place.tensor.view.elements)
+    by_path = _by_path(files)
+    with ExitStack() as stack:
+        own = {
+            file.name: stack.enter_context(_Output(folder, file))
+            for index, file in enumerate(files)
+            if index % processes.count == processes.index
+        }
+        for path, places in by_path.items():
+            array = arrays(path)
+            for file, place in places:
+                _write_tensor(array, place, own.get(file.name), processes)
+                progress(place.tensor.view.elements)
+            del array
     processes.gather("written")
     if processes.first and len(files) > 1:
         _write_index(files, folder)
 
 
+def _by_path(files: Sequence[OutFile]) -> dict[str, list[tuple[OutFile, Placed]]]:
+    """Returns the tensors of each parameter, files by turns, so that all processes write."""
+    found: dict[str, list[list[tuple[OutFile, Placed]]]] = {}
+    for index, file in enumerate(files):
+        for place in file.placed:
+            lists = found.setdefault(place.tensor.path, [[] for _ in files])
+            lists[index].append((file, place))
+    return {
+        path: [entry for turn in zip_longest(*lists) for entry in turn if entry is not None]
+        for path, lists in found.items()
+    }
+
+
 def _write_tensor(
-    arrays: Mapping[str, jax.Array],
-    place: Placed,
-    is_own: bool,
-    output: "_Output",
-    processes: Processes,
+    array: jax.Array, place: Placed, output: "_Output | None", processes: Processes
 ) -> None:
-    dtype = DTYPES[place.dtype][1]
-    array = arrays[place.tensor.path]
-    if not is_own and array.is_fully_addressable:
+    """Assembles one tensor, and writes it if its file is this process's."""
+    if output is None and not is_shared(array):
         return
-    values = assemble(array, place.tensor, dtype, processes)
-    if is_own:
+    values = assemble(array, place.tensor, DTYPES[place.dtype][1], processes)
+    if output is not None:
         output.write(place, place.tensor.view.to_tensor(values))
 
 
 class _Output:
-    """One open file, or none. A context manager, which syncs the file at its end."""
+    """One open file. A context manager, which checks that it is full and syncs it at its end."""
 
-    def __init__(self, folder: Path, file: OutFile | None):
-        self._path = None if file is None else folder / file.name
-        self._header = b"" if file is None else file.header()
-        self._size = 0 if file is None else file.placed[-1].stop
+    def __init__(self, folder: Path, file: OutFile):
+        self._path, self._header = folder / file.name, file.header()
+        self._missing = sum(bytes_of(place.tensor, place.dtype) for place in file.placed)
 
     def __enter__(self) -> "_Output":
-        if self._path is not None:
-            with writing(self._path):
-                self._file = self._path.open("wb")
-                self._file.write(self._header)
+        with writing(self._path):
+            self._file = self._path.open("wb", buffering=0)
+            _write_all(self._file, self._header)
         return self
 
     def write(self, place: Placed, values: np.ndarray) -> None:
-        """Appends a tensor, which comes at its place."""
-        assert self._path is not None
-        assert self._file.tell() == len(self._header) + place.start, "tensors come in order"
+        """Writes a tensor at its place."""
         with writing(self._path):
-            self._file.write(memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8)))
+            self._file.seek(len(self._header) + place.start)
+            _write_all(self._file, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        self._missing -= values.nbytes
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self._path is None:
-            return
         with self._file, writing(self._path):
-            self._file.flush()
             os.fsync(self._file.fileno())
-            size = self._file.tell()
-        assert kind is not None or size == len(self._header) + self._size
+        assert kind is not None or self._missing == 0, f"{self._path} lacks tensors"
+
+
+def _write_all(file: Any, data: Any) -> None:
+    """Writes all bytes; the system may take them in parts."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
 
 
 def _write_index(files: Sequence[OutFile], folder: Path) -> None:

@@ -97,6 +97,7 @@ CASES: dict[str, dict[str, dict]] = {
             "num_experts_per_tok": 6,
             "num_hidden_layers": 2,
             "norm_topk_prob": True,
+            "attention_bias": True,
             "tie_word_embeddings": True,
             **rope({"rope_type": "linear", "factor": 3.0}),
         },
@@ -366,7 +367,9 @@ def gradients_of(model: torch.nn.Module, shapes: dict) -> dict:
     """Norm and projection of each gradient, by the tensor's name in files."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.copy_(
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
     found = {}
     with tempfile.TemporaryDirectory() as place:
         model.save_pretrained(place)
@@ -446,7 +449,9 @@ def run_case(family: str, name: str, settings: dict) -> dict:
 
 def sorted_choices(chosen: torch.Tensor) -> list[str]:
     """The experts of each token, in order of their numbers."""
-    return [" ".join(map(str, sorted(row))) for row in chosen.reshape(-1, chosen.shape[-1]).tolist()]
+    return [
+        " ".join(map(str, sorted(row))) for row in chosen.reshape(-1, chosen.shape[-1]).tolist()
+    ]
 
 
 def write(path: Path, found: dict) -> None:

@@ -29,8 +29,8 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
     if len(shape) == 1 or name.endswith("bias"):
         return np.float32(0.3) * values
     fan = shape[-2] if ".mlp.experts." in name and len(shape) == 3 else shape[-1]
-    if name.endswith("embed_tokens.weight"):
-        return values
+    if name.endswith("embed_tokens.weight"):  # small, so that layers matter where it is tied
+        return np.float32(0.3) * values
     scale = 2.0 if name.endswith(("gate.weight", "router.weight")) else 1.5
     return values * np.float32(scale / math.sqrt(fan))
 

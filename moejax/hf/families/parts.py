@@ -6,7 +6,7 @@ say, by name; the family adds which file it is.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from moejax.config.fields import short
 from moejax.errors import InputError
@@ -22,6 +22,7 @@ class _Required:
 REQUIRED = _Required()
 
 
+@runtime_checkable
 class Part(Protocol):
     """Some keys of `config.json` and the settings that say the same."""
 
