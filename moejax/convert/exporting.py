@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal
 
 from moejax.config.load import from_dict
 from moejax.config.schema import Config, MeshConfig
@@ -67,8 +68,8 @@ def export_run(
                 _write_small_files(beside, config, origin, cfg, dtype)
         console.print(
             f"exported step {saved.step} of {run} as {chosen.name} to {out}: "
-            f"{total_elements(files):,} parameters, {total_bytes(files) / 1e9:,.2f} GB in "
-            f"{len(files)} files",
+            f"{total_elements(files):,} parameters, {decimal(total_bytes(files))} in "
+            f"{len(files)} {'files' if len(files) > 1 else 'file'}",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -130,7 +131,7 @@ def _write_weights(
     train_step = build_here(cfg, start(MeshConfig()))
     shapes = (train_step.abstract.params, train_step.abstract.router_bias)
     files = plan_files(family, train_step.model, *shapes, dtype)
-    text = f"writing {total_bytes(files) / 1e9:,.2f} GB from {saved.path}"
+    text = f"writing {decimal(total_bytes(files))} from {saved.path}"
     with SavedWeights(saved.path, train_step.abstract) as weights:
         check_biases(family, train_step.model, *shapes, weights)
         with bar(console, text, total_elements(files)) as advance:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
+from rich.filesize import decimal
 
 from moejax.config.checks import check
 from moejax.config.fields import fields, get_value
@@ -30,7 +31,7 @@ from moejax.hf.config import check_same_model, config_of
 from moejax.hf.families import family_of
 from moejax.hf.load import LoadPlan, load, plan_load
 from moejax.hf.model import describe_anywhere
-from moejax.hf.origin import ORIGIN, copy_small_files
+from moejax.hf.origin import ORIGIN, copy_small_files, small_files
 from moejax.hf.reader import Folder
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, start
@@ -60,6 +61,7 @@ def import_folder(
     with Folder(path) as folder:
         cfg = config_for(folder, out, overrides)
         check(cfg)
+        small_files(path)
         with join() as processes:
             console = console_of(processes)
             plan = processes.together(lambda: plan_load(folder, *describe_anywhere(cfg)))
@@ -68,7 +70,7 @@ def import_folder(
             with written_beside(out, processes) as beside:
                 _write_checkpoint(folder, plan, cfg, beside, dtype, processes, console)
                 if processes.first:
-                    copy_small_files(path, beside / ORIGIN, config=True)
+                    copy_small_files(path, beside / ORIGIN)
                     write_whole(beside / "config.json", config_text(cfg))
             _say_done(folder, plan, out, console)
             processes.gather("done")
@@ -148,7 +150,7 @@ def load_weights(
     narrowed = _with_dtype(train_step.abstract.params, dtype)
     bias = train_step.abstract.router_bias
     total = sum(map(_elements_here, jax.tree.leaves((narrowed, bias))))
-    text = f"reading {folder.total_bytes / 1e9:,.2f} GB from {folder.path}"
+    text = f"reading {decimal(folder.total_bytes)} from {folder.path}"
     with bar(console, text, total) as advance:
         params = load(plan, folder, narrowed, advance)
         router_bias = load(plan, folder, bias, advance)
@@ -188,8 +190,8 @@ def config_text(cfg: Config) -> str:
 def _say_done(folder: Folder, plan: LoadPlan, out: Path, console: Console) -> None:
     """Says what was written, what was left out, and what to do next."""
     lines = [
-        f"imported {elements_of(plan):,} parameters of a {family_of(folder.config).name} model "
-        f"to {out}"
+        f"imported {elements_of(plan):,} parameters to {out}; family "
+        f"{family_of(folder.config).name}"
     ]
     for reason, names in plan.left_out.items():
         lines.append(f"left out {len(names):,} tensors, {reason}: {names[0]}, ...")

@@ -30,15 +30,13 @@ NAMES = (
 MAX_BYTES = 256 << 20
 
 
-def copy_small_files(source: Path, target: Path, *, config: bool) -> list[str]:
-    """Copies the small files that a folder has. Returns their names.
+def small_files(source: Path) -> list[str]:
+    """Returns the names of the small files that a folder has.
 
-    Args:
-      config: whether `config.json` is one of them.
     Raises:
       InputError: if one is a link to somewhere else, or too large.
     """
-    names = [name for name in (*NAMES, *([CONFIG] if config else [])) if (source / name).exists()]
+    names = [name for name in (CONFIG, *NAMES) if (source / name).exists()]
     for name in names:
         path = source / name
         check_inside(path)
@@ -47,11 +45,22 @@ def copy_small_files(source: Path, target: Path, *, config: bool) -> list[str]:
                 f"{path} has {path.stat().st_size:,} bytes. A tokenizer's file has at most "
                 f"{MAX_BYTES:,}. Remove it, or copy it again."
             )
-    target.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        with writing(target / name):
-            shutil.copyfile(source / name, target / name)
     return names
+
+
+def copy_small_files(source: Path, target: Path, *, config: bool = True) -> None:
+    """Copies the small files of a folder.
+
+    Args:
+      config: whether `config.json` is one of them.
+    Raises:
+      InputError: see `small_files`.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for name in small_files(source):
+        if config or name != CONFIG:
+            with writing(target / name):
+                shutil.copyfile(source / name, target / name)
 
 
 def origin_of(step: Path) -> Path | None:

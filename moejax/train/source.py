@@ -10,7 +10,7 @@ from moejax.hf.config import check_same_model
 from moejax.hf.files import is_folder_of_weights
 from moejax.hf.load import LoadPlan, load, plan_load
 from moejax.hf.model import describe_anywhere
-from moejax.hf.origin import ORIGIN, copy_small_files, origin_of
+from moejax.hf.origin import ORIGIN, copy_small_files, origin_of, small_files
 from moejax.hf.reader import Folder
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState
@@ -51,6 +51,7 @@ def find_source(cfg: Config, verify: str, processes: Processes = ALONE) -> Sourc
 def _open(path: Path, cfg: Config) -> FolderSource:
     folder = Folder(path)
     check_same_model(folder, cfg)
+    small_files(path)
     return FolderSource(folder, plan_load(folder, *describe_anywhere(cfg)))
 
 
@@ -74,6 +75,6 @@ def take_weights(source: Source, state: TrainState, abstract: TrainState) -> Tra
 def keep_origin(source: Source | None, run_dir: Path) -> None:
     """Copies the small files that came with the weights, for a later export."""
     if isinstance(source, FolderSource):
-        copy_small_files(source.folder.path, run_dir / ORIGIN, config=True)
+        copy_small_files(source.folder.path, run_dir / ORIGIN)
     elif source is not None and (origin := origin_of(source.path)) is not None:
-        copy_small_files(origin, run_dir / ORIGIN, config=True)
+        copy_small_files(origin, run_dir / ORIGIN)
