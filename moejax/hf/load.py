@@ -17,9 +17,11 @@ import jax
 import numpy as np
 
 from moejax.config.fields import short
+from moejax.config.schema import ModelConfig
 from moejax.errors import InputError
 from moejax.hf.families import family_of
 from moejax.hf.families.family import Family
+from moejax.hf.families.tensors import AHEAD_COPIES
 from moejax.hf.reader import Folder
 from moejax.hf.rules import Parameter, Tensor, tensors_of
 from moejax.hf.views import Box, Range
@@ -28,7 +30,8 @@ from moejax.step.state import Tree
 
 BIAS = "moe.bias"  # the selection bias of a router, below its block
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+COPIES = tuple(rule.theirs for rule in AHEAD_COPIES)
 ALIGNMENT = 64  # bytes, at which JAX takes a NumPy array on the CPU without a copy
 THREADS = 4  # read and convert beside each other
 SHOWN = 3  # names in a message
@@ -89,7 +92,7 @@ def plan_load(folder: Folder, model: ModelDef, params: Tree, router_bias: Tree) 
     forms = [tensors_of((*family.rules, *form), held, cfg.model) for form in family.experts]
     tensors = max(forms, key=lambda form: sum(t.name in folder.weights for t in form))
     _check_tensors(folder, tensors)
-    left_out = _left_out(folder, family, tensors, cfg.model.num_layers)
+    left_out = _left_out(folder, family, tensors, cfg.model)
     by_part = defaultdict(list)
     for tensor in tensors:
         by_part[tensor.path, tensor.repeat].append(tensor)
@@ -117,24 +120,16 @@ def _check_tensors(folder: Folder, tensors: Iterable[Tensor]) -> None:
 
 
 def _left_out(
-    folder: Folder, family: Family, tensors: Iterable[Tensor], layers: int
+    folder: Folder, family: Family, tensors: Iterable[Tensor], model: ModelConfig
 ) -> dict[str, list[str]]:
     """Returns the tensors that a rule leaves out, by reason; refuses any others."""
     used = {tensor.name for tensor in tensors}
-    ahead = family.layers_ahead(folder.config)
     reasons, extra = defaultdict(list), []
     for name in folder.weights:
-        layer = LAYER.match(name)
         if name in used:
             continue
-        if BUFFERS.fullmatch(name):
-            reasons["frequencies of rotary positions, which are computed"].append(name)
-        elif name == "lm_head.weight" and folder.config.get("tie_word_embeddings"):
-            reasons["a copy of the embedding, which is tied"].append(name)
-        elif layer and layers <= int(layer[1]) < layers + ahead:
-            reasons["of layers that predict further tokens (model.predict_ahead)"].append(name)
-        else:
-            extra.append(name)
+        reason = _reason_to_leave(name, folder, family, model)
+        (extra if reason is None else reasons[reason]).append(name)
     if extra:
         listed = ", ".join(
             f"{short(name)} of shape {folder.weights[name].shape}" for name in extra[:SHOWN]
@@ -145,6 +140,23 @@ def _left_out(
             "model of this config.json has none of that name. Is config.json of this model?"
         )
     return dict(reasons)
+
+
+def _reason_to_leave(name: str, folder: Folder, family: Family, model: ModelConfig) -> str | None:
+    """Returns why a tensor is not read; None if nothing says so."""
+    if BUFFERS.fullmatch(name):
+        return "frequencies of rotary positions, which are computed"
+    if name == "lm_head.weight" and model.tie_embeddings:
+        return "a copy of the embedding, which is tied"
+    layer = LAYER.fullmatch(name)
+    if layer is None:
+        return None
+    number, first, ahead = int(layer[1]), model.num_layers, getattr(model, "predict_ahead", 0)
+    if first <= number < first + ahead and layer[2] in COPIES:
+        return "copies of the embedding and the head"
+    if first + ahead <= number < first + family.layers_ahead(folder.config):
+        return "of layers that predict further tokens (model.predict_ahead)"
+    return None
 
 
 def load(

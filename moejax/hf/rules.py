@@ -15,7 +15,9 @@ from moejax.hf.views import View
 from moejax.model.transformer import layer_groups
 
 FLAT = "*"  # of a rule: one dimension of all letters
-BLOCK = re.compile(r"groups\.(\d+)\.blocks\.(\d+)\.(.+)")
+BLOCK = re.compile(r"(?P<stack>groups\.(\d+)\.blocks\.(\d+)\.)(?P<own>.+)")
+# The module for multi-token prediction is a layer after the last, with parameters of its own.
+AHEAD = re.compile(r"(?P<stack>predict_ahead\.group\.blocks\.0\.)(?P<own>.+)")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Rule:
     Attributes:
       ours: path of a parameter below its block, or from the model's root.
       theirs: name of the tensor below its layer, or whole; {E} stands for an expert's number.
+        What `predict_ahead` has besides its block is below its layer too.
       dims: letters that each of its dimensions joins, with spaces between; "1" for one element.
       at: the position of a letter that the tensor lacks.
       paired: letter whose rotary channels are pairs in the tensor, and halves here.
@@ -71,12 +74,20 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Where a stacked block's layers are: the number of its first, and from one to the next."""
+class _Place:
+    """Where a parameter is in the model.
 
-    first: int
-    step: int
-    repeats: int
+    Attributes:
+      own: its path below its block, or the whole path.
+      kind: "dense" or "moe" for that of its block; "" outside of blocks.
+      layers: numbers of the layers that it has, in the order they are stacked.
+      stacked: whether these are in front of its dimensions.
+    """
+
+    own: str
+    kind: str = ""
+    layers: tuple[int, ...] = ()
+    stacked: bool = False
 
 
 def tensors_of(
@@ -94,60 +105,60 @@ def tensors_of(
     Raises:
       InputError: if no rule holds some parameter.
     """
-    blocks, found = _blocks(model), []
+    stacks, found = _stacks(model), []
+    # Settings that a model without partial rotation lacks.
     rotated = getattr(model, "rope_width", None) or model.head_width
     for parameter in parameters.values():
-        match = BLOCK.fullmatch(parameter.path)
-        block = blocks[int(match[1]), int(match[2])] if match else None
-        kind = _kind_of(parameter.path, parameters)
-        own = match[3] if match else parameter.path
-        chosen = [r for r in rules if r.ours == own and r.block in ("", kind)]
-        tensors = [t for rule in chosen for t in _expand(rule, parameter, block, rotated, layer)]
+        place = _place_of(parameter.path, parameters, stacks, model.num_layers)
+        chosen = [r for r in rules if r.ours == place.own and r.block in ("", place.kind)]
+        tensors = [t for rule in chosen for t in _expand(rule, parameter, place, rotated, layer)]
         _check_covered(parameter, tensors)
         found += tensors
     return sorted(found, key=lambda tensor: _order(tensor.name))
 
 
-def _blocks(model: ModelConfig) -> dict[tuple[int, int], _Block]:
-    """Returns where the layers of each group's blocks are."""
-    blocks, first = {}, 0
+def _stacks(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the numbers of the layers of each stack, by the path in front of its parameters."""
+    stacks, first = {}, 0
     for group, (kinds, repeats) in enumerate(layer_groups(model)):
         for index in range(len(kinds)):
-            blocks[group, index] = _Block(first + index, len(kinds), repeats)
+            layers = range(first + index, first + len(kinds) * repeats, len(kinds))
+            stacks[f"groups.{group}.blocks.{index}."] = tuple(layers)
         first += len(kinds) * repeats
-    return blocks
+    return stacks
 
 
-def _kind_of(path: str, parameters: Mapping[str, Parameter]) -> str:
-    match = BLOCK.fullmatch(path)
+def _place_of(
+    path: str,
+    parameters: Mapping[str, Parameter],
+    stacks: Mapping[str, tuple[int, ...]],
+    after_last: int,
+) -> _Place:
+    match = BLOCK.fullmatch(path) or AHEAD.fullmatch(path)
     if match is None:
-        return ""
-    router = f"groups.{match[1]}.blocks.{match[2]}.moe.w_router"
-    return "moe" if router in parameters else "dense"
+        return _Place(path, layers=(after_last,) if path.startswith("predict_ahead.") else ())
+    stack = match["stack"]
+    kind = "moe" if f"{stack}moe.w_router" in parameters else "dense"
+    return _Place(match["own"], kind, stacks.get(stack, (after_last,)), stacked=True)
 
 
 def _expand(
-    rule: Rule, parameter: Parameter, block: _Block | None, rotated: int, layer: str
+    rule: Rule, parameter: Parameter, place: _Place, rotated: int, layer: str
 ) -> Iterable[Tensor]:
     """Yields the rule's tensors of one parameter: of each layer, and of each expert."""
     sizes = parameter.shape[len(parameter.shape) - len(parameter.dims) :]
     groups = (parameter.dims,) if rule.dims == FLAT else tuple(rule.dims.split())
     groups = tuple("" if group == "1" else group for group in groups)
     paired = (rule.paired, rotated) if rule.paired else None
-    view_at = {"E": 0} if "{E}" in rule.theirs else {}
-    at = tuple((view_at | dict(rule.at)).items())
-    view = View(parameter.dims, sizes, groups, at, paired)
-    experts = range(view.size["E"]) if view_at else (0,)
-    for repeat in range(block.repeats) if block else (None,):
-        prefix = (
-            layer.format(block.first + repeat * block.step) if block and repeat is not None else ""
-        )
-        for expert in experts:
+    apart = (("E", 0),) if "{E}" in rule.theirs else ()
+    view = View(parameter.dims, sizes, groups, apart + rule.at, paired)
+    for index, number in enumerate(place.layers or (None,)):
+        prefix = "" if number is None else layer.format(number)
+        repeat = index if place.stacked else None
+        for expert in range(view.size["E"]) if apart else (0,):
             name = prefix + rule.theirs.replace("{E}", str(expert))
-            placed = view
-            if view_at:
-                placed = replace(view, at=(("E", expert), *rule.at))
-            yield Tensor(name, parameter.path, repeat, placed, rule.wide)
+            own = replace(view, at=(("E", expert), *rule.at)) if apart else view
+            yield Tensor(name, parameter.path, repeat, own, rule.wide)
 
 
 def _check_covered(parameter: Parameter, tensors: list[Tensor]) -> None:

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 from moejax.errors import InputError, writing
 from moejax.hf.assemble import assemble, is_shared
 from moejax.hf.families.family import Family
+from moejax.hf.families.tensors import AHEAD_COPIES
 from moejax.hf.files import INDEX, SINGLE
 from moejax.hf.load import parameters_of, without_rule
 from moejax.hf.rules import Tensor, tensors_of
@@ -29,6 +30,7 @@ from moejax.runtime.processes import Processes
 from moejax.step.model import ModelDef
 from moejax.step.state import Tree
 
+AHEAD_COPIED = tuple(rule.ours for rule in AHEAD_COPIES)
 FILE_BYTES = 5 * 10**9  # of a file at most, as transformers cuts
 DTYPES = {
     "float32": ("F32", np.dtype(np.float32)),
@@ -95,7 +97,14 @@ def plan_files(
     parameters = parameters_of(model, params, router_bias)
     zeros = without_rule(family, parameters)
     held = {path: p for path, p in parameters.items() if path not in zeros}
-    tensors = tensors_of((*family.rules, *family.experts[0]), held, model.cfg.model)
+    cfg = model.cfg.model
+    tensors = tensors_of((*family.rules, *family.experts[0]), held, cfg)
+    if family.ahead and getattr(cfg, "predict_ahead", 0):
+        # Libraries that predict with that layer look for the embedding and the head there.
+        twice = {path: p for path, p in held.items() if path in AHEAD_COPIED}
+        layer = f"model.layers.{cfg.num_layers}."
+        copies = [replace(r, theirs=layer + r.theirs) for r in AHEAD_COPIES]
+        tensors += tensors_of(copies, twice, cfg)
     files: list[list[Placed]] = [[]]
     for tensor in tensors:
         own = "float32" if tensor.wide else dtype

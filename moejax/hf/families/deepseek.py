@@ -20,6 +20,7 @@ from moejax.hf.families.parts import (
 )
 from moejax.hf.families.rope import Rope
 from moejax.hf.families.tensors import (
+    AHEAD,
     DENSE,
     EXPERTS,
     FUSED,
@@ -228,6 +229,7 @@ DEEPSEEK_V3 = Family(
         *SHARED,
         *router("mlp."),
         *selection_bias("mlp.gate.e_score_correction_bias"),
+        *AHEAD,
     ),
     experts=(EXPERTS, FUSED),
     ahead="num_nextn_predict_layers",

@@ -137,7 +137,8 @@ class Family:
 
     def layers_ahead(self, config: Mapping[str, Any]) -> int:
         """Returns how many layers after the last predict further tokens."""
-        return config.get(self.ahead) or 0 if self.ahead else 0
+        layers = config.get(self.ahead) if self.ahead else 0
+        return layers if type(layers) is int else 0
 
     def write(self, cfg: Config, base: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the `config.json` of a model, without the dtype of its weights.

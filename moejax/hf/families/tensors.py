@@ -39,6 +39,19 @@ LATENT = (
     Rule("attention.w_o", "self_attn.o_proj.weight", "D HC"),
 )
 
+# Multi-token prediction: a layer after the last, with norms and a projection of its own. Files of
+# DeepSeek-V3 hold the embedding and the head there once more.
+AHEAD = (
+    Rule("predict_ahead.embedding_norm.scale", "enorm.weight"),
+    Rule("predict_ahead.hidden_norm.scale", "hnorm.weight"),
+    Rule("predict_ahead.w_join", "eh_proj.weight", "O UD"),
+    Rule("predict_ahead.norm.scale", "shared_head.norm.weight"),
+)
+AHEAD_COPIES = (
+    Rule("embedding.table", "embed_tokens.weight", "V D"),
+    Rule("embedding.project", "shared_head.head.weight", "V D"),
+)
+
 
 def mlp(prefix: str, block: str) -> tuple[Rule, ...]:
     """Returns the rules of a dense MLP, or of shared experts in a block with experts."""
