@@ -13,6 +13,7 @@ from typing import Any
 
 from moejax.config.fields import (
     Field,
+    change,
     check_value,
     fields,
     find_field,
@@ -115,6 +116,17 @@ def _check_entry(field: Field, entry: Entry) -> Any:
     if entry.plain_data and field.optional and entry.value == "none":
         return None
     return check_value(field, entry.value)
+
+
+def override(cfg: Config, overrides: Iterable[str]) -> Config:
+    """Returns a config with overrides such as `train.num_steps=5`; later ones win.
+
+    Raises:
+      InputError: a field is unknown or has a wrong value.
+    """
+    for word in overrides:
+        cfg = change(cfg, _parse_override(word))
+    return cfg
 
 
 def _parse_override(override: str) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Opens the data of a run's settings: training stream, held-out stream, tokenizer."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 from moejax.config.schema import DataConfig
 from moejax.data import corpus
 from moejax.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_beside
 from moejax.data.tokens import FilePart, TokenSource, check_apart, from_documents, open_files
+from moejax.errors import InputError
 
 Content = dict[str, list[FilePart]]  # "train" and "held_out" -> their files
 
@@ -41,6 +43,19 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
         sha256=first.sidecar.tokenizer_sha256,
     )
     return Sources(train, held_out, tokenizer)
+
+
+def tokenizer_file(data: DataConfig) -> Path | None:
+    """Returns the tokenizer.json beside a run's token files; None where there is none any more."""
+    if data.source == "stdlib":
+        return None
+    wanted = "bin" if data.source == "tokens" else "array_record"
+    try:
+        first = open_files(data.train_files, wanted, model_vocab=2**31).sources[0]
+    except InputError:  # the files have moved
+        return None
+    path = first.path.parent / Path(first.sidecar.tokenizer).name
+    return path if path.is_file() else None
 
 
 def describe_sources(sources: Sources) -> Content:

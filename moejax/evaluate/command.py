@@ -29,7 +29,7 @@ from moejax.step.train_step import TrainStep, build_step
 from moejax.train.evaluation import Score, score
 from moejax.train.inputs import held_out_batches
 from moejax.train.memory_check import check_memory
-from moejax.train.start import check_place, check_same_config
+from moejax.train.start import check_same_config, check_simulated_devices
 
 SECONDS_BETWEEN_LINES = 10  # of progress without a terminal
 EPILOG = """\
@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace, overrides: list[str], processes: Processes) -
     """Evaluates and prints; process 0 alone prints."""
     console = Console(stderr=True, quiet=not processes.first)
     chosen = choose(args.run, args.step, overrides, processes)
-    check_place(chosen.cfg)
+    check_simulated_devices(chosen.cfg)
     check_same_config(chosen.cfg, processes)
     wanted = Wanted(args.data, args.text_field, args.tokenizer, args.eos)
     with open_held_out(wanted, chosen) as held_out:

@@ -49,7 +49,7 @@ def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Arra
         nll = target_nll(x_BTD, w_Dv, rows.target_BT, layout, chunk_tokens=model.chunk_tokens)
         return nothing, nll
 
-    _, nll = jax.lax.scan(of_rows, None, cut(batch, model.cfg.train.micro_batches))
+    _, nll = jax.lax.scan(of_rows, None, split_micro_batches(batch, model.cfg.train.micro_batches))
     return wire.all_gather(nll.reshape(batch.target_BT.shape), layout.token_axes, dim=0)
 
 

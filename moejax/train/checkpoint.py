@@ -7,7 +7,7 @@ files match, and sets damaged ones aside as `STEP.corrupt`. Format: docs/formats
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -46,11 +46,35 @@ class Saved(NamedTuple):
     manifest: dict[str, Any]
 
 
+class Chunks(NamedTuple):
+    """How arrays are cut in files, so that a restore onto smaller shards reads and holds little.
+
+    Attributes:
+      bytes: size of a piece at most.
+      axes: dimensions that are cut at every position, by key of an item.
+    """
+
+    bytes: int
+    axes: Mapping[str, tuple[int, ...]]
+
+
 class Checkpoints:
     """Saves the state of one run, and restores it."""
 
-    def __init__(self, directory: Path, *, keep: int, processes: Processes = ALONE):
-        """Takes the processes that save together into one shared directory."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        processes: Processes = ALONE,
+        chunks: Chunks | None = None,
+    ):
+        """Takes the processes that save together into one shared directory.
+
+        Args:
+          chunks: how shards are cut in files; None: each is one piece.
+        """
+        self._chunks = chunks
         self.directory, self.keep, self._first = directory.absolute(), keep, processes.first
         options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
@@ -72,10 +96,20 @@ class Checkpoints:
         self.wait()
         needed = self._processes.from_first(self._taken)
         check_disk_space(self.directory, needed, step, self._processes)
-        items = {name: ocp.args.StandardSave(_flat(tree)) for name, tree in _items(state).items()}
+        items = {name: self._save_args(_flat(tree)) for name, tree in _items(state).items()}
         with self._naming_full_disk(step):
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._pending = self._thread.submit(self._finish, step, facts)
+
+    def _save_args(self, leaves: dict[str, Any]) -> Any:
+        """Returns what Orbax is told about an item."""
+        if self._chunks is None:
+            return ocp.args.StandardSave(leaves)
+        size, axes = self._chunks.bytes, self._chunks.axes
+        cut = {
+            key: ocp.SaveArgs(chunk_byte_size=size, shard_axes=axes.get(key, ())) for key in leaves
+        }
+        return ocp.args.StandardSave(leaves, save_args=cut)
 
     def _taken(self) -> int:
         """Returns the newest checkpoint's size on disk; 0 without one."""
@@ -233,7 +267,8 @@ def _items(state: TrainState) -> dict[str, Any]:
     return {
         "counters": {"step": state.step, "skipped": state.skipped},
         "weights": {"params": state.params, "balance": state.router_bias},
-        "optimizer": state.optimizer,
+        # Weights that were imported have no optimizer yet.
+        **({"optimizer": state.optimizer} if jax.tree.leaves(state.optimizer) else {}),
         **(
             {"reduction": {"codecs": reduction.residuals, "rungs": reduction.levels}}
             if jax.tree.leaves(reduction)
@@ -259,6 +294,35 @@ def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> d
         name: jax.tree.unflatten(jax.tree.structure(tree), [read[name][key] for key in _flat(tree)])
         for name, tree in wanted.items()
     }
+
+
+class SavedWeights:
+    """The weights of a checkpoint, read an array at a time. A context manager."""
+
+    def __init__(self, path: Path, abstract: TrainState):
+        """Takes a step's directory, and the shapes and shardings of a state."""
+        self._path, self._wanted = path, _flat(_items(abstract)["weights"])
+        handler = ocp.CompositeCheckpointHandler(weights=ocp.PyTreeCheckpointHandler())
+        self._reader = ocp.Checkpointer(handler)
+
+    def __enter__(self) -> "SavedWeights":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._reader.close()
+
+    def __call__(self, path: str) -> jax.Array:
+        """Returns one parameter or selection bias. All processes call it together."""
+        key = f"params.{path}"
+        key = key if key in self._wanted else f"balance.{path}"
+        wanted = {key: self._wanted[key]}
+        part = ocp.args.PyTreeRestore(
+            item=wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=True,
+        )
+        read = self._reader.restore(self._path, args=ocp.args.Composite(weights=part))
+        return read["weights"][key]
 
 
 def step_of_state(saved: Saved, abstract: TrainState) -> int:

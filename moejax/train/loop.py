@@ -41,6 +41,7 @@ from moejax.train.planning import kept_plan, measure, plan_run, save_expert_load
 from moejax.train.resume import describe_run
 from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
+from moejax.train.source import keep_origin
 from moejax.train.start import (
     check_disk,
     check_same_config,
@@ -136,6 +137,8 @@ def train_planned(
     notes += memory_warnings(summary, limit)
     print_summary(summary, train_step, console, planned.rows())
     records = _open_records(cfg, notes, console, processes)
+    if processes.first:
+        keep_origin(source, run_dir)
     keep = cfg.checkpoint.keep
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=keep, processes=processes)
     state = initial_state(train_step, checkpoints, saved, source, console)

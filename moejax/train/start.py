@@ -27,9 +27,7 @@ from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import (
     Checkpoints,
     Saved,
-    locate,
     newest,
-    restore_items,
     set_aside,
     step_of_state,
 )
@@ -40,10 +38,10 @@ from moejax.train.metrics import EVALUATED, held_out_text
 from moejax.train.resume import (
     check_resumable,
     check_same_data,
-    check_same_weights,
     remembers,
     same_reduction,
 )
+from moejax.train.source import Source, find_source, take_weights
 
 
 def check_simulated_devices(cfg: Config) -> None:
@@ -67,9 +65,8 @@ def check_paths(cfg: Config) -> None:
     """
     check_folder(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
     begun = finished_steps(Path(cfg.run_dir) / "checkpoints")
-    if cfg.checkpoint.init_from is not None and not begun:
-        source = locate(cfg.checkpoint.init_from, "size")
-        check_same_weights(source.manifest.get("config", {}), cfg)
+    if not begun:
+        find_source(cfg, "size")
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:
@@ -89,8 +86,8 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
 
 def choose_checkpoint(
     cfg: Config, content: Content, processes: Processes
-) -> tuple[Saved | None, Saved | None, list[str]]:
-    """Returns the checkpoint to resume, else the one to take weights from, and notes."""
+) -> tuple[Saved | None, Source | None, list[str]]:
+    """Returns the checkpoint to resume, else what to take weights from, and notes."""
     saved, notes = newest(Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify, processes)
     if saved is not None:
         changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
@@ -99,17 +96,13 @@ def choose_checkpoint(
         changes = check_same_data(saved.manifest, content, allowed=allowed)
         notes += [f"data changed since the checkpoint: {change}" for change in changes]
         return saved, None, notes
-    if cfg.checkpoint.init_from is None:
-        return None, None, notes
-    source = locate(cfg.checkpoint.init_from, cfg.checkpoint.verify, processes)
-    check_same_weights(source.manifest.get("config", {}), cfg)
-    return None, source, notes
+    return None, find_source(cfg, cfg.checkpoint.verify, processes), notes
 
 
 def set_aside_wrong_steps(
     saved: Saved | None,
     train_step: TrainStep,
-    again: Callable[[], tuple[Saved | None, Saved | None, list[str]]],
+    again: Callable[[], tuple[Saved | None, Source | None, list[str]]],
     processes: Processes,
 ) -> tuple[Saved | None, list[str]]:
     """Sets aside checkpoints whose state has another step counter than their name.
@@ -176,10 +169,10 @@ def initial_state(
     train_step: TrainStep,
     checkpoints: Checkpoints,
     saved: Saved | None,
-    source: Saved | None,
+    source: Source | None,
     console: Console,
 ) -> TrainState:
-    """Returns the newest checkpoint's state, else another run's weights, else drawn weights."""
+    """Returns the newest checkpoint's state, else the source's weights, else drawn weights."""
     if saved is not None:
         console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
         if same_reduction(saved.manifest, train_step):
@@ -194,9 +187,9 @@ def initial_state(
         return state._replace(reduction=train_step.first_reduction())
     state = train_step.init()
     if source is not None:
-        console.print(f"weights from {source.path} (step {source.step})", soft_wrap=True)
-        weights = restore_items(source.path, state, ("weights",))["weights"]
-        state = state._replace(params=weights["params"], router_bias=weights["balance"])
+        where = f"{source.path} (step {source.step})" if isinstance(source, Saved) else source
+        console.print(f"weights from {where}", soft_wrap=True)
+        state = take_weights(source, state, train_step.abstract)
     return state
 
 

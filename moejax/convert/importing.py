@@ -1,0 +1,205 @@
+"""`moejax hf import`: a folder of weights becomes a checkpoint and a config to train with.
+
+What it writes:
+
+    OUT/
+      0/            checkpoint of step 0: weights alone, with a manifest
+      config.json   settings for `moejax train --config`; checkpoint.init_from names OUT
+      hf/           config.json, tokenizer and texts of the folder, which an export copies
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.filesize import decimal
+
+from moejax.config.checks import check
+from moejax.config.fields import fields, get_value
+from moejax.config.load import override, to_dict
+from moejax.config.schema import Config, MeshConfig
+from moejax.convert.mesh import build_here
+from moejax.convert.output import bar, check_new_folder, check_space, console_of, written_beside
+from moejax.errors import write_whole
+from moejax.hf.config import check_same_model, config_of
+from moejax.hf.families import family_of
+from moejax.hf.load import LoadPlan, load, plan_load
+from moejax.hf.model import describe_anywhere
+from moejax.hf.origin import ORIGIN, copy_small_files, small_files
+from moejax.hf.reader import Folder
+from moejax.runtime.processes import Processes
+from moejax.runtime.start import join, start
+from moejax.step.state import Reduction, TrainState, Tree
+from moejax.step.train_step import TrainStep
+from moejax.train.checkpoint import Checkpoints, Chunks
+
+LONGEST = 2048  # positions of a sequence in the written config
+LEARNING_RATE = 1e-5  # for weights that are trained already
+# A run on many devices restores small shards of what one process may have imported: a stacked
+# parameter of a large model has a hundred gigabytes.
+CHUNK_BYTES = 64 << 20
+
+
+def import_folder(
+    path: Path, out: Path, *, dtype: str = "float32", overrides: Sequence[str] = ()
+) -> None:
+    """Writes a checkpoint of a folder's weights, on all devices of all processes.
+
+    Args:
+      dtype: of the stored weights; runs restore them to float32.
+      overrides: settings of the written config, as on the command line of a run.
+    Raises:
+      InputError: for anything wrong with the folder, before a device is touched.
+    """
+    check_new_folder(out, "--out")
+    with Folder(path) as folder:
+        cfg = config_for(folder, out, overrides)
+        check(cfg)
+        small_files(path)
+        with join() as processes:
+            console = console_of(processes)
+            plan = processes.together(lambda: plan_load(folder, *describe_anywhere(cfg)))
+            needed = elements_of(plan) * jnp.dtype(dtype).itemsize
+            check_space(out, needed, processes)
+            with written_beside(out, processes) as beside:
+                _write_checkpoint(folder, plan, cfg, beside, dtype, processes, console)
+                if processes.first:
+                    copy_small_files(path, beside / ORIGIN)
+                    write_whole(beside / "config.json", config_text(cfg))
+            _say_done(folder, plan, out, console)
+            processes.gather("done")
+
+
+def config_for(folder: Folder, out: Path, overrides: Sequence[str]) -> Config:
+    """Returns the config of a run that begins with a folder's weights.
+
+    Raises:
+      InputError: if the folder's model cannot be computed here, or an override changes it.
+    """
+    length = folder.config.get("max_position_embeddings")
+    length = LONGEST if type(length) is not int else max(1, min(LONGEST, length))
+    training = (
+        f"run_dir=runs/{out.name}",
+        f"checkpoint.init_from={out.absolute()}",
+        f"model.dtype={'bfloat16' if folder.narrow else 'float32'}",
+        f"optimizer.learning_rate={LEARNING_RATE}",
+        f"data.sequence_length={length}",
+        "data.source=tokens",
+        f"data.train_files=data/{out.name}.train.bin",
+        f"data.eval_files=data/{out.name}.eval.bin",
+    )
+    cfg = override(config_of(folder), (*training, *overrides))
+    check_same_model(folder, cfg)
+    return cfg
+
+
+def elements_of(plan: LoadPlan) -> int:
+    """Returns the numbers of all parameters together."""
+    parameters = plan.parameters.values()
+    return sum(math.prod(p.shape) for p in parameters if p.path not in plan.zeros)
+
+
+def _write_checkpoint(
+    folder: Folder,
+    plan: LoadPlan,
+    cfg: Config,
+    beside: Path,
+    dtype: str,
+    processes: Processes,
+    console: Console,
+) -> None:
+    """Loads the weights onto the devices here, and saves them as step 0."""
+    train_step = build_here(cfg, start(MeshConfig()))
+    state = processes.together(lambda: load_weights(folder, plan, train_step, dtype, console))
+    console.print("writing the checkpoint", highlight=False)
+    facts: dict[str, Any] = {
+        "config": to_dict(cfg),
+        "mesh": dict(train_step.layout.sizes),
+        "reduction": None,
+        "data_position": 0,
+        "jax": jax.__version__,
+    }
+    checkpoints = Checkpoints(beside, keep=1, processes=processes, chunks=chunks_of(plan))
+    try:
+        checkpoints.save(0, state, facts)
+    finally:
+        checkpoints.close()
+
+
+def chunks_of(plan: LoadPlan) -> Chunks:
+    """Returns how stacked parameters are cut: by layers, and by experts."""
+    axes = {}
+    for parameter in plan.parameters.values():
+        stacked = len(parameter.shape) > len(parameter.dims)
+        if stacked and len(parameter.dims) > 1:
+            experts = parameter.dims[0] == "E" and len(parameter.dims) > 2
+            axes[f"params.{parameter.path}"] = (0, 1) if experts else (0,)
+    return Chunks(CHUNK_BYTES, axes)
+
+
+def load_weights(
+    folder: Folder, plan: LoadPlan, train_step: TrainStep, dtype: str, console: Console
+) -> TrainState:
+    """Returns a state of step 0 with a folder's weights, and without optimizer."""
+    narrowed = _with_dtype(train_step.abstract.params, dtype)
+    bias = train_step.abstract.router_bias
+    total = sum(map(_elements_here, jax.tree.leaves((narrowed, bias))))
+    text = f"reading {decimal(folder.total_bytes)} from {folder.path}"
+    with bar(console, text, total) as advance:
+        params = load(plan, folder, narrowed, advance)
+        router_bias = load(plan, folder, bias, advance)
+    zero = jax.device_put(np.zeros((), np.int32), train_step.abstract.step.sharding)
+    return TrainState(zero, zero, params, router_bias, None, Reduction(None, None))
+
+
+def _with_dtype(abstract: Tree, dtype: str) -> Tree:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=x.sharding), abstract
+    )
+
+
+def _elements_here(leaf: Any) -> int:
+    """Returns the elements that this process reads of an array."""
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    parts = {tuple(p.indices(n)[:2] for p, n in zip(i, leaf.shape, strict=True)) for i in indices}
+    return sum(math.prod(stop - start for start, stop in part) for part in parts)
+
+
+def config_text(cfg: Config) -> str:
+    """Returns JSON that `--config` reads: the whole model, and what is not at its default."""
+    nested: dict[str, Any] = {}
+    for name, field in fields().items():
+        value = get_value(cfg, name)
+        # The model does not follow later defaults.
+        if value == field.default and not name.startswith(("model.", "moe.")):
+            continue
+        *groups, last = name.split(".")
+        place = nested
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+    return json.dumps(nested, indent=2) + "\n"
+
+
+def _say_done(folder: Folder, plan: LoadPlan, out: Path, console: Console) -> None:
+    """Says what was written, what was left out, and what to do next."""
+    lines = [
+        f"imported {elements_of(plan):,} parameters to {out}; family "
+        f"{family_of(folder.config).name}"
+    ]
+    for reason, names in plan.left_out.items():
+        lines.append(f"left out {len(names):,} tensors, {reason}: {names[0]}, ...")
+    tokenizer = out / ORIGIN / "tokenizer.json"
+    if tokenizer.is_file():
+        lines.append(
+            f"prepare text:  moejax prepare FILE ... --tokenizer {tokenizer} --out data/{out.name}"
+        )
+    lines.append(f"train:         moejax train --config {out / 'config.json'}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,6 @@
+"""Folders of weights in the layout of Hugging Face: read onto a mesh, and written from one.
+
+Read in this order: `views` (one tensor and one parameter), `rules` (all of a model's), `families`
+(what `config.json` says), `files` and `reader` (a folder, distrusted), `load` (onto a mesh),
+`writer` (from a mesh). Plain NumPy up to `load`.
+"""

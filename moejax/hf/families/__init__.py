@@ -1,0 +1,60 @@
+"""Tables of the families of models that files can be read from and written to.
+
+Read `parts` and `family` (what `config.json` says), `tensors` (rules that families share), then a
+family, `mixtral` first.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moejax.config.fields import short
+from moejax.errors import InputError
+from moejax.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from moejax.hf.families.family import Family
+from moejax.hf.families.glm import GLM4_MOE
+from moejax.hf.families.gpt_oss import GPT_OSS
+from moejax.hf.families.minimax import MINIMAX_M2
+from moejax.hf.families.mixtral import MIXTRAL
+from moejax.hf.families.olmoe import OLMOE
+from moejax.hf.families.qwen import QWEN2_MOE, QWEN3_MOE
+
+FAMILIES = (
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    GLM4_MOE,
+    MINIMAX_M2,
+)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Returns the family of a `config.json`.
+
+    Raises:
+      InputError: if none is.
+    """
+    for family in FAMILIES:
+        if family.matches(config):
+            return family
+    known = ", ".join(f"{family.name} ({family.architecture})" for family in FAMILIES)
+    raise InputError(
+        f"no family for `model_type` {short(config.get('model_type'))} with `architectures` "
+        f"{short(config.get('architectures'))}. Known: {known}. Choose a model of one of them."
+    )
+
+
+def family_named(name: str) -> Family:
+    """Returns the family of that name.
+
+    Raises:
+      InputError: lists the names.
+    """
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    known = ", ".join(family.name for family in FAMILIES)
+    raise InputError(f"no family {short(name)}. Known: {known}. Choose one of them.")

@@ -1,0 +1,201 @@
+"""A family of models: what its `config.json` says, and which tensors its files hold."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moejax.config.fields import fields, get_value, short
+from moejax.config.load import from_dict
+from moejax.config.schema import Config
+from moejax.errors import InputError
+from moejax.hf.families.parts import Always, Part, Same, Unused, has_dense_blocks
+from moejax.hf.rules import Rule
+
+# Settings that no file of weights decides: how to train, and how to compute the same.
+TRAINING = (
+    "model.init_deviation",
+    "model.dtype",
+    "model.remat",
+    "model.scan_layers",
+    "model.predict_ahead",
+    "moe.capacity_factor",
+    "moe.implementation",
+    "moe.router.jitter",
+    "moe.router.balance_loss",
+    "moe.router.balance_over",
+    "moe.router.z_loss",
+    "moe.router.bias_update_rate",
+)
+# Keys of any model that do not change its logits.
+ANYWHERE = Unused(
+    (
+        "_attn_implementation",
+        "_name_or_path",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "eos_token_id",
+        "ep_size",
+        "gradient_checkpointing",
+        "id2label",
+        "label2id",
+        "max_position_embeddings",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "use_cache",
+    )
+)
+# Keys that export writes by itself, or that say how weights are stored.
+STORAGE = (
+    "architectures",
+    "dtype",
+    "model_type",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+)
+COMMON: tuple[Part, ...] = (
+    Same("vocab_size", "model.vocab_size"),
+    Same("hidden_size", "model.width"),
+    Same("num_hidden_layers", "model.num_layers"),
+    Same("num_attention_heads", "model.num_heads"),
+    Same("num_experts_per_tok", "moe.experts_per_token", also=("experts_per_token",)),
+    Same("rms_norm_eps", "model.norm_epsilon"),
+    Same("tie_word_embeddings", "model.tie_embeddings", default=False),
+    Same("initializer_range", "model.init_deviation", default=0.02),
+    Always("hidden_act", "silu"),
+    Always("attention_dropout", 0.0),
+    Always("is_encoder_decoder", False, written=False),
+    ANYWHERE,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A table between one family's files and our settings and parameters.
+
+    Attributes:
+      name: its name here, which is its `model_type` in files that are written.
+      architecture: the class that transformers builds, which names it for certain.
+      parts: parts of `config.json` besides the common ones.
+      rules: rules of tensors, without those of experts.
+      experts: rules of experts, in each form that files have; the first is written.
+      model_types: other values of `model_type`.
+      ahead: key with the number of layers after the last that predict further tokens; "": none.
+    """
+
+    name: str
+    architecture: str
+    parts: tuple[Part, ...]
+    rules: tuple[Rule, ...]
+    experts: tuple[tuple[Rule, ...], ...]
+    model_types: tuple[str, ...] = ()
+    ahead: str = ""
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """All parts of `config.json`."""
+        return (*COMMON, *self.parts)
+
+    def matches(self, config: Mapping[str, Any]) -> bool:
+        """Whether a `config.json` is of this family."""
+        named = config.get("architectures") or [self.architecture]
+        kinds = (self.name, *self.model_types)
+        return config.get("model_type") in kinds and named == [self.architecture]
+
+    def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings of a `config.json`, by dotted name.
+
+        Raises:
+          InputError: for a key that is not known, or a value that cannot be computed here.
+        """
+        known = {key for part in self.all_parts for key in part.keys} | set(STORAGE)
+        if self.ahead:
+            known |= {self.ahead, "num_mtp_layers"}
+        for key in config:
+            if key not in known:
+                raise InputError(
+                    f"`{key}` = {short(config[key])} is a key whose meaning for {self.name} is not "
+                    "known here. Remove it from config.json, if the model's logits do not depend "
+                    "on it."
+                )
+        settings: dict[str, Any] = {}
+        for part in self.all_parts:
+            settings |= part.read(config)
+        if not has_dense_blocks(settings):
+            settings.pop("model.mlp_hidden", None)
+        if settings.get("moe.router.num_groups", 1) == 1:
+            settings.pop("moe.router.groups_per_token", None)
+        return settings
+
+    def layers_ahead(self, config: Mapping[str, Any]) -> int:
+        """Returns how many layers after the last predict further tokens."""
+        layers = config.get(self.ahead) if self.ahead else 0
+        return layers if type(layers) is int else 0
+
+    def write(self, cfg: Config, base: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the `config.json` of a model, without the dtype of its weights.
+
+        Args:
+          base: the `config.json` that its first weights came with; empty without one.
+        Raises:
+          InputError: names the settings for which this family has no key.
+        """
+        base = base if self.matches(base) else {}
+        settings = flat_settings(cfg)
+        config = {"architectures": [self.architecture], "model_type": self.name}
+        for part in self.all_parts:
+            config |= part.write(settings, base)
+        if self.ahead:
+            config[self.ahead] = settings.get("model.predict_ahead", 0)
+        lost = differences(from_settings(self.read(config)), cfg)
+        if lost:
+            listed = ", ".join(f"`{name}` = {short(ours)}" for name, _, ours in lost)
+            raise InputError(f"it has no key for {listed}")
+        return config
+
+
+def from_settings(settings: Mapping[str, Any]) -> Config:
+    """Returns the config of settings by dotted name; others have their defaults.
+
+    Raises:
+      InputError: a value has a wrong type or range.
+    """
+    nested: dict[str, Any] = {}
+    for name, value in settings.items():
+        *groups, last = name.split(".")
+        place = nested
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+    return from_dict(nested)
+
+
+def flat_settings(cfg: Config) -> dict[str, Any]:
+    """Returns the settings of the model and its experts, by dotted name."""
+    names = [name for name in fields() if name.startswith(("model.", "moe."))]
+    settings = {name: get_value(cfg, name) for name in names}
+    head = settings["model.head_width"]
+    # The same in two ways: all channels, and none named.
+    if settings.get("model.attention") != "latent" and settings.get("model.rope_width") == head:
+        settings["model.rope_width"] = None
+    if settings.get("model.value_width") == head:
+        settings["model.value_width"] = None
+    return settings
+
+
+def differences(theirs: Config, ours: Config) -> list[tuple[str, Any, Any]]:
+    """Returns (dotted name, value there, value here) of settings that change what is computed."""
+    left, right = flat_settings(theirs), flat_settings(ours)
+    return [
+        (name, left[name], right[name])
+        for name in left
+        if name not in TRAINING and left[name] != right[name]
+    ]

@@ -1,0 +1,251 @@
+"""Rotary positions in `config.json`: `rope_theta` with `rope_scaling`, or `rope_parameters`.
+
+Transformers 5 writes one object `rope_parameters`; older files have two keys, which every version
+reads, so those are written.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moejax.config.fields import short
+from moejax.errors import InputError
+from moejax.hf.families.parts import Config, Settings, head_width
+
+NUMBERS = (int, float)
+# Keys of each kind of scaling, besides those of any kind.
+ANY = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+KINDS = {
+    "default": (),
+    "linear": ("factor", "original_max_position_embeddings"),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions.
+
+    Attributes:
+      theta: base of the frequencies where the file names none.
+      partial: key that says how many channels rotate; "": all do.
+      rotated: share of a head's channels that rotate where the file does not say.
+      latent: whether `mscale_all_dim` scales attention's scores too (DeepSeek).
+      named: whether a file must say how positions scale: a missing key would mean a default.
+    """
+
+    theta: float = 10_000.0
+    partial: str = ""
+    rotated: float = 1.0
+    latent: bool = False
+    named: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the keys."""
+        partial = (self.partial, "partial_rotary_factor") if self.partial else ()
+        return ("rope_theta", "rope_scaling", "rope_parameters", *partial)
+
+    def read(self, config: Config) -> dict[str, Any]:
+        """Returns the settings of the scaling and of the channels that rotate."""
+        given = self._scaling(config)
+        kind = given.get("rope_type") or given.get("type") or "default"
+        if kind not in KINDS:
+            raise InputError(
+                f"positions scale by {short(kind)} (`rope_scaling`). moejax computes "
+                f"{', '.join(KINDS)}. Choose a model with one of them."
+            )
+        for key in given:
+            if key not in ANY + KINDS[kind]:
+                raise InputError(
+                    f"`rope_scaling` of kind {kind} has `{key}` = {short(given[key])}, whose "
+                    "meaning is not known here. Remove it, if it changes nothing."
+                )
+        theta = given.get("rope_theta") or config.get("rope_theta") or self.theta
+        return {
+            "model.rope.theta": theta,
+            **self._rotated(config, given),
+            **_read_kind(kind, given, config, latent=self.latent),
+        }
+
+    def _scaling(self, config: Config) -> Mapping[str, Any]:
+        both = [config.get(name) for name in ("rope_scaling", "rope_parameters")]
+        given = [value for value in both if value]
+        if any(not isinstance(value, Mapping) for value in given) or len(given) > 1:
+            raise InputError(
+                "`rope_scaling` and `rope_parameters` must be one object, of one of the two names. "
+                "Correct config.json."
+            )
+        if not given and self.named:
+            raise InputError(
+                "`rope_scaling` is missing. Without it transformers would assume a scaling. Copy "
+                "config.json again."
+            )
+        return given[0] if given else {}
+
+    def _rotated(self, config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the setting of the channels that rotate; none if all do."""
+        share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if not self.partial:
+            if share not in (None, 1, 1.0):
+                raise InputError(
+                    f"`partial_rotary_factor` is {short(share)}. In this family all channels of a "
+                    "head rotate. Correct config.json."
+                )
+            return {}
+        head = head_width(config)
+        named = config.get("rotary_dim") if self.partial == "rotary_dim" else None
+        if share is None:
+            share = self.rotated if named is None else named / head
+        if type(share) not in NUMBERS or not 0 < share <= 1:
+            raise InputError(
+                f"{short(share)} of a head's channels would rotate. It must be above 0 and at "
+                "most 1. Correct `partial_rotary_factor` in config.json."
+            )
+        rotated = int(head * share) if named is None else named
+        if rotated != int(head * share):
+            raise InputError(
+                f"keys disagree: `rotary_dim` is {short(named)}, `partial_rotary_factor` is "
+                f"{share} of {head}. They are one number. Correct config.json."
+            )
+        return {} if rotated == head else {"model.rope_width": rotated}
+
+    def write(self, settings: Settings, base: Config) -> dict[str, Any]:
+        """Returns the keys."""
+        scaling = _write_kind(settings, latent=self.latent)
+        if scaling is None and self.named:
+            scaling = {"rope_type": "default"}
+        keys: dict[str, Any] = {
+            "rope_theta": settings["model.rope.theta"],
+            "rope_scaling": scaling,
+        }
+        width = settings.get("model.rope_width")
+        if not self.partial:
+            if width is not None and not self.latent:
+                raise InputError(f"`model.rope_width` is {width}, but here all channels rotate")
+            return keys
+        head = settings["model.head_width"]
+        rotated = head if width is None else width
+        if self.partial == "rotary_dim":
+            return {**keys, "rotary_dim": rotated}
+        return {**keys, self.partial: _share(rotated, head)}
+
+
+def _share(rotated: int, head: int) -> float:
+    """Returns a fraction of which the head's width has exactly the rotated channels, cut down."""
+    share = rotated / head
+    return share if int(head * share) == rotated else (rotated + 0.5) / head
+
+
+def _read_kind(
+    kind: str, given: Mapping[str, Any], config: Config, *, latent: bool
+) -> dict[str, Any]:
+    """Returns the settings of a kind of scaling; none if it scales nothing."""
+    if kind == "default":
+        return {}
+    factor = _number(given, "factor")
+    if factor == 1 and given.get("attention_factor") in (None, 1):
+        return {}
+    length = given.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    settings: dict[str, Any] = {"model.rope.scaling": kind, "model.rope.factor": factor}
+    if kind == "linear":
+        return settings
+    if type(length) is not int:
+        raise InputError(
+            f"`original_max_position_embeddings` is {short(length)}. Scaling of kind {kind} "
+            "depends on it. Correct config.json."
+        )
+    settings["model.rope.trained_length"] = length
+    if kind == "llama3":
+        settings["model.rope.low_frequency_factor"] = _number(given, "low_freq_factor")
+        settings["model.rope.high_frequency_factor"] = _number(given, "high_freq_factor")
+        return settings
+    settings["model.rope.beta_fast"] = given.get("beta_fast") or 32.0
+    settings["model.rope.beta_slow"] = given.get("beta_slow") or 1.0
+    if given.get("truncate") not in (None, True):
+        settings["model.rope.truncate"] = given["truncate"]
+    return settings | _read_magnitudes(given, factor, latent=latent)
+
+
+def _read_magnitudes(given: Mapping[str, Any], factor: float, *, latent: bool) -> dict[str, Any]:
+    """Returns the settings of yarn's factors of cos and sin, and of scores.
+
+    DeepSeek's code and transformers agree where both of `mscale` and `mscale_all_dim` are there and
+    not zero, or neither is. Outside DeepSeek they are factors of cos and sin alone.
+    """
+    mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
+    settings = {}
+    if given.get("attention_factor") is not None:
+        settings["model.rope.attention_factor"] = given["attention_factor"]
+    if all_dim in (None, 0) and mscale in (None, 1):
+        return settings
+    if not mscale or not all_dim:
+        raise InputError(
+            f"`mscale` is {short(mscale)}, `mscale_all_dim` is {short(all_dim)}. Both must be "
+            "numbers above 0, or neither be there: else code of different authors disagrees. "
+            "Correct config.json."
+        )
+    if latent:
+        return settings | {"model.rope.mscale": mscale, "model.rope.mscale_all_dim": all_dim}
+    quotient = magnitude(mscale, factor) / magnitude(all_dim, factor)
+    return {"model.rope.attention_factor": quotient} | settings
+
+
+def magnitude(scale: float, factor: float) -> float:
+    """Returns yarn's magnitude 0.1 s ln(factor) + 1."""
+    return 0.1 * scale * math.log(factor) + 1.0
+
+
+def _write_kind(settings: Settings, *, latent: bool) -> dict[str, Any] | None:
+    """Returns `rope_scaling`; None if positions do not scale."""
+
+    def of(name: str) -> Any:
+        return settings.get(f"model.rope.{name}")
+
+    kind = of("scaling")
+    if kind == "none":
+        return None
+    keys: dict[str, Any] = {"rope_type": kind, "type": kind, "factor": of("factor")}
+    if kind == "linear":
+        return keys
+    keys["original_max_position_embeddings"] = of("trained_length")
+    if kind == "llama3":
+        keys["low_freq_factor"] = of("low_frequency_factor")
+        keys["high_freq_factor"] = of("high_frequency_factor")
+        return keys
+    keys |= {"beta_fast": of("beta_fast"), "beta_slow": of("beta_slow")}
+    if of("truncate") is False:
+        keys["truncate"] = False
+    if of("attention_factor") is not None:
+        keys["attention_factor"] = of("attention_factor")
+    if of("mscale_all_dim") is not None or of("mscale") is not None:
+        if not latent:
+            raise InputError("`model.rope.mscale` scales scores, which this family has no key for")
+        keys |= {"mscale": of("mscale"), "mscale_all_dim": of("mscale_all_dim")}
+    return keys
+
+
+def _number(given: Mapping[str, Any], name: str) -> float:
+    value = given.get(name)
+    if type(value) not in NUMBERS:
+        raise InputError(
+            f"`{name}` of `rope_scaling` is {short(value)}. It must be a number. Correct "
+            "config.json."
+        )
+    return value  # type: ignore[return-value]

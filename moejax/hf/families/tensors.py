@@ -1,0 +1,95 @@
+"""Rules that several families share. Letters: see `moejax/layout/layout.py`; Z is a latent."""
+
+from moejax.hf.rules import Rule
+
+GATE, UP = (("U", 0),), (("U", 1),)
+
+ROOT = (
+    Rule("embedding.table", "model.embed_tokens.weight", "V D"),
+    Rule("embedding.project", "lm_head.weight", "V D"),
+    Rule("norm.scale", "model.norm.weight"),
+)
+NORMS = (
+    Rule("attention_norm.scale", "input_layernorm.weight"),
+    Rule("mlp_norm.scale", "post_attention_layernorm.weight"),
+)
+GROUPED = (
+    Rule("attention.w_q", "self_attn.q_proj.weight", "HC D"),
+    Rule("attention.w_k", "self_attn.k_proj.weight", "GC D"),
+    Rule("attention.w_v", "self_attn.v_proj.weight", "GC D"),
+    Rule("attention.w_o", "self_attn.o_proj.weight", "D HC"),
+    Rule("attention.b_q", "self_attn.q_proj.bias"),
+    Rule("attention.b_k", "self_attn.k_proj.bias"),
+    Rule("attention.b_v", "self_attn.v_proj.bias"),
+    Rule("attention.b_o", "self_attn.o_proj.bias"),
+    Rule("attention.q_norm.scale", "self_attn.q_norm.weight"),
+    Rule("attention.k_norm.scale", "self_attn.k_norm.weight"),
+    Rule("attention.sinks", "self_attn.sinks"),
+)
+# Of a head's channels those that rotate come last, in pairs. The latent of keys and values is
+# followed by the key that rotates.
+LATENT = (
+    Rule("attention.w_q", "self_attn.q_proj.weight", "HC D", paired="C"),
+    Rule("attention.w_dq", "self_attn.q_a_proj.weight", "Z D"),
+    Rule("attention.q_norm.scale", "self_attn.q_a_layernorm.weight"),
+    Rule("attention.w_uq", "self_attn.q_b_proj.weight", "HC Z", paired="C"),
+    Rule("attention.w_dkv", "self_attn.kv_a_proj_with_mqa.weight", "Z D", paired="Z"),
+    Rule("attention.kv_norm.scale", "self_attn.kv_a_layernorm.weight"),
+    Rule("attention.w_ukv", "self_attn.kv_b_proj.weight", "HC Z"),
+    Rule("attention.w_o", "self_attn.o_proj.weight", "D HC"),
+)
+
+# Multi-token prediction: a layer after the last, with norms and a projection of its own. Files of
+# DeepSeek-V3 hold the embedding and the head there once more.
+AHEAD = (
+    Rule("predict_ahead.embedding_norm.scale", "enorm.weight"),
+    Rule("predict_ahead.hidden_norm.scale", "hnorm.weight"),
+    Rule("predict_ahead.w_join", "eh_proj.weight", "O UD"),
+    Rule("predict_ahead.norm.scale", "shared_head.norm.weight"),
+)
+AHEAD_COPIES = (
+    Rule("embedding.table", "embed_tokens.weight", "V D"),
+    Rule("embedding.project", "shared_head.head.weight", "V D"),
+)
+
+
+def mlp(prefix: str, block: str) -> tuple[Rule, ...]:
+    """Returns the rules of a dense MLP, or of shared experts in a block with experts."""
+    return (
+        Rule("mlp.w_in", f"{prefix}gate_proj.weight", "F D", GATE, block=block),
+        Rule("mlp.w_in", f"{prefix}up_proj.weight", "F D", UP, block=block),
+        Rule("mlp.w_out", f"{prefix}down_proj.weight", "D F", block=block),
+    )
+
+
+def experts(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Returns the rules of experts that are a tensor each."""
+    return (
+        Rule("moe.w_in", f"{prefix}experts.{{E}}.{gate}.weight", "F D", GATE),
+        Rule("moe.w_in", f"{prefix}experts.{{E}}.{up}.weight", "F D", UP),
+        Rule("moe.w_out", f"{prefix}experts.{{E}}.{down}.weight", "D F"),
+    )
+
+
+def fused_experts(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rules of a layer's experts in two tensors, as transformers 5 holds them."""
+    return (
+        Rule("moe.w_in", f"{prefix}experts.gate_up_proj", "E UF D"),
+        Rule("moe.w_out", f"{prefix}experts.down_proj", "E D F"),
+    )
+
+
+def router(prefix: str) -> tuple[Rule, ...]:
+    """Returns the rule of the router."""
+    return (Rule("moe.w_router", f"{prefix}gate.weight", "E D"),)
+
+
+def selection_bias(name: str) -> tuple[Rule, ...]:
+    """Returns the rule of the bias that only chooses; it stays in float32."""
+    return (Rule("moe.bias", name, wide=True),)
+
+
+DENSE = mlp("mlp.", "dense")
+SHARED = mlp("mlp.shared_experts.", "moe")
+EXPERTS = experts("mlp.", "gate_proj", "up_proj", "down_proj")
+FUSED = fused_experts("mlp.")

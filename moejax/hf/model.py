@@ -1,0 +1,22 @@
+"""The model of a config as weights see it: without a mesh, and whatever its training is."""
+
+from dataclasses import replace
+
+from moejax.config.schema import Config
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_abstract_mesh
+from moejax.step.model import ModelDef, build_spec, describe_model
+from moejax.step.state import Tree
+
+
+def model_alone(cfg: Config) -> Config:
+    """Returns a config of the same parameters that any device can hold."""
+    model = replace(cfg.model, dtype="float32", remat="none")
+    return Config(model=model, moe=replace(cfg.moe, implementation="auto"))
+
+
+def describe_anywhere(cfg: Config) -> tuple[ModelDef, Tree, Tree]:
+    """Returns a model, and shapes of its parameters and selection biases; touches no device."""
+    alone = model_alone(cfg)
+    mesh = build_abstract_mesh(build_layout(alone.mesh))
+    return describe_model(alone, build_spec(alone, mesh, "cpu", None))

@@ -1,0 +1,178 @@
+"""Rules from parameters to the names and layouts of tensors, and the list of tensors they give.
+
+A rule is data; the same rule reads and writes. Parameters of a layer group are stacked: repeat r of
+block J of a group is a layer, whose number stands in the tensors' names. Experts are either a
+tensor each, with their number in its name, or one tensor together.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from moejax.config.schema import ModelConfig
+from moejax.errors import InputError
+from moejax.hf.views import View
+from moejax.model.transformer import layer_groups
+
+FLAT = "*"  # of a rule: one dimension of all letters
+BLOCK = re.compile(r"(?P<stack>groups\.(\d+)\.blocks\.(\d+)\.)(?P<own>.+)")
+# The module for multi-token prediction is a layer after the last, with parameters of its own.
+AHEAD = re.compile(r"(?P<stack>predict_ahead\.group\.blocks\.0\.)(?P<own>.+)")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of tensor.
+
+    Attributes:
+      ours: path of a parameter below its block, or from the model's root.
+      theirs: name of the tensor below its layer, or whole; {E} stands for an expert's number.
+        What `predict_ahead` has besides its block is below its layer too.
+      dims: letters that each of its dimensions joins, with spaces between; "1" for one element.
+      at: the position of a letter that the tensor lacks.
+      paired: letter whose rotary channels are pairs in the tensor, and halves here.
+      block: "dense" or "moe" for the blocks it is about; "": all.
+      wide: whether export keeps it in float32.
+    """
+
+    ours: str
+    theirs: str
+    dims: str = FLAT
+    at: tuple[tuple[str, int], ...] = ()
+    paired: str = ""
+    block: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter, or the selection bias of a router.
+
+    Attributes:
+      dims: letters of its dimensions, without stacked layers.
+      shape: with stacked layers in front.
+    """
+
+    path: str
+    dims: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file and the part of a parameter that it holds.
+
+    Attributes:
+      repeat: index of the stacked layer; None for a parameter that is not stacked.
+    """
+
+    name: str
+    path: str
+    repeat: int | None
+    view: View
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter is in the model.
+
+    Attributes:
+      own: its path below its block, or the whole path.
+      kind: "dense" or "moe" for that of its block; "" outside of blocks.
+      layers: numbers of the layers that it has, in the order they are stacked.
+      stacked: whether these are in front of its dimensions.
+    """
+
+    own: str
+    kind: str = ""
+    layers: tuple[int, ...] = ()
+    stacked: bool = False
+
+
+def tensors_of(
+    rules: Iterable[Rule],
+    parameters: Mapping[str, Parameter],
+    model: ModelConfig,
+    *,
+    layer: str = "model.layers.{}.",
+) -> list[Tensor]:
+    """Returns all tensors of a model, in the order of its layers.
+
+    Args:
+      parameters: by path.
+      layer: what the names of a layer's tensors begin with.
+    Raises:
+      InputError: if no rule holds some parameter.
+    """
+    stacks, found = _stacks(model), []
+    # Settings that a model without partial rotation lacks.
+    rotated = getattr(model, "rope_width", None) or model.head_width
+    for parameter in parameters.values():
+        place = _place_of(parameter.path, parameters, stacks, model.num_layers)
+        chosen = [r for r in rules if r.ours == place.own and r.block in ("", place.kind)]
+        tensors = [t for rule in chosen for t in _expand(rule, parameter, place, rotated, layer)]
+        _check_covered(parameter, tensors)
+        found += tensors
+    return sorted(found, key=lambda tensor: _order(tensor.name))
+
+
+def _stacks(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the numbers of the layers of each stack, by the path in front of its parameters."""
+    stacks, first = {}, 0
+    for group, (kinds, repeats) in enumerate(layer_groups(model)):
+        for index in range(len(kinds)):
+            layers = range(first + index, first + len(kinds) * repeats, len(kinds))
+            stacks[f"groups.{group}.blocks.{index}."] = tuple(layers)
+        first += len(kinds) * repeats
+    return stacks
+
+
+def _place_of(
+    path: str,
+    parameters: Mapping[str, Parameter],
+    stacks: Mapping[str, tuple[int, ...]],
+    after_last: int,
+) -> _Place:
+    match = BLOCK.fullmatch(path) or AHEAD.fullmatch(path)
+    if match is None:
+        return _Place(path, layers=(after_last,) if path.startswith("predict_ahead.") else ())
+    stack = match["stack"]
+    kind = "moe" if f"{stack}moe.w_router" in parameters else "dense"
+    return _Place(match["own"], kind, stacks.get(stack, (after_last,)), stacked=True)
+
+
+def _expand(
+    rule: Rule, parameter: Parameter, place: _Place, rotated: int, layer: str
+) -> Iterable[Tensor]:
+    """Yields the rule's tensors of one parameter: of each layer, and of each expert."""
+    sizes = parameter.shape[len(parameter.shape) - len(parameter.dims) :]
+    groups = (parameter.dims,) if rule.dims == FLAT else tuple(rule.dims.split())
+    groups = tuple("" if group == "1" else group for group in groups)
+    paired = (rule.paired, rotated) if rule.paired else None
+    apart = (("E", 0),) if "{E}" in rule.theirs else ()
+    view = View(parameter.dims, sizes, groups, apart + rule.at, paired)
+    for index, number in enumerate(place.layers or (None,)):
+        prefix = "" if number is None else layer.format(number)
+        repeat = index if place.stacked else None
+        for expert in range(view.size["E"]) if apart else (0,):
+            name = prefix + rule.theirs.replace("{E}", str(expert))
+            own = replace(view, at=(("E", expert), *rule.at)) if apart else view
+            yield Tensor(name, parameter.path, repeat, own, rule.wide)
+
+
+def _check_covered(parameter: Parameter, tensors: list[Tensor]) -> None:
+    """Refuses a parameter that the tensors do not hold exactly once."""
+    elements = 1
+    for size in parameter.shape:
+        elements *= size
+    if not tensors:
+        raise InputError(f"no tensor of this family holds the parameter {parameter.path}")
+    held = sum(tensor.view.elements for tensor in tensors)
+    assert held == elements, f"{parameter.path}: {held} of {elements} elements"
+
+
+def _order(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sorts names with numbers by their numbers."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((0, int(p)) if p.isdigit() else (1, p) for p in parts)

@@ -1,0 +1,246 @@
+"""Writes a model's arrays as a folder of safetensors files.
+
+The header of every file is known before the first tensor is read, so tensors stream: one is
+assembled, written at its place and forgotten, parameter after parameter. Each process writes the
+files that are its own.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from moejax.errors import InputError, writing
+from moejax.hf.assemble import assemble, is_shared
+from moejax.hf.families.family import Family
+from moejax.hf.families.tensors import AHEAD_COPIES
+from moejax.hf.files import INDEX, SINGLE
+from moejax.hf.load import parameters_of, without_rule
+from moejax.hf.rules import Tensor, tensors_of
+from moejax.runtime.processes import Processes
+from moejax.step.model import ModelDef
+from moejax.step.state import Tree
+
+AHEAD_COPIED = tuple(rule.ours for rule in AHEAD_COPIES)
+FILE_BYTES = 5 * 10**9  # of a file at most, as transformers cuts
+DTYPES = {
+    "float32": ("F32", np.dtype(np.float32)),
+    "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
+}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor at its place in a file."""
+
+    tensor: Tensor
+    dtype: str  # of DTYPES
+    start: int  # offset in the file's data
+
+    @property
+    def stop(self) -> int:
+        """The end of its bytes in the file's data."""
+        return self.start + bytes_of(self.tensor, self.dtype)
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """A file and its tensors in order."""
+
+    name: str
+    placed: tuple[Placed, ...]
+
+    def header(self) -> bytes:
+        """Returns the bytes before the data."""
+        facts: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for place in self.placed:
+            facts[place.tensor.name] = {
+                "dtype": DTYPES[place.dtype][0],
+                "shape": list(place.tensor.view.shape),
+                "data_offsets": [place.start, place.stop],
+            }
+        text = json.dumps(facts, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(tensor: Tensor, dtype: str) -> int:
+    """Returns a tensor's bytes."""
+    return tensor.view.elements * DTYPES[dtype][1].itemsize
+
+
+def plan_files(
+    family: Family,
+    model: ModelDef,
+    params: Tree,
+    router_bias: Tree,
+    dtype: str,
+    file_bytes: int = FILE_BYTES,
+) -> list[OutFile]:
+    """Returns the files of a model.
+
+    Args:
+      params, router_bias: arrays or shapes.
+      dtype: of the weights; selection biases stay in float32.
+    Raises:
+      InputError: if the family has no tensor for a parameter.
+    """
+    parameters = parameters_of(model, params, router_bias)
+    zeros = without_rule(family, parameters)
+    held = {path: p for path, p in parameters.items() if path not in zeros}
+    cfg = model.cfg.model
+    tensors = tensors_of((*family.rules, *family.experts[0]), held, cfg)
+    if family.ahead and getattr(cfg, "predict_ahead", 0):
+        # Libraries that predict with that layer look for the embedding and the head there.
+        twice = {path: p for path, p in held.items() if path in AHEAD_COPIED}
+        layer = f"model.layers.{cfg.num_layers}."
+        copies = [replace(r, theirs=layer + r.theirs) for r in AHEAD_COPIES]
+        tensors += tensors_of(copies, twice, cfg)
+    files: list[list[Placed]] = [[]]
+    for tensor in tensors:
+        own = "float32" if tensor.wide else dtype
+        start = files[-1][-1].stop if files[-1] else 0
+        if files[-1] and start + bytes_of(tensor, own) > file_bytes:
+            files.append([])
+            start = 0
+        files[-1].append(Placed(tensor, own, start))
+    if len(files) == 1:
+        return [OutFile(SINGLE, tuple(files[0]))]
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    return [OutFile(name, tuple(placed)) for name, placed in zip(names, files, strict=True)]
+
+
+Arrays = Callable[[str], jax.Array]  # a parameter or selection bias by its path
+
+
+def check_biases(family: Family, model: ModelDef, params: Tree, bias: Tree, arrays: Arrays) -> None:
+    """Refuses selection biases that a family's files cannot hold.
+
+    Args:
+      params, bias: shapes of parameters and selection biases.
+    Raises:
+      InputError: if one is not zero.
+    """
+    for path in sorted(without_rule(family, parameters_of(model, params, bias))):
+        if np.any(np.asarray(arrays(path).addressable_data(0))):
+            raise InputError(
+                f"{family.name} has no tensor for the selection biases of loss-free balancing "
+                f"({path}), and they are not zero. Without them the router would choose other "
+                "experts. Name another family with --family."
+            )
+
+
+def write_weights(
+    files: Sequence[OutFile],
+    folder: Path,
+    arrays: Arrays,
+    processes: Processes,
+    progress: Callable[[int], None] = lambda elements: None,
+) -> None:
+    """Writes the files, and their index if there are several. All processes call it.
+
+    Args:
+      folder: exists; nothing in it is read.
+      arrays: called once for each array, which is let go when its tensors are written.
+      progress: called with the number of elements of each tensor.
+    """
+    by_path = _by_path(files)
+    with ExitStack() as stack:
+        own = {
+            file.name: stack.enter_context(_Output(folder, file))
+            for index, file in enumerate(files)
+            if index % processes.count == processes.index
+        }
+        for path, places in by_path.items():
+            array = arrays(path)
+            for file, place in places:
+                _write_tensor(array, place, own.get(file.name), processes)
+                progress(place.tensor.view.elements)
+            del array
+    processes.gather("written")
+    if processes.first and len(files) > 1:
+        _write_index(files, folder)
+
+
+def _by_path(files: Sequence[OutFile]) -> dict[str, list[tuple[OutFile, Placed]]]:
+    """Returns the tensors of each parameter, files by turns, so that all processes write."""
+    found: dict[str, list[list[tuple[OutFile, Placed]]]] = {}
+    for index, file in enumerate(files):
+        for place in file.placed:
+            lists = found.setdefault(place.tensor.path, [[] for _ in files])
+            lists[index].append((file, place))
+    return {
+        path: [entry for turn in zip_longest(*lists) for entry in turn if entry is not None]
+        for path, lists in found.items()
+    }
+
+
+def _write_tensor(
+    array: jax.Array, place: Placed, output: "_Output | None", processes: Processes
+) -> None:
+    """Assembles one tensor, and writes it if its file is this process's."""
+    if output is None and not is_shared(array):
+        return
+    values = assemble(array, place.tensor, DTYPES[place.dtype][1], processes)
+    if output is not None:
+        output.write(place, place.tensor.view.to_tensor(values))
+
+
+class _Output:
+    """One open file. A context manager, which checks that it is full and syncs it at its end."""
+
+    def __init__(self, folder: Path, file: OutFile):
+        self._path, self._header = folder / file.name, file.header()
+        self._missing = sum(bytes_of(place.tensor, place.dtype) for place in file.placed)
+
+    def __enter__(self) -> "_Output":
+        with writing(self._path):
+            self._file = self._path.open("wb", buffering=0)
+            _write_all(self._file, self._header)
+        return self
+
+    def write(self, place: Placed, values: np.ndarray) -> None:
+        """Writes a tensor at its place."""
+        with writing(self._path):
+            self._file.seek(len(self._header) + place.start)
+            _write_all(self._file, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        self._missing -= values.nbytes
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with self._file, writing(self._path):
+            os.fsync(self._file.fileno())
+        assert kind is not None or self._missing == 0, f"{self._path} lacks tensors"
+
+
+def _write_all(file: Any, data: Any) -> None:
+    """Writes all bytes; the system may take them in parts."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def _write_index(files: Sequence[OutFile], folder: Path) -> None:
+    where = {place.tensor.name: file.name for file in files for place in file.placed}
+    total = sum(file.placed[-1].stop for file in files)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    with writing(folder / INDEX):
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def total_elements(files: Sequence[OutFile]) -> int:
+    """Returns the numbers in all files together."""
+    return sum(math.prod(p.tensor.view.shape) for file in files for p in file.placed)
+
+
+def total_bytes(files: Sequence[OutFile]) -> int:
+    """Returns the bytes of all files together, without headers."""
+    return sum(file.placed[-1].stop for file in files)

@@ -1,0 +1,80 @@
+"""What a run begins with: another run's checkpoint, or a folder of safetensors files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from moejax.config.schema import Config
+from moejax.hf.config import check_same_model
+from moejax.hf.files import is_folder_of_weights
+from moejax.hf.load import LoadPlan, load, plan_load
+from moejax.hf.model import describe_anywhere
+from moejax.hf.origin import ORIGIN, copy_small_files, origin_of, small_files
+from moejax.hf.reader import Folder
+from moejax.runtime.processes import ALONE, Processes
+from moejax.step.state import TrainState
+from moejax.train.checkpoint import Saved, locate, restore_items
+from moejax.train.resume import check_same_weights
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """A folder of safetensors files, whose names and shapes fit the model."""
+
+    folder: Folder
+    plan: LoadPlan
+
+    def __str__(self) -> str:
+        return str(self.folder.path)
+
+
+Source = Saved | FolderSource
+
+
+def find_source(cfg: Config, verify: str, processes: Processes = ALONE) -> Source | None:
+    """Returns what `checkpoint.init_from` names, if anything. Touches no device.
+
+    Raises:
+      InputError: if it is missing or damaged, or is of another model.
+    """
+    if cfg.checkpoint.init_from is None:
+        return None
+    path = Path(cfg.checkpoint.init_from)
+    if processes.from_first(lambda: is_folder_of_weights(path)):
+        return processes.together(lambda: _open(path, cfg))
+    saved = locate(cfg.checkpoint.init_from, verify, processes)
+    check_same_weights(saved.manifest.get("config", {}), cfg)
+    return saved
+
+
+def _open(path: Path, cfg: Config) -> FolderSource:
+    folder = Folder(path)
+    check_same_model(folder, cfg)
+    small_files(path)
+    return FolderSource(folder, plan_load(folder, *describe_anywhere(cfg)))
+
+
+def take_weights(source: Source, state: TrainState, abstract: TrainState) -> TrainState:
+    """Returns the state with the source's weights in the place of its own.
+
+    Args:
+      abstract: shapes, dtypes and shardings of the state.
+    """
+    # Not held beside those that come.
+    jax.tree.map(lambda x: x.delete(), (state.params, state.router_bias))
+    if isinstance(source, FolderSource):
+        with source.folder:
+            params = load(source.plan, source.folder, abstract.params)
+            router_bias = load(source.plan, source.folder, abstract.router_bias)
+        return state._replace(params=params, router_bias=router_bias)
+    weights = restore_items(source.path, abstract, ("weights",))["weights"]
+    return state._replace(params=weights["params"], router_bias=weights["balance"])
+
+
+def keep_origin(source: Source | None, run_dir: Path) -> None:
+    """Copies the small files that came with the weights, for a later export."""
+    if isinstance(source, FolderSource):
+        copy_small_files(source.folder.path, run_dir / ORIGIN)
+    elif source is not None and (origin := origin_of(source.path)) is not None:
+        copy_small_files(origin, run_dir / ORIGIN)

@@ -1,0 +1,254 @@
+"""Bad input to `moejax hf`: exit code 2, one line, and nothing half written."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moejax.convert import exporting, importing
+from tests.hf.random_models import write_file
+
+EXPERT = "model.layers.1.block_sparse_moe.experts.13.w1.weight"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def refused(command, tmp_path, monkeypatch):
+    """Runs the command, which must say one line and leave nothing, before a device is touched."""
+
+    def start(_):
+        pytest.fail("a device was touched")
+
+    def run(*words):
+        with monkeypatch.context() as patched:
+            patched.setattr(importing, "start", start)
+            patched.setattr(exporting, "start", start)
+            before = sorted(tmp_path.iterdir())
+            code, lines = command(*words)
+        assert code == 2, lines
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("moejax: error: ")
+        assert sorted(tmp_path.iterdir()) == before
+        return lines[0]
+
+    return run
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+
+
+CONFIGS = [
+    ({"model_type": "llama"}, ["no family for `model_type` 'llama'", "mixtral"]),
+    ({"architectures": ["MixtralForSequenceClassification"]}, ["no family", "Classification"]),
+    ({"model_type": "absent"}, ["no family for `model_type` None"]),
+    ({"hidden_act": "gelu"}, ["config.json: `hidden_act` is 'gelu'", "'silu' only"]),
+    ({"attention_dropout": 0.1}, ["`attention_dropout` is 0.1"]),
+    ({"router_jitter_noise": 0.5}, ["`router_jitter_noise` is 0.5"]),
+    ({"some_new_thing": 3}, ["`some_new_thing` = 3 is a key whose meaning"]),
+    ({"hidden_size": "absent"}, ["`hidden_size` is missing"]),
+    ({"hidden_size": "24"}, ["model.width", "integer"]),
+    ({"num_experts_per_tok": 25}, ["moe.experts_per_token", "25"]),
+    ({"num_experts": 23}, ["keys disagree: `num_local_experts` is 24, `num_experts` is 23"]),
+    ({"rope_parameters": {"rope_type": "longrope"}}, ["positions scale by 'longrope'"]),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.5}},
+        ["`mscale` is 0.5, `mscale_all_dim` is None"],
+    ),
+    ({"rope_parameters": {"rope_type": "linear"}}, ["`factor` of `rope_scaling` is None"]),
+    ({"rope_parameters": {"mystery": 1}}, ["`rope_scaling` of kind default has `mystery`"]),
+    ({"head_dim": 5}, ["head_width", "odd"]),
+    ({"vocab_size": 95}, ["Expected (95, 24), found (96, 24)"]),
+    ({"num_hidden_layers": 3}, ["model.layers.2.", "is missing"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "fragments"), CONFIGS, ids=str)
+def test_configs_that_cannot_be_computed_are_refused(refused, model, changes, fragments):
+    folder = model()
+    change_config(folder, **changes)
+    line = refused("import", folder, "--out", "imported")
+    for fragment in fragments:
+        assert fragment in line
+
+
+def test_patterns_of_dense_blocks_that_moejax_has_not_are_refused(refused, model):
+    folder = model("qwen3_moe", "every second block dense, yarn")
+    change_config(folder, decoder_sparse_step=1, mlp_only_layers=[1])
+    assert "pattern of dense blocks that moejax has not" in refused(
+        "import", folder, "--out", "imported"
+    )
+
+
+def test_clipped_queries_are_refused(refused, model):
+    folder = model("olmoe", "top 3")
+    change_config(folder, clip_qkv=8.0)
+    assert "`clip_qkv` is 8.0" in refused("import", folder, "--out", "imported")
+
+
+def test_shared_experts_of_another_width_are_refused(refused, model):
+    folder = model("qwen2_moe", "first block dense, top 3")
+    change_config(folder, shared_expert_intermediate_size=21)
+    line = refused("import", folder, "--out", "imported")
+    assert "`shared_expert_intermediate_size` is 21, `moe_intermediate_size` is 10" in line
+
+
+def damage(change):
+    """Rewrites the only file of a folder, with its tensors changed."""
+
+    def apply(folder):
+        from safetensors.numpy import load_file
+
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        write_file(folder / "model.safetensors", tensors)
+
+    return apply
+
+
+def truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def outside(folder):
+    (folder / "model.safetensors").rename(folder.parent / "model" / "a.safetensors")
+    where = {"weight_map": {"a": "../../etc/passwd"}}
+    (folder / INDEX).write_text(json.dumps(where))
+
+
+FOLDERS = [
+    (damage(lambda t: t.pop(EXPERT)), [f"tensor {EXPERT} is missing", "(8, 24), found none"]),
+    (
+        damage(lambda t: t.update(extra=t[EXPERT])),
+        ["no parameter takes", "'extra' of shape (8, 24)"],
+    ),
+    (
+        damage(lambda t: t.update({EXPERT: np.ascontiguousarray(t[EXPERT].T)})),
+        [EXPERT, "Expected (8, 24), found (24, 8) (transposed)"],
+    ),
+    (damage(lambda t: t.update({EXPERT: t[EXPERT][:5]})), [EXPERT, "found (5, 24)"]),
+    (
+        damage(lambda t: t.update({EXPERT: t[EXPERT].astype(np.int64)})),
+        [f"tensor '{EXPERT}' has dtype I64"],
+    ),
+    (truncate, ["ends at byte", "the file has"]),
+    (pickled, ["weights are pickled", "pytorch_model.bin"]),
+    (outside, ["names the file '../../etc/passwd'"]),
+]
+
+
+@pytest.mark.parametrize(("change", "fragments"), FOLDERS)
+def test_weights_that_do_not_fit_are_refused(refused, model, change, fragments):
+    folder = model(files=1)
+    change(folder)
+    line = refused("import", folder, "--out", "imported")
+    for fragment in fragments:
+        assert fragment in line
+
+
+def test_a_setting_of_the_model_cannot_be_overridden(refused, model):
+    line = refused("import", model(), "--out", "imported", "--config.model.norm_epsilon=1e-6")
+    assert "model.norm_epsilon: 1e-05 -> 1e-06" in line
+
+
+def test_an_unknown_setting_is_refused(refused, model):
+    line = refused("import", model(), "--out", "imported", "--config.train.steps=1")
+    assert "train.steps" in line
+
+
+def test_a_folder_that_is_not_there_is_refused(refused):
+    assert "no folder of weights. nowhere" in refused("import", "nowhere", "--out", "imported")
+
+
+def test_an_output_that_is_there_is_not_replaced(refused, model, tmp_path):
+    folder = model()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert "output exists. --out full" in refused("import", folder, "--out", "full")
+    assert "output exists. --out full" in refused("export", "imported", "--out", "full")
+
+
+def test_an_output_that_cannot_be_written_is_refused(refused, model):
+    assert "cannot be written" in refused("import", model(), "--out", "/proc/imported")
+
+
+def test_a_run_without_a_checkpoint_is_refused(refused, tmp_path):
+    assert "no finished checkpoint" in refused("export", "nowhere", "--out", "exported")
+
+
+@pytest.fixture
+def imported(command, model, tmp_path):
+    assert command("import", model(), "--out", "imported")[0] == 0
+    return tmp_path / "imported"
+
+
+def test_a_step_that_is_not_there_is_refused(refused, imported):
+    line = refused("export", imported, "--out", "exported", "--step", 3)
+    assert "no finished checkpoint" in line
+    assert "imported/3" in line
+
+
+def test_a_damaged_checkpoint_is_refused(refused, imported):
+    file = max((p for p in (imported / "0" / "weights").rglob("*") if p.is_file()), key=size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+    assert "checkpoint is damaged" in refused("export", imported, "--out", "exported")
+
+
+def size(path):
+    return path.stat().st_size
+
+
+def test_an_unknown_family_is_refused(refused, imported):
+    line = refused("export", imported, "--out", "exported", "--family", "llama")
+    assert "no family 'llama'. Known: mixtral" in line
+
+
+def test_nothing_is_left_when_the_work_fails(command, model, tmp_path, monkeypatch):
+    folder = model()
+
+    def fail(*_, **__):
+        raise OSError("the device is on fire")
+
+    monkeypatch.setattr(importing, "load", fail)
+    code, lines = command("import", folder, "--out", "imported")
+    assert (code, lines[-1]) == (2, "moejax: error: the device is on fire")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert command("import", folder, "--out", "imported")[0] == 0
+    monkeypatch.setattr(exporting, "write_weights", fail)
+    assert command("export", "imported", "--out", "exported")[0] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "imported"}
+
+
+def test_what_a_killed_conversion_left_is_no_obstacle(command, model, tmp_path):
+    (tmp_path / "imported.partial").mkdir()
+    (tmp_path / "imported.partial" / "half").touch()
+    assert command("import", model(), "--out", "imported")[0] == 0
+    assert not (tmp_path / "imported.partial").exists()
+    assert not (tmp_path / "imported" / "half").exists()
+
+
+def test_too_little_room_is_said_before_anything_is_read(command, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    code, lines = command("import", model(), "--out", "imported")
+    assert code == 5
+    assert "1,000 bytes free" in lines[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+
+
+def test_links_out_of_the_folder_are_not_copied(refused, model, tmp_path):
+    folder = model()
+    (tmp_path / "secret").write_text("secret")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
+    line = refused("import", folder, "--out", "imported")
+    assert "tokenizer.json is outside" in line

@@ -1,0 +1,174 @@
+"""`moejax hf import` and `export`, from folder to folder, with a run in between."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from moejax.config.load import load_config
+from moejax.convert import command as convert
+from moejax.train.__main__ import main as train
+from moejax.train.checkpoint import locate
+from tests.hf.golden import cases_of
+from tests.hf.random_models import draw_all
+from tests.integration.runs import write_tokens
+
+
+def tensors_of(folder):
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def assert_same_tensors(folder, wanted):
+    found = tensors_of(folder)
+    assert set(found) == set(wanted)
+    for name, values in wanted.items():
+        assert found[name].dtype == values.dtype
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def test_import_then_export_gives_the_folder_back(command, model, tmp_path):
+    folder = model()
+    code, lines = command("import", folder, "--out", "imported")
+    assert code == 0, lines
+    assert any("40,440 parameters" in line for line in lines)
+    assert any("--tokenizer imported/hf/tokenizer.json" in line for line in lines)
+    code, lines = command("export", "imported", "--out", "exported", "--dtype", "float32")
+    assert code == 0, lines
+    assert_same_tensors(tmp_path / "exported", tensors_of(folder))
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    given = json.loads((folder / "config.json").read_text())
+    assert config.pop("torch_dtype") == given.pop("dtype") == "float32"
+    rope = given.pop("rope_parameters")
+    assert config.pop("rope_theta") == rope.pop("rope_theta")
+    scaling = config.pop("rope_scaling")
+    assert scaling.pop("type") == rope["rope_type"]
+    assert scaling == rope
+    given.pop("transformers_version")
+    assert config == given
+    names = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_the_written_config_is_the_model_and_how_to_train_it(command, model, tmp_path):
+    words = ["--config.train.num_steps=70", "--config.run_dir=elsewhere"]
+    code, lines = command("import", model(), "--out", "imported", *words)
+    assert code == 0, lines
+    cfg = load_config(tmp_path / "imported" / "config.json")
+    assert (cfg.run_dir, cfg.train.num_steps) == ("elsewhere", 70)
+    assert cfg.checkpoint.init_from == str(tmp_path / "imported")
+    assert (cfg.model.num_heads, cfg.model.rope.scaling) == (12, "llama3")
+    assert cfg.model.dtype == "float32"
+    assert cfg.optimizer.learning_rate < 1e-4
+    named = json.loads((tmp_path / "imported" / "config.json").read_text())
+    assert set(named["model"]) >= {"norm_epsilon", "sliding_window", "qk_norm"}
+    saved = locate(cfg.checkpoint.init_from, "full")
+    assert (saved.step, saved.path.name) == (0, "0")
+
+
+def test_weights_may_be_stored_in_two_bytes(command, model, tmp_path):
+    folder = model()
+    for dtype in ("float32", "bfloat16"):
+        assert command("import", folder, "--out", dtype, "--dtype", dtype)[0] == 0
+        assert command("export", dtype, "--out", f"{dtype}-out")[0] == 0
+    first, second = (tensors_of(tmp_path / f"{dtype}-out") for dtype in ("float32", "bfloat16"))
+    for name, values in first.items():
+        assert values.tobytes() == second[name].tobytes()
+
+
+OLMOE = ("olmoe", "top 3")
+
+
+@pytest.fixture
+def run_on(tmp_path):
+    """Trains one step at a learning rate of zero on what a config begins with."""
+
+    def run(config, *words):
+        tokens = write_tokens(tmp_path / "tokens.bin")
+        overrides = {
+            "data.source": "tokens",
+            "data.train_files": tokens,
+            "data.eval_files": "",
+            "data.sequence_length": 16,
+            "optimizer.learning_rate": 0,
+            "optimizer.warmup_steps": 0,
+            "train.batch_sequences": 8,
+            "train.num_steps": 1,
+            "train.sample_tokens": 0,
+            "plan": "hand",
+            "mesh.replica": 8,
+            "run_dir": tmp_path / "run",
+        }
+        flags = [f"--config.{name}={value}" for name, value in overrides.items()]
+        return train(["--config", str(config), *flags, *words])
+
+    return run
+
+
+def test_a_run_begins_with_imported_weights_and_is_exported(command, model, run_on, tmp_path):
+    folder = model(*OLMOE)
+    assert command("import", folder, "--out", "imported")[0] == 0
+    assert run_on(tmp_path / "imported" / "config.json") == 0
+    assert json.loads((tmp_path / "run" / "hf" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+    code, lines = command("export", "run", "--out", "out", "--dtype", "float32", "--step", 1)
+    assert code == 0, lines
+    assert "exported step 1" in lines[-1]
+    # At a learning rate of zero the weights are those that came.
+    assert_same_tensors(tmp_path / "out", tensors_of(folder))
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert not list((tmp_path / "run").rglob("*.py"))
+
+
+def test_a_run_begins_with_a_folder(command, model, run_on, tmp_path):
+    folder = model(*OLMOE)
+    assert command("import", folder, "--out", "imported")[0] == 0
+    direct = f"--config.checkpoint.init_from={folder}"
+    assert run_on(tmp_path / "imported" / "config.json", direct) == 0
+    assert command("export", "run", "--out", "out", "--dtype", "float32")[0] == 0
+    assert_same_tensors(tmp_path / "out", tensors_of(folder))
+
+
+def test_help_shows_an_example(capsys):
+    for words, fragment in (
+        (["--help"], "moejax hf import downloads"),
+        (["import", "--help"], "--out imported/olmoe"),
+        (["export", "--help"], "--step 400"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            convert.main(words)
+        assert ended.value.code == 0
+        assert fragment in capsys.readouterr().out
+
+
+def test_a_config_without_an_origin_finds_its_family(command, model, tmp_path):
+    """As of a run that began with drawn weights."""
+    assert command("import", model("mixtral", "window, top 1"), "--out", "imported")[0] == 0
+    for path in (tmp_path / "imported" / "hf").iterdir():
+        path.unlink()
+    code, lines = command("export", "imported", "--out", "out")
+    assert code == 0, lines
+    assert "as mixtral" in lines[-1]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == ("mixtral", 9)
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+    code, lines = command("export", "imported", "--out", "other", "--family", "olmoe")
+    assert code == 2
+    assert "olmoe does not hold this model" in lines[0]
+    assert not (tmp_path / "other").exists()
+
+
+def test_drawn_weights_are_those_of_the_case(model):
+    """The folder of these tests is the golden one."""
+    wanted = draw_all(cases_of("mixtral")["even, llama3 positions"]["tensors"])
+    assert_same_tensors(model(), wanted)

@@ -1,0 +1,84 @@
+"""The golden models of `tests/golden/models`, as folders and as configs of runs."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.config.schema import Config, DataConfig, MeshConfig, RouterConfig, TrainConfig
+from moejax.hf.config import config_of
+from moejax.hf.load import load, plan_load
+from moejax.hf.reader import Folder
+from moejax.step.state import TrainState
+from moejax.step.train_step import TrainStep
+from tests.cases import step_for
+from tests.hf.random_models import draw_all, write_folder
+
+MODELS = Path(__file__).parents[1] / "golden" / "models"
+FAMILIES = sorted(path.stem for path in MODELS.glob("*.json"))
+# What the model does not compute yet, by family; "" is for all cases, else the case's name.
+NOT_YET = {
+    ("qwen2_moe", ""): "shared_gate",
+    ("deepseek_v2", ""): "latent attention",
+    ("deepseek_v3", ""): "latent attention",
+    ("gpt_oss", ""): "sinks and biases",
+    ("glm4_moe", ""): "rope_width",
+    ("minimax_m2", ""): "rope_width",
+    ("olmoe", "even, linear positions, biases"): "attention_output_bias",
+}
+
+
+@cache
+def cases_of(family: str) -> dict[str, dict]:
+    """The golden cases of a family by name."""
+    found = json.loads((MODELS / f"{family}.json").read_text())
+    return {case["name"]: case for case in found["cases"]}
+
+
+def all_cases(only: str = "") -> list:
+    """Parameters (family, case) of every golden model whose case begins with `only`."""
+    params = []
+    for family in FAMILIES:
+        for name in cases_of(family):
+            if not name.startswith(only):
+                continue
+            reason = NOT_YET.get((family, "")) or NOT_YET.get((family, name))
+            marks = pytest.mark.skip(reason=f"model has no {reason} yet") if reason else ()
+            params.append(pytest.param(family, name, marks=marks, id=f"{family}: {name}"))
+    return params
+
+
+def golden_folder(place: Path, case: dict, files: int = 1) -> Path:
+    """Writes the folder of a golden model."""
+    return write_folder(place, case["config"], draw_all(case["tensors"]), files)
+
+
+def run_config(folder: Folder, mesh: MeshConfig, *, sequences: int, length: int) -> Config:
+    """The config of a run of a folder's model, without router losses."""
+    cfg = config_of(folder)
+    router: RouterConfig = replace(cfg.moe.router, balance_loss=0.0)
+    return replace(
+        cfg,
+        moe=replace(cfg.moe, router=router),
+        mesh=mesh,
+        data=DataConfig(sequence_length=length),
+        train=TrainConfig(batch_sequences=sequences),
+    )
+
+
+def loaded(place: Path, case: dict, mesh: MeshConfig) -> tuple[TrainStep, TrainState]:
+    """A train step of a golden model, and a state with its weights; the rest is zero."""
+    tokens = case["tokens"]
+    with Folder(golden_folder(place, case)) as folder:
+        cfg = run_config(folder, mesh, sequences=len(tokens), length=len(tokens[0]))
+        train_step = step_for(cfg)
+        abstract = train_step.abstract
+        plan = plan_load(folder, train_step.model, abstract.params, abstract.router_bias)
+        params = load(plan, folder, abstract.params)
+        router_bias = load(plan, folder, abstract.router_bias)
+    state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), abstract)
+    return train_step, state._replace(params=params, router_bias=router_bias)

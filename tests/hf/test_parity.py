@@ -1,0 +1,130 @@
+"""Our models against transformers': logits, choices, loss, gradients and greedy texts.
+
+The numbers were written by `tests/golden/make_models.py`; the weights are drawn from their names.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.config.schema import MeshConfig
+from moejax.hf.assemble import assemble
+from moejax.hf.families import family_of
+from moejax.hf.load import flat, parameters_of, without_rule
+from moejax.hf.rules import tensors_of
+from moejax.moe import router
+from moejax.runtime.processes import ALONE
+from moejax.step.state import Batch
+from tests.cases import place
+from tests.hf.golden import all_cases, cases_of, loaded
+from tests.hf.random_models import draw
+
+LOGITS, GRADIENTS = 1e-5, 1e-4  # of the largest logit, and of a gradient's norm
+ONE_DEVICE, MESH = MeshConfig(), MeshConfig(expert=2, tensor=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def annotations(unchecked_annotations):
+    """Leaves annotations unchecked: whole steps are traced, whose layers have tests."""
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """What the routers choose while programs run that are traced from now on, layer by layer."""
+    seen, real = [], router.route
+
+    def route(*args, **kwargs):
+        routing = real(*args, **kwargs)
+        jax.debug.callback(lambda expert: seen.append(np.asarray(expert)), routing.expert_NK)
+        return routing
+
+    monkeypatch.setattr(router, "route", route)
+    return seen
+
+
+def logits_at(train_step, state, token_BT, length):
+    tokens = jax.device_put(token_BT, train_step.batch_sharding)
+    return np.asarray(train_step.next_logits(state, (tokens, length)))
+
+
+def check_logits(train_step, state, case, token_BT):
+    for index, position in enumerate(case["positions"]):
+        logits_BV = logits_at(train_step, state, token_BT, position + 1).astype(np.float64)
+        bound = LOGITS * case["largest"]
+        wanted = np.array(case["logits"])[:, index]
+        np.testing.assert_allclose(logits_BV[:, case["ids"]], wanted, rtol=0, atol=bound)
+        top = logits_BV.max(axis=-1)
+        logsum = top + np.log(np.exp(logits_BV - top[:, None]).sum(axis=-1))
+        wanted = np.array(case["logsumexp"])[:, index]
+        np.testing.assert_allclose(logsum, wanted, rtol=0, atol=bound)
+
+
+def check_greedy(train_step, state, case, token_BT):
+    prompt = 8
+    tokens = np.zeros_like(token_BT)
+    tokens[:, :prompt] = token_BT[:1, :prompt]
+    for length in range(prompt, token_BT.shape[1]):
+        logits_BV = logits_at(train_step, state, tokens, length)
+        tokens[:, length] = logits_BV[0].argmax()
+    assert tokens[0, prompt:].tolist() == case["greedy"]
+
+
+def check_gradients(train_step, gradients, case):
+    family = family_of(case["config"])
+    shapes = train_step.abstract
+    parameters = parameters_of(train_step.model, shapes.params, shapes.router_bias)
+    biases = {path for path in parameters if path.endswith(".moe.bias")}
+    zeros = without_rule(family, parameters) | biases
+    held = {path: p for path, p in parameters.items() if path not in zeros}
+    tensors = tensors_of((*family.rules, *family.experts[0]), held, train_step.cfg.model)
+    arrays = flat(gradients)
+    # A router whose one weight is normalised has no gradient but rounding errors.
+    rounding = np.finfo(np.float32).eps * max(norm for norm, _ in case["gradients"].values())
+    assert {tensor.name for tensor in tensors} == set(case["gradients"])
+    for tensor in tensors:
+        values = assemble(arrays[tensor.path], tensor, np.float32, ALONE)
+        gradient = tensor.view.to_tensor(values).astype(np.float64)
+        norm, projection = case["gradients"][tensor.name]
+        direction = draw(f"direction of {tensor.name}", gradient.shape).astype(np.float64)
+        found = np.sum(gradient * direction) / np.sqrt(np.sum(direction**2))
+        bound = GRADIENTS * norm + rounding
+        assert abs(np.linalg.norm(gradient) - norm) <= bound, tensor.name
+        assert abs(found - projection) <= bound, tensor.name
+
+
+def check_loss(train_step, state, case, token_BT):
+    target_BT = np.concatenate([token_BT[:, 1:], np.full_like(token_BT[:, :1], -1)], axis=1)
+    batch = Batch(token_BT, target_BT, np.zeros_like(token_BT))
+    gradients, parts = train_step.gradients(state, place(train_step, batch))
+    np.testing.assert_allclose(float(parts.nll), case["loss"], rtol=1e-6)
+    load_LE = [
+        np.bincount(
+            np.array(" ".join(layer).split(), int), minlength=train_step.cfg.moe.num_experts
+        )
+        for layer in case["choices"]
+    ]
+    np.testing.assert_array_equal(np.asarray(parts.load_LE), load_LE)
+    check_gradients(train_step, gradients, case)
+
+
+@pytest.mark.parametrize(("family", "name"), all_cases())
+def test_one_device_computes_what_transformers_computes(tmp_path, choices, family, name):
+    case = cases_of(family)[name]
+    train_step, state = loaded(tmp_path, case, ONE_DEVICE)
+    token_BT = np.array(case["tokens"], np.int32)
+    jax.block_until_ready(logits_at(train_step, state, token_BT, 1))
+    jax.effects_barrier()
+    found = [[" ".join(map(str, sorted(row))) for row in layer.tolist()] for layer in choices]
+    assert found == case["choices"]
+    check_logits(train_step, state, case, token_BT)
+    check_greedy(train_step, state, case, token_BT)
+    check_loss(train_step, state, case, token_BT)
+
+
+@pytest.mark.parametrize(("family", "name"), all_cases("even"))
+def test_a_mesh_of_expert_and_tensor_axes_computes_the_same(tmp_path, family, name):
+    case = cases_of(family)[name]
+    train_step, state = loaded(tmp_path, case, MESH)
+    token_BT = np.array(case["tokens"], np.int32)
+    check_logits(train_step, state, case, token_BT)
+    check_loss(train_step, state, case, token_BT)

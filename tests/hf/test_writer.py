@@ -1,0 +1,174 @@
+"""Arrays into folders and back: the same bits, on any mesh, in files of any size."""
+
+import json
+from dataclasses import replace
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from moejax.config.schema import MeshConfig
+from moejax.errors import InputError
+from moejax.hf.config import config_of
+from moejax.hf.families import family_of
+from moejax.hf.load import flat, load, plan_load
+from moejax.hf.reader import Folder
+from moejax.hf.writer import check_biases, plan_files, total_elements, write_weights
+from moejax.runtime.processes import ALONE
+from tests.cases import step_for
+from tests.hf.golden import all_cases, cases_of, golden_folder, run_config
+from tests.hf.random_models import draw_all, write_folder
+
+MESH = MeshConfig(fsdp=2, expert=2, tensor=2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def annotations(unchecked_annotations):
+    """Leaves annotations unchecked: whole models are traced, whose layers have tests."""
+
+
+def read_all(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def import_arrays(path, mesh):
+    """The family, the train step and the arrays of a folder."""
+    with Folder(path) as folder:
+        step = step_for(run_config(folder, mesh, sequences=8, length=8))
+        abstract = step.abstract
+        plan = plan_load(folder, step.model, abstract.params, abstract.router_bias)
+        arrays = flat(load(plan, folder, abstract.params))
+        return (
+            family_of(folder.config),
+            step,
+            arrays | flat(load(plan, folder, abstract.router_bias)),
+        )
+
+
+def export_arrays(out, family, step, arrays, dtype, file_bytes=10**9):
+    out.mkdir()
+    shapes = (step.abstract.params, step.abstract.router_bias)
+    files = plan_files(family, step.model, *shapes, dtype, file_bytes)
+    done = []
+    write_weights(files, out, arrays.__getitem__, ALONE, done.append)
+    assert sum(done) == total_elements(files)
+    return files
+
+
+def assert_same_tensors(got, wanted):
+    assert set(got) == set(wanted)
+    for name, values in wanted.items():
+        assert got[name].dtype == values.dtype, name
+        assert got[name].tobytes() == values.tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "name"), all_cases())
+def test_export_gives_back_what_was_imported(tmp_path, family, name, dtype):
+    case = cases_of(family)[name]
+    wide = ("e_score_correction_bias",)
+    tensors = {
+        key: x if dtype == "float32" or key.endswith(wide) else x.astype(dtype)
+        for key, x in draw_all(case["tensors"]).items()
+    }
+    if case["config"]["tie_word_embeddings"]:
+        tensors.pop("lm_head.weight", None)
+    # A zero with a sign, which sums would lose.
+    tensors["model.norm.weight"][0] = -0.0
+    write_folder(tmp_path / "in", case["config"], tensors)
+    table, step, arrays = import_arrays(tmp_path / "in", MeshConfig())
+    export_arrays(tmp_path / "out", table, step, arrays, dtype)
+    assert_same_tensors(read_all(tmp_path / "out"), tensors)
+    with Folder(tmp_path / "in") as folder:
+        config = table.write(config_of(folder), folder.config)
+    again = write_folder(tmp_path / "again", config, read_all(tmp_path / "out"))
+    _, _, arrays_again = import_arrays(again, MeshConfig())
+    for path, array in arrays.items():
+        assert np.asarray(arrays_again[path]).tobytes() == np.asarray(array).tobytes(), path
+
+
+@pytest.mark.parametrize(("family", "name"), all_cases("even"))
+def test_a_mesh_writes_the_same_files(tmp_path, family, name):
+    case = cases_of(family)[name]
+    path = golden_folder(tmp_path / "in", case)
+    for place, mesh in (("one", MeshConfig()), ("many", MESH)):
+        files = export_arrays(tmp_path / place, *import_arrays(path, mesh), "bfloat16", 20_000)
+        assert len(files) > 3
+    names = sorted(p.name for p in (tmp_path / "one").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "many").iterdir())
+    assert names[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    for each in names:
+        assert (tmp_path / "one" / each).read_bytes() == (tmp_path / "many" / each).read_bytes()
+
+
+def test_the_index_says_where_each_tensor_is(tmp_path):
+    case = cases_of("olmoe")["top 3"]
+    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+    export_arrays(tmp_path / "out", table, step, arrays, "float32", 100_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "out" / file)
+    found = read_all(tmp_path / "out")
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
+    sizes = [p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors")]
+    # A tensor that is larger than a file may be has a file of its own.
+    assert sorted(sizes)[-3] < 110_000
+    with Folder(write_folder_config(tmp_path / "out", case)) as folder:
+        assert set(folder.weights) == set(case["tensors"])
+
+
+def write_folder_config(folder, case):
+    (folder / "config.json").write_text(json.dumps(case["config"]))
+    return folder
+
+
+def test_one_file_needs_no_index(tmp_path):
+    case = cases_of("olmoe")["top 3"]
+    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+    export_arrays(tmp_path / "out", table, step, arrays, "float32")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_rounding_to_bfloat16_is_to_the_nearest(tmp_path):
+    case = cases_of("olmoe")["top 3"]
+    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+    export_arrays(tmp_path / "out", table, step, arrays, "bfloat16")
+    for name, values in draw_all(case["tensors"]).items():
+        wanted = values.astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(read_all(tmp_path / "out")[name], wanted)
+        break
+
+
+def test_selection_biases_that_files_cannot_hold_are_refused(tmp_path):
+    case = cases_of("olmoe")["top 3"]
+    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+    shapes = (step.abstract.params, step.abstract.router_bias)
+    check_biases(table, step.model, *shapes, arrays.__getitem__)
+    (path,) = [path for path in arrays if path.endswith(".moe.bias")]
+    arrays[path] = arrays[path].at[0, 1].set(0.001)
+    with pytest.raises(InputError, match="no tensor for the selection biases"):
+        check_biases(table, step.model, *shapes, arrays.__getitem__)
+
+
+def test_a_model_without_a_place_in_the_family_is_refused(tmp_path):
+    case = cases_of("olmoe")["top 3"]
+    table, step, _ = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+    cfg = replace(step.cfg, moe=replace(step.cfg.moe, num_shared_experts=1))
+    step = step_for(cfg)
+    with pytest.raises(InputError, match=r"no tensor of this family holds .*mlp\.w_in"):
+        plan_files(table, step.model, step.abstract.params, step.abstract.router_bias, "float32")
+
+
+def test_jax_arrays_are_what_is_written(tmp_path):
+    """Arrays of a mesh after a computation, as a run has them."""
+    case = cases_of("mixtral")["even, llama3 positions"]
+    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MESH)
+    doubled = jax.tree.map(lambda x: x * 2, arrays)
+    export_arrays(tmp_path / "out", table, step, doubled, "float32")
+    for name, values in read_all(tmp_path / "out").items():
+        np.testing.assert_array_equal(values, 2 * draw_all(case["tensors"])[name])
