@@ -58,7 +58,7 @@ def _grouped(w, x, seen, cfg: Config):
 
 def _latent(w, x, seen, cfg: Config):
     model = cfg.model
-    R, epsilon = model.rope_width, model.norm_epsilon
+    R, epsilon = model.rope_width, 1e-6
     plain = model.head_width - R
     if model.q_latent is None:
         q = jnp.einsum("BTD,DHC->BTHC", x, w["w_q"])

@@ -20,6 +20,9 @@ from moejax.model.attention import project_from_heads, project_to_heads
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import Angles, rotate, score_factor
 
+# Epsilon of the norms of latents: DeepSeek's code has it whatever the model's other norms take.
+LATENT_EPSILON = 1e-6
+
 
 class LatentAttention(nnx.Module):
     """Attention whose keys and values are expanded from a latent, and queries if `q_latent` is set.
@@ -40,11 +43,11 @@ class LatentAttention(nnx.Module):
             self.w_q = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
         else:
             self.w_dq = nnx.Param(normal(rngs.params(), (D, cfg.q_latent)), dims="DZ")
-            self.q_norm = RMSNorm(cfg.q_latent, cfg.norm_epsilon, dims="Z")
+            self.q_norm = RMSNorm(cfg.q_latent, LATENT_EPSILON, dims="Z")
             self.w_uq = nnx.Param(normal(rngs.params(), (cfg.q_latent, H, C)), dims="ZHC")
         # The latent of keys and values, then the key that rotates.
         self.w_dkv = nnx.Param(normal(rngs.params(), (D, cfg.kv_latent + R)), dims="DZ")
-        self.kv_norm = RMSNorm(cfg.kv_latent, cfg.norm_epsilon, dims="Z")
+        self.kv_norm = RMSNorm(cfg.kv_latent, LATENT_EPSILON, dims="Z")
         # For each head the channels of keys that do not rotate, then those of values.
         expanded = (cfg.kv_latent, H, C - R + cfg.value_channels)
         self.w_ukv = nnx.Param(normal(rngs.params(), expanded), dims="ZHC")

@@ -21,15 +21,7 @@ from tests.hf.random_models import draw_all, write_folder
 MODELS = Path(__file__).parents[1] / "golden" / "models"
 FAMILIES = sorted(path.stem for path in MODELS.glob("*.json"))
 # What the model does not compute yet, by family; "" is for all cases, else the case's name.
-NOT_YET = {
-    ("qwen2_moe", ""): "shared_gate",
-    ("deepseek_v2", ""): "latent attention",
-    ("deepseek_v3", ""): "latent attention",
-    ("gpt_oss", ""): "sinks and biases",
-    ("glm4_moe", ""): "rope_width",
-    ("minimax_m2", ""): "rope_width",
-    ("olmoe", "even, linear positions, biases"): "attention_output_bias",
-}
+NOT_YET = {}
 
 
 @cache
