@@ -7,6 +7,7 @@ letters of the model:
     T positions (queries)   G key/value heads     K experts chosen per token
     S positions (keys)      C channels a head     F hidden width of an MLP or expert
     D model width           V vocabulary          U gate and up (2); W gate and up joined (2 * F)
+    R rank of an adapter
 
 Inside shard_map letters count what a device holds: its sequences, and under tensor sharding its
 heads (H, G) and hidden width (F). `t` and `v` are its shares where T or V stand for all. Files
@@ -95,6 +96,10 @@ class Layout:
             rules = {"D": self.fsdp + self.expert}
             rules |= dict.fromkeys("HGFV", self.tensor)
         return tuple(rules.get(letter, ()) for letter in dims)
+
+    def is_whole(self, dims: str) -> bool:
+        """Whether every device holds all of a parameter."""
+        return not any(self.param_axes(dims))
 
     def param_spec(self, dims: str, ndim: int) -> PartitionSpec:
         """The sharding of a parameter; leading dimensions of stacked layers are not sharded."""

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from optax import contrib
 
 from moejax.comm import wire
+from moejax.comm.weights.adapters import RANK
 from moejax.config.schema import OptimizerConfig
 from moejax.layout.layout import Layout
 
@@ -145,8 +146,8 @@ def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
 
 
 def _decays(dims: str) -> bool:
-    """Whether weights decay: matrices that touch the residual stream, not scales and biases."""
-    return "D" in dims and len(dims) > 1
+    """Whether weights decay: matrices of the residual stream and adapters, not scales and biases."""
+    return ("D" in dims or RANK in dims) and len(dims) > 1
 
 
 def is_matrix(dims: str) -> bool:

@@ -48,7 +48,9 @@ def train_step(
         partial(jnp.where, finite), (router_bias, reduction), (state.router_bias, state.reduction)
     )
     skipped = state.skipped + jnp.where(finite, 0, 1)
-    state = TrainState(state.step + 1, skipped, params, router_bias, moments, reduction)
+    state = TrainState(
+        state.step + 1, skipped, params, router_bias, moments, reduction, state.frozen
+    )
     parts = parts._replace(nll=nll, balance=balance)
     return state, Metrics(*parts, gradient_norm=norm, skipped=skipped)
 
@@ -80,7 +82,7 @@ def loss_gradients(
         start = (zeros, state.reduction.codecs)
         scanned = (jnp.arange(num_parts), cut_batch)
         ((gradients, parts), codecs), _ = jax.lax.scan(add, start, scanned)
-    gradients = _reduce_vectors(model, gradients)
+    gradients = _reduce_whole(model, gradients)
     return gradients, parts, _choose_levels(model, state.reduction, codecs)
 
 
@@ -112,7 +114,7 @@ def _micro_batch(
     noise = Noise(noise_key, first_row) if cfg.moe.router.jitter else None
 
     def loss(params: Tree) -> tuple[jax.Array, LossParts]:
-        transformer = model.merge(params, state.router_bias)
+        transformer = model.merge(params, state.frozen, state.router_bias)
         x_BTD, w_Dv, stats = transformer(rows.token_BT, rows.segment_BT, noise)
         with jax.named_scope("loss"):
             return next_token_loss(
@@ -131,12 +133,12 @@ def _micro_batch(
     return *detach_residuals(gradients, model.dims), parts
 
 
-def _reduce_vectors(model: ModelDef, gradients: Tree) -> Tree:
-    """Sums the gradients of vectors (norm scales), which are replicated."""
+def _reduce_whole(model: ModelDef, gradients: Tree) -> Tree:
+    """Sums the gradients of parameters that every device holds whole, such as norm scales."""
     leaves, tree = jax.tree.flatten(gradients)
-    vectors = [i for i, letters in enumerate(jax.tree.leaves(model.dims)) if len(letters) == 1]
-    sums = reduce_whole([leaves[i] for i in vectors], model.layout)
-    for i, total in zip(vectors, sums, strict=True):
+    whole = [i for i, d in enumerate(jax.tree.leaves(model.dims)) if model.layout.is_whole(d)]
+    sums = reduce_whole([leaves[i] for i in whole], model.layout)
+    for i, total in zip(whole, sums, strict=True):
         leaves[i] = total
     return jax.tree.unflatten(tree, leaves)
 

@@ -48,8 +48,11 @@ def class_of(dims: str) -> str:
 
 
 def compressible(dims: str) -> bool:
-    """False for the router, never compressed, and for biases and norm scales, too small to gain."""
-    return "D" in dims and len(dims) > 1 and dims != "DE"
+    """False for the router, never compressed, and for what is too small to gain.
+
+    Small are biases, norm scales, and the factors of adapters.
+    """
+    return "D" in dims and len(dims) > 1 and dims != "DE" and "R" not in dims
 
 
 def parts_shape(size: int, dims: str, layout: Layout) -> tuple[int, int, int]:
