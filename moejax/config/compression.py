@@ -128,7 +128,9 @@ class Compression:
     def without_gradients(self) -> "Compression":
         """Returns the same codecs without those of gradients."""
         none = dict.fromkeys(GRADIENTS)
-        stages = tuple((start, dataclasses.replace(codecs, **none)) for start, codecs in self.stages)
+        stages = tuple(
+            (start, dataclasses.replace(codecs, **none)) for start, codecs in self.stages
+        )
         if all(codecs == NO_CODECS for _, codecs in stages):
             return NO_COMPRESSION
         return Compression(stages)

@@ -68,9 +68,7 @@ def init_adapters(seed: int, dims: Tree, shapes: Tree) -> Tree:
 
     def of(path: Path, letters: Adapter, shape: Adapter) -> Adapter:
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(full_name(path).encode()))
-        inputs = math.prod(
-            size for letter, size in _sizes(letters.a, shape.a).items() if letter not in ("E", RANK)
-        )
+        inputs = _side(letters.a, _sizes(letters.a, shape.a))
         bound = inputs**-0.5
         a = jax.random.uniform(key, shape.a.shape, minval=-bound, maxval=bound)
         return Adapter(a, jnp.zeros(shape.b.shape))
@@ -128,15 +126,10 @@ def _check_targets(cfg: LoraConfig, dims: Tree) -> None:
         )
 
 
-def _check_rank(
-    cfg: LoraConfig, path: Path, factors: Adapter, letters: str, param: Any
-) -> None:
+def _check_rank(cfg: LoraConfig, path: Path, factors: Adapter, letters: str, param: Any) -> None:
     """Refuses a rank above that of the matrix."""
     sizes = _sizes(letters, param)
-    sides = [
-        math.prod(sizes[letter] for letter in factor if letter not in ("E", RANK))
-        for factor in factors
-    ]
+    sides = [_side(factor, sizes) for factor in factors]
     assert cfg.rank is not None
     if cfg.rank > min(sides):
         raise InputError(
@@ -149,6 +142,11 @@ def _check_rank(
 def _sizes(letters: str, param: Any) -> dict[str, int]:
     """Returns the size of each dimension of a parameter, without stacked layers."""
     return dict(zip(letters, param.shape[param.ndim - len(letters) :], strict=True))
+
+
+def _side(factor: str, sizes: dict[str, int]) -> int:
+    """Returns the size of one side of the matrix that a factor belongs to, of one expert."""
+    return math.prod(sizes[letter] for letter in factor.removeprefix("E") if letter != RANK)
 
 
 def _is_adapter(x: Any) -> bool:

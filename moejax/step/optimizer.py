@@ -146,7 +146,7 @@ def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
 
 
 def _decays(dims: str) -> bool:
-    """Whether weights decay: matrices of the residual stream and adapters, not scales and biases."""
+    """Whether weights decay: matrices of the residual stream and adapters, not scales, biases."""
     return ("D" in dims or RANK in dims) and len(dims) > 1
 
 

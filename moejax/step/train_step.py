@@ -21,9 +21,9 @@ from moejax.config.schema import Config
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.runtime.compiler import Options, compiler_options, known_options
+from moejax.step.adapters import init_adapters
 from moejax.step.forward import logits_after, sum_over_targets
 from moejax.step.loss import LossParts
-from moejax.step.adapters import init_adapters
 from moejax.step.model import ModelDef, ModelShapes, build_spec, describe_model, parameter_sizes
 from moejax.step.optimizer import Optimizer
 from moejax.step.state import Batch, Reduction, TrainState, Tree

@@ -146,6 +146,8 @@ class Checkpoints:
     def restore(self, saved: Saved, abstract: TrainState, *, reduction: bool = True) -> TrainState:
         """Reads the state onto the devices and shardings that `abstract` names.
 
+        Frozen weights are in no checkpoint of the run: they are None.
+
         Args:
           reduction: whether to read the codecs' state too; otherwise it is None.
         """
@@ -259,6 +261,18 @@ def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> d
         name: jax.tree.unflatten(jax.tree.structure(tree), [read[name][key] for key in _flat(tree)])
         for name, tree in wanted.items()
     }
+
+
+def restore_weights(path: Path, abstract: TrainState) -> tuple[Any, Any]:
+    """Reads all weights and the selection biases of a checkpoint.
+
+    Args:
+      abstract: the state of the run that takes them, which decides shardings and dtypes.
+    """
+    if abstract.frozen is not None:
+        abstract = abstract._replace(params=abstract.frozen)
+    weights = restore_items(path, abstract, ("weights",))["weights"]
+    return weights["params"], weights["balance"]
 
 
 def step_of_state(saved: Saved, abstract: TrainState) -> int:

@@ -20,7 +20,7 @@ from moejax.config.schema import Config
 from moejax.data.sources import Content
 from moejax.errors import InputError
 from moejax.runtime.event_log import RunLock
-from moejax.runtime.processes import Processes, find_rank
+from moejax.runtime.processes import ALONE, Processes, find_rank
 from moejax.runtime.start import simulated_here
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
@@ -29,7 +29,7 @@ from moejax.train.checkpoint import (
     Saved,
     locate,
     newest,
-    restore_items,
+    restore_weights,
     set_aside,
     step_of_state,
 )
@@ -39,8 +39,10 @@ from moejax.train.manifest import finished_steps, stored_bytes
 from moejax.train.metrics import EVALUATED, held_out_text
 from moejax.train.resume import (
     check_resumable,
+    check_same_base,
     check_same_data,
     check_same_weights,
+    describe_base,
     remembers,
     same_reduction,
 )
@@ -67,9 +69,34 @@ def check_places(cfg: Config) -> None:
     """
     check_folder(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
     begun = finished_steps(Path(cfg.run_dir) / "checkpoints")
-    if cfg.checkpoint.init_from is not None and not begun:
-        source = locate(cfg.checkpoint.init_from, "size")
-        check_same_weights(source.manifest.get("config", {}), cfg)
+    if cfg.lora.rank is not None or not begun:
+        _source(cfg, "size", ALONE)
+
+
+def _source(cfg: Config, verify: str, processes: Processes) -> Saved | None:
+    """Returns the checkpoint of `checkpoint.init_from`, checked; None without one.
+
+    Raises:
+      InputError: if its weights do not fit, or adapters have no weights.
+    """
+    if cfg.checkpoint.init_from is None:
+        if cfg.lora.rank is None:
+            return None
+        raise InputError(
+            f"`lora.rank` is {cfg.lora.rank}, and `checkpoint.init_from` is none. Adapters are "
+            "trained beside the weights of a model. Name its checkpoint."
+        )
+    source = locate(cfg.checkpoint.init_from, verify, processes)
+    check_same_weights(source.manifest.get("config", {}), cfg)
+    return source
+
+
+def base_of(cfg: Config, source: Saved | None) -> dict[str, str] | None:
+    """Returns the identity of the frozen weights; None if all weights are trained."""
+    if cfg.lora.rank is None:
+        return None
+    assert source is not None, "choose_checkpoint refuses adapters without weights"
+    return describe_base(source.path, source.manifest)
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:
@@ -90,7 +117,10 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
 def choose_checkpoint(
     cfg: Config, content: Content, processes: Processes
 ) -> tuple[Saved | None, Saved | None, list[str]]:
-    """Returns the checkpoint to resume, else the one to take weights from, and notes."""
+    """Returns the checkpoint to resume, the one to take weights from, and notes.
+
+    There is one to take weights from where none is resumed, and always for frozen weights.
+    """
     saved, notes = newest(Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify, processes)
     if saved is not None:
         changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
@@ -98,12 +128,12 @@ def choose_checkpoint(
         allowed = cfg.checkpoint.allow_changed_data
         changes = check_same_data(saved.manifest, content, allowed=allowed)
         notes += [f"data changed since the checkpoint: {change}" for change in changes]
-        return saved, None, notes
-    if cfg.checkpoint.init_from is None:
-        return None, None, notes
-    source = locate(cfg.checkpoint.init_from, cfg.checkpoint.verify, processes)
-    check_same_weights(source.manifest.get("config", {}), cfg)
-    return None, source, notes
+        if cfg.lora.rank is None:
+            return saved, None, notes
+    source = _source(cfg, cfg.checkpoint.verify, processes)
+    if saved is not None and (base := base_of(cfg, source)) is not None:
+        check_same_base(saved.manifest, base)
+    return saved, source, notes
 
 
 def drop_miscounted(
@@ -145,7 +175,7 @@ def check_disk(
         return []
     every = cfg.checkpoint.save_every or cfg.train.num_steps
     first = min((done // every + 1) * every, cfg.train.num_steps)
-    leaves = jax.tree.leaves(train_step.abstract)
+    leaves = jax.tree.leaves(train_step.abstract._replace(frozen=None))
     needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     if saved is not None:
         needed = stored_bytes(saved.manifest)
@@ -179,25 +209,43 @@ def initial_state(
     source: Saved | None,
     console: Console,
 ) -> TrainState:
-    """Returns the newest checkpoint's state, else another run's weights, else drawn weights."""
-    if saved is not None:
-        console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
-        if same_reduction(saved.manifest, train_step):
-            return checkpoints.restore(saved, train_step.abstract)
-        if remembers(saved.manifest):
-            console.print(
-                "warning: mesh or compression differ from the checkpoint's: what codecs had not "
-                "sent yet is dropped",
-                soft_wrap=True,
-            )
-        state = checkpoints.restore(saved, train_step.abstract, reduction=False)
-        return state._replace(reduction=train_step.first_reduction())
-    state = train_step.init()
+    """Returns the newest checkpoint's state, else another run's weights, else drawn weights.
+
+    Frozen weights come from `source` in any case.
+    """
+    frozen = train_step.abstract.frozen is not None
     if source is not None:
-        console.print(f"weights from {source.path} (step {source.step})", soft_wrap=True)
-        weights = restore_items(source.path, state, ("weights",))["weights"]
-        state = state._replace(params=weights["params"], router_bias=weights["balance"])
-    return state
+        what = "frozen weights" if frozen else "weights"
+        console.print(f"{what} from {source.path} (step {source.step})", soft_wrap=True)
+    if saved is not None:
+        state = _resumed(train_step, checkpoints, saved, console)
+        if frozen and source is not None:
+            state = state._replace(frozen=restore_weights(source.path, train_step.abstract)[0])
+        return state
+    if source is None:
+        return train_step.init()
+    if frozen:
+        return train_step.first_state(*restore_weights(source.path, train_step.abstract))
+    state = train_step.init()
+    params, router_bias = restore_weights(source.path, state)
+    return state._replace(params=params, router_bias=router_bias)
+
+
+def _resumed(
+    train_step: TrainStep, checkpoints: Checkpoints, saved: Saved, console: Console
+) -> TrainState:
+    """Returns the state of a checkpoint; codec state only where it is still valid."""
+    console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
+    if same_reduction(saved.manifest, train_step):
+        return checkpoints.restore(saved, train_step.abstract)
+    if remembers(saved.manifest):
+        console.print(
+            "warning: mesh or compression differ from the checkpoint's: what codecs had not "
+            "sent yet is dropped",
+            soft_wrap=True,
+        )
+    state = checkpoints.restore(saved, train_step.abstract, reduction=False)
+    return state._replace(reduction=train_step.first_reduction())
 
 
 def finished_message(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:

@@ -35,7 +35,7 @@ def test_the_least_device_of_all_processes_counts(monkeypatch):
 
 def test_an_estimate_above_the_room_is_a_warning():
     peaks = {"step": 3 * 2**30, "evaluation": 2**20}
-    summary = Summary(Counts(1, 1, 1, 1), {}, peaks, 1, [])
+    summary = Summary(Counts(1, 1, 1, 1, 1), {}, peaks, 1, [])
     assert doubt_memory(summary, 3 * 2**30) == []
     (said,) = doubt_memory(summary, 2 * 2**30)
     assert "fullest moment (step) needs about 3.0 GiB" in said

@@ -26,8 +26,8 @@ from moejax.comm.codecs.pack import decode_packed, encode_packed
 from moejax.comm.weights.adapters import (
     Adapter,
     WithAdapter,
-    add_adapter,
     adapter_dims,
+    add_adapter,
     factor_gradients,
 )
 from moejax.comm.weights.path import class_of, compressible, path_of

@@ -10,6 +10,7 @@ from moejax.config.schema import Config
 MAX_PARAMETERS = 10**14
 # Bytes of a float32 master, two moments of AdamW, and a gradient.
 BYTES_PER_PARAMETER = 16
+FROZEN_BYTES = {"float32": 4, "bfloat16": 2}  # of a parameter that is not trained
 
 
 def parameters_of(cfg: Config) -> int:
@@ -30,6 +31,13 @@ def parameters_of(cfg: Config) -> int:
         + (model.num_layers - layers) * dense
         + layers * sparse
     )
+
+
+def state_bytes(cfg: Config) -> int:
+    """Returns the bytes of a run's weights, moments and gradients; adapters are not counted."""
+    frozen = cfg.lora.rank is not None
+    each = FROZEN_BYTES[cfg.lora.base_dtype] if frozen else BYTES_PER_PARAMETER
+    return each * parameters_of(cfg)
 
 
 def check_size(cfg: Config) -> None:
