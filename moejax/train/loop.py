@@ -46,6 +46,7 @@ from moejax.train.skips import Skipped, Skips
 from moejax.train.start import (
     base_of,
     check_disk,
+    check_has_base,
     check_place,
     check_same_config,
     choose_checkpoint,
@@ -78,6 +79,7 @@ def train(cfg: Config, console: Console) -> RunEnd:
     """
     check(cfg)
     check_adapters(cfg)
+    check_has_base(cfg)
     check_place(cfg)
     inputs = open_inputs(cfg)
     with join() as processes:

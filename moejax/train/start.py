@@ -59,6 +59,19 @@ def check_place(cfg: Config) -> None:
         resolve_mesh(cfg, total, "cpu", processes=find_rank().count)
 
 
+def check_has_base(cfg: Config) -> None:
+    """Checks that adapters have weights beside which they are trained.
+
+    Raises:
+      InputError: if none are named.
+    """
+    if cfg.lora.rank is not None and cfg.checkpoint.init_from is None:
+        raise InputError(
+            f"`lora.rank` is {cfg.lora.rank}, and `checkpoint.init_from` is none. Adapters are "
+            "trained beside the weights of a model. Name its checkpoint."
+        )
+
+
 def check_places(cfg: Config) -> None:
     """Checks that the run directory can be written, and that first weights exist.
 
@@ -79,13 +92,9 @@ def _source(cfg: Config, verify: str, processes: Processes) -> Saved | None:
     Raises:
       InputError: if its weights do not fit, or adapters have no weights.
     """
+    check_has_base(cfg)
     if cfg.checkpoint.init_from is None:
-        if cfg.lora.rank is None:
-            return None
-        raise InputError(
-            f"`lora.rank` is {cfg.lora.rank}, and `checkpoint.init_from` is none. Adapters are "
-            "trained beside the weights of a model. Name its checkpoint."
-        )
+        return None
     source = locate(cfg.checkpoint.init_from, verify, processes)
     check_same_weights(source.manifest.get("config", {}), cfg)
     return source
