@@ -160,7 +160,7 @@ def _sum_nll_forward(chunks: Any, w_Dv: Any, tensor: Axes):
 
     zero = (jnp.zeros(()), jnp.zeros(w_Dv.shape, jnp.float32) if trained else None)
     (total, dw_Dv), dx = lax.scan(add, zero, chunks)
-    return total, (dx, dw_Dv.astype(w_Dv.dtype) if trained else None)
+    return total, (dx, None if dw_Dv is None else dw_Dv.astype(w_Dv.dtype))
 
 
 def _sum_nll_backward(tensor: Axes, saved, gradient: jax.Array):

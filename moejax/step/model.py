@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 from flax import nnx
@@ -17,7 +16,7 @@ from moejax.layout.route import build_route
 from moejax.layout.spec import StepSpec
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
-from moejax.step.adapters import adapter_shapes, adapters_of, frozen_shapes
+from moejax.step.adapters import adapters_of
 from moejax.step.state import Tree
 
 
@@ -42,7 +41,7 @@ class ModelDef:
         vocabulary = self.cfg.model.vocab_size // self.layout.size(self.layout.tensor)
         return max(1, self.spec.logit_elements // vocabulary)
 
-    def merge(self, params: Tree, frozen: Tree, router_bias: Tree) -> Transformer:
+    def merge(self, params: Tree, router_bias: Tree, frozen: Tree = None) -> Transformer:
         """Returns the model with these arrays; arguments as in `TrainState`."""
         weights = params if frozen is None else attach_adapters(frozen, params)
         return nnx.merge(self.graph, weights, router_bias)
@@ -52,16 +51,8 @@ class ModelDef:
         return _split(_build_model(self.cfg, self.spec))[1:]
 
 
-class ModelShapes(NamedTuple):
-    """Shapes of a model's arrays, as in `TrainState`."""
-
-    params: Tree
-    frozen: Tree
-    router_bias: Tree
-
-
-def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, ModelShapes]:
-    """Returns the model and the shapes of its arrays; allocates nothing.
+def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, Tree, Tree]:
+    """Returns the model, and shapes of all weights and selection biases; allocates nothing.
 
     Raises:
       InputError: if `lora` does not fit the model.
@@ -73,13 +64,9 @@ def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, ModelShapes]:
         nnx.from_flat_state([(path, v.replace(v.get_metadata("dims"))) for path, v in flat])
     )
     if cfg.lora.rank is None:
-        return ModelDef(cfg, spec, graph, dims), ModelShapes(params, None, router_bias)
+        return ModelDef(cfg, spec, graph, dims), params, router_bias
     adapters = adapters_of(cfg.lora, dims, params)
-    return ModelDef(cfg, spec, graph, adapters, dims), ModelShapes(
-        adapter_shapes(cfg.lora, adapters, dims, params),
-        frozen_shapes(cfg.lora, dims, params),
-        router_bias,
-    )
+    return ModelDef(cfg, spec, graph, adapters, dims), params, router_bias
 
 
 def check_adapters(cfg: Config) -> None:

@@ -114,7 +114,7 @@ def _micro_batch(
     noise = Noise(noise_key, first_row) if cfg.moe.router.jitter else None
 
     def loss(params: Tree) -> tuple[jax.Array, LossParts]:
-        transformer = model.merge(params, state.frozen, state.router_bias)
+        transformer = model.merge(params, state.router_bias, state.frozen)
         x_BTD, w_Dv, stats = transformer(rows.token_BT, rows.segment_BT, noise)
         with jax.named_scope("loss"):
             return next_token_loss(

@@ -21,10 +21,10 @@ from moejax.config.schema import Config
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.runtime.compiler import Options, compiler_options, known_options
-from moejax.step.adapters import init_adapters
+from moejax.step.adapters import adapter_shapes, frozen_shapes, init_adapters
 from moejax.step.forward import logits_after, sum_over_targets
 from moejax.step.loss import LossParts
-from moejax.step.model import ModelDef, ModelShapes, build_spec, describe_model, parameter_sizes
+from moejax.step.model import ModelDef, build_spec, describe_model, parameter_sizes
 from moejax.step.optimizer import Optimizer
 from moejax.step.state import Batch, Reduction, TrainState, Tree
 from moejax.step.step import loss_gradients, train_step
@@ -221,8 +221,8 @@ def build_step(
       platform: "cpu", "gpu" or "tpu"; decides the kernels, together with the devices.
       codecs: codecs of its steps; by default those of the first step.
     """
-    model, arrays = describe_model(cfg, build_spec(cfg, mesh, platform, codecs))
-    shapes, specs = _describe_state(model, arrays)
+    model, weights, router_bias = describe_model(cfg, build_spec(cfg, mesh, platform, codecs))
+    shapes, specs = _describe_state(model, weights, router_bias)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
         shapes,
@@ -231,10 +231,15 @@ def build_step(
     return TrainStep(model, mesh, platform, abstract)
 
 
-def _describe_state(model: ModelDef, arrays: ModelShapes) -> tuple[TrainState, TrainState]:
+def _describe_state(
+    model: ModelDef, weights: Tree, router_bias: Tree
+) -> tuple[TrainState, TrainState]:
     """Returns the state's shapes and shardings."""
     layout, dims, adaptive = model.layout, model.dims, model.spec.compression.adaptive
-    params, frozen, router_bias = arrays
+    params, frozen = weights, None
+    if model.frozen_dims is not None:
+        params = adapter_shapes(model.cfg.lora, dims, model.frozen_dims, weights)
+        frozen = frozen_shapes(model.cfg.lora, model.frozen_dims, weights)
     optimizer, scalar = _build_optimizer(model), jax.ShapeDtypeStruct((), jnp.int32)
     moments = jax.eval_shape(optimizer.init, params)
     residuals = jax.tree.map(partial(residual_shapes, model.spec), params, dims)

@@ -15,7 +15,7 @@ from moejax.config.schema import CheckpointConfig, LoraConfig
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
 from moejax.train.checkpoint import Checkpoints
-from moejax.train.manifest import read_manifest
+from moejax.train.manifest import MANIFEST, read_manifest, write_manifest
 from moejax.train.resume import describe_run
 from moejax.train.start import base_of, check_places, choose_checkpoint, initial_state
 from moejax.train.summary import summarize
@@ -144,6 +144,15 @@ def test_a_moved_base_is_the_same_and_another_one_is_refused(base, stopped, tmp_
     shutil.copytree(base[0], tmp_path / "moved")
     saved, source, _ = choose_checkpoint(with_base(stopped, tmp_path / "moved"), NO_DATA, ALONE)
     assert (saved.step, source.step) == (2, 5)
+    # A base that went on since has newer weights; the step by name has those of then.
+    steps = tmp_path / "moved" / "checkpoints"
+    newer = shutil.copytree(steps / "5", steps / "6")
+    (newer / "weights" / "more").write_bytes(b"more")
+    (newer / MANIFEST).unlink()
+    write_manifest(newer, {"step": 6, "config": source.manifest["config"]})
+    with pytest.raises(InputError, match="base weights differ"):
+        choose_checkpoint(with_base(stopped, tmp_path / "moved"), NO_DATA, ALONE)
+    assert choose_checkpoint(with_base(stopped, steps / "5"), NO_DATA, ALONE)[1].step == 5
     (tmp_path / "other").mkdir()
     write_base(tmp_path / "other", seed=1)
     with pytest.raises(InputError, match="base weights differ") as raised:

@@ -11,6 +11,8 @@ from moejax.comm.weights.adapters import (
     factor_gradients,
 )
 from moejax.comm.weights.path import compressible
+from moejax.config.schema import MeshConfig
+from moejax.layout.layout import build_layout
 
 MATRICES = {
     "DHC": ("DR", "RHC"),
@@ -32,6 +34,16 @@ SIZES = dict(zip("DHCUFEZVR", (6, 2, 3, 2, 5, 4, 7, 8, 2), strict=True))
 def test_factors_have_the_inputs_and_the_outputs_of_their_matrix(dims):
     assert adapter_dims(dims) == MATRICES[dims]
     assert not any(map(compressible, MATRICES[dims]))
+
+
+@pytest.mark.parametrize("expert_weights", ["hidden", "folded", "whole"])
+@pytest.mark.parametrize("dims", MATRICES)
+def test_factors_are_sharded_as_their_matrix(dims, expert_weights):
+    """So a shard of the sum needs no other shards."""
+    layout = build_layout(MeshConfig(2, 2, 2, 2, expert_weights=expert_weights))
+    axes = dict(zip(dims, layout.param_axes(dims), strict=True)) | {"R": ()}
+    for factor in adapter_dims(dims):
+        assert layout.param_axes(factor) == tuple(axes[letter] for letter in factor)
 
 
 @pytest.mark.parametrize("dims", ["D", "C", "H", "Z", "HC", "GC", "EUF", "ED"])
