@@ -1,0 +1,199 @@
+"""Writes adapters as peft reads them: `adapter_config.json` and `adapter_model.safetensors`.
+
+A parameter's tensor in a model's files is a matrix, whose module has two tensors in an adapter's
+file: `lora_A` [R, inputs] and `lora_B` [outputs, R]. The experts of a layer are one tensor, as in
+transformers 5, and have theirs joined: `lora_A` [E * R, inputs] with experts outermost, `lora_B`
+[outputs, R * E] with experts innermost. Of two such tensors in one module peft wraps the second
+around the first, and names the first `base_layer`. Source: peft 0.21, `tuners/lora/layer.py`,
+`ParamWrapper`.
+
+Letters: those of the parameter, of `moejax/layout/layout.py`, and R.
+"""
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from moejax.comm.weights.adapters import RANK, Adapter, adapter_dims
+from moejax.config.schema import LoraConfig
+from moejax.errors import InputError, write_whole, writing
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # peft's, in front of a module's name
+WEIGHT = ".weight"  # the parameter of a module that is a matrix
+
+
+class View(Protocol):
+    """What `moejax.hf.views.View` says of a tensor and one layer's parameter."""
+
+    @property
+    def dims(self) -> str:
+        """Letters of the parameter."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements along each letter."""
+        ...
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Letters that each dimension of the tensor joins."""
+        ...
+
+    @property
+    def at(self) -> tuple[tuple[str, int], ...]:
+        """Positions of the letters that the tensor lacks."""
+        ...
+
+    @property
+    def paired(self) -> tuple[str, int] | None:
+        """A letter whose rotary channels are in another order in the tensor."""
+        ...
+
+    def to_tensor(self, values: np.ndarray) -> np.ndarray:
+        """Returns the tensor of the parameter's values at its positions, [letters it has]."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdaptedTensor:
+    """A tensor of a model's files whose parameter has an adapter.
+
+    Attributes:
+      name: in the files, such as model.layers.3.self_attn.q_proj.weight.
+      view: how it holds one layer's parameter.
+      factors: returns the layer's adapter, as arrays of the host.
+    """
+
+    name: str
+    view: View
+    factors: Callable[[], Adapter]
+
+
+def write_adapter(
+    folder: Path, tensors: Iterable[AdaptedTensor], lora: LoraConfig, *, base: str | None
+) -> None:
+    """Writes an adapter into an existing folder.
+
+    Args:
+      tensors: of all parameters with an adapter. Experts must be one tensor a layer.
+      base: name or path of the model that it adapts.
+    Raises:
+      InputError: names a tensor that peft cannot adapt.
+    """
+    tensors = sorted(tensors, key=lambda tensor: tensor.name)
+    for tensor in tensors:
+        _check(tensor)
+    arrays = dict(_arrays(tensors))
+    write_safetensors(folder / WEIGHTS, arrays)
+    config = adapter_config([tensor.name for tensor in tensors], lora, base=base)
+    write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def adapter_config(names: Iterable[str], lora: LoraConfig, *, base: str | None) -> dict[str, Any]:
+    """Returns peft's config of an adapter on tensors of these names."""
+    assert lora.rank is not None
+    names = list(names)
+    modules = {name.removesuffix(WEIGHT) for name in names if name.endswith(WEIGHT)}
+    parameters = {name for name in names if not name.endswith(WEIGHT)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(parameters) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_dropout": 0.0,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _check(tensor: AdaptedTensor) -> None:
+    """Refuses what peft keeps in another form."""
+    if tensor.name.endswith("embed_tokens.weight"):
+        raise InputError(
+            f"the adapter of {tensor.name} has no place in peft's form here. Embeddings are looked "
+            "up, not multiplied. Train without embedding.* in lora.targets, or export the merged "
+            "weights."
+        )
+    assert tensor.name.endswith(WEIGHT) or tensor.view.groups[0] == "E", (
+        f"{tensor.name} is neither a matrix nor experts in one tensor"
+    )
+
+
+def _arrays(tensors: Sequence[AdaptedTensor]) -> Iterable[tuple[str, np.ndarray]]:
+    """Yields the names and arrays of an adapter's file."""
+    inside: Mapping[str, list[str]] = defaultdict(list)  # parameters of a module that are wrapped
+    for tensor in tensors:
+        if not tensor.name.endswith(WEIGHT):
+            inside[tensor.name.rpartition(".")[0]].append(tensor.name)
+    for tensor in tensors:
+        module = tensor.name.removesuffix(WEIGHT)
+        if not tensor.name.endswith(WEIGHT):
+            module = tensor.name.rpartition(".")[0]
+            # The last one that peft wraps is outermost; it goes by the order of the module.
+            order = sorted(inside[module], key=_place_in_module)
+            module += ".base_layer" * (len(order) - 1 - order.index(tensor.name))
+        a, b = factor_tensors(tensor.view, tensor.factors())
+        yield f"{PREFIX}{module}.lora_A.weight", a
+        yield f"{PREFIX}{module}.lora_B.weight", b
+
+
+def _place_in_module(name: str) -> int:
+    """Where transformers' expert modules declare a parameter: gate and up, then down."""
+    return ("gate_up_proj", "down_proj").index(name.rpartition(".")[2])
+
+
+def factor_tensors(view: View, adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `lora_A` and `lora_B` of a tensor, from the factors of one layer."""
+    letters = adapter_dims(view.dims)
+    assert letters is not None, f"{view.dims} is no matrix"
+    inputs = set(letters.a) - {"E", RANK}
+    own = [group for group in view.groups if group != "E"]
+    side_in = next(group for group in own if set(group) <= inputs)
+    side_out = next(group for group in own if group is not side_in)
+    joined = "E" if "E" in view.groups else ""
+    a = _factor(view, letters.a, adapter.a, (joined + RANK, side_in))
+    b = _factor(view, letters.b, adapter.b, (side_out, RANK + joined))
+    return a, b
+
+
+def _factor(view: Any, dims: str, values: np.ndarray, groups: tuple[str, str]) -> np.ndarray:
+    """Returns the tensor of one factor, as the view of the whole would cut and order it."""
+    at = tuple((letter, place) for letter, place in view.at if letter in dims)
+    paired = view.paired if view.paired is not None and view.paired[0] in dims else None
+    whole = np.asarray(values, np.float32)
+    own = dataclasses.replace(
+        view, dims=dims, sizes=whole.shape, groups=groups, at=at, paired=paired
+    )
+    places = dict(at)
+    return own.to_tensor(whole[tuple(places.get(letter, slice(None)) for letter in dims)])
+
+
+def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes float32 arrays as a safetensors file: the header's length, the header, the data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in arrays.items():
+        start, end = end, end + 4 * math.prod(array.shape)
+        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with writing(path), path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            out.write(np.ascontiguousarray(array, "<f4").tobytes())
