@@ -4,8 +4,8 @@ A parameter's tensor in a model's files is a matrix, whose module has two tensor
 file: `lora_A` [R, inputs] and `lora_B` [outputs, R]. The experts of a layer are one tensor, as in
 transformers 5, and have theirs joined: `lora_A` [E * R, inputs] with experts outermost, `lora_B`
 [outputs, R * E] with experts innermost. Of two such tensors in one module peft wraps the second
-around the first, and names the first `base_layer`. Source: peft 0.21, `tuners/lora/layer.py`,
-`ParamWrapper`.
+around the first, and names the first `base_layer`. Sources: peft 0.21, `tuners/lora/layer.py`
+(`ParamWrapper`) and `utils/transformers_weight_conversion.py`.
 
 Letters: those of the parameter, of `moejax/layout/layout.py`, and R.
 """
@@ -28,6 +28,12 @@ from moejax.errors import InputError, write_whole, writing
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's, in front of a module's name
 WEIGHT = ".weight"  # the parameter of a module that is a matrix
+FUSED = ("gate_up_proj", "down_proj")  # experts' parameters, in the order of transformers' modules
+# Names in files of models whose modules transformers 5 has renamed.
+RENAMED = (".block_sparse_moe.", ".mlp.")
+# Modules of older transformers, for which peft 0.21 takes targets of these names: those of other
+# modules are named as parameters, which it leaves as they are.
+REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj")
 
 
 class View(Protocol):
@@ -68,7 +74,7 @@ class AdaptedTensor:
     """A tensor of a model's files whose parameter has an adapter.
 
     Attributes:
-      name: in the files, such as model.layers.3.self_attn.q_proj.weight.
+      name: in the files of the model, such as model.layers.3.self_attn.q_proj.weight.
       view: how it holds one layer's parameter.
       factors: returns the layer's adapter, as arrays of the host.
     """
@@ -76,6 +82,21 @@ class AdaptedTensor:
     name: str
     view: View
     factors: Callable[[], Adapter]
+
+    @property
+    def parameter(self) -> str:
+        """Its name in transformers."""
+        return self.name.replace(*RENAMED)
+
+    @property
+    def module(self) -> str:
+        """The module in transformers that has it."""
+        return self.parameter.rpartition(".")[0]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it has all experts of a layer."""
+        return self.view.dims[0] == self.view.groups[0] == "E"
 
 
 def write_adapter(
@@ -92,18 +113,22 @@ def write_adapter(
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
     for tensor in tensors:
         _check(tensor)
-    arrays = dict(_arrays(tensors))
-    write_safetensors(folder / WEIGHTS, arrays)
-    config = adapter_config([tensor.name for tensor in tensors], lora, base=base)
+    write_safetensors(folder / WEIGHTS, dict(_arrays(tensors)))
+    config = adapter_config(tensors, lora, base=base)
     write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def adapter_config(names: Iterable[str], lora: LoraConfig, *, base: str | None) -> dict[str, Any]:
-    """Returns peft's config of an adapter on tensors of these names."""
+def adapter_config(
+    tensors: Iterable[AdaptedTensor], lora: LoraConfig, *, base: str | None
+) -> dict[str, Any]:
+    """Returns peft's config of an adapter on these tensors."""
     assert lora.rank is not None
-    names = list(names)
-    modules = {name.removesuffix(WEIGHT) for name in names if name.endswith(WEIGHT)}
-    parameters = {name for name in names if not name.endswith(WEIGHT)}
+    modules, parameters = [], []
+    for tensor in tensors:
+        if tensor.is_fused or tensor.module.rpartition(".")[2] in REMAPPED:
+            parameters.append(tensor.parameter)
+        else:
+            modules.append(tensor.module)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -124,49 +149,40 @@ def adapter_config(names: Iterable[str], lora: LoraConfig, *, base: str | None) 
 
 def _check(tensor: AdaptedTensor) -> None:
     """Refuses what peft keeps in another form."""
-    if tensor.name.endswith("embed_tokens.weight"):
+    if tensor.module.endswith("embed_tokens"):
         raise InputError(
             f"the adapter of {tensor.name} has no place in peft's form here. Embeddings are looked "
             "up, not multiplied. Train without embedding.* in lora.targets, or export the merged "
             "weights."
         )
-    assert tensor.name.endswith(WEIGHT) or tensor.view.groups[0] == "E", (
-        f"{tensor.name} is neither a matrix nor experts in one tensor"
-    )
+    assert tensor.is_fused or tensor.name.endswith(WEIGHT), f"{tensor.name}: one expert of several"
 
 
 def _arrays(tensors: Sequence[AdaptedTensor]) -> Iterable[tuple[str, np.ndarray]]:
     """Yields the names and arrays of an adapter's file."""
-    inside: Mapping[str, list[str]] = defaultdict(list)  # parameters of a module that are wrapped
+    inside: dict[str, list[str]] = defaultdict(list)  # parameters that peft wraps, first innermost
     for tensor in tensors:
-        if not tensor.name.endswith(WEIGHT):
-            inside[tensor.name.rpartition(".")[0]].append(tensor.name)
+        if tensor.is_fused:
+            inside[tensor.module].append(tensor.parameter.rpartition(".")[2])
     for tensor in tensors:
-        module = tensor.name.removesuffix(WEIGHT)
-        if not tensor.name.endswith(WEIGHT):
-            module = tensor.name.rpartition(".")[0]
-            # The last one that peft wraps is outermost; it goes by the order of the module.
-            order = sorted(inside[module], key=_place_in_module)
-            module += ".base_layer" * (len(order) - 1 - order.index(tensor.name))
+        place = PREFIX + tensor.module
+        if tensor.is_fused:
+            wrapped = sorted(inside[tensor.module], key=FUSED.index)
+            outer = wrapped[wrapped.index(tensor.parameter.rpartition(".")[2]) + 1 :]
+            place += ".base_layer" * len(outer)
         a, b = factor_tensors(tensor.view, tensor.factors())
-        yield f"{PREFIX}{module}.lora_A.weight", a
-        yield f"{PREFIX}{module}.lora_B.weight", b
-
-
-def _place_in_module(name: str) -> int:
-    """Where transformers' expert modules declare a parameter: gate and up, then down."""
-    return ("gate_up_proj", "down_proj").index(name.rpartition(".")[2])
+        yield f"{place}.lora_A.weight", a
+        yield f"{place}.lora_B.weight", b
 
 
 def factor_tensors(view: View, adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:
     """Returns `lora_A` and `lora_B` of a tensor, from the factors of one layer."""
     letters = adapter_dims(view.dims)
     assert letters is not None, f"{view.dims} is no matrix"
-    inputs = set(letters.a) - {"E", RANK}
-    own = [group for group in view.groups if group != "E"]
-    side_in = next(group for group in own if set(group) <= inputs)
-    side_out = next(group for group in own if group is not side_in)
-    joined = "E" if "E" in view.groups else ""
+    joined = "E" if view.dims[0] == view.groups[0] == "E" else ""
+    one, other = view.groups[len(joined) :]
+    is_input = set(one) <= set(letters.a.removeprefix("E"))
+    side_in, side_out = (one, other) if is_input else (other, one)
     a = _factor(view, letters.a, adapter.a, (joined + RANK, side_in))
     b = _factor(view, letters.b, adapter.b, (side_out, RANK + joined))
     return a, b
