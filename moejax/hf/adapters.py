@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -36,6 +36,7 @@ RENAMED = (".block_sparse_moe.", ".mlp.")
 REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj")
 
 
+@runtime_checkable
 class View(Protocol):
     """What `moejax.hf.views.View` says of a tensor and one layer's parameter."""
 
