@@ -2,9 +2,8 @@
 
 Hardware: 256 GPUs of 80 GB or more.
 Command:  python -m moejax.train --config configs/deepseek_v3.py --dry_run
-Dense and expert feed-forward blocks have the published shapes (DeepSeek-AI 2024). Attention does
-not: in place of latent attention this uses grouped-query attention, 128 heads of 128 channels over
-16 key/value heads; multi-token prediction is left out.
+All blocks have the published shapes (DeepSeek-AI 2024), latent attention included: 671,026,404,352
+parameters, and 14,848 selection biases. Multi-token prediction is left out.
 The data is Python's own library until data.source, train_files and eval_files name token files
 that `moejax prepare` made with the model's tokenizer.json.
 """
@@ -26,15 +25,21 @@ def get_config() -> ConfigDict:
     config.model.num_layers = 61
     config.model.first_dense_layers = 3
     config.model.mlp_hidden = 18432
+    config.model.attention = "latent"
     config.model.num_heads = 128
-    config.model.num_kv_heads = 16
-    config.model.head_width = 128
+    config.model.head_width = 128 + 64  # those that do not rotate, and those that do
+    config.model.rope_width = 64
+    config.model.value_width = 128
+    config.model.q_latent = 1536
+    config.model.kv_latent = 512
     config.model.tie_embeddings = False
     config.model.dtype = "bfloat16"
     config.model.remat = "token_collectives"
     config.model.rope.scaling = "yarn"
     config.model.rope.factor = 40.0
     config.model.rope.trained_length = 4096
+    config.model.rope.mscale = 1.0
+    config.model.rope.mscale_all_dim = 1.0
     config.moe.num_experts = 256
     config.moe.experts_per_token = 8
     config.moe.expert_hidden = 2048

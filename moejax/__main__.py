@@ -7,6 +7,7 @@ usage: moejax COMMAND ...
 
   train     train a model (moejax train --help)
   prepare   turn text into token files (moejax prepare --help)
+  eval      score held-out text with a checkpoint (moejax eval --help)
   plan      choose mesh, route and codecs, or measure links (moejax plan --help, plan probe --help)
   doctor    say which kernels run here, and why others do not (moejax doctor --help)
   aot       compile the train step for a cluster that is not here (moejax aot --help)
@@ -26,6 +27,10 @@ def main() -> int:
         from moejax.data.prepare import main as prepare
 
         return prepare(rest)
+    if command == "eval":
+        from moejax.evaluate.command import main as evaluate
+
+        return evaluate(rest)
     if command == "plan":
         from moejax.plan.__main__ import main as plan
 
@@ -41,7 +46,7 @@ def main() -> int:
     if command in ("", "-h", "--help"):
         print(USAGE, end="")
         return 0
-    known = "train, prepare, plan, doctor, aot"
+    known = "train, prepare, eval, plan, doctor, aot"
     print(f"moejax: error: no command {command!r}. Known: {known}.", file=sys.stderr)
     return 2
 

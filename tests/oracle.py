@@ -1,38 +1,80 @@
 """The whole model on one device in plain jax.numpy: no sort, no network, no code of moejax.model.
 
 Takes global parameters as `TrainStep.init` makes them and returns the loss as the step defines it:
-mean nats per target plus the weighted router losses.
+mean nats per target, of the token after the next too, plus the weighted router losses.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from moejax.config.schema import Config
-from moejax.moe.reference import mark_best, moe_reference
+from moejax.moe.reference import gated, mark_best, moe_reference
+from tests.oracle_attention import attend, norm
+
+
+class Parts(NamedTuple):
+    """Parts of a loss."""
+
+    nll: Any  # mean nats of the next token
+    ahead: Any  # of the token after it; None without multi-token prediction
+    load: Any  # assignments to each expert of each expert layer; None without experts
 
 
 def oracle_loss(params, router_bias, batch, cfg: Config):
-    """Returns the loss and the assignments to each expert of each expert layer."""
+    """Returns the loss and its parts."""
     model = cfg.model
     x = params["embedding"]["table"][batch.token_BT]
-    losses, loads = 0.0, []
+    losses, loads, index = 0.0, [], 0
     for group, biases in zip(*_groups(params, router_bias), strict=True):
         for layer in range(_length(group)):
             at = jax.tree.map(lambda w, layer=layer: w[layer], (group, biases))
             for place in sorted(at[0]["blocks"]):
                 bias = at[1]["blocks"].get(place, {}) if at[1] else {}
-                x, loss, load = _block(at[0]["blocks"][place], bias, x, batch.segment_BT, cfg)
-                losses += loss
+                weights = at[0]["blocks"][place]
+                x, loss, load = _block(weights, bias, x, batch.segment_BT, index, cfg)
+                losses, index = losses + loss, index + 1
                 loads += [] if load is None else [load]
-    x = _norm(x, params["norm"]["scale"], model.norm_epsilon)
-    table = params["embedding"]
-    logits = x @ (table["table"].T if model.tie_embeddings else table["project"])
-    logp = jax.nn.log_softmax(logits.astype(jnp.float32))
-    valid = batch.target_BT >= 0
-    chosen = jnp.take_along_axis(logp, jnp.where(valid, batch.target_BT, 0)[..., None], -1)[..., 0]
-    nll = -jnp.sum(jnp.where(valid, chosen, 0)) / jnp.maximum(jnp.sum(valid), 1)
+    x = norm(x, params["norm"]["scale"], model.norm_epsilon)
+    nll = _nll(params, x, batch.target_BT, cfg)
+    total, ahead = nll, None
+    if model.predict_ahead:
+        ahead, loss, load = _ahead(params, router_bias, x, batch, cfg)
+        total = total + cfg.train.predict_ahead_loss * ahead
+        losses += loss
+        loads += [] if load is None else [load]
     # Router losses are means over the expert layers.
-    return nll + losses / max(len(loads), 1), (nll, jnp.stack(loads) if loads else None)
+    parts = Parts(nll, ahead, jnp.stack(loads) if loads else None)
+    return total + losses / max(len(loads), 1), parts
+
+
+def _nll(params, x, target_BT, cfg: Config):
+    """Mean nats of the targets."""
+    table = params["embedding"]
+    logits = x @ (table["table"].T if cfg.model.tie_embeddings else table["project"])
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32))
+    valid = target_BT >= 0
+    chosen = jnp.take_along_axis(logp, jnp.where(valid, target_BT, 0)[..., None], -1)[..., 0]
+    return -jnp.sum(jnp.where(valid, chosen, 0)) / jnp.maximum(jnp.sum(valid), 1)
+
+
+def _ahead(params, router_bias, h, batch, cfg: Config):
+    """Multi-token prediction: its mean nats, its router losses and its experts' load."""
+    w, epsilon = params["predict_ahead"], cfg.model.norm_epsilon
+    token, target = np.array(batch.token_BT), np.full(batch.target_BT.shape, -1)
+    for b, t in np.ndindex(token.shape[0], token.shape[1] - 1):
+        if batch.segment_BT[b, t] == batch.segment_BT[b, t + 1]:
+            token[b, t], target[b, t] = batch.token_BT[b, t + 1], batch.target_BT[b, t + 1]
+    e = norm(params["embedding"]["table"][token], w["embedding_norm"]["scale"], epsilon)
+    x = e @ w["w_join"][0] + norm(h, w["hidden_norm"]["scale"], epsilon) @ w["w_join"][1]
+    block = jax.tree.map(lambda a: a[0], w["group"]["blocks"][0])
+    biases = router_bias.get("predict_ahead", {"group": {"blocks": {0: {}}}})
+    bias = jax.tree.map(lambda a: a[0], biases["group"]["blocks"][0])
+    x, loss, load = _block(block, bias, x, batch.segment_BT, cfg.model.num_layers - 1, cfg)
+    x = norm(x, w["norm"]["scale"], epsilon)
+    return _nll(params, x, target, cfg), loss, load
 
 
 def _groups(params, router_bias):
@@ -45,36 +87,34 @@ def _length(group):
     return jax.tree.leaves(group)[0].shape[0]
 
 
-def _norm(x, scale, epsilon):
-    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon) * scale
-
-
-def _block(w, bias, x, segments, cfg: Config):
+def _block(w, bias, x, segments, index, cfg: Config):
     epsilon = cfg.model.norm_epsilon
-    attended = _norm(x, w["attention_norm"]["scale"], epsilon)
-    x = x + _attention(w["attention"], attended, segments, cfg)
-    h = _norm(x, w["mlp_norm"]["scale"], epsilon)
+    attended = norm(x, w["attention_norm"]["scale"], epsilon)
+    x = x + attend(w["attention"], attended, segments, index, cfg)
+    h = norm(x, w["mlp_norm"]["scale"], epsilon)
     loss, load = 0.0, None
     if "moe" in w:
         B, T, D = h.shape
         moe = cfg.moe
         args = (w["moe"]["w_router"], bias["moe"]["bias"], w["moe"]["w_in"], w["moe"]["w_out"])
-        y, weight_NE = moe_reference(h.reshape(-1, D), *args, moe.router, k=moe.experts_per_token)
+        biases = (w["moe"]["b_in"], w["moe"]["b_out"]) if moe.expert_bias else None
+        options = {"biases": biases, "router_bias_E": w["moe"].get("b_router")}
+        options |= {"k": moe.experts_per_token, "limit": cfg.model.clamp}
+        y, weight_NE = moe_reference(h.reshape(-1, D), *args, moe.router, **options)
         x = x + y.reshape(B, T, D)
         chosen_NE = weight_NE != 0
         load = jnp.sum(chosen_NE, axis=0)
-        logit_NE = h.reshape(-1, D) @ args[0]
+        logit_NE = h.reshape(-1, D) @ args[0] + w["moe"].get("b_router", 0)
         if moe.router.balance_over == "sequence":
             chosen_NE = mark_best(logit_NE, moe.experts_per_token)
         loss = _router_losses(logit_NE, chosen_NE, B, cfg)
     if "mlp" in w:
-        x = x + _swiglu(h, w["mlp"]["w_in"], w["mlp"]["w_out"])
+        y = gated(h @ w["mlp"]["w_in"][:, 0], h @ w["mlp"]["w_in"][:, 1], cfg.model.clamp)
+        y = y @ w["mlp"]["w_out"]
+        if "shared_gate" in w:
+            y = y / (1 + jnp.exp(-jnp.sum(h * w["shared_gate"], axis=-1, keepdims=True)))
+        x = x + y
     return x, loss, load
-
-
-def _swiglu(h, w_in, w_out):
-    gate, up = h @ w_in[:, 0], h @ w_in[:, 1]
-    return (gate * jax.nn.sigmoid(gate) * up) @ w_out
 
 
 def _router_losses(logit_NE, chosen_NE, B, cfg: Config):
@@ -88,39 +128,3 @@ def _router_losses(logit_NE, chosen_NE, B, cfg: Config):
     balance = E * jnp.mean(jnp.sum(share * mean, axis=-1))
     z = jnp.mean(jnp.log(jnp.sum(jnp.exp(logit_NE), axis=-1)) ** 2)
     return router.balance_loss * balance + router.z_loss * z
-
-
-def _attention(w, x, segments, cfg: Config):
-    model = cfg.model
-    q, k, v = (jnp.einsum("BTD,DHC->BTHC", x, w[name]) for name in ("w_q", "w_k", "w_v"))
-    if model.attention_bias:
-        q, k, v = q + w["b_q"], k + w["b_k"], v + w["b_v"]
-    if model.qk_norm == "head":
-        q = _norm(q, w["q_norm"]["scale"], model.norm_epsilon)
-        k = _norm(k, w["k_norm"]["scale"], model.norm_epsilon)
-    if model.qk_norm == "full":
-        q, k = (
-            _norm(
-                a.reshape(*a.shape[:2], -1), w[n]["scale"].reshape(-1), model.norm_epsilon
-            ).reshape(a.shape)
-            for a, n in ((q, "q_norm"), (k, "k_norm"))
-        )
-    q, k = _rope(q, model.rope.theta), _rope(k, model.rope.theta)
-    repeats = model.num_heads // model.num_kv_heads
-    k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
-    T = x.shape[1]
-    back = jnp.arange(T)[:, None] - jnp.arange(T)[None]
-    seen = (back >= 0) & (back < (model.sliding_window or T))
-    seen = seen[None] & (segments[:, :, None] == segments[:, None, :])
-    score = jnp.einsum("BTHC,BSHC->BHTS", q, k) / jnp.sqrt(model.head_width)
-    chance = jax.nn.softmax(jnp.where(seen[:, None], score, -1e30), axis=-1)
-    return jnp.einsum("BHTS,BSHC,HCD->BTD", chance, v, w["w_o"])
-
-
-def _rope(x, theta):
-    """Rotary positions as complex multiplication: another form than the model's."""
-    half = x.shape[-1] // 2
-    frequency = theta ** -(jnp.arange(half) / half)
-    turn = jnp.exp(1j * jnp.arange(x.shape[1])[:, None] * frequency)[None, :, None, :]
-    z = (x[..., :half] + 1j * x[..., half:]) * turn
-    return jnp.concatenate([z.real, z.imag], axis=-1).astype(x.dtype)

@@ -33,11 +33,11 @@ def everywhere(count, run):
     """Calls run(processes) in `count` threads. Returns their results or errors."""
     service = Service()
 
-    def one(index):
+    def process(index):
         try:
             return run(Processes(index, count, service))
         except InputError as error:
             return error
 
     with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(one, range(count)))
+        return list(threads.map(process, range(count)))

@@ -25,10 +25,10 @@ from moejax.config.schema import Config
 from moejax.errors import InputError
 
 HERE = Path(__file__).parent
-MOST_RATIO = 1.1  # what dropless moejax may take of PyTorch's time
+MAX_RATIO = 1.1  # what dropless moejax may take of PyTorch's time
 WARMUP_STEPS = 3
 PRODUCT_SIZE = 2048
-MOST_IDLE_SHARE = 0.05  # CPU that a waiting side may use, of one CPU
+MAX_IDLE_SHARE = 0.05  # CPU that a waiting side may use, of one CPU
 
 # Both sides, by glibc, keep memory that they freed instead of handing it back to the system and
 # faulting it in again each step: a setting that helps whichever side allocates more.
@@ -228,11 +228,11 @@ def remarks(result: dict[str, Any]) -> list[str]:
     """What makes a result doubtful."""
     found = []
     others = result["others_cpu_share"]
-    if others is None or others > MOST_IDLE_SHARE:
+    if others is None or others > MAX_IDLE_SHARE:
         share = "an unknown share" if others is None else f"{others:.0%}"
         found.append(f"Other processes used {share} of the CPUs meanwhile: repeat on an idle one.")
     for name, share in result["waiting_cpu_share"].items():
-        if share > MOST_IDLE_SHARE:
+        if share > MAX_IDLE_SHARE:
             found.append(f"The {name} side used {share:.0%} of a CPU while it should have waited.")
     return found
 
@@ -248,7 +248,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"| {s['minimum']:.3f} | {flops / rates[name]:.3f} |"
         for name, s in seconds.items()
     ]
-    verdict = "holds" if ratio <= MOST_RATIO else "is missed"
+    verdict = "holds" if ratio <= MAX_RATIO else "is missed"
     versions = [
         f"* {name}: " + ", ".join(f"{package} {v}" for package, v in side["versions"].items())
         for name, side in sides.items()
@@ -260,7 +260,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"moejax takes **{ratio:.2f} x** PyTorch's time (ratio of medians; by round: median "
         f"{by_round['median']:.2f}, quartiles {by_round['quartile_1']:.2f} to "
         f"{by_round['quartile_3']:.2f}, range {by_round['minimum']:.2f} to "
-        f"{by_round['maximum']:.2f}). The bar of at most {MOST_RATIO} x {verdict}. Profile, "
+        f"{by_round['maximum']:.2f}). The bar of at most {MAX_RATIO} x {verdict}. Profile, "
         "bounds and what was tried: [docs/log.md](../../docs/log.md).",
         "",
         "| side | median (s) | quartiles (s) | minimum (s) | its matrix products alone (s) |",

@@ -41,7 +41,7 @@ from moejax.config.schema import Config
 from moejax.plan.cluster.file import from_json
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
-from moejax.plan.price.routing import ExpertLoad, read_routing
+from moejax.plan.price.routing import ExpertLoad, read_expert_load
 from moejax.plan.price.terms import terms
 from moejax.plan.report.tables import plan_text
 from moejax.plan.search.estimate import Estimate
@@ -70,15 +70,15 @@ def probe(setup: Setup, path: Path) -> tuple[dict[str, Any], float]:
 
 def plan(setup: Setup, topology: Topology, seconds: float | None) -> SearchResult:
     """All that the planner finds in some time."""
-    limits, routing = ask(setup, topology)
-    return search(config_of(setup), topology, limits, routing, seconds=seconds, progress=print)
+    limits, load = ask(setup, topology)
+    return search(config_of(setup), topology, limits, load, seconds=seconds, progress=print)
 
 
 def ask(setup: Setup, topology: Topology) -> tuple[Limits, ExpertLoad]:
     """What may be chosen, and how tokens fall."""
     cfg = config_of(setup)
     limits = Limits(topology.devices, topology.nodes, "cpu", CODECS, pinned(cfg))
-    return limits, read_routing("balanced", cfg.moe.num_experts)
+    return limits, read_expert_load("balanced", cfg.moe.num_experts)
 
 
 def chosen(setup: Setup, topology: Topology, found: SearchResult) -> list[PricedPlan]:
@@ -110,13 +110,13 @@ def _codecs(cfg: Config) -> bool:
 def unseen(setup: Setup, topology: Topology, found: SearchResult, count: int) -> list[PricedPlan]:
     """Meshes that a estimate was enough to leave aside, from the best of them to the worst."""
     cfg = config_of(setup)
-    limits, routing = ask(setup, topology)
+    limits, load = ask(setup, topology)
     estimates = sorted(
         (Estimate(one, topology) for one in meshes(cfg, limits)), key=Estimate.seconds
     )
     seen = {one.cfg.mesh for one in found.ranked}
     left = [estimate.cfg for estimate in estimates if estimate.cfg.mesh not in seen]
-    return [price(trace_config(one, "cpu"), topology, routing) for one in spread(left, count)]
+    return [price(trace_config(one, "cpu"), topology, load) for one in spread(left, count)]
 
 
 def spread(items: list[Any], count: int) -> list[Any]:
@@ -166,9 +166,9 @@ def reprice(record: dict[str, Any], seconds: float | None) -> None:
         best = found.ranked[0].cfg
         if plan_of(best) != plan_of(config_of_row(setup, rows[0])):
             raise SystemExit(f"{name}: now {plan_text(best)}; measure it again")
-        routing = ask(setup, topology)[1]
+        load = ask(setup, topology)[1]
         for row in rows:
-            priced = price(trace_config(config_of_row(setup, row), "cpu"), topology, routing)
+            priced = price(trace_config(config_of_row(setup, row), "cpu"), topology, load)
             row |= {"predicted": priced.seconds, "terms": terms(priced)}
         one["search_seconds"] = found.seconds
 

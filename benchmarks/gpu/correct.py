@@ -209,7 +209,7 @@ def check_sum(report: Reporter, peers: int, rows: int, size: int, name: str) -> 
 
 
 def check_rows(report: Reporter, shape: Shape, tokens: int, name: str) -> None:
-    """Rows quantised on the way out, and weighted and summed on the way home."""
+    """Rows quantised on the way out, and weighted and summed on the way back."""
     D, K, rng = shape.D, shape.K, np.random.default_rng(0)
     token, place, _ = map(jnp.asarray, place_tokens(tokens, shape, skewed=True))
     token = token.at[0].set(tokens)  # a row of zeros
@@ -222,7 +222,7 @@ def check_rows(report: Reporter, shape: Shape, tokens: int, name: str) -> None:
         run = partial(permute_quantize, name=name, block=128, implementation="mosaic")
         return _quantised_error(jax.jit(run)(x, token), rows, name)
 
-    def home() -> float:
+    def back() -> float:
         def run(q: Quantized) -> jax.Array:
             return dequantize_combine(q, weight, place, name, D, implementation="mosaic")
 
@@ -232,7 +232,7 @@ def check_rows(report: Reporter, shape: Shape, tokens: int, name: str) -> None:
         return worst_of(jax.jit(run)(q), np.sum(parts, axis=1), allowed)
 
     check(report, f"permute + quantise {name}", out)
-    check(report, f"dequantise {name} + unpermute + weighted sum", home)
+    check(report, f"dequantise {name} + unpermute + weighted sum", back)
 
 
 def _case(name: str, run: Callable[..., None], *arguments: Any) -> Case:

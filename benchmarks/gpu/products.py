@@ -25,7 +25,7 @@ IN_E4M3 = "forward, e4m3"
 FUSED, MLP = "gate, up and SwiGLU", "expert MLP, forward + backward"
 EQUAL = "equal groups (einsum)"
 TARGET_ROWS, SWEPT_ROWS = (2048, 512), (1024, 256, 128, 64, 4096, 8192)
-MOST_ELEMENTS = 2**31  # of an array: an index fits in 32 bits
+MAX_ELEMENTS = 2**31  # of an array: an index fits in 32 bits
 
 
 @cache
@@ -202,7 +202,7 @@ def cases_of(
     rows: tuple[int, ...],
     *skews: bool,
 ) -> list[Case]:
-    """A case for each number of rows, model and skew, where arrays stay below `MOST_ELEMENTS`.
+    """A case for each number of rows, model and skew, where arrays stay below `MAX_ELEMENTS`.
 
     Skews of a shape follow each other: they share what was compiled, which takes longest.
     """
@@ -213,7 +213,7 @@ def cases_of(
         )
         for each in rows
         for shape in models
-        if each * shape.G * max(shape.D, 2 * shape.F) < MOST_ELEMENTS
+        if each * shape.G * max(shape.D, 2 * shape.F) < MAX_ELEMENTS
         for skewed in skews
     ]
 

@@ -41,29 +41,29 @@ def bytes_of_values(count: int, name: str) -> float:
 
 
 def compare_permutes(report: Reporter, shape: Shape, tokens: int, skewed: bool) -> None:
-    """Rows to their experts in bfloat16, and their results home."""
+    """Rows to their experts in bfloat16, and their results back."""
     N, D, K = tokens, shape.D, shape.K
     where = Placement(*map(jnp.asarray, place_tokens(N, shape, skewed=skewed)))
     x, y = report.draw(0, N, D), report.draw(1, N * K, D)
     weight = jnp.abs(report.draw(2, N, K, dtype=jnp.float32))
     forms: dict[str, Callable[[], Form]] = {
-        "moejax": partial(jax_form, jitted(plain.permute), x, where.token_M, where.place_NK),
+        "moejax": partial(jax_form, jitted(plain.permute), x, where.token_M, where.slot_NK),
         "XLA (jnp.take)": partial(
             jax_form, jitted(jnp.take, axis=0, mode="clip"), x, where.token_M
         ),
     }
-    home = {"moejax": partial(jax_form, jitted(plain.weighted_sum), y, weight, *where[1:])}
-    home["XLA (scatter-add)"] = partial(
-        jax_form, jitted(_scatter_home), y, weight, where.token_M, where.assignment_M
+    back = {"moejax": partial(jax_form, jitted(plain.weighted_sum), y, weight, *where[1:])}
+    back["XLA (scatter-add)"] = partial(
+        jax_form, jitted(_scatter_back), y, weight, where.token_M, where.assignment_M
     )
     if report.torch:
-        forms["torch"], home["torch"] = _torch_permutes(report.torch, where, D)
+        forms["torch"], back["torch"] = _torch_permutes(report.torch, where, D)
     moved = 2.0 * D * (N + N * K)
     report.compare(PERMUTE, forms, bytes=moved)
-    report.compare(UNPERMUTE, home, bytes=moved)
+    report.compare(UNPERMUTE, back, bytes=moved)
 
 
-def _scatter_home(
+def _scatter_back(
     y: jax.Array, weight: jax.Array, token_M: jax.Array, assignment_M: jax.Array
 ) -> jax.Array:
     rows = y.astype(jnp.float32) * weight.reshape(-1)[assignment_M][:, None]
@@ -73,38 +73,38 @@ def _scatter_home(
 
 def _torch_permutes(torch: Any, where: Placement, D: int) -> tuple[Any, Any]:
     """Forms of permute and its way back; the sum is a batched product with the weights."""
-    M, (N, K) = len(where.token_M), where.place_NK.shape
+    M, (N, K) = len(where.token_M), where.slot_NK.shape
     normal = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     x, y, weight = normal(N, D), normal(M, D), normal(N, 1, K)
     token = torch.tensor(np.array(where.token_M), device="cuda")
-    place = torch.tensor(np.array(where.place_NK).reshape(-1), device="cuda")
+    place = torch.tensor(np.array(where.slot_NK).reshape(-1), device="cuda")
 
-    def home() -> Any:
+    def back() -> Any:
         return torch.bmm(weight, y.index_select(0, place).view(N, K, D))
 
     return partial(torch_form, torch, partial(x.index_select, 0, token)), partial(
-        torch_form, torch, home
+        torch_form, torch, back
     )
 
 
 def compare_quantized_rows(
     report: Reporter, shape: Shape, tokens: int, skewed: bool, name: str
 ) -> None:
-    """Rows quantised on their way out; on their way home dequantised, weighted and summed."""
+    """Rows quantised on their way out; on their way back dequantised, weighted and summed."""
     N, D, K = tokens, shape.D, shape.K
     where = Placement(*map(jnp.asarray, place_tokens(N, shape, skewed=skewed)))
     x, weight = report.draw(0, N, D), jnp.abs(report.draw(1, N, K, dtype=jnp.float32))
     moved = 2.0 * N * D + bytes_of_values(N * K * D, name)
-    out, home = {}, {}
-    # Any rows will do for the way home, of the right dtypes.
+    out, back = {}, {}
+    # Any rows will do for the way back, of the right dtypes.
     rows = quantize(report.draw(2, N * K, D), name, block=BLOCK)
     for label, kind in implementations(report).items():
         run = jitted(permute_quantize, name, block=BLOCK, implementation=kind)
         out[label] = partial(jax_form, run, x, where.token_M)
         run = jitted(_combine, name, D, kind)
-        home[label] = partial(jax_form, run, *rows, weight, where.place_NK)
+        back[label] = partial(jax_form, run, *rows, weight, where.slot_NK)
     report.compare(f"permute + quantise {name}", out, bytes=moved)
-    report.compare(f"dequantise {name} + unpermute + weighted sum", home, bytes=moved)
+    report.compare(f"dequantise {name} + unpermute + weighted sum", back, bytes=moved)
 
 
 def _combine(values: Any, scale: Any, weight: Any, place: Any, *options: Any) -> Any:

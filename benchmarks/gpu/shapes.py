@@ -45,7 +45,7 @@ class Placement(NamedTuple):
     """Where tokens go: numbers of rows sorted by expert, see `moejax.kernels.permute`."""
 
     token_M: np.ndarray  # the token that a row copies
-    place_NK: np.ndarray  # the row of each choice of a token
+    slot_NK: np.ndarray  # the row of each choice of a token
     assignment_M: np.ndarray  # the choice that a row answers
 
 
@@ -57,10 +57,10 @@ def place_tokens(tokens: int, shape: Shape, *, skewed: bool) -> Placement:
     key_NG = np.log(weight_G) + rng.gumbel(size=(tokens, shape.G))
     expert_NK = np.argpartition(-key_NG, shape.K - 1, axis=1)[:, : shape.K]
     assignment_M = np.argsort(expert_NK.reshape(-1), kind="stable").astype(np.int32)
-    place_NK = np.empty_like(assignment_M)
-    place_NK[assignment_M] = np.arange(assignment_M.size, dtype=np.int32)
+    slot_NK = np.empty_like(assignment_M)
+    slot_NK[assignment_M] = np.arange(assignment_M.size, dtype=np.int32)
     return Placement(
         (assignment_M // shape.K).astype(np.int32),
-        place_NK.reshape(tokens, shape.K),
+        slot_NK.reshape(tokens, shape.K),
         assignment_M,
     )

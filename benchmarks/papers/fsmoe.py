@@ -113,7 +113,7 @@ FSMOE = System("inside", "across", "free", own_chunks=True)
 
 
 def stages(times: Pass, system: System, startup: Startup) -> list[Stage]:
-    """What a chunk passes on its way to the experts and home; start-up is not cut with the rest."""
+    """What a chunk passes on its way to the experts and back; start-up is not cut with the rest."""
     exchange = (times.all_to_all / 2 - startup.all_to_all, startup.all_to_all)
     products = times.products * startup.product
     return [
@@ -121,7 +121,7 @@ def stages(times: Pass, system: System, startup: Startup) -> list[Stage]:
         Stage("gather", system.inside, times.gather - startup.gather, startup.gather),
         Stage("experts", "compute", times.experts - products, products),
         Stage("scatter", system.inside, times.scatter - startup.scatter, startup.scatter),
-        Stage("all-to-all home", system.across, *exchange),
+        Stage("all-to-all back", system.across, *exchange),
     ]
 
 
@@ -147,11 +147,11 @@ def backward(times: Pass, system: System, chunks: int, pieces: int, startup: Sta
         seconds = startup.all_reduce + (times.all_reduce - startup.all_reduce) / pieces
         tasks += [Task("all-reduce", system.across, seconds, priority=-1)] * free
     tasks += pipeline(stages(times, system, startup), chunks, place=free)
-    home = tuple(range(len(tasks) - chunks, len(tasks)))
-    tasks.append(Task("order", "compute", times.order, home))
+    arrived = tuple(range(len(tasks) - chunks, len(tasks)))
+    tasks.append(Task("order", "compute", times.order, arrived))
     tasks.append(Task("attention", "compute", times.attention, (len(tasks) - 1,)))
     if not free:
-        after = home if system.reduces == "dense" else (len(tasks) - 1,)
+        after = arrived if system.reduces == "dense" else (len(tasks) - 1,)
         tasks.append(Task("all-reduce", system.across, times.all_reduce, after))
     links = (system.inside, system.across)
     return simulate(tasks, dict.fromkeys(links, "priority")).seconds

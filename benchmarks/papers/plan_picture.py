@@ -38,7 +38,7 @@ def read_page(path: Path) -> dict[str, Any]:
 def busy(timeline: dict[str, Any], step: float) -> dict[str, list[float]]:
     """Lane -> share of each column in which it is busy; a column is step / COLUMNS seconds."""
     lanes: dict[str, list[float]] = {}
-    words, width = timeline["words"], step / COLUMNS
+    text, width = timeline["text"], step / COLUMNS
 
     def add(lane: str, start: float, end: float) -> None:
         row = lanes.setdefault(lane, [0.0] * COLUMNS)
@@ -51,7 +51,7 @@ def busy(timeline: dict[str, Any], step: float) -> dict[str, list[float]]:
     def walk(number: int, begin: float) -> None:
         for lane, _, _, start, seconds, _, inner in timeline["nodes"][number]["tasks"]:
             if inner < 0:
-                add(words[lane], begin + start, begin + start + seconds)
+                add(text[lane], begin + start, begin + start + seconds)
                 continue
             loop = timeline["nodes"][inner]
             for turn in range(round(loop["trip_count"])):

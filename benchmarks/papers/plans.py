@@ -36,7 +36,7 @@ from moejax.moe.sizes import HEADROOM
 from moejax.plan.cluster.file import known_clusters, load_topology
 from moejax.plan.cluster.topology import Link, Topology, same_links
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
-from moejax.plan.price.routing import read_routing
+from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.terms import tokens_per_second
 from moejax.plan.report.tables import plan_text, sentence
 from moejax.plan.search.search import SearchResult, search
@@ -166,8 +166,8 @@ def plan(
     cfg = change(Config(plan=PlanConfig(mode="auto")), settings)
     device, pins = topology.device.platform, frozenset(set(settings) & set(CHOSEN))
     limits = Limits(topology.devices, topology.nodes, device, pinned=pins)
-    routing = read_routing(skew, cfg.moe.num_experts)
-    return search(cfg, topology, limits, routing, seconds=seconds, progress=lambda _: None)
+    load = read_expert_load(skew, cfg.moe.num_experts)
+    return search(cfg, topology, limits, load, seconds=seconds, progress=lambda _: None)
 
 
 def with_codecs(one: PricedPlan, preset: str, topology: Topology) -> PricedPlan | None:
@@ -179,7 +179,7 @@ def with_codecs(one: PricedPlan, preset: str, topology: Topology) -> PricedPlan 
     if cfg is None:
         return None
     step = trace_config(cfg, topology.device.platform)
-    return price(step, topology, read_routing("balanced", cfg.moe.num_experts))
+    return price(step, topology, read_expert_load("balanced", cfg.moe.num_experts))
 
 
 def answer(question: Question) -> dict[str, Any]:
@@ -268,13 +268,13 @@ def for_every_routing(cluster: str) -> list[dict[str, Any]]:
         found = plan(FEW_TOKENS, topology, skew)
         best = found.ranked[0]
         even = even or best
-        routing = read_routing(skew, OLMOE["moe.num_experts"])
-        there = price(even.traced, topology, routing)
+        load = read_expert_load(skew, OLMOE["moe.num_experts"])
+        there = price(even.traced, topology, load)
         rows.append(
             {
                 "cluster": cluster,
                 "routing": skew,
-                "busiest": routing.skew,
+                "busiest": load.skew,
                 "plan": plan_text(best.cfg),
                 "seconds": best.seconds,
                 "even_plan_seconds": there.seconds,

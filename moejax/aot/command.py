@@ -69,8 +69,8 @@ def print_compiled(step: CompiledStep, title: str, target: Target, console: Cons
     table.add_row("compiler options", "\n".join(f"{k}={v}" for k, v in step.options.items()))
     table.add_row("compiled in", f"{step.seconds:.0f} s")
     memory = f"of {target.memory_bytes / 2**30:.0f} GiB"
-    fits = "" if step.most_bytes <= target.memory_bytes else ": does not fit"
-    table.add_row("peak, a device", f"{_gib(step.most_bytes)} {memory}{fits}")
+    fits = "" if step.max_bytes <= target.memory_bytes else ": does not fit"
+    table.add_row("peak, a device", f"{_gib(step.max_bytes)} {memory}{fits}")
     for name, size in {"step": step.peak_bytes, **step.other_peaks}.items():
         table.add_row(f"  of {name}", _gib(size))
     table.add_row("arguments (state, batch)", _gib(step.argument_bytes))
@@ -133,9 +133,13 @@ def main(argv: list[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="as of moejax train")
+    parser.add_argument(
+        "--config", metavar="FILE", required=True, help="config file, as for moejax train"
+    )
     parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
-    parser.add_argument("--nodes", type=int, default=1, help="of eight devices each (default 1)")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="number of nodes, eight devices each (default 1)"
+    )
     parser.add_argument("--target", choices=sorted(TARGETS), default="h200", help="default h200")
     parser.add_argument(
         "--compare", action="store_true", help="also compile without the trainer's options"
@@ -143,12 +147,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--compress-exposed",
         choices=("hybrid", "strong"),
-        help="say which codecs of a preset are worth having: of traffic that nothing hides",
+        help="name the codecs of a preset that pay off: those of traffic that no compute hides",
     )
     parser.add_argument(
         "--update",
         action="store_true",
-        help="also compile the gradients alone, to say what the optimizer's update needs beside",
+        help="also compile the gradients alone, to measure the memory of the optimizer's update",
     )
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
     args = parser.parse_args(rest)
@@ -167,11 +171,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         wanted |= CONTROLS[target.platform]
     steps = {}
     for name, options in wanted.items():
-        _say(f"tracing and compiling for {cluster}, options {name}: a minute, or several")
+        _progress(f"tracing and compiling for {cluster}, options {name}: a minute, or several")
         steps[name] = compile_step(train_step, options)
-        _say(f"compiled in {steps[name].seconds:.0f} s")
+        _progress(f"compiled in {steps[name].seconds:.0f} s")
     own = steps["the trainer's"]
-    _say("compiling evaluation and sampling")
+    _progress("compiling evaluation and sampling")
     steps["the trainer's"] = replace(own, other_peaks=other_peaks(train_step, own))
     console = Console()
     if args.json:
@@ -182,10 +186,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         print_comparison(steps, console)
     if args.update:
         needed = update_bytes(train_step, steps["the trainer's"])
-        console.print(f"update: {_gib(needed)} beside state and gradients")
+        console.print(f"update: {_gib(needed)} in addition to state and gradients")
     if args.compress_exposed:
         print_exposed(steps["the trainer's"], train_step, args.compress_exposed, console)
 
 
-def _say(text: str) -> None:
+def _progress(text: str) -> None:
     print(f"moejax: {text}", file=sys.stderr, flush=True)

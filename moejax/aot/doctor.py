@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="moejax doctor",
         description="What is installed, which implementation each operation takes, and why.",
     )
-    parser.add_argument("--config", metavar="FILE", help="as of moejax train")
+    parser.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
     parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
     parser.add_argument("--target", choices=sorted(TARGETS), help="accelerators that are not here")
     args = parser.parse_args(rest)
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         if overrides and args.config is None:
             raise InputError("settings without a config. Add --config FILE.")
-        hardware, console = _place(args.target), Console()
+        hardware, console = _hardware(args.target), Console()
         if args.config is not None:
             show(load_config(args.config, overrides), hardware, console)
             return
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code(run, stopped="nothing was changed")
 
 
-def _place(target: str | None) -> Hardware:
+def _hardware(target: str | None) -> Hardware:
     if target is not None:
         return Hardware(TARGETS[target].platform, HOPPER if target == "h200" else None)
     device = jax.devices()[0]

@@ -12,7 +12,7 @@ from moejax.layout.layout import Layout
 
 
 def traffic_of(exchange: Exchange, layout: Layout) -> str | None:
-    """Returns the class of compressible traffic of a collective, for either pass.
+    """Returns a collective's traffic class, or None if no codec applies.
 
     The compiled program does not name what it sends: both directions of tokens count as one class
     here, and so do gradients of dense weights and of experts, which cross nodes on the same axes.

@@ -13,7 +13,7 @@ KINDS = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
     "all-to-all": "all_to_all",
-    "collective-permute": "permute",
+    "collective-permute": "ppermute",
 }
 
 

@@ -34,7 +34,7 @@ class CompiledStep:
     """
 
     mesh: dict[str, int]
-    slow: Axes  # of the mesh, what crosses nodes
+    slow: Axes  # mesh axes that cross nodes
     options: Options
     seconds: float  # of compilation
     argument_bytes: int  # state and batch
@@ -45,7 +45,7 @@ class CompiledStep:
     other_peaks: dict[str, int] = field(default_factory=dict)
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """The largest peak of all compiled programs."""
         return max(self.peak_bytes, *self.other_peaks.values(), 0)
 
@@ -170,7 +170,8 @@ def update_bytes(train_step: TrainStep, step: CompiledStep, options: Options | N
 def other_peaks(train_step: TrainStep, step: CompiledStep, options: Options | None = None) -> dict:
     """Returns the peak bytes of evaluation and sampling, with the whole state on the device.
 
-    The compiler drops arguments that they do not read, but on the device those stay.
+    The compiler drops arguments that these programs do not read; the device holds them all the
+    same, so they are added.
     """
     lowered = {
         "evaluation": _lowered(train_step, train_step.evaluate),

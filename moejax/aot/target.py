@@ -73,7 +73,7 @@ def describe_devices(target: Target, nodes: int) -> list[Any]:
     Raises:
       InputError: if the compiler of the platform is not installed.
     """
-    # Before JAX loads its plugins: that of CUDA gives up where it finds no libraries.
+    # Before JAX loads its plugins: the CUDA plugin fails without its libraries.
     jax.config.update("jax_platforms", "cpu")
     # Compilers warn at length about missing accelerators.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -7,7 +7,11 @@ positions and ends with partial sums. An expert layer needs each token on one te
 that no token is sent twice.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import wire
@@ -20,6 +24,15 @@ def enter_tensor(x_BtD: jax.Array, layout: Layout) -> jax.Array:
     """Gives every tensor rank all positions of its sequences."""
     with jax.named_scope(ACTIVATIONS):
         return wire.all_gather(x_BtD, layout.tensor, dim=1) if layout.sequence_sharded else x_BtD
+
+
+def enter_tensor_together(parts: Sequence[jax.Array], layout: Layout) -> Sequence[jax.Array]:
+    """`enter_tensor` of several activations [B, t, any], in one gather."""
+    if not layout.sequence_sharded or layout.size(layout.tensor) == 1:
+        return parts
+    whole = enter_tensor(jnp.concatenate(parts, axis=-1), layout)
+    ends = itertools.accumulate(part.shape[-1] for part in parts[:-1])
+    return jnp.split(whole, list(ends), axis=-1)
 
 
 def leave_tensor(y_BTD: jax.Array, layout: Layout) -> jax.Array:

@@ -11,9 +11,9 @@ to 0.12.0.1):
 `in_order` rewrites a traced function so that each collective waits for the collective before it,
 through every loop, conditional and call. Gloo carries one at a time anyway.
 
-When two ranks exchange data, one was seen to send only after the other is done (decision 0008). A
-large exchange of pairs therefore becomes two sends, one in each direction. Half of the pairs send
-in the opposite order, so that together they fill the link in both directions.
+When two ranks exchange data, one rank sometimes sends only after the other has finished (decision
+0008). A large exchange of pairs therefore becomes two sends, one in each direction. Half of the
+pairs send in the opposite order, so that together they fill the link in both directions.
 """
 
 import math

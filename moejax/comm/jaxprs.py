@@ -9,7 +9,7 @@ KINDS = {
     "psum_invariant": "all_reduce",
     "pmax": "all_max",
     "pmin": "all_min",
-    "ppermute": "permute",
+    "ppermute": "ppermute",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",

@@ -73,7 +73,7 @@ def all_to_all(x_P: jax.Array, axes: Axes, *, tag: str | None = TOKEN_WIRE) -> j
     return _tagged(lax.all_to_all(x_P, axes, 0, 0, tiled=True), tag)
 
 
-def permute(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+def ppermute(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """Sends x from the first to the second device of each pair; zeros where nothing arrives.
 
     Used to measure links; no route needs it. Wire: x's bytes per sending device.

@@ -5,7 +5,7 @@ A class has one codec, or several with the step from which each applies:
     int8+feedback                   always
     none,int4+feedback@200          uncompressed for a warm-up of 200 steps
     int4,int8@1000,bfloat16@5000    errors that shrink along training
-    adaptive:0.9:int8|int4|topk:0.1 the strongest that keeps 0.9 of the gradient's energy
+    adaptive:0.9:int8|int4|topk:0.1 the strongest that keeps 0.9 of the gradient's squared norm
 
 A codec is NAME[:ARGUMENT][+feedback][+stochastic]. `comm.codecs.build` describes them and their
 errors. Nothing is compressed inside a node; the router, its metadata, the weights of its choices,
@@ -196,9 +196,7 @@ def _read_schedule(kind: str, text: str, cfg: CompressionConfig) -> dict[int, Co
     for index, part in enumerate(text.split(",")):
         name, at, start = part.partition("@")
         if (index > 0) != bool(at) or (at and not start.isdecimal()):
-            rule = (
-                "The first codec counts from the start, each later one says its step: none,int8@200"
-            )
+            rule = "The first codec starts at step 0; each later one names its step: none,int8@200"
             _refuse(kind, text, rule)
         step = int(start or 0)
         if schedule and step <= max(schedule):
@@ -207,7 +205,7 @@ def _read_schedule(kind: str, text: str, cfg: CompressionConfig) -> dict[int, Co
     names = {spec.name for spec in schedule.values() if spec is not None}
     for own in {"loco", "adaptive"} & names:
         if len(names) > 1:
-            _refuse(kind, text, f"What {own} remembers is of no use to another codec beside it")
+            _refuse(kind, text, f"The state of {own} cannot be used by another codec")
     return schedule
 
 
@@ -256,8 +254,8 @@ def _read_adaptive(
     held = [level is not None and level.name in plain and not level.feedback for level in levels]
     if not 0 < _number(threshold) < 1 or len(levels) < 2 or not all(held):
         rule = (
-            "adaptive takes the share of energy to keep, and codecs without feedback from mild to "
-            "strong: adaptive:0.9:int8|int4|topk:0.1"
+            "adaptive takes the share of the squared norm to keep, and codecs without feedback "
+            "from mild to strong: adaptive:0.9:int8|int4|topk:0.1"
         )
         _refuse(kind, text, rule)
     codecs = tuple(level for level in levels if level is not None)

@@ -1,7 +1,7 @@
 """Every setting as a dotted name with its type and range, and the check of one value.
 
 `config.schema` declares settings as nested dataclasses; here they become one flat table, which the
- config files, the command line and the help text all read.
+config files, the command line and the help text all read.
 """
 
 import dataclasses

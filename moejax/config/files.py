@@ -1,7 +1,7 @@
 """Reads a config file into entries: dotted name, value, and line.
 
 Nothing here knows which settings exist; `config.load` checks the entries. Python files run as code
- and are trusted. YAML and JSON are plain data: no tag, no code, at most 1 MB.
+and are trusted. YAML and JSON are plain data: no tag, no code, at most 1 MB.
 """
 
 import importlib.util

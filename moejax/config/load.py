@@ -72,9 +72,19 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
             _add(values, entry)
         except InputError as error:
             raise InputError(f"{entry.where}: {error}") from None
+    return _build(values | parse_overrides(overrides))
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """Returns the values of overrides by dotted name, as for `load_config`.
+
+    Raises:
+      InputError: a field is unknown or has a wrong value.
+    """
+    values: dict[str, Any] = {}
     for override in overrides:
         values |= _parse_override(override)
-    return _build(values)
+    return values
 
 
 def split_overrides(argv: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -178,5 +188,5 @@ def diff(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
 
 
 def describe_fields() -> list[tuple[str, str, Any, str, str]]:
-    """Returns (dotted name, type, default, help, range in words) of every setting, for `--help`."""
+    """Returns (name, type, default, help, range in words) of every setting, for `--settings`."""
     return [(f.name, f.type_name, f.default, f.help, f.range) for f in fields().values()]

@@ -29,6 +29,21 @@ class RopeConfig:
     beta_slow: float = setting(
         1.0, "yarn: dims with fewer rotations than this are stretched", above=0
     )
+    truncate: bool = setting(
+        True, "yarn: the range between them is widened to whole channel pairs (gpt-oss: false)"
+    )
+    attention_factor: float | None = setting(
+        None, "yarn: factor of cos and sin; none: 0.1 ln(factor) + 1, or that of mscale", above=0
+    )
+    mscale: float | None = setting(
+        None,
+        "yarn: cos and sin times m(mscale) / m(mscale_all_dim), m(s) = 0.1 s ln(factor) + 1 "
+        "(DeepSeek-V2 and V3)",
+        at_least=0,
+    )
+    mscale_all_dim: float | None = setting(
+        None, "yarn: scores times m(mscale_all_dim)^2; goes with mscale", at_least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -38,19 +53,57 @@ class ModelConfig:
     vocab_size: int = setting(264, "V: token ids are 0 .. V-1", at_least=2)
     width: int = setting(128, "D: width of the residual stream", at_least=1)
     num_layers: int = setting(4, "number of blocks", at_least=1)
+    attention: str = setting(
+        "grouped",
+        "grouped: heads share keys and values; latent: both come from a narrow latent (DeepSeek)",
+        choices=("grouped", "latent"),
+    )
     num_heads: int = setting(4, "H: query heads", at_least=1)
     num_kv_heads: int = setting(2, "G: key and value heads; H must be a multiple", at_least=1)
     head_width: int = setting(32, "C: channels of one head", at_least=2)
+    rope_width: int | None = setting(
+        None, "channels of a head that rotate; none: all (latent attention needs it)", at_least=2
+    )
+    q_latent: int | None = setting(
+        None, "Z: width of the latent of queries; none: projected directly", at_least=1
+    )
+    kv_latent: int | None = setting(
+        None, "Z: width of the latent of keys and values (latent attention)", at_least=1
+    )
+    value_width: int | None = setting(
+        None, "channels of a value's head (latent attention); none: head_width", at_least=1
+    )
     mlp_hidden: int = setting(384, "F of dense (non-expert) blocks", at_least=1)
     first_dense_layers: int = setting(0, "blocks at the start that use a dense MLP", at_least=0)
     moe_every: int | None = setting(
         1, "after those, each n-th block has experts; none: dense model", at_least=1
     )
+    activation: str = setting(
+        "swiglu",
+        "of MLPs and experts; clamped_swiglu: gate and up are clamped (gpt-oss)",
+        choices=("swiglu", "clamped_swiglu"),
+    )
+    activation_limit: float = setting(
+        7.0, "clamped_swiglu: largest gate, and largest size of up", above=0
+    )
+    predict_ahead: int = setting(
+        0,
+        "multi-token prediction (DeepSeek-V3): tokens past the next that training predicts too",
+        at_least=0,
+        at_most=1,
+    )
     norm_epsilon: float = setting(1e-6, "epsilon of RMSNorm", above=0)
     qk_norm: str = setting("none", "RMSNorm on queries and keys", choices=("none", "head", "full"))
     attention_bias: bool = setting(False, "biases on the query, key and value projections")
+    attention_output_bias: bool = setting(False, "bias on the output projection of attention")
+    attention_sinks: bool = setting(
+        False, "a learned logit a head, which takes part in its softmax and has no value (gpt-oss)"
+    )
     sliding_window: int | None = setting(
         None, "positions a query sees back, itself included", at_least=1
+    )
+    full_attention_every: int | None = setting(
+        None, "each n-th block sees back without the window (gpt-oss: 2)", at_least=2
     )
     tie_embeddings: bool = setting(True, "use the embedding as the output projection")
     init_deviation: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -68,9 +121,41 @@ class ModelConfig:
     rope: RopeConfig = section(RopeConfig, "rotary positions")
 
     @property
+    def is_latent(self) -> bool:
+        """Whether keys and values come from a latent."""
+        return self.attention == "latent"
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a value's head."""
+        return self.value_width or self.head_width
+
+    @property
+    def rotated_channels(self) -> int:
+        """Channels of a head that rotate."""
+        return self.rope_width or self.head_width
+
+    @property
+    def clamp(self) -> float | None:
+        """The limit of clamped SwiGLU; None for plain SwiGLU."""
+        return self.activation_limit if self.activation == "clamped_swiglu" else None
+
+    @property
     def has_experts(self) -> bool:
         """Whether any block has experts."""
         return self.moe_every is not None
+
+    @property
+    def ends_in_experts(self) -> bool:
+        """Whether the last block has experts; that of `predict_ahead` is like it."""
+        if self.moe_every is None:
+            return False
+        return (self.num_layers - self.first_dense_layers) % self.moe_every == 0
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, with that of `predict_ahead`."""
+        return self.num_layers + self.predict_ahead
 
     @property
     def has_dense_blocks(self) -> bool:
@@ -101,8 +186,8 @@ class RouterConfig:
     )
     balance_over: str = setting(
         "batch",
-        "span of the load-balance loss; batch: of each micro-batch, whose rows the mesh decides; "
-        "sequence: counts the K best scores (DeepSeek-V3)",
+        "span of the load-balance loss; batch: over each micro-batch (its rows depend on the "
+        "mesh); sequence: counts the K best scores (DeepSeek-V3)",
         choices=("batch", "sequence"),
     )
     z_loss: float = setting(
@@ -123,14 +208,20 @@ class MoEConfig:
     num_shared_experts: int = setting(
         0, "experts that every token visits, fused into one MLP", at_least=0
     )
+    shared_gate: bool = setting(
+        False, "the shared experts' output is scaled by sigmoid(h . gate), learned (Qwen2-MoE)"
+    )
+    router_bias: bool = setting(False, "a learned bias of the router's logits (gpt-oss)")
+    expert_bias: bool = setting(False, "biases of the experts' two products (gpt-oss)")
     capacity_factor: float | None = setting(
         None,
-        "none: dropless; else rows of an expert over the balanced number, the rest is dropped",
+        "none: dropless; else capacity of an expert over the balanced number of rows; the rest is "
+        "dropped",
         above=0,
     )
     implementation: str = setting(
         "auto",
-        "grouped matrix product of the experts; .._e4m3: forward ones of numbers rounded to e4m3",
+        "implementation of the experts' matrix products; _e4m3: forward products in e4m3",
         choices=(
             "auto",
             "mosaic",

@@ -112,7 +112,7 @@ class LoraConfig:
     """Fine-tuning of low-rank adapters; the weights of `checkpoint.init_from` stay as they are."""
 
     rank: int | None = setting(
-        None, "R: rank of the adapters; none: no adapters, all weights are trained", at_least=1
+        None, "A: rank of the adapters; none: no adapters, all weights are trained", at_least=1
     )
     alpha: float | None = setting(
         None, "an adapter is scaled by alpha / rank; none: twice the rank", above=0
@@ -143,13 +143,18 @@ class TrainConfig:
     num_steps: int = setting(200, "optimizer steps of the whole run", at_least=1)
     batch_sequences: int = setting(32, "sequences of one step, over all devices", at_least=1)
     micro_batches: int = setting(
-        1, "gradient accumulation: parts the batch is cut in, of evaluation too", at_least=1
+        1,
+        "gradient accumulation: number of micro-batches a batch is split into, in evaluation too",
+        at_least=1,
     )
     gradient_dtype: str = setting(
         "float32", "dtype of gradients while they are reduced", choices=("float32", "bfloat16")
     )
     reduction_bytes: int | None = setting(
         None, "largest piece in which a gradient is reduced; none: each weight whole", at_least=1
+    )
+    predict_ahead_loss: float = setting(
+        0.3, "coefficient of the loss of model.predict_ahead, nats per target", above=0
     )
     seed: int = setting(0, "decides weights, data order, routing noise and rounding", at_least=0)
     log_every: int = setting(10, "steps between logged lines", at_least=1)
@@ -160,7 +165,9 @@ class TrainConfig:
         16, "batches of one evaluation; the last evaluation reads all", at_least=1
     )
     max_skipped: int | None = setting(
-        10, "updates in a row that are not finite, with which the run ends; none: never", at_least=1
+        10,
+        "number of consecutive non-finite updates that ends the run; none: never",
+        at_least=1,
     )
     sample_tokens: int = setting(200, "tokens sampled at the end; 0: none", at_least=0)
     sample_prompt: str = setting("def ", "text the sample continues")
@@ -176,14 +183,14 @@ class CompressionConfig:
     dense_gradient: str = setting("preset", "gradients of weights that are not experts'")
     expert_gradient: str = setting("preset", "gradients of the experts' weights")
     dispatch: str = setting("preset", "tokens on their way to the experts")
-    combine: str = setting("preset", "the experts' results on their way home")
+    combine: str = setting("preset", "the experts' results")
     dispatch_backward: str = setting("preset", "gradients of what was dispatched")
     combine_backward: str = setting("preset", "gradients of results")
     weights: str = setting("preset", "weights that are gathered")
     block: int = setting(128, "values that share a scale; a multiple of 4", at_least=4)
     start_layer: int = setting(
         0,
-        "blocks at the start whose gradients travel as they are, up to a whole pattern of blocks",
+        "first so many blocks (rounded up to a whole pattern) whose gradients are not compressed",
         at_least=0,
     )
     adapt_every: int = setting(100, "steps between choices of an adaptive codec", at_least=1)
@@ -195,7 +202,7 @@ class PlanConfig:
 
     mode: str = setting(
         "default",
-        "auto: a planner chooses; hand: nobody; default: auto where no choice is made by hand; "
+        "auto: the planner chooses; hand: no planner; default: auto if nothing is set by hand; "
         "else the path of a plan that moejax plan --out wrote",
     )
     topology: str | None = setting(
@@ -208,7 +215,9 @@ class PlanConfig:
         "none", "the preset whose codecs may be chosen", choices=("none", "hybrid", "strong")
     )
     seconds: float | None = setting(
-        None, "that the search may take; none: 10, for more than 64 devices 60", above=0
+        None,
+        "time limit of the search in seconds; none: 10, or 60 for more than 64 devices",
+        above=0,
     )
     replan: bool = setting(
         False, "plan again at a checkpoint when steps take longer or shorter than predicted"

@@ -1,8 +1,11 @@
 """The sequences of each step: a pure function of the seed and the step.
 
 Sequence i of an epoch is tokens i * T to i * T + T of the stream: T inputs, and the same shifted by
-one as targets. Every process asks for its own rows of the global batch, so the order is the same on
-any number of processes, and the position in the data is one integer, the step.
+one, of which the stream says which are targets. Every process asks for its own rows of the global
+batch, so the order is the same on any number of processes, and the position in the data is one
+integer, the step.
+
+N: tokens of a stretch of the stream. U: T + 1.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -13,6 +16,7 @@ from typing import Any, SupportsIndex, TypeVar
 import grain
 import numpy as np
 
+from moejax.data.marks import Stretch
 from moejax.data.tokens import TokenSource
 from moejax.errors import InputError
 
@@ -37,8 +41,8 @@ class _Windows:
     def __len__(self) -> int:
         return (self.source.num_tokens - 1) // self.length
 
-    def __getitem__(self, index: SupportsIndex) -> np.ndarray:
-        return self.source.read(index.__index__() * self.length, self.length + 1)
+    def __getitem__(self, index: SupportsIndex) -> Stretch:
+        return self.source.stretch(index.__index__() * self.length, self.length + 1)
 
 
 class Batches:
@@ -57,7 +61,7 @@ class Batches:
     ):
         windows = _Windows(source, sequence_length)
         self.num_sequences, self.batch_sequences = len(windows), batch_sequences
-        self.eos_id, self.isolate, self.repeat = source.eos_id, isolate_documents, repeat
+        self.isolate, self.repeat = isolate_documents, repeat
         if self.num_sequences < 1:
             raise InputError(
                 f"too little data. {source.num_tokens} tokens hold no sequence of "
@@ -83,17 +87,23 @@ class Batches:
     def rows(self, step: int, start: int, stop: int) -> BatchRows:
         """Rows start .. stop - 1 of the global batch of a step."""
         first = step * self.batch_sequences
-        windows = np.stack([self._order[first + row] for row in range(start, stop)])
-        return _rows(windows, self.eos_id, self.isolate)
+        windows = [self._order[first + row] for row in range(start, stop)]
+        token_BU, target_BU, begin_BU = map(np.stack, zip(*windows, strict=True))
+        target_BT = np.where(target_BU[:, 1:], token_BU[:, 1:], -1)
+        return _rows(token_BU[:, :-1], target_BT, begin_BU[:, :-1], self.isolate)
 
 
-def _rows(window_BT: np.ndarray, eos_id: int, isolate: bool) -> BatchRows:
-    """Splits windows of T + 1 tokens into inputs and targets; an eos opens the next document."""
-    token_BT = window_BT[:, :-1]
-    segment_BT = np.cumsum(token_BT == eos_id, axis=1, dtype=np.int32)
-    if not isolate:
-        segment_BT = np.zeros_like(segment_BT)
-    return BatchRows(token_BT, window_BT[:, 1:], segment_BT)
+def _rows(
+    token_BT: np.ndarray, target_BT: np.ndarray, begin_BT: np.ndarray, isolate: bool
+) -> BatchRows:
+    """Numbers the documents of each row."""
+    segment_BT = np.cumsum(begin_BT & isolate, axis=1, dtype=np.int32)
+    return BatchRows(token_BT, target_BT, segment_BT)
+
+
+def count_eval_batches(source: TokenSource, batch_sequences: int, sequence_length: int) -> int:
+    """Returns the number of batches that cover every target of a stream once."""
+    return -(-(source.num_tokens - 1) // (batch_sequences * sequence_length))
 
 
 def eval_batches(
@@ -110,21 +120,21 @@ def eval_batches(
       limit: number of batches, spread evenly over the stream; None for all.
     """
     T, B = sequence_length, batch_sequences
-    num_batches = -(-(source.num_tokens - 1) // (T * B))
+    num_batches = count_eval_batches(source, B, T)
     taken = np.arange(num_batches)
     if limit is not None and limit < num_batches:
         taken = np.linspace(0, num_batches - 1, limit).round().astype(int)
     for batch in taken:
         start = int(batch) * T * B
-        read = source.read(start, min(T * B + 1, source.num_tokens - start))
+        stretch = source.stretch(start, min(T * B + 1, source.num_tokens - start))
         # The loss ignores a target of -1; the input beside it may be any valid id.
-        stream = np.full(T * B + 1, -1, np.int32)
-        stream[: len(read)] = read
-        target_BT = stream[1:].reshape(B, T)
-        token_BT = np.where(stream[:-1] < 0, source.eos_id, stream[:-1]).reshape(B, T)
-        windows = np.concatenate([token_BT, target_BT[:, -1:]], axis=1).astype(np.int32)
-        rows = _rows(windows, source.eos_id, isolate_documents)
-        yield BatchRows(rows.token_BT, target_BT, rows.segment_BT)
+        padded = ((0, T * B + 1 - len(stretch.token_N)),)
+        token_N = np.pad(stretch.token_N, padded, constant_values=source.eos_id)
+        target_N = np.where(np.pad(stretch.target_N, padded), token_N, -1)
+        begin_N = np.pad(stretch.begin_N, padded, constant_values=True)
+        arrays = (token_N[:-1], target_N[1:], begin_N[:-1])
+        token_BT, target_BT, begin_BT = (array.reshape(B, T) for array in arrays)
+        yield _rows(token_BT, target_BT, begin_BT, isolate_documents)
 
 
 def prefetch(

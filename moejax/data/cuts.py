@@ -6,9 +6,9 @@ changes nothing if the matches to both sides stay what they were. In every patte
 - a match that holds a space holds it first, or holds white space alone;
 - nothing looks behind, and what looks ahead, `\s+(?!\S)`, does so from white space.
 
-So a match ends before each space that follows something else than white space. What stands before
-it is matched as if the text ended there, since no match goes on over that space and none looks at
-it; what follows is matched from there on as before. Nor does NFC join a space to what precedes it.
+So a match always ends before a space that follows non-white space. Text before it matches as if the
+text ended there, and text after it matches as before. NFC does not join a space to the character
+before it.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The command `moejax prepare`: text, JSONL or Parquet files into token files.
+"""The command `moejax prepare`: text, conversations, JSONL or Parquet files into token files.
 
 Memory does not grow with the input: documents stream through one at a time, and plain text files
 piece by piece. Only uncuttable parts are held whole: a line of JSONL, some rows of Parquet, and the
@@ -11,12 +11,15 @@ import argparse
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from moejax.data.chat import ANSWERS, ChatReader, chat_reader
 from moejax.data.documents import AnyDocument, is_held_out, read_documents
+from moejax.data.marks import MarkedDocument, marks_of
 from moejax.data.sidecar import is_plain_name, sidecar_of
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import open_files, verify
@@ -31,13 +34,19 @@ examples:
   moejax prepare books/*.txt --out data/books
   moejax prepare web.jsonl --text-field text --tokenizer tokenizer.json --out data/web
   moejax prepare wiki.parquet --format array_record --out data/wiki
+  moejax prepare chat.jsonl --chat --tokenizer model/tokenizer.json --out data/chat
   moejax prepare --verify data/books.*.bin
 
 writes data/books.train.bin and data/books.eval.bin, each with a .json beside it. Train on them with
   --config.data.source=tokens --config.data.train_files=data/books.train.bin \\
   --config.data.eval_files=data/books.eval.bin
 (array_record files: --config.data.source=array_record).
+
+--chat reads rows with messages ([{"role": "user", "content": "..."}, ...]), or with prompt and
+completion, or with instruction, input and output. The tokenizer's own chat template writes them;
+the tokens of the assistant, with what ends its turn, are learned, and all others only read.
 """
+CHAT_OPTIONS = ("chat_template", "answers", "skip_bad", "date")  # without --chat no effect
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--eos", help="token (or id) that ends a document; default: the usual names"
     )
-    command.add_argument("--text-field", default="text", help="field or column of the text")
+    command.add_argument("--text-field", help="field or column of the text (default: text)")
     command.add_argument("--format", choices=sorted(SUFFIXES), default="bin", help="default: bin")
     command.add_argument(
         "--eval-fraction",
@@ -84,7 +93,29 @@ def parser() -> argparse.ArgumentParser:
         help="documents held out, chosen by a hash of their text (default 0.01; 0: none)",
     )
     command.add_argument("--overwrite", action="store_true", help="replace existing files")
+    _add_chat_options(command)
     return command
+
+
+def _add_chat_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--chat", action="store_true", help="read conversations; learn answers")
+    command.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template; default: chat_template.jinja or tokenizer_config.json beside the "
+        "tokenizer",
+    )
+    command.add_argument(
+        "--answers",
+        choices=ANSWERS,
+        help="answers of a conversation that are learned (default: all)",
+    )
+    command.add_argument(
+        "--skip-bad", action="store_true", help="leave broken rows out, and count them"
+    )
+    command.add_argument(
+        "--date", metavar="YYYY-MM-DD", help="day that a template may write (default: today)"
+    )
 
 
 def prepare(args: argparse.Namespace, console: Console) -> None:
@@ -107,11 +138,12 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
         tokenizer = FileTokenizer(Path(args.tokenizer), args.eos)
     splits = ["train", "eval"] if args.eval_fraction else ["train"]
     _check_output(args)
+    chat = chat_reader(args) if args.chat else None
     writers: dict[str, Writer] = {}
     try:
         for split in splits:
             writers[split] = _open_writer(args, split, tokenizer)
-        _write_documents(args, files, tokenizer, writers, console)
+        _write_documents(args, files, chat, tokenizer, writers, console)
         _remove_replaced(args)
         if args.tokenizer is not None:
             # A copy beside the tokens, because sampling needs it and the original may move.
@@ -123,12 +155,15 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
             writer.abandon()
         raise
     for split, writer in writers.items():
+        learned = f" ({writer.num_targets:,} learned)" if args.chat else ""
         console.print(
             f"{split}: {writer.path}  {writer.num_documents:,} documents, "
-            f"{writer.num_tokens:,} tokens, {writer.num_bytes:,} bytes of text",
+            f"{writer.num_tokens:,} tokens{learned}, {writer.num_bytes:,} bytes of text",
             highlight=False,
             soft_wrap=True,
         )
+    for note in chat.notes() if chat else ():
+        console.print(note, highlight=False, soft_wrap=True)
 
 
 def _open_writer(args: argparse.Namespace, split: str, tokenizer: Tokenizer) -> Writer:
@@ -137,8 +172,9 @@ def _open_writer(args: argparse.Namespace, split: str, tokenizer: Tokenizer) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = BinWriter if args.format == "bin" else ArrayRecordWriter
     if args.tokenizer is None:
-        return kind(path, tokenizer, "bytes")
-    return kind(path, tokenizer, _tokenizer_copy(args).name, digest(Path(args.tokenizer)))
+        return kind(path, tokenizer, "bytes", marked=args.chat)
+    name, sha256 = _tokenizer_copy(args).name, digest(Path(args.tokenizer))
+    return kind(path, tokenizer, name, sha256, marked=args.chat)
 
 
 def _tokenizer_copy(args: argparse.Namespace) -> Path:
@@ -156,7 +192,8 @@ def _copy_tokenizer(original: Path, copy: Path) -> None:
 def _outputs(args: argparse.Namespace) -> list[Path]:
     """Returns existing token files of this name, of any split and format, with sidecars."""
     files = [Path(f"{args.out}.{s}{end}") for s in ("train", "eval") for end in SUFFIXES.values()]
-    return [path for file in files for path in (file, sidecar_of(file)) if path.exists()]
+    named = [path for file in files for path in (file, sidecar_of(file), marks_of(file))]
+    return [path for path in named if path.exists()]
 
 
 def _check_output(args: argparse.Namespace) -> None:
@@ -186,6 +223,17 @@ def _check_arguments(args: argparse.Namespace) -> None:
             f"`--eos` has no effect. Got {args.eos!r} without --tokenizer. The tokenizer of bytes "
             f"has eos 256. Leave --eos out, or name a --tokenizer."
         )
+    given = [name for name in CHAT_OPTIONS if getattr(args, name)]
+    if given and not args.chat:
+        raise InputError(
+            f"`--{given[0].replace('_', '-')}` has no effect. Got it without --chat. It is about "
+            f"conversations. Add --chat, or leave it out."
+        )
+    if args.chat and args.text_field is not None:
+        raise InputError(
+            f"`--text-field` has no effect. Got {args.text_field!r} with --chat. Conversations "
+            f"have fields of fixed names. Leave it out."
+        )
 
 
 def verify_files(patterns: list[str]) -> None:
@@ -204,6 +252,7 @@ def verify_files(patterns: list[str]) -> None:
 def _write_documents(
     args: argparse.Namespace,
     files: list[Path],
+    chat: ChatReader | None,
     tokenizer: Tokenizer,
     writers: dict[str, Writer],
     console: Console,
@@ -215,10 +264,17 @@ def _write_documents(
     drawn = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not drawn) as progress:
         task = progress.add_task("reading")
-        for number, document in enumerate(read_documents(files, args.text_field)):
+        documents: Iterator[AnyDocument | MarkedDocument] = (
+            chat.read(files) if chat else read_documents(files, args.text_field or "text")
+        )
+        for number, document in enumerate(documents):
             told = told or _tell_of_large(document, console)
             held_out = "eval" in writers and is_held_out(document, args.eval_fraction)
-            writers["eval" if held_out else "train"].add(document, tokenizer)
+            writer = writers["eval" if held_out else "train"]
+            if isinstance(document, MarkedDocument):
+                writer.add_marked(document)
+            else:
+                writer.add(document, tokenizer)
             if number % 200 == 0:
                 tokens = sum(writer.num_tokens for writer in writers.values())
                 text = f"{document.source}  {number:,} documents, {tokens:,} tokens"
@@ -232,20 +288,22 @@ def _write_documents(
     for split, writer in writers.items():
         if not writer.num_documents:
             total = sum(writer.num_documents for writer in writers.values())
+            skipped = f" and {chat.num_skipped} broken rows" if chat and chat.num_skipped else ""
             raise InputError(
-                f"no {split} documents. {len(files)} files gave {total} documents. Each split "
-                f"needs one. Give more documents, or change --eval-fraction (0: no held-out file)."
+                f"no {split} documents. {len(files)} files gave {total} documents{skipped}. Each "
+                f"split needs one. Give more documents, or change --eval-fraction (0: no held-out "
+                f"file)."
             )
 
 
-def _tell_of_large(document: AnyDocument, console: Console) -> bool:
+def _tell_of_large(document: AnyDocument | MarkedDocument, console: Console) -> bool:
     """Reports a document that takes much memory before it is encoded. Returns whether it does."""
     size = document.size()
     if size < LARGE_BYTES:
         return False
     console.print(
         f"{document.source} has {size / 2**20:,.0f} MiB and is encoded whole, which takes many "
-        f"times that of memory: this tokenizer is none of those known to let a text be cut "
+        f"times that of memory: this tokenizer is not known to allow cuts "
         f"(docs/formats/tokens.md). Split the document if memory runs out.",
         highlight=False,
         soft_wrap=True,

@@ -12,7 +12,9 @@ from typing import Any
 
 from moejax.errors import InputError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # the newest that is read
+UNMARKED, MARKED = 1, 2  # versions of files without and with marks beside them
+MARKED_FIELDS = ("marks_sha256", "num_targets", "target_bytes")
 SIDECAR_LIMIT = 1 << 20
 DTYPES = ("uint8", "uint16", "uint32")
 
@@ -33,18 +35,33 @@ class Sidecar:
     tokenizer: str  # "bytes", or the name of a tokenizer.json beside this file
     tokenizer_sha256: str | None = None  # digest of that tokenizer.json
     chunk_tokens: int | None = None  # array_record: tokens of a record
+    # Of a file with marks: the digest of the marks, the targets, and the bytes of their text.
+    marks_sha256: str | None = None
+    num_targets: int | None = None
+    target_bytes: int | None = None
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether a file beside the tokens marks targets and documents."""
+        return self.format_version == MARKED
 
     def content_digest(self) -> str:
-        """Returns a digest of what a run reads: the tokens, and the meaning of their ids."""
-        facts = asdict(self)
-        for field in ("num_bytes", "num_documents", "tokenizer"):  # they do not change the tokens
-            del facts[field]
+        """Returns a digest of what a run reads: tokens, marks, and the meaning of the ids."""
+        facts = self._facts()
+        # These do not change the tokens.
+        for field in ("num_bytes", "num_documents", "tokenizer", "num_targets", "target_bytes"):
+            facts.pop(field, None)
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def write(self, path: Path) -> None:
         """Writes the sidecar of a token file."""
-        text = json.dumps(asdict(self), indent=1) + "\n"
+        text = json.dumps(self._facts(), indent=1) + "\n"
         sidecar_of(path).write_text(text, encoding="utf-8")
+
+    def _facts(self) -> dict[str, Any]:
+        """Returns the fields that the file has in its format version."""
+        left_out = () if self.is_marked else MARKED_FIELDS
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 def sidecar_of(path: Path) -> Path:
@@ -97,6 +114,8 @@ def _checked(file: Path, facts: dict[str, Any]) -> Sidecar:
         sidecar = Sidecar(**facts)
     except TypeError as error:
         raise _damaged(file, str(error)) from error
+    if not sidecar.is_marked and (extra := [name for name in MARKED_FIELDS if name in facts]):
+        raise _damaged(file, f"format {sidecar.format_version} has no field {extra[0]}")
     if wrong := _find_wrong(sidecar):
         raise _damaged(file, wrong)
     return sidecar
@@ -120,7 +139,7 @@ def _find_wrong(sidecar: Sidecar) -> str | None:
         value = getattr(sidecar, field)
         if value is not None and (type(value) is not int or value < 0):
             return f"{field} is {value!r}, not a count"
-    if sidecar.format_version != FORMAT_VERSION:
+    if sidecar.format_version not in (UNMARKED, MARKED):
         return f"format_version {sidecar.format_version} is unknown"
     if sidecar.dtype not in DTYPES:
         return f"dtype {sidecar.dtype!r} is not one of {DTYPES}"
@@ -136,6 +155,18 @@ def _find_wrong(sidecar: Sidecar) -> str | None:
         return f"tokenizer {name!r} is not a plain name"
     if not _is_digest(sidecar.sha256) or (digest is not None and not _is_digest(digest)):
         return "a sha256 is not 64 hexadecimal digits"
+    return _find_wrong_marks(sidecar) if sidecar.is_marked else None
+
+
+def _find_wrong_marks(sidecar: Sidecar) -> str | None:
+    """Returns what contradicts the format in the fields about marks."""
+    if not _is_digest(sidecar.marks_sha256):
+        return "marks_sha256 is not 64 hexadecimal digits"
+    targets, text = sidecar.num_targets, sidecar.target_bytes
+    if type(targets) is not int or not 0 < targets < sidecar.num_tokens:
+        return f"num_targets is {targets!r}, not between 1 and num_tokens - 1"
+    if text is not None and (type(text) is not int or text < 0):
+        return f"target_bytes is {text!r}, not a count"
     return None
 
 

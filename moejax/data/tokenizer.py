@@ -61,7 +61,7 @@ class FileTokenizer:
     """A `tokenizer.json`, through the `tokenizers` library; runs no code of the file's author."""
 
     def __init__(self, path: Path, eos: str | None = None):
-        self._tokenizer = _load(path)
+        self._tokenizer = load_library(path)
         # Ids may have gaps, so the bound is the largest id, not their number.
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
@@ -97,8 +97,12 @@ class FileTokenizer:
         return self._tokenizer.decode([i for i in ids if i != self.eos_id])
 
 
-def _load(path: Path) -> Any:
-    """Reads a tokenizer.json with the tokenizers library."""
+def load_library(path: Path) -> Any:
+    """Returns the tokenizers library's object of a tokenizer.json.
+
+    Raises:
+      InputError: if the file or the library is missing, or the file is damaged.
+    """
     try:
         from tokenizers import Tokenizer as Library
     except ImportError as error:

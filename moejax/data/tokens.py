@@ -1,20 +1,22 @@
 """Token streams, from which sequences are cut. Format: docs/formats/tokens.md.
 
-A stream is `eos document eos document ... eos`. An end-of-document token opens the next document
-too, so every token after the first is a target, predicted from its own document alone.
+A stream without marks is `eos document eos document ... eos`. An end-of-document token opens the
+next document too, so every token after the first is a target, predicted from its own document
+alone. Marks beside a file say instead what is a target and where documents begin.
 """
 
 import glob
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 
-from moejax.data.sidecar import Sidecar, read_sidecar
+from moejax.data.containers import ArrayRecordSource, BinSource, FileSource
+from moejax.data.marks import Stretch, marks_of, without_marks
+from moejax.data.sidecar import read_sidecar
 from moejax.data.tokenizer import digest
 from moejax.errors import InputError
 
@@ -47,12 +49,21 @@ class TokenSource(Protocol):
         ...
 
     @property
-    def num_bytes(self) -> int | None:
-        """Bytes of the text behind the tokens, if known."""
+    def num_targets(self) -> int:
+        """Number of tokens that are predicted."""
+        ...
+
+    @property
+    def target_bytes(self) -> int | None:
+        """Bytes of the text that the targets spell, if known."""
         ...
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens start .. start + length - 1, int32."""
+        ...
+
+    def stretch(self, start: int, length: int) -> Stretch:
+        """The same tokens, and which are targets or begin documents."""
         ...
 
     def parts(self) -> list[FilePart]:
@@ -74,9 +85,23 @@ class MemorySource:
         """Length of the stream."""
         return len(self.tokens)
 
+    @property
+    def num_targets(self) -> int:
+        """Every token after the first."""
+        return len(self.tokens) - 1
+
+    @property
+    def target_bytes(self) -> int | None:
+        """Bytes of the whole text."""
+        return self.num_bytes
+
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens start .. start + length - 1, int32."""
         return self.tokens[start : start + length].astype(np.int32)
+
+    def stretch(self, start: int, length: int) -> Stretch:
+        """The same tokens; all are targets, and eos begins a document."""
+        return without_marks(self.read(start, length), self.eos_id)
 
     def parts(self) -> list[FilePart]:
         """Returns one part with the digest of the tokens."""
@@ -93,112 +118,6 @@ def from_documents(documents: Sequence[bytes]) -> MemorySource:
     return MemorySource(np.concatenate(parts), 257, 256, sum(map(len, documents)))
 
 
-class FileSource:
-    """A token file, opened and checked; subclasses read it."""
-
-    def __init__(self, path: Path, sidecar: Sidecar):
-        self.path, self.sidecar = path, sidecar
-        self.vocab_size, self.eos_id = sidecar.vocab_size, sidecar.eos_id
-        self.num_tokens, self.num_bytes = sidecar.num_tokens, sidecar.num_bytes
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens start .. start + length - 1, int32.
-
-        Raises:
-          InputError: for an id outside the vocabulary, with file and offset.
-        """
-        assert 0 <= start <= start + length <= self.num_tokens
-        tokens = self._read(start, length).astype(np.int64)
-        wrong = np.flatnonzero(tokens >= self.vocab_size)
-        if len(wrong):
-            offset = start + int(wrong[0])
-            raise InputError(
-                f"token id outside the vocabulary. {self.path}, token {offset}: id "
-                f"{tokens[wrong[0]]}. Ids must be below {self.vocab_size}. The file is damaged or "
-                f"of another tokenizer: check it with its sha256, or prepare the text again."
-            )
-        return tokens.astype(np.int32)
-
-    def check_ends(self) -> None:
-        """Raises InputError unless the stream begins and ends with eos."""
-        for offset in (0, self.num_tokens - 1):
-            token = int(self.read(offset, 1)[0])
-            if token != self.eos_id:
-                raise InputError(
-                    f"token file has no eos at its ends. {self.path}, token {offset}: id {token}. "
-                    f"A stream begins and ends with eos = {self.eos_id}. Check the file with its "
-                    f"sha256, or prepare the text again."
-                )
-
-    def _read(self, start: int, length: int) -> np.ndarray:
-        raise NotImplementedError
-
-
-class BinSource(FileSource):
-    """Little-endian ids, one after the other, read through a memory map."""
-
-    def __init__(self, path: Path, sidecar: Sidecar):
-        super().__init__(path, sidecar)
-        size, width = path.stat().st_size, np.dtype(sidecar.dtype).itemsize
-        if size != sidecar.num_tokens * width:
-            tail = f" ({size % width} bytes beyond whole tokens)" if size % width else ""
-            raise InputError(
-                f"token file has the wrong size. {path} has {size} bytes{tail}, its sidecar says "
-                f"{sidecar.num_tokens} tokens of {sidecar.dtype}. They must agree. Copy both files "
-                f"again, or prepare the text again."
-            )
-
-    @cached_property
-    def _map(self) -> np.ndarray:
-        dtype = np.dtype(self.sidecar.dtype).newbyteorder("<")
-        return np.memmap(self.path, dtype=dtype, mode="r")
-
-    def _read(self, start: int, length: int) -> np.ndarray:
-        return np.array(self._map[start : start + length])
-
-
-class ArrayRecordSource(FileSource):
-    """Records of `chunk_tokens` ids each; the format itself checks a hash of each record."""
-
-    @cached_property
-    def _records(self) -> Any:
-        # Imported late: grain takes a second, which other sources do not need.
-        from grain.sources import ArrayRecordDataSource
-
-        return ArrayRecordDataSource([str(self.path)])
-
-    def _read(self, start: int, length: int) -> np.ndarray:
-        chunk = self.sidecar.chunk_tokens
-        assert chunk is not None, "checked with the sidecar"
-        if not length:
-            return np.empty(0, self.sidecar.dtype)
-        first, last = start // chunk, (start + length - 1) // chunk
-        dtype = np.dtype(self.sidecar.dtype).newbyteorder("<")
-        try:
-            records = [self._records[i] for i in range(first, last + 1)]
-        except (ValueError, RuntimeError, IndexError) as error:
-            raise InputError(
-                f"ArrayRecord is damaged. {self.path}, records {first} to {last}: "
-                f"{' '.join(str(error).split())[:120]}. Every record carries a hash. Copy the file "
-                f"again, or prepare the text again."
-            ) from error
-        for number, record in enumerate(records, first):
-            self._check_record(number, record, chunk * dtype.itemsize)
-        tokens = np.frombuffer(b"".join(records), dtype)
-        return tokens[start - first * chunk :][:length]
-
-    def _check_record(self, number: int, record: bytes, full: int) -> None:
-        """Checks a record's size: another dtype or chunk size would make all ids wrong."""
-        total = self.num_tokens * np.dtype(self.sidecar.dtype).itemsize
-        expected = min(full, total - number * full)
-        if len(record) != expected:
-            raise InputError(
-                f"ArrayRecord does not fit its sidecar. {self.path}, record {number} has "
-                f"{len(record)} bytes, dtype and chunk_tokens of the sidecar ask for {expected}. "
-                f"They must agree. Copy both files again, or prepare the text again."
-            )
-
-
 class JoinedSource:
     """Several sources of one vocabulary, read as one stream."""
 
@@ -207,20 +126,31 @@ class JoinedSource:
         self.vocab_size, self.eos_id = sources[0].vocab_size, sources[0].eos_id
         self.ends = np.cumsum([source.num_tokens for source in sources])
         self.num_tokens = int(self.ends[-1])
-        sizes = [source.num_bytes for source in sources]
-        self.num_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+        # Where two files without marks meet, the second one's first eos is predicted too.
+        met = sum(not source.sidecar.is_marked for source in sources[1:])
+        self.num_targets = sum(source.num_targets for source in sources) + met
+        sizes = [source.target_bytes for source in sources]
+        self.target_bytes = None if None in sizes else sum(size or 0 for size in sizes)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Returns tokens start .. start + length - 1, int32, across files if necessary."""
+        parts = [source.read(first, take) for source, first, take in self._across(start, length)]
+        return np.concatenate([np.empty(0, np.int32), *parts])
+
+    def stretch(self, start: int, length: int) -> Stretch:
+        """Returns the same tokens, and which are targets or begin documents."""
+        parts = [source.stretch(first, take) for source, first, take in self._across(start, length)]
+        return Stretch(*map(np.concatenate, zip(Stretch.empty(), *parts, strict=True)))
+
+    def _across(self, start: int, length: int) -> Iterator[tuple[FileSource, int, int]]:
+        """Yields each file that holds some of these tokens: where they start, how many."""
         assert 0 <= start <= start + length <= self.num_tokens
-        parts, stop = [np.empty(0, np.int32)], start + length
-        index = int(np.searchsorted(self.ends, start, side="right"))
+        stop, index = start + length, int(np.searchsorted(self.ends, start, side="right"))
         while start < stop and index < len(self.sources):
             source, end = self.sources[index], int(self.ends[index])
             take = min(stop, end) - start
-            parts.append(source.read(start - (end - source.num_tokens), take))
+            yield source, start - (end - source.num_tokens), take
             start, index = start + take, index + 1
-        return np.concatenate(parts)
 
     def parts(self) -> list[FilePart]:
         """Returns the files, with digests from their sidecars."""
@@ -230,38 +160,43 @@ class JoinedSource:
         ]
 
 
-def open_files(patterns: Sequence[str], wanted: str, *, model_vocab: int) -> JoinedSource:
+def open_files(patterns: Sequence[str], wanted: str | None, *, model_vocab: int) -> JoinedSource:
     """Opens the token files that paths or globs name, in sorted order, as one stream.
 
     Args:
-      wanted: the required format: "bin" or "array_record".
+      wanted: the required format: "bin" or "array_record"; None for both.
       model_vocab: ids must be below it.
 
     Raises:
       InputError: if a pattern matches nothing, or files are damaged or inconsistent.
     """
     sources = []
-    for path in _find_files(patterns):
+    for path in find_files(patterns):
         sidecar = read_sidecar(path)
-        if sidecar.format != wanted:
+        if wanted not in (None, sidecar.format):
             raise InputError(
                 f"token file of another format. {path} is {sidecar.format}. data.source="
                 f"{'tokens' if wanted == 'bin' else wanted} reads {wanted}. Set the other source."
             )
-        kind = BinSource if wanted == "bin" else ArrayRecordSource
+        kind = BinSource if sidecar.format == "bin" else ArrayRecordSource
         sources.append(kind(path, sidecar))
         sources[-1].check_ends()
     _check_together(sources, model_vocab)
     return JoinedSource(sources)
 
 
-def _find_files(patterns: Sequence[str]) -> list[Path]:
-    """Returns the token files of paths and globs, without sidecars and tokenizers."""
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """Returns the files of paths and globs, without sidecars, tokenizers and marks.
+
+    Raises:
+      InputError: if a pattern matches nothing, or two match the same file.
+    """
     paths: list[Path] = []
     for pattern in patterns:
         # An existing path is not a pattern, even with characters such as `*`.
         names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))
-        files = [Path(name) for name in names if Path(name).is_file() and name[-5:] != ".json"]
+        beside = (".json", ".marks")
+        files = [Path(name) for name in names if Path(name).is_file() and not name.endswith(beside)]
         if not files:
             raise InputError(
                 f"no token file. {pattern!r} matches none, seen from {Path.cwd()}. A path or "
@@ -321,14 +256,17 @@ def _check_same(sources: Sequence[FileSource]) -> None:
 
 
 def verify(source: FileSource) -> None:
-    """Compares a token file with the digest in its sidecar; reads the whole file.
+    """Compares a token file, and its marks, with the digests in its sidecar; reads them whole.
 
     Raises:
       InputError: if they differ.
     """
-    actual = digest(source.path)
-    if actual != source.sidecar.sha256:
-        raise InputError(
-            f"token file is damaged. {source.path} has sha256 {actual[:16]}, its sidecar says "
-            f"{source.sidecar.sha256[:16]}. They must agree. Copy it again."
-        )
+    wanted = {source.path: source.sidecar.sha256}
+    if source.sidecar.marks_sha256 is not None:
+        wanted[marks_of(source.path)] = source.sidecar.marks_sha256
+    for path, expected in wanted.items():
+        if (actual := digest(path)) != expected:
+            raise InputError(
+                f"token file is damaged. {path} has sha256 {actual[:16]}, its sidecar says "
+                f"{expected[:16]}. They must agree. Copy it again."
+            )

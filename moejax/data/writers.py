@@ -7,7 +7,8 @@ from typing import BinaryIO
 import numpy as np
 
 from moejax.data.documents import AnyDocument
-from moejax.data.sidecar import FORMAT_VERSION, Sidecar, sidecar_of
+from moejax.data.marks import MarkedDocument, marks_of
+from moejax.data.sidecar import MARKED, UNMARKED, Sidecar, sidecar_of
 from moejax.data.tokenizer import Tokenizer, digest
 from moejax.errors import InputError
 
@@ -23,15 +24,21 @@ class Writer:
         tokenizer: Tokenizer,
         tokenizer_name: str,
         tokenizer_sha256: str | None = None,
+        *,
+        marked: bool = False,
     ):
+        """Takes whether documents come with marks: text has none."""
         self.path, self.tokenizer_name = path, tokenizer_name
         self.tokenizer_sha256 = tokenizer_sha256
-        self.partial = path.with_name(path.name + ".partial")
+        self.partial = _partial(path)
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self.num_tokens = self.num_bytes = self.num_documents = 0
+        self.num_targets = self.target_bytes = 0
+        self._marks = _partial(marks_of(path)).open("wb") if marked else None
         self._open()
-        self._store(np.array([self.eos_id]))
+        if not marked:
+            self._store(np.array([self.eos_id]))
 
     def add(self, document: AnyDocument, tokenizer: Tokenizer) -> None:
         """Adds a document and the token that ends it."""
@@ -45,6 +52,16 @@ class Writer:
         self._store(np.array([self.eos_id]))
         self.num_documents += 1
 
+    def add_marked(self, document: MarkedDocument) -> None:
+        """Adds a document whose tokens are marked."""
+        assert self._marks is not None
+        self._store(document.token_N)
+        self._marks.write(document.mark_N.tobytes())
+        self.num_bytes += document.num_bytes
+        self.num_targets += document.num_targets
+        self.target_bytes += document.target_bytes
+        self.num_documents += 1
+
     def _counted(self, pieces: Iterator[str]) -> Iterator[str]:
         for piece in pieces:
             self.num_bytes += len(piece.encode("utf-8"))
@@ -56,10 +73,18 @@ class Writer:
         self._put(array)
 
     def finish(self) -> None:
-        """Closes the file, writes its sidecar, and renames both to their final names."""
+        """Closes the files, writes the sidecar, and renames them to their final names."""
         self._close()
+        marks, marked = marks_of(self.path), {}
+        if self._marks is not None:
+            self._marks.close()
+            marked = {
+                "marks_sha256": digest(_partial(marks)),
+                "num_targets": self.num_targets,
+                "target_bytes": self.target_bytes,
+            }
         sidecar = Sidecar(
-            format_version=FORMAT_VERSION,
+            format_version=MARKED if marked else UNMARKED,
             format=self.format,
             dtype=self.dtype,
             vocab_size=self.vocab_size,
@@ -71,15 +96,21 @@ class Writer:
             tokenizer=self.tokenizer_name,
             tokenizer_sha256=self.tokenizer_sha256,
             chunk_tokens=CHUNK_TOKENS if self.format == "array_record" else None,
+            **marked,
         )
         sidecar_of(self.path).unlink(missing_ok=True)
         self.partial.replace(self.path)
+        if marked:
+            _partial(marks).replace(marks)
         sidecar.write(self.path)
 
     def abandon(self) -> None:
         """Removes the temporary files."""
         self._close()
         self.partial.unlink(missing_ok=True)
+        if self._marks is not None:
+            self._marks.close()
+            _partial(marks_of(self.path)).unlink(missing_ok=True)
 
     format = ""
 
@@ -91,6 +122,11 @@ class Writer:
 
     def _close(self) -> None:
         raise NotImplementedError
+
+
+def _partial(path: Path) -> Path:
+    """Returns the name of a file that is not complete yet."""
+    return path.with_name(path.name + ".partial")
 
 
 class BinWriter(Writer):

@@ -1,13 +1,13 @@
 """Writes adapters as peft reads them: `adapter_config.json` and `adapter_model.safetensors`.
 
 A parameter's tensor in a model's files is a matrix, whose module has two tensors in an adapter's
-file: `lora_A` [R, inputs] and `lora_B` [outputs, R]. The experts of a layer are one tensor, as in
-transformers 5, and have theirs joined: `lora_A` [E * R, inputs] with experts outermost, `lora_B`
-[outputs, R * E] with experts innermost. Of two such tensors in one module peft wraps the second
+file: `lora_A` [A, inputs] and `lora_B` [outputs, A]. The experts of a layer are one tensor, as in
+transformers 5, and have theirs joined: `lora_A` [E * A, inputs] with experts outermost, `lora_B`
+[outputs, A * E] with experts innermost. Of two such tensors in one module peft wraps the second
 around the first, and names the first `base_layer`. Sources: peft 0.21, `tuners/lora/layer.py`
 (`ParamWrapper`) and `utils/transformers_weight_conversion.py`.
 
-Letters: those of the parameter, of `moejax/layout/layout.py`, and R.
+Letters: those of `moejax/layout/layout.py`.
 """
 
 import dataclasses
@@ -21,9 +21,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from moejax.comm.weights.adapters import RANK, Adapter, adapter_dims
+from moejax.comm.weights.adapters import Adapter, adapter_dims
 from moejax.config.schema import LoraConfig
 from moejax.errors import InputError, write_whole, writing
+from moejax.layout.layout import RANK
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's, in front of a module's name

@@ -1,7 +1,7 @@
 """Softmax attention that never keeps scores: causal, inside a document, grouped queries.
 
 Per device. Legend: B sequences, T queries, S keys, H heads, G heads of keys, R = H / G, C width
-of a head, Q queries of a block.
+of a head's queries and keys, V of its values, Q queries of a block.
 
 `blocked` works on one sequence and one block of queries at a time, over the keys that the block may
 see, so that scores stay in cache and causality halves the work. The mask is also computed block by
@@ -27,15 +27,18 @@ MASKED = -1e30  # a score that softmax turns into zero; finite, so that no diffe
 def attention(
     q_BTHC: Float[Array, "B T H C"],
     k_BSGC: Float[Array, "B S G C"],
-    v_BSGC: Float[Array, "B S G C"],
+    v_BSGV: Float[Array, "B S G V"],
     segment_BT: Int[Array, "B T"],
     *,
     window: int | None,
     implementation: str,
-) -> Float[Array, "B T H C"]:
+    scale: float | None = None,
+    sinks_H: Float[Array, " H"] | None = None,
+) -> Float[Array, "B T H V"]:
     """Returns each query's mean of the values, weighted by the softmax of its scores.
 
-    Head h reads keys and values h // (H / G). FLOPs: 4 * B * H * C * (pairs of positions visited).
+    Head h reads keys and values h // (H / G). FLOPs: 2 * B * H * (C + V) * (pairs of positions
+    visited); for cuDNN, C and V are the wider of both.
 
     Args:
       segment_BT: document of each position. A query sees the keys of its own document that are not
@@ -43,19 +46,57 @@ def attention(
       implementation: "blocked"; "cudnn", which takes all of a sequence for one document;
         "cudnn_masked", for which a mask [B, 1, T, S] is made; or "reference" (the whole batch at
         once, scores kept). `kernels.select` chooses.
+      scale: factor of the scores; None for 1 / sqrt(C).
+      sinks_H: logits that take part in the softmax of each of a head's queries and have no value,
+        so that the weights of keys sum to less than one; None for none. cuDNN takes none.
     """
+    scale = 1 / math.sqrt(q_BTHC.shape[-1]) if scale is None else scale
     if implementation == "blocked":
-        return _attention(q_BTHC, k_BSGC, v_BSGC, segment_BT, window)
-    form: dict[str, Any]
+        return _attention(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window, scale)
+    form: dict[str, Any] = {"scale": scale}
     if implementation == "cudnn":
-        form = {"is_causal": True, "local_window_size": None if window is None else (window - 1, 0)}
+        window_size = None if window is None else (window - 1, 0)
+        form |= {"is_causal": True, "local_window_size": window_size}
     else:
         assert implementation in ("cudnn_masked", "reference"), implementation
         mask_BST = attention_mask(segment_BT, window)
         # Causal besides, so that the kernel leaves out what is later; it takes no window here.
-        form = {"mask": mask_BST.swapaxes(1, 2)[:, None], "is_causal": True}
-    library = "xla" if implementation == "reference" else "cudnn"
-    return jax.nn.dot_product_attention(q_BTHC, k_BSGC, v_BSGC, implementation=library, **form)
+        form |= {"mask": mask_BST.swapaxes(1, 2)[:, None], "is_causal": True}
+    V, widest = v_BSGV.shape[-1], max(q_BTHC.shape[-1], v_BSGV.shape[-1])
+    # The library takes heads of one width: channels of zeros change no score and are cut off again.
+    q_BTHC, k_BSGC, v_BSGV = (_widened(x, widest) for x in (q_BTHC, k_BSGC, v_BSGV))
+    if implementation == "reference":
+        y_BTHV = _reference(q_BTHC, k_BSGC, v_BSGV, sinks_H, form)
+    else:
+        assert sinks_H is None, "kernels.select declines it"
+        y_BTHV = jax.nn.dot_product_attention(
+            q_BTHC, k_BSGC, v_BSGV, implementation="cudnn", **form
+        )
+    return y_BTHV[..., :V] if widest > V else y_BTHV
+
+
+def _widened(x_BTHC: jax.Array, width: int) -> jax.Array:
+    """Appends channels of zeros."""
+    missing = width - x_BTHC.shape[-1]
+    return jnp.pad(x_BTHC, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BTHC
+
+
+def _reference(
+    q_BTHC: jax.Array,
+    k_BSGC: jax.Array,
+    v_BSGC: jax.Array,
+    sinks_H: jax.Array | None,
+    form: dict[str, Any],
+) -> jax.Array:
+    """The library's plain form; a sink is one more key of zeros, whose score is a bias."""
+    if sinks_H is not None:
+        last = ((0, 0), (0, 1), (0, 0), (0, 0))
+        k_BSGC, v_BSGC = jnp.pad(k_BSGC, last), jnp.pad(v_BSGC, last)
+        mask_B1TS = jnp.pad(form["mask"], ((0, 0), (0, 0), (0, 0), (0, 1)), constant_values=True)
+        shape = (1, sinks_H.shape[0], q_BTHC.shape[1], mask_B1TS.shape[-1])
+        bias_1HTS = jnp.zeros(shape).at[..., -1].set(sinks_H[:, None])
+        form = form | {"mask": mask_B1TS, "bias": bias_1HTS, "is_causal": False}
+    return jax.nn.dot_product_attention(q_BTHC, k_BSGC, v_BSGC, implementation="xla", **form)
 
 
 def attention_mask(segment_BT: Int[Array, "B T"], window: int | None) -> Bool[Array, "B S T"]:
@@ -84,69 +125,87 @@ def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
     return [(slice(a, b), slice(c, b)) for a, b, c in zip(starts, ends, firsts, strict=True)]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q_BTHC, k_BSGC, v_BSGC, segment_BT, window: int | None):
-    return _forward(q_BTHC, k_BSGC, v_BSGC, segment_BT, window)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window: int | None, scale: float):
+    return _forward(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window, scale)[0]
 
 
-def _forward(q_BTHC, k_BSGC, v_BSGC, segment_BT, window: int | None):
+def _forward(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window: int | None, scale: float):
     def sequence(arrays):
-        q_GRTC, k_GSC, v_GCS, segment_T = arrays
-        G, R, _, C = q_GRTC.shape
+        q_GRTC, k_GSC, v_GVS, segment_T = arrays
+        G, R = q_GRTC.shape[:2]
         y_blocks, log_blocks = [], []
         for queries, keys in _blocks(segment_T.shape[0], window):
             seen_SQ = _seen(segment_T, queries, keys, window)
             score_GSQ = _scores(q_GRTC[:, :, queries], k_GSC[:, keys], seen_SQ)
             top_G1Q = jnp.max(score_GSQ, axis=1, keepdims=True)
+            sink_G1Q = None if sinks_H is None else _by_query(sinks_H, G, queries)
+            top_G1Q = top_G1Q if sink_G1Q is None else jnp.maximum(top_G1Q, sink_G1Q)
             p_GSQ = jnp.exp(score_GSQ - top_G1Q)
             total_G1Q = jnp.sum(p_GSQ, axis=1, keepdims=True)
-            y_GCQ = _multiply(v_GCS[:, :, keys], p_GSQ.astype(v_GCS.dtype)) / total_G1Q
-            y_blocks.append(y_GCQ.astype(v_GCS.dtype).reshape(G, C, R, -1))
+            if sink_G1Q is not None:
+                total_G1Q += jnp.exp(sink_G1Q - top_G1Q)
+            y_GVQ = _multiply(v_GVS[:, :, keys], p_GSQ.astype(v_GVS.dtype)) / total_G1Q
+            y_blocks.append(y_GVQ.astype(v_GVS.dtype).reshape(G, v_GVS.shape[1], R, -1))
             log_blocks.append((top_G1Q + jnp.log(total_G1Q)).reshape(G, R, -1))
         return jnp.concatenate(y_blocks, axis=3), jnp.concatenate(log_blocks, axis=2)
 
     G = k_BSGC.shape[2]
-    arrays = (_by_head(_scaled(q_BTHC), G), k_BSGC.transpose(0, 2, 1, 3))
-    arrays += (v_BSGC.transpose(0, 2, 3, 1), segment_BT)
-    y_BGCRT, log_BGRT = lax.map(sequence, arrays)
-    y_BTHC = y_BGCRT.transpose(0, 4, 1, 3, 2).reshape(q_BTHC.shape)
-    return y_BTHC, (q_BTHC, k_BSGC, v_BSGC, segment_BT, y_BTHC, log_BGRT)
+    arrays = (_by_head(q_BTHC * scale, G), k_BSGC.transpose(0, 2, 1, 3))
+    arrays += (v_BSGV.transpose(0, 2, 3, 1), segment_BT)
+    y_BGVRT, log_BGRT = lax.map(sequence, arrays)
+    y_BTHV = y_BGVRT.transpose(0, 4, 1, 3, 2).reshape(*q_BTHC.shape[:3], v_BSGV.shape[-1])
+    return y_BTHV, (q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, y_BTHV, log_BGRT)
 
 
-def _backward(window: int | None, saved, dy_BTHC):
+def _backward(window: int | None, scale: float, saved, dy_BTHV):
     def sequence(arrays):
-        q_GRTC, k_GSC, v_GSC, segment_T, log_GRT, dot_GRT, dy_GRTC = arrays
+        q_GRTC, k_GSC, v_GSV, segment_T, log_GRT, dot_GRT, dy_GRTV = arrays
         G, R, _, C = q_GRTC.shape
         dk_GSC = jnp.zeros(k_GSC.shape, jnp.float32)
-        dv_GSC, dq_blocks = dk_GSC, []
+        dv_GSV, dq_blocks = jnp.zeros(v_GSV.shape, jnp.float32), []
         for queries, keys in _blocks(segment_T.shape[0], window):
             q_GQC = q_GRTC[:, :, queries].reshape(G, -1, C)
-            dy_GQC = dy_GRTC[:, :, queries].reshape(G, -1, C)
+            dy_GQV = dy_GRTV[:, :, queries].reshape(G, -1, dy_GRTV.shape[-1])
             log_G1Q, dot_G1Q = (x[:, :, queries].reshape(G, 1, -1) for x in (log_GRT, dot_GRT))
             seen_SQ = _seen(segment_T, queries, keys, window)
             score_GSQ = _scores(q_GRTC[:, :, queries], k_GSC[:, keys], seen_SQ)
             p_GSQ = jnp.exp(score_GSQ - log_G1Q)
-            dscore_GSQ = p_GSQ * (_multiply_transposed(v_GSC[:, keys], dy_GQC) - dot_G1Q)
+            dscore_GSQ = p_GSQ * (_multiply_transposed(v_GSV[:, keys], dy_GQV) - dot_G1Q)
             p_GSQ, dscore_GSQ = p_GSQ.astype(q_GQC.dtype), dscore_GSQ.astype(q_GQC.dtype)
-            dv_GSC = dv_GSC.at[:, keys].add(_multiply(p_GSQ, dy_GQC))
+            dv_GSV = dv_GSV.at[:, keys].add(_multiply(p_GSQ, dy_GQV))
             dk_GSC = dk_GSC.at[:, keys].add(_multiply(dscore_GSQ, q_GQC))
             dq_GCQ = _multiply(k_GSC[:, keys].transpose(0, 2, 1), dscore_GSQ)
             dq_blocks.append(dq_GCQ.reshape(G, C, R, -1))
-        return jnp.concatenate(dq_blocks, axis=3), dk_GSC, dv_GSC
+        return jnp.concatenate(dq_blocks, axis=3), dk_GSC, dv_GSV
 
-    q_BTHC, k_BSGC, v_BSGC, segment_BT, y_BTHC, log_BGRT = saved
+    q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, y_BTHV, log_BGRT = saved
     G = k_BSGC.shape[2]
-    dot_BTH1 = jnp.sum(y_BTHC.astype(jnp.float32) * dy_BTHC, axis=-1, keepdims=True)
-    arrays = (_by_head(_scaled(q_BTHC), G), k_BSGC.transpose(0, 2, 1, 3))
-    arrays += (v_BSGC.transpose(0, 2, 1, 3), segment_BT, log_BGRT)
-    arrays += (_by_head(dot_BTH1, G)[..., 0], _by_head(dy_BTHC, G))
-    dq_BGCRT, dk_BGSC, dv_BGSC = lax.map(sequence, arrays)
-    dq_BTHC = _scaled(dq_BGCRT.transpose(0, 4, 1, 3, 2).reshape(q_BTHC.shape))
-    dk_BSGC, dv_BSGC = (x.transpose(0, 2, 1, 3).astype(k_BSGC.dtype) for x in (dk_BGSC, dv_BGSC))
-    return dq_BTHC.astype(q_BTHC.dtype), dk_BSGC, dv_BSGC, None
+    dot_BTH1 = jnp.sum(y_BTHV.astype(jnp.float32) * dy_BTHV, axis=-1, keepdims=True)
+    arrays = (_by_head(q_BTHC * scale, G), k_BSGC.transpose(0, 2, 1, 3))
+    arrays += (v_BSGV.transpose(0, 2, 1, 3), segment_BT, log_BGRT)
+    dot_BGRT = _by_head(dot_BTH1, G)[..., 0]
+    arrays += (dot_BGRT, _by_head(dy_BTHV, G))
+    dq_BGCRT, dk_BGSC, dv_BGSV = lax.map(sequence, arrays)
+    dq_BTHC = dq_BGCRT.transpose(0, 4, 1, 3, 2).reshape(q_BTHC.shape) * scale
+    dk_BSGC, dv_BSGV = (x.transpose(0, 2, 1, 3).astype(k_BSGC.dtype) for x in (dk_BGSC, dv_BGSV))
+    dsinks_H = None if sinks_H is None else _sinks_gradient(sinks_H, log_BGRT, dot_BGRT)
+    return dq_BTHC.astype(q_BTHC.dtype), dk_BSGC, dv_BSGV, None, dsinks_H
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _by_query(sinks_H: jax.Array, num_groups: int, queries: slice) -> jax.Array:
+    """The sinks as scores of a block: [G, 1, R * Q], as `_scores` lays heads and queries out."""
+    repeated = jnp.repeat(sinks_H, queries.stop - queries.start)
+    return repeated.reshape(num_groups, 1, -1)
+
+
+def _sinks_gradient(sinks_H: jax.Array, log_BGRT: jax.Array, dot_BGRT: jax.Array) -> jax.Array:
+    """A sink has a weight as keys have, and a value of zeros."""
+    weight_BGRT = jnp.exp(sinks_H.reshape(1, *log_BGRT.shape[1:3], 1) - log_BGRT)
+    return -jnp.sum(weight_BGRT * dot_BGRT, axis=(0, 3)).reshape(sinks_H.shape)
 
 
 def _scores(q_GRQC: jax.Array, k_GSC: jax.Array, seen_SQ: jax.Array) -> jax.Array:
@@ -160,10 +219,6 @@ def _by_head(x_BTHC: jax.Array, num_groups: int) -> jax.Array:
     """[B, T, H, C] -> [B, G, H / G, T, C]."""
     B, T, _, C = x_BTHC.shape
     return x_BTHC.reshape(B, T, num_groups, -1, C).transpose(0, 2, 3, 1, 4)
-
-
-def _scaled(q_BTHC: jax.Array) -> jax.Array:
-    return q_BTHC * (1 / math.sqrt(q_BTHC.shape[-1]))
 
 
 def _multiply(x_GMK: jax.Array, y_GKN: jax.Array) -> jax.Array:

@@ -15,17 +15,17 @@ import jax
 
 # Keys of a product's cost:
 #   flops, dtype
-#   work    whether half-filled buckets cost half
-#   blocks  (rows, groups), where each group is computed in blocks
-#   bytes   moved besides the operands
-#   unread  share of the cost that is left where nothing reads the first result
+#   scales_with_fill  whether half-filled buckets cost half
+#   blocks            (rows, groups), where each group is computed in blocks
+#   bytes             moved besides the operands
+#   unread            share of the cost that is left where nothing reads the first result
 # Key of a gather's cost: bytes, those that move.
 Cost = dict[str, Any]
 
 # Matrix products: gate, up and down forward; backward each by rows and by weights.
 PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "products": 1}
-# Extra passes over all weights for experts computed in blocks: slices of weights; in backward also
-# their gradients, from the products and out of the branch.
+# Extra passes over all weights for experts in blocks: slicing the weights; in backward also their
+# gradients.
 PASSES = {"experts_forward": 2, "experts_backward": 6}
 
 
@@ -33,8 +33,8 @@ def jitted(function: Callable, which: str, *sizes: int, **options: Hashable) -> 
     """Returns the function, jitted under a name that `named_cost` reads.
 
     Args:
-      which: "experts_forward" or "experts_backward", of M, D, F, G; "products" of M, K, N; "rows"
-        of how many are made, and the bytes that are read and written for each.
+      which: name and meaning of the sizes: experts_forward and experts_backward (M, D, F, G),
+        products (M, K, N), rows (number of rows, bytes moved per row).
       options: more arguments of the function, static.
     """
     return _jitted(function, f"{which}_{'x'.join(map(str, sizes))}", tuple(options.items()))
@@ -66,7 +66,7 @@ def named_cost(name: str, arrays: list[Any]) -> Cost | None:
         "kind": "product",
         "flops": 2.0 * PRODUCTS[match[1]] * M * K * N,
         "dtype": str(floats[0]) if floats else "float32",
-        "work": True,
+        "scales_with_fill": True,
     }
     if groups:
         weights = 3 * groups[0] * K * N * (floats[0].itemsize if floats else 4)

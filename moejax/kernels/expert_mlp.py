@@ -1,4 +1,4 @@
-"""The experts: rows, sorted by expert, each through the SwiGLU of its expert.
+"""The experts: rows, sorted by expert, each through the gated MLP of its expert.
 
 Per device. Legend: M rows, G groups (experts), D width, F hidden, U gate and up, H = 2 F.
 
@@ -9,15 +9,18 @@ that holds it. `benchmarks/cpu/ops.py` times it beside `ragged_dot` and one batc
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from moejax.annotations import Array, Float, Int
+from moejax.kernels.activation import activate
 from moejax.kernels.costs import jitted
-from moejax.kernels.grouped_matmul import grouped_matmul, swiglu, swiglu_mlp
+from moejax.kernels.grouped_matmul import add_bias, grouped_matmul, swiglu_mlp
 from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
@@ -25,6 +28,8 @@ BLOCK_ROWS = (64, 128, 256, 384, 512)
 
 # Implementations whose products round rows and weights to e4m3 first.
 IN_E4M3 = {"mosaic_e4m3": "mosaic", "reference_e4m3": "reference"}
+
+Biases = tuple[Float[Array, "G 2 F"], Float[Array, "G D"]]
 
 
 def expert_mlp(
@@ -34,6 +39,8 @@ def expert_mlp(
     sizes_G: Int[Array, " G"],
     *,
     implementation: str,
+    biases: Biases | None = None,
+    limit: float | None = None,
 ) -> Float[Array, "M D"]:
     """Returns `y_MD`; rows past the last group are zero.
 
@@ -44,24 +51,74 @@ def expert_mlp(
       sizes_G: rows of each group, summing to at most M.
       implementation: "mosaic", "blocked", one of `grouped_matmul`'s, or of `IN_E4M3`, whose forward
         products round what they multiply; see `kernels.select`.
+      biases: float32, added to the first product before the activation, and to the second.
+      limit: of clamped SwiGLU; None for SwiGLU.
     """
-    if implementation == "mosaic":
+    if implementation == "mosaic" and biases is None and limit is None:
         return swiglu_mlp(x_MD, w_in_GDUF, w_out_GFD, sizes_G)
-    w_in_GDH = w_in_GDUF.reshape(*w_in_GDUF.shape[:2], -1)
+    G, D = w_in_GDUF.shape[:2]
+    weights = Weights(w_in_GDUF.reshape(G, D, -1), w_out_GFD)
+    if biases is not None:
+        weights = weights._replace(b_in=biases[0].reshape(G, -1), b_out=biases[1])
     if implementation == "blocked":
-        return _blocked(x_MD, w_in_GDH, w_out_GFD, sizes_G)
+        return _blocked(limit, x_MD, weights, sizes_G)
     if implementation in IN_E4M3:
         multiply = partial(grouped_matmul_e4m3, implementation=IN_E4M3[implementation])
     else:
         multiply = partial(grouped_matmul, implementation=implementation)
-    return multiply(swiglu(multiply(x_MD, w_in_GDH, sizes_G)), w_out_GFD, sizes_G)
+    h_MH = multiply(x_MD, weights.w_in, sizes_G)
+    if biases is None:
+        return multiply(activate(h_MH, limit), weights.w_out, sizes_G)
+    h_MH = add_bias(h_MH, weights.b_in, sizes_G)
+    y_MD = multiply(activate(h_MH, limit), weights.w_out, sizes_G)
+    return add_bias(y_MD, weights.b_out, sizes_G)
 
 
-def _named(which: str, function: Callable, x_MD: jax.Array, w_out_GFD: jax.Array) -> Callable:
+class Weights(NamedTuple):
+    """Weights of all groups (G in front), or of one; their gradients."""
+
+    w_in: jax.Array  # [D, H]
+    w_out: jax.Array  # [F, D]
+    b_in: jax.Array | None = None  # [H], float32
+    b_out: jax.Array | None = None  # [D], float32
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of a group that are computed at one time.
+
+    Attributes:
+      start: place of the first row.
+      inside_B: false for surplus rows, which lie past the end of the group.
+    """
+
+    start: jax.Array
+    inside_B: jax.Array
+
+    def rows(self, x_MD: jax.Array) -> jax.Array:
+        """The block's rows of a padded array, zero where they are surplus."""
+        size = self.inside_B.shape[0]
+        return jnp.where(
+            self.inside_B[:, None], lax.dynamic_slice_in_dim(x_MD, self.start, size), 0
+        )
+
+    def write(self, y_MD: jax.Array, y_BD: jax.Array) -> jax.Array:
+        """Writes the block's rows. Surplus rows are overwritten by the next group."""
+        return lax.dynamic_update_slice_in_dim(y_MD, y_BD, self.start, 0)
+
+    def biased(self, y_BN: jax.Array, bias_N: jax.Array | None) -> jax.Array:
+        """Adds a bias in float32; surplus rows become zero."""
+        if bias_N is None:
+            return y_BN
+        biased_BN = (y_BN.astype(jnp.float32) + bias_N).astype(y_BN.dtype)
+        return jnp.where(self.inside_B[:, None], biased_BN, 0)
+
+
+def _named(which: str, function: Callable, weights: Weights, x_MD, limit) -> Callable:
     """Returns the function under a name with its sizes, for its price."""
     M, D = x_MD.shape
-    G, F = w_out_GFD.shape[:2]
-    return jitted(function, f"experts_{which}", M, D, F, G)
+    G, F = weights.w_out.shape[:2]
+    return jitted(function, f"experts_{which}", M, D, F, G, limit=limit)
 
 
 def rows_computed(rows: float, M: int) -> float:
@@ -72,72 +129,74 @@ def rows_computed(rows: float, M: int) -> float:
     return whole * ladder[-1] + last
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(
-    x_MD: jax.Array, w_in_GDH: jax.Array, w_out_GFD: jax.Array, sizes_G: jax.Array
+    limit: float | None, x_MD: jax.Array, weights: Weights, sizes_G: jax.Array
 ) -> jax.Array:
-    only = _named("forward", _only_forward, x_MD, w_out_GFD)
-    return only(x_MD, w_in_GDH, w_out_GFD, sizes_G)
+    return _named("forward", _only_forward, weights, x_MD, limit)(x_MD, weights, sizes_G)
 
 
-def _only_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
-    def block(start, rows, carry, w_in_DH, w_out_FD):
-        a_BF = swiglu(rows(x_MD) @ w_in_DH)
-        return _write(carry, a_BF @ w_out_FD, start)
+def _only_forward(x_MD, weights, sizes_G, *, limit):
+    def compute(block: Block, y_MD, w: Weights):
+        h_BH = block.biased(block.rows(x_MD) @ w.w_in, w.b_in)
+        y_BD = activate(h_BH, limit) @ w.w_out
+        return block.write(y_MD, block.biased(y_BD, w.b_out))
 
     M, x_MD = x_MD.shape[0], _padded(x_MD)
-    return _each_block(block, jnp.zeros_like(x_MD), M, sizes_G, w_in_GDH, w_out_GFD)[:M]
+    return _each_block(compute, jnp.zeros_like(x_MD), M, sizes_G, weights)[:M]
 
 
-def _blocked_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
-    forward = _named("forward", _rows_forward, x_MD, w_out_GFD)
-    y_MD, x_MD, h_MH = forward(x_MD, w_in_GDH, w_out_GFD, sizes_G)
-    return y_MD, (x_MD, h_MH, w_in_GDH, w_out_GFD, sizes_G)
+def _blocked_forward(limit, x_MD, weights, sizes_G):
+    forward = _named("forward", _rows_forward, weights, x_MD, limit)
+    y_MD, x_MD, h_MH = forward(x_MD, weights, sizes_G)
+    return y_MD, (x_MD, h_MH, weights, sizes_G)
 
 
-def _rows_forward(x_MD, w_in_GDH, w_out_GFD, sizes_G):
+def _rows_forward(x_MD, weights, sizes_G, *, limit):
     """As above, and keeps the input of the experts' hidden layer."""
 
-    def block(start, rows, carry, w_in_DH, w_out_FD):
+    def compute(block: Block, carry, w: Weights):
         y_MD, h_MH = carry
-        h_BH = rows(x_MD) @ w_in_DH
-        return _write(y_MD, swiglu(h_BH) @ w_out_FD, start), _write(h_MH, h_BH, start)
+        h_BH = block.biased(block.rows(x_MD) @ w.w_in, w.b_in)
+        y_BD = activate(h_BH, limit) @ w.w_out
+        return block.write(y_MD, block.biased(y_BD, w.b_out)), block.write(h_MH, h_BH)
 
     M, x_MD = x_MD.shape[0], _padded(x_MD)
-    h_MH = jnp.zeros((x_MD.shape[0], w_in_GDH.shape[2]), x_MD.dtype)
-    carry = (jnp.zeros_like(x_MD), h_MH)
-    y_MD, h_MH = _each_block(block, carry, M, sizes_G, w_in_GDH, w_out_GFD)
+    h_MH = jnp.zeros((x_MD.shape[0], weights.w_in.shape[2]), x_MD.dtype)
+    y_MD, h_MH = _each_block(compute, (jnp.zeros_like(x_MD), h_MH), M, sizes_G, weights)
     return y_MD[:M], x_MD, h_MH
 
 
-def _blocked_backward(saved, dy_MD):
-    x_MD, h_MH, w_in_GDH, w_out_GFD, sizes_G = saved
-    backward = _named("backward", _rows_backward, dy_MD, w_out_GFD)
-    return *backward(x_MD, w_in_GDH, w_out_GFD, sizes_G, h_MH, dy_MD), None
+def _blocked_backward(limit, saved, dy_MD):
+    x_MD, h_MH, weights, sizes_G = saved
+    backward = _named("backward", _rows_backward, weights, dy_MD, limit)
+    return *backward(x_MD, weights, sizes_G, h_MH, dy_MD), None
 
 
-def _rows_backward(x_MD, w_in_GDH, w_out_GFD, sizes_G, h_MH, dy_MD):
+def _rows_backward(x_MD, weights, sizes_G, h_MH, dy_MD, *, limit):
     """Gradients of rows and weights, block by block; weight gradients add up in float32."""
     M, dy_MD = dy_MD.shape[0], _padded(dy_MD)
 
-    def block(start, rows, carry, w_in_DH, w_out_FD):
+    def compute(block: Block, carry, w: Weights):
         dx_MD, dw = carry
-        dy_BD = rows(dy_MD)
-        a_BF, pull = jax.vjp(swiglu, rows(h_MH))
-        dh_BH = pull(dy_BD @ w_out_FD.T)[0]
-        part = (_outer(rows(x_MD), dh_BH), _outer(a_BF, dy_BD))
+        dy_BD = block.rows(dy_MD)
+        a_BF, pull = jax.vjp(partial(activate, limit=limit), block.rows(h_MH))
+        dh_BH = pull(dy_BD @ w.w_out.T)[0]
+        part = Weights(_outer(block.rows(x_MD), dh_BH), _outer(a_BF, dy_BD))
+        if w.b_in is not None:
+            part = part._replace(b_in=_sum_rows(dh_BH), b_out=_sum_rows(dy_BD))
         dw = part if dw is None else jax.tree.map(jnp.add, dw, part)
-        return _write(dx_MD, dh_BH @ w_in_DH.T, start), dw
+        return block.write(dx_MD, dh_BH @ w.w_in.T), dw
 
     def group(dx_MD, scanned):
-        w_in_DH, w_out_FD, start, end = scanned
-        dx_MD, dw = _blocks(block, (dx_MD, None), M, start, end, w_in_DH, w_out_FD)
-        return dx_MD, [g.astype(w.dtype) for g, w in zip(dw, (w_in_DH, w_out_FD), strict=True)]
+        w, start, end = scanned
+        dx_MD, dw = _blocks(compute, (dx_MD, None), M, start, end, w)
+        return dx_MD, jax.tree.map(lambda g, w: g.astype(w.dtype), dw, w)
 
     ends_G = jnp.cumsum(sizes_G)
-    scanned = (w_in_GDH, w_out_GFD, ends_G - sizes_G, ends_G)
-    dx_MD, (dw_in_GDH, dw_out_GFD) = lax.scan(group, jnp.zeros_like(dy_MD), scanned)
-    return dx_MD[:M], dw_in_GDH, dw_out_GFD
+    scanned = (weights, ends_G - sizes_G, ends_G)
+    dx_MD, dweights = lax.scan(group, jnp.zeros_like(dy_MD), scanned)
+    return dx_MD[:M], dweights
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
@@ -154,43 +213,37 @@ def _ladder(num_rows: int) -> tuple[int, ...]:
     return BLOCK_ROWS[: len(smaller) + 1]
 
 
-def _write(y_MD: jax.Array, y_BD: jax.Array, start: jax.Array) -> jax.Array:
-    """Writes a block. Its surplus rows are zero, and the next group overwrites them."""
-    return lax.dynamic_update_slice_in_dim(y_MD, y_BD, start, 0)
-
-
 def _outer(x_BM: jax.Array, y_BN: jax.Array) -> jax.Array:
     """Sums the rows' outer products in float32."""
     dims = (((0,), (0,)), ((), ()))
     return lax.dot_general(x_BM, y_BN, dims, preferred_element_type=jnp.float32)
 
 
-def _each_block(block: Callable, carry, num_rows: int, sizes_G, w_in_GDH, w_out_GFD):
-    """Folds `block` over the blocks of all groups."""
+def _sum_rows(x_BN: jax.Array) -> jax.Array:
+    """Sums rows in float32."""
+    return jnp.sum(x_BN.astype(jnp.float32), axis=0)
+
+
+def _each_block(compute: Callable, carry, num_rows: int, sizes_G, weights: Weights):
+    """Folds `compute` over the blocks of all groups."""
 
     def group(carry, scanned):
-        w_in_DH, w_out_FD, start, end = scanned
-        return _blocks(block, carry, num_rows, start, end, w_in_DH, w_out_FD), None
+        w, start, end = scanned
+        return _blocks(compute, carry, num_rows, start, end, w), None
 
     ends_G = jnp.cumsum(sizes_G)
-    return lax.scan(group, carry, (w_in_GDH, w_out_GFD, ends_G - sizes_G, ends_G))[0]
+    return lax.scan(group, carry, (weights, ends_G - sizes_G, ends_G))[0]
 
 
-def _blocks(block: Callable, carry, num_rows: int, start, end, w_in_DH, w_out_FD):
-    """Folds `block` over one group's blocks: largest size first, then the smallest for the rest.
+def _blocks(compute: Callable, carry, num_rows: int, start, end, weights):
+    """Folds `compute(block, carry, weights)` over one group's blocks.
 
-    `block(start, rows, carry, w_in, w_out)` gets `rows(x)`, the block's rows of a padded array,
-    zero where they belong to the next group.
+    The largest size comes first, then the smallest that holds the rest.
     """
     ladder = _ladder(num_rows)
 
     def sized(size: int, start, carry):
-        inside_B = start + jnp.arange(size) < end
-
-        def rows(x_MD: jax.Array) -> jax.Array:
-            return jnp.where(inside_B[:, None], lax.dynamic_slice_in_dim(x_MD, start, size), 0)
-
-        return block(start, rows, carry, w_in_DH, w_out_FD)
+        return compute(Block(start, start + jnp.arange(size) < end), carry, weights)
 
     def advance(state):
         start, carry = state

@@ -1,4 +1,4 @@
-"""Products of rows, sorted by group, and the matrix of their group; with gradients.
+"""Products of rows, sorted by group, and the matrix of their group; biases; with gradients.
 
 Per device. Legend: M rows, G groups, K summed over, N columns. FLOPs: 2 * rows * K * N, of each
 gradient as many. `reference.grouped_matmul` says what all of these compute.
@@ -12,6 +12,7 @@ from jax import lax
 
 from moejax.annotations import Array, Float, Int
 from moejax.kernels import reference
+from moejax.kernels.activation import swiglu
 from moejax.kernels.costs import jitted
 
 # Each by the name that `select` knows it by.
@@ -115,6 +116,45 @@ def _tokamax(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array
 
 
 @jax.custom_vjp
+def add_bias(
+    x_MN: Float[Array, "M N"], bias_GN: Float[Array, "G N"], sizes_G: Int[Array, " G"]
+) -> Float[Array, "M N"]:
+    """Adds to each row the bias of its group, in float32; rows past the last group stay.
+
+    The gradient of a bias is the sum over its group's rows, in float32: a product with ones, as a
+    scatter would be slow on CPU and not reproducible on GPU. FLOPs: 2 * M * G * N.
+
+    Args:
+      bias_GN: float32.
+      sizes_G: rows of each group, summing to at most M.
+    """
+    group_M = jnp.sum(jnp.arange(x_MN.shape[0])[:, None] >= jnp.cumsum(sizes_G), axis=1)
+    bias_MN = jnp.take(bias_GN, group_M, axis=0, mode="fill", fill_value=0)
+    return (x_MN.astype(jnp.float32) + bias_MN).astype(x_MN.dtype)
+
+
+def _add_bias_forward(x_MN, bias_GN, sizes_G):
+    return add_bias(x_MN, bias_GN, sizes_G), sizes_G
+
+
+def _add_bias_backward(sizes_G, gradient_MN):
+    row_M, ends_G = jnp.arange(gradient_MN.shape[0])[:, None], jnp.cumsum(sizes_G)
+    own_MG = (row_M >= ends_G - sizes_G) & (row_M < ends_G)
+    inside_MN = jnp.where(row_M < ends_G[-1], gradient_MN, 0)
+    dbias_GN = lax.dot_general(
+        own_MG.astype(gradient_MN.dtype),
+        inside_MN,
+        (((0,), (0,)), ((), ())),
+        precision="highest",  # float32 is not rounded on its way into the product
+        preferred_element_type=jnp.float32,
+    )
+    return gradient_MN, dbias_GN, None
+
+
+add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
+@jax.custom_vjp
 def swiglu_mlp(
     x_MD: jax.Array, w_in_GDUF: jax.Array, w_out_GFD: jax.Array, sizes_G: jax.Array
 ) -> jax.Array:
@@ -147,9 +187,3 @@ def _swiglu_backward(saved, dy_MD):
 
 
 swiglu_mlp.defvjp(_swiglu_forward, _swiglu_backward)
-
-
-def swiglu(h_MH: jax.Array) -> jax.Array:
-    """silu(gate) * up, in float32, of gate and up side by side."""
-    gate_MF, up_MF = jnp.split(h_MH.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate_MF) * up_MF).astype(h_MH.dtype)

@@ -1,9 +1,9 @@
 """Rows for a slow link: moved and quantised in one pass, dequantised and summed in one pass.
 
-Per device. Legend: N tokens, K choices of a token, M rows, D width. Fuses `kernels.permute` and
-`kernels.quantize`, so that rows are never stored in full width between them. An index equal
-to the length of the array that it indexes means "nothing". Not for differentiation: gradients of
-tokens travel as rows of their own (`comm.tokens.pipeline`).
+Per device. Legend: N tokens, K choices of a token, M rows, D width, B blocks of a row, C values of
+a block. Fuses `kernels.permute` and `kernels.quantize`, so that rows are never stored in full width
+between them. An index equal to the length of the array that it indexes means "nothing". Not for
+differentiation: gradients of tokens travel as rows of their own (`comm.tokens.pipeline`).
 """
 
 import functools
@@ -51,7 +51,7 @@ def permute_quantize(
 def dequantize_combine(
     q: Quantized,
     weight_NK: jax.Array | None,
-    place_NK: jax.Array,
+    slot_NK: jax.Array,
     name: str,
     size: int,
     *,
@@ -63,12 +63,12 @@ def dequantize_combine(
     Args:
       q: [M, blocks, ...], rows of `size` values in the format `name`.
       weight_NK: None: rows are summed as they are.
-      place_NK: the row that holds the result of assignment (n, k); M if it was dropped.
+      slot_NK: the row that holds the result of assignment (n, k); M if it was dropped.
       implementation: "reference" or "mosaic"; see `kernels.select`.
     """
     if implementation == "reference":
         y_MD = dequantize(q, name, size)
-        parts = [rows_at(y_MD, place_NK[:, k]) for k in range(place_NK.shape[1])]
+        parts = [rows_at(y_MD, slot_NK[:, k]) for k in range(slot_NK.shape[1])]
         if weight_NK is not None:
             parts = [weight_NK[:, k, None] * part for k, part in enumerate(parts)]
         return functools.reduce(jnp.add, parts).astype(dtype)
@@ -76,9 +76,9 @@ def dequantize_combine(
 
     assert implementation == "mosaic", implementation
     if weight_NK is None:
-        weight_NK = jnp.ones(place_NK.shape, jnp.float32)
-    (N, K), dtype = place_NK.shape, jnp.dtype(dtype)
+        weight_NK = jnp.ones(slot_NK.shape, jnp.float32)
+    (N, K), dtype = slot_NK.shape, jnp.dtype(dtype)
     row = K * ((q.values.size + 4 * q.scale.size) // q.scale.shape[0]) + size * dtype.itemsize
     run = jitted(mosaic.dequantize_combine, "rows", N, row, name=name, dtype=dtype)
-    x_NBC = run(q.values, q.scale, weight_NK, place_NK)
+    x_NBC = run(q.values, q.scale, weight_NK, slot_NK)
     return x_NBC.reshape(x_NBC.shape[0], -1)[:, :size]

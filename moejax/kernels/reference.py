@@ -1,4 +1,8 @@
-"""The specification of each kernel: slow, obvious, differentiable."""
+"""The specification of each kernel: slow, obvious, differentiable.
+
+Legend of products: M rows sorted by group, G groups, K summed over, N columns. Legend of rows: N
+tokens, K choices of a token, M rows, D width.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +21,14 @@ def grouped_matmul(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax
     return jnp.sum(jnp.where(chosen_GM[:, :, None], y_GMN, 0), axis=0)
 
 
-def permute(x_ND: jax.Array, source_M: jax.Array, place_NK: jax.Array) -> jax.Array:
-    """Copies rows; index N gives zeros. The inverse, `place_NK`, is not needed here."""
+def permute(x_ND: jax.Array, source_M: jax.Array, slot_NK: jax.Array) -> jax.Array:
+    """Copies rows; index N gives zeros. The inverse, `slot_NK`, is not needed here."""
     return jnp.concatenate([x_ND, jnp.zeros_like(x_ND[:1])])[source_M]
 
 
 def weighted_sum(
-    y_MD: jax.Array, weight_NK: jax.Array, place_NK: jax.Array, assignment_M: jax.Array
+    y_MD: jax.Array, weight_NK: jax.Array, slot_NK: jax.Array, assignment_M: jax.Array
 ) -> jax.Array:
-    """Weights and sums each token's K results; a place of M counts as zero."""
-    y_NKD = jnp.concatenate([y_MD, jnp.zeros_like(y_MD[:1])])[place_NK].astype(jnp.float32)
+    """Weights and sums each token's K results; a slot of M counts as zero."""
+    y_NKD = jnp.concatenate([y_MD, jnp.zeros_like(y_MD[:1])])[slot_NK].astype(jnp.float32)
     return jnp.einsum("NK,NKD->ND", weight_NK, y_NKD).astype(y_MD.dtype)

@@ -55,8 +55,8 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
     """Returns the choice for each operation that a run has.
 
     Raises:
-      InputError: if a kernel declines that the config names, or any does and `kernels` is
-        "required".
+      InputError: if the config names a kernel that declines, or if `kernels` is "required" and any
+        kernel declines.
     """
     model, choices = cfg.model, {}
     mesh, train = cfg.mesh, cfg.train
@@ -65,6 +65,8 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
         hardware,
         dtype=model.dtype,
         width=model.head_width,
+        value_width=model.value_channels,
+        sinks=model.attention_sinks,
         length=cfg.data.sequence_length,
         sequences=max(1, train.batch_sequences // ranks // train.micro_batches),
         isolated=cfg.data.isolate_documents,
@@ -76,6 +78,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
             dtype=model.dtype,
             width=model.width,
             hidden=cfg.moe.expert_hidden // (cfg.mesh.tensor if _hidden_is_cut(cfg) else 1),
+            plain=model.clamp is None and not cfg.moe.expert_bias,
         )
     policy = build_compression(cfg.compression)
     specs = [spec for _, codecs in policy.stages for spec in vars(codecs).values() if spec]
@@ -114,13 +117,20 @@ def _require(choices: dict[str, Choice]) -> None:
 
 
 def select_experts(
-    hardware: Hardware, requested: str, *, dtype: str, width: int, hidden: int
+    hardware: Hardware,
+    requested: str,
+    *,
+    dtype: str,
+    width: int,
+    hidden: int,
+    plain: bool = True,
 ) -> Choice:
     """Returns the implementation of `expert_mlp`.
 
     Args:
       requested: `moe.implementation`.
       width, hidden: D, and F on one device.
+      plain: whether experts are SwiGLU without biases, which one kernel fuses with a product.
     """
     why_not = _products_decline(hardware, dtype, width, hidden)
     if requested == "tokamax" and importlib.util.find_spec("tokamax") is None:
@@ -132,7 +142,10 @@ def select_experts(
             )
         return Choice(requested, "named in moe.implementation")
     if why_not is None:
-        return Choice("mosaic", "bfloat16 on Hopper: products of groups on its matrix units")
+        reason = "bfloat16 on Hopper: products of groups on its matrix units"
+        if not plain:
+            reason += "; clamped SwiGLU and biases stand between them, not in one kernel with them"
+        return Choice("mosaic", reason)
     declined = (("mosaic", why_not),)
     if hardware.platform == "tpu":
         # The platform's best implementation, so no kernel was declined.
@@ -152,7 +165,10 @@ def select_quantize(hardware: Hardware, *, block: int, stochastic: bool = False)
         return Choice("reference", "plain JAX runs everywhere", (("mosaic", why_not),))
     taken = "one pass over memory each way"
     if stochastic:
-        why_not = "rounding at random draws from jax.random, outside of it; it decodes all the same"
+        why_not = (
+            "it cannot draw random numbers, so stochastic rounding runs in plain JAX; decoding "
+            "uses the kernel"
+        )
         return Choice("mosaic", taken, (("mosaic", why_not),))
     return Choice("mosaic", taken)
 
@@ -170,7 +186,7 @@ def select_quantized_rows(
     """Returns the implementation of `kernels.quantized_rows`, or "separate" for operations in turn.
 
     Args:
-      codecs: names of those that each class of `compression.TOKENS` takes at some time.
+      codecs: the codec names that each class of `compression.TOKENS` uses at some step.
       route: `Config.route`.
       width, choices: D and K.
     """
@@ -184,21 +200,32 @@ def select_quantized_rows(
     if rest := [kind for kind in TOKENS if kind not in blocks]:
         reason += f"; those of {', '.join(rest)} are only permuted"
     if route in ("spread", "gather_home"):
-        reason += f"; what {route} brings home is decoded, then joined with what others bring"
+        reason += f"; results that return over {route} are decoded first and then joined"
     return Choice("mosaic", reason)
 
 
 def select_attention(
-    hardware: Hardware, *, dtype: str, width: int, length: int, sequences: int, isolated: bool
+    hardware: Hardware,
+    *,
+    dtype: str,
+    width: int,
+    length: int,
+    sequences: int,
+    isolated: bool,
+    value_width: int | None = None,
+    sinks: bool = False,
 ) -> Choice:
     """Returns the implementation of `kernels.attention`.
 
     Args:
-      width: of a head.
+      width: of a head's queries and keys.
       length, sequences: T, and B on one device in one micro-batch.
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
+      value_width: of a head's values; None for `width`.
+      sinks: whether a learned logit takes part in each softmax.
     """
-    why_not = _cudnn_declines(hardware, dtype, width)
+    widest = max(width, value_width or width)
+    why_not = _cudnn_declines(hardware, dtype, widest, sinks)
     mask_bytes = 2 * sequences * length**2 if isolated else 0
     if why_not is None and isolated and length % 2:
         why_not = f"with a mask it takes an even number of positions, this is {length}"
@@ -210,18 +237,25 @@ def select_attention(
         )
     if why_not is not None:
         return Choice("blocked", "attention of our own runs everywhere", (("cudnn", why_not),))
+    padded = ""
+    if value_width not in (None, width):
+        both = f"{width} channels of keys and {value_width} of values"
+        padded = f"; heads of {both} are padded to {widest}"
     if isolated:
         taken = f"cuDNN's fused attention; a mask of {mask_bytes / 2**20:.0f} MiB keeps documents"
-        return Choice("cudnn_masked", f"{taken} apart")
-    return Choice("cudnn", "cuDNN's fused attention, causal by itself: no mask is made")
+        return Choice("cudnn_masked", f"{taken} apart{padded}")
+    taken = "cuDNN's fused attention, causal by itself: no mask is made"
+    return Choice("cudnn", f"{taken}{padded}")
 
 
-def _cudnn_declines(hardware: Hardware, dtype: str, width: int) -> str | None:
+def _cudnn_declines(hardware: Hardware, dtype: str, width: int, sinks: bool) -> str | None:
     """Why cuDNN's fused attention does not run; None if it does."""
     if hardware.platform != "gpu":
         return f"it is for GPUs, this is {hardware.platform}"
     if dtype != "bfloat16":
         return f"it takes bfloat16, this is {dtype}"
+    if sinks:
+        return "JAX's call of it takes no sinks (model.attention_sinks), which join the softmax"
     known = (math.inf,) if hardware.capability is None else _number(hardware.capability)
     if known is None or known < (8, 0):
         return f"it is for NVIDIA's from compute capability 8.0, this is {hardware.capability}"

@@ -7,11 +7,13 @@ letters of the model:
     T positions (queries)   G key/value heads     K experts chosen per token
     S positions (keys)      C channels a head     F hidden width of an MLP or expert
     D model width           V vocabulary          U gate and up (2); W gate and up joined (2 * F)
-    R rank of an adapter
+    N tokens                L layers              A rank of an adapter
+    Z width of a latent     R channels of a head that rotate
+    O model width, where a matrix has both sides in it: what comes out
 
 Inside shard_map letters count what a device holds: its sequences, and under tensor sharding its
 heads (H, G) and hidden width (F). `t` and `v` are its shares where T or V stand for all. Files
-outside `moejax/model` list their letters at their top.
+that use other letters list them at their top.
 
 Mesh axes are words, slowest link first: `replica` (pure data parallel), `fsdp` (weights sharded,
 gathered on use), `expert` (experts), `tensor` (heads, hidden width and vocabulary).
@@ -25,6 +27,7 @@ from jax.sharding import PartitionSpec
 from moejax.config.schema import MeshConfig
 
 Axes = tuple[str, ...]
+RANK = "A"  # the letter of an adapter's rank
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Layout:
           folded: experts over (expert, tensor), hidden width not sharded;
           whole: experts over the expert axis, and tensor ranks hold copies.
         Other parameters: width over (fsdp, expert); heads, hidden width and vocabulary over tensor.
+          Those from a latent to heads have no width: there the latent takes its axes.
+        Factors of adapters: each dimension as in the weight, and the rank is not sharded.
         Parameters of one dimension are not sharded.
         """
         if len(dims) == 1:
@@ -93,7 +98,8 @@ class Layout:
             hidden = self.tensor if self.hidden_over_tensor else ()
             rules = {"E": self.expert_owner_axes, "D": self.fsdp, "F": hidden}
         else:
-            rules = {"D": self.fsdp + self.expert}
+            # A latent that a matrix ends at is not sharded, nor in a factor of its adapter.
+            rules = {"Z" if dims[0] == "Z" else "D": self.fsdp + self.expert}
             rules |= dict.fromkeys("HGFV", self.tensor)
         return tuple(rules.get(letter, ()) for letter in dims)
 
@@ -111,6 +117,16 @@ class Layout:
         return PartitionSpec(self.token_axes)
 
 
+def is_product(dims: str) -> bool:
+    """Whether a parameter multiplies activations, as biases, norm scales and sinks do not.
+
+    Its products start or end at the model's width, at a latent or at an adapter's rank. Experts
+    (first letter E) count as many parameters, so that one dimension besides theirs is a bias.
+    """
+    own = dims[1:] if dims[0] == "E" else dims
+    return len(own) > 1 and not {"D", "Z", RANK}.isdisjoint(own)
+
+
 def build_layout(mesh: MeshConfig) -> Layout:
     """Returns the layout of a resolved mesh (every axis size known).
 
@@ -119,9 +135,8 @@ def build_layout(mesh: MeshConfig) -> Layout:
     """
     assert mesh.replica is not None, "resolve_mesh fills the replica axis first"
     shape = {axis: getattr(mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
-    devices_left = math.prod(shape.values()) // (
-        mesh.nodes or 1
-    )  # devices of a node without an axis yet
+    # devices of a node that no axis covers yet
+    devices_left = math.prod(shape.values()) // (mesh.nodes or 1)
     sizes: list[tuple[str, int]] = []
     names: dict[str, Axes] = {}
     slow: list[str] = []

@@ -8,6 +8,8 @@
     sum         every device along these axes has the rows already. On the way back partial results
                 are all-reduced.
 
+All-to-all hops come first: a hop's index is then also the index of its slots in the dispatch plan.
+
 Rows are cut in chunks that follow each other through all hops, so that the exchange of one chunk
 runs beside the experts of another. Forward and backward have their own numbers of chunks.
 """
@@ -134,7 +136,7 @@ def explain(route: Route) -> str:
 
 
 def plain_route(route: Route, layout: Layout) -> Route:
-    """The route with one exchange, no merging and no chunks: overflow rounds fit any routing on it.
+    """Returns the route of overflow rounds: one exchange, no merging, no chunks.
 
     It starts from the same tokens as `route`.
     """

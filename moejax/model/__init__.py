@@ -1,5 +1,5 @@
 """The language model around the expert layers.
 
-Read in this order: `transformer` (blocks, scanned), `attention` with `rope`, `layers` (norm, dense
-MLP, embedding), `count` (parameters and FLOPs).
+Read in this order: `transformer` (blocks, scanned), `pattern` (kinds of blocks), `attention` and
+`latent` with `rope`, `layers` (norm, dense MLP, embedding), `count` (parameters and FLOPs).
 """

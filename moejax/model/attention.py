@@ -14,19 +14,21 @@ from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
 from moejax.layout.spec import StepSpec
 from moejax.model.layers import RMSNorm
-from moejax.model.rope import rotate
-
-Angles = tuple[jax.Array, jax.Array]
+from moejax.model.rope import Angles, rotate, score_factor
 
 
 class Attention(nnx.Module):
-    """Attention with rotary positions and optional biases and QK-norm."""
+    """Attention with rotary positions and optional biases, sinks and QK-norm.
 
-    def __init__(self, cfg: ModelConfig, spec: StepSpec, rngs: nnx.Rngs):
+    Attributes:
+      window: positions that a query sees back, itself included; None: all.
+    """
+
+    def __init__(self, cfg: ModelConfig, window: int | None, spec: StepSpec, rngs: nnx.Rngs):
         D, H, G, C = cfg.width, cfg.num_heads, cfg.num_kv_heads, cfg.head_width
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
-        self.cfg, self.spec = cfg, spec
+        self.cfg, self.window, self.spec = cfg, window, spec
         self.w_q = nnx.Param(normal(rngs.params(), (D, H, C)), dims="DHC")
         self.w_k = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
         self.w_v = nnx.Param(normal(rngs.params(), (D, G, C)), dims="DGC")
@@ -35,6 +37,10 @@ class Attention(nnx.Module):
             self.b_q = nnx.Param(jnp.zeros((H, C)), dims="HC")
             self.b_k = nnx.Param(jnp.zeros((G, C)), dims="GC")
             self.b_v = nnx.Param(jnp.zeros((G, C)), dims="GC")
+        if cfg.attention_output_bias:
+            self.b_o = nnx.Param(jnp.zeros((D,)), dims="D")
+        if cfg.attention_sinks:
+            self.sinks = nnx.Param(normal(rngs.params(), (H,)), dims="H")
         if cfg.qk_norm == "head":
             self.q_norm = RMSNorm(C, cfg.norm_epsilon, dims="C")
             self.k_norm = RMSNorm(C, cfg.norm_epsilon, dims="C")
@@ -47,9 +53,9 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
         x_BTD = enter_tensor(x_BtD, self.spec.layout)
-        q_BTHC = self._project(x_BTD, self.w_q)
-        k_BSGC = self._project(x_BTD, self.w_k)
-        v_BSGC = self._project(x_BTD, self.w_v)
+        q_BTHC = project_to_heads(x_BTD, self.w_q, self.spec)
+        k_BSGC = project_to_heads(x_BTD, self.w_k, self.spec)
+        v_BSGC = project_to_heads(x_BTD, self.w_v, self.spec)
         if self.cfg.attention_bias:
             q_BTHC = self._biased(q_BTHC, self.b_q)
             k_BSGC = self._biased(k_BSGC, self.b_k)
@@ -62,19 +68,24 @@ class Attention(nnx.Module):
             k_BSGC,
             v_BSGC,
             segment_BT,
-            window=self.cfg.sliding_window,
+            window=self.window,
+            scale=score_factor(self.cfg.rope) / math.sqrt(self.cfg.head_width),
+            sinks_H=self._own_sinks() if self.cfg.attention_sinks else None,
             implementation=self.spec.attention,
         )
-        w_o_HCD = gather_weight(self.w_o, self.spec)
-        B, T, H, C = y_BTHC.shape
-        y_BTD = y_BTHC.reshape(B, T, H * C) @ w_o_HCD.reshape(H * C, -1)
-        return leave_tensor(y_BTD, self.spec.layout)
+        y_BtD = project_from_heads(y_BTHC, self.w_o, self.spec)
+        if not self.cfg.attention_output_bias:
+            return y_BtD
+        # In float32, as other biases; once, to the sum over tensor.
+        return (y_BtD + self.b_o[...]).astype(y_BtD.dtype)
 
-    def _project(self, x_BTD: jax.Array, w: nnx.Param) -> jax.Array:
-        """Projects to query heads, or to key or value heads (G for H)."""
-        w_DHC = gather_weight(w, self.spec)
-        D, H, C = w_DHC.shape
-        return (x_BTD @ w_DHC.reshape(D, H * C)).reshape(*x_BTD.shape[:2], H, C)
+    def _own_sinks(self) -> jax.Array:
+        """The sinks of this tensor rank's heads. Every device holds all, as a norm's scales."""
+        layout, sinks_H = self.spec.layout, self.sinks[...]
+        heads = sinks_H.shape[0] // layout.size(layout.tensor)
+        if heads == sinks_H.shape[0]:
+            return sinks_H
+        return jax.lax.dynamic_slice_in_dim(sinks_H, wire.index(layout.tensor) * heads, heads)
 
     def _biased(self, x_BTHC: jax.Array, b: nnx.Param) -> jax.Array:
         """Adds a bias in float32, so that its gradient is a sum over tokens in float32 too.
@@ -82,6 +93,25 @@ class Attention(nnx.Module):
         Biases are not gathered, so float32 costs nothing on the wire.
         """
         return (x_BTHC + gather_weight(b, self.spec, "float32")).astype(x_BTHC.dtype)
+
+
+def project_to_heads(
+    x_BTD: Float[Array, "B T D"], w: nnx.Param, spec: StepSpec
+) -> Float[Array, "B T H C"]:
+    """Projects to this tensor rank's heads, of queries, or of keys or values (G for H)."""
+    w_DHC = gather_weight(w, spec)
+    D, H, C = w_DHC.shape
+    return (x_BTD @ w_DHC.reshape(D, H * C)).reshape(*x_BTD.shape[:2], H, C)
+
+
+def project_from_heads(
+    y_BTHC: Float[Array, "B T H C"], w: nnx.Param, spec: StepSpec
+) -> Float[Array, "B t D"]:
+    """Projects the heads to the width, sums over tensor, and returns the layout between blocks."""
+    w_HCD = gather_weight(w, spec)
+    B, T, H, C = y_BTHC.shape
+    y_BTD = y_BTHC.reshape(B, T, H * C) @ w_HCD.reshape(H * C, -1)
+    return leave_tensor(y_BTD, spec.layout)
 
 
 class FullNorm(nnx.Module):

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from moejax.config.schema import Config
 from moejax.kernels.costs import causal_pairs
+from moejax.layout.layout import is_product
+from moejax.model.pattern import block_kinds
 
 
 @dataclass(frozen=True)
@@ -13,7 +15,8 @@ class Counts:
     Attributes:
       total: all parameters of the model, without adapters.
       active: parameters that one token uses: K of E experts, and all others.
-      matmul: active parameters that multiply activations (not the embedding lookup, not norms).
+      matmul: active parameters that multiply activations (not the embedding lookup, not norms), as
+        often as they do.
       flops_per_token: FLOPs of a train step (forward and backward) per token. A multiply-add counts
         as two. Attention counts the pairs of positions inside the causal mask and the window,
         across documents too. Recomputation is not counted. Frozen weights count with two products
@@ -43,20 +46,27 @@ def count(
     E, K = cfg.moe.num_experts, cfg.moe.experts_per_token
 
     def active_of(dims: str, elements: int) -> int:
-        return elements * K // E if dims[0] == "E" else elements
+        # A vector of experts is the router's bias, which every token meets.
+        return elements * K // E if dims[0] == "E" and len(dims) > 1 else elements
 
     for path, (dims, elements) in sizes.items():
         used = active_of(dims, elements)
         total += elements
         active += used
         lookup = path.endswith("table") and not cfg.model.tie_embeddings
-        if "D" in dims and len(dims) > 1 and not lookup:
+        if is_product(dims) and not lookup:
             matmul += used
     model, T = cfg.model, cfg.data.sequence_length
-    pairs = causal_pairs(T, model.sliding_window)
-    channels = model.num_layers * model.num_heads * model.head_width
-    # Attention: two products forward, four backward, of two FLOPs a channel and pair.
-    flops, trained = 12 * channels * pairs // T + 6 * matmul, total
+    kinds = block_kinds(model)
+    # The module for multi-token prediction has a block of the last kind, and multiplies by the
+    # model's output projection once more.
+    kinds += kinds[-1:] * model.predict_ahead
+    matmul += model.predict_ahead * model.vocab_size * model.width
+    pairs = sum(causal_pairs(T, kind.window) for kind in kinds)
+    channels = model.num_heads * (model.head_width + model.value_channels)
+    # Attention, of keys' and of values' channels alike: a product forward and two backward, of two
+    # FLOPs a channel and pair.
+    flops, trained = 6 * channels * pairs // T + 6 * matmul, total
     if adapters:
         trained = sum(elements for _, elements in adapters.values())
         flops += 6 * sum(active_of(*factor) for factor in adapters.values()) - 2 * matmul

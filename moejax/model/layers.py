@@ -1,4 +1,4 @@
-"""RMSNorm, the dense SwiGLU MLP, and the token embedding with its output projection."""
+"""RMSNorm, the dense gated MLP, and the token embedding with its output projection."""
 
 import math
 
@@ -11,6 +11,7 @@ from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
+from moejax.kernels.activation import clamped_swiglu
 from moejax.layout.spec import StepSpec
 
 MLPWeights = tuple[Float[Array, "D 2 F"], Float[Array, "F D"]]
@@ -31,12 +32,12 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Dense SwiGLU MLP, hidden width sharded over tensor."""
+    """Dense MLP with a gate, hidden width sharded over tensor."""
 
     def __init__(self, cfg: ModelConfig, hidden: int, spec: StepSpec, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
-        self.spec = spec
+        self.spec, self.clamp = spec, cfg.clamp
         self.w_in = nnx.Param(
             normal(rngs.params(), (cfg.width, 2, hidden), jnp.float32), dims="DUF"
         )
@@ -52,7 +53,10 @@ class MLP(nnx.Module):
         w_in_DUF, w_out_FD = weights
         D, _, F = w_in_DUF.shape
         h_BTW = x_BTD @ w_in_DUF.reshape(D, 2 * F)
-        a_BTF = jax.nn.silu(h_BTW[..., :F]) * h_BTW[..., F:]
+        if self.clamp is None:
+            a_BTF = jax.nn.silu(h_BTW[..., :F]) * h_BTW[..., F:]
+        else:
+            a_BTF = clamped_swiglu(self.clamp, h_BTW)
         return leave_tensor(a_BTF @ w_out_FD, self.spec.layout)
 
 

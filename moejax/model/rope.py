@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from moejax.annotations import Array, Float
 from moejax.config.schema import RopeConfig
 
+Angles = tuple[jax.Array, jax.Array]  # cos and sin, from `tables`
+
 
 def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
     """Returns the angle per position of each channel pair, and a factor for cos and sin.
@@ -21,8 +23,32 @@ def frequencies(channels: int, cfg: RopeConfig) -> tuple[jax.Array, float]:
     if cfg.scaling == "llama3":
         return _llama3(base, cfg), 1.0
     if cfg.scaling == "yarn":
-        return _yarn(base, channels, cfg), 0.1 * math.log(cfg.factor) + 1.0
+        return _yarn(base, channels, cfg), _yarn_factor(cfg)
     return base, 1.0
+
+
+def score_factor(cfg: RopeConfig) -> float:
+    """Returns the factor of attention's scores before softmax, besides that of their width.
+
+    Source: DeepSeek-V2's modeling code, where cos and sin stay near one and yarn's factor is on
+    the scores: in latent attention only some channels of a head rotate.
+    """
+    if cfg.scaling != "yarn" or cfg.mscale_all_dim is None:
+        return 1.0
+    return _magnitude(cfg.mscale_all_dim, cfg) ** 2
+
+
+def _yarn_factor(cfg: RopeConfig) -> float:
+    """The factor of cos and sin under yarn."""
+    if cfg.attention_factor is not None:
+        return cfg.attention_factor
+    if cfg.mscale is None or cfg.mscale_all_dim is None:
+        return _magnitude(1.0, cfg)
+    return _magnitude(cfg.mscale, cfg) / _magnitude(cfg.mscale_all_dim, cfg)
+
+
+def _magnitude(scale: float, cfg: RopeConfig) -> float:
+    return 0.1 * scale * math.log(cfg.factor) + 1.0
 
 
 def _llama3(base: jax.Array, cfg: RopeConfig) -> jax.Array:
@@ -40,27 +66,33 @@ def _yarn(base: jax.Array, channels: int, cfg: RopeConfig) -> jax.Array:
         inverse_frequency = cfg.trained_length / (rotations * 2 * math.pi)
         return channels * math.log(inverse_frequency) / (2 * math.log(cfg.theta))
 
-    low = max(math.floor(pair_of(cfg.beta_fast)), 0)
-    high = min(math.ceil(pair_of(cfg.beta_slow)), channels - 1)
+    low, high = pair_of(cfg.beta_fast), pair_of(cfg.beta_slow)
+    if cfg.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, channels - 1)
     stretch = jnp.clip((jnp.arange(channels // 2) - low) / max(high - low, 1e-3), 0, 1)
     return stretch * base / cfg.factor + (1 - stretch) * base
 
 
-def rotate(
-    x_BTHC: Float[Array, "B T H C"], angles: tuple[jax.Array, jax.Array]
-) -> Float[Array, "B T H C"]:
-    """Rotates channel pairs (c, c + C/2) by their angle, in float32.
+def rotate(x_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array, "B T H C"]:
+    """Rotates channel pairs (c, c + R/2) by their angle, in float32.
+
+    The first R channels of a head rotate, and the others pass.
 
     Args:
-      angles: cos and sin, each [T, C/2], from `tables`.
+      angles: cos and sin, each [T, R/2], from `tables`.
     """
+    C, R = x_BTHC.shape[-1], 2 * angles[0].shape[-1]
+    if R < C:
+        first, passed = jnp.split(x_BTHC, [R], axis=-1)
+        return jnp.concatenate([rotate(first, angles), passed], axis=-1)
     cos, sin = (a[None, :, None, :] for a in angles)
     first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTHC.dtype)
 
 
-def tables(length: int, channels: int, cfg: RopeConfig) -> tuple[jax.Array, jax.Array]:
+def tables(length: int, channels: int, cfg: RopeConfig) -> Angles:
     """Returns cos and sin of every position's angles, each [length, channels / 2], float32."""
     frequency, scale = frequencies(channels, cfg)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency

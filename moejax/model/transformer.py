@@ -6,6 +6,7 @@ their dimensions are metadata (`dims`), from which `Layout` derives every shardi
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,12 @@ from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
-from moejax.model.attention import Angles, Attention
+from moejax.model.ahead import PredictAhead, next_tokens
+from moejax.model.attention import Attention
+from moejax.model.latent import LatentAttention
 from moejax.model.layers import MLP, Embedding, RMSNorm
-from moejax.model.rope import tables
+from moejax.model.pattern import BlockKind, layer_groups
+from moejax.model.rope import Angles, tables
 from moejax.moe.layer import MoE, MoEStats
 from moejax.moe.router import Noise
 
@@ -31,28 +35,26 @@ REMAT_POLICIES: dict[str, Callable | None] = {
 }
 
 
-def layer_groups(cfg: ModelConfig) -> list[tuple[tuple[str, ...], int]]:
-    """The blocks as (pattern, repeats): each pattern is scanned `repeats` times."""
-    groups = [(("dense",), cfg.first_dense_layers)]
-    rest = cfg.num_layers - cfg.first_dense_layers
-    if cfg.moe_every is None:
-        groups = [(("dense",), cfg.num_layers)]
-    else:
-        pattern = ("dense",) * (cfg.moe_every - 1) + ("moe",)
-        groups += [(pattern, rest // cfg.moe_every), (("dense",), rest % cfg.moe_every)]
-    return [(pattern, repeats) for pattern, repeats in groups if repeats]
-
-
 class Block(nnx.Module):
     """Attention, then an MLP or experts, each on a normalised copy of the residual stream."""
 
-    def __init__(self, kind: str, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
+    def __init__(
+        self, kind: BlockKind, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs
+    ):
         self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
-        self.attention = Attention(cfg, spec, rngs)
+        build_attention = LatentAttention if cfg.is_latent else Attention
+        self.attention = build_attention(cfg, kind.window, spec, rngs)
         self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
-        self.moe = MoE(cfg, moe, spec, rngs) if kind == "moe" else None
-        hidden = cfg.mlp_hidden if kind == "dense" else moe.num_shared_experts * moe.expert_hidden
+        self.moe = MoE(cfg, moe, spec, rngs) if kind.mlp == "moe" else None
+        shared = moe.num_shared_experts * moe.expert_hidden
+        hidden = cfg.mlp_hidden if kind.mlp == "dense" else shared
         self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None
+        normal = jax.nn.initializers.normal(cfg.init_deviation)
+        self.shared_gate = (
+            nnx.Param(normal(rngs.params(), (cfg.width,)), dims="D")
+            if kind.mlp == "moe" and moe.shared_gate
+            else None
+        )
 
     def __call__(
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
@@ -70,8 +72,22 @@ class Block(nnx.Module):
             x_BtD = x_BtD + y_BtD
         if self.mlp is not None and mlp_weights is not None:
             with jax.named_scope("mlp"):
-                x_BtD = x_BtD + self.mlp(h_BtD, mlp_weights)
+                y_BtD = self.mlp(h_BtD, mlp_weights)
+                if self.shared_gate is not None:
+                    y_BtD = scale_by_gate(y_BtD, h_BtD, self.shared_gate[...])
+                x_BtD = x_BtD + y_BtD
         return x_BtD, stats
+
+
+def scale_by_gate(
+    y_BtD: Float[Array, "B t D"], h_BtD: Float[Array, "B t D"], gate_D: Float[Array, " D"]
+) -> Float[Array, "B t D"]:
+    """Scales y of each position by sigmoid(h . gate), in float32.
+
+    Source: Qwen2-MoE (Yang et al. 2024), whose shared experts have such a gate.
+    """
+    logit_Bt = jnp.dot(h_BtD.astype(jnp.float32), gate_D, precision="highest")
+    return (y_BtD * jax.nn.sigmoid(logit_Bt)[..., None]).astype(y_BtD.dtype)
 
 
 class Pattern(nnx.Module):
@@ -79,7 +95,7 @@ class Pattern(nnx.Module):
 
     def __init__(
         self,
-        kinds: tuple[str, ...],
+        kinds: tuple[BlockKind, ...],
         cfg: ModelConfig,
         moe: MoEConfig,
         spec: StepSpec,
@@ -91,12 +107,30 @@ class Pattern(nnx.Module):
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, list[MoEStats]]:
         """Runs the blocks in order; returns the statistics of each expert block."""
-        reports = []
+        stats = []
         for index, block in enumerate(self.blocks):
             block_noise = None if noise is None else noise.of(index)
-            x_BtD, stats = block(x_BtD, segment_BT, angles, block_noise)
-            reports += [] if stats is None else [stats]
-        return x_BtD, reports
+            x_BtD, block_stats = block(x_BtD, segment_BT, angles, block_noise)
+            stats += [] if block_stats is None else [block_stats]
+        return x_BtD, stats
+
+
+class Hidden(NamedTuple):
+    """What the blocks leave, and what a block after them needs."""
+
+    h_BtD: jax.Array  # final hidden states, normalised, in the layout between blocks
+    weights: tuple[jax.Array, jax.Array]  # of the embedding
+    stats: list[MoEStats]  # of each layer group that has experts
+    angles: Angles
+
+
+class Ahead(NamedTuple):
+    """What `Transformer` returns, and the hidden states that predict the token after the next."""
+
+    x_BTD: Float[Array, "B T D"]
+    w_Dv: Float[Array, "D v"]
+    stats: MoEStats | None
+    ahead_BTD: Float[Array, "B T D"]
 
 
 class Transformer(nnx.Module):
@@ -105,12 +139,20 @@ class Transformer(nnx.Module):
     def __init__(self, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs):
         self.cfg, self.moe, self.spec = cfg, moe, spec
         self.embedding = Embedding(cfg, spec, rngs)
-        self.groups = nnx.List()
-        for kinds, repeats in layer_groups(cfg):
+
+        def stack(kinds: tuple[BlockKind, ...], repeats: int) -> Pattern:
             build_pattern = partial(Pattern, kinds, cfg, moe, spec)
-            build_stack = nnx.vmap(build_pattern, in_axes=0, out_axes=0)
-            self.groups.append(build_stack(rngs.split(repeats)))
+            return nnx.vmap(build_pattern, in_axes=0, out_axes=0)(rngs.split(repeats))
+
+        groups = layer_groups(cfg)
+        self.groups = nnx.List([stack(kinds, repeats) for kinds, repeats in groups])
         self.norm = RMSNorm(cfg.width, cfg.norm_epsilon)
+        # Behind `groups` in the order of names too: selection biases move in that order.
+        self.predict_ahead = (
+            PredictAhead(cfg, spec, rngs, stack(groups[-1][0][-1:], 1))
+            if cfg.predict_ahead
+            else None
+        )
 
     def __call__(
         self,
@@ -127,26 +169,55 @@ class Transformer(nnx.Module):
           segment_BT: document of each position; attention stays inside it.
           noise: for the jitter of the routers' input; None for no jitter.
         """
+        hidden = self._run(token_BT, segment_BT, noise)
+        x_BTD = enter_tensor(hidden.h_BtD, self.spec.layout)
+        return x_BTD, hidden.weights[1], _joined(hidden.stats)
+
+    def look_ahead(
+        self,
+        token_BT: Int[Array, "B T"],
+        segment_BT: Int[Array, "B T"],
+        noise: Noise | None = None,
+    ) -> Ahead:
+        """Runs the module for multi-token prediction too; its experts are the last in `stats`."""
+        hidden, module = self._run(token_BT, segment_BT, noise), self.predict_ahead
+        assert module is not None, "model.predict_ahead is 0"
+        layout = self.spec.layout
+        with jax.named_scope("predict_ahead"):
+            next_BT = next_tokens(token_BT, segment_BT)
+            next_BtD = self.embedding.embed(next_BT, hidden.weights[0])
+            x_BtD, own_stats = self._run_group(
+                module.group,
+                module.join(next_BtD, hidden.h_BtD),
+                segment_BT,
+                hidden.angles,
+                None if noise is None else noise.of(len(self.groups)),
+                max(0, self.spec.compression.start_layer - self.cfg.num_layers),
+            )
+            ahead_BTD = enter_tensor(module.norm(x_BtD), layout)
+        x_BTD = enter_tensor(hidden.h_BtD, layout)
+        stats = hidden.stats + ([] if own_stats is None else [own_stats])
+        return Ahead(x_BTD, hidden.weights[1], _joined(stats), ahead_BTD)
+
+    def _run(self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None) -> Hidden:
+        """Takes tokens through embedding, blocks and final norm."""
         cfg = self.cfg
-        angles = tables(token_BT.shape[1], cfg.head_width, cfg.rope)
+        angles = tables(token_BT.shape[1], cfg.rotated_channels, cfg.rope)
         with jax.named_scope("embed"):
-            table_vD, w_Dv = self.embedding.weights()
-            x_BtD = self.embedding.embed(token_BT, table_vD)
-        reports, first_block = [], 0
+            weights = self.embedding.weights()
+            x_BtD = self.embedding.embed(token_BT, weights[0])
+        stats, first_block = [], 0
         for index, (group, (kinds, repeats)) in enumerate(
             zip(self.groups, layer_groups(cfg), strict=True)
         ):
             group_noise = None if noise is None else noise.of(index)
             plain_blocks = max(0, self.spec.compression.start_layer - first_block)
-            x_BtD, stats = self._run_group(
+            x_BtD, group_stats = self._run_group(
                 group, x_BtD, segment_BT, angles, group_noise, plain_blocks
             )
-            reports += [] if stats is None else [stats]
+            stats += [] if group_stats is None else [group_stats]
             first_block += len(kinds) * repeats
-        x_BTD = enter_tensor(self.norm(x_BtD), self.spec.layout)
-        if not reports:
-            return x_BTD, w_Dv, None
-        return x_BTD, w_Dv, jax.tree.map(lambda *parts: jnp.concatenate(parts), *reports)
+        return Hidden(self.norm(x_BtD), weights, stats, angles)
 
     def _run_group(
         self,
@@ -173,7 +244,7 @@ class Transformer(nnx.Module):
 
         if self.cfg.remat != "none":
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])
-        plain_repeats, reports = min(-(-plain_blocks // pattern), repeats), []
+        plain_repeats, stats = min(-(-plain_blocks // pattern), repeats), []
         for start, stop in ((0, plain_repeats), (plain_repeats, repeats)):
             if start == stop:
                 continue
@@ -182,11 +253,18 @@ class Transformer(nnx.Module):
                 part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], part)
             part = without_residuals(part) if stop == plain_repeats else part
             unroll = 1 if self.cfg.scan_layers else stop - start
-            x_BtD, part_reports = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
-            reports.append(part_reports)
-        if not reports[0]:
+            x_BtD, part_stats = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
+            stats.append(part_stats)
+        if not stats[0]:
             return x_BtD, None
-        joined = jax.tree.map(lambda *p: jnp.concatenate(p), *reports)
+        joined = jax.tree.map(lambda *p: jnp.concatenate(p), *stats)
         # [repeats, ...] for each expert block of a pattern -> [repeats * blocks, ...], ordered.
-        stats = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *joined)
-        return x_BtD, stats
+        flat = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *joined)
+        return x_BtD, flat
+
+
+def _joined(stats: list[MoEStats]) -> MoEStats | None:
+    """Returns the statistics of all expert layers in order."""
+    if not stats:
+        return None
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)

@@ -26,11 +26,13 @@ from moejax.comm.tokens.rounds import in_rounds
 from moejax.config.schema import MoEConfig
 from moejax.kernels.expert_mlp import expert_mlp
 from moejax.kernels.permute import collect, permute, weighted_sum
+from moejax.layout.layout import Layout
 from moejax.layout.route import Route, plain_route
 from moejax.layout.spec import StepSpec
 from moejax.moe.sizes import Sizes, needed, usual_sizes
 
-Params = tuple[jax.Array, jax.Array]  # w_in_eDUF and w_out_eFD
+# w_in_eDUF and w_out_eFD; if experts have biases, b_in_eUF and b_out_eD follow, float32.
+Params = tuple[jax.Array, ...]
 
 # Each overflow round has buckets for 1/4 of the tokens at balanced load.
 ROUND_SHARE = 4
@@ -51,15 +53,20 @@ def moe_ffn(
     params: Params,
     moe: MoEConfig,
     spec: StepSpec,
+    *,
+    limit: float | None = None,
 ) -> Float[Array, "N D"]:
     """Returns each token's expert outputs, summed by weight. No choice is lost at any skew.
 
     Runs the spec's route if the usual buckets hold every choice of every device; otherwise overflow
     rounds of the plain route. A dropped choice (`moe.num_experts`) contributes zero.
+
+    Args:
+      limit: of the experts' clamped SwiGLU; None for SwiGLU.
     """
     layout, route = spec.layout, spec.route
-    run = partial(_on_route, moe=moe, spec=spec)
-    operands = (x_ND, weight_NK, params)
+    run = partial(_on_route, moe=moe, spec=spec, limit=limit)
+    operands = (x_ND, weight_NK, _with_bias_once(params, layout))
     sizes = usual_sizes(route, layout, moe, tokens=x_ND.shape[0])
     if sizes.certain and not route.trim:
         return run(route, sizes, operands, expert_NK)
@@ -68,9 +75,17 @@ def moe_ffn(
     run_usual = partial(run, route, sizes, filled=need if route.trim else None)
     if sizes.certain:
         return run_usual(operands, expert_NK)
-    run_rounds = partial(_in_rounds, moe=moe, spec=spec)
-    overflows = jnp.any(need > jnp.array((*sizes.rows, sizes.work)[: need.shape[0]]))
+    run_rounds = partial(_in_rounds, moe=moe, spec=spec, limit=limit)
+    overflows = jnp.any(need > jnp.array((*sizes.rows, sizes.expert_rows)[: need.shape[0]]))
     return lax.cond(overflows, run_rounds, run_usual, operands, expert_NK)
+
+
+def _with_bias_once(params: Params, layout: Layout) -> Params:
+    """Keeps the second product's bias on one tensor rank, where ranks' results are partial sums."""
+    if len(params) == 2 or not layout.hidden_over_tensor or layout.size(layout.tensor) == 1:
+        return params
+    *rest, b_out_eD = params
+    return (*rest, jnp.where(wire.index(layout.tensor) == 0, b_out_eD, 0))
 
 
 def _in_rounds(
@@ -79,6 +94,7 @@ def _in_rounds(
     *,
     moe: MoEConfig,
     spec: StepSpec,
+    limit: float | None,
 ) -> jax.Array:
     """Dispatch, experts and combine in overflow rounds: as many as the fullest bucket needs."""
     layout = spec.layout
@@ -93,7 +109,7 @@ def _in_rounds(
     def run_round(r: jax.Array, operands: Any, integers: Any) -> jax.Array:
         expert_NK, rank_NK = integers
         now_NK = jnp.where(rank_NK // rows == r, expert_NK, moe.num_experts)
-        return _on_route(plain, sizes, operands, now_NK, moe=moe, spec=spec)
+        return _on_route(plain, sizes, operands, now_NK, moe=moe, spec=spec, limit=limit)
 
     with jax.named_scope("routing"):
         fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
@@ -108,11 +124,12 @@ def _on_route(
     *,
     moe: MoEConfig,
     spec: StepSpec,
+    limit: float | None,
     filled: jax.Array | None = None,
 ) -> jax.Array:
     """Dispatch, experts and combine along one route whose buckets hold all choices."""
     x_ND, weight_NK, params = operands
-    expert_fn = _expert_fn(sizes, experts_here=params[0].shape[0], kernel=spec.experts)
+    expert_fn = _expert_fn(sizes, experts_here=params[0].shape[0], kernel=spec.experts, limit=limit)
     with jax.named_scope("dispatch"):
         plan = plan_dispatch(
             expert_NK,
@@ -134,17 +151,25 @@ def _on_route(
     )
 
 
-def _expert_fn(sizes: Sizes, *, experts_here: int, kernel: str) -> ExpertFn:
+def _expert_fn(sizes: Sizes, *, experts_here: int, kernel: str, limit: float | None) -> ExpertFn:
     """Returns the function that takes arrived rows through the experts of this device."""
 
     def expert_fn(x_MD, weight_MK, choice_MK, params):
         K = choice_MK.shape[1]
-        R = x_MD.shape[0] // sizes.arriving * sizes.work
+        R = x_MD.shape[0] // sizes.arriving * sizes.expert_rows
         with jax.named_scope("experts"):
             (slot_MK, item_R), sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
             x_RD = permute(x_MD, item_R // K, slot_MK)
-            w_in_eDUF, w_out_eFD = params
-            y_RD = expert_mlp(x_RD, w_in_eDUF, w_out_eFD, sizes_e, implementation=kernel)
+            w_in_eDUF, w_out_eFD, *biases = params
+            y_RD = expert_mlp(
+                x_RD,
+                w_in_eDUF,
+                w_out_eFD,
+                sizes_e,
+                implementation=kernel,
+                biases=tuple(biases) or None,
+                limit=limit,
+            )
             if weight_MK is None:
                 return collect(y_RD, slot_MK, item_R // K)
             return weighted_sum(y_RD, weight_MK, slot_MK, item_R)

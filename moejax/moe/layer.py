@@ -4,8 +4,8 @@
 tensor rank takes its own positions, or all positions if the route is `replicated`
 (`comm.activations`). The steps of a token:
 
-1. Router scores: `__call__` multiplies x_ND by the router's weight in float32, with jitter if the
-   config asks for it (`moe.router.jitter_noise`).
+1. Router scores: `_logits` multiplies x_ND by the router's weight in float32, with jitter
+   (`moe.router.jitter_noise`) and a bias if the config asks for them.
 2. Choice: `moe.router.route` chooses K experts for each token and their weights. With a capacity,
    `moe.dispatch.drop_above` drops the choices above it.
 3. Bucket sizes: `moe.dispatch.moe_ffn` takes static sizes from `moe.sizes.usual_sizes`. If routing
@@ -48,7 +48,7 @@ from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
-from moejax.moe.dispatch import drop_above, moe_ffn
+from moejax.moe.dispatch import Params, drop_above, moe_ffn
 from moejax.moe.sizes import expert_capacity
 
 
@@ -67,11 +67,18 @@ class MoEStats(NamedTuple):
 
 
 class MoEWeights(NamedTuple):
-    """Weights gathered over fsdp, in the dtype of their product."""
+    """Weights gathered over fsdp, in the dtype of their product; biases in float32, or none."""
 
     router_DE: Float[Array, "D E"]
     in_eDUF: Float[Array, "e D 2 F"]
     out_eFD: Float[Array, "e F D"]
+    bias_in_eUF: Float[Array, "e 2 F"] | None = None
+    bias_out_eD: Float[Array, "e D"] | None = None
+
+    @property
+    def experts(self) -> Params:
+        """Those of the experts."""
+        return tuple(w for w in self[1:] if w is not None)
 
 
 class MoE(nnx.Module):
@@ -81,17 +88,28 @@ class MoE(nnx.Module):
         E, D, F = moe.num_experts, cfg.width, moe.expert_hidden
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         out = jax.nn.initializers.normal(cfg.init_deviation / math.sqrt(2 * cfg.num_layers))
-        self.moe, self.spec = moe, spec
+        self.moe, self.spec, self.clamp = moe, spec, cfg.clamp
         self.w_router = nnx.Param(normal(rngs.params(), (D, E), jnp.float32), dims="DE")
         self.w_in = nnx.Param(normal(rngs.params(), (E, D, 2, F), jnp.float32), dims="EDUF")
         self.w_out = nnx.Param(out(rngs.params(), (E, F, D), jnp.float32), dims="EFD")
         self.bias = RouterBias(jnp.zeros((E,), jnp.float32), dims="E")
+        if moe.router_bias:
+            self.b_router = nnx.Param(jnp.zeros((E,), jnp.float32), dims="E")
+        if moe.expert_bias:
+            self.b_in = nnx.Param(jnp.zeros((E, 2, F), jnp.float32), dims="EUF")
+            self.b_out = nnx.Param(jnp.zeros((E, D), jnp.float32), dims="ED")
 
     def weights(self) -> MoEWeights:
         """The weights as this device computes with them."""
         router_DE = gather_weight(self.w_router, self.spec, "float32")
-        return MoEWeights(
+        weights = MoEWeights(
             router_DE, gather_weight(self.w_in, self.spec), gather_weight(self.w_out, self.spec)
+        )
+        if not self.moe.expert_bias:
+            return weights
+        return weights._replace(
+            bias_in_eUF=gather_weight(self.b_in, self.spec, "float32"),
+            bias_out_eD=gather_weight(self.b_out, self.spec, "float32"),
         )
 
     def __call__(
@@ -112,22 +130,21 @@ class MoE(nnx.Module):
         B, t, D = x_BtD.shape
         x_ND = x_BtD.reshape(-1, D)
         with jax.named_scope("router"):
-            input_BtD = x_BtD
-            if noise is not None:
-                first_position = 0 if replicated else wire.index(layout.tensor) * t
-                input_BtD *= router.jitter_noise(
-                    x_BtD.shape, moe.router.jitter, noise, first_position=first_position
-                )
-            logit_NE = jnp.dot(
-                input_BtD.reshape(-1, D).astype(jnp.float32), weights.router_DE, precision="highest"
-            )
+            logit_NE = self._logits(x_BtD, weights.router_DE, noise)
             routing = router.route(logit_NE, self.bias[...], moe.router, k=moe.experts_per_token)
         expert_NK = routing.expert_NK
         capacity = expert_capacity(moe, tokens=x_ND.shape[0])
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
-        experts = (weights.in_eDUF, weights.out_eFD)
-        y_ND = moe_ffn(x_ND, routing.weight_NK, expert_NK, experts, moe, self.spec)
+        y_ND = moe_ffn(
+            x_ND,
+            routing.weight_NK,
+            expert_NK,
+            weights.experts,
+            moe,
+            self.spec,
+            limit=self.clamp,
+        )
         y_BtD = y_ND.reshape(x_BtD.shape)
         if not replicated:
             return join_positions(y_BtD, layout), self._stats(routing, logit_NE, expert_NK, B)
@@ -140,6 +157,21 @@ class MoE(nnx.Module):
             jax.tree.map(own_rows, routing), own_rows(logit_NE), own_rows(expert_NK), B
         )
         return leave_replicated(y_BtD, layout), stats
+
+    def _logits(
+        self, x_BtD: jax.Array, router_DE: jax.Array, noise: router.Noise | None
+    ) -> Float[Array, "N E"]:
+        """Router logits of each token, in float32."""
+        t = x_BtD.shape[1]
+        if noise is not None:
+            replicated = self.spec.route.replicated
+            first_position = 0 if replicated else wire.index(self.spec.layout.tensor) * t
+            x_BtD *= router.jitter_noise(
+                x_BtD.shape, self.moe.router.jitter, noise, first_position=first_position
+            )
+        x_ND = x_BtD.reshape(-1, x_BtD.shape[2])
+        logit_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE, precision="highest")
+        return logit_NE + self.b_router[...] if self.moe.router_bias else logit_NE
 
     def _stats(
         self, routing: router.Routing, logit_NE: jax.Array, kept_NK: jax.Array, sequences: int

@@ -21,9 +21,21 @@ def moe_reference(
     cfg: RouterConfig,
     *,
     k: int,
+    biases: tuple[jax.Array, jax.Array] | None = None,
+    router_bias_E: Float[Array, " E"] | None = None,
+    limit: float | None = None,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N E"]]:
-    """Returns the layer's output and the dense routing weights (zero where not chosen)."""
+    """Returns the layer's output and the dense routing weights (zero where not chosen).
+
+    Args:
+      bias_E: selection bias, which moves the choice alone.
+      biases: b_in_EUF and b_out_ED of the experts' products.
+      router_bias_E: added to the logits.
+      limit: of clamped SwiGLU; None for SwiGLU.
+    """
     logit_NE = x_ND.astype(jnp.float32) @ w_router_DE
+    if router_bias_E is not None:
+        logit_NE = logit_NE + router_bias_E
     if cfg.score == "softmax":
         score_NE = jnp.exp(logit_NE) / jnp.sum(jnp.exp(logit_NE), axis=-1, keepdims=True)
     else:
@@ -34,9 +46,20 @@ def moe_reference(
         weight_NE = weight_NE / jnp.sum(weight_NE, axis=-1, keepdims=True)
     weight_NE = weight_NE * cfg.weight_scale
     h_NEUF = jnp.einsum("ND,EDUF->NEUF", x_ND, w_in_EDUF)
-    gate_NEF, up_NEF = h_NEUF[:, :, 0], h_NEUF[:, :, 1]
-    y_NED = jnp.einsum("NEF,EFD->NED", gate_NEF * jax.nn.sigmoid(gate_NEF) * up_NEF, w_out_EFD)
+    if biases is not None:
+        h_NEUF = h_NEUF + biases[0]
+    y_NED = jnp.einsum("NEF,EFD->NED", gated(h_NEUF[:, :, 0], h_NEUF[:, :, 1], limit), w_out_EFD)
+    if biases is not None:
+        y_NED = y_NED + biases[1]
     return jnp.einsum("NE,NED->ND", weight_NE, y_NED), weight_NE
+
+
+def gated(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
+    """SwiGLU of gate and up, or clamped SwiGLU, in another form than `kernels.activation`."""
+    if limit is None:
+        return gate * jax.nn.sigmoid(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))
 
 
 def _chosen(election_NE: jax.Array, cfg: RouterConfig, k: int) -> jax.Array:

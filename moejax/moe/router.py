@@ -1,8 +1,8 @@
 """Chooses experts for each token, and keeps them balanced.
 
-Per device, always in float32. There are three terms: a load-balance loss over the batch or over
-each sequence, a z-loss on the logits, and a selection bias that moves after each step (loss-free
-balancing, DeepSeek-V3).
+Per device, always in float32. Load is balanced in up to three ways: a load-balance
+loss over the batch or over each sequence, a z-loss on the logits, and a selection bias that moves
+after each step (loss-free balancing, DeepSeek-V3).
 
 Letters: N tokens, E experts, K choices a token, L layers, S spans of the balance loss, B sequences,
 t positions on this device, D width.
@@ -70,10 +70,10 @@ def balance_terms(
 ) -> tuple[Int[Array, "S E"], Float[Array, "S E"]]:
     """Terms of the balance loss: for each expert, a count of tokens and the sum of its scores.
 
-    A span is a set of tokens over which load is to be even: each of this device's sequences, or all
-    its tokens. Over all tokens, the count is of tokens routed to the expert. Over a sequence, it is
-    of tokens that have the expert among their K best scores, without selection bias and groups:
-    the loss then sees the router's preference, not the load that the bias has evened out.
+    A span is the set of tokens whose load is balanced: one sequence, or all tokens of this device.
+    For `batch`, an expert's count is the tokens routed to it. For `sequence`, it is the tokens that
+    have it among their K best scores, without selection bias and groups. The loss then sees the
+    router's own preference.
     Sigmoid scores are normalised to sum to one.
     Source: DeepSeek-V3 (2024), equations 18 to 20, for a sequence.
     """

@@ -5,8 +5,9 @@ load. Before rows move, all devices agree (one small maximum) whether all rows f
 layer runs in overflow rounds of the plain route (`comm.tokens.rounds`), as many as the fullest
 bucket needs.
 
-Letters: N tokens, K choices a token, E experts, P peers (all owners up to a hop), I parts of a
-bucket, J rows of one part, A = N * K assignments, X exchanges (one more where rows merge: experts).
+Letters: N tokens, K choices a token, E experts, P owner groups reached after a hop, I parts of a
+bucket, J rows of one part, A = N * K assignments, X exchanges; if rows merge, one more entry for
+the experts' rows.
 """
 
 import math
@@ -32,7 +33,7 @@ class Sizes(NamedTuple):
 
     rows: tuple[int, ...]  # J of each exchange
     arriving: int  # rows that arrive at the experts
-    work: int  # rows that the experts compute, sorted by expert
+    expert_rows: int  # rows that the experts compute, sorted by expert
     certain: bool  # no routing can overflow these sizes
 
 
@@ -64,6 +65,8 @@ def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) ->
             certain = False
         return min(worst, limit)
 
+    # worst: rows under any routing. balanced: rows under even routing. The first exchange is sized
+    # over all parts and divided afterwards; later ones are sized per part.
     for hop in route.hops:
         if hop.kind == "all_to_all":
             sources = owners
@@ -85,8 +88,8 @@ def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) ->
         return Sizes(tuple(rows), arriving, arriving, certain)
     balanced = tokens * K * ranks / parts
     worst = arriving * min(K, E // owners)
-    work = bounded(worst, balanced, owners * ranks) if rows else worst
-    return Sizes(tuple(rows), arriving, work, certain)
+    expert_rows = bounded(worst, balanced, owners * ranks) if rows else worst
+    return Sizes(tuple(rows), arriving, expert_rows, certain)
 
 
 def _reach(E: int, K: int, groups: int) -> float:
@@ -97,7 +100,7 @@ def _reach(E: int, K: int, groups: int) -> float:
 def needed(
     expert_NK: Int[Array, "N K"], route: Route, layout: Layout, *, num_experts: int
 ) -> Int[Array, " X"]:
-    """The rows that this routing needs, for each of `Sizes.rows` and, if rows merge, `Sizes.work`.
+    """The rows that this routing needs: `Sizes.rows`, and `Sizes.expert_rows` if rows merge.
 
     The maximum over all parts, peers and devices. Wire: a few integers a peer, and their maximum.
     """

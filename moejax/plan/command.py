@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--config", metavar="FILE", help="as of moejax train")
+    command.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
     command.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
     command.add_argument("--topology", metavar="NAME|FILE", help="the cluster")
     command.add_argument("--clusters", action="store_true", help="list the known clusters and exit")
@@ -51,10 +51,13 @@ def parser() -> argparse.ArgumentParser:
         "--codecs", choices=("none", "hybrid", "strong"), help="preset whose codecs may be chosen"
     )
     command.add_argument(
-        "--free", default="", metavar="NAMES", help="settings, with commas, to choose all the same"
+        "--free",
+        default="",
+        metavar="NAMES",
+        help="settings to choose although they are set, separated by commas",
     )
     command.add_argument(
-        "--fewer", action="store_true", help="also look at half the nodes, and so on"
+        "--fewer", action="store_true", help="also plan for half the nodes, a quarter, and so on"
     )
     command.add_argument("--seconds", type=float, help="time limit of the search")
     command.add_argument("--top", type=int, default=8, help="plans to show (default 8)")
@@ -131,13 +134,13 @@ def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
 
 
 def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
-    from moejax.plan.price.routing import read_routing
+    from moejax.plan.price.routing import read_expert_load
     from moejax.plan.report.tables import print_ranked, print_why
     from moejax.plan.search.file import plan_from, save_plan
     from moejax.plan.search.search import search
     from moejax.plan.search.space import Limits
 
-    routing = read_routing(cfg.plan.routing, cfg.moe.num_experts)
+    load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
     console, shown = Console(), Console(stderr=True)
 
     def find(cluster: Topology) -> SearchResult:
@@ -150,14 +153,12 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
             def progress(text: str) -> None:
                 status.update(f"planning for {cluster.devices} devices: {text}")
 
-            return search(
-                cfg, cluster, limits, routing, seconds=cfg.plan.seconds, progress=progress
-            )
+            return search(cfg, cluster, limits, load, seconds=cfg.plan.seconds, progress=progress)
 
     result = find(topology)
     console.print(
         f"{args.config} on {topology.name}: {topology.devices} devices on {topology.nodes} nodes; "
-        f"routing {routing.name} (busiest expert {routing.skew:.2f} x the mean)",
+        f"routing {load.name} (busiest expert {load.skew:.2f} x the mean)",
         highlight=False,
     )
     print_ranked(result, topology, console, args.top)
@@ -170,7 +171,7 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
     if args.report is not None:
         from moejax.plan.report.page import write_report
 
-        write_report(result, topology, routing, args.report)
+        write_report(result, topology, load, args.report)
         console.print(f"wrote {args.report}", highlight=False)
 
 

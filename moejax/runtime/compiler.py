@@ -25,9 +25,9 @@ def compiler_options(platform: str, *, hops: int) -> Options:
       hops: number of hops of the route.
     """
     if hops and platform == "gpu":
-        # By default one collective travels at a time, so half of the exchanges stay exposed. In
-        # the pipeline (comm.tokens.pipeline) every hop travels twice at a time, of dispatch and
-        # of combine; one more is for weights on their way in and their gradients on their way out.
+        # By default one collective runs at a time, so half of the exchanges stay exposed. The
+        # pipeline has two collectives in flight per hop (dispatch and combine); one more slot is
+        # for weights and their gradients.
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * hops + 1}
     if hops and platform == "tpu":
         # By default an all-to-all is synchronous.
@@ -59,15 +59,22 @@ def _knows(name: str, value: str | int, device: Any) -> bool:
 
 @contextlib.contextmanager
 def described_cudnn() -> Iterator[None]:
-    """Lets JAX lower cuDNN's attention for the described GPU where no cuDNN is installed.
+    """Lets JAX trace and lower cuDNN's attention for the described GPU where none is.
 
-    JAX asks the installed cuDNN for its version, not the target; remove this when that changes.
+    JAX asks the installed cuDNN for its version and the local GPU for its capability, not the
+    target; remove this when that changes. What a target takes, `kernels.select` has decided.
     """
     import jax._src.cudnn.fused_attention_stablehlo as fused_attention
 
-    asked = fused_attention.check_cudnn_version
-    fused_attention.check_cudnn_version = lambda: 91000  # 9.10.0, as in H200
+    answers = {
+        "check_cudnn_version": lambda: 91000,  # 9.10.0, as in H200
+        "check_compute_capability": lambda capability: True,  # heads above 128 channels need 9.0
+    }
+    asked = {name: getattr(fused_attention, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(fused_attention, name, answer)
     try:
         yield
     finally:
-        fused_attention.check_cudnn_version = asked
+        for name, question in asked.items():
+            setattr(fused_attention, name, question)

@@ -167,9 +167,9 @@ ALONE = Processes()
 class Stop:
     """The step after which all processes stop, after one of them was asked to.
 
-    Process 0 names it, and nobody may have passed it by then. When process 0 has started step s,
-    another may have started s + 1, which it can only finish with the help of process 0; so
-    whoever has seen step s + 1 finished has seen the name of s + 2 given.
+    Process 0 picks the step; no process may have passed it. While process 0 runs step s, others may
+    have started s + 1, so it publishes s + 2. A process asks about s + 2 once s + 1 is finished,
+    and process 0 started s + 1 only after publishing.
     """
 
     def __init__(self, processes: Processes):

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.comm.weights.adapters import RANK, Adapter, adapter_dims
+from moejax.comm.weights.adapters import Adapter, adapter_dims
 from moejax.config.schema import LoraConfig
 from moejax.errors import InputError
+from moejax.layout.layout import RANK, is_product
 from moejax.step.state import Tree
 
 # All matrices of a block but the router.
@@ -80,7 +81,7 @@ def frozen_shapes(cfg: LoraConfig, dims: Tree, params: Tree) -> Tree:
     """Returns the shapes of the frozen weights, in the dtypes in which they are stored."""
 
     def of(letters: str, param: Any) -> jax.ShapeDtypeStruct:
-        matrix = adapter_dims(letters) is not None and letters != "DE"
+        matrix = is_product(letters) and letters != "DE"
         return jax.ShapeDtypeStruct(param.shape, cfg.base_dtype if matrix else param.dtype)
 
     return jax.tree.map(of, dims, params)
@@ -94,7 +95,8 @@ def full_name(path: Path) -> str:
 def short_name(path: Path) -> str:
     """Returns a parameter's name without its place among the blocks, such as attention.w_q."""
     parts = full_name(path).split(".")
-    return ".".join(parts[4:] if parts[0] == "groups" else parts)
+    place = parts.index("blocks") + 2 if "blocks" in parts else 0
+    return ".".join(parts[place:])
 
 
 def _is_target(cfg: LoraConfig, path: Path) -> bool:

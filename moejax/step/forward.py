@@ -1,6 +1,6 @@
 """The forward pass alone: the loss of held-out text, and the logits after a prompt.
 
-Per device, inside the shard_map of the training mesh. Both process no more rows at a time than the
+Per device, inside the shard_map of the training mesh. All process no more rows at a time than the
 step, so that a run whose steps fit in memory can evaluate and sample too.
 """
 
@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.step.loss import sum_nll
+from moejax.step.loss import sum_nll, target_nll
 from moejax.step.model import ModelDef
 from moejax.step.state import Batch, TrainState
 
 
-def cut(batch: Batch, parts: int) -> Batch:
-    """Splits this device's rows into `parts` equal parts: [parts, rows of a part, ...]."""
-    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+def split_micro_batches(batch: Batch, count: int) -> Batch:
+    """Splits this device's rows into `count` micro-batches: [count, rows of one, ...]."""
+    return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
 
 
 def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
@@ -31,8 +31,27 @@ def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Ar
     if micro_batches == 1:
         total, _ = add(jnp.zeros(()), batch)
     else:
-        total, _ = jax.lax.scan(add, jnp.zeros(()), cut(batch, micro_batches))
+        rows = split_micro_batches(batch, micro_batches)
+        total, _ = jax.lax.scan(add, jnp.zeros(()), rows)
     return wire.all_reduce(total, layout.token_axes)
+
+
+def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
+    """Returns nats of each target of the whole batch, by micro-batches; 0 where there is none.
+
+    Wire: beside the model's, 4 bytes a position of the batch, gathered over the token axes.
+    """
+    layout = model.layout
+
+    def of_rows(nothing: None, rows: Batch) -> tuple[None, jax.Array]:
+        transformer = model.merge(state.params, state.router_bias, state.frozen)
+        x_BTD, w_Dv, _ = transformer(rows.token_BT, rows.segment_BT)
+        nll = target_nll(x_BTD, w_Dv, rows.target_BT, layout, chunk_tokens=model.chunk_tokens)
+        return nothing, nll
+
+    split = split_micro_batches(batch, model.cfg.train.micro_batches)
+    _, nll = jax.lax.scan(of_rows, None, split)
+    return wire.all_gather(nll.reshape(batch.target_BT.shape), layout.token_axes, dim=0)
 
 
 def logits_after(

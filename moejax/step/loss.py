@@ -3,6 +3,8 @@
 Logits are the largest array of a small model and of any with a large vocabulary, so they never
 exist as a whole: one chunk of tokens at a time is projected, and differentiated while it is in
 cache. That is possible because the loss is a plain sum over tokens.
+
+Letters: those of `layout.layout`; S counts spans of the balance loss (`moe.router`).
 """
 
 from functools import partial
@@ -27,6 +29,24 @@ class LossParts(NamedTuple):
     balance: Float[Array, ""]  # mean over expert layers of the unweighted balance loss
     load_LE: Int[Array, "L E"]  # assignments to each expert of each expert layer, over all devices
     dropped_L: Int[Array, " L"]  # assignments dropped in each expert layer, over all devices
+    # As `nll`, of the targets that `model.predict_ahead` predicts; None without.
+    ahead: Float[Array, ""] | None = None
+
+
+class AheadTargets(NamedTuple):
+    """What multi-token prediction adds to a loss.
+
+    Attributes:
+      x_BTD: hidden states that predict the token after the next.
+      target_BT: its targets; -1 for none.
+      num_targets: valid ones of the step, over all devices and micro-batches.
+      coefficient: of their mean in the loss.
+    """
+
+    x_BTD: Float[Array, "B T D"]
+    target_BT: Int[Array, "B T"]
+    num_targets: jax.Array
+    coefficient: float
 
 
 def next_token_loss(
@@ -40,6 +60,7 @@ def next_token_loss(
     micro_batches: int,
     layout: Layout,
     chunk_tokens: int,
+    ahead: AheadTargets | None = None,
 ) -> tuple[Float[Array, ""], LossParts]:
     """Returns this device's share of the loss, and its parts. The sum over devices is the loss.
 
@@ -51,16 +72,25 @@ def next_token_loss(
       num_targets: valid targets of the step, over all devices and micro-batches.
       micro_batches: number of micro-batches in a step.
       chunk_tokens: maximum number of tokens whose logits exist at one time.
+      ahead: of multi-token prediction, by the same output projection.
     """
-    total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
-    # All tensor ranks hold the same sum: each contributes a share.
-    nll = total / num_targets / layout.size(layout.tensor)
+
+    def mean(x_BTD: jax.Array, target_BT: jax.Array, num_targets: jax.Array) -> jax.Array:
+        total = sum_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
+        # All tensor ranks hold the same sum: each contributes a share.
+        return total / num_targets / layout.size(layout.tensor)
+
+    loss = nll = mean(x_BTD, target_BT, num_targets)
+    ahead_nll = None
+    if ahead is not None:
+        ahead_nll = mean(ahead.x_BTD, ahead.target_BT, ahead.num_targets)
+        loss = nll + ahead.coefficient * ahead_nll
     if stats is None:
         empty = jnp.zeros((0,), jnp.int32)
-        return nll, LossParts(nll, jnp.zeros(()), empty[:, None], empty)
-    loss, balance, load_LE, dropped_L = _router_losses(stats, moe, layout)
-    parts = LossParts(nll, balance / micro_batches, load_LE, dropped_L)
-    return nll + loss / micro_batches, parts
+        return loss, LossParts(nll, jnp.zeros(()), empty[:, None], empty, ahead_nll)
+    router_loss, balance, load_LE, dropped_L = _router_losses(stats, moe, layout)
+    parts = LossParts(nll, balance / micro_batches, load_LE, dropped_L, ahead_nll)
+    return loss + router_loss / micro_batches, parts
 
 
 def _router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.Array, ...]:
@@ -98,32 +128,59 @@ def sum_nll(
 
     Wire: three float32 per position over tensor, none in backward. Memory: chunk_tokens * v.
     """
-    N, v = target_BT.size, w_Dv.shape[1]
-    first = wire.index(layout.tensor) * v if layout.size(layout.tensor) > 1 else 0
-    target_N = target_BT.reshape(N)
-    rows = next(r for r in range(min(N, chunk_tokens), 0, -1) if N % r == 0)
-    local_N = jnp.where(target_N >= 0, target_N - first, -1)
-    chunks = (
-        x_BTD.reshape(N // rows, rows, -1),
-        local_N.reshape(N // rows, rows),
-        (target_N >= 0).reshape(N // rows, rows),
-    )
+    chunks = _cut_in_chunks(x_BTD, w_Dv, target_BT, layout, chunk_tokens)
     return _sum_nll(chunks, w_Dv, layout.tensor)
+
+
+def target_nll(
+    x_BTD: Float[Array, "B T D"],
+    w_Dv: Float[Array, "D v"],
+    target_BT: Int[Array, "B T"],
+    layout: Layout,
+    *,
+    chunk_tokens: int,
+) -> Float[Array, "B T"]:
+    """Returns the negative log-likelihood of each target in nats; 0 where there is none.
+
+    Wire and memory: as `sum_nll`, forward only.
+    """
+    chunks = _cut_in_chunks(x_BTD, w_Dv, target_BT, layout, chunk_tokens)
+
+    def of_chunk(_: None, chunk: Chunks) -> tuple[None, jax.Array]:
+        return None, _chunk_nll(chunk, w_Dv, layout.tensor)[0]
+
+    return lax.scan(of_chunk, None, chunks)[1].reshape(target_BT.shape)
 
 
 Chunks = tuple[jax.Array, jax.Array, jax.Array]
 
 
+def _cut_in_chunks(
+    x_BTD: jax.Array, w_Dv: jax.Array, target_BT: jax.Array, layout: Layout, chunk_tokens: int
+) -> Chunks:
+    """Returns hidden states, targets in this rank's slice of the vocabulary, and their validity."""
+    N, v = target_BT.size, w_Dv.shape[1]
+    first = wire.index(layout.tensor) * v if layout.size(layout.tensor) > 1 else 0
+    target_N = target_BT.reshape(N)
+    rows = next(r for r in range(min(N, chunk_tokens), 0, -1) if N % r == 0)
+    local_N = jnp.where(target_N >= 0, target_N - first, -1)
+    return (
+        x_BTD.reshape(N // rows, rows, -1),
+        local_N.reshape(N // rows, rows),
+        (target_N >= 0).reshape(N // rows, rows),
+    )
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _sum_nll(chunks: Chunks, w_Dv: jax.Array, tensor: Axes) -> jax.Array:
     def add(total, chunk):
-        return total + _chunk_nll(chunk, w_Dv, tensor)[0], None
+        return total + jnp.sum(_chunk_nll(chunk, w_Dv, tensor)[0]), None
 
     return lax.scan(add, jnp.zeros(()), chunks)[0]
 
 
 def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array, ...]:
-    """Returns one chunk's sum, logits, and logarithm of the softmax's denominator."""
+    """Returns one chunk's nats, logits, and logarithm of the softmax's denominator."""
     x_ND, local_N, valid_N = chunk
     v = w_Dv.shape[1]
     logit_Nv = jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
@@ -134,7 +191,7 @@ def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array,
     top_N = wire.all_max(jnp.max(logit_Nv, axis=1), tensor)
     total_N = wire.all_reduce(jnp.sum(jnp.exp(logit_Nv - top_N[:, None]), axis=1), tensor)
     log_total_N = jnp.log(total_N) + top_N
-    return jnp.sum(jnp.where(valid_N, log_total_N - chosen_N, 0)), logit_Nv, log_total_N
+    return jnp.where(valid_N, log_total_N - chosen_N, 0), logit_Nv, log_total_N
 
 
 def _sum_nll_forward(chunks: Any, w_Dv: Any, tensor: Axes):
@@ -148,7 +205,7 @@ def _sum_nll_forward(chunks: Any, w_Dv: Any, tensor: Axes):
     def add(carry, chunk):
         total, dw_Dv = carry
         x_ND, local_N, valid_N = chunk
-        nll, logit_Nv, log_total_N = _chunk_nll(chunk, w_Dv, tensor)
+        nll_N, logit_Nv, log_total_N = _chunk_nll(chunk, w_Dv, tensor)
         target_Nv = local_N[:, None] == jnp.arange(logit_Nv.shape[1])
         dlogit_Nv = jnp.exp(logit_Nv - log_total_N[:, None]) - target_Nv
         dlogit_Nv = jnp.where(valid_N[:, None], dlogit_Nv, 0).astype(x_ND.dtype)
@@ -156,7 +213,7 @@ def _sum_nll_forward(chunks: Any, w_Dv: Any, tensor: Axes):
         if trained:
             dims = (((0,), (0,)), ((), ()))
             dw_Dv += lax.dot_general(x_ND, dlogit_Nv, dims, preferred_element_type=jnp.float32)
-        return (total + nll, dw_Dv), dx_ND
+        return (total + jnp.sum(nll_N), dw_Dv), dx_ND
 
     zero = (jnp.zeros(()), jnp.zeros(w_Dv.shape, jnp.float32) if trained else None)
     (total, dw_Dv), dx = lax.scan(add, zero, chunks)

@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec
 from optax import contrib
 
 from moejax.comm import wire
-from moejax.comm.weights.adapters import RANK
 from moejax.config.schema import OptimizerConfig
-from moejax.layout.layout import Layout
+from moejax.layout.layout import Layout, is_product
 
 Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
 
@@ -45,7 +44,7 @@ class Optimizer:
 
     Each parameter is updated on its own and in place. Muon needs whole matrices, so it updates
     stacked layers one after the other: its temporaries are those of a layer, not of the model
-    (the tiles of TED).
+    (as TED's tiled optimizer does).
 
     Attributes:
       dims: letters of each parameter's dimensions, as a tree like the parameters.
@@ -64,12 +63,12 @@ class Optimizer:
     def specs(self, params: Tree, state: Tree, param_specs: Tree) -> Tree:
         """Returns the state's sharding: moments like their parameters, counts replicated."""
 
-        def of(param: Any, spec: PartitionSpec, state: Any) -> Any:
+        def spec_of(param: Any, spec: PartitionSpec, state: Any) -> Any:
             return jax.tree.map(
                 lambda x: spec if x.shape == param.shape else PartitionSpec(), state
             )
 
-        return jax.tree.map(of, params, param_specs, state)
+        return jax.tree.map(spec_of, params, param_specs, state)
 
     def update(
         self, gradients: Tree, state: Tree, params: Tree, norm: jax.Array, finite: jax.Array
@@ -83,7 +82,9 @@ class Optimizer:
         limit = self.cfg.clip_norm
         scale = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
 
-        def of(gradient: jax.Array, dims: str, param: jax.Array, state: Any) -> tuple[Any, Any]:
+        def update_one(
+            gradient: jax.Array, dims: str, param: jax.Array, state: Any
+        ) -> tuple[Any, Any]:
             transform = self.transform(dims)
 
             def apply(gradient: jax.Array, old: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
@@ -97,7 +98,7 @@ class Optimizer:
                 return _layer_by_layer(apply, gradient, (param, state))
             return apply(gradient, (param, state))
 
-        updated = jax.tree.map(of, gradients, self.dims, params, state)
+        updated = jax.tree.map(update_one, gradients, self.dims, params, state)
         tree = jax.tree.structure(gradients)
         new_params, new_state = zip(*tree.flatten_up_to(updated), strict=True)
         return jax.tree.unflatten(tree, new_params), jax.tree.unflatten(tree, new_state)
@@ -113,8 +114,9 @@ class Optimizer:
                 optax.add_decayed_weights(cfg.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
-        # Parameters that Muon leaves to AdamW (embeddings, router) do not decay.
-        decays = cfg.name == "adamw" and _decays(dims)
+        # Matrices and adapters decay, not scales and biases. Of those that Muon leaves to AdamW
+        # (embeddings, router) none does.
+        decays = cfg.name == "adamw" and is_product(dims)
         return optax.adamw(
             learning_rate(cfg, self.num_steps, cfg.learning_rate),
             b1=cfg.beta1,
@@ -145,14 +147,9 @@ def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
     return jax.tree.map(lambda x, y: x.reshape(y.shape), updated, state)
 
 
-def _decays(dims: str) -> bool:
-    """Whether weights decay: matrices of the residual stream and adapters, not scales, biases."""
-    return ("D" in dims or RANK in dims) and len(dims) > 1
-
-
 def is_matrix(dims: str) -> bool:
     """Whether Muon updates it: hidden matrices, not embeddings, norms or the router."""
-    return _decays(dims) and "V" not in dims and dims != "DE"
+    return is_product(dims) and "V" not in dims and dims != "DE"
 
 
 def square_share(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
@@ -193,11 +190,11 @@ def _orthogonal_shard(x: Any, dims: str, layout: Layout) -> jax.Array:
 
 
 def _matrix_dims(dims: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the matrix's input and output dimensions; one of them is the model's width.
+    """Returns the matrix's input and output dimensions; one is the model's width or a latent.
 
     Gate and up (U) and experts (E) are separate matrices.
     """
     inner = tuple(i for i, letter in enumerate(dims) if letter not in "EU")
-    width = dims.index("D")
+    width = dims.index("D" if "D" in dims else "Z")
     others = tuple(i for i in inner if i != width)
     return ((width,), others) if inner[0] == width else (others, (width,))

@@ -22,10 +22,10 @@ class TrainState(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """What the compressed reductions of gradients remember; empty without codecs."""
+    """State of the codecs of gradients; empty without codecs."""
 
     # A tree like params; None for parameters without codec. Leaves: [layers, devices, ...].
-    codecs: Tree
+    residuals: Tree
     levels: Leaf | None  # int32 [2]: adaptive levels of dense and expert gradients
 
 
@@ -46,3 +46,4 @@ class Metrics(NamedTuple):
     dropped_L: jax.Array
     gradient_norm: jax.Array  # before clipping
     skipped: Leaf  # updates skipped so far
+    ahead: Leaf = None  # nats per target of `model.predict_ahead`; None without

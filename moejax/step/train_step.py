@@ -5,7 +5,7 @@ Each is one `jax.shard_map` of per-device code over the whole mesh.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm import gloo, wire
+from moejax.comm import gloo
 from moejax.comm.weights.states import residual_shapes, residual_specs
 from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs
 from moejax.config.schema import Config
@@ -22,12 +22,12 @@ from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.runtime.compiler import Options, compiler_options, known_options
 from moejax.step.adapters import adapter_shapes, frozen_shapes, init_adapters
-from moejax.step.forward import logits_after, sum_over_targets
+from moejax.step.forward import logits_after, nll_of_targets, sum_over_targets
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef, build_spec, describe_model, parameter_sizes
 from moejax.step.optimizer import Optimizer
+from moejax.step.per_device import loss_gradients, sum_shares, train_step
 from moejax.step.state import Batch, Reduction, TrainState, Tree
-from moejax.step.step import loss_gradients, train_step
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,14 @@ class TrainStep:
         """Sharding of each array of a batch."""
         return NamedSharding(self.mesh, self.layout.token_spec())
 
+    @property
+    def batch_shape(self) -> tuple[int, int]:
+        """Sequences of a batch, and their length."""
+        return self.cfg.train.batch_sequences, self.cfg.data.sequence_length
+
     def abstract_batch(self) -> Batch:
         """Shapes of one step's batch."""
-        shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
-        array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)
+        array = jax.ShapeDtypeStruct(self.batch_shape, jnp.int32, sharding=self.batch_sharding)
         return Batch(array, array, array)
 
     def abstract_prompt(self) -> tuple[jax.ShapeDtypeStruct, int]:
@@ -147,6 +151,11 @@ class TrainStep:
         """The same run without codecs, for evaluation."""
         return self.at(NO_CODECS)
 
+    def of_weights(self) -> "TrainStep":
+        """Returns the same functions for a state of weights alone, which is enough to evaluate."""
+        weights = self.abstract._replace(optimizer=(), reduction=Reduction(None, None))
+        return replace(self, abstract=weights)
+
     def first_reduction(self) -> Reduction:
         """Returns the first state of gradient codecs: zeros."""
         shardings = _shardings(self.abstract.reduction)
@@ -169,14 +178,17 @@ class TrainStep:
     def gradients_of_device(self, state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
         """The per-device code of `gradients`, for use inside a shard_map with the mesh's axes."""
         gradients, parts, _ = loss_gradients(self.model, state, batch)
-        shares = jnp.stack([parts.nll, parts.balance])
-        nll, balance = wire.all_reduce(shares, self.layout.mesh_axes)
-        return gradients, parts._replace(nll=nll, balance=balance)
+        return gradients, sum_shares(parts, [], self.layout)[0]
 
     @cached_property
     def evaluate(self) -> Any:
         """The jitted (state, batch) -> summed nats over the batch's valid targets; no codecs."""
         return self._jitted(partial(sum_over_targets, self.plain.model), P())
+
+    @cached_property
+    def target_nll(self) -> Any:
+        """The jitted (state, batch) -> nll_BT, nats of each target of the batch; no codecs."""
+        return self._jitted(partial(nll_of_targets, self.plain.model), P())
 
     @cached_property
     def next_logits(self) -> Any:

@@ -89,7 +89,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     from moejax.step.train_step import build_step
     from moejax.train.inputs import open_inputs
     from moejax.train.planning import plan_dry, planned_devices
-    from moejax.train.start import check_places
+    from moejax.train.start import check_paths
     from moejax.train.summary import print_summary, summarize
 
     # Describing the optimizer makes a few scalars: on the CPU, to start no accelerator.
@@ -108,7 +108,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     processes = None if mesh.simulated_devices is None else find_rank().count
     cfg = resolve_mesh(planned.cfg, devices, mesh.platform or "cpu", processes=processes)
     open_inputs(cfg)
-    check_places(cfg)
+    check_paths(cfg)
     layout = build_layout(cfg.mesh)
     train_step = build_step(cfg, build_abstract_mesh(layout), cfg.mesh.platform or "cpu")
     with described_cudnn():

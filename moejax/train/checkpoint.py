@@ -154,15 +154,15 @@ class Checkpoints:
         names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
         read = restore_items(saved.path, abstract, names)
         weights = read["weights"]
-        residuals: Any = abstract.reduction if reduction else None
+        codec_state: Any = abstract.reduction if reduction else None
         if "reduction" in read:
-            residuals = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
+            codec_state = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
         return TrainState(
             **read["counters"],
             params=weights["params"],
             router_bias=weights["balance"],
             optimizer=read["optimizer"],
-            reduction=residuals,
+            reduction=codec_state,
         )
 
 
@@ -231,14 +231,14 @@ def _items(state: TrainState) -> dict[str, Any]:
 
     The keys are part of the file format.
     """
-    residuals = state.reduction
+    reduction = state.reduction
     return {
         "counters": {"step": state.step, "skipped": state.skipped},
         "weights": {"params": state.params, "balance": state.router_bias},
         "optimizer": state.optimizer,
         **(
-            {"reduction": {"codecs": residuals.codecs, "rungs": residuals.levels}}
-            if jax.tree.leaves(residuals)
+            {"reduction": {"codecs": reduction.residuals, "rungs": reduction.levels}}
+            if jax.tree.leaves(reduction)
             else {}
         ),
     }
@@ -316,9 +316,45 @@ def locate(source: str, verify: str, processes: Processes = ALONE) -> Saved:
     return saved
 
 
+def latest_intact(
+    source: str, step: int | None, verify: str, processes: Processes = ALONE
+) -> tuple[Saved, list[str]]:
+    """Returns the newest intact checkpoint, and notes about damaged ones. Changes no file.
+
+    Args:
+      source: a run directory, its checkpoints, or one of them.
+      step: the wanted step; None for the newest.
+    Raises:
+      InputError: if there is none.
+    """
+    found = processes.from_first(lambda: [str(path) for path in _steps_below(Path(source))])
+    paths = [Path(path) for path in found if step is None or Path(path).name == str(step)]
+    if step is not None and not paths:
+        steps = ", ".join(Path(path).name for path in found) or "none"
+        raise InputError(
+            f"no checkpoint of step {step}. {source} has steps {steps}. A run keeps its newest "
+            f"ones. Name one of them, or leave --step out."
+        )
+    notes = []
+    for path in paths or [Path(source)]:
+        saved, damage = _verified(path, verify, processes)
+        if saved is not None:
+            return saved, notes
+        notes.append(f"checkpoint {path} is damaged: {damage}")
+    raise InputError(
+        f"no whole checkpoint. {'; '.join(notes)}. Files must match their manifest. Restore them "
+        f"from a copy."
+    )
+
+
 def _newest_below(path: Path) -> Path:
     """Returns the newest finished step of a run or checkpoints directory; else the path."""
+    return next(iter(_steps_below(path)), path)
+
+
+def _steps_below(path: Path) -> list[Path]:
+    """Returns the finished steps of a run or checkpoints directory, newest first."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     steps = finished_steps(path) if path.is_dir() else []
-    return path / str(max(steps)) if steps else path
+    return [path / str(step) for step in sorted(steps, reverse=True)]

@@ -1,8 +1,14 @@
 """Evaluation on held-out text during a run and at its end, and a sampled text."""
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
+from moejax.data.tokens import TokenSource
+from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState
+from moejax.step.train_step import TrainStep
+from moejax.train.inputs import held_out_batches
 from moejax.train.metrics import held_out_text
 from moejax.train.run import Run
 from moejax.train.sample import sample
@@ -10,21 +16,62 @@ from moejax.train.sample import sample
 LN2 = math.log(2)
 
 
+class Score(NamedTuple):
+    """The likelihood of held-out text."""
+
+    nats: float  # summed over the targets
+    targets: int
+
+    @property
+    def nats_per_token(self) -> float:
+        """Mean over the targets; NaN if there were none."""
+        return self.nats / self.targets if self.targets else math.nan
+
+    def bits_per_byte(self, source: TokenSource) -> float | None:
+        """Returns bits per byte of the text behind the targets; None if its size is unknown.
+
+        Args:
+          source: the whole stream, of which a part may have been read.
+        """
+        if not source.target_bytes:
+            return None
+        return self.nats_per_token / LN2 * (source.num_targets / source.target_bytes)
+
+
+def score(
+    train_step: TrainStep,
+    state: TrainState,
+    source: TokenSource,
+    *,
+    limit: int | None = None,
+    processes: Processes = ALONE,
+    progress: Callable[[], None] = lambda: None,
+) -> Score:
+    """Returns the likelihood of a stream, or of batches spread over it.
+
+    Args:
+      limit: number of batches; None for all.
+      progress: is called after each batch.
+    """
+    nats, targets = 0.0, 0
+    processes.compile(train_step.evaluate, train_step.abstract, train_step.abstract_batch())
+    for batch, count in held_out_batches(train_step, source, limit):
+        nats += float(train_step.evaluate(state, batch))
+        targets += count
+        progress()
+    return Score(nats, targets)
+
+
 def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
     """Evaluates on held-out text; shows and records nats per token and bits per byte."""
-    if run.inputs.held_out is None:
+    held_out = run.inputs.held_out
+    if held_out is None:
         return
-    nats = targets = 0.0
-    shapes = run.train_step.abstract, run.train_step.abstract_batch()
-    run.processes.compile(run.train_step.evaluate, *shapes)
-    for batch, count in run.inputs.eval_batches(run.train_step, limit):
-        nats += float(run.train_step.evaluate(state, batch))
-        targets += count
-    nats_per_token = nats / targets
-    values = {"nats_per_token": nats_per_token}
-    if (density := run.inputs.eval_tokens_per_byte) is not None:
-        values["bits_per_byte"] = nats_per_token / LN2 * density
-    part = "all" if limit is None else f"{int(targets):,} tokens"
+    found = score(run.train_step, state, held_out, limit=limit, processes=run.processes)
+    values = {"nats_per_token": found.nats_per_token}
+    if (bits := found.bits_per_byte(held_out)) is not None:
+        values["bits_per_byte"] = bits
+    part = "all" if limit is None else f"{found.targets:,} tokens"
     run.display.note(f"step {step}  held-out ({part}): {held_out_text(values)}")
     run.records.event("eval" if limit is not None else "final_eval", step, **values)
 
@@ -37,7 +84,7 @@ def finish(run: Run, state: TrainState) -> None:
     run.record_saved(run.checkpoints.wait())
     length = run.cfg.train.sample_tokens
     if length:
-        # As a training document begins.
+        # The prompt starts with eos, as a training document does.
         tokenizer = run.inputs.tokenizer
         prompt = [tokenizer.eos_id, *tokenizer.encode(run.cfg.train.sample_prompt)]
         tokens = sample(

@@ -34,57 +34,58 @@ class Inputs:
     ) -> AbstractContextManager[Iterator[Batch]]:
         """Yields the batches of steps first .. last - 1 on the mesh, prepared ahead in a thread."""
 
-        def on_devices(step: int) -> Batch:
-            return self._on_devices(train_step, lambda a, b: self.train.rows(step, a, b))
+        def of_step(step: int) -> Batch:
+            return on_devices(train_step, lambda a, b: self.train.rows(step, a, b))
 
-        return closing(data_batches.prefetch(on_devices, first, last))
-
-    def _on_devices(self, train_step: TrainStep, rows: Callable[[int, int], Any]) -> Batch:
-        """Returns global arrays; this process reads only its devices' rows."""
-        shape = (self.cfg.train.batch_sequences, self.cfg.data.sequence_length)
-
-        def bounds(index: Any) -> tuple[int, int]:
-            return index[0].indices(shape[0])[:2]
-
-        sharding = train_step.batch_sharding
-        held = set(map(bounds, sharding.addressable_devices_indices_map(shape).values()))
-        read = {block: rows(*block) for block in sorted(held)}
-
-        def array(name: str) -> jax.Array:
-            def shard(index: Any) -> np.ndarray:
-                return getattr(read[bounds(index)], name)
-
-            return jax.make_array_from_callback(shape, sharding, shard)
-
-        return Batch(array("token_BT"), array("target_BT"), array("segment_BT"))
-
-    def eval_batches(self, train_step: TrainStep, limit: int | None) -> Iterator[tuple[Batch, int]]:
-        """Yields batches of held-out text with their numbers of targets."""
-        assert self.held_out is not None
-        batches = data_batches.eval_batches(
-            self.held_out,
-            sequence_length=self.cfg.data.sequence_length,
-            batch_sequences=self.cfg.train.batch_sequences,
-            limit=limit,
-            isolate_documents=self.cfg.data.isolate_documents,
-        )
-        for whole in batches:
-
-            def rows(first: int, last: int, whole: Any = whole) -> Any:
-                return Batch(*(getattr(whole, name)[first:last] for name in Batch._fields))
-
-            yield self._on_devices(train_step, rows), int(np.sum(whole.target_BT >= 0))
-
-    @property
-    def eval_tokens_per_byte(self) -> float | None:
-        """Held-out targets per byte of the text behind them; None if the text's size is unknown."""
-        if self.held_out is None or not self.held_out.num_bytes:
-            return None
-        return (self.held_out.num_tokens - 1) / self.held_out.num_bytes
+        return closing(data_batches.prefetch(of_step, first, last))
 
     def baselines(self) -> dict[str, float]:
         """Returns the bits per byte of other models on the same held-out text, by name."""
         return corpus.baselines() if self.cfg.data.source == "stdlib" else {}
+
+
+def on_devices(train_step: TrainStep, rows: Callable[[int, int], Any]) -> Batch:
+    """Returns global arrays; this process reads only its devices' rows.
+
+    Args:
+      rows: (first, last) -> those rows of the global batch.
+    """
+    shape = train_step.batch_shape
+
+    def bounds(index: Any) -> tuple[int, int]:
+        return index[0].indices(shape[0])[:2]
+
+    sharding = train_step.batch_sharding
+    held = set(map(bounds, sharding.addressable_devices_indices_map(shape).values()))
+    read = {block: rows(*block) for block in sorted(held)}
+
+    def array(name: str) -> jax.Array:
+        def shard(index: Any) -> np.ndarray:
+            return getattr(read[bounds(index)], name)
+
+        return jax.make_array_from_callback(shape, sharding, shard)
+
+    return Batch(array("token_BT"), array("target_BT"), array("segment_BT"))
+
+
+def held_out_batches(
+    train_step: TrainStep, source: TokenSource, limit: int | None = None
+) -> Iterator[tuple[Batch, int]]:
+    """Yields batches of held-out text on the mesh, with their numbers of targets."""
+    B, T = train_step.batch_shape
+    batches = data_batches.eval_batches(
+        source,
+        sequence_length=T,
+        batch_sequences=B,
+        limit=limit,
+        isolate_documents=train_step.cfg.data.isolate_documents,
+    )
+    for whole in batches:
+
+        def rows(first: int, last: int, whole: Any = whole) -> Any:
+            return Batch(*(getattr(whole, name)[first:last] for name in Batch._fields))
+
+        yield on_devices(train_step, rows), int(np.sum(whole.target_BT >= 0))
 
 
 def open_inputs(cfg: Config) -> Inputs:

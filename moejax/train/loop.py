@@ -36,10 +36,10 @@ from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate, finish
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.manifest import finished_steps
-from moejax.train.memory_check import check_memory, doubt_memory
+from moejax.train.memory_check import check_memory, memory_warnings
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.plan_monitor import PlanMonitor
-from moejax.train.planning import kept_plan, measure, plan_run, save_routing
+from moejax.train.planning import kept_plan, measure, plan_run, save_expert_load
 from moejax.train.resume import describe_run
 from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
@@ -47,13 +47,13 @@ from moejax.train.start import (
     base_of,
     check_disk,
     check_has_base,
-    check_place,
     check_same_config,
+    check_simulated_devices,
     choose_checkpoint,
     claim,
-    drop_miscounted,
     finished_message,
     initial_state,
+    set_aside_wrong_steps,
 )
 from moejax.train.summary import Summary, print_summary, summarize
 
@@ -80,7 +80,7 @@ def train(cfg: Config, console: Console) -> RunEnd:
     check(cfg)
     check_adapters(cfg)
     check_has_base(cfg)
-    check_place(cfg)
+    check_simulated_devices(cfg)
     inputs = open_inputs(cfg)
     with join() as processes:
         check_same_config(cfg, processes)
@@ -102,7 +102,7 @@ def train_claimed(cfg: Config, inputs: Inputs, console: Console, processes: Proc
     ended = train_planned(cfg, inputs, console, processes)
     if isinstance(ended, Topology):  # stopped to plan again, because the links changed
         ended = train_planned(cfg, inputs, console, processes, measured=ended)
-    assert isinstance(ended, RunEnd), "a run is planned again once"
+    assert isinstance(ended, RunEnd), "a run plans at most twice"
     return ended
 
 
@@ -135,11 +135,11 @@ def train_planned(
     cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     limit = check_memory(train_step, processes)
-    saved, more = drop_miscounted(saved, train_step, choosing, processes)
+    saved, more = set_aside_wrong_steps(saved, train_step, choosing, processes)
     notes += [note for note in more if note not in notes]
     notes += check_disk(train_step, saved, run_dir / "checkpoints", processes)
     summary = summarize(train_step)
-    notes += doubt_memory(summary, limit)
+    notes += memory_warnings(summary, limit)
     print_summary(summary, train_step, console, planned.rows())
     records = _open_records(cfg, notes, console, processes)
     keep = cfg.checkpoint.keep
@@ -186,7 +186,7 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
     try:
         # One process of several fails at once here: a save under way would wait for all of them.
         with run.display, run.processes:
-            state, stopped = steps(run, state, meter)
+            state, stopped = run_steps(run, state, meter)
         with run.processes:
             if not stopped:
                 finish(run, state)
@@ -196,7 +196,7 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
     return run.mismatch.topology if run.mismatch is not None and stopped else RunEnd(state, stopped)
 
 
-def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
+def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     """Runs the loop. Returns the state, and whether it was asked to stop early."""
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
     schedule, stopping = CodecSchedule(run.train_step, run.processes), Stop(run.processes)
@@ -205,11 +205,12 @@ def steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     schedule.step_for(step, state)  # Ctrl-C ends a compilation at once: it is not caught yet
     with Interrupt() as interrupt, run.inputs.batches(run.train_step, step, last) as batches:
         for batch in batches:
-            train_step, codecs = schedule.step_for(step, state)
-            if codecs != shown:
-                note(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
-                shown = codecs
-            state, metrics = train_step(state, batch)
+            run_step, codec_text = schedule.step_for(step, state)
+            if codec_text != shown:
+                text = f"codecs across nodes: {codec_text}"
+                note(run, "codecs", step, text, codecs=codec_text)
+                shown = codec_text
+            state, metrics = run_step(state, batch)
             step += 1
             # At most one step runs while the next is prepared, so that a stop, a report or a save
             # waits for one step only.
@@ -294,7 +295,7 @@ def check_update(run: Run, skipped: Skipped | None) -> None:
 
 
 def due(step: int, every: int | None) -> bool:
-    """Whether an action of every `every` steps is due after this step."""
+    """Whether `step` is a multiple of `every`."""
     return every is not None and step % every == 0
 
 
@@ -308,7 +309,7 @@ def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
     run.records.report(line)
     run.display.show(line)
     if run.processes.first and metrics.load_LE.size:
-        save_routing(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
+        save_expert_load(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
     if run.monitor is not None:
         compare_with_plan(run, run.monitor, step, meter.tokens_per_step / line.tokens_per_second)
     meter.start(step)

@@ -15,7 +15,8 @@ from moejax.errors import InputError
 FORMAT_VERSION = 2  # 1 had no digest of its own
 MANIFEST = "moejax_manifest.json"
 BLOCK = 4096  # bytes, of most file systems
-LEFT_BY_SYSTEMS = (".nfs", ".DS_Store", "._")  # how names begin that nobody wrote
+# prefixes of files that operating systems leave
+LEFT_BY_SYSTEMS = (".nfs", ".DS_Store", "._")
 
 
 class DamagedError(InputError):

@@ -11,9 +11,11 @@ from moejax.step.train_step import TrainStep
 from moejax.train.summary import Summary, human_bytes
 
 
-def check_memory(train_step: TrainStep, processes: Processes) -> int:
+def check_memory(train_step: TrainStep, processes: Processes, *, gradients: bool = True) -> int:
     """Refuses a run whose state and gradients alone are more than a device has.
 
+    Args:
+      gradients: whether there will be gradients: an evaluation has none.
     Returns:
       The bytes that a device may use, the least over all devices.
 
@@ -25,26 +27,28 @@ def check_memory(train_step: TrainStep, processes: Processes) -> int:
     memory = min(device_memory(device, together * len(devices)) for device in devices)
     limit = min(processes.gather(memory))
     arguments = train_step.argument_bytes()
-    needed = sum(arguments.values()) + arguments["weights"]  # gradients have the shapes of weights
+    needed, held = sum(arguments.values()), "weights"
+    if gradients:  # which have the shapes of weights
+        needed, held = needed + arguments["weights"], "weights, optimizer state and gradients"
     if needed > limit:
         simulated = train_step.platform == "cpu"
         whose = "its share of this machine" if simulated else "what JAX may take of it"
         raise InputError(
-            f"the model does not fit. A device would hold {human_bytes(needed)} of weights, "
-            f"optimizer state and gradients, and has {human_bytes(limit)}, {whose}. They must fit. "
+            f"the model does not fit. A device would hold {human_bytes(needed)} of {held}, "
+            f"and has {human_bytes(limit)}, {whose}. They must fit. "
             f"Shard more (mesh.fsdp, mesh.expert, mesh.tensor) over more "
             f"{'machines' if simulated else 'devices'}, or make the model smaller."
         )
     return limit
 
 
-def doubt_memory(summary: Summary, limit: int) -> list[str]:
+def memory_warnings(summary: Summary, limit: int) -> list[str]:
     """Returns a warning if the estimated peak may not fit."""
     name, fullest = max(summary.peaks.items(), key=lambda item: item[1])
     if fullest <= limit:
         return []
     return [
-        f"warning: the fullest moment ({name}) needs about {human_bytes(fullest)} of a device, "
-        f"which has {human_bytes(limit)}. If memory runs out, raise train.micro_batches, or choose "
+        f"warning: peak memory ({name}) is about {human_bytes(fullest)}, and a device "
+        f"has {human_bytes(limit)}. If memory runs out, raise train.micro_batches, or choose "
         f"a stronger model.remat."
     ]

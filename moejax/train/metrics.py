@@ -34,13 +34,15 @@ class Report:
     gradient_norm: float
     skipped: int  # updates skipped so far because they were not finite
     seconds_left: float
+    ahead_loss: float | None = None  # of `model.predict_ahead`, nats per target; None without
 
     def line(self, num_steps: int) -> str:
         """Returns the report as one line of text."""
         minutes, seconds = divmod(int(self.seconds_left), 60)
         skipped = f"  skipped {self.skipped}" if self.skipped else ""
+        ahead = "" if self.ahead_loss is None else f"ahead {self.ahead_loss:.4f}  "
         return (
-            f"step {self.step}/{num_steps}  loss {self.loss:.4f}  "
+            f"step {self.step}/{num_steps}  loss {self.loss:.4f}  {ahead}"
             f"{self.tokens_per_second:,.0f} tok/s  {self.flops_per_second / 1e9:,.1f} GFLOP/s "
             f"({self.share_of_peak:.0%} of peak)  balance {self.balance:.3f}  "
             f"dropped {sum(self.dropped)}{skipped}  {minutes}:{seconds:02d} left"
@@ -88,6 +90,7 @@ class Meter:
             gradient_norm=float(metrics.gradient_norm),
             skipped=int(metrics.skipped),
             seconds_left=(self.num_steps - step) / per_second if per_second else 0.0,
+            ahead_loss=None if metrics.ahead is None else float(metrics.ahead),
         )
 
 
@@ -148,8 +151,8 @@ class Records:
         self._board = Board(run_dir / "tensorboard") if written else None
 
     def report(self, report: Report) -> None:
-        """Records a training report."""
-        values = vars(report)
+        """Records a training report, without what the run has not."""
+        values = {name: value for name, value in vars(report).items() if value is not None}
         self._events.write("step", **values)
         scalars = {n: sum(v) if isinstance(v, list) else v for n, v in values.items()}
         del scalars["step"]

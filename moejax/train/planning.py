@@ -14,7 +14,7 @@ from moejax.config.schema import Config
 from moejax.errors import InputError, write_whole
 from moejax.plan.cluster.file import load_topology, write_topology
 from moejax.plan.cluster.topology import Topology
-from moejax.plan.price.routing import read_routing
+from moejax.plan.price.routing import read_expert_load
 from moejax.plan.probe.measure import Effort, probe
 from moejax.plan.report.tables import plan_text
 from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
@@ -140,13 +140,13 @@ def plan_dry(cfg: Config, devices: int) -> RunPlan:
 
 
 def _search(cfg: Config, topology: Topology, limits: Limits, console: Console) -> Plan:
-    routing = read_routing(cfg.plan.routing, cfg.moe.num_experts)
+    load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
     with console.status("planning") as status:
 
         def progress(text: str) -> None:
             status.update(f"planning: {text}")
 
-        result = search(cfg, topology, limits, routing, seconds=cfg.plan.seconds, progress=progress)
+        result = search(cfg, topology, limits, load, seconds=cfg.plan.seconds, progress=progress)
     return plan_from(result, topology, cfg.plan.routing)
 
 
@@ -224,7 +224,7 @@ def _planned(plan: Plan, cfg: Config, topology: Topology | None, notes: tuple[st
     return RunPlan(_applied(plan, cfg), plan, topology, notes)
 
 
-def save_routing(load_LE: Any, path: Path) -> None:
+def save_expert_load(load_LE: Any, path: Path) -> None:
     """Writes the expert load of a run, for `--routing` and `plan.routing`."""
     counts = [[int(n) for n in layer] for layer in load_LE]
     write_whole(path, json.dumps({"load": counts}) + "\n")

@@ -28,7 +28,7 @@ FIXED = (
     "train.batch_sequences",
     "train.seed",
 )
-# Of those, settings that do not change the step's result.
+# Fixed settings by prefix that do not change a step's result, so they may change.
 FREE = (
     "model.dtype",
     "model.remat",
@@ -42,18 +42,30 @@ SHAPES = (
     "model.vocab_size",
     "model.width",
     "model.num_layers",
+    "model.attention",
     "model.num_heads",
     "model.num_kv_heads",
     "model.head_width",
+    "model.rope_width",
+    "model.q_latent",
+    "model.kv_latent",
+    "model.value_width",
     "model.mlp_hidden",
     "model.first_dense_layers",
     "model.moe_every",
     "model.qk_norm",
     "model.attention_bias",
+    "model.attention_output_bias",
+    "model.attention_sinks",
+    "model.full_attention_every",
     "model.tie_embeddings",
+    "model.predict_ahead",
     "moe.num_experts",
     "moe.expert_hidden",
     "moe.num_shared_experts",
+    "moe.shared_gate",
+    "moe.router_bias",
+    "moe.expert_bias",
 )
 SHOWN = 4  # changed files named in a message
 CODEC_STATE = 1  # increases when the meaning of the codecs' state changes
@@ -195,7 +207,7 @@ def fingerprint(train_step: TrainStep) -> str | None:
         ]
 
     state = train_step.abstract
-    trees = (state.params, train_step.dims, state.reduction.codecs)
+    trees = (state.params, train_step.dims, state.reduction.residuals)
     facts_of_params = jax.tree_util.tree_map_with_path(facts, *trees)
     content = {
         "meaning": CODEC_STATE,

@@ -1,6 +1,6 @@
 """The stages of a run before its first step: checks, choice of a checkpoint, first state.
 
-Nothing here but `drop_miscounted` and `initial_state` touches a device.
+Nothing here but `set_aside_wrong_steps` and `initial_state` touches a device.
 """
 
 import json
@@ -48,7 +48,7 @@ from moejax.train.resume import (
 )
 
 
-def check_place(cfg: Config) -> None:
+def check_simulated_devices(cfg: Config) -> None:
     """Checks that processes can share the simulated devices and nodes.
 
     Raises:
@@ -72,7 +72,7 @@ def check_has_base(cfg: Config) -> None:
         )
 
 
-def check_places(cfg: Config) -> None:
+def check_paths(cfg: Config) -> None:
     """Checks that the run directory can be written, and that first weights exist.
 
     For a dry run: creates nothing, and compares the sizes of files but not their digests.
@@ -145,7 +145,7 @@ def choose_checkpoint(
     return saved, source, notes
 
 
-def drop_miscounted(
+def set_aside_wrong_steps(
     saved: Saved | None,
     train_step: TrainStep,
     again: Callable[[], tuple[Saved | None, Saved | None, list[str]]],

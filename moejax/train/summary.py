@@ -43,11 +43,7 @@ def summarize(train_step: TrainStep) -> Summary:
         ),
         "gradients": arguments["weights"],
         "optimizer state": arguments["optimizer"],
-        **(
-            {"what codecs remember": codec_memory}
-            if (codec_memory := arguments["codec memory"])
-            else {}
-        ),
+        **({"codec state": codec_memory} if (codec_memory := arguments["codec memory"]) else {}),
         "batch": arguments["batch"],
         "logits of one chunk": _logit_bytes(train_step),
     }
@@ -100,7 +96,7 @@ def print_summary(
         table.add_row(f"{kind}, a device", human_bytes(size))
     peaks = ", ".join(f"{name} {human_bytes(size)}" for name, size in summary.peaks.items())
     table.add_row(
-        "fullest moment, a device", f"about {human_bytes(max(summary.peaks.values()))}: {peaks}"
+        "peak memory, a device", f"about {human_bytes(max(summary.peaks.values()))}: {peaks}"
     )
     for (kind, axes), (calls, size) in _by_kind(summary.collectives, train_step.layout).items():
         table.add_row(f"{kind} over {axes}", f"{calls:,} a step, {human_bytes(size)} a device")

@@ -95,7 +95,7 @@ def test_evaluation_and_sampling_count_beside_a_state_that_they_read_a_part_of()
     found = other_peaks(train_step, step)
     weights = train_step.argument_bytes()["weights"]
     assert all(state < size < state + 3 * weights for size in found.values())
-    assert dataclasses.replace(step, other_peaks=found).most_bytes == max(found.values())
+    assert dataclasses.replace(step, other_peaks=found).max_bytes == max(found.values())
 
 
 def test_reductions_are_sums_of_gradients_and_clash_on_a_link_that_an_exchange_uses():

@@ -99,7 +99,7 @@ def layer(exchange, gather, experts, scatter, reduces, chunks):
         Stage("gather", "inside", gather * chunks),
         Stage("experts", "compute", experts * chunks),
         Stage("scatter", "inside", scatter * chunks),
-        Stage("all-to-all home", "across", exchange * chunks),
+        Stage("all-to-all back", "across", exchange * chunks),
     ]
     tasks = pipeline(stages, chunks)
     pieces = round(reduces)
@@ -109,7 +109,7 @@ def layer(exchange, gather, experts, scatter, reduces, chunks):
 
 @given(gather=TIMES, experts=TIMES, scatter=TIMES, spare=TIMES, chunks=st.integers(2, 8))
 def test_fsmoe_case_of_the_slow_link(gather, experts, scatter, spare, chunks):
-    # No chunk comes home later than the link gets to it, and no gather meets a scatter for long.
+    # No chunk comes back later than the link gets to it, and no gather meets a scatter for long.
     through = gather + experts + scatter
     exchange = max(gather + scatter, experts, (through + gather + scatter) / (chunks - 1)) + spare
     cases = fsmoe.four_cases(exchange, gather, experts, scatter, 0, chunks)
@@ -129,7 +129,7 @@ def test_fsmoe_case_of_the_slow_link_with_gradients_for_every_gap(
 
 @given(exchange=TIMES, gather=TIMES, scatter=TIMES, spare=TIMES, chunks=st.integers(1, 8))
 def test_fsmoe_case_of_the_experts(exchange, gather, scatter, spare, chunks):
-    # All chunks are there before the first is through its experts, and go home one by one.
+    # All chunks are there before the first is through its experts, and go back one by one.
     experts = max(1, chunks - 1) * max(exchange, gather, scatter) + spare
     cases = fsmoe.four_cases(exchange, gather, experts, scatter, 0, chunks)
     assert layer(exchange, gather, experts, scatter, 0, chunks) == pytest.approx(cases["experts"])

@@ -49,6 +49,9 @@ def test_the_defaults_pass():
         {"moe.router.num_groups": 8, "moe.router.groups_per_token": 2},
         {"moe.router.num_groups": 4, "moe.router.score": "sigmoid"},
         {"moe.router.bias_update_rate": 0.001, "moe.router.balance_over": "sequence"},
+        {"model.activation": "clamped_swiglu", "model.activation_limit": 5.0},
+        {"moe.shared_gate": True, "moe.num_shared_experts": 1},
+        {"model.predict_ahead": 1, "train.predict_ahead_loss": 0.1},
         {"model.rope.scaling": "linear", "model.rope.factor": 2.0},
         {"model.rope.scaling": "llama3", "model.rope.factor": 2.0, "model.rope.trained_length": 64},
         {"model.rope.scaling": "yarn", "model.rope.factor": 2.0, "model.rope.beta_fast": 16.0},
@@ -242,7 +245,7 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
         ({"route_chunks_backward": 2}, "route_chunks_backward", "nothing is exchanged"),
         ({"route_trim": True}, "route_trim", "nothing is exchanged"),
         *(
-            ({"plan.mode": "hand", name: value}, name, "nobody plans")
+            ({"plan.mode": "hand", name: value}, name, "the planner is off")
             for name, value in [
                 ("plan.topology", "h200:2"),
                 ("plan.routing", "zipf:1"),
@@ -256,6 +259,15 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
             "moe.router.groups_per_token",
             "`moe.router.num_groups` is 1",
         ),
+        ({"model.activation_limit": 5.0}, "model.activation_limit", "clamped_swiglu"),
+        ({"moe.shared_gate": True}, "moe.shared_gate", "`moe.num_shared_experts` is 0"),
+        ({"model.moe_every": None, "moe.expert_bias": True}, "moe.expert_bias", "no block has"),
+        (
+            {"model.predict_ahead": 1, "data.sequence_length": 1},
+            "model.predict_ahead",
+            "`data.sequence_length` is 1",
+        ),
+        ({"train.predict_ahead_loss": 0.1}, "train.predict_ahead_loss", "predict_ahead` is 0"),
         ({"model.rope.factor": 2.0}, "model.rope.factor", "linear or llama3 or yarn"),
         ({"model.rope.scaling": "yarn"}, "model.rope.scaling", "`model.rope.factor` is 1"),
         *(

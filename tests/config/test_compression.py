@@ -58,11 +58,11 @@ def test_a_codec_is_written_as_it_is_read(text):
         ("adaptive:0.9:int8", "from mild to strong"),
         ("adaptive:2:int8|int4", "from mild to strong"),
         ("adaptive:0.9:int8|int4+feedback", "from mild to strong"),
-        ("int8,int4", "each later one says its step"),
-        ("int8@0", "each later one says its step"),
+        ("int8,int4", "each later one names its step"),
+        ("int8@0", "each later one names its step"),
         ("none,int8@10,int4@10", "steps must grow"),
-        ("int8+feedback,loco@10", "What loco remembers"),
-        ("adaptive:0.9:int8|int4,int8@5", "What adaptive remembers"),
+        ("int8+feedback,loco@10", "state of loco"),
+        ("adaptive:0.9:int8|int4,int8@5", "state of adaptive"),
     ],
 )
 def test_what_is_no_codec_is_refused_with_its_setting(text, message):
@@ -96,7 +96,7 @@ def test_stages_start_where_any_class_changes():
     ]
 
 
-def test_an_adaptive_codec_stands_on_its_rung_and_measures_now_and_then():
+def test_an_adaptive_codec_has_its_level_and_measures_now_and_then():
     policy = build(expert_gradient="adaptive:0.9:int8|int4", adapt_every=10)
     assert policy.adaptive
     codec = policy.at(20, (0, 1)).expert_gradient

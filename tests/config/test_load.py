@@ -171,7 +171,7 @@ def values_of(field: Field) -> st.SearchStrategy:
     if field.choices:
         drawn = st.sampled_from(field.choices)
     elif field.kind is int:
-        drawn = st.integers(int(field.at_least or 0), 2**63 - 1)
+        drawn = st.integers(int(field.at_least or 0), int(field.at_most or 2**63 - 1))
     elif field.kind is float:
         low = field.above if field.above is not None else field.at_least
         bounds = {"exclude_min": field.above is not None, "allow_nan": False}

@@ -22,6 +22,16 @@ from tests.cases import small_config, step_for
         {"model.num_layers": 5, "model.first_dense_layers": 1, "model.moe_every": 2},
         {"model.moe_every": None, "model.num_layers": 3},
         {"moe.num_shared_experts": 2},
+        {"model.attention": "latent", "model.rope_width": 2, "model.kv_latent": 16},
+        {
+            "model.attention": "latent",
+            "model.rope_width": 2,
+            "model.kv_latent": 16,
+            "model.q_latent": 8,
+            "model.value_width": 6,
+        },
+        {"model.predict_ahead": 1},
+        {"model.predict_ahead": 1, "model.moe_every": 2, "model.num_layers": 3},
     ],
 )
 def test_parameters_are_counted_as_the_model_has_them(changes):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.data import documents
+from moejax.data import documents, rows
 from moejax.data.documents import Document, TextFile, is_held_out, read_documents
 from moejax.errors import InputError
 
@@ -84,7 +84,7 @@ def test_about_the_fraction_asked_for_is_held_out():
 def test_rows_of_parquet_are_counted_over_all_batches(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(documents, "ROWS", 3)
+    monkeypatch.setattr(rows, "ROWS", 3)
     file = tmp_path / "a.parquet"
     texts = ["a", "", "c", "d", None, "f"]
     parquet.write_table(pyarrow.table({"text": texts}), file)

@@ -28,8 +28,8 @@ def write(path, *texts):
 def test_the_standard_library_is_read_whole_and_split_as_the_corpus_says():
     found = open_sources(DataConfig(), model_vocab=264)
     for source, documents in zip(found[:2], corpus.documents(), strict=True):
-        assert source.num_bytes == sum(map(len, documents))
-        assert source.num_tokens == source.num_bytes + len(documents) + 1
+        assert source.target_bytes == sum(map(len, documents))
+        assert source.num_tokens == source.target_bytes + len(documents) + 1
     head = found.train.read(1, len(corpus.documents()[0][0])).tolist()
     assert found.tokenizer.decode(head) == corpus.documents()[0][0].decode()
 
@@ -44,7 +44,7 @@ def test_files_without_held_out_text_are_enough(tmp_path):
 def test_held_out_files_must_fit_the_model_too(tmp_path):
     files = {name: (write(tmp_path / f"{name}.bin", "text"),) for name in ("train", "eval")}
     data = DataConfig(source="tokens", train_files=files["train"], eval_files=files["eval"])
-    assert open_sources(data, model_vocab=257).held_out.num_bytes == 4
+    assert open_sources(data, model_vocab=257).held_out.target_bytes == 4
     with pytest.raises(InputError, match="vocabulary 257"):
         open_sources(data, model_vocab=256)
 
@@ -125,4 +125,4 @@ def test_joined_streams_read_as_one_across_any_ends(lengths, data):
     read = joined.read(start, length)
     assert read.dtype == np.int32
     assert read.tolist() == whole[start : start + length].tolist()
-    assert (joined.num_tokens, joined.num_bytes) == (len(whole), len(whole))
+    assert (joined.num_tokens, joined.target_bytes) == (len(whole), len(whole))

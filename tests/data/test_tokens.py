@@ -58,7 +58,7 @@ def test_a_stream_in_memory_has_eos_around_every_document(texts, data):
     read = source.read(start, length)
     assert read.dtype == np.int32
     assert read.tolist() == expected[start : start + length]
-    assert (source.num_tokens, source.num_bytes) == (len(expected), sum(map(len, texts)))
+    assert (source.num_tokens, source.target_bytes) == (len(expected), sum(map(len, texts)))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -68,7 +68,7 @@ def test_files_give_back_any_part_of_the_stream(tmp_path, format, monkeypatch):
     source = _open(_write(tmp_path, format, texts), format)
     expected = _stream([text.encode() for text in texts])
     assert source.num_tokens == len(expected)
-    assert source.num_bytes == sum(map(len, texts))
+    assert source.target_bytes == sum(map(len, texts))
     for start in range(0, len(expected), 5):
         for length in (1, 7, 16, 33):
             length = min(length, len(expected) - start)
@@ -153,8 +153,8 @@ def test_a_wrong_dtype_is_seen_by_the_size(tmp_path):
 
 def test_a_newer_format_asks_for_an_upgrade(tmp_path):
     path = _write(tmp_path, "bin", ["text"])
-    _change(path, format_version=2)
-    with pytest.raises(InputError, match=r"newer moejax.*2.*up to 1.*Upgrade"):
+    _change(path, format_version=3)
+    with pytest.raises(InputError, match=r"newer moejax.*3.*up to 2.*Upgrade"):
         _open(path)
 
 
@@ -162,6 +162,8 @@ def test_a_newer_format_asks_for_an_upgrade(tmp_path):
     "fields",
     [
         {"format_version": "1"},
+        {"format_version": 2},
+        {"num_targets": 3},
         {"num_tokens": None},
         {"num_tokens": -3},
         {"num_tokens": 6.0},
@@ -316,4 +318,4 @@ def test_files_whose_text_size_is_unknown_are_read(tmp_path):
     path = _write(tmp_path, "bin", ["text"])
     file = sidecar.sidecar_of(path)
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_bytes": None}))
-    assert _open(path).num_bytes is None
+    assert _open(path).target_bytes is None

@@ -24,7 +24,7 @@ ROPES = {
         "original_max_position_embeddings": 8192,
         "head_dim": 128,
     },
-    # DeepSeek-V3's, without its mscale.
+    # DeepSeek-V3's, without its mscale, with it, and with others.
     "yarn": {
         "rope_theta": 10_000.0,
         "factor": 40.0,
@@ -34,6 +34,11 @@ ROPES = {
         "head_dim": 64,
     },
 }
+ROPES["yarn_v3"] = ROPES["yarn"] | {"mscale": 1.0, "mscale_all_dim": 1.0}
+ROPES["yarn_mscale"] = ROPES["yarn"] | {"mscale": 1.0, "mscale_all_dim": 0.707}
+ROPES["yarn_factor"] = ROPES["yarn"] | {"attention_factor": 1.25}
+# gpt-oss's.
+ROPES["yarn_gpt_oss"] = ROPES["yarn"] | {"rope_theta": 150_000.0, "factor": 32.0, "truncate": False}
 
 
 def balance_case(name: str, k: int, logit_LNE: list) -> dict:
@@ -44,13 +49,14 @@ def balance_case(name: str, k: int, logit_LNE: list) -> dict:
 
 def rope_case(kind: str) -> dict:
     """The frequencies of a way to stretch rotary positions, and its scale of cos and sin."""
-    parameters = {"rope_type": kind, **ROPES[kind]}
+    rope_type = kind.partition("_")[0]
+    parameters = {"rope_type": rope_type, **ROPES[kind]}
     channels = parameters.pop("head_dim")
     longest = int(parameters["factor"] * parameters["original_max_position_embeddings"])
     config = LlamaConfig(
         head_dim=channels, max_position_embeddings=longest, rope_parameters=parameters
     )
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu")
     return {**ROPES[kind], "frequencies": frequencies.tolist(), "scale": float(scale)}
 
 

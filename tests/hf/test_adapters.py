@@ -21,7 +21,7 @@ from moejax.hf.adapters import (
     write_adapter,
 )
 
-SIZES = dict(zip("DHCUFEZVR", (6, 2, 4, 2, 5, 3, 8, 7, 2), strict=True))
+SIZES = dict(zip("DHCUFEZVA", (6, 2, 4, 2, 5, 3, 8, 7, 2), strict=True))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def test_pefts_product_of_the_tensors_is_the_tensor_of_the_product(name):
     places = dict(of.at)
     wanted = of.to_tensor(product[tuple(places.get(x, slice(None)) for x in of.dims)])
     a, b = factor_tensors(of, adapter)
-    R, E = SIZES["R"], SIZES["E"]
+    A, E = SIZES["A"], SIZES["E"]
     if not name.startswith("fused"):
         np.testing.assert_allclose(b @ a, wanted, rtol=1e-5)
         return

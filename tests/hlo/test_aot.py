@@ -61,7 +61,7 @@ def test_the_steady_state_hides_every_exchange_behind_the_experts_forward_and_ba
     found = pipelines(step, chunks)
     assert sum(calls for _, calls in found) == 2 * LAYERS  # forward and backward
     for letters, _ in found:
-        # One hop: while chunk i is with the experts, i + 1 is on its way out, and i - 1 home.
+        # One hop: while chunk i is with the experts, i + 1 is dispatched, and i - 1 combined.
         steady = [count for count in in_flight(letters) if count >= 2 * hops]
         assert len(steady) >= chunks - 2 * hops
 
@@ -80,7 +80,7 @@ def test_only_the_ends_of_the_pipeline_are_exposed(cluster):
         assert len(step.token_exchanges(backward=backward)) > 0
         hidden = step.hidden_share(backward=backward)
         # The first h + 1 chunks find no experts at work when they leave for hop h, nor the last on
-        # their way home.
+        # their way back.
         exposed = sum(2 * (hop + 1) for hop in range(hops))
         assert hidden == pytest.approx(1 - exposed / (2 * hops * chunks))
 

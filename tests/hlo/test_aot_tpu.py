@@ -33,7 +33,7 @@ def test_exchanges_travel_while_experts_work(name):
     step = compiled(name)
     for backward in (False, True):
         assert len(step.token_exchanges(backward=backward)) > 0
-        # Half of them: what goes out is hidden, and some of the way home is waited for.
+        # Half of them: dispatch is hidden, and some of the combine is waited for.
         assert step.hidden_share(backward=backward) >= 0.5
 
 

@@ -45,7 +45,7 @@ def test_every_kernel_is_in_the_step():
     assert found["sum_outer"] % 4 == 0
 
 
-def test_rows_of_tokens_meet_their_codecs_in_one_kernel_at_home():
+def test_rows_of_tokens_meet_their_codecs_in_one_kernel_at_the_source():
     """And in two kernels' turn only at the experts' end, where rows have arrived or leave again."""
     calls = "\n".join(line for line in compiled() if "mosaic_gpu" in line)
     scopes = "(dispatch|combine|dispatch_backward|combine_backward)"

@@ -100,7 +100,7 @@ def test_the_gradient_of_a_gather_is_a_reduce_scatter():
         counts[weights] = calls(found)
     more = counts["hidden"] - counts["whole"]
     tensor = ("tensor",)
-    # Forward: rows out, results home. Backward: results' gradients out, rows' gradients home.
+    # Forward: rows out, results back. Backward: results' gradients out, rows' gradients back.
     assert more["all_gather", tensor, "float32"] == 2
     assert more["reduce_scatter", tensor, "float32"] == 2
     assert more["all_reduce", tensor, "float32"] == 0

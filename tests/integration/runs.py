@@ -64,14 +64,10 @@ def write_config(folder, text, run_dir):
     return folder
 
 
-def begin(place, *words, launcher=(), **variables):
-    """Starts the command. The simulated devices are those of the config, not of the tests.
-
-    Args:
-      launcher: what starts the processes of the program, with its flags; () for one process.
-    """
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    env |= {
+def environment(**variables):
+    """The variables of a command, whose simulated devices are those of its config."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return kept | {
         "PYTHONPATH": str(REPOSITORY),
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "COLUMNS": "120",
@@ -79,6 +75,25 @@ def begin(place, *words, launcher=(), **variables):
         "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
         **variables,
     }
+
+
+def evaluation(place, *words):
+    """What `moejax eval --json` says."""
+    command = [sys.executable, "-m", "moejax", "eval", "--json", *map(str, words)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), cwd=place, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def begin(place, *words, launcher=(), **variables):
+    """Starts the command.
+
+    Args:
+      launcher: what starts the processes of the program, with its flags; () for one process.
+    """
+    env = environment(**variables)
     command = [sys.executable, "-m", "moejax.train", "--config", str(place / "config.yaml"), *words]
     if launcher:
         command = [

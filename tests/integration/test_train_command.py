@@ -18,6 +18,7 @@ from tests.integration.runs import (
     assert_same_end,
     begin,
     describe,
+    evaluation,
     records,
     run,
     run_until,
@@ -200,3 +201,13 @@ def test_hardware_that_is_absent_is_named(place, tmp_path):
     line = err.splitlines()[-1]
     assert line.startswith("moejax: error: no tpu device.")
     assert "set mesh.platform=cpu" in line
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_the_run_is_its_last_one_to_the_bit(place, straight):
+    run_dir, _ = straight
+    found = evaluation(place, "--run", run_dir)
+    (last,) = records(run_dir, "final_eval")
+    assert found["step"] == STEPS
+    for name in ("nats_per_token", "bits_per_byte"):
+        assert found[name] == last[name]

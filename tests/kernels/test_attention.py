@@ -16,24 +16,29 @@ from moejax.runtime.compiler import described_cudnn
 from tests.cases import few
 
 
-def operands(length, heads, groups, seed=0, dtype=np.float32):
+def operands(length, heads, groups, seed=0, dtype=np.float32, values=8):
     """Queries, keys, values and a gradient of two sequences of random documents."""
     rng = np.random.default_rng(seed)
-    shapes = [(2, length, count, 8) for count in (heads, groups, groups, heads)]
+    counts = [(heads, 8), (groups, 8), (groups, values), (heads, values)]
+    shapes = [(2, length, *count) for count in counts]
     segment = jnp.asarray(np.sort(rng.integers(0, 3, (2, length)), axis=1), jnp.int32)
     return [jnp.asarray(rng.standard_normal(s), dtype) for s in shapes], segment
 
 
-def run(implementation, arrays, segment, window):
-    def forward(*qkv):
-        return attention(*qkv, segment, window=window, implementation=implementation)
+def run(implementation, arrays, segment, window, sinks=None, scale=None):
+    """The result, and gradients of queries, keys and values, and of sinks if there are any."""
+    options = {"window": window, "implementation": implementation, "scale": scale}
+
+    def forward(q, k, v, *sinks):
+        return attention(q, k, v, segment, sinks_H=sinks[0] if sinks else None, **options)
 
     @jax.jit
-    def both(*qkv, gradient):
-        y, pull = jax.vjp(forward, *qkv)
+    def both(*inputs, gradient):
+        y, pull = jax.vjp(forward, *inputs)
         return [y, *pull(gradient)]
 
-    return both(*arrays[:3], gradient=arrays[3])
+    inputs = arrays[:3] if sinks is None else [*arrays[:3], jnp.asarray(sinks, jnp.float32)]
+    return both(*inputs, gradient=arrays[3])
 
 
 @pytest.mark.slow
@@ -42,25 +47,63 @@ def run(implementation, arrays, segment, window):
     length=st.sampled_from([1, 7, 64, 65, 130, 150]),
     heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
     window=st.sampled_from([None, 1, 5, 70]),
+    values=st.sampled_from([8, 4, 12]),
+    sinks=st.booleans(),
+    scale=st.sampled_from([None, 0.7]),
     seed=st.integers(0, 99),
 )
-def test_blocked_equals_the_reference(length, heads, window, seed):
-    arrays, segment = operands(length, *heads, seed=seed)
-    got, wanted = (run(name, arrays, segment, window) for name in ("blocked", "reference"))
+def test_blocked_equals_the_reference(length, heads, window, values, sinks, scale, seed):
+    arrays, segment = operands(length, *heads, seed=seed, values=values)
+    sinks = np.random.default_rng(seed).standard_normal(heads[0]) if sinks else None
+    got, wanted = (
+        run(name, arrays, segment, window, sinks, scale) for name in ("blocked", "reference")
+    )
     for have, want in zip(got, wanted, strict=True):
         # Sums over at most `length` positions and 8 channels, of terms of order one.
         bound = 8 * length * np.finfo(np.float32).eps * max(np.abs(want).max(), 1)
         np.testing.assert_allclose(have, want, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("implementation", ["blocked", "reference"])
+def test_sinks_scale_and_width_of_values_are_those_of_the_formula(implementation):
+    """In float64, with every pair of positions at once; gradients by differences."""
+    (q, k, v, dy), segment = operands(9, 4, 2, values=4)
+    sinks = np.array([-1.0, 0.5, 2.0, 0.0])
+    got = run(implementation, [q, k, v, dy], segment, 5, sinks, 0.7)
+    q, k, v, dy = (np.asarray(x, np.float64) for x in (q, k, v, dy))
+    segment = np.asarray(segment)
+    back = np.arange(9)[:, None] - np.arange(9)
+    seen = (back >= 0) & (back < 5) & (segment[:, :, None] == segment[:, None, :])
+
+    def plain(q, k, v, sinks):
+        score = 0.7 * np.einsum("bthc,bshc->bhts", q, np.repeat(k, 2, axis=2))
+        weight = np.exp(score) * seen[:, None]
+        total = weight.sum(axis=3, keepdims=True) + np.exp(sinks)[:, None, None]
+        return np.einsum("bhts,bshc->bthc", weight / total, np.repeat(v, 2, axis=2))
+
+    inputs = [q, k, v, sinks]
+    np.testing.assert_allclose(got[0], plain(*inputs), atol=1e-5)
+    for place, have in enumerate(got[1:]):
+        flat, wanted = inputs[place].reshape(-1), []
+        for entry in range(flat.size):
+            near = []
+            for step in (1e-6, -1e-6):
+                moved = [x.copy() for x in inputs]
+                moved[place].reshape(-1)[entry] += step
+                near.append(np.sum(plain(*moved) * dy))
+            wanted.append((near[0] - near[1]) / 2e-6)
+        np.testing.assert_allclose(np.asarray(have).reshape(-1), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "values"), [(None, 8), (1, 8), (5, 8), (5, 4), (None, 12)])
 @pytest.mark.parametrize("implementation", ["cudnn", "cudnn_masked"])
-def test_what_cudnn_is_asked_for_is_the_same(monkeypatch, implementation, window):
+def test_what_cudnn_is_asked_for_is_the_same(monkeypatch, implementation, window, values):
     """Computed by the library's plain form, which takes the same arguments."""
-    arrays, segment = operands(34, 4, 2)
+    arrays, segment = operands(34, 4, 2, values=values)
     if implementation == "cudnn":
         segment = jnp.zeros_like(segment)
-    wanted = run("reference", arrays, segment, window)
+    scale = None if values == 8 else 0.7
+    wanted = run("reference", arrays, segment, window, scale=scale)
     asked = []
 
     def plain(*arrays, implementation, **options):
@@ -69,7 +112,7 @@ def test_what_cudnn_is_asked_for_is_the_same(monkeypatch, implementation, window
 
     library = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
-    got = run(implementation, arrays, segment, window)
+    got = run(implementation, arrays, segment, window, scale=scale)
     assert set(asked) == {"cudnn"}
     for have, want in zip(got, wanted, strict=True):
         np.testing.assert_allclose(have, want, rtol=0, atol=1e-5)
@@ -135,18 +178,40 @@ def test_what_cudnn_computes_is_priced(window, pairs):
     assert priced("cudnn_masked") == {4 * 2 * 4 * 16 * 64 * 65 // 2}
 
 
+def test_heads_of_two_widths_are_priced_as_cudnn_pads_them():
+    """DeepSeek-V3's, where no GPU is: 192 channels of keys, 128 of values."""
+    q = jax.ShapeDtypeStruct((2, 64, 4, 192), jnp.bfloat16)
+    v = jax.ShapeDtypeStruct((2, 64, 4, 128), jnp.bfloat16)
+    segment = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+
+    def total(q, v, segment):
+        y = attention(q, q, v, segment, window=None, implementation="cudnn", scale=0.1)
+        assert y.shape == v.shape
+        return jnp.sum(y.astype(jnp.float32))
+
+    with described_cudnn():
+        program = jax.make_jaxpr(jax.grad(total, (0, 1)))(q, v, segment)
+    named = [(eqn.primitive.name, eqn) for eqn in equations(program)]
+    flops = sum(
+        cost["flops"] for name, eqn in named if (cost := attention_cost(name, eqn)) is not None
+    )
+    assert flops == (4 + 10) * 2 * 4 * 192 * (64 * 65 // 2)
+
+
 def test_large_scores_overflow_nothing():
     (q, k, v, dy), segment = operands(70, 2, 2)
-    for x in run("blocked", [q * 1e4, k * 1e4, v, dy], segment, None):
-        assert np.isfinite(x).all()
+    for sinks in (None, [1e4, -1e4]):
+        for x in run("blocked", [q * 1e4, k * 1e4, v, dy], segment, None, sinks):
+            assert np.isfinite(x).all()
 
 
 def test_bfloat16_stays_near_float32():
-    arrays, segment = operands(130, 4, 2)
-    low = run("blocked", [a.astype(jnp.bfloat16) for a in arrays], segment, None)
-    full = run("reference", arrays, segment, None)
+    arrays, segment = operands(130, 4, 2, values=4)
+    sinks = np.arange(4.0)
+    low = run("blocked", [a.astype(jnp.bfloat16) for a in arrays], segment, None, sinks)
+    full = run("reference", arrays, segment, None, sinks)
+    assert [x.dtype for x in low] == [jnp.bfloat16] * 4 + [jnp.float32]
     for have, want in zip(low, full, strict=True):
-        assert have.dtype == jnp.bfloat16
         assert np.abs(np.asarray(have, np.float32) - want).max() < 2**-5 * np.abs(want).max()
 
 

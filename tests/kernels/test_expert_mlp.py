@@ -10,7 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moejax.kernels import expert_mlp as module
+from moejax.kernels.activation import activate
 from moejax.kernels.expert_mlp import expert_mlp
+from moejax.kernels.grouped_matmul import add_bias
+from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 from tests.cases import few
 
 
@@ -88,9 +91,153 @@ def test_blocked_in_bfloat16_stays_near_float32():
 def test_the_rows_that_are_computed_are_those_of_the_blocks(rows):
     """What prices count is what the loop over a group's blocks runs."""
 
-    def block(start, rows, done, w_in_DH, w_out_FD):
-        return done + rows(jnp.ones((4096, 1))).shape[0]
+    def compute(block, done, weights):
+        return done + block.rows(jnp.ones((4096, 1))).shape[0]
 
     nothing = jnp.int32(0)
-    done = module._blocks(block, nothing, 1024, nothing, jnp.int32(rows), None, None)
+    done = module._blocks(compute, nothing, 1024, nothing, jnp.int32(rows), None)
     assert int(done) == module.rows_computed(rows, 1024)
+
+
+# Of random numbers some lie at it, and more beyond.
+LIMIT = 1.5
+
+
+def with_biases(sizes, spare_rows, dtype=np.float32):
+    """`operands` and biases; a gate and an up lie at the limit, and spare rows are noise."""
+    x, w_in, w_out, gradient = operands(sizes, spare_rows, dtype)
+    rng, (G, D, _, F) = np.random.default_rng(1), w_in.shape
+    b_in = rng.standard_normal((G, 2, F)).astype(np.float32)
+    x, w_in = x.at[0].set(0), np.asarray(w_in)
+    b_in[np.flatnonzero(sizes)[0], :, 0] = LIMIT, -LIMIT  # of the first row, which is zero
+    b_out = rng.standard_normal((G, D)).astype(np.float32)
+    return x, jnp.asarray(w_in), w_out, jnp.asarray(b_in), jnp.asarray(b_out), gradient
+
+
+def one_by_one(sizes, limit, x, w_in, w_out, b_in=None, b_out=None):
+    """Each group on its own, in plain jax.numpy."""
+    parts, start = [], 0
+    for g, size in enumerate(sizes):
+        rows = x[start : start + size]
+        gate, up = rows @ w_in[g, :, 0], rows @ w_in[g, :, 1]
+        if b_in is not None:
+            gate, up = gate + b_in[g, 0], up + b_in[g, 1]
+        if limit is None:
+            hidden = gate * up / (1 + jnp.exp(-gate))
+        else:
+            # The gradient at the limit is that of the value, not of the limit.
+            gate = gate - jax.nn.relu(gate - limit)
+            up = up - jax.nn.relu(up - limit) + jax.nn.relu(-limit - up)
+            hidden = gate * (1 + up) / (1 + jnp.exp(-1.702 * gate))
+        parts.append(hidden @ w_out[g] + (0 if b_out is None else b_out[g]))
+        start += size
+    return jnp.concatenate([*parts, jnp.zeros_like(x[start:])])
+
+
+SIZES = [40, 0, 90, 1, 79, 0]
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "ragged_dot", "reference"])
+@pytest.mark.parametrize("limit", [None, LIMIT])
+@pytest.mark.parametrize("biased", [False, True])
+def test_biases_and_the_clamp_give_the_plain_forms_value_and_gradients(
+    implementation, limit, biased
+):
+    *arrays, gradient = with_biases(SIZES, 5)
+    arrays = arrays if biased else arrays[:3]
+    counts = jnp.asarray(SIZES, jnp.int32)
+
+    def with_kernel(x, w_in, w_out, *biases):
+        options = {"implementation": implementation, "limit": limit}
+        return expert_mlp(x, w_in, w_out, counts, biases=biases or None, **options)
+
+    got = value_and_pulled(with_kernel, arrays, gradient)
+    wanted = value_and_pulled(functools.partial(one_by_one, SIZES, limit), arrays, gradient)
+    rows = sum(SIZES)
+    assert not np.asarray(got[0])[rows:].any(), "rows past the last group are zero"
+    for have, want in zip(got, wanted, strict=True):
+        bound = rows * np.finfo(np.float32).eps * max(np.abs(want).max(), 1)
+        np.testing.assert_allclose(have, want, rtol=0, atol=bound)
+
+
+def value_and_pulled(function, arrays, gradient):
+    """A function's value and the gradients of its arrays; of rows past the last group none."""
+
+    @jax.jit
+    def both(arrays, gradient):
+        y, pull = jax.vjp(function, *arrays)
+        return [y, *pull(gradient)]
+
+    y, dx, *rest = map(np.array, both(arrays, gradient))
+    dx[sum(SIZES) :] = 0
+    return [y, dx, *rest]
+
+
+def test_in_e4m3_products_are_rounded_and_biases_are_not():
+    *arrays, gradient = with_biases(SIZES, 5)
+    counts = jnp.asarray(SIZES, jnp.int32)
+    group_M = np.repeat(np.arange(len(SIZES)), SIZES)
+
+    def in_e4m3(x, w_in, w_out, *biases):
+        options = {"implementation": "reference_e4m3", "limit": LIMIT}
+        return expert_mlp(x, w_in, w_out, counts, biases=biases, **options)
+
+    def by_hand(x, w_in, w_out, b_in, b_out):
+        multiply = functools.partial(grouped_matmul_e4m3, implementation="reference")
+        w_in, rows = w_in.reshape(*w_in.shape[:2], -1), len(group_M)
+        h = multiply(x[:rows], w_in, counts) + b_in.reshape(len(SIZES), -1)[group_M]
+        y = multiply(activate(h, LIMIT), w_out, counts) + b_out[group_M]
+        return jnp.concatenate([y, jnp.zeros_like(x[rows:])])
+
+    got, wanted = (value_and_pulled(f, arrays, gradient) for f in (in_e4m3, by_hand))
+    for have, want in zip(got, wanted, strict=True):
+        bound = len(group_M) * np.finfo(np.float32).eps * max(np.abs(want).max(), 1)
+        np.testing.assert_allclose(have, want, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "reference"])
+def test_gradients_of_biases_in_bfloat16_are_summed_in_float32(implementation):
+    """4096 equal terms, of which a sum in bfloat16 would lose all but some 256."""
+    rows, counts = 4096, jnp.array([4096], jnp.int32)
+    x, w_in, w_out = (jnp.ones(s, jnp.bfloat16) for s in [(rows, 8), (1, 8, 2, 8), (1, 8, 8)])
+    biases = jnp.zeros((1, 2, 8)), jnp.zeros((1, 8))
+
+    def forward(biases):
+        options = {"implementation": implementation, "limit": 100.0}
+        return expert_mlp(x, w_in, w_out, counts, biases=biases, **options)
+
+    y, pull = jax.vjp(forward, biases)
+    ((d_in, d_out),) = pull(jnp.ones_like(y))
+    assert d_in.dtype == d_out.dtype == jnp.float32
+    np.testing.assert_array_equal(d_out, rows)
+    # gate 8, up 8, and a gradient of 8 from each output.
+    np.testing.assert_allclose(d_in[0, 1], rows * 64, rtol=2**-7)
+
+
+def test_clamped_swiglu_passes_what_is_not_a_number_and_gradients_at_the_limit():
+    h = jnp.array([[7.0, 8.0, jnp.nan, 1.0, 7.0, -7.0, 2.0, -8.0]])
+    y, pull = jax.vjp(lambda h: activate(h, 7.0), h)
+    assert np.isnan(y[0, 2])
+    assert np.isfinite(y[0, [0, 1, 3]]).all()
+    (dh,) = pull(jnp.ones_like(y))
+    gate, up = dh[0, :4], dh[0, 4:]
+    assert gate[0] != 0
+    assert gate[1] == 0
+    assert (up[:2] != 0).all()
+    assert up[3] == 0
+
+
+@few(12)
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), spare=st.integers(0, 5))
+def test_add_bias_adds_to_rows_of_a_group_and_sums_over_them(sizes, spare):
+    rng, M, G = np.random.default_rng(0), sum(sizes) + spare, len(sizes)
+    x, gradient = (jnp.asarray(rng.standard_normal((M, 3)), jnp.float32) for _ in range(2))
+    bias = jnp.asarray(rng.standard_normal((G, 3)), jnp.float32)
+    y, pull = jax.vjp(lambda x, b: add_bias(x, b, jnp.asarray(sizes, jnp.int32)), x, bias)
+    dx, dbias = pull(gradient)
+    group_M = np.repeat(np.arange(G + 1), [*sizes, spare])
+    bias_M = np.concatenate([bias, np.zeros((1, 3), np.float32)])[group_M]
+    np.testing.assert_array_equal(y, x + bias_M)
+    np.testing.assert_array_equal(dx, gradient)
+    sums = [np.asarray(gradient)[group_M == g].sum(axis=0, dtype=np.float64) for g in range(G)]
+    np.testing.assert_allclose(dbias, np.stack(sums), atol=1e-5)

@@ -28,13 +28,13 @@ sizes = {"N": st.sampled_from([1, 9]), "K": st.sampled_from([1, 4]), "M": st.sam
 @settings(max_examples=25)
 @given(**sizes, seed=st.integers(0, 99))
 def test_permute_and_its_gradient_equal_the_reference(N, K, M, seed):
-    place_NK, assignment_M = placement(N, K, M, seed)
+    slot_NK, assignment_M = placement(N, K, M, seed)
     source_M = assignment_M // K
     rng = np.random.default_rng(seed)
     x_ND = jnp.asarray(rng.standard_normal((N, 3)), jnp.float32)
     gradient_MD = jnp.asarray(rng.standard_normal((M, 3)), jnp.float32)
-    y, pull = jax.vjp(lambda x: permute(x, source_M, place_NK), x_ND)
-    want, want_pull = jax.vjp(lambda x: reference.permute(x, source_M, place_NK), x_ND)
+    y, pull = jax.vjp(lambda x: permute(x, source_M, slot_NK), x_ND)
+    want, want_pull = jax.vjp(lambda x: reference.permute(x, source_M, slot_NK), x_ND)
     np.testing.assert_array_equal(y, want)
     np.testing.assert_allclose(pull(gradient_MD)[0], want_pull(gradient_MD)[0], atol=1e-6)
 
@@ -42,14 +42,14 @@ def test_permute_and_its_gradient_equal_the_reference(N, K, M, seed):
 @settings(max_examples=25)
 @given(**sizes, seed=st.integers(0, 99))
 def test_weighted_sum_and_its_gradients_equal_the_reference(N, K, M, seed):
-    place_NK, assignment_M = placement(N, K, M, seed)
+    slot_NK, assignment_M = placement(N, K, M, seed)
     rng = np.random.default_rng(seed)
     y_MD = jnp.asarray(rng.standard_normal((M, 3)), jnp.float32)
     weight_NK = jnp.asarray(rng.random((N, K)), jnp.float32)
     gradient_ND = jnp.asarray(rng.standard_normal((N, 3)), jnp.float32)
 
     def both(function):
-        out, pull = jax.vjp(lambda y, w: function(y, w, place_NK, assignment_M), y_MD, weight_NK)
+        out, pull = jax.vjp(lambda y, w: function(y, w, slot_NK, assignment_M), y_MD, weight_NK)
         return [out, *pull(gradient_ND)]
 
     for have, want in zip(both(weighted_sum), both(reference.weighted_sum), strict=True):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from moejax.config.schema import CompressionConfig, Config
+from moejax.config.schema import CompressionConfig, Config, MoEConfig
 from moejax.errors import InputError
 from moejax.kernels.select import (
     Hardware,
@@ -55,6 +55,21 @@ def test_experts_by_shape(change, said):
     assert said in reason
 
 
+@modern
+def test_biases_and_the_clamp_stand_between_the_products():
+    choice = select_experts(HOPPER, "auto", **SHAPE, plain=False)
+    assert (choice.implementation, choice.declined) == ("mosaic", ())
+    assert "clamped SwiGLU and biases stand between" in choice.reason
+    model = replace(Config().model, dtype="bfloat16", activation="clamped_swiglu")
+    for cfg in (
+        replace(Config(), model=model),
+        replace(
+            Config(), model=replace(model, activation="swiglu"), moe=MoEConfig(expert_bias=True)
+        ),
+    ):
+        assert "stand between" in select_kernels(cfg, HOPPER)["experts"].reason
+
+
 def test_a_named_implementation_is_taken_or_refused_but_never_replaced():
     assert select_experts(Hardware("cpu"), "ragged_dot", **SHAPE).implementation == "ragged_dot"
     with pytest.raises(InputError, match="declines: it is for GPUs, this is cpu"):
@@ -98,7 +113,7 @@ def test_rows_of_tokens_are_quantised_as_they_move_where_a_class_is_quantised():
     assert "quantises rows of dispatch, combine;" in choice.reason
     assert "those of dispatch_backward, combine_backward are only permuted" in choice.reason
     spread = select_quantized_rows(HOPPER, QUANTISED, "spread", **ROWS)
-    assert "what spread brings home is decoded" in spread.reason
+    assert "results that return over spread are decoded first" in spread.reason
     plain = {kind: names - {"int8", "e4m3"} for kind, names in QUANTISED.items()}
     choice = select_quantized_rows(HOPPER, plain, "split", **ROWS)
     assert (choice.implementation, choice.declined) == ("separate", ())
@@ -168,6 +183,13 @@ def test_attention_by_cudnn(place, change, wanted):
         (HOPPER, {"dtype": "float32"}, "it takes bfloat16, this is float32"),
         (HOPPER, {"width": 100}, "heads are 100 wide. It takes multiples of 8 up to 256"),
         (HOPPER, {"width": 264}, "heads are 264 wide"),
+        (HOPPER, {"value_width": 264}, "heads are 264 wide"),
+        (HOPPER, {"sinks": True}, "takes no sinks (model.attention_sinks)"),
+        (
+            Hardware("gpu", "8.0"),
+            {"width": 192, "value_width": 128},
+            "heads are 192 wide. It takes multiples of 8 up to 128",
+        ),
         (
             Hardware("gpu", "8.6"),
             {"width": 136},
@@ -186,6 +208,18 @@ def test_why_cudnn_does_not_run_attention(place, change, said):
     ((name, reason),) = choice.declined
     assert name == "cudnn"
     assert said in reason
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_values_of_another_width_are_padded_for_cudnn_and_it_is_said(isolated):
+    """DeepSeek-V3's heads: 192 channels of queries and keys, 128 of values."""
+    change = {"width": 192, "value_width": 128, "isolated": isolated}
+    choice = select_attention(HOPPER, **(ATTENTION | change))
+    assert choice.implementation == ("cudnn_masked" if isolated else "cudnn")
+    said = "heads of 192 channels of keys and 128 of values are padded to 192"
+    assert choice.reason.endswith(said)
+    same = select_attention(HOPPER, **(ATTENTION | change | {"value_width": 192}))
+    assert "padded" not in same.reason
 
 
 def test_attention_of_a_run_sees_its_sequences_on_a_device():
@@ -207,6 +241,16 @@ def test_attention_of_a_run_sees_its_sequences_on_a_device():
     for axis in ("replica", "fsdp", "expert"):
         assert chosen(replace(cfg, mesh=replace(cfg.mesh, **{axis: 4}))) == "cudnn_masked"
     assert chosen(replace(cfg, mesh=replace(cfg.mesh, tensor=4))) == "blocked"
+
+
+def test_attention_of_a_run_sees_its_values_and_sinks():
+    model = replace(Config().model, dtype="bfloat16", head_width=192)
+    latent = replace(model, attention="latent", value_width=128)
+    choice = select_kernels(replace(Config(), model=latent), HOPPER)["attention"]
+    assert "128 of values" in choice.reason
+    sinks = replace(model, attention_sinks=True)
+    choice = select_kernels(replace(Config(), model=sinks), HOPPER)["attention"]
+    assert choice.implementation == "blocked"
 
 
 def test_each_operation_of_a_run_has_a_choice():

@@ -30,11 +30,12 @@ TOKENS, LENGTH, VOCABULARY = 16_384, 64, 64
 
 def config_in(dtype: str, **model) -> Config:
     """One dense and one expert layer of all experts, so that no rounding moves a token."""
-    model = {"dtype": dtype, "num_layers": 2, "first_dense_layers": 1} | model
-    model |= {"num_heads": 4, "num_kv_heads": 2, "head_width": 8, "attention_bias": True}
+    plain = {"dtype": dtype, "num_layers": 2, "first_dense_layers": 1, "attention_bias": True}
+    model = plain | model | {"num_heads": 4, "num_kv_heads": 2, "head_width": 8}
+    biased = {"expert_bias": True, "router_bias": True, "num_shared_experts": 1}
     cfg = small_config(
         model=model,
-        moe={"num_experts": 4, "experts_per_token": 4},
+        moe={"num_experts": 4, "experts_per_token": 4, "shared_gate": True, **biased},
         train={"batch_sequences": TOKENS // LENGTH},
     )
     return dataclasses.replace(cfg, data=DataConfig(sequence_length=LENGTH))
@@ -49,9 +50,20 @@ def text_like_batch() -> Batch:
     return Batch(token[:, :-1].copy(), token[:, 1:].copy(), np.zeros_like(token[:, 1:]))
 
 
-@pytest.mark.parametrize(("qk_norm", "tied"), [("full", False), ("head", True)])
-def test_bfloat16_changes_every_gradient_by_its_rounding_alone(qk_norm, tied):
-    model = {"qk_norm": qk_norm, "tie_embeddings": tied}
+MORE = {"attention_sinks": True, "attention_output_bias": True, "rope_width": 6}
+LATENT = {"attention": "latent", "attention_bias": False, "rope_width": 4, "kv_latent": 16}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"qk_norm": "full", "tie_embeddings": False},
+        {"qk_norm": "head", "tie_embeddings": True, **MORE},
+        pytest.param({**LATENT, "q_latent": 16, "value_width": 4}, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda model: model.get("attention", model.get("qk_norm")),
+)
+def test_bfloat16_changes_every_gradient_by_its_rounding_alone(model):
     state = step_for(config_in("float32", **model)).init()
     # Weights that bfloat16 holds: both compute with the same.
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), state.params)
@@ -136,27 +148,32 @@ def traced_step(mesh=(1, 1, 1, 1), *, nodes=None, compression="none", top=None, 
     [
         {
             "model": {"qk_norm": "full", "num_layers": 2, "first_dense_layers": 1},
-            "moe": {"num_shared_experts": 1},
+            "moe": {"num_shared_experts": 1, "shared_gate": True, "expert_bias": True},
         },
         {
             "mesh": (2, 1, 2, 2),
-            "model": {"qk_norm": "head", "tie_embeddings": True},
+            "model": {"qk_norm": "head", "tie_embeddings": True, "predict_ahead": 1},
             "router": {"jitter": 0.1, "balance_over": "sequence"},
             "top": {"route_chunks": 2},
         },
         {
             "mesh": (1, 2, 2, 2),
             "activations": "replicated",
-            "model": {"qk_norm": "full", "tie_embeddings": False, "remat": "full"},
+            "model": {
+                "qk_norm": "full",
+                "tie_embeddings": False,
+                "remat": "full",
+                "activation": "clamped_swiglu",
+            },
             "router": {"score": "sigmoid", "bias_update_rate": 0.1},
-            "moe": {"implementation": "reference"},
+            "moe": {"implementation": "reference", "expert_bias": True, "router_bias": True},
             "top": {"route": "merge", "route_chunks": 4, "route_chunks_backward": 2},
         },
         {
             "mesh": (2, 2, 2, 1),
             "nodes": 2,
             "compression": "strong",
-            "model": {"sliding_window": 4},
+            "model": {"sliding_window": 4, **MORE, "head_width": 8},
             "moe": {"implementation": "ragged_dot", "capacity_factor": 2.0},
             "train": {"gradient_dtype": "bfloat16", "micro_batches": 2, "batch_sequences": 16},
             "top": {"route": "two_level_merge"},
@@ -166,7 +183,8 @@ def traced_step(mesh=(1, 1, 1, 1), *, nodes=None, compression="none", top=None, 
             "nodes": 2,
             "compression": "hybrid",
             "expert_weights": "folded",
-            "moe": {"implementation": "reference_e4m3"},
+            "model": {**LATENT, "q_latent": 16, "head_width": 8},
+            "moe": {"implementation": "reference_e4m3", "expert_bias": True},
             "optimizer": {"name": "muon"},
             "top": {"route": "two_level", "route_trim": True},
         },

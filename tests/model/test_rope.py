@@ -1,6 +1,7 @@
 """Rotary positions: relative, norm-preserving, and stretched as their sources say."""
 
 import json
+import math
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from moejax.config.schema import RopeConfig
-from moejax.model.rope import frequencies, rotate, tables
+from moejax.model.rope import frequencies, rotate, score_factor, tables
 
 GOLDEN = Path(__file__).parents[1] / "golden/from_transformers.json"
 
@@ -57,10 +58,13 @@ def test_the_scale_lies_on_cos_and_sin_alike():
     np.testing.assert_allclose(cos**2 + sin**2, scale**2, rtol=1e-6)
 
 
-@pytest.mark.parametrize("scaling", ["llama3", "yarn"])
-def test_stretched_frequencies_are_transformers(scaling):
-    """Llama 3.1's at 128 channels and DeepSeek-V3's at 64: every pair, the blend between too."""
-    wanted = json.loads(GOLDEN.read_text())["rope"][scaling]
+WANTED = json.loads(GOLDEN.read_text())["rope"]
+
+
+@pytest.mark.parametrize("kind", WANTED)
+def test_stretched_frequencies_are_transformers(kind):
+    """Llama 3.1's at 128 channels, DeepSeek-V3's and gpt-oss's at 64: every pair, blended too."""
+    wanted = WANTED[kind]
     names = {
         "rope_theta": "theta",
         "factor": "factor",
@@ -69,10 +73,53 @@ def test_stretched_frequencies_are_transformers(scaling):
         "high_freq_factor": "high_frequency_factor",
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
     }
     options = {ours: wanted[theirs] for theirs, ours in names.items() if theirs in wanted}
+    scaling = kind.partition("_")[0]
     got, scale = frequencies(wanted["head_dim"], RopeConfig(scaling=scaling, **options))
     # A float32 power theta**-x is off by some log(theta) steps, here at most 14 of 6e-8; how far a
     # pair is blended depends on it, at most 4 / 3 times as strongly (llama3). Twice for both sides.
     np.testing.assert_allclose(got, wanted["frequencies"], rtol=2 * (1 + 4 / 3) * 14 * 6e-8)
     assert scale == pytest.approx(wanted["scale"])
+
+
+def test_without_whole_pairs_the_blend_begins_and_ends_between_them():
+    """gpt-oss: pairs 8.09 to 17.40 of 32 are blended, where whole pairs would be 8 to 18."""
+    options = {"theta": 150_000.0, "scaling": "yarn", "factor": 32.0}
+    plain, _ = frequencies(64, RopeConfig(theta=150_000.0))
+    for truncate in (True, False):
+        got, _ = frequencies(64, RopeConfig(**options, truncate=truncate))
+        ends = [32 * math.log(4096 / (2 * math.pi * n)) / math.log(150_000) for n in (32, 1)]
+        if truncate:
+            ends = [math.floor(ends[0]), math.ceil(ends[1])]
+        share = np.clip((np.arange(32) - ends[0]) / (ends[1] - ends[0]), 0, 1)
+        np.testing.assert_allclose(got / plain, 1 - share * 31 / 32, rtol=1e-5)
+
+
+def test_mscale_moves_yarns_factor_from_cos_and_sin_to_the_scores():
+    """DeepSeek-V3's scores are 1.8739 times as large, and its cos and sin as without scaling."""
+    yarn = {"scaling": "yarn", "factor": 40.0}
+    v3 = RopeConfig(**yarn, mscale=1.0, mscale_all_dim=1.0)
+    assert frequencies(64, v3)[1] == 1.0
+    assert score_factor(v3) == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+    assert score_factor(v3) == pytest.approx(1.8739, abs=5e-5)
+    off = RopeConfig(**yarn, mscale=1.0, mscale_all_dim=0.0)
+    assert (frequencies(64, off)[1], score_factor(off)) == (0.1 * math.log(40) + 1, 1.0)
+    for cfg in (RopeConfig(), RopeConfig(**yarn), RopeConfig(**yarn, attention_factor=2.0)):
+        assert score_factor(cfg) == 1.0
+
+
+def test_channels_beyond_the_rotated_ones_pass():
+    x = np.random.default_rng(0).standard_normal((2, 5, 3, 10)).astype(np.float32)
+    angles = tables(5, 6, RopeConfig())
+    turned = np.asarray(rotate(jnp.asarray(x), angles))
+    np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
+    # A pair is a complex number, which its position multiplies by a turn.
+    turn = np.exp(1j * np.arange(5)[:, None] * 10_000.0 ** (-np.arange(3) / 3))[:, None]
+    wanted = (x[..., :3] + 1j * x[..., 3:6]) * turn
+    np.testing.assert_allclose(turned[..., :3], wanted.real, atol=1e-5)
+    np.testing.assert_allclose(turned[..., 3:6], wanted.imag, atol=1e-5)

@@ -45,22 +45,26 @@ def runner(name, K):
     route = name.removesuffix(" trimmed")
     mesh_config, chunks = CASES[route]
     options = {"trim": True} if name != route else in_chunks(chunks)
-    return compiled(mesh_config, route, K, **options)
+    return compiled(mesh_config, route, K, DIMS, **options)
 
 
 def in_chunks(chunks):
     return {"chunks": chunks[0], "chunks_backward": chunks[1]}
 
 
+# Weights of experts, and their biases.
+DIMS = ("EDUF", "EFD", "EUF", "ED")
+
+
 @functools.cache
-def compiled(mesh_config, route, K, **options):
+def compiled(mesh_config, route, K, letters=DIMS[:2], **options):
     """(global x, weights, experts, params, dy) -> (outputs, gradients)."""
     layout = build_layout(mesh_config)
     route = build_route(route, layout, **options)
     spec = StepSpec(layout, route, experts="reference")
     moe = MoEConfig(num_experts=E, experts_per_token=K, expert_hidden=F)
     tokens = P(layout.token_axes) if spec.route.replicated else P(layout.mesh_axes)
-    params = tuple(layout.param_spec(dims, len(dims)) for dims in ("EDUF", "EFD"))
+    params = tuple(layout.param_spec(dims, len(dims)) for dims in letters)
     copies = layout.size(layout.tensor) if spec.route.replicated else 1
 
     def forward(x_ND, weight_NK, expert_NK, params):
@@ -77,7 +81,7 @@ def compiled(mesh_config, route, K, **options):
         dx, dweight, dparams = pull(dy_ND / copies)
         if copies > 1:
             dx, dweight = jax.lax.psum((dx, dweight), layout.tensor)
-        held = [{a for axes in layout.param_axes(d) for a in axes} for d in ("EDUF", "EFD")]
+        held = [{a for axes in layout.param_axes(d) for a in axes} for d in letters]
         dparams = tuple(
             jax.lax.psum(g, tuple(a for a in layout.mesh_axes if a not in axes))
             for g, axes in zip(dparams, held, strict=True)
@@ -99,9 +103,10 @@ def dense(x_ND, weight_NK, expert_NK, params, dy_ND):
     """The same by every expert on every token."""
 
     def forward(x_ND, weight_NK, params):
-        w_in, w_out = params
-        gate, up = jnp.moveaxis(jnp.einsum("ND,EDUF->NEUF", x_ND, w_in), 2, 0)
-        y_NED = jnp.einsum("NEF,EFD->NED", gate * jax.nn.sigmoid(gate) * up, w_out)
+        w_in, w_out, *biases = params
+        b_in, b_out = biases or (0.0, 0.0)
+        gate, up = jnp.moveaxis(jnp.einsum("ND,EDUF->NEUF", x_ND, w_in) + b_in, 2, 0)
+        y_NED = jnp.einsum("NEF,EFD->NED", gate * jax.nn.sigmoid(gate) * up, w_out) + b_out
         hit_NKE = expert_NK[:, :, None] == jnp.arange(E)
         return jnp.einsum("NKE,NK,NED->ND", hit_NKE, weight_NK, y_NED)
 
@@ -122,15 +127,16 @@ def routings(draw, counts=(1, 8)):
     return np.where(dropped, E, expert_NK).astype(np.int32), seed
 
 
-def random_operands(expert_NK, seed):
+def random_operands(expert_NK, seed, letters=DIMS[:2]):
     """Tokens, weights, the given experts, parameters and a cotangent."""
     rng = np.random.default_rng(seed)
     N, K = expert_NK.shape
     x_ND, dy_ND = (rng.standard_normal((N, D)).astype(np.float32) for _ in range(2))
     weight_NK = rng.uniform(0.1, 1, (N, K)).astype(np.float32)
-    params = (
-        rng.standard_normal((E, D, 2, F)).astype(np.float32),
-        rng.standard_normal((E, F, D)).astype(np.float32),
+    sizes = {"E": E, "D": D, "U": 2, "F": F}
+    params = tuple(
+        rng.standard_normal([sizes[letter] for letter in dims]).astype(np.float32)
+        for dims in letters
     )
     return x_ND, weight_NK, expert_NK, params, dy_ND
 
@@ -155,7 +161,7 @@ def with_choices():
 @given(data=st.data())
 def test_no_choice_is_lost_on_any_route_at_any_skew(name, k, data):
     case = data.draw(routings(counts=[k]))
-    operands = random_operands(*case)
+    operands = random_operands(*case, DIMS)
     N, K = case[0].shape
     got = runner(name, K)(*operands)
     wanted = dense(*operands)
@@ -167,7 +173,8 @@ def test_no_choice_is_lost_on_any_route_at_any_skew(name, k, data):
         assert error <= bound * max(1, np.max(np.abs(want)))
 
 
-# Where each row meets its experts whole and its results are added up at home, in order of choice.
+# Where each row meets its experts whole and its results are summed at the source, in order of
+# choice.
 SAME_ORDER = [
     ("two_level", {}),
     ("split", {"chunks": 3, "chunks_backward": 2}),
@@ -240,7 +247,7 @@ def coded(**options):
     ],
 )
 def test_rows_quantised_as_they_move_are_the_same_bits(name):
-    """Outputs and all gradients, as routed: what the codecs see and what comes home is the same."""
+    """Outputs and all gradients, as routed: what the codecs see and what comes back is the same."""
     mesh, _ = CASES[name]
     mesh = dataclasses.replace(mesh, nodes=mesh.nodes or mesh.expert)
     rng = np.random.default_rng(3)

@@ -28,7 +28,7 @@ def test_usual_sizes_hold_a_balanced_routing(name, tokens, per_peer, k, chunks):
     moe = MoEConfig(num_experts=8 * per_peer, experts_per_token=k)
     route = build_route(name, LAYOUT, chunks=chunks)
     sizes = usual_sizes(route, LAYOUT, moe, tokens=tokens)
-    assert sizes.work * route.parts >= tokens * k
+    assert sizes.expert_rows * route.parts >= tokens * k
     # Every token in every round-robin routing: each device sends each other as many.
     assert sizes.rows[0] * chunks * route.exchanges[0].peers(LAYOUT) >= tokens
     if not route.merges and len(sizes.rows) == 1:
@@ -85,7 +85,7 @@ def test_what_a_routing_needs_is_the_fullest_bucket(name, chunks, routing):
 def count(expert_AK, route, tokens, E):
     """The rows that each stage of a route needs, walking tokens one by one."""
     sizes = [hop.peers(LAYOUT) for hop in route.exchanges]
-    # What a device holds: (part, experts to visit) of each row; a row's part is dealt at home.
+    # What a device holds: (part, experts to visit) of each row; its part is dealt at the source.
     held = {
         d: [(None, list(e)) for e in expert_AK[d * tokens : (d + 1) * tokens]] for d in range(8)
     }

@@ -29,7 +29,7 @@ def test_a_value_that_the_compiler_refuses_is_an_error():
         known_options({"xla_cpu_enable_fast_math": "perhaps"}, jax.devices()[0])
 
 
-def test_every_hop_may_travel_outward_and_homeward_at_once_and_a_reduction_beside_them():
+def test_every_hop_may_dispatch_and_combine_at_once_and_a_reduction_beside_them():
     for hops in (1, 2):
         (limit,) = compiler_options("gpu", hops=hops).values()
         assert limit == 2 * hops + 1

@@ -28,16 +28,16 @@ pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 # The factors of every kind of matrix, spelt out: what `adapter_dims` derives.
 FACTORS = {
-    "DHC": ("DR", "RHC"),
-    "DGC": ("DR", "RGC"),
-    "HCD": ("HCR", "RD"),
-    "DUF": ("DR", "RUF"),
-    "FD": ("FR", "RD"),
-    "DE": ("DR", "RE"),
-    "EDUF": ("EDR", "ERUF"),
-    "EFD": ("EFR", "ERD"),
-    "VD": ("VR", "RD"),
-    "DV": ("DR", "RV"),
+    "DHC": ("DA", "AHC"),
+    "DGC": ("DA", "AGC"),
+    "HCD": ("HCA", "AD"),
+    "DUF": ("DA", "AUF"),
+    "FD": ("FA", "AD"),
+    "DE": ("DA", "AE"),
+    "EDUF": ("EDA", "EAUF"),
+    "EFD": ("EFA", "EAD"),
+    "VD": ("VA", "AD"),
+    "DV": ("DA", "AV"),
 }
 SCALE = 1.5
 

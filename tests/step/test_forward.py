@@ -72,7 +72,7 @@ def test_a_dry_run_counts_all_three():
     assert peaks["sampling"] == sampling_peak(train_step).bytes
     with (shown := Console(width=200)).capture() as text:
         print_summary(summarize(train_step), train_step, shown)
-    words = next(line for line in text.get().splitlines() if "fullest moment" in line)
+    words = next(line for line in text.get().splitlines() if "peak memory" in line)
     assert all(f"{name} {human_bytes(size)}" in words for name, size in peaks.items())
 
 

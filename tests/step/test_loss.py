@@ -13,7 +13,7 @@ from moejax.config.schema import MeshConfig, MoEConfig, RouterConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.moe.layer import MoEStats
-from moejax.step.loss import next_token_loss, sum_nll
+from moejax.step.loss import next_token_loss, sum_nll, target_nll
 from tests.cases import assert_close
 
 B, T, D, V = 2, 6, 5, 16
@@ -79,6 +79,28 @@ def wanted(x_BTD, w_DV, target_BT):
 def test_the_sum_and_its_gradients_are_those_of_log_softmax(tensor, chunk_tokens):
     case = random_case()
     assert_close(sharded(tensor, chunk_tokens)(*case), wanted(*case), terms=B * T * V)
+
+
+@pytest.mark.parametrize(("tensor", "chunk_tokens"), [(1, 5), (2, 4), (8, 1000)])
+def test_nats_of_each_target_are_those_of_log_softmax(tensor, chunk_tokens):
+    layout = layout_of(tensor)
+    body = functools.partial(target_nll, layout=layout, chunk_tokens=chunk_tokens)
+    mapped = jax.shard_map(
+        body,
+        mesh=build_mesh(layout, jax.devices()[:tensor]),
+        in_specs=(P(), P(None, "tensor"), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    x_BTD, w_DV, target_BT = random_case()
+    target_BT[1, 3] = -1
+    nll_BT = jax.jit(mapped)(x_BTD, w_DV, target_BT)
+    assert not np.any(nll_BT[target_BT < 0])
+    alone = [
+        plain(x_BTD[b : b + 1, t : t + 1], w_DV, target_BT[b : b + 1, t : t + 1])
+        for b, t in np.ndindex(B, T)
+    ]
+    assert_close(nll_BT, np.array(alone).reshape(B, T), terms=B * T * V)
 
 
 @settings(max_examples=10)

@@ -1,4 +1,4 @@
-"""A batch in parts: random rounding, measured squared_errors and router noise, part by part."""
+"""A batch in parts: random rounding, measured squared errors and router noise, part by part."""
 
 import dataclasses
 import functools
@@ -87,7 +87,7 @@ def test_rounding_differs_by_step_and_seed_and_is_the_same_again():
     assert not np.array_equal(reduced(other), found)
 
 
-def energies_of(parts, sequences, batch):
+def squared_errors_of(parts, sequences, batch):
     """What a measuring step notes: left out by each level, and all."""
     cfg = across_nodes("adaptive:0.5:int8|topk:0.4", parts, sequences)
     train_step, state = first(cfg)
@@ -95,21 +95,21 @@ def energies_of(parts, sequences, batch):
     codec = now.spec.codecs.dense_gradient
     assert codec is not None
     state, _ = now.step(jax.tree.map(lambda x: x.copy(), state), place(now, batch))
-    ladder = build_codec(codec)
+    adaptive = build_codec(codec)
     return np.asarray(
-        sum_squared_errors(ladder, state.reduction.codecs, now.dims, "dense_gradient")
+        sum_squared_errors(adaptive, state.reduction.residuals, now.dims, "dense_gradient")
     )
 
 
-def test_energies_are_of_all_parts():
-    """A last part without targets sends what the first left out, and adds that to the energy."""
+def test_squared_errors_are_of_all_parts():
+    """A last part without targets sends what the first left out, and adds that to the sum."""
     cfg = small_config(train={"batch_sequences": 4})
     batch = random_batch(cfg)
     target_BT = batch.target_BT.copy()
     target_BT[1::2] = -1  # of both devices the second part
     whole = batch._replace(target_BT=target_BT)
     half = Batch(*(x[::2] for x in whole))
-    one, two = energies_of(1, 2, half), energies_of(2, 4, whole)
+    one, two = squared_errors_of(1, 2, half), squared_errors_of(2, 4, whole)
     assert two[-1] == pytest.approx(one[-1] + one[0], rel=1e-4)
     assert np.all(two[:-1] >= one[:-1])
 

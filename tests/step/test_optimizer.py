@@ -16,8 +16,11 @@ from moejax.step.optimizer import Optimizer, is_matrix, learning_rate, square_sh
 
 # As the model's: sizes that every mesh below divides.
 DIMS = {"table": "VD", "query": "DHC", "out": "HCD", "router": "DE", "up": "EDUF", "down": "EFD"}
+DIMS |= {"to_latent": "DZ", "from_latent": "ZHC"}
 DIMS |= {"scale": "D", "bias": "HC"}  # of queries, or the scale of a norm over all heads
-SIZES = {"V": 16, "D": 16, "H": 8, "C": 4, "E": 8, "U": 2, "F": 8}
+DIMS |= {"router_bias": "E", "up_bias": "EUF", "down_bias": "ED", "join": "UDO"}
+VECTORS = ("scale", "bias", "router_bias", "up_bias", "down_bias")
+SIZES = {"V": 16, "D": 16, "H": 8, "C": 4, "E": 8, "U": 2, "F": 8, "Z": 8, "O": 16}
 MESHES = [(1, 1, 1, 1), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 8, 1), (1, 1, 1, 8), (8, 1, 1, 1)]
 
 
@@ -100,13 +103,13 @@ def test_matrices_decay_and_norm_scales_and_gate_biases_do_not():
     zero = jax.tree.map(np.zeros_like, params)
     changed = first_update((1, 1, 1, 1), zero, params, learning_rate=0.5, weight_decay=0.1)
     for name, x in params.items():
-        wanted = 0 if name in ("scale", "bias") else -0.05 * x
+        wanted = 0 if name in VECTORS else -0.05 * x
         np.testing.assert_allclose(changed[name], wanted, atol=1e-6)
 
 
 def test_muon_takes_hidden_matrices_alone():
     taken = {name for name, dims in DIMS.items() if is_matrix(dims)}
-    assert taken == {"query", "out", "up", "down"}
+    assert taken == {"query", "out", "up", "down", "to_latent", "from_latent", "join"}
 
 
 @pytest.mark.parametrize("expert_weights", ["hidden", "folded"])
@@ -137,8 +140,8 @@ def matrices(name, x):
     """The matrices that Muon sees in an update, inputs first."""
     dims = DIMS[name]
     x = x.reshape(-1, *x.shape[1:])
-    if name == "query":
-        return x.reshape(x.shape[0], SIZES["D"], -1)
+    if name in ("query", "to_latent", "from_latent"):
+        return x.reshape(x.shape[0], SIZES[dims[0]], -1)
     if name == "out":
         return x.reshape(x.shape[0], -1, SIZES["D"])
     if name == "up":
@@ -146,7 +149,7 @@ def matrices(name, x):
     return x.reshape(-1, SIZES["F"], SIZES["D"])
 
 
-@pytest.mark.parametrize("name", ["query", "out", "up", "down"])
+@pytest.mark.parametrize("name", ["query", "out", "up", "down", "to_latent", "from_latent"])
 def test_muon_makes_every_matrix_of_every_layer_and_expert_nearly_orthogonal(name):
     options = {"name": "muon", "muon_learning_rate": 1.0, "weight_decay": 0.0}
     changed = first_update((1, 1, 1, 1), random_tree(1), **options)
@@ -176,7 +179,7 @@ def test_muons_other_parameters_follow_adam_without_decay():
     options = {"learning_rate": 0.1, "clip_norm": None}
     muon = first_update((1, 1, 1, 1), gradients, name="muon", **options)
     adam = first_update((1, 1, 1, 1), gradients, weight_decay=0.0, **options)
-    for key in ("table", "router", "scale", "bias"):
+    for key in ("table", "router", *VECTORS):
         np.testing.assert_array_equal(muon[key], adam[key])
     assert not np.allclose(muon["query"], adam["query"])
 
@@ -220,5 +223,5 @@ def test_layers_are_updated_as_if_each_were_alone():
             for tree in (gradients, params)
         ]
         alone = first_update((1, 1, 1, 1), *one, **options)
-        for name in ("query", "out", "up", "down"):
+        for name in ("query", "out", "up", "down", "to_latent", "from_latent"):
             np.testing.assert_allclose(whole[name][layer], alone[name][0], atol=1e-5)

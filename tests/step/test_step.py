@@ -1,6 +1,6 @@
 """Properties of the step that need no oracle; test_step_meshes and test_step_routes have one.
 
-Of step.step, step.train_step, and train.checkpoint for what a restored state is.
+Of step.per_device, step.train_step, and train.checkpoint for what a restored state is.
 """
 
 import chex
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.step import step as per_device
+from moejax.step import per_device
 from moejax.train.checkpoint import Checkpoints, newest
 from tests.cases import (
     CERTAIN,

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.config.schema import RopeConfig
 from tests.cases import (
     CERTAIN,
     assert_close,
@@ -80,11 +81,11 @@ def test_experts_in_e4m3_give_nearly_the_oracles_loss_and_gradients():
     """Each factor of a product errs by 2^-4 at most, evenly spread: 0.04 on average."""
     plain = small_config(moe={"implementation": "reference"})
     cfg = small_config((1, 1, 4, 2), moe={"implementation": "reference_e4m3", **CERTAIN})
-    state, batch, nll, load, wanted = oracle_case(plain, ())
+    state, batch, told, wanted = oracle_case(plain, ())
     train_step = step_for(cfg)
     gradients, parts = train_step.gradients(spread(state, train_step), place(train_step, batch))
-    assert 0 < abs(float(parts.nll) - nll) < 0.01 * nll
-    np.testing.assert_array_equal(parts.load_LE, load)
+    assert 0 < abs(float(parts.nll) - told.nll) < 0.01 * told.nll
+    np.testing.assert_array_equal(parts.load_LE, told.load)
     for have, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
         off = np.linalg.norm(np.asarray(have) - want)
         assert off < 0.1 * np.linalg.norm(want)
@@ -109,12 +110,65 @@ KINDS = [
     {"model": {"qk_norm": "full", "sliding_window": 5, "num_kv_heads": 4}},
     {"router": {"balance_over": "sequence", "renormalize": False, "weight_scale": 2.5}},
     {"router": {"score": "softmax", "num_groups": 4, "groups_per_token": 2}},
+    # Sinks, biases, a window in every other block, part of a head rotated (gpt-oss).
+    {
+        "model": {
+            "num_layers": 2,
+            "sliding_window": 3,
+            "full_attention_every": 2,
+            "attention_sinks": True,
+            "attention_bias": True,
+            "attention_output_bias": True,
+            "head_width": 8,
+            "rope_width": 6,
+            "rope": RopeConfig(
+                scaling="yarn", factor=8.0, trained_length=16, truncate=False, attention_factor=1.2
+            ),
+        }
+    },
+    # Latent attention, with a latent of queries and without (DeepSeek-V3, V2-Lite).
+    {
+        "model": {
+            "attention": "latent",
+            "head_width": 10,
+            "rope_width": 6,
+            "value_width": 4,
+            "q_latent": 8,
+            "kv_latent": 16,
+            "rope": RopeConfig(
+                scaling="yarn", factor=8.0, trained_length=16, mscale=0.7, mscale_all_dim=1.0
+            ),
+        }
+    },
+    {
+        "model": {
+            "attention": "latent",
+            "head_width": 6,
+            "rope_width": 2,
+            "value_width": 8,
+            "kv_latent": 8,
+            "num_layers": 2,
+            "first_dense_layers": 1,
+            "sliding_window": 5,
+            "full_attention_every": 2,
+            "remat": "full",
+        }
+    },
+    {
+        "model": {"activation": "clamped_swiglu", "activation_limit": 0.5},
+        "moe": {"expert_bias": True, "router_bias": True},
+    },
+    {"moe": {"num_shared_experts": 2, "shared_gate": True}},
+    {
+        "model": {"predict_ahead": 1, "num_layers": 2, "first_dense_layers": 1},
+        "train": {"predict_ahead_loss": 0.7},
+    },
 ]
 
 
 def join_kinds(numbers):
     """Several kinds at once, as changes of `small_config`."""
-    changes = {"model": {}, "moe": {}, "router": {}}
+    changes = {"model": {}, "moe": {}, "router": {}, "train": {}}
     for number in numbers:
         for part, values in KINDS[number].items():
             changes[part] = changes[part] | values
@@ -132,8 +186,8 @@ def test_every_kind_of_model_gives_the_oracles_loss_and_gradients(mesh, changes)
 def test_a_dense_model_gives_the_oracles_loss_and_gradients():
     cfg = small_config((2, 2, 1, 2), model={"moe_every": None})
     cfg = dataclasses.replace(cfg, moe=type(cfg.moe)())
-    state, batch, nll, _, wanted = oracle_case(dataclasses.replace(cfg, mesh=MESH_OF_ONE), ())
+    state, batch, told, wanted = oracle_case(dataclasses.replace(cfg, mesh=MESH_OF_ONE), ())
     train_step = step_for(cfg)
     gradients, parts = train_step.gradients(spread(state, train_step), place(train_step, batch))
-    np.testing.assert_allclose(parts.nll, nll, rtol=TERMS * np.finfo(np.float32).eps)
+    np.testing.assert_allclose(parts.nll, told.nll, rtol=TERMS * np.finfo(np.float32).eps)
     assert_close(gradients, wanted, terms=TERMS)

@@ -34,18 +34,22 @@ CASES = [
     Case((1, 1, 1, 8), k=1, score="sigmoid", kinds=(0, 4)),
     Case((1, 1, 8, 1), 2, route="two_level", chunks=(3, 2), score="sigmoid"),
     Case((8, 1, 1, 1), 4, k=8, kinds=(1, 5)),
-    Case((1, 8, 1, 1), 2, k=1),
+    Case((1, 8, 1, 1), 2, k=1, kinds=(12,)),
     Case((1, 2, 4, 1), 1, route="merge", chunks=(2, 3), kinds=(2, 6)),
-    Case((2, 1, 2, 2), 4, ("replicated", "hidden"), "gather_home", (1, 2), 8, "sigmoid"),
+    Case(
+        (2, 1, 2, 2), 4, ("replicated", "hidden"), "gather_home", (1, 2), 8, kinds=(10, 11, 12, 13)
+    ),
     Case((1, 2, 2, 2), 4, ("sequence", "hidden"), "spread", (3, 2), kinds=(3, 7)),
-    Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1),
-    Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2)),
-    Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1)),
-    Case((1, 1, 4, 2), 2, ("sequence", "folded"), "two_level_merge", (2, 2)),
+    Case((2, 2, 1, 2), 2, ("replicated", "folded"), k=1, kinds=(12,)),
+    Case((1, 1, 4, 2), 1, ("replicated", "hidden"), "duplicate", (2, 2), kinds=(11,)),
+    Case((1, 1, 2, 4), 1, ("sequence", "whole"), "merge", (2, 1), kinds=(11,)),
+    Case((1, 1, 4, 2), 2, ("sequence", "folded"), "two_level_merge", (2, 2), kinds=(11, 12)),
     Case((2, 4, 1, 1), 4),
+    Case((1, 2, 1, 4), kinds=(8, 11)),
+    Case((1, 2, 2, 2), 1, chunks=(2, 3), kinds=(9, 12, 13)),
     # Without a capacity buckets overflow, or just do not.
     Case((1, 1, 8, 1), path="rounds"),
-    Case((1, 1, 4, 2), 1, route="spread", chunks=(3, 2), path="rounds"),
+    Case((1, 1, 4, 2), 1, route="spread", chunks=(3, 2), kinds=(11,), path="rounds"),
     Case((1, 1, 8, 1), 4, route="two_level_merge", chunks=(1, 2), k=8, path="rounds"),
     Case((2, 1, 4, 1), 4, route="two_level", k=8, path="usual"),
 ]
@@ -64,9 +68,10 @@ def test_the_step_gives_the_oracles_loss_and_gradients(case):
         case.mesh,
         activations=activations,
         expert_weights=expert_weights,
-        model=changes.get("model"),
-        moe=moe | changes.get("moe", {}),
-        router={"score": case.score} | changes.get("router", {}),
+        model=changes["model"],
+        moe=moe | changes["moe"],
+        router={"score": case.score} | changes["router"],
+        train=changes["train"],
     )
     cfg = dataclasses.replace(
         cfg,

@@ -19,7 +19,7 @@ from moejax.train.run import Run
 from tests.cases import step_for
 
 
-class Program:
+class FakeJitted:
     """Stands for a jitted function that is compiled before it is called."""
 
     def __init__(self, function):
@@ -85,7 +85,7 @@ def build_run(cfg: Config, folder: Path, *, held_out=None, **programs):
     train_step = step_for(cfg)
     assert train_step.spec.compression == NO_COMPRESSION
     for name, function in programs.items():
-        train_step.__dict__[name] = Program(function)  # where a cached property keeps its value
+        train_step.__dict__[name] = FakeJitted(function)  # where a cached property keeps its value
     B, T = cfg.train.batch_sequences, cfg.data.sequence_length
     order = Batches(
         stream(40 * B * T),

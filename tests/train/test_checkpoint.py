@@ -3,10 +3,13 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moejax.comm.weights.compressed import ReduceState
 from moejax.errors import InputError
+from moejax.step.state import Reduction, TrainState
 from moejax.train import checkpoint
 from moejax.train.checkpoint import Checkpoints, locate, newest, restore_items
 from moejax.train.manifest import (
@@ -80,6 +83,30 @@ def test_a_checkpoint_restores_to_the_same_bits_on_any_mesh(written, mesh):
     assert bits(restored) == bits(case()[1])
     same = jax.tree.map(lambda x, a: x.sharding == a.sharding, restored, train_step.abstract)
     assert all(jax.tree.leaves(same))
+
+
+def test_keys_of_files_are_those_of_earlier_versions(tmp_path):
+    """Attributes of the state were renamed; checkpoints keep the names they had."""
+    residuals = {"w": ReduceState(jnp.ones((2, 3)), jnp.ones((1, 3)))}
+    reduction = Reduction(residuals, jnp.array([1, 2], jnp.int32))
+    weights = {"w": jnp.ones(4)}
+    state = TrainState(jnp.int32(1), jnp.int32(0), weights, weights, weights, reduction)
+    writer = Checkpoints(tmp_path, keep=1)
+    writer.save(1, state, {})
+    writer.wait()
+    saved, _ = newest(tmp_path, "full")
+    assert bits(writer.restore(saved, jax.tree.map(spec_of, state))) == bits(state)
+    writer.close()
+    keys = {
+        item: set(json.loads((saved.path / item / "_METADATA").read_text())["tree_metadata"])
+        for item in ("weights", "reduction")
+    }
+    assert keys["reduction"] == {"('codecs.w.parts',)", "('codecs.w.total',)", "('rungs',)"}
+    assert keys["weights"] == {"('params.w',)", "('balance.w',)"}
+
+
+def spec_of(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 @pytest.mark.parametrize("mesh", MESHES[1:3])

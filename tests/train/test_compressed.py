@@ -275,7 +275,7 @@ def test_a_warm_up_is_the_plain_run_bit_by_bit():
     # The third step's loss still sees only updates that were not compressed.
     np.testing.assert_array_equal(found[:3], wanted[:3])
     assert found[3] != wanted[3]
-    assert any(np.asarray(x).any() for x in jax.tree.leaves(state.reduction.codecs))
+    assert any(np.asarray(x).any() for x in jax.tree.leaves(state.reduction.residuals))
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ import math
 import numpy as np
 import pytest
 
+from moejax.data import tokens
 from moejax.train.evaluation import evaluate, finish
 from moejax.train.sample import _drawn
 from tests.cases import small_config
+from tests.data.test_marks import write
 from tests.train.running import initial_state, stream
 
 
@@ -15,19 +17,39 @@ def two_nats(state, batch):
     return np.float32(2 * np.sum(np.asarray(batch.target_BT) >= 0))
 
 
-@pytest.mark.parametrize(("tokens", "limit"), [(300, None), (257, None), (300, 2), (1000, 3)])
-def test_nats_are_of_targets_and_bits_of_bytes(running, tmp_path, tokens, limit):
+@pytest.mark.parametrize(("length", "limit"), [(300, None), (257, None), (300, 2), (1000, 3)])
+def test_nats_are_of_targets_and_bits_of_bytes(running, tmp_path, length, limit):
     # 8 x 16 targets a batch: the last batch of 300 tokens is padded by two thirds.
-    held_out = stream(tokens, num_bytes=517)
+    held_out = stream(length, num_bytes=517)
     run, shown = running(small_config(), held_out=held_out, evaluate=two_nats)
     evaluate(run, initial_state(), 5, limit=limit)
     (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert event["event"] == ("final_eval" if limit is None else "eval")
     assert event["step"] == 5
     assert event["nats_per_token"] == 2
-    bits = 2 / math.log(2) * (tokens - 1) / 517
+    bits = 2 / math.log(2) * (length - 1) / 517
     assert event["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
     assert f"{bits:.3f} bits per byte, 2.0000 nats per token" in shown.getvalue()
+
+
+def test_only_marked_targets_count(running, tmp_path):
+    pairs = [(b"question", b"answer")] * 20
+    held_out = tokens.open_files([str(write(tmp_path, "bin", pairs))], "bin", model_vocab=264)
+    run, _ = running(small_config(), held_out=held_out, evaluate=two_nats)
+    evaluate(run, initial_state(), 5, limit=None)
+    (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert event["nats_per_token"] == 2
+    assert event["bits_per_byte"] == pytest.approx(2 / math.log(2), rel=1e-12)
+
+
+def test_an_evaluation_that_meets_no_target_has_no_mean(running, tmp_path):
+    pairs = [(b"q" * 500, b"a")]
+    held_out = tokens.open_files([str(write(tmp_path, "bin", pairs))], "bin", model_vocab=264)
+    run, shown = running(small_config(), held_out=held_out, evaluate=two_nats)
+    evaluate(run, initial_state(), 5, limit=1)
+    (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (event["nats_per_token"], event["bits_per_byte"]) == (None, None)
+    assert "(0 tokens): nan" in shown.getvalue()
 
 
 def test_all_targets_are_measured_once(running, tmp_path):

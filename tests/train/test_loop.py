@@ -10,7 +10,7 @@ import pytest
 from moejax.config.schema import CheckpointConfig
 from moejax.errors import DivergedError
 from moejax.runtime.processes import Processes
-from moejax.train.loop import steps
+from moejax.train.loop import run_steps
 from moejax.train.metrics import Meter
 from moejax.train.plan_monitor import PlanMismatch
 from tests.cases import small_config
@@ -57,7 +57,7 @@ def events(folder, name):
 def test_a_resumed_run_goes_on_with_the_data_where_it_was(training):
     seen, cfg = [], config(6)
     run, _ = training(cfg, seen=seen)
-    _, stopped = steps(run, initial_state(step=3), meter(cfg))
+    _, stopped = run_steps(run, initial_state(step=3), meter(cfg))
     assert not stopped
     wanted = [run.inputs.train.rows(step, 0, 8).token_BT for step in (3, 4, 5)]
     np.testing.assert_array_equal(seen, wanted)
@@ -67,7 +67,7 @@ def test_a_skipped_update_is_told_with_what_was_not_finite(training, tmp_path):
     cfg = config(9)
     bad = {3: BAD, 4: BAD, 7: {"loss": 2.5, "norm": math.inf}}
     run, shown = training(cfg, bad)
-    steps(run, initial_state(skipped=5), meter(cfg))
+    run_steps(run, initial_state(skipped=5), meter(cfg))
     said = [line for line in shown.getvalue().splitlines() if "warning" in line]
     assert said == [  # the second in a row is only recorded
         "warning: update of step 3 skipped: the loss is nan",
@@ -83,7 +83,7 @@ def test_too_many_skipped_in_a_row_end_the_run_and_the_last_good_checkpoint_is_n
     # Two in a row are allowed.
     run, _ = training(cfg, dict.fromkeys((2, 3, *range(7, 31)), BAD))
     with pytest.raises(DivergedError) as found:
-        steps(run, initial_state(), meter(cfg))
+        run_steps(run, initial_state(), meter(cfg))
     text = " ".join(str(found.value).split())
     assert "Updates of steps 7 to 9 were skipped: the loss is nan. " in text
     assert f"from before them is {tmp_path / 'checkpoints' / '6'}. " in text
@@ -99,12 +99,12 @@ def test_a_run_without_a_good_checkpoint_says_so_or_goes_on_if_told(training, li
     cfg = config(last, max_skipped=limit)
     run, _ = training(cfg, dict.fromkeys(range(last - 2, last + 1), BAD))
     if limit is None:
-        assert int(steps(run, initial_state(), meter(cfg))[0].step) == last
+        assert int(run_steps(run, initial_state(), meter(cfg))[0].step) == last
         assert run.checkpoints.steps == [last]
         return
     # The last step of all is looked at before it is saved.
     with pytest.raises(DivergedError, match="No checkpoint is from before"):
-        steps(run, initial_state(), meter(cfg))
+        run_steps(run, initial_state(), meter(cfg))
     assert run.checkpoints.steps == []
 
 
@@ -132,7 +132,7 @@ def test_who_was_asked_to_stop_where_another_plan_follows_is_heard(training, ask
             signal.raise_signal(signal.SIGTERM)
 
     run.checkpoints.save = signalled
-    state, early = steps(run, initial_state(), meter(cfg))
+    state, early = run_steps(run, initial_state(), meter(cfg))
     assert (int(state.step), early) == (3, True)
     assert (run.mismatch is None) == bool(asked)
     assert ("stopped at step 3; run the same command" in shown.getvalue()) == bool(asked)
@@ -150,7 +150,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(training, tmp_path):
         return step(state, batch)
 
     run.train_step.step.function = signalled
-    state, stopped = steps(run, initial_state(), meter(cfg))
+    state, stopped = run_steps(run, initial_state(), meter(cfg))
     assert (int(state.step), stopped) == (4, True)
     assert run.checkpoints.steps == [4]
     assert [event["step"] for event in events(tmp_path, "stopped")] == [4]

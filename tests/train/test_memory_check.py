@@ -3,7 +3,7 @@ import pytest
 from moejax.errors import InputError
 from moejax.model.count import Counts
 from moejax.runtime.processes import ALONE
-from moejax.train.memory_check import check_memory, doubt_memory
+from moejax.train.memory_check import check_memory, memory_warnings
 from moejax.train.summary import Summary
 from tests.cases import small_config, step_for
 
@@ -25,6 +25,18 @@ def test_state_and_gradients_must_fit_a_devices_share(monkeypatch):
         check_memory(train_step, ALONE)
 
 
+def test_an_evaluation_holds_weights_without_gradients(monkeypatch):
+    train_step = step_for(small_config((1, 1, 2, 2))).of_weights()
+    given = train_step.argument_bytes()
+    assert (given["optimizer"], given["codec memory"]) == (0, 0)
+    needed = given["weights"] + given["batch"]
+    with_memory(monkeypatch, needed)
+    assert check_memory(train_step, ALONE, gradients=False) == needed
+    with_memory(monkeypatch, needed - 1)
+    with pytest.raises(InputError, match="of weights, and has"):
+        check_memory(train_step, ALONE, gradients=False)
+
+
 def test_the_least_device_of_all_processes_counts(monkeypatch):
     train_step = step_for(small_config())
     with_memory(monkeypatch, 2**30)
@@ -36,7 +48,7 @@ def test_the_least_device_of_all_processes_counts(monkeypatch):
 def test_an_estimate_above_the_room_is_a_warning():
     peaks = {"step": 3 * 2**30, "evaluation": 2**20}
     summary = Summary(Counts(1, 1, 1, 1, 1), {}, peaks, 1, [])
-    assert doubt_memory(summary, 3 * 2**30) == []
-    (said,) = doubt_memory(summary, 2 * 2**30)
-    assert "fullest moment (step) needs about 3.0 GiB" in said
+    assert memory_warnings(summary, 3 * 2**30) == []
+    (said,) = memory_warnings(summary, 2 * 2**30)
+    assert "peak memory (step) is about 3.0 GiB" in said
     assert "has 2.0 GiB" in said

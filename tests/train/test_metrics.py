@@ -137,6 +137,22 @@ def test_a_loss_that_is_no_number_stays_json(tmp_path, clock):
     assert json.loads(line, parse_constant=refuse)["loss"] is None
 
 
+def test_the_loss_of_the_token_after_the_next_is_told_where_it_is_predicted(tmp_path, clock):
+    records, found = Records(tmp_path), meter()
+    found.start(0)
+    clock.now += 1
+    lines = [step_metrics(), step_metrics()._replace(ahead=jnp.array(2.5))]
+    reports = [found.report(step, metrics) for step, metrics in enumerate(lines, 1)]
+    for line in reports:
+        records.report(line)
+    records.close()
+    without, with_it = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert "ahead_loss" not in without
+    assert with_it["ahead_loss"] == 2.5
+    assert "ahead" not in reports[0].line(30)
+    assert "loss 1.5000  ahead 2.5000  " in reports[1].line(30)
+
+
 def shown(clock, terminal):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200)

@@ -16,7 +16,7 @@ from moejax.plan.cluster.file import write_topology
 from moejax.plan.search.file import Plan, save_plan
 from moejax.runtime.processes import ALONE
 from moejax.train.plan_monitor import WINDOW, PlanMonitor, compare
-from moejax.train.planning import PLAN, kept_plan, plan_dry, plan_run, save_routing
+from moejax.train.planning import PLAN, kept_plan, plan_dry, plan_run, save_expert_load
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 
@@ -128,14 +128,14 @@ def test_a_dry_run_needs_known_links(cfg):
 
 
 def test_what_is_no_mode_is_refused(cfg):
-    with pytest.raises(InputError, match="is no way to plan"):
+    with pytest.raises(InputError, match="is not a planning mode"):
         check(change(cfg, {"plan.mode": "magic"}))
-    with pytest.raises(InputError, match="has no effect: nobody plans"):
+    with pytest.raises(InputError, match="has no effect: the planner is off"):
         check(change(cfg, {"plan.mode": "hand"}))
 
 
 def test_routing_is_recorded_for_the_next_plan(tmp_path):
-    save_routing([[3, 1], [2, 2]], tmp_path / "routing.json")
+    save_expert_load([[3, 1], [2, 2]], tmp_path / "routing.json")
     assert json.loads((tmp_path / "routing.json").read_text()) == {"load": [[3, 1], [2, 2]]}
 
 

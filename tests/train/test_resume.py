@@ -31,6 +31,33 @@ def changed(name, value, cfg=None):
     return from_dict(nested)
 
 
+# What another value of a setting is, where it is not twice the number or the other truth.
+OTHER = {
+    "model.attention": "latent",
+    "model.rope_width": 4,
+    "model.q_latent": 16,
+    "model.kv_latent": 16,
+    "model.value_width": 6,
+    "model.full_attention_every": 2,
+    "model.rope.attention_factor": 1.5,
+    "model.rope.mscale": 0.7,
+    "model.rope.mscale_all_dim": 0.7,
+    "model.qk_norm": "head",
+    "model.moe_every": 2,
+    "model.activation": "clamped_swiglu",
+    "model.predict_ahead": 1,
+    "model.sliding_window": 8,
+    "model.dtype": "bfloat16",
+    "model.remat": "full",
+    "model.rope.scaling": "yarn",
+    "moe.capacity_factor": 2.0,
+    "moe.implementation": "reference",
+    "moe.router.score": "sigmoid",
+    "moe.router.jitter": 0.1,
+    "moe.router.balance_over": "sequence",
+    "moe.router.bias_update_rate": 0.01,
+}
+
 REFUSED = {
     "model.width": 64,
     "model.rope.theta": 5e5,
@@ -38,6 +65,9 @@ REFUSED = {
     "moe.num_experts": 4,
     "moe.router.score": "sigmoid",
     "moe.capacity_factor": 1.5,
+    "moe.expert_bias": True,
+    "model.activation": "clamped_swiglu",
+    "model.predict_ahead": 1,
     "data.source": "tokens",
     "data.sequence_length": 128,
     "data.shuffle": False,
@@ -64,6 +94,7 @@ ALLOWED = {
     "optimizer.schedule": "linear",
     "train.num_steps": 1000,
     "train.micro_batches": 2,
+    "train.predict_ahead_loss": 0.1,
     "train.log_every": 1,
     "checkpoint.keep": 1,
 }
@@ -133,7 +164,7 @@ def test_weights_may_go_into_a_run_with_other_data_and_optimizer():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_weights_of_another_shape_are_refused(name):
-    value = {"model.qk_norm": "head", "model.moe_every": 2}.get(name)
+    value = OTHER.get(name)
     if value is None:
         default = fields()[name].default
         value = not default if isinstance(default, bool) else default + 1
@@ -222,37 +253,24 @@ def test_a_manifest_says_what_a_resume_compares():
     assert same_reduction(said, train_step)
 
 
-# What another value of a setting is, where it is not twice the number or the other truth.
-OTHER = {
-    "model.qk_norm": "head",
-    "model.moe_every": 2,
-    "model.sliding_window": 8,
-    "model.dtype": "bfloat16",
-    "model.remat": "full",
-    "model.rope.scaling": "yarn",
-    "moe.capacity_factor": 2.0,
-    "moe.implementation": "reference",
-    "moe.router.score": "sigmoid",
-    "moe.router.jitter": 0.1,
-    "moe.router.balance_over": "sequence",
-    "moe.router.bias_update_rate": 0.01,
-}
-
-
 @pytest.mark.parametrize("name", [name for name in fields() if name.startswith(("model.", "moe."))])
 def test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else(name):
-    cfg, described = every_kind_of_layer()
-    before = get_value(cfg, name)
-    value = OTHER.get(name, not before if isinstance(before, bool) else (before or 0.5) * 2)
-    assert value != before
-    other = shapes_of_weights(changed(name, value, cfg))
-    assert (other != described) == (name in SHAPES)
+    changes = []
+    for kind in ("grouped", "latent"):
+        cfg, described = every_kind_of_layer(kind)
+        before = get_value(cfg, name)
+        value = OTHER.get(name, not before if isinstance(before, bool) else (before or 0.5) * 2)
+        value = "grouped" if (name, kind) == ("model.attention", "latent") else value
+        assert value != before
+        changes.append(shapes_of_weights(changed(name, value, cfg)) != described)
+    assert any(changes) == (name in SHAPES)
 
 
 @functools.cache
-def every_kind_of_layer():
+def every_kind_of_layer(attention):
     """A model that has a dense layer, expert layers and shared experts; shapes of its weights."""
     model = {"num_layers": 4, "first_dense_layers": 1, "num_kv_heads": 4}
+    model |= {"attention": attention, "head_width": 8, "rope_width": 2, "kv_latent": 8}
     cfg = small_config(model=model, moe={"num_shared_experts": 1, "num_experts": 4})
     return cfg, shapes_of_weights(cfg)
 

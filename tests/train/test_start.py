@@ -25,9 +25,9 @@ from moejax.train.resume import describe_run
 from moejax.train.start import (
     check_disk,
     choose_checkpoint,
-    drop_miscounted,
     finished_message,
     initial_state,
+    set_aside_wrong_steps,
 )
 from tests.cases import on_nodes, small_config, step_for
 from tests.train.running import stream
@@ -69,7 +69,7 @@ def pretend(path, step):
 def test_a_state_of_its_step_is_taken(run):
     cfg, train_step, _ = run
     saved, _, notes = choose_checkpoint(cfg, NO_DATA, ALONE)
-    assert drop_miscounted(
+    assert set_aside_wrong_steps(
         saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE
     ) == (
         saved,
@@ -83,7 +83,7 @@ def test_a_state_of_another_step_is_set_aside_for_the_one_before(run):
     pretend(steps / "2", 9)
     saved, _, notes = choose_checkpoint(cfg, NO_DATA, ALONE)
     assert (saved.step, notes) == (9, []), "name, manifest and files agree"
-    saved, notes = drop_miscounted(
+    saved, notes = set_aside_wrong_steps(
         saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE
     )
     assert saved.step == 1
@@ -96,7 +96,9 @@ def test_states_that_are_all_of_other_steps_stop_the_run(run):
         pretend(steps / str(step), step + 7)
     saved, _, _ = choose_checkpoint(cfg, NO_DATA, ALONE)
     with pytest.raises(InputError, match=r"no whole checkpoint in .*8\.corrupt.*9\.corrupt"):
-        drop_miscounted(saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE)
+        set_aside_wrong_steps(
+            saved, train_step, partial(choose_checkpoint, cfg, NO_DATA, ALONE), ALONE
+        )
 
 
 @pytest.fixture(scope="module")

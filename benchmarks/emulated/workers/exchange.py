@@ -80,7 +80,7 @@ def build(case: dict, measure: str, settings: dict) -> Variant:
     if train_step.spec.route.trim:
         facts["payload"] = trimmed_bytes(train_step, choice_BTK) * passes
         facts["counted"] += facts["payload"]
-        if train_step.spec.route.merges:  # router weights go outward with rows, gradients home
+        if train_step.spec.route.merges:  # router weights go out with rows, gradients back
             share = cfg.moe.experts_per_token / cfg.model.width
             facts["metadata"] += facts["payload"] * share / 2
             facts["counted"] += facts["payload"] * share / 2

@@ -25,7 +25,7 @@ class EncodeContext(NamedTuple):
 
     step: jax.Array  # counted from zero
     key: jax.Array  # for random rounding; differs by device, step, micro-batch and parameter
-    part: jax.Array | int = 0  # the micro-batch, counted from zero in each step
+    micro_batch: jax.Array | int = 0  # counted from zero in each step
 
 
 class Codec:

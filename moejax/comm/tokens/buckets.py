@@ -8,7 +8,7 @@ A bucket is cut in I parts so that exchanges can run in chunks. Items are dealt 
 turn, so that all parts are equally full and meet the same mix of experts.
 
 Letters: M rows, K choices a row, A = M * K assignments, P peers, I parts of a bucket, J slots of
-one part, S = I * P * J slots, k choices in a slot (K merged, else 1), G groups.
+one part, S = I * P * J slots, k choices in a slot (K if merged, else 1), G groups.
 """
 
 from typing import NamedTuple
@@ -110,7 +110,7 @@ def experts_of_slots(
     source_S = item_of_slot // expert_MK.shape[1] if merge else item_of_slot
     choices = expert_MK if merge else expert_MK.reshape(-1, 1)
     none = peers * per_peer
-    expert_SK = jnp.take(choices, source_S, axis=0, mode="fill", fill_value=none)
+    expert_Sk = jnp.take(choices, source_S, axis=0, mode="fill", fill_value=none)
     peer_S = jnp.arange(item_of_slot.shape[0], dtype=jnp.int32) // rows % peers
-    here_SK = expert_SK - peer_S[:, None] * per_peer
-    return jnp.where((here_SK >= 0) & (here_SK < per_peer), here_SK, per_peer)
+    here_Sk = expert_Sk - peer_S[:, None] * per_peer
+    return jnp.where((here_Sk >= 0) & (here_Sk < per_peer), here_Sk, per_peer)

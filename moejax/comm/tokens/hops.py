@@ -6,7 +6,7 @@ backward: gradients of results are dispatched, gradients of rows are combined. O
 (`comm.tokens.rows`); `combine_at_source` decodes the results that came back and sums them by token.
 
 Letters: N tokens, D width, K choices a token or row, P peers, I parts of a bucket, J slots of one
-part for one peer, S slots (P * J of a part; of all parts at the source), M rows of a part.
+part for one peer, S = P * J slots of a part, A = I * S slots at the source, M rows of a part.
 """
 
 from functools import partial
@@ -138,10 +138,10 @@ def combine_at_source(
     """
     slot_map, D = plan.source, like.shape[1]
     with jax.named_scope("dispatch_backward" if gradient else "combine"):
-        x_S, weight_SK = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrived)
+        x_A, weight_AK = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrived)
         codec = codec_at_source(route, gradient=gradient)
-        x_ND = sum_encoded(codec, x_S, weight_NK, slot_map, D, like.dtype)
-        return Rows(x_ND, jax.tree.map(lambda w_SK: sum_rows(w_SK, slot_map.slot_MK), weight_SK))
+        x_ND = sum_encoded(codec, x_A, weight_NK, slot_map, D, like.dtype)
+        return Rows(x_ND, jax.tree.map(lambda w_AK: sum_rows(w_AK, slot_map.slot_MK), weight_AK))
 
 
 def codec_at_source(route: Route, *, gradient: bool = False) -> Codec | None:

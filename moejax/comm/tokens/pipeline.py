@@ -6,7 +6,7 @@ rows are combined, with the experts' backward between them and its own number of
 the rows that arrived in forward and does not send them again.
 
 Letters: N tokens, D width, K choices a token or row, I parts of a bucket, M rows of a part (all
-peers). Experts see the parts of a chunk joined, so their M counts the rows of a chunk.
+peers), R rows of a chunk: experts see the parts of a chunk joined.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from moejax.comm.tokens.rows import encoded_weight_gradient
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route
 
-# (rows [M, D], weights [M, K] or None, choices [M, K], params) -> results [M, D]; no communication.
+# (rows [R, D], weights [R, K] or None, choices [R, K], params) -> results [R, D]; no communication.
 ExpertFn = Callable[[jax.Array, jax.Array | None, jax.Array, Any], jax.Array]
 # (number of a chunk, output of the previous stage) -> output of this stage.
 Stage = Callable[[int, Any], Any]
@@ -98,10 +98,10 @@ def _forward(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan):
     def expert_stage(number: int, arrived: Rows) -> Rows:
         # Tagged here, after the barrier, so that remat keeps the rows as the barrier returned them.
         arrived = _tag(arrived)
-        y_MD, vjp = _differentiable(expert_fn, arrived, choices[number], params)
+        y_RD, vjp = _differentiable(expert_fn, arrived, choices[number], params)
         # With equal chunks in backward the vjp is reused; otherwise the experts are recomputed.
         for_backward[number] = vjp if chunks == route.chunks_backward else arrived
-        return Rows(_unflat(y_MD, arrived.x.shape[0]), None)
+        return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
 
     stages = _stages(route, layout, plan, expert_stage, chunks)
     start = _at_start(Rows(x_ND, weight_NK), plan)
@@ -125,13 +125,13 @@ def _backward(route, layout, expert_fn, barriers, saved, gradient_ND):
         if chunks != route.chunks:
             arrived, choices = for_backward[number]
             vjp = _differentiable(expert_fn, arrived, choices, params)[1]
-        dx_MD, dweight_MK, dparams = vjp(_flat(gradient.x))
+        dx_RD, dweight_RK, dparams = vjp(_flat(gradient.x))
         if chunks > 1:  # chunks' weight gradients are added up in float32
             dparams = jax.tree.map(lambda g: g.astype(jnp.float32), dparams)
         accumulated["params"] = (
             jax.tree.map(jnp.add, accumulated["params"], dparams) if accumulated else dparams
         )
-        return _unflat(Rows(dx_MD, dweight_MK), gradient.x.shape[0])
+        return _unflat(Rows(dx_RD, dweight_RK), gradient.x.shape[0])
 
     stages = _stages(route, layout, plan, expert_stage, chunks, gradient=True)
     start = _at_start(Rows(gradient_ND, weight_NK if plan.slot_maps else None), plan)
@@ -212,22 +212,22 @@ def _tag(tree: Any) -> Any:
 
 def _differentiable(expert_fn: ExpertFn, arrived: Rows, choices_IMK: jax.Array, params: Any) -> Any:
     """Returns the results of `expert_fn` and its vjp: gradient of results -> of its inputs."""
-    x_MD, weight_MK, choices_MK = _flat((*arrived, choices_IMK))
+    x_RD, weight_RK, choices_RK = _flat((*arrived, choices_IMK))
 
-    def run_experts(x_MD: jax.Array, weight_MK: jax.Array | None, params: Any) -> jax.Array:
-        return expert_fn(x_MD, weight_MK, choices_MK, params)
+    def run_experts(x_RD: jax.Array, weight_RK: jax.Array | None, params: Any) -> jax.Array:
+        return expert_fn(x_RD, weight_RK, choices_RK, params)
 
-    return jax.vjp(run_experts, x_MD, weight_MK, params)
+    return jax.vjp(run_experts, x_RD, weight_RK, params)
 
 
 def _flat(x_IM: Any) -> Any:
-    """[I, M, ...] -> [I * M, ...]."""
+    """[I, M, ...] -> [R, ...]: R = I * M."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x_IM)
 
 
-def _unflat(x_M: Any, parts: int) -> Any:
-    """[I * M, ...] -> [I, M, ...]."""
-    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), x_M)
+def _unflat(x_R: Any, parts: int) -> Any:
+    """[R, ...] -> [I, M, ...]."""
+    return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), x_R)
 
 
 def _cut(tree: Any, chunks: int) -> list[Any]:

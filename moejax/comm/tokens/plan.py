@@ -1,8 +1,8 @@
 """Plans the dispatch: the slot of every row on every hop, and the experts each row is bound for.
 
-Only integers move here, ahead of the rows. Letters: N tokens, K choices a token; then rows of each
-hop: I parts of a bucket, M rows of a part (all peers), k choices a row, J slots of one part for one
-peer. S slots, X all-to-all hops.
+Only integers move here, ahead of the rows. Letters: N tokens, K choices a token or
+row, I parts of a bucket, M rows of a part (all peers), P peers, J slots of one part for one peer,
+X all-to-all hops.
 """
 
 from typing import NamedTuple
@@ -22,13 +22,13 @@ from moejax.layout.route import Hop, Route
 class DispatchPlan(NamedTuple):
     """The slots of all rows that one device sends, hop after hop.
 
-    The first map's slots [N, K] are numbered over all parts, because a token's rows may lie in any
-    of them; its items are cut by part, [I, P * J]. Later maps are per part, with I in front.
+    The first map covers all parts, because one token's rows may be in different parts: slot_MK is
+    [N, K], item_of_slot [I, P * J]. Later maps have a leading part dimension.
     """
 
     slot_maps: tuple[SlotMap, ...]  # one for each all-to-all hop
     # After the last hop: the choices of each row; the number of experts here stands for no choice.
-    expert_IMK: Int[Array, "I M k"]
+    expert_IMK: Int[Array, "I M K"]
     # The most rows that any device fills in one part of a bucket; None: whole buckets travel.
     filled: Int[Array, " X"] | None
 

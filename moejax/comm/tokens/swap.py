@@ -75,7 +75,7 @@ def send_back(
         y_PCIJ = y_PIJ.reshape(-1, layout.size(hop.copies), *y_PIJ.shape[1:])
         y_PIJ = jnp.sum(y_PCIJ.astype(jnp.float32), axis=1).astype(y_PIJ.dtype)
     if hop.split and gradient:
-        y_PIJ = _only_share(y_PIJ, hop.split, dim=2)
+        y_PIJ = _pad_share(y_PIJ, hop.split, dim=2)
     elif hop.split:
         y_PIJ = wire.all_gather(y_PIJ, hop.split, dim=2, tag=None)
     return by_part(y_PIJ)
@@ -142,7 +142,7 @@ def _own_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, wire.index(axes) * size, size, axis=dim)
 
 
-def _only_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
+def _pad_share(x: jax.Array, axes: tuple[str, ...], *, dim: int) -> jax.Array:
     """The transpose of `_own_share`: pads x with zeros for the other devices' shares."""
     size = x.shape[dim]
     shape = (*x.shape[:dim], size * wire.size(axes), *x.shape[dim + 1 :])

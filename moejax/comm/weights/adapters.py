@@ -2,8 +2,8 @@
 
 Per device, inside shard_map. An adapter travels beside its weight (`WithAdapter`), so a layer sees
 one weight: the sum. The factors are parameters with dimensions of their own. `a` has the weight's
-input dimensions and R, `b` has R and the output dimensions; experts lead in both. Each dimension is
-sharded as in the weight, and R is not sharded. So a shard of the sum needs no other shards.
+input dimensions and A, `b` has A and the output dimensions; experts lead in both. Each dimension is
+sharded as in the weight, and A is not sharded. So a shard of the sum needs no other shards.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-RANK = "R"
+from moejax.layout.layout import RANK, is_product
 
 
 class Adapter(NamedTuple):
@@ -34,12 +34,12 @@ class WithAdapter:
 def adapter_dims(dims: str) -> Adapter | None:
     """The letters of the factors of a weight's adapter; None if the weight is no matrix.
 
-    A matrix maps the model's width (D) or a latent (Z) to other dimensions, or others to D.
-    "DHC" has the factors "DR" and "RHC", "HCD" has "HCR" and "RD", "EDUF" has "EDR" and "ERUF".
+    A matrix maps the model's width (D) or a latent (Z) to other dimensions, or others to D or O.
+    "DHC" has the factors "DA" and "AHC", "HCD" has "HCA" and "AD", "EDUF" has "EDA" and "EAUF".
     """
-    experts, rest = ("E", dims[1:]) if dims[0] == "E" else ("", dims)
-    if len(rest) < 2 or not {rest[0], rest[-1]} & {"D", "Z"}:
+    if not is_product(dims):
         return None
+    experts, rest = ("E", dims[1:]) if dims[0] == "E" else ("", dims)
     inputs = 1 if rest[0] in "DZ" else len(rest) - 1
     return Adapter(experts + rest[:inputs] + RANK, experts + RANK + rest[inputs:])
 

@@ -30,8 +30,8 @@ from moejax.comm.weights.adapters import (
     add_adapter,
     factor_gradients,
 )
-from moejax.comm.weights.path import class_of, compressible, path_of
-from moejax.comm.weights.reduce import GatherSpec, reduce_gradient
+from moejax.comm.weights.path import GatherSpec, class_of, compressible, path_of
+from moejax.comm.weights.reduce import reduce_gradient
 from moejax.comm.weights.residuals import WithResidual, from_floats
 from moejax.config.compression import Codecs
 from moejax.layout.spec import StepSpec

@@ -1,13 +1,15 @@
-"""The mesh axes along which a parameter is gathered and its gradient is summed."""
+"""How a parameter is gathered and its gradient is summed: mesh axes, dtypes and codecs."""
 
 from dataclasses import dataclass
 
-from moejax.layout.layout import Axes, Layout
+from moejax.comm.codecs.codec import Codec
+from moejax.comm.codecs.low_rank import LowRank
+from moejax.layout.layout import RANK, Axes, Layout, is_product
 
 
 @dataclass(frozen=True)
 class ParamPath:
-    """How a parameter is gathered and its gradient reduced; static.
+    """The mesh axes on which a parameter is gathered and its gradient reduced; static.
 
     Attributes:
       dim: the dimension whose shards are gathered; None if no dimension is gathered.
@@ -25,6 +27,19 @@ class ParamPath:
         """Splits axes into (across nodes, inside a node)."""
         inside = tuple(axis for axis in axes if axis not in self.slow)
         return tuple(axis for axis in axes if axis in self.slow), inside
+
+
+@dataclass(frozen=True)
+class GatherSpec:
+    """How one parameter is gathered and its gradient reduced; static."""
+
+    path: ParamPath
+    dtype: str  # of the gathered weight
+    gradient_dtype: str
+    traffic: str = "dense_gradient"  # class of traffic of the gradient
+    micro_bytes: int | None = None  # largest piece in which the gradient is reduced; None: whole
+    gradient_codec: Codec | LowRank | None = None  # across nodes
+    weight_codec: Codec | None = None  # None unless the gather crosses nodes
 
 
 def path_of(dims: str, layout: Layout) -> ParamPath:
@@ -52,7 +67,7 @@ def compressible(dims: str) -> bool:
 
     Small are biases, norm scales, and the factors of adapters.
     """
-    return "D" in dims and len(dims) > 1 and dims != "DE" and "R" not in dims
+    return is_product(dims) and dims != "DE" and RANK not in dims
 
 
 def parts_shape(size: int, dims: str, layout: Layout) -> tuple[int, int, int]:

@@ -11,7 +11,6 @@ and c copies inside each. A shard has m values, a part of it for one copy has n.
 """
 
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +19,8 @@ from moejax.comm import wire
 from moejax.comm.codecs.codec import Codec, EncodeContext
 from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.weights.compressed import ReduceState, reduce_parts
-from moejax.comm.weights.path import ParamPath
+from moejax.comm.weights.path import GatherSpec, ParamPath
 from moejax.layout.layout import Layout
-
-
-@dataclass(frozen=True)
-class GatherSpec:
-    """How one parameter is gathered and its gradient reduced; static."""
-
-    path: ParamPath
-    dtype: str  # of the gathered weight
-    gradient_dtype: str
-    kind: str = "dense_gradient"  # class of traffic of the gradient
-    micro_bytes: int | None = None  # largest piece in which the gradient is reduced; None: whole
-    gradient_codec: Codec | LowRank | None = None  # across nodes
-    weight_codec: Codec | None = None  # None unless the gather crosses nodes
 
 
 def reduce_gradient(
@@ -44,17 +30,16 @@ def reduce_gradient(
 
     Returns the shard's gradient and the next state of the codec.
 
-    Wire, if no axis crosses nodes: reduce-scatter over the gather axes, all-reduce over the copies.
-    If one does: inside a node, reduce-scatter over gather axes and copies, at the end an all-gather
-    over the copies; across nodes, reduce-scatter and all-reduce (with a codec: see `reduce_parts`)
-    of this device's shard divided by the copies inside. Without a codec the gradient is reduced in
-    pieces of at most `micro_bytes`, one after the other.
+    Wire, on one node: reduce-scatter over the gather axes, all-reduce over the copies. Across
+    nodes, in this order: reduce-scatter inside the node over gather axes and copies; reduce-scatter
+    and all-reduce across nodes (with a codec: `reduce_parts`); all-gather over the copies inside
+    the node. Without a codec the gradient is reduced in pieces of at most `micro_bytes`.
     """
-    with jax.named_scope(spec.kind):
-        return _summed(gradient, spec, state, context)
+    with jax.named_scope(spec.traffic):
+        return _reduce_in_pieces(gradient, spec, state, context)
 
 
-def _summed(
+def _reduce_in_pieces(
     gradient: jax.Array, spec: GatherSpec, state: ReduceState | None, context: EncodeContext | None
 ) -> tuple[jax.Array, ReduceState | None]:
     """`reduce_gradient`, in whole or in pieces."""
@@ -69,11 +54,11 @@ def _summed(
     shape = (transposed.shape[0] // (S * F), *transposed.shape[1:])
     x_SFm = transposed.reshape(S, F, math.prod(shape))
     if spec.gradient_codec is not None and state is not None and context is not None:
-        shard, state = _hops(x_SFm, path, spec.gradient_codec, state, context)
+        shard, state = _reduce_piece(x_SFm, path, spec.gradient_codec, state, context)
     else:
         starts = _cuts(x_SFm.shape[2], S * F * x_SFm.dtype.itemsize, spec.micro_bytes)
         shard = jnp.concatenate(
-            [_hops(piece, path)[0] for piece in jnp.split(x_SFm, starts, axis=2)]
+            [_reduce_piece(piece, path)[0] for piece in jnp.split(x_SFm, starts, axis=2)]
         )
     shard = shard.reshape(shape)
     return (shard[0] if path.dim is None else jnp.moveaxis(shard, 0, path.dim)), state
@@ -88,7 +73,7 @@ def _cuts(size: int, bytes_each: int, limit: int | None) -> list[int]:
     return list(range(step, size, step))
 
 
-def _hops(
+def _reduce_piece(
     x_SFm: jax.Array,
     path: ParamPath,
     codec: Codec | LowRank | None = None,

@@ -45,13 +45,13 @@ def residual_specs(states: Any, params: Any, dims: Any, layout: Layout) -> Any:
     return jax.tree.map(spec, params, dims, states)
 
 
-def sum_squared_errors(codec: Codec | LowRank, states: Any, dims: Any, kind: str) -> jax.Array:
-    """Sums `AdaptiveCodec.squared_errors` over this device's gradients of one class (`kind`)."""
+def sum_squared_errors(codec: Codec | LowRank, states: Any, dims: Any, traffic: str) -> jax.Array:
+    """Sums `AdaptiveCodec.squared_errors` over this device's gradients of one class of traffic."""
     assert isinstance(codec, AdaptiveCodec)
     errors = []
 
     def add(letters: str, state: ReduceState | None) -> None:
-        if state is not None and class_of(letters) == kind:
+        if state is not None and class_of(letters) == traffic:
             errors.append(codec.squared_errors(state.parts))  # type: ignore[arg-type]
 
     jax.tree.map(add, dims, states)

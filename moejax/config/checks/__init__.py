@@ -2,8 +2,13 @@
 
 `check` is for a config as it was written; `resolve_mesh` follows once the number of devices is
 known. Neither imports JAX. The rules on single values live with the fields in `config.schema`.
+
+Read in this order: this file, `effects` (settings that would change nothing), `mesh` (axes and
+their sizes), `size` (limits of arrays), `planned` (what a planner chooses), `paths` (files and
+folders). `text` has words that their messages share.
 """
 
+from moejax.config.checks.attention import check_attention
 from moejax.config.checks.effects import check_effects
 from moejax.config.checks.mesh import (
     AXES,
@@ -28,7 +33,8 @@ def check(cfg: Config) -> None:
     check_effects(cfg)
     check_size(cfg)
     _check_paths(cfg)
-    _check_model(cfg)
+    check_attention(cfg)
+    _check_blocks(cfg)
     _check_data(cfg)
     _check_training(cfg)
     if cfg.model.has_experts:
@@ -61,45 +67,21 @@ def _check_paths(cfg: Config) -> None:
             )
 
 
-def _check_model(cfg: Config) -> None:
-    model, rope = cfg.model, cfg.model.rope
+def _check_blocks(cfg: Config) -> None:
+    model = cfg.model
+    if model.moe_every is None:
+        return
+    rest = model.num_layers - model.first_dense_layers
     require(
-        model.num_heads % model.num_kv_heads == 0,
-        f"`model.num_heads` = {model.num_heads} is not a multiple of `model.num_kv_heads` = "
-        f"{model.num_kv_heads}. Choose {divisors_text(model.num_heads)} for model.num_kv_heads.",
+        rest >= 1,
+        f"`model.first_dense_layers` = {model.first_dense_layers} leaves none of "
+        f"{model.num_layers} layers for experts. It must be below `model.num_layers`; set "
+        "model.moe_every=none for a dense model.",
     )
     require(
-        model.head_width % 2 == 0,
-        f"`model.head_width` = {model.head_width} is odd. Rotary positions turn pairs of channels. "
-        f"Choose {model.head_width - 1} or {model.head_width + 1}.",
-    )
-    if model.moe_every is not None:
-        rest = model.num_layers - model.first_dense_layers
-        require(
-            rest >= 1,
-            f"`model.first_dense_layers` = {model.first_dense_layers} leaves none of "
-            f"{model.num_layers} layers for experts. It must be below `model.num_layers`; set "
-            "model.moe_every=none for a dense model.",
-        )
-        require(
-            model.moe_every <= rest,
-            f"`model.moe_every` = {model.moe_every} leaves no block with experts. It must be at "
-            f"most num_layers - first_dense_layers = {rest}; set none for a dense model.",
-        )
-    pairs = {"llama3": ("low_frequency_factor", "high_frequency_factor")}
-    pairs["yarn"] = ("beta_slow", "beta_fast")
-    if rope.scaling in pairs:
-        low, high = pairs[rope.scaling]
-        require(
-            getattr(rope, low) < getattr(rope, high),
-            f"`model.rope.{low}` = {getattr(rope, low)} must be below `model.rope.{high}` = "
-            f"{getattr(rope, high)}. Lower the first or raise the second.",
-        )
-    require(
-        rope.scaling != "yarn" or rope.theta > 1,
-        f"`model.rope.theta` = {rope.theta} leaves no channel pair that turns slower than another. "
-        "yarn tells pairs apart by how fast they turn, so it must be above 1. Set it to the base "
-        "that the model was trained with, or another `model.rope.scaling`.",
+        model.moe_every <= rest,
+        f"`model.moe_every` = {model.moe_every} leaves no block with experts. It must be at "
+        f"most num_layers - first_dense_layers = {rest}; set none for a dense model.",
     )
 
 
@@ -209,7 +191,7 @@ def _check_route(cfg: Config) -> None:
 
 
 def _check_compression(cfg: Config) -> None:
-    """Codecs are codecs, and blocks pack into words."""
+    """Checks the codec settings; a block is a multiple of 4 values."""
     build_compression(cfg.compression)
     require(
         cfg.compression.block % 4 == 0,

@@ -47,12 +47,56 @@ def _effects() -> Iterator[_Effect]:
         "no codec of `compression` is adaptive",
     )
     yield (
+        ("model.activation_limit",),
+        lambda cfg: cfg.model.clamp is not None,
+        "only `model.activation` clamped_swiglu reads it",
+    )
+    yield (
+        ("model.predict_ahead",),
+        lambda cfg: cfg.data.sequence_length > 1,
+        "`data.sequence_length` is 1, so no position has a token after the next",
+    )
+    yield (
+        ("moe.shared_gate",),
+        lambda cfg: cfg.moe.num_shared_experts > 0,
+        "`moe.num_shared_experts` is 0",
+    )
+    yield (
         ("moe.router.groups_per_token",),
         lambda cfg: cfg.moe.router.num_groups > 1,
         "`moe.router.num_groups` is 1",
     )
+    yield from _attention_effects()
     yield from _rope_effects()
     yield from _training_effects()
+
+
+def _attention_effects() -> Iterator[_Effect]:
+    yield (
+        ("model.q_latent", "model.kv_latent", "model.value_width"),
+        lambda cfg: cfg.model.is_latent,
+        "`model.attention` is not latent",
+    )
+    yield (
+        ("model.num_kv_heads",),
+        lambda cfg: not cfg.model.is_latent,
+        "`model.attention` is latent, where every head has keys and values of its own",
+    )
+    yield (
+        (
+            "model.qk_norm",
+            "model.attention_bias",
+            "model.attention_output_bias",
+            "model.attention_sinks",
+        ),
+        lambda cfg: not cfg.model.is_latent,
+        "`model.attention` is latent, which has norms on its latents, no biases and no sinks",
+    )
+    yield (
+        ("model.full_attention_every",),
+        lambda cfg: cfg.model.sliding_window is not None,
+        "`model.sliding_window` is none, so every block attends without a window",
+    )
 
 
 def _rope_effects() -> Iterator[_Effect]:
@@ -60,7 +104,12 @@ def _rope_effects() -> Iterator[_Effect]:
         ("model.rope.factor",): ("linear", "llama3", "yarn"),
         ("model.rope.trained_length",): ("llama3", "yarn"),
         ("model.rope.low_frequency_factor", "model.rope.high_frequency_factor"): ("llama3",),
-        ("model.rope.beta_fast", "model.rope.beta_slow"): ("yarn",),
+        ("model.rope.beta_fast", "model.rope.beta_slow", "model.rope.truncate"): ("yarn",),
+        (
+            "model.rope.attention_factor",
+            "model.rope.mscale",
+            "model.rope.mscale_all_dim",
+        ): ("yarn",),
     }
     for names, scalings in scaled.items():
         yield (
@@ -76,6 +125,11 @@ def _rope_effects() -> Iterator[_Effect]:
 
 
 def _training_effects() -> Iterator[_Effect]:
+    yield (
+        ("train.predict_ahead_loss",),
+        lambda cfg: cfg.model.predict_ahead > 0,
+        "`model.predict_ahead` is 0",
+    )
     yield (
         ("optimizer.muon_",),
         lambda cfg: cfg.optimizer.name == "muon",
@@ -114,7 +168,7 @@ def _training_effects() -> Iterator[_Effect]:
     yield (
         ("plan.topology", "plan.routing", "plan.codecs", "plan.seconds", "plan.replan"),
         is_planned,
-        "nobody plans (`plan` is hand, or default with a choice made by hand)",
+        "the planner is off (`plan` is hand, or default with a choice made by hand)",
     )
     yield (
         ("mesh.simulated_devices",),

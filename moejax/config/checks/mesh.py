@@ -94,10 +94,11 @@ def check_tensor_axis(cfg: Config) -> None:
     model, moe, tensor = cfg.model, cfg.moe, cfg.mesh.tensor
     sizes = {
         "model.num_heads": model.num_heads,
-        "model.num_kv_heads": model.num_kv_heads,
         "model.vocab_size": model.vocab_size,
         "data.sequence_length": cfg.data.sequence_length,
     }
+    if not model.is_latent:
+        sizes["model.num_kv_heads"] = model.num_kv_heads
     if model.has_dense_blocks:
         sizes["model.mlp_hidden"] = model.mlp_hidden
     if model.has_experts:
@@ -114,14 +115,16 @@ def check_tensor_axis(cfg: Config) -> None:
 
 
 def check_width(cfg: Config) -> None:
-    """Checks the width: dense weights shard it over fsdp x expert, expert weights over fsdp."""
-    width, fsdp, expert = cfg.model.width, cfg.mesh.fsdp, cfg.mesh.expert
-    require(
-        width % (fsdp * expert) == 0,
-        f"`model.width` = {width} is not divisible by mesh.fsdp x mesh.expert = {fsdp} x {expert} "
-        f"= {fsdp * expert}. Choose {multiples(width, fsdp * expert)} for model.width, or smaller "
-        "axes.",
-    )
+    """Checks what dense weights shard over fsdp x expert: the width, and widths of latents."""
+    model, fsdp, expert = cfg.model, cfg.mesh.fsdp, cfg.mesh.expert
+    sizes = {"width": model.width, "q_latent": model.q_latent, "kv_latent": model.kv_latent}
+    for name, size in sizes.items():
+        require(
+            size is None or size % (fsdp * expert) == 0,
+            f"`model.{name}` = {size} is not divisible by mesh.fsdp x mesh.expert = {fsdp} x "
+            f"{expert} = {fsdp * expert}. Choose {multiples(size or 0, fsdp * expert)} for "
+            f"model.{name}, or smaller axes.",
+        )
 
 
 def check_batch(cfg: Config) -> None:

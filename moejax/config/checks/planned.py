@@ -42,8 +42,8 @@ def check_plan(cfg: Config) -> None:
     mode = cfg.plan.mode
     if mode not in MODES and not mode.endswith(".json"):
         raise InputError(
-            f"`plan` = {short(mode)} is no way to plan. It must be {', '.join(MODES)}, or the path "
-            "of a plan file, which ends in .json. Choose one of them."
+            f"`plan` = {short(mode)} is not a planning mode. It must be {', '.join(MODES)}, or "
+            "the path of a plan file, which ends in .json. Choose one of them."
         )
 
 

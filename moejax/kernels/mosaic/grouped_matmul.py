@@ -1,8 +1,9 @@
 """Products of rows and the matrix of their group, in bfloat16 on Hopper's matrix units.
 
-Per device. Legend: M rows sorted by group, G groups, K summed over, N columns. `mosaic.tiles` says
-how thread blocks share the work. Bound by compute from about 200 rows a group on. K and N are
-multiples of DEPTH, the width of a swizzled tile.
+Per device. Legend: M rows sorted by group, G groups, K summed over, N columns, U gate and up, F
+hidden width, T tiles of rows. `mosaic.tiles` says how thread blocks share the work. Bound by
+compute from about 200 rows a group on. K and N are multiples of DEPTH, the width of a swizzled
+tile.
 """
 
 from collections.abc import Callable

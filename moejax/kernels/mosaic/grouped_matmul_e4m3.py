@@ -1,9 +1,9 @@
 """Products of quantised rows and the quantised matrix of their group, in e4m3 on Hopper.
 
 Per device. Legend: M rows sorted by group, G groups, K summed over, N columns, B blocks of K, J
-blocks of N; a block is DEPTH = HALF = 128 wide. `mosaic.tiles` says how thread blocks share the
-work. Bound by compute from about 200 rows a group on, as in bfloat16: the matrix units take e4m3
-twice as fast, and it has half the bytes.
+blocks of N, T tiles of rows; a block is DEPTH = HALF = 128 wide. `mosaic.tiles` says how thread
+blocks share the work. Bound by compute from about 200 rows a group on, as in bfloat16: the matrix
+units take e4m3 twice as fast, and it has half the bytes.
 
 Hopper adds up products of e4m3 with fewer bits than float32 has, so a sum of the matrix units has
 one block, and is scaled and added in float32 by the warpgroup that started it, while the products
@@ -172,7 +172,7 @@ def _sum_scaled(
     arrived, free = buffers.ring
     own = pl.ds(pl.multiple_of(wg * OWN, OWN), OWN)
 
-    def one(i, totals):
+    def sum_step(i, totals):
         slot = lax.rem(step + i, STAGES)
         scales = [scale_of(i, half) for half in range(2)]  # on their way while buffers arrive
         plgpu.barrier_wait(arrived.at[slot])
@@ -184,7 +184,7 @@ def _sum_scaled(
         return tuple(added)
 
     zeros = plgpu.layout_cast(jnp.zeros((OWN, HALF), jnp.float32), LAYOUT)
-    return lax.fori_loop(0, steps, one, (zeros, zeros))
+    return lax.fori_loop(0, steps, sum_step, (zeros, zeros))
 
 
 def _product(x_smem: Any, w_smem: Any) -> jax.Array:

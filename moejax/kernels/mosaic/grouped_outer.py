@@ -78,7 +78,10 @@ def grouped_outer(
     extent = Extent(tall, wide, min(MULTIPROCESSORS, count))
 
     def sum_outer(start_gmem, end_gmem, x_gmem, y_gmem, w_gmem, buffers):
-        wg, position_of = lax.axis_index("wg"), partial(_place, extent, start_gmem, end_gmem)
+        wg, position_of = (
+            lax.axis_index("wg"),
+            partial(_group_position, extent, start_gmem, end_gmem),
+        )
         specialize(
             wg,
             turns_of(count, extent.blocks),
@@ -107,7 +110,7 @@ def _buffers(dtype: Any, result_dtype: Any) -> Buffers:
     )
 
 
-def _place(extent: Extent, start_gmem: Any, end_gmem: Any, turn: Any) -> GroupPosition:
+def _group_position(extent: Extent, start_gmem: Any, end_gmem: Any, turn: Any) -> GroupPosition:
     index = turn * extent.blocks + lax.axis_index("block")
     tiles = extent.tall * extent.wide
     group, tile = lax.div(index, tiles), lax.rem(index, tiles)

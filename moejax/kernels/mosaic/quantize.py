@@ -6,8 +6,8 @@ share a multiprocessor and one's copies hide behind another's arithmetic. Bound 
 and out are those of the arrays.
 
 The layout gives a thread four neighbours, so that bytes move in words, and a block four threads,
-so that its maximum needs two shuffles. Half bytes travel as JAX's int4, whose two to a byte XLA
-takes for what they are: packing them costs nothing.
+so that its maximum needs two shuffles. Four-bit values are stored as JAX's int4, which XLA packs
+two to a byte at no cost.
 """
 
 import jax
@@ -55,7 +55,8 @@ def quantize(x_RB: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
     tiles = pl.cdiv(R, rows)
     values_RB, scale_R = plgpu.kernel(
         quantize_tile,
-        # Scales have room for whole tiles: what is not tiled must be copied in 16 bytes.
+        # Scales are padded to whole tiles: bulk copies of untiled arrays need multiples of 16
+        # bytes.
         out_type=(
             jax.ShapeDtypeStruct((R, B), stored),
             jax.ShapeDtypeStruct((tiles * rows,), jnp.float32),

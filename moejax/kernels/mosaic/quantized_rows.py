@@ -43,7 +43,7 @@ def permute_quantize(
 
     def permute_quantize_tile(x_gmem, source_gmem, weight_gmem, values_gmem, scale_gmem, *scratch):
         x_smem, values_smem, scale_smem, arrived = scratch
-        first, piece = _place(rows, width)
+        first, piece = _tile_origin(rows, width)
         for r in range(rows):
             row = x_gmem.at[source_gmem[first + r], piece]
             plgpu.copy_gmem_to_smem(row, x_smem.at[pl.ds(r * width, width)], arrived)
@@ -79,7 +79,7 @@ def dequantize_combine(
     values: jax.Array,
     scale_MB: jax.Array,
     weight_NK: jax.Array,
-    place_NK: jax.Array,
+    slot_NK: jax.Array,
     *,
     name: str,
     dtype: jnp.dtype,
@@ -88,23 +88,23 @@ def dequantize_combine(
 
     Args:
       values: uint8 [M, B, C * bits / 8].
-      place_NK: the row of each result; M for none.
+      slot_NK: the row of each result; M for none.
     """
     values = from_bytes(values, FORMATS[name])
-    (M, B, C), (N, K) = values.shape, place_NK.shape
+    (M, B, C), (N, K) = values.shape, slot_NK.shape
     width, rows = min(B, TILE), TILE // min(B, TILE)
     padding = -N % rows
-    place_NK = jnp.pad(place_NK, ((0, padding), (0, 0)), constant_values=M)
+    slot_NK = jnp.pad(slot_NK, ((0, padding), (0, 0)), constant_values=M)
     weight_NK = jnp.pad(weight_NK.astype(jnp.float32), ((0, padding), (0, 0)))
 
-    def combine_tile(values_gmem, scale_gmem, weight_gmem, place_gmem, x_gmem, *scratch):
+    def combine_tile(values_gmem, scale_gmem, weight_gmem, slot_gmem, x_gmem, *scratch):
         values_smem, scale_smem, x_smem, arrived = scratch
-        first, piece = _place(rows, width)
+        first, piece = _tile_origin(rows, width)
 
         @pl.loop(0, K)  # all are on their way at once
         def _(k):
             for r in range(rows):
-                row, into = place_gmem[first + r, k], pl.ds(r * width, width)
+                row, into = slot_gmem[first + r, k], pl.ds(r * width, width)
                 copy = partial(plgpu.copy_gmem_to_smem, barrier=arrived.at[k])
                 copy(values_gmem.at[row, piece], values_smem.at[k, into])
                 copy(scale_gmem.at[row, piece], scale_smem.at[k, into])
@@ -132,10 +132,10 @@ def dequantize_combine(
             plgpu.SMEM((TILE, C), dtype),
             plgpu.Barrier(num_arrivals=2 * rows, num_barriers=K),
         ],
-    )(values, scale_MB, weight_NK, place_NK)
+    )(values, scale_MB, weight_NK, slot_NK)
 
 
-def _place(rows: int, width: int) -> tuple[jax.Array, pl.Slice]:
+def _tile_origin(rows: int, width: int) -> tuple[jax.Array, pl.Slice]:
     """The first row of this thread block, and its piece of each row's blocks."""
     return jax.lax.axis_index("rows") * rows, pl.ds(jax.lax.axis_index("piece") * width, width)
 

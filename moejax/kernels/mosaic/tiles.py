@@ -4,6 +4,8 @@ Per device. A thread block works on tile after tile of ROWS x COLUMNS results. O
 warpgroups only copies, by TMA, as far ahead as the ring of buffers allows, also into the next tile
 while this one is written; the other two multiply, 64 rows each, in two halves of the columns.
 
+Legend: G groups, T tiles of rows, over all groups.
+
 A group's tiles start at its own first row, or up to seven before it, because copies into what the
 matrix units read start at a multiple of eight. A tile's rows of other groups are multiplied and not
 stored. Rows past the last group are a group of their own, which is zero.
@@ -81,7 +83,7 @@ def grid_of(schedule: TileSchedule, groups: int, columns: int, steps: int) -> Gr
 
 
 def tile_position(grid: Grid, schedule: Any, turn: Any) -> TilePosition:
-    """In a kernel: where this thread block is in its so-manieth turn."""
+    """In a kernel: the tile that this thread block works on in turn `turn`."""
     index = turn * grid.blocks + lax.axis_index("block")
     tile, column = lax.div(index, grid.columns), lax.rem(index, grid.columns)
     group = schedule.group_T[tile]
@@ -94,12 +96,12 @@ def turns_of(count: Any, blocks: int) -> Any:
 
 
 def tiled(width: int) -> tuple[Any, Any]:
-    """How buffers lie that matrix units read: in tiles of eight rows of 128 bytes, swizzled."""
+    """Layout of buffers that matrix units read: in tiles of eight rows of 128 bytes, swizzled."""
     return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
 
 
 def ring_of(copies: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
-    """Barriers of the buffers: this one has arrived, this one is free again."""
+    """Two barriers for each buffer: filled, and free again."""
     return (
         plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
         plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
@@ -109,7 +111,7 @@ def ring_of(copies: int) -> tuple[plgpu.Barrier, plgpu.Barrier]:
 def specialize(
     wg: jax.Array, turns: Any, load_tile: Callable, multiply_tile: Callable, registers: int = 232
 ) -> None:
-    """Each warpgroup's part, (turn, step) -> step, tile after tile; steps are the ring's.
+    """Runs each warpgroup's function (turn, step) -> step over all tiles; steps are the ring's.
 
     Args:
       registers: of a thread that multiplies.
@@ -159,7 +161,7 @@ def sum_steps(product: Callable, steps: Any, step: jax.Array, ring: Any) -> list
     arrived, free = ring
 
     def scope(*accumulators):
-        def one(i, _):
+        def sum_step(i, _):
             slot = lax.rem(step + i, STAGES)
             plgpu.barrier_wait(arrived.at[slot])
             product(i, slot, accumulators)
@@ -170,7 +172,7 @@ def sum_steps(product: Callable, steps: Any, step: jax.Array, ring: Any) -> list
             def _():
                 plgpu.barrier_arrive(free.at[lax.rem(step + i - 1, STAGES)])
 
-        lax.fori_loop(0, steps, one, None)
+        lax.fori_loop(0, steps, sum_step, None)
         plgpu.wgmma_wait(0)
 
         @pl.when(steps > 0)
@@ -183,7 +185,7 @@ def sum_steps(product: Callable, steps: Any, step: jax.Array, ring: Any) -> list
 
 
 class Stores(NamedTuple):
-    """Shared memory that results go through: [2, OWN, PIECE], of each warpgroup its own."""
+    """Shared memory for results, [2, OWN, PIECE]: one part for each multiplying warpgroup."""
 
     whole: Any
     tail: Any
@@ -217,10 +219,10 @@ def store_rows(
 ) -> None:
     """Writes the rows that count of [OWN, HALF] to columns of a result.
 
-    All in one copy a piece, where all count; fewer by the binary digits of their number.
+    If all OWN rows count, one copy a piece. Otherwise one copy per binary digit of their number.
 
     Args:
-      between: where in the result's dimensions that stand between rows and columns.
+      between: index of the result's dimensions between rows and columns.
       column: the first.
     """
     for start in range(0, HALF, PIECE):

@@ -300,10 +300,10 @@ def _known_rates() -> dict[str, tuple[float, ...]]:
 def _of_nodes(topology: Topology, name: str, count: str) -> Topology:
     try:
         if not count.isascii() or not count.isdigit() or len(count) > 9:
-            raise ValueError(f"`{short(count)[1:-1]}` is no number of nodes.")
+            raise ValueError(f"`{short(count)[1:-1]}` is not a number of nodes.")
         return topology.of_nodes(int(count))
     except ValueError as error:
         raise InputError(
-            f"no such cluster. `{short(name)[1:-1]}`: {error} Behind the colon stands how many "
-            f"nodes. Write {topology.name}:{topology.nodes}, for one."
+            f"no such cluster. `{short(name)[1:-1]}`: {error} The number after the colon is "
+            f"the number of nodes. Write, for example, {topology.name}:{topology.nodes}."
         ) from error

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 # Other kinds of collective are priced like one of `KINDS`.
 SAME = {"all_max": "all_reduce", "all_min": "all_reduce"}
-LINKS = SAME | {"permute": "all_to_all"}
+LINKS = SAME | {"ppermute": "all_to_all"}
 RINGS = ("all_gather", "reduce_scatter", "all_reduce")
 SLOW_BELOW = 0.75  # of the usual rate between nodes; below it a node is called slow
 SIZES = tuple(2**power for power in range(10, 31))  # bytes that `crossover` looks at
@@ -199,11 +199,10 @@ class Topology:
     def shares(self, kind: str, operand_bytes: float, *group: int) -> tuple[float, ...]:
         """Returns the bytes that a device of the group sends on each tier.
 
-        all_to_all: every device sends a part to every other, so (n - 1) / n of the operand leaves
-        it, in the proportion of its peers. all_gather and reduce_scatter are rings, all_reduce is
-        two: (n - 1) / n of the operand (all_gather: of its result) passes between any two blocks
-        of devices, once, and the block's devices share the sending. permute: all of it, on the
-        slowest tier.
+        all_to_all: (n - 1) / n of the operand leaves a device, split over the tiers as its peers
+        are. all_gather and reduce_scatter are one ring, all_reduce is two: (n - 1) / n of the
+        operand (all_gather: of the result) passes once between neighbouring blocks, shared by the
+        block's devices. ppermute: the whole operand, on the slowest tier.
 
         Args:
           operand_bytes: bytes of one device's operand; for an all_gather, of its result.
@@ -211,7 +210,7 @@ class Topology:
         """
         count, peers = math.prod(group), self._peers(group)
         kind = SAME.get(kind, kind)
-        if kind == "permute":
+        if kind == "ppermute":
             slowest = max((t for t, number in enumerate(peers) if number), default=-1)
             return tuple(operand_bytes * (t == slowest) for t in range(len(peers)))
         if kind == "all_to_all":
@@ -245,10 +244,9 @@ class Topology:
     def crossover(self) -> tuple[Crossover, ...]:
         """Returns at which sizes one flat collective, or one collective per tier, is faster.
 
-        flat: every device sends to every other. ring: one step a device, each after the last, as
-        many rings at once as a node has devices. two_level: tier by tier, so that fewer and larger
-        messages cross the slow links; an all-reduce sums inside first, so that each device sends
-        only its share across.
+        flat: each device sends to every other. ring: one step per device, with as many rings as a
+        node has devices. two_level: one collective per tier, so that fewer and larger messages
+        cross slow links. A two-level all-reduce sums inside the node first.
         """
         methods = {
             "all_to_all": (("flat", self._flat), ("two_level", self._two_level)),

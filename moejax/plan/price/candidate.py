@@ -9,7 +9,7 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.cost import Costs, SimulatedStep, simulate_step
-from moejax.plan.price.routing import ExpertLoad, work_of
+from moejax.plan.price.routing import ExpertLoad, bucket_fills
 from moejax.plan.trace.memory import Peak, peak
 from moejax.plan.trace.reader import read as read_jaxpr
 from moejax.plan.trace.schedule import Schedule
@@ -103,14 +103,14 @@ def sampling_peak(train_step: TrainStep) -> Peak:
     return peak(read_jaxpr(traced.jaxpr), replaces=False)
 
 
-def price(traced: TracedStep, topology: Topology, routing: ExpertLoad) -> PricedPlan:
+def price(traced: TracedStep, topology: Topology, load: ExpertLoad) -> PricedPlan:
     """Simulates a traced step on a cluster for a given expert load."""
     layout, route = traced.train_step.layout, traced.train_step.spec.route
     parts, steps, evaluations = [], [], []
-    for share, work in work_of(routing, traced.cfg, layout, route):
-        schedule = traced.schedule(work.rounds)
-        parts.append((share, simulate_step(schedule, Costs(topology, layout, work))))
+    for share, fill in bucket_fills(load, traced.cfg, layout, route):
+        schedule = traced.schedule(fill.rounds)
+        parts.append((share, simulate_step(schedule, Costs(topology, layout, fill))))
         steps.append(traced.peak(schedule))
-        evaluations.append(traced.evaluation_peak(work.rounds))
+        evaluations.append(traced.evaluation_peak(fill.rounds))
     size = attrgetter("bytes")
     return PricedPlan(traced, tuple(parts), max(steps, key=size), max(evaluations, key=size))

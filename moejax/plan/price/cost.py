@@ -18,7 +18,7 @@ from moejax.plan.trace.schedule import Collective, Op, Schedule
 
 
 @dataclass(frozen=True)
-class Work:
+class BucketFill:
     """How full buckets are: see `plan.price.routing`.
 
     Attributes:
@@ -83,15 +83,16 @@ class SimulatedStep:
 class Costs:
     """Prices single operations on a cluster for one mesh."""
 
-    def __init__(self, topology: Topology, layout: Layout, work: Work):
-        self.topology, self.layout, self.work = topology, layout, work
+    def __init__(self, topology: Topology, layout: Layout, fill: BucketFill):
+        self.topology, self.layout, self.fill = topology, layout, fill
         self.device = topology.device
         # Gloo carries one collective at a time (comm.gloo).
         self.in_order = self.device.platform == "cpu" and topology.nodes > 1
 
     def compute(self, op: Op, filled: float) -> float:
         """Returns the seconds of an operation that computes."""
-        return self.device.program_overhead * alone(op, self.device, filled if op.work else 1.0)
+        share = filled if op.scales_with_fill else 1.0
+        return self.device.program_overhead * alone(op, self.device, share)
 
     def links(self, collective: Collective) -> list[tuple[Tier, float, float]]:
         """Returns (tier, seconds, bytes of a device) for each link that a collective uses."""
@@ -106,8 +107,8 @@ class Costs:
     def left(self, tier: Tier, seconds: float, computed: float) -> float:
         """Returns the seconds that a device waits for a collective after `computed` seconds.
 
-        Devices of a node that take turns on the same cores reach what goes to other nodes one after
-        the other: the first send while the last compute.
+        Devices that share cores compute in turn, so the first one sends while the others still
+        compute. A device therefore waits for less than the whole collective.
         """
         if tier is self.topology.tiers[0]:
             return tier.sync_delay_s + seconds
@@ -144,7 +145,7 @@ def alone(op: Op, device: Device, share: float = 1.0) -> float:
 def _share_computed(rows: int, groups: int, share: float) -> float:
     """Returns the share of a buffer's rows that is computed, in whole blocks of each group.
 
-    Groups differ: some hold more than the mean and some fewer, as counts of draws do.
+    Group sizes vary around the mean like counts of random draws, so three sizes are averaged.
     """
     mean = share * rows / groups
     around = [max(0.0, mean + sign * math.sqrt(mean)) for sign in (-1, 0, 1)]
@@ -155,20 +156,20 @@ def simulate_step(schedule: Schedule, costs: Costs, filled: float | None = None)
     """Prices every operation and simulates the schedule.
 
     Args:
-      filled: filled share of buckets; by default that of `work`.
+      filled: filled share of buckets; by default that of `costs.fill`.
     """
-    player = _Player(costs, costs.work.filled if filled is None else filled)
+    builder = _TaskBuilder(costs, costs.fill.filled if filled is None else filled)
     for op in schedule.ops:
-        player.take(op)
-    timeline = simulate(player.tasks)
+        builder.take(op)
+    timeline = simulate(builder.tasks)
     for name, seconds in timeline.exposed(by="name").items():
-        player.totals.exposed[name] += seconds
+        builder.totals.exposed[name] += seconds
     return SimulatedStep(
-        timeline, player.totals, tuple(player.ops), tuple(player.sizes), player.inside
+        timeline, builder.totals, tuple(builder.ops), tuple(builder.sizes), builder.inside
     )
 
 
-class _Player:
+class _TaskBuilder:
     """Turns operations into tasks."""
 
     def __init__(self, costs: Costs, filled: float):
@@ -220,21 +221,21 @@ class _Player:
 
     def _repeat(self, op: Op, body: Schedule, after: tuple[int, ...]) -> tuple[int, ...]:
         """Adds a loop as one task; its totals count once per trip."""
-        filled = self.costs.work.filled_in_rounds if op.scope == ROUNDS else self.filled
+        filled = self.costs.fill.filled_in_rounds if op.scope == ROUNDS else self.filled
         body = _unrolled(op, body) if op.unrolled > 1 else body
-        turn = simulate_step(body, self.costs, filled)
-        self.totals.add(turn.totals, op.trip_count)
-        seconds = turn.seconds * op.trip_count
+        trip = simulate_step(body, self.costs, filled)
+        self.totals.add(trip.totals, op.trip_count)
+        seconds = trip.seconds * op.trip_count
         own = self._add(op, 0.0, Task(f"{op.trip_count} x loop", COMPUTE, seconds, after))
-        self.inside[own[0]] = turn, op.trip_count
-        self.computed = 0.0 if turn.totals.sent else self.computed + seconds
+        self.inside[own[0]] = trip, op.trip_count
+        self.computed = 0.0 if trip.totals.sent else self.computed + seconds
         return own
 
 
 def _unrolled(op: Op, body: Schedule) -> Schedule:
     """Returns `unrolled` trips in one schedule; each waits for the values carried from the last."""
     ops: list[Op] = []
-    ready: dict[int, int] = {}  # carried buffer -> the operation of the last turn that wrote it
+    ready: dict[int, int] = {}  # carried buffer -> the operation of the last trip that wrote it
     for _ in range(op.unrolled):
         first, writer = len(ops), {}
         for body_op in body.ops:

@@ -1,8 +1,10 @@
 """How tokens are spread over experts, and how full that makes buckets.
 
-A routing is the share of assignments that each expert of each layer gets: even, a named skew, or
-a record of a run. It decides how many rows the busiest device computes, and whether buckets
+An expert load is the share of assignments that each expert of each layer gets: even, a named skew,
+or a record of a run. It decides how many rows the busiest device computes, and whether buckets
 overflow, so that a layer needs overflow rounds (`moe.sizes`, `comm.tokens.rounds`).
+
+Legend: N tokens, L layers, E experts.
 """
 
 import json
@@ -16,7 +18,7 @@ from moejax.layout.layout import Layout
 from moejax.layout.route import Route, plain_route
 from moejax.moe.dispatch import ROUND_SHARE
 from moejax.moe.sizes import Sizes, expert_capacity, usual_sizes
-from moejax.plan.price.cost import Work
+from moejax.plan.price.cost import BucketFill
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class ExpertLoad:
     """Share of assignments by layer and expert.
 
     Attributes:
-      name: the text that was given to `read_routing`.
+      name: the text that was given to `read_expert_load`.
       share_LE: shares of each layer, summing to one. One row may stand for all layers.
     """
 
@@ -37,8 +39,8 @@ class ExpertLoad:
         return max(max(share_E) * len(share_E) for share_E in self.share_LE)
 
 
-def read_routing(text: str, num_experts: int) -> ExpertLoad:
-    """Returns the routing of a name or a file.
+def read_expert_load(text: str, num_experts: int) -> ExpertLoad:
+    """Returns the expert load of a name or a file.
 
     Args:
       text: `balanced`; `zipf:1.2`, where the n-th most popular expert gets a share in proportion to
@@ -97,21 +99,21 @@ def _recorded(path: Path, num_experts: int) -> ExpertLoad:
     return ExpertLoad(str(path), tuple(tuple(n / sum(layer) for n in layer) for layer in counts_LE))
 
 
-def work_of(
-    routing: ExpertLoad, cfg: Config, layout: Layout, route: Route
-) -> list[tuple[float, Work]]:
-    """Returns (share of the expert layers, their work) pairs; the shares sum to one.
+def bucket_fills(
+    load: ExpertLoad, cfg: Config, layout: Layout, route: Route
+) -> list[tuple[float, BucketFill]]:
+    """Returns pairs: a share of the expert layers, and how full their buckets are.
 
-    Counts of independent draws vary: the fullest of n buckets of mean m holds about
-    m + sqrt(2 m ln n).
+    The shares sum to one. Counts of independent draws vary: the fullest of n buckets of mean m
+    holds about m + sqrt(2 m ln n).
     """
     tokens = tokens_of(cfg, layout, route)
     sizes = usual_sizes(route, layout, cfg.moe, tokens=tokens)
-    counts: dict[Work, int] = {}
-    for share_E in routing.share_LE:
-        work = _layer(share_E, cfg, layout, route, sizes, tokens)
-        counts[work] = counts.get(work, 0) + 1
-    return [(count / len(routing.share_LE), work) for work, count in counts.items()]
+    counts: dict[BucketFill, int] = {}
+    for share_E in load.share_LE:
+        fill = _layer(share_E, cfg, layout, route, sizes, tokens)
+        counts[fill] = counts.get(fill, 0) + 1
+    return [(count / len(load.share_LE), fill) for fill, count in counts.items()]
 
 
 def tokens_of(cfg: Config, layout: Layout, route: Route) -> int:
@@ -123,9 +125,9 @@ def tokens_of(cfg: Config, layout: Layout, route: Route) -> int:
 
 def _layer(
     share_E: tuple[float, ...], cfg: Config, layout: Layout, route: Route, sizes: Sizes, tokens: int
-) -> Work:
+) -> BucketFill:
     if not route.exchanges:
-        return Work()
+        return BucketFill()
     moe = cfg.moe
     rows_E = _rows(share_E, cfg, tokens)
     senders = math.prod(hop.peers(layout) for hop in route.exchanges)
@@ -136,14 +138,15 @@ def _layer(
     # The busiest device: rows from all devices that send to it, for the experts it owns.
     owned = _grouped(rows_E, senders)
     busiest = fullest([senders * ranks * rows for rows in owned], devices)
-    slots = sizes.work * route.parts
+    slots = sizes.expert_rows * route.parts
     if sizes.certain or not _overflows(rows_E, tokens, layout, route, sizes, devices):
-        return Work(filled=min(1.0, busiest / slots))
+        return BucketFill(filled=min(1.0, busiest / slots))
     plain = plain_route(route, layout)
     small = usual_sizes(plain, layout, moe, tokens=-(-tokens // ROUND_SHARE))
     peers = plain.exchanges[0].peers(layout)
     rounds = math.ceil(fullest(_grouped(rows_E, peers), devices * peers) / small.rows[0])
-    return Work(filled_in_rounds=min(1.0, busiest / (rounds * small.work)), rounds=max(1, rounds))
+    filled = min(1.0, busiest / (rounds * small.expert_rows))
+    return BucketFill(filled_in_rounds=filled, rounds=max(1, rounds))
 
 
 def _rows(share_E: tuple[float, ...], cfg: Config, tokens: int) -> list[float]:

@@ -11,18 +11,18 @@ from dataclasses import replace
 from moejax.plan.cluster.topology import Device, Tier, Topology
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import Costs, simulate_step
-from moejax.plan.price.routing import ExpertLoad, work_of
+from moejax.plan.price.routing import ExpertLoad, bucket_fills
 
 LOOKED = ((1 / 4, 1 / 16), (4, 16))  # factors that are tried, outwards from 1
-HALVINGS = 7  # of the logarithm of 4: to about 1 % of the factor
+# Bisection steps between two factors; leaves an error of about 1 %.
+HALVINGS = 7
 BANDWIDTHS = {
     "all-to-all bandwidth": ("all_to_all",),
     "bandwidth of other collectives": ("all_gather", "reduce_scatter", "all_reduce"),
 }
 
-RateChange = Callable[
-    [float], Topology
-]  # a factor -> the cluster with one rate so many times as good
+# factor -> the cluster with one rate multiplied by it
+RateChange = Callable[[float], Topology]
 
 
 class Steps:
@@ -32,20 +32,20 @@ class Steps:
       runs: (share of the expert layers, schedule, how full buckets are).
     """
 
-    def __init__(self, priced: PricedPlan, topology: Topology, routing: ExpertLoad):
+    def __init__(self, priced: PricedPlan, topology: Topology, load: ExpertLoad):
         self.topology, self.layout = topology, priced.traced.train_step.layout
-        works = work_of(routing, priced.cfg, self.layout, priced.traced.train_step.spec.route)
-        self.runs = [(share, priced.traced.schedule(work.rounds), work) for share, work in works]
+        fills = bucket_fills(load, priced.cfg, self.layout, priced.traced.train_step.spec.route)
+        self.runs = [(share, priced.traced.schedule(fill.rounds), fill) for share, fill in fills]
         self.known: dict[tuple[str, float], float] = {}
         self.changes = changes(topology)
 
     def seconds(self, rate: str, factor: float) -> float:
-        """Returns the time of a step if one rate is `factor` times as good."""
+        """Returns the time of a step if one rate is multiplied by `factor`."""
         if (rate, factor) not in self.known:
             changed = self.changes[rate](factor)
             self.known[rate, factor] = sum(
-                share * simulate_step(schedule, Costs(changed, self.layout, work)).seconds
-                for share, schedule, work in self.runs
+                share * simulate_step(schedule, Costs(changed, self.layout, fill)).seconds
+                for share, schedule, fill in self.runs
             )
         return self.known[rate, factor]
 

@@ -79,8 +79,9 @@ class _Stream:
       joins: ready tasks that take no time.
       running: the running task of a stream that runs one at a time; -1: none.
       last: the last task that ended.
-      version: counts changes of the time at which the next task ends; older events are void.
-      left, since, speed: compute's seconds of work left at that time, and its speed from there on.
+      version: number of changes to the next end; events of older versions are ignored.
+      left, since, speed: for compute: seconds of work left at time `since`, and the speed from
+        then on.
       sharing: a heap of (service at which it ends, task), for a shared stream.
       service: seconds of full-speed service that a task of a shared stream would have received
         since time 0.

@@ -19,7 +19,7 @@ class Task:
       seconds: time alone at full speed. A task of zero seconds is a join.
       after: indices of the tasks that it waits for, smaller than its own.
       priority: higher goes first, if the stream's policy is `priority`.
-      occupies: share of compute's speed that communication takes while it runs.
+      compute_share: share of compute's speed that communication takes while it runs.
     """
 
     name: str

@@ -35,21 +35,21 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     command = argparse.ArgumentParser(
         prog="moejax plan probe",
-        description="Measures links and devices, and writes the topology that plans are made by.",
+        description="Measures links and devices, and writes a topology file for the planner.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--out", metavar="FILE", required=True, help="the topology to write")
     command.add_argument(
-        "--quick", action="store_true", help="fewer sizes, and no more than needed"
+        "--quick", action="store_true", help="measure fewer sizes and skip pairs and contention"
     )
     command.add_argument(
-        "--seconds", type=float, help=f"for the links, about (default {SECONDS:g}, quick 10)"
+        "--seconds",
+        type=float,
+        help=f"approximate time for the links (default {SECONDS:g}, quick 10)",
     )
-    command.add_argument(
-        "--nodes", type=int, help="how many nodes the devices make up, if not seen"
-    )
-    command.add_argument("--name", help="of the cluster (default: the file's)")
+    command.add_argument("--nodes", type=int, help="number of nodes, if the devices do not show it")
+    command.add_argument("--name", help="name of the cluster (default: from the file)")
     command.add_argument(
         "--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds"
     )

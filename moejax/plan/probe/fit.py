@@ -16,7 +16,8 @@ ROUNDS = 20
 ROBUST = 2.0
 STEADY = 0.01  # a residual below this is never an outlier
 LEAST_STARTUP_S = 1e-9
-# Least share of the largest call's time that its bytes take: constant times show no rate.
+# Smallest share of the largest call's time that is attributed to its bytes: equal times would
+# otherwise give an infinite rate.
 UNSEEN = 0.01
 
 

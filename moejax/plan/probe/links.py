@@ -28,7 +28,7 @@ AIM_S = 0.12
 TOGETHER_S = 0.25  # longest call that is measured beside others
 PAIR_S = 0.2  # one transfer between two nodes
 PRODUCT = 256  # size of the matrices multiplied beside a collective
-PRODUCTS = 4  # products between collectives; twice as many where devices take turns
+PRODUCTS = 4  # products between collectives; twice as many to measure sharing of cores
 TINY = 2**10  # bytes of a device's operand, so few that only the startup counts
 
 
@@ -46,7 +46,7 @@ def probe_tier(
 
     Args:
       axis: axis of the stopwatch's mesh that the tier connects.
-      sharing: devices of a node that share the same cores.
+      oversubscription: devices of a node that share the same cores.
       seconds: about how long it may take.
       quick: fewer sizes; contention is not measured.
     """
@@ -74,12 +74,12 @@ def probe_oversubscription(watch: Stopwatch) -> float:
 
     In both cases the devices meet after their work, so that none runs ahead.
     """
-    count, (work, start) = watch.mesh.shape[AXES[1]], _work(2 * PRODUCTS)
+    count, (multiply, start) = watch.mesh.shape[AXES[1]], _products(2 * PRODUCTS)
 
     def busy(devices: int) -> float:
         def operate(x: jax.Array) -> jax.Array:
             is_busy = jax.lax.axis_index(AXES[1]) < devices
-            y = jax.lax.cond(is_busy, work, lambda x: x, x)
+            y = jax.lax.cond(is_busy, multiply, lambda x: x, x)
             return y + wire.all_reduce(y[0, 0], AXES[1:], tag=None)
 
         return watch.seconds(operate, start)
@@ -87,22 +87,23 @@ def probe_oversubscription(watch: Stopwatch) -> float:
     return min(count, max(1.0, busy(count) / busy(1))) if count > 1 else 1.0
 
 
-def _late(watch: Stopwatch, axis: str, link: Link, turns: float) -> float:
+def _late(watch: Stopwatch, axis: str, link: Link, oversubscription: float) -> float:
     """Returns the extra seconds of a tiny collective that stands between computations.
 
-    Times it between computations of two lengths: the part that does not grow is the collective.
+    Times it between computations of two lengths. What does not grow with the length is the
+    collective.
 
     Args:
       link: the tier's all-to-all link.
-      turns: devices that share cores and reach it one after the other.
+      oversubscription: devices that share cores and reach it one after the other.
     """
     send, values, sent = collective("all_to_all", axis, TINY, watch.mesh.shape[axis])
 
     def between(products: int) -> tuple[Callable, Callable]:
-        work, matrix = _work(products)
+        multiply, matrix = _products(products)
 
         def operate(both: Any) -> Any:
-            x, y = work(both[0]), both[1]
+            x, y = multiply(both[0]), both[1]
             y = send(y.at[0, 0].add(x[0, 0]))
             return x.at[0, 0].add(y[0, 0]), y
 
@@ -112,7 +113,7 @@ def _late(watch: Stopwatch, axis: str, link: Link, turns: float) -> float:
     return max(
         0.0,
         statistics.median(2 * single - double for single, double in rounds)
-        - link.seconds(sent) / turns,
+        - link.seconds(sent) / oversubscription,
     )
 
 
@@ -178,12 +179,12 @@ def _contention(watch: Stopwatch, axis: str, links: dict[str, Link]) -> tuple[fl
     alone = [watch.seconds(operate, start, aim_s=0) for operate, start in (first, second)]
     both = watch.seconds(*_beside(first, second), aim_s=0)
     contention = min(2.0, both / sum(alone))
-    single_work = watch.seconds(*_work(1))
-    # Work that lasts longer than the collective, so that all of it runs beside work.
-    work = _work(max(1, math.ceil(1.5 * alone[0] / single_work)))
-    working = watch.seconds(*work, aim_s=0)
-    beside = watch.seconds(*_beside(first, work), aim_s=0)
-    compute_share = (beside - working) / alone[0]
+    single = watch.seconds(*_products(1))
+    # Compute that lasts longer than the collective, so that all of it runs beside compute.
+    products = _products(max(1, math.ceil(1.5 * alone[0] / single)))
+    computing = watch.seconds(*products, aim_s=0)
+    beside = watch.seconds(*_beside(first, products), aim_s=0)
+    compute_share = (beside - computing) / alone[0]
     return contention, min(1.0, max(0.0, compute_share))
 
 
@@ -209,12 +210,12 @@ def _beside(
     return operate, lambda: (first[1](), second[1]())
 
 
-def _work(products: int) -> tuple[Callable, Callable]:
-    """Returns an operation of `count` dependent matrix products."""
+def _products(count: int) -> tuple[Callable, Callable]:
+    """Returns `count` dependent matrix products as one operation, and its input."""
 
     def operate(x: jax.Array) -> jax.Array:
         matrix = jnp.full((PRODUCT, PRODUCT), 1 / PRODUCT)
-        return jax.lax.fori_loop(0, products, lambda _, y: y @ matrix, x)
+        return jax.lax.fori_loop(0, count, lambda _, y: y @ matrix, x)
 
     return operate, _zeros(PRODUCT, PRODUCT)
 
@@ -262,7 +263,7 @@ def _transfer(
         mesh = build_probe_mesh([devices[a], devices[b]])
         if any(d.process_index == jax.process_index() for d in mesh.devices.flat):
             runs[a, b] = loop(
-                lambda x: wire.permute(x, AXES[:1], [(0, 1)]), _zeros(size // 4), mesh
+                lambda x: wire.ppermute(x, AXES[:1], [(0, 1)]), _zeros(size // 4), mesh
             )
     for run in runs.values():
         run.lower(0).compile()

@@ -24,7 +24,7 @@ from moejax.runtime.processes import Processes
 from moejax.runtime.start import platform_of
 
 SECONDS, QUICK_SECONDS = 28.0, 10.0  # for all links
-MOST_PAIRED = 64  # nodes whose pairs are measured; more would take minutes
+MAX_PAIRED = 64  # nodes whose pairs are measured; more would take minutes
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def probe(
         device=device,
         tiers=tiers,
     )
-    if topology.nodes > 1 and not effort.quick and topology.nodes <= MOST_PAIRED:
+    if topology.nodes > 1 and not effort.quick and topology.nodes <= MAX_PAIRED:
         topology = _with_pairs(topology, nodes_found, processes, progress)
     odd += _slow_nodes(topology)
     # Each process computed from its own clock, so last digits may differ: process 0's values count.
@@ -100,7 +100,7 @@ def _measure_device(
     gather = watch.processes.gather
     progress("a whole program")
     device = replace(device, program_overhead=gather(probe_program(watch, device))[0])
-    progress("devices that take turns")
+    progress("devices that share cores")
     return replace(device, oversubscription=gather(probe_oversubscription(watch))[0])
 
 
@@ -112,22 +112,21 @@ def _probe_tiers(
     count = nodes.sizes[0]
     seconds = effort.seconds / (2 if count > 1 else 1)
 
-    def one(axis: str, name: str) -> Tier:
-        quick = effort.quick
+    def tier(axis: str, name: str) -> Tier:
         return probe_tier(
             watch,
             axis,
             name,
             oversubscription=oversubscription,
             seconds=seconds,
-            quick=quick,
+            quick=effort.quick,
             progress=progress,
         )
 
-    fast = one(AXES[1], inside)
+    fast = tier(AXES[1], inside)
     if count == 1:
         return (fast,), []
-    slow = one(AXES[0], across)
+    slow = tier(AXES[0], across)
     slower = [
         kind
         for kind in KINDS

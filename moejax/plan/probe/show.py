@@ -78,8 +78,8 @@ def print_probe(topology: Topology, odd: Sequence[str], console: Console) -> Non
 def _facts(topology: Topology) -> list[str]:
     """Returns a line for each measurement besides the links."""
     lines = [
-        f"{tier.name}: two at once take {tier.contention:.2f} of one after the other; one takes "
-        f"{tier.compute_share:.0%} of the compute beside it, and between computations takes "
+        f"{tier.name}: two at once take {tier.contention:.2f} times one alone after the other; one "
+        f"takes {tier.compute_share:.0%} of compute; between computations it takes "
         f"{tier.sync_delay_s * 1e3:.2f} ms longer"
         for tier in topology.tiers
         if tier.size > 1
@@ -92,9 +92,7 @@ def _facts(topology: Topology) -> list[str]:
         "take by themselves",
     ]
     if topology.tiers[0].size > 1:
-        lines.append(
-            f"devices of a node that take turns on the same cores: {device.oversubscription:.1f}"
-        )
+        lines.append(f"devices of a node that share the same cores: {device.oversubscription:.1f}")
     return lines
 
 

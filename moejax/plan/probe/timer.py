@@ -21,7 +21,7 @@ from moejax.runtime.processes import Processes
 Tree = Any  # a tree of arrays
 ProgressFn = Callable[[str], None]  # called with a text before each measurement
 AXES = ("nodes", "devices")
-MOST_TIMES = 4096
+MAX_TIMES = 4096
 LONG_S = 0.06
 ROUNDS = 7  # timings of each operation
 
@@ -64,10 +64,10 @@ class Stopwatch:
             runs = [self._time(run, times)]
             runs += [self._time(run, times) for _ in range(4 if runs[0] < LONG_S else 2)]
             net = min(runs) - none
-            if net >= enough or times == MOST_TIMES:
+            if net >= enough or times == MAX_TIMES:
                 return max(net, enough / 100) / (times * unrolled(self.mesh))
             missing = enough / max(net, enough / 16)
-            times = min(MOST_TIMES, times * math.ceil(1.5 * missing))
+            times = min(MAX_TIMES, times * math.ceil(1.5 * missing))
 
     def in_turns(
         self, operations: Sequence[tuple[Callable[[Tree], Tree], Callable[[], Tree]]], aim_s: float
@@ -82,7 +82,7 @@ class Stopwatch:
         for run in runs:
             self.processes.compile(run, 0)
             jax.block_until_ready(run(1))
-        times = max(1, min(MOST_TIMES, math.ceil(aim_s / self._time(runs[0], 1))))
+        times = max(1, min(MAX_TIMES, math.ceil(aim_s / self._time(runs[0], 1))))
         calls = times * unrolled(self.mesh)
         return [[self._time(run, times) / calls for run in runs] for _ in range(ROUNDS)]
 

@@ -1,1 +1,5 @@
-"""Reports what was chosen and why: `tables` in the terminal, `page` in the browser."""
+"""Reports what was chosen and why.
+
+Read in this order: `tables` (plans and reasons, in the terminal), `page` (collects the data of one
+HTML file), `page.html` and `page.js` (draw it in the browser).
+"""

@@ -165,16 +165,16 @@ function traffic() {
 }
 
 function memory() {
-  const { given, temporary } = data.memory, whole = Math.max(data.cluster.memory_bytes, data.memory.bytes);
+  const { arguments: kept, temporary } = data.memory, whole = Math.max(data.cluster.memory_bytes, data.memory.bytes);
   const share = (size) => percent(size / data.cluster.memory_bytes);
   const shades = (base) => (place) => `color-mix(in oklab, var(--${base}), var(--paper) ${Math.min(70, place * 14)}%)`;
-  const rows = (parts, base, say) => Object.entries(parts).filter(([, size]) => size > 0).sort((a, b) => b[1] - a[1])
-    .map(([name, size], place) => [say(name), size, shades(base)(place), false, place > 1]);
-  const [stays, comes] = [rows(given, "weights", words), rows(temporary, "combine", words)];
+  const rows = (parts, base, labelOf) => Object.entries(parts).filter(([, size]) => size > 0).sort((a, b) => b[1] - a[1])
+    .map(([name, size], place) => [labelOf(name), size, shades(base)(place), false, place > 1]);
+  const [stays, comes] = [rows(kept, "weights", words), rows(temporary, "combine", words)];
   const listed = (title, all) => el("div", {}, el("h3", {}, title), table(columns("kind", "size", "of the device"),
     all.map(([name, size, background]) => [el("td", {}, swatch(background), name), bytes(size), share(size)]),
     ["together", ...[all.reduce((sum, [, size]) => sum + size, 0)].flatMap((size) => [bytes(size), share(size)])]));
-  section("What fills the memory", `One device at the fullest moment of the step: ${bytes(data.memory.bytes)}, ` +
+  section("What fills the memory", `One device at the step's peak memory: ${bytes(data.memory.bytes)}, ` +
     `${share(data.memory.bytes)} of all it has. Evaluation takes ${bytes(data.memory.evaluation)}.`, stack([...stays, ...comes], whole),
     el("div", { class: "pair" }, listed("Stays from step to step", stays), listed("Comes and goes, by the part that makes it", comes)));
 }
@@ -185,9 +185,9 @@ function blocksOf(lane, tasks, at, width, names) {
   for (const [, name, about, start, seconds, size, node] of tasks) {
     const left = at(start), right = at(start + seconds), label = names[name], last = found.at(-1);
     if (right < 0 || left > width) continue;
-    const room = last && left - last.right < 1.5 && node < 0 && last.node < 0;
-    const alike = room && last.label === label && Math.min(right - left, last.tail) < 12;
-    const slivers = room && right - left < 1.5 && last.right - last.left < 40 && last.tail < 1.5;
+    const adjacent = last && left - last.right < 1.5 && node < 0 && last.node < 0;
+    const alike = adjacent && last.label === label && Math.min(right - left, last.tail) < 12;
+    const slivers = adjacent && right - left < 1.5 && last.right - last.left < 40 && last.tail < 1.5;
     if (alike || slivers) {
       last.right = Math.max(last.right, right), last.tail = right - left;
       last.end = Math.max(last.end, start + seconds), last.busy += seconds, last.size += size, last.count += 1;
@@ -200,18 +200,18 @@ function blocksOf(lane, tasks, at, width, names) {
   }
   return found;
 }
-function sayBlock(block, turn) {
+function describeBlock(block, trip) {
   const parts = [...block.parts.keys()].map(words);
   const what = block.count === 1 ? block.about : `${block.count} operations${parts.length > 1 ? `: ${parts.join(", ")}` : ""}`;
   const computing = block.lane === "compute", where = computing ? words(block.label) : `${sent(block.label)} on ${block.lane}`;
   const size = block.size > 0 ? `, ${bytes(block.size)} ${computing ? "of memory traffic" : "sent"}` : "";
-  const loop = turn ? `, one turn ${time(turn.seconds)}. Press to open one turn` : "";
+  const loop = trip ? `, one turn ${time(trip.seconds)}. Press to open one turn` : "";
   return [el("b", {}, where), ` (${what}): starts at ${time(block.start)}, takes ${time(block.busy)}${size}${loop}.`];
 }
 
 // One timeline: the step, or one turn of a loop. `open` is called with a loop's node.
 function panel(timeline, place, open) {
-  const node = timeline.nodes[place], names = timeline.words, top = 22, label = 17, tall = 28, gap = 8;
+  const node = timeline.nodes[place], names = timeline.text, top = 22, label = 17, tall = 28, gap = 8;
   const lanes = LANES.map((name) => ({ name, tasks: node.tasks.filter((task) => names[task[0]] === name) }));
   const height = top + lanes.length * (label + tall + gap);
   const picture = draw("svg", { height, tabindex: 0, role: "application", "aria-label":
@@ -236,7 +236,7 @@ function panel(timeline, place, open) {
   }
   function pick(block) {
     picked = block;
-    info.replaceChildren(...sayBlock(block, timeline.nodes[block.node]));
+    info.replaceChildren(...describeBlock(block, timeline.nodes[block.node]));
     picture.querySelector(".picked")?.classList.remove("picked");
     block.mark?.classList.add("picked");
   }
@@ -253,35 +253,35 @@ function panel(timeline, place, open) {
   function fullness(name, y) {
     for (const [, , , start, seconds, , inner] of lanes[0].tasks) {
       if (inner < 0) continue;
-      const turn = timeline.nodes[inner], x = at(start), w = Math.max(1, at(start + seconds) - x);
+      const trip = timeline.nodes[inner], x = at(start), w = Math.max(1, at(start + seconds) - x);
       let floor = y + tall;
-      for (const [on, kind, busy] of [...turn.sent].sort((a, b) => b[2] - a[2])) {
-        const size = on === name ? Math.min((tall * busy) / turn.seconds, floor - y) : 0;
+      for (const [on, kind, busy] of [...trip.sent].sort((a, b) => b[2] - a[2])) {
+        const size = on === name ? Math.min((tall * busy) / trip.seconds, floor - y) : 0;
         if (size < 0.2) continue;
         floor -= size;
         picture.append(draw("rect", { x, y: floor, width: w, height: size, fill: link(kind) }, draw("title", {},
-          `${sent(kind)}: ${percent(busy / turn.seconds)} of the loop's time`)));
+          `${sent(kind)}: ${percent(busy / trip.seconds)} of the loop's time`)));
       }
     }
   }
   function mark(block, y) {
-    const { left, right, node: inner } = block, turn = timeline.nodes[inner];
+    const { left, right, node: inner } = block, trip = timeline.nodes[inner];
     const x = Math.max(left, -2), w = Math.max(1, Math.min(right, width() + 2) - x - (right - left > 4 ? 0.8 : 0));
     // Not on entering: blocks that are drawn anew below a resting pointer are not pointed at.
-    const group = draw("g", { "data-loop": turn && inner, role: turn && "button", "aria-label": turn && words(block.label),
-      onpointermove: () => { if (picked !== block) pick(block); }, onclick: () => { pick(block); if (turn) open(inner); } });
-    block.mark = draw("rect", { x, y, width: w, height: tall, rx: w > 6 ? 2 : 0, stroke: turn && "var(--attention)",
-      fill: turn ? "var(--track)" : colour(block.lane, block.label) });
+    const group = draw("g", { "data-loop": trip && inner, role: trip && "button", "aria-label": trip && words(block.label),
+      onpointermove: () => { if (picked !== block) pick(block); }, onclick: () => { pick(block); if (trip) open(inner); } });
+    block.mark = draw("rect", { x, y, width: w, height: tall, rx: w > 6 ? 2 : 0, stroke: trip && "var(--attention)",
+      fill: trip ? "var(--track)" : colour(block.lane, block.label) });
     group.append(block.mark);
-    if (turn) {
-      const full = (tall - 2) * Math.min(1, turn.computed / turn.seconds);
+    if (trip) {
+      const full = (tall - 2) * Math.min(1, trip.computed / trip.seconds);
       group.append(draw("rect", { x: x + 1, y: y + tall - 1 - full, width: Math.max(0, w - 2), height: full,
         fill: "var(--compute)", "pointer-events": "none" }));
     }
     const computing = block.lane === "compute", said = computing ? words(block.label) : sent(block.label);
-    const text = turn ? `\u21bb ${said}` : said, fits = Math.floor((w - 8) / 6.2);
+    const text = trip ? `\u21bb ${said}` : said, fits = Math.floor((w - 8) / 6.2);
     if (fits >= Math.min(text.length, 6)) {
-      group.append(draw("text", { class: turn || (computing && pale(block.label)) ? "ink" : "on", x: x + 5, y: y + tall / 2 + 4 },
+      group.append(draw("text", { class: trip || (computing && pale(block.label)) ? "ink" : "on", x: x + 5, y: y + tall / 2 + 4 },
         text.length > fits ? `${text.slice(0, fits - 1)}\u2026` : text));
     }
     picture.append(group);
@@ -422,8 +422,8 @@ function details(one) {
   const needs = one.changes === null ? [el("p", {}, "Only the first five plans and the default are asked.")] : !slower
     ? [el("p", {}, one.fits ? "Nothing: it is as fast." : "Nothing: it is as fast, but does not fit.")] : changes(one);
   if (!one.fits) {
-    const room = bytes(data.cluster.memory_bytes);
-    needs.push(el("p", { class: "bad" }, `It needs ${bytes(one.memory_bytes)} of ${room}, whatever the rates.`));
+    const available = bytes(data.cluster.memory_bytes);
+    needs.push(el("p", { class: "bad" }, `It needs ${bytes(one.memory_bytes)} of ${available}, whatever the rates.`));
   }
   return el("div", { class: "pair" }, el("div", {}, el("h3", {}, "What its step is made of"), against(one)),
     el("div", {}, el("h3", {}, "What would have to change for it to win"), needs));

@@ -1,6 +1,6 @@
 """Writes a page about a plan: one HTML file that contains everything it needs.
 
-Python collects the data; `report.html` and `report.js` draw it. Names from users' files are
+Python collects the data; `page.html` and `page.js` draw it. Names from users' files are
 embedded as JSON in which no tag can end, and the page shows them as text, never as markup.
 """
 
@@ -26,15 +26,15 @@ from moejax.plan.trace.reader import REST
 from moejax.plan.trace.schedule import Op, Schedule
 
 TEMPLATE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.html", "page.js"))
-MOST = 20  # plans to show
+MAX_PLANS = 20  # plans to show
 ASKED = 5  # plans with a sensitivity table
 
 
-def write_report(result: SearchResult, topology: Topology, routing: ExpertLoad, path: Path) -> None:
+def write_report(result: SearchResult, topology: Topology, load: ExpertLoad, path: Path) -> None:
     """Writes the page. Takes a second or two, because it simulates plans on changed clusters."""
     parts = {
         "SCRIPT": SCRIPT.read_text("utf-8"),
-        "DATA": embed(report_data(result, topology, routing)),
+        "DATA": embed(report_data(result, topology, load)),
     }
     page = re.sub(r"{{(SCRIPT|DATA)}}", lambda match: parts[match[1]], TEMPLATE.read_text("utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,17 +47,17 @@ def embed(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def report_data(result: SearchResult, topology: Topology, routing: ExpertLoad) -> dict[str, Any]:
+def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> dict[str, Any]:
     """Returns the page's data. Seconds of a step, bytes of one device."""
     best, device = result.ranked[0], topology.device
-    shown = {str(index + 1): plan for index, plan in enumerate(result.ranked[:MOST])}
+    shown = {str(index + 1): plan for index, plan in enumerate(result.ranked[:MAX_PLANS])}
     if result.baseline is not None:
         same = next((name for name, plan in shown.items() if plan.cfg == result.baseline.cfg), "")
         shown.pop(same, None)
         shown[f"{same} default".strip()] = result.baseline
     order = [best, *(plan for plan in shown.values() if plan is not best)]
     asked = [plan for plan in order[1:] if plan in result.ranked[:ASKED] or plan is result.baseline]
-    steps = {id(plan): Steps(plan, topology, routing) for plan in (best, *asked)}
+    steps = {id(plan): Steps(plan, topology, load) for plan in (best, *asked)}
     changes = {id(plan): sensitivity(steps[id(best)], steps[id(plan)]) for plan in asked}
     names = {id(plan): name for name, plan in shown.items()}
     drawn = [plan for plan in order if plan in result.ranked[:2] or plan is result.baseline]
@@ -72,7 +72,7 @@ def report_data(result: SearchResult, topology: Topology, routing: ExpertLoad) -
             "memory_bytes": device.memory_bytes,
             "links": [tier.name for tier in topology.tiers],
         },
-        "routing": {"name": routing.name, "skew": routing.skew},
+        "routing": {"name": load.name, "skew": load.skew},
         "search": {
             name: getattr(result, name) for name in ("meshes", "traced", "too_large", "seconds")
         },
@@ -138,7 +138,7 @@ def _memory(plan: PricedPlan, steps: Steps) -> dict[str, Any]:
     """Returns the step's arguments by kind, and its temporaries at the peak by scope."""
     arguments = plan.traced.train_step.argument_bytes()
     arguments["counters"] = plan.steps.arguments - sum(arguments.values())
-    memory = {"given": arguments, "temporary": _fullest(plan, steps), "bytes": plan.steps.bytes}
+    memory = {"arguments": arguments, "temporary": _fullest(plan, steps), "bytes": plan.steps.bytes}
     return memory | {"evaluation": plan.evaluation.bytes}
 
 
@@ -166,13 +166,13 @@ def _timeline(plan: PricedPlan) -> dict[str, Any]:
     """Returns the main step as a list of nodes: the whole step first, then trips of loops.
 
     A task is [lane, name, about, start, seconds, bytes, node of its trip or -1]; lane, name and
-    about are indices into `words`. Tasks of zero seconds are left out.
+    about are indices into `text`. Tasks of zero seconds are left out.
     """
     share, simulated = max(plan.parts, key=lambda part: part[0])
     names: dict[str, int] = {}
     nodes: list[dict[str, Any]] = []
     _add_node(simulated, nodes, names, name="the whole step", trip_count=1, unrolled=1)
-    return {"share": share, "nodes": nodes, "words": list(names)}
+    return {"share": share, "nodes": nodes, "text": list(names)}
 
 
 def _add_node(
@@ -182,8 +182,8 @@ def _add_node(
     index = len(nodes)
     nodes.append({})
 
-    def number(word: str) -> int:
-        return names.setdefault(word, len(names))
+    def number(text: str) -> int:
+        return names.setdefault(text, len(names))
 
     tasks = []
     line = simulated.timeline
@@ -192,10 +192,10 @@ def _add_node(
             start, end, op = line.start_s[task], line.end_s[task], simulated.ops[task]
             name, inner = line.tasks[task].name, -1
             if task in simulated.inside:
-                turn, trip_count = simulated.inside[task]
-                name = _loop_name(turn, op)
+                trip, trip_count = simulated.inside[task]
+                name = _loop_name(trip, op)
                 inner = _add_node(
-                    turn, nodes, names, name=name, trip_count=trip_count, unrolled=op.unrolled
+                    trip, nodes, names, name=name, trip_count=trip_count, unrolled=op.unrolled
                 )
             if end > start:
                 labels = (number(lane), number(name), number(_about(op)))
@@ -214,9 +214,9 @@ def _add_node(
     return index
 
 
-def _loop_name(turn: SimulatedStep, op: Op) -> str:
+def _loop_name(trip: SimulatedStep, op: Op) -> str:
     """Returns a loop's label: its trip count and its largest term."""
-    computed = turn.totals.computed
+    computed = trip.totals.computed
     fullest = " and ".join(sorted(computed, key=lambda name: -computed[name])[:2]) or "loop"
     return f"{op.trip_count} x {fullest}{', backward' if op.backward else ''}"
 

@@ -30,7 +30,7 @@ def exchange_text(cfg: Config) -> str:
     return cfg.route + chunks
 
 
-def _codec_words(cfg: Config) -> str:
+def _codec_text(cfg: Config) -> str:
     """Returns the codecs of the first step as text, or the name of their preset."""
     chosen = build_compression(cfg.compression).at(0)
     for name, codecs in PRESETS.items():
@@ -42,7 +42,7 @@ def _codec_words(cfg: Config) -> str:
 def rest_text(cfg: Config) -> str:
     """Returns codecs, gradient pieces, recomputation and micro-batches that are not the default."""
     parts = []
-    if (codecs := _codec_words(cfg)) != "none":
+    if (codecs := _codec_text(cfg)) != "none":
         parts.append(codecs)
     if cfg.train.reduction_bytes is not None:
         parts.append(f"pieces of {cfg.train.reduction_bytes / 2**20:.0f} MiB")
@@ -73,8 +73,8 @@ def print_ranked(
     memory = topology.device.memory_bytes / 2**30
     console.print(
         f"{result.meshes:,} meshes estimated, {result.traced} plans traced, {result.too_large} of "
-        f"them too large (!) for {memory:.1f} GiB, in {result.seconds:.1f} s. GiB: of one "
-        "device; ms: a step. default: experts over all devices, flat, no codecs.",
+        f"them too large (!) for {memory:.1f} GiB, in {result.seconds:.1f} s. GiB is per "
+        "device, ms per step. default: experts over all devices, flat exchange, no codecs.",
         highlight=False,
     )
 

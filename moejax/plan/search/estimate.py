@@ -6,6 +6,7 @@ Closed formulas for the bytes that a step moves and a device holds; microseconds
 from dataclasses import dataclass
 from functools import cached_property
 
+from moejax.config.checks.size import attention_matrices, attention_parameters
 from moejax.config.schema import Config
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.plan.cluster.topology import Topology
@@ -40,8 +41,7 @@ class Estimate:
     def weights(self) -> tuple[float, float]:
         """Parameters of a whole block: (dense, experts)."""
         model, moe = self.cfg.model, self.cfg.moe
-        heads = 2 * model.num_heads + 2 * model.num_kv_heads
-        dense = model.width * heads * model.head_width
+        dense = attention_parameters(model)
         if not model.has_experts:
             return dense + 3.0 * model.width * model.mlp_hidden, 0.0
         shared = 3.0 * model.width * moe.num_shared_experts * moe.expert_hidden
@@ -57,8 +57,7 @@ class Estimate:
         def mlp(hidden: int) -> float:
             return rank * (2.0 * model.width + 3.0 * hidden)
 
-        heads = 2 * model.num_heads + 2 * model.num_kv_heads
-        attention = rank * (4.0 * model.width + heads * model.head_width)
+        attention = 1.0 * rank * sum(map(sum, attention_matrices(model)))
         if not model.has_experts:
             return attention + mlp(model.mlp_hidden), 0.0
         shared = moe.num_shared_experts * moe.expert_hidden
@@ -86,8 +85,8 @@ class Estimate:
         return WIDTHS[self.cfg.lora.base_dtype] * self._of_device(*self.weights, self.tables)
 
     def _of_device(self, dense: float, experts: float, tables: float) -> float:
-        """Returns a device's share of all layers' parameters, and of the tables'."""
-        layout, layers = self.layout, self.cfg.model.num_layers
+        """Returns a device's share of all blocks' parameters, and of the tables'."""
+        layout, layers = self.layout, self.cfg.model.blocks
         over = layout.size(layout.fsdp + layout.expert + layout.tensor)
         shards = self.expert_share * layout.size(layout.fsdp)
         return (layers * dense + tables) / over + layers * experts / shards
@@ -104,20 +103,19 @@ class Estimate:
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         width = WIDTHS[model.dtype]
         dense, experts = self.weights
-        # Masters, two moments and gradients twice in float32, and their sum over micro-batches; a
-        # block's weights gathered.
+        # In float32: masters, two moments, two copies of gradients, and their sum over
+        # micro-batches. In the dtype of compute: one block's gathered weights.
         held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + self.frozen_bytes
         held += width * (dense / layout.size(layout.tensor) + experts / self.expert_share)
         local = self.tokens / layout.size(layout.tensor)
         kept_tokens = self.tokens if self.cfg.mesh.activations == "replicated" else local
         rows = local * moe.experts_per_token * (1.5 if model.has_experts else 0)
         hidden = rows * (3 * model.width + 3 * moe.expert_hidden)
-        attention = (
-            self.tokens * 4 * model.num_heads * model.head_width / layout.size(layout.tensor)
-        )
+        channels = 2 * model.num_heads * (model.head_width + model.value_channels)
+        attention = self.tokens * channels / layout.size(layout.tensor)
         block = width * (hidden + attention + 6 * kept_tokens * model.width)
         activations = block * KEPT[model.remat] + width * kept_tokens * model.width
-        return held + activations * model.num_layers + 2 * block
+        return held + activations * model.blocks + 2 * block
 
     def seconds(self) -> float:
         """Returns the time of a step: compute, plus communication that cannot be hidden."""
@@ -126,12 +124,13 @@ class Estimate:
         # On CPU collectives take the cores that compute; elsewhere weights travel beside compute.
         hidden = 0.0 if self.topology.device.platform == "cpu" else 0.5 * compute
         block = compute + exchange + max(0.0, weights - hidden)
-        return micro * (self.cfg.model.num_layers * block + self._ends()) + self._update()
+        return micro * (self.cfg.model.blocks * block + self._ends()) + self._update()
 
     def _ends(self) -> float:
         """Returns the seconds of embedding and loss in one micro-batch."""
         layout, model = self.layout, self.cfg.model
         flops = 6.0 * self.tokens * model.width * model.vocab_size / layout.size(layout.tensor)
+        flops *= 1 + model.predict_ahead
         rate = self.topology.device.product_rate(model.dtype, flops / 3)
         table = self.tables / layout.size(layout.tensor)
         reduced = table if self.cfg.lora.rank is None else 0.0
@@ -149,7 +148,8 @@ class Estimate:
         dense, experts = self.weights
         active = dense + experts * moe.experts_per_token / moe.num_experts
         recomputed = 1 if model.remat in ("full", "collectives", "token_collectives") else 0
-        positions = model.num_heads * model.head_width * self.cfg.data.sequence_length
+        channels = model.num_heads * (model.head_width + model.value_channels)
+        positions = channels * self.cfg.data.sequence_length / 2
         flops = (
             (3 + recomputed) * 2 * self.tokens * (active + positions) / layout.size(layout.tensor)
         )

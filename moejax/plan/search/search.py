@@ -24,7 +24,7 @@ from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.space import Limits
 
-ROOM = 0.95  # share of a device's memory that a plan may use; the rest is for fragmentation
+MEMORY_SHARE = 0.95  # share of a device's memory that a plan may use; the rest is for fragmentation
 ROUGH = 1.3  # times that budget: a plan estimated above it is made lighter before it is traced
 FIRST = 4  # meshes traced before the best of them is refined
 OTHERS = 12  # meshes then traced with the best plan's settings
@@ -74,7 +74,7 @@ class _Search:
     cfg: Config
     topology: Topology
     limits: Limits
-    routing: ExpertLoad
+    load: ExpertLoad
     seconds: float
     progress: Callable[[str], None]
     priced: dict[Config, PricedPlan] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class _Search:
     @property
     def memory_budget(self) -> float:
         """Bytes of a device that a plan may use."""
-        return ROOM * self.topology.device.memory_bytes
+        return MEMORY_SHARE * self.topology.device.memory_bytes
 
     @property
     def late(self) -> bool:
@@ -178,10 +178,9 @@ class _Search:
             fits = estimate.bytes() <= self.memory_budget
             yield estimate.cfg if fits else self._lighter(estimate.cfg) or estimate.cfg
         for estimate in least if not self._ranked() else ():
-            every = [
-                Estimate(cfg, self.topology) for cfg in space.lighter(estimate.cfg, self.limits)
-            ]
-            lightest = min((estimate, *every), key=Estimate.bytes).cfg
+            configs = space.lighter(estimate.cfg, self.limits)
+            every = [estimate, *(Estimate(cfg, self.topology) for cfg in configs)]
+            lightest = min(every, key=Estimate.bytes).cfg
             yield space.resolve(lightest, self.limits) or estimate.cfg
 
     def _fits(self, plan: PricedPlan) -> bool:
@@ -223,7 +222,7 @@ class _Search:
         if cfg in self.priced:
             return None
         began = time.perf_counter()
-        plan = price(trace_config(cfg, self.limits.platform), self.topology, self.routing)
+        plan = price(trace_config(cfg, self.limits.platform), self.topology, self.load)
         self.slowest = max(self.slowest, time.perf_counter() - began)
         self.priced[cfg] = plan
         self.progress(f"{len(self.priced)} plans traced, best so far {self._best()}")
@@ -287,10 +286,8 @@ class _Search:
         if parts > self.cfg.train.micro_batches and self.limits.free("train.micro_batches"):
             less = [{"train.micro_batches": space.divisors(parts)[-2]}]
         if remat != self.cfg.model.remat and self.limits.free("model.remat"):
-            less += [
-                {"model.remat": remat_kind}
-                for remat_kind in space.REMATS[: space.REMATS.index(remat)]
-            ]
+            kinds = space.REMATS[: space.REMATS.index(remat)]
+            less += [{"model.remat": kind} for kind in kinds]
         for values in less:
             heavier = space.resolve(space.change(cfg, values), self.limits)
             if heavier is not None:
@@ -304,24 +301,26 @@ class _Search:
         fits = self._estimate_that_fits(Estimate(cfg, self.topology))
         plan = self._try(fits.cfg) if fits is not None else None
         plan = plan or self._price(cfg) or self.priced[cfg]
-        if self.limits.pinned - set(MEMORY):  # it may break the pins, so it is no candidate
-            self.priced.clear()  # priced first, so nothing else is there
+        # The default may break the pins, so it is no candidate. It was priced first: nothing else
+        # is lost.
+        if self.limits.pinned - set(MEMORY):
+            self.priced.clear()
         return plan
 
     def _why_none(self, meshes: int) -> str:
         devices = f"{self.limits.devices} devices on {self.limits.nodes} nodes"
+        pinned_names = ", ".join(sorted(self.limits.pinned))
         if not meshes:
             return (
                 f"no plan for {devices}. No mesh obeys all rules with train.batch_sequences = "
                 f"{self.cfg.train.batch_sequences} and what is pinned "
-                f"({', '.join(sorted(self.limits.pinned)) or 'nothing'}). Change the batch, or "
-                "leave settings at their defaults."
+                f"({pinned_names or 'nothing'}). Change the batch, or leave settings at defaults."
             )
         least = min(plan.peak.bytes for plan in self.priced.values())
+        unpin = f", or unpin {pinned_names}" if pinned_names else ""
         return (
-            f"no plan fits {devices}. The least that one needs is {least / 2**30:.1f} GiB a device "
-            f"of {self.memory_budget / 2**30:.1f} GiB that may be used. Offer more devices, or "
-            f"unpin {', '.join(sorted(self.limits.pinned)) or 'nothing'}."
+            f"no plan fits {devices}. The smallest plan needs {least / 2**30:.1f} GiB of a device; "
+            f"{self.memory_budget / 2**30:.1f} GiB may be used. Offer more devices{unpin}."
         )
 
 
@@ -329,7 +328,7 @@ def search(
     cfg: Config,
     topology: Topology,
     limits: Limits,
-    routing: ExpertLoad,
+    load: ExpertLoad,
     *,
     seconds: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -348,4 +347,4 @@ def search(
         limits = replace(limits, codecs="none")
     if seconds is None:
         seconds = SECONDS if limits.devices <= MANY else MANY_SECONDS
-    return _Search(cfg, topology, limits, routing, seconds, progress).run()
+    return _Search(cfg, topology, limits, load, seconds, progress).run()

@@ -19,7 +19,7 @@ from moejax.layout.route import ROUTES
 
 # Settings of a plan: all that a search chooses, and the preset that its codecs replace.
 SETTINGS = (*CHOSEN, "compression.preset")
-MOST_CHUNKS = 8
+MAX_CHUNKS = 8
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
 # From no recomputation to all, which saves the most memory.
 REMATS = ("none", "dots", "collectives", "token_collectives", "full")
@@ -107,7 +107,7 @@ def more_chunks(cfg: Config, limits: Limits) -> Iterator[Config]:
         (2 * forward, backward),
         (forward, 2 * backward),
     ):
-        if max(chunks, behind) > MOST_CHUNKS or not (
+        if max(chunks, behind) > MAX_CHUNKS or not (
             limits.free("route_chunks") or chunks == forward
         ):
             continue

@@ -1,8 +1,8 @@
 """Groups elementwise operations into regions, as a compiler fuses them, and orders everything.
 
-A value's depth is how many operations that cannot be fused lie on the longest way to it. Connected
-elementwise operations of equal depth become one region: none of them can wait for an operation that
-waits for another of them, so no cycle can arise. Values read only inside a region are never stored.
+A value's depth is the number of non-fusible operations on its longest path. Connected elementwise
+operations of equal depth become one region. Equal depth excludes cycles: no operation between them
+can be non-fusible. Values read only inside a region are never stored.
 A value computed from inputs alone is computed at its first use, since its inputs stay alive anyway.
 """
 
@@ -31,7 +31,7 @@ class Node:
     flops: float = 0.0
     bytes: float = 0.0
     dtype: str = ""
-    work: bool = False
+    scales_with_fill: bool = False
     blocks: tuple[int, int] | None = None
     unread: float = 1.0
     collective: Collective | None = None
@@ -236,6 +236,6 @@ def _op(
     if last.unread != 1 and last.writes[0] not in used:
         last = replace(last, flops=last.unread * last.flops)
         fields["bytes"] *= last.unread
-    names = ("flops", "dtype", "work", "blocks", "collective")
+    names = ("flops", "dtype", "scales_with_fill", "blocks", "collective")
     names += ("body", "trip_count", "unrolled", "carried")
     return fields | {name: getattr(last, name) for name in names}

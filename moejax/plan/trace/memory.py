@@ -4,8 +4,8 @@ A buffer is alive from the first operation that writes it to the last that reads
 arguments are donated, so its results take their place; evaluation and sampling keep theirs. A
 region may overwrite a buffer that it reads last.
 
-XLA holds gradients twice: a loop over layers stacks them in the layout that its reductions leave,
-and the update reads them in that of the parameters. Source: the buffers of steps compiled for
+XLA holds gradients twice. A loop over layers stacks them in the layout of its reductions, and the
+update reads them in the layout of the parameters. Source: the buffers of steps compiled for
 H200s, `benchmarks/aot.py`.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from moejax.plan.trace.schedule import Op, Schedule
 
-AGAIN = "gradients again"
+AGAIN = "second copy of gradients"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Reads a traced program: every product, memory-bound region and collective that it will run.
 
-The walk enters calls and loops. Of a `lax.switch` or `lax.cond` it reads the first branch (the
-false one), which ordinary steps take; if buckets overflow, the branch with overflow rounds.
+The walk enters calls and loops. For a `lax.switch` or `lax.cond` it reads the first (false) branch,
+as ordinary steps do. If buckets overflow, it reads the branch with overflow rounds.
 Nothing here runs or needs a device. The time does not depend on the size of the mesh.
 """
 
@@ -18,11 +18,11 @@ from moejax.kernels.costs import attention_cost, dot_flops, named_cost
 from moejax.plan.trace.fusion import Node, Storage, fuse
 from moejax.plan.trace.schedule import TRAFFIC, Collective, Schedule, collectives_of
 
-# Their results share the buffer of their first operand.
+# Primitives whose result shares the buffer of the first operand.
 VIEWS = ("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "reshard")
-# Their results cost nothing: the compiler makes them where they are used.
+# Primitives that cost nothing: the compiler computes them where they are used.
 CONSTANTS = ("iota", "axis_index", "random_seed", "empty2", "empty")
-# They read no more of their first operand than they return.
+# Primitives that read no more of the first operand than they return.
 SLICES = ("slice", "dynamic_slice", "split", "unstack")
 GATHERS = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "sort")
 GATHERS += ("top_k", "cumsum", "cummax", "cumlogsumexp", "reduce_window")
@@ -106,10 +106,11 @@ class _Reader:
         if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
             flops, ragged = dot_flops(eqn), name != "dot_general"
             dtype = str(eqn.invars[0].aval.dtype)
-            return self._add("product", eqn, operands, scope, flops=flops, dtype=dtype, work=ragged)
+            cost = {"flops": flops, "dtype": dtype, "scales_with_fill": ragged}
+            return self._add("product", eqn, operands, scope, **cost)
         if name == "optimization_barrier":
             aliases = [None if v is None else self.storage.alias(v) for v in operands]
-            self.nodes.append(Node("join", *_place(scope), _reads(operands), _present(aliases)))
+            self.nodes.append(Node("join", *_labels(scope), _reads(operands), _present(aliases)))
             return aliases
         if name in GATHERS:
             return self._gather(eqn, operands, scope)
@@ -130,7 +131,7 @@ class _Reader:
         reads = _reads(operands)
         if eqn.primitive.name in SLICES:
             reads = tuple((value, float(size)) for value, _ in reads[:1]) + reads[1:]
-        self.nodes.append(Node(kind, *_place(scope), reads, tuple(written), **cost))
+        self.nodes.append(Node(kind, *_labels(scope), reads, tuple(written), **cost))
         return written
 
     def _gather(self, eqn: Any, operands: list, scope: tuple[str, ...]) -> list[int]:
@@ -152,7 +153,7 @@ class _Reader:
             written = [self.storage.alias(operands[0])]
         else:
             written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
-        node = Node("gather", *_place(scope), _reads(operands), tuple(written), bytes=moved)
+        node = Node("gather", *_labels(scope), _reads(operands), tuple(written), bytes=moved)
         self.nodes.append(node)
         return written
 
@@ -165,7 +166,7 @@ class _Reader:
             counted = after.aval if kind == "all_gather" else before.aval
             collective = Collective(kind, axes, str(counted.dtype), _bytes(counted), 1, traffic)
             written.append(self.storage.new(_bytes(after.aval)))
-            where = _place(scope)
+            where = _labels(scope)
             self.nodes.append(
                 Node("collective", *where, _reads([value]), (written[-1],), collective=collective)
             )
@@ -213,7 +214,7 @@ class _Reader:
         written += [self.storage.new(_bytes(var.aval)) for var in stacked]
         node = Node(
             "loop",
-            *_place(scope),
+            *_labels(scope),
             _reads(operands),
             tuple(written),
             body=body,
@@ -252,7 +253,7 @@ def _scope_names(eqn: Any) -> tuple[str, ...]:
     return tuple(re.findall(r"[A-Za-z_]\w*", str(eqn.source_info.name_stack)))
 
 
-def _place(scope: tuple[str, ...]) -> tuple[str, bool]:
+def _labels(scope: tuple[str, ...]) -> tuple[str, bool]:
     """Returns (scope, whether it is in the backward pass)."""
     named = [name for name in scope if name not in TRANSFORMS]
     return (named[-1] if named else REST), "transpose" in scope

@@ -67,7 +67,7 @@ class Op:
       bytes: bytes read and written in memory.
       dtype: dtype of a product's operands.
       passes: arrays that a region writes; each is one loop over memory.
-      work: whether FLOPs and bytes are for full buckets, so that the filled share counts.
+      scales_with_fill: whether FLOPs and bytes are those of full buckets; the filled share counts.
       blocks: (rows, groups) of a bucket buffer whose groups are computed in whole blocks.
       body: one iteration of a loop, or `unrolled` iterations that may overlap.
       trip_count: how often a loop's body runs.
@@ -84,7 +84,7 @@ class Op:
     bytes: float = 0.0
     dtype: str = ""
     passes: int = 1
-    work: bool = False
+    scales_with_fill: bool = False
     blocks: tuple[int, int] | None = None
     collective: Collective | None = None
     body: "Schedule | None" = None

@@ -30,7 +30,7 @@ CODECS = {
     "topk": TopK(0.05),
     "int4, feedback": ErrorFeedback(Blocks("int4")),
     "topk, feedback": ErrorFeedback(TopK(0.05, refresh=3)),
-    "ladder": AdaptiveCodec((Blocks("int8"), TopK(0.05)), level=1, measures=True),
+    "adaptive": AdaptiveCodec((Blocks("int8"), TopK(0.05)), level=1, measures=True),
     "loco": LOCO,
 }
 codecs = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
@@ -187,7 +187,7 @@ def test_what_finds_no_room_is_counted_and_the_threshold_ages():
     np.testing.assert_allclose(float(state[0, 0]), 10 * first, rtol=1e-5)
 
 
-def test_a_ladder_notes_what_each_rung_would_leave_out():
+def test_an_adaptive_codec_notes_what_each_level_would_leave_out():
     levels = (Blocks("int8"), Blocks("int4"), TopK(0.01))
     x = draw(4, 3, 1024)
     notes = []
@@ -215,12 +215,12 @@ def decoded(codec, x):
 @pytest.mark.parametrize(
     ("left", "level"), [((0.0, 0.05, 0.4), 1), ((0.0, 0.0, 0.1), 2), ((0.2, 0.3, 0.9), 0)]
 )
-def test_the_strongest_rung_that_keeps_enough_is_chosen(left, level):
+def test_the_strongest_level_that_keeps_enough_is_chosen(left, level):
     squared_errors = jnp.array([*left, 1.0])
     assert int(choose_level(squared_errors, 0.9 - 1e-6)) == level
 
 
-def test_without_any_energy_every_rung_keeps_all():
+def test_of_zeros_every_level_keeps_all():
     assert int(choose_level(jnp.zeros(4), 0.9)) == 2
 
 
@@ -238,6 +238,6 @@ def test_a_config_names_each_codec():
     assert build_codec(CodecSpec("topk", 0.01, feedback=True)) == ErrorFeedback(TopK(0.01))
     assert build_codec(CodecSpec("powersgd", 4.0)) == LowRank(4)
     levels = (CodecSpec("int8", block=64), CodecSpec("topk", 0.1))
-    ladder = build_codec(CodecSpec("adaptive", 0.9, levels=levels, level=1, measures=True))
-    assert ladder == AdaptiveCodec((Blocks("int8", 64), TopK(0.1)), 1, measures=True)
+    adaptive = build_codec(CodecSpec("adaptive", 0.9, levels=levels, level=1, measures=True))
+    assert adaptive == AdaptiveCodec((Blocks("int8", 64), TopK(0.1)), 1, measures=True)
     assert build_codec(CodecSpec("loco")).reset == 512

@@ -30,4 +30,4 @@ def test_the_filled_rows_of_large_buckets_arrive_and_no_others_need_to():
         got = np.asarray(exchange(x_PIJ, jnp.int32(filled)))
         np.testing.assert_array_equal(got[:, :, :filled], wanted[:, :, :filled])
         whole_steps = -(-filled // 3) * 3
-        assert not got[:, :, whole_steps:].any(), "what is not filled stays at home"
+        assert not got[:, :, whole_steps:].any(), "what is not filled stays at the source"

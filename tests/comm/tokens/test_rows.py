@@ -1,4 +1,4 @@
-"""Rows at the home end of an exchange: in one pass or in two, the same bytes and the same sums."""
+"""Rows at the source of an exchange: in one pass or in two, the same bytes and the same sums."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def test_what_travels_is_the_same_bytes(codec, weighted):
 
 @pytest.mark.parametrize("codec", CODECS[2:], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_what_came_home_is_summed_to_the_same_bits(codec, weighted):
+def test_what_came_back_is_summed_to_the_same_bits(codec, weighted):
     places, x, gradient, weight = operands()
     payload = encode_rows(codec, x, places.item_of_slot // K)
     weight_NK = weight if weighted else None

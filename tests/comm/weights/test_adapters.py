@@ -15,19 +15,20 @@ from moejax.config.schema import MeshConfig
 from moejax.layout.layout import build_layout
 
 MATRICES = {
-    "DHC": ("DR", "RHC"),
-    "HCD": ("HCR", "RD"),
-    "DUF": ("DR", "RUF"),
-    "FD": ("FR", "RD"),
-    "EDUF": ("EDR", "ERUF"),
-    "EFD": ("EFR", "ERD"),
-    "DE": ("DR", "RE"),
-    "DZ": ("DR", "RZ"),
-    "ZHC": ("ZR", "RHC"),
-    "VD": ("VR", "RD"),
-    "DV": ("DR", "RV"),
+    "DHC": ("DA", "AHC"),
+    "HCD": ("HCA", "AD"),
+    "DUF": ("DA", "AUF"),
+    "FD": ("FA", "AD"),
+    "EDUF": ("EDA", "EAUF"),
+    "EFD": ("EFA", "EAD"),
+    "DE": ("DA", "AE"),
+    "DZ": ("DA", "AZ"),
+    "ZHC": ("ZA", "AHC"),
+    "VD": ("VA", "AD"),
+    "DV": ("DA", "AV"),
+    "UDO": ("UDA", "AO"),
 }
-SIZES = dict(zip("DHCUFEZVR", (6, 2, 3, 2, 5, 4, 7, 8, 2), strict=True))
+SIZES = dict(zip("DHCUFEZVOA", (6, 2, 3, 2, 5, 4, 7, 8, 6, 2), strict=True))
 
 
 @pytest.mark.parametrize("dims", MATRICES)
@@ -41,7 +42,7 @@ def test_factors_have_the_inputs_and_the_outputs_of_their_matrix(dims):
 def test_factors_are_sharded_as_their_matrix(dims, expert_weights):
     """So a shard of the sum needs no other shards."""
     layout = build_layout(MeshConfig(2, 2, 2, 2, expert_weights=expert_weights))
-    axes = dict(zip(dims, layout.param_axes(dims), strict=True)) | {"R": ()}
+    axes = dict(zip(dims, layout.param_axes(dims), strict=True)) | {"A": ()}
     for factor in adapter_dims(dims):
         assert layout.param_axes(factor) == tuple(axes[letter] for letter in factor)
 

@@ -26,7 +26,7 @@ CODECS = {
     "int4 at random": Blocks("int4", block=32, stochastic=True),
     "feedback": ErrorFeedback(Blocks("int4", block=32)),
     "topk, feedback": ErrorFeedback(TopK(0.1)),
-    "ladder": AdaptiveCodec((Blocks("int8", block=32), TopK(0.1)), level=1, measures=True),
+    "adaptive": AdaptiveCodec((Blocks("int8", block=32), TopK(0.1)), level=1, measures=True),
     "loco": ErrorFeedback(Blocks("int4", block=32), 0.5, "e4m3", 32, 4),
 }
 n = 50  # odd tails
@@ -94,7 +94,7 @@ def test_sums_are_right_and_what_is_kept_adds_up(name, scatter, copies):
         rows = np.asarray(total).reshape(4, 2, C, n)
         rows = rows if scatter else rows.reshape(1, 8, C, n)
         np.testing.assert_array_equal(rows, np.broadcast_to(rows[:, :1], rows.shape))
-    if name in ("feedback", "topk, feedback", "ladder"):
+    if name in ("feedback", "topk, feedback", "adaptive"):
         # What was not sent yet is kept: by each sender, and by who sums.
         sent = sent + kept(state, scatter, copies)
         assert np.abs(sent - true).max() <= 100 * EPS * np.abs(true).max() * S * C

@@ -22,7 +22,7 @@ LAYERS = 3
 def test_a_moment_travels_as_floats_without_loss(step):
     context = EncodeContext(jnp.int32(step), jax.random.key(2**31 + 7), jnp.int32(step // 3))
     found = from_floats(to_floats(context))
-    assert (int(found.step), int(found.part)) == (step, step // 3)
+    assert (int(found.step), int(found.micro_batch)) == (step, step // 3)
     keys = [jax.random.key_data(one.key) for one in (found, context)]
     np.testing.assert_array_equal(keys[0], keys[1])
 

@@ -102,6 +102,28 @@ def test_the_fused_mlp_equals_the_reference(sizes):
         assert np.abs(have - want).max() < 2**-5 * np.abs(want).max()
 
 
+@pytest.mark.slow
+def test_biases_and_the_clamp_stand_between_the_products():
+    rng, sizes, D, F = np.random.default_rng(0), [70, 0, 3], 128, 64
+    M, G, counts = sum(sizes) + 6, len(sizes), jnp.asarray(sizes, jnp.int32)
+    arrays = draw(rng, M, D), draw(rng, G, D, 2, F) / 8, draw(rng, G, F, D)
+    arrays += draw(rng, G, 2, F), draw(rng, G, D), draw(rng, M, D)
+
+    def with_kernel(name):
+        def forward(x, w_in, w_out, *biases):
+            # No value is at it: rounded, it could fall on either side.
+            options = {"implementation": name, "limit": 20.0}
+            return expert_mlp(x, w_in, w_out, counts, biases=biases, **options)
+
+        return forward
+
+    got = run(with_kernel("mosaic"), *arrays)
+    wanted = exactly(with_kernel("reference"), *arrays)
+    assert not got[0][sum(sizes) :].any(), "rows past the last group are zero"
+    for have, want in zip(got, wanted, strict=True):
+        assert np.abs(have - want).max() < 2**-5 * np.abs(want).max()
+
+
 @few(6)
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=9), spare=st.integers(0, 300))
 def test_every_row_counts_in_one_tile_of_its_group(sizes, spare):

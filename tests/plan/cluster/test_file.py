@@ -220,10 +220,10 @@ def test_fsmoe_constants_are_those_of_the_paper():
     ("name", "message"),
     [
         ("dgx_h10", "Did you mean dgx_h100"),
-        ("dgx_h100:", "no number of nodes"),
+        ("dgx_h100:", "not a number of nodes"),
         ("dgx_h100:0", "at least 1"),
-        ("dgx_h100:-1", "no number of nodes"),
-        ("dgx_h100:1.5", "no number of nodes"),
+        ("dgx_h100:-1", "not a number of nodes"),
+        ("dgx_h100:1.5", "not a number of nodes"),
         ("nowhere.json", "neither a file nor a known cluster"),
     ],
 )

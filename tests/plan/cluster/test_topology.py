@@ -154,9 +154,9 @@ def test_tiers_left_out_count_one_device():
 
 def test_other_kinds_travel_as_what_they_resemble():
     assert TWO.seconds("all_max", 4.0, 4, 2) == TWO.seconds("all_reduce", 4.0, 4, 2)
-    assert TWO.shares("permute", 8.0, 4, 2) == (0, 8)
-    assert TWO.shares("permute", 8.0, 4) == (8, 0)
-    assert TWO.shares("permute", 8.0, 1) == (0, 0)
+    assert TWO.shares("ppermute", 8.0, 4, 2) == (0, 8)
+    assert TWO.shares("ppermute", 8.0, 4) == (8, 0)
+    assert TWO.shares("ppermute", 8.0, 1) == (0, 0)
 
 
 def test_crossover_finds_where_the_best_way_changes():

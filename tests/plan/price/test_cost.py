@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.layout.layout import build_layout
-from moejax.plan.price.cost import Costs, Work, alone, simulate_step
+from moejax.plan.price.cost import BucketFill, Costs, alone, simulate_step
 from moejax.plan.trace.reader import read
 from moejax.plan.trace.schedule import Collective, Op, Schedule
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 
 
-def costs(mesh=(1, 1, 8, 1), nodes=2, work=None, **options):
+def costs(mesh=(1, 1, 8, 1), nodes=2, fill=None, **options):
     cfg = small_config(mesh)
     layout = build_layout(dataclasses.replace(cfg.mesh, nodes=nodes))
-    return Costs(cluster(nodes=nodes, **options), layout, work or Work())
+    return Costs(cluster(nodes=nodes, **options), layout, fill or BucketFill())
 
 
 def all_to_all(size, axes=("expert_slow", "expert_fast")):
@@ -69,7 +69,7 @@ def test_a_program_takes_longer_than_its_operations_and_links_do_not():
     ops = (Op("product", scope="experts", flops=1e9, dtype="float32"), all_to_all(1_000_000))
     alone = costs(platform="gpu")
     device = dataclasses.replace(alone.topology.device, program_overhead=3.0)
-    slower = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.work)
+    slower = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.fill)
     for op, times in zip(ops, (3, 1), strict=True):
         before, after = (simulate_step(Schedule((op,), ()), one).seconds for one in (alone, slower))
         assert after == pytest.approx(times * before)
@@ -83,7 +83,7 @@ def test_devices_that_take_turns_send_while_others_compute(size):
     work = Op("product", scope="experts", flops=5e8, dtype="float32")
     alone = costs()
     device = dataclasses.replace(alone.topology.device, oversubscription=4.0)
-    waiting = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.work)
+    waiting = Costs(dataclasses.replace(alone.topology, device=device), alone.layout, alone.fill)
     both = Schedule((work, after(0, size, "expert_slow")), ())
     sending = simulate_step(Schedule((all_to_all(size, ("expert_slow",)),), ()), alone).seconds
     computing = simulate_step(both, alone).seconds - sending
@@ -104,7 +104,7 @@ def test_a_collective_starts_as_late_as_its_tier_says():
         for t, s in zip(before.topology.tiers, (1.0, 2.0), strict=True)
     ]
     after = Costs(
-        dataclasses.replace(before.topology, tiers=tuple(tiers)), before.layout, before.work
+        dataclasses.replace(before.topology, tiers=tuple(tiers)), before.layout, before.fill
     )
     for axis, sync_delay_s in (("expert_fast", 1.0), ("expert_slow", 2.0)):
         schedule = Schedule((all_to_all(8_000_000, (axis,)),), ())
@@ -114,9 +114,9 @@ def test_a_collective_starts_as_late_as_its_tier_says():
 
 def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time():
     def seconds(rows, moved=0.0):
-        cost = {"flops": 1e7 * rows, "dtype": "float32", "work": True, "bytes": moved}
+        cost = {"flops": 1e7 * rows, "dtype": "float32", "scales_with_fill": True, "bytes": moved}
         op = Op("product", scope="experts", blocks=(rows, 2), **cost)
-        return Costs(topology, priced.layout, priced.work).compute(op, 0.8)
+        return Costs(topology, priced.layout, priced.fill).compute(op, 0.8)
 
     priced = costs()
     device = dataclasses.replace(
@@ -158,9 +158,9 @@ def test_on_cpu_collectives_go_one_by_one_and_take_compute_with_them():
 
 
 def test_what_is_filled_is_what_experts_cost():
-    op = Op("product", scope="experts", flops=1e9, dtype="float32", work=True)
+    op = Op("product", scope="experts", flops=1e9, dtype="float32", scales_with_fill=True)
     full, half = (
-        simulate_step(Schedule((op,), ()), costs(work=Work(filled=share))).seconds
+        simulate_step(Schedule((op,), ()), costs(fill=BucketFill(filled=share))).seconds
         for share in (1.0, 0.5)
     )
     assert half < 0.75 * full

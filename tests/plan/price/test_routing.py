@@ -10,13 +10,13 @@ from moejax.errors import InputError
 from moejax.layout.layout import build_layout
 from moejax.layout.route import build_route
 from moejax.moe.sizes import usual_sizes
-from moejax.plan.price.routing import ExpertLoad, fullest, read_routing, tokens_of, work_of
+from moejax.plan.price.routing import ExpertLoad, bucket_fills, fullest, read_expert_load, tokens_of
 from tests.cases import small_config
 
 
-def work(cfg, routing):
+def fills(cfg, load):
     layout = build_layout(cfg.mesh)
-    return work_of(routing, cfg, layout, build_route(cfg.route, layout))
+    return bucket_fills(load, cfg, layout, build_route(cfg.route, layout))
 
 
 def big(mesh=(1, 1, 8, 1), **changes):
@@ -24,22 +24,22 @@ def big(mesh=(1, 1, 8, 1), **changes):
 
 
 def test_a_balanced_router_fills_what_headroom_leaves():
-    ((share, found),) = work(big(), read_routing("balanced", 8))
+    ((share, found),) = fills(big(), read_expert_load("balanced", 8))
     assert share == 1
     assert found.rounds == 0
     assert 0.8 <= found.filled <= 0.9  # 1 / 1.25, and what draws differ by
 
 
 def test_skew_overflows_and_goes_in_rounds():
-    ((_, found),) = work(big(), read_routing("zipf:1.5", 8))
+    ((_, found),) = fills(big(), read_expert_load("zipf:1.5", 8))
     assert found.rounds > 1
     assert found.filled_in_rounds <= 1
 
 
 def test_a_capacity_never_overflows_and_its_fullest_device_does_no_more():
     cfg = big(moe={"capacity_factor": 1.25})
-    ((_, skewed),) = work(cfg, read_routing("zipf:2", 8))
-    ((_, even),) = work(cfg, read_routing("balanced", 8))
+    ((_, skewed),) = fills(cfg, read_expert_load("zipf:2", 8))
+    ((_, even),) = fills(cfg, read_expert_load("balanced", 8))
     assert skewed.rounds == even.rounds == 0
     assert even.filled <= skewed.filled <= 1
 
@@ -55,9 +55,9 @@ def test_a_second_hop_hears_all_senders_of_the_first():
     between, inside = usual_sizes(route, layout, cfg.moe, tokens=2048).rows
     assert fullest([sum(rows_E[:4])], 64) < between
     assert fullest([rows_E[0]], 64) < inside < 2 * rows_E[0]
-    ((_, found),) = work(cfg, ExpertLoad("by hand", (share_E,)))
+    ((_, found),) = fills(cfg, ExpertLoad("by hand", (share_E,)))
     assert found.rounds > 1
-    ((_, even),) = work(cfg, read_routing("balanced", 8))
+    ((_, even),) = fills(cfg, read_expert_load("balanced", 8))
     assert even.rounds == 0
 
 
@@ -71,31 +71,31 @@ def test_a_micro_batch_is_all_that_is_routed_at_one_time():
     route = build_route(whole.route, layout)
     tokens = [tokens_of(cfg, layout, route) for cfg in (whole, parts, half)]
     assert tokens == [128, 64, 64]  # 64 sequences of 16 tokens, over eight devices
-    routing = read_routing("zipf:0.5", 8)
-    assert work(parts, routing) == work(half, routing) != work(whole, routing)
+    load = read_expert_load("zipf:0.5", 8)
+    assert fills(parts, load) == fills(half, load) != fills(whole, load)
 
 
 def test_one_device_has_no_buckets():
-    ((_, found),) = work(big((8, 1, 1, 1)), read_routing("zipf:2", 8))
+    ((_, found),) = fills(big((8, 1, 1, 1)), read_expert_load("zipf:2", 8))
     assert found.rounds == 0
 
 
 def test_layers_differ(tmp_path):
     path = tmp_path / "routing.json"
     path.write_text(json.dumps({"load": [[1] * 8, [93, 1, 1, 1, 1, 1, 1, 1]]}))
-    found = work(big(), read_routing(str(path), 8))
+    found = fills(big(), read_expert_load(str(path), 8))
     assert sorted(share for share, _ in found) == [0.5, 0.5]
     assert sorted(one.rounds > 0 for _, one in found) == [False, True]
 
 
 def test_zipf_is_in_proportion_to_powers_of_rank():
-    share_E = sorted(read_routing("zipf:1", 16).share_LE[0], reverse=True)
+    share_E = sorted(read_expert_load("zipf:1", 16).share_LE[0], reverse=True)
     np.testing.assert_allclose(np.array(share_E) / share_E[0], 1 / np.arange(1, 17))
     assert abs(sum(share_E) - 1) < 1e-12
 
 
 def test_popular_experts_are_not_neighbours():
-    share_E = read_routing("zipf:1", 64).share_LE[0]
+    share_E = read_expert_load("zipf:1", 64).share_LE[0]
     top = sorted(range(64), key=lambda e: -share_E[e])[:4]
     assert min(abs(a - b) for a in top for b in top if a != b) > 8
 
@@ -118,11 +118,11 @@ def test_the_fullest_of_many_draws_is_what_sampling_finds():
 )
 def test_what_is_no_routing_is_refused(text, said):
     with pytest.raises(InputError, match=said):
-        read_routing(text, 8)
+        read_expert_load(text, 8)
 
 
 def test_a_routing_of_another_model_is_refused(tmp_path):
     path = tmp_path / "routing.json"
     path.write_text(json.dumps({"load": [[1, 2, 3]]}))
     with pytest.raises(InputError, match=r"\[3\] experts, the model has 8"):
-        read_routing(str(path), 8)
+        read_expert_load(str(path), 8)

@@ -38,56 +38,77 @@ def schedules(draw, streams=("compute", *POLICIES), most=7, compute_share=(0.0, 
 
 
 def by_hand(tasks, policies):
+    """Start and end of each task."""
+    simulation = ByHand(tasks, policies)
+    simulation.run()
+    return simulation.start, simulation.end
+
+
+class ByHand:
     """The same rules with exact numbers, and everything looked at anew at every event."""
-    left = [Fraction(task.seconds) for task in tasks]
-    start, end, ready = [None] * len(tasks), [None] * len(tasks), [None] * len(tasks)
-    now, running = Fraction(0), set()
-    streams = sorted({task.stream for task in tasks})
 
-    def key(place):
-        policy = policies.get(tasks[place].stream, "fifo")
-        if tasks[place].stream == "compute":
+    def __init__(self, tasks, policies):
+        self.tasks, self.policies = tasks, policies
+        self.left = [Fraction(task.seconds) for task in tasks]
+        self.start, self.end, self.ready = ([None] * len(tasks) for _ in range(3))
+        self.now, self.running = Fraction(0), set()
+        self.streams = sorted({task.stream for task in tasks})
+
+    def key(self, place):
+        task = self.tasks[place]
+        if task.stream == "compute":
             return (place,)
-        return (-tasks[place].priority * (policy == "priority"), ready[place], place)
+        first = -task.priority * (self.policies.get(task.stream, "fifo") == "priority")
+        return (first, self.ready[place], place)
 
-    def waiting(stream):
-        places = [p for p in range(len(tasks)) if ready[p] is not None and start[p] is None]
-        return sorted((p for p in places if tasks[p].stream == stream), key=key)
+    def waiting(self, stream):
+        places = [p for p, at in enumerate(self.ready) if at is not None and self.start[p] is None]
+        return sorted((p for p in places if self.tasks[p].stream == stream), key=self.key)
 
-    def may_start(stream):
-        shared = stream != "compute" and policies.get(stream) == "shared"
-        if shared:
-            return waiting(stream)
-        return waiting(stream)[: not any(tasks[p].stream == stream for p in running)]
+    def may_start(self, stream):
+        if stream != "compute" and self.policies.get(stream) == "shared":
+            return self.waiting(stream)
+        return self.waiting(stream)[: not any(self.on(p) == stream for p in self.running)]
 
-    def speed(place):
-        if tasks[place].stream == "compute":
-            return 1 - min(1, sum(Fraction(tasks[p].compute_share) for p in running))
-        return Fraction(1, sum(tasks[p].stream == tasks[place].stream for p in running))
+    def on(self, place):
+        return self.tasks[place].stream
 
-    while any(e is None for e in end):
+    def speed(self, place):
+        if self.on(place) == "compute":
+            return 1 - min(1, sum(Fraction(self.tasks[p].compute_share) for p in self.running))
+        return Fraction(1, sum(self.on(p) == self.on(place) for p in self.running))
+
+    def run(self):
+        while any(e is None for e in self.end):
+            self.do_joins()
+            for stream in self.streams:
+                for place in self.may_start(stream):
+                    self.start[place] = self.now
+                    self.running.add(place)
+            self.go_to_next_end()
+
+    def do_joins(self):
+        """Tasks of zero seconds start and end at once, and may make others ready."""
         while True:
-            for place, task in enumerate(tasks):
-                if ready[place] is None and all(end[p] is not None for p in task.after):
-                    ready[place] = now
-            idle = [s for s in streams if may_start(s)]
-            joins = [p for s in idle for p in waiting(s) if left[p] == 0]
+            for place, task in enumerate(self.tasks):
+                if self.ready[place] is None and all(self.end[p] is not None for p in task.after):
+                    self.ready[place] = self.now
+            idle = [s for s in self.streams if self.may_start(s)]
+            joins = [p for s in idle for p in self.waiting(s) if self.left[p] == 0]
             if not joins:
-                break
-            start[joins[0]] = end[joins[0]] = now
-        for stream in streams:
-            for place in may_start(stream):
-                start[place] = now
-                running.add(place)
-        speeds = {place: speed(place) for place in sorted(running)}
-        step = min((left[p] / rate for p, rate in speeds.items() if rate), default=Fraction(0))
-        now += step
+                return
+            self.start[joins[0]] = self.end[joins[0]] = self.now
+
+    def go_to_next_end(self):
+        speeds = {place: self.speed(place) for place in sorted(self.running)}
+        times = (self.left[p] / rate for p, rate in speeds.items() if rate)
+        step = min(times, default=Fraction(0))
+        self.now += step
         for place, rate in speeds.items():
-            left[place] -= step * rate
-            if left[place] == 0:
-                end[place] = now
-                running.discard(place)
-    return start, end
+            self.left[place] -= step * rate
+            if self.left[place] == 0:
+                self.end[place] = self.now
+                self.running.discard(place)
 
 
 @settings(max_examples=300)

@@ -12,7 +12,7 @@ LAYER = [
     Task("all-to-all", "slow", 3, (0,)),
     Task("gather", "fast", 2, (0,)),
     Task("experts", "compute", 5, (1, 2)),
-    Task("all-to-all home", "slow", 3, (3,)),
+    Task("all-to-all back", "slow", 3, (3,)),
 ]
 
 
@@ -22,9 +22,9 @@ def test_says_what_ran_when_and_what_was_not_hidden():
     assert timeline.lanes() == {"compute": [0, 3], "slow": [1, 4], "fast": [2]}
     assert [timeline.busy(stream) for stream in ("compute", "slow", "fast")] == [9, 6, 2]
     assert timeline.critical() == [0, 1, 3, 4]
-    # Two seconds of both links, one of the slow one, three more on the way home.
+    # Two seconds of both links, one of the slow one, three more on the way back.
     assert timeline.exposed() == {"slow": 5, "fast": 1}
-    assert timeline.exposed("name") == {"all-to-all": 2, "gather": 1, "all-to-all home": 3}
+    assert timeline.exposed("name") == {"all-to-all": 2, "gather": 1, "all-to-all back": 3}
 
 
 def test_a_task_that_waited_for_its_stream_is_behind_what_held_it():

@@ -144,10 +144,10 @@ def test_how_late_a_collective_starts_is_what_computations_of_both_lengths_share
     real = Stopwatch.in_turns
     monkeypatch.setattr(Stopwatch, "in_turns", found)
     slow = Link(1.0, 512.0)  # two seconds for the 512 bytes that leave a device
-    assert probe_links._late(watch, AXES[0], slow, turns=2) == pytest.approx(4.0)
-    assert probe_links._late(watch, AXES[0], Link(9.0, 512.0), turns=1) == 0
+    assert probe_links._late(watch, AXES[0], slow, oversubscription=2) == pytest.approx(4.0)
+    assert probe_links._late(watch, AXES[0], Link(9.0, 512.0), oversubscription=1) == 0
     monkeypatch.setattr(Stopwatch, "in_turns", real)
-    assert 0 <= probe_links._late(watch, AXES[1], Link(0.0, 1e9), turns=1) < 1
+    assert 0 <= probe_links._late(watch, AXES[1], Link(0.0, 1e9), oversubscription=1) < 1
 
 
 def test_devices_that_share_cores_take_longer_together(monkeypatch):
@@ -207,7 +207,7 @@ def test_permute_moves_along_an_axis():
     mesh = build_probe_mesh(np.array(jax.devices()[:4]).reshape(2, 2))
 
     def move(x):
-        return wire.permute(x, ("nodes",), [(0, 1)])
+        return wire.ppermute(x, ("nodes",), [(0, 1)])
 
     moved = jax.shard_map(move, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
     assert moved(np.arange(1.0, 5.0)).tolist() == [0, 0, 1, 2]

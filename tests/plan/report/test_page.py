@@ -9,7 +9,7 @@ import pytest
 from moejax.plan.cluster.topology import Device, Tier, Topology, same_links
 from moejax.plan.cluster.topology import Link as Rate
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
-from moejax.plan.price.routing import read_routing
+from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.sensitivity import break_even, changes
 from moejax.plan.price.terms import terms
 from moejax.plan.report import page as report
@@ -40,13 +40,13 @@ CLUSTER = Topology(
     device=CPU,
     tiers=(Tier("inside", 4, same_links(FAST)), Tier("between", 2, same_links(SLOW))),
 )
-ROUTING = read_routing("balanced", 8)
+LOAD = read_expert_load("balanced", 8)
 MESHES = ((8, 1, 1, 1), (2, 4, 1, 1), (1, 1, 8, 1))  # the last one the default
 
 
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
-    plans = [price(trace_config(_config(mesh), "cpu"), CLUSTER, ROUTING) for mesh in MESHES]
+    plans = [price(trace_config(_config(mesh), "cpu"), CLUSTER, LOAD) for mesh in MESHES]
     default = plans[-1]
     ranked = sorted(plans[:-1], key=lambda one: one.seconds)
     return SearchResult(
@@ -63,7 +63,7 @@ def _config(mesh: tuple[int, int, int, int]):
 @pytest.fixture(scope="module")
 def page(found, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("report") / "new" / "plan.html"
-    write_report(found, CLUSTER, ROUTING, path)
+    write_report(found, CLUSTER, LOAD, path)
     return path
 
 
@@ -92,14 +92,14 @@ def test_the_page_holds_every_plan_the_chosen_one_first(found, data):
 def test_a_default_that_was_ranked_is_one_row(found, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "sensitivity", lambda best, other: [])  # takes its time
     ranked = replace(found, baseline=found.ranked[1])
-    write_report(ranked, CLUSTER, ROUTING, tmp_path / "plan.html")
+    write_report(ranked, CLUSTER, LOAD, tmp_path / "plan.html")
     assert '"name":"2 default"' in _text(tmp_path / "plan.html")
     assert '"name":"2"' not in _text(tmp_path / "plan.html")
 
 
 def test_a_plan_without_others_makes_a_page(found, tmp_path):
     alone = replace(found, ranked=found.ranked[:1], baseline=None)
-    write_report(alone, CLUSTER, ROUTING, tmp_path / "plan.html")
+    write_report(alone, CLUSTER, LOAD, tmp_path / "plan.html")
     assert '"name":"1"' in _text(tmp_path / "plan.html")
 
 
@@ -110,7 +110,7 @@ def test_terms_sum_to_the_step(data):
 
 def test_memory_sums_to_the_peak(found, data):
     memory, most = data["memory"], found.ranked[0].peak
-    assert sum(memory["given"].values()) == most.arguments
+    assert sum(memory["arguments"].values()) == most.arguments
     assert sum(memory["temporary"].values()) == most.temporary
     assert memory["bytes"] == most.bytes
     assert memory["temporary"]["kept for backward"] > 0
@@ -137,7 +137,7 @@ def _computed(timeline: dict, place: int) -> float:
     for lane, _, _, _, seconds, _, inner in timeline["nodes"][place]["tasks"]:
         if inner >= 0:
             total += timeline["nodes"][inner]["trip_count"] * _computed(timeline, inner)
-        elif timeline["words"][lane] == "compute":
+        elif timeline["text"][lane] == "compute":
             total += seconds
     return total
 
@@ -177,9 +177,7 @@ def test_a_rate_at_which_a_plan_wins_is_found(found, data):
 
 
 def _slower(one: PricedPlan, other: PricedPlan, cluster: Topology) -> float:
-    return (
-        price(one.traced, cluster, ROUTING).seconds / price(other.traced, cluster, ROUTING).seconds
-    )
+    return price(one.traced, cluster, LOAD).seconds / price(other.traced, cluster, LOAD).seconds
 
 
 def test_crossings_are_the_nearest_and_close():

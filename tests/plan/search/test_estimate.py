@@ -1,11 +1,11 @@
-"""Estimates against prices: a estimate chooses what is traced."""
+"""Estimates against prices: an estimate chooses what is traced."""
 
 import dataclasses
 
 from moejax.config.fields import change
 from moejax.config.schema import PlanConfig
 from moejax.plan.price.candidate import price, trace_config
-from moejax.plan.price.routing import read_routing
+from moejax.plan.price.routing import read_expert_load
 from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.space import Limits
@@ -26,7 +26,7 @@ def costs(hidden, batch, meshes):
         mesh = change(cfg, dict(zip(space.MESH, sizes, strict=True)))
         one = space.resolve(mesh, Limits(there.devices, there.nodes, "cpu"))
         assert one is not None
-        priced = price(trace_config(one, "cpu"), there, read_routing("balanced", 16))
+        priced = price(trace_config(one, "cpu"), there, read_expert_load("balanced", 16))
         found.append((priced.seconds, Estimate(one, there).seconds(), sizes))
     return found
 

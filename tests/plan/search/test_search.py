@@ -2,6 +2,7 @@
 
 import dataclasses
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,7 @@ from moejax.config.fields import change, get_value
 from moejax.config.schema import CompressionConfig, Config, PlanConfig
 from moejax.errors import InputError
 from moejax.plan.price.candidate import price, trace_config
-from moejax.plan.price.routing import read_routing
+from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.terms import terms, why
 from moejax.plan.report.tables import print_ranked, print_why, rest_text
 from moejax.plan.search.estimate import Estimate
@@ -40,7 +41,7 @@ def limits(cfg, topology, **changes):
 
 def found_for(cfg, topology, *free, seconds=1000.0, **changes):
     """A search that may choose only what is named, so that it is short and always whole."""
-    how = read_routing("balanced", cfg.moe.num_experts)
+    how = read_expert_load("balanced", cfg.moe.num_experts)
     bound = limits(cfg, topology, pinned=frozenset(CHOSEN) - set(free), **changes)
     return search(cfg, topology, bound, how, seconds=seconds)
 
@@ -180,11 +181,25 @@ def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
     cfg, there = model(moe={"expert_hidden": 2048}), cluster(memory=20_000_000)
     how = dataclasses.replace(limits(cfg, there), pinned=frozenset())
     meshes = [Estimate(mesh, there) for mesh in space.meshes(cfg, how)]
-    searching = _Search(cfg, there, how, read_routing("balanced", 8), 1000.0, print)
+    searching = _Search(cfg, there, how, read_expert_load("balanced", 8), 1000.0, print)
     tried = [Estimate(mesh, there) for mesh in searching._promising(meshes)]
     assert any(one.cfg.train.micro_batches > 1 or one.cfg.model.remat != "none" for one in tried)
     assert [one.seconds() for one in tried] == sorted(one.seconds() for one in tried)
     assert all(one.bytes() <= 1.3 * searching.memory_budget for one in tried)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "end"),
+    [((), "more devices."), (("route", "mesh.expert"), "devices, or unpin mesh.expert, route.")],
+)
+def test_a_search_without_pins_does_not_ask_to_unpin(pinned, end):
+    cfg, there = model(), cluster()
+    how = dataclasses.replace(limits(cfg, there), pinned=frozenset(pinned))
+    searching = _Search(cfg, there, how, read_expert_load("balanced", 8), 1000.0, print)
+    searching.priced[cfg] = SimpleNamespace(peak=SimpleNamespace(bytes=3 * 2**30))
+    said = searching._why_none(5)
+    assert "The smallest plan needs 3.0 GiB of a device; " in said
+    assert said.endswith(end)
 
 
 def test_no_mesh_is_said_in_one_line():
@@ -227,7 +242,7 @@ def test_skew_costs_what_a_plan_exchanges():
     for sizes in ((1, 1, 8, 1), (8, 1, 1, 1)):
         cfg = change(dropless, dict(zip(space.MESH, sizes, strict=True)))
         step = trace_config(space.resolve(cfg, limits(cfg, cluster())), "cpu")
-        seconds.append([price(step, cluster(), read_routing(r, 8)).seconds for r in routings])
+        seconds.append([price(step, cluster(), read_expert_load(r, 8)).seconds for r in routings])
     assert seconds[0][1] > seconds[0][0]
     # Where every device has all experts, nothing is exchanged and nothing waits.
     assert seconds[1][1] == seconds[1][0]
@@ -255,7 +270,7 @@ def test_a_search_of_many_devices_may_take_longer(nodes, asked, given, monkeypat
             model(),
             cluster(),
             Limits(8 * nodes, nodes, "gpu"),
-            read_routing("balanced", 8),
+            read_expert_load("balanced", 8),
             seconds=asked,
         )
     assert allowed == [given]

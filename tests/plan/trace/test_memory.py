@@ -13,7 +13,7 @@ from moejax.aot.step import described_config
 from moejax.aot.target import TARGETS
 from moejax.config.load import load_config
 from moejax.plan.price.candidate import price, trace_config
-from moejax.plan.price.routing import read_routing
+from moejax.plan.price.routing import read_expert_load
 from moejax.plan.trace.memory import peak
 from moejax.plan.trace.reader import read
 from tests.cases import small_config
@@ -102,7 +102,9 @@ def test_the_scopes_add_up_to_the_peak():
 
 def test_a_plan_needs_what_the_larger_of_step_and_evaluation_needs():
     cfg = small_config((2, 1, 1, 1))
-    found = price(trace_config(cfg, "cpu"), cluster(inside=2, nodes=1), read_routing("balanced", 8))
+    found = price(
+        trace_config(cfg, "cpu"), cluster(inside=2, nodes=1), read_expert_load("balanced", 8)
+    )
     assert found.evaluation == found.traced.evaluation_peak()
     assert found.peak == found.steps
     larger = replace(found.evaluation, temporary=2 * found.steps.bytes)

@@ -1,0 +1,89 @@
+"""Rules of attention: its heads, latents and window, and rotary positions."""
+
+from moejax.config.checks.text import divisors_text, require
+from moejax.config.schema import Config, ModelConfig, RopeConfig
+
+
+def check_attention(cfg: Config) -> None:
+    """Checks that the parts of attention fit together.
+
+    Raises:
+      InputError: the first rule that is broken.
+    """
+    model = cfg.model
+    if model.is_latent:
+        _check_latent(model)
+    else:
+        require(
+            model.num_heads % model.num_kv_heads == 0,
+            f"`model.num_heads` = {model.num_heads} is not a multiple of `model.num_kv_heads` = "
+            f"{model.num_kv_heads}. Choose {divisors_text(model.num_heads)} for "
+            "model.num_kv_heads.",
+        )
+    _check_rotated(model)
+    every = model.full_attention_every
+    require(
+        every is None or every <= model.num_layers,
+        f"`model.full_attention_every` = {every} leaves each of {model.num_layers} blocks its "
+        "window. It must be at most `model.num_layers`; set none if all have one.",
+    )
+    _check_rope(model.rope)
+
+
+def _check_latent(model: ModelConfig) -> None:
+    for name in ("kv_latent", "rope_width"):
+        require(
+            getattr(model, name) is not None,
+            f"`model.{name}` is none, but `model.attention` is latent, which needs it. Set it as "
+            "the model's paper says, or model.attention=grouped.",
+        )
+    require(
+        model.rotated_channels < model.head_width,
+        f"`model.rope_width` = {model.rope_width} leaves none of `model.head_width` = "
+        f"{model.head_width} for the part that does not rotate. In latent attention head_width is "
+        "the sum of both: raise it, or lower rope_width.",
+    )
+
+
+def _check_rotated(model: ModelConfig) -> None:
+    name = "head_width" if model.rope_width is None else "rope_width"
+    rotated = model.rotated_channels
+    require(
+        rotated % 2 == 0,
+        f"`model.{name}` = {rotated} is odd. Rotary positions turn pairs of channels. "
+        f"Choose {rotated - 1} or {rotated + 1}.",
+    )
+    require(
+        rotated <= model.head_width,
+        f"`model.rope_width` = {rotated} is more than `model.head_width` = {model.head_width}. "
+        "A head cannot rotate more channels than it has. Lower the first or raise the second.",
+    )
+
+
+def _check_rope(rope: RopeConfig) -> None:
+    pairs = {"llama3": ("low_frequency_factor", "high_frequency_factor")}
+    pairs["yarn"] = ("beta_slow", "beta_fast")
+    if rope.scaling in pairs:
+        low, high = pairs[rope.scaling]
+        require(
+            getattr(rope, low) < getattr(rope, high),
+            f"`model.rope.{low}` = {getattr(rope, low)} must be below `model.rope.{high}` = "
+            f"{getattr(rope, high)}. Lower the first or raise the second.",
+        )
+    require(
+        rope.scaling != "yarn" or rope.theta > 1,
+        f"`model.rope.theta` = {rope.theta} leaves no channel pair that turns slower than another. "
+        "yarn tells pairs apart by how fast they turn, so it must be above 1. Set it to the base "
+        "that the model was trained with, or another `model.rope.scaling`.",
+    )
+    require(
+        (rope.mscale is None) == (rope.mscale_all_dim is None),
+        f"`model.rope.mscale` is {rope.mscale} and `model.rope.mscale_all_dim` is "
+        f"{rope.mscale_all_dim}. Each has a meaning with the other alone. Set both (0 is a factor "
+        "of one) or none.",
+    )
+    require(
+        rope.attention_factor is None or rope.mscale is None,
+        f"`model.rope.attention_factor` = {rope.attention_factor} and `model.rope.mscale` = "
+        f"{rope.mscale} both say by what cos and sin are scaled. Set one of them to none.",
+    )

@@ -1,0 +1,144 @@
+"""Token files on disk: ids one after the other, or records of them.
+
+N: tokens of a stretch of the file.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moejax.data.marks import BEGIN, TARGET, Marks, Stretch, without_marks
+from moejax.data.sidecar import Sidecar
+from moejax.errors import InputError
+
+
+class FileSource:
+    """A token file, opened and checked; subclasses read it."""
+
+    def __init__(self, path: Path, sidecar: Sidecar):
+        self.path, self.sidecar = path, sidecar
+        self.vocab_size, self.eos_id = sidecar.vocab_size, sidecar.eos_id
+        self.num_tokens = sidecar.num_tokens
+        self._marks = Marks(path, sidecar.num_tokens) if sidecar.is_marked else None
+
+    @property
+    def num_targets(self) -> int:
+        """Number of tokens that are predicted; without marks, every one after the first."""
+        return self.sidecar.num_targets or self.num_tokens - 1
+
+    @property
+    def target_bytes(self) -> int | None:
+        """Bytes of the text that the targets spell, if known."""
+        return self.sidecar.target_bytes if self.sidecar.is_marked else self.sidecar.num_bytes
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Tokens start .. start + length - 1, int32.
+
+        Raises:
+          InputError: for an id outside the vocabulary, with file and offset.
+        """
+        assert 0 <= start <= start + length <= self.num_tokens
+        tokens = self._read(start, length).astype(np.int64)
+        wrong = np.flatnonzero(tokens >= self.vocab_size)
+        if len(wrong):
+            offset = start + int(wrong[0])
+            raise InputError(
+                f"token id outside the vocabulary. {self.path}, token {offset}: id "
+                f"{tokens[wrong[0]]}. Ids must be below {self.vocab_size}. The file is damaged or "
+                f"of another tokenizer: check it with its sha256, or prepare the text again."
+            )
+        return tokens.astype(np.int32)
+
+    def stretch(self, start: int, length: int) -> Stretch:
+        """The same tokens, and which are targets or begin documents."""
+        token_N = self.read(start, length)
+        if self._marks is None:
+            return without_marks(token_N, self.eos_id)
+        mark_N = self._marks.read(start, length)
+        return Stretch(token_N, mark_N == TARGET, mark_N == BEGIN)
+
+    def check_ends(self) -> None:
+        """Raises InputError unless documents begin and end at both ends of the stream."""
+        if self._marks is not None:
+            self._marks.check_begin()
+            self.read(0, 1)
+            self.read(self.num_tokens - 1, 1)
+            return
+        for offset in (0, self.num_tokens - 1):
+            token = int(self.read(offset, 1)[0])
+            if token != self.eos_id:
+                raise InputError(
+                    f"token file has no eos at its ends. {self.path}, token {offset}: id {token}. "
+                    f"A stream begins and ends with eos = {self.eos_id}. Check the file with its "
+                    f"sha256, or prepare the text again."
+                )
+
+    def _read(self, start: int, length: int) -> np.ndarray:
+        raise NotImplementedError
+
+
+class BinSource(FileSource):
+    """Little-endian ids, one after the other, read through a memory map."""
+
+    def __init__(self, path: Path, sidecar: Sidecar):
+        super().__init__(path, sidecar)
+        size, width = path.stat().st_size, np.dtype(sidecar.dtype).itemsize
+        if size != sidecar.num_tokens * width:
+            tail = f" ({size % width} bytes beyond whole tokens)" if size % width else ""
+            raise InputError(
+                f"token file has the wrong size. {path} has {size} bytes{tail}, its sidecar says "
+                f"{sidecar.num_tokens} tokens of {sidecar.dtype}. They must agree. Copy both files "
+                f"again, or prepare the text again."
+            )
+
+    @cached_property
+    def _map(self) -> np.ndarray:
+        dtype = np.dtype(self.sidecar.dtype).newbyteorder("<")
+        return np.memmap(self.path, dtype=dtype, mode="r")
+
+    def _read(self, start: int, length: int) -> np.ndarray:
+        return np.array(self._map[start : start + length])
+
+
+class ArrayRecordSource(FileSource):
+    """Records of `chunk_tokens` ids each; the format itself checks a hash of each record."""
+
+    @cached_property
+    def _records(self) -> Any:
+        # Imported late: grain takes a second, which other sources do not need.
+        from grain.sources import ArrayRecordDataSource
+
+        return ArrayRecordDataSource([str(self.path)])
+
+    def _read(self, start: int, length: int) -> np.ndarray:
+        chunk = self.sidecar.chunk_tokens
+        assert chunk is not None, "checked with the sidecar"
+        if not length:
+            return np.empty(0, self.sidecar.dtype)
+        first, last = start // chunk, (start + length - 1) // chunk
+        dtype = np.dtype(self.sidecar.dtype).newbyteorder("<")
+        try:
+            records = [self._records[i] for i in range(first, last + 1)]
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise InputError(
+                f"ArrayRecord is damaged. {self.path}, records {first} to {last}: "
+                f"{' '.join(str(error).split())[:120]}. Every record carries a hash. Copy the file "
+                f"again, or prepare the text again."
+            ) from error
+        for number, record in enumerate(records, first):
+            self._check_record(number, record, chunk * dtype.itemsize)
+        tokens = np.frombuffer(b"".join(records), dtype)
+        return tokens[start - first * chunk :][:length]
+
+    def _check_record(self, number: int, record: bytes, full: int) -> None:
+        """Checks a record's size: another dtype or chunk size would make all ids wrong."""
+        total = self.num_tokens * np.dtype(self.sidecar.dtype).itemsize
+        expected = min(full, total - number * full)
+        if len(record) != expected:
+            raise InputError(
+                f"ArrayRecord does not fit its sidecar. {self.path}, record {number} has "
+                f"{len(record)} bytes, dtype and chunk_tokens of the sidecar ask for {expected}. "
+                f"They must agree. Copy both files again, or prepare the text again."
+            )

@@ -1,0 +1,178 @@
+"""The checkpoint that is evaluated, and the config under which it is."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from moejax.config.checks import check
+from moejax.config.checks.mesh import check_batch, check_expert_axis, check_width
+from moejax.config.checks.planned import EXCHANGE, LAYOUT, MESH
+from moejax.config.fields import change, fields, get_value
+from moejax.config.load import from_dict, parse_overrides
+from moejax.config.schema import CompressionConfig, Config, PlanConfig
+from moejax.errors import InputError
+from moejax.runtime.processes import Processes
+from moejax.step.state import Reduction, TrainState
+from moejax.step.train_step import TrainStep
+from moejax.train.checkpoint import (
+    Saved,
+    latest_intact,
+    locate,
+    restore_items,
+    restore_weights,
+)
+from moejax.train.resume import SHAPES, check_same_base, describe_base
+
+# Settings that an evaluation reads; all others are of training.
+READ = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")
+READ += ("data.eval_files", "data.sequence_length", "data.isolate_documents")
+READ += ("train.batch_sequences", "train.micro_batches", "checkpoint.init_from")
+# Settings that another mesh begins anew: those of the run may not fit it.
+OF_MESH = (*LAYOUT, *EXCHANGE, "route_trim", "mesh.nodes")
+
+
+class Chosen(NamedTuple):
+    """What is evaluated: a checkpoint, the config to read it with, and notes for the user."""
+
+    saved: Saved
+    cfg: Config
+    notes: list[str]
+    base: Saved | None  # the frozen weights, if the checkpoint has adapters
+
+
+def choose(run: str, step: int | None, overrides: Iterable[str], processes: Processes) -> Chosen:
+    """Returns the newest intact checkpoint of a run, or of a step. Changes no file.
+
+    Args:
+      run: a run directory or a checkpoint, of training or imported.
+      overrides: settings as for training.
+    Raises:
+      InputError: if there is none, or a setting does not fit it.
+    """
+    values = parse_overrides(overrides)
+    for name in values:
+        if not name.startswith(READ):
+            raise InputError(
+                f"`{name}` has no effect. It is set for an evaluation, which reads "
+                f"{', '.join(part.rstrip('.') for part in READ)}. Leave it out."
+            )
+    saved, notes = latest_intact(run, step, values.get("checkpoint.verify", "full"), processes)
+    if "config" not in saved.manifest:
+        raise InputError(
+            f"checkpoint has no config. {saved.path} does not say what model it is of. moejax "
+            f"writes that into the manifest. Name a checkpoint of moejax train or moejax hf import."
+        )
+    trained = from_dict(saved.manifest["config"])
+    for name, value in values.items():
+        if name in SHAPES and value != get_value(trained, name):
+            raise InputError(
+                f"`{name}` is fixed by the weights. Got {value}, {saved.path} has "
+                f"{get_value(trained, name)}. A model is read in the shape that it was trained in. "
+                f"Leave it out."
+            )
+    cfg = evaluation_config(trained, values)
+    check(cfg)
+    base = _base_of(saved, cfg, values.get("checkpoint.init_from"), processes)
+    if base is not None:
+        notes.append(f"adapters from {saved.path}, frozen weights from {base.path}")
+    return Chosen(saved, cfg, notes, base)
+
+
+def _base_of(saved: Saved, cfg: Config, named: str | None, processes: Processes) -> Saved | None:
+    """Returns the frozen weights of a checkpoint with adapters; None if it has all weights.
+
+    Args:
+      named: `checkpoint.init_from` of the command line; by default they are where they were.
+    """
+    if cfg.lora.rank is None:
+        if named is None:
+            return None
+        raise InputError(
+            f"`checkpoint.init_from` has no effect. It is set to {named}, and {saved.path} has all "
+            f"weights. It names the weights that adapters were trained on. Leave it out."
+        )
+    source = saved.manifest["base"]["path"] if named is None else named
+    if not processes.from_first(lambda: Path(source).is_dir()):
+        raise InputError(
+            f"frozen weights are not here. {saved.path} has adapters, of {source}, which is no "
+            f"directory. Adapters need the weights they were trained on. Name them: "
+            f"--config.checkpoint.init_from=DIR."
+        )
+    base = locate(source, cfg.checkpoint.verify, processes)
+    check_same_base(saved.manifest, describe_base(base.path, base.manifest))
+    return base
+
+
+def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
+    """Returns the config of a run with settings changed for an evaluation.
+
+    The mesh is that of the run. If a setting names an axis, the settings describe the whole mesh:
+    other axes have one device, and replica takes what they leave. See also `spread`.
+    """
+    # Nothing is planned, and an evaluation has no codecs.
+    cfg = change(cfg, {"plan": PlanConfig(mode="hand"), "compression": CompressionConfig()})
+    if any(name in MESH for name in values):
+        cfg = change(cfg, {name: fields()[name].default for name in OF_MESH})
+        cfg = change(cfg, {"mesh.replica": None})
+    return change(cfg, values)
+
+
+def spread(cfg: Config, num_devices: int) -> Config:
+    """Returns a config on all devices, if it names no axis of a mesh, as imported ones do.
+
+    Experts are spread first, then the width; devices that neither can use hold copies.
+    """
+    if any(get_value(cfg, name) != fields()[name].default for name in MESH):
+        return cfg
+    sizes = [size for size in range(num_devices, 0, -1) if num_devices % size == 0]
+    meshes = [
+        {"mesh.replica": num_devices // expert // fsdp, "mesh.fsdp": fsdp, "mesh.expert": expert}
+        for expert in sizes
+        for fsdp in sizes
+        if num_devices % (expert * fsdp) == 0 and (expert == 1 or cfg.model.has_experts)
+    ]
+    fitting = [found for mesh in meshes if _fits(found := change(cfg, mesh))]
+    chosen = max(fitting, key=lambda c: (c.mesh.fsdp * c.mesh.expert, c.mesh.expert), default=cfg)
+    return chosen
+
+
+def _fits(cfg: Config) -> bool:
+    try:
+        check_expert_axis(cfg)
+        check_width(cfg)
+        check_batch(cfg)
+    except InputError:
+        return False
+    return True
+
+
+def read_weights(chosen: Chosen, train_step: TrainStep) -> TrainState:
+    """Returns a state of weights alone.
+
+    Args:
+      train_step: of weights, on the mesh.
+    """
+    abstract, frozen = train_step.abstract, None
+    weights = restore_items(chosen.saved.path, abstract, ("weights",))["weights"]
+    if chosen.base is not None:
+        frozen, _ = restore_weights(chosen.base.path, abstract)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(
+        step=zero,
+        skipped=zero,
+        params=weights["params"],
+        router_bias=weights["balance"],
+        optimizer=(),
+        reduction=Reduction(None, None),
+        frozen=frozen,
+    )
+
+
+def tokenizer_beside_weights(chosen: Chosen) -> Path | None:
+    """Returns the tokenizer.json that came with imported weights, if there is one."""
+    paths = [saved.path for saved in (chosen.saved, chosen.base) if saved is not None]
+    folders = [folder for path in paths for folder in path.parents[:2]]  # of an import, of a run
+    found = (folder / place / "tokenizer.json" for folder in folders for place in ("hf", "."))
+    return next((path for path in found if path.is_file()), None)

@@ -1,0 +1,207 @@
+"""The text that is scored: token files, texts of which one is made, or the run's own."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moejax.config.schema import Config
+from moejax.data import corpus
+from moejax.data.documents import read_documents
+from moejax.data.sidecar import read_sidecar, sidecar_of
+from moejax.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    digest,
+    tokenizer_beside,
+)
+from moejax.data.tokens import JoinedSource, TokenSource, find_files, from_documents, open_files
+from moejax.data.writers import BinWriter
+from moejax.errors import InputError
+from moejax.evaluate.checkpoint import Chosen, tokenizer_beside_weights
+
+TOKEN_SUFFIXES = (".bin", ".array_record")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A stream to score."""
+
+    source: TokenSource
+    files: list[str]  # what the user named
+    # Of texts: the origin of each document, and its bytes of UTF-8.
+    documents: list[tuple[str, int]] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def tokenizer(self) -> Tokenizer:
+        """Opens the tokenizer that made the tokens.
+
+        Raises:
+          InputError: if it is not beside the token files.
+        """
+        if isinstance(self.source, JoinedSource):
+            return _tokenizer_of(self.source.sources[0].path)
+        return ByteTokenizer()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line says of the data."""
+
+    files: Sequence[str]
+    text_field: str | None
+    tokenizer: str | None
+    eos: str | None
+
+
+@contextmanager
+def open_held_out(wanted: Wanted, chosen: Chosen) -> Iterator[HeldOut]:
+    """Opens the files of the command line, else the run's own held-out data.
+
+    Texts are written as token files into a temporary folder, which goes in the end.
+
+    Raises:
+      InputError: if there is nothing to score, or it does not fit the model.
+    """
+    cfg = chosen.cfg
+    named = find_files(wanted.files)
+    texts = [path for path in named if not _is_token_file(path)]
+    _check_options(wanted, texts)
+    if not named:
+        yield _of_run(cfg)
+    elif not texts:
+        yield _of_token_files(chosen, list(map(str, named)))
+    elif len(texts) < len(named):
+        raise InputError(
+            f"token files and texts together. {texts[0]} is text, "
+            f"{next(path for path in named if path not in texts)} has tokens. They are counted "
+            f"apart. Evaluate them with two commands."
+        )
+    else:
+        with tempfile.TemporaryDirectory(prefix="moejax-eval-") as folder:
+            yield _of_texts(wanted, chosen, texts, Path(folder))
+
+
+def _is_token_file(path: Path) -> bool:
+    return sidecar_of(path).is_file() or path.suffix in TOKEN_SUFFIXES
+
+
+def _check_options(wanted: Wanted, texts: list[Path]) -> None:
+    """Refuses options about texts where there are none."""
+    for name in ("text_field", "tokenizer", "eos"):
+        value = getattr(wanted, name)
+        if value is not None and not texts:
+            raise InputError(
+                f"`--{name.replace('_', '-')}` has no effect. Got {value!r} without a text in "
+                f"--data. Token files have their tokenizer beside them. Leave it out."
+            )
+    if wanted.eos is not None and wanted.tokenizer is None:
+        raise InputError(
+            f"`--eos` has no effect. Got {wanted.eos!r} without --tokenizer. The run's tokenizer "
+            f"has its own. Leave it out, or name a --tokenizer."
+        )
+
+
+def _of_run(cfg: Config) -> HeldOut:
+    """Opens the held-out data of the run's settings."""
+    if cfg.data.source == "stdlib":
+        source = from_documents(corpus.documents()[1])
+        return HeldOut(source, ["held-out files of Python's standard library"])
+    if not cfg.data.eval_files:
+        raise InputError(
+            "nothing to score. `data.eval_files` of the run is empty. An evaluation needs held-out "
+            "text. Name it: --data FILE."
+        )
+    wanted = "bin" if cfg.data.source == "tokens" else "array_record"
+    source = open_files(cfg.data.eval_files, wanted, model_vocab=cfg.model.vocab_size)
+    return HeldOut(source, list(cfg.data.eval_files))
+
+
+def _of_token_files(chosen: Chosen, files: list[str]) -> HeldOut:
+    """Opens token files, which must be of the model's tokenizer where that is known."""
+    source = open_files(files, None, model_vocab=chosen.cfg.model.vocab_size)
+    first, notes = source.sources[0], []
+    known = _known_tokenizer(chosen)
+    if known is None:
+        notes.append(f"the model's tokenizer is not known here: that of {first.path} is trusted")
+    elif known[0] != first.sidecar.tokenizer_sha256:
+        raise InputError(
+            f"tokens of another tokenizer. {first.path} has tokenizer sha256 "
+            f"{first.sidecar.tokenizer_sha256}, the model {known[0]} (None: bytes). Ids would mean "
+            f"other text. Prepare the text with the model's tokenizer."
+        )
+    trained = {part["digest"]: part["name"] for part in _trained_on(chosen)}
+    for part in source.parts():
+        if part["digest"] in trained:
+            notes.append(f"warning: {part['name']} is not held out: the run trained on it")
+    return HeldOut(source, files, notes=notes)
+
+
+def _of_texts(wanted: Wanted, chosen: Chosen, texts: list[Path], folder: Path) -> HeldOut:
+    """Writes texts as a token file, and opens it."""
+    tokenizer = _tokenizer(wanted, chosen)
+    writer = BinWriter(folder / "texts.bin", tokenizer, "bytes")
+    documents: list[tuple[str, int]] = []
+    try:
+        for document in read_documents(texts, wanted.text_field or "text"):
+            before = writer.num_bytes
+            writer.add(document, tokenizer)
+            documents.append((document.source, writer.num_bytes - before))
+        if not documents:
+            raise InputError(
+                f"nothing to score. {len(texts)} files have no text. An evaluation needs some. "
+                f"Name other files: --data FILE."
+            )
+    except BaseException:
+        writer.abandon()
+        raise
+    writer.finish()
+    source = open_files([str(writer.path)], "bin", model_vocab=chosen.cfg.model.vocab_size)
+    return HeldOut(source, list(map(str, texts)), documents)
+
+
+def _trained_on(chosen: Chosen) -> list[dict[str, str]]:
+    return chosen.saved.manifest.get("data", {}).get("train", [])
+
+
+def _tokenizer_of(token_file: Path) -> Tokenizer:
+    sidecar = read_sidecar(token_file)
+    sha256 = sidecar.tokenizer_sha256
+    return tokenizer_beside(token_file, sidecar.tokenizer, eos_id=sidecar.eos_id, sha256=sha256)
+
+
+def _known_tokenizer(chosen: Chosen) -> tuple[str | None] | None:
+    """Returns the digest of the model's tokenizer, (None,) for bytes; None if it is not known."""
+    if chosen.cfg.data.source == "stdlib":
+        return (None,)
+    if (path := _first_train_file(chosen.cfg)) is not None:
+        return (read_sidecar(path).tokenizer_sha256,)
+    beside = tokenizer_beside_weights(chosen)
+    return None if beside is None else (digest(beside),)
+
+
+def _first_train_file(cfg: Config) -> Path | None:
+    """Returns the run's first training file, if it is still where it was."""
+    try:
+        return find_files(cfg.data.train_files[:1])[0]
+    except (InputError, IndexError):
+        return None
+
+
+def _tokenizer(wanted: Wanted, chosen: Chosen) -> Tokenizer:
+    """Returns the tokenizer of the command line, of the run's data, or of imported weights."""
+    if wanted.tokenizer is not None:
+        return FileTokenizer(Path(wanted.tokenizer), wanted.eos)
+    if chosen.cfg.data.source == "stdlib":
+        return ByteTokenizer()
+    if (path := _first_train_file(chosen.cfg)) is not None:
+        return _tokenizer_of(path)
+    if (beside := tokenizer_beside_weights(chosen)) is not None:
+        return FileTokenizer(beside)
+    raise InputError(
+        f"no tokenizer. {chosen.saved.path} has no tokenizer.json beside it, and the training "
+        f"files that name one are not here. A text must become the ids that the model knows. Name "
+        f"it: --tokenizer FILE."
+    )

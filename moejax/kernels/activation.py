@@ -1,0 +1,52 @@
+"""The gated activations of experts and MLPs: SwiGLU, and its clamped form.
+
+Per device. Legend: F hidden, H = 2 F: gate and up side by side. Both compute in float32.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+# gate * sigmoid(1.702 * gate) is close to GELU. Source: Hendrycks and Gimpel 2016; gpt-oss.
+SLOPE = 1.702
+
+
+def activate(h: jax.Array, limit: float | None) -> jax.Array:
+    """Returns [..., F] of h [..., H]: SwiGLU, or with a limit clamped SwiGLU."""
+    return swiglu(h) if limit is None else clamped_swiglu(limit, h)
+
+
+def swiglu(h: jax.Array) -> jax.Array:
+    """Returns silu(gate) * up."""
+    gate, up = jnp.split(h.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(h.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def clamped_swiglu(limit: float, h: jax.Array) -> jax.Array:
+    """Returns gate * sigmoid(1.702 gate) * (up + 1): of a gate up to `limit`, and up of that size.
+
+    A value at the limit passes its gradient on, as in torch: in bfloat16 many lie there. For
+    backward only `h` is kept.
+    """
+    return _clamped(limit, h)
+
+
+def _clamped(limit: float, h: jax.Array) -> jax.Array:
+    gate, up = jnp.split(h.astype(jnp.float32), 2, axis=-1)
+    # Comparisons that are false for NaN, so that it goes through.
+    gate = jnp.where(gate > limit, limit, gate)
+    up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
+    return (gate * jax.nn.sigmoid(SLOPE * gate) * (up + 1)).astype(h.dtype)
+
+
+def _forward(limit, h):
+    return clamped_swiglu(limit, h), h
+
+
+def _backward(limit, h, gradient):
+    return jax.vjp(partial(_clamped, limit), h)[1](gradient)
+
+
+clamped_swiglu.defvjp(_forward, _backward)

@@ -1,0 +1,230 @@
+"""The per-device code of a train step: loss, gradients, codec state, update.
+
+Runs inside the shard_map of the training mesh. Each device computes its share of the loss; the sum
+over devices is the loss. `comm.wire` explains the transposes of collectives under this rule.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.comm import wire
+from moejax.comm.codecs.adaptive import choose_level
+from moejax.comm.codecs.build import build_codec
+from moejax.comm.codecs.codec import EncodeContext
+from moejax.comm.weights.reduce import reduce_whole
+from moejax.comm.weights.residuals import attach_residuals, detach_residuals
+from moejax.comm.weights.states import sum_squared_errors
+from moejax.config.compression import GRADIENTS
+from moejax.layout.layout import Layout
+from moejax.model.ahead import targets_ahead
+from moejax.model.transformer import Transformer
+from moejax.moe.router import Noise, update_bias
+from moejax.step.forward import split_micro_batches
+from moejax.step.loss import AheadTargets, LossParts, next_token_loss
+from moejax.step.model import ModelDef
+from moejax.step.optimizer import Optimizer, square_share
+from moejax.step.state import Batch, Metrics, Reduction, TrainState, Tree
+
+
+def train_step(
+    model: ModelDef, optimizer: Optimizer, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
+    """Runs one optimizer step. An update that is not finite is counted and not applied."""
+    layout, rate = model.layout, model.cfg.moe.router.bias_update_rate
+    gradients, loss_parts, reduction = loss_gradients(model, state, batch)
+    with jax.named_scope("update"):
+        squares = square_share(gradients, model.dims, layout)
+        loss_parts, (squares,) = sum_shares(loss_parts, [squares], layout)
+        norm = jnp.sqrt(squares)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss_parts.nll)
+        if loss_parts.ahead is not None:
+            finite &= jnp.isfinite(loss_parts.ahead)
+        params, moments = optimizer.update(
+            gradients, state.optimizer, state.params, norm=norm, finite=finite
+        )
+    router_bias = state.router_bias
+    if rate:
+        router_bias = _update_router_bias(router_bias, loss_parts.load_LE, rate)
+    router_bias, reduction = jax.tree.map(
+        partial(jnp.where, finite), (router_bias, reduction), (state.router_bias, state.reduction)
+    )
+    skipped = state.skipped + jnp.where(finite, 0, 1)
+    state = TrainState(
+        state.step + 1, skipped, params, router_bias, moments, reduction, state.frozen
+    )
+    return state, Metrics(
+        loss=loss_parts.nll,
+        balance=loss_parts.balance,
+        load_LE=loss_parts.load_LE,
+        dropped_L=loss_parts.dropped_L,
+        gradient_norm=norm,
+        skipped=skipped,
+        ahead=loss_parts.ahead,
+    )
+
+
+def sum_shares(
+    loss_parts: LossParts, others: list[jax.Array], layout: Layout
+) -> tuple[LossParts, list[jax.Array]]:
+    """Sums the loss's shares and other scalars over all devices. Wire: one sum."""
+    ahead = [] if loss_parts.ahead is None else [loss_parts.ahead]
+    shares = jnp.stack([loss_parts.nll, loss_parts.balance, *others, *ahead])
+    nll, balance, *sums = wire.all_reduce(shares, layout.mesh_axes)
+    if ahead:
+        loss_parts = loss_parts._replace(ahead=sums.pop())
+    return loss_parts._replace(nll=nll, balance=balance), sums
+
+
+def loss_gradients(
+    model: ModelDef, state: TrainState, batch: Batch
+) -> tuple[Tree, LossParts, Reduction]:
+    """Returns gradients of the whole batch, the loss's parts, and the new codec state.
+
+    `nll` and `balance` are this device's shares. The caller sums them over devices.
+    """
+    micro_batches = model.cfg.train.micro_batches
+    micro = partial(_micro_batch, model, state, _num_targets(model, batch))
+    if micro_batches == 1:
+        gradients, residuals, loss_parts = micro(0, batch, state.reduction.residuals)
+    else:
+        split_batch = split_micro_batches(batch, micro_batches)
+        first = (0, jax.tree.map(lambda x: x[0], split_batch), state.reduction.residuals)
+        gradient_shapes, _, part_shapes = jax.eval_shape(micro, *first)
+        zeros = jax.tree.map(jnp.zeros_like, (gradient_shapes, part_shapes))
+
+        def add(carried: Any, scanned: Any) -> tuple[Any, None]:
+            total, residuals = carried
+            index, rows = scanned
+            gradients, residuals, loss_parts = micro(index, rows, residuals)
+            return (jax.tree.map(jnp.add, total, (gradients, loss_parts)), residuals), None
+
+        start = (zeros, state.reduction.residuals)
+        scanned = (jnp.arange(micro_batches), split_batch)
+        ((gradients, loss_parts), residuals), _ = jax.lax.scan(add, start, scanned)
+    gradients = _reduce_whole(model, gradients)
+    return gradients, loss_parts, _choose_levels(model, state.reduction, residuals)
+
+
+class NumTargets(NamedTuple):
+    """Numbers of valid targets of the whole batch, at least 1; float32."""
+
+    next: jax.Array
+    ahead: jax.Array | None  # of the tokens after the next; None without `model.predict_ahead`
+
+
+def _num_targets(model: ModelDef, batch: Batch) -> NumTargets:
+    def total(target_BT: jax.Array) -> jax.Array:
+        num_targets = wire.all_reduce(jnp.sum(target_BT >= 0), model.layout.token_axes)
+        return jnp.maximum(num_targets, 1).astype(jnp.float32)
+
+    if not model.cfg.model.predict_ahead:
+        return NumTargets(total(batch.target_BT), None)
+    ahead_BT = targets_ahead(batch.target_BT, batch.segment_BT)
+    return NumTargets(total(batch.target_BT), total(ahead_BT))
+
+
+def _micro_batch(
+    model: ModelDef,
+    state: TrainState,
+    num_targets: NumTargets,
+    index: Any,
+    rows: Batch,
+    residuals: Tree,
+) -> tuple[Tree, Tree, LossParts]:
+    """Returns gradients of one micro-batch, the new codec state, and the loss's parts.
+
+    Args:
+      num_targets: of the whole batch.
+      index: the micro-batch, counted from zero.
+      rows: this device's rows of the micro-batch.
+      residuals: codec state after the previous micro-batch.
+    """
+    layout, cfg = model.layout, model.cfg
+    key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
+    noise_key, rounding_key = jax.random.split(key)
+    context = EncodeContext(state.step, jax.random.fold_in(rounding_key, index), index)
+    params = attach_residuals(state.params, residuals, model.dims, context, layout)
+    # Global index of this micro-batch's first row on this device.
+    device_rows = len(rows.token_BT) * cfg.train.micro_batches
+    first_row = wire.index(layout.token_axes) * device_rows + index * len(rows.token_BT)
+    noise = Noise(noise_key, first_row) if cfg.moe.router.jitter else None
+
+    def loss(params: Tree) -> tuple[jax.Array, LossParts]:
+        transformer = model.merge(params, state.router_bias, state.frozen)
+        return _loss(model, transformer, rows, noise, num_targets)
+
+    gradients, loss_parts = jax.grad(loss, has_aux=True)(params)
+    return *detach_residuals(gradients, model.dims), loss_parts
+
+
+def _loss(
+    model: ModelDef,
+    transformer: Transformer,
+    rows: Batch,
+    noise: Noise | None,
+    num_targets: NumTargets,
+) -> tuple[jax.Array, LossParts]:
+    """Returns this device's share of a micro-batch's loss, and its parts."""
+    cfg, ahead = model.cfg, None
+    if num_targets.ahead is None:
+        x_BTD, w_Dv, stats = transformer(rows.token_BT, rows.segment_BT, noise)
+    else:
+        x_BTD, w_Dv, stats, ahead_BTD = transformer.look_ahead(
+            rows.token_BT, rows.segment_BT, noise
+        )
+        target_BT = targets_ahead(rows.target_BT, rows.segment_BT)
+        coefficient = cfg.train.predict_ahead_loss
+        ahead = AheadTargets(ahead_BTD, target_BT, num_targets.ahead, coefficient)
+    with jax.named_scope("loss"):
+        return next_token_loss(
+            x_BTD,
+            w_Dv,
+            rows.target_BT,
+            stats,
+            moe=cfg.moe,
+            num_targets=num_targets.next,
+            micro_batches=cfg.train.micro_batches,
+            layout=model.layout,
+            chunk_tokens=model.chunk_tokens,
+            ahead=ahead,
+        )
+
+
+def _reduce_whole(model: ModelDef, gradients: Tree) -> Tree:
+    """Sums the gradients of parameters that every device holds whole, such as norm scales."""
+    leaves, tree = jax.tree.flatten(gradients)
+    whole = [i for i, d in enumerate(jax.tree.leaves(model.dims)) if model.layout.is_whole(d)]
+    sums = reduce_whole([leaves[i] for i in whole], model.layout)
+    for i, total in zip(whole, sums, strict=True):
+        leaves[i] = total
+    return jax.tree.unflatten(tree, leaves)
+
+
+def _choose_levels(model: ModelDef, before: Reduction, residuals: Tree) -> Reduction:
+    """Returns the new codec state; in measuring steps adaptive codecs choose their level."""
+    if before.levels is None:
+        return Reduction(residuals, None)
+    levels = []
+    for number, traffic in enumerate(GRADIENTS):
+        codec = getattr(model.spec.codecs, traffic)
+        if codec is None or not codec.measures:
+            levels.append(before.levels[number])
+            continue
+        errors = sum_squared_errors(build_codec(codec), residuals, model.dims, traffic)
+        errors = wire.all_reduce(errors, model.layout.mesh_axes)
+        levels.append(choose_level(errors, codec.argument))
+    return Reduction(residuals, jnp.stack(levels))
+
+
+def _update_router_bias(router_bias: Tree, load_LE: jax.Array, rate: float) -> Tree:
+    """Moves each layer's selection bias; biases are stacked by layer group, in layer order."""
+    leaves, tree = jax.tree.flatten(router_bias)
+    first, moved = 0, []
+    for bias_LE in leaves:
+        layers = bias_LE.shape[0]
+        moved.append(update_bias(bias_LE, load_LE[first : first + layers], rate))
+        first += layers
+    return jax.tree.unflatten(tree, moved)

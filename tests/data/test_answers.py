@@ -1,0 +1,235 @@
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from moejax.data.answers import ChatEncoder
+from moejax.data.chat_template import ChatTemplate, load_template
+from moejax.data.control_tokens import ByteEncoder, FileEncoder
+from moejax.data.conversations import conversation_of
+from moejax.data.marks import BEGIN, CONTEXT, TARGET
+from moejax.data.rows import BadRowError, Line
+from moejax.errors import InputError
+from tests.data.chats import (
+    BYTES,
+    CHATML,
+    CONVERSATIONS,
+    ONE,
+    SEVERAL,
+    TAGGED,
+    TEMPLATES,
+    TOKENIZERS,
+    write_model,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden/chat_from_transformers.json"
+CASES = json.loads(GOLDEN.read_text())["cases"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The tokenizers, as files in folders of their own."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: write_model(folder / name, name) for name in TOKENIZERS}
+
+
+def conversation(messages):
+    return conversation_of(Line(json.dumps({"messages": messages}).encode(), "x.jsonl, line 1"))
+
+
+def encode(path, template, messages, answers="all"):
+    """The document of a conversation, and its targets as texts of tokens, run by run."""
+    variables = load_template(path, _as_file(path, template))
+    encoder = ChatEncoder(variables, FileEncoder(path), answers)
+    document = encoder.encode(conversation(messages))
+    return document, _runs(path, document)
+
+
+def _as_file(path, template):
+    file = path.with_name("template.jinja")
+    file.write_text(template, encoding="utf-8")
+    return file
+
+
+def _runs(path, document):
+    library = FileEncoder(path)._library
+    names = [library.id_to_token(int(id)) for id in document.token_N]
+    ends = np.flatnonzero(np.diff(document.mark_N == TARGET)) + 1
+    parts = np.split(np.arange(len(names)), ends)
+    return ["".join(names[i] for i in part) for part in parts if document.mark_N[part[0]] == TARGET]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case["case"]))
+def test_ids_and_tagged_answers_are_those_of_transformers(models, case):
+    tokenizer, template, name = case["case"]
+    path = models[tokenizer]
+    encoder = FileEncoder(path)
+    rendered = load_template(path, _as_file(path, TEMPLATES[template])).render(
+        CONVERSATIONS[name], None, "here"
+    )
+    assert encoder.encode(rendered.text).token_N.tolist() == case["ids"]
+    if "mask" in case:
+        document, _ = encode(path, TEMPLATES[template], CONVERSATIONS[name])
+        assert (document.mark_N == TARGET).astype(int).tolist() == case["mask"]
+
+
+WANTED = {
+    ("byte_level", "chatml"): ["Hello<|im_end|>", "<|im_end|>", "TheĠend<|im_end|>"],
+    ("byte_level", "inst"): ["ĠHelloĠ</s>", "ĠĠ</s>", "ĠTheĠendĠ</s>"],
+    ("byte_level", "closed"): ["Hello<|end|>", "<|end|>", "TheĠend<|end|></s>"],
+    ("sentence_piece", "chatml"): ["▁Hello<|im_end|>", "<|im_end|>", "▁The▁end<|im_end|>"],
+    ("sentence_piece", "inst"): ["▁Hello▁</s>", "▁▁</s>", "▁The▁end▁</s>"],
+    ("sentence_piece", "closed"): ["▁Hello<|end|>", "<|end|>", "▁The▁end<|end|></s>"],
+}
+
+
+@pytest.mark.parametrize(("tokenizer", "template"), WANTED)
+def test_answers_and_what_ends_their_turns_are_learned(models, tokenizer, template):
+    document, runs = encode(models[tokenizer], TEMPLATES[template], SEVERAL)
+    wanted = WANTED[tokenizer, template]
+    if tokenizer == "sentence_piece":  # which writes a space where a text begins
+        runs, wanted = ([run.replace("\u2581", "") for run in found] for found in (runs, wanted))
+    assert runs == wanted
+    assert document.mark_N[0] == BEGIN
+    assert set(document.mark_N[1:]) == {CONTEXT, TARGET}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_header_that_takes_in_the_space_of_an_answer_is_not_learned(models, name):
+    messages = [ONE[0], {"role": "assistant", "content": " \n so"}]
+    document, runs = encode(models[name], TEMPLATES["closed"], messages)
+    assert [run.replace("\u2581", "") for run in runs] == ["so<|end|></s>"]
+    header = FileEncoder(models[name]).encode("<|assistant|>").token_N
+    assert np.isin(header, document.token_N)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tags_and_prefixes_find_the_same_answers(models, name):
+    tagged, plain = (encode(models[name], template, SEVERAL)[0] for template in (TAGGED, CHATML))
+    assert tagged.token_N.tolist() == plain.token_N.tolist()
+    assert tagged.mark_N.tolist() == plain.mark_N.tolist()
+    assert (tagged.num_bytes, tagged.target_bytes) == (plain.num_bytes, plain.target_bytes)
+
+
+@pytest.mark.parametrize(("name", "template"), [*product(TOKENIZERS, (CHATML, TAGGED))])
+def test_the_last_answer_alone_can_be_learned(models, name, template):
+    document, runs = encode(models[name], template, SEVERAL, answers="last")
+    assert [run.replace("\u2581", "").replace("\u0120", "") for run in runs] == ["Theend<|im_end|>"]
+    assert document.target_bytes == len("The end")
+    assert document.token_N.tolist() == encode(models[name], template, SEVERAL)[0].token_N.tolist()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_bytes_are_of_text_without_control_tokens(models, name):
+    document, _ = encode(models[name], CHATML, ONE)
+    text = "user\nWhat is a mesh?\nassistant\n" + ONE[1]["content"] + "\n"
+    assert document.num_bytes == len(text.encode())
+    assert document.target_bytes == len(ONE[1]["content"].encode())
+    # A control token that takes in the white space behind it spells that too.
+    closed, _ = encode(models[name], TEMPLATES["closed"], ONE)
+    assert closed.target_bytes == document.target_bytes
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_template_that_writes_earlier_turns_otherwise_is_refused_by_row(models, name):
+    with pytest.raises(InputError) as refused:
+        encode(models[name], TEMPLATES["thinking"], SEVERAL)
+    assert not isinstance(refused.value, BadRowError), "--skip-bad does not hide it"
+    for part in ("x.jsonl, line 1", "first 2 messages", "--answers last", "generation", "<think>"):
+        assert part in str(refused.value)
+    _, runs = encode(models[name], TEMPLATES["thinking"], SEVERAL, answers="last")
+    assert [run.startswith("<think>") for run in runs] == [True]
+    assert "because" not in runs[0]
+    assert encode(models[name], TEMPLATES["thinking"], ONE)[1], "one answer has no earlier turn"
+
+
+def test_a_turn_that_ends_otherwise_within_the_whole_is_refused(models):
+    """As gpt-oss, which closes the last turn with another token than all others."""
+    last = "loop.last and m.role == 'assistant'"
+    template = CHATML.replace("'<|im_end|>'", f"('<|end|>' if {last} else '<|im_end|>')")
+    assert encode(models["byte_level"], template, ONE)[1][0].endswith("<|end|>")
+    with pytest.raises(InputError, match="answers cannot be found"):
+        encode(models["byte_level"], template, SEVERAL)
+
+
+def test_a_prompt_that_the_whole_does_not_begin_with_is_refused(models):
+    template = "{% if add_generation_prompt %}now: {% endif %}" + CHATML
+    for answers in ("all", "last"):
+        with pytest.raises(InputError, match="answers cannot be found") as refused:
+            encode(models["byte_level"], template, ONE, answers=answers)
+        assert ("--answers last" in str(refused.value)) == (answers == "all")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "<|im_end|>"}, ONE[1]],
+        [ONE[0], {"role": "assistant", "content": "a</s>"}],
+        [ONE[0], {"role": "assistant", "content": "a", "tool_calls": [{"x": ["<s>"]}]}],
+        [ONE[0], {"role": "assistant", "content": "\ufdd0"}],
+    ],
+    ids=["user", "answer", "call", "mark"],
+)
+def test_a_row_that_spells_a_control_token_is_broken(models, messages):
+    with pytest.raises(BadRowError, match=r"control token.*x\.jsonl, line 1"):
+        encode(models["byte_level"], CHATML, messages)
+
+
+def test_tokens_that_are_not_control_tokens_may_stand_in_texts(models):
+    messages = [ONE[0], {"role": "assistant", "content": "<think>so</think>yes"}]
+    _, runs = encode(models["byte_level"], CHATML, messages)
+    assert runs == ["<think>so</think>yes<|im_end|>"]
+
+
+def test_half_a_character_is_a_broken_row(models):
+    messages = [ONE[0], {"role": "assistant", "content": "\ud800"}]
+    with pytest.raises(BadRowError, match=r"not Unicode.*x\.jsonl, line 1"):
+        encode(models["byte_level"], CHATML, messages)
+
+
+def test_an_answer_that_the_template_does_not_write_is_a_broken_row(models):
+    with pytest.raises(BadRowError, match="no token of an answer"):
+        encode(models["byte_level"], "{{ messages[0].content }}", ONE)
+
+
+def test_a_user_may_have_the_last_word(models):
+    messages = [*SEVERAL, {"role": "user", "content": "thanks"}]
+    whole, one = (encode(models["byte_level"], CHATML, turns)[1] for turns in (messages, SEVERAL))
+    assert whole == one
+
+
+def test_conversations_that_end_without_control_token_are_counted(models):
+    path = models["byte_level"]
+    plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    for template, unended in ((plain, 1), (CHATML, 0)):
+        encoder = ChatEncoder(load_template(path, _as_file(path, template)), FileEncoder(path))
+        encoder.encode(conversation(ONE))
+        assert encoder.num_unended == unended
+
+
+text = st.text(st.characters(codec="utf-8", exclude_characters="\ufdd0\ufdd1"), max_size=12)
+
+
+@given(st.lists(st.tuples(text, text), min_size=1, max_size=3))
+def test_of_bytes_the_targets_spell_the_answers(pairs):
+    messages = []
+    for question, answer in pairs:
+        messages += [{"role": "user", "content": question}]
+        messages += [{"role": "assistant", "content": answer}]
+    template = ChatTemplate(BYTES, "bytes", {"eos_token": "<|endoftext|>"})
+    document = ChatEncoder(template, ByteEncoder()).encode(conversation(messages))
+    targets = document.token_N[document.mark_N == TARGET]
+    ends = np.flatnonzero(targets == 256)
+    spelled = [part[part < 256] for part in np.split(targets, ends[:-1] + 1)]
+    assert [bytes(part.astype(np.uint8).tolist()).decode() for part in spelled] == [
+        answer for _, answer in pairs
+    ]
+    assert document.target_bytes == sum(len(answer.encode()) for _, answer in pairs)
+    assert document.num_bytes == len(document.token_N) - len(pairs)

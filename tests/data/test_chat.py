@@ -1,0 +1,202 @@
+"""`moejax prepare --chat`, from rows to token files with marks."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from moejax.data import prepare, tokens
+from moejax.data.control_tokens import FileEncoder
+from moejax.data.marks import marks_of
+from tests.data.chats import BYTES, CHATML, INST, write_model
+
+FORMATS = {"bin": ".bin", "array_record": ".array_record"}
+
+
+def rows(count):
+    return [
+        {"prompt": f"question {number}", "completion": f"answer {number} " * (number % 5 + 1)}
+        for number in range(count)
+    ]
+
+
+def write_rows(folder, rows, name="chat.jsonl"):
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(*arguments):
+    return prepare.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def command(tmp_path):
+    """A command for bytes, whose template is a file."""
+    (tmp_path / "bytes.jinja").write_text(BYTES)
+    path = write_rows(tmp_path, rows(40))
+    options = ("--chat", "--chat-template", tmp_path / "bytes.jinja", "--out", tmp_path / "out/x")
+    return path, *options
+
+
+def conversations(path, format="bin"):
+    """(text, targets as text) of each conversation of a file of bytes."""
+    source = tokens.open_files([str(path)], format, model_vocab=257)
+    stretch = source.stretch(0, source.num_tokens)
+    found = []
+    for part in np.split(np.arange(source.num_tokens), np.flatnonzero(stretch.begin_N)[1:]):
+        whole, learned = stretch.token_N[part], stretch.token_N[part[stretch.target_N[part]]]
+        found.append((text_of(whole), text_of(learned)))
+    return found
+
+
+def text_of(ids):
+    return bytes(id for id in ids if id < 256).decode()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_become_token_files_with_marks(tmp_path, command, format):
+    assert run(*command, "--format", format, "--eval-fraction", "0.3") == 0
+    found = {}
+    for split in ("train", "eval"):
+        path = tmp_path / f"out/x.{split}{FORMATS[format]}"
+        assert marks_of(path).is_file()
+        assert run("--verify", path) == 0
+        found[split] = conversations(path, format)
+    wanted = [(f"u:{row['prompt']}a:{row['completion']}", row["completion"]) for row in rows(40)]
+    assert found["train"] == [pair for pair in wanted if pair not in found["eval"]]
+    assert found["eval"] == [pair for pair in wanted if pair not in found["train"]]
+    assert min(map(len, found.values())) > 0
+
+
+def test_a_model_folder_is_enough(tmp_path, capsys):
+    path = write_model(tmp_path / "model", template=CHATML)
+    file = write_rows(tmp_path, rows(3))
+    words = (file, "--chat", "--tokenizer", path, "--out", tmp_path / "x", "--eval-fraction", 0)
+    assert run(*words) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"3 documents, [\d,]+ tokens \([\d,]+ learned\)", said)
+    assert "without a control token" not in said
+    source = tokens.open_files([str(tmp_path / "x.train.bin")], "bin", model_vocab=300)
+    stretch = source.stretch(0, source.num_tokens)
+    end = FileEncoder(path).encode("<|im_end|>").token_N[0]
+    assert np.sum(stretch.token_N[stretch.target_N] == end) == 3
+    assert np.sum(stretch.token_N == end) == 6
+    assert (tmp_path / "x.tokenizer.json").is_file()
+
+
+def test_a_conversation_is_held_out_by_its_messages_alone(tmp_path, command):
+    (tmp_path / "other.jinja").write_text("now: " + BYTES)
+    splits = []
+    for name in ("bytes", "other"):
+        options = ("--chat", "--chat-template", tmp_path / f"{name}.jinja", "--eval-fraction", 0.3)
+        assert run(command[0], *options, "--out", tmp_path / name) == 0
+        splits.append([learned for _, learned in conversations(tmp_path / f"{name}.eval.bin")])
+    assert splits[0] == splits[1]
+
+
+BROKEN = [
+    {"messages": [{"role": "user", "content": None}]},
+    {"prompt": "no answer"},
+    {"messages": [{"role": "assistant", "content": "<|endoftext|>"}]},
+]
+
+
+@pytest.mark.parametrize("row", BROKEN)
+def test_a_broken_row_ends_the_command_and_leaves_no_file(tmp_path, command, capsys, row):
+    write_rows(tmp_path, [*rows(2), row, *rows(2)])
+    assert run(*command, "--eval-fraction", 0) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert lines[-1].startswith("moejax: error: ")
+    assert "chat.jsonl, line 3" in lines[-1]
+    assert "--skip-bad" in lines[-1]
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_broken_rows_can_be_left_out_and_are_counted(tmp_path, command, capsys):
+    write_rows(tmp_path, [*BROKEN, *rows(2)])
+    with command[0].open("ab") as file:
+        file.write(b"{half a line\n")
+    assert run(*command, "--eval-fraction", 0, "--skip-bad") == 0
+    said = capsys.readouterr().err
+    assert "rows left out as broken: 4. The first: row is broken." in said
+    assert "chat.jsonl, line 1" in said
+    assert len(conversations(tmp_path / "out/x.train.bin")) == 2
+
+
+def test_rows_that_are_all_broken_are_told(tmp_path, command, capsys):
+    write_rows(tmp_path, BROKEN)
+    assert run(*command, "--eval-fraction", 0, "--skip-bad") == 2
+    assert "gave 0 documents and 3 broken rows" in capsys.readouterr().err
+
+
+def test_a_row_that_the_template_refuses_is_a_broken_row(tmp_path, capsys):
+    path = write_model(tmp_path / "model", template=INST)
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    messages += [{"role": "assistant", "content": "a"}]
+    file = write_rows(tmp_path, [{"messages": messages}, {"messages": messages[1:]}])
+    words = (file, "--chat", "--tokenizer", path, "--out", tmp_path / "x", "--eval-fraction", 0)
+    assert run(*words) == 2
+    assert "line 1: Only user and assistant: system" in capsys.readouterr().err
+    assert run(*words, "--skip-bad") == 0
+    assert "1 documents" in capsys.readouterr().err
+
+
+def test_notes_tell_of_dates_and_of_turns_without_end(tmp_path, command, capsys):
+    template = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "bytes.jinja").write_text(template)
+    write_rows(tmp_path, rows(1))
+    assert run(*command, "--eval-fraction", 0) == 0
+    said = capsys.readouterr().err
+    assert "writes today's date" in said
+    assert "without a control token: 1" in said
+    assert run(*command, "--eval-fraction", 0, "--overwrite", "--date", "2024-07-26") == 0
+    assert "today" not in capsys.readouterr().err
+    (found,) = conversations(tmp_path / "out/x.train.bin")
+    assert found == ("2024-07-26question 0answer 0 ", "answer 0 ")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--answers", "last"), "`--answers` has no effect"),
+        (("--skip-bad",), "`--skip-bad` has no effect"),
+        (("--date", "2024-01-01"), "`--date` has no effect"),
+        (("--chat-template", "a"), "`--chat-template` has no effect"),
+        (("--chat", "--text-field", "a"), "`--text-field` has no effect"),
+        (("--chat",), "no chat template"),
+        (("--chat", "--date", "today", "--chat-template", "a"), "`--date` is no day"),
+        (("--chat", "--chat-template", "nowhere"), "no chat template. nowhere"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(tmp_path, capsys, options, said):
+    file = write_rows(tmp_path, rows(1))
+    assert run(file, "--out", tmp_path / "x", *options) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.glob("x.*")) == []
+
+
+def test_conversations_read_as_text_name_the_flag(tmp_path, capsys):
+    file = write_rows(tmp_path, [{"messages": []}])
+    assert run(file, "--out", tmp_path / "x") == 2
+    assert "moejax prepare --chat" in capsys.readouterr().err
+
+
+def test_replacing_removes_marks_of_the_earlier_run(tmp_path, command):
+    assert run(*command, "--eval-fraction", "0.3") == 0
+    text = tmp_path / "a.txt"
+    text.write_text("text")
+    assert run(text, "--out", tmp_path / "out/x", "--eval-fraction", 0, "--overwrite") == 0
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["x.train.bin", "x.train.bin.json"]
+
+
+def test_without_jinja_the_extra_is_named(command, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert run(*command) == 2
+    assert "moejax[hf]" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+import json
+from datetime import datetime
+
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from moejax.data import chat_template
+from moejax.data.chat_template import ChatTemplate, load_template
+from moejax.data.rows import BadRowError
+from moejax.errors import InputError
+from tests.data.chats import CHATML, FEATURES, ONE, write_model
+
+
+def render(source, messages=ONE, **options):
+    return ChatTemplate(source, "here.jinja").render(messages, None, "row 1", **options)
+
+
+def test_the_template_is_found_beside_the_tokenizer(tmp_path):
+    path = write_model(tmp_path, template="of the config")
+    assert load_template(path, None).render(ONE, None, "").text == "of the config"
+    (tmp_path / "chat_template.jinja").write_text("of the file {{ eos_token }}")
+    assert load_template(path, None).render(ONE, None, "").text == "of the file </s>"
+    (tmp_path / "other.jinja").write_text("named {{ bos_token }}{{ add_bos }}{{ unk_token }}")
+    found = load_template(path, tmp_path / "other.jinja")
+    assert found.render(ONE, None, "").text == "named <s>"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"chat_template": [{"name": "default", "template": "a"}, {"name": "b"}]}, "a"),
+        ({"chat_template": [{"name": "tools", "template": "a"}]}, None),
+        ({"chat_template": None}, None),
+        ([], None),
+    ],
+)
+def test_of_several_templates_the_default_is_read(tmp_path, config, said):
+    path = write_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    if said is not None:
+        assert load_template(path, None).render(ONE, None, "").text == said
+        return
+    with pytest.raises(InputError, match=r"no chat template.*--chat-template FILE"):
+        load_template(path, None)
+
+
+def test_bytes_have_no_template_of_their_own(tmp_path):
+    with pytest.raises(InputError, match=r"tokenizer of bytes has none.*--chat-template FILE"):
+        load_template(None, None)
+    (tmp_path / "a.jinja").write_text("{{ eos_token }}")
+    found = load_template(None, tmp_path / "a.jinja")
+    assert found.render(ONE, None, "").text == "<|endoftext|>"
+
+
+def test_older_folders_name_control_tokens_in_a_file_of_their_own(tmp_path):
+    path = write_model(tmp_path, template="{{ bos_token }}{{ sep_token }}")
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": "other", "sep_token": {"content": "|"}})
+    )
+    assert load_template(path, None).render(ONE, None, "").text == "<s>|"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer_config.json", "{", "settings are damaged"),
+        ("chat_template.jinja", "{% if %}", r"template is damaged.*chat_template\.jinja, line 1"),
+        ("chat_template.jinja", b"\xff", "no chat template"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, file, content, said):
+    path = write_model(tmp_path)
+    (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=said):
+        load_template(path, None)
+
+
+def test_a_template_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"nowhere\.jinja"):
+        load_template(None, tmp_path / "nowhere.jinja")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[7].content }}",
+        "{{ 1 / 0 }}",
+        "{{ messages.append(1) }}",  # nothing may be changed
+    ],
+)
+def test_a_row_that_the_template_does_not_take_is_broken(source):
+    with pytest.raises(BadRowError, match=r"does not take a row. row 1: .*here\.jinja"):
+        render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{{ dict.__base__.__subclasses__() }}",
+        "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
+        "{% set ns = namespace(_x=1) %}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_a_template_does_not_leave_the_sandbox(source):
+    with pytest.raises(BadRowError):
+        render(source)
+
+
+def test_tags_are_marked_wherever_their_text_goes():
+    source = (
+        "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+        "{% set answer %}{{ say(messages[1]) }}{% endset %}"
+        "<{{ answer }}|{{ say(messages[1]) }}>{% generation %}{% endgeneration %}"
+    )
+    template = ChatTemplate(source, "here.jinja")
+    found = template.render(ONE, None, "")
+    said = ONE[1]["content"]
+    assert template.is_tagged
+    assert found.text == f"<{said}|{said}>"
+    assert [found.text[first:stop] for first, stop in found.spans] == [said, said]
+    assert not ChatTemplate(CHATML, "here.jinja").is_tagged
+
+
+def test_the_day_is_given_or_today():
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", "", today=datetime(2024, 7, 26))
+    assert not template.is_dated
+    assert template.render(ONE, None, "").text == "26 Jul 2024"
+    assert template.is_dated
+    assert render("{{ strftime_now('%Y') }}").text >= "2026"
+
+
+def test_tools_and_the_prompt_reach_the_template():
+    template = ChatTemplate("{{ tools | tojson }}{{ add_generation_prompt }}", "")
+    assert template.render(ONE, [{"name": "<f>"}], "").text == '[{"name": "<f>"}]False'
+    assert template.render(ONE, None, "", prompt=True).text == "nullTrue"
+
+
+def test_reasoning_has_the_names_that_templates_read():
+    for name in ("reasoning", "thinking", "reasoning_content"):
+        messages = [{"role": "assistant", "content": "c", name: "why"}]
+        text = render("{{ messages[0].thinking }} {{ messages[0].reasoning_content }}", messages)
+        assert text.text == "why why"
+    assert messages == [{"role": "assistant", "content": "c", "reasoning_content": "why"}]
+
+
+def test_an_older_jinja_is_refused(monkeypatch):
+    monkeypatch.setattr(chat_template, "version", lambda _: "3.1.5")
+    with pytest.raises(InputError, match=r"3\.1\.5.*3\.1\.6"):
+        ChatTemplate(FEATURES, "")
+    monkeypatch.setattr(chat_template, "version", lambda _: "3.2.0.dev1")
+    ChatTemplate(FEATURES, "")
+
+
+def test_without_jinja_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    with pytest.raises(InputError, match=r"moejax\[hf\]"):
+        ChatTemplate(FEATURES, "")

@@ -1,0 +1,136 @@
+import json
+
+import pytest
+
+from moejax.data.conversations import conversation_of, read_chat_rows
+from moejax.data.rows import BadRowError, Line, ParquetRow
+from moejax.errors import InputError
+
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+
+
+def parse(row):
+    raw = row if isinstance(row, bytes) else json.dumps(row).encode()
+    return conversation_of(Line(raw, "x.jsonl, line 7"))
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"messages": [USER, ANSWER], "id": 3}, [USER, ANSWER]),
+        ({"prompt": "q", "completion": "a"}, [USER, ANSWER]),
+        ({"instruction": "q", "output": "a"}, [USER, ANSWER]),
+        ({"instruction": "q", "input": "", "output": "a"}, [USER, ANSWER]),
+        (
+            {"instruction": "q", "input": "more", "output": "a"},
+            [{"role": "user", "content": "q\n\nmore"}, ANSWER],
+        ),
+        (
+            {"prompt": "q", "completion": "a", "system": "be brief"},
+            [{"role": "system", "content": "be brief"}, USER, ANSWER],
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "tool_calls": None, "name": "x"}]},
+            [USER, {**ANSWER, "name": "x"}],
+        ),
+        (
+            {"messages": [{**USER, "content": [{"type": "text", "text": "q"}]}, ANSWER]},
+            [USER, ANSWER],
+        ),
+        (
+            {"messages": [USER, CALL]},
+            [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}],
+        ),
+        ({"messages": [USER, ANSWER], "prompt": None, "completion": None}, [USER, ANSWER]),
+    ],
+)
+def test_three_forms_of_rows_become_messages(row, wanted):
+    assert parse(row).messages == wanted
+
+
+def test_the_key_does_not_depend_on_the_form():
+    rows = (
+        {"messages": [USER, ANSWER]},
+        {"prompt": "q", "completion": "a"},
+        {"output": "a", "instruction": "q", "id": 8},
+    )
+    assert len({parse(row).key() for row in rows}) == 1
+    assert parse({"messages": [USER, ANSWER], "tools": [1]}).key() != parse(rows[0]).key()
+
+
+@pytest.mark.parametrize(
+    ("tools", "wanted"),
+    [([{"a": 1}], [{"a": 1}]), ('[{"a": 1}]', [{"a": 1}]), (None, None), ("", None), ([], None)],
+)
+def test_tools_are_a_list_or_its_json(tools, wanted):
+    assert parse({"messages": [USER, ANSWER], "tools": tools}).tools == wanted
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (b"{", "not JSON"),
+        (b'{"messages": "\xff"}', "not UTF-8"),
+        ([], "it has list"),
+        ({}, "it has no field"),
+        ({"text": "a"}, "it has text. A conversation is messages, or prompt and completion"),
+        ({"prompt": "q"}, "it has prompt"),
+        ({"messages": "text"}, "messages is str"),
+        ({"messages": []}, r"no assistant turn \(no message\)"),
+        ({"messages": [USER]}, r"no assistant turn \(user\)"),
+        ({"messages": ["text"]}, "message 0 is str"),
+        ({"messages": [USER, {"role": "assistant"}]}, r"message 1 \(assistant\) has content null"),
+        ({"messages": [{**USER, "content": None}, ANSWER]}, r"message 0 \(user\) has content null"),
+        ({"messages": [{**USER, "content": 3}, ANSWER]}, "content int"),
+        ({"messages": [{"content": "q"}, ANSWER]}, "message 0 has role None"),
+        ({"messages": [{**USER, "role": "gpt"}, ANSWER]}, "role 'gpt'"),
+        ({"messages": [{**USER, "tool_calls": [1], "content": None}, ANSWER]}, "content null"),
+        ({"messages": [{**USER, "content": [{"type": "image"}]}, ANSWER]}, "no texts"),
+        ({"messages": [{**USER, "content": ["q"]}, ANSWER]}, "no texts"),
+        ({"prompt": "q", "completion": None}, "content null"),
+        ({"prompt": ["q"], "completion": "a"}, "no texts"),
+        ({"messages": [USER, ANSWER], "tools": "{"}, "tools is not JSON"),
+        ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "tools is dict"),
+    ],
+)
+def test_a_broken_row_is_named(row, said):
+    with pytest.raises(BadRowError, match=said) as refused:
+        parse(row)
+    assert "x.jsonl, line 7" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_rows_of_jsonl_are_counted_with_blank_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "q", "completion": "a"}\n\n{"messages": []}\n')
+    rows = list(read_chat_rows([tmp_path / "a.jsonl"]))
+    assert [row.source.rpartition(", ")[2] for row in rows] == ["line 1", "line 3"]
+
+
+def test_rows_of_parquet_are_conversations_too(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    turns = [[USER, ANSWER], [USER, CALL], None]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"messages": turns, "id": [1, 2, 3]}), path)
+    rows = list(read_chat_rows([path]))
+    assert [list(row.value()) for row in rows] == [["messages"]] * 3
+    assert conversation_of(rows[0]).messages == [USER, ANSWER]
+    assert conversation_of(rows[1]).messages[1]["tool_calls"] == [{"name": "f"}]
+    with pytest.raises(BadRowError, match="row 2"):
+        conversation_of(rows[2])
+    parquet.write_table(pyarrow.table({"text": ["a"]}), path)
+    with pytest.raises(InputError, match=r"no conversations.*columns text"):
+        list(read_chat_rows([path]))
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(InputError, match=r"a\.json ends in \.json.*jq"):
+        list(read_chat_rows([tmp_path / "a.json"]))
+
+
+def test_every_text_of_a_conversation_is_looked_at():
+    messages = [{**USER, "content": "q"}, {**CALL, "tool_calls": [{"f": {"deep": ["down"]}}]}]
+    conversation = conversation_of(ParquetRow({"messages": messages, "tools": [{"t": "u"}]}, ""))
+    assert {"q", "deep", "down", "t", "u"} <= set(conversation.texts())

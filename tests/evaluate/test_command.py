@@ -1,0 +1,128 @@
+"""`moejax eval` on the devices of the tests: one checkpoint, a few files."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+
+from moejax.__main__ import main as moejax
+from moejax.config.schema import DataConfig
+from moejax.data.tokens import open_files
+from moejax.evaluate.command import main
+from moejax.train.checkpoint import Checkpoints
+from moejax.train.evaluation import evaluate
+from moejax.train.resume import describe_run
+from tests.cases import CERTAIN, small_config, step_for
+from tests.data.test_marks import write, write_text
+from tests.train.running import build_run
+
+TEXTS = ["first document " * 9, "second one, longer " * 12, "caf\u00e9 " * 5]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def annotations(unchecked_annotations):
+    """Leaves annotations unchecked, as for all whole steps."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run's directory with one checkpoint, held-out files, and what the run says of them."""
+    folder = tmp_path_factory.mktemp("run")
+    held_out = str(write_text(folder, TEXTS[0], "eval"))
+    chat = str(write(folder, "bin", [(b"question", b"answer"), (b"q", b"a" * 40)], name="chat"))
+    train = str(write_text(folder, "trained", "train"))
+    cfg = small_config((2, 1, 2, 2), model={"vocab_size": 264, "mlp_hidden": 384}, moe=CERTAIN)
+    data = DataConfig("tokens", (train,), (held_out, chat), sequence_length=16)
+    cfg = dataclasses.replace(cfg, data=data)
+    train_step = step_for(cfg)
+    state = train_step.init()
+    writer = Checkpoints(folder / "run/checkpoints", keep=2)
+    writer.save(0, state, describe_run(train_step, {"train": [], "held_out": []}))
+    writer.close()
+    source = open_files([held_out, chat], "bin", model_vocab=264)
+    run, _ = build_run(cfg, folder / "run", held_out=source)
+    evaluate(run, state, 0, limit=None)
+    run.records.close()
+    (event,) = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    return folder, event
+
+
+def digests(folder):
+    return {
+        path: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def scored(capsys, *words, code=0):
+    assert main([*map(str, words), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_is_scored_to_the_bits_of_its_own_evaluation(place, capsys):
+    folder, event = place
+    before = digests(folder)
+    found = scored(capsys, "--run", folder / "run")
+    assert found["nats_per_token"] == event["nats_per_token"]
+    assert found["bits_per_byte"] == event["bits_per_byte"]
+    assert found["tokens"] == len(TEXTS[0]) + 1 + 46
+    assert digests(folder) == before, "nothing was written"
+
+
+def test_documents_add_up_to_the_whole_on_any_mesh(place, capsys):
+    folder, event = place
+    words = ["--run", folder / "run", "--by-document"]
+    own = scored(capsys, *words)
+    other = scored(capsys, *words, "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
+    bound = own["tokens"] * float(np.finfo(np.float32).eps)
+    for found in (own, other):
+        assert [document["tokens"] for document in found["documents"]] == [136, 6, 40]
+        assert [document["bytes"] for document in found["documents"]] == [135, 6, 40]
+        nats = [document["nats"] for document in found["documents"]]
+        assert math.fsum(nats) == found["nats"]
+        assert found["nats_per_token"] == pytest.approx(event["nats_per_token"], rel=bound)
+        wanted = [document["nats"] for document in own["documents"]]
+        assert nats == pytest.approx(wanted, rel=bound)
+
+
+def test_texts_are_scored_as_their_token_files(place, capsys):
+    folder, _ = place
+    (folder / "a.txt").write_text(TEXTS[0])
+    words = ["--run", folder / "run", "--data"]
+    text, tokens = (scored(capsys, *words, folder / name) for name in ("a.txt", "eval.bin"))
+    assert text.pop("data") != tokens.pop("data")
+    assert text == tokens
+
+
+def test_a_table_is_shown_by_default(place, capsys):
+    folder, _ = place
+    assert main(["--run", str(folder / "run"), "--data", str(folder / "chat.bin")]) == 0
+    out = capsys.readouterr().out
+    assert "bits per byte" in out
+    assert "46" in out
+
+
+def test_a_damaged_checkpoint_is_one_line(place, capsys, tmp_path):
+    copy = shutil.copytree(place[0] / "run", tmp_path / "run")
+    largest = max(copy.rglob("*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    assert main(["--run", str(copy)]) == 2
+    assert capsys.readouterr().err.startswith("moejax: error: no whole checkpoint")
+
+
+def test_help_shows_an_example_and_the_command_is_listed(capsys, monkeypatch):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    assert "moejax eval --run runs/tiny" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["moejax", "eval", "--run", "/nowhere"])
+    assert moejax() == 2
+    assert "no finished checkpoint" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["moejax"])
+    assert moejax() == 0
+    assert "score held-out text" in capsys.readouterr().out

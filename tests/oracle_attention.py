@@ -1,0 +1,141 @@
+"""Attention of the oracle, in other forms than the model's.
+
+Latent attention is absorbed: its scores and means are taken in the latent, where the model expands
+keys and values for every head. A sink is one more column of the scores. Rotation is a product of
+complex numbers, with frequencies found pair by pair.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.config.schema import Config, RopeConfig
+
+
+def attend(w, x, segments, block: int, cfg: Config):
+    """Attention of a block, by its index in the model."""
+    model, T = cfg.model, x.shape[1]
+    every = model.full_attention_every
+    window = T if model.sliding_window is None else model.sliding_window
+    window = T if every is not None and block % every == every - 1 else window
+    back = jnp.arange(T)[:, None] - jnp.arange(T)[None]
+    near = (back >= 0) & (back < window)
+    seen = near[None, None] & (segments[:, None, :, None] == segments[:, None, None, :])
+    return (_latent if model.attention == "latent" else _grouped)(w, x, seen, cfg)
+
+
+def norm(x, scale, epsilon):
+    """RMSNorm over the last dimension."""
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + epsilon) * scale
+
+
+def _grouped(w, x, seen, cfg: Config):
+    model = cfg.model
+    q, k, v = (jnp.einsum("BTD,DHC->BTHC", x, w[name]) for name in ("w_q", "w_k", "w_v"))
+    if model.attention_bias:
+        q, k, v = q + w["b_q"], k + w["b_k"], v + w["b_v"]
+    if model.qk_norm == "head":
+        q = norm(q, w["q_norm"]["scale"], model.norm_epsilon)
+        k = norm(k, w["k_norm"]["scale"], model.norm_epsilon)
+    if model.qk_norm == "full":
+        q, k = (
+            norm(
+                a.reshape(*a.shape[:2], -1), w[n]["scale"].reshape(-1), model.norm_epsilon
+            ).reshape(a.shape)
+            for a, n in ((q, "q_norm"), (k, "k_norm"))
+        )
+    R = model.rope_width or model.head_width
+    q, k = (jnp.concatenate([turned(a[..., :R], model.rope), a[..., R:]], axis=-1) for a in (q, k))
+    repeats = model.num_heads // model.num_kv_heads
+    k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
+    score = jnp.einsum("BTHC,BSHC->BHTS", q, k) * scale_of_scores(cfg)
+    chance = _chances(score, seen, w["sinks"] if model.attention_sinks else None)
+    y = jnp.einsum("BHTS,BSHC,HCD->BTD", chance, v, w["w_o"])
+    return y + w["b_o"] if model.attention_output_bias else y
+
+
+def _latent(w, x, seen, cfg: Config):
+    model = cfg.model
+    R, epsilon = model.rope_width, model.norm_epsilon
+    plain = model.head_width - R
+    if model.q_latent is None:
+        q = jnp.einsum("BTD,DHC->BTHC", x, w["w_q"])
+    else:
+        q = norm(x @ w["w_dq"], w["q_norm"]["scale"], epsilon)
+        q = jnp.einsum("BTZ,ZHC->BTHC", q, w["w_uq"])
+    down = x @ w["w_dkv"]
+    latent = norm(down[..., : model.kv_latent], w["kv_norm"]["scale"], epsilon)
+    shared = turned(down[:, :, None, model.kv_latent :], model.rope)[:, :, 0]
+    up_keys, up_values = w["w_ukv"][..., :plain], w["w_ukv"][..., plain:]
+    absorbed = jnp.einsum("BTHC,ZHC->BTHZ", q[..., :plain], up_keys)
+    score = jnp.einsum("BTHZ,BSZ->BHTS", absorbed, latent)
+    score += jnp.einsum("BTHR,BSR->BHTS", turned(q[..., plain:], model.rope), shared)
+    chance = _chances(score * scale_of_scores(cfg), seen, None)
+    mean = jnp.einsum("BHTS,BSZ->BTHZ", chance, latent)
+    return jnp.einsum("BTHZ,ZHC,HCD->BTD", mean, up_values, w["w_o"])
+
+
+def _chances(score, seen, sinks):
+    score = jnp.where(seen, score, -1e30)
+    if sinks is None:
+        return jax.nn.softmax(score, axis=-1)
+    column = jnp.broadcast_to(sinks[None, :, None, None], (*score.shape[:3], 1))
+    return jax.nn.softmax(jnp.concatenate([score, column], axis=-1), axis=-1)[..., :-1]
+
+
+def scale_of_scores(cfg: Config) -> float:
+    """What scores are multiplied by before softmax."""
+    rope, scale = cfg.model.rope, cfg.model.head_width**-0.5
+    if rope.mscale_all_dim is None:
+        return scale
+    return scale * magnitude(rope.mscale_all_dim, rope.factor) ** 2
+
+
+def magnitude(scale: float, factor: float) -> float:
+    """YaRN's `get_mscale`."""
+    return 0.1 * scale * math.log(factor) + 1.0
+
+
+def turned(x, rope: RopeConfig):
+    """Rotary positions as complex multiplication, of all channels of x [B, T, H, R]."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None] * frequencies(rope, half)
+    turn = (factor_of_turns(rope) * np.exp(1j * angle))[None, :, None, :]
+    z = (x[..., :half] + 1j * x[..., half:]) * turn
+    return jnp.concatenate([z.real, z.imag], axis=-1).astype(x.dtype)
+
+
+def factor_of_turns(rope: RopeConfig) -> float:
+    """The length of a turned pair over that of the pair."""
+    if rope.scaling != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale is None:
+        return magnitude(1.0, rope.factor)
+    return magnitude(rope.mscale, rope.factor) / magnitude(rope.mscale_all_dim, rope.factor)
+
+
+def frequencies(rope: RopeConfig, half: int) -> np.ndarray:
+    """The angle of each pair from a position to the next; plain or yarn."""
+    plain = [rope.theta ** (-pair / half) for pair in range(half)]
+    if rope.scaling == "none":
+        return np.array(plain)
+    assert rope.scaling == "yarn"
+
+    def pair_that_turns(times: float) -> float:
+        """The pair, as a fraction, that turns so often over the trained length."""
+        wanted = times * 2 * math.pi / rope.trained_length
+        return -half * math.log(wanted) / math.log(rope.theta)
+
+    first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    found = []
+    for pair, frequency in enumerate(plain):
+        share = min(max((pair - first) / max(last - first, 1e-3), 0), 1)  # of the stretched one
+        found.append((1 - share) * frequency + share * frequency / rope.factor)
+    return np.array(found)
