@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
     saved: Saved
     cfg: Config
     notes: list[str]
-    base: Saved | None  # the frozen weights, if the checkpoint has adapters
+    base: Saved | None = None  # the frozen weights, if the checkpoint has adapters
 
 
 def choose(run: str, step: int | None, overrides: Iterable[str], processes: Processes) -> Chosen:

@@ -88,10 +88,10 @@ def test_pefts_product_of_the_tensors_is_the_tensor_of_the_product(name):
         np.testing.assert_allclose(b @ a, wanted, rtol=1e-5)
         return
     # peft's ParamWrapper.get_delta_weight.
-    a_ERx, b_yRE = a.reshape(E, R, -1), b.reshape(-1, R, E)
+    a_EAx, b_yAE = a.reshape(E, A, -1), b.reshape(-1, A, E)
     swapped = name.endswith("transposed")
-    formula = "yRE,ERx->Exy" if swapped else "yRE,ERx->Eyx"
-    np.testing.assert_allclose(np.einsum(formula, b_yRE, a_ERx), wanted, rtol=1e-5)
+    formula = "yAE,EAx->Exy" if swapped else "yAE,EAx->Eyx"
+    np.testing.assert_allclose(np.einsum(formula, b_yAE, a_EAx), wanted, rtol=1e-5)
 
 
 def tensor(name, of):

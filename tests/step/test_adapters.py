@@ -22,7 +22,7 @@ from moejax.step.model import check_adapters
 from moejax.step.train_step import build_step
 from tests.cases import CERTAIN, assert_close, place, random_batch, small_config, spread, step_for
 from tests.oracle import oracle_loss
-from tests.step.against_oracle import TERMS
+from tests.step.against_oracle import TERMS, not_constant
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
@@ -38,15 +38,23 @@ FACTORS = {
     "EFD": ("EFA", "EAD"),
     "VD": ("VA", "AD"),
     "DV": ("DA", "AV"),
+    "DZ": ("DA", "AZ"),
+    "ZHC": ("ZA", "AHC"),
+    "UDO": ("UDA", "AO"),
 }
 SCALE = 1.5
+GROUPED = {"qk_norm": "head"}
+# Latent attention, and multi-token prediction, which has a matrix of its own.
+LATENT = {"attention": "latent", "head_width": 10, "rope_width": 6, "value_width": 4}
+LATENT |= {"q_latent": 8, "kv_latent": 16, "predict_ahead": 1}
+BIASES = {"expert_bias": True, "router_bias": True, "shared_gate": True}
 
 
-def adapted(mesh=(1, 1, 1, 1), *, nodes=None, lora=None, remat="none", **changes):
+def adapted(mesh=(1, 1, 1, 1), kind="grouped", *, nodes=None, lora=None, remat="none", **changes):
     """A model with every kind of matrix, all of them with adapters."""
-    model = {"num_layers": 2, "first_dense_layers": 1, "tie_embeddings": False, "qk_norm": "head"}
-    model["remat"] = remat
-    moe = {"num_shared_experts": 2, **CERTAIN}
+    model = {"num_layers": 2, "first_dense_layers": 1, "tie_embeddings": False, "remat": remat}
+    model |= GROUPED if kind == "grouped" else LATENT
+    moe = {"num_shared_experts": 2, **CERTAIN, **(BIASES if kind == "latent" else {})}
     cfg = small_config(mesh, model=model, moe=moe, **changes)
     lora = LoraConfig(**{"rank": 4, "alpha": 4 * SCALE, "targets": ("*",), **(lora or {})})
     return dataclasses.replace(cfg, lora=lora, mesh=dataclasses.replace(cfg.mesh, nodes=nodes))
@@ -64,10 +72,11 @@ def named(tree):
 
 
 @functools.cache
-def first():
-    """A first state on one device, whose adapters are not zero, and a batch."""
-    cfg = adapted()
+def first(kind="grouped"):
+    """A first state on one device, whose adapters and biases are not zero, and a batch."""
+    cfg = adapted(kind=kind)
     state = jax.tree.map(np.asarray, step_for(cfg).init())
+    state = state._replace(frozen=jax.tree_util.tree_map_with_path(not_constant, state.frozen))
     rng = np.random.default_rng(1)
 
     def moved(adapter):
@@ -103,14 +112,14 @@ def whole(weight, letters, adapter):
 
 
 @functools.cache
-def wanted():
+def wanted(kind):
     """The oracle's loss on the sum, and the gradients of the factors by the chain rule."""
-    cfg, (state, batch) = adapted(), first()
+    cfg, (state, batch) = adapted(kind=kind), first(kind)
     dims = step_for(cfg).model.frozen_dims
     sums = jax.tree.map(jnp.float32, each_adapter(whole, state, dims))
     plain = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, capacity_factor=None))
     loss = functools.partial(oracle_loss, router_bias=state.router_bias, batch=batch, cfg=plain)
-    (_, (nll, _)), gradients = jax.value_and_grad(loss, has_aux=True)(sums)
+    (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(sums)
 
     def chain(gradient, letters, adapter):
         if adapter is None:
@@ -121,7 +130,7 @@ def wanted():
             SCALE * np.einsum(f"...{a},...{letters}->...{b}", adapter.a, gradient),
         )
 
-    return nll, jax.tree.map(chain, gradients, dims, state.params)
+    return parts, jax.tree.map(chain, gradients, dims, state.params)
 
 
 WHOLE = {"expert_weights": "whole", "activations": "replicated", "remat": "collectives"}
@@ -144,10 +153,34 @@ MESHES = [
 
 @pytest.mark.parametrize(("mesh", "changes"), MESHES)
 def test_gradients_of_adapters_follow_from_those_of_the_whole_weights(mesh, changes):
-    (state, batch), (nll, gradients) = first(), wanted()
-    train_step = step_for(adapted(mesh, **changes))
+    check_gradients("grouped", mesh, **changes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        pytest.param((1, 2, 2, 2), {}, id="hidden"),
+        pytest.param(
+            (1, 2, 2, 2),
+            {"expert_weights": "whole", "activations": "replicated"},
+            id="whole",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param((2, 2, 1, 2), {"nodes": 4}, id="four nodes", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_latents_and_multi_token_prediction_have_adapters_too(mesh, changes):
+    check_gradients("latent", mesh, **changes)
+
+
+def check_gradients(kind, mesh, **changes):
+    (state, batch), (wanted_parts, gradients) = first(kind), wanted(kind)
+    train_step = step_for(adapted(mesh, kind, **changes))
     got, parts = train_step.gradients(spread(state, train_step), place(train_step, batch))
-    np.testing.assert_allclose(parts.nll, nll, rtol=TERMS * np.finfo(np.float32).eps)
+    bound = TERMS * np.finfo(np.float32).eps
+    np.testing.assert_allclose(parts.nll, wanted_parts.nll, rtol=bound)
+    if kind == "latent":
+        np.testing.assert_allclose(parts.ahead, wanted_parts.ahead, rtol=bound)
     assert_close(flat(got), flat(gradients), terms=TERMS)
 
 
@@ -264,6 +297,9 @@ def test_targets_are_names_of_a_block_or_of_one_group_of_layers():
 
     default = targets()
     assert default == targets("attention.*", "m*.w_in", "m*.w_out")
+    ahead = set(flat(step_for(adapted(kind="latent", lora={"targets": None})).abstract.params))
+    assert "predict_ahead.group.blocks.0.attention.w_dkv.a" in ahead
+    assert not any("w_join" in name or "embedding" in name for name in ahead)
     assert targets("groups.1.*.w_in") == {
         f"groups.1.blocks.0.{part}.w_in.{factor}" for part in ("mlp", "moe") for factor in "ab"
     }

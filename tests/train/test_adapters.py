@@ -17,7 +17,7 @@ from moejax.runtime.processes import ALONE
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.manifest import MANIFEST, read_manifest, write_manifest
 from moejax.train.resume import describe_run
-from moejax.train.start import base_of, check_places, choose_checkpoint, initial_state
+from moejax.train.start import base_of, check_paths, choose_checkpoint, initial_state
 from moejax.train.summary import summarize
 from tests.cases import CERTAIN, place, random_batch, small_config, step_for
 
@@ -171,7 +171,7 @@ def test_adapters_without_a_base_are_refused(tmp_path, stopped):
         with pytest.raises(InputError, match=r"`lora\.rank` is 2|no finished checkpoint"):
             choose_checkpoint(cfg, NO_DATA, ALONE)
         with pytest.raises(InputError, match=r"`lora\.rank` is 2|no finished checkpoint"):
-            check_places(cfg)
+            check_paths(cfg)
 
 
 def test_adapters_are_no_weights_to_start_from(stopped, tmp_path):
