@@ -16,14 +16,9 @@ from moejax.errors import InputError
 from moejax.runtime.processes import Processes
 from moejax.step.state import Reduction, TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import (
-    Saved,
-    latest_intact,
-    locate,
-    restore_items,
-    restore_weights,
-)
+from moejax.train.checkpoint import Saved, latest_intact, locate, restore_items
 from moejax.train.resume import SHAPES, check_same_base, describe_base
+from moejax.train.start import restore_weights
 
 # Settings that an evaluation reads; all others are of training.
 READ = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")

@@ -263,18 +263,6 @@ def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> d
     }
 
 
-def restore_weights(path: Path, abstract: TrainState) -> tuple[Any, Any]:
-    """Reads all weights and the selection biases of a checkpoint.
-
-    Args:
-      abstract: the state of the run that takes them, which decides shardings and dtypes.
-    """
-    if abstract.frozen is not None:
-        abstract = abstract._replace(params=abstract.frozen)
-    weights = restore_items(path, abstract, ("weights",))["weights"]
-    return weights["params"], weights["balance"]
-
-
 def step_of_state(saved: Saved, abstract: TrainState) -> int:
     """Returns the step counter inside a checkpoint's state."""
     return int(restore_items(saved.path, abstract, ("counters",))["counters"]["step"])

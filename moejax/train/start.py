@@ -22,14 +22,14 @@ from moejax.errors import InputError
 from moejax.runtime.event_log import RunLock
 from moejax.runtime.processes import ALONE, Processes, find_rank
 from moejax.runtime.start import simulated_here
-from moejax.step.state import TrainState
+from moejax.step.state import TrainState, Tree
 from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import (
     Checkpoints,
     Saved,
     locate,
     newest,
-    restore_weights,
+    restore_items,
     set_aside,
     step_of_state,
 )
@@ -238,6 +238,18 @@ def initial_state(
     state = train_step.init()
     params, router_bias = restore_weights(source.path, state)
     return state._replace(params=params, router_bias=router_bias)
+
+
+def restore_weights(path: Path, abstract: TrainState) -> tuple[Tree, Tree]:
+    """Reads all weights and the selection biases of a checkpoint.
+
+    Args:
+      abstract: the state of the run that takes them, which decides shardings and dtypes.
+    """
+    if abstract.frozen is not None:
+        abstract = abstract._replace(params=abstract.frozen)
+    weights = restore_items(path, abstract, ("weights",))["weights"]
+    return weights["params"], weights["balance"]
 
 
 def _resumed(

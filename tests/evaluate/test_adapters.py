@@ -28,7 +28,7 @@ def place(tmp_path_factory):
     """A folder with a base and a run of adapters on it, and what the run says of held-out text."""
     folder = tmp_path_factory.mktemp("adapters")
     train, held_out = (str(write_text(folder, name * 9, name)) for name in ("train", "eval"))
-    cfg = small_config((1, 2, 2, 1), model={"vocab_size": 264, "mlp_hidden": 384}, moe=CERTAIN)
+    cfg = small_config((1, 2, 2, 2), model={"vocab_size": 264, "mlp_hidden": 384}, moe=CERTAIN)
     data = DataConfig("tokens", (train,), (held_out,), sequence_length=16)
     cfg = dataclasses.replace(cfg, data=data)
     whole = step_for(cfg)
