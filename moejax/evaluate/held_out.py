@@ -178,7 +178,7 @@ def _known_tokenizer(chosen: Chosen) -> tuple[str | None] | None:
         return (None,)
     if (path := _first_train_file(chosen.cfg)) is not None:
         return (read_sidecar(path).tokenizer_sha256,)
-    beside = tokenizer_beside_weights(chosen.saved)
+    beside = tokenizer_beside_weights(chosen)
     return None if beside is None else (digest(beside),)
 
 
@@ -198,7 +198,7 @@ def _tokenizer(wanted: Wanted, chosen: Chosen) -> Tokenizer:
         return ByteTokenizer()
     if (path := _first_train_file(chosen.cfg)) is not None:
         return _tokenizer_of(path)
-    if (beside := tokenizer_beside_weights(chosen.saved)) is not None:
+    if (beside := tokenizer_beside_weights(chosen)) is not None:
         return FileTokenizer(beside)
     raise InputError(
         f"no tokenizer. {chosen.saved.path} has no tokenizer.json beside it, and the training "

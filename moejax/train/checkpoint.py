@@ -180,6 +180,8 @@ class Checkpoints:
     def restore(self, saved: Saved, abstract: TrainState, *, reduction: bool = True) -> TrainState:
         """Reads the state onto the devices and shardings that `abstract` names.
 
+        Frozen weights are in no checkpoint of the run: they are None.
+
         Args:
           reduction: whether to read the codecs' state too; otherwise it is None.
         """
