@@ -25,6 +25,9 @@ _KIND_NAMES = {
     tuple: "a list of texts",
 }
 
+# Short names of settings that commands are given often.
+ALIASES = {"init_from": "checkpoint.init_from"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Field:
@@ -107,6 +110,7 @@ def find_field(name: str) -> Field:
     Raises:
       InputError: the name is a group, or unknown; then the closest name is suggested.
     """
+    name = ALIASES.get(name, name)
     if name in fields():
         return fields()[name]
     # A group may be named alone: compression=hybrid, plan=auto.

@@ -133,7 +133,7 @@ def test_a_run_begins_with_imported_weights_and_is_exported(command, model, run_
 def test_a_run_begins_with_a_folder(command, model, run_on, tmp_path):
     folder = model(*OLMOE)
     assert command("import", folder, "--out", "imported")[0] == 0
-    direct = f"--config.checkpoint.init_from={folder}"
+    direct = f"--config.init_from={folder}"  # short for checkpoint.init_from
     assert run_on(tmp_path / "imported" / "config.json", direct) == 0
     assert command("export", "run", "--out", "out", "--dtype", "float32")[0] == 0
     assert_same_tensors(tmp_path / "out", tensors_of(folder))
