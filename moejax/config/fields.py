@@ -235,10 +235,12 @@ def one_line(text: str) -> str:
 def change(cfg: Config, values: Mapping[str, Any]) -> Config:
     """Returns `cfg` with settings replaced, by dotted name."""
     for name, value in values.items():
-        group, _, last = name.rpartition(".")
-        if not group:
-            cfg = dataclasses.replace(cfg, **{last: value})
-        else:
-            inner = dataclasses.replace(getattr(cfg, group), **{last: value})
-            cfg = dataclasses.replace(cfg, **{group: inner})
+        cfg = _replaced(cfg, name.split("."), value)
     return cfg
+
+
+def _replaced(group: Any, path: list[str], value: Any) -> Any:
+    """Returns a group of settings with one replaced, in it or in a group below."""
+    first, *rest = path
+    inner = _replaced(getattr(group, first), rest, value) if rest else value
+    return dataclasses.replace(group, **{first: inner})

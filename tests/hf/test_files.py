@@ -97,6 +97,13 @@ def test_a_link_that_leads_outside_is_refused(sharded, tmp_path):
     refuse(sharded, "is outside", "elsewhere.safetensors")
 
 
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_configs_that_lead_outside_are_refused(sharded, tmp_path, name):
+    (sharded / name).rename(tmp_path / "elsewhere.json")
+    (sharded / name).symlink_to(tmp_path / "elsewhere.json")
+    refuse(sharded, f"{name} is outside", "elsewhere.json")
+
+
 def test_links_of_a_hugging_face_cache_are_followed(sharded, tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     snapshot.parent.mkdir(parents=True)
