@@ -230,7 +230,8 @@ def page(result: dict[str, Any]) -> str:
     met = sum(share >= BAR for _, share in rows)
     count = len(next(iter(result["conversions"].values()))["rounds"])
     return (
-        "# Import and export beside plain reads and writes\n\n`python -m benchmarks.cpu.convert`\n\n"
+        "# Import and export beside plain reads and writes\n\n"
+        "`python -m benchmarks.cpu.convert`\n\n"
         f"Share of the plain speed: plain seconds by ours. Wanted is {BAR} or more; {met} of "
         f"{len(rows)} conversions have it. Median and range of {count} rounds, both sides in "
         "turns.\n\n"
