@@ -147,12 +147,15 @@ class Folder:
         assert stored.shape, "no parameter is a scalar"
         for place, run in _runs(stored.shape, ranges, dtype.itemsize):
             shape = [stop - start for start, stop in run]
-            buffer = np.empty(shape, dtype)
+            target = out[tuple(place)]
+            whole = list(target.shape) == shape and target.flags.c_contiguous
+            buffer = target if whole else np.empty(shape, dtype)
             first = _offset(stored.shape, [start for start, _ in run])
             _read_exactly(file, buffer, stored.start + first * dtype.itemsize, stored.file)
-            # Dimensions that were not walked were read whole.
-            inner = [slice(*wanted) for wanted in ranges[len(place) :]]
-            out[tuple(place)] = buffer[tuple([slice(None)] * len(place) + inner)]
+            if not whole:
+                # Dimensions that were not walked were read whole.
+                inner = [slice(*wanted) for wanted in ranges[len(place) :]]
+                target[...] = buffer[tuple([slice(None)] * len(place) + inner)]
         return out
 
     def _file(self, path: Path) -> int:

@@ -75,23 +75,28 @@ def record_choices(model: torch.nn.Module) -> list:
     return seen
 
 
-def gradients_of(model: torch.nn.Module, shapes: dict) -> dict:
-    """Norm and projection of each gradient, by the tensor's name in files."""
+def gradient_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """The gradients, by the names that tensors have in files; parameters are overwritten."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             )
-    found = {}
     with tempfile.TemporaryDirectory() as place:
         model.save_pretrained(place)
-        for name, gradient in load_file(Path(place) / "model.safetensors").items():
-            assert list(gradient.shape) == shapes[name]
-            if name.endswith("e_score_correction_bias"):
-                continue
-            direction = draw(f"direction of {name}", gradient.shape).astype(np.float64)
-            projection = np.sum(gradient * direction) / math.sqrt(np.sum(direction**2))
-            found[name] = [digits(np.linalg.norm(gradient.astype(np.float64))), digits(projection)]
+        return load_file(Path(place) / "model.safetensors")
+
+
+def gradients_of(model: torch.nn.Module, shapes: dict) -> dict:
+    """Norm and projection of each gradient, by the tensor's name in files."""
+    found = {}
+    for name, gradient in gradient_tensors(model).items():
+        assert list(gradient.shape) == shapes[name]
+        if name.endswith("e_score_correction_bias"):
+            continue
+        direction = draw(f"direction of {name}", gradient.shape).astype(np.float64)
+        projection = np.sum(gradient * direction) / math.sqrt(np.sum(direction**2))
+        found[name] = [digits(np.linalg.norm(gradient.astype(np.float64))), digits(projection)]
     return found
 
 
