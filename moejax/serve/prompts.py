@@ -110,16 +110,16 @@ def encode_prompts(
             )
         if max(ids) >= cfg.model.vocab_size:
             raise InputError(
-                f"prompt has an unknown token. {text[:40]!r} has id {max(ids)}, model.vocab_size is "
-                f"{cfg.model.vocab_size}. The tokenizer must be the model's. Name it: --tokenizer "
-                f"FILE."
+                f"prompt has an unknown token. {text[:40]!r} has id {max(ids)}, model.vocab_size "
+                f"is {cfg.model.vocab_size}. The tokenizer must be the model's. Name it: "
+                f"--tokenizer FILE."
             )
     longest = max(map(len, prompts)) + tokens
     if vocabulary.positions is not None and longest > vocabulary.positions:
         raise InputError(
             f"text would be too long. The longest prompt has {longest - tokens} tokens, --tokens "
-            f"is {tokens}. The model has {vocabulary.positions} positions. Shorten the prompt, or set "
-            f"fewer --tokens."
+            f"is {tokens}. The model has {vocabulary.positions} positions. Shorten the prompt, "
+            f"or set fewer --tokens."
         )
     if vocabulary.positions is None and longest > cfg.data.sequence_length:
         return prompts, [

@@ -93,7 +93,8 @@ def kept(logit_BV: Float[Array, "B V"], top_k: int | None, top_p: float) -> Bool
     within_V = jnp.arange(V) < (V if top_k is None else top_k)
     chance_BV = jax.nn.softmax(jnp.where(within_V, sorted_BV, -jnp.inf), axis=1)
     before_BV = jnp.cumsum(chance_BV, axis=1) - chance_BV
-    keep_BV = within_V & ((before_BV < top_p) if top_p < 1 else True)
+    # A sum of rounded probabilities may pass 1 before the last.
+    keep_BV = within_V & (before_BV < (top_p if top_p < 1 else jnp.inf))
     place_BV = jnp.argsort(order_BV, axis=1)
     return jnp.take_along_axis(keep_BV, place_BV, axis=1)
 
