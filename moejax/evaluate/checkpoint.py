@@ -22,10 +22,12 @@ from moejax.train.resume import SHAPES, check_same_base
 from moejax.train.source import Source, base_of, find_source
 from moejax.train.source import read_weights as read_base
 
-# Settings that an evaluation reads; all others are of training.
-READ = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")
-READ += ("data.eval_files", "data.sequence_length", "data.isolate_documents")
-READ += ("train.batch_sequences", "train.micro_batches", "checkpoint.init_from")
+# Settings that a command reads which runs the model; all others are of training.
+FORWARD = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")
+FORWARD += ("train.batch_sequences", "checkpoint.init_from")
+# Those that an evaluation reads.
+READ = (*FORWARD, "data.eval_files", "data.sequence_length", "data.isolate_documents")
+READ += ("train.micro_batches",)
 # Settings that another mesh begins anew: those of the run may not fit it.
 OF_MESH = (*LAYOUT, *EXCHANGE, "route_trim", "mesh.nodes")
 
@@ -39,21 +41,28 @@ class Chosen(NamedTuple):
     base: Source | None = None  # the frozen weights, if the checkpoint has adapters
 
 
-def choose(run: str, step: int | None, overrides: Iterable[str], processes: Processes) -> Chosen:
+def choose(
+    run: str,
+    step: int | None,
+    overrides: Iterable[str],
+    processes: Processes,
+    read: tuple[str, ...] = READ,
+) -> Chosen:
     """Returns the newest intact checkpoint of a run, or of a step. Changes no file.
 
     Args:
       run: a run directory or a checkpoint, of training or imported.
       overrides: settings as for training.
+      read: beginnings of the names of settings that have an effect.
     Raises:
       InputError: if there is none, or a setting does not fit it.
     """
     values = parse_overrides(overrides)
     for name in values:
-        if not name.startswith(READ):
+        if not name.startswith(read):
             raise InputError(
-                f"`{name}` has no effect. It is set for an evaluation, which reads "
-                f"{', '.join(part.rstrip('.') for part in READ)}. Leave it out."
+                f"`{name}` has no effect. It is set for a command that reads "
+                f"{', '.join(part.rstrip('.') for part in read)}. Leave it out."
             )
     saved, notes = latest_intact(run, step, values.get("checkpoint.verify", "full"), processes)
     if "config" not in saved.manifest:
