@@ -154,7 +154,7 @@ def _continue(
         allowed=vocabulary.allowed,
     )
     check_memory(engine.train_step, processes, gradients=False, cache=engine.cache_bytes())
-    state = read_weights(chosen.saved, engine.train_step)
+    state = read_weights(chosen, engine.train_step)
     begin, shown, first = time.monotonic(), "", texts[0]
     if stream:
         print(first.prompt, end="", flush=True)

@@ -63,7 +63,7 @@ class Engine:
         model, capacity = self.train_step.plain.model, self.capacity
 
         def body(state: TrainState, prompts: Prompts) -> cached.Cached:
-            transformer = model.merge(state.params, state.router_bias)
+            transformer = model.merge(state.params, state.router_bias, state.frozen)
             return cached.prefill(transformer, *prompts, capacity)
 
         return self._jitted(body, (self._states, self._rows), self._cached)
@@ -74,7 +74,7 @@ class Engine:
         model = self.train_step.plain.model
 
         def body(state: TrainState, rows: Rows, cache: cached.Cache) -> cached.Cached:
-            transformer = model.merge(state.params, state.router_bias)
+            transformer = model.merge(state.params, state.router_bias, state.frozen)
             return cached.decode(transformer, rows.token_B, rows.position_B, cache)
 
         specs = (self._states, self._rows, self._cached.cache)

@@ -51,7 +51,7 @@ def open_vocabulary(chosen: Chosen, tokenizer: str | None, eos: str | None) -> V
       InputError: if there is none.
     """
     origin = origin_of(chosen.saved.path)
-    beside, library = tokenizer_beside_weights(chosen.saved), None
+    beside, library = tokenizer_beside_weights(chosen), None
     # Weights as they came: at step 0 nothing was trained here yet.
     if tokenizer is None and beside is not None and chosen.saved.step == 0:
         tokenizer, library = str(beside), load_library(beside)
