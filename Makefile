@@ -9,9 +9,11 @@ VENV := .venv
 VENV_311 := .venv-311
 VENV_AOT := .venv-aot
 VENV_TPU := .venv-aot-tpu
+VENV_PARITY := .venv-parity
+PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-311 aot aot-tpu lint format clean
+.PHONY: help install train test test-all test-311 aot aot-tpu parity lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,16 +27,19 @@ test: $(VENV)/.installed ## run the tests on eight simulated CPU devices, of eac
 	$(VENV)/bin/python -m pytest $(SPREAD) $(ARGS)
 
 test-all: $(VENV)/.installed ## the same, with all cases of every grid; takes longer
-	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity" $(ARGS)
 
 test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
-	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not exhaustive" $(ARGS)
+	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not exhaustive" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile step and kernels for described H200s and test what came out (ARGS="-m aot": all cases)
 	$(VENV_AOT)/bin/python -m pytest $(SPREAD) -m "aot and not exhaustive" tests/hlo tests/kernels tests/benchmarks $(ARGS)
 
 aot-tpu: $(VENV_TPU)/.installed ## the same for TPU v5p and v6e; takes long, so not in CI
 	$(VENV_TPU)/bin/python -m pytest -m aot_tpu tests/hlo $(ARGS)
+
+parity: $(VENV_PARITY)/.installed ## compare exported models with transformers, two families (ARGS="-m parity": all)
+	$(VENV_PARITY)/bin/python -m pytest $(SPREAD) -m "parity and not exhaustive" tests/parity $(ARGS)
 
 lint: $(VENV)/.installed ## check style, layers, spelling and types
 	$(VENV)/bin/ruff check
@@ -48,7 +53,7 @@ format: $(VENV)/.installed ## rewrite the code in the project's style
 	$(VENV)/bin/ruff format
 
 clean: ## remove environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find moejax tests configs launch benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted install is taken up again.
@@ -74,4 +79,12 @@ $(VENV_TPU)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	"$(PYTHON)" -m venv $(VENV_TPU)
 	$(VENV_TPU)/bin/python -m pip install --quiet --editable '.[dev,tpu]' --constraint constraints.txt
+	@touch $@
+
+# Python 3.11 where it is: a wheel of torch without CUDA, if pip's configuration has one, is for it.
+# Not dev: of that the tests need little, and the rest is a third of the time to install.
+$(VENV_PARITY)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)"
+	python=$$(launch/find_python.sh 11 2>/dev/null || echo "$(PYTHON)") && "$$python" -m venv $(VENV_PARITY)
+	$(VENV_PARITY)/bin/python -m pip install --quiet --editable '.[parity]' $(PARITY_TESTS) --constraint constraints.txt
 	@touch $@

@@ -8,6 +8,7 @@ usage: moejax COMMAND ...
   train     train a model (moejax train --help)
   prepare   turn text into token files (moejax prepare --help)
   eval      score held-out text with a checkpoint (moejax eval --help)
+  generate  continue texts with a checkpoint (moejax generate --help)
   hf        import weights of Hugging Face's layout, and export them (moejax hf --help)
   plan      choose mesh, route and codecs, or measure links (moejax plan --help, plan probe --help)
   doctor    say which kernels run here, and why others do not (moejax doctor --help)
@@ -32,6 +33,10 @@ def main() -> int:
         from moejax.evaluate.command import main as evaluate
 
         return evaluate(rest)
+    if command == "generate":
+        from moejax.serve.command import main as generate
+
+        return generate(rest)
     if command == "hf":
         from moejax.convert.command import main as convert
 
@@ -51,7 +56,7 @@ def main() -> int:
     if command in ("", "-h", "--help"):
         print(USAGE, end="")
         return 0
-    known = "train, prepare, eval, hf, plan, doctor, aot"
+    known = "train, prepare, eval, generate, hf, plan, doctor, aot"
     print(f"moejax: error: no command {command!r}. Known: {known}.", file=sys.stderr)
     return 2
 

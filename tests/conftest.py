@@ -76,6 +76,7 @@ def pytest_configure(config):
 # wait for the last one.
 LONGEST = (
     "step/test_step_together",
+    "hf/test_parity",
     "train/test_compressed",
     "integration/test_several_processes",
     "moe/test_dispatch",

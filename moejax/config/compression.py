@@ -125,6 +125,16 @@ class Compression:
                 codecs = dataclasses.replace(codecs, **{kind: spec})
         return codecs
 
+    def without_gradients(self) -> "Compression":
+        """Returns the same codecs without those of gradients."""
+        none = dict.fromkeys(GRADIENTS)
+        stages = tuple(
+            (start, dataclasses.replace(codecs, **none)) for start, codecs in self.stages
+        )
+        if all(codecs == NO_CODECS for _, codecs in stages):
+            return NO_COMPRESSION
+        return Compression(stages)
+
     def with_kernels(self, kernel: str, rows_kernel: str) -> "Compression":
         """Returns the same codecs with other implementations; see `CodecSpec`."""
 

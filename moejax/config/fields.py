@@ -25,6 +25,9 @@ _KIND_NAMES = {
     tuple: "a list of texts",
 }
 
+# Short names of settings that commands are given often.
+ALIASES = {"init_from": "checkpoint.init_from"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Field:
@@ -107,6 +110,7 @@ def find_field(name: str) -> Field:
     Raises:
       InputError: the name is a group, or unknown; then the closest name is suggested.
     """
+    name = ALIASES.get(name, name)
     if name in fields():
         return fields()[name]
     # A group may be named alone: compression=hybrid, plan=auto.
@@ -231,10 +235,12 @@ def one_line(text: str) -> str:
 def change(cfg: Config, values: Mapping[str, Any]) -> Config:
     """Returns `cfg` with settings replaced, by dotted name."""
     for name, value in values.items():
-        group, _, last = name.rpartition(".")
-        if not group:
-            cfg = dataclasses.replace(cfg, **{last: value})
-        else:
-            inner = dataclasses.replace(getattr(cfg, group), **{last: value})
-            cfg = dataclasses.replace(cfg, **{group: inner})
+        cfg = _replaced(cfg, name.split("."), value)
     return cfg
+
+
+def _replaced(group: Any, path: list[str], value: Any) -> Any:
+    """Returns a group of settings with one replaced, in it or in a group below."""
+    first, *rest = path
+    inner = _replaced(getattr(group, first), rest, value) if rest else value
+    return dataclasses.replace(group, **{first: inner})

@@ -15,6 +15,7 @@ __all__ = [
     "CompressionConfig",
     "Config",
     "DataConfig",
+    "LoraConfig",
     "MeshConfig",
     "MoEConfig",
     "ModelConfig",
@@ -104,6 +105,35 @@ class OptimizerConfig:
     )
     muon_learning_rate: float = setting(2e-2, "peak learning rate of Muon's matrices", at_least=0)
     muon_momentum: float = setting(0.95, "momentum of Muon", at_least=0, at_most=1)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Fine-tuning of low-rank adapters; the weights of `checkpoint.init_from` stay as they are."""
+
+    rank: int | None = setting(
+        None, "A: rank of the adapters; none: no adapters, all weights are trained", at_least=1
+    )
+    alpha: float | None = setting(
+        None, "an adapter is scaled by alpha / rank; none: twice the rank", above=0
+    )
+    targets: tuple[str, ...] | None = setting(
+        None,
+        "parameters with an adapter, * for any text: attention.w_q, moe.w_*; none: all matrices of "
+        "attention, experts and MLPs, without routers",
+    )
+    base_dtype: str = setting(
+        "float32",
+        "dtype in which frozen matrices are stored; routers, norms and biases stay float32",
+        choices=("float32", "bfloat16"),
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product: alpha / rank."""
+        if self.rank is None or self.alpha is None:
+            return 2.0
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -248,6 +278,7 @@ class Config:
     mesh: MeshConfig = section(MeshConfig, "devices")
     data: DataConfig = section(DataConfig, "tokens")
     optimizer: OptimizerConfig = section(OptimizerConfig, "optimizer")
+    lora: LoraConfig = section(LoraConfig, "low-rank adapters")
     train: TrainConfig = section(TrainConfig, "the loop")
     compression: CompressionConfig = section(CompressionConfig, "codecs across nodes")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")

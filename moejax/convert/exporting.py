@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from moejax.hf.writer import (
 )
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, start
-from moejax.train.checkpoint import Saved, SavedWeights, locate
+from moejax.train.checkpoint import Saved, locate, restore_weight
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -132,10 +133,10 @@ def _write_weights(
     shapes = (train_step.abstract.params, train_step.abstract.router_bias)
     files = plan_files(family, train_step.model, *shapes, dtype)
     text = f"writing {decimal(total_bytes(files))} from {saved.path}"
-    with SavedWeights(saved.path, train_step.abstract) as weights:
-        check_biases(family, train_step.model, *shapes, weights)
-        with bar(console, text, total_elements(files)) as advance:
-            write_weights(files, beside, weights, processes, advance)
+    weights = partial(restore_weight, saved.path, train_step.abstract)
+    check_biases(family, train_step.model, *shapes, weights)
+    with bar(console, text, total_elements(files)) as advance:
+        write_weights(files, beside, weights, processes, advance)
 
 
 def _write_small_files(

@@ -37,7 +37,8 @@ from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, start
 from moejax.step.state import Reduction, TrainState, Tree
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import Checkpoints, Chunks
+from moejax.train.checkpoint import Checkpoints
+from moejax.train.chunks import Chunks
 
 LONGEST = 2048  # positions of a sequence in the written config
 LEARNING_RATE = 1e-5  # for weights that are trained already

@@ -27,6 +27,11 @@ def check_new_folder(out: Path, flag: str) -> None:
     Raises:
       InputError: names what is there.
     """
+    if out.name in ("", ".."):
+        raise InputError(
+            f"output has no name. {flag} is {out}. It must end in the name of a new folder. Write "
+            "one."
+        )
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists():

@@ -1,6 +1,7 @@
 """The checkpoint that is evaluated, and the config under which it is."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +18,16 @@ from moejax.runtime.processes import Processes
 from moejax.step.state import Reduction, TrainState
 from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import Saved, latest_intact, restore_items
-from moejax.train.resume import SHAPES
+from moejax.train.resume import SHAPES, check_same_base
+from moejax.train.source import Source, base_of, find_source
+from moejax.train.source import read_weights as read_base
 
-# Settings that an evaluation reads; all others are of training.
-READ = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")
-READ += ("data.eval_files", "data.sequence_length", "data.isolate_documents")
-READ += ("train.batch_sequences", "train.micro_batches")
+# Settings that a command reads which runs the model; all others are of training.
+FORWARD = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")
+FORWARD += ("train.batch_sequences", "checkpoint.init_from")
+# Those that an evaluation reads.
+READ = (*FORWARD, "data.eval_files", "data.sequence_length", "data.isolate_documents")
+READ += ("train.micro_batches",)
 # Settings that another mesh begins anew: those of the run may not fit it.
 OF_MESH = (*LAYOUT, *EXCHANGE, "route_trim", "mesh.nodes")
 
@@ -33,23 +38,31 @@ class Chosen(NamedTuple):
     saved: Saved
     cfg: Config
     notes: list[str]
+    base: Source | None = None  # the frozen weights, if the checkpoint has adapters
 
 
-def choose(run: str, step: int | None, overrides: Iterable[str], processes: Processes) -> Chosen:
+def choose(
+    run: str,
+    step: int | None,
+    overrides: Iterable[str],
+    processes: Processes,
+    read: tuple[str, ...] = READ,
+) -> Chosen:
     """Returns the newest intact checkpoint of a run, or of a step. Changes no file.
 
     Args:
       run: a run directory or a checkpoint, of training or imported.
       overrides: settings as for training.
+      read: beginnings of the names of settings that have an effect.
     Raises:
       InputError: if there is none, or a setting does not fit it.
     """
     values = parse_overrides(overrides)
     for name in values:
-        if not name.startswith(READ):
+        if not name.startswith(read):
             raise InputError(
-                f"`{name}` has no effect. It is set for an evaluation, which reads "
-                f"{', '.join(part.rstrip('.') for part in READ)}. Leave it out."
+                f"`{name}` has no effect. It is set for a command that reads "
+                f"{', '.join(part.rstrip('.') for part in read)}. Leave it out."
             )
     saved, notes = latest_intact(run, step, values.get("checkpoint.verify", "full"), processes)
     if "config" not in saved.manifest:
@@ -67,7 +80,37 @@ def choose(run: str, step: int | None, overrides: Iterable[str], processes: Proc
             )
     cfg = evaluation_config(trained, values)
     check(cfg)
-    return Chosen(saved, cfg, notes)
+    base = _base_of(saved, cfg, values.get("checkpoint.init_from"), processes)
+    if base is not None:
+        notes.append(f"adapters from {saved.path}, frozen weights from {base.path}")
+    return Chosen(saved, cfg, notes, base)
+
+
+def _base_of(saved: Saved, cfg: Config, named: str | None, processes: Processes) -> Source | None:
+    """Returns the frozen weights of a checkpoint with adapters; None if it has all weights.
+
+    Args:
+      named: `checkpoint.init_from` of the command line; by default they are where they were.
+    """
+    if cfg.lora.rank is None:
+        if named is None:
+            return None
+        raise InputError(
+            f"`checkpoint.init_from` has no effect. It is set to {named}, and {saved.path} has all "
+            f"weights. It names the weights that adapters were trained on. Leave it out."
+        )
+    source = saved.manifest["base"]["path"] if named is None else named
+    if not processes.from_first(lambda: Path(source).is_dir()):
+        raise InputError(
+            f"frozen weights are not here. {saved.path} has adapters, of {source}, which is no "
+            f"directory. Adapters need the weights they were trained on. Name them: "
+            f"--config.checkpoint.init_from=DIR."
+        )
+    named_cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, init_from=source))
+    base = find_source(named_cfg, cfg.checkpoint.verify, processes)
+    if (identity := base_of(cfg, base)) is not None:
+        check_same_base(saved.manifest, identity)
+    return base
 
 
 def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
@@ -113,13 +156,16 @@ def _fits(cfg: Config) -> bool:
     return True
 
 
-def read_weights(saved: Saved, train_step: TrainStep) -> TrainState:
+def read_weights(chosen: Chosen, train_step: TrainStep) -> TrainState:
     """Returns a state of weights alone.
 
     Args:
       train_step: of weights, on the mesh.
     """
-    weights = restore_items(saved.path, train_step.abstract, ("weights",))["weights"]
+    abstract, frozen = train_step.abstract, None
+    weights = restore_items(chosen.saved.path, abstract, ("weights",))["weights"]
+    if chosen.base is not None:
+        frozen, _ = read_base(chosen.base, abstract)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,
@@ -128,11 +174,13 @@ def read_weights(saved: Saved, train_step: TrainStep) -> TrainState:
         router_bias=weights["balance"],
         optimizer=(),
         reduction=Reduction(None, None),
+        frozen=frozen,
     )
 
 
-def tokenizer_beside_weights(saved: Saved) -> Path | None:
+def tokenizer_beside_weights(chosen: Chosen) -> Path | None:
     """Returns the tokenizer.json that came with imported weights, if there is one."""
-    folders = (saved.path.parent, saved.path.parent.parent)  # of an import, of a run
+    paths = [saved.path for saved in (chosen.saved, chosen.base) if saved is not None]
+    folders = [folder for path in paths for folder in path.parents[:2]]  # of an import, of a run
     found = (folder / place / "tokenizer.json" for folder in folders for place in ("hf", "."))
     return next((path for path in found if path.is_file()), None)

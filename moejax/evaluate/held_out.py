@@ -97,9 +97,14 @@ def _check_options(wanted: Wanted, texts: list[Path]) -> None:
                 f"`--{name.replace('_', '-')}` has no effect. Got {value!r} without a text in "
                 f"--data. Token files have their tokenizer beside them. Leave it out."
             )
-    if wanted.eos is not None and wanted.tokenizer is None:
+    check_eos_is_used(wanted.tokenizer, wanted.eos)
+
+
+def check_eos_is_used(tokenizer: str | None, eos: str | None) -> None:
+    """Refuses a token that ends documents without a tokenizer that it is of."""
+    if eos is not None and tokenizer is None:
         raise InputError(
-            f"`--eos` has no effect. Got {wanted.eos!r} without --tokenizer. The run's tokenizer "
+            f"`--eos` has no effect. Got {eos!r} without --tokenizer. The run's tokenizer "
             f"has its own. Leave it out, or name a --tokenizer."
         )
 
@@ -141,7 +146,7 @@ def _of_token_files(chosen: Chosen, files: list[str]) -> HeldOut:
 
 def _of_texts(wanted: Wanted, chosen: Chosen, texts: list[Path], folder: Path) -> HeldOut:
     """Writes texts as a token file, and opens it."""
-    tokenizer = _tokenizer(wanted, chosen)
+    tokenizer = open_tokenizer(wanted.tokenizer, wanted.eos, chosen)
     writer = BinWriter(folder / "texts.bin", tokenizer, "bytes")
     documents: list[tuple[str, int]] = []
     try:
@@ -178,7 +183,7 @@ def _known_tokenizer(chosen: Chosen) -> tuple[str | None] | None:
         return (None,)
     if (path := _first_train_file(chosen.cfg)) is not None:
         return (read_sidecar(path).tokenizer_sha256,)
-    beside = tokenizer_beside_weights(chosen.saved)
+    beside = tokenizer_beside_weights(chosen)
     return None if beside is None else (digest(beside),)
 
 
@@ -190,15 +195,23 @@ def _first_train_file(cfg: Config) -> Path | None:
         return None
 
 
-def _tokenizer(wanted: Wanted, chosen: Chosen) -> Tokenizer:
-    """Returns the tokenizer of the command line, of the run's data, or of imported weights."""
-    if wanted.tokenizer is not None:
-        return FileTokenizer(Path(wanted.tokenizer), wanted.eos)
+def open_tokenizer(named: str | None, eos: str | None, chosen: Chosen) -> Tokenizer:
+    """Returns the tokenizer of the command line, of the run's data, or of imported weights.
+
+    Args:
+      named: a tokenizer.json; None for the model's own.
+      eos: token that ends a document in it; None for a usual one.
+    Raises:
+      InputError: if there is none, or `eos` goes with none.
+    """
+    if named is not None:
+        return FileTokenizer(Path(named), eos)
+    check_eos_is_used(named, eos)
     if chosen.cfg.data.source == "stdlib":
         return ByteTokenizer()
     if (path := _first_train_file(chosen.cfg)) is not None:
         return _tokenizer_of(path)
-    if (beside := tokenizer_beside_weights(chosen.saved)) is not None:
+    if (beside := tokenizer_beside_weights(chosen)) is not None:
         return FileTokenizer(beside)
     raise InputError(
         f"no tokenizer. {chosen.saved.path} has no tokenizer.json beside it, and the training "

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo, wire
 from moejax.hf.rules import Tensor
+from moejax.hf.views import copy
 from moejax.layout.layout import Axes
 from moejax.runtime.processes import Processes
 
@@ -26,6 +27,9 @@ def assemble(array: jax.Array, tensor: Tensor, dtype: Any, processes: Processes)
     """Returns the values of one tensor, [free letters of its view].
 
     All processes call it, for the same tensors in the same order.
+
+    Args:
+      dtype: of values that are copied; a part of an array in this process's memory keeps its own.
     """
     positions = _positions(array, tensor)
     if not is_shared(array):
@@ -50,8 +54,11 @@ def _positions(array: jax.Array, tensor: Tensor) -> Positions:
 
 def _copy_shards(array: jax.Array, positions: Positions, dtype: np.dtype) -> np.ndarray:
     shape = [size for dim, size in enumerate(array.shape) if dim not in positions]
-    out = np.empty(shape, dtype)
     on_cpu = next(iter(array.sharding.device_set)).platform == "cpu"
+    if on_cpu and array.is_fully_replicated:
+        whole = np.asarray(array.addressable_shards[0].data)
+        return whole[tuple(positions.get(dim, slice(None)) for dim in range(array.ndim))]
+    out = np.empty(shape, dtype)
     copied = set()
     for shard in array.addressable_shards:
         parts = zip(shard.index, array.shape, strict=True)
@@ -67,7 +74,7 @@ def _copy_shards(array: jax.Array, positions: Positions, dtype: np.dtype) -> np.
         # On the CPU a view of all costs nothing; elsewhere only the part leaves the device.
         part = np.asarray(shard.data)[index] if on_cpu else np.asarray(shard.data[index])
         place = [slice(*b) for dim, b in enumerate(bounds) if dim not in positions]
-        out[tuple(place)] = part
+        copy(out[tuple(place)], part)
     return out
 
 

@@ -86,6 +86,8 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
       InputError: names the file or tensor that is missing, twice there, damaged or outside.
     """
     index, single = folder / INDEX, folder / SINGLE
+    for path in (folder / CONFIG, index):
+        check_inside(path)
     if index.is_file() and single.is_file():
         raise InputError(
             f"{folder} has both {INDEX} and {SINGLE}. Only one can be meant. Remove the other."
@@ -157,9 +159,10 @@ def _confined(folder: Path, name: str) -> Path:
             "that ends in .safetensors, inside the folder. Copy the index again."
         )
     path = folder / name
-    if not path.exists():
+    if not path.is_file():
         raise InputError(
-            f"file {name} is missing. {path} does not exist, but tensors are in it. Copy it too."
+            f"file {name} is missing. {path} does not exist or is no file, but tensors are in it. "
+            "Copy it too."
         )
     check_inside(path)
     return path

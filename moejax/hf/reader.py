@@ -5,6 +5,8 @@ Quantised tensors appear dequantised under the name of the weight: 8-bit floats 
 C columns, G blocks of a row, E experts.
 """
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -36,6 +38,7 @@ SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 # A piece of a row below this is read with its neighbours, a block of rows at a time.
 PIECE_BYTES, BLOCK_BYTES = 1 << 14, 1 << 23
 # Values of the 16 codes of e2m1, OCP Microscaling Formats (2023), section 5.3.3.
+SAMPLE_BYTES = 4096  # of a tensor, which tells models apart
 POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([POSITIVE, -POSITIVE])
 
@@ -144,12 +147,15 @@ class Folder:
         assert stored.shape, "no parameter is a scalar"
         for place, run in _runs(stored.shape, ranges, dtype.itemsize):
             shape = [stop - start for start, stop in run]
-            buffer = np.empty(shape, dtype)
+            target = out[tuple(place)]
+            whole = list(target.shape) == shape and target.flags.c_contiguous
+            buffer = target if whole else np.empty(shape, dtype)
             first = _offset(stored.shape, [start for start, _ in run])
             _read_exactly(file, buffer, stored.start + first * dtype.itemsize, stored.file)
-            # Dimensions that were not walked were read whole.
-            inner = [slice(*wanted) for wanted in ranges[len(place) :]]
-            out[tuple(place)] = buffer[tuple([slice(None)] * len(place) + inner)]
+            if not whole:
+                # Dimensions that were not walked were read whole.
+                inner = [slice(*wanted) for wanted in ranges[len(place) :]]
+                target[...] = buffer[tuple([slice(None)] * len(place) + inner)]
         return out
 
     def _file(self, path: Path) -> int:
@@ -201,6 +207,22 @@ def _read_exactly(file: int, buffer: np.ndarray, offset: int, path: Path) -> Non
         if count <= 0:
             raise InputError(f"{path} ended while it was read. Was it changed? Copy it again.")
         view, offset = view[count:], offset + count
+
+
+def digest_of_samples(folder: Folder) -> str:
+    """Returns a digest of a model: its config, and each tensor's name, shape and first bytes.
+
+    It tells models apart without reading all of them; it does not find damage.
+    """
+    digest = hashlib.sha256(json.dumps(folder.config, sort_keys=True).encode())
+    for name, weight in sorted(folder.weights.items()):
+        stored = weight.stored
+        digest.update(json.dumps([name, stored.dtype, stored.shape]).encode())
+        with stored.file.open("rb") as opened:
+            opened.seek(stored.start)
+            size = math.prod(stored.shape) * ITEM_BYTES[stored.dtype]
+            digest.update(opened.read(min(size, SAMPLE_BYTES)))
+    return digest.hexdigest()
 
 
 def _block_of(quantised: Any) -> tuple[int, int]:

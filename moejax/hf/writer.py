@@ -5,10 +5,12 @@ assembled, written at its place and forgotten, parameter after parameter. Each p
 files that are its own.
 """
 
+import functools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -31,6 +33,7 @@ from moejax.step.model import ModelDef
 from moejax.step.state import Tree
 
 AHEAD_COPIED = tuple(rule.ours for rule in AHEAD_COPIES)
+THREADS = 4  # transpose and write beside each other
 FILE_BYTES = 5 * 10**9  # of a file at most, as transformers cuts
 DTYPES = {
     "float32": ("F32", np.dtype(np.float32)),
@@ -160,12 +163,15 @@ def write_weights(
             for index, file in enumerate(files)
             if index % processes.count == processes.index
         }
+        pool = stack.enter_context(ThreadPoolExecutor(THREADS))
         for path, places in by_path.items():
             array = arrays(path)
-            for file, place in places:
-                _write_tensor(array, place, own.get(file.name), processes)
+            # Collectives follow each other in one order in all processes.
+            run = map if is_shared(array) else pool.map
+            write = functools.partial(_write_tensor, array, own=own, processes=processes)
+            for place in run(write, places):
                 progress(place.tensor.view.elements)
-            del array
+            del array, write
     processes.gather("written")
     if processes.first and len(files) > 1:
         _write_index(files, folder)
@@ -185,14 +191,21 @@ def _by_path(files: Sequence[OutFile]) -> dict[str, list[tuple[OutFile, Placed]]
 
 
 def _write_tensor(
-    array: jax.Array, place: Placed, output: "_Output | None", processes: Processes
-) -> None:
+    array: jax.Array,
+    entry: tuple[OutFile, Placed],
+    own: Mapping[str, "_Output"],
+    processes: Processes,
+) -> Placed:
     """Assembles one tensor, and writes it if its file is this process's."""
+    file, place = entry
+    output = own.get(file.name)
     if output is None and not is_shared(array):
-        return
-    values = assemble(array, place.tensor, DTYPES[place.dtype][1], processes)
+        return place
+    dtype = DTYPES[place.dtype][1]
+    values = assemble(array, place.tensor, dtype, processes)
     if output is not None:
-        output.write(place, place.tensor.view.to_tensor(values))
+        output.write(place, place.tensor.view.to_tensor(values, dtype))
+    return place
 
 
 class _Output:
@@ -200,32 +213,34 @@ class _Output:
 
     def __init__(self, folder: Path, file: OutFile):
         self._path, self._header = folder / file.name, file.header()
-        self._missing = sum(bytes_of(place.tensor, place.dtype) for place in file.placed)
+        self._missing = {place.tensor.name for place in file.placed}
 
     def __enter__(self) -> "_Output":
         with writing(self._path):
             self._file = self._path.open("wb", buffering=0)
-            _write_all(self._file, self._header)
+            _write_all(self._file.fileno(), self._header, 0)
         return self
 
     def write(self, place: Placed, values: np.ndarray) -> None:
-        """Writes a tensor at its place."""
+        """Writes a tensor at its place; several threads may write."""
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        assert data.nbytes == place.stop - place.start
         with writing(self._path):
-            self._file.seek(len(self._header) + place.start)
-            _write_all(self._file, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-        self._missing -= values.nbytes
+            _write_all(self._file.fileno(), data, len(self._header) + place.start)
+        self._missing.remove(place.tensor.name)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         with self._file, writing(self._path):
             os.fsync(self._file.fileno())
-        assert kind is not None or self._missing == 0, f"{self._path} lacks tensors"
+        assert kind is not None or not self._missing, f"{self._path} lacks {self._missing}"
 
 
-def _write_all(file: Any, data: Any) -> None:
+def _write_all(file: int, data: Any, offset: int) -> None:
     """Writes all bytes; the system may take them in parts."""
     view = memoryview(data)
     while view:
-        view = view[file.write(view) :]
+        count = os.pwrite(file, view, offset)
+        view, offset = view[count:], offset + count
 
 
 def _write_index(files: Sequence[OutFile], folder: Path) -> None:

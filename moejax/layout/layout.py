@@ -7,7 +7,7 @@ letters of the model:
     T positions (queries)   G key/value heads     K experts chosen per token
     S positions (keys)      C channels a head     F hidden width of an MLP or expert
     D model width           V vocabulary          U gate and up (2); W gate and up joined (2 * F)
-    N tokens                L layers
+    N tokens                L layers              A rank of an adapter
     Z width of a latent     R channels of a head that rotate
     O model width, where a matrix has both sides in it: what comes out
 
@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 from moejax.config.schema import MeshConfig
 
 Axes = tuple[str, ...]
+RANK = "A"  # the letter of an adapter's rank
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Layout:
           whole: experts over the expert axis, and tensor ranks hold copies.
         Other parameters: width over (fsdp, expert); heads, hidden width and vocabulary over tensor.
           Those from a latent to heads have no width: there the latent takes its axes.
+        Factors of adapters: each dimension as in the weight, and the rank is not sharded.
         Parameters of one dimension are not sharded.
         """
         if len(dims) == 1:
@@ -96,9 +98,14 @@ class Layout:
             hidden = self.tensor if self.hidden_over_tensor else ()
             rules = {"E": self.expert_owner_axes, "D": self.fsdp, "F": hidden}
         else:
-            rules = {"D" if "D" in dims else "Z": self.fsdp + self.expert}
+            # A latent that a matrix ends at is not sharded, nor in a factor of its adapter.
+            rules = {"Z" if dims[0] == "Z" else "D": self.fsdp + self.expert}
             rules |= dict.fromkeys("HGFV", self.tensor)
         return tuple(rules.get(letter, ()) for letter in dims)
+
+    def is_whole(self, dims: str) -> bool:
+        """Whether every device holds all of a parameter."""
+        return not any(self.param_axes(dims))
 
     def param_spec(self, dims: str, ndim: int) -> PartitionSpec:
         """The sharding of a parameter; leading dimensions of stacked layers are not sharded."""
@@ -113,11 +120,11 @@ class Layout:
 def is_product(dims: str) -> bool:
     """Whether a parameter multiplies activations, as biases, norm scales and sinks do not.
 
-    Its products start or end at the model's width or at a latent. Experts (first letter E) count as
-    many parameters, so that one dimension besides theirs is a bias.
+    Its products start or end at the model's width, at a latent or at an adapter's rank. Experts
+    (first letter E) count as many parameters, so that one dimension besides theirs is a bias.
     """
     own = dims[1:] if dims[0] == "E" else dims
-    return len(own) > 1 and ("D" in own or "Z" in own)
+    return len(own) > 1 and not {"D", "Z", RANK}.isdisjoint(own)
 
 
 def build_layout(mesh: MeshConfig) -> Layout:

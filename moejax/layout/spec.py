@@ -18,6 +18,7 @@ class StepSpec:
     compression: Compression = NO_COMPRESSION  # the policy over all steps of the run
     codecs: Codecs = NO_CODECS  # the policy's codecs for the steps of this program
     micro_bytes: int | None = None  # largest piece in which a gradient is reduced; None: whole
+    adapter_scale: float = 1.0  # factor of the adapters' products (LoRA)
     experts: str = "blocked"  # implementation of kernels.expert_mlp
     attention: str = "blocked"  # implementation of kernels.attention
     # Optimization barriers after the steps of the token pipeline, for compilers that order the

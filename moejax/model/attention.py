@@ -1,6 +1,7 @@
 """Grouped-query attention: causal, inside each document, heads sharded over tensor."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
+from moejax.kernels.cached_attention import cached_attention, put
 from moejax.layout.spec import StepSpec
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import Angles, rotate, score_factor
@@ -52,6 +54,46 @@ class Attention(nnx.Module):
         self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
+        return self.prefill(x_BtD, segment_BT, angles)[0]
+
+    def prefill(
+        self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
+    ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
+        """As a call; returns the keys and values of all positions too, [B, S, G, C] each."""
+        q_BTHC, k_BSGC, v_BSGC = self._project(x_BtD, angles)
+        y_BTHC = attention(
+            q_BTHC,
+            k_BSGC,
+            v_BSGC,
+            segment_BT,
+            implementation=self.spec.attention,
+            **self._form(),
+        )
+        return self._leave(y_BTHC), (k_BSGC, v_BSGC)
+
+    def decode(
+        self,
+        x_1tD: Float[Array, "1 t D"],
+        cache: tuple[jax.Array, ...],
+        position_B: Int[Array, " B"],
+        angles: Angles,
+    ) -> tuple[Float[Array, "1 t D"], tuple[jax.Array, ...]]:
+        """Attends from one token of each of B rows, which stand in x as the tokens of a sequence.
+
+        Args:
+          cache: keys and values of earlier positions, each [B, S, G, C].
+          angles: of the rows' positions.
+        Returns:
+          What a call returns, and the rows' own keys and values, each [B, G, C].
+        """
+        q_1BHC, k_1BGC, v_1BGC = self._project(x_1tD, angles)
+        own = (k_1BGC[0], v_1BGC[0])
+        k_BSGC, v_BSGC = (put(kept, new, position_B) for kept, new in zip(cache, own, strict=True))
+        y_BHC = cached_attention(q_1BHC[0], k_BSGC, v_BSGC, position_B, **self._form())
+        return self._leave(y_BHC[None]), own
+
+    def _project(self, x_BtD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values of this rank's heads at all positions, rotated."""
         x_BTD = enter_tensor(x_BtD, self.spec.layout)
         q_BTHC = project_to_heads(x_BTD, self.w_q, self.spec)
         k_BSGC = project_to_heads(x_BTD, self.w_k, self.spec)
@@ -62,17 +104,18 @@ class Attention(nnx.Module):
             v_BSGC = self._biased(v_BSGC, self.b_v)
         if self.cfg.qk_norm != "none":
             q_BTHC, k_BSGC = self.q_norm(q_BTHC), self.k_norm(k_BSGC)
-        q_BTHC, k_BSGC = rotate(q_BTHC, angles), rotate(k_BSGC, angles)
-        y_BTHC = attention(
-            q_BTHC,
-            k_BSGC,
-            v_BSGC,
-            segment_BT,
-            window=self.window,
-            scale=score_factor(self.cfg.rope) / math.sqrt(self.cfg.head_width),
-            sinks_H=self._own_sinks() if self.cfg.attention_sinks else None,
-            implementation=self.spec.attention,
-        )
+        return rotate(q_BTHC, angles), rotate(k_BSGC, angles), v_BSGC
+
+    def _form(self) -> dict[str, Any]:
+        """What the softmax takes besides queries, keys and values."""
+        return {
+            "window": self.window,
+            "scale": score_factor(self.cfg.rope) / math.sqrt(self.cfg.head_width),
+            "sinks_H": self._own_sinks() if self.cfg.attention_sinks else None,
+        }
+
+    def _leave(self, y_BTHC: jax.Array) -> jax.Array:
+        """Projects the heads to the width, in the layout between blocks."""
         y_BtD = project_from_heads(y_BTHC, self.w_o, self.spec)
         if not self.cfg.attention_output_bias:
             return y_BtD

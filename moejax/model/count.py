@@ -13,32 +13,44 @@ class Counts:
     """Sizes of a model.
 
     Attributes:
-      total: all parameters.
+      total: all parameters of the model, without adapters.
       active: parameters that one token uses: K of E experts, and all others.
       matmul: active parameters that multiply activations (not the embedding lookup, not norms), as
         often as they do.
       flops_per_token: FLOPs of a train step (forward and backward) per token. A multiply-add counts
         as two. Attention counts the pairs of positions inside the causal mask and the window,
-        across documents too. Recomputation is not counted.
+        across documents too. Recomputation is not counted. Frozen weights count with two products
+        of three, because they need no gradient, and adapters as products of their own.
+      trained: parameters that are trained: all, or those of adapters.
     """
 
     total: int
     active: int
     matmul: int
     flops_per_token: int
+    trained: int
 
 
-def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
+def count(
+    cfg: Config,
+    sizes: dict[str, tuple[str, int]],
+    adapters: dict[str, tuple[str, int]] | None = None,
+) -> Counts:
     """Counts from each parameter's dimension letters and number of elements.
 
     Args:
       sizes: parameter path -> (dimension letters, elements of all stacked layers).
+      adapters: the same of the factors of adapters; the parameters of `sizes` are then frozen.
     """
     total = active = matmul = 0
     E, K = cfg.moe.num_experts, cfg.moe.experts_per_token
-    for path, (dims, elements) in sizes.items():
+
+    def active_of(dims: str, elements: int) -> int:
         # A vector of experts is the router's bias, which every token meets.
-        used = elements * K // E if dims[0] == "E" and len(dims) > 1 else elements
+        return elements * K // E if dims[0] == "E" and len(dims) > 1 else elements
+
+    for path, (dims, elements) in sizes.items():
+        used = active_of(dims, elements)
         total += elements
         active += used
         lookup = path.endswith("table") and not cfg.model.tie_embeddings
@@ -54,4 +66,8 @@ def count(cfg: Config, sizes: dict[str, tuple[str, int]]) -> Counts:
     channels = model.num_heads * (model.head_width + model.value_channels)
     # Attention, of keys' and of values' channels alike: a product forward and two backward, of two
     # FLOPs a channel and pair.
-    return Counts(total, active, matmul, 6 * matmul + 6 * channels * pairs // T)
+    flops, trained = 6 * channels * pairs // T + 6 * matmul, total
+    if adapters:
+        trained = sum(elements for _, elements in adapters.values())
+        flops += 6 * sum(active_of(*factor) for factor in adapters.values()) - 2 * matmul
+    return Counts(total, active, matmul, flops, trained)

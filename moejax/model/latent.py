@@ -1,10 +1,11 @@
 """Latent attention: queries, keys and values of all heads come from narrow latents.
 
-Source: DeepSeek-V2 (2024), section 2.1. This is the form for training, which expands keys and
-values for every head. One key of R channels that rotate is shared by all heads.
+Source: DeepSeek-V2 (2024), section 2.1. Training and prefill expand keys and values for every head;
+decoding attends in the latent. One key of R channels that rotate is shared by all heads.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from moejax.comm.activations import enter_tensor_together
 from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
+from moejax.kernels.cached_attention import cached_attention, put
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import project_from_heads, project_to_heads
 from moejax.model.layers import RMSNorm
@@ -22,6 +24,14 @@ from moejax.model.rope import Angles, rotate, score_factor
 
 # Epsilon of the norms of latents: DeepSeek's code has it whatever the model's other norms take.
 LATENT_EPSILON = 1e-6
+
+
+class Projected(NamedTuple):
+    """What attention needs of the tokens, before keys and values are expanded."""
+
+    q_BTHC: Float[Array, "B T H C"]  # rotated
+    latent_BTZ: Float[Array, "B T Z"]  # of keys and values, normalised
+    rotated_BTR: Float[Array, "B T R"]  # the key that rotates, before it does
 
 
 class LatentAttention(nnx.Module):
@@ -57,23 +67,78 @@ class LatentAttention(nnx.Module):
         self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
     ) -> Float[Array, "B t D"]:
         """Takes and returns activations in the layout between blocks."""
-        cfg, spec = self.cfg, self.spec
+        return self._expand(self._project(x_BtD, angles), segment_BT, angles)
+
+    def prefill(
+        self, x_BtD: Float[Array, "B t D"], segment_BT: Int[Array, "B T"], angles: Angles
+    ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
+        """As a call; returns the latents of all positions too, with their keys that rotate."""
+        projected = self._project(x_BtD, angles)
+        return self._expand(projected, segment_BT, angles), (_kept(projected, angles),)
+
+    def decode(
+        self,
+        x_1tD: Float[Array, "1 t D"],
+        cache: tuple[jax.Array, ...],
+        position_B: Int[Array, " B"],
+        angles: Angles,
+    ) -> tuple[Float[Array, "1 t D"], tuple[jax.Array, ...]]:
+        """Attends from one token of each of B rows, which stand in x as the tokens of a sequence.
+
+        Queries are taken into the latent, so that no key or value is expanded: all heads attend to
+        one key, the latent with the key that rotates, whose value is the latent.
+
+        Args:
+          cache: (kept_BSZ,), the latents of earlier positions with their keys that rotate.
+          angles: of the rows' positions.
+        Returns:
+          What a call returns, and the rows' own latents, [B, Z].
+        """
+        cfg = self.cfg
+        projected = self._project(x_1tD, angles)
+        own_BZ, Z = _kept(projected, angles)[0], projected.latent_BTZ.shape[-1]
+        w_ukv_ZHC = gather_weight(self.w_ukv, self.spec)
+        w_uk_ZHC, w_uv_ZHV = jnp.split(w_ukv_ZHC, [-cfg.value_channels], axis=-1)
+        plain_BHC, rotated_BHR = jnp.split(projected.q_BTHC[0], [-cfg.rotated_channels], axis=-1)
+        q_BHZ = jnp.einsum("bhc,zhc->bhz", plain_BHC, w_uk_ZHC)
+        kept_BS1Z = put(cache[0], own_BZ, position_B)[:, :, None]
+        y_BHZ = cached_attention(
+            jnp.concatenate([q_BHZ, rotated_BHR], axis=-1),
+            kept_BS1Z,
+            kept_BS1Z[..., :Z],
+            position_B,
+            window=self.window,
+            scale=self._scale,
+        )
+        y_BHV = jnp.einsum("bhz,zhv->bhv", y_BHZ, w_uv_ZHV)
+        return project_from_heads(y_BHV[None], self.w_o, self.spec), (own_BZ,)
+
+    @property
+    def _scale(self) -> float:
+        return score_factor(self.cfg.rope) / math.sqrt(self.cfg.head_width)
+
+    def _project(self, x_BtD: jax.Array, angles: Angles) -> "Projected":
+        """Queries, rotated, and what keys and values are expanded from, at all positions."""
         parts = (self._query_source(x_BtD), *self._key_value_source(x_BtD))
-        q_BTZ, kv_BTZ, rotated_BTR = enter_tensor_together(parts, spec.layout)
-        w_q = self.w_q if cfg.q_latent is None else self.w_uq
-        q_BTHC = project_to_heads(q_BTZ, w_q, spec)
-        expanded_BSHC = project_to_heads(kv_BTZ, self.w_ukv, spec)
-        k_BSHC, v_BSHC = jnp.split(expanded_BSHC, [-cfg.value_channels], axis=-1)
+        q_BTZ, latent_BTZ, rotated_BTR = enter_tensor_together(parts, self.spec.layout)
+        w_q = self.w_q if self.cfg.q_latent is None else self.w_uq
+        q_BTHC = rotate_last(project_to_heads(q_BTZ, w_q, self.spec), angles)
+        return Projected(q_BTHC, latent_BTZ, rotated_BTR)
+
+    def _expand(self, projected: "Projected", segment_BT: jax.Array, angles: Angles) -> jax.Array:
+        """Expands keys and values for every head, and attends."""
+        expanded_BSHC = project_to_heads(projected.latent_BTZ, self.w_ukv, self.spec)
+        k_BSHC, v_BSHC = jnp.split(expanded_BSHC, [-self.cfg.value_channels], axis=-1)
         y_BTHC = attention(
-            rotate_last(q_BTHC, angles),
-            join_rotated(k_BSHC, rotated_BTR, angles),
+            projected.q_BTHC,
+            join_rotated(k_BSHC, projected.rotated_BTR, angles),
             v_BSHC,
             segment_BT,
             window=self.window,
-            scale=score_factor(cfg.rope) / math.sqrt(cfg.head_width),
-            implementation=spec.attention,
+            scale=self._scale,
+            implementation=self.spec.attention,
         )
-        return project_from_heads(y_BTHC, self.w_o, spec)
+        return project_from_heads(y_BTHC, self.w_o, self.spec)
 
     def _query_source(self, x_BtD: jax.Array) -> jax.Array:
         """What queries are projected from: their latent, at own positions, or x itself."""
@@ -86,6 +151,12 @@ class LatentAttention(nnx.Module):
         down_BtZ = x_BtD @ gather_weight(self.w_dkv, self.spec)
         latent_BtZ, rotated_BtR = jnp.split(down_BtZ, [-self.cfg.rotated_channels], axis=-1)
         return self.kv_norm(latent_BtZ), rotated_BtR
+
+
+def _kept(projected: Projected, angles: Angles) -> jax.Array:
+    """What a cache keeps of each position: the latent, then the key after it was rotated."""
+    rotated_BT1R = rotate(projected.rotated_BTR[:, :, None], angles)
+    return jnp.concatenate([projected.latent_BTZ, rotated_BT1R[:, :, 0]], axis=-1)
 
 
 def rotate_last(q_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array, "B T H C"]:

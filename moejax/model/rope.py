@@ -94,6 +94,11 @@ def rotate(x_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array, "B T
 
 def tables(length: int, channels: int, cfg: RopeConfig) -> Angles:
     """Returns cos and sin of every position's angles, each [length, channels / 2], float32."""
+    return angles_at(jnp.arange(length, dtype=jnp.float32), channels, cfg)
+
+
+def angles_at(position_T: jax.Array, channels: int, cfg: RopeConfig) -> Angles:
+    """Returns cos and sin of the angles of these positions, each [T, channels / 2], float32."""
     frequency, scale = frequencies(channels, cfg)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    angle = position_T.astype(jnp.float32)[:, None] * frequency
     return jnp.cos(angle) * scale, jnp.sin(angle) * scale

@@ -6,7 +6,7 @@ their dimensions are metadata (`dims`), from which `Layout` derives every shardi
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,9 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     "token_collectives": jax.checkpoint_policies.save_only_these_names(wire.TOKEN_WIRE),
 }
 
+# Calls a block's attention; returns its output, and what a cache keeps.
+Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+
 
 class Block(nnx.Module):
     """Attention, then an MLP or experts, each on a normalised copy of the residual stream."""
@@ -60,12 +63,30 @@ class Block(nnx.Module):
         self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
     ) -> tuple[jax.Array, MoEStats | None]:
         """Returns the new residual stream and the statistics of the experts."""
+
+        def attend(attention: Any, h_BtD: jax.Array) -> tuple[jax.Array, None]:
+            return attention(h_BtD, segment_BT, angles), None
+
+        x_BtD, stats, _ = self.run(x_BtD, attend, noise)
+        return x_BtD, stats
+
+    def run(
+        self, x_BtD: jax.Array, attend: Attend, noise: Noise | None = None
+    ) -> tuple[jax.Array, MoEStats | None, Any]:
+        """Runs the block around a call of its attention.
+
+        Args:
+          attend: takes the attention and its input; returns its output, and what a cache keeps.
+        Returns:
+          The new residual stream, the statistics of the experts, and what a cache keeps.
+        """
         # Gathered here, the weights of the MLP and experts arrive while attention runs.
         stats = None
         moe_weights = None if self.moe is None else self.moe.weights()
         mlp_weights = None if self.mlp is None else self.mlp.weights()
         with jax.named_scope("attention"):
-            x_BtD = x_BtD + self.attention(self.attention_norm(x_BtD), segment_BT, angles)
+            y_BtD, kept = attend(self.attention, self.attention_norm(x_BtD))
+            x_BtD = x_BtD + y_BtD
         h_BtD = self.mlp_norm(x_BtD)
         if self.moe is not None and moe_weights is not None:
             y_BtD, stats = self.moe(h_BtD, moe_weights, noise)
@@ -76,7 +97,7 @@ class Block(nnx.Module):
                 if self.shared_gate is not None:
                     y_BtD = scale_by_gate(y_BtD, h_BtD, self.shared_gate[...])
                 x_BtD = x_BtD + y_BtD
-        return x_BtD, stats
+        return x_BtD, stats, kept
 
 
 def scale_by_gate(

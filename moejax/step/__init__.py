@@ -1,6 +1,6 @@
 """One train step: loss, gradients, reduction and update as one `jax.shard_map`.
 
-Read in this order: `state` (what a step takes and gives), `model` (what the config chose), `step`
-(the per-device code), `loss`, `optimizer`, `forward` (evaluation and sampling), `train_step` (the
-compiled functions).
+Read in this order: `state` (what a step takes and gives), `model` (what the config chose),
+`adapters` (LoRA), `per_device` (the per-device code), `loss`, `optimizer`, `forward` (evaluation
+and sampling), `train_step` (the compiled functions), `merged` (weights with their adapters).
 """

@@ -23,7 +23,7 @@ def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Ar
     layout, micro_batches = model.layout, model.cfg.train.micro_batches
 
     def add(total: jax.Array, rows: Batch) -> tuple[jax.Array, None]:
-        transformer = model.merge(state.params, state.router_bias)
+        transformer = model.merge(state.params, state.router_bias, state.frozen)
         x_BTD, w_Dv, _ = transformer(rows.token_BT, rows.segment_BT)
         nats = sum_nll(x_BTD, w_Dv, rows.target_BT, layout, chunk_tokens=model.chunk_tokens)
         return total + nats, None
@@ -44,12 +44,13 @@ def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Arra
     layout = model.layout
 
     def of_rows(nothing: None, rows: Batch) -> tuple[None, jax.Array]:
-        transformer = model.merge(state.params, state.router_bias)
+        transformer = model.merge(state.params, state.router_bias, state.frozen)
         x_BTD, w_Dv, _ = transformer(rows.token_BT, rows.segment_BT)
         nll = target_nll(x_BTD, w_Dv, rows.target_BT, layout, chunk_tokens=model.chunk_tokens)
         return nothing, nll
 
-    _, nll = jax.lax.scan(of_rows, None, split_micro_batches(batch, model.cfg.train.micro_batches))
+    split = split_micro_batches(batch, model.cfg.train.micro_batches)
+    _, nll = jax.lax.scan(of_rows, None, split)
     return wire.all_gather(nll.reshape(batch.target_BT.shape), layout.token_axes, dim=0)
 
 
@@ -57,7 +58,7 @@ def logits_after(
     model: ModelDef, state: TrainState, token_BT: jax.Array, length: jax.Array
 ) -> jax.Array:
     """Returns logits_BV after the first `length` tokens, float32, and of no other position."""
-    transformer = model.merge(state.params, state.router_bias)
+    transformer = model.merge(state.params, state.router_bias, state.frozen)
     x_BTD, w_Dv, _ = transformer(token_BT, jnp.zeros_like(token_BT))
     last_BD = jax.lax.dynamic_index_in_dim(x_BTD, length - 1, axis=1, keepdims=False)
     logits_Bv = last_BD @ w_Dv

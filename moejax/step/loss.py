@@ -8,7 +8,7 @@ Letters: those of `layout.layout`; S counts spans of the balance loss (`moe.rout
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -194,8 +194,13 @@ def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array,
     return jnp.where(valid_N, log_total_N - chosen_N, 0), logit_Nv, log_total_N
 
 
-def _sum_nll_forward(chunks: Chunks, w_Dv: jax.Array, tensor: Axes):
-    """Returns the sum, and its gradients as residuals."""
+def _sum_nll_forward(chunks: Any, w_Dv: Any, tensor: Axes):
+    """Returns the sum, and its gradients as residuals; none for a projection that is frozen.
+
+    The arguments say of each array whether its gradient is wanted.
+    """
+    trained, w_Dv = w_Dv.perturbed, w_Dv.value
+    chunks = jax.tree.map(lambda x: x.value, chunks)
 
     def add(carry, chunk):
         total, dw_Dv = carry
@@ -205,13 +210,14 @@ def _sum_nll_forward(chunks: Chunks, w_Dv: jax.Array, tensor: Axes):
         dlogit_Nv = jnp.exp(logit_Nv - log_total_N[:, None]) - target_Nv
         dlogit_Nv = jnp.where(valid_N[:, None], dlogit_Nv, 0).astype(x_ND.dtype)
         dx_ND = lax.dot_general(dlogit_Nv, w_Dv, (((1,), (1,)), ((), ())))
-        dims = (((0,), (0,)), ((), ()))
-        dw_Dv += lax.dot_general(x_ND, dlogit_Nv, dims, preferred_element_type=jnp.float32)
+        if trained:
+            dims = (((0,), (0,)), ((), ()))
+            dw_Dv += lax.dot_general(x_ND, dlogit_Nv, dims, preferred_element_type=jnp.float32)
         return (total + jnp.sum(nll_N), dw_Dv), dx_ND
 
-    zero = (jnp.zeros(()), jnp.zeros(w_Dv.shape, jnp.float32))
+    zero = (jnp.zeros(()), jnp.zeros(w_Dv.shape, jnp.float32) if trained else None)
     (total, dw_Dv), dx = lax.scan(add, zero, chunks)
-    return total, (dx, dw_Dv.astype(w_Dv.dtype))
+    return total, (dx, None if dw_Dv is None else dw_Dv.astype(w_Dv.dtype))
 
 
 def _sum_nll_backward(tensor: Axes, saved, gradient: jax.Array):
@@ -223,7 +229,7 @@ def _sum_nll_backward(tensor: Axes, saved, gradient: jax.Array):
     dx, dw_Dv = saved
     scale = gradient * wire.size(tensor)
     dchunks = ((dx * scale).astype(dx.dtype), None, None)
-    return dchunks, (dw_Dv * scale).astype(dw_Dv.dtype)
+    return dchunks, None if dw_Dv is None else (dw_Dv * scale).astype(dw_Dv.dtype)
 
 
-_sum_nll.defvjp(_sum_nll_forward, _sum_nll_backward)
+_sum_nll.defvjp(_sum_nll_forward, _sum_nll_backward, symbolic_zeros=True)

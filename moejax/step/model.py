@@ -7,14 +7,16 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from moejax.comm.weights.adapters import attach_adapters
 from moejax.config.compression import Codecs, build_compression
-from moejax.config.schema import Config
+from moejax.config.schema import Config, MeshConfig
 from moejax.kernels.select import hardware_of, select_kernels
 from moejax.layout.layout import Layout, build_layout
 from moejax.layout.route import build_route
 from moejax.layout.spec import StepSpec
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import RouterBias
+from moejax.step.adapters import adapters_of
 from moejax.step.state import Tree
 
 
@@ -25,7 +27,8 @@ class ModelDef:
     cfg: Config
     spec: StepSpec
     graph: nnx.GraphDef
-    dims: Tree  # letters of each parameter's dimensions
+    dims: Tree  # letters of the dimensions of each parameter that is trained
+    frozen_dims: Tree = None  # and of each frozen weight; None if all weights are trained
 
     @property
     def layout(self) -> Layout:
@@ -38,24 +41,43 @@ class ModelDef:
         vocabulary = self.cfg.model.vocab_size // self.layout.size(self.layout.tensor)
         return max(1, self.spec.logit_elements // vocabulary)
 
-    def merge(self, params: Tree, router_bias: Tree) -> Transformer:
-        """Returns the model with these arrays."""
-        return nnx.merge(self.graph, params, router_bias)
+    def merge(self, params: Tree, router_bias: Tree, frozen: Tree = None) -> Transformer:
+        """Returns the model with these arrays; arguments as in `TrainState`."""
+        weights = params if frozen is None else attach_adapters(frozen, params)
+        return nnx.merge(self.graph, weights, router_bias)
 
     def init(self) -> tuple[Tree, Tree]:
-        """Returns parameters and selection biases, drawn from the seed."""
+        """Returns all weights and the selection biases, drawn from the seed."""
         return _split(_build_model(self.cfg, self.spec))[1:]
 
 
 def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, Tree, Tree]:
-    """Returns the model, and shapes of parameters and selection biases; allocates nothing."""
+    """Returns the model, and shapes of all weights and selection biases; allocates nothing.
+
+    Raises:
+      InputError: if `lora` does not fit the model.
+    """
     model = nnx.eval_shape(lambda: _build_model(cfg, spec))
     graph, params, router_bias = _split(model)
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     dims = nnx.to_pure_dict(
         nnx.from_flat_state([(path, v.replace(v.get_metadata("dims"))) for path, v in flat])
     )
-    return ModelDef(cfg, spec, graph, dims), params, router_bias
+    if cfg.lora.rank is None:
+        return ModelDef(cfg, spec, graph, dims), params, router_bias
+    adapters = adapters_of(cfg.lora, dims, params)
+    return ModelDef(cfg, spec, graph, adapters, dims), params, router_bias
+
+
+def check_adapters(cfg: Config) -> None:
+    """Checks `lora` against the model's parameters, before a device is touched.
+
+    Raises:
+      InputError: if it does not fit.
+    """
+    if cfg.lora.rank is not None:
+        layout = build_layout(MeshConfig())
+        describe_model(cfg, StepSpec(layout, build_route("split", layout)))
 
 
 def build_spec(
@@ -71,6 +93,8 @@ def build_spec(
     if "quantize" in chosen:
         rows = chosen.get("quantized_rows", "separate")
         compression = compression.with_kernels(chosen["quantize"], rows)
+    if cfg.lora.rank is not None:
+        compression = compression.without_gradients()
     codecs = codecs or compression.at(0)
     return StepSpec(
         layout=layout,
@@ -88,6 +112,7 @@ def build_spec(
         compression=compression,
         codecs=codecs,
         micro_bytes=cfg.train.reduction_bytes,
+        adapter_scale=cfg.lora.scale,
         experts=chosen.get("experts", "blocked"),
         attention=chosen["attention"],
         logit_elements=2**21 if platform == "cpu" else 2**27,

@@ -114,8 +114,8 @@ class Optimizer:
                 optax.add_decayed_weights(cfg.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
-        # Matrices decay, not scales and biases. Of those that Muon leaves to AdamW (embeddings,
-        # router) none does.
+        # Matrices and adapters decay, not scales and biases. Of those that Muon leaves to AdamW
+        # (embeddings, router) none does.
         decays = cfg.name == "adamw" and is_product(dims)
         return optax.adamw(
             learning_rate(cfg, self.num_steps, cfg.learning_rate),

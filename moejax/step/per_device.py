@@ -52,7 +52,9 @@ def train_step(
         partial(jnp.where, finite), (router_bias, reduction), (state.router_bias, state.reduction)
     )
     skipped = state.skipped + jnp.where(finite, 0, 1)
-    state = TrainState(state.step + 1, skipped, params, router_bias, moments, reduction)
+    state = TrainState(
+        state.step + 1, skipped, params, router_bias, moments, reduction, state.frozen
+    )
     return state, Metrics(
         loss=loss_parts.nll,
         balance=loss_parts.balance,
@@ -102,7 +104,7 @@ def loss_gradients(
         start = (zeros, state.reduction.residuals)
         scanned = (jnp.arange(micro_batches), split_batch)
         ((gradients, loss_parts), residuals), _ = jax.lax.scan(add, start, scanned)
-    gradients = _reduce_vectors(model, gradients)
+    gradients = _reduce_whole(model, gradients)
     return gradients, loss_parts, _choose_levels(model, state.reduction, residuals)
 
 
@@ -151,7 +153,7 @@ def _micro_batch(
     noise = Noise(noise_key, first_row) if cfg.moe.router.jitter else None
 
     def loss(params: Tree) -> tuple[jax.Array, LossParts]:
-        transformer = model.merge(params, state.router_bias)
+        transformer = model.merge(params, state.router_bias, state.frozen)
         return _loss(model, transformer, rows, noise, num_targets)
 
     gradients, loss_parts = jax.grad(loss, has_aux=True)(params)
@@ -191,12 +193,12 @@ def _loss(
         )
 
 
-def _reduce_vectors(model: ModelDef, gradients: Tree) -> Tree:
-    """Sums the gradients of vectors (norm scales), which are replicated."""
+def _reduce_whole(model: ModelDef, gradients: Tree) -> Tree:
+    """Sums the gradients of parameters that every device holds whole, such as norm scales."""
     leaves, tree = jax.tree.flatten(gradients)
-    vectors = [i for i, letters in enumerate(jax.tree.leaves(model.dims)) if len(letters) == 1]
-    sums = reduce_whole([leaves[i] for i in vectors], model.layout)
-    for i, total in zip(vectors, sums, strict=True):
+    whole = [i for i, d in enumerate(jax.tree.leaves(model.dims)) if model.layout.is_whole(d)]
+    sums = reduce_whole([leaves[i] for i in whole], model.layout)
+    for i, total in zip(whole, sums, strict=True):
         leaves[i] = total
     return jax.tree.unflatten(tree, leaves)
 

@@ -9,14 +9,16 @@ Leaf = Any  # an array, or its shape or sharding
 
 
 class TrainState(NamedTuple):
-    """The state of a run, as a checkpoint holds it."""
+    """The state of a run."""
 
     step: Leaf  # optimizer steps done, which is also the position in the data
     skipped: Leaf  # updates not applied because loss or gradient was not finite
-    params: Tree
+    params: Tree  # what is trained: all weights, or adapters
     router_bias: Tree  # selection biases of loss-free balancing
     optimizer: Any
     reduction: "Reduction"
+    # All weights where adapters are trained, else None. No checkpoint of the run holds them.
+    frozen: Tree = None
 
 
 class Reduction(NamedTuple):

@@ -4,6 +4,7 @@ Each is one `jax.shard_map` of per-device code over the whole mesh.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,6 +21,7 @@ from moejax.config.schema import Config
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.runtime.compiler import Options, compiler_options, known_options
+from moejax.step.adapters import adapter_shapes, frozen_shapes, init_adapters
 from moejax.step.forward import logits_after, nll_of_targets, sum_over_targets
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef, build_spec, describe_model, parameter_sizes
@@ -54,7 +56,7 @@ class TrainStep:
 
     @property
     def dims(self) -> Tree:
-        """Letters of each parameter's dimensions."""
+        """Letters of the dimensions of each parameter that is trained."""
         return self.model.dims
 
     @property
@@ -78,14 +80,26 @@ class TrainStep:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding), 1
 
     def parameter_sizes(self) -> dict[str, tuple[str, int]]:
-        """Returns name -> (letters of the dimensions, elements) of each parameter."""
+        """Returns name -> (letters of the dimensions, elements) of each weight of the model."""
+        if self.abstract.frozen is None:
+            return parameter_sizes(self.dims, self.abstract.params)
+        return parameter_sizes(self.model.frozen_dims, self.abstract.frozen)
+
+    def adapter_sizes(self) -> dict[str, tuple[str, int]]:
+        """Returns the same of each adapter's factors; empty if all weights are trained."""
+        if self.abstract.frozen is None:
+            return {}
         return parameter_sizes(self.dims, self.abstract.params)
 
     def argument_bytes(self) -> dict[str, int]:
-        """Returns the bytes of a step's arguments on one device by kind, without counters."""
+        """Returns the bytes of a step's arguments on one device by kind, without counters.
+
+        The weights are those that are trained; gradients are as large.
+        """
         state = self.abstract
         return {
             "weights": _local_bytes(state.params),
+            **({} if state.frozen is None else {"frozen weights": _local_bytes(state.frozen)}),
             "optimizer": _local_bytes(state.optimizer),
             "codec memory": _local_bytes(state.reduction),
             "batch": _local_bytes(self.abstract_batch()),
@@ -94,18 +108,37 @@ class TrainStep:
     def init(self) -> TrainState:
         """Returns the first state, drawn from the seed, each device making its own shards.
 
-        The values depend on the seed alone, not on the mesh.
+        The values depend on the seed alone, not on the mesh. A run with adapters has its frozen
+        weights from elsewhere: see `first_state`.
         """
 
         def build() -> TrainState:
-            params, router_bias = self.model.init()
-            zero = jnp.zeros((), jnp.int32)
-            moments = self._optimizer.init(params)
-            return TrainState(zero, zero, params, router_bias, moments, self._empty_reduction())
+            weights, router_bias = self.model.init()
+            if self.abstract.frozen is None:
+                return self._first(weights)._replace(router_bias=router_bias)
+            frozen = jax.tree.map(lambda x, a: x.astype(a.dtype), weights, self.abstract.frozen)
+            return self._first(self._adapters())._replace(router_bias=router_bias, frozen=frozen)
 
+        return self._build(build, self.abstract)
+
+    def first_state(self, frozen: Tree, router_bias: Tree) -> TrainState:
+        """Returns the first state of a run with adapters on these weights: adapters are drawn."""
+        trained = self.abstract._replace(frozen=None, router_bias=None)
+        state = self._build(lambda: self._first(self._adapters()), trained)
+        return state._replace(frozen=frozen, router_bias=router_bias)
+
+    def _first(self, params: Tree) -> TrainState:
+        """The state before the first step, without what is not trained."""
+        zero, moments = jnp.zeros((), jnp.int32), self._optimizer.init(params)
+        return TrainState(zero, zero, params, None, moments, self._empty_reduction())
+
+    def _adapters(self) -> Tree:
+        return init_adapters(self.cfg.train.seed, self.dims, self.abstract.params)
+
+    def _build(self, build: Callable[[], TrainState], abstract: TrainState) -> TrainState:
         # Runs once, so low optimization on CPU saves seconds of compilation.
         quick = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else None
-        return jax.jit(build, out_shardings=_shardings(self.abstract), compiler_options=quick)()
+        return jax.jit(build, out_shardings=_shardings(abstract), compiler_options=quick)()
 
     def at(self, codecs: Codecs) -> "TrainStep":
         """Returns the same run with other codecs, for the same state."""
@@ -200,8 +233,8 @@ def build_step(
       platform: "cpu", "gpu" or "tpu"; decides the kernels, together with the devices.
       codecs: codecs of its steps; by default those of the first step.
     """
-    model, params, router_bias = describe_model(cfg, build_spec(cfg, mesh, platform, codecs))
-    shapes, specs = _describe_state(model, params, router_bias)
+    model, weights, router_bias = describe_model(cfg, build_spec(cfg, mesh, platform, codecs))
+    shapes, specs = _describe_state(model, weights, router_bias)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
         shapes,
@@ -211,17 +244,25 @@ def build_step(
 
 
 def _describe_state(
-    model: ModelDef, params: Tree, router_bias: Tree
+    model: ModelDef, weights: Tree, router_bias: Tree
 ) -> tuple[TrainState, TrainState]:
     """Returns the state's shapes and shardings."""
     layout, dims, adaptive = model.layout, model.dims, model.spec.compression.adaptive
+    params, frozen = weights, None
+    if model.frozen_dims is not None:
+        params = adapter_shapes(model.cfg.lora, dims, model.frozen_dims, weights)
+        frozen = frozen_shapes(model.cfg.lora, model.frozen_dims, weights)
     optimizer, scalar = _build_optimizer(model), jax.ShapeDtypeStruct((), jnp.int32)
     moments = jax.eval_shape(optimizer.init, params)
     residuals = jax.tree.map(partial(residual_shapes, model.spec), params, dims)
     levels = jax.ShapeDtypeStruct((len(GRADIENTS),), jnp.int32) if adaptive else None
     reduction = Reduction(residuals, levels)
-    shapes = TrainState(scalar, scalar, params, router_bias, moments, reduction)
-    param_specs = jax.tree.map(lambda x, d: layout.param_spec(d, x.ndim), params, dims)
+    shapes = TrainState(scalar, scalar, params, router_bias, moments, reduction, frozen)
+
+    def sharded(params: Tree, dims: Tree) -> Tree:
+        return jax.tree.map(lambda x, d: layout.param_spec(d, x.ndim), params, dims)
+
+    param_specs = sharded(params, dims)
     specs = TrainState(
         step=P(),
         skipped=P(),
@@ -231,6 +272,7 @@ def _describe_state(
         reduction=Reduction(
             residual_specs(residuals, params, dims, layout), P() if adaptive else None
         ),
+        frozen=sharded(frozen, model.frozen_dims),
     )
     return shapes, specs
 

@@ -85,6 +85,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     from moejax.layout.mesh import build_abstract_mesh
     from moejax.runtime.compiler import described_cudnn
     from moejax.runtime.processes import find_rank
+    from moejax.step.model import check_adapters
     from moejax.step.train_step import build_step
     from moejax.train.inputs import open_inputs
     from moejax.train.planning import plan_dry, planned_devices
@@ -93,6 +94,7 @@ def dry_run(cfg: Config, console: Console) -> int:
 
     # Describing the optimizer makes a few scalars: on the CPU, to start no accelerator.
     jax.config.update("jax_platforms", "cpu")
+    check_adapters(cfg)
     mesh = cfg.mesh
     if mesh.replica is None:
         others = mesh.fsdp * mesh.expert * mesh.tensor

@@ -7,7 +7,7 @@ files match, and sets damaged ones aside as `STEP.corrupt`. Format: docs/formats
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import Reduction, TrainState
+from moejax.train.chunks import Chunks
 from moejax.train.disk_space import (
     check_disk_space,
     disk_full_error,
@@ -44,18 +45,6 @@ class Saved(NamedTuple):
     step: int
     path: Path
     manifest: dict[str, Any]
-
-
-class Chunks(NamedTuple):
-    """How arrays are cut in files, so that a restore onto smaller shards reads and holds little.
-
-    Attributes:
-      bytes: size of a piece at most.
-      axes: dimensions that are cut at every position, by key of an item.
-    """
-
-    bytes: int
-    axes: Mapping[str, tuple[int, ...]]
 
 
 class Checkpoints:
@@ -103,11 +92,11 @@ class Checkpoints:
 
     def _save_args(self, leaves: dict[str, Any]) -> Any:
         """Returns what Orbax is told about an item."""
-        if self._chunks is None:
+        if (chunks := self._chunks) is None:
             return ocp.args.StandardSave(leaves)
-        size, axes = self._chunks.bytes, self._chunks.axes
         cut = {
-            key: ocp.SaveArgs(chunk_byte_size=size, shard_axes=axes.get(key, ())) for key in leaves
+            key: ocp.SaveArgs(chunk_byte_size=chunks.bytes, shard_axes=chunks.axes.get(key, ()))
+            for key in leaves
         }
         return ocp.args.StandardSave(leaves, save_args=cut)
 
@@ -179,6 +168,8 @@ class Checkpoints:
 
     def restore(self, saved: Saved, abstract: TrainState, *, reduction: bool = True) -> TrainState:
         """Reads the state onto the devices and shardings that `abstract` names.
+
+        Frozen weights are in no checkpoint of the run: they are None.
 
         Args:
           reduction: whether to read the codecs' state too; otherwise it is None.
@@ -296,33 +287,19 @@ def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> d
     }
 
 
-class SavedWeights:
-    """The weights of a checkpoint, read an array at a time. A context manager."""
-
-    def __init__(self, path: Path, abstract: TrainState):
-        """Takes a step's directory, and the shapes and shardings of a state."""
-        self._path, self._wanted = path, _flat(_items(abstract)["weights"])
-        handler = ocp.CompositeCheckpointHandler(weights=ocp.PyTreeCheckpointHandler())
-        self._reader = ocp.Checkpointer(handler)
-
-    def __enter__(self) -> "SavedWeights":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._reader.close()
-
-    def __call__(self, path: str) -> jax.Array:
-        """Returns one parameter or selection bias. All processes call it together."""
-        key = f"params.{path}"
-        key = key if key in self._wanted else f"balance.{path}"
-        wanted = {key: self._wanted[key]}
-        part = ocp.args.PyTreeRestore(
-            item=wanted,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-            partial_restore=True,
-        )
-        read = self._reader.restore(self._path, args=ocp.args.Composite(weights=part))
-        return read["weights"][key]
+def restore_weight(step: Path, abstract: TrainState, path: str) -> jax.Array:
+    """Reads one parameter or selection bias, so that memory need not hold all of them."""
+    leaves = _flat(_items(abstract)["weights"])
+    key = next(key for key in (f"params.{path}", f"balance.{path}") if key in leaves)
+    wanted = {key: leaves[key]}
+    part = ocp.args.PyTreeRestore(
+        item=wanted,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+        partial_restore=True,
+    )
+    handler = ocp.CompositeCheckpointHandler(weights=ocp.PyTreeCheckpointHandler())
+    with ocp.Checkpointer(handler) as reader:
+        return reader.restore(step, args=ocp.args.Composite(weights=part))["weights"][key]
 
 
 def step_of_state(saved: Saved, abstract: TrainState) -> int:

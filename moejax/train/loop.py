@@ -3,7 +3,8 @@
 Order of a start: config and data are checked, the processes of the program meet, process 0 takes
 the run directory, checkpoint files are checked; then devices are started, a plan is made where one
 is wanted, the mesh is resolved, the step is compiled, and state comes from the newest checkpoint,
-else from `checkpoint.init_from`, else from the seed. All processes run this code; process 0 alone
+else from `checkpoint.init_from`, else from the seed; frozen weights always come from
+`checkpoint.init_from`. All processes run this code; process 0 alone
 writes records and shows them.
 """
 
@@ -27,6 +28,7 @@ from moejax.plan.cluster.topology import Topology
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Processes, Stop
 from moejax.runtime.start import join, measure_peak, platform_of, start
+from moejax.step.model import check_adapters
 from moejax.step.state import TrainState
 from moejax.step.train_step import build_step
 from moejax.train.checkpoint import Checkpoints
@@ -43,7 +45,9 @@ from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
 from moejax.train.source import keep_origin
 from moejax.train.start import (
+    base_of,
     check_disk,
+    check_has_base,
     check_same_config,
     check_simulated_devices,
     choose_checkpoint,
@@ -75,6 +79,8 @@ def train(cfg: Config, console: Console) -> RunEnd:
       RunError: if the run could not reach its end.
     """
     check(cfg)
+    check_adapters(cfg)
+    check_has_base(cfg)
     check_simulated_devices(cfg)
     inputs = open_inputs(cfg)
     with join() as processes:
@@ -145,6 +151,7 @@ def train_planned(
     meter = _meter(cfg, summary, processes)
     display = Display(console, cfg.train.num_steps, int(state.step))
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes)
+    run.base = base_of(cfg, source)
     if planned.plan is not None:
         records.event("plan", int(state.step), seconds=planned.plan.predicted["seconds"])
         if planned.topology is not None and measured is None:
@@ -328,5 +335,5 @@ def save(run: Run, step: int, state: TrainState) -> None:
     """Starts a checkpoint after the previous one is complete."""
     run.record_saved(run.checkpoints.wait())
     run.records.event("save", step)
-    facts = describe_run(run.train_step, run.inputs.content)
+    facts = describe_run(run.train_step, run.inputs.content, run.base)
     run.checkpoints.save(step, state, {**facts, "data_position": step, "jax": jax.__version__})

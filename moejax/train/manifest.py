@@ -116,6 +116,14 @@ def stored_bytes(manifest: dict[str, Any]) -> int:
     return sum(-(-facts["bytes"] // BLOCK) * BLOCK for facts in manifest["files"].values())
 
 
+def weights_digest(manifest: dict[str, Any]) -> str:
+    """Returns a digest of a checkpoint's weights: of the names, sizes and digests of its files."""
+    files = {
+        name: facts for name, facts in manifest["files"].items() if name.startswith("weights/")
+    }
+    return digest_of(files)
+
+
 def find_damage(
     path: Path, manifest: dict[str, Any], verify: str, part: tuple[int, int] = (0, 1)
 ) -> str | None:

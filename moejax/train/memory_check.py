@@ -11,11 +11,14 @@ from moejax.step.train_step import TrainStep
 from moejax.train.summary import Summary, human_bytes
 
 
-def check_memory(train_step: TrainStep, processes: Processes, *, gradients: bool = True) -> int:
+def check_memory(
+    train_step: TrainStep, processes: Processes, *, gradients: bool = True, cache: int = 0
+) -> int:
     """Refuses a run whose state and gradients alone are more than a device has.
 
     Args:
       gradients: whether there will be gradients: an evaluation has none.
+      cache: bytes of keys and values that a device keeps beside the weights.
     Returns:
       The bytes that a device may use, the least over all devices.
 
@@ -27,7 +30,7 @@ def check_memory(train_step: TrainStep, processes: Processes, *, gradients: bool
     memory = min(device_memory(device, together * len(devices)) for device in devices)
     limit = min(processes.gather(memory))
     arguments = train_step.argument_bytes()
-    needed, held = sum(arguments.values()), "weights"
+    needed, held = sum(arguments.values()) + cache, "weights and cache" if cache else "weights"
     if gradients:  # which have the shapes of weights
         needed, held = needed + arguments["weights"], "weights, optimizer state and gradients"
     if needed > limit:

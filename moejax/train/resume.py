@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,12 +16,14 @@ from moejax.data.tokens import FilePart
 from moejax.errors import InputError
 from moejax.layout.layout import Axes
 from moejax.step.train_step import TrainStep
+from moejax.train.manifest import weights_digest
 
 # A change here would change the meaning of weights, optimizer state or data position.
 FIXED = (
     "model.",
     "moe.",
     "data.",
+    "lora.",
     "optimizer.name",
     "train.batch_sequences",
     "train.seed",
@@ -31,6 +34,7 @@ FREE = (
     "model.remat",
     "model.scan_layers",
     "moe.implementation",
+    "lora.base_dtype",
     "kernels",
 )
 # Settings that decide the parameters and their shapes.
@@ -138,14 +142,45 @@ def _what_changed(before: list[FilePart], now: list[FilePart]) -> str:
     return ", ".join(changes[:SHOWN] + rest) or "the same files in another order"
 
 
-def describe_run(train_step: TrainStep, content: Content) -> dict[str, Any]:
-    """Returns a manifest's entries about the run, which later starts compare."""
+def describe_run(
+    train_step: TrainStep, content: Content, base: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Returns a manifest's entries about the run, which later starts compare.
+
+    Args:
+      base: `describe_base` of a run with adapters.
+    """
     return {
         "config": to_dict(train_step.cfg),
         "mesh": dict(train_step.layout.sizes),
         "reduction": fingerprint(train_step),
         "data": content,
+        **({} if base is None else {"base": base}),
     }
+
+
+def describe_base(path: Path, manifest: dict[str, Any]) -> dict[str, str]:
+    """Returns what identifies the frozen weights of a run with adapters: a checkpoint's digest."""
+    return {"path": str(path), "weights": weights_digest(manifest)}
+
+
+def check_same_base(saved: dict[str, Any], base: dict[str, str]) -> None:
+    """Checks that the frozen weights are those that adapters were trained on.
+
+    Args:
+      saved: the manifest of the checkpoint with the adapters.
+      base: `describe_base` of the frozen weights.
+    Raises:
+      InputError: if they are others.
+    """
+    known = saved["base"]
+    if known["weights"] != base["weights"]:
+        raise InputError(
+            f"base weights differ from the checkpoint's. {base['path']} has digest "
+            f"{base['weights'][:12]}, the adapters were trained on {known['path']} with "
+            f"{known['weights'][:12]}. Adapters fit the weights they were trained on only. Name "
+            "those in checkpoint.init_from, down to the step, or set another run_dir."
+        )
 
 
 def fingerprint(train_step: TrainStep) -> str | None:
@@ -207,8 +242,14 @@ def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:
     """Checks that the weights of another run are for the same parameters.
 
     Raises:
-      InputError: lists the settings that differ.
+      InputError: lists the settings that differ, or says that there are only adapters.
     """
+    if (rank := from_dict(saved).lora.rank) is not None:
+        raise InputError(
+            f"checkpoint.init_from holds adapters, no weights: it is of a run with `lora.rank` = "
+            f"{rank}. A run starts from all weights of a model. Name the checkpoint that the "
+            "adapters were trained on, or export the merged weights and import those."
+        )
     refused = [change for change in diff(from_dict(saved), cfg) if change[0] in SHAPES]
     if refused:
         raise InputError(

@@ -25,6 +25,7 @@ class Run:
     display: Display
     console: Console
     processes: Processes = ALONE
+    base: dict[str, str] | None = None  # identity of the frozen weights, with adapters
     monitor: PlanMonitor | None = None  # if the run has a plan with known links
     mismatch: PlanMismatch | None = None  # the monitor's result, if a new plan is allowed
 

@@ -11,11 +11,11 @@ from moejax.hf.files import is_folder_of_weights
 from moejax.hf.load import LoadPlan, load, plan_load
 from moejax.hf.model import describe_anywhere
 from moejax.hf.origin import ORIGIN, copy_small_files, origin_of, small_files
-from moejax.hf.reader import Folder
+from moejax.hf.reader import Folder, digest_of_samples
 from moejax.runtime.processes import ALONE, Processes
-from moejax.step.state import TrainState
+from moejax.step.state import TrainState, Tree
 from moejax.train.checkpoint import Saved, locate, restore_items
-from moejax.train.resume import check_same_weights
+from moejax.train.resume import check_same_weights, describe_base
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,11 @@ class FolderSource:
 
     folder: Folder
     plan: LoadPlan
+
+    @property
+    def path(self) -> Path:
+        """The folder's path."""
+        return self.folder.path
 
     def __str__(self) -> str:
         return str(self.folder.path)
@@ -63,13 +68,36 @@ def take_weights(source: Source, state: TrainState, abstract: TrainState) -> Tra
     """
     # Not held beside those that come.
     jax.tree.map(lambda x: x.delete(), (state.params, state.router_bias))
-    if isinstance(source, FolderSource):
-        with source.folder:
-            params = load(source.plan, source.folder, abstract.params)
-            router_bias = load(source.plan, source.folder, abstract.router_bias)
-        return state._replace(params=params, router_bias=router_bias)
-    weights = restore_items(source.path, abstract, ("weights",))["weights"]
-    return state._replace(params=weights["params"], router_bias=weights["balance"])
+    params, router_bias = read_weights(source, abstract)
+    return state._replace(params=params, router_bias=router_bias)
+
+
+def read_weights(source: Source, abstract: TrainState) -> tuple[Tree, Tree]:
+    """Returns all weights of the source, and its selection biases.
+
+    Args:
+      abstract: the state of the run that takes them, which decides shardings and dtypes. Weights
+        are those that it freezes, or else its parameters.
+    """
+    params = abstract.params if abstract.frozen is None else abstract.frozen
+    if isinstance(source, Saved):
+        weights = restore_items(source.path, abstract._replace(params=params), ("weights",))
+        return weights["weights"]["params"], weights["weights"]["balance"]
+    with source.folder:
+        return (
+            load(source.plan, source.folder, params),
+            load(source.plan, source.folder, abstract.router_bias),
+        )
+
+
+def base_of(cfg: Config, source: Source | None) -> dict[str, str] | None:
+    """Returns what identifies the frozen weights; None if all weights are trained."""
+    if cfg.lora.rank is None:
+        return None
+    assert source is not None, "choose_checkpoint refuses adapters without weights"
+    if isinstance(source, Saved):
+        return describe_base(source.path, source.manifest)
+    return {"path": str(source), "weights": digest_of_samples(source.folder)}
 
 
 def keep_origin(source: Source | None, run_dir: Path) -> None:

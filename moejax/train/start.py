@@ -20,7 +20,7 @@ from moejax.config.schema import Config
 from moejax.data.sources import Content
 from moejax.errors import InputError
 from moejax.runtime.event_log import RunLock
-from moejax.runtime.processes import Processes, find_rank
+from moejax.runtime.processes import ALONE, Processes, find_rank
 from moejax.runtime.start import simulated_here
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
@@ -37,11 +37,12 @@ from moejax.train.manifest import finished_steps, stored_bytes
 from moejax.train.metrics import EVALUATED, held_out_text
 from moejax.train.resume import (
     check_resumable,
+    check_same_base,
     check_same_data,
     remembers,
     same_reduction,
 )
-from moejax.train.source import Source, find_source, take_weights
+from moejax.train.source import Source, base_of, find_source, read_weights, take_weights
 
 
 def check_simulated_devices(cfg: Config) -> None:
@@ -55,6 +56,19 @@ def check_simulated_devices(cfg: Config) -> None:
         resolve_mesh(cfg, total, "cpu", processes=find_rank().count)
 
 
+def check_has_base(cfg: Config) -> None:
+    """Checks that adapters have weights beside which they are trained.
+
+    Raises:
+      InputError: if none are named.
+    """
+    if cfg.lora.rank is not None and cfg.checkpoint.init_from is None:
+        raise InputError(
+            f"`lora.rank` is {cfg.lora.rank}, and `checkpoint.init_from` is none. Adapters are "
+            "trained beside the weights of a model. Name its checkpoint."
+        )
+
+
 def check_paths(cfg: Config) -> None:
     """Checks that the run directory can be written, and that first weights exist.
 
@@ -65,8 +79,14 @@ def check_paths(cfg: Config) -> None:
     """
     check_folder(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
     begun = finished_steps(Path(cfg.run_dir) / "checkpoints")
-    if not begun:
-        find_source(cfg, "size")
+    if cfg.lora.rank is not None or not begun:
+        _source(cfg, "size", ALONE)
+
+
+def _source(cfg: Config, verify: str, processes: Processes) -> Source | None:
+    """Returns what `checkpoint.init_from` names; adapters must have something."""
+    check_has_base(cfg)
+    return find_source(cfg, verify, processes)
 
 
 def check_same_config(cfg: Config, processes: Processes) -> None:
@@ -87,7 +107,10 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
 def choose_checkpoint(
     cfg: Config, content: Content, processes: Processes
 ) -> tuple[Saved | None, Source | None, list[str]]:
-    """Returns the checkpoint to resume, else what to take weights from, and notes."""
+    """Returns the checkpoint to resume, the one to take weights from, and notes.
+
+    There is one to take weights from where none is resumed, and always for frozen weights.
+    """
     saved, notes = newest(Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify, processes)
     if saved is not None:
         changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
@@ -95,8 +118,12 @@ def choose_checkpoint(
         allowed = cfg.checkpoint.allow_changed_data
         changes = check_same_data(saved.manifest, content, allowed=allowed)
         notes += [f"data changed since the checkpoint: {change}" for change in changes]
-        return saved, None, notes
-    return None, find_source(cfg, cfg.checkpoint.verify, processes), notes
+        if cfg.lora.rank is None:
+            return saved, None, notes
+    source = _source(cfg, cfg.checkpoint.verify, processes)
+    if saved is not None and (base := base_of(cfg, source)) is not None:
+        check_same_base(saved.manifest, base)
+    return saved, source, notes
 
 
 def set_aside_wrong_steps(
@@ -138,7 +165,7 @@ def check_disk(
         return []
     every = cfg.checkpoint.save_every or cfg.train.num_steps
     first = min((done // every + 1) * every, cfg.train.num_steps)
-    leaves = jax.tree.leaves(train_step.abstract)
+    leaves = jax.tree.leaves(train_step.abstract._replace(frozen=None))
     needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     if saved is not None:
         needed = stored_bytes(saved.manifest)
@@ -172,25 +199,41 @@ def initial_state(
     source: Source | None,
     console: Console,
 ) -> TrainState:
-    """Returns the newest checkpoint's state, else the source's weights, else drawn weights."""
-    if saved is not None:
-        console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
-        if same_reduction(saved.manifest, train_step):
-            return checkpoints.restore(saved, train_step.abstract)
-        if remembers(saved.manifest):
-            console.print(
-                "warning: mesh or compression differ from the checkpoint's: what codecs had not "
-                "sent yet is dropped",
-                soft_wrap=True,
-            )
-        state = checkpoints.restore(saved, train_step.abstract, reduction=False)
-        return state._replace(reduction=train_step.first_reduction())
-    state = train_step.init()
+    """Returns the newest checkpoint's state, else the source's weights, else drawn weights.
+
+    Frozen weights come from `source` in any case.
+    """
+    lora = train_step.abstract.frozen is not None
     if source is not None:
+        what = "frozen weights" if lora else "weights"
         where = f"{source.path} (step {source.step})" if isinstance(source, Saved) else source
-        console.print(f"weights from {where}", soft_wrap=True)
-        state = take_weights(source, state, train_step.abstract)
-    return state
+        console.print(f"{what} from {where}", soft_wrap=True)
+    if saved is not None:
+        state = _resumed(train_step, checkpoints, saved, console)
+        if lora and source is not None:
+            state = state._replace(frozen=read_weights(source, train_step.abstract)[0])
+        return state
+    if lora and source is not None:
+        return train_step.first_state(*read_weights(source, train_step.abstract))
+    state = train_step.init()
+    return state if source is None else take_weights(source, state, train_step.abstract)
+
+
+def _resumed(
+    train_step: TrainStep, checkpoints: Checkpoints, saved: Saved, console: Console
+) -> TrainState:
+    """Returns the state of a checkpoint; codec state only where it is still valid."""
+    console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
+    if same_reduction(saved.manifest, train_step):
+        return checkpoints.restore(saved, train_step.abstract)
+    if remembers(saved.manifest):
+        console.print(
+            "warning: mesh or compression differ from the checkpoint's: what codecs had not "
+            "sent yet is dropped",
+            soft_wrap=True,
+        )
+    state = checkpoints.restore(saved, train_step.abstract, reduction=False)
+    return state._replace(reduction=train_step.first_reduction())
 
 
 def finished_message(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:

@@ -32,8 +32,15 @@ def summarize(train_step: TrainStep) -> Summary:
     traced = trace_step(train_step)
     schedule = traced.schedule()
     arguments = train_step.argument_bytes()
+    lora = train_step.cfg.lora
+    trained = "weights" if lora.rank is None else "adapters"
     by_kind = {
-        "weights (float32 masters)": arguments["weights"],
+        f"{trained} (float32 masters)": arguments["weights"],
+        **(
+            {f"frozen weights ({lora.base_dtype})": arguments["frozen weights"]}
+            if lora.rank is not None
+            else {}
+        ),
         "gradients": arguments["weights"],
         "optimizer state": arguments["optimizer"],
         **({"codec state": codec_memory} if (codec_memory := arguments["codec memory"]) else {}),
@@ -41,7 +48,7 @@ def summarize(train_step: TrainStep) -> Summary:
         "logits of one chunk": _logit_bytes(train_step),
     }
     return Summary(
-        counts=count(train_step.cfg, train_step.parameter_sizes()),
+        counts=count(train_step.cfg, train_step.parameter_sizes(), train_step.adapter_sizes()),
         bytes_by_kind=by_kind,
         peaks={
             "step": traced.peak(schedule).bytes,
@@ -71,6 +78,9 @@ def print_summary(
     counts, cfg = summary.counts, train_step.cfg
     table = Table(title="run", show_header=False, title_justify="left")
     table.add_row("parameters", f"{counts.total:,} total, {counts.active:,} active per token")
+    if cfg.lora.rank is not None:
+        share = f"{counts.trained:,} parameters are trained, of rank {cfg.lora.rank}"
+        table.add_row("adapters", f"{share}; {counts.total:,} are frozen")
     table.add_row("FLOPs per token", f"{counts.flops_per_token:,} (forward and backward)")
     mesh = " x ".join(f"{axis}={size}" for axis, size in train_step.layout.sizes)
     table.add_row("mesh", f"{mesh} ({cfg.mesh.activations}, experts {cfg.mesh.expert_weights})")

@@ -175,6 +175,10 @@ def test_an_output_that_is_there_is_not_replaced(refused, model, tmp_path):
     assert "output exists. --out full" in refused("export", "imported", "--out", "full")
 
 
+def test_an_output_without_a_name_is_refused(refused, model):
+    assert "output has no name" in refused("import", model(), "--out", ".")
+
+
 def test_an_output_that_cannot_be_written_is_refused(refused, model):
     assert "cannot be written" in refused("import", model(), "--out", "/proc/imported")
 

@@ -61,10 +61,12 @@ def test_import_then_export_gives_the_folder_back(command, model, tmp_path):
 
 def test_the_written_config_is_the_model_and_how_to_train_it(command, model, tmp_path):
     words = ["--config.train.num_steps=70", "--config.run_dir=elsewhere"]
+    words += ["--config.moe.router.z_loss=0.25"]
     code, lines = command("import", model(), "--out", "imported", *words)
     assert code == 0, lines
     cfg = load_config(tmp_path / "imported" / "config.json")
     assert (cfg.run_dir, cfg.train.num_steps) == ("elsewhere", 70)
+    assert cfg.moe.router.z_loss == 0.25
     assert cfg.checkpoint.init_from == str(tmp_path / "imported")
     assert (cfg.model.num_heads, cfg.model.rope.scaling) == (12, "llama3")
     assert cfg.model.dtype == "float32"
@@ -133,7 +135,7 @@ def test_a_run_begins_with_imported_weights_and_is_exported(command, model, run_
 def test_a_run_begins_with_a_folder(command, model, run_on, tmp_path):
     folder = model(*OLMOE)
     assert command("import", folder, "--out", "imported")[0] == 0
-    direct = f"--config.checkpoint.init_from={folder}"
+    direct = f"--config.init_from={folder}"  # short for checkpoint.init_from
     assert run_on(tmp_path / "imported" / "config.json", direct) == 0
     assert command("export", "run", "--out", "out", "--dtype", "float32")[0] == 0
     assert_same_tensors(tmp_path / "out", tensors_of(folder))

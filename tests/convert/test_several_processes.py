@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.numpy import load_file
 
 from moejax.convert.command import main
 from tests.hf.golden import cases_of, golden_folder
-from tests.integration.runs import REPOSITORY
+from tests.integration.runs import REPOSITORY, write_tokens
 from tests.integration.test_several_processes import assert_one_line_each
 
 LAUNCH = [sys.executable, str(REPOSITORY / "launch" / "local"), "--processes", "2"]
@@ -24,6 +25,10 @@ sys.exit(main(sys.argv[1:]))
 
 def run(place, *words):
     """Runs the command as two processes of two devices. Returns the exit code and the output."""
+    return launch(place, "-c", SMALL_FILES, *words)
+
+
+def launch(place, *words):
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     env |= {
         "PYTHONPATH": str(REPOSITORY),
@@ -31,7 +36,7 @@ def run(place, *words):
         "COLUMNS": "200",
         "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
     }
-    command = [sys.executable, "-c", SMALL_FILES, *map(str, words)]
+    command = [sys.executable, *map(str, words)]
     launched = [*LAUNCH, "--devices", "2", "--logs", str(place / "logs"), "--", *command]
     done = subprocess.run(
         launched, env=env, cwd=place, text=True, capture_output=True, timeout=240, check=False
@@ -85,8 +90,6 @@ def test_two_processes_import_what_one_does(alone):
     "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
 )
 def test_two_processes_export_what_one_does(alone, dtype):
-    from safetensors.numpy import load_file
-
     code, out = run(alone, "export", "imported", "--out", f"two-{dtype}", "--dtype", dtype)
     assert code == 0, out
     files = sorted(path.name for path in (alone / f"two-{dtype}").glob("*.safetensors"))
@@ -99,6 +102,44 @@ def test_two_processes_export_what_one_does(alone, dtype):
     for name, values in wanted.items():
         assert found[name].tobytes() == values.tobytes(), name
     assert (alone / f"two-{dtype}" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_two_processes_begin_with_a_folder(place):
+    """One step at a learning rate of zero: the weights that are exported are those that came."""
+    golden_folder(place / "olmoe", cases_of("olmoe")["top 3"])
+    code, out = run(place, "import", "olmoe", "--out", "imported-olmoe")
+    assert code == 0, out
+    settings = {
+        "init_from": "olmoe",
+        "run_dir": "run",
+        "data.train_files": write_tokens(place / "tokens.bin"),
+        "data.eval_files": "",
+        "data.sequence_length": 16,
+        "optimizer.learning_rate": 0,
+        "optimizer.warmup_steps": 0,
+        "train.batch_sequences": 4,
+        "train.num_steps": 1,
+        "train.sample_tokens": 0,
+        "plan": "hand",
+        "mesh.fsdp": 4,
+    }
+    flags = [f"--config.{name}={value}" for name, value in settings.items()]
+    code, out = launch(
+        place, "-m", "moejax.train", "--config", "imported-olmoe/config.json", *flags
+    )
+    assert code == 0, out
+    assert "weights from olmoe" in out
+    code, out = run(place, "export", "run", "--out", "exported-olmoe", "--dtype", "float32")
+    assert code == 0, out
+    found = {}
+    for path in (place / "exported-olmoe").glob("*.safetensors"):
+        found |= load_file(path)
+    wanted = load_file(place / "olmoe" / "model.safetensors")
+    assert set(found) == set(wanted)
+    for name, values in wanted.items():
+        assert found[name].tobytes() == values.tobytes(), name
 
 
 @pytest.mark.slow

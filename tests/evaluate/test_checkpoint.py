@@ -10,6 +10,7 @@ from moejax.config.load import to_dict
 from moejax.config.schema import CompressionConfig, Config, MeshConfig, PlanConfig
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import (
+    Chosen,
     choose,
     evaluation_config,
     spread,
@@ -127,11 +128,14 @@ def test_a_dense_model_is_spread_by_its_width():
 
 def test_the_tokenizer_of_an_import_is_found(tmp_path):
     saved = Saved(0, tmp_path / "out/checkpoints/0", {})
-    assert tokenizer_beside_weights(saved) is None
+    adapters = Saved(0, tmp_path / "run/checkpoints/0", {})
+    chosen = Chosen(saved, Config(), [])
+    assert tokenizer_beside_weights(chosen) is None
     for place in ("out/hf", "out/checkpoints/hf"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "tokenizer.json").touch()
-        assert tokenizer_beside_weights(saved) == tmp_path / place / "tokenizer.json"
+        assert tokenizer_beside_weights(chosen) == tmp_path / place / "tokenizer.json"
+    assert tokenizer_beside_weights(Chosen(adapters, Config(), [], saved)) is not None
 
 
 def test_defaults_of_an_old_checkpoint_are_todays(tmp_path):

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
+from tests.golden.model_cases import CASES  # noqa: E402
 from tests.hf.random_models import draw, draw_all, write_folder  # noqa: E402
 
 SEQUENCES, PROMPT, CONTINUED = 2, 8, 32
@@ -29,295 +30,6 @@ POSITIONS = (0, 7, 22, 39)  # whose logits are kept
 KEPT_IDS = 61  # of the vocabulary, evenly
 CLOSE = 1e-4  # choices nearer than this could fall otherwise elsewhere
 
-ODD = {"vocab_size": 997, "num_attention_heads": 13, "num_key_value_heads": 1}
-EVEN = {"vocab_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-LATENT = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "hidden_size": 26}
-LATENT_EVEN = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 8,
-    "hidden_size": 24,
-    "vocab_size": 96,
-}
-
-
-def rope(scaling: dict, theta: float = 10_000.0) -> dict:
-    """Positions as files have them."""
-    return {"rope_theta": theta, "rope_scaling": scaling}
-
-
-CASES: dict[str, dict[str, dict]] = {
-    "mixtral": {
-        "window, top 1": {
-            **ODD,
-            "hidden_size": 20,
-            "head_dim": 6,
-            "intermediate_size": 10,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 1,
-            "sliding_window": 9,
-            "num_hidden_layers": 2,
-        },
-        "even, llama3 positions": {
-            **EVEN,
-            "hidden_size": 24,
-            "head_dim": 6,
-            "intermediate_size": 8,
-            "num_local_experts": 24,
-            "num_experts_per_tok": 6,
-            "num_hidden_layers": 2,
-            "tie_word_embeddings": True,
-            **rope(LLAMA3, 1e6),
-        },
-    },
-    "olmoe": {
-        "top 3": {
-            **ODD,
-            "hidden_size": 52,
-            "intermediate_size": 10,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-            "num_hidden_layers": 2,
-        },
-        "even, linear positions, biases": {
-            **EVEN,
-            "hidden_size": 48,
-            "intermediate_size": 8,
-            "num_experts": 24,
-            "num_experts_per_tok": 6,
-            "num_hidden_layers": 2,
-            "norm_topk_prob": True,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            **rope({"rope_type": "linear", "factor": 3.0}),
-        },
-    },
-    "qwen2_moe": {
-        "first block dense, top 3": {
-            **ODD,
-            "num_attention_heads": 13,
-            "hidden_size": 52,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
-            "shared_expert_intermediate_size": 20,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-            "mlp_only_layers": [0],
-            "num_hidden_layers": 3,
-        },
-        "even, windows by turns": {
-            **EVEN,
-            "hidden_size": 48,
-            "intermediate_size": 16,
-            "moe_intermediate_size": 8,
-            "shared_expert_intermediate_size": 8,
-            "num_experts": 24,
-            "num_experts_per_tok": 6,
-            "norm_topk_prob": True,
-            "use_sliding_window": True,
-            "sliding_window": 9,
-            "max_window_layers": 4,
-            "num_hidden_layers": 4,
-            "tie_word_embeddings": True,
-        },
-    },
-    "qwen3_moe": {
-        "every second block dense, yarn": {
-            **ODD,
-            "hidden_size": 20,
-            "head_dim": 6,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
-            "num_experts": 5,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 2,
-            "num_hidden_layers": 4,
-            **rope(YARN, 1e6),
-        },
-        "even, window, tied": {
-            **EVEN,
-            "hidden_size": 24,
-            "head_dim": 6,
-            "intermediate_size": 16,
-            "moe_intermediate_size": 8,
-            "num_experts": 24,
-            "num_experts_per_tok": 6,
-            "use_sliding_window": True,
-            "sliding_window": 9,
-            "num_hidden_layers": 2,
-            "tie_word_embeddings": True,
-        },
-    },
-    "deepseek_v2": {
-        "greedy, direct queries": {
-            **ODD,
-            **LATENT,
-            "num_key_value_heads": 13,
-            "q_lora_rank": None,
-            "kv_lora_rank": 6,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
-            "n_routed_experts": 5,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
-            "first_k_dense_replace": 1,
-            "num_hidden_layers": 3,
-        },
-        "even, groups, yarn": {
-            **LATENT_EVEN,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 8,
-            "intermediate_size": 16,
-            "moe_intermediate_size": 8,
-            "n_routed_experts": 24,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 6,
-            "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 4.0,
-            "first_k_dense_replace": 0,
-            "num_hidden_layers": 2,
-            "tie_word_embeddings": True,
-            **rope({**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}),
-        },
-    },
-    "deepseek_v3": {
-        "one group, direct queries, another epsilon": {
-            **ODD,
-            **LATENT,
-            "num_key_value_heads": 13,
-            "q_lora_rank": None,
-            "kv_lora_rank": 7,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
-            "n_routed_experts": 5,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "num_hidden_layers": 3,
-            "num_nextn_predict_layers": 0,
-            "rms_norm_eps": 1e-3,
-        },
-        "even, groups, yarn": {
-            **LATENT_EVEN,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 8,
-            "intermediate_size": 16,
-            "moe_intermediate_size": 8,
-            "n_routed_experts": 24,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 6,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 1,
-            "num_hidden_layers": 2,
-            "num_nextn_predict_layers": 0,
-            **rope({**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}),
-        },
-    },
-    "gpt_oss": {
-        "top 3": {
-            **ODD,
-            "hidden_size": 20,
-            "head_dim": 6,
-            "intermediate_size": 10,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 3,
-            "sliding_window": 9,
-            "num_hidden_layers": 2,
-            **rope({**YARN, "factor": 8.0, "truncate": False}, 150_000.0),
-        },
-        "even": {
-            **EVEN,
-            "hidden_size": 24,
-            "head_dim": 6,
-            "intermediate_size": 8,
-            "num_local_experts": 24,
-            "num_experts_per_tok": 6,
-            "sliding_window": 7,
-            "num_hidden_layers": 4,
-            "swiglu_limit": 0.5,
-            "tie_word_embeddings": True,
-            **rope({"rope_type": "default"}, 150_000.0),
-        },
-    },
-    "glm4_moe": {
-        "norm of heads, biases": {
-            **ODD,
-            "hidden_size": 20,
-            "head_dim": 12,
-            "intermediate_size": 14,
-            "moe_intermediate_size": 10,
-            "n_routed_experts": 5,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 3,
-            "n_group": 1,
-            "topk_group": 1,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.5,
-            "num_hidden_layers": 3,
-            "num_nextn_predict_layers": 0,
-            "rope_theta": 1e6,
-            "partial_rotary_factor": 0.5,
-        },
-        "even": {
-            **EVEN,
-            "hidden_size": 24,
-            "head_dim": 8,
-            "intermediate_size": 16,
-            "moe_intermediate_size": 8,
-            "n_routed_experts": 24,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 6,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 0,
-            "num_hidden_layers": 2,
-            "num_nextn_predict_layers": 0,
-            "tie_word_embeddings": True,
-            "partial_rotary_factor": 0.5,
-        },
-    },
-    "minimax_m2": {
-        "top 1": {
-            **ODD,
-            "hidden_size": 20,
-            "head_dim": 6,
-            "rotary_dim": 4,
-            "intermediate_size": 10,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 1,
-            "num_hidden_layers": 2,
-        },
-        "even": {
-            **EVEN,
-            "hidden_size": 24,
-            "head_dim": 8,
-            "rotary_dim": 4,
-            "intermediate_size": 8,
-            "num_local_experts": 24,
-            "num_experts_per_tok": 6,
-            "num_hidden_layers": 2,
-            "tie_word_embeddings": True,
-        },
-    },
-}
 ANYWHERE = {"max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1}
 
 
@@ -363,23 +75,28 @@ def record_choices(model: torch.nn.Module) -> list:
     return seen
 
 
-def gradients_of(model: torch.nn.Module, shapes: dict) -> dict:
-    """Norm and projection of each gradient, by the tensor's name in files."""
+def gradient_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """The gradients, by the names that tensors have in files; parameters are overwritten."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             )
-    found = {}
     with tempfile.TemporaryDirectory() as place:
         model.save_pretrained(place)
-        for name, gradient in load_file(Path(place) / "model.safetensors").items():
-            assert list(gradient.shape) == shapes[name]
-            if name.endswith("e_score_correction_bias"):
-                continue
-            direction = draw(f"direction of {name}", gradient.shape).astype(np.float64)
-            projection = np.sum(gradient * direction) / math.sqrt(np.sum(direction**2))
-            found[name] = [digits(np.linalg.norm(gradient.astype(np.float64))), digits(projection)]
+        return load_file(Path(place) / "model.safetensors")
+
+
+def gradients_of(model: torch.nn.Module, shapes: dict) -> dict:
+    """Norm and projection of each gradient, by the tensor's name in files."""
+    found = {}
+    for name, gradient in gradient_tensors(model).items():
+        assert list(gradient.shape) == shapes[name]
+        if name.endswith("e_score_correction_bias"):
+            continue
+        direction = draw(f"direction of {name}", gradient.shape).astype(np.float64)
+        projection = np.sum(gradient * direction) / math.sqrt(np.sum(direction**2))
+        found[name] = [digits(np.linalg.norm(gradient.astype(np.float64))), digits(projection)]
     return found
 
 
@@ -401,7 +118,7 @@ def continued(model: torch.nn.Module, prompt: np.ndarray) -> list[int]:
 
 
 def check_margins(name: str, choices: list) -> None:
-    """Refuses routers' choices that are near ties; groups and biases bring them closer."""
+    """Refuses routers' logits that are near ties."""
     for logits, chosen in choices:
         values = torch.sort(logits, dim=-1).values
         gap = (values[:, 1:] - values[:, :-1]).min()

@@ -15,7 +15,7 @@ from moejax.hf.load import load, plan_load
 from moejax.hf.reader import Folder
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
-from tests.cases import step_for
+from tests.cases import CERTAIN, step_for
 from tests.hf.random_models import draw_all, write_folder
 
 MODELS = Path(__file__).parents[1] / "golden" / "models"
@@ -31,15 +31,20 @@ def cases_of(family: str) -> dict[str, dict]:
     return {case["name"]: case for case in found["cases"]}
 
 
-def all_cases(only: str = "") -> list:
-    """Parameters (family, case) of every golden model whose case begins with `only`."""
+def all_cases(only: str = "", always: tuple[str, ...] = tuple(FAMILIES)) -> list:
+    """Parameters (family, case) of every golden model whose case begins with `only`.
+
+    Args:
+      always: families that are not left to `make test-all`.
+    """
     params = []
     for family in FAMILIES:
         for name in cases_of(family):
             if not name.startswith(only):
                 continue
             reason = NOT_YET.get((family, "")) or NOT_YET.get((family, name))
-            marks = pytest.mark.skip(reason=f"model has no {reason} yet") if reason else ()
+            marks = [pytest.mark.skip(reason=f"model has no {reason} yet")] if reason else []
+            marks += [] if family in always else [pytest.mark.exhaustive]
             params.append(pytest.param(family, name, marks=marks, id=f"{family}: {name}"))
     return params
 
@@ -53,9 +58,10 @@ def run_config(folder: Folder, mesh: MeshConfig, *, sequences: int, length: int)
     """The config of a run of a folder's model, without router losses."""
     cfg = config_of(folder)
     router: RouterConfig = replace(cfg.moe.router, balance_loss=0.0)
+    moe = replace(cfg.moe, router=router, **(CERTAIN if mesh.expert > 1 else {}))
     return replace(
         cfg,
-        moe=replace(cfg.moe, router=router),
+        moe=moe,
         mesh=mesh,
         data=DataConfig(sequence_length=length),
         train=TrainConfig(batch_sequences=sequences),

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from moejax.hf.views import View
+from moejax.hf.views import TILE, View, copy
 
 
 @st.composite
@@ -128,3 +128,15 @@ def test_scores_do_not_depend_on_the_order_of_rotary_channels():
     ours = [x[view.tensor_positions()] for x in (q, k)]
     theirs = in_pairs(q, angle) @ in_pairs(k, 2 * angle)
     np.testing.assert_allclose(in_halves(ours[0], angle) @ in_halves(ours[1], 2 * angle), theirs)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
+@pytest.mark.parametrize(
+    ("held", "wanted"), list(itertools.product(["float32", "bfloat16"], repeat=2))
+)
+def test_large_copies_are_what_numpy_assigns(order, held, wanted):
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((TILE + 3, 2, TILE + 5), np.float32).astype(held).transpose(order)
+    target = np.empty(values.shape, wanted)
+    copy(target, values)
+    assert target.tobytes() == values.astype(wanted).tobytes()

@@ -62,6 +62,8 @@ CONFIGS = {
     ("mesh.tensor=3",): ["mesh.tensor", "3", "model."],
     ("mesh.expert=4", "train.batch_sequences=6"): ["train.batch_sequences", "6"],
     ("model.vocab_size=200",): ["model.vocab_size", "200", "257"],
+    ("lora.rank=4", "lora.targets=attention.w_x"): ["attention.w_x", "fits no matrix"],
+    ("lora.rank=4",): ["lora.rank", "checkpoint.init_from"],
     ("data.train_files=a.bin",): ["data.train_files", "no effect"],
     ("data.source=tokens",): ["data.train_files", "empty"],
     ("run_dir=",): ["run_dir"],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moejax.comm.jaxprs import inner_jaxprs, opened, scan_operands
-from moejax.config.schema import CompressionConfig, Config, DataConfig
+from moejax.config.schema import CompressionConfig, Config, DataConfig, LoraConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.step.state import Batch
@@ -187,6 +187,12 @@ def traced_step(mesh=(1, 1, 1, 1), *, nodes=None, compression="none", top=None, 
             "moe": {"implementation": "reference_e4m3", "expert_bias": True},
             "optimizer": {"name": "muon"},
             "top": {"route": "two_level", "route_trim": True},
+        },
+        {
+            "mesh": (2, 1, 2, 2),
+            "model": {"remat": "collectives"},
+            "train": {"micro_batches": 2, "batch_sequences": 16},
+            "top": {"lora": LoraConfig(rank=2, base_dtype="bfloat16")},
         },
     ],
     ids=lambda case: case.get("top", {}).get("route", "split") + str(len(case)),

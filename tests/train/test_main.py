@@ -31,6 +31,9 @@ def test_a_run_that_ends_early_is_one_line(tmp_path, monkeypatch, capsys, error,
     [
         ({"run_dir": "/proc/none/run"}, "`run_dir` = /proc/none/run cannot be written"),
         ({"checkpoint": {"init_from": "nowhere"}}, "no finished checkpoint at nowhere"),
+        ({"lora": {"rank": 4}}, "`lora.rank` is 4, and `checkpoint.init_from` is none"),
+        ({"lora": {"rank": 4, "targets": ["w_q"]}}, "`lora.targets` has 'w_q', which fits no"),
+        ({"lora": {"rank": 99}}, "`lora.rank` = 99 is more than attention.w_k has"),
         (
             {"mesh": {"expert": 2, "simulated_devices": 2}, "compression": {"preset": "strong"}},
             "`compression` has no effect",

@@ -47,7 +47,7 @@ def test_the_least_device_of_all_processes_counts(monkeypatch):
 
 def test_an_estimate_above_the_room_is_a_warning():
     peaks = {"step": 3 * 2**30, "evaluation": 2**20}
-    summary = Summary(Counts(1, 1, 1, 1), {}, peaks, 1, [])
+    summary = Summary(Counts(1, 1, 1, 1, 1), {}, peaks, 1, [])
     assert memory_warnings(summary, 3 * 2**30) == []
     (said,) = memory_warnings(summary, 2 * 2**30)
     assert "peak memory (step) is about 3.0 GiB" in said

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moejax.comm.codecs.codec import Codec
 from moejax.comm.codecs.low_rank import LowRank
-from moejax.layout.layout import Axes, Layout, is_product
+from moejax.layout.layout import RANK, Axes, Layout, is_product
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,11 @@ def class_of(dims: str) -> str:
 
 
 def compressible(dims: str) -> bool:
-    """False for the router, never compressed, and for biases and norm scales, too small to gain."""
-    return is_product(dims) and dims != "DE"
+    """False for the router, never compressed, and for what is too small to gain.
+
+    Small are biases, norm scales, and the factors of adapters.
+    """
+    return is_product(dims) and dims != "DE" and RANK not in dims
 
 
 def parts_shape(size: int, dims: str, layout: Layout) -> tuple[int, int, int]:

@@ -114,6 +114,11 @@ def _check_training(cfg: Config) -> None:
             "never forgets never learns. Choose 0.9 to 0.999.",
         )
     require(
+        optimizer.name != "muon" or cfg.lora.rank is None,
+        f"`optimizer.name` is muon, and `lora.rank` is {cfg.lora.rank}. Muon orthogonalises whole "
+        "matrices, not the factors of an adapter. Set optimizer.name=adamw.",
+    )
+    require(
         train.seed < 2**32,
         f"`train.seed` = {train.seed} does not fit in 32 bits, so JAX would cut it. Choose a seed "
         "below 4294967296.",

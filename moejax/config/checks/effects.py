@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from moejax.config.checks.mesh import expert_owners
 from moejax.config.checks.planned import is_planned
-from moejax.config.compression import NO_COMPRESSION, build_compression
+from moejax.config.compression import GRADIENTS, NO_COMPRESSION, build_compression
 from moejax.config.fields import fields, get_value, short
 from moejax.config.schema import Config
 from moejax.errors import InputError
@@ -139,6 +139,16 @@ def _training_effects() -> Iterator[_Effect]:
         ("optimizer.final_fraction",),
         lambda cfg: cfg.optimizer.schedule != "constant",
         "`optimizer.schedule` is constant",
+    )
+    yield (
+        ("lora.alpha", "lora.targets", "lora.base_dtype"),
+        lambda cfg: cfg.lora.rank is not None,
+        "`lora.rank` is none, so there are no adapters",
+    )
+    yield (
+        (*(f"compression.{kind}" for kind in GRADIENTS), "compression.start_layer"),
+        lambda cfg: cfg.lora.rank is None,
+        "`lora.rank` is set, and gradients of adapters are not compressed",
     )
     yield (
         ("data.train_files", "data.eval_files"),

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from moejax.config.checks.size import BYTES_PER_PARAMETER, machine_memory, parameters_of
+from moejax.config.checks.size import machine_memory, state_bytes
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.schema import Config, MeshConfig
@@ -166,7 +166,7 @@ def _describe_misfit(cfg: Config, num_devices: int, platform: str, needed: int) 
         remedies.append("set mesh.replica=none to use all")
     if platform == "cpu":
         multiple = others * math.ceil(num_devices / others) if mesh.replica is None else needed
-        state = BYTES_PER_PARAMETER * parameters_of(cfg)
+        state = state_bytes(cfg)
         if state <= machine_memory():
             remedies.append(f"set mesh.simulated_devices={multiple}")
         else:

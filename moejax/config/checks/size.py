@@ -10,6 +10,7 @@ from moejax.config.schema import Config, ModelConfig
 MAX_PARAMETERS = 10**14
 # Bytes of a float32 master, two moments of AdamW, and a gradient.
 BYTES_PER_PARAMETER = 16
+FROZEN_BYTES = {"float32": 4, "bfloat16": 2}  # of a parameter that is not trained
 
 
 def parameters_of(cfg: Config) -> int:
@@ -33,15 +34,32 @@ def parameters_of(cfg: Config) -> int:
     )
 
 
+def state_bytes(cfg: Config) -> int:
+    """Returns the bytes of a run's weights, moments and gradients; adapters are not counted."""
+    frozen = cfg.lora.rank is not None
+    each = FROZEN_BYTES[cfg.lora.base_dtype] if frozen else BYTES_PER_PARAMETER
+    return each * parameters_of(cfg)
+
+
 def attention_parameters(model: ModelConfig) -> int:
     """Returns the number of parameters of a block's attention, without norms, biases and sinks."""
+    return sum(inputs * outputs for inputs, outputs in attention_matrices(model))
+
+
+def attention_matrices(model: ModelConfig) -> list[tuple[int, int]]:
+    """Returns the sides of each matrix of a block's attention: inputs and outputs."""
     D, H, C = model.width, model.num_heads, model.head_width
     if not model.is_latent:
-        return 2 * D * (H + model.num_kv_heads) * C
+        keys = (D, model.num_kv_heads * C)
+        return [(D, H * C), keys, keys, (H * C, D)]
     latent, rotated = model.kv_latent or 0, model.rotated_channels
-    queries = D * H * C if model.q_latent is None else model.q_latent * (D + H * C)
-    keys_and_values = latent * H * (C - rotated + model.value_channels)
-    return queries + D * (latent + rotated) + keys_and_values + H * model.value_channels * D
+    q_latent = model.q_latent
+    return [
+        *([(D, H * C)] if q_latent is None else [(D, q_latent), (q_latent, H * C)]),
+        (D, latent + rotated),
+        (latent, H * (C - rotated + model.value_channels)),
+        (H * model.value_channels, D),
+    ]
 
 
 def check_size(cfg: Config) -> None:

@@ -167,7 +167,8 @@ class LayerTypes:
         keys: dict[str, Any] = {"layer_types": layer_types(layers, every)}
         keys["sliding_window"] = window or base.get("sliding_window")
         if self.switch:
-            keys |= {self.switch: window is not None, "max_window_layers": layers}
+            last = layers if window else base.get("max_window_layers", layers)
+            keys |= {self.switch: window is not None, "max_window_layers": last}
         return keys
 
 

@@ -85,7 +85,7 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
 
 def _model(best: PricedPlan) -> dict[str, Any]:
     cfg, train_step = best.cfg, best.traced.train_step
-    counts = count(cfg, train_step.parameter_sizes())
+    counts = count(cfg, train_step.parameter_sizes(), train_step.adapter_sizes())
     return {
         "parameters": counts.total,
         "active": counts.active,

@@ -6,7 +6,7 @@ Closed formulas for the bytes that a step moves and a device holds; microseconds
 from dataclasses import dataclass
 from functools import cached_property
 
-from moejax.config.checks.size import attention_parameters
+from moejax.config.checks.size import attention_matrices, attention_parameters
 from moejax.config.schema import Config
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.plan.cluster.topology import Topology
@@ -48,6 +48,24 @@ class Estimate:
         return dense + shared, 3.0 * moe.num_experts * model.width * moe.expert_hidden
 
     @property
+    def trained(self) -> tuple[float, float]:
+        """Parameters of a whole block that are trained: all, or adapters of all matrices."""
+        model, moe, rank = self.cfg.model, self.cfg.moe, self.cfg.lora.rank
+        if rank is None:
+            return self.weights
+
+        def mlp(hidden: int) -> float:
+            return rank * (2.0 * model.width + 3.0 * hidden)
+
+        attention = 1.0 * rank * sum(map(sum, attention_matrices(model)))
+        if not model.has_experts:
+            return attention + mlp(model.mlp_hidden), 0.0
+        shared = moe.num_shared_experts * moe.expert_hidden
+        return attention + (mlp(shared) if shared else 0.0), moe.num_experts * mlp(
+            moe.expert_hidden
+        )
+
+    @property
     def tables(self) -> float:
         """Parameters of embedding and output projection."""
         model = self.cfg.model
@@ -55,12 +73,23 @@ class Estimate:
 
     @property
     def own(self) -> float:
-        """Parameters whose master weights are on one device."""
-        layout, (dense, experts) = self.layout, self.weights
-        layers = self.cfg.model.blocks
+        """Parameters that are trained and whose master weights are on one device."""
+        tables = self.tables if self.cfg.lora.rank is None else 0.0
+        return self._of_device(*self.trained, tables)
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes of the frozen weights on one device."""
+        if self.cfg.lora.rank is None:
+            return 0.0
+        return WIDTHS[self.cfg.lora.base_dtype] * self._of_device(*self.weights, self.tables)
+
+    def _of_device(self, dense: float, experts: float, tables: float) -> float:
+        """Returns a device's share of all blocks' parameters, and of the tables'."""
+        layout, layers = self.layout, self.cfg.model.blocks
         over = layout.size(layout.fsdp + layout.expert + layout.tensor)
         shards = self.expert_share * layout.size(layout.fsdp)
-        return (layers * dense + self.tables) / over + layers * experts / shards
+        return (layers * dense + tables) / over + layers * experts / shards
 
     @property
     def expert_share(self) -> int:
@@ -76,9 +105,8 @@ class Estimate:
         dense, experts = self.weights
         # In float32: masters, two moments, two copies of gradients, and their sum over
         # micro-batches. In the dtype of compute: one block's gathered weights.
-        held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + width * (
-            dense / layout.size(layout.tensor) + experts / self.expert_share
-        )
+        held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + self.frozen_bytes
+        held += width * (dense / layout.size(layout.tensor) + experts / self.expert_share)
         local = self.tokens / layout.size(layout.tensor)
         kept_tokens = self.tokens if self.cfg.mesh.activations == "replicated" else local
         rows = local * moe.experts_per_token * (1.5 if model.has_experts else 0)
@@ -105,8 +133,9 @@ class Estimate:
         flops *= 1 + model.predict_ahead
         rate = self.topology.device.product_rate(model.dtype, flops / 3)
         table = self.tables / layout.size(layout.tensor)
+        reduced = table if self.cfg.lora.rank is None else 0.0
         compute = self.topology.device.program_overhead * flops / max(rate, 1.0)
-        return compute + self._moved(table, layout.fsdp + layout.expert)
+        return compute + self._moved(table, reduced, layout.fsdp + layout.expert)
 
     def _update(self) -> float:
         """Returns the update's seconds: reads masters, moments, gradients; writes the first two."""
@@ -155,20 +184,25 @@ class Estimate:
 
     def _weights(self) -> float:
         """Returns a block's seconds of gathering weights and reducing gradients."""
-        layout, (dense, experts) = self.layout, self.weights
-        moved = self._moved(dense / layout.size(layout.tensor), layout.fsdp + layout.expert)
-        return moved + self._moved(experts / self.expert_share, layout.fsdp)
+        layout, (dense, experts), trained = self.layout, self.weights, self.trained
+        tensor, share = layout.size(layout.tensor), self.expert_share
+        moved = self._moved(dense / tensor, trained[0] / tensor, layout.fsdp + layout.expert)
+        return moved + self._moved(experts / share, trained[1] / share, layout.fsdp)
 
-    def _moved(self, size: float, axes: Axes) -> float:
-        """Returns the seconds of gathering parameters and reducing their gradients, hop by hop."""
+    def _moved(self, size: float, reduced: float, axes: Axes) -> float:
+        """Returns the seconds of gathering parameters and reducing gradients, hop by hop.
+
+        Args:
+          size, reduced: parameters, and those of them or of their adapters that have gradients.
+        """
         layout = self.layout
         width = WIDTHS[self.cfg.model.dtype]
         wide = WIDTHS[self.cfg.train.gradient_dtype]
         every = axes + layout.replica
         inside, across = layout.inside_node(every), layout.between_nodes(every)
         total = self._cost("all_gather", size * width, axes)
-        total += self._cost("reduce_scatter", size * wide, inside)
-        left = size * wide / layout.size(inside)
+        total += self._cost("reduce_scatter", reduced * wide, inside)
+        left = reduced * wide / layout.size(inside)
         total += self._cost("all_reduce", left, across)
         copies = layout.inside_node(layout.replica)
         return total + self._cost("all_gather", left * layout.size(copies), copies)

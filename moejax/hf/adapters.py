@@ -1,0 +1,217 @@
+"""Writes adapters as peft reads them: `adapter_config.json` and `adapter_model.safetensors`.
+
+A parameter's tensor in a model's files is a matrix, whose module has two tensors in an adapter's
+file: `lora_A` [A, inputs] and `lora_B` [outputs, A]. The experts of a layer are one tensor, as in
+transformers 5, and have theirs joined: `lora_A` [E * A, inputs] with experts outermost, `lora_B`
+[outputs, A * E] with experts innermost. Of two such tensors in one module peft wraps the second
+around the first, and names the first `base_layer`. Sources: peft 0.21, `tuners/lora/layer.py`
+(`ParamWrapper`) and `utils/transformers_weight_conversion.py`.
+
+Letters: those of `moejax/layout/layout.py`.
+"""
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from moejax.comm.weights.adapters import Adapter, adapter_dims
+from moejax.config.schema import LoraConfig
+from moejax.errors import InputError, write_whole, writing
+from moejax.layout.layout import RANK
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # peft's, in front of a module's name
+WEIGHT = ".weight"  # the parameter of a module that is a matrix
+FUSED = ("gate_up_proj", "down_proj")  # experts' parameters, in the order of transformers' modules
+# Names in files of models whose modules transformers 5 has renamed.
+RENAMED = (".block_sparse_moe.", ".mlp.")
+# Modules of older transformers, for which peft 0.21 takes targets of these names: those of other
+# modules are named as parameters, which it leaves as they are.
+REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj")
+
+
+@runtime_checkable
+class View(Protocol):
+    """What `moejax.hf.views.View` says of a tensor and one layer's parameter."""
+
+    @property
+    def dims(self) -> str:
+        """Letters of the parameter."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements along each letter."""
+        ...
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Letters that each dimension of the tensor joins."""
+        ...
+
+    @property
+    def at(self) -> tuple[tuple[str, int], ...]:
+        """Positions of the letters that the tensor lacks."""
+        ...
+
+    @property
+    def paired(self) -> tuple[str, int] | None:
+        """A letter whose rotary channels are in another order in the tensor."""
+        ...
+
+    def to_tensor(self, values: np.ndarray) -> np.ndarray:
+        """Returns the tensor of the parameter's values at its positions, [letters it has]."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdaptedTensor:
+    """A tensor of a model's files whose parameter has an adapter.
+
+    Attributes:
+      name: in the files of the model, such as model.layers.3.self_attn.q_proj.weight.
+      view: how it holds one layer's parameter.
+      factors: returns the layer's adapter, as arrays of the host.
+    """
+
+    name: str
+    view: View
+    factors: Callable[[], Adapter]
+
+    @property
+    def parameter(self) -> str:
+        """Its name in transformers."""
+        return self.name.replace(*RENAMED)
+
+    @property
+    def module(self) -> str:
+        """The module in transformers that has it."""
+        return self.parameter.rpartition(".")[0]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it has all experts of a layer."""
+        return self.view.dims[0] == self.view.groups[0] == "E"
+
+
+def write_adapter(
+    folder: Path, tensors: Iterable[AdaptedTensor], lora: LoraConfig, *, base: str | None
+) -> None:
+    """Writes an adapter into an existing folder.
+
+    Args:
+      tensors: of all parameters with an adapter. Experts must be one tensor a layer.
+      base: name or path of the model that it adapts.
+    Raises:
+      InputError: names a tensor that peft cannot adapt.
+    """
+    tensors = sorted(tensors, key=lambda tensor: tensor.name)
+    for tensor in tensors:
+        _check(tensor)
+    write_safetensors(folder / WEIGHTS, dict(_arrays(tensors)))
+    config = adapter_config(tensors, lora, base=base)
+    write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def adapter_config(
+    tensors: Iterable[AdaptedTensor], lora: LoraConfig, *, base: str | None
+) -> dict[str, Any]:
+    """Returns peft's config of an adapter on these tensors."""
+    assert lora.rank is not None
+    modules, parameters = [], []
+    for tensor in tensors:
+        if tensor.is_fused or tensor.module.rpartition(".")[2] in REMAPPED:
+            parameters.append(tensor.parameter)
+        else:
+            modules.append(tensor.module)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.scale * lora.rank,
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(parameters) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_dropout": 0.0,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _check(tensor: AdaptedTensor) -> None:
+    """Refuses what peft keeps in another form."""
+    if tensor.module.endswith("embed_tokens"):
+        raise InputError(
+            f"the adapter of {tensor.name} has no place in peft's form here. Embeddings are looked "
+            "up, not multiplied. Train without embedding.* in lora.targets, or export the merged "
+            "weights."
+        )
+    assert tensor.is_fused or tensor.name.endswith(WEIGHT), f"{tensor.name}: one expert of several"
+
+
+def _arrays(tensors: Sequence[AdaptedTensor]) -> Iterable[tuple[str, np.ndarray]]:
+    """Yields the names and arrays of an adapter's file."""
+    inside: dict[str, list[str]] = defaultdict(list)  # parameters that peft wraps, first innermost
+    for tensor in tensors:
+        if tensor.is_fused:
+            inside[tensor.module].append(tensor.parameter.rpartition(".")[2])
+    for tensor in tensors:
+        place = PREFIX + tensor.module
+        if tensor.is_fused:
+            wrapped = sorted(inside[tensor.module], key=FUSED.index)
+            outer = wrapped[wrapped.index(tensor.parameter.rpartition(".")[2]) + 1 :]
+            place += ".base_layer" * len(outer)
+        a, b = factor_tensors(tensor.view, tensor.factors())
+        yield f"{place}.lora_A.weight", a
+        yield f"{place}.lora_B.weight", b
+
+
+def factor_tensors(view: View, adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `lora_A` and `lora_B` of a tensor, from the factors of one layer."""
+    letters = adapter_dims(view.dims)
+    assert letters is not None, f"{view.dims} is no matrix"
+    joined = "E" if view.dims[0] == view.groups[0] == "E" else ""
+    one, other = view.groups[len(joined) :]
+    is_input = set(one) <= set(letters.a.removeprefix("E"))
+    side_in, side_out = (one, other) if is_input else (other, one)
+    a = _factor(view, letters.a, adapter.a, (joined + RANK, side_in))
+    b = _factor(view, letters.b, adapter.b, (side_out, RANK + joined))
+    return a, b
+
+
+def _factor(view: Any, dims: str, values: np.ndarray, groups: tuple[str, str]) -> np.ndarray:
+    """Returns the tensor of one factor, as the view of the whole would cut and order it."""
+    at = tuple((letter, place) for letter, place in view.at if letter in dims)
+    paired = view.paired if view.paired is not None and view.paired[0] in dims else None
+    whole = np.asarray(values, np.float32)
+    own = dataclasses.replace(
+        view, dims=dims, sizes=whole.shape, groups=groups, at=at, paired=paired
+    )
+    places = dict(at)
+    return own.to_tensor(whole[tuple(places.get(letter, slice(None)) for letter in dims)])
+
+
+def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes float32 arrays as a safetensors file: the header's length, the header, the data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in arrays.items():
+        start, end = end, end + 4 * math.prod(array.shape)
+        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with writing(path), path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            out.write(np.ascontiguousarray(array, "<f4").tobytes())

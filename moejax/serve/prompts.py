@@ -1,0 +1,139 @@
+"""Texts to prompts, and tokens back to texts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moejax.config.schema import Config
+from moejax.data.tokenizer import Tokenizer, load_library
+from moejax.errors import InputError
+from moejax.evaluate.checkpoint import Chosen, tokenizer_beside_weights
+from moejax.evaluate.held_out import open_tokenizer
+from moejax.hf.files import SMALL_BYTES, read_json
+from moejax.hf.origin import GENERATION, origin_of, read_config
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer of a model, and what it does with texts.
+
+    Attributes:
+      library: of imported weights, which adds the special tokens that the model's prompts begin
+        with; None for a model trained here, whose documents begin with the eos before them.
+      stops: ids that end a text.
+      allowed: ids from this one on have no text.
+      positions: the most that the model takes, prompt and continuation; None: not known.
+    """
+
+    tokenizer: Tokenizer
+    library: Any | None
+    stops: frozenset[int]
+    allowed: int
+    positions: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a prompt."""
+        if self.library is not None:
+            return self.library.encode(text).ids
+        return [self.tokenizer.eos_id, *self.tokenizer.encode(text)]
+
+    def continuation(self, prompt: list[int], ids: list[int]) -> str:
+        """Returns the text of ids behind a prompt: a tokenizer may drop a space that begins one."""
+        before = self.tokenizer.decode(prompt)
+        return self.tokenizer.decode([*prompt, *ids])[len(before) :]
+
+
+def open_vocabulary(chosen: Chosen, tokenizer: str | None, eos: str | None) -> Vocabulary:
+    """Opens the tokenizer that the command line names, else the model's own.
+
+    Raises:
+      InputError: if there is none.
+    """
+    origin = origin_of(chosen.saved.path)
+    beside, library = tokenizer_beside_weights(chosen.saved), None
+    # Weights as they came: at step 0 nothing was trained here yet.
+    if tokenizer is None and beside is not None and chosen.saved.step == 0:
+        tokenizer, library = str(beside), load_library(beside)
+    opened = open_tokenizer(tokenizer, eos, chosen)
+    config = read_config(origin)
+    generation = {} if origin is None else _read_optional(origin / GENERATION)
+    stops = {opened.eos_id, *_ids(config.get("eos_token_id"))}
+    stops |= _ids(generation.get("eos_token_id"))
+    allowed = min(opened.vocab_size, chosen.cfg.model.vocab_size)
+    positions = config.get("max_position_embeddings")
+    positions = positions if type(positions) is int else None
+    return Vocabulary(opened, library, frozenset(stops), allowed, positions)
+
+
+def read_prompts(text: str | None, file: str | None) -> list[str]:
+    """Returns the prompts of the command line: a text, or the lines of a file that are not blank.
+
+    Raises:
+      InputError: if the file cannot be read, or has none.
+    """
+    if text is not None:
+        return [text]
+    assert file is not None, "the command line names one of both"
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"prompts cannot be read. --prompts {file}: {error}. It must be a file of UTF-8, a "
+            f"prompt a line. Correct it, or name another."
+        ) from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise InputError(
+            f"no prompt. --prompts {file} has {len(lines)} lines without text. It must have a "
+            f"prompt a line. Write one, or use --prompt TEXT."
+        )
+    return prompts
+
+
+def encode_prompts(
+    texts: Sequence[str], vocabulary: Vocabulary, cfg: Config, tokens: int
+) -> tuple[list[list[int]], list[str]]:
+    """Returns the ids of prompts, and notes for the user.
+
+    Args:
+      tokens: most tokens that continue each.
+    Raises:
+      InputError: if a prompt has no token, or the model no position for its continuation.
+    """
+    prompts = [vocabulary.encode(text) for text in texts]
+    for text, ids in zip(texts, prompts, strict=True):
+        if not ids:
+            raise InputError(
+                f"prompt has no token. Got {text!r}. The model continues at least one. Write "
+                f"a text."
+            )
+        if max(ids) >= cfg.model.vocab_size:
+            raise InputError(
+                f"prompt has an unknown token. {text[:40]!r} has id {max(ids)}, model.vocab_size "
+                f"is {cfg.model.vocab_size}. The tokenizer must be the model's. Name it: "
+                f"--tokenizer FILE."
+            )
+    longest = max(map(len, prompts)) + tokens
+    if vocabulary.positions is not None and longest > vocabulary.positions:
+        raise InputError(
+            f"text would be too long. The longest prompt has {longest - tokens} tokens, --tokens "
+            f"is {tokens}. The model has {vocabulary.positions} positions. Shorten the prompt, "
+            f"or set fewer --tokens."
+        )
+    if vocabulary.positions is None and longest > cfg.data.sequence_length:
+        return prompts, [
+            f"warning: texts of up to {longest} tokens, and the run trained on sequences of "
+            f"{cfg.data.sequence_length}"
+        ]
+    return prompts, []
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path, SMALL_BYTES) if path.is_file() else {}
+
+
+def _ids(value: Any) -> set[int]:
+    """The ids of a configuration's entry: one, several, or none."""
+    values = value if isinstance(value, list) else [value]
+    return {value for value in values if type(value) is int}

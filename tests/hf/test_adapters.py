@@ -1,0 +1,168 @@
+"""Adapters as peft reads them, held against its formulas; what it computes with them is no test's.
+
+The view here is as little of `moejax.hf.views.View` as an adapter needs.
+"""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from moejax.comm.weights.adapters import Adapter, adapter_dims
+from moejax.config.schema import LoraConfig
+from moejax.errors import InputError
+from moejax.hf.adapters import (
+    CONFIG,
+    WEIGHTS,
+    AdaptedTensor,
+    adapter_config,
+    factor_tensors,
+    write_adapter,
+)
+
+SIZES = dict(zip("DHCUFEZVA", (6, 2, 4, 2, 5, 3, 8, 7, 2), strict=True))
+
+
+@dataclass(frozen=True)
+class View:
+    dims: str
+    sizes: tuple[int, ...]
+    groups: tuple[str, ...]
+    at: tuple[tuple[str, int], ...] = ()
+    paired: tuple[str, int] | None = None
+
+    def to_tensor(self, values):
+        free = "".join(letter for letter in self.dims if letter not in dict(self.at))
+        size = dict(zip(self.dims, self.sizes, strict=True))
+        if self.paired is not None:
+            letter, rotated = self.paired
+            kept, half = size[letter] - rotated, rotated // 2
+            pairs = [kept + i + j * half for i in range(half) for j in range(2)]
+            values = np.take(values, [*range(kept), *pairs], axis=free.index(letter))
+        values = values.transpose([free.index(letter) for letter in "".join(self.groups)])
+        return values.reshape([np.prod([size[x] for x in group]) for group in self.groups])
+
+
+def view(dims, groups, at=(), paired=None):
+    return View(dims, tuple(SIZES[x] for x in dims), tuple(groups.split()), at, paired)
+
+
+VIEWS = {
+    "queries": view("DHC", "HC D"),
+    "queries that rotate in pairs": view("DHC", "HC D", paired=("C", 2)),
+    "output": view("HCD", "D HC"),
+    "gate": view("DUF", "F D", at=(("U", 0),)),
+    "up": view("DUF", "F D", at=(("U", 1),)),
+    "down": view("FD", "D F"),
+    "router": view("DE", "E D"),
+    "latent": view("DZ", "Z D", paired=("Z", 4)),
+    "from a latent": view("ZHC", "HC Z"),
+    "logits": view("DV", "V D"),
+    "fused": view("EDUF", "E UF D"),
+    "fused down": view("EFD", "E D F"),
+    "fused and transposed": view("EDUF", "E D FU"),
+    "fused down and transposed": view("EFD", "E F D"),
+}
+
+
+def draw(dims, rng):
+    return rng.normal(size=[SIZES[letter] for letter in dims]).astype(np.float32)
+
+
+def factors_of(dims, seed=0):
+    rng = np.random.default_rng(seed)
+    return Adapter(*(draw(letters, rng) for letters in adapter_dims(dims)))
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_pefts_product_of_the_tensors_is_the_tensor_of_the_product(name):
+    of, adapter = VIEWS[name], factors_of(VIEWS[name].dims)
+    letters = adapter_dims(of.dims)
+    product = np.einsum(f"{letters.a},{letters.b}->{of.dims}", *adapter)
+    places = dict(of.at)
+    wanted = of.to_tensor(product[tuple(places.get(x, slice(None)) for x in of.dims)])
+    a, b = factor_tensors(of, adapter)
+    A, E = SIZES["A"], SIZES["E"]
+    if not name.startswith("fused"):
+        np.testing.assert_allclose(b @ a, wanted, rtol=1e-5)
+        return
+    # peft's ParamWrapper.get_delta_weight.
+    a_EAx, b_yAE = a.reshape(E, A, -1), b.reshape(-1, A, E)
+    swapped = name.endswith("transposed")
+    formula = "yAE,EAx->Exy" if swapped else "yAE,EAx->Eyx"
+    np.testing.assert_allclose(np.einsum(formula, b_yAE, a_EAx), wanted, rtol=1e-5)
+
+
+def tensor(name, of):
+    return AdaptedTensor(name, of, lambda: factors_of(of.dims, seed=len(name)))
+
+
+LAYER = "model.layers.3."
+TENSORS = [
+    tensor(f"{LAYER}self_attn.q_proj.weight", VIEWS["queries"]),
+    tensor(f"{LAYER}block_sparse_moe.experts.gate_up_proj", VIEWS["fused"]),
+    tensor(f"{LAYER}block_sparse_moe.experts.down_proj", VIEWS["fused down"]),
+    tensor(f"{LAYER}mlp.shared_experts.gate_proj.weight", VIEWS["gate"]),
+]
+
+
+def read_safetensors(path):
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header, data = json.loads(data[8 : 8 + length]), data[8 + length :]
+    assert header.pop("__metadata__") == {"format": "pt"}
+    arrays = {}
+    for name, facts in header.items():
+        assert facts["dtype"] == "F32"
+        part = data[slice(*facts["data_offsets"])]
+        arrays[name] = np.frombuffer(part, "<f4").reshape(facts["shape"])
+    assert sum(array.nbytes for array in arrays.values()) == len(data)
+    return arrays
+
+
+def test_a_file_holds_every_factor_under_pefts_names(tmp_path):
+    write_adapter(tmp_path, TENSORS, LoraConfig(rank=2, alpha=3.0), base="some/model")
+    arrays = read_safetensors(tmp_path / WEIGHTS)
+    places = {
+        "self_attn.q_proj": TENSORS[0],
+        "mlp.experts.base_layer": TENSORS[1],  # inside of the wrapper of the other
+        "mlp.experts": TENSORS[2],
+        "mlp.shared_experts.gate_proj": TENSORS[3],
+    }
+    wanted = {}
+    for place, of in places.items():
+        for factor, array in zip("AB", factor_tensors(of.view, of.factors()), strict=True):
+            wanted[f"base_model.model.{LAYER}{place}.lora_{factor}.weight"] = array
+    assert sorted(arrays) == sorted(wanted)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, wanted[name])
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert (config["peft_type"], config["base_model_name_or_path"]) == ("LORA", "some/model")
+    assert (config["r"], config["lora_alpha"]) == (2, 3.0)
+    assert config["target_modules"] == [f"{LAYER}self_attn.q_proj"]
+    assert config["target_parameters"] == [
+        f"{LAYER}mlp.experts.down_proj",
+        f"{LAYER}mlp.experts.gate_up_proj",
+        f"{LAYER}mlp.shared_experts.gate_proj.weight",
+    ]
+
+
+def test_one_parameter_of_the_experts_alone_is_not_nested(tmp_path):
+    write_adapter(tmp_path, TENSORS[1:2], LoraConfig(rank=2), base=None)
+    names = {name.rpartition(".lora_")[0] for name in read_safetensors(tmp_path / WEIGHTS)}
+    assert names == {f"base_model.model.{LAYER}mlp.experts"}
+
+
+def test_the_config_has_the_scale_of_training():
+    for lora in (LoraConfig(rank=8), LoraConfig(rank=8, alpha=4.0)):
+        config = adapter_config([], lora, base=None)
+        assert config["lora_alpha"] / config["r"] == lora.scale
+        assert not config["use_rslora"]
+
+
+def test_an_embeddings_adapter_is_refused(tmp_path):
+    table = tensor("model.embed_tokens.weight", view("VD", "V D"))
+    with pytest.raises(InputError, match=r"model\.embed_tokens\.weight has no place"):
+        write_adapter(tmp_path, [table], LoraConfig(rank=2), base=None)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,250 @@
+"""`config.json` both ways: published models, what is equal in two ways, what is refused by name."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from moejax.config.fields import fields
+from moejax.errors import InputError
+from moejax.hf.families import FAMILIES, family_named, family_of
+from moejax.hf.families.family import TRAINING, differences, from_settings
+from tests.hf.golden import all_cases, cases_of
+
+# The `config.json` of published models, as their authors wrote them.
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
+# What each published model is known for.
+KNOWN = {
+    "Mixtral-8x7B": {
+        "model.head_width": 128,
+        "moe.num_experts": 8,
+        "moe.router.balance_loss": 0.04,
+        "model.sliding_window": None,
+    },
+    "OLMoE-1B-7B": {
+        "model.qk_norm": "full",
+        "moe.router.renormalize": False,
+        "moe.router.balance_loss": 0.01,
+    },
+    "Qwen1.5-MoE-A2.7B": {
+        "moe.num_shared_experts": 4,
+        "moe.shared_gate": True,
+        "model.attention_bias": True,
+        "model.sliding_window": None,
+    },
+    "Qwen3-30B-A3B": {
+        "model.qk_norm": "head",
+        "moe.expert_hidden": 768,
+        "moe.router.balance_loss": 0.008,
+        "model.moe_every": 1,
+    },
+    "DeepSeek-V2-Lite": {
+        "model.attention": "latent",
+        "model.head_width": 192,
+        "model.q_latent": None,
+        "model.rope.mscale": 0.707,
+        "moe.router.num_groups": 1,
+        "moe.router.renormalize": False,
+    },
+    "DeepSeek-V3": {
+        "model.q_latent": 1536,
+        "model.value_width": 128,
+        "model.rope.factor": 40,
+        "model.mlp_hidden": 18432,
+        "moe.router.num_groups": 8,
+        "moe.router.groups_per_token": 4,
+        "moe.router.weight_scale": 2.5,
+        "moe.router.balance_over": "sequence",
+    },
+    "Kimi-K2": {
+        "moe.num_experts": 384,
+        "model.rope.beta_fast": 1.0,
+        "moe.router.num_groups": 1,
+        "model.first_dense_layers": 1,
+    },
+    "Moonlight-16B-A3B": {"model.norm_epsilon": 1e-5, "model.q_latent": None},
+    "gpt-oss-20b": {
+        "model.full_attention_every": 2,
+        "model.sliding_window": 128,
+        "model.rope.truncate": False,
+        "model.attention_sinks": True,
+        "model.attention_output_bias": True,
+        "moe.expert_bias": True,
+        "model.activation": "clamped_swiglu",
+    },
+    "GLM-4.5": {
+        "model.rope_width": 64,
+        "model.qk_norm": "head",
+        "model.attention_bias": True,
+        "model.first_dense_layers": 3,
+        "moe.router.score": "sigmoid",
+    },
+    "MiniMax-M2": {
+        "model.rope_width": 64,
+        "model.qk_norm": "full",
+        "model.rope.theta": 5_000_000,
+        "moe.router.score": "sigmoid",
+    },
+}
+
+
+def read(config):
+    return family_of(config).read(config)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_published_configs_are_read(name):
+    settings = read(PUBLISHED[name])
+    assert settings | KNOWN[name] == settings
+    if not settings.get("model.first_dense_layers"):
+        assert "model.mlp_hidden" not in settings
+    if set(settings) <= set(fields()):
+        config = PUBLISHED[name]
+        cfg = from_settings(settings)
+        again = family_of(config).write(cfg, config)
+        assert differences(from_settings(read(again)), cfg) == []
+
+
+ALTERED = ("dtype", "torch_dtype", "transformers_version", "rope_parameters", "rope_scaling")
+
+
+@pytest.mark.parametrize(("family", "name"), all_cases())
+def test_export_writes_the_keys_that_were_read(family, name):
+    config = cases_of(family)[name]["config"]
+    table = family_of(config)
+    cfg = from_settings(table.read(config))
+    written = table.write(cfg, config)
+    for key, value in config.items():
+        if key in ALTERED or value is None:
+            continue
+        if key in ("num_local_experts", "partial_rotary_factor", "head_dim", "qk_head_dim"):
+            continue  # under another name, or following from others
+        assert written[key] == value, key
+    assert differences(from_settings(table.read(written)), cfg) == []
+
+
+def test_names_are_found_and_unknown_ones_refused():
+    assert [family_named(family.name) for family in FAMILIES] == list(FAMILIES)
+    with pytest.raises(InputError, match="Known: mixtral, olmoe, qwen2_moe"):
+        family_named("llama")
+
+
+def test_the_architecture_tells_families_of_one_kind_apart():
+    config = {**PUBLISHED["MiniMax-M2"], "model_type": "minimax"}
+    assert family_of(config).name == "minimax_m2"
+    with pytest.raises(InputError, match="no family"):
+        family_of({**config, "architectures": ["MiniMaxForCausalLM"]})
+
+
+def test_training_settings_are_settings():
+    later = {"model.predict_ahead"}  # not in every version of the model
+    assert set(TRAINING) - set(fields()) <= later
+
+
+REFUSED = [
+    ("DeepSeek-V3", {"rope_interleave": False}, "`rope_interleave` is False"),
+    ("DeepSeek-V3", {"scoring_func": "softmax"}, "`scoring_func` is 'softmax'"),
+    ("DeepSeek-V3", {"topk_method": "greedy"}, "`topk_method` is 'greedy'"),
+    ("DeepSeek-V3", {"moe_layer_freq": 2}, "`moe_layer_freq` is 2"),
+    ("DeepSeek-V3", {"attention_bias": True}, "`attention_bias` is True"),
+    ("DeepSeek-V3", {"num_key_value_heads": 8}, "`num_key_value_heads` is 8. In latent attention"),
+    ("DeepSeek-V3", {"n_shared_experts": 0}, "`n_shared_experts` is 0"),
+    ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "`norm_topk_prob` is True"),
+    ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "`topk_method` is 'noaux_tc'"),
+    ("DeepSeek-V2-Lite", {"mlp_bias": True}, "`mlp_bias` is True"),
+    ("gpt-oss-20b", {"rope_scaling": None}, "`rope_scaling` is missing"),
+    ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "`swiglu_alpha` is 1.0"),
+    ("gpt-oss-20b", {"experts_per_token": 3}, "keys disagree: `num_experts_per_tok` is 4"),
+    (
+        "gpt-oss-20b",
+        {"layer_types": ["full_attention", "sliding_attention"] * 12},
+        "must be each n-th one",
+    ),
+    ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "`layer_types` is"),
+    ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "for each of 24 layers"),
+    ("GLM-4.5", {"partial_rotary_factor": 1.5}, "must be above 0 and at most 1"),
+    ("GLM-4.5", {"some_key": None}, "`some_key` = None is a key whose meaning"),
+    ("MiniMax-M2", {"attn_type_list": [1, 0]}, "`attn_type_list` is [1, 0]"),
+    ("MiniMax-M2", {"use_routing_bias": False}, "`use_routing_bias` is False"),
+    ("MiniMax-M2", {"shared_intermediate_size": 8}, "`shared_intermediate_size` is 8"),
+    ("MiniMax-M2", {"partial_rotary_factor": 0.25}, "keys disagree: `rotary_dim` is 64"),
+    ("Mixtral-8x7B", {"partial_rotary_factor": 0.5}, "`partial_rotary_factor`"),
+    ("Mixtral-8x7B", {"is_encoder_decoder": True}, "`is_encoder_decoder` is True"),
+    ("Mixtral-8x7B", {"num_experts_per_tok": None}, "`num_experts_per_tok` is missing"),
+    ("Mixtral-8x7B", {"hidden_size": 4097}, "`hidden_size` is 4097, `num_attention_heads` is 32"),
+    (
+        "Mixtral-8x7B",
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": {"rope_theta": 1.0}},
+        "must be one object",
+    ),
+    ("OLMoE-1B-7B", {"head_dim": 64}, "`head_dim` is 64. In this family"),
+    ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
+    ("Qwen3-30B-A3B", {"mlp_only_layers": [4]}, "pattern of dense blocks"),
+    ("Qwen1.5-MoE-A2.7B", {"shared_expert_intermediate_size": 5633}, "is 5633"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "fragment"), REFUSED, ids=str)
+def test_values_that_cannot_be_computed_are_refused_by_name(name, changes, fragment):
+    with pytest.raises(InputError) as raised:
+        read({**copy.deepcopy(PUBLISHED[name]), **changes})
+    assert fragment in str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_positions_may_be_written_in_two_ways(where):
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    config = {**PUBLISHED["Mixtral-8x7B"], where: scaling}
+    if where == "rope_parameters":
+        scaling["rope_theta"] = config.pop("rope_theta")
+    settings = read(config)
+    assert settings["model.rope.theta"] == 1e6
+    assert (settings["model.rope.scaling"], settings["model.rope.factor"]) == ("linear", 4.0)
+
+
+def test_a_stretch_of_one_is_none():
+    scaling = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 4096}
+    assert "model.rope.scaling" not in read({**PUBLISHED["Mixtral-8x7B"], "rope_scaling": scaling})
+
+
+def test_mscale_outside_of_latent_attention_is_a_factor_of_cos_and_sin():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    settings = read({**PUBLISHED["Mixtral-8x7B"], "rope_scaling": scaling})
+    assert "model.rope.mscale" not in settings
+    assert settings["model.rope.attention_factor"] == pytest.approx(1.1386294 / 1.0693147)
+    assert settings["model.rope.trained_length"] == 32768  # as transformers assumes
+
+
+def test_windows_by_turns_of_qwen2_need_their_switch():
+    config = {**PUBLISHED["Qwen1.5-MoE-A2.7B"], "use_sliding_window": True, "max_window_layers": 24}
+    settings = read(config)
+    assert settings["model.full_attention_every"] == 2
+    assert settings["model.sliding_window"] == 32768
+    with pytest.raises(InputError, match="each n-th one"):
+        read({**config, "max_window_layers": 3})
+
+
+@pytest.mark.parametrize(
+    ("layers", "step", "listed", "wanted"),
+    [
+        (4, 1, [], (0, 1)),
+        (4, 2, [], (0, 2)),
+        (5, 2, [], (0, 2)),
+        (4, 1, [0, 1], (2, 1)),
+        (3, 3, [], (2, 1)),
+        (6, 3, [], (0, 3)),
+        (4, 2, [1], (3, 1)),
+    ],
+)
+def test_dense_blocks_in_every_pattern_that_moejax_has(layers, step, listed, wanted):
+    config = {
+        **PUBLISHED["Qwen3-30B-A3B"],
+        "num_hidden_layers": layers,
+        "decoder_sparse_step": step,
+        "mlp_only_layers": listed,
+    }
+    table, settings = family_of(config), read(config)
+    assert (settings["model.first_dense_layers"], settings["model.moe_every"]) == wanted
+    written = table.write(from_settings(settings), config)
+    assert read(written) | settings == read(written)

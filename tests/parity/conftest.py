@@ -1,0 +1,22 @@
+"""The side of transformers, imported when a test asks for it: other environments have no torch."""
+
+import importlib
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def annotations(unchecked_annotations):
+    """Leaves annotations unchecked: whole steps are traced, whose layers have tests."""
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """What `tests/parity/theirs.py` computes with torch."""
+    return importlib.import_module("tests.parity.theirs")
+
+
+@pytest.fixture(scope="module")
+def make_models():
+    """The script that wrote the golden files."""
+    return importlib.import_module("tests.golden.make_models")

@@ -1,0 +1,60 @@
+"""What transformers computes with an exported folder: eager, in float32 on the CPU."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from tests.golden.make_models import gradient_tensors
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The model of a folder; every tensor of it has a place, and every place a tensor."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def logits(model: torch.nn.Module, token_BT: np.ndarray) -> np.ndarray:
+    """The logits of all positions, [B, T, V]."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(token_BT).long(), use_cache=False).logits.numpy()
+
+
+def continued(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    """The greedy continuation, with the library's own generation and cache."""
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=count,
+        max_new_tokens=count,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return found[0, len(prompt) :].tolist()
+
+
+def loss_and_gradients(
+    model: torch.nn.Module, token_BT: np.ndarray
+) -> tuple[float, dict[str, np.ndarray]]:
+    """The mean loss of the next tokens, and its gradients by the names of tensors in files.
+
+    The model's parameters are gradients afterwards.
+    """
+    ids = torch.tensor(token_BT).long()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.item(), gradient_tensors(model)

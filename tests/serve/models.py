@@ -1,0 +1,51 @@
+"""Small models with weights for the tests of generation."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from moejax.config.schema import Config, MeshConfig
+from moejax.serve.engine import Engine, build_engine
+from moejax.serve.sampling import Sampling
+from moejax.step.state import Reduction
+from tests.cases import step_for
+
+
+def weights_of(state):
+    """A state of weights alone."""
+    return state._replace(optimizer=(), reduction=Reduction(None, None))
+
+
+def random_state(cfg: Config):
+    """Weights on one device, NumPy arrays, none of which is zero as biases are at first."""
+    state = weights_of(step_for(dataclasses.replace(cfg, mesh=MeshConfig())).init())
+    draw = np.random.default_rng(0)
+
+    def moved(x):
+        return np.asarray(x) + 0.05 * draw.standard_normal(x.shape).astype(np.float32)
+
+    bias = jax.tree.map(np.asarray, state.router_bias)
+    return state._replace(params=jax.tree.map(moved, state.params), router_bias=bias)
+
+
+def on_mesh(state, engine_or_step):
+    """A state on the devices of an engine or a step of weights."""
+    train_step = getattr(engine_or_step, "train_step", engine_or_step)
+    abstract = train_step.of_weights().abstract
+    return jax.tree.map(lambda x, a: jax.device_put(np.asarray(x), a.sharding), state, abstract)
+
+
+def engine_for(cfg: Config, prompts, tokens: int, sampling: Sampling | None = None) -> Engine:
+    """The engine of these prompts on the first devices that the mesh asks for."""
+    train_step = step_for(cfg)
+    return build_engine(
+        cfg,
+        train_step.mesh,
+        "cpu",
+        longest=max(map(len, prompts)),
+        prompts=len(prompts),
+        tokens=tokens,
+        sampling=sampling or Sampling(),
+        allowed=cfg.model.vocab_size,
+    )

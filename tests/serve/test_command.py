@@ -1,0 +1,93 @@
+"""`moejax generate` on the devices of the tests: one checkpoint, a few prompts."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moejax.__main__ import main as moejax
+from moejax.config.schema import PlanConfig
+from moejax.serve.command import main
+from moejax.train.checkpoint import Checkpoints
+from moejax.train.resume import describe_run
+from tests.cases import CERTAIN, small_config, step_for
+
+TOKENS = ("--tokens", "5")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's directory with one checkpoint; its tokens are bytes."""
+    folder = tmp_path_factory.mktemp("run")
+    cfg = small_config((2, 1, 2, 2), model={"vocab_size": 264, "mlp_hidden": 384}, moe=CERTAIN)
+    train_step = step_for(dataclasses.replace(cfg, plan=PlanConfig(mode="hand")))
+    writer = Checkpoints(folder / "checkpoints", keep=2)
+    writer.save(3, train_step.init(), describe_run(train_step, {"train": [], "held_out": []}))
+    writer.close()
+    return folder
+
+
+def generated(capsys, run, *words, code=0):
+    assert main(["--run", str(run), *TOKENS, *map(str, words)]) == code
+    return capsys.readouterr()
+
+
+def test_a_prompt_is_continued_as_text_as_json_and_while_it_grows(run, capsys):
+    found = json.loads(generated(capsys, run, "--prompt", "def ", "--json").out)
+    (text,) = found["texts"]
+    assert (found["step"], found["temperature"]) == (3, 0.0)
+    assert (text["prompt"], text["prompt_tokens"]) == ("def ", 5), "eos begins a document"
+    assert len(text["tokens"]) == 5 or text["ended"] == "eos"
+    shown = generated(capsys, run, "--prompt", "def ")
+    assert shown.out == f"def {text['text']}\n"
+    assert "tokens in" in shown.err
+    assert generated(capsys, run, "--prompt", "def ", "--stream").out == shown.out
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_lines_of_a_file_are_continued_together_and_on_another_mesh(run, capsys, tmp_path):
+    (tmp_path / "prompts").write_text("def \n\nclass Word:\nx\n")
+    words = ["--prompts", tmp_path / "prompts", "--json", "--temperature", "0.9", "--top-k", "50"]
+    found = json.loads(generated(capsys, run, *words).out)["texts"]
+    assert [text["prompt"] for text in found] == ["def ", "class Word:", "x"]
+    # Draws depend on the number of a prompt, not on what else is in the file.
+    alone = [w for w in words if w not in ("--prompts", tmp_path / "prompts")]
+    axes = ("--config.mesh.fsdp=2", "--config.mesh.tensor=2")
+    (first,) = json.loads(generated(capsys, run, "--prompt", "def ", *alone, *axes).out)["texts"]
+    assert first == found[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prompt", "x", "--top-p", "1.5"], "`--top-p` is out of range. Got 1.5"),
+        (["--prompt", "x", "--temperature", "-1"], "`--temperature` is out of range. Got -1.0"),
+        (["--prompt", "x", "--tokens", "0"], "`--tokens` is out of range. Got 0"),
+        (["--prompt", "x", "--stream", "--json"], "`--stream` has no effect with `--json`"),
+        (["--prompts", "none.txt"], "prompts cannot be read. --prompts none.txt"),
+        (["--prompts", "none.txt", "--stream"], "`--stream` has no effect with `--prompts`"),
+        (["--prompt", "x", "--step", "9"], "no checkpoint of step 9"),
+        (["--prompt", "x", "--eos", "</s>"], "`--eos` has no effect"),
+        (["--prompt", "x", "--config.train.seed=3"], "`train.seed` has no effect"),
+    ],
+)
+def test_bad_input_is_one_line(run, capsys, words, said):
+    err = generated(capsys, run, *words, code=2).err
+    assert err.startswith(f"moejax: error: {said}")
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_run_is_one_line(tmp_path, capsys):
+    err = generated(capsys, tmp_path / "nowhere", "--prompt", "x", code=2).err
+    assert "no finished checkpoint" in err
+    assert err.count("\n") == 1
+
+
+def test_the_command_is_one_of_moejax(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["moejax", "generate", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        moejax()
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert "--top-p" in out
+    assert "moejax generate --run runs/tiny" in out

@@ -1,0 +1,107 @@
+"""Decoding with a cache computes what the whole forward pass does, position by position."""
+
+import numpy as np
+import pytest
+
+from moejax.config.schema import MeshConfig, RopeConfig
+from moejax.serve.engine import Rows
+from moejax.serve.generate import generate, padded
+from tests.cases import CERTAIN, small_config, step_for
+from tests.hf.golden import cases_of, loaded
+from tests.serve.models import engine_for, on_mesh, random_state, weights_of
+
+CLOSE = 1e-5  # of the largest logit
+GROUPED = {"num_kv_heads": 2, "attention_bias": True, "qk_norm": "head", "num_layers": 2}
+WINDOW = {"num_layers": 5, "sliding_window": 3, "full_attention_every": 2, "moe_every": 2}
+WINDOW |= {"attention_sinks": True, "rope_width": 2, "attention_output_bias": True}
+YARN = RopeConfig(scaling="yarn", factor=4.0, trained_length=8, mscale=1.0, mscale_all_dim=0.7)
+LATENT = {"attention": "latent", "head_width": 6, "rope_width": 2, "value_width": 4}
+LATENT |= {"kv_latent": 16, "num_layers": 2, "first_dense_layers": 1, "rope": YARN}
+FULL = {"num_kv_heads": 4, "qk_norm": "full", "num_layers": 2}
+CASES = {
+    "grouped": ((1, 1, 1, 1), "sequence", GROUPED),
+    "window and sinks": ((1, 1, 1, 1), "sequence", WINDOW),
+    "latent": ((1, 1, 1, 1), "sequence", LATENT),
+    "grouped on expert and tensor": ((1, 1, 2, 2), "sequence", FULL),
+    "latent on all axes": ((1, 2, 2, 2), "replicated", LATENT | {"q_latent": 8}),
+}
+MANY = {
+    "latent of queries too": ((1, 1, 1, 1), "sequence", LATENT | {"q_latent": 8}),
+    "sinks on tensor": ((1, 1, 1, 4), "sequence", WINDOW | {"num_kv_heads": 4}),
+    "latent on expert and tensor": ((1, 1, 2, 2), "sequence", LATENT),
+    "unrolled": ((2, 1, 1, 1), "sequence", GROUPED | {"scan_layers": False}),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def annotations(unchecked_annotations):
+    """Leaves annotations unchecked; the other files of this folder check them."""
+
+
+def whole_logits(cfg, state, token_BT):
+    """Logits of each position by the forward pass, [T, B, V]."""
+    train_step = step_for(cfg)
+    state = on_mesh(state, train_step)._replace(
+        optimizer=train_step.abstract.optimizer, reduction=train_step.abstract.reduction
+    )
+    next_logits = train_step.of_weights().next_logits
+    state = weights_of(state)
+    lengths = range(1, token_BT.shape[1] + 1)
+    return np.stack([np.asarray(next_logits(state, (token_BT, length))) for length in lengths])
+
+
+def cached_logits(cfg, state, token_BT, length_B):
+    """Logits after each row's prompt and after each token that follows, [steps, B, V]."""
+    prompts = [row[:length].tolist() for row, length in zip(token_BT, length_B, strict=True)]
+    steps = token_BT.shape[1] - max(length_B)
+    engine = engine_for(cfg, prompts, steps + 1)
+    assert engine.batch_shape[0] == len(prompts)
+    state = on_mesh(state, engine)
+    batch, rows = padded(prompts, engine.batch_shape, 0)
+    logits, cache = engine.prefill(state, engine.place(batch))
+    found = [np.asarray(logits)]
+    for step in range(steps):
+        position_B = length_B + step
+        token_B = token_BT[np.arange(len(prompts)), position_B]
+        rows = Rows(token_B, position_B.astype(np.int32), rows.number_B)
+        logits, cache = engine.decode(state, engine.place(rows), cache)
+        found.append(np.asarray(logits))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "activations", "model"),
+    [pytest.param(*case, id=name) for name, case in CASES.items()]
+    + [pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, case in MANY.items()],
+)
+def test_cached_decoding_is_the_forward_pass(mesh, activations, model):
+    cfg = small_config(mesh, activations=activations, model=model, moe=CERTAIN)
+    state = random_state(cfg)
+    token_BT = np.random.default_rng(1).integers(0, 64, (8, 16), dtype=np.int32)
+    length_B = np.array([3, 1, 8, 5, 6, 2, 7, 4])
+    whole_TBV = whole_logits(cfg, state, token_BT)
+    found = cached_logits(cfg, state, token_BT, length_B)
+    for step, logit_BV in enumerate(found):
+        wanted_BV = whole_TBV[length_B + step - 1, np.arange(8)]
+        bound = CLOSE * np.abs(whole_TBV).max()
+        np.testing.assert_allclose(logit_BV, wanted_BV, rtol=0, atol=bound, err_msg=f"{step=}")
+
+
+GOLDEN = [
+    ("gpt_oss", "top 3", MeshConfig()),
+    ("deepseek_v3", "even, groups, yarn", MeshConfig(expert=2, tensor=2)),
+    ("qwen3_moe", None, MeshConfig()),
+]
+REST = ["deepseek_v2", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe"]
+GOLDEN += [pytest.param(name, None, MeshConfig(), marks=pytest.mark.exhaustive) for name in REST]
+
+
+@pytest.mark.parametrize(("family", "name", "mesh"), GOLDEN)
+def test_greedy_texts_are_those_of_transformers(tmp_path, family, name, mesh):
+    cases = cases_of(family)
+    case = cases[name or next(iter(cases))]
+    train_step, state = loaded(tmp_path, case, mesh)
+    prompt, tokens = case["tokens"][0][:8], len(case["greedy"])
+    engine = engine_for(train_step.cfg, [prompt], tokens)
+    found = generate(engine, weights_of(state), [prompt], tokens=tokens, stops=frozenset())
+    assert [token.id for token in found] == case["greedy"]

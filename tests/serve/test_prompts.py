@@ -1,0 +1,84 @@
+"""Prompts and texts by the tokenizer of a run and of imported weights."""
+
+import dataclasses
+import json
+
+import pytest
+
+from moejax.errors import InputError
+from moejax.evaluate.checkpoint import Chosen
+from moejax.serve.prompts import encode_prompts, open_vocabulary, read_prompts
+from moejax.train.checkpoint import Saved
+from tests.cases import small_config
+
+WORDS = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "<|end|>": 4}
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """An imported checkpoint without weights, whose prompts begin with <s>."""
+    tokenizers = pytest.importorskip("tokenizers")
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="a"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.add_special_tokens(["<s>", "</s>", "<|end|>"])
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    (tmp_path / "hf").mkdir()
+    library.save(str(tmp_path / "hf/tokenizer.json"))
+    config = {"max_position_embeddings": 8, "eos_token_id": 1}
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    (tmp_path / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4]}))
+    cfg = small_config(model={"vocab_size": 4})
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, source="tokens"))
+    return Chosen(Saved(0, tmp_path / "checkpoints/0", {}), cfg, [])
+
+
+def test_prompts_of_a_run_begin_as_its_documents_do(tmp_path):
+    cfg = small_config(model={"vocab_size": 264})
+    chosen = Chosen(Saved(5, tmp_path / "checkpoints/5", {}), cfg, [])
+    vocabulary = open_vocabulary(chosen, None, None)
+    assert vocabulary.encode("ab") == [256, 97, 98]
+    assert (vocabulary.stops, vocabulary.allowed) == ({256}, 257)
+    assert encode_prompts(["ab"], vocabulary, cfg, 13) == ([[256, 97, 98]], [])
+    assert "trained on sequences of 16" in encode_prompts(["ab"], vocabulary, cfg, 14)[1][0]
+
+
+def test_prompts_of_an_import_begin_as_its_tokenizer_says(imported):
+    vocabulary = open_vocabulary(imported, None, None)
+    assert vocabulary.encode("a b") == [0, 2, 3]
+    assert vocabulary.stops == {1, 4}
+    assert vocabulary.allowed == 4, "the model has fewer ids than its tokenizer"
+    assert vocabulary.continuation([0, 2], [3, 2]) == " b a"
+
+
+def test_a_text_longer_than_the_models_positions_is_refused(imported):
+    vocabulary = open_vocabulary(imported, None, None)
+    assert encode_prompts(["a b"], vocabulary, imported.cfg, 5)[1] == []
+    said = r"The longest prompt has 3 tokens, --tokens is 6. The model has 8 positions"
+    with pytest.raises(InputError, match=said):
+        encode_prompts(["a b"], vocabulary, imported.cfg, 6)
+
+
+def test_prompts_without_tokens_or_with_unknown_ones_are_refused(imported):
+    vocabulary = open_vocabulary(
+        imported, str(imported.saved.path.parent.parent / "hf/tokenizer.json"), "4"
+    )
+    with pytest.raises(InputError, match=r"has id 4, model\.vocab_size is 4"):
+        encode_prompts(["a"], vocabulary, imported.cfg, 1)
+    empty = dataclasses.replace(vocabulary, library=vocabulary.tokenizer._tokenizer)
+    empty.library.post_processor = None
+    with pytest.raises(InputError, match=r"prompt has no token\. Got ''"):
+        encode_prompts([""], empty, imported.cfg, 1)
+
+
+def test_lines_of_a_file_are_prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n \ntwo\n")
+    assert read_prompts(None, str(path)) == ["one", "two"]
+    path.write_text("\n\n")
+    with pytest.raises(InputError, match="has 2 lines without text"):
+        read_prompts(None, str(path))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="prompts cannot be read"):
+        read_prompts(None, str(path))

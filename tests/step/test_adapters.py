@@ -1,0 +1,305 @@
+"""Adapters of frozen weights: their gradients, the step, and weights with adapters added.
+
+The oracle knows no adapters: it gives the gradient of the whole weights, from which that of the
+factors follows by the chain rule.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.comm.weights.adapters import Adapter
+from moejax.config.schema import LoraConfig
+from moejax.errors import InputError
+from moejax.plan.trace.reader import collectives
+from moejax.step.adapters import init_adapters
+from moejax.step.merged import merged_weights
+from moejax.step.model import check_adapters
+from moejax.step.train_step import build_step
+from tests.cases import CERTAIN, assert_close, place, random_batch, small_config, spread, step_for
+from tests.oracle import oracle_loss
+from tests.step.against_oracle import TERMS, not_constant
+
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
+# The factors of every kind of matrix, spelt out: what `adapter_dims` derives.
+FACTORS = {
+    "DHC": ("DA", "AHC"),
+    "DGC": ("DA", "AGC"),
+    "HCD": ("HCA", "AD"),
+    "DUF": ("DA", "AUF"),
+    "FD": ("FA", "AD"),
+    "DE": ("DA", "AE"),
+    "EDUF": ("EDA", "EAUF"),
+    "EFD": ("EFA", "EAD"),
+    "VD": ("VA", "AD"),
+    "DV": ("DA", "AV"),
+    "DZ": ("DA", "AZ"),
+    "ZHC": ("ZA", "AHC"),
+    "UDO": ("UDA", "AO"),
+}
+SCALE = 1.5
+GROUPED = {"qk_norm": "head"}
+# Latent attention, and multi-token prediction, which has a matrix of its own.
+LATENT = {"attention": "latent", "head_width": 10, "rope_width": 6, "value_width": 4}
+LATENT |= {"q_latent": 8, "kv_latent": 16, "predict_ahead": 1}
+BIASES = {"expert_bias": True, "router_bias": True, "shared_gate": True}
+
+
+def adapted(mesh=(1, 1, 1, 1), kind="grouped", *, nodes=None, lora=None, remat="none", **changes):
+    """A model with every kind of matrix, all of them with adapters."""
+    model = {"num_layers": 2, "first_dense_layers": 1, "tie_embeddings": False, "remat": remat}
+    model |= GROUPED if kind == "grouped" else LATENT
+    moe = {"num_shared_experts": 2, **CERTAIN, **(BIASES if kind == "latent" else {})}
+    cfg = small_config(mesh, model=model, moe=moe, **changes)
+    lora = LoraConfig(**{"rank": 4, "alpha": 4 * SCALE, "targets": ("*",), **(lora or {})})
+    return dataclasses.replace(cfg, lora=lora, mesh=dataclasses.replace(cfg.mesh, nodes=nodes))
+
+
+def flat(tree):
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def named(tree):
+    """Adapters by their parameter's name."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Adapter))[0]
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+@functools.cache
+def first(kind="grouped"):
+    """A first state on one device, whose adapters and biases are not zero, and a batch."""
+    cfg = adapted(kind=kind)
+    state = jax.tree.map(np.asarray, step_for(cfg).init())
+    state = state._replace(frozen=jax.tree_util.tree_map_with_path(not_constant, state.frozen))
+    rng = np.random.default_rng(1)
+
+    def moved(adapter):
+        assert not np.any(adapter.b)
+        return adapter._replace(b=rng.normal(0, 0.2, adapter.b.shape).astype(np.float32))
+
+    params = jax.tree.map(moved, state.params, is_leaf=lambda x: isinstance(x, Adapter))
+    return state._replace(params=params), random_batch(cfg)
+
+
+def assert_sharded(tree, abstract):
+    """Shapes, dtypes and shardings are those that a step was described with."""
+
+    def check(x, a):
+        assert (x.shape, x.dtype) == (a.shape, a.dtype)
+        assert x.sharding.is_equivalent_to(a.sharding, x.ndim)
+
+    jax.tree.map(check, tree, abstract)
+
+
+def each_adapter(function, state, dims):
+    """Applies (weight, its letters, adapter) -> anything to all weights; a tree like them."""
+    return jax.tree.map(function, state.frozen, dims, state.params)
+
+
+def whole(weight, letters, adapter):
+    """The weight with its adapter, stacked layers in front."""
+    if adapter is None:
+        return weight
+    a, b = FACTORS[letters]
+    formula = f"...{a},...{b}->...{letters}"
+    return weight + SCALE * np.einsum(formula, adapter.a, adapter.b, dtype=np.float64)
+
+
+@functools.cache
+def wanted(kind):
+    """The oracle's loss on the sum, and the gradients of the factors by the chain rule."""
+    cfg, (state, batch) = adapted(kind=kind), first(kind)
+    dims = step_for(cfg).model.frozen_dims
+    sums = jax.tree.map(jnp.float32, each_adapter(whole, state, dims))
+    plain = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, capacity_factor=None))
+    loss = functools.partial(oracle_loss, router_bias=state.router_bias, batch=batch, cfg=plain)
+    (_, parts), gradients = jax.value_and_grad(loss, has_aux=True)(sums)
+
+    def chain(gradient, letters, adapter):
+        if adapter is None:
+            return None
+        (a, b), gradient = FACTORS[letters], np.asarray(gradient, np.float64)
+        return Adapter(
+            SCALE * np.einsum(f"...{letters},...{b}->...{a}", gradient, adapter.b),
+            SCALE * np.einsum(f"...{a},...{letters}->...{b}", adapter.a, gradient),
+        )
+
+    return parts, jax.tree.map(chain, gradients, dims, state.params)
+
+
+WHOLE = {"expert_weights": "whole", "activations": "replicated", "remat": "collectives"}
+MESHES = [
+    pytest.param((1, 1, 1, 1), {}, id="one device"),
+    pytest.param((1, 2, 2, 2), {}, id="hidden"),
+    pytest.param((2, 1, 2, 2), {"expert_weights": "folded", "nodes": 2}, id="folded, two nodes"),
+    pytest.param(
+        (1, 2, 2, 2), {"expert_weights": "whole", "activations": "replicated"}, id="whole"
+    ),
+    pytest.param((2, 2, 1, 2), {"nodes": 4}, id="four nodes", marks=pytest.mark.exhaustive),
+    pytest.param(
+        (2, 2, 2, 1),
+        {"train": {"micro_batches": 1, "reduction_bytes": 512}},
+        id="in pieces",
+        marks=pytest.mark.exhaustive,
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "changes"), MESHES)
+def test_gradients_of_adapters_follow_from_those_of_the_whole_weights(mesh, changes):
+    check_gradients("grouped", mesh, **changes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        pytest.param((1, 2, 2, 2), {}, id="hidden"),
+        pytest.param(
+            (1, 2, 2, 2),
+            {"expert_weights": "whole", "activations": "replicated"},
+            id="whole",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param((2, 2, 1, 2), {"nodes": 4}, id="four nodes", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_latents_and_multi_token_prediction_have_adapters_too(mesh, changes):
+    check_gradients("latent", mesh, **changes)
+
+
+def check_gradients(kind, mesh, **changes):
+    (state, batch), (wanted_parts, gradients) = first(kind), wanted(kind)
+    train_step = step_for(adapted(mesh, kind, **changes))
+    got, parts = train_step.gradients(spread(state, train_step), place(train_step, batch))
+    bound = TERMS * np.finfo(np.float32).eps
+    np.testing.assert_allclose(parts.nll, wanted_parts.nll, rtol=bound)
+    if kind == "latent":
+        np.testing.assert_allclose(parts.ahead, wanted_parts.ahead, rtol=bound)
+    assert_close(flat(got), flat(gradients), terms=TERMS)
+
+
+def test_a_step_moves_adapters_and_leaves_frozen_weights_as_they_are():
+    state, batch = first()
+    train_step = step_for(adapted((1, 2, 2, 2), optimizer={"learning_rate": 1e-2}))
+    after, metrics = train_step.step(spread(state, train_step), place(train_step, batch))
+    assert float(metrics.gradient_norm) > 0
+    before, now = flat(state.frozen), flat(after.frozen)
+    assert [x.tobytes() for x in map(np.asarray, now.values())] == [
+        x.tobytes() for x in before.values()
+    ]
+    for name, value in flat(after.params).items():
+        assert np.any(np.asarray(value) != flat(state.params)[name]), name
+    assert_sharded(after, train_step.abstract)
+
+
+def test_first_adapters_change_nothing_and_do_not_depend_on_the_mesh():
+    eight, (one, batch) = step_for(adapted((1, 2, 2, 2))), first()
+    state = eight.init()
+    for name, value in flat(state.params).items():
+        assert np.any(np.asarray(value)) == name.endswith(".a")
+        if name.endswith(".a"):
+            np.testing.assert_array_equal(value, flat(one.params)[name])
+    full = step_for(dataclasses.replace(eight.cfg, lora=LoraConfig()))
+    batch = place(full, batch)
+    assert eight.evaluate(state, batch) == full.evaluate(full.init(), batch)
+
+
+def test_an_adapter_starts_from_the_seed_and_its_name_alone():
+    fewer = step_for(adapted(lora={"targets": ("moe.w_in",)}))
+    drawn = init_adapters(fewer.cfg.train.seed, fewer.dims, fewer.abstract.params)
+    for name, value in flat(drawn).items():
+        if name.endswith(".a"):
+            np.testing.assert_array_equal(value, flat(first()[0].params)[name])
+            assert 0.9 < np.max(np.abs(value)) * 32**0.5 <= 1  # uniform, for 32 inputs
+
+
+def test_merged_weights_compute_what_weights_with_adapters_compute():
+    state, batch = first()
+    train_step = step_for(adapted((1, 2, 2, 2)))
+    state = spread(state, train_step)
+    merged = merged_weights(train_step, state)
+    full = step_for(dataclasses.replace(train_step.cfg, lora=LoraConfig()))
+    assert_sharded(merged, full.abstract.params)
+    sums = each_adapter(whole, first()[0], train_step.model.frozen_dims)
+    assert_close(merged, sums, terms=4)
+    batch = place(full, batch)
+    nats = full.evaluate(full.init()._replace(params=merged), batch)
+    np.testing.assert_allclose(nats, train_step.evaluate(state, batch), rtol=1e-6)
+
+
+def test_frozen_matrices_may_take_half_the_memory():
+    cfg = adapted((1, 2, 2, 2), lora={"base_dtype": "bfloat16"})
+    train_step = step_for(cfg)
+    state, given = train_step.init(), train_step.argument_bytes()
+    for name, value in flat(state.frozen).items():
+        kept = name.endswith((".scale", ".w_router"))
+        assert value.dtype == ("float32" if kept else "bfloat16"), name
+    wide = step_for(adapted((1, 2, 2, 2))).argument_bytes()
+    assert given["frozen weights"] < 0.55 * wide["frozen weights"]
+    assert (given["weights"], given["optimizer"]) == (wide["weights"], wide["optimizer"])
+    rounded = jax.tree.map(lambda x: x.astype(jnp.float32), state.frozen)
+    full = step_for(dataclasses.replace(cfg, lora=LoraConfig()))
+    batch = place(full, random_batch(cfg))
+    wanted = full.evaluate(full.init()._replace(params=rounded), batch)
+    assert train_step.evaluate(state, batch) == wanted
+
+
+def test_only_factors_are_reduced_and_have_moments():
+    cfg = adapted((1, 2, 2, 2), lora={"rank": 1}, nodes=2)
+    train_step = step_for(cfg)
+    factors = sum(x.size for x in jax.tree.leaves(train_step.abstract.params))
+    moments = sum(x.size for x in jax.tree.leaves(train_step.abstract.optimizer) if x.ndim)
+    assert moments == 2 * factors
+    full = step_for(dataclasses.replace(cfg, lora=LoraConfig()))
+    assert 0 < reduced_bytes(train_step) < 0.25 * reduced_bytes(full)
+
+
+def reduced_bytes(train_step):
+    """Bytes of the operands of a step's reductions of gradients."""
+    traced = train_step.gradients.trace(train_step.abstract, train_step.abstract_batch())
+    return sum(
+        c.bytes * c.calls for c in collectives(traced.jaxpr) if c.traffic.endswith("_gradient")
+    )
+
+
+REFUSED = {
+    "a name that is none": ({"targets": ("attention.w_x",)}, ["attention.w_x", "fits no matrix"]),
+    "a vector": ({"targets": ("norm.scale",)}, ["norm.scale", "fits no matrix"]),
+    "no name": ({"targets": ()}, ["`lora.targets` is empty"]),
+    "too large a rank": ({"rank": 33, "targets": None}, ["33", "attention.w_", "32 x 32"]),
+    "too large for one": ({"rank": 9}, ["9", "moe.w_router", "32 x 8", "at most 8"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_adapters_that_do_not_fit_are_refused(case):
+    lora, fragments = REFUSED[case]
+    cfg = adapted(lora=lora)
+    with pytest.raises(InputError) as raised:
+        check_adapters(cfg)
+    assert "\n" not in str(raised.value)
+    for fragment in fragments:
+        assert fragment in str(raised.value)
+    with pytest.raises(InputError):
+        build_step(cfg, None, "cpu")
+
+
+def test_targets_are_names_of_a_block_or_of_one_group_of_layers():
+    def targets(*patterns):
+        params = step_for(adapted(lora={"targets": patterns or None})).abstract.params
+        return set(flat(params))
+
+    default = targets()
+    assert default == targets("attention.*", "m*.w_in", "m*.w_out")
+    ahead = set(flat(step_for(adapted(kind="latent", lora={"targets": None})).abstract.params))
+    assert "predict_ahead.group.blocks.0.attention.w_dkv.a" in ahead
+    assert not any("w_join" in name or "embedding" in name for name in ahead)
+    assert targets("groups.1.*.w_in") == {
+        f"groups.1.blocks.0.{part}.w_in.{factor}" for part in ("mlp", "moe") for factor in "ab"
+    }
