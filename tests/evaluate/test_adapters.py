@@ -76,7 +76,7 @@ def test_frozen_weights_that_moved_must_be_named_and_be_the_same(place, capsys, 
     absent = f"{tmp_path}/absent"
     for words, said in (
         ([f"--config.checkpoint.init_from={absent}"], f"{absent}, which is no directory"),
-        ([f"--config.checkpoint.init_from={folder / 'run'}"], "base weights differ"),
+        ([f"--config.checkpoint.init_from={folder / 'run'}"], "holds adapters, no weights"),
     ):
         assert main(["--run", str(run), *words]) == 2
         err = capsys.readouterr().err
