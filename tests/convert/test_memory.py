@@ -7,6 +7,7 @@ the experts' first matrices of all layers, has 1.07 GB of those.
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -82,7 +83,8 @@ def place(tmp_path_factory):
         for shape in shapes().values():
             values = rng.standard_normal(shape, dtype=np.float32) * 0.02
             file.write(values.astype(ml_dtypes.bfloat16).tobytes())
-    return place
+    yield place
+    shutil.rmtree(place)  # gigabytes, which pytest would keep
 
 
 def peak(place, *words):
