@@ -1,8 +1,8 @@
 """The model with a cache of keys and values: whole prompts, then one token of each row at a time.
 
 Per device, inside shard_map. The blocks are those of training; only the call of their attention
-differs. A position of a row is its place in the cache: prompts begin at position 0, and what stands
-behind a shorter prompt is neither seen nor kept for long, since the row's tokens replace it.
+differs. A row's positions are its places in the cache, from 0. Padding behind a shorter prompt is
+not seen, and the row's own tokens replace it.
 
 In a decoding step B rows have one token each. They run as one sequence of B tokens, so that the
 tensor axis splits rows where it splits positions in training, and every route to the experts works.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from moejax.config.checks import resolve_mesh
-from moejax.config.load import split_overrides
+from moejax.config.load import parse_overrides, split_overrides
 from moejax.errors import InputError, exit_code
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights, spread
 from moejax.layout.layout import build_layout
@@ -110,6 +110,11 @@ def _run(
 ) -> None:
     """Reads what is asked, continues the prompts, and prints; process 0 alone prints."""
     console = Console(stderr=True, quiet=not processes.first)
+    if "moe.capacity_factor" in parse_overrides(overrides):
+        raise InputError(
+            "`moe.capacity_factor` has no effect. Experts take all tokens where texts are "
+            "generated, so that no text depends on others. Leave it out."
+        )
     texts = read_prompts(args.prompt, args.prompts)
     chosen = choose(args.run, args.step, overrides, processes, FORWARD)
     check_simulated_devices(chosen.cfg)
