@@ -63,7 +63,7 @@ class LatentAttention(nnx.Module):
         w_q = self.w_q if cfg.q_latent is None else self.w_uq
         q_BTHC = project_to_heads(q_BTZ, w_q, spec)
         expanded_BSHC = project_to_heads(kv_BTZ, self.w_ukv, spec)
-        k_BSHC, v_BSHC = jnp.split(expanded_BSHC, [-cfg.value_channels], axis=-1)
+        k_BSHC, v_BSHC = split_last(expanded_BSHC, cfg.value_channels)
         y_BTHC = attention(
             rotate_last(q_BTHC, angles),
             join_rotated(k_BSHC, rotated_BTR, angles),
@@ -84,13 +84,19 @@ class LatentAttention(nnx.Module):
     def _key_value_source(self, x_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The latent of keys and values, and the key that rotates, at own positions."""
         down_BtZ = x_BtD @ gather_weight(self.w_dkv, self.spec)
-        latent_BtZ, rotated_BtR = jnp.split(down_BtZ, [-self.cfg.rotated_channels], axis=-1)
+        latent_BtZ, rotated_BtR = split_last(down_BtZ, self.cfg.rotated_channels)
         return self.kv_norm(latent_BtZ), rotated_BtR
+
+
+def split_last(x: jax.Array, count: int) -> list[jax.Array]:
+    """Returns the channels before the last `count`, and those."""
+    # JAX 0.10 has no splits that count from the end.
+    return jnp.split(x, [x.shape[-1] - count], axis=-1)
 
 
 def rotate_last(q_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array, "B T H C"]:
     """Rotates the last channels of each head, as many as there are angles for."""
-    plain, rotated = jnp.split(q_BTHC, [-2 * angles[0].shape[-1]], axis=-1)
+    plain, rotated = split_last(q_BTHC, 2 * angles[0].shape[-1])
     return jnp.concatenate([plain, rotate(rotated, angles)], axis=-1)
 
 
