@@ -59,6 +59,7 @@ def export_run(
         console = console_of(processes)
         saved = locate(str(_checkpoint_of(run, step)), "full", processes)
         cfg, origin = from_dict(saved.manifest.get("config", {})), origin_of(saved.path)
+        refuse_adapters(saved, cfg)
         base = read_config(origin)
         chosen, config = choose_family(cfg, base, family)
         files = plan_files(chosen, *describe_anywhere(cfg), dtype)
@@ -76,6 +77,16 @@ def export_run(
             soft_wrap=True,
         )
         processes.gather("done")
+
+
+def refuse_adapters(saved: Saved, cfg: Config) -> None:
+    """Refuses a run that trained adapters: its checkpoint does not have the model's weights."""
+    if cfg.lora.rank is not None:
+        raise InputError(
+            f"{saved.path} holds adapters, not weights: its run had `lora.rank` = {cfg.lora.rank}. "
+            "Export writes whole models; adapters cannot be exported yet. Name a run that trained "
+            "all weights."
+        )
 
 
 def _checkpoint_of(run: Path, step: int | None) -> Path:

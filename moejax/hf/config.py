@@ -8,6 +8,8 @@ from moejax.hf.families.family import differences, from_settings
 from moejax.hf.files import CONFIG
 from moejax.hf.reader import Folder
 
+MAX_LAYERS = 10_000  # some fifty times what is published
+
 
 def config_of(folder: Folder) -> Config:
     """Returns the settings that a folder's `config.json` says; others have their defaults.
@@ -16,9 +18,18 @@ def config_of(folder: Folder) -> Config:
       InputError: names the key that cannot be computed here.
     """
     try:
+        _check_layers(folder.config.get("num_hidden_layers"))
         return from_settings(family_of(folder.config).read(folder.config))
     except InputError as error:
         raise InputError(f"{folder.path / CONFIG}: {error}") from None
+
+
+def _check_layers(number: object) -> None:
+    """Refuses a number of layers for which lists of layers would fill the memory."""
+    if isinstance(number, int) and number > MAX_LAYERS:
+        raise InputError(
+            f"`num_hidden_layers` is {short(number)}. It may be {MAX_LAYERS}. Correct config.json."
+        )
 
 
 def check_same_model(folder: Folder, cfg: Config) -> None:

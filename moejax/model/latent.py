@@ -98,8 +98,8 @@ class LatentAttention(nnx.Module):
         projected = self._project(x_1tD, angles)
         own_BZ, Z = _kept(projected, angles)[0], projected.latent_BTZ.shape[-1]
         w_ukv_ZHC = gather_weight(self.w_ukv, self.spec)
-        w_uk_ZHC, w_uv_ZHV = jnp.split(w_ukv_ZHC, [-cfg.value_channels], axis=-1)
-        plain_BHC, rotated_BHR = jnp.split(projected.q_BTHC[0], [-cfg.rotated_channels], axis=-1)
+        w_uk_ZHC, w_uv_ZHV = split_last(w_ukv_ZHC, cfg.value_channels)
+        plain_BHC, rotated_BHR = split_last(projected.q_BTHC[0], cfg.rotated_channels)
         q_BHZ = jnp.einsum("bhc,zhc->bhz", plain_BHC, w_uk_ZHC)
         kept_BS1Z = put(cache[0], own_BZ, position_B)[:, :, None]
         y_BHZ = cached_attention(
@@ -128,7 +128,7 @@ class LatentAttention(nnx.Module):
     def _expand(self, projected: "Projected", segment_BT: jax.Array, angles: Angles) -> jax.Array:
         """Expands keys and values for every head, and attends."""
         expanded_BSHC = project_to_heads(projected.latent_BTZ, self.w_ukv, self.spec)
-        k_BSHC, v_BSHC = jnp.split(expanded_BSHC, [-self.cfg.value_channels], axis=-1)
+        k_BSHC, v_BSHC = split_last(expanded_BSHC, self.cfg.value_channels)
         y_BTHC = attention(
             projected.q_BTHC,
             join_rotated(k_BSHC, projected.rotated_BTR, angles),
@@ -149,7 +149,7 @@ class LatentAttention(nnx.Module):
     def _key_value_source(self, x_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The latent of keys and values, and the key that rotates, at own positions."""
         down_BtZ = x_BtD @ gather_weight(self.w_dkv, self.spec)
-        latent_BtZ, rotated_BtR = jnp.split(down_BtZ, [-self.cfg.rotated_channels], axis=-1)
+        latent_BtZ, rotated_BtR = split_last(down_BtZ, self.cfg.rotated_channels)
         return self.kv_norm(latent_BtZ), rotated_BtR
 
 
@@ -159,9 +159,15 @@ def _kept(projected: Projected, angles: Angles) -> jax.Array:
     return jnp.concatenate([projected.latent_BTZ, rotated_BT1R[:, :, 0]], axis=-1)
 
 
+def split_last(x: jax.Array, count: int) -> list[jax.Array]:
+    """Returns the channels before the last `count`, and those."""
+    # JAX 0.10 has no splits that count from the end.
+    return jnp.split(x, [x.shape[-1] - count], axis=-1)
+
+
 def rotate_last(q_BTHC: Float[Array, "B T H C"], angles: Angles) -> Float[Array, "B T H C"]:
     """Rotates the last channels of each head, as many as there are angles for."""
-    plain, rotated = jnp.split(q_BTHC, [-2 * angles[0].shape[-1]], axis=-1)
+    plain, rotated = split_last(q_BTHC, 2 * angles[0].shape[-1])
     return jnp.concatenate([plain, rotate(rotated, angles)], axis=-1)
 
 

@@ -248,7 +248,7 @@ def check_same_weights(saved: dict[str, Any], cfg: Config) -> None:
         raise InputError(
             f"checkpoint.init_from holds adapters, no weights: it is of a run with `lora.rank` = "
             f"{rank}. A run starts from all weights of a model. Name the checkpoint that the "
-            "adapters were trained on, or export the merged weights and import those."
+            "adapters were trained on."
         )
     refused = [change for change in diff(from_dict(saved), cfg) if change[0] in SHAPES]
     if refused:

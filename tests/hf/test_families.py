@@ -8,9 +8,11 @@ import pytest
 
 from moejax.config.fields import fields
 from moejax.errors import InputError
+from moejax.hf.config import config_of
 from moejax.hf.families import FAMILIES, family_named, family_of
 from moejax.hf.families.family import TRAINING, differences, from_settings
-from tests.hf.golden import all_cases, cases_of
+from moejax.hf.reader import Folder
+from tests.hf.golden import all_cases, cases_of, golden_folder
 
 # The `config.json` of published models, as their authors wrote them.
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
@@ -248,3 +250,12 @@ def test_dense_blocks_in_every_pattern_that_moejax_has(layers, step, listed, wan
     assert (settings["model.first_dense_layers"], settings["model.moe_every"]) == wanted
     written = table.write(from_settings(settings), config)
     assert read(written) | settings == read(written)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_layers_without_bound_are_refused_before_they_are_listed(tmp_path, family):
+    (case, *_) = cases_of(family).values()
+    folder = golden_folder(tmp_path / "folder", case)
+    (folder / "config.json").write_text(json.dumps(case["config"] | {"num_hidden_layers": 10**10}))
+    with Folder(folder) as opened, pytest.raises(InputError, match="It may be 10000"):
+        config_of(opened)
