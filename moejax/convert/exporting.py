@@ -154,6 +154,9 @@ def _write_small_files(
     beside: Path, config: Mapping[str, Any], origin: Path | None, cfg: Config, dtype: str
 ) -> None:
     """Writes the configs, and copies tokenizer and texts."""
+    if origin is None:
+        # Some families have a padding token by default, whose embedding would not be trained.
+        config = {"pad_token_id": None, **config}
     text = json.dumps({**config, "torch_dtype": dtype}, indent=2, sort_keys=True) + "\n"
     write_whole(beside / CONFIG, text)
     if origin is not None:
