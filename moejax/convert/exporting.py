@@ -30,7 +30,8 @@ from moejax.hf.writer import (
 )
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, start
-from moejax.train.checkpoint import Saved, locate, restore_weight
+from moejax.train.checkpoint import restore_weight
+from moejax.train.saved import Saved, locate
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -206,12 +206,9 @@ def _jinja(name: str) -> Any:
     return jinja2
 
 
-def _environment(strftime_now: Any) -> Any:
-    """Returns the sandbox with all that templates expect."""
-    from jinja2 import TemplateError, nodes
+def _safe_namespace() -> Any:
+    """Returns the maker of a template's namespaces, without names that begin with "_"."""
     from jinja2.exceptions import SecurityError
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
 
     class Names(Namespace):
@@ -228,6 +225,15 @@ def _environment(strftime_now: Any) -> Any:
         for name, value in dict(*values, **named).items():
             names[name] = value
         return names
+
+    return namespace
+
+
+def _environment(strftime_now: Any) -> Any:
+    """Returns the sandbox with all that templates expect."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         """The tags {% generation %} and {% endgeneration %} around what the assistant wrote."""
@@ -260,7 +266,7 @@ def _environment(strftime_now: Any) -> Any:
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": strftime_now,
-        "namespace": namespace,
+        "namespace": _safe_namespace(),
         "dict": lambda *values, **named: dict(*values, **named),  # not the class
     }
     return environment

@@ -17,8 +17,9 @@ from moejax.errors import InputError
 from moejax.runtime.processes import Processes
 from moejax.step.state import Reduction, TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import Saved, latest_intact, restore_items
+from moejax.train.checkpoint import restore_items
 from moejax.train.resume import SHAPES, check_same_base
+from moejax.train.saved import Saved, latest_intact
 from moejax.train.source import Source, base_of, find_source
 from moejax.train.source import read_weights as read_base
 

@@ -122,8 +122,9 @@ def train_planned(
     run_dir = Path(cfg.run_dir)
     choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes)
     saved, source, notes = choosing()
-    finished = partial(finished_message, cfg, inputs)
-    if saved is not None and (done := processes.from_first(partial(finished, saved))):
+    if saved is not None and (
+        done := processes.from_first(partial(finished_message, cfg, inputs, saved))
+    ):
         for line in (*notes, done):
             console.print(line, highlight=False, soft_wrap=True)
         return RunEnd(None)
@@ -145,8 +146,7 @@ def train_planned(
     records = _open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, run_dir)
-    keep = cfg.checkpoint.keep
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep=keep, processes=processes)
+    checkpoints = _checkpoints(cfg, processes)
     state = initial_state(train_step, checkpoints, saved, source, console)
     meter = _meter(cfg, summary, processes)
     display = Display(console, cfg.train.num_steps, int(state.step))
@@ -158,6 +158,11 @@ def train_planned(
             again = partial(measure, cfg, devices, processes, Console(quiet=True))
             run.monitor = PlanMonitor(planned.plan, planned.topology, lambda: again()[0])
     return _run_to_end(run, state, meter)
+
+
+def _checkpoints(cfg: Config, processes: Processes) -> Checkpoints:
+    directory = Path(cfg.run_dir) / "checkpoints"
+    return Checkpoints(directory, keep=cfg.checkpoint.keep, processes=processes)
 
 
 def _open_records(

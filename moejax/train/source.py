@@ -14,8 +14,9 @@ from moejax.hf.origin import ORIGIN, copy_small_files, origin_of, small_files
 from moejax.hf.reader import Folder, digest_of_samples
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState, Tree
-from moejax.train.checkpoint import Saved, locate, restore_items
+from moejax.train.checkpoint import restore_items
 from moejax.train.resume import check_same_weights, describe_base
+from moejax.train.saved import Saved, locate
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,7 @@ from moejax.runtime.processes import ALONE, Processes, find_rank
 from moejax.runtime.start import simulated_here
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import (
-    Checkpoints,
-    Saved,
-    newest,
-    set_aside,
-    step_of_state,
-)
+from moejax.train.checkpoint import Checkpoints, step_of_state
 from moejax.train.disk_space import check_disk_space
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import finished_steps, stored_bytes
@@ -42,6 +36,7 @@ from moejax.train.resume import (
     remembers,
     same_reduction,
 )
+from moejax.train.saved import Saved, newest, set_aside
 from moejax.train.source import Source, base_of, find_source, read_weights, take_weights
 
 

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from moejax.config.load import load_config
 from moejax.convert import command as convert
 from moejax.train.__main__ import main as train
-from moejax.train.checkpoint import locate
+from moejax.train.saved import locate
 from tests.hf.golden import cases_of
 from tests.hf.random_models import draw_all
 from tests.integration.runs import write_tokens

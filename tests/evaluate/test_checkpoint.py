@@ -17,8 +17,8 @@ from moejax.evaluate.checkpoint import (
     tokenizer_beside_weights,
 )
 from moejax.runtime.processes import ALONE
-from moejax.train.checkpoint import Saved
 from moejax.train.manifest import write_manifest
+from moejax.train.saved import Saved
 from tests.cases import on_nodes, small_config
 
 # A config that passes the checks of a command: those of other tests have settings without effect.

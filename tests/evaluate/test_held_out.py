@@ -11,7 +11,7 @@ from moejax.data.sources import describe_sources, open_sources
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen
 from moejax.evaluate.held_out import Wanted, open_held_out
-from moejax.train.checkpoint import Saved
+from moejax.train.saved import Saved
 from tests.data.chats import write_model
 from tests.data.test_marks import write_text
 

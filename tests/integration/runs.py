@@ -14,7 +14,8 @@ from moejax.config.load import load_config
 from moejax.data import prepare
 from moejax.data.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
-from moejax.train.checkpoint import Checkpoints, newest
+from moejax.train.checkpoint import Checkpoints
+from moejax.train.saved import newest
 from tests.cases import step_for
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.errors import STOPPED
-from moejax.train.checkpoint import newest
+from moejax.train.saved import newest
 from tests.integration.runs import (
     assert_same_end,
     describe,

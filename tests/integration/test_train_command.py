@@ -11,8 +11,9 @@ import pytest
 
 from moejax.config.load import load_config
 from moejax.errors import STOPPED
-from moejax.train.checkpoint import Checkpoints, newest
+from moejax.train.checkpoint import Checkpoints
 from moejax.train.manifest import finished_steps, read_manifest
+from moejax.train.saved import newest
 from tests.cases import step_for
 from tests.integration.runs import (
     assert_same_end,

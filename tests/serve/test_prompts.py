@@ -8,7 +8,7 @@ import pytest
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen
 from moejax.serve.prompts import encode_prompts, open_vocabulary, read_prompts
-from moejax.train.checkpoint import Saved
+from moejax.train.saved import Saved
 from tests.cases import small_config
 
 WORDS = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "<|end|>": 4}

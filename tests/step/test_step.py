@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from moejax.step import per_device
-from moejax.train.checkpoint import Checkpoints, newest
+from moejax.train.checkpoint import Checkpoints
+from moejax.train.saved import newest
 from tests.cases import (
     CERTAIN,
     assert_close,

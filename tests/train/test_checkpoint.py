@@ -11,7 +11,7 @@ from moejax.comm.weights.compressed import ReduceState
 from moejax.errors import InputError
 from moejax.step.state import Reduction, TrainState
 from moejax.train import checkpoint
-from moejax.train.checkpoint import Checkpoints, locate, newest, restore_items
+from moejax.train.checkpoint import Checkpoints, restore_items
 from moejax.train.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -19,6 +19,7 @@ from moejax.train.manifest import (
     finished_steps,
     read_manifest,
 )
+from moejax.train.saved import locate, newest
 from tests.cases import place, random_batch, small_config, step_for
 from tests.threads import everywhere
 

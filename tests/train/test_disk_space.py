@@ -12,9 +12,10 @@ import pytest
 
 from moejax.errors import StorageFullError
 from moejax.train import checkpoint, disk_space
-from moejax.train.checkpoint import Checkpoints, newest
+from moejax.train.checkpoint import Checkpoints
 from moejax.train.disk_space import check_disk_space, is_full
 from moejax.train.manifest import MANIFEST, finished_steps
+from moejax.train.saved import newest
 from tests.cases import small_config, step_for
 from tests.threads import everywhere
 

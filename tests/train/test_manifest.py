@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from moejax.config.load import to_dict
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.train.checkpoint import newest
 from moejax.train.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -18,6 +17,7 @@ from moejax.train.manifest import (
     stored_bytes,
     write_manifest,
 )
+from moejax.train.saved import newest
 
 ITEMS = ("counters", "weights", "optimizer")
 OLDEST, NEWEST = 55, 60

@@ -18,10 +18,11 @@ from moejax.config.schema import TrainConfig
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE
 from moejax.train import disk_space
-from moejax.train.checkpoint import Checkpoints, Saved, newest
+from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
 from moejax.train.resume import describe_run
+from moejax.train.saved import Saved, newest
 from moejax.train.start import (
     check_disk,
     choose_checkpoint,

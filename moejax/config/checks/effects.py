@@ -26,11 +26,7 @@ def _effects() -> Iterator[_Effect]:
         lambda cfg: cfg.model.has_dense_blocks,
         "every block has experts (`model.moe_every` is 1, `model.first_dense_layers` is 0)",
     )
-    yield (
-        ("mesh.expert_weights", "mesh.activations"),
-        lambda cfg: cfg.mesh.tensor > 1,
-        "`mesh.tensor` is 1",
-    )
+    yield from _mesh_effects()
     yield (
         ("route_chunks", "route_chunks_backward", "route_trim"),
         lambda cfg: expert_owners(cfg.mesh) > 1 or cfg.route == "spread",
@@ -56,6 +52,13 @@ def _effects() -> Iterator[_Effect]:
         lambda cfg: cfg.data.sequence_length > 1,
         "`data.sequence_length` is 1, so no position has a token after the next",
     )
+    yield from _expert_effects()
+    yield from _attention_effects()
+    yield from _rope_effects()
+    yield from _training_effects()
+
+
+def _expert_effects() -> Iterator[_Effect]:
     yield (
         ("moe.shared_gate",),
         lambda cfg: cfg.moe.num_shared_experts > 0,
@@ -66,9 +69,19 @@ def _effects() -> Iterator[_Effect]:
         lambda cfg: cfg.moe.router.num_groups > 1,
         "`moe.router.num_groups` is 1",
     )
-    yield from _attention_effects()
-    yield from _rope_effects()
-    yield from _training_effects()
+
+
+def _mesh_effects() -> Iterator[_Effect]:
+    yield (
+        ("mesh.expert_weights", "mesh.activations"),
+        lambda cfg: cfg.mesh.tensor > 1,
+        "`mesh.tensor` is 1",
+    )
+    yield (
+        ("mesh.simulated_devices",),
+        lambda cfg: cfg.mesh.platform in (None, "cpu"),
+        "only CPU devices are simulated; set `mesh.platform` to cpu",
+    )
 
 
 def _attention_effects() -> Iterator[_Effect]:
@@ -169,11 +182,6 @@ def _training_effects() -> Iterator[_Effect]:
         ("plan.topology", "plan.routing", "plan.codecs", "plan.seconds", "plan.replan"),
         is_planned,
         "the planner is off (`plan` is hand, or default with a choice made by hand)",
-    )
-    yield (
-        ("mesh.simulated_devices",),
-        lambda cfg: cfg.mesh.platform in (None, "cpu"),
-        "only CPU devices are simulated; set `mesh.platform` to cpu",
     )
 
 
