@@ -1,6 +1,6 @@
 """The gated activations of experts and MLPs: SwiGLU, and its clamped form.
 
-Per device. Legend: F hidden, H = 2 F: gate and up side by side. Both compute in float32.
+Per device. Legend: F hidden, W = 2 F: gate and up side by side. Both compute in float32.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ SLOPE = 1.702
 
 
 def activate(h: jax.Array, limit: float | None) -> jax.Array:
-    """Returns [..., F] of h [..., H]: SwiGLU, or with a limit clamped SwiGLU."""
+    """Returns [..., F] of h [..., W]: SwiGLU, or with a limit clamped SwiGLU."""
     return swiglu(h) if limit is None else clamped_swiglu(limit, h)
 
 

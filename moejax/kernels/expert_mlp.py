@@ -1,11 +1,13 @@
 """The experts: rows, sorted by expert, each through the gated MLP of its expert.
 
-Per device. Legend: M rows, G groups (experts), D width, F hidden, U gate and up, H = 2 F.
+Per device. Legend: M rows, B rows of a block, G groups (experts), D width, F hidden, U gate and up,
+W = 2 F; X and Y columns of two arrays of rows.
 
 `lax.ragged_dot` costs G times the FLOPs on CPU, and on CUDA where no kernel takes it over. The
 blocked form computes each expert's rows and no others: sizes are known only at run time and shapes
-must be static, so a group is cut into blocks and each block runs at the smallest size of a ladder
-that holds it. `benchmarks/cpu/ops.py` times it beside `ragged_dot` and one batched product.
+must be static, so a group is cut into blocks and each block runs at the smallest size in
+`BLOCK_ROWS` that holds it. `benchmarks/cpu/ops.py` times it beside `ragged_dot` and one batched
+product.
 """
 
 from collections.abc import Callable
@@ -66,20 +68,20 @@ def expert_mlp(
         multiply = partial(grouped_matmul_e4m3, implementation=IN_E4M3[implementation])
     else:
         multiply = partial(grouped_matmul, implementation=implementation)
-    h_MH = multiply(x_MD, weights.w_in, sizes_G)
+    h_MW = multiply(x_MD, weights.w_in, sizes_G)
     if biases is None:
-        return multiply(activate(h_MH, limit), weights.w_out, sizes_G)
-    h_MH = add_bias(h_MH, weights.b_in, sizes_G)
-    y_MD = multiply(activate(h_MH, limit), weights.w_out, sizes_G)
+        return multiply(activate(h_MW, limit), weights.w_out, sizes_G)
+    h_MW = add_bias(h_MW, weights.b_in, sizes_G)
+    y_MD = multiply(activate(h_MW, limit), weights.w_out, sizes_G)
     return add_bias(y_MD, weights.b_out, sizes_G)
 
 
 class Weights(NamedTuple):
     """Weights of all groups (G in front), or of one; their gradients."""
 
-    w_in: jax.Array  # [D, H]
+    w_in: jax.Array  # [D, W]
     w_out: jax.Array  # [F, D]
-    b_in: jax.Array | None = None  # [H], float32
+    b_in: jax.Array | None = None  # [W], float32
     b_out: jax.Array | None = None  # [D], float32
 
 
@@ -123,10 +125,10 @@ def _named(which: str, function: Callable, weights: Weights, x_MD, limit) -> Cal
 
 def rows_computed(rows: float, M: int) -> float:
     """Returns the rows that the blocked form computes for a group: whole blocks."""
-    ladder = _ladder(M)
-    whole, rest = divmod(rows, ladder[-1])
-    last = next(size for size in ladder if size >= rest) if rest or not whole else 0
-    return whole * ladder[-1] + last
+    sizes = _block_sizes(M)
+    whole, rest = divmod(rows, sizes[-1])
+    last = next(size for size in sizes if size >= rest) if rest or not whole else 0
+    return whole * sizes[-1] + last
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -138,8 +140,8 @@ def _blocked(
 
 def _only_forward(x_MD, weights, sizes_G, *, limit):
     def compute(block: Block, y_MD, w: Weights):
-        h_BH = block.biased(block.rows(x_MD) @ w.w_in, w.b_in)
-        y_BD = activate(h_BH, limit) @ w.w_out
+        h_BW = block.biased(block.rows(x_MD) @ w.w_in, w.b_in)
+        y_BD = activate(h_BW, limit) @ w.w_out
         return block.write(y_MD, block.biased(y_BD, w.b_out))
 
     M, x_MD = x_MD.shape[0], _padded(x_MD)
@@ -148,45 +150,45 @@ def _only_forward(x_MD, weights, sizes_G, *, limit):
 
 def _blocked_forward(limit, x_MD, weights, sizes_G):
     forward = _named("forward", _rows_forward, weights, x_MD, limit)
-    y_MD, x_MD, h_MH = forward(x_MD, weights, sizes_G)
-    return y_MD, (x_MD, h_MH, weights, sizes_G)
+    y_MD, x_MD, h_MW = forward(x_MD, weights, sizes_G)
+    return y_MD, (x_MD, h_MW, weights, sizes_G)
 
 
 def _rows_forward(x_MD, weights, sizes_G, *, limit):
     """As above, and keeps the input of the experts' hidden layer."""
 
     def compute(block: Block, carry, w: Weights):
-        y_MD, h_MH = carry
-        h_BH = block.biased(block.rows(x_MD) @ w.w_in, w.b_in)
-        y_BD = activate(h_BH, limit) @ w.w_out
-        return block.write(y_MD, block.biased(y_BD, w.b_out)), block.write(h_MH, h_BH)
+        y_MD, h_MW = carry
+        h_BW = block.biased(block.rows(x_MD) @ w.w_in, w.b_in)
+        y_BD = activate(h_BW, limit) @ w.w_out
+        return block.write(y_MD, block.biased(y_BD, w.b_out)), block.write(h_MW, h_BW)
 
     M, x_MD = x_MD.shape[0], _padded(x_MD)
-    h_MH = jnp.zeros((x_MD.shape[0], weights.w_in.shape[2]), x_MD.dtype)
-    y_MD, h_MH = _each_block(compute, (jnp.zeros_like(x_MD), h_MH), M, sizes_G, weights)
-    return y_MD[:M], x_MD, h_MH
+    h_MW = jnp.zeros((x_MD.shape[0], weights.w_in.shape[2]), x_MD.dtype)
+    y_MD, h_MW = _each_block(compute, (jnp.zeros_like(x_MD), h_MW), M, sizes_G, weights)
+    return y_MD[:M], x_MD, h_MW
 
 
 def _blocked_backward(limit, saved, dy_MD):
-    x_MD, h_MH, weights, sizes_G = saved
+    x_MD, h_MW, weights, sizes_G = saved
     backward = _named("backward", _rows_backward, weights, dy_MD, limit)
-    return *backward(x_MD, weights, sizes_G, h_MH, dy_MD), None
+    return *backward(x_MD, weights, sizes_G, h_MW, dy_MD), None
 
 
-def _rows_backward(x_MD, weights, sizes_G, h_MH, dy_MD, *, limit):
+def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, *, limit):
     """Gradients of rows and weights, block by block; weight gradients add up in float32."""
     M, dy_MD = dy_MD.shape[0], _padded(dy_MD)
 
     def compute(block: Block, carry, w: Weights):
         dx_MD, dw = carry
         dy_BD = block.rows(dy_MD)
-        a_BF, pull = jax.vjp(partial(activate, limit=limit), block.rows(h_MH))
-        dh_BH = pull(dy_BD @ w.w_out.T)[0]
-        part = Weights(_outer(block.rows(x_MD), dh_BH), _outer(a_BF, dy_BD))
+        a_BF, pull = jax.vjp(partial(activate, limit=limit), block.rows(h_MW))
+        dh_BW = pull(dy_BD @ w.w_out.T)[0]
+        part = Weights(_outer(block.rows(x_MD), dh_BW), _outer(a_BF, dy_BD))
         if w.b_in is not None:
-            part = part._replace(b_in=_sum_rows(dh_BH), b_out=_sum_rows(dy_BD))
+            part = part._replace(b_in=_sum_rows(dh_BW), b_out=_sum_rows(dy_BD))
         dw = part if dw is None else jax.tree.map(jnp.add, dw, part)
-        return block.write(dx_MD, dh_BH @ w.w_in.T), dw
+        return block.write(dx_MD, dh_BW @ w.w_in.T), dw
 
     def group(dx_MD, scanned):
         w, start, end = scanned
@@ -204,19 +206,19 @@ _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 def _padded(x_MD: jax.Array) -> jax.Array:
     """Adds rows so that the last block stays inside the buffer."""
-    return jnp.pad(x_MD, ((0, _ladder(x_MD.shape[0])[-1]), (0, 0)))
+    return jnp.pad(x_MD, ((0, _block_sizes(x_MD.shape[0])[-1]), (0, 0)))
 
 
-def _ladder(num_rows: int) -> tuple[int, ...]:
+def _block_sizes(num_rows: int) -> tuple[int, ...]:
     """Returns the block sizes to compile for a buffer of `M` rows."""
     smaller = [size for size in BLOCK_ROWS if size < num_rows]
     return BLOCK_ROWS[: len(smaller) + 1]
 
 
-def _outer(x_BM: jax.Array, y_BN: jax.Array) -> jax.Array:
+def _outer(x_BX: jax.Array, y_BY: jax.Array) -> jax.Array:
     """Sums the rows' outer products in float32."""
     dims = (((0,), (0,)), ((), ()))
-    return lax.dot_general(x_BM, y_BN, dims, preferred_element_type=jnp.float32)
+    return lax.dot_general(x_BX, y_BY, dims, preferred_element_type=jnp.float32)
 
 
 def _sum_rows(x_BN: jax.Array) -> jax.Array:
@@ -240,16 +242,16 @@ def _blocks(compute: Callable, carry, num_rows: int, start, end, weights):
 
     The largest size comes first, then the smallest that holds the rest.
     """
-    ladder = _ladder(num_rows)
+    sizes = _block_sizes(num_rows)
 
     def sized(size: int, start, carry):
         return compute(Block(start, start + jnp.arange(size) < end), carry, weights)
 
     def advance(state):
         start, carry = state
-        level = jnp.sum(end - start > jnp.array(ladder[:-1]), dtype=jnp.int32)
-        carry = lax.switch(level, [partial(sized, size) for size in ladder], start, carry)
-        return start + ladder[-1], carry
+        level = jnp.sum(end - start > jnp.array(sizes[:-1]), dtype=jnp.int32)
+        carry = lax.switch(level, [partial(sized, size) for size in sizes], start, carry)
+        return start + sizes[-1], carry
 
     # Most groups are one block: it starts the sums that others add to.
     return lax.while_loop(lambda state: state[0] < end, advance, advance((start, carry)))[1]

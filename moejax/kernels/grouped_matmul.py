@@ -1,7 +1,8 @@
 """Products of rows, sorted by group, and the matrix of their group; biases; with gradients.
 
-Per device. Legend: M rows, G groups, K summed over, N columns. FLOPs: 2 * rows * K * N, of each
-gradient as many. `reference.grouped_matmul` says what all of these compute.
+Per device. Legend: M rows, G groups, K summed over, N columns; of experts D width, F hidden, U gate
+and up, W = 2 F. FLOPs: 2 * rows * K * N, and as many for each gradient.
+`reference.grouped_matmul` says what all of these compute.
 """
 
 from typing import Any
@@ -170,20 +171,20 @@ def _swiglu_forward(x_MD, w_in_GDUF, w_out_GFD, sizes_G):
 
     hidden = w_in_GDUF.shape[2] * w_in_GDUF.shape[3]
     run = jitted(mosaic.grouped_swiglu, "products", *x_MD.shape, hidden)
-    a_MF, h_MH = run(x_MD, w_in_GDUF, sizes_G)
-    return _multiply(a_MF, w_out_GFD, sizes_G), (x_MD, h_MH, w_in_GDUF, w_out_GFD, sizes_G)
+    a_MF, h_MW = run(x_MD, w_in_GDUF, sizes_G)
+    return _multiply(a_MF, w_out_GFD, sizes_G), (x_MD, h_MW, w_in_GDUF, w_out_GFD, sizes_G)
 
 
 def _swiglu_backward(saved, dy_MD):
-    x_MD, h_MH, w_in_GDUF, w_out_GFD, sizes_G = saved
+    x_MD, h_MW, w_in_GDUF, w_out_GFD, sizes_G = saved
     da_MF = _multiply_transposed(dy_MD, w_out_GFD, sizes_G)
-    a_MF, pull = jax.vjp(swiglu, h_MH)
-    (dh_MH,) = pull(da_MF)
+    a_MF, pull = jax.vjp(swiglu, h_MW)
+    (dh_MW,) = pull(da_MF)
     dw_out_GFD = _sum_outer(a_MF, dy_MD, sizes_G, w_out_GFD.dtype)
-    dw_in_GDH = _sum_outer(x_MD, dh_MH, sizes_G, w_in_GDUF.dtype)
-    w_in_GDH = w_in_GDUF.reshape(*w_in_GDUF.shape[:2], -1)
-    dx_MD = _multiply_transposed(dh_MH, w_in_GDH, sizes_G)
-    return dx_MD, dw_in_GDH.reshape(w_in_GDUF.shape), dw_out_GFD, None
+    dw_in_GDW = _sum_outer(x_MD, dh_MW, sizes_G, w_in_GDUF.dtype)
+    w_in_GDW = w_in_GDUF.reshape(*w_in_GDUF.shape[:2], -1)
+    dx_MD = _multiply_transposed(dh_MW, w_in_GDW, sizes_G)
+    return dx_MD, dw_in_GDW.reshape(w_in_GDUF.shape), dw_out_GFD, None
 
 
 swiglu_mlp.defvjp(_swiglu_forward, _swiglu_backward)

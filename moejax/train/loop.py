@@ -130,9 +130,8 @@ def train_planned(
         return RunEnd(None)
     devices = start(cfg.mesh)
     platform = platform_of(devices)
-    planned = plan_run(
-        cfg, devices, processes, console, resuming=saved is not None, measured=measured
-    )
+    resuming = saved is not None
+    planned = plan_run(cfg, devices, processes, console, resuming=resuming, measured=measured)
     notes += planned.notes
     cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
