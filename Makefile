@@ -13,7 +13,7 @@ VENV_PARITY := .venv-parity
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-311 aot aot-tpu parity lint format clean
+.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,11 +26,14 @@ train: $(VENV)/.installed ## train a small model (CONFIG=..., ARGS=--config.trai
 test: $(VENV)/.installed ## run the tests on eight simulated CPU devices, of each grid a part (ARGS=tests/moe)
 	$(VENV)/bin/python -m pytest $(SPREAD) $(ARGS)
 
+test-models: $(VENV)/.installed ## run the tests of import, export, adapters, evaluation and generation (ARGS=tests/hf)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "models and not exhaustive" $(ARGS)
+
 test-all: $(VENV)/.installed ## the same, with all cases of every grid; takes longer
 	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity" $(ARGS)
 
 test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
-	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not exhaustive" $(ARGS)
+	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not models and not exhaustive" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile step and kernels for described H200s and test what came out (ARGS="-m aot": all cases)
 	$(VENV_AOT)/bin/python -m pytest $(SPREAD) -m "aot and not exhaustive" tests/hlo tests/kernels tests/benchmarks $(ARGS)

@@ -93,8 +93,25 @@ LONGEST = (
 )
 
 
+# What comes in and goes out of the trainer: files of other libraries, adapters, evaluation and
+# generation. `make test-models` and CI run these, so that `make test` stays within ten minutes.
+MODELS = (
+    "convert/",
+    "evaluate/",
+    "hf/",
+    "serve/",
+    "integration/test_adapter_run.py",
+    "step/test_adapters.py",
+    "train/test_adapters.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what its marks say
 def pytest_collection_modifyitems(items):
     tests = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(tests) and str(item.path.relative_to(tests)).startswith(MODELS):
+            item.add_marker("models")
     turn = {tests / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: turn.get(item.path, len(turn)))
 

@@ -140,7 +140,7 @@ def test_a_run_made_longer_goes_on_and_logs_the_change(place, straight):
     assert records(run_dir, "step")[-1]["step"] == STEPS + 5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_takes_its_first_weights_from_another(place, straight):
     run_dir = place / "second"
     words = [f"--config.run_dir={run_dir}", f"--config.checkpoint.init_from={straight[0]}"]

@@ -82,7 +82,7 @@ def test_a_hand_made_mesh_is_left_alone(cfg):
     assert planned(mine).cfg is mine
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_plan_file_is_taken_whole(cfg, tmp_path):
     plan = planned(cfg).plan
     save_plan(plan, tmp_path / "mine.json")

@@ -123,7 +123,7 @@ def test_chunks_are_doubled_as_far_as_they_may_be():
     assert chunks({}, pinned=frozenset({"route_chunks_backward"})) == [(2, None)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_slow_network_is_avoided():
     """Experts are small and tokens many, or the other way round: what crosses nodes follows."""
     free, crossing = ("mesh.replica", "mesh.expert"), []
