@@ -16,15 +16,19 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 
 from moejax.comm.weights.adapters import Adapter, adapter_dims
 from moejax.config.schema import LoraConfig
 from moejax.errors import InputError, write_whole, writing
 from moejax.layout.layout import RANK
+from moejax.step.adapters import full_name
+from moejax.step.state import Tree
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's, in front of a module's name
@@ -71,6 +75,31 @@ class View(Protocol):
         ...
 
 
+@runtime_checkable
+class Tensor(Protocol):
+    """What `moejax.hf.rules.Tensor` says of a tensor and the parameter that it holds a part of."""
+
+    @property
+    def name(self) -> str:
+        """Name in files."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """Name of the parameter."""
+        ...
+
+    @property
+    def repeat(self) -> int | None:
+        """Index of the stacked layer; None for a parameter that is not stacked."""
+        ...
+
+    @property
+    def view(self) -> View:
+        """How the tensor holds one layer's parameter."""
+        ...
+
+
 @dataclass(frozen=True)
 class AdaptedTensor:
     """A tensor of a model's files whose parameter has an adapter.
@@ -99,6 +128,34 @@ class AdaptedTensor:
     def is_fused(self) -> bool:
         """Whether it has all experts of a layer."""
         return self.view.dims[0] == self.view.groups[0] == "E"
+
+
+def adapted_tensors(
+    tensors: Iterable[Tensor], adapters: Tree, fetch: Callable[[Any], np.ndarray] = np.asarray
+) -> list[AdaptedTensor]:
+    """Returns the tensors whose parameters have an adapter.
+
+    Args:
+      tensors: of all weights of a model, its experts in one tensor a layer.
+      adapters: `TrainState.params` of a run with adapters.
+      fetch: returns an array of the state on the host.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(adapters, is_leaf=_is_adapter)[0]
+    found = {full_name(path): adapter for path, adapter in leaves}
+
+    def layer(tensor: Tensor) -> Adapter:
+        whole = Adapter(*map(fetch, found[tensor.path]))
+        return whole if tensor.repeat is None else Adapter(*(x[tensor.repeat] for x in whole))
+
+    return [
+        AdaptedTensor(tensor.name, tensor.view, partial(layer, tensor))
+        for tensor in tensors
+        if tensor.path in found
+    ]
+
+
+def _is_adapter(x: Any) -> bool:
+    return isinstance(x, Adapter)
 
 
 def write_adapter(

@@ -5,6 +5,7 @@ The view here is as little of `moejax.hf.views.View` as an adapter needs.
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from moejax.hf.adapters import (
     CONFIG,
     WEIGHTS,
     AdaptedTensor,
+    adapted_tensors,
     adapter_config,
     factor_tensors,
     write_adapter,
@@ -105,6 +107,25 @@ TENSORS = [
     tensor(f"{LAYER}block_sparse_moe.experts.down_proj", VIEWS["fused down"]),
     tensor(f"{LAYER}mlp.shared_experts.gate_proj.weight", VIEWS["gate"]),
 ]
+
+
+def test_tensors_of_adapted_parameters_have_their_layers_factors():
+    stacked = Adapter(*(np.stack([x, x + 1]) for x in factors_of("DHC")))
+    whole = factors_of("DV")
+    adapters = {
+        "embedding": {"project": whole, "table": None},
+        "groups": {0: {"blocks": {0: {"attention": {"w_q": stacked, "w_k": None}}}}},
+    }
+    path = "groups.0.blocks.0.attention.w_q"
+    named = [
+        SimpleNamespace(name="q.1", path=path, repeat=1, view=VIEWS["queries"]),
+        SimpleNamespace(name="head", path="embedding.project", repeat=None, view=VIEWS["logits"]),
+        SimpleNamespace(name="k.1", path=path[:-1] + "k", repeat=1, view=VIEWS["queries"]),
+    ]
+    first, second = adapted_tensors(named, adapters)
+    assert (first.name, second.name) == ("q.1", "head")
+    np.testing.assert_array_equal(first.factors().b, stacked.b[1])
+    np.testing.assert_array_equal(second.factors().a, whole.a)
 
 
 def read_safetensors(path):
