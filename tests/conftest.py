@@ -101,6 +101,7 @@ MODELS = (
     "hf/",
     "serve/",
     "integration/test_adapter_run.py",
+    "model/test_ahead.py",
     "step/test_adapters.py",
     "train/test_adapters.py",
 )

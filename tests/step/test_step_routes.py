@@ -139,16 +139,12 @@ NOT_IN_THE_ORACLE = [
     {"router": {"jitter": 0.2}, "model": {"remat": "collectives"}},
     {"train": {"micro_batches": 2}, "router": {"balance_over": "sequence"}},
 ]
-USUAL = [("two_level_merge", 1)]  # the others are for `make test-all`
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("route", "number"),
-    [
-        pytest.param(*case, marks=() if case in USUAL else pytest.mark.exhaustive)
-        for case in product(["duplicate", "gather_home", "merge", "two_level_merge"], range(3))
-    ],
+    list(product(["duplicate", "gather_home", "merge", "two_level_merge"], range(3))),
 )
 def test_routes_give_the_split_routes_gradients(route, number):
     """With what the oracle has not: jitter, micro-batches, replicated activations."""

@@ -278,10 +278,8 @@ def test_a_warm_up_is_the_plain_run_bit_by_bit():
     assert any(np.asarray(x).any() for x in jax.tree.leaves(state.reduction.residuals))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keep", "level"), [(0.5, 1), pytest.param(0.9999, 0, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("keep", "level"), [(0.5, 1), (0.9999, 0)])
 def test_an_adaptive_codec_takes_the_strongest_level_that_keeps_enough(keep, level):
     codec = f"adaptive:{keep}:int8|topk:0.4"
     # Few devices: a level is chosen for all of them, and every level is compiled.
