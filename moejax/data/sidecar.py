@@ -35,7 +35,7 @@ class Sidecar:
     tokenizer: str  # "bytes", or the name of a tokenizer.json beside this file
     tokenizer_sha256: str | None = None  # digest of that tokenizer.json
     chunk_tokens: int | None = None  # array_record: tokens of a record
-    # Of a file with marks: the digest of the marks, the targets, and the bytes of their text.
+    # Set if the file has marks: their digest, the number of targets, the bytes of their text.
     marks_sha256: str | None = None
     num_targets: int | None = None
     target_bytes: int | None = None

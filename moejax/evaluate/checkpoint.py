@@ -34,7 +34,7 @@ OF_MESH = (*LAYOUT, *EXCHANGE, "route_trim", "mesh.nodes")
 
 
 class Chosen(NamedTuple):
-    """What is evaluated: a checkpoint, the config to read it with, and notes for the user."""
+    """A checkpoint to evaluate, the config to read it with, and notes for the user."""
 
     saved: Saved
     cfg: Config

@@ -21,7 +21,7 @@ from moejax.comm.activations import enter_tensor
 from moejax.model.rope import angles_at, tables
 from moejax.model.transformer import Pattern, Transformer
 
-# Of each layer group, of each block of its pattern: arrays [L, B, S, ...], L repeats of the group.
+# For each layer group and each block of its pattern: arrays [L, B, S, ...], L repeats.
 Cache = list[list[tuple[jax.Array, ...]]]
 
 

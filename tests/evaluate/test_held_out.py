@@ -1,4 +1,4 @@
-"""What is scored: token files, texts, or a run's own data. No device is touched."""
+"""The text that is scored: token files, texts, or a run's own data. No device is touched."""
 
 import dataclasses
 import json

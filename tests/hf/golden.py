@@ -20,8 +20,6 @@ from tests.hf.random_models import draw_all, write_folder
 
 MODELS = Path(__file__).parents[1] / "golden" / "models"
 FAMILIES = sorted(path.stem for path in MODELS.glob("*.json"))
-# What the model does not compute yet, by family; "" is for all cases, else the case's name.
-NOT_YET = {}
 
 
 @cache
@@ -42,9 +40,7 @@ def all_cases(only: str = "", always: tuple[str, ...] = tuple(FAMILIES)) -> list
         for name in cases_of(family):
             if not name.startswith(only):
                 continue
-            reason = NOT_YET.get((family, "")) or NOT_YET.get((family, name))
-            marks = [pytest.mark.skip(reason=f"model has no {reason} yet")] if reason else []
-            marks += [] if family in always else [pytest.mark.exhaustive]
+            marks = () if family in always else pytest.mark.exhaustive
             params.append(pytest.param(family, name, marks=marks, id=f"{family}: {name}"))
     return params
 

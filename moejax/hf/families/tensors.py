@@ -26,8 +26,8 @@ GROUPED = (
     Rule("attention.k_norm.scale", "self_attn.k_norm.weight"),
     Rule("attention.sinks", "self_attn.sinks"),
 )
-# Of a head's channels those that rotate come last, in pairs. The latent of keys and values is
-# followed by the key that rotates.
+# A head's last channels rotate, in pairs. The key that rotates follows the latent of keys and
+# values.
 LATENT = (
     Rule("attention.w_q", "self_attn.q_proj.weight", "HC D", paired="C"),
     Rule("attention.w_dq", "self_attn.q_a_proj.weight", "Z D"),
