@@ -47,6 +47,8 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from tests.annotations import without_annotations
+
 # Every annotated function of the package checks its arguments and results, shapes included. As in
 # Python's own typing rules, an int may stand where a float is asked for.
 check_types = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
@@ -132,13 +134,12 @@ def make_room(folder: Path, limit: int) -> None:
 
 @pytest.fixture(scope="module")
 def unchecked_annotations():
-    """Leaves annotations unchecked, which more than halves the time that tracing takes.
+    """Leaves a module's annotations unchecked.
 
     For planning, which traces whole steps: whoever tests model, moe, comm or train checks theirs.
     """
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    with without_annotations():
+        yield
 
 
 @pytest.fixture(scope="module")

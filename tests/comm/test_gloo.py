@@ -147,6 +147,7 @@ def test_exchanges_of_pairs_go_one_way_after_the_other(monkeypatch, name, axes):
     assert not any(a & b for a, b in zip(senders[::2], senders[1::2], strict=True))
 
 
+@pytest.mark.slow
 def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch):
     cfg = small_config(
         (1, 2, 2, 2), model={"remat": "full"}, moe=CERTAIN, train={"micro_batches": 2}

@@ -126,7 +126,7 @@ def test_a_finished_run_says_so_at_once_and_starts_no_device(place, straight):
     assert records(run_dir) == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_made_longer_goes_on_and_logs_the_change(place, straight):
     source, run_dir = straight[0], place / "longer"
     # A copy, because other tests compare the end of the straight run.

@@ -58,6 +58,7 @@ drawn = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(**drawn)
 def test_the_error_stays_below_the_stated_bound(sizes, spare, K, N, seed):

@@ -54,11 +54,14 @@ MORE = {"attention_sinks": True, "attention_output_bias": True, "rope_width": 6}
 LATENT = {"attention": "latent", "attention_bias": False, "rope_width": 4, "kv_latent": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
         {"qk_norm": "full", "tie_embeddings": False},
-        {"qk_norm": "head", "tie_embeddings": True, **MORE},
+        pytest.param(
+            {"qk_norm": "head", "tie_embeddings": True, **MORE}, marks=pytest.mark.exhaustive
+        ),
         pytest.param({**LATENT, "q_latent": 16, "value_width": 4}, marks=pytest.mark.exhaustive),
     ],
     ids=lambda model: model.get("attention", model.get("qk_norm")),

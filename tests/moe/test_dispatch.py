@@ -144,11 +144,12 @@ def random_operands(expert_NK, seed, letters=DIMS[:2]):
 # Each K is two programs more. One choice tells merging routes from others in nothing, and where
 # nothing merges many choices are as many rows.
 RARELY = {"duplicate": 8, "spread": 1, "gather_home": 8, "two_level": 1, "two_level_merge": 1}
+RARELY |= {"split": 8}
 RARELY |= {name: 1 for name in TRIMMED}
 
 
 def with_choices():
-    """Each route with one K; with the other for `make test-all`, but a plain and a merging one."""
+    """Each route with one K; with the other for `make test-all`, but a merging one."""
     for name, k in product([*sorted(ROUTES), *TRIMMED], [1, 8]):
         often = RARELY.get(name) != k and name not in TRIMMED[1:]
         rare = () if often else pytest.mark.exhaustive
@@ -226,8 +227,7 @@ def test_weight_gradients_of_chunks_are_added_up_in_float32():
         assert set(sums) == {"f32"}
 
 
-# By default: rows that are sent one by one, and merged ones over two hops.
-QUANTISED = ("split", "two_level_merge")
+QUANTISED = ("two_level_merge",)  # by default: merged rows over two hops
 
 
 def coded(**options):

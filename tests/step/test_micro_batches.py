@@ -63,6 +63,7 @@ def first(cfg):
     return train_step, spread(state, train_step)
 
 
+@pytest.mark.slow
 def test_equal_parts_round_apart():
     """The error of the sum falls with the root of the parts, as of independent rounding.
 
@@ -101,6 +102,7 @@ def squared_errors_of(parts, sequences, batch):
     )
 
 
+@pytest.mark.slow
 def test_squared_errors_are_of_all_parts():
     """A last part without targets sends what the first left out, and adds that to the sum."""
     cfg = small_config(train={"batch_sequences": 4})

@@ -184,6 +184,7 @@ def test_muons_other_parameters_follow_adam_without_decay():
     assert not np.allclose(muon["query"], adam["query"])
 
 
+@pytest.mark.slow
 def test_momentum_gathers_what_gradients_agree_on():
     """Five steps of a constant gradient leave Adam's step at the learning rate."""
     layout = build_layout(MeshConfig())

@@ -29,6 +29,7 @@ from tests.step.against_oracle import TERMS
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [pytest.param((1, 1, 1, 1), marks=pytest.mark.exhaustive), (2, 1, 2, 2)]
 )

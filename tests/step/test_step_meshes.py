@@ -183,6 +183,7 @@ def test_every_kind_of_model_gives_the_oracles_loss_and_gradients(mesh, changes)
     check_against_oracle(small_config(mesh, **(changes | {"moe": moe})), path="certain")
 
 
+@pytest.mark.slow
 def test_a_dense_model_gives_the_oracles_loss_and_gradients():
     cfg = small_config((2, 2, 1, 2), model={"moe_every": None})
     cfg = dataclasses.replace(cfg, moe=type(cfg.moe)())

@@ -5,10 +5,12 @@ test_step_meshes and test_step_routes take them one by one, for `make test-all`.
 """
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
 
+from tests.annotations import without_annotations
 from tests.cases import CERTAIN, small_config
 from tests.step.against_oracle import check_against_oracle
 from tests.step.test_step_meshes import KINDS, LAYOUTS, MESHES, ROUTINGS, join_kinds
@@ -55,7 +57,19 @@ CASES = [
 ]
 
 
+# Annotations are checked once with each layout, and where buckets overflow.
+CHECKED = {case.layout: case for case in CASES if case.path == "certain"}.values()
+
+
+@pytest.fixture
+def annotations(case):
+    """Leaves annotations unchecked in most cases; layers have tests that check theirs."""
+    with nullcontext() if case in CHECKED or case.path != "certain" else without_annotations():
+        yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("annotations")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.route}-{case.mesh}-{case.path}")
 def test_the_step_gives_the_oracles_loss_and_gradients(case):
     # Expert 0 is chosen by nobody; 16 experts are more than any axis here has devices.

@@ -126,6 +126,7 @@ def test_micro_batches_with_feedback_follow_the_plain_run(codec):
     assert 0 < off < (0.05 if codec == "int4+feedback" else 0.5)
 
 
+@pytest.mark.slow
 def test_what_is_kept_shards_by_device_and_grows_from_nothing():
     cfg = compressed((2, 2, 2, 1), 4, "int4+feedback")
     train_step = step_for(cfg)
@@ -139,6 +140,7 @@ def test_what_is_kept_shards_by_device_and_grows_from_nothing():
     assert all(np.asarray(x).any() for x in jax.tree.leaves(state.reduction) if x.size)
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_keeps_what_was_kept():
     """The loss is not finite; then the loss is, and the norm of the gradient is not."""
     cfg = compressed((2, 2, 2, 1), 4, "int4+feedback", model={"tie_embeddings": False})
