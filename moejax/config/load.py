@@ -124,9 +124,7 @@ def override(cfg: Config, overrides: Iterable[str]) -> Config:
     Raises:
       InputError: a field is unknown or has a wrong value.
     """
-    for word in overrides:
-        cfg = change(cfg, _parse_override(word))
-    return cfg
+    return change(cfg, parse_overrides(overrides))
 
 
 def _parse_override(override: str) -> dict[str, Any]:

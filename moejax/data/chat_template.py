@@ -25,6 +25,7 @@ SAFE_JINJA = (3, 1, 6)  # earlier ones let templates out of the sandbox
 # What {% generation %} and {% endgeneration %} write: characters that no text may contain.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
+MAX_BYTES = 64 << 20  # of a template's or settings' file; large vocabularies have one of megabytes
 MESSAGE_LIMIT = 160  # characters of another program's message
 
 
@@ -131,7 +132,17 @@ def load_template(
     )
 
 
+def _check_size(file: Path) -> None:
+    """Refuses a file that is no template and no settings, before it is read into memory."""
+    if file.is_file() and file.stat().st_size > MAX_BYTES:
+        raise InputError(
+            f"file is too large. {file} has {file.stat().st_size:,} bytes. A chat template and a "
+            f"tokenizer's settings have at most {MAX_BYTES:,}. Copy it again."
+        )
+
+
 def _read_text(file: Path) -> str:
+    _check_size(file)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -145,6 +156,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     """Returns a JSON object; an empty one if the file does not exist."""
     if not file.is_file():
         return {}
+    _check_size(file)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,26 +1,26 @@
 """The checkpoint that is evaluated, and the config under which it is."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from moejax.config.checks import check
-from moejax.config.checks.mesh import check_batch, check_expert_axis, check_width
+from moejax.config.checks.mesh import check_batch
 from moejax.config.checks.planned import EXCHANGE, LAYOUT, MESH
 from moejax.config.fields import change, fields, get_value
 from moejax.config.load import from_dict, parse_overrides
 from moejax.config.schema import CompressionConfig, Config, PlanConfig
+from moejax.config.spread import spread
 from moejax.errors import InputError
 from moejax.runtime.processes import Processes
 from moejax.step.state import Reduction, TrainState
 from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import restore_items
-from moejax.train.resume import SHAPES, check_same_base
+from moejax.train.resume import SHAPES
 from moejax.train.saved import Saved, latest_intact
-from moejax.train.source import Source, base_of, find_source
+from moejax.train.source import Source, frozen_source
 from moejax.train.source import read_weights as read_base
 
 # Settings that a command reads which runs the model; all others are of training.
@@ -81,44 +81,17 @@ def choose(
             )
     cfg = evaluation_config(trained, values)
     check(cfg)
-    base = _base_of(saved, cfg, values.get("checkpoint.init_from"), processes)
+    base = frozen_source(saved, cfg, values.get("checkpoint.init_from"), processes)
     if base is not None:
         notes.append(f"adapters from {saved.path}, frozen weights from {base.path}")
     return Chosen(saved, cfg, notes, base)
-
-
-def _base_of(saved: Saved, cfg: Config, named: str | None, processes: Processes) -> Source | None:
-    """Returns the frozen weights of a checkpoint with adapters; None if it has all weights.
-
-    Args:
-      named: `checkpoint.init_from` of the command line; by default they are where they were.
-    """
-    if cfg.lora.rank is None:
-        if named is None:
-            return None
-        raise InputError(
-            f"`checkpoint.init_from` has no effect. It is set to {named}, and {saved.path} has all "
-            f"weights. It names the weights that adapters were trained on. Leave it out."
-        )
-    source = saved.manifest["base"]["path"] if named is None else named
-    if not processes.from_first(lambda: Path(source).is_dir()):
-        raise InputError(
-            f"frozen weights are not here. {saved.path} has adapters, of {source}, which is no "
-            f"directory. Adapters need the weights they were trained on. Name them: "
-            f"--config.checkpoint.init_from=DIR."
-        )
-    named_cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, init_from=source))
-    base = find_source(named_cfg, cfg.checkpoint.verify, processes)
-    if (identity := base_of(cfg, base)) is not None:
-        check_same_base(saved.manifest, identity)
-    return base
 
 
 def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
     """Returns the config of a run with settings changed for an evaluation.
 
     The mesh is that of the run. If a setting names an axis, the settings describe the whole mesh:
-    other axes have one device, and replica takes what they leave. See also `spread`.
+    other axes have one device, and replica takes what they leave. See also `on_all_devices`.
     """
     # Nothing is planned, and an evaluation has no codecs.
     cfg = change(cfg, {"plan": PlanConfig(mode="hand"), "compression": CompressionConfig()})
@@ -128,33 +101,11 @@ def evaluation_config(cfg: Config, values: dict[str, Any]) -> Config:
     return change(cfg, values)
 
 
-def spread(cfg: Config, num_devices: int) -> Config:
-    """Returns a config on all devices, if it names no axis of a mesh, as imported ones do.
-
-    Experts are spread first, then the width; devices that neither can use hold copies.
-    """
+def on_all_devices(cfg: Config, num_devices: int) -> Config:
+    """Returns a config on all devices, if it names no axis of a mesh, as imported ones do."""
     if any(get_value(cfg, name) != fields()[name].default for name in MESH):
         return cfg
-    sizes = [size for size in range(num_devices, 0, -1) if num_devices % size == 0]
-    meshes = [
-        {"mesh.replica": num_devices // expert // fsdp, "mesh.fsdp": fsdp, "mesh.expert": expert}
-        for expert in sizes
-        for fsdp in sizes
-        if num_devices % (expert * fsdp) == 0 and (expert == 1 or cfg.model.has_experts)
-    ]
-    fitting = [found for mesh in meshes if _fits(found := change(cfg, mesh))]
-    chosen = max(fitting, key=lambda c: (c.mesh.fsdp * c.mesh.expert, c.mesh.expert), default=cfg)
-    return chosen
-
-
-def _fits(cfg: Config) -> bool:
-    try:
-        check_expert_axis(cfg)
-        check_width(cfg)
-        check_batch(cfg)
-    except InputError:
-        return False
-    return True
+    return spread(cfg, num_devices, check_batch) or cfg
 
 
 def read_weights(chosen: Chosen, train_step: TrainStep) -> TrainState:

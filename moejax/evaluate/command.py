@@ -16,7 +16,7 @@ from moejax.config.load import split_overrides
 from moejax.data.batches import count_eval_batches
 from moejax.data.tokenizer import Tokenizer
 from moejax.errors import InputError, exit_code
-from moejax.evaluate.checkpoint import Chosen, choose, read_weights, spread
+from moejax.evaluate.checkpoint import Chosen, choose, on_all_devices, read_weights
 from moejax.evaluate.documents import DocumentScore, scores, sum_documents
 from moejax.evaluate.held_out import HeldOut, Wanted, open_held_out
 from moejax.evaluate.report import Result, print_json, print_tables
@@ -119,7 +119,7 @@ def _evaluate(
     tokenizer = _tokenizer(held_out, console) if by_document else None
     devices = start(chosen.cfg.mesh)
     platform = platform_of(devices)
-    cfg = spread(chosen.cfg, len(devices))
+    cfg = on_all_devices(chosen.cfg, len(devices))
     cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
     whole_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     train_step = whole_step.of_weights()

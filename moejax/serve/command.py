@@ -11,7 +11,7 @@ from rich.console import Console
 from moejax.config.checks import resolve_mesh
 from moejax.config.load import parse_overrides, split_overrides
 from moejax.errors import InputError, exit_code
-from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights, spread
+from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, on_all_devices, read_weights
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import Processes
@@ -146,7 +146,7 @@ def _continue(
     """Starts devices, reads the weights, and appends tokens to the texts; returns the seconds."""
     devices = start(chosen.cfg.mesh)
     platform = platform_of(devices)
-    cfg = spread(chosen.cfg, len(devices))
+    cfg = on_all_devices(chosen.cfg, len(devices))
     cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
     engine = build_engine(
         cfg,

@@ -1,11 +1,12 @@
 """What a run begins with: another run's checkpoint, or a folder of safetensors files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 
 from moejax.config.schema import Config
+from moejax.errors import InputError
 from moejax.hf.config import check_same_model
 from moejax.hf.files import is_folder_of_weights
 from moejax.hf.load import LoadPlan, load, plan_load
@@ -15,7 +16,7 @@ from moejax.hf.reader import Folder, digest_of_samples
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState, Tree
 from moejax.train.checkpoint import restore_items
-from moejax.train.resume import check_same_weights, describe_base
+from moejax.train.resume import check_same_base, check_same_weights, describe_base
 from moejax.train.saved import Saved, locate
 
 
@@ -99,6 +100,38 @@ def base_of(cfg: Config, source: Source | None) -> dict[str, str] | None:
     if isinstance(source, Saved):
         return describe_base(source.path, source.manifest)
     return {"path": str(source), "weights": digest_of_samples(source.folder)}
+
+
+def frozen_source(
+    saved: Saved, cfg: Config, named: str | None, processes: Processes = ALONE
+) -> Source | None:
+    """Returns the frozen weights of a checkpoint with adapters; None if it has all weights.
+
+    Args:
+      cfg: of the checkpoint.
+      named: where they are; None: where the adapters' run had them.
+    Raises:
+      InputError: if they are missing or damaged, or others than those of the run.
+    """
+    if cfg.lora.rank is None:
+        if named is None:
+            return None
+        raise InputError(
+            f"`checkpoint.init_from` has no effect. It is set to {named}, and {saved.path} has all "
+            f"weights. It names the weights that adapters were trained on. Leave it out."
+        )
+    source = saved.manifest["base"]["path"] if named is None else named
+    if not processes.from_first(lambda: Path(source).is_dir()):
+        raise InputError(
+            f"frozen weights are not here. {saved.path} has adapters, of {source}, which is no "
+            f"directory. Adapters need the weights they were trained on. Name them: "
+            f"--config.checkpoint.init_from=DIR."
+        )
+    named_cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, init_from=source))
+    base = find_source(named_cfg, cfg.checkpoint.verify, processes)
+    if (identity := base_of(cfg, base)) is not None:
+        check_same_base(saved.manifest, identity)
+    return base
 
 
 def keep_origin(source: Source | None, run_dir: Path) -> None:

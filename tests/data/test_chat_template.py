@@ -77,6 +77,15 @@ def test_a_damaged_file_is_named(tmp_path, file, content, said):
         load_template(path, None)
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_would_fill_the_memory_is_named(tmp_path, file):
+    path = write_model(tmp_path)
+    with (tmp_path / file).open("wb") as large:
+        large.truncate(10**12)  # a file without content, which takes no room
+    with pytest.raises(InputError, match=rf"file is too large.*{file}.*1,000,000,000,000 bytes"):
+        load_template(path, None)
+
+
 def test_a_template_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(InputError, match=r"nowhere\.jinja"):
         load_template(None, tmp_path / "nowhere.jinja")

@@ -13,7 +13,7 @@ from moejax.evaluate.checkpoint import (
     Chosen,
     choose,
     evaluation_config,
-    spread,
+    on_all_devices,
     tokenizer_beside_weights,
 )
 from moejax.runtime.processes import ALONE
@@ -116,14 +116,14 @@ def test_a_named_axis_describes_the_whole_mesh():
 )
 def test_weights_without_a_mesh_are_spread_over_all_devices(devices, experts, width, wanted):
     cfg = small_config(model={"width": width}, moe={"num_experts": experts})
-    mesh = spread(cfg, devices).mesh
+    mesh = on_all_devices(cfg, devices).mesh
     assert (mesh.replica, mesh.fsdp, mesh.expert) == wanted
-    assert spread(small_config((2, 1, 1, 2)), devices).mesh.tensor == 2, "a mesh is kept"
+    assert on_all_devices(small_config((2, 1, 1, 2)), devices).mesh.tensor == 2, "a mesh is kept"
 
 
 def test_a_dense_model_is_spread_by_its_width():
     cfg = small_config(model={"moe_every": None})
-    assert spread(cfg, 4).mesh == MeshConfig(1, fsdp=4)
+    assert on_all_devices(cfg, 4).mesh == MeshConfig(1, fsdp=4)
 
 
 def test_the_tokenizer_of_an_import_is_found(tmp_path):
