@@ -11,7 +11,6 @@ Python and JAX is not part of either side. Writes convert.json and convert.md.
 
 import argparse
 import json
-import math
 import os
 import resource
 import shutil
@@ -23,31 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from benchmarks.cpu.mixtral import write_model
 from benchmarks.machine import Clock, spread, stamp
 from moejax.convert.exporting import export_run
 from moejax.convert.importing import import_folder
 from moejax.train.manifest import sha256
 
-LAYERS, WIDTH, EXPERTS, HIDDEN, VOCABULARY = 6, 1024, 16, 2048, 32_000
-CONFIG = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "num_local_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
+LAYERS = 6
 BUFFER = 16 << 20  # bytes of a plain read or write
 BAR = 0.5  # of the speed of plain reads and writes
 
@@ -60,43 +43,6 @@ class Conversion:
     run: Callable[[Path], None]  # writes a new folder
     source: Path
     checkpoint_is_source: bool
-
-
-def shapes() -> dict[str, tuple[int, ...]]:
-    """Returns the model's tensors."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
-    found |= {"lm_head.weight": (VOCABULARY, WIDTH), "model.norm.weight": (WIDTH,)}
-    rows = {"q": WIDTH, "k": WIDTH // 4, "v": WIDTH // 4, "o": WIDTH}
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}."
-        found |= {f"{prefix}self_attn.{x}_proj.weight": (n, WIDTH) for x, n in rows.items()}
-        for norm in ("input", "post_attention"):
-            found[f"{prefix}{norm}_layernorm.weight"] = (WIDTH,)
-        prefix += "block_sparse_moe."
-        found[f"{prefix}gate.weight"] = (EXPERTS, WIDTH)
-        for expert in range(EXPERTS):
-            each = {"w1": (HIDDEN, WIDTH), "w2": (WIDTH, HIDDEN), "w3": (HIDDEN, WIDTH)}
-            found |= {f"{prefix}experts.{expert}.{w}.weight": s for w, s in each.items()}
-    return found
-
-
-def write_model(folder: Path) -> None:
-    """Writes the model's folder in bfloat16, a tensor at a time."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    header, offset = {}, 0
-    for name, shape in shapes().items():
-        end = offset + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    rng = np.random.default_rng(0)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for shape in shapes().values():
-            values = rng.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
-            file.write(values.astype(ml_dtypes.bfloat16).tobytes())
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -182,7 +128,7 @@ def exporting(imported: Path) -> Callable[[Path], None]:
 
 def measure(rounds: int, place: Path) -> dict[str, Any]:
     """Returns seconds of both sides, by conversion and round."""
-    write_model(place / "model")
+    write_model(place / "model", LAYERS)
     found: dict[str, Any] = {}
     cases = conversions(place)
     clock, before = Clock(sorted(os.sched_getaffinity(0))), time.process_time()

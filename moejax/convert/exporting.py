@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from moejax.config.load import from_dict
-from moejax.config.schema import Config, MeshConfig
-from moejax.convert.mesh import build_here
+from moejax.config.schema import Config
 from moejax.convert.output import bar, check_new_folder, check_space, console_of, written_beside
 from moejax.data.sources import tokenizer_file
 from moejax.errors import InputError, write_whole
@@ -23,15 +21,16 @@ from moejax.hf.model import describe_anywhere
 from moejax.hf.origin import GENERATION, copy_small_files, origin_of, read_config
 from moejax.hf.writer import (
     check_biases,
+    files_of,
     plan_files,
     total_bytes,
     total_elements,
     write_weights,
 )
 from moejax.runtime.processes import Processes
-from moejax.runtime.start import join, start
-from moejax.train.checkpoint import restore_weight
+from moejax.runtime.start import join
 from moejax.train.saved import Saved, locate
+from moejax.train.stored import StoredWeights
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -44,7 +43,7 @@ def export_run(
     dtype: str = "bfloat16",
     family: str | None = None,
 ) -> None:
-    """Writes a folder of safetensors files, from all devices of all processes.
+    """Writes a folder of safetensors files; each process writes some of them. Touches no device.
 
     Args:
       run: a run directory, an imported folder, or one checkpoint.
@@ -52,8 +51,8 @@ def export_run(
       dtype: of the weights.
       family: name of the family to write; None: that of the first weights, or one that fits.
     Raises:
-      InputError: for a missing or damaged checkpoint, or a model that no family holds, before a
-        device is touched.
+      InputError: for a missing or damaged checkpoint, or a model that no family holds, before
+        anything is written.
     """
     check_new_folder(out, "--out")
     with join() as processes:
@@ -63,10 +62,15 @@ def export_run(
         refuse_adapters(saved, cfg)
         base = read_config(origin)
         chosen, config = choose_family(cfg, base, family)
-        files = plan_files(chosen, *describe_anywhere(cfg), dtype)
+        model, *shapes = describe_anywhere(cfg)
+        files = plan_files(chosen, model, *shapes, dtype)
+        weights = StoredWeights(saved.path)
+        check_biases(chosen, model, *shapes, weights.read)
         check_space(out, total_bytes(files), processes)
         with written_beside(out, processes) as beside:
-            _write_weights(saved, cfg, chosen, dtype, beside, processes, console)
+            text = f"writing {decimal(total_bytes(files))} from {saved.path}"
+            with bar(console, text, total_elements(files_of(files, processes))) as advance:
+                write_weights(files, beside, weights.read, processes, advance)
             if processes.first:
                 _write_small_files(beside, config, origin, cfg, dtype)
         console.print(
@@ -129,26 +133,6 @@ def _config_of(
             f"{family.name} does not hold this model: {error}. Name another family with --family, "
             "or export a model without it."
         ) from None
-
-
-def _write_weights(
-    saved: Saved,
-    cfg: Config,
-    family: Family,
-    dtype: str,
-    beside: Path,
-    processes: Processes,
-    console: Console,
-) -> None:
-    """Reads the weights onto the devices here, an array at a time, and writes them."""
-    train_step = build_here(cfg, start(MeshConfig()))
-    shapes = (train_step.abstract.params, train_step.abstract.router_bias)
-    files = plan_files(family, train_step.model, *shapes, dtype)
-    text = f"writing {decimal(total_bytes(files))} from {saved.path}"
-    weights = partial(restore_weight, saved.path, train_step.abstract)
-    check_biases(family, train_step.model, *shapes, weights)
-    with bar(console, text, total_elements(files)) as advance:
-        write_weights(files, beside, weights, processes, advance)
 
 
 def _write_small_files(

@@ -38,13 +38,9 @@ from moejax.runtime.start import join, start
 from moejax.step.state import Reduction, TrainState, Tree
 from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import Checkpoints
-from moejax.train.chunks import Chunks
 
 LONGEST = 2048  # positions of a sequence in the written config
 LEARNING_RATE = 1e-5  # for weights that are trained already
-# A run on many devices restores small shards of what one process may have imported: a stacked
-# parameter of a large model has a hundred gigabytes.
-CHUNK_BYTES = 64 << 20
 
 
 def import_folder(
@@ -126,22 +122,11 @@ def _write_checkpoint(
         "data_position": 0,
         "jax": jax.__version__,
     }
-    checkpoints = Checkpoints(beside, keep=1, processes=processes, chunks=chunks_of(plan))
+    checkpoints = Checkpoints(beside, keep=1, processes=processes)
     try:
         checkpoints.save(0, state, facts)
     finally:
         checkpoints.close()
-
-
-def chunks_of(plan: LoadPlan) -> Chunks:
-    """Returns how stacked parameters are cut: by layers, and by experts."""
-    axes = {}
-    for parameter in plan.parameters.values():
-        stacked = len(parameter.shape) > len(parameter.dims)
-        if stacked and len(parameter.dims) > 1:
-            experts = parameter.dims[0] == "E" and len(parameter.dims) > 2
-            axes[f"params.{parameter.path}"] = (0, 1) if experts else (0,)
-    return Chunks(CHUNK_BYTES, axes)
 
 
 def load_weights(

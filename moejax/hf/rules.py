@@ -20,6 +20,9 @@ BLOCK = re.compile(r"(?P<stack>groups\.(\d+)\.blocks\.(\d+)\.)(?P<own>.+)")
 AHEAD = re.compile(r"(?P<stack>predict_ahead\.group\.blocks\.0\.)(?P<own>.+)")
 
 
+Index = tuple[int | slice, ...]  # positions in an array, and whole dimensions
+
+
 @dataclass(frozen=True)
 class Rule:
     """One kind of tensor.
@@ -71,6 +74,13 @@ class Tensor:
     repeat: int | None
     view: View
     wide: bool = False
+
+    @property
+    def index(self) -> Index:
+        """Where its numbers are in the parameter."""
+        at = dict(self.view.at)
+        own = tuple(at.get(letter, slice(None)) for letter in self.view.dims)
+        return own if self.repeat is None else (self.repeat, *own)
 
 
 @dataclass(frozen=True)

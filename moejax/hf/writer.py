@@ -1,39 +1,36 @@
-"""Writes a model's arrays as a folder of safetensors files.
+"""Writes a model's weights as a folder of safetensors files.
 
-The header of every file is known before the first tensor is read, so tensors stream: one is
-assembled, written at its place and forgotten, parameter after parameter. Each process writes the
-files that are its own.
+The header of every file is known before the first tensor is read, so tensors stream: a thread reads
+one, turns it, writes it at its place and forgets it. Each process writes the files that are its
+own, and asks for no other tensors.
 """
 
 import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 
 from moejax.errors import InputError, writing
-from moejax.hf.assemble import assemble, is_shared
 from moejax.hf.families.family import Family
 from moejax.hf.families.tensors import AHEAD_COPIES
 from moejax.hf.files import INDEX, SINGLE
 from moejax.hf.load import parameters_of, without_rule
-from moejax.hf.rules import Tensor, tensors_of
+from moejax.hf.rules import Index, Tensor, tensors_of
 from moejax.runtime.processes import Processes
 from moejax.step.model import ModelDef
 from moejax.step.state import Tree
 
 AHEAD_COPIED = tuple(rule.ours for rule in AHEAD_COPIES)
-THREADS = 4  # transpose and write beside each other
+THREADS = 4  # read, turn and write beside each other
 FILE_BYTES = 5 * 10**9  # of a file at most, as transformers cuts
 DTYPES = {
     "float32": ("F32", np.dtype(np.float32)),
@@ -122,10 +119,12 @@ def plan_files(
     return [OutFile(name, tuple(placed)) for name, placed in zip(names, files, strict=True)]
 
 
-Arrays = Callable[[str], jax.Array]  # a parameter or selection bias by its path
+# Returns numbers of a parameter or selection bias, given its path and where they are in it. An index
+# without entries for some dimensions has these whole. Several threads call it.
+Source = Callable[[str, Index], np.ndarray]
 
 
-def check_biases(family: Family, model: ModelDef, params: Tree, bias: Tree, arrays: Arrays) -> None:
+def check_biases(family: Family, model: ModelDef, params: Tree, bias: Tree, source: Source) -> None:
     """Refuses selection biases that a family's files cannot hold.
 
     Args:
@@ -134,7 +133,7 @@ def check_biases(family: Family, model: ModelDef, params: Tree, bias: Tree, arra
       InputError: if one is not zero.
     """
     for path in sorted(without_rule(family, parameters_of(model, params, bias))):
-        if np.any(np.asarray(arrays(path).addressable_data(0))):
+        if np.any(source(path, ())):
             raise InputError(
                 f"{family.name} has no tensor for the selection biases of loss-free balancing "
                 f"({path}), and they are not zero. Without them the router would choose other "
@@ -142,10 +141,15 @@ def check_biases(family: Family, model: ModelDef, params: Tree, bias: Tree, arra
             )
 
 
+def files_of(files: Sequence[OutFile], processes: Processes) -> Sequence[OutFile]:
+    """Returns the files that this process writes."""
+    return files[processes.index :: processes.count]
+
+
 def write_weights(
     files: Sequence[OutFile],
     folder: Path,
-    arrays: Arrays,
+    source: Source,
     processes: Processes,
     progress: Callable[[int], None] = lambda elements: None,
 ) -> None:
@@ -153,58 +157,30 @@ def write_weights(
 
     Args:
       folder: exists; nothing in it is read.
-      arrays: called once for each array, which is let go when its tensors are written.
-      progress: called with the number of elements of each tensor.
+      source: is asked for all tensors of a parameter before those of the next.
+      progress: called with the number of elements of each tensor that this process wrote.
     """
-    by_path = _by_path(files)
     with ExitStack() as stack:
-        own = {
-            file.name: stack.enter_context(_Output(folder, file))
-            for index, file in enumerate(files)
-            if index % processes.count == processes.index
-        }
         pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-        for path, places in by_path.items():
-            array = arrays(path)
-            # Collectives follow each other in one order in all processes.
-            run = map if is_shared(array) else pool.map
-            write = functools.partial(_write_tensor, array, own=own, processes=processes)
-            for place in run(write, places):
-                progress(place.tensor.view.elements)
-            del array, write
+        jobs = [
+            (output, place)
+            for file in files_of(files, processes)
+            for output in [stack.enter_context(_Output(folder, file))]
+            for place in file.placed
+        ]
+        jobs.sort(key=lambda job: job[1].tensor.path)
+        for place in pool.map(functools.partial(_write_tensor, source), jobs):
+            progress(place.tensor.view.elements)
     processes.gather("written")
     if processes.first and len(files) > 1:
         _write_index(files, folder)
 
 
-def _by_path(files: Sequence[OutFile]) -> dict[str, list[tuple[OutFile, Placed]]]:
-    """Returns the tensors of each parameter, files by turns, so that all processes write."""
-    found: dict[str, list[list[tuple[OutFile, Placed]]]] = {}
-    for index, file in enumerate(files):
-        for place in file.placed:
-            lists = found.setdefault(place.tensor.path, [[] for _ in files])
-            lists[index].append((file, place))
-    return {
-        path: [entry for turn in zip_longest(*lists) for entry in turn if entry is not None]
-        for path, lists in found.items()
-    }
-
-
-def _write_tensor(
-    array: jax.Array,
-    entry: tuple[OutFile, Placed],
-    own: Mapping[str, "_Output"],
-    processes: Processes,
-) -> Placed:
-    """Assembles one tensor, and writes it if its file is this process's."""
-    file, place = entry
-    output = own.get(file.name)
-    if output is None and not is_shared(array):
-        return place
-    dtype = DTYPES[place.dtype][1]
-    values = assemble(array, place.tensor, dtype, processes)
-    if output is not None:
-        output.write(place, place.tensor.view.to_tensor(values, dtype))
+def _write_tensor(source: Source, job: tuple["_Output", Placed]) -> Placed:
+    """Reads one tensor, and writes it at its place."""
+    output, place = job
+    values = source(place.tensor.path, place.tensor.index)
+    output.write(place, place.tensor.view.to_tensor(values, DTYPES[place.dtype][1]))
     return place
 
 

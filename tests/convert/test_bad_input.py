@@ -22,7 +22,6 @@ def refused(command, tmp_path, monkeypatch):
     def run(*words):
         with monkeypatch.context() as patched:
             patched.setattr(importing, "start", start)
-            patched.setattr(exporting, "start", start)
             before = sorted(tmp_path.iterdir())
             code, lines = command(*words)
         assert code == 2, lines

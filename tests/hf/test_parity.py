@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from moejax.config.schema import MeshConfig
-from moejax.hf.assemble import assemble
 from moejax.hf.families import family_of
 from moejax.hf.load import flat, parameters_of, without_rule
 from moejax.hf.rules import tensors_of
+from moejax.hf.shards import part_of
 from moejax.moe import router
-from moejax.runtime.processes import ALONE
 from moejax.step.state import Batch
 from tests.cases import place
 from tests.hf.golden import all_cases, cases_of, loaded
@@ -88,7 +87,7 @@ def check_gradients(train_step, gradients, case):
     rounding = np.finfo(np.float32).eps * max(norm for norm, _ in case["gradients"].values())
     assert {tensor.name for tensor in tensors} == set(case["gradients"])
     for tensor in tensors:
-        values = assemble(arrays[tensor.path], tensor, np.float32, ALONE)
+        values = part_of(arrays[tensor.path], tensor.index)
         gradient = tensor.view.to_tensor(values).astype(np.float64)
         norm, projection = case["gradients"][tensor.name]
         direction = draw(f"direction of {tensor.name}", gradient.shape).astype(np.float64)

@@ -15,6 +15,7 @@ from moejax.hf.config import config_of
 from moejax.hf.families import family_of
 from moejax.hf.load import flat, load, plan_load
 from moejax.hf.reader import Folder
+from moejax.hf.shards import part_of
 from moejax.hf.writer import check_biases, plan_files, total_elements, write_weights
 from moejax.runtime.processes import ALONE
 from tests.cases import step_for
@@ -50,12 +51,17 @@ def import_arrays(path, mesh):
         )
 
 
+def on_devices(arrays):
+    """Arrays as the writer's source of numbers."""
+    return lambda path, index: part_of(arrays[path], index)
+
+
 def export_arrays(out, family, step, arrays, dtype, file_bytes=10**9):
     out.mkdir()
     shapes = (step.abstract.params, step.abstract.router_bias)
     files = plan_files(family, step.model, *shapes, dtype, file_bytes)
     done = []
-    write_weights(files, out, arrays.__getitem__, ALONE, done.append)
+    write_weights(files, out, on_devices(arrays), ALONE, done.append)
     assert sum(done) == total_elements(files)
     return files
 
@@ -148,11 +154,11 @@ def test_selection_biases_that_files_cannot_hold_are_refused(tmp_path):
     case = cases_of("olmoe")["top 3"]
     table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
     shapes = (step.abstract.params, step.abstract.router_bias)
-    check_biases(table, step.model, *shapes, arrays.__getitem__)
+    check_biases(table, step.model, *shapes, on_devices(arrays))
     (path,) = [path for path in arrays if path.endswith(".moe.bias")]
     arrays[path] = arrays[path].at[0, 1].set(0.001)
     with pytest.raises(InputError, match="no tensor for the selection biases"):
-        check_biases(table, step.model, *shapes, arrays.__getitem__)
+        check_biases(table, step.model, *shapes, on_devices(arrays))
 
 
 def test_a_model_without_a_place_in_the_family_is_refused(tmp_path):

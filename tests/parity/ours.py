@@ -10,12 +10,11 @@ import numpy as np
 from moejax.config.load import to_dict
 from moejax.config.schema import Config, DataConfig, MeshConfig, TrainConfig
 from moejax.convert.exporting import export_run
-from moejax.hf.assemble import assemble
 from moejax.hf.families import family_named, family_of
 from moejax.hf.families.family import from_settings
 from moejax.hf.load import flat
+from moejax.hf.shards import part_of
 from moejax.hf.writer import plan_files
-from moejax.runtime.processes import ALONE
 from moejax.step.state import Batch, Reduction, TrainState
 from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import Checkpoints
@@ -114,9 +113,7 @@ def loss_and_gradients(ours: Ours, token_BT: np.ndarray) -> tuple[float, dict[st
     gradients, parts = ours.train_step.gradients(ours.state, place(ours.train_step, batch))
     arrays = flat(gradients)
     return float(parts.nll), {
-        tensor.name: tensor.view.to_tensor(
-            assemble(arrays[tensor.path], tensor, np.dtype(np.float32), ALONE)
-        )
+        tensor.name: tensor.view.to_tensor(part_of(arrays[tensor.path], tensor.index))
         for tensor in tensors_of(ours.family, ours.train_step)
         if tensor.path in arrays
     }
