@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from moejax.config.load import split_overrides
-from moejax.errors import exit_code
+from moejax.config.load import parse_overrides, split_overrides
+from moejax.errors import InputError, exit_code
 from moejax.hf.families import FAMILIES
 
 EPILOG = """\
@@ -29,9 +29,12 @@ writes imported/olmoe/0 (weights), imported/olmoe/config.json (to train with) an
 EXPORT_EPILOG = """\
 example:
   moejax hf export runs/olmoe --out exported/olmoe --step 400
+  moejax hf export runs/olmoe_lora --out exported/adapter --adapter
 
 writes config.json, generation_config.json, model-0000k-of-0000n.safetensors of 5 GB at most with
 their index, and copies tokenizer and texts. transformers, vLLM and lm-eval load the folder.
+Adapters (LoRA) are added to the weights that they were trained on; --adapter writes them alone, as
+peft reads them. --config.checkpoint.init_from=DIR says where those weights are, if they have moved.
 """
 
 
@@ -72,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
     exporting.add_argument(
         "--family", help="default: that of the first weights, else the first that fits"
     )
+    exporting.add_argument(
+        "--adapter", action="store_true", help="write the adapters of a LoRA run alone, for peft"
+    )
     return command
 
 
@@ -104,7 +110,26 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         return
     from moejax.convert.exporting import export_run
 
-    export_run(args.path, args.out, step=args.step, dtype=args.dtype, family=args.family)
+    export_run(
+        args.path,
+        args.out,
+        step=args.step,
+        dtype=args.dtype,
+        family=args.family,
+        adapter=args.adapter,
+        base=_base(overrides),
+    )
+
+
+def _base(overrides: list[str]) -> str | None:
+    """Returns the only setting that an export reads: where frozen weights are."""
+    values = parse_overrides(overrides)
+    base = values.pop("checkpoint.init_from", None)
+    for name in values:
+        raise InputError(
+            f"`{name}` has no effect. An export reads checkpoint.init_from only. Leave it out."
+        )
+    return base
 
 
 if __name__ == "__main__":

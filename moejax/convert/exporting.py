@@ -1,17 +1,29 @@
 """`moejax hf export`: a run's checkpoint becomes a folder that other libraries load."""
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.filesize import decimal
 
 from moejax.config.load import from_dict
 from moejax.config.schema import Config
-from moejax.convert.output import bar, check_new_folder, check_space, console_of, written_beside
+from moejax.convert.adapters import merged_weights, write_adapters
+from moejax.convert.output import (
+    bar,
+    check_new_folder,
+    check_space,
+    console_of,
+    plural,
+    written_beside,
+)
 from moejax.data.sources import tokenizer_file
 from moejax.errors import InputError, write_whole
 from moejax.hf.families import FAMILIES, family_named, family_of
@@ -30,9 +42,28 @@ from moejax.hf.writer import (
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
 from moejax.train.saved import Saved, locate
+from moejax.train.source import FolderSource, Source, frozen_source
 from moejax.train.stored import StoredWeights
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class _Export:
+    """What is exported, and how it is called.
+
+    Attributes:
+      frozen: the weights that adapters were trained on; None if the checkpoint has all weights.
+      config: the `config.json` that is written.
+      origin: where the small files are that came with the first weights.
+    """
+
+    saved: Saved
+    cfg: Config
+    frozen: Source | None
+    family: Family
+    config: Mapping[str, Any]
+    origin: Path | None
 
 
 def export_run(
@@ -42,56 +73,93 @@ def export_run(
     step: int | None = None,
     dtype: str = "bfloat16",
     family: str | None = None,
+    adapter: bool = False,
+    base: str | None = None,
 ) -> None:
-    """Writes a folder of safetensors files; each process writes some of them. Touches no device.
+    """Writes a folder of safetensors files: a model, or adapters alone. Touches no device.
+
+    Each process writes some of the files. Adapters are added to the weights that they were trained
+    on, unless they are written alone.
 
     Args:
       run: a run directory, an imported folder, or one checkpoint.
       step: the checkpoint's step; None: the newest.
-      dtype: of the weights.
+      dtype: of the weights; adapters alone are float32.
       family: name of the family to write; None: that of the first weights, or one that fits.
+      adapter: whether to write adapters alone, as peft reads them.
+      base: where the weights are that adapters were trained on; None: where they were.
     Raises:
       InputError: for a missing or damaged checkpoint, or a model that no family holds, before
         anything is written.
     """
     check_new_folder(out, "--out")
     with join() as processes:
-        console = console_of(processes)
         saved = locate(str(_checkpoint_of(run, step)), "full", processes)
         cfg, origin = from_dict(saved.manifest.get("config", {})), origin_of(saved.path)
-        refuse_adapters(saved, cfg)
-        base = read_config(origin)
-        chosen, config = choose_family(cfg, base, family)
-        model, *shapes = describe_anywhere(cfg)
-        files = plan_files(chosen, model, *shapes, dtype)
-        weights = StoredWeights(saved.path)
-        check_biases(chosen, model, *shapes, weights.read)
-        check_space(out, total_bytes(files), processes)
-        with written_beside(out, processes) as beside:
-            text = f"writing {decimal(total_bytes(files))} from {saved.path}"
-            with bar(console, text, total_elements(files_of(files, processes))) as advance:
-                write_weights(files, beside, weights.read, processes, advance)
-            if processes.first:
-                _write_small_files(beside, config, origin, cfg, dtype)
-        console.print(
-            f"exported step {saved.step} of {run} as {chosen.name} to {out}: "
-            f"{total_elements(files):,} parameters, {decimal(total_bytes(files))} in "
-            f"{len(files)} {'files' if len(files) > 1 else 'file'}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        if adapter:
+            _check_has_adapters(saved, cfg)
+        frozen = frozen_source(saved, cfg, base, processes)
+        chosen, config = choose_family(cfg, read_config(origin), family)
+        export = _Export(saved, cfg, frozen, chosen, config, origin)
+        console = console_of(processes)
+        if adapter:
+            told = _export_adapters(export, out, processes)
+        else:
+            told = _export_model(export, dtype, out, processes, console)
+        told = f"exported step {saved.step} of {run} as {chosen.name} to {out}: {told}"
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
         processes.gather("done")
 
 
-def refuse_adapters(saved: Saved, cfg: Config) -> None:
-    """Refuses a run that trained adapters: its checkpoint does not have the model's weights."""
-    if cfg.lora.rank is not None:
+def _check_has_adapters(saved: Saved, cfg: Config) -> None:
+    if cfg.lora.rank is None:
         raise InputError(
-            f"{saved.path} holds adapters, not weights: its run had `lora.rank` = {cfg.lora.rank}. "
-            "Export writes whole models; adapters cannot be exported yet. Name a run that trained "
-            "all weights."
+            f"no adapters in {saved.path}. Its run trained all weights, and --adapter writes "
+            "adapters alone. Leave it out."
         )
+
+
+def _export_model(
+    export: _Export, dtype: str, out: Path, processes: Processes, console: Console
+) -> str:
+    """Writes all weights. Returns what to say about it."""
+    saved, cfg, frozen = export.saved, export.cfg, export.frozen
+    model, *shapes = describe_anywhere(cfg)
+    files = plan_files(export.family, model, *shapes, dtype)
+    size = total_bytes(files)
+    check_space(out, size, processes)
+    with ExitStack() as stack:
+        if frozen is None:
+            read = StoredWeights(saved.path).read
+        else:
+            if isinstance(frozen, FolderSource):
+                stack.enter_context(frozen.folder)
+            read = merged_weights(saved, cfg, frozen).read
+        check_biases(export.family, model, *shapes, read)
+        beside = stack.enter_context(written_beside(out, processes))
+        text = f"writing {decimal(size)} from {saved.path}"
+        with bar(console, text, total_elements(files_of(files, processes))) as advance:
+            write_weights(files, beside, read, processes, advance)
+        if processes.first:
+            _write_small_files(beside, export, dtype)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes[0]))
+    added = "" if frozen is None else f"; adapters added to {frozen.path}"
+    return f"{count:,} parameters, {decimal(size)} in {plural(len(files), 'file')}{added}"
+
+
+def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
+    """Writes adapters alone, by the first process. Returns what to say about it."""
+    frozen = export.frozen
+    # Only folders of weights can be loaded by peft.
+    base = str(frozen.path.absolute()) if isinstance(frozen, FolderSource) else None
+    with written_beside(out, processes) as beside:
+        written, left_out = processes.from_first(
+            lambda: write_adapters(export.saved, export.cfg, export.family, base, beside)
+        )
+    told = f"adapters of {plural(written, 'tensor')}"
+    if left_out:
+        told += f"; left out those of multi-token prediction ({plural(left_out, 'tensor')})"
+    return told
 
 
 def _checkpoint_of(run: Path, step: int | None) -> Path:
@@ -135,10 +203,9 @@ def _config_of(
         ) from None
 
 
-def _write_small_files(
-    beside: Path, config: Mapping[str, Any], origin: Path | None, cfg: Config, dtype: str
-) -> None:
+def _write_small_files(beside: Path, export: _Export, dtype: str) -> None:
     """Writes the configs, and copies tokenizer and texts."""
+    config, origin = export.config, export.origin
     if origin is None:
         # Some families have a padding token by default, whose embedding would not be trained.
         config = {"pad_token_id": None, **config}
@@ -146,7 +213,7 @@ def _write_small_files(
     write_whole(beside / CONFIG, text)
     if origin is not None:
         copy_small_files(origin, beside, config=False)
-    elif (tokenizer := tokenizer_file(cfg.data)) is not None:
+    elif (tokenizer := tokenizer_file(export.cfg.data)) is not None:
         shutil.copyfile(tokenizer, beside / "tokenizer.json")
     if not (beside / GENERATION).is_file():
         known = {name: config[name] for name in SPECIAL if config.get(name) is not None}

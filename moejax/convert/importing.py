@@ -92,7 +92,8 @@ def config_for(folder: Folder, out: Path, overrides: Sequence[str]) -> Config:
         f"data.eval_files=data/{out.name}.eval.bin",
     )
     cfg = override(config_of(folder), (*training, *overrides))
-    check_same_model(folder, cfg)
+    advice = "An import keeps the model. Leave these out; the written config may be changed later."
+    check_same_model(folder, cfg, advice)
     return cfg
 
 

@@ -109,3 +109,8 @@ def bar(console: Console, text: str, total: int) -> Iterator[Callable[[int], Non
 def console_of(processes: Processes) -> Console:
     """Returns the console of process 0, and a silent one elsewhere."""
     return Console(file=sys.stderr) if processes.first else Console(quiet=True)
+
+
+def plural(number: int, noun: str) -> str:
+    """Returns text such as "1 file" or "2 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

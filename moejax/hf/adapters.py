@@ -14,21 +14,20 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import jax
 import numpy as np
 
 from moejax.comm.weights.adapters import Adapter, adapter_dims
 from moejax.config.schema import LoraConfig
 from moejax.errors import InputError, write_whole, writing
+from moejax.hf.rules import ReadPart, Tensor
+from moejax.hf.views import View
 from moejax.layout.layout import RANK
-from moejax.step.adapters import full_name
-from moejax.step.state import Tree
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's, in front of a module's name
@@ -39,65 +38,6 @@ RENAMED = (".block_sparse_moe.", ".mlp.")
 # Modules of older transformers, for which peft 0.21 takes targets of these names: those of other
 # modules are named as parameters, which it leaves as they are.
 REMAPPED = ("gate", "gate_proj", "up_proj", "down_proj")
-
-
-@runtime_checkable
-class View(Protocol):
-    """What `moejax.hf.views.View` says of a tensor and one layer's parameter."""
-
-    @property
-    def dims(self) -> str:
-        """Letters of the parameter."""
-        ...
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements along each letter."""
-        ...
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """Letters that each dimension of the tensor joins."""
-        ...
-
-    @property
-    def at(self) -> tuple[tuple[str, int], ...]:
-        """Positions of the letters that the tensor lacks."""
-        ...
-
-    @property
-    def paired(self) -> tuple[str, int] | None:
-        """A letter whose rotary channels are in another order in the tensor."""
-        ...
-
-    def to_tensor(self, values: np.ndarray) -> np.ndarray:
-        """Returns the tensor of the parameter's values at its positions, [letters it has]."""
-        ...
-
-
-@runtime_checkable
-class Tensor(Protocol):
-    """What `moejax.hf.rules.Tensor` says of a tensor and the parameter that it holds a part of."""
-
-    @property
-    def name(self) -> str:
-        """Name in files."""
-        ...
-
-    @property
-    def path(self) -> str:
-        """Name of the parameter."""
-        ...
-
-    @property
-    def repeat(self) -> int | None:
-        """Index of the stacked layer; None for a parameter that is not stacked."""
-        ...
-
-    @property
-    def view(self) -> View:
-        """How the tensor holds one layer's parameter."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -131,31 +71,25 @@ class AdaptedTensor:
 
 
 def adapted_tensors(
-    tensors: Iterable[Tensor], adapters: Tree, fetch: Callable[[Any], np.ndarray] = np.asarray
+    tensors: Iterable[Tensor], adapted: Container[str], read: ReadPart
 ) -> list[AdaptedTensor]:
     """Returns the tensors whose parameters have an adapter.
 
     Args:
       tensors: of all weights of a model, its experts in one tensor a layer.
-      adapters: `TrainState.params` of a run with adapters.
-      fetch: returns an array of the state on the host.
+      adapted: paths of the parameters with an adapter.
+      read: reads the factors, which are the parameters `PATH.a` and `PATH.b`.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(adapters, is_leaf=_is_adapter)[0]
-    found = {full_name(path): adapter for path, adapter in leaves}
 
-    def layer(tensor: Tensor) -> Adapter:
-        whole = Adapter(*map(fetch, found[tensor.path]))
-        return whole if tensor.repeat is None else Adapter(*(x[tensor.repeat] for x in whole))
+    def factors(tensor: Tensor) -> Adapter:
+        layer = () if tensor.repeat is None else (tensor.repeat,)
+        return Adapter(read(f"{tensor.path}.a", layer), read(f"{tensor.path}.b", layer))
 
     return [
-        AdaptedTensor(tensor.name, tensor.view, partial(layer, tensor))
+        AdaptedTensor(tensor.name, tensor.view, partial(factors, tensor))
         for tensor in tensors
-        if tensor.path in found
+        if tensor.path in adapted
     ]
-
-
-def _is_adapter(x: Any) -> bool:
-    return isinstance(x, Adapter)
 
 
 def write_adapter(
@@ -247,7 +181,7 @@ def factor_tensors(view: View, adapter: Adapter) -> tuple[np.ndarray, np.ndarray
     return a, b
 
 
-def _factor(view: Any, dims: str, values: np.ndarray, groups: tuple[str, str]) -> np.ndarray:
+def _factor(view: View, dims: str, values: np.ndarray, groups: tuple[str, str]) -> np.ndarray:
     """Returns the tensor of one factor, as the view of the whole would cut and order it."""
     at = tuple((letter, place) for letter, place in view.at if letter in dims)
     paired = view.paired if view.paired is not None and view.paired[0] in dims else None

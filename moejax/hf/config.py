@@ -32,9 +32,17 @@ def _check_layers(number: object) -> None:
         )
 
 
-def check_same_model(folder: Folder, cfg: Config) -> None:
+IMPORT_FIRST = (
+    "Change these back; or, if the change is meant, import the folder (moejax hf import), change "
+    "the settings, and begin from what that wrote."
+)
+
+
+def check_same_model(folder: Folder, cfg: Config, advice: str = IMPORT_FIRST) -> None:
     """Refuses a config that computes something else with a folder's weights.
 
+    Args:
+      advice: what to do about it.
     Raises:
       InputError: lists the settings that differ.
     """
@@ -45,6 +53,5 @@ def check_same_model(folder: Folder, cfg: Config) -> None:
         )
         raise InputError(
             f"model differs from {folder.path / CONFIG}. {listed}. These weights were trained "
-            "with the first values. Change these back; or, if the change is meant, import the "
-            "folder (moejax hf import), change the settings, and begin from what that wrote."
+            f"with the first values. {advice}"
         )

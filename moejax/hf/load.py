@@ -23,7 +23,7 @@ from moejax.hf.families import family_of
 from moejax.hf.families.family import Family
 from moejax.hf.families.tensors import AHEAD_COPIES
 from moejax.hf.reader import Folder
-from moejax.hf.rules import Parameter, Tensor, tensors_of
+from moejax.hf.rules import Index, Parameter, Tensor, tensors_of
 from moejax.hf.views import Box, Range
 from moejax.step.model import ModelDef
 from moejax.step.state import Tree
@@ -103,6 +103,12 @@ def _check_tensors(folder: Folder, tensors: Iterable[Tensor]) -> None:
     """Refuses missing tensors, and those of another shape."""
     missing = [tensor for tensor in tensors if tensor.name not in folder.weights]
     if missing:
+        if missing[0].path.startswith("predict_ahead."):
+            raise InputError(
+                f"`model.predict_ahead` is 1, and {folder.path} has no layer that predicts further "
+                f"tokens: tensor {missing[0].name} is missing. Weights that came without it cannot "
+                "get it. Set it to 0."
+            )
         more = f" So are {len(missing) - 1:,} more." if len(missing) > 1 else ""
         raise InputError(
             f"tensor {missing[0].name} is missing in {folder.path}. Expected shape "
@@ -151,7 +157,7 @@ def _reason_to_leave(name: str, folder: Folder, family: Family, model: ModelConf
     layer = LAYER.fullmatch(name)
     if layer is None:
         return None
-    number, first, ahead = int(layer[1]), model.num_layers, getattr(model, "predict_ahead", 0)
+    number, first, ahead = int(layer[1]), model.num_layers, model.predict_ahead
     if first <= number < first + ahead and layer[2] in COPIES:
         return "copies of the embedding and the head"
     if first + ahead <= number < first + family.layers_ahead(folder.config):
@@ -195,22 +201,42 @@ def _load_array(
         devices[bounds].append(device)
     shards = []
     for bounds, holders in devices.items():
-        host = _read_shard(plan, folder, path, bounds, leaf.dtype, pool)
+        host = _read_bounds(plan, folder, path, bounds, leaf.dtype, pool.map)
         shards += [jax.device_put(host, device) for device in holders]
         progress(host.size)
         del host
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
-def _read_shard(
+def read_part(plan: LoadPlan, folder: Folder, path: str, index: Index) -> np.ndarray:
+    """Returns a part of one parameter in float32, as NumPy's array[index] would.
+
+    Args:
+      index: positions and whole dimensions (`slice(None)`); dimensions without an entry are whole.
+    """
+    shape = plan.parameters[path].shape
+    whole = (*index, *[slice(None)] * (len(shape) - len(index)))
+    bounds = tuple(
+        (0, size) if isinstance(at, slice) else (at, at + 1)
+        for at, size in zip(whole, shape, strict=True)
+    )
+    part = _read_bounds(plan, folder, path, bounds, np.float32, map)
+    return part[tuple(at if isinstance(at, slice) else 0 for at in whole)]
+
+
+def _read_bounds(
     plan: LoadPlan,
     folder: Folder,
     path: str,
     bounds: tuple[Range, ...],
     dtype: Any,
-    pool: ThreadPoolExecutor,
+    run: Callable[..., Iterator[None]],
 ) -> np.ndarray:
-    """Returns a part of one parameter."""
+    """Returns a part of one parameter.
+
+    Args:
+      run: `map`, or that of threads.
+    """
     shape = tuple(stop - start for start, stop in bounds)
     out = _aligned(shape, np.dtype(dtype))
     if path in plan.zeros:
@@ -231,7 +257,7 @@ def _read_shard(
             for tensor in plan.tensors[path, repeat]:
                 yield place, tensor
 
-    for _ in pool.map(fill, jobs()):
+    for _ in run(fill, jobs()):
         pass
     return out
 

@@ -15,8 +15,14 @@ def model_alone(cfg: Config) -> Config:
     return Config(model=model, moe=replace(cfg.moe, implementation="auto"))
 
 
-def describe_anywhere(cfg: Config) -> tuple[ModelDef, Tree, Tree]:
-    """Returns a model, and shapes of its parameters and selection biases; touches no device."""
+def describe_anywhere(cfg: Config, *, adapters: bool = False) -> tuple[ModelDef, Tree, Tree]:
+    """Returns a model, and shapes of all weights and selection biases; touches no device.
+
+    Args:
+      adapters: whether the model has those of the config beside its weights.
+    """
     alone = model_alone(cfg)
+    if adapters:
+        alone = replace(alone, lora=cfg.lora)
     mesh = build_abstract_mesh(build_layout(alone.mesh))
     return describe_model(alone, build_spec(alone, mesh, "cpu", None))

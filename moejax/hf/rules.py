@@ -6,8 +6,10 @@ tensor each, with their number in its name, or one tensor together.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from moejax.config.schema import ModelConfig
 from moejax.errors import InputError
@@ -19,8 +21,10 @@ BLOCK = re.compile(r"(?P<stack>groups\.(\d+)\.blocks\.(\d+)\.)(?P<own>.+)")
 # The module for multi-token prediction is a layer after the last, with parameters of its own.
 AHEAD = re.compile(r"(?P<stack>predict_ahead\.group\.blocks\.0\.)(?P<own>.+)")
 
-
 Index = tuple[int | slice, ...]  # positions in an array, and whole dimensions
+# Returns numbers of a parameter or selection bias, given its path and where they are in it. An
+# index without entries for some dimensions has these whole. Several threads call it.
+ReadPart = Callable[[str, Index], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,7 @@ def tensors_of(
       InputError: if no rule holds some parameter.
     """
     stacks, found = _stacks(model), []
-    # Settings that a model without partial rotation lacks.
-    rotated = getattr(model, "rope_width", None) or model.head_width
+    rotated = model.rope_width or model.head_width
     for parameter in parameters.values():
         place = _place_of(parameter.path, parameters, stacks, model.num_layers)
         chosen = [r for r in rules if r.ours == place.own and r.block in ("", place.kind)]

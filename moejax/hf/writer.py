@@ -24,7 +24,7 @@ from moejax.hf.families.family import Family
 from moejax.hf.families.tensors import AHEAD_COPIES
 from moejax.hf.files import INDEX, SINGLE
 from moejax.hf.load import parameters_of, without_rule
-from moejax.hf.rules import Index, Tensor, tensors_of
+from moejax.hf.rules import ReadPart, Tensor, tensors_of
 from moejax.runtime.processes import Processes
 from moejax.step.model import ModelDef
 from moejax.step.state import Tree
@@ -99,7 +99,7 @@ def plan_files(
     held = {path: p for path, p in parameters.items() if path not in zeros}
     cfg = model.cfg.model
     tensors = tensors_of((*family.rules, *family.experts[0]), held, cfg)
-    if family.ahead and getattr(cfg, "predict_ahead", 0):
+    if family.ahead and cfg.predict_ahead:
         # Libraries that predict with that layer look for the embedding and the head there.
         twice = {path: p for path, p in held.items() if path in AHEAD_COPIED}
         layer = f"model.layers.{cfg.num_layers}."
@@ -119,12 +119,7 @@ def plan_files(
     return [OutFile(name, tuple(placed)) for name, placed in zip(names, files, strict=True)]
 
 
-# Returns numbers of a parameter or selection bias, given its path and where they are in it. An index
-# without entries for some dimensions has these whole. Several threads call it.
-Source = Callable[[str, Index], np.ndarray]
-
-
-def check_biases(family: Family, model: ModelDef, params: Tree, bias: Tree, source: Source) -> None:
+def check_biases(family: Family, model: ModelDef, params: Tree, bias: Tree, read: ReadPart) -> None:
     """Refuses selection biases that a family's files cannot hold.
 
     Args:
@@ -133,7 +128,7 @@ def check_biases(family: Family, model: ModelDef, params: Tree, bias: Tree, sour
       InputError: if one is not zero.
     """
     for path in sorted(without_rule(family, parameters_of(model, params, bias))):
-        if np.any(source(path, ())):
+        if np.any(read(path, ())):
             raise InputError(
                 f"{family.name} has no tensor for the selection biases of loss-free balancing "
                 f"({path}), and they are not zero. Without them the router would choose other "
@@ -149,7 +144,7 @@ def files_of(files: Sequence[OutFile], processes: Processes) -> Sequence[OutFile
 def write_weights(
     files: Sequence[OutFile],
     folder: Path,
-    source: Source,
+    read: ReadPart,
     processes: Processes,
     progress: Callable[[int], None] = lambda elements: None,
 ) -> None:
@@ -157,7 +152,7 @@ def write_weights(
 
     Args:
       folder: exists; nothing in it is read.
-      source: is asked for all tensors of a parameter before those of the next.
+      read: is asked for all tensors of a parameter before those of the next.
       progress: called with the number of elements of each tensor that this process wrote.
     """
     with ExitStack() as stack:
@@ -169,17 +164,17 @@ def write_weights(
             for place in file.placed
         ]
         jobs.sort(key=lambda job: job[1].tensor.path)
-        for place in pool.map(functools.partial(_write_tensor, source), jobs):
+        for place in pool.map(functools.partial(_write_tensor, read), jobs):
             progress(place.tensor.view.elements)
     processes.gather("written")
     if processes.first and len(files) > 1:
         _write_index(files, folder)
 
 
-def _write_tensor(source: Source, job: tuple["_Output", Placed]) -> Placed:
+def _write_tensor(read: ReadPart, job: tuple["_Output", Placed]) -> Placed:
     """Reads one tensor, and writes it at its place."""
     output, place = job
-    values = source(place.tensor.path, place.tensor.index)
+    values = read(place.tensor.path, place.tensor.index)
     output.write(place, place.tensor.view.to_tensor(values, DTYPES[place.dtype][1]))
     return place
 

@@ -73,6 +73,12 @@ def test_configs_that_cannot_be_computed_are_refused(refused, model, changes, fr
         assert fragment in line
 
 
+def test_an_import_keeps_the_model(refused, model):
+    line = refused("import", model(), "--out", "imported", "--config.model.num_layers=1")
+    assert "model.num_layers: 2 -> 1" in line
+    assert line.endswith("Leave these out; the written config may be changed later.")
+
+
 def test_patterns_of_dense_blocks_that_moejax_has_not_are_refused(refused, model):
     folder = model("qwen3_moe", "every second block dense, yarn")
     change_config(folder, decoder_sparse_step=1, mlp_only_layers=[1])

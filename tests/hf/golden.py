@@ -67,8 +67,15 @@ def run_config(folder: Folder, mesh: MeshConfig, *, sequences: int, length: int)
 def loaded(place: Path, case: dict, mesh: MeshConfig) -> tuple[TrainStep, TrainState]:
     """A train step of a golden model, and a state with its weights; the rest is zero."""
     tokens = case["tokens"]
-    with Folder(golden_folder(place, case)) as folder:
-        cfg = run_config(folder, mesh, sequences=len(tokens), length=len(tokens[0]))
+    return load_model(golden_folder(place, case), mesh, (len(tokens), len(tokens[0])))
+
+
+def load_model(
+    path: Path, mesh: MeshConfig, tokens: tuple[int, int]
+) -> tuple[TrainStep, TrainState]:
+    """A train step of a folder's model, and a state with its weights; the rest is zero."""
+    with Folder(path) as folder:
+        cfg = run_config(folder, mesh, sequences=tokens[0], length=tokens[1])
         train_step = step_for(cfg)
         abstract = train_step.abstract
         plan = plan_load(folder, train_step.model, abstract.params, abstract.router_bias)

@@ -1,11 +1,6 @@
-"""Adapters as peft reads them, held against its formulas; what it computes with them is no test's.
-
-The view here is as little of `moejax.hf.views.View` as an adapter needs.
-"""
+"""Adapters as peft reads them, held against its formulas; tests/parity has what it computes."""
 
 import json
-from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,28 +17,10 @@ from moejax.hf.adapters import (
     factor_tensors,
     write_adapter,
 )
+from moejax.hf.rules import Tensor
+from moejax.hf.views import View
 
 SIZES = dict(zip("DHCUFEZVA", (6, 2, 4, 2, 5, 3, 8, 7, 2), strict=True))
-
-
-@dataclass(frozen=True)
-class View:
-    dims: str
-    sizes: tuple[int, ...]
-    groups: tuple[str, ...]
-    at: tuple[tuple[str, int], ...] = ()
-    paired: tuple[str, int] | None = None
-
-    def to_tensor(self, values):
-        free = "".join(letter for letter in self.dims if letter not in dict(self.at))
-        size = dict(zip(self.dims, self.sizes, strict=True))
-        if self.paired is not None:
-            letter, rotated = self.paired
-            kept, half = size[letter] - rotated, rotated // 2
-            pairs = [kept + i + j * half for i in range(half) for j in range(2)]
-            values = np.take(values, [*range(kept), *pairs], axis=free.index(letter))
-        values = values.transpose([free.index(letter) for letter in "".join(self.groups)])
-        return values.reshape([np.prod([size[x] for x in group]) for group in self.groups])
 
 
 def view(dims, groups, at=(), paired=None):
@@ -110,19 +87,18 @@ TENSORS = [
 
 
 def test_tensors_of_adapted_parameters_have_their_layers_factors():
+    path = "groups.0.blocks.0.attention.w_q"
     stacked = Adapter(*(np.stack([x, x + 1]) for x in factors_of("DHC")))
     whole = factors_of("DV")
-    adapters = {
-        "embedding": {"project": whole, "table": None},
-        "groups": {0: {"blocks": {0: {"attention": {"w_q": stacked, "w_k": None}}}}},
-    }
-    path = "groups.0.blocks.0.attention.w_q"
+    held = {f"{path}.a": stacked.a, f"{path}.b": stacked.b}
+    held |= {"embedding.project.a": whole.a, "embedding.project.b": whole.b}
     named = [
-        SimpleNamespace(name="q.1", path=path, repeat=1, view=VIEWS["queries"]),
-        SimpleNamespace(name="head", path="embedding.project", repeat=None, view=VIEWS["logits"]),
-        SimpleNamespace(name="k.1", path=path[:-1] + "k", repeat=1, view=VIEWS["queries"]),
+        Tensor("q.1", path, 1, VIEWS["queries"]),
+        Tensor("head", "embedding.project", None, VIEWS["logits"]),
+        Tensor("k.1", path[:-1] + "k", 1, VIEWS["queries"]),
     ]
-    first, second = adapted_tensors(named, adapters)
+    adapted = {path, "embedding.project"}
+    first, second = adapted_tensors(named, adapted, lambda name, index: held[name][index])
     assert (first.name, second.name) == ("q.1", "head")
     np.testing.assert_array_equal(first.factors().b, stacked.b[1])
     np.testing.assert_array_equal(second.factors().a, whole.a)

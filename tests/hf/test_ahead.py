@@ -1,12 +1,11 @@
 """The layer for multi-token prediction in files: left out by rule, or taken and given back."""
 
-import dataclasses
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from moejax.config.schema import MeshConfig, ModelConfig
+from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.hf.config import config_of
 from moejax.hf.families import family_of
@@ -16,11 +15,6 @@ from tests.cases import step_for
 from tests.hf.golden import cases_of, run_config
 from tests.hf.random_models import draw_all, write_folder
 from tests.hf.test_writer import assert_same_tensors, export_arrays, read_all
-
-pytestmark = pytest.mark.skipif(
-    "predict_ahead" not in {field.name for field in dataclasses.fields(ModelConfig)},
-    reason="model has no predict_ahead yet",
-)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -86,7 +80,7 @@ def test_a_model_without_the_layer_cannot_predict_ahead(tmp_path):
     folder = write_folder(tmp_path, case["config"], draw_all(case["tensors"]))
     with (
         Folder(folder) as opened,
-        pytest.raises(InputError, match=r"tensor model\.layers\.2\..* is missing"),
+        pytest.raises(InputError, match=r"`model\.predict_ahead` is 1, .*model\.layers\.2\."),
     ):
         plan_with(opened, 1)
 

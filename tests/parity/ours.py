@@ -13,7 +13,6 @@ from moejax.convert.exporting import export_run
 from moejax.hf.families import family_named, family_of
 from moejax.hf.families.family import from_settings
 from moejax.hf.load import flat
-from moejax.hf.shards import part_of
 from moejax.hf.writer import plan_files
 from moejax.step.state import Batch, Reduction, TrainState
 from moejax.step.train_step import TrainStep
@@ -113,7 +112,7 @@ def loss_and_gradients(ours: Ours, token_BT: np.ndarray) -> tuple[float, dict[st
     gradients, parts = ours.train_step.gradients(ours.state, place(ours.train_step, batch))
     arrays = flat(gradients)
     return float(parts.nll), {
-        tensor.name: tensor.view.to_tensor(part_of(arrays[tensor.path], tensor.index))
+        tensor.name: tensor.view.to_tensor(np.asarray(arrays[tensor.path])[tensor.index])
         for tensor in tensors_of(ours.family, ours.train_step)
         if tensor.path in arrays
     }

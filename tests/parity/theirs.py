@@ -1,8 +1,10 @@
 """What transformers computes with an exported folder: eager, in float32 on the CPU."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
+import peft
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -24,6 +26,14 @@ def load(folder: Path) -> torch.nn.Module:
     )
     assert not any(info.values()), info
     return model.eval()
+
+
+def with_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """The model with an adapter of peft; every tensor of the adapter has a place."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of keys that are not found
+        warnings.simplefilter("ignore", FutureWarning)  # of what peft calls in transformers
+        return peft.PeftModel.from_pretrained(model, folder).eval()
 
 
 def logits(model: torch.nn.Module, token_BT: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Adapters of frozen weights: their gradients, the step, and weights with adapters added.
+"""Adapters of frozen weights: their gradients, and the step.
 
 The oracle knows no adapters: it gives the gradient of the whole weights, from which that of the
 factors follows by the chain rule.
@@ -17,7 +17,6 @@ from moejax.config.schema import LoraConfig
 from moejax.errors import InputError
 from moejax.plan.trace.reader import collectives
 from moejax.step.adapters import init_adapters
-from moejax.step.merged import merged_weights
 from moejax.step.model import check_adapters
 from moejax.step.train_step import build_step
 from tests.cases import CERTAIN, assert_close, place, random_batch, small_config, spread, step_for
@@ -217,20 +216,6 @@ def test_an_adapter_starts_from_the_seed_and_its_name_alone():
         if name.endswith(".a"):
             np.testing.assert_array_equal(value, flat(first()[0].params)[name])
             assert 0.9 < np.max(np.abs(value)) * 32**0.5 <= 1  # uniform, for 32 inputs
-
-
-def test_merged_weights_compute_what_weights_with_adapters_compute():
-    state, batch = first()
-    train_step = step_for(adapted((1, 2, 2, 2)))
-    state = spread(state, train_step)
-    merged = merged_weights(train_step, state)
-    full = step_for(dataclasses.replace(train_step.cfg, lora=LoraConfig()))
-    assert_sharded(merged, full.abstract.params)
-    sums = each_adapter(whole, first()[0], train_step.model.frozen_dims)
-    assert_close(merged, sums, terms=4)
-    batch = place(full, batch)
-    nats = full.evaluate(full.init()._replace(params=merged), batch)
-    np.testing.assert_allclose(nats, train_step.evaluate(state, batch), rtol=1e-6)
 
 
 def test_frozen_matrices_may_take_half_the_memory():

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from moejax.hf.load import flat
@@ -23,7 +22,11 @@ def assert_read(step, arrays):
     stored = StoredWeights(step)
     for path, array in arrays.items():
         wanted = np.asarray(array)
-        indices = {(), (-1 % wanted.shape[0],), (ALL,) * (wanted.ndim - 1) + (wanted.shape[-1] // 2,)}
+        indices = {
+            (),
+            (-1 % wanted.shape[0],),
+            (ALL,) * (wanted.ndim - 1) + (wanted.shape[-1] // 2,),
+        }
         if wanted.ndim > 2:
             indices |= {(at, 0, ALL, 0)[: wanted.ndim] for at in (0, wanted.shape[0] - 1)}
         for index in indices:

@@ -154,7 +154,7 @@ class Family:
         for part in self.all_parts:
             config |= part.write(settings, base)
         if self.ahead:
-            config[self.ahead] = settings.get("model.predict_ahead", 0)
+            config[self.ahead] = settings["model.predict_ahead"]
         lost = differences(from_settings(self.read(config)), cfg)
         if lost:
             listed = ", ".join(f"`{name}` = {short(ours)}" for name, _, ours in lost)

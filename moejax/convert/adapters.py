@@ -1,0 +1,128 @@
+"""Exports of a run with adapters: added to the weights they were trained on, or alone for peft."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.comm.weights.adapters import Adapter, adapter_dims
+from moejax.config.schema import Config
+from moejax.hf.adapters import adapted_tensors, write_adapter
+from moejax.hf.families.family import Family
+from moejax.hf.load import flat, parameters_of, read_part
+from moejax.hf.model import describe_anywhere
+from moejax.hf.rules import Index, ReadPart, tensors_of
+from moejax.step.adapters import frozen_shapes, full_name
+from moejax.train.saved import Saved
+from moejax.train.source import FolderSource, Source
+from moejax.train.stored import StoredWeights
+
+AHEAD = "predict_ahead."  # what the parameters of multi-token prediction begin with
+
+
+def adapted_parameters(cfg: Config) -> dict[str, str]:
+    """Returns the letters of each parameter with an adapter, by path."""
+    model, *_ = describe_anywhere(cfg, adapters=True)
+    letters = flat(model.frozen_dims)
+    leaves = jax.tree_util.tree_flatten_with_path(model.dims, is_leaf=_is_adapter)[0]
+    return {full_name(path): letters[full_name(path)] for path, _ in leaves}
+
+
+def _is_adapter(x: Any) -> bool:
+    return isinstance(x, Adapter)
+
+
+@dataclass(frozen=True)
+class MergedWeights:
+    """Weights with their adapters added, a part at a time. Several threads may read.
+
+    Attributes:
+      base: reads the frozen weights.
+      run: reads the adapters and the selection biases.
+      adapted: letters of each parameter with an adapter, by path.
+      frozen: dtype of each frozen weight in the run, by path.
+      scale: the adapters'.
+    """
+
+    base: ReadPart
+    run: ReadPart
+    adapted: dict[str, str]
+    frozen: dict[str, Any]
+    scale: float
+
+    def read(self, path: str, index: Index) -> np.ndarray:
+        """Returns a part of a parameter or selection bias; arguments as of `StoredWeights.read`."""
+        if path not in self.frozen:
+            return self.run(path, index)
+        weight = self.base(path, index).astype(self.frozen[path]).astype(np.float32)
+        if path in self.adapted:
+            weight += self.scale * self._product(path, index)
+        return weight
+
+    def _product(self, path: str, index: Index) -> np.ndarray:
+        """Returns the product of the factors, at the positions of `index`."""
+        dims = self.adapted[path]
+        factors = adapter_dims(dims)
+        assert factors is not None, f"{path} is no matrix"
+        layer = index[: len(index) - len(dims)]
+        at = dict(zip(dims, index[len(layer) :], strict=True))
+        values, letters = [], []
+        for name, own in zip("ab", factors, strict=True):
+            part = (*layer, *(at.get(letter, slice(None)) for letter in own))
+            values.append(self.run(f"{path}.{name}", part))
+            letters.append("".join(x for x in own if isinstance(at.get(x, slice(None)), slice)))
+        out = "".join(x for x in dims if isinstance(at[x], slice))
+        return np.einsum(f"{letters[0]},{letters[1]}->{out}", *values, optimize=True)
+
+
+def merged_weights(saved: Saved, cfg: Config, frozen: Source) -> MergedWeights:
+    """Returns the weights of a checkpoint with adapters, added as its run adds them.
+
+    Args:
+      frozen: the weights that the adapters were trained on; a folder is open.
+    """
+    model, params, _ = describe_anywhere(cfg, adapters=True)
+    shapes = frozen_shapes(cfg.lora, model.frozen_dims, params)
+    return MergedWeights(
+        base=reader_of(frozen),
+        run=StoredWeights(saved.path).read,
+        adapted=adapted_parameters(cfg),
+        frozen={path: shape.dtype for path, shape in flat(shapes).items()},
+        scale=cfg.lora.scale,
+    )
+
+
+def reader_of(weights: Source) -> ReadPart:
+    """Returns what reads parts of weights: of a checkpoint, or of an open folder."""
+    if isinstance(weights, FolderSource):
+        return partial(read_part, weights.plan, weights.folder)
+    return StoredWeights(weights.path).read
+
+
+def write_adapters(
+    saved: Saved, cfg: Config, family: Family, base: str | None, out: Path
+) -> tuple[int, int]:
+    """Writes the adapters of a checkpoint into an existing folder, as peft reads them.
+
+    Adapters of multi-token prediction are left out: peft adapts the models of transformers, which
+    do without.
+
+    Args:
+      base: name or path of the weights that they adapt, for peft.
+    Returns:
+      the number of tensors whose adapters were written, and of those that were left out.
+    Raises:
+      InputError: names a tensor that peft cannot adapt.
+    """
+    model, params, _ = describe_anywhere(cfg)
+    rules = (*family.rules, *family.experts[-1])  # the experts of a layer in one tensor
+    tensors = tensors_of(rules, parameters_of(model, params, ()), cfg.model)
+    read = StoredWeights(saved.path).read
+    adapted = adapted_tensors(tensors, adapted_parameters(cfg), read)
+    left_out = {tensor.name for tensor in tensors if tensor.path.startswith(AHEAD)}
+    kept = [tensor for tensor in adapted if tensor.name not in left_out]
+    write_adapter(out, kept, cfg.lora, base=base)
+    return len(kept), len(adapted) - len(kept)

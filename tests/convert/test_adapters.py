@@ -1,0 +1,119 @@
+"""`moejax hf export` of runs with adapters: added to their weights, and alone."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from moejax.comm.weights.adapters import WithAdapter, add_adapter, attach_adapters
+from moejax.config.schema import MeshConfig
+from moejax.hf.load import flat, load, plan_load
+from moejax.hf.model import describe_anywhere
+from moejax.hf.reader import Folder
+from tests.hf.golden import cases_of
+from tests.hf.lora_runs import write_run
+
+CASES = {  # of each kind of attention and of experts' tensors one
+    "mixtral": ("even, llama3 positions", MeshConfig(expert=2, tensor=2)),
+    "deepseek_v3": ("even, groups, yarn", MeshConfig()),
+    "gpt_oss": ("even", MeshConfig()),
+}
+
+
+def added(train_step, state):
+    """All weights with their adapters, by JAX."""
+    scale = train_step.spec.adapter_scale
+
+    def of(letters, w):
+        if isinstance(w, WithAdapter):
+            return add_adapter(w, letters, scale)
+        return w.astype(jnp.float32)
+
+    whole = attach_adapters(state.frozen, state.params)
+    return flat(jax.tree.map(of, train_step.model.frozen_dims, whole))
+
+
+def read_arrays(path, cfg):
+    """The arrays of an exported folder, by path."""
+    model, params, bias = describe_anywhere(cfg)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), params)
+    with Folder(path) as folder:
+        return flat(load(plan_load(folder, model, params, bias), folder, shapes))
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_an_export_has_the_weights_that_the_run_computes_with(command, tmp_path, family):
+    name, mesh = CASES[family]
+    rounded = {"base_dtype": "bfloat16"} if family == "mixtral" else {}
+    train_step, state = write_run(tmp_path, cases_of(family)[name], mesh, **rounded)
+    code, lines = command("export", "run", "--out", "out", "--dtype", "float32")
+    assert code == 0, lines
+    assert any("adapters added to" in line for line in lines)
+    found = read_arrays(tmp_path / "out", train_step.cfg)
+    wanted = added(train_step, state)
+    assert set(found) == set(wanted)
+    for path, values in wanted.items():
+        np.testing.assert_allclose(found[path], values, rtol=1e-5, atol=1e-6, err_msg=path)
+    base = read_arrays(tmp_path / "base", train_step.cfg)
+    changed = [path for path in found if np.abs(found[path] - base[path]).max() > 0.01]
+    assert len(changed) >= len(flat(state.params)) // 2, "adapters of nothing were added"
+
+
+def test_adapters_alone_are_what_is_added(command, tmp_path):
+    case = cases_of("mixtral")["even, llama3 positions"]
+    write_run(tmp_path, case, MeshConfig(fsdp=2, tensor=2))
+    assert command("export", "run", "--out", "out", "--dtype", "float32")[0] == 0
+    code, lines = command("export", "run", "--out", "adapter", "--adapter")
+    assert code == 0, lines
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    whole = load_file(tmp_path / "out" / "model.safetensors")
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    queries = [name for name in base if name.endswith("q_proj.weight")]
+    assert queries
+    for name in queries:
+        module = "base_model.model." + name.removesuffix(".weight")
+        a, b = (factors[f"{module}.lora_{x}.weight"] for x in "AB")
+        product = config["lora_alpha"] / config["r"] * b @ a
+        np.testing.assert_allclose(whole[name], base[name] + product, rtol=1e-5, atol=1e-6)
+    assert len(factors) == 2 * (len(config["target_modules"]) + len(config["target_parameters"]))
+
+
+def test_frozen_weights_that_moved_are_named(command, tmp_path):
+    write_run(tmp_path, cases_of("mixtral")["window, top 1"], MeshConfig())
+    shutil.move(tmp_path / "base", tmp_path / "moved")
+    code, lines = command("export", "run", "--out", "out")
+    assert (code, len(lines)) == (2, 1)
+    assert "Name them: --config.checkpoint.init_from=DIR" in lines[0]
+    words = ("export", "run", "--out", "out", "--config.checkpoint.init_from=moved")
+    assert command(*words)[0] == 0
+    weights = load_file("moved/model.safetensors")
+    weights["lm_head.weight"] += 1
+    save_file(weights, "moved/model.safetensors", metadata={"format": "pt"})
+    code, lines = command(*words[:3], "out2", words[-1])
+    assert (code, len(lines)) == (2, 1)
+    assert "base weights differ" in lines[0]
+    assert not (tmp_path / "out2").exists()
+
+
+def test_what_has_no_effect_on_an_export_is_refused(command, tmp_path, model):
+    assert command("import", model(), "--out", "imported")[0] == 0
+    for words, message in (
+        (["--adapter"], "no adapters in"),
+        (["--config.train.num_steps=3"], "`train.num_steps` has no effect"),
+        (["--config.checkpoint.init_from=model"], "`checkpoint.init_from` has no effect"),
+    ):
+        code, lines = command("export", "imported", "--out", "out", *words)
+        assert (code, len(lines)) == (2, 1), lines
+        assert message in lines[0]
+        assert not (tmp_path / "out").exists()

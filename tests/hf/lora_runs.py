@@ -1,0 +1,50 @@
+"""Runs with random adapters beside the weights of golden models, as checkpoints."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from moejax.config.load import to_dict
+from moejax.config.schema import CheckpointConfig, LoraConfig, MeshConfig
+from moejax.hf.load import flat
+from moejax.hf.reader import Folder
+from moejax.step.state import TrainState
+from moejax.step.train_step import TrainStep
+from moejax.train.checkpoint import Checkpoints
+from moejax.train.source import base_of, find_source, read_weights
+from tests.cases import step_for
+from tests.hf.golden import golden_folder, run_config
+from tests.hf.random_models import draw
+
+
+def write_run(
+    place: Path, case: dict, mesh: MeshConfig, tokens: tuple[int, int] = (4, 16), **lora
+) -> tuple[TrainStep, TrainState]:
+    """Writes a folder of weights `base`, and a run `run` whose adapters are far from zero."""
+    with Folder(golden_folder(place / "base", case)) as folder:
+        cfg = run_config(folder, mesh, sequences=tokens[0], length=tokens[1])
+    cfg = dataclasses.replace(
+        cfg,
+        lora=LoraConfig(**{"rank": 2, "alpha": 1.0, **lora}),
+        checkpoint=CheckpointConfig(init_from=str(place / "base")),
+    )
+    train_step = step_for(cfg)
+    source = find_source(cfg, "full")
+    assert source is not None
+    frozen, router_bias = read_weights(source, train_step.abstract)
+    shapes = train_step.abstract.params
+    leaves = [
+        jax.device_put(draw(path, leaf.shape), leaf.sharding) for path, leaf in flat(shapes).items()
+    ]
+    adapters = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    small = train_step.abstract._replace(params=None, router_bias=None, frozen=None)
+    zeros = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), small)
+    state = zeros._replace(params=adapters, router_bias=router_bias, frozen=frozen)
+    writer = Checkpoints(place / "run" / "checkpoints", keep=1)
+    try:
+        writer.save(3, state, {"config": to_dict(cfg), "base": base_of(cfg, source)})
+    finally:
+        writer.close()
+    return train_step, state
