@@ -14,8 +14,9 @@ from moejax.config.schema import MeshConfig
 from moejax.hf.load import flat, load, plan_load
 from moejax.hf.model import describe_anywhere
 from moejax.hf.reader import Folder
-from tests.hf.golden import cases_of
+from tests.hf.golden import ahead_folder, cases_of, golden_folder
 from tests.hf.lora_runs import write_run
+from tests.hf.test_writer import read_all
 
 CASES = {  # of each kind of attention and of experts' tensors one
     "mixtral": ("even, llama3 positions", MeshConfig(expert=2, tensor=2)),
@@ -50,7 +51,8 @@ def read_arrays(path, cfg):
 def test_an_export_has_the_weights_that_the_run_computes_with(command, tmp_path, family):
     name, mesh = CASES[family]
     rounded = {"base_dtype": "bfloat16"} if family == "mixtral" else {}
-    train_step, state = write_run(tmp_path, cases_of(family)[name], mesh, **rounded)
+    base = golden_folder(tmp_path / "base", cases_of(family)[name])
+    train_step, state = write_run(tmp_path / "run", base, mesh, **rounded)
     code, lines = command("export", "run", "--out", "out", "--dtype", "float32")
     assert code == 0, lines
     assert any("adapters added to" in line for line in lines)
@@ -65,8 +67,8 @@ def test_an_export_has_the_weights_that_the_run_computes_with(command, tmp_path,
 
 
 def test_adapters_alone_are_what_is_added(command, tmp_path):
-    case = cases_of("mixtral")["even, llama3 positions"]
-    write_run(tmp_path, case, MeshConfig(fsdp=2, tensor=2))
+    folder = golden_folder(tmp_path / "base", cases_of("mixtral")["even, llama3 positions"])
+    write_run(tmp_path / "run", folder, MeshConfig(fsdp=2, tensor=2))
     assert command("export", "run", "--out", "out", "--dtype", "float32")[0] == 0
     code, lines = command("export", "run", "--out", "adapter", "--adapter")
     assert code == 0, lines
@@ -90,7 +92,8 @@ def test_adapters_alone_are_what_is_added(command, tmp_path):
 
 
 def test_frozen_weights_that_moved_are_named(command, tmp_path):
-    write_run(tmp_path, cases_of("mixtral")["window, top 1"], MeshConfig())
+    folder = golden_folder(tmp_path / "base", cases_of("mixtral")["window, top 1"])
+    write_run(tmp_path / "run", folder, MeshConfig())
     shutil.move(tmp_path / "base", tmp_path / "moved")
     code, lines = command("export", "run", "--out", "out")
     assert (code, len(lines)) == (2, 1)
@@ -104,6 +107,33 @@ def test_frozen_weights_that_moved_are_named(command, tmp_path):
     assert (code, len(lines)) == (2, 1)
     assert "base weights differ" in lines[0]
     assert not (tmp_path / "out2").exists()
+
+
+def test_adapters_on_an_import_and_of_multi_token_prediction(command, tmp_path):
+    folder = ahead_folder(tmp_path / "base")
+    words = ("import", folder, "--out", "imported", "--config.model.predict_ahead=1")
+    assert command(*words)[0] == 0
+    write_run(
+        tmp_path / "run",
+        folder,
+        MeshConfig(),
+        (8, 8),
+        weights=tmp_path / "imported",
+        predict_ahead=1,
+    )
+    assert command("export", "run", "--out", "out", "--dtype", "float32")[0] == 0
+    base, whole = read_all(folder), read_all(tmp_path / "out")
+    assert set(whole) == set(base)
+    for layer in "12":  # the last one predicts ahead
+        name = f"model.layers.{layer}.self_attn.o_proj.weight"
+        assert np.abs(whole[name] - base[name]).max() > 0.01
+    code, lines = command("export", "run", "--out", "adapter", "--adapter")
+    assert code == 0, lines
+    assert any("left out those of multi-token prediction (" in line for line in lines)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None, "peft cannot read a checkpoint"
+    named = [*config["target_modules"], *config["target_parameters"]]
+    assert {name.split(".")[2] for name in named} == {"0", "1"}
 
 
 def test_what_has_no_effect_on_an_export_is_refused(command, tmp_path, model):

@@ -50,6 +50,25 @@ def golden_folder(place: Path, case: dict, files: int = 1) -> Path:
     return write_folder(place, case["config"], draw_all(case["tensors"]), files)
 
 
+def ahead_folder(place: Path) -> Path:
+    """Writes a DeepSeek-V3 of two layers, and a third that predicts ahead, as published."""
+    case = cases_of("deepseek_v3")["even, groups, yarn"]
+    shapes = dict(case["tensors"])
+    for name, shape in case["tensors"].items():
+        if name.startswith("model.layers.1."):
+            shapes[name.replace("layers.1.", "layers.2.")] = shape
+    D = case["config"]["hidden_size"]
+    prefix = "model.layers.2."
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        shapes[f"{prefix}{norm}.weight"] = [D]
+    shapes[f"{prefix}eh_proj.weight"] = [D, 2 * D]
+    tensors = draw_all(shapes)
+    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"]
+    config = {**case["config"], "num_nextn_predict_layers": 1}
+    return write_folder(place, config, tensors, files=2)
+
+
 def run_config(folder: Folder, mesh: MeshConfig, *, sequences: int, length: int) -> Config:
     """The config of a run of a folder's model, without router losses."""
     cfg = config_of(folder)

@@ -1,4 +1,4 @@
-"""Runs with random adapters beside the weights of golden models, as checkpoints."""
+"""Runs with random adapters beside the weights of a folder, as checkpoints."""
 
 import dataclasses
 from pathlib import Path
@@ -15,20 +15,33 @@ from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.source import base_of, find_source, read_weights
 from tests.cases import step_for
-from tests.hf.golden import golden_folder, run_config
+from tests.hf.golden import run_config
 from tests.hf.random_models import draw
 
 
 def write_run(
-    place: Path, case: dict, mesh: MeshConfig, tokens: tuple[int, int] = (4, 16), **lora
+    run: Path,
+    base: Path,
+    mesh: MeshConfig,
+    tokens: tuple[int, int] = (4, 16),
+    *,
+    weights: Path | None = None,
+    predict_ahead: int = 0,
+    **lora,
 ) -> tuple[TrainStep, TrainState]:
-    """Writes a folder of weights `base`, and a run `run` whose adapters are far from zero."""
-    with Folder(golden_folder(place / "base", case)) as folder:
+    """Writes a run whose adapters are far from zero.
+
+    Args:
+      base: a folder of weights.
+      weights: what the run began with; None: the folder.
+    """
+    with Folder(base) as folder:
         cfg = run_config(folder, mesh, sequences=tokens[0], length=tokens[1])
     cfg = dataclasses.replace(
         cfg,
+        model=dataclasses.replace(cfg.model, predict_ahead=predict_ahead),
         lora=LoraConfig(**{"rank": 2, "alpha": 1.0, **lora}),
-        checkpoint=CheckpointConfig(init_from=str(place / "base")),
+        checkpoint=CheckpointConfig(init_from=str(weights or base)),
     )
     train_step = step_for(cfg)
     source = find_source(cfg, "full")
@@ -42,7 +55,7 @@ def write_run(
     small = train_step.abstract._replace(params=None, router_bias=None, frozen=None)
     zeros = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), small)
     state = zeros._replace(params=adapters, router_bias=router_bias, frozen=frozen)
-    writer = Checkpoints(place / "run" / "checkpoints", keep=1)
+    writer = Checkpoints(run / "checkpoints", keep=1)
     try:
         writer.save(3, state, {"config": to_dict(cfg), "base": base_of(cfg, source)})
     finally:

@@ -12,7 +12,7 @@ from moejax.hf.families import family_of
 from moejax.hf.load import flat, load, plan_load
 from moejax.hf.reader import Folder
 from tests.cases import step_for
-from tests.hf.golden import cases_of, run_config
+from tests.hf.golden import ahead_folder, cases_of, run_config
 from tests.hf.random_models import draw_all, write_folder
 from tests.hf.test_writer import assert_same_tensors, export_arrays, read_all
 
@@ -24,22 +24,8 @@ def annotations(unchecked_annotations):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A DeepSeek-V3 of two layers, and a third that predicts ahead, as published files have it."""
-    case = cases_of("deepseek_v3")["even, groups, yarn"]
-    shapes = dict(case["tensors"])
-    for name, shape in case["tensors"].items():
-        if name.startswith("model.layers.1."):
-            shapes[name.replace("layers.1.", "layers.2.")] = shape
-    D = case["config"]["hidden_size"]
-    prefix = "model.layers.2."
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
-        shapes[f"{prefix}{norm}.weight"] = [D]
-    shapes[f"{prefix}eh_proj.weight"] = [D, 2 * D]
-    tensors = draw_all(shapes)
-    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"]
-    config = {**case["config"], "num_nextn_predict_layers": 1}
-    return write_folder(tmp_path / "in", config, tensors, files=2)
+    """A model whose files have a layer that predicts ahead."""
+    return ahead_folder(tmp_path / "in")
 
 
 def plan_with(opened, ahead, mesh=None):

@@ -5,7 +5,7 @@ import pytest
 
 from moejax.config.schema import MeshConfig
 from moejax.convert.exporting import export_run
-from tests.hf.golden import FAMILIES, cases_of
+from tests.hf.golden import FAMILIES, cases_of, golden_folder
 from tests.hf.lora_runs import write_run
 from tests.parity import ours
 
@@ -29,7 +29,8 @@ def families() -> list:
 @pytest.mark.parametrize(("family", "name"), families())
 def test_peft_computes_with_an_adapter_what_the_run_computes(tmp_path, theirs, family, name):
     mesh = MeshConfig(expert=2, tensor=2)
-    train_step, state = write_run(tmp_path, cases_of(family)[name], mesh, SHAPE)
+    base = golden_folder(tmp_path / "base", cases_of(family)[name])
+    train_step, state = write_run(tmp_path / "run", base, mesh, SHAPE)
     for folder, adapter in (("merged", False), ("adapter", True)):
         export_run(tmp_path / "run", tmp_path / folder, dtype="float32", adapter=adapter)
     token_BT = np.random.default_rng(0).integers(
@@ -37,10 +38,10 @@ def test_peft_computes_with_an_adapter_what_the_run_computes(tmp_path, theirs, f
     )
     wanted = ours.logits(ours.Ours(family, train_step, state), token_BT)
     bound = LOGITS * np.abs(wanted).max()
-    base = theirs.logits(theirs.load(tmp_path / "base"), token_BT)
-    assert np.abs(wanted - base).max() > 1000 * bound, "the adapters change nothing"
+    before = theirs.logits(theirs.load(base), token_BT)
+    assert np.abs(wanted - before).max() > 1000 * bound, "the adapters change nothing"
     for model in (
         theirs.load(tmp_path / "merged"),
-        theirs.with_adapter(theirs.load(tmp_path / "base"), tmp_path / "adapter"),
+        theirs.with_adapter(theirs.load(base), tmp_path / "adapter"),
     ):
         np.testing.assert_allclose(theirs.logits(model, token_BT), wanted, rtol=0, atol=bound)
