@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.filesize import decimal
 
 from moejax.config.load import from_dict
@@ -27,7 +26,6 @@ from moejax.hf.writer import (
     total_elements,
     write_weights,
 )
-from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
 from moejax.train.saved import Saved, locate
 from moejax.train.stored import StoredWeights

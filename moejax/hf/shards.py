@@ -19,8 +19,8 @@ def part_of(array: jax.Array, index: Index = ()) -> np.ndarray:
       index: positions and whole dimensions (`slice(None)`); dimensions without an entry are whole.
     """
     wanted = (*index, *[slice(None)] * (array.ndim - len(index)))
-    shape = tuple(n for n, at in zip(array.shape, wanted, strict=True) if isinstance(at, slice))
-    out = np.empty(shape, array.dtype)
+    kept = [dim for dim, at in enumerate(wanted) if isinstance(at, slice)]
+    out = np.empty([array.shape[dim] for dim in kept], array.dtype)
     copied = set()
     for shard in array.addressable_shards:
         parts = zip(shard.index, array.shape, strict=True)
@@ -30,9 +30,9 @@ def part_of(array: jax.Array, index: Index = ()) -> np.ndarray:
             continue
         copied.add(bounds)
         part = _to_host(shard.data, own)
-        if part.shape == shape:
+        if part.shape == out.shape:
             return part
-        copy(out[tuple(slice(*b) for b, at in zip(bounds, own, strict=True) if at == slice(None))], part)
+        copy(out[tuple(slice(*bounds[dim]) for dim in kept)], part)
     return out
 
 

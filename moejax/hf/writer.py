@@ -119,8 +119,8 @@ def plan_files(
     return [OutFile(name, tuple(placed)) for name, placed in zip(names, files, strict=True)]
 
 
-# Returns numbers of a parameter or selection bias, given its path and where they are in it. An index
-# without entries for some dimensions has these whole. Several threads call it.
+# Returns numbers of a parameter or selection bias, given its path and where they are in it;
+# dimensions without an entry in the index are whole. Several threads call it.
 Source = Callable[[str, Index], np.ndarray]
 
 
