@@ -60,10 +60,10 @@ def export_run(
         refuse_adapters(saved, cfg)
         base = read_config(origin)
         chosen, config = choose_family(cfg, base, family)
-        model, *shapes = describe_anywhere(cfg)
-        files = plan_files(chosen, model, *shapes, dtype)
+        model, params, bias = describe_anywhere(cfg)
+        files = plan_files(chosen, model, params, bias, dtype)
         weights = StoredWeights(saved.path)
-        check_biases(chosen, model, *shapes, weights.read)
+        check_biases(chosen, model, params, bias, weights.read)
         check_space(out, total_bytes(files), processes)
         with written_beside(out, processes) as beside:
             text = f"writing {decimal(total_bytes(files))} from {saved.path}"

@@ -80,13 +80,12 @@ def _shared_bytes(array: ts.TensorStore, whole: tuple[bool, ...]) -> int:
 
     A row is what one part is read from.
     """
-    pieces = array.chunk_layout.read_chunk.shape
-    along = [size > 1 for size, is_whole in zip(pieces, whole, strict=False) if not is_whole]
-    if not any(along):
-        return 0
+    pieces: tuple[int, ...] = array.spec().to_json()["metadata"]["chunks"]
     whole = (*whole, *[True] * (array.ndim - len(whole)))
-    counts = [
-        -(-size // piece) if is_whole else 1
-        for size, piece, is_whole in zip(array.shape, pieces, whole, strict=True)
-    ]
-    return 2 * math.prod(counts) * math.prod(pieces) * array.dtype.numpy_dtype.itemsize
+    dims = list(zip(array.shape, pieces, whole, strict=True))
+    if not any(piece > 1 for _, piece, is_whole in dims if not is_whole):
+        return 0
+    row = math.prod(
+        -(-size // piece) * piece if is_whole else piece for size, piece, is_whole in dims
+    )
+    return 2 * row * array.dtype.numpy_dtype.itemsize
