@@ -1,4 +1,4 @@
-"""The mesh on which weights are converted: all devices here, weights spread over as many as fit."""
+"""The mesh onto which weights are imported: all devices here, weights over as many as fit."""
 
 from collections.abc import Sequence
 from dataclasses import replace

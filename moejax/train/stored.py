@@ -16,6 +16,7 @@ import tensorstore as ts
 from moejax.hf.rules import Index
 
 CACHE_BYTES = 4 << 30  # of pieces that many tensors share, as older checkpoints have
+INDEX_BYTES = 100 << 20  # of the store's index: Orbax's own limit
 
 
 class StoredWeights:
@@ -27,8 +28,13 @@ class StoredWeights:
     def __init__(self, step: Path):
         """Takes a verified checkpoint's directory."""
         base = {"driver": "file", "path": f"{step.absolute() / 'weights'}/"}
-        self._store: dict[str, Any] = {"driver": "ocdbt", "base": base}
-        self._keys = ts.KvStore.open(self._store).result()
+        self._store: dict[str, Any] = {
+            "driver": "ocdbt",
+            "base": base,
+            "cache_pool": "cache_pool#ocdbt",
+        }
+        self._context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": INDEX_BYTES}})
+        self._keys = ts.KvStore.open(self._store, context=self._context).result()
         self._lock = threading.Lock()
         self._array = functools.lru_cache(maxsize=2)(self._open)
 
@@ -50,18 +56,23 @@ class StoredWeights:
         Args:
           whole: which dimensions each part has whole.
         """
-        keys = (f"params.{path}/", f"balance.{path}/")
-        key = next(k for k in keys if self._keys.read(f"{k}.zarray").result().state == "value")
         spec = {
             "driver": "zarr",
-            "kvstore": {**self._store, "path": key},
+            "kvstore": {**self._store, "path": self._key_of(path)},
             "fill_missing_data_reads": False,
             "recheck_cached_data": False,
         }
-        array = ts.open(spec, read=True).result()
+        array = ts.open(spec, read=True, context=self._context).result()
         limit = min(CACHE_BYTES, _shared_bytes(array, whole))
-        context = ts.Context({"cache_pool": {"total_bytes_limit": limit}})
+        context = ts.Context({"cache_pool": {"total_bytes_limit": limit}}, parent=self._context)
         return ts.open(spec, read=True, context=context).result()
+
+    def _key_of(self, path: str) -> str:
+        """Returns the key of a parameter or selection bias in the item."""
+        for key in (f"params.{path}/", f"balance.{path}/"):
+            if self._keys.read(f"{key}.zarray").result().state == "value":
+                return key
+        raise KeyError(f"the checkpoint has no weights {path}")
 
 
 def _shared_bytes(array: ts.TensorStore, whole: tuple[bool, ...]) -> int:
@@ -69,13 +80,12 @@ def _shared_bytes(array: ts.TensorStore, whole: tuple[bool, ...]) -> int:
 
     A row is what one part is read from.
     """
-    pieces = array.chunk_layout.read_chunk.shape
-    along = [size > 1 for size, is_whole in zip(pieces, whole, strict=False) if not is_whole]
-    if not any(along):
-        return 0
+    pieces: tuple[int, ...] = array.spec().to_json()["metadata"]["chunks"]
     whole = (*whole, *[True] * (array.ndim - len(whole)))
-    counts = [
-        -(-size // piece) if is_whole else 1
-        for size, piece, is_whole in zip(array.shape, pieces, whole, strict=True)
-    ]
-    return 2 * math.prod(counts) * math.prod(pieces) * array.dtype.numpy_dtype.itemsize
+    dims = list(zip(array.shape, pieces, whole, strict=True))
+    if not any(piece > 1 for _, piece, is_whole in dims if not is_whole):
+        return 0
+    row = math.prod(
+        -(-size // piece) * piece if is_whole else piece for size, piece, is_whole in dims
+    )
+    return 2 * row * array.dtype.numpy_dtype.itemsize

@@ -1,38 +1,29 @@
 """Parts of a checkpoint's weights, read without devices: the same bits, however they were saved."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from moejax.hf.load import flat
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.stored import StoredWeights
 from tests.cases import small_config, step_for
 
-MESHES = [(1, 1, 1, 1), (1, 1, 8, 1), (2, 1, 2, 2), (1, 2, 2, 2), (8, 1, 1, 1)]
+ONE, MIXED = (1, 1, 1, 1), (1, 2, 2, 2)
+REST = [
+    pytest.param(mesh, dtype, marks=pytest.mark.exhaustive)
+    for mesh in (ONE, MIXED, (1, 1, 8, 1), (2, 1, 2, 2), (8, 1, 1, 1))
+    for dtype in ("float32", "bfloat16")
+]
 ALL = slice(None)
 
 
 def weights_of(state):
     return {**flat(state.params), **flat(state.router_bias)}
-
-
-def assert_read(step, arrays):
-    stored = StoredWeights(step)
-    for path, array in arrays.items():
-        wanted = np.asarray(array)
-        indices = {
-            (),
-            (-1 % wanted.shape[0],),
-            (ALL,) * (wanted.ndim - 1) + (wanted.shape[-1] // 2,),
-        }
-        if wanted.ndim > 2:
-            indices |= {(at, 0, ALL, 0)[: wanted.ndim] for at in (0, wanted.shape[0] - 1)}
-        for index in indices:
-            read = stored.read(path, index)
-            assert read.dtype == wanted.dtype, path
-            assert read.tobytes() == wanted[index].tobytes(), (path, index)
 
 
 def state_on(mesh, dtype="float32"):
@@ -43,10 +34,77 @@ def state_on(mesh, dtype="float32"):
     return state._replace(params=params, router_bias=bias)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_parts_are_read_whatever_mesh_saved_them(tmp_path, mesh):
-    state = state_on(mesh)
+def save_as_before(folder, state, **options):
+    """As moejax saved first: compressed, each shard in one piece; or in pieces of some size."""
+    leaves = {f"params.{path}": x for path, x in flat(state.params).items()}
+    leaves |= {f"balance.{path}": x for path, x in flat(state.router_bias).items()}
+    args = {key: ocp.SaveArgs(**options) for key in leaves}
+    with ocp.CheckpointManager(folder) as manager:
+        item = ocp.args.StandardSave(leaves, save_args=args)
+        manager.save(3, args=ocp.args.Composite(weights=item))
+
+
+def assert_read(step, arrays):
+    stored = StoredWeights(step)
+    for path, array in arrays.items():
+        wanted = np.asarray(array)
+        at_ends = (0, wanted.shape[0] - 1)
+        indices = {(), *((at,) for at in at_ends), (ALL,) * (wanted.ndim - 1) + (1,)}
+        if wanted.ndim > 2:
+            indices |= {(at, 0, ALL, 0)[: wanted.ndim] for at in at_ends}
+        for index in indices:
+            read = stored.read(path, index)
+            assert read.dtype == wanted.dtype, path
+            assert read.tobytes() == wanted[index].tobytes(), (path, index)
+
+
+@pytest.mark.parametrize(("mesh", "dtype"), [(ONE, "float32"), (MIXED, "bfloat16"), *REST])
+def test_parts_are_read_whatever_mesh_saved_them(tmp_path, mesh, dtype):
+    state = state_on(mesh, dtype)
     writer = Checkpoints(tmp_path, keep=1)
     writer.save(3, state, {})
     writer.close()
     assert_read(tmp_path / "3", weights_of(state))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [(ONE, {"chunk_byte_size": 512}), (MIXED, {})], ids=["pieces", "shards"]
+)
+def test_older_checkpoints_are_read(tmp_path, mesh, options):
+    state = state_on(mesh)
+    save_as_before(tmp_path / "old", state, **options)
+    assert_read(tmp_path / "old" / "3", weights_of(state))
+
+
+def bytes_read():
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["now", "before"])
+def test_no_piece_is_read_twice_for_tensors_that_share_it(tmp_path, before):
+    """Experts are read one by one, gate and up apart, as their tensors are written."""
+    state = state_on(ONE)
+    if before:
+        save_as_before(tmp_path, state)
+    else:
+        writer = Checkpoints(tmp_path, keep=1)
+        writer.save(3, state, {})
+        writer.close()
+    (path,) = (path for path in weights_of(state) if path.endswith("moe.w_in"))
+    array = weights_of(state)[path]
+    stored = StoredWeights(tmp_path / "3")
+    stored.read("norm.scale")
+    first = bytes_read()
+    layers, experts, _, gates, _ = array.shape
+    for layer, expert, gate in itertools.product(range(layers), range(experts), range(gates)):
+        stored.read(path, (layer, expert, ALL, gate))
+    assert bytes_read() - first < 1.3 * array.nbytes + 4096
+
+
+def test_an_unknown_path_is_no_array(tmp_path):
+    writer = Checkpoints(tmp_path, keep=1)
+    writer.save(3, state_on(ONE), {})
+    writer.close()
+    with pytest.raises(KeyError, match="no_such"):
+        StoredWeights(tmp_path / "3").read("no_such")
