@@ -91,7 +91,7 @@ def test_settings_that_fit_together_pass(values):
         ),
         (
             {"model.rope.scaling": "yarn", "model.rope.factor": 2.0, "model.rope.beta_slow": 40.0},
-            ["`model.rope.beta_slow` = 40.0 must be below `model.rope.beta_fast` = 32.0"],
+            ["`model.rope.beta_slow` = 40.0 must not be above `model.rope.beta_fast` = 32.0"],
         ),
         (
             {"model.rope.scaling": "yarn", "model.rope.factor": 2.0, "model.rope.theta": 1.0},

@@ -39,6 +39,9 @@ ROPES["yarn_mscale"] = ROPES["yarn"] | {"mscale": 1.0, "mscale_all_dim": 0.707}
 ROPES["yarn_factor"] = ROPES["yarn"] | {"attention_factor": 1.25}
 # gpt-oss's.
 ROPES["yarn_gpt_oss"] = ROPES["yarn"] | {"rope_theta": 150_000.0, "factor": 32.0, "truncate": False}
+# Kimi-K2's, in which no pair is blended.
+ROPES["yarn_kimi_k2"] = ROPES["yarn_v3"] | {"rope_theta": 50_000.0, "factor": 32.0}
+ROPES["yarn_kimi_k2"] |= {"beta_fast": 1.0}
 
 
 def balance_case(name: str, k: int, logit_LNE: list) -> dict:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moejax.config.checks import check
 from moejax.config.fields import fields
 from moejax.errors import InputError
 from moejax.hf.config import config_of
@@ -14,7 +15,7 @@ from moejax.hf.families.family import TRAINING, differences, from_settings
 from moejax.hf.reader import Folder
 from tests.hf.golden import all_cases, cases_of, golden_folder
 
-# The `config.json` of published models, as their authors wrote them.
+# The `config.json` of published models; `test_counts.py` says what each was compared with.
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 # What each published model is known for.
 KNOWN = {
@@ -41,6 +42,7 @@ KNOWN = {
         "moe.router.balance_loss": 0.008,
         "model.moe_every": 1,
     },
+    "Qwen3-235B-A22B": {"model.width": 4096, "model.num_layers": 94, "moe.expert_hidden": 1536},
     "DeepSeek-V2-Lite": {
         "model.attention": "latent",
         "model.head_width": 192,
@@ -65,7 +67,7 @@ KNOWN = {
         "moe.router.num_groups": 1,
         "model.first_dense_layers": 1,
     },
-    "Moonlight-16B-A3B": {"model.norm_epsilon": 1e-5, "model.q_latent": None},
+    "Moonlight-16B-A3B-Instruct": {"model.norm_epsilon": 1e-5, "model.q_latent": None},
     "gpt-oss-20b": {
         "model.full_attention_every": 2,
         "model.sliding_window": 128,
@@ -75,12 +77,18 @@ KNOWN = {
         "moe.expert_bias": True,
         "model.activation": "clamped_swiglu",
     },
+    "gpt-oss-120b": {"moe.num_experts": 128, "model.num_layers": 36},
     "GLM-4.5": {
         "model.rope_width": 64,
         "model.qk_norm": "head",
         "model.attention_bias": True,
         "model.first_dense_layers": 3,
         "moe.router.score": "sigmoid",
+    },
+    "GLM-4.5-Air": {
+        "model.qk_norm": "none",
+        "model.first_dense_layers": 1,
+        "moe.router.weight_scale": 1.0,
     },
     "MiniMax-M2": {
         "model.rope_width": 64,
@@ -98,6 +106,7 @@ def read(config):
 @pytest.mark.parametrize("name", KNOWN)
 def test_published_configs_are_read(name):
     settings = read(PUBLISHED[name])
+    check(from_settings(settings))
     assert settings | KNOWN[name] == settings
     if not settings.get("model.first_dense_layers"):
         assert "model.mlp_hidden" not in settings

@@ -63,7 +63,7 @@ WANTED = json.loads(GOLDEN.read_text())["rope"]
 
 @pytest.mark.parametrize("kind", WANTED)
 def test_stretched_frequencies_are_transformers(kind):
-    """Llama 3.1's at 128 channels, DeepSeek-V3's and gpt-oss's at 64: every pair, blended too."""
+    """Llama 3.1's at 128 channels; DeepSeek-V3's, gpt-oss's and Kimi-K2's at 64: every pair."""
     wanted = WANTED[kind]
     names = {
         "rope_theta": "theta",

@@ -61,15 +61,19 @@ def _check_rotated(model: ModelConfig) -> None:
 
 
 def _check_rope(rope: RopeConfig) -> None:
-    pairs = {"llama3": ("low_frequency_factor", "high_frequency_factor")}
-    pairs["yarn"] = ("beta_slow", "beta_fast")
-    if rope.scaling in pairs:
-        low, high = pairs[rope.scaling]
+    if rope.scaling == "llama3":
         require(
-            getattr(rope, low) < getattr(rope, high),
-            f"`model.rope.{low}` = {getattr(rope, low)} must be below `model.rope.{high}` = "
-            f"{getattr(rope, high)}. Lower the first or raise the second.",
+            rope.low_frequency_factor < rope.high_frequency_factor,
+            f"`model.rope.low_frequency_factor` = {rope.low_frequency_factor} must be below "
+            f"`model.rope.high_frequency_factor` = {rope.high_frequency_factor}. Lower the first "
+            "or raise the second.",
         )
+    # Kimi-K2 has 1 for both: no pair of channels is blended.
+    require(
+        rope.scaling != "yarn" or rope.beta_slow <= rope.beta_fast,
+        f"`model.rope.beta_slow` = {rope.beta_slow} must not be above `model.rope.beta_fast` = "
+        f"{rope.beta_fast}. Lower the first or raise the second.",
+    )
     require(
         rope.scaling != "yarn" or rope.theta > 1,
         f"`model.rope.theta` = {rope.theta} leaves no channel pair that turns slower than another. "

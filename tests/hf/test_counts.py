@@ -1,0 +1,102 @@
+"""Parameters of published models, counted from their `config.json`.
+
+`tests/golden/published_counts.json` holds what transformers builds for the same configs on the meta
+device (`tests/golden/count_published.py`); `tests/parity/test_counts.py` counts them again.
+
+What `published.json` was compared with, because the files of the authors could not be reached:
+- Mixtral-8x7B: the copy in NVIDIA/TensorRT-LLM, tests/unittest/_torch/modeling/
+  test_modeling_mixtral.py; equal.
+- DeepSeek-V2-Lite: the copy in kvcache-ai/ktransformers, KT-SFT/ktransformers/configs/model_config/
+  config.json; equal but for entries of `auto_map`.
+- Qwen3-30B-A3B, Qwen3-235B-A22B, DeepSeek-V3, Kimi-K2-Instruct, gpt-oss-20b and -120b: copies of
+  whole files in public notes and scripts; equal but for entries of `auto_map`.
+- OLMoE-1B-7B: a copy of a later checkpoint's file; equal but for dtype and version.
+- GLM-4.5-Air: a print of the config as a trainer had read it; equal but for the version.
+- MiniMax-M2: copies of the files of M2.5 (equal) and M2.7 (equal but for the longest context).
+- Moonlight-16B-A3B-Instruct: a copy in a test, which is what stands there.
+- GLM-4.5: sizes alone, from NVIDIA's page on Megatron Bridge. Qwen1.5-MoE-A2.7B: sizes alone, from
+  the defaults of transformers' `Qwen2MoeConfig`.
+`tests/parity/test_counts.py` compares sizes with the defaults of transformers' config classes too.
+"""
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+
+import jax
+import pytest
+
+from moejax.hf.families import family_of
+from moejax.hf.families.family import from_settings
+from moejax.hf.model import describe_anywhere
+from moejax.model.count import Counts, count
+from moejax.step.model import parameter_sizes
+
+TESTS = Path(__file__).parents[1]
+PUBLISHED = json.loads((TESTS / "hf" / "published.json").read_text())
+GOLDEN = json.loads((TESTS / "golden" / "published_counts.json").read_text())["counts"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def annotations(unchecked_annotations):
+    """Leaves annotations unchecked: whole models are described, whose layers have tests."""
+
+
+@cache
+def counted(name: str, ahead: int = 0) -> tuple[Counts, int]:
+    """The counts of a published model, and how many selection biases it has."""
+    settings = family_of(PUBLISHED[name]).read(PUBLISHED[name])
+    cfg = from_settings(settings | {"model.predict_ahead": ahead})
+    model, params, router_bias = describe_anywhere(cfg)
+    biases = sum(math.prod(bias.shape) for bias in jax.tree.leaves(router_bias))
+    return count(cfg, parameter_sizes(model.dims, params)), biases
+
+
+def test_every_published_model_is_counted():
+    assert list(GOLDEN) == list(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_counts_are_those_of_transformers(name):
+    counts, _ = counted(name)
+    assert (counts.total, counts.active) == (GOLDEN[name]["total"], GOLDEN[name]["active"])
+
+
+AHEAD = [name for name, counts in GOLDEN.items() if "ahead_total" in counts]
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_the_module_for_multi_token_prediction_has_the_size_of_transformers_own(name):
+    """transformers keeps it beside the model, so its count of the model is without it."""
+    (plain, _), (counts, _) = counted(name), counted(name, ahead=1)
+    assert counts.total - plain.total == GOLDEN[name]["ahead_total"]
+    assert counts.active - plain.active == GOLDEN[name]["ahead_active"]
+
+
+# Numbers in all tensors of published files, from public listings of their names, shapes and dtypes;
+# of them scales of quantised weights, rotary frequencies, and copies of embedding and head.
+FILES = {
+    "DeepSeek-V2-Lite": (15_706_484_224, 0),  # of -Chat
+    # Of DeepSeek-R1, which has the shapes of V3; with layer 61, which predicts ahead.
+    "DeepSeek-V3": (684_531_386_000, 41_540_496 + 2 * 129_280 * 7168),
+    "Kimi-K2": (1_026_470_731_056, 62_495_192 + 61 * 56),
+    "gpt-oss-20b": (20_914_757_184, 0),  # of a copy whose experts are not in 4-bit floats
+    "MiniMax-M2": (228_703_644_928, 13_880_064),  # of M2.7; no layer that predicts ahead
+}
+WITH_BIASES = ("DeepSeek-V3", "Kimi-K2", "MiniMax-M2")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_counts_are_those_of_published_files(name):
+    numbers, others = FILES[name]
+    counts, biases = counted(name, ahead=1 if name == "DeepSeek-V3" else 0)
+    held = biases if name in WITH_BIASES else 0
+    assert counts.total + held == numbers - others
+
+
+def test_deepseek_v3s_module_has_its_published_size():
+    """11,610,068,224 with the selection biases of its router, without copies of both tables."""
+    (plain, biases), (counts, more) = counted("DeepSeek-V3"), counted("DeepSeek-V3", ahead=1)
+    assert (biases, more) == (14_848, 15_104)
+    assert counts.total + more - plain.total - biases == 11_610_068_224
