@@ -135,15 +135,16 @@ def pretrain(place: Path, setup: Setup) -> None:
     write_tokenizer(place / "tokenizer.json", texts, setup.vocabulary)
     files = ("--tokenizer", "tokenizer.json", "--eval-fraction", 0.05, "--out", "data/text")
     moejax(place, "prepare", "text.jsonl", *files)
+    (place / "base.json").write_text('{"run_dir": "runs/base"}')
     words = (
-        "run_dir=runs/base",
         f"model.vocab_size={setup.vocabulary}",
         "data.source=tokens",
         "data.train_files=data/text.train.bin",
         "data.eval_files=data/text.eval.bin",
         "train.sample_tokens=0",
     )
-    moejax(place, "train", *settings(*words, *setup.model, *setup.pretraining))
+    words += (*setup.model, *setup.pretraining)
+    moejax(place, "train", "--config", "base.json", *settings(*words))
     moejax(place, "hf", "export", "runs/base", "--out", "exported", "--dtype", "float32")
     (place / "exported/chat_template.jinja").write_text(TEMPLATE)
     moejax(place, "hf", "import", "exported", "--out", "imported")
@@ -223,9 +224,11 @@ def fine_tune(
     return {**measure_run(place, run, asked), "state": state, "seconds": seconds}
 
 
-def held_out_text(place: Path, run: str) -> float:
-    """Returns bits per byte of the first text's held-out part."""
-    found = moejax(place, "eval", "--run", run, "--data", "data/text.eval.bin", "--json")
+def held_out_text(place: Path, setup: Setup, run: str) -> float:
+    """Returns bits per byte of the first text's held-out part, in the batches of its training."""
+    batch = [w for w in setup.pretraining if w.startswith(("data.", "train.batch_sequences"))]
+    words = ("--data", "data/text.eval.bin", "--json", *settings(*batch))
+    found = moejax(place, "eval", "--run", run, *words)
     return json.loads(found)["bits_per_byte"]
 
 
@@ -233,8 +236,9 @@ def measure(place: Path, setup: Setup) -> dict[str, Any]:
     """Runs everything in a folder, and returns the results."""
     pretrain(place, setup)
     asked = prepare_questions(place, setup)
+    text = {run: held_out_text(place, setup, run) for run in ("runs/base", "imported")}
     result: dict[str, Any] = {
-        "text_bits_per_byte": {run: held_out_text(place, run) for run in ("runs/base", "imported")},
+        "text_bits_per_byte": text,
         "before": measure_run(place, "imported", asked),
         "runs": {},
     }

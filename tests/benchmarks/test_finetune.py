@@ -24,7 +24,12 @@ TOY = finetune.Setup(
         "moe.num_experts=4",
         "moe.expert_hidden=8",
     ),
-    pretraining=("train.num_steps=2", "train.batch_sequences=2", "data.sequence_length=32"),
+    pretraining=(
+        "train.num_steps=2",
+        "train.batch_sequences=2",
+        "data.sequence_length=32",
+        "optimizer.warmup_steps=1",
+    ),
     tuning=(
         "train.num_steps=30",
         "train.batch_sequences=4",
