@@ -28,12 +28,15 @@ examples:
   moejax generate --run runs/tiny --prompt "def " --tokens 80 --stream
   moejax generate --run imported/olmoe --prompts questions.txt --temperature 0.8 --top-p 0.95
   moejax generate --run runs/books --step 400 --prompt "Once" --json --config.mesh.tensor=2
+  moejax generate --run runs/olmoe_chat --chat --prompt "What is a mesh?"
 
 A prompt begins as the model's texts do: with the special tokens of an imported tokenizer, or with
 the end-of-document token before a document that was trained on here. A text ends at that token, or
-after --tokens. Prompts of a file are continued together, at most train.batch_sequences at a time;
-what continues a prompt depends neither on the others nor on the mesh (but for the last bits of
-logits). The mesh is the run's, as for moejax eval. Experts take all tokens, as without a capacity.
+after --tokens. With --chat a prompt is a message of a user: the model's chat template writes it and
+asks for the answer, which ends where the template ends one. Prompts of a file are continued
+together, at most train.batch_sequences at a time; what continues a prompt depends neither on the
+others nor on the mesh (but for the last bits of logits). The mesh is the run's, as for moejax eval.
+Experts take all tokens, as without a capacity.
 Exit codes: 0 done, 1 logits are not finite, 2 bad input, 130 stopped; docs/formats/exit.md.
 """
 
@@ -62,6 +65,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     prompts.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompts.add_argument(
         "--prompts", metavar="FILE", help="texts to continue: lines of a file that are not blank"
+    )
+    add("--chat", action="store_true", help="prompts are messages of a user; show the answers")
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template (default: the model's, beside its tokenizer)",
     )
     add("--tokens", type=int, default=128, metavar="N", help="most tokens of each (default: 128)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default)")
@@ -97,6 +106,11 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise InputError(
             f"`--tokens` is out of range. Got {args.tokens}. It is at least 1. Raise it."
         )
+    if args.chat_template is not None and not args.chat:
+        raise InputError(
+            f"`--chat-template` has no effect. Got {args.chat_template!r} without --chat. It "
+            f"writes messages of a user. Add --chat, or leave it out."
+        )
     if args.stream and (args.json or args.prompt is None):
         other = "--json" if args.json else "--prompts"
         raise InputError(
@@ -119,7 +133,9 @@ def _run(
     chosen = choose(args.run, args.step, overrides, processes, FORWARD)
     check_simulated_devices(chosen.cfg)
     check_same_config(chosen.cfg, processes)
-    vocabulary = open_vocabulary(chosen, args.tokenizer, args.eos)
+    vocabulary = open_vocabulary(
+        chosen, args.tokenizer, args.eos, chat=args.chat, template=args.chat_template
+    )
     prompts, notes = encode_prompts(texts, vocabulary, chosen.cfg, args.tokens)
     for note in (*chosen.notes, *notes):
         console.print(note, highlight=False, soft_wrap=True)
@@ -162,7 +178,7 @@ def _continue(
     state = read_weights(chosen, engine.train_step)
     begin, shown, first = time.monotonic(), "", texts[0]
     if stream:
-        print(first.prompt, end="", flush=True)
+        print(first.prompt, end=vocabulary.between, flush=True)
     prompts = [text.prompt_ids for text in texts]
     for token in generate(
         engine, state, prompts, tokens=tokens, stops=vocabulary.stops, processes=processes
@@ -184,6 +200,7 @@ def _print_texts(texts: list[Text], vocabulary: Vocabulary) -> None:
         print(
             "----\n" * (number > 0)
             + text.prompt
+            + vocabulary.between
             + vocabulary.continuation(text.prompt_ids, text.ids)
         )
 

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from moejax.config.schema import Config
+from moejax.data.sources import tokenizer_file
 from moejax.data.tokenizer import Tokenizer, load_library
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen, tokenizer_beside_weights
 from moejax.evaluate.held_out import open_tokenizer
 from moejax.hf.files import SMALL_BYTES, read_json
 from moejax.hf.origin import GENERATION, origin_of, read_config
+from moejax.serve.chat import ChatPrompts, open_chat
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Vocabulary:
       stops: ids that end a text.
       allowed: ids from this one on have no text.
       positions: the most that the model takes, prompt and continuation; None: not known.
+      chat: writes a user's message as the prompt for an answer; None where texts are continued.
     """
 
     tokenizer: Tokenizer
@@ -31,9 +34,12 @@ class Vocabulary:
     stops: frozenset[int]
     allowed: int
     positions: int | None
+    chat: ChatPrompts | None = None
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a prompt."""
+        if self.chat is not None:
+            return self.chat.encode(text)
         if self.library is not None:
             return self.library.encode(text).ids
         return [self.tokenizer.eos_id, *self.tokenizer.encode(text)]
@@ -43,10 +49,25 @@ class Vocabulary:
         before = self.tokenizer.decode(prompt)
         return self.tokenizer.decode([*prompt, *ids])[len(before) :]
 
+    @property
+    def between(self) -> str:
+        """What stands between a prompt and its continuation where both are shown."""
+        return "" if self.chat is None else "\n"
 
-def open_vocabulary(chosen: Chosen, tokenizer: str | None, eos: str | None) -> Vocabulary:
+
+def open_vocabulary(
+    chosen: Chosen,
+    tokenizer: str | None,
+    eos: str | None,
+    *,
+    chat: bool = False,
+    template: str | None = None,
+) -> Vocabulary:
     """Opens the tokenizer that the command line names, else the model's own.
 
+    Args:
+      chat: whether prompts are messages of a user.
+      template: a chat template; None for the model's own.
     Raises:
       InputError: if there is none.
     """
@@ -63,7 +84,15 @@ def open_vocabulary(chosen: Chosen, tokenizer: str | None, eos: str | None) -> V
     allowed = min(opened.vocab_size, chosen.cfg.model.vocab_size)
     positions = config.get("max_position_embeddings")
     positions = positions if type(positions) is int else None
-    return Vocabulary(opened, library, frozenset(stops), allowed, positions)
+    prompts = None
+    if chat:
+        # Beside token files is a copy of the tokenizer, without a template.
+        named = None if tokenizer is None else Path(tokenizer)
+        path = named or tokenizer_file(chosen.cfg.data) or beside
+        file = None if template is None else Path(template)
+        prompts = open_chat(path, named or beside or path, file)
+        stops |= prompts.stops
+    return Vocabulary(opened, library, frozenset(stops), allowed, positions, prompts)
 
 
 def read_prompts(text: str | None, file: str | None) -> list[str]:

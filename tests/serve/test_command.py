@@ -45,6 +45,20 @@ def test_a_prompt_is_continued_as_text_as_json_and_while_it_grows(run, capsys):
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
+def test_a_message_is_written_by_a_chat_template(run, capsys, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    words = ["--chat", "--chat-template", template, "--prompt", "def "]
+    (text,) = json.loads(generated(capsys, run, *words, "--json").out)["texts"]
+    assert (text["prompt"], text["prompt_tokens"]) == ("def ", len("udef a"))
+    assert generated(capsys, run, *words).out == f"def \n{text['text']}\n"
+    assert generated(capsys, run, *words, "--stream").out == f"def \n{text['text']}\n"
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_lines_of_a_file_are_continued_together_and_on_another_mesh(run, capsys, tmp_path):
     (tmp_path / "prompts").write_text("def \n\nclass Word:\nx\n")
     words = ["--prompts", tmp_path / "prompts", "--json", "--temperature", "0.9", "--top-k", "50"]
@@ -66,6 +80,8 @@ def test_lines_of_a_file_are_continued_together_and_on_another_mesh(run, capsys,
         (["--prompt", "x", "--stream", "--json"], "`--stream` has no effect with `--json`"),
         (["--prompts", "none.txt"], "prompts cannot be read. --prompts none.txt"),
         (["--prompts", "none.txt", "--stream"], "`--stream` has no effect with `--prompts`"),
+        (["--prompt", "x", "--chat"], "no chat template. The tokenizer of bytes has none"),
+        (["--prompt", "x", "--chat-template", "x"], "`--chat-template` has no effect"),
         (["--prompt", "x", "--step", "9"], "no checkpoint of step 9"),
         (["--prompt", "x", "--eos", "</s>"], "`--eos` has no effect"),
         (["--prompt", "x", "--config.moe.capacity_factor=2"], "`moe.capacity_factor` has no"),

@@ -52,6 +52,26 @@ def test_prompts_of_an_import_begin_as_its_tokenizer_says(imported):
     assert vocabulary.continuation([0, 2], [3, 2]) == " b a"
 
 
+def test_messages_have_the_template_beside_the_weights_and_end_as_it_ends_answers(imported):
+    pytest.importorskip("jinja2")
+    folder = imported.saved.path.parent.parent / "hf"
+    with pytest.raises(InputError, match="no chat template"):
+        open_vocabulary(imported, None, None, chat=True)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ '<s> ' + m.content + ' <|end|> ' }}{% endfor %}"
+    )
+    vocabulary = open_vocabulary(imported, None, None, chat=True)
+    assert vocabulary.encode("b b") == [0, 3, 3, 4], "<s> comes from the template alone"
+    assert vocabulary.stops == {1, 4}
+    (folder / "generation_config.json").unlink()
+    assert open_vocabulary(imported, None, None).stops == {1}
+    assert open_vocabulary(imported, None, None, chat=True).stops == {1, 4}
+    other = folder / "other.jinja"
+    other.write_text("{{ messages[0].content }}")
+    named = open_vocabulary(imported, None, None, chat=True, template=str(other))
+    assert named.encode("b b") == [3, 3]
+
+
 def test_a_text_longer_than_the_models_positions_is_refused(imported):
     vocabulary = open_vocabulary(imported, None, None)
     assert encode_prompts(["a b"], vocabulary, imported.cfg, 5)[1] == []

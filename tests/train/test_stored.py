@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 

@@ -1,0 +1,62 @@
+"""Messages as prompts: what training wrote before an answer, and where an answer ends."""
+
+import json
+
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from moejax.data.answers import ChatEncoder
+from moejax.data.chat_template import load_template
+from moejax.data.control_tokens import ByteEncoder, FileEncoder
+from moejax.data.conversations import conversation_of
+from moejax.data.marks import TARGET
+from moejax.data.rows import Line
+from moejax.errors import InputError
+from moejax.serve.chat import open_chat
+from tests.data.chats import BYTES, CHATML, CLOSED, INST, TAGGED, THINKING, write_model
+
+QUESTION = "What is a mesh?"
+
+
+def row(answer):
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]
+    return conversation_of(Line(json.dumps({"messages": messages}).encode(), "x.jsonl, line 1"))
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED, INST, CLOSED, THINKING])
+@pytest.mark.parametrize("tokenizer", ["byte_level", "sentence_piece"])
+def test_a_prompt_is_what_training_read_before_the_answer(tmp_path, tokenizer, template):
+    path = write_model(tmp_path, tokenizer, template)
+    encoder = FileEncoder(path)
+    document = ChatEncoder(load_template(path, None), encoder).encode(row("x"))
+    target_N = document.mark_N == TARGET
+    before = document.token_N[: target_N.argmax()].tolist()
+    prompts = open_chat(path, path, None)
+    assert prompts.encode(QUESTION) == before
+    learned = document.token_N[target_N].tolist()
+    assert prompts.stops == {next(id for id in learned if id in encoder._ids)}
+
+
+def test_bytes_take_a_template_of_their_own(tmp_path):
+    (tmp_path / "bytes.jinja").write_text(BYTES)
+    prompts = open_chat(None, None, tmp_path / "bytes.jinja")
+    document = ChatEncoder(load_template(None, tmp_path / "bytes.jinja"), ByteEncoder())
+    ids = document.encode(row("x")).token_N.tolist()
+    assert [*prompts.encode(QUESTION), ord("x"), 256] == ids
+    assert prompts.stops == {256}
+    (tmp_path / "bytes.jinja").write_text("{{ messages[0].content }}")
+    assert open_chat(None, None, tmp_path / "bytes.jinja").stops == frozenset()
+
+
+def test_what_no_template_takes_is_told(tmp_path):
+    path = write_model(tmp_path, template=CHATML)
+    with pytest.raises(InputError, match=r"'What <\|im_end\|>' holds '<\|im_end\|>'"):
+        open_chat(path, path, None).encode("What <|im_end|>")
+    (tmp_path / "own.jinja").write_text("{{ raise_exception('no system message') }}")
+    with pytest.raises(InputError, match=r"own\.jinja says: no system message"):
+        open_chat(path, path, tmp_path / "own.jinja")
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(InputError, match="no chat template"):
+        open_chat(path, path, None)
