@@ -124,8 +124,8 @@ def _export_model(
 ) -> str:
     """Writes all weights. Returns what to say about it."""
     saved, cfg, frozen = export.saved, export.cfg, export.frozen
-    model, *shapes = describe_anywhere(cfg)
-    files = plan_files(export.family, model, *shapes, dtype)
+    model, params, router_bias = describe_anywhere(cfg)
+    files = plan_files(export.family, model, params, router_bias, dtype)
     size = total_bytes(files)
     check_space(out, size, processes)
     with ExitStack() as stack:
@@ -135,14 +135,14 @@ def _export_model(
             if isinstance(frozen, FolderSource):
                 stack.enter_context(frozen.folder)
             read = merged_weights(saved, cfg, frozen).read
-        check_biases(export.family, model, *shapes, read)
+        check_biases(export.family, model, params, router_bias, read)
         beside = stack.enter_context(written_beside(out, processes))
         text = f"writing {decimal(size)} from {saved.path}"
         with bar(console, text, total_elements(files_of(files, processes))) as advance:
             write_weights(files, beside, read, processes, advance)
         if processes.first:
             _write_small_files(beside, export, dtype)
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes[0]))
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     added = "" if frozen is None else f"; adapters added to {frozen.path}"
     return f"{count:,} parameters, {decimal(size)} in {plural(len(files), 'file')}{added}"
 

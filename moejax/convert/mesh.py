@@ -16,6 +16,7 @@ from moejax.step.train_step import TrainStep, build_step
 def build_here(cfg: Config, devices: Sequence[Any]) -> TrainStep:
     """Returns the shapes and shardings of a model's state on these devices; allocates nothing."""
     alone = replace(model_alone(cfg), train=TrainConfig(batch_sequences=len(devices)))
-    cfg = spread(alone, len(devices))
-    assert cfg is not None, "copies fit any number of devices"
-    return build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform_of(list(devices)))
+    wide = spread(alone, len(devices))
+    assert wide is not None, "copies fit any number of devices"
+    mesh = build_mesh(build_layout(wide.mesh), devices)
+    return build_step(wide, mesh, platform_of(list(devices)))
