@@ -9,7 +9,7 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
-from moejax.comm.weights.gather import gather_weight
+from moejax.comm.weights.gather import gather_weight, whole_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.activation import clamped_swiglu
 from moejax.layout.spec import StepSpec
@@ -28,7 +28,7 @@ class RMSNorm(nnx.Module):
         """Normalises the last dimension."""
         x32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * inverse * self.scale[...]).astype(x.dtype)
+        return (x32 * inverse * whole_weight(self.scale)).astype(x.dtype)
 
 
 class MLP(nnx.Module):

@@ -15,6 +15,7 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
+from moejax.comm.weights.gather import whole_weight
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
@@ -95,7 +96,7 @@ class Block(nnx.Module):
             with jax.named_scope("mlp"):
                 y_BtD = self.mlp(h_BtD, mlp_weights)
                 if self.shared_gate is not None:
-                    y_BtD = scale_by_gate(y_BtD, h_BtD, self.shared_gate[...])
+                    y_BtD = scale_by_gate(y_BtD, h_BtD, whole_weight(self.shared_gate))
                 x_BtD = x_BtD + y_BtD
         return x_BtD, stats, kept
 

@@ -44,7 +44,7 @@ from moejax.comm.activations import (
     own_positions,
     split_positions,
 )
-from moejax.comm.weights.gather import gather_weight
+from moejax.comm.weights.gather import gather_weight, whole_weight
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
@@ -171,7 +171,7 @@ class MoE(nnx.Module):
             )
         x_ND = x_BtD.reshape(-1, x_BtD.shape[2])
         logit_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE, precision="highest")
-        return logit_NE + self.b_router[...] if self.moe.router_bias else logit_NE
+        return logit_NE + whole_weight(self.b_router) if self.moe.router_bias else logit_NE
 
     def _stats(
         self, routing: router.Routing, logit_NE: jax.Array, kept_NK: jax.Array, sequences: int

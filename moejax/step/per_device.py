@@ -4,6 +4,7 @@ Runs inside the shard_map of the training mesh. Each device computes its share o
 over devices is the loss. `comm.wire` explains the transposes of collectives under this rule.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,9 +15,11 @@ from moejax.comm import wire
 from moejax.comm.codecs.adaptive import choose_level
 from moejax.comm.codecs.build import build_codec
 from moejax.comm.codecs.codec import EncodeContext
+from moejax.comm.weights.gather import empty_totals
 from moejax.comm.weights.reduce import reduce_whole
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.states import sum_squared_errors
+from moejax.comm.weights.totals import attach_totals
 from moejax.config.compression import GRADIENTS
 from moejax.layout.layout import Layout
 from moejax.model.ahead import targets_ahead
@@ -86,26 +89,53 @@ def loss_gradients(
     `nll` and `balance` are this device's shares. The caller sums them over devices.
     """
     micro_batches = model.cfg.train.micro_batches
-    micro = partial(_micro_batch, model, state, _num_targets(model, batch))
+    loss = partial(_loss_of, model, state, _num_targets(model, batch))
+    params = _with_residuals(model, state)
     if micro_batches == 1:
-        gradients, residuals, loss_parts = micro(0, batch, state.reduction.residuals)
+        gradients, loss_parts = jax.grad(loss, has_aux=True)(params, 0, batch)
     else:
         split_batch = split_micro_batches(batch, micro_batches)
-        first = (0, jax.tree.map(lambda x: x[0], split_batch), state.reduction.residuals)
-        gradient_shapes, _, part_shapes = jax.eval_shape(micro, *first)
-        zeros = jax.tree.map(jnp.zeros_like, (gradient_shapes, part_shapes))
+        totals, earlier = _add_up(model, state, loss, split_batch)
+        last = jax.tree.map(lambda x: x[-1], split_batch)
 
-        def add(carried: Any, scanned: Any) -> tuple[Any, None]:
-            total, residuals = carried
-            index, rows = scanned
-            gradients, residuals, loss_parts = micro(index, rows, residuals)
-            return (jax.tree.map(jnp.add, total, (gradients, loss_parts)), residuals), None
+        def last_loss(params: Tree) -> tuple[jax.Array, LossParts]:
+            return loss(attach_totals(params, totals, last=True), micro_batches - 1, last)
 
-        start = (zeros, state.reduction.residuals)
-        scanned = (jnp.arange(micro_batches), split_batch)
-        ((gradients, loss_parts), residuals), _ = jax.lax.scan(add, start, scanned)
+        gradients, loss_parts = jax.grad(last_loss, has_aux=True)(params)
+        loss_parts = jax.tree.map(jnp.add, earlier, loss_parts)
+    gradients, residuals = detach_residuals(gradients, model.dims)
     gradients = _reduce_whole(model, gradients)
     return gradients, loss_parts, _choose_levels(model, state.reduction, residuals)
+
+
+def _add_up(
+    model: ModelDef, state: TrainState, loss: Callable[..., Any], split_batch: Batch
+) -> tuple[Tree, LossParts]:
+    """Adds up gradients and loss of all micro-batches but the last.
+
+    What copies must send each other waits for the last: see `comm.weights.totals`.
+
+    Args:
+      loss: of (parameters with what stands beside them, micro-batch, rows).
+    """
+
+    def add(carried: Any, scanned: Any) -> tuple[Any, None]:
+        totals, earlier = carried
+        index, rows = scanned
+
+        def own_loss(totals: Tree) -> tuple[jax.Array, LossParts]:
+            return loss(attach_totals(state.params, totals, last=False), index, rows)
+
+        totals, loss_parts = jax.grad(own_loss, has_aux=True)(totals)
+        return (totals, jax.tree.map(jnp.add, earlier, loss_parts)), None
+
+    rest = jax.tree.map(lambda x: x[:-1], split_batch)
+    indices = jnp.arange(model.cfg.train.micro_batches - 1)
+    totals = empty_totals(state.params, model.dims, model.spec)
+    _, parts = jax.eval_shape(loss, state.params, 0, jax.tree.map(lambda x: x[0], rest))
+    zeros = jax.tree.map(jnp.zeros_like, parts)
+    (totals, earlier), _ = jax.lax.scan(add, (totals, zeros), (indices, rest))
+    return totals, earlier
 
 
 class NumTargets(NamedTuple):
@@ -126,38 +156,40 @@ def _num_targets(model: ModelDef, batch: Batch) -> NumTargets:
     return NumTargets(total(batch.target_BT), total(ahead_BT))
 
 
-def _micro_batch(
+def _with_residuals(model: ModelDef, state: TrainState) -> Tree:
+    """Returns the parameters, those whose gradients have a codec with its state."""
+    key = jax.random.fold_in(jax.random.key(model.cfg.train.seed), state.step)
+    _, rounding_key = jax.random.split(key)
+    context = EncodeContext(state.step, jax.random.fold_in(rounding_key, 0))
+    residuals = state.reduction.residuals
+    return attach_residuals(state.params, residuals, model.dims, context, model.layout)
+
+
+def _loss_of(
     model: ModelDef,
     state: TrainState,
     num_targets: NumTargets,
+    params: Tree,
     index: Any,
     rows: Batch,
-    residuals: Tree,
-) -> tuple[Tree, Tree, LossParts]:
-    """Returns gradients of one micro-batch, the new codec state, and the loss's parts.
+) -> tuple[jax.Array, LossParts]:
+    """Returns this device's share of a micro-batch's loss, and its parts.
 
     Args:
       num_targets: of the whole batch.
+      params: with what stands beside them.
       index: the micro-batch, counted from zero.
       rows: this device's rows of the micro-batch.
-      residuals: codec state after the previous micro-batch.
     """
     layout, cfg = model.layout, model.cfg
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
-    noise_key, rounding_key = jax.random.split(key)
-    context = EncodeContext(state.step, jax.random.fold_in(rounding_key, index), index)
-    params = attach_residuals(state.params, residuals, model.dims, context, layout)
+    noise_key, _ = jax.random.split(key)
     # Global index of this micro-batch's first row on this device.
     device_rows = len(rows.token_BT) * cfg.train.micro_batches
     first_row = wire.index(layout.token_axes) * device_rows + index * len(rows.token_BT)
     noise = Noise(noise_key, first_row) if cfg.moe.router.jitter else None
-
-    def loss(params: Tree) -> tuple[jax.Array, LossParts]:
-        transformer = model.merge(params, state.router_bias, state.frozen)
-        return _loss(model, transformer, rows, noise, num_targets)
-
-    gradients, loss_parts = jax.grad(loss, has_aux=True)(params)
-    return *detach_residuals(gradients, model.dims), loss_parts
+    transformer = model.merge(params, state.router_bias, state.frozen)
+    return _loss(model, transformer, rows, noise, num_targets)
 
 
 def _loss(

@@ -1,4 +1,4 @@
-"""A batch in parts: random rounding, measured squared errors and router noise, part by part."""
+"""A batch in parts: what crosses nodes once a step, random rounding, and router noise."""
 
 import dataclasses
 import functools
@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.comm.codecs.build import build_codec
-from moejax.comm.weights.states import sum_squared_errors
 from moejax.config.schema import CompressionConfig
+from moejax.plan.trace.reader import collectives
 from moejax.step.state import Batch
 from tests.cases import (
+    CERTAIN,
     assert_close,
     one_device_state,
     place,
@@ -63,22 +63,6 @@ def first(cfg):
     return train_step, spread(state, train_step)
 
 
-@pytest.mark.slow
-def test_equal_parts_round_apart():
-    """The error of the sum falls with the root of the parts, as of independent rounding.
-
-    Rounding errs by an independent number at each value. So the mean square of the error is, of
-    eight equal parts of an eighth each, an eighth of that of one part, within five standard errors.
-    """
-    plain, one = across_nodes("none", 1, 2), across_nodes("int4+stochastic", 1, 2)
-    parts = across_nodes("int4+stochastic", PARTS, 2 * PARTS)
-    wanted = reduced(plain)
-    once, eight = (np.square(reduced(cfg) - wanted) for cfg in (one, parts))
-    spread_of = np.hypot(np.std(eight), np.std(once) / PARTS) / np.sqrt(wanted.size)
-    assert abs(eight.mean() - once.mean() / PARTS) <= 5 * spread_of
-    assert 5 * spread_of < once.mean() / PARTS, "else the bound says little"
-
-
 def test_rounding_differs_by_step_and_seed_and_is_the_same_again():
     cfg = across_nodes("int4+stochastic", PARTS, 2 * PARTS)
     found = reduced(cfg)
@@ -88,32 +72,26 @@ def test_rounding_differs_by_step_and_seed_and_is_the_same_again():
     assert not np.array_equal(reduced(other), found)
 
 
-def squared_errors_of(parts, sequences, batch):
-    """What a measuring step notes: left out by each level, and all."""
-    cfg = across_nodes("adaptive:0.5:int8|topk:0.4", parts, sequences)
-    train_step, state = first(cfg)
-    now = train_step.at(train_step.spec.compression.at(0, (0, 0)))
-    codec = now.spec.codecs.dense_gradient
-    assert codec is not None
-    state, _ = now.step(jax.tree.map(lambda x: x.copy(), state), place(now, batch))
-    adaptive = build_codec(codec)
-    return np.asarray(
-        sum_squared_errors(adaptive, state.reduction.residuals, now.dims, "dense_gradient")
-    )
-
-
-@pytest.mark.slow
-def test_squared_errors_are_of_all_parts():
-    """A last part without targets sends what the first left out, and adds that to the sum."""
-    cfg = small_config(train={"batch_sequences": 4})
-    batch = random_batch(cfg)
-    target_BT = batch.target_BT.copy()
-    target_BT[1::2] = -1  # of both devices the second part
-    whole = batch._replace(target_BT=target_BT)
-    half = Batch(*(x[::2] for x in whole))
-    one, two = squared_errors_of(1, 2, half), squared_errors_of(2, 4, whole)
-    assert two[-1] == pytest.approx(one[-1] + one[0], rel=1e-4)
-    assert np.all(two[:-1] >= one[:-1])
+@pytest.mark.parametrize("codec", ["none", "int8+feedback"])
+def test_copies_across_nodes_meet_once_a_step(codec):
+    """More parts are more reduce-scatters over shards, and no more of what copies send."""
+    found = []
+    for parts in (1, 4):
+        cfg = small_config(
+            (2, 2, 2, 1), train={"micro_batches": parts, "batch_sequences": 32}, moe=CERTAIN
+        )
+        cfg = dataclasses.replace(
+            cfg,
+            compression=CompressionConfig(block=16, dense_gradient=codec, expert_gradient=codec),
+            mesh=dataclasses.replace(cfg.mesh, nodes=2),
+        )
+        train_step = step_for(cfg)
+        traced = train_step.step.trace(train_step.abstract, train_step.abstract_batch())
+        calls = collectives(traced.jaxpr.jaxpr)
+        across = [one for one in calls if one.axes == ("replica",) and "gradient" in one.traffic]
+        found.append(sorted((one.kind, one.bytes, one.calls) for one in across))
+    assert found[0]
+    assert found[0] == found[1]
 
 
 NOISY = {

@@ -12,9 +12,8 @@ from moejax.comm.codecs.codec import Codec, EncodeContext, Payload
 class AdaptiveCodec(Codec):
     """One of several codecs, from mild to strong, with error feedback (after GraVAC).
 
-    A measuring step stores two sums over its micro-batches in the state: each level's squared
-    error, and the sum of squares. `choose_level` then takes the strongest level whose error is
-    small enough.
+    A measuring step stores each level's squared error and the sum of squares in the state.
+    `choose_level` then takes the strongest level whose error is small enough.
     """
 
     levels: tuple[Codec, ...]  # from mild to strong, without feedback
@@ -37,8 +36,7 @@ class AdaptiveCodec(Codec):
         error = corrected - self.decode(payload, n)
         squared_errors = state[..., end:]
         if self.measures:
-            earlier = jnp.where(context.micro_batch == 0, 0, squared_errors)
-            squared_errors = earlier + self._squared_errors(corrected, state, context)
+            squared_errors = self._squared_errors(corrected, state, context)
         return payload, jnp.concatenate(
             [error, level_state, state[..., level_end:end], squared_errors], axis=-1
         )

@@ -21,11 +21,10 @@ Payload = Any  # a pytree of arrays, with the leading dimensions of the encoded 
 
 
 class EncodeContext(NamedTuple):
-    """Step, key and micro-batch: all that an encoding may depend on beside its input and state."""
+    """Step and key: all that an encoding may depend on beside its input and state."""
 
     step: jax.Array  # counted from zero
-    key: jax.Array  # for random rounding; differs by device, step, micro-batch and parameter
-    micro_batch: jax.Array | int = 0  # counted from zero in each step
+    key: jax.Array  # for random rounding; differs by device, step and parameter
 
 
 class Codec:

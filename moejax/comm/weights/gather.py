@@ -10,7 +10,7 @@ so that one gather brings the sum. Backward reduces the gradients of the two fac
 the weight's size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,10 @@ from moejax.comm.weights.adapters import (
     factor_gradients,
 )
 from moejax.comm.weights.path import GatherSpec, class_of, compressible, path_of
-from moejax.comm.weights.reduce import reduce_gradient
+from moejax.comm.weights.reduce import Parts, sum_copies, sum_shards
 from moejax.comm.weights.residuals import WithResidual, from_floats
-from moejax.config.compression import Codecs
+from moejax.comm.weights.totals import WithTotal
+from moejax.config.compression import Codecs, CodecSpec
 from moejax.layout.spec import StepSpec
 
 
@@ -41,16 +42,16 @@ def gather_weight(param: Any, spec: StepSpec, dtype: str | None = None) -> jax.A
     """Returns the weight as this device computes with it: gathered over fsdp, cast to `dtype`.
 
     Wire, forward: the gathered weight in `dtype`, or encoded by its codec if the gather crosses
-    nodes. Backward: see `reduce_gradient`. The returned gradient has the dtype of the parameter.
+    nodes. Backward: see `comm.weights.reduce`. The gradient has the dtype of the parameter.
 
     Args:
-      param: an `nnx.Param` that holds this device's shard, as an array, a `WithResidual` or a
-        `WithAdapter`. Its metadata `dims` has the letters of its dimensions, e.g. dims="DHC".
-        Tensor-sharded dimensions stay sharded.
+      param: an `nnx.Param` that holds this device's shard, as an array, a `WithResidual`, a
+        `WithTotal` or a `WithAdapter`. Its metadata `dims` has the letters of its dimensions, e.g.
+        dims="DHC". Tensor-sharded dimensions stay sharded.
       dtype: the dtype to compute in; None for the spec's.
     """
     dims, shard = param.get_metadata("dims"), param.get_value()
-    gather_spec = _spec_of(dims, spec, dtype, remembers=isinstance(shard, WithResidual))
+    gather_spec = _spec_of(dims, spec, dtype, remembers=_remembers(shard))
     with jax.named_scope("weights"):
         if isinstance(shard, WithAdapter):
             factors = adapter_dims(dims)
@@ -62,8 +63,20 @@ def gather_weight(param: Any, spec: StepSpec, dtype: str | None = None) -> jax.A
         return checkpoint_name(whole, wire.WEIGHT_WIRE)
 
 
+def whole_weight(param: Any) -> jax.Array:
+    """Returns a weight of which every device holds all, as it is stored.
+
+    Sends nothing: `reduce_whole` sums the gradients of all such weights at the end of a step.
+
+    Args:
+      param: an `nnx.Param` that holds an array or a `WithTotal`.
+    """
+    w = param.get_value()
+    return _whole(w) if isinstance(w, WithTotal) else w
+
+
 def _spec_of(
-    dims: str, spec: StepSpec, dtype: str | None, *, remembers: bool = False
+    dims: str, spec: StepSpec, dtype: str | None = None, *, remembers: bool = False
 ) -> GatherSpec:
     """How a parameter with these dimension letters is gathered and its gradient reduced.
 
@@ -77,6 +90,7 @@ def _spec_of(
         spec.gradient_dtype,
         class_of(dims),
         micro_bytes=spec.micro_bytes,
+        compressed=bool(path.slow) and compressible(dims) and _codec_of(codecs, dims) is not None,
         gradient_codec=_gradient_codec(codecs, dims) if remembers else None,
         weight_codec=build_plain_codec(codecs.weights if compressible(dims) else None)
         if spec.layout.between_nodes(path.gather)
@@ -84,9 +98,19 @@ def _spec_of(
     )
 
 
+Entry = Any  # a parameter's shard as it enters: an array, a `WithResidual` or a `WithTotal`
+
+
+def _shard_of(w: Entry) -> jax.Array:
+    """The array inside."""
+    while not isinstance(w, jax.Array):
+        w = w.weight
+    return w
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather(w: jax.Array | WithResidual, spec: GatherSpec) -> jax.Array:
-    shard, path = w.weight if isinstance(w, WithResidual) else w, spec.path
+def _gather(w: Entry, spec: GatherSpec) -> jax.Array:
+    shard, path = _shard_of(w), spec.path
     if path.dim is None:
         return shard.astype(spec.dtype)
     if spec.weight_codec is None:
@@ -100,21 +124,93 @@ def _gather(w: jax.Array | WithResidual, spec: GatherSpec) -> jax.Array:
 
 
 def _gather_forward(w, spec):
-    if isinstance(w, WithResidual):
-        return _gather(w, spec), (jnp.zeros(0, w.weight.dtype), w.state, w.context)
-    return _gather(w, spec), (jnp.zeros(0, w.dtype), None, None)
+    return _gather(w, spec), _beside(w)
 
 
-def _gather_backward(spec, saved, gradient):
-    like, state, context = saved
-    gradient = gradient.astype(spec.gradient_dtype)
-    if state is None:
-        return (reduce_gradient(gradient, spec, None, None)[0].astype(like.dtype),)
-    total, state = reduce_gradient(gradient, spec, state, from_floats(context))
-    return (WithResidual(total.astype(like.dtype), state, jnp.zeros_like(context)),)
+def _gather_backward(spec, beside, gradient):
+    return (_reduced(gradient, beside, spec),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+@jax.custom_vjp
+def _whole(w: WithTotal) -> jax.Array:
+    return w.weight
+
+
+def _whole_forward(w):
+    return w.weight, _beside(w)
+
+
+def _whole_backward(w, gradient):
+    total = w.total[0] + gradient
+    if w.last:
+        return (WithTotal(total, (jnp.zeros_like(total),), last=True),)
+    return (WithTotal(jnp.zeros_like(total), (total,), last=False),)
+
+
+_whole.defvjp(_whole_forward, _whole_backward)
+
+
+def _beside(w: Entry) -> Entry:
+    """What stands beside a shard; of the shard itself only the dtype."""
+    if isinstance(w, WithTotal):
+        return replace(w, weight=_beside(w.weight))
+    if isinstance(w, WithResidual):
+        return replace(w, weight=_beside(w.weight))
+    return jnp.zeros(0, w.dtype)
+
+
+def _reduced(gradient: jax.Array, w: Entry, spec: GatherSpec) -> Entry:
+    """The gradient of a shard and of what stands beside it.
+
+    Args:
+      gradient: of the gathered weight, on this device.
+      w: `_beside` of the shard.
+    """
+    path = spec.path
+    shape = list(gradient.shape)
+    if path.dim is not None:
+        shape[path.dim] //= wire.size(path.gather)
+    parts = sum_shards(gradient.astype(spec.gradient_dtype), spec)
+    if not isinstance(w, WithTotal):
+        return _over_copies(parts, tuple(shape), w, spec)
+    total = jax.tree.map(lambda sum_so_far, own: sum_so_far + own, w.total, parts)
+    if not w.last:
+        return WithTotal(jnp.zeros(shape, w.weight.dtype), total, last=False)
+    total = tuple(part.astype(spec.gradient_dtype) for part in total)
+    whole = _over_copies(total, tuple(shape), w.weight, spec)
+    return WithTotal(whole, jax.tree.map(jnp.zeros_like, w.total), last=True)
+
+
+def _over_copies(parts: Parts, shape: tuple[int, ...], w: Entry, spec: GatherSpec) -> Entry:
+    """The gradient of a shard, and the next state of its codec."""
+    if not isinstance(w, WithResidual):
+        return sum_copies(parts, shape, spec, None, None)[0].astype(w.dtype)
+    total, state = sum_copies(parts, shape, spec, w.state, from_floats(w.context))
+    return WithResidual(total.astype(w.weight.dtype), state, jnp.zeros_like(w.context))
+
+
+def empty_totals(params: Any, dims: Any, spec: StepSpec) -> Any:
+    """The sums before the first micro-batch, for `attach_totals`: zeros in float32.
+
+    Args:
+      params: this device's shards; layers may be stacked.
+      dims: the dimension letters of each parameter.
+    """
+
+    def empty(param: jax.Array, letters: str) -> Parts:
+        gather_spec = _spec_of(letters, spec)
+        layers = param.shape[: param.ndim - len(letters)]
+        shape = list(param.shape[len(layers) :])
+        if gather_spec.path.dim is not None:
+            shape[gather_spec.path.dim] *= wire.size(gather_spec.path.gather)
+        whole = jax.ShapeDtypeStruct(shape, gather_spec.gradient_dtype)
+        parts = jax.eval_shape(lambda gradient: sum_shards(gradient, gather_spec), whole)
+        return tuple(jnp.zeros((*layers, *part.shape), jnp.float32) for part in parts)
+
+    return jax.tree.map(empty, params, dims)
 
 
 @dataclass(frozen=True)
@@ -130,7 +226,8 @@ class AdaptedSpec:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather_adapted(w: WithAdapter, spec: AdaptedSpec) -> jax.Array:
-    return _gather(add_adapter(w, spec.dims, spec.scale), spec.weight)
+    plain = WithAdapter(w.weight, Adapter(*map(_shard_of, w.adapter)))
+    return _gather(add_adapter(plain, spec.dims, spec.scale), spec.weight)
 
 
 def _gather_adapted_forward(w, spec):
@@ -143,21 +240,31 @@ def _gather_adapted_backward(spec, adapter, gradient):
     Wire: the factor that shares the weight's gathered dimension, and both reductions.
     """
     with jax.named_scope("weights"):
-        whole = Adapter(_gather(adapter.a, spec.a), _gather(adapter.b, spec.b))
+        whole = Adapter(
+            _gather(_shard_of(adapter.a), spec.a), _gather(_shard_of(adapter.b), spec.b)
+        )
     own = factor_gradients(gradient, whole, spec.dims, spec.scale)
-
-    def reduced(gradient: jax.Array, factor: jax.Array, spec: GatherSpec) -> jax.Array:
-        gradient = gradient.astype(spec.gradient_dtype)
-        return reduce_gradient(gradient, spec, None, None)[0].astype(factor.dtype)
-
-    factors = Adapter(reduced(own.a, adapter.a, spec.a), reduced(own.b, adapter.b, spec.b))
+    factors = Adapter(
+        _reduced(own.a, _beside(adapter.a), spec.a), _reduced(own.b, _beside(adapter.b), spec.b)
+    )
     return (WithAdapter(None, factors),)
 
 
 _gather_adapted.defvjp(_gather_adapted_forward, _gather_adapted_backward)
 
 
+def _remembers(shard: Any) -> bool:
+    """Whether a codec's state stands beside a shard."""
+    if isinstance(shard, WithTotal):
+        shard = shard.weight
+    return isinstance(shard, WithResidual)
+
+
 def _gradient_codec(codecs: Codecs, dims: str) -> Codec | LowRank | None:
     """The codec of the gradient of a parameter with these dimension letters."""
-    spec = getattr(codecs, class_of(dims))
+    spec = _codec_of(codecs, dims)
     return None if spec is None else build_codec(spec)
+
+
+def _codec_of(codecs: Codecs, dims: str) -> CodecSpec | None:
+    return getattr(codecs, class_of(dims))

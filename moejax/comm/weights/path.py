@@ -38,7 +38,8 @@ class GatherSpec:
     gradient_dtype: str
     traffic: str = "dense_gradient"  # class of traffic of the gradient
     micro_bytes: int | None = None  # largest piece in which the gradient is reduced; None: whole
-    gradient_codec: Codec | LowRank | None = None  # across nodes
+    compressed: bool = False  # whether gradients of its class have a codec across nodes
+    gradient_codec: Codec | LowRank | None = None  # None too in layers before the start layer
     weight_codec: Codec | None = None  # None unless the gather crosses nodes
 
 

@@ -2,6 +2,7 @@
 
 Per device, inside shard_map. Gradients are summed inside the node first, so that only sums cross
 the slow link; then across nodes, through a codec if there is one; then gathered inside the node.
+`sum_shards` has the hops that every micro-batch needs, `sum_copies` those that a step needs once.
 
 Parameters that every device holds whole (norm scales) are too small for a collective each:
 `reduce_whole` sums their gradients in one all-reduce at the end.
@@ -16,87 +17,137 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.codecs.codec import Codec, EncodeContext
-from moejax.comm.codecs.low_rank import LowRank
+from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.compressed import ReduceState, reduce_parts
-from moejax.comm.weights.path import GatherSpec, ParamPath
-from moejax.layout.layout import Layout
+from moejax.comm.weights.path import GatherSpec
+from moejax.layout.layout import Axes, Layout
+
+Parts = tuple[jax.Array, ...]
 
 
-def reduce_gradient(
-    gradient: jax.Array, spec: GatherSpec, state: ReduceState | None, context: EncodeContext | None
-) -> tuple[jax.Array, ReduceState | None]:
-    """Sums the gradient of a gathered weight over all devices; each device keeps its shard.
+def sum_shards(gradient: jax.Array, spec: GatherSpec) -> Parts:
+    """Sums the gradient of a gathered weight over the devices that hold its shards.
 
-    Returns the shard's gradient and the next state of the codec.
+    Each device keeps its shard's gradient, not yet summed over copies, in pieces of at most
+    `micro_bytes`: micro-batches add these up. `sum_copies` takes the other hops.
 
-    Wire, on one node: reduce-scatter over the gather axes, all-reduce over the copies. Across
-    nodes, in this order: reduce-scatter inside the node over gather axes and copies; reduce-scatter
-    and all-reduce across nodes (with a codec: `reduce_parts`); all-gather over the copies inside
-    the node. Without a codec the gradient is reduced in pieces of at most `micro_bytes`.
+    Wire, on one node: reduce-scatter over the gather axes. Across nodes: reduce-scatter inside the
+    node over the gather axes; and if shards lie across nodes and there is no codec, reduce-scatter
+    inside the node over the copies, so that only sums cross nodes, and across nodes.
+
+    Returns:
+      on one node one array in the shape of the shard, or [m] for each piece; across nodes [S, m]
+      for each piece if all hops across nodes are left, else [C, n].
     """
-    with jax.named_scope(spec.traffic):
-        return _reduce_in_pieces(gradient, spec, state, context)
-
-
-def _reduce_in_pieces(
-    gradient: jax.Array, spec: GatherSpec, state: ReduceState | None, context: EncodeContext | None
-) -> tuple[jax.Array, ReduceState | None]:
-    """`reduce_gradient`, in whole or in pieces."""
     path = spec.path
-    if not path.slow and spec.micro_bytes is None:
-        if path.dim is not None:
-            gradient = wire.reduce_scatter(gradient, path.gather, dim=path.dim)
-        return wire.all_reduce(gradient, path.copies), state
-    slow, fast = path.split(path.gather)
-    S, F = wire.size(slow), wire.size(fast)
-    transposed = gradient[None] if path.dim is None else jnp.moveaxis(gradient, path.dim, 0)
-    shape = (transposed.shape[0] // (S * F), *transposed.shape[1:])
-    x_SFm = transposed.reshape(S, F, math.prod(shape))
-    if spec.gradient_codec is not None and state is not None and context is not None:
-        shard, state = _reduce_piece(x_SFm, path, spec.gradient_codec, state, context)
-    else:
-        starts = _cuts(x_SFm.shape[2], S * F * x_SFm.dtype.itemsize, spec.micro_bytes)
-        shard = jnp.concatenate(
-            [_reduce_piece(piece, path)[0] for piece in jnp.split(x_SFm, starts, axis=2)]
-        )
-    shard = shard.reshape(shape)
-    return (shard[0] if path.dim is None else jnp.moveaxis(shard, 0, path.dim)), state
+    with jax.named_scope(spec.traffic):
+        if not path.slow and spec.micro_bytes is None:
+            if path.dim is not None:
+                gradient = wire.reduce_scatter(gradient, path.gather, dim=path.dim)
+            return (gradient,)
+        (slow, fast), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
+        S, F = wire.size(slow), wire.size(fast)
+        transposed = gradient if path.dim is None else jnp.moveaxis(gradient, path.dim, 0)
+        x_SFm = transposed.reshape(S, F, -1)
+        parts = []
+        for piece_SFm in jnp.split(x_SFm, _cuts(x_SFm.shape[2], spec), axis=2):
+            x_Sm = wire.reduce_scatter(piece_SFm, fast, dim=1).reshape(S, -1)
+            if not path.slow:
+                parts.append(x_Sm[0])
+            elif _keeps_nodes(spec):
+                parts.append(x_Sm)
+            else:
+                x_SCn = _split_copies(x_Sm, wire.size(slow_copies), fast_copies)
+                parts.append(wire.reduce_scatter(x_SCn, slow, dim=0)[0])
+        return tuple(parts)
 
 
-def _cuts(size: int, bytes_each: int, limit: int | None) -> list[int]:
-    """Positions that cut `size` values into equal pieces of at most `limit` bytes."""
-    if limit is None:
+def sum_copies(
+    parts: Parts,
+    shape: tuple[int, ...],
+    spec: GatherSpec,
+    state: ReduceState | None,
+    context: EncodeContext | None,
+) -> tuple[jax.Array, ReduceState | None]:
+    """Sums what `sum_shards` left over the copies: the shard's gradient, over all devices.
+
+    Returns it and the next state of the codec.
+
+    Wire, on one node: all-reduce over the copies. Across nodes: the reduce-scatters that
+    `sum_shards` left; all-reduce over the copies across nodes (with a codec: `reduce_parts`);
+    all-gather over the copies inside the node.
+
+    Args:
+      shape: of the shard.
+    """
+    path, size = spec.path, math.prod(shape)
+    with jax.named_scope(spec.traffic):
+        if not path.slow and spec.micro_bytes is None:
+            return wire.all_reduce(parts[0], path.copies), state
+        if spec.gradient_codec is not None and state is not None and context is not None:
+            (slow, _), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
+            x_SCn = _split_copies(parts[0], wire.size(slow_copies), fast_copies)
+            x_Cn, state = reduce_parts(
+                x_SCn, slow, slow_copies, spec.gradient_codec, state, context
+            )
+            summed = [_join_copies(x_Cn, fast_copies, size)]
+        else:
+            ends = [*_cuts(size, spec), size]
+            sizes = [stop - start for start, stop in zip([0, *ends], ends, strict=False)]
+            summed = [_sum_piece(part, n, spec) for part, n in zip(parts, sizes, strict=True)]
+        total = jnp.concatenate(summed)
+    if path.dim is None:
+        return total.reshape(shape), state
+    first = (shape[path.dim], *shape[: path.dim], *shape[path.dim + 1 :])
+    return jnp.moveaxis(total.reshape(first), 0, path.dim), state
+
+
+def _keeps_nodes(spec: GatherSpec) -> bool:
+    """Whether all hops across nodes are left to `sum_copies`.
+
+    Shards across nodes without a codec are summed by every micro-batch: what it would have to keep
+    is as many times its shard as there are nodes.
+    """
+    slow, _ = spec.path.split(spec.path.gather)
+    return spec.compressed or not slow
+
+
+def _cuts(size: int, spec: GatherSpec) -> list[int]:
+    """Positions that cut `size` values of a shard into equal pieces of at most `micro_bytes`.
+
+    A piece's bytes are those of all shards. What a codec encodes is not cut.
+    """
+    if spec.micro_bytes is None or spec.compressed:
         return []
-    pieces = -(-size * bytes_each // limit)
+    bytes_each = wire.size(spec.path.gather) * jnp.dtype(spec.gradient_dtype).itemsize
+    pieces = -(-size * bytes_each // spec.micro_bytes)
     step = -(-size // min(pieces, size))
     return list(range(step, size, step))
 
 
-def _reduce_piece(
-    x_SFm: jax.Array,
-    path: ParamPath,
-    codec: Codec | LowRank | None = None,
-    state: ReduceState | None = None,
-    context: EncodeContext | None = None,
-) -> tuple[jax.Array, ReduceState | None]:
-    """Sums a piece of a gradient over all hops; returns [m], this device's shard of it."""
-    (slow, fast), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
-    S, size = x_SFm.shape[0], x_SFm.shape[2]
+def _sum_piece(part: jax.Array, size: int, spec: GatherSpec) -> jax.Array:
+    """Sums a piece over the copies; returns [m]."""
+    path = spec.path
+    (slow, _), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
     if not path.slow:
-        shard_m = wire.reduce_scatter(x_SFm, fast, dim=1).reshape(size)
-        return wire.all_reduce(shard_m, fast_copies), state
-    C, c = wire.size(slow_copies), wire.size(fast_copies)
-    x_Sm = wire.reduce_scatter(x_SFm, fast, dim=1).reshape(S, size)
-    x_Sm = jnp.pad(x_Sm, ((0, 0), (0, -size % (C * c))))
-    x_SCn = wire.reduce_scatter(x_Sm.reshape(S, c, -1), fast_copies, dim=1).reshape(S, C, -1)
-    if codec is None:
-        x_Cn = wire.all_reduce(wire.reduce_scatter(x_SCn, slow, dim=0)[0], slow_copies)
-    else:
-        assert state is not None and context is not None  # noqa: PT018
-        x_Cn, state = reduce_parts(x_SCn, slow, slow_copies, codec, state, context)
-    x_m = wire.all_gather(x_Cn.reshape(1, -1), fast_copies, dim=0).reshape(-1)
-    return x_m[:size], state
+        return wire.all_reduce(part, fast_copies)
+    if _keeps_nodes(spec):
+        x_SCn = _split_copies(part, wire.size(slow_copies), fast_copies)
+        part = wire.reduce_scatter(x_SCn, slow, dim=0)[0]
+    return _join_copies(wire.all_reduce(part, slow_copies), fast_copies, size)
+
+
+def _split_copies(x_Sm: jax.Array, num_slow: int, fast_copies: Axes) -> jax.Array:
+    """Sums over the copies inside the node; each keeps its part for each copy across, [S, C, n]."""
+    S, c = x_Sm.shape[0], wire.size(fast_copies)
+    x_Sm = jnp.pad(x_Sm, ((0, 0), (0, -x_Sm.shape[1] % (num_slow * c))))
+    x_Scn = wire.reduce_scatter(x_Sm.reshape(S, c, -1), fast_copies, dim=1)
+    return x_Scn.reshape(S, num_slow, -1)
+
+
+def _join_copies(x_Cn: jax.Array, fast_copies: Axes, size: int) -> jax.Array:
+    """Gathers the parts of the copies inside the node; returns [m]."""
+    return wire.all_gather(x_Cn.reshape(1, -1), fast_copies, dim=0).reshape(-1)[:size]
 
 
 def reduce_whole(gradients: list[jax.Array], layout: Layout) -> list[jax.Array]:

@@ -59,9 +59,8 @@ def attach_residuals(
 
 def to_floats(context: EncodeContext) -> jax.Array:
     """A context as float32, which holds each half of a 32-bit word exactly."""
-    counts = (context.step, context.micro_batch)
-    counts = jnp.stack([jnp.asarray(n).astype(jnp.uint32) for n in counts])
-    words = jnp.concatenate([counts, jax.random.key_data(context.key)])
+    step = jnp.asarray(context.step).astype(jnp.uint32)
+    words = jnp.concatenate([step[None], jax.random.key_data(context.key)])
     return jnp.concatenate([words >> 16, words & 0xFFFF]).astype(jnp.float32)
 
 
@@ -69,8 +68,7 @@ def from_floats(floats: jax.Array) -> EncodeContext:
     """The inverse of `to_floats`."""
     high, low = jnp.split(floats.astype(jnp.uint32), 2)
     words = (high << 16) | low
-    step, micro_batch = words[:2].astype(jnp.int32)
-    return EncodeContext(step, jax.random.wrap_key_data(words[2:]), micro_batch)
+    return EncodeContext(words[0].astype(jnp.int32), jax.random.wrap_key_data(words[1:]))
 
 
 def detach_residuals(gradients: Any, dims: Any) -> tuple[Any, Any]:

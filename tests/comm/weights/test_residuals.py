@@ -20,21 +20,21 @@ LAYERS = 3
 
 @pytest.mark.parametrize("step", [0, 1, 2**16 - 1, 2**24 + 1, 2**31 - 1])
 def test_a_moment_travels_as_floats_without_loss(step):
-    context = EncodeContext(jnp.int32(step), jax.random.key(2**31 + 7), jnp.int32(step // 3))
+    context = EncodeContext(jnp.int32(step), jax.random.key(2**31 + 7))
     found = from_floats(to_floats(context))
-    assert (int(found.step), int(found.micro_batch)) == (step, step // 3)
+    assert int(found.step) == step
     keys = [jax.random.key_data(one.key) for one in (found, context)]
     np.testing.assert_array_equal(keys[0], keys[1])
 
 
-def carried_keys(step, part, key):
+def carried_keys(step, key):
     """The key words of every device, parameter and layer."""
 
-    def body(step, part):
+    def body(step):
         params = {"query": jnp.zeros((LAYERS, 2, 2, 2)), "table": jnp.zeros((2, 2))}
         states = dict.fromkeys(params, ReduceState(None, None))
         carried = attach_residuals(
-            params, states, DIMS, EncodeContext(step, jax.random.key(key), part), LAYOUT
+            params, states, DIMS, EncodeContext(step, jax.random.key(key)), LAYOUT
         )
         moments = [jax.vmap(from_floats)(carried["query"].context)]
         moments += [jax.tree.map(lambda x: x[None], from_floats(carried["table"].context))]
@@ -45,13 +45,13 @@ def carried_keys(step, part, key):
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=P(), out_specs=P(LAYOUT.mesh_axes), check_vma=False
     )
-    return np.asarray(jax.jit(mapped)(jnp.int32(step), jnp.int32(part)))
+    return np.asarray(jax.jit(mapped)(jnp.int32(step)))
 
 
 def test_no_two_devices_parameters_or_layers_round_alike():
-    words = carried_keys(5, 1, 3)
+    words = carried_keys(5, 3)
     assert words.shape[:2] == (8, LAYERS + 1)
     each = words.reshape(8 * (LAYERS + 1), -1)
     assert len(np.unique(each, axis=0)) == len(each)
-    np.testing.assert_array_equal(carried_keys(5, 1, 3), words)
-    assert not np.any(np.all(carried_keys(5, 1, 4) == words, axis=-1))
+    np.testing.assert_array_equal(carried_keys(5, 3), words)
+    assert not np.any(np.all(carried_keys(5, 4) == words, axis=-1))

@@ -1,0 +1,101 @@
+"""Gradients of micro-batches: adding up what devices keep, and reducing once, gives the same bits.
+
+Cotangents are whole numbers, whose sums are exact in any order.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm import wire
+from moejax.comm.codecs.codec import EncodeContext
+from moejax.comm.weights.gather import empty_totals, gather_weight, whole_weight
+from moejax.comm.weights.residuals import attach_residuals, detach_residuals
+from moejax.comm.weights.states import residual_shapes
+from moejax.comm.weights.totals import WithTotal, attach_totals
+from moejax.config.schema import CompressionConfig
+from tests.cases import small_config, step_for
+
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
+SIZES = dict(zip("DHCEUFV", (8, 4, 4, 8, 2, 4, 8), strict=True))
+PARTS = 3
+CASES = [  # mesh, nodes, codec, largest piece
+    ((2, 2, 1, 2), 1, "none", None),
+    ((2, 2, 2, 1), 1, "none", 64),
+    ((2, 2, 2, 1), 2, "none", None),
+    ((4, 2, 1, 1), 2, "none", 64),
+    ((1, 4, 2, 1), 2, "none", None),
+    ((2, 4, 1, 1), 4, "none", None),  # shards in nodes and across, copies across
+    ((4, 2, 1, 1), 2, "int8+feedback", None),
+    ((2, 4, 1, 1), 4, "int8+feedback", None),
+    ((1, 4, 2, 1), 2, "powersgd:2", None),
+]
+
+
+def train_step(mesh, nodes, codec, micro_bytes):
+    cfg = small_config(mesh, train={"reduction_bytes": micro_bytes})
+    policy = CompressionConfig(block=8, dense_gradient=codec, expert_gradient=codec)
+    return step_for(
+        dataclasses.replace(
+            cfg, compression=policy, mesh=dataclasses.replace(cfg.mesh, nodes=nodes)
+        )
+    )
+
+
+def gradients(step, dims, parts):
+    """The gradient and the codec's state of every device, [devices, ...], in one and in parts."""
+    layout, spec = step.layout, step.model.spec
+    param = jnp.ones([SIZES[letter] for letter in dims])
+    shape = residual_shapes(spec, param, dims)
+
+    def enter(entry):
+        held = nnx.Param(entry, dims=dims)
+        return whole_weight(held) if layout.is_whole(dims) else gather_weight(held, spec, "float32")
+
+    def pull(entry, cotangent):
+        return jax.vjp(enter, entry)[1](cotangent)[0]
+
+    def body(shard):
+        state = None if shape is None else jax.tree.map(lambda s: jnp.ones(s.shape[1:]), shape)
+        state = jax.tree.map(lambda s: s[None], state)
+        context = EncodeContext(jnp.int32(3), jax.random.key(1))
+        own = jax.random.fold_in(jax.random.key(7), wire.index(layout.mesh_axes))
+        whole = jax.eval_shape(enter, shard).shape
+        drawn = jax.random.randint(own, (PARTS, *whole), -50, 50).astype(jnp.float32)
+        entry = attach_residuals(shard, state, dims, context, layout)
+        if parts == 1:
+            found = pull(entry, drawn.sum(axis=0))
+        else:
+            total = empty_totals(shard, dims, spec)
+            for cotangent in drawn[:-1]:
+                total = pull(attach_totals(shard, total, last=False), cotangent).total
+            found = pull(attach_totals(entry, total, last=True), drawn[-1])
+            assert isinstance(found, WithTotal)
+            found = found.weight
+        return jax.tree.map(lambda x: x[None], detach_residuals(found, dims))
+
+    mapped = jax.shard_map(
+        body,
+        mesh=step.mesh,
+        in_specs=layout.param_spec(dims, len(dims)),
+        out_specs=P(layout.mesh_axes),
+        check_vma=False,
+    )
+    return jax.jit(mapped)(param)
+
+
+@pytest.mark.parametrize("dims", ["DHC", "EDUF", "VD", "D"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parts_give_the_bits_of_their_sum(case, dims):
+    step = train_step(*case)
+    one, several = gradients(step, dims, 1), gradients(step, dims, PARTS)
+    assert np.abs(one[0]).max() > 50
+    assert jax.tree.structure(one) == jax.tree.structure(several)
+    for alone, summed in zip(jax.tree.leaves(one), jax.tree.leaves(several), strict=True):
+        np.testing.assert_array_equal(np.asarray(summed), np.asarray(alone))
