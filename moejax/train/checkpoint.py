@@ -35,7 +35,7 @@ from moejax.train.manifest import (
 from moejax.train.saved import Saved
 
 ITEMS = ("counters", "weights", "optimizer", "reduction")
-FILE_BYTES = 256 << 20  # about; several files have their digests taken beside each other
+FILE_BYTES = 128 << 20  # about; several files have their digests taken beside each other
 PIECE_BYTES = 64 << 20  # of an array at most
 
 
