@@ -125,10 +125,10 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, two, number, member):
     assert_same_end(two[0], run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "launcher",
-    [(), pytest.param((*LOCAL[:2], 4), marks=pytest.mark.exhaustive)],
+    [(), (*LOCAL[:2], 4)],
     ids=["one", "four"],
 )
 def test_another_number_of_processes_takes_over(place, two, launcher):

@@ -31,7 +31,7 @@ def step_of(name):
     ("name", "total", "active"),
     [
         # Totals: the model cards' checkpoints. Active: 12.9 B, 3.3 B and 1.3 B as published.
-        ("mixtral_8x7b", 46_702_792_704, 12_879_925_248),
+        pytest.param("mixtral_8x7b", 46_702_792_704, 12_879_925_248, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704, marks=pytest.mark.exhaustive),
         ("olmoe_1b_7b", 6_919_161_856, 1_282_017_280),
     ],

@@ -76,7 +76,7 @@ def test_every_mesh_and_layout_gives_the_oracles_loss_and_gradients(
     assert int(parts.load_LE[0, 0]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_experts_in_e4m3_give_nearly_the_oracles_loss_and_gradients():
     """Each factor of a product errs by 2^-4 at most, evenly spread: 0.04 on average."""
     plain = small_config(moe={"implementation": "reference"})
