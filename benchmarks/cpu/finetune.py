@@ -73,13 +73,13 @@ class Setup:
         "optimizer.warmup_steps=50",
     )
     tuning: tuple[str, ...] = (
-        "train.num_steps=600",
+        "train.num_steps=400",
         "train.batch_sequences=8",
         "data.sequence_length=512",
         "optimizer.warmup_steps=30",
     )
-    full_rate: float = 1e-3
-    adapter_rate: float = 3e-3
+    full_rate: float = 3e-3
+    adapter_rate: float = 5e-3
 
 
 def moejax(place: Path, *words: Any) -> str:
