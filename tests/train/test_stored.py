@@ -50,9 +50,9 @@ def assert_read(step, arrays):
     for path, array in arrays.items():
         wanted = np.asarray(array)
         at_ends = (0, wanted.shape[0] - 1)
-        indices = {(), *((at,) for at in at_ends), (ALL,) * (wanted.ndim - 1) + (1,)}
+        indices = [(), *((at,) for at in at_ends), (ALL,) * (wanted.ndim - 1) + (1,)]
         if wanted.ndim > 2:
-            indices |= {(at, 0, ALL, 0)[: wanted.ndim] for at in at_ends}
+            indices += [(at, 0, ALL, 0)[: wanted.ndim] for at in at_ends]
         for index in indices:
             read = stored.read(path, index)
             assert read.dtype == wanted.dtype, path
