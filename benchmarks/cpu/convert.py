@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cpu.mixtral import write_model
+from benchmarks.cpu.mixtral import config_of, write_mixtral
 from benchmarks.machine import Clock, spread, stamp
 from moejax.convert.exporting import export_run
 from moejax.convert.importing import import_folder
 from moejax.train.manifest import sha256
 
-LAYERS = 6
+CONFIG = config_of(layers=6, width=1024, heads=16, experts=16, hidden=2048, vocabulary=32_000)
 BUFFER = 16 << 20  # bytes of a plain read or write
 BAR = 0.5  # of the speed of plain reads and writes
 
@@ -128,7 +128,7 @@ def exporting(imported: Path) -> Callable[[Path], None]:
 
 def measure(rounds: int, place: Path) -> dict[str, Any]:
     """Returns seconds of both sides, by conversion and round."""
-    write_model(place / "model", LAYERS)
+    write_mixtral(place / "model", CONFIG, "BF16")
     found: dict[str, Any] = {}
     cases = conversions(place)
     clock, before = Clock(sorted(os.sched_getaffinity(0))), time.process_time()

@@ -11,11 +11,12 @@ import sys
 
 import pytest
 
-from benchmarks.cpu.mixtral import VOCABULARY, WIDTH, elements, write_model
+from benchmarks.cpu.mixtral import config_of, elements, write_mixtral
 from moejax.hf.reader import Folder
 from tests.integration.runs import REPOSITORY
 
-LAYERS = 4
+WIDTH, VOCABULARY = 1024, 32_000
+CONFIG = config_of(layers=4, width=WIDTH, heads=16, experts=16, hidden=2048, vocabulary=VOCABULARY)
 GB = 1e9
 PYTHON = 0.45 * GB  # of Python, JAX and Orbax, with nothing loaded
 # Both embeddings at once: pieces of the checkpoint and numbers read in float32, and bfloat16.
@@ -33,7 +34,7 @@ sys.exit(code)
 def place(tmp_path_factory):
     """A directory with the model's folder, written a tensor at a time."""
     place = tmp_path_factory.mktemp("large")
-    write_model(place / "model", LAYERS)
+    write_mixtral(place / "model", CONFIG, "BF16")
     yield place
     shutil.rmtree(place)  # gigabytes, which pytest would keep
 
@@ -53,7 +54,7 @@ def peak(place, *words):
 def test_conversions_hold_little_besides_their_own_weights(place):
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         imported = peak(place, "import", "model", "--out", dtype, "--dtype", dtype)
-        assert imported < PYTHON + 2 * size * elements(LAYERS), f"{imported / GB:.2f} GB"
+        assert imported < PYTHON + 2 * size * elements(CONFIG), f"{imported / GB:.2f} GB"
     exported = peak(place, "export", "float32", "--out", "exported")
     assert exported < PYTHON + TENSORS, f"{exported / GB:.2f} GB"
     with Folder(place / "model") as one, Folder(place / "exported") as other:

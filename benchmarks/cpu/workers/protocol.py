@@ -1,11 +1,18 @@
-"""How a worker talks to `step.py`: a line with a command comes in, a line of JSON goes out.
+"""How a worker talks to its parent: a line with a command comes in, a line of JSON goes out.
 
 Runs in both environments, so it needs NumPy and nothing of moejax or PyTorch. The first line in is
-the request (sizes, threads), answered by facts about the side; then commands, until input ends:
+the request (sizes, threads), answered by facts about the side; then commands, until input ends. Of
+`step.py`:
 
   run N         takes N train steps and answers the seconds of each
   multiply N    times a float32 matrix product of N x N by N x N
   experts NAME  changes the implementation of the experts (PyTorch only)
+
+Of `generate.py`:
+
+  generate B N  continues the first B prompts by N tokens and answers the seconds, up to the first
+                token and of all, and the tokens
+  experts NAME  as above
 """
 
 import json
@@ -19,6 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 NUM_BATCHES = 16
+Command = Callable[..., dict[str, Any]]
 
 
 class Side(Protocol):
@@ -45,31 +53,100 @@ class Side(Protocol):
 
 def serve(build: Callable[[dict[str, Any]], Side]) -> None:
     """Builds a side from the request on standard input and answers commands until it ends."""
+
+    def commands(side: Side, request: dict[str, Any]) -> dict[str, Command]:
+        batches = [side.place(token_BT) for token_BT in random_batches(request)]
+        steps = 0
+
+        def take(count: str) -> dict[str, Any]:
+            nonlocal steps
+            answer = run(side, batches, first=steps, count=int(count))
+            steps += int(count)
+            return answer
+
+        def multiply(size: str) -> dict[str, Any]:
+            return {"flops_per_second": time_product(side, int(size))}
+
+        def set_experts(name: str) -> dict[str, Any]:
+            side.set_experts(name)
+            return {}
+
+        return {"run": take, "multiply": multiply, "experts": set_experts}
+
+    listen(build, commands)
+
+
+def listen(build: Callable[[dict[str, Any]], Any], commands: Callable[..., dict]) -> None:
+    """Builds a side from the first line of standard input, then answers each line until it ends.
+
+    Args:
+      commands: (side, request) -> what answers each command; it gets the line's other words.
+    """
     # Libraries print to standard output; the answers get a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     request = json.loads(sys.stdin.readline())
     side = build(request)
-    batches = [side.place(token_BT) for token_BT in random_batches(request)]
+    known = commands(side, request)
     print(json.dumps(side.facts), file=answers, flush=True)
     idle_from = (time.perf_counter(), time.process_time())
-    steps = 0
     for line in iter(sys.stdin.readline, ""):
         # A side that spins while it waits would slow the other one down: that is measured.
         idle_seconds = time.perf_counter() - idle_from[0]
         idle_cpu_seconds = time.process_time() - idle_from[1]
-        command, argument = line.split()
-        answer: dict[str, Any] = {}
-        if command == "run":
-            answer = run(side, batches, first=steps, count=int(argument))
-            steps += int(argument)
-        elif command == "multiply":
-            answer = {"flops_per_second": time_product(side, int(argument))}
-        else:
-            side.set_experts(argument)
+        command, *arguments = line.split()
+        answer = known[command](*arguments)
         answer |= {"idle_seconds": idle_seconds, "idle_cpu_seconds": idle_cpu_seconds}
         print(json.dumps(answer), file=answers, flush=True)
         idle_from = (time.perf_counter(), time.process_time())
+
+
+class Generator(Protocol):
+    """A model that continues prompts, loaded and ready."""
+
+    facts: dict[str, Any]  # versions and settings, for the record
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, first: Callable[[], None]
+    ) -> list[list[int]]:
+        """Returns the greedy continuation of each prompt, of so many tokens.
+
+        Args:
+          first: called once, when the first token of each is known.
+        """
+        ...
+
+    def set_experts(self, name: str) -> None:
+        """Changes the implementation of the experts."""
+        ...
+
+
+def serve_generation(build: Callable[[dict[str, Any]], Generator]) -> None:
+    """The same for a side that continues the request's prompts."""
+
+    def commands(side: Generator, request: dict[str, Any]) -> dict[str, Command]:
+        def generate(rows: str, tokens: str) -> dict[str, Any]:
+            prompts = request["prompts"][: int(rows)]
+            first: list[float] = []
+            begin, cpu_begin = time.perf_counter(), time.process_time()
+            ids = side.generate(prompts, int(tokens), lambda: first.append(time.perf_counter()))
+            seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
+            assert [len(found) for found in ids] == [int(tokens)] * len(prompts)
+            (known,) = first
+            return {
+                "first_seconds": known - begin,
+                "seconds": seconds,
+                "cpu_seconds": cpu,
+                "ids": ids,
+            }
+
+        def set_experts(name: str) -> dict[str, Any]:
+            side.set_experts(name)
+            return {}
+
+        return {"generate": generate, "experts": set_experts}
+
+    listen(build, commands)
 
 
 def random_batches(request: dict[str, Any]) -> np.ndarray:

@@ -1,0 +1,92 @@
+"""The moejax side of `generate.py`: the engine of `moejax generate`, on one device."""
+
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from protocol import serve_generation
+
+import moejax
+from moejax.config.checks import resolve_mesh
+from moejax.evaluate.checkpoint import FORWARD, choose, read_weights, spread
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.runtime.processes import ALONE
+from moejax.runtime.start import platform_of, start
+from moejax.serve.engine import Engine, build_engine
+from moejax.serve.generate import generate
+from moejax.serve.sampling import Sampling
+
+
+class MoejaxSide:
+    """A checkpoint's weights, and an engine for each number of prompts."""
+
+    def __init__(self, request: dict[str, Any]):
+        chosen = choose(request["run"], None, request["overrides"], ALONE, FORWARD)
+        devices = start(chosen.cfg.mesh)
+        self.platform = platform_of(devices)
+        self.cfg = resolve_mesh(
+            spread(chosen.cfg, len(devices)), len(devices), self.platform, processes=1
+        )
+        self.mesh = build_mesh(build_layout(self.cfg.mesh), devices)
+        self.longest = max(map(len, request["prompts"]))
+        self.tokens = request["tokens"]
+        self.engines = {rows: self._engine(rows) for rows in request["rows"]}
+        self.state = read_weights(chosen, next(iter(self.engines.values())).train_step)
+        self.facts = _facts(self.engines[request["rows"][0]])
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, first: Callable[[], None]
+    ) -> list[list[int]]:
+        """Continues prompts."""
+        found: list[list[int]] = [[] for _ in prompts]
+        engine = self.engines[len(prompts)]
+        for token in generate(engine, self.state, prompts, tokens=tokens, stops=frozenset()):
+            if not any(found):
+                first()
+            found[token.prompt].append(token.id)
+        return found
+
+    def set_experts(self, name: str) -> None:
+        """Not offered: the implementation is a setting, moe.implementation."""
+        raise ValueError(f"experts {name}: set moe.implementation={name} instead.")
+
+    def _engine(self, rows: int) -> Engine:
+        return build_engine(
+            self.cfg,
+            self.mesh,
+            self.platform,
+            longest=self.longest,
+            prompts=rows,
+            tokens=self.tokens,
+            sampling=Sampling(),
+            allowed=self.cfg.model.vocab_size,
+        )
+
+
+def _facts(engine: Engine) -> dict[str, Any]:
+    spec = engine.train_step.spec
+    return {
+        "versions": {
+            "moejax": moejax.__version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "settings": {
+            "experts": spec.experts,
+            "dtype": engine.train_step.cfg.model.dtype,
+            "scan_layers": engine.train_step.cfg.model.scan_layers,
+            "cache_positions": engine.capacity,
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
+        },
+    }
+
+
+if __name__ == "__main__":
+    serve_generation(MoejaxSide)
