@@ -126,8 +126,8 @@ def _add_up(
         def own_loss(totals: Tree) -> tuple[jax.Array, LossParts]:
             return loss(attach_totals(state.params, totals, last=False), index, rows)
 
-        totals, loss_parts = jax.grad(own_loss, has_aux=True)(totals)
-        return (totals, jax.tree.map(jnp.add, earlier, loss_parts)), None
+        own = jax.grad(own_loss, has_aux=True)(totals)
+        return jax.tree.map(jnp.add, (totals, earlier), own), None
 
     rest = jax.tree.map(lambda x: x[:-1], split_batch)
     indices = jnp.arange(model.cfg.train.micro_batches - 1)

@@ -144,10 +144,9 @@ def _whole_forward(w):
 
 
 def _whole_backward(w, gradient):
-    total = w.total[0] + gradient
     if w.last:
-        return (WithTotal(total, (jnp.zeros_like(total),), last=True),)
-    return (WithTotal(jnp.zeros_like(total), (total,), last=False),)
+        return (WithTotal(w.total[0] + gradient, (jnp.zeros_like(gradient),), last=True),)
+    return (WithTotal(jnp.zeros_like(gradient), (gradient,), last=False),)
 
 
 _whole.defvjp(_whole_forward, _whole_backward)
@@ -156,7 +155,7 @@ _whole.defvjp(_whole_forward, _whole_backward)
 def _beside(w: Entry) -> Entry:
     """What stands beside a shard; of the shard itself only the dtype."""
     if isinstance(w, WithTotal):
-        return replace(w, weight=_beside(w.weight))
+        return replace(w, weight=_beside(w.weight), total=w.total if w.last else ())
     if isinstance(w, WithResidual):
         return replace(w, weight=_beside(w.weight))
     return jnp.zeros(0, w.dtype)
@@ -176,10 +175,11 @@ def _reduced(gradient: jax.Array, w: Entry, spec: GatherSpec) -> Entry:
     parts = sum_shards(gradient.astype(spec.gradient_dtype), spec)
     if not isinstance(w, WithTotal):
         return _over_copies(parts, tuple(shape), w, spec)
-    total = jax.tree.map(lambda sum_so_far, own: sum_so_far + own, w.total, parts)
     if not w.last:
-        return WithTotal(jnp.zeros(shape, w.weight.dtype), total, last=False)
-    total = tuple(part.astype(spec.gradient_dtype) for part in total)
+        own = tuple(part.astype(jnp.float32) for part in parts)
+        return WithTotal(jnp.zeros(shape, w.weight.dtype), own, last=False)
+    pairs = zip(w.total, parts, strict=True)
+    total = tuple((earlier + own).astype(spec.gradient_dtype) for earlier, own in pairs)
     whole = _over_copies(total, tuple(shape), w.weight, spec)
     return WithTotal(whole, jax.tree.map(jnp.zeros_like, w.total), last=True)
 

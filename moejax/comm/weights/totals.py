@@ -1,8 +1,8 @@
 """Sums of gradients over micro-batches, which travel through the backward pass beside the weights.
 
 Per device, inside shard_map. A gradient crosses what holds copies of its shard once a step, in the
-last micro-batch. Those before it leave a sum that this device keeps: its parts enter forward beside
-the weight, and leave backward, larger by the micro-batch's own, as their "gradient".
+last micro-batch. Those before it give parts that this device adds up: the sum enters forward beside
+the weight, and a micro-batch's own parts leave backward as its "gradient".
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,8 @@ class WithTotal:
       weight: an array or a `WithResidual`; Any because JAX builds trees of other leaves too.
       total: float32 arrays, what `reduce.sum_shards` returns.
       last: whether this is the last micro-batch. If so the gradient of `weight` is that of the
-        whole batch, reduced over all devices; if not, that of `total` is the next sum.
+        whole batch, reduced over all devices; if not, that of `total` has this micro-batch's parts,
+        whatever `total` is.
     """
 
     weight: Any

@@ -74,7 +74,8 @@ def gradients(step, dims, parts):
         else:
             total = empty_totals(shard, dims, spec)
             for cotangent in drawn[:-1]:
-                total = pull(attach_totals(shard, total, last=False), cotangent).total
+                own = pull(attach_totals(shard, total, last=False), cotangent).total
+                total = jax.tree.map(jnp.add, total, own)
             found = pull(attach_totals(entry, total, last=True), drawn[-1])
             assert isinstance(found, WithTotal)
             found = found.weight
