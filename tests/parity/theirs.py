@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import peft
+import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from tests.golden.make_models import gradient_tensors
 
@@ -68,3 +70,24 @@ def loss_and_gradients(
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return loss.item(), gradient_tensors(model)
+
+
+def expect_layer(monkeypatch: pytest.MonkeyPatch, folder: Path, layer: int) -> None:
+    """Makes the model's class leave out that layer of files, as it does the published one's."""
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    layers = [rf"model\.layers\.{layer}\..*"]
+    monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", layers)
+
+
+def losses_ahead(model: torch.nn.Module, token_BT: np.ndarray) -> list[float]:
+    """The mean loss of the tokens after the next, of each sequence, by the module for drafts."""
+    module = MtpModel.from_pretrained(model).eval()
+    ids = torch.tensor(token_BT).long()
+    with torch.no_grad():
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        places = torch.arange(1, ids.shape[1])[None]
+        hidden = module.forward_layer(0, hidden[:, :-1], places, None, input_ids=ids[:, 1:])
+        logits = module._project_to_logits(hidden)[:, :-1]
+    nll = torch.nn.functional.cross_entropy(logits.mT, ids[:, 2:], reduction="none")
+    return nll.mean(dim=1).tolist()
