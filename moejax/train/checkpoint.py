@@ -46,7 +46,7 @@ class Checkpoints:
         """Takes the processes that save together into one shared directory."""
         self.directory, self.keep, self._first = directory.absolute(), keep, processes.first
         options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
-        # Compressed, trained float32 numbers take 7 % less room and twice the time: docs/log.md.
+        # Compressed, trained float32 numbers take 7 % less room and 1.7 times the CPU time.
         handlers = {name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in ITEMS}
         self._manager = ocp.CheckpointManager(
             self.directory, options=options, item_handlers=handlers
