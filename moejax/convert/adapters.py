@@ -5,34 +5,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from moejax.comm.weights.adapters import Adapter, adapter_dims
+from moejax.comm.weights.adapters import adapter_dims
 from moejax.config.schema import Config
 from moejax.hf.adapters import adapted_tensors, write_adapter
 from moejax.hf.families.family import Family
 from moejax.hf.load import flat, parameters_of, read_part
 from moejax.hf.model import describe_anywhere
-from moejax.hf.rules import Index, ReadPart, tensors_of
-from moejax.step.adapters import frozen_shapes, full_name
+from moejax.hf.rules import PREDICT_AHEAD, Index, ReadPart, tensors_of
+from moejax.step.adapters import frozen_shapes
+from moejax.step.model import ModelDef
 from moejax.train.saved import Saved
 from moejax.train.source import FolderSource, Source
 from moejax.train.stored import StoredWeights
 
-AHEAD = "predict_ahead."  # what the parameters of multi-token prediction begin with
 
-
-def adapted_parameters(cfg: Config) -> dict[str, str]:
+def adapted_parameters(model: ModelDef) -> dict[str, str]:
     """Returns the letters of each parameter with an adapter, by path."""
-    model, *_ = describe_anywhere(cfg, adapters=True)
+    factors = flat(model.dims)
     letters = flat(model.frozen_dims)
-    leaves = jax.tree_util.tree_flatten_with_path(model.dims, is_leaf=_is_adapter)[0]
-    return {full_name(path): letters[full_name(path)] for path, _ in leaves}
-
-
-def _is_adapter(x: Any) -> bool:
-    return isinstance(x, Adapter)
+    return {path: letters[path] for path in letters if f"{path}.a" in factors}
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ def merged_weights(saved: Saved, cfg: Config, frozen: Source) -> MergedWeights:
     return MergedWeights(
         base=reader_of(frozen),
         run=StoredWeights(saved.path).read,
-        adapted=adapted_parameters(cfg),
+        adapted=adapted_parameters(model),
         frozen={path: shape.dtype for path, shape in flat(shapes).items()},
         scale=cfg.lora.scale,
     )
@@ -107,8 +100,8 @@ def write_adapters(
 ) -> tuple[int, int]:
     """Writes the adapters of a checkpoint into an existing folder, as peft reads them.
 
-    Adapters of multi-token prediction are left out: peft adapts the models of transformers, which
-    do without.
+    Adapters of multi-token prediction are left out: peft adapts what `AutoModelForCausalLM` loads,
+    which is the model without it.
 
     Args:
       base: name or path of the weights that they adapt, for peft.
@@ -119,10 +112,13 @@ def write_adapters(
     """
     model, params, _ = describe_anywhere(cfg)
     rules = (*family.rules, *family.experts[-1])  # the experts of a layer in one tensor
-    tensors = tensors_of(rules, parameters_of(model, params, ()), cfg.model)
+    adapted = adapted_parameters(describe_anywhere(cfg, adapters=True)[0])
+    tensors = [
+        tensor
+        for tensor in tensors_of(rules, parameters_of(model, params, ()), cfg.model)
+        if tensor.path in adapted
+    ]
+    kept = [tensor for tensor in tensors if not tensor.path.startswith(PREDICT_AHEAD)]
     read = StoredWeights(saved.path).read
-    adapted = adapted_tensors(tensors, adapted_parameters(cfg), read)
-    left_out = {tensor.name for tensor in tensors if tensor.path.startswith(AHEAD)}
-    kept = [tensor for tensor in adapted if tensor.name not in left_out]
-    write_adapter(out, kept, cfg.lora, base=base)
-    return len(kept), len(adapted) - len(kept)
+    write_adapter(out, adapted_tensors(kept, read), cfg.lora, base=base)
+    return len(kept), len(tensors) - len(kept)

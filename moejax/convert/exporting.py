@@ -24,7 +24,7 @@ from moejax.convert.output import (
     plural,
     written_beside,
 )
-from moejax.data.sources import tokenizer_file
+from moejax.data.sources import end_of_document, tokenizer_file
 from moejax.errors import InputError, write_whole
 from moejax.hf.families import FAMILIES, family_named, family_of
 from moejax.hf.families.family import Family
@@ -50,7 +50,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class _Export:
-    """What is exported, and how it is called.
+    """A checkpoint to export, and what else the folder is made of.
 
     Attributes:
       frozen: the weights that adapters were trained on; None if the checkpoint has all weights.
@@ -207,8 +207,9 @@ def _write_small_files(beside: Path, export: _Export, dtype: str) -> None:
     """Writes the configs, and copies tokenizer and texts."""
     config, origin = export.config, export.origin
     if origin is None:
-        # Some families have a padding token by default, whose embedding would not be trained.
-        config = {"pad_token_id": None, **config}
+        # Libraries have tokens of a family by default, which are others in this vocabulary.
+        own = {"bos_token_id": None, "eos_token_id": end_of_document(export.cfg.data)}
+        config = {"pad_token_id": None, **own, **config}
     text = json.dumps({**config, "torch_dtype": dtype}, indent=2, sort_keys=True) + "\n"
     write_whole(beside / CONFIG, text)
     if origin is not None:

@@ -6,7 +6,14 @@ from typing import NamedTuple
 from moejax.config.schema import DataConfig
 from moejax.data import corpus
 from moejax.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_beside
-from moejax.data.tokens import FilePart, TokenSource, check_apart, from_documents, open_files
+from moejax.data.tokens import (
+    FilePart,
+    FileSource,
+    TokenSource,
+    check_apart,
+    from_documents,
+    open_files,
+)
 from moejax.errors import InputError
 
 Content = dict[str, list[FilePart]]  # "train" and "held_out" -> their files
@@ -47,15 +54,28 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
 
 def tokenizer_file(data: DataConfig) -> Path | None:
     """Returns the tokenizer.json beside a run's token files; None where there is none any more."""
+    if (first := _first_file(data)) is None:
+        return None
+    path = first.path.parent / Path(first.sidecar.tokenizer).name
+    return path if path.is_file() else None
+
+
+def end_of_document(data: DataConfig) -> int | None:
+    """Returns the token that ends a run's documents; None where its files are no more."""
+    if data.source == "stdlib":
+        return ByteTokenizer.eos_id
+    return None if (first := _first_file(data)) is None else first.eos_id
+
+
+def _first_file(data: DataConfig) -> FileSource | None:
+    """Returns the first of a run's token files; None without any, or where they have moved."""
     if data.source == "stdlib":
         return None
     wanted = "bin" if data.source == "tokens" else "array_record"
     try:
-        first = open_files(data.train_files, wanted, model_vocab=2**31).sources[0]
-    except InputError:  # the files have moved
+        return open_files(data.train_files, wanted, model_vocab=2**31).sources[0]
+    except InputError:
         return None
-    path = first.path.parent / Path(first.sidecar.tokenizer).name
-    return path if path.is_file() else None
 
 
 def describe_sources(sources: Sources) -> Content:

@@ -2,5 +2,5 @@
 
 Read in this order: `views` (one tensor and one parameter), `rules` (all of a model's), `families`
 (what `config.json` says), `files` and `reader` (a folder, distrusted), `load` (onto a mesh),
-`writer` (from a checkpoint or a mesh). Plain NumPy up to `load`.
+`writer` (from what reads a parameter's parts), `adapters` (for peft). Plain NumPy up to `load`.
 """

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,14 +70,11 @@ class AdaptedTensor:
         return self.view.dims[0] == self.view.groups[0] == "E"
 
 
-def adapted_tensors(
-    tensors: Iterable[Tensor], adapted: Container[str], read: ReadPart
-) -> list[AdaptedTensor]:
-    """Returns the tensors whose parameters have an adapter.
+def adapted_tensors(tensors: Iterable[Tensor], read: ReadPart) -> list[AdaptedTensor]:
+    """Returns tensors with their adapters.
 
     Args:
-      tensors: of all weights of a model, its experts in one tensor a layer.
-      adapted: paths of the parameters with an adapter.
+      tensors: of parameters that have an adapter, the experts of a layer in one tensor.
       read: reads the factors, which are the parameters `PATH.a` and `PATH.b`.
     """
 
@@ -85,11 +82,7 @@ def adapted_tensors(
         layer = () if tensor.repeat is None else (tensor.repeat,)
         return Adapter(read(f"{tensor.path}.a", layer), read(f"{tensor.path}.b", layer))
 
-    return [
-        AdaptedTensor(tensor.name, tensor.view, partial(factors, tensor))
-        for tensor in tensors
-        if tensor.path in adapted
-    ]
+    return [AdaptedTensor(tensor.name, tensor.view, partial(factors, tensor)) for tensor in tensors]
 
 
 def write_adapter(

@@ -23,7 +23,7 @@ from moejax.hf.families import family_of
 from moejax.hf.families.family import Family
 from moejax.hf.families.tensors import AHEAD_COPIES
 from moejax.hf.reader import Folder
-from moejax.hf.rules import Index, Parameter, Tensor, tensors_of
+from moejax.hf.rules import PREDICT_AHEAD, Index, Parameter, Tensor, tensors_of
 from moejax.hf.views import Box, Range
 from moejax.step.model import ModelDef
 from moejax.step.state import Tree
@@ -103,7 +103,7 @@ def _check_tensors(folder: Folder, tensors: Iterable[Tensor]) -> None:
     """Refuses missing tensors, and those of another shape."""
     missing = [tensor for tensor in tensors if tensor.name not in folder.weights]
     if missing:
-        if missing[0].path.startswith("predict_ahead."):
+        if missing[0].path.startswith(PREDICT_AHEAD):
             raise InputError(
                 f"`model.predict_ahead` is 1, and {folder.path} has no layer that predicts further "
                 f"tokens: tensor {missing[0].name} is missing. Weights that came without it cannot "

@@ -19,6 +19,7 @@ from moejax.model.transformer import layer_groups
 FLAT = "*"  # of a rule: one dimension of all letters
 BLOCK = re.compile(r"(?P<stack>groups\.(\d+)\.blocks\.(\d+)\.)(?P<own>.+)")
 # The module for multi-token prediction is a layer after the last, with parameters of its own.
+PREDICT_AHEAD = "predict_ahead."  # what its parameters' paths begin with
 AHEAD = re.compile(r"(?P<stack>predict_ahead\.group\.blocks\.0\.)(?P<own>.+)")
 
 Index = tuple[int | slice, ...]  # positions in an array, and whole dimensions
@@ -149,7 +150,7 @@ def _place_of(
 ) -> _Place:
     match = BLOCK.fullmatch(path) or AHEAD.fullmatch(path)
     if match is None:
-        return _Place(path, layers=(after_last,) if path.startswith("predict_ahead.") else ())
+        return _Place(path, layers=(after_last,) if path.startswith(PREDICT_AHEAD) else ())
     stack = match["stack"]
     kind = "moe" if f"{stack}moe.w_router" in parameters else "dense"
     return _Place(match["own"], kind, stacks.get(stack, (after_last,)), stacked=True)

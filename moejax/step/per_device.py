@@ -158,11 +158,15 @@ def _num_targets(model: ModelDef, batch: Batch) -> NumTargets:
 
 def _with_residuals(model: ModelDef, state: TrainState) -> Tree:
     """Returns the parameters, those whose gradients have a codec with its state."""
-    key = jax.random.fold_in(jax.random.key(model.cfg.train.seed), state.step)
-    _, rounding_key = jax.random.split(key)
-    context = EncodeContext(state.step, jax.random.fold_in(rounding_key, 0))
+    context = EncodeContext(state.step, _keys(model, state)[1])
     residuals = state.reduction.residuals
     return attach_residuals(state.params, residuals, model.dims, context, model.layout)
+
+
+def _keys(model: ModelDef, state: TrainState) -> jax.Array:
+    """Returns a step's keys: of the router's noise, and of random rounding."""
+    key = jax.random.fold_in(jax.random.key(model.cfg.train.seed), state.step)
+    return jax.random.split(key)
 
 
 def _loss_of(
@@ -182,12 +186,10 @@ def _loss_of(
       rows: this device's rows of the micro-batch.
     """
     layout, cfg = model.layout, model.cfg
-    key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
-    noise_key, _ = jax.random.split(key)
     # Global index of this micro-batch's first row on this device.
     device_rows = len(rows.token_BT) * cfg.train.micro_batches
     first_row = wire.index(layout.token_axes) * device_rows + index * len(rows.token_BT)
-    noise = Noise(noise_key, first_row) if cfg.moe.router.jitter else None
+    noise = Noise(_keys(model, state)[0], first_row) if cfg.moe.router.jitter else None
     transformer = model.merge(params, state.router_bias, state.frozen)
     return _loss(model, transformer, rows, noise, num_targets)
 

@@ -155,7 +155,9 @@ def test_help_shows_an_example(capsys):
 
 def test_a_config_without_an_origin_finds_its_family(command, model, tmp_path):
     """As of a run that began with drawn weights."""
-    assert command("import", model("mixtral", "window, top 1"), "--out", "imported")[0] == 0
+    tokens = write_tokens(tmp_path / "text.bin")  # of bytes, which 256 ends
+    words = (f"--config.data.train_files={tokens}", "--out", "imported")
+    assert command("import", model("mixtral", "window, top 1"), *words)[0] == 0
     for path in (tmp_path / "imported" / "hf").iterdir():
         path.unlink()
     code, lines = command("export", "imported", "--out", "out")
@@ -163,7 +165,13 @@ def test_a_config_without_an_origin_finds_its_family(command, model, tmp_path):
     assert "as mixtral" in lines[-1]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["sliding_window"]) == ("mixtral", 9)
-    assert (tmp_path / "out" / "generation_config.json").is_file()
+    assert (config["bos_token_id"], config["eos_token_id"]) == (None, 256)
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 256
+    tokens.unlink()
+    assert command("export", "imported", "--out", "later")[0] == 0
+    config = json.loads((tmp_path / "later" / "config.json").read_text())
+    assert config["eos_token_id"] is None, "no id is better than that of another vocabulary"
     code, lines = command("export", "imported", "--out", "other", "--family", "olmoe")
     assert code == 2
     assert "olmoe does not hold this model" in lines[0]

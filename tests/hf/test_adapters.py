@@ -95,10 +95,8 @@ def test_tensors_of_adapted_parameters_have_their_layers_factors():
     named = [
         Tensor("q.1", path, 1, VIEWS["queries"]),
         Tensor("head", "embedding.project", None, VIEWS["logits"]),
-        Tensor("k.1", path[:-1] + "k", 1, VIEWS["queries"]),
     ]
-    adapted = {path, "embedding.project"}
-    first, second = adapted_tensors(named, adapted, lambda name, index: held[name][index])
+    first, second = adapted_tensors(named, lambda name, index: held[name][index])
     assert (first.name, second.name) == ("q.1", "head")
     np.testing.assert_array_equal(first.factors().b, stacked.b[1])
     np.testing.assert_array_equal(second.factors().a, whole.a)

@@ -34,7 +34,7 @@ from moejax.comm.weights.path import GatherSpec, class_of, compressible, path_of
 from moejax.comm.weights.reduce import Parts, sum_copies, sum_shards
 from moejax.comm.weights.residuals import WithResidual, from_floats
 from moejax.comm.weights.totals import WithTotal
-from moejax.config.compression import Codecs, CodecSpec
+from moejax.config.compression import Codecs
 from moejax.layout.spec import StepSpec
 
 
@@ -51,7 +51,7 @@ def gather_weight(param: Any, spec: StepSpec, dtype: str | None = None) -> jax.A
       dtype: the dtype to compute in; None for the spec's.
     """
     dims, shard = param.get_metadata("dims"), param.get_value()
-    gather_spec = _spec_of(dims, spec, dtype, remembers=_remembers(shard))
+    gather_spec = _spec_of(dims, spec, dtype)
     with jax.named_scope("weights"):
         if isinstance(shard, WithAdapter):
             factors = adapter_dims(dims)
@@ -75,14 +75,8 @@ def whole_weight(param: Any) -> jax.Array:
     return _whole(w) if isinstance(w, WithTotal) else w
 
 
-def _spec_of(
-    dims: str, spec: StepSpec, dtype: str | None = None, *, remembers: bool = False
-) -> GatherSpec:
-    """How a parameter with these dimension letters is gathered and its gradient reduced.
-
-    Args:
-      remembers: whether its gradient has a codec.
-    """
+def _spec_of(dims: str, spec: StepSpec, dtype: str | None = None) -> GatherSpec:
+    """How a parameter with these dimension letters is gathered and its gradient reduced."""
     codecs, path = spec.codecs, path_of(dims, spec.layout)
     return GatherSpec(
         path,
@@ -90,8 +84,7 @@ def _spec_of(
         spec.gradient_dtype,
         class_of(dims),
         micro_bytes=spec.micro_bytes,
-        compressed=bool(path.slow) and compressible(dims) and _codec_of(codecs, dims) is not None,
-        gradient_codec=_gradient_codec(codecs, dims) if remembers else None,
+        gradient_codec=_gradient_codec(codecs, dims) if path.slow and compressible(dims) else None,
         weight_codec=build_plain_codec(codecs.weights if compressible(dims) else None)
         if spec.layout.between_nodes(path.gather)
         else None,
@@ -253,18 +246,7 @@ def _gather_adapted_backward(spec, adapter, gradient):
 _gather_adapted.defvjp(_gather_adapted_forward, _gather_adapted_backward)
 
 
-def _remembers(shard: Any) -> bool:
-    """Whether a codec's state stands beside a shard."""
-    if isinstance(shard, WithTotal):
-        shard = shard.weight
-    return isinstance(shard, WithResidual)
-
-
 def _gradient_codec(codecs: Codecs, dims: str) -> Codec | LowRank | None:
     """The codec of the gradient of a parameter with these dimension letters."""
-    spec = _codec_of(codecs, dims)
+    spec = getattr(codecs, class_of(dims))
     return None if spec is None else build_codec(spec)
-
-
-def _codec_of(codecs: Codecs, dims: str) -> CodecSpec | None:
-    return getattr(codecs, class_of(dims))

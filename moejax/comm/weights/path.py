@@ -38,8 +38,7 @@ class GatherSpec:
     gradient_dtype: str
     traffic: str = "dense_gradient"  # class of traffic of the gradient
     micro_bytes: int | None = None  # largest piece in which the gradient is reduced; None: whole
-    compressed: bool = False  # whether gradients of its class have a codec across nodes
-    gradient_codec: Codec | LowRank | None = None  # None too in layers before the start layer
+    gradient_codec: Codec | LowRank | None = None  # across nodes, where its state stands beside
     weight_codec: Codec | None = None  # None unless the gather crosses nodes
 
 

@@ -109,7 +109,7 @@ def _keeps_nodes(spec: GatherSpec) -> bool:
     is as many times its shard as there are nodes.
     """
     slow, _ = spec.path.split(spec.path.gather)
-    return spec.compressed or not slow
+    return spec.gradient_codec is not None or not slow
 
 
 def _cuts(size: int, spec: GatherSpec) -> list[int]:
@@ -117,7 +117,7 @@ def _cuts(size: int, spec: GatherSpec) -> list[int]:
 
     A piece's bytes are those of all shards. What a codec encodes is not cut.
     """
-    if spec.micro_bytes is None or spec.compressed:
+    if spec.micro_bytes is None or spec.gradient_codec is not None:
         return []
     bytes_each = wire.size(spec.path.gather) * jnp.dtype(spec.gradient_dtype).itemsize
     pieces = -(-size * bytes_each // spec.micro_bytes)

@@ -84,15 +84,16 @@ def detach_residuals(gradients: Any, dims: Any) -> tuple[Any, Any]:
         return gradient.weight if isinstance(gradient, WithResidual) else gradient
 
     return (
-        jax.tree.map(weight, gradients, is_leaf=_has_residual),
-        jax.tree.map(state, gradients, dims, is_leaf=_has_residual),
+        jax.tree.map(weight, gradients, is_leaf=has_residual),
+        jax.tree.map(state, gradients, dims, is_leaf=has_residual),
     )
 
 
-def _has_residual(x: Any) -> bool:
+def has_residual(x: Any) -> bool:
+    """Whether a codec's state stands beside a weight."""
     return isinstance(x, WithResidual)
 
 
 def without_residuals(tree: Any) -> Any:
     """Drops the states: gradients of these weights are reduced without a codec."""
-    return jax.tree.map(lambda x: x.weight if _has_residual(x) else x, tree, is_leaf=_has_residual)
+    return jax.tree.map(lambda x: x.weight if has_residual(x) else x, tree, is_leaf=has_residual)

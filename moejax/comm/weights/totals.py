@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from moejax.comm.weights.residuals import WithResidual
+from moejax.comm.weights.residuals import has_residual
 
 
 @jax.tree_util.register_dataclass
@@ -41,5 +41,5 @@ def attach_totals(params: Any, totals: Any, *, last: bool) -> Any:
         lambda weight, total: WithTotal(weight, total, last),
         params,
         totals,
-        is_leaf=lambda x: isinstance(x, WithResidual),
+        is_leaf=has_residual,
     )
