@@ -5,8 +5,8 @@ tokenizer made from it; exported as a folder of safetensors, to which a chat tem
 imported from there; and fine-tuned on conversations, in full and by adapters, equal tokens each. A
 conversation asks for letters in the order of the alphabet. The sets of letters of held-out
 questions are in no training question. Settings were chosen in trials with other seeds and other
-questions; the bars of finetune_page.py were written before the first run. Writes finetune.json and
-finetune.md.
+questions; the bars of finetune_page.py were written before the first run. What is finished in the
+folder of --work is not repeated. Writes finetune.json and finetune.md.
 
     python -m benchmarks.cpu.finetune --out benchmarks/results
 """
@@ -21,7 +21,6 @@ import re
 import string
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,12 +128,13 @@ def write_questions(path: Path, count: int, *, held_out: bool, seed: int) -> lis
 
 
 def pretrain(place: Path, setup: Setup) -> None:
-    """Trains the first model, exports it, adds the template, and imports it."""
-    texts = [text.decode() for part in documents() for text in part]
-    (place / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    write_tokenizer(place / "tokenizer.json", texts, setup.vocabulary)
-    files = ("--tokenizer", "tokenizer.json", "--eval-fraction", 0.05, "--out", "data/text")
-    moejax(place, "prepare", "text.jsonl", *files)
+    """Trains the first model, exports it, adds the template, and imports it; once."""
+    if not (place / "data/text.train.bin").exists():
+        texts = [text.decode() for part in documents() for text in part]
+        (place / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+        write_tokenizer(place / "tokenizer.json", texts, setup.vocabulary)
+        files = ("--tokenizer", "tokenizer.json", "--eval-fraction", 0.05, "--out", "data/text")
+        moejax(place, "prepare", "text.jsonl", *files)
     (place / "base.json").write_text('{"run_dir": "runs/base"}')
     words = (
         f"model.vocab_size={setup.vocabulary}",
@@ -145,9 +145,11 @@ def pretrain(place: Path, setup: Setup) -> None:
     )
     words += (*setup.model, *setup.pretraining)
     moejax(place, "train", "--config", "base.json", *settings(*words))
-    moejax(place, "hf", "export", "runs/base", "--out", "exported", "--dtype", "float32")
+    if not (place / "exported").exists():
+        moejax(place, "hf", "export", "runs/base", "--out", "exported", "--dtype", "float32")
     (place / "exported/chat_template.jinja").write_text(TEMPLATE)
-    moejax(place, "hf", "import", "exported", "--out", "imported")
+    if not (place / "imported").exists():
+        moejax(place, "hf", "import", "exported", "--out", "imported")
 
 
 def prepare_questions(place: Path, setup: Setup, seed: int = 0) -> list[dict[str, str]]:
@@ -233,37 +235,56 @@ def held_out_text(place: Path, setup: Setup, run: str) -> float:
 
 
 def measure(place: Path, setup: Setup) -> dict[str, Any]:
-    """Runs everything in a folder, and returns the results."""
-    pretrain(place, setup)
-    asked = prepare_questions(place, setup)
-    text = {run: held_out_text(place, setup, run) for run in ("runs/base", "imported")}
-    result: dict[str, Any] = {
-        "text_bits_per_byte": text,
-        "before": measure_run(place, "imported", asked),
-        "runs": {},
-    }
-    # Who knows the form and the letters, and nothing of their order.
-    orders = sum(math.log2(math.factorial(len(row["completion"].split()))) for row in asked)
-    result["form_alone"] = orders / result["before"]["answer_tokens"]
+    """Runs everything in a folder, or what is left of it, and returns the results.
+
+    Raises:
+      SystemExit: if the folder holds results of other settings.
+    """
+    record = place / "result.json"
+    result = json.loads(record.read_text()) if record.exists() else first_part(place, setup)
+    if result["setup"] != str(setup):
+        sys.exit(f"{place} holds results of other settings. Name another --work.")
+    asked = [json.loads(line) for line in (place / "held_out.jsonl").read_text().splitlines()]
     for seed in setup.seeds:
         for rank in (None, *setup.ranks):
             name = "full" if rank is None else f"rank {rank}"
-            found = fine_tune(place, setup, rank, seed, asked)
-            result["runs"].setdefault(name, {})[str(seed)] = found
-            print(f"seed {seed}, {name}: {found}", flush=True)
+            runs = result["runs"].setdefault(name, {})
+            if str(seed) not in runs:
+                runs[str(seed)] = fine_tune(place, setup, rank, seed, asked)
+                record.write_text(json.dumps(result))
+                print(f"seed {seed}, {name}: {runs[str(seed)]}", flush=True)
     return result
+
+
+def first_part(place: Path, setup: Setup) -> dict[str, Any]:
+    """Makes the first model and the task; returns the results before fine-tuning."""
+    pretrain(place, setup)
+    asked = prepare_questions(place, setup)
+    before = measure_run(place, "imported", asked)
+    # Who knows the form and the letters, and nothing of their order.
+    orders = sum(math.log2(math.factorial(len(row["completion"].split()))) for row in asked)
+    return {
+        "setup": str(setup),
+        "held_out": setup.held_out,
+        "text_bits_per_byte": {
+            run: held_out_text(place, setup, run) for run in ("runs/base", "imported")
+        },
+        "before": before,
+        "form_alone": orders / before["answer_tokens"],
+        "runs": {},
+    }
 
 
 def main() -> None:
     """Measures and writes the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--scratch", type=Path, help="directory with 2 GB free (default: /tmp)")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/finetune"), help="folder kept for resuming (2 GB)"
+    )
     args = parser.parse_args()
-    setup = Setup()
-    with tempfile.TemporaryDirectory(dir=args.scratch) as place:
-        result = measure(Path(place), setup)
-    result |= {"setup": str(setup), "held_out": setup.held_out, **stamp()}
+    args.work.mkdir(parents=True, exist_ok=True)
+    result = measure(args.work.absolute(), Setup()) | stamp()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "finetune.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.out / "finetune.md").write_text(page(result, __doc__ or ""))

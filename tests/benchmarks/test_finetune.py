@@ -61,8 +61,8 @@ def test_a_model_is_trained_exported_imported_fine_tuned_and_asked(tmp_path, mon
     }
     assert full["answer_tokens"] == before["answer_tokens"]
     assert summary(result)["full"]["gap"] == 0
-    result |= {"setup": str(TOY), "held_out": TOY.held_out, **stamp()}
-    told = page(result, "What it is.")
+    assert finetune.measure(tmp_path, TOY) == result, "what is finished is not repeated"
+    told = page(result | stamp(), "What it is.")
     assert len(verdicts(result)) == told.count("\n- ")
     assert "| rank 2 |" in told
 
