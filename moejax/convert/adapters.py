@@ -14,7 +14,7 @@ from moejax.hf.families.family import Family
 from moejax.hf.load import flat, parameters_of, read_part
 from moejax.hf.model import describe_anywhere
 from moejax.hf.rules import PREDICT_AHEAD, Index, ReadPart, tensors_of
-from moejax.step.adapters import frozen_shapes
+from moejax.step.adapters import matrices_in
 from moejax.step.model import ModelDef
 from moejax.train.saved import Saved
 from moejax.train.source import FolderSource, Source
@@ -78,7 +78,7 @@ def merged_weights(saved: Saved, cfg: Config, frozen: Source) -> MergedWeights:
       frozen: the weights that the adapters were trained on; a folder is open.
     """
     model, params, _ = describe_anywhere(cfg, adapters=True)
-    shapes = frozen_shapes(cfg.lora, model.frozen_dims, params)
+    shapes = matrices_in(cfg.lora.base_dtype, model.frozen_dims, params)
     return MergedWeights(
         base=reader_of(frozen),
         run=StoredWeights(saved.path).read,

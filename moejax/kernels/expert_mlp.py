@@ -28,6 +28,11 @@ from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
 
+# Blocks of a forward pass without gradients that has at most so many rows a group: it reads weights
+# in pieces that fit into a core's cache.
+FEW_ROWS = 8
+PIECE_BYTES = 2**19
+
 # Implementations whose products round rows and weights to e4m3 first.
 IN_E4M3 = {"mosaic_e4m3": "mosaic", "reference_e4m3": "reference"}
 
@@ -144,8 +149,50 @@ def _only_forward(x_MD, weights, sizes_G, *, limit):
         y_BD = activate(h_BW, limit) @ w.w_out
         return block.write(y_MD, block.biased(y_BD, w.b_out))
 
-    M, x_MD = x_MD.shape[0], _padded(x_MD)
+    M = x_MD.shape[0]
+    if M <= FEW_ROWS * sizes_G.shape[0]:
+        return _few_rows(x_MD, weights, sizes_G, limit)
+    x_MD = _padded(x_MD)
     return _each_block(compute, jnp.zeros_like(x_MD), M, sizes_G, weights)[:M]
+
+
+def _few_rows(x_MD: jax.Array, weights: Weights, sizes_G: jax.Array, limit) -> jax.Array:
+    """The forward pass of so few rows that reading the weights takes longer than the products.
+
+    Weights of a group without rows are not read. Those of others are read in pieces that stay in a
+    core's cache: XLA copies what a loop slices.
+    """
+    M, ends_G = x_MD.shape[0], jnp.cumsum(sizes_G)
+    x_MD = jnp.pad(x_MD, ((0, FEW_ROWS), (0, 0)))
+
+    def advance(state):
+        start, y_MD = state
+        group = jnp.sum(ends_G <= start, dtype=jnp.int32)
+        block = Block(start, start + jnp.arange(FEW_ROWS) < ends_G[group])
+        b_in, b_out = (None if b is None else b[group] for b in weights[2:])
+        h_BW = block.biased(_in_pieces(block.rows(x_MD), weights.w_in, group), b_in)
+        y_BD = _in_pieces(activate(h_BW, limit), weights.w_out, group)
+        y_MD = block.write(y_MD, block.biased(y_BD, b_out))
+        return jnp.minimum(start + FEW_ROWS, ends_G[group]), y_MD
+
+    first = (jnp.int32(0), jnp.zeros_like(x_MD))
+    return lax.while_loop(lambda state: state[0] < ends_G[-1], advance, first)[1][:M]
+
+
+def _in_pieces(x_BX: jax.Array, w_GXY: jax.Array, group: jax.Array) -> jax.Array:
+    """Returns x @ w[group]; sums in float32."""
+    (B, X), Y = x_BX.shape, w_GXY.shape[2]
+    most = max(1, PIECE_BYTES // (Y * w_GXY.dtype.itemsize))
+    piece = next(size for size in range(min(most, X), 0, -1) if X % size == 0)
+
+    def add(number, y_BY):
+        at = number * piece
+        w_XY = lax.dynamic_slice(w_GXY, (group, at, 0), (1, piece, Y))[0]
+        x_BX_ = lax.dynamic_slice(x_BX, (0, at), (B, piece))
+        return y_BY + jnp.dot(x_BX_, w_XY, preferred_element_type=jnp.float32)
+
+    y_BY = lax.fori_loop(0, X // piece, add, jnp.zeros((B, Y), jnp.float32))
+    return y_BY.astype(x_BX.dtype)
 
 
 def _blocked_forward(limit, x_MD, weights, sizes_G):

@@ -21,6 +21,7 @@ class StepSpec:
     adapter_scale: float = 1.0  # factor of the adapters' products (LoRA)
     experts: str = "blocked"  # implementation of kernels.expert_mlp
     attention: str = "blocked"  # implementation of kernels.attention
+    stacked: bool = True  # repeats of a layer group share arrays; else each repeat has its own
     # Optimization barriers after the steps of the token pipeline, for compilers that order the
     # program statically (GPU, TPU). The CPU runtime starts whatever is ready and needs none.
     barriers: bool = False

@@ -84,13 +84,13 @@ class Attention(nnx.Module):
           cache: keys and values of earlier positions, each [B, S, G, C].
           angles: of the rows' positions.
         Returns:
-          What a call returns, and the rows' own keys and values, each [B, G, C].
+          What a call returns, and the cache with the rows' own keys and values.
         """
         q_1BHC, k_1BGC, v_1BGC = self._project(x_1tD, angles)
-        own = (k_1BGC[0], v_1BGC[0])
-        k_BSGC, v_BSGC = (put(kept, new, position_B) for kept, new in zip(cache, own, strict=True))
+        k_BSGC = put(cache[0], k_1BGC[0], position_B)
+        v_BSGC = put(cache[1], v_1BGC[0], position_B)
         y_BHC = cached_attention(q_1BHC[0], k_BSGC, v_BSGC, position_B, **self._form())
-        return self._leave(y_BHC[None]), own
+        return self._leave(y_BHC[None]), (k_BSGC, v_BSGC)
 
     def _project(self, x_BtD: jax.Array, angles: Angles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of this rank's heads at all positions, rotated."""

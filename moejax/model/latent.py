@@ -92,7 +92,7 @@ class LatentAttention(nnx.Module):
           cache: (kept_BSZ,), the latents of earlier positions with their keys that rotate.
           angles: of the rows' positions.
         Returns:
-          What a call returns, and the rows' own latents, [B, Z].
+          What a call returns, and the cache with the rows' own latents.
         """
         cfg = self.cfg
         projected = self._project(x_1tD, angles)
@@ -101,17 +101,17 @@ class LatentAttention(nnx.Module):
         w_uk_ZHC, w_uv_ZHV = split_last(w_ukv_ZHC, cfg.value_channels)
         plain_BHC, rotated_BHR = split_last(projected.q_BTHC[0], cfg.rotated_channels)
         q_BHZ = jnp.einsum("bhc,zhc->bhz", plain_BHC, w_uk_ZHC)
-        kept_BS1Z = put(cache[0], own_BZ, position_B)[:, :, None]
+        kept_BSZ = put(cache[0], own_BZ, position_B)
         y_BHZ = cached_attention(
             jnp.concatenate([q_BHZ, rotated_BHR], axis=-1),
-            kept_BS1Z,
-            kept_BS1Z[..., :Z],
+            kept_BSZ[:, :, None],
+            kept_BSZ[:, :, None, :Z],
             position_B,
             window=self.window,
             scale=self._scale,
         )
         y_BHV = jnp.einsum("bhz,zhv->bhv", y_BHZ, w_uv_ZHV)
-        return project_from_heads(y_BHV[None], self.w_o, self.spec), (own_BZ,)
+        return project_from_heads(y_BHV[None], self.w_o, self.spec), (kept_BSZ,)
 
     @property
     def _scale(self) -> float:

@@ -26,17 +26,25 @@ def block_kinds(cfg: ModelConfig) -> list[BlockKind]:
     return kinds
 
 
-def layer_groups(cfg: ModelConfig) -> list[tuple[tuple[BlockKind, ...], int]]:
+def layer_groups(
+    cfg: ModelConfig, *, stacked: bool = True
+) -> list[tuple[tuple[BlockKind, ...], int]]:
     """Returns the blocks as (pattern, repeats): each pattern is scanned `repeats` times.
 
     The dense blocks at the start are groups of their own. A pattern is as long as both kinds take
     to repeat: that of MLPs `moe_every` blocks, that of windows `full_attention_every`.
+
+    Args:
+      stacked: False makes each repeat a group of its own.
     """
     kinds, start = block_kinds(cfg), cfg.first_dense_layers
     every = cfg.full_attention_every or 1
-    return _groups(kinds[:start], every) + _groups(
+    groups = _groups(kinds[:start], every) + _groups(
         kinds[start:], math.lcm(cfg.moe_every or 1, every)
     )
+    if stacked:
+        return groups
+    return [(pattern, 1) for pattern, repeats in groups for _ in range(repeats)]
 
 
 def _groups(kinds: list[BlockKind], length: int) -> list[tuple[tuple[BlockKind, ...], int]]:

@@ -166,7 +166,7 @@ class Transformer(nnx.Module):
             build_pattern = partial(Pattern, kinds, cfg, moe, spec)
             return nnx.vmap(build_pattern, in_axes=0, out_axes=0)(rngs.split(repeats))
 
-        groups = layer_groups(cfg)
+        groups = layer_groups(cfg, stacked=spec.stacked)
         self.groups = nnx.List([stack(kinds, repeats) for kinds, repeats in groups])
         self.norm = RMSNorm(cfg.width, cfg.norm_epsilon)
         # Behind `groups` in the order of names too: selection biases move in that order.
@@ -230,7 +230,7 @@ class Transformer(nnx.Module):
             x_BtD = self.embedding.embed(token_BT, weights[0])
         stats, first_block = [], 0
         for index, (group, (kinds, repeats)) in enumerate(
-            zip(self.groups, layer_groups(cfg), strict=True)
+            zip(self.groups, layer_groups(cfg, stacked=self.spec.stacked), strict=True)
         ):
             group_noise = None if noise is None else noise.of(index)
             plain_blocks = max(0, self.spec.compression.start_layer - first_block)

@@ -174,8 +174,8 @@ def _continue(
         sampling=sampling,
         allowed=vocabulary.allowed,
     )
-    check_memory(engine.train_step, processes, gradients=False, cache=engine.cache_bytes())
-    state = read_weights(chosen, engine.train_step)
+    check_memory(engine.train_step, processes, gradients=False, cache=engine.bytes_beside_weights())
+    state = engine.separate(read_weights(chosen, engine.stored))
     begin, shown, first = time.monotonic(), "", texts[0]
     if stream:
         print(first.prompt, end=vocabulary.between, flush=True)

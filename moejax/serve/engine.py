@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +20,10 @@ from moejax.comm import gloo, wire
 from moejax.config.schema import Config
 from moejax.layout.layout import Layout, build_layout
 from moejax.model import cached
+from moejax.model.pattern import layer_groups
 from moejax.serve.sampling import Sampling, draw
-from moejax.step.state import TrainState
-from moejax.step.train_step import TrainStep, build_step
+from moejax.step.state import TrainState, Tree
+from moejax.step.train_step import TrainStep, build_step, local_bytes
 
 # Prompts are padded to a multiple of this, so that their lengths need few programs.
 PROMPT_MULTIPLE = 64
@@ -47,7 +48,8 @@ class Rows(NamedTuple):
 class Engine:
     """The compiled functions for batches of one shape."""
 
-    train_step: TrainStep  # of weights; its batch is one of prompts
+    stored: TrainStep  # of weights, as a checkpoint has them: layers stacked
+    train_step: TrainStep  # of weights, each layer's apart; its batch is one of prompts
     capacity: int  # positions of the cache
     sampling: Sampling
     allowed: int  # ids from this one on are never drawn
@@ -92,6 +94,16 @@ class Engine:
 
         return self._jitted(body, (self._rows, self._rows), (self._rows, P()))
 
+    def separate(self, state: TrainState) -> TrainState:
+        """Returns the state with each layer's weights apart; deletes the stacked ones.
+
+        What a loop over stacked layers slices is copied at each step, which takes longer than a
+        decoding step's products.
+        """
+        trees = (state.params, state.router_bias, state.frozen)
+        params, router_bias, frozen = (_separate(tree, self.train_step.cfg) for tree in trees)
+        return state._replace(params=params, router_bias=router_bias, frozen=frozen)
+
     def place(self, arrays: Any) -> Any:
         """Puts NumPy arrays, whose rows come first, onto the mesh."""
         sharding = NamedSharding(self.train_step.mesh, self._rows)
@@ -112,8 +124,16 @@ class Engine:
         made = jax.eval_shape(self.prefill, self.train_step.abstract, prompts)
         return prompts, Rows(*[integers(rows)] * 3), made
 
-    def cache_bytes(self) -> int:
-        """Returns the bytes of the cache on one device."""
+    def bytes_beside_weights(self) -> int:
+        """Returns the bytes that a device holds beside the weights.
+
+        They are the cache, or before it the largest stack of layers, from which parts are cut.
+        """
+        stacks = (self.stored.abstract.params, self.stored.abstract.frozen)
+        largest = max(map(local_bytes, jax.tree.leaves(stacks)))
+        return max(self._cache_bytes(), largest)
+
+    def _cache_bytes(self) -> int:
         layout = self._layout
         shards = layout.size(layout.token_axes)
         shards *= 1 if self.train_step.cfg.model.is_latent else layout.size(layout.tensor)
@@ -137,7 +157,7 @@ class Engine:
         """Sharding of logits and cache; a latent is of all heads, so every tensor rank has it."""
         layout, latent = self._layout, self.train_step.cfg.model.is_latent
         heads = () if latent else (None, layout.tensor)
-        return cached.Cached(self._rows, P(None, layout.token_axes, *heads))  # type: ignore[arg-type]
+        return cached.Cached(self._rows, P(layout.token_axes, *heads))  # type: ignore[arg-type]
 
     def _jitted(self, body: Any, in_specs: Any, out_specs: Any, **options: Any) -> Any:
         """Maps per-device code over the mesh."""
@@ -178,8 +198,37 @@ def build_engine(
         data=dataclasses.replace(cfg.data, sequence_length=length),
         train=dataclasses.replace(cfg.train, batch_sequences=rows, micro_batches=1),
     )
-    train_step = build_step(cfg, mesh, platform).of_weights()
-    return Engine(train_step, length + tokens, sampling, allowed)
+    stored, apart = (
+        build_step(cfg, mesh, platform, stacked=stacked).of_weights(cfg.model.dtype)
+        for stacked in (True, False)
+    )
+    return Engine(stored, apart, length + tokens, sampling, allowed)
+
+
+def _separate(tree: Tree, cfg: Config) -> Tree:
+    """Cuts the stacked weights of each layer group into those of its repeats."""
+    if tree is None or "groups" not in tree:
+        return tree
+    apart, first = {}, 0
+    for number, (_, repeats) in enumerate(layer_groups(cfg.model)):
+        if number in tree["groups"]:
+            leaves, structure = jax.tree.flatten(tree["groups"][number])
+            cut = [_cut(leaf, repeats) for leaf in leaves]
+            for repeat, own in enumerate(zip(*cut, strict=True)):
+                apart[first + repeat] = jax.tree.unflatten(structure, own)
+        first += repeats
+    return {**tree, "groups": apart}
+
+
+def _cut(stacked: jax.Array, repeats: int) -> list[jax.Array]:
+    """Returns an array's parts of one repeat each, sharded as it is, and deletes it."""
+    if repeats == 1:
+        return [stacked]
+    part = partial(jax.lax.dynamic_slice_in_dim, slice_size=1)
+    part = jax.jit(part, out_shardings=stacked.sharding)
+    parts = jax.block_until_ready([part(stacked, repeat) for repeat in range(repeats)])
+    stacked.delete()
+    return parts
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -77,12 +77,14 @@ def init_adapters(seed: int, dims: Tree, shapes: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(of, dims, shapes, is_leaf=_is_adapter)
 
 
-def frozen_shapes(cfg: LoraConfig, dims: Tree, params: Tree) -> Tree:
-    """Returns the shapes of the frozen weights, in the dtypes in which they are stored."""
+def matrices_in(dtype: str, dims: Tree, params: Tree) -> Tree:
+    """Returns the shapes of weights whose matrices are held in a dtype; the router's is not."""
 
     def of(letters: str, param: Any) -> jax.ShapeDtypeStruct:
         matrix = is_product(letters) and letters != "DE"
-        return jax.ShapeDtypeStruct(param.shape, cfg.base_dtype if matrix else param.dtype)
+        sharding = getattr(param, "sharding", None)
+        held = dtype if matrix else param.dtype
+        return jax.ShapeDtypeStruct(param.shape, held, sharding=sharding)
 
     return jax.tree.map(of, dims, params)
 

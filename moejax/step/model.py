@@ -81,7 +81,12 @@ def check_adapters(cfg: Config) -> None:
 
 
 def build_spec(
-    cfg: Config, mesh: Mesh | AbstractMesh, platform: str, codecs: Codecs | None
+    cfg: Config,
+    mesh: Mesh | AbstractMesh,
+    platform: str,
+    codecs: Codecs | None,
+    *,
+    stacked: bool = True,
 ) -> StepSpec:
     """Returns the spec for a config and its devices; arguments as of `build_step`."""
     layout = build_layout(cfg.mesh)
@@ -115,6 +120,7 @@ def build_spec(
         adapter_scale=cfg.lora.scale,
         experts=chosen.get("experts", "blocked"),
         attention=chosen["attention"],
+        stacked=stacked,
         logit_elements=2**21 if platform == "cpu" else 2**27,
     )
 

@@ -21,7 +21,7 @@ from moejax.config.schema import Config
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.runtime.compiler import Options, compiler_options, known_options
-from moejax.step.adapters import adapter_shapes, frozen_shapes, init_adapters
+from moejax.step.adapters import adapter_shapes, init_adapters, matrices_in
 from moejax.step.forward import logits_after, nll_of_targets, sum_over_targets
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef, build_spec, describe_model, parameter_sizes
@@ -98,11 +98,11 @@ class TrainStep:
         """
         state = self.abstract
         return {
-            "weights": _local_bytes(state.params),
-            **({} if state.frozen is None else {"frozen weights": _local_bytes(state.frozen)}),
-            "optimizer": _local_bytes(state.optimizer),
-            "codec memory": _local_bytes(state.reduction),
-            "batch": _local_bytes(self.abstract_batch()),
+            "weights": local_bytes(state.params),
+            **({} if state.frozen is None else {"frozen weights": local_bytes(state.frozen)}),
+            "optimizer": local_bytes(state.optimizer),
+            "codec memory": local_bytes(state.reduction),
+            "batch": local_bytes(self.abstract_batch()),
         }
 
     def init(self) -> TrainState:
@@ -144,16 +144,24 @@ class TrainStep:
         """Returns the same run with other codecs, for the same state."""
         if codecs == self.spec.codecs:
             return self
-        return build_step(self.cfg, self.mesh, self.platform, codecs)
+        return build_step(
+            self.cfg, self.mesh, self.platform, codecs, stacked=self.spec.stacked
+        )
 
     @cached_property
     def plain(self) -> "TrainStep":
         """The same run without codecs, for evaluation."""
         return self.at(NO_CODECS)
 
-    def of_weights(self) -> "TrainStep":
-        """Returns the same functions for a state of weights alone, which is enough to evaluate."""
+    def of_weights(self, dtype: str | None = None) -> "TrainStep":
+        """Returns the same functions for a state of weights alone, which is enough to evaluate.
+
+        Args:
+          dtype: in which matrices are held that are trained; None: in that of training.
+        """
         weights = self.abstract._replace(optimizer=(), reduction=Reduction(None, None))
+        if dtype is not None and weights.frozen is None:
+            weights = weights._replace(params=matrices_in(dtype, self.dims, weights.params))
         return replace(self, abstract=weights)
 
     def first_reduction(self) -> Reduction:
@@ -224,7 +232,12 @@ class TrainStep:
 
 
 def build_step(
-    cfg: Config, mesh: Mesh | AbstractMesh, platform: str, codecs: Codecs | None = None
+    cfg: Config,
+    mesh: Mesh | AbstractMesh,
+    platform: str,
+    codecs: Codecs | None = None,
+    *,
+    stacked: bool = True,
 ) -> TrainStep:
     """Describes a run's compiled functions on a mesh; allocates nothing.
 
@@ -232,8 +245,10 @@ def build_step(
       mesh: an AbstractMesh is enough to trace the step.
       platform: "cpu", "gpu" or "tpu"; decides the kernels, together with the devices.
       codecs: codecs of its steps; by default those of the first step.
+      stacked: whether the repeats of a layer group share arrays, as in a checkpoint.
     """
-    model, weights, router_bias = describe_model(cfg, build_spec(cfg, mesh, platform, codecs))
+    spec = build_spec(cfg, mesh, platform, codecs, stacked=stacked)
+    model, weights, router_bias = describe_model(cfg, spec)
     shapes, specs = _describe_state(model, weights, router_bias)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
@@ -251,7 +266,7 @@ def _describe_state(
     params, frozen = weights, None
     if model.frozen_dims is not None:
         params = adapter_shapes(model.cfg.lora, dims, model.frozen_dims, weights)
-        frozen = frozen_shapes(model.cfg.lora, model.frozen_dims, weights)
+        frozen = matrices_in(model.cfg.lora.base_dtype, model.frozen_dims, weights)
     optimizer, scalar = _build_optimizer(model), jax.ShapeDtypeStruct((), jnp.int32)
     moments = jax.eval_shape(optimizer.init, params)
     residuals = jax.tree.map(partial(residual_shapes, model.spec), params, dims)
@@ -286,7 +301,7 @@ def _shardings(abstract: Tree) -> Tree:
     return jax.tree.map(lambda x: x.sharding, abstract)
 
 
-def _local_bytes(tree: Any) -> int:
+def local_bytes(tree: Any) -> int:
     """Bytes of one device's shards of abstract arrays."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)

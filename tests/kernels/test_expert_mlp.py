@@ -66,6 +66,26 @@ def test_blocked_equals_the_reference(sizes):
     check("blocked", [*sizes, *[0] * (5 - len(sizes))], 210 - sum(sizes))
 
 
+@pytest.mark.parametrize("piece_bytes", [2**19, 64])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("sizes", [[0, 1, 0, 1], [0, 20, 0, 3], [9, 8, 1, 7], [0, 0, 0, 0]])
+def test_few_rows_without_gradients_read_the_weights_of_their_groups_alone(
+    sizes, biased, piece_bytes, monkeypatch
+):
+    """Whose weights have no rows, not even NaN reaches the result."""
+    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+    x, w_in, w_out, _ = operands(sizes, 2)
+    counts = jnp.asarray(sizes, jnp.int32)
+    rng = np.random.default_rng(1)
+    biases = (rng.standard_normal((4, 2, 4)), rng.standard_normal((4, 6)))
+    form = {"biases": tuple(jnp.asarray(b, jnp.float32) for b in biases), "limit": 1.0}
+    form = form if biased else {}
+    want = expert_mlp(x, w_in, w_out, counts, implementation="reference", **form)
+    unread = [w.at[jnp.flatnonzero(counts == 0)].set(np.nan) for w in (w_in, w_out)]
+    have = expert_mlp(x, *unread, counts, implementation="blocked", **form)
+    np.testing.assert_allclose(have, want, rtol=0, atol=1e-5)
+
+
 def test_blocked_takes_groups_larger_than_its_largest_block(monkeypatch):
     monkeypatch.setattr(module, "BLOCK_ROWS", (4, 8))
     value_and_gradients.cache_clear()  # traced with the blocks of before

@@ -31,9 +31,12 @@ def random_state(cfg: Config):
 
 def on_mesh(state, engine_or_step):
     """A state on the devices of an engine or a step of weights."""
-    train_step = getattr(engine_or_step, "train_step", engine_or_step)
-    abstract = train_step.of_weights().abstract
-    return jax.tree.map(lambda x, a: jax.device_put(np.asarray(x), a.sharding), state, abstract)
+    engine = engine_or_step if isinstance(engine_or_step, Engine) else None
+    abstract = (engine.stored if engine else engine_or_step.of_weights()).abstract
+    state = jax.tree.map(
+        lambda x, a: jax.device_put(np.asarray(x, a.dtype), a.sharding), state, abstract
+    )
+    return engine.separate(state) if engine else state
 
 
 def engine_for(cfg: Config, prompts, tokens: int, sampling: Sampling | None = None) -> Engine:

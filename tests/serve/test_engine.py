@@ -103,5 +103,6 @@ def test_greedy_texts_are_those_of_transformers(tmp_path, family, name, mesh):
     train_step, state = loaded(tmp_path, case, mesh)
     prompt, tokens = case["tokens"][0][:8], len(case["greedy"])
     engine = engine_for(train_step.cfg, [prompt], tokens)
-    found = generate(engine, weights_of(state), [prompt], tokens=tokens, stops=frozenset())
+    state = engine.separate(weights_of(state))
+    found = generate(engine, state, [prompt], tokens=tokens, stops=frozenset())
     assert [token.id for token in found] == case["greedy"]

@@ -36,7 +36,8 @@ class MoejaxSide:
         self.longest = max(map(len, request["prompts"]))
         self.tokens = request["tokens"]
         self.engines = {rows: self._engine(rows) for rows in request["rows"]}
-        self.state = read_weights(chosen, next(iter(self.engines.values())).train_step)
+        engine = next(iter(self.engines.values()))
+        self.state = engine.separate(read_weights(chosen, engine.stored))
         self.facts = _facts(self.engines[request["rows"][0]])
 
     def generate(
@@ -81,7 +82,6 @@ def _facts(engine: Engine) -> dict[str, Any]:
         "settings": {
             "experts": spec.experts,
             "dtype": engine.train_step.cfg.model.dtype,
-            "scan_layers": engine.train_step.cfg.model.scan_layers,
             "cache_positions": engine.capacity,
             "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
         },

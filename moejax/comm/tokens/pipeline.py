@@ -87,10 +87,13 @@ def dispatch_compute_combine(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _dispatch_compute_combine(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan):
-    return _forward(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan)[0]
+    operands = (x_ND, weight_NK, params, plan)
+    return _forward(route, layout, expert_fn, barriers, *operands, gradients=False)[0]
 
 
-def _forward(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan):
+def _forward(
+    route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan, *, gradients: bool = True
+):
     chunks = route.chunks
     choices = _cut(plan.expert_IMK, chunks)
     for_backward: dict[int, Any] = {}
@@ -98,6 +101,9 @@ def _forward(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan):
     def expert_stage(number: int, arrived: Rows) -> Rows:
         # Tagged here, after the barrier, so that remat keeps the rows as the barrier returned them.
         arrived = _tag(arrived)
+        if not gradients:
+            y_RD = expert_fn(*_flat((*arrived, choices[number])), params)
+            return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
         y_RD, vjp = _differentiable(expert_fn, arrived, choices[number], params)
         # With equal chunks in backward the vjp is reused; otherwise the experts are recomputed.
         for_backward[number] = vjp if chunks == route.chunks_backward else arrived
@@ -109,7 +115,7 @@ def _forward(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan):
     y_ND = _results_at_source(results, weight_NK, plan, route, like=x_ND)
     # Results are kept for the gradient of the weights only if they are weighted at the source.
     results = results.x if plan.slot_maps and not route.merges else None
-    saved = [for_backward[number] for number in range(chunks)]
+    saved = [for_backward[number] for number in range(chunks)] if gradients else None
     return y_ND, (saved, params, plan, weight_NK, results)
 
 
