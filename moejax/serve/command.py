@@ -175,7 +175,7 @@ def _continue(
         allowed=vocabulary.allowed,
     )
     check_memory(engine.train_step, processes, gradients=False, cache=engine.bytes_beside_weights())
-    state = engine.separate(read_weights(chosen, engine.stored))
+    state = engine.take(read_weights(chosen, engine.stored))
     begin, shown, first = time.monotonic(), "", texts[0]
     if stream:
         print(first.prompt, end=vocabulary.between, flush=True)

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo, wire
-from moejax.config.schema import Config
+from moejax.config.schema import Config, LoraConfig
 from moejax.layout.layout import Layout, build_layout
 from moejax.model import cached
-from moejax.model.pattern import layer_groups
 from moejax.serve.sampling import Sampling, draw
-from moejax.step.state import TrainState, Tree
+from moejax.serve.weights import separate
+from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep, build_step, local_bytes
 
 # Prompts are padded to a multiple of this, so that their lengths need few programs.
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 class Engine:
     """The compiled functions for batches of one shape."""
 
-    stored: TrainStep  # of weights, as a checkpoint has them: layers stacked
+    stored: TrainStep  # of weights, as a checkpoint has them
     train_step: TrainStep  # of weights, each layer's apart; its batch is one of prompts
     capacity: int  # positions of the cache
     sampling: Sampling
@@ -65,7 +65,7 @@ class Engine:
         model, capacity = self.train_step.plain.model, self.capacity
 
         def body(state: TrainState, prompts: Prompts) -> cached.Cached:
-            transformer = model.merge(state.params, state.router_bias, state.frozen)
+            transformer = model.merge(state.params, state.router_bias)
             return cached.prefill(transformer, *prompts, capacity)
 
         return self._jitted(body, (self._states, self._rows), self._cached)
@@ -76,7 +76,7 @@ class Engine:
         model = self.train_step.plain.model
 
         def body(state: TrainState, rows: Rows, cache: cached.Cache) -> cached.Cached:
-            transformer = model.merge(state.params, state.router_bias, state.frozen)
+            transformer = model.merge(state.params, state.router_bias)
             return cached.decode(transformer, rows.token_B, rows.position_B, cache)
 
         specs = (self._states, self._rows, self._cached.cache)
@@ -94,15 +94,9 @@ class Engine:
 
         return self._jitted(body, (self._rows, self._rows), (self._rows, P()))
 
-    def separate(self, state: TrainState) -> TrainState:
-        """Returns the state with each layer's weights apart; deletes the stacked ones.
-
-        What a loop over stacked layers slices is copied at each step, which takes longer than a
-        decoding step's products.
-        """
-        trees = (state.params, state.router_bias, state.frozen)
-        params, router_bias, frozen = (_separate(tree, self.train_step.cfg) for tree in trees)
-        return state._replace(params=params, router_bias=router_bias, frozen=frozen)
+    def take(self, state: TrainState) -> TrainState:
+        """Returns a state of `stored` as the functions take it; deletes its arrays."""
+        return separate(state, self.stored)
 
     def place(self, arrays: Any) -> Any:
         """Puts NumPy arrays, whose rows come first, onto the mesh."""
@@ -198,37 +192,11 @@ def build_engine(
         data=dataclasses.replace(cfg.data, sequence_length=length),
         train=dataclasses.replace(cfg.train, batch_sequences=rows, micro_batches=1),
     )
-    stored, apart = (
-        build_step(cfg, mesh, platform, stacked=stacked).of_weights(cfg.model.dtype)
-        for stacked in (True, False)
-    )
+    dtype = cfg.model.dtype
+    stored = build_step(cfg, mesh, platform).of_weights(dtype)
+    cfg = dataclasses.replace(cfg, lora=LoraConfig())  # adapters are added to their weights
+    apart = build_step(cfg, mesh, platform, stacked=False).of_weights(dtype)
     return Engine(stored, apart, length + tokens, sampling, allowed)
-
-
-def _separate(tree: Tree, cfg: Config) -> Tree:
-    """Cuts the stacked weights of each layer group into those of its repeats."""
-    if tree is None or "groups" not in tree:
-        return tree
-    apart, first = {}, 0
-    for number, (_, repeats) in enumerate(layer_groups(cfg.model)):
-        if number in tree["groups"]:
-            leaves, structure = jax.tree.flatten(tree["groups"][number])
-            cut = [_cut(leaf, repeats) for leaf in leaves]
-            for repeat, own in enumerate(zip(*cut, strict=True)):
-                apart[first + repeat] = jax.tree.unflatten(structure, own)
-        first += repeats
-    return {**tree, "groups": apart}
-
-
-def _cut(stacked: jax.Array, repeats: int) -> list[jax.Array]:
-    """Returns an array's parts of one repeat each, sharded as it is, and deletes it."""
-    if repeats == 1:
-        return [stacked]
-    part = partial(jax.lax.dynamic_slice_in_dim, slice_size=1)
-    part = jax.jit(part, out_shardings=stacked.sharding)
-    parts = jax.block_until_ready([part(stacked, repeat) for repeat in range(repeats)])
-    stacked.delete()
-    return parts
 
 
 def _rounded_up(number: int, multiple: int) -> int:

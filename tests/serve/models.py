@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from moejax.config.schema import Config, MeshConfig
+from moejax.config.schema import Config, LoraConfig, MeshConfig
 from moejax.serve.engine import Engine, build_engine
 from moejax.serve.sampling import Sampling
 from moejax.step.state import Reduction
@@ -19,7 +19,11 @@ def weights_of(state):
 
 def random_state(cfg: Config):
     """Weights on one device, NumPy arrays, none of which is zero as biases are at first."""
-    state = weights_of(step_for(dataclasses.replace(cfg, mesh=MeshConfig())).init())
+    alone = dataclasses.replace(cfg, mesh=MeshConfig())
+    state = weights_of(step_for(dataclasses.replace(alone, lora=LoraConfig())).init())
+    if cfg.lora.rank is not None:
+        first = step_for(alone).first_state(state.params, state.router_bias)
+        state = weights_of(first)._replace(frozen=jax.tree.map(np.asarray, state.params))
     draw = np.random.default_rng(0)
 
     def moved(x):
@@ -36,7 +40,7 @@ def on_mesh(state, engine_or_step):
     state = jax.tree.map(
         lambda x, a: jax.device_put(np.asarray(x, a.dtype), a.sharding), state, abstract
     )
-    return engine.separate(state) if engine else state
+    return engine.take(state) if engine else state
 
 
 def engine_for(cfg: Config, prompts, tokens: int, sampling: Sampling | None = None) -> Engine:

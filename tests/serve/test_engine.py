@@ -1,9 +1,11 @@
 """Decoding with a cache computes what the whole forward pass does, position by position."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from moejax.config.schema import MeshConfig, RopeConfig
+from moejax.config.schema import LoraConfig, MeshConfig, RopeConfig
 from moejax.serve.engine import Rows
 from moejax.serve.generate import generate, padded
 from tests.cases import CERTAIN, small_config, step_for
@@ -75,7 +77,16 @@ def cached_logits(cfg, state, token_BT, length_B):
     + [pytest.param(*case, id=name, marks=pytest.mark.exhaustive) for name, case in MANY.items()],
 )
 def test_cached_decoding_is_the_forward_pass(mesh, activations, model):
-    cfg = small_config(mesh, activations=activations, model=model, moe=CERTAIN)
+    check_cached(small_config(mesh, activations=activations, model=model, moe=CERTAIN))
+
+
+def test_adapters_are_added_to_their_weights():
+    cfg = small_config((1, 1, 2, 2), model=GROUPED | {"num_kv_heads": 4}, moe=CERTAIN)
+    check_cached(dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=("moe.w_*", "*.w_q"))))
+
+
+def check_cached(cfg):
+    """Compares logits with a cache to those of whole forward passes."""
     state = random_state(cfg)
     token_BT = np.random.default_rng(1).integers(0, 64, (8, 16), dtype=np.int32)
     length_B = np.array([3, 1, 8, 5, 6, 2, 7, 4])
@@ -103,6 +114,6 @@ def test_greedy_texts_are_those_of_transformers(tmp_path, family, name, mesh):
     train_step, state = loaded(tmp_path, case, mesh)
     prompt, tokens = case["tokens"][0][:8], len(case["greedy"])
     engine = engine_for(train_step.cfg, [prompt], tokens)
-    state = engine.separate(weights_of(state))
+    state = engine.take(weights_of(state))
     found = generate(engine, state, [prompt], tokens=tokens, stops=frozenset())
     assert [token.id for token in found] == case["greedy"]

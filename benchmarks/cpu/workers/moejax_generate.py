@@ -37,7 +37,7 @@ class MoejaxSide:
         self.tokens = request["tokens"]
         self.engines = {rows: self._engine(rows) for rows in request["rows"]}
         engine = next(iter(self.engines.values()))
-        self.state = engine.separate(read_weights(chosen, engine.stored))
+        self.state = engine.take(read_weights(chosen, engine.stored))
         self.facts = _facts(self.engines[request["rows"][0]])
 
     def generate(
