@@ -150,8 +150,8 @@ def _only_forward(x_MD, weights, sizes_G, *, limit):
         y_BD = activate(h_BW, limit) @ w.w_out
         return block.write(y_MD, block.biased(y_BD, w.b_out))
 
-    M = x_MD.shape[0]
-    if M <= FEW_ROWS * sizes_G.shape[0]:
+    M, G = x_MD.shape[0], sizes_G.shape[0]
+    if M <= FEW_ROWS * G:
         return _few_rows(x_MD, weights, sizes_G, limit)
     x_MD = _padded(x_MD)
     return _each_block(compute, jnp.zeros_like(x_MD), M, sizes_G, weights)[:M]
@@ -184,20 +184,19 @@ def _few_rows(x_MD: jax.Array, weights: Weights, sizes_G: jax.Array, limit) -> j
         return lax.while_loop(lambda state: state[0] < behind_G[-1], advance, state)[1]
 
     # Each row is zero in all loops' results but one.
-    return sum(map(loop, range(FEW_LOOPS)))[:M]
+    return sum(map(loop, range(FEW_LOOPS)), jnp.zeros_like(x_MD))[:M]
 
 
 def _in_pieces(x_BX: jax.Array, w_GXY: jax.Array, group: jax.Array) -> jax.Array:
-    """Returns x @ w[group]; sums in float32."""
+    """Returns x @ w[group], summed in float32 over pieces of P of X."""
     (B, X), Y = x_BX.shape, w_GXY.shape[2]
     most = max(1, PIECE_BYTES // (Y * w_GXY.dtype.itemsize))
     piece = next(size for size in range(min(most, X), 0, -1) if X % size == 0)
 
     def add(number, y_BY):
-        at = number * piece
-        w_XY = lax.dynamic_slice(w_GXY, (group, at, 0), (1, piece, Y))[0]
-        x_BX_ = lax.dynamic_slice(x_BX, (0, at), (B, piece))
-        return y_BY + jnp.dot(x_BX_, w_XY, preferred_element_type=jnp.float32)
+        w_PY = lax.dynamic_slice(w_GXY, (group, number * piece, 0), (1, piece, Y))[0]
+        x_BP = lax.dynamic_slice(x_BX, (0, number * piece), (B, piece))
+        return y_BY + jnp.dot(x_BP, w_PY, preferred_element_type=jnp.float32)
 
     y_BY = lax.fori_loop(0, X // piece, add, jnp.zeros((B, Y), jnp.float32))
     return y_BY.astype(x_BX.dtype)

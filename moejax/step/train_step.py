@@ -144,9 +144,7 @@ class TrainStep:
         """Returns the same run with other codecs, for the same state."""
         if codecs == self.spec.codecs:
             return self
-        return build_step(
-            self.cfg, self.mesh, self.platform, codecs, stacked=self.spec.stacked
-        )
+        return build_step(self.cfg, self.mesh, self.platform, codecs, stacked=self.spec.stacked)
 
     @cached_property
     def plain(self) -> "TrainStep":
