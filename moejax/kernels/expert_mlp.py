@@ -29,10 +29,9 @@ from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 BLOCK_ROWS = (64, 128, 256, 384, 512)
 
 # A forward pass without gradients that has at most so many rows a group goes by blocks of as many,
-# in so many loops at the same time. It reads weights in pieces that fit into a core's cache.
+# and reads weights in pieces that fit into a core's cache.
 FEW_ROWS = 8
-FEW_LOOPS = 4
-PIECE_BYTES = 2**19
+PIECE_BYTES = 2**20
 
 # Implementations whose products round rows and weights to e4m3 first.
 IN_E4M3 = {"mosaic_e4m3": "mosaic", "reference_e4m3": "reference"}
@@ -161,30 +160,23 @@ def _few_rows(x_MD: jax.Array, weights: Weights, sizes_G: jax.Array, limit) -> j
     """The forward pass of so few rows that reading the weights takes longer than the products.
 
     Weights of a group without rows are not read. Those of others are read in pieces that stay in a
-    core's cache: XLA copies what a loop slices. Loops run at the same time, each on a core.
+    core's cache: XLA copies what a loop slices.
     """
     M, ends_G = x_MD.shape[0], jnp.cumsum(sizes_G)
-    blocks_G = -(-sizes_G // FEW_ROWS)
-    behind_G = jnp.cumsum(blocks_G)  # number of the block behind each group's last
     x_MD = jnp.pad(x_MD, ((0, FEW_ROWS), (0, 0)))
 
     def advance(state):
-        number, y_MD = state
-        group = jnp.sum(behind_G <= number, dtype=jnp.int32)
-        earlier = number - (behind_G - blocks_G)[group]
-        start = (ends_G - sizes_G)[group] + earlier * FEW_ROWS
+        start, y_MD = state
+        group = jnp.sum(ends_G <= start, dtype=jnp.int32)
         block = Block(start, start + jnp.arange(FEW_ROWS) < ends_G[group])
         b_in, b_out = (None if b is None else b[group] for b in weights[2:])
         h_BW = block.biased(_in_pieces(block.rows(x_MD), weights.w_in, group), b_in)
         y_BD = _in_pieces(activate(h_BW, limit), weights.w_out, group)
-        return number + FEW_LOOPS, block.write(y_MD, block.biased(y_BD, b_out))
+        y_MD = block.write(y_MD, block.biased(y_BD, b_out))
+        return jnp.minimum(start + FEW_ROWS, ends_G[group]), y_MD
 
-    def loop(first: int) -> jax.Array:
-        state = (jnp.int32(first), jnp.zeros_like(x_MD))
-        return lax.while_loop(lambda state: state[0] < behind_G[-1], advance, state)[1]
-
-    # Each row is zero in all loops' results but one.
-    return sum(map(loop, range(FEW_LOOPS)), jnp.zeros_like(x_MD))[:M]
+    first = (jnp.int32(0), jnp.zeros_like(x_MD))
+    return lax.while_loop(lambda state: state[0] < ends_G[-1], advance, first)[1][:M]
 
 
 def _in_pieces(x_BX: jax.Array, w_GXY: jax.Array, group: jax.Array) -> jax.Array:
