@@ -10,7 +10,9 @@ What it writes:
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +25,22 @@ from rich.filesize import decimal
 from moejax.config.checks import check
 from moejax.config.fields import fields, get_value
 from moejax.config.load import override, to_dict
-from moejax.config.schema import Config, MeshConfig
-from moejax.convert.mesh import build_here
+from moejax.config.schema import Config
 from moejax.convert.output import bar, check_new_folder, check_space, console_of, written_beside
+from moejax.convert.pieces import write_pieces
 from moejax.errors import write_whole
 from moejax.hf.config import check_same_model, config_of
 from moejax.hf.families import family_of
-from moejax.hf.load import LoadPlan, load, plan_load
+from moejax.hf.load import LoadPlan, flat, plan_load, read_bounds
 from moejax.hf.model import describe_anywhere
 from moejax.hf.origin import ORIGIN, copy_small_files, small_files
 from moejax.hf.reader import Folder
 from moejax.runtime.processes import Processes
-from moejax.runtime.start import join, start
-from moejax.step.state import Reduction, TrainState, Tree
-from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import Checkpoints
+from moejax.runtime.start import join
+from moejax.train.checkpoint import save_written
+from moejax.train.disk_space import naming_full_disk, quiet_about_full_disks
+from moejax.train.manifest import digest_of_pieces
+from moejax.train.stored import NewArray, Part
 
 LONGEST = 2048  # positions of a sequence in the written config
 LEARNING_RATE = 1e-5  # for weights that are trained already
@@ -112,50 +115,51 @@ def _write_checkpoint(
     processes: Processes,
     console: Console,
 ) -> None:
-    """Loads the weights onto the devices here, and saves them as step 0."""
-    train_step = build_here(cfg, start(MeshConfig()))
-    state = processes.together(lambda: load_weights(folder, plan, train_step, dtype, console))
-    console.print("writing the checkpoint", highlight=False)
-    facts: dict[str, Any] = {
-        "config": to_dict(cfg),
-        "mesh": dict(train_step.layout.sizes),
-        "reduction": None,
-        "data_position": 0,
-        "jax": jax.__version__,
-    }
-    checkpoints = Checkpoints(beside, keep=1, processes=processes)
-    try:
-        checkpoints.save(0, state, facts)
-    finally:
-        checkpoints.close()
-
-
-def load_weights(
-    folder: Folder, plan: LoadPlan, train_step: TrainStep, dtype: str, console: Console
-) -> TrainState:
-    """Returns a state of step 0 with a folder's weights, and without optimizer."""
-    narrowed = _with_dtype(train_step.abstract.params, dtype)
-    bias = train_step.abstract.router_bias
-    total = sum(map(_elements_here, jax.tree.leaves((narrowed, bias))))
+    """Writes the weights as step 0, each process some of their pieces."""
+    quiet_about_full_disks()
+    weights, stores = new_arrays(cfg, dtype), beside / "stores"
+    sources = {array: partial(read_bounds, plan, folder, path) for path, array in weights.items()}
     text = f"reading {decimal(folder.total_bytes)} from {folder.path}"
-    with bar(console, text, total) as advance:
-        params = load(plan, folder, narrowed, advance)
-        router_bias = load(plan, folder, bias, advance)
-    zero = jax.device_put(np.zeros((), np.int32), train_step.abstract.step.sharding)
-    return TrainState(zero, zero, params, router_bias, None, Reduction(None, None))
+    total = sum(math.prod(array.shape) for array in sources) // processes.count
+    with naming_full_disk(beside, 0):
+        with bar(console, text, total) as advance:
+            written = processes.together(
+                lambda: write_pieces(sources, stores / "weights", processes, advance)
+            )
+        counters = {NewArray(name, (), "int32"): _zero for name in ("step", "skipped")}
+        write_pieces(counters, stores / "counters", processes)
+        facts: dict[str, Any] = {
+            "config": to_dict(cfg),
+            "mesh": {},
+            "reduction": None,
+            "data_position": 0,
+            "jax": jax.__version__,
+            "numbers": digest_of_pieces(processes.gather(written)),
+        }
+        items = {"counters": list(counters), "weights": list(sources)}
+        save_written(beside / "0", items, stores, facts, processes)
+    processes.gather("moved")
+    if processes.first:
+        shutil.rmtree(stores)
 
 
-def _with_dtype(abstract: Tree, dtype: str) -> Tree:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=x.sharding), abstract
-    )
+def new_arrays(cfg: Config, dtype: str) -> dict[str, NewArray]:
+    """Returns the arrays of a checkpoint's weights, by the path of the parameter.
+
+    Args:
+      dtype: of the parameters; selection biases are float32.
+    """
+    _, params, router_bias = describe_anywhere(cfg)
+    groups = (("params", params, dtype), ("balance", router_bias, "float32"))
+    return {
+        path: NewArray(f"{group}.{path}", tuple(leaf.shape), own)
+        for group, tree, own in groups
+        for path, leaf in flat(tree).items()
+    }
 
 
-def _elements_here(leaf: Any) -> int:
-    """Returns the elements that this process reads of an array."""
-    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-    parts = {tuple(p.indices(n)[:2] for p, n in zip(i, leaf.shape, strict=True)) for i in indices}
-    return sum(math.prod(stop - start for start, stop in part) for part in parts)
+def _zero(part: Part, dtype: Any) -> np.ndarray:
+    return np.zeros((), dtype)
 
 
 def config_text(cfg: Config) -> str:

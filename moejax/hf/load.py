@@ -201,7 +201,7 @@ def _load_array(
         devices[bounds].append(device)
     shards = []
     for bounds, holders in devices.items():
-        host = _read_bounds(plan, folder, path, bounds, leaf.dtype, pool.map)
+        host = read_bounds(plan, folder, path, bounds, leaf.dtype, pool.map)
         shards += [jax.device_put(host, device) for device in holders]
         progress(host.size)
         del host
@@ -220,21 +220,22 @@ def read_part(plan: LoadPlan, folder: Folder, path: str, index: Index) -> np.nda
         (0, size) if isinstance(at, slice) else (at, at + 1)
         for at, size in zip(whole, shape, strict=True)
     )
-    part = _read_bounds(plan, folder, path, bounds, np.float32, map)
+    part = read_bounds(plan, folder, path, bounds, np.float32)
     return part[tuple(at if isinstance(at, slice) else 0 for at in whole)]
 
 
-def _read_bounds(
+def read_bounds(
     plan: LoadPlan,
     folder: Folder,
     path: str,
     bounds: tuple[Range, ...],
     dtype: Any,
-    run: Callable[..., Iterator[None]],
+    run: Callable[..., Iterator[None]] = map,
 ) -> np.ndarray:
     """Returns a part of one parameter.
 
     Args:
+      bounds: start and stop along each dimension.
       run: `map`, or that of threads.
     """
     shape = tuple(stop - start for start, stop in bounds)

@@ -7,7 +7,7 @@ files match, and sets damaged ones aside as `STEP.corrupt`. Format: docs/formats
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -16,13 +16,12 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from moejax.errors import InputError
+from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import Reduction, TrainState
 from moejax.train.disk_space import (
     check_disk_space,
-    disk_full_error,
-    is_full,
+    naming_full_disk,
     quiet_about_full_disks,
 )
 from moejax.train.manifest import (
@@ -33,10 +32,9 @@ from moejax.train.manifest import (
     write_manifest,
 )
 from moejax.train.saved import Saved
+from moejax.train.stored import FILE_BYTES, PIECE_BYTES, NewArray, apart, store_of
 
 ITEMS = ("counters", "weights", "optimizer", "reduction")
-FILE_BYTES = 128 << 20  # about; several files have their digests taken beside each other
-PIECE_BYTES = 64 << 20  # of an array at most
 
 
 class Checkpoints:
@@ -116,15 +114,14 @@ class Checkpoints:
           StorageFullError: names the last complete step.
         """
         try:
-            yield
-        except Exception as error:
-            if not is_full(error):
-                raise
+            with naming_full_disk(self.directory, step):
+                yield
+        except StorageFullError:
             self._full = True
             committed = self.directory / str(step)
             if self._first and not (committed / MANIFEST).is_file():
                 shutil.rmtree(committed, ignore_errors=True)
-            raise disk_full_error(self.directory, step, "the disk is full") from error
+            raise
 
     def _finish(self, step: int, facts: dict[str, Any]) -> int:
         """After the commit: writes digests and the manifest, then removes old steps."""
@@ -185,20 +182,10 @@ def _items(state: TrainState) -> dict[str, Any]:
 def _save_args(leaves: dict[str, Any]) -> Any:
     """Returns what Orbax is told about an item."""
     cut = {
-        key: ocp.SaveArgs(chunk_byte_size=PIECE_BYTES, shard_axes=_apart(key, x.ndim))
+        key: ocp.SaveArgs(chunk_byte_size=PIECE_BYTES, shard_axes=apart(key, x.ndim))
         for key, x in leaves.items()
     }
     return ocp.args.PyTreeSave(leaves, save_args=cut, ocdbt_target_data_file_size=FILE_BYTES)
-
-
-def _apart(key: str, ndim: int) -> tuple[int, ...]:
-    """Returns the dimensions at whose every position an array is cut: layers, and experts.
-
-    So a restore onto smaller shards reads little, and an export reads each tensor alone.
-    """
-    if ".blocks." not in key or ndim < 3:
-        return ()
-    return (0, 1) if ".moe." in key and ndim > 3 else (0,)
 
 
 def _flat(tree: Any) -> dict[str, Any]:
@@ -223,3 +210,64 @@ def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> d
 def step_of_state(saved: Saved, abstract: TrainState) -> int:
     """Returns the step counter inside a checkpoint's state."""
     return int(restore_items(saved.path, abstract, ("counters",))["counters"]["step"])
+
+
+def save_written(
+    step: Path,
+    items: Mapping[str, Sequence[NewArray]],
+    stores: Path,
+    facts: dict[str, Any],
+    processes: Processes,
+) -> None:
+    """Makes a checkpoint of arrays that are written already. All processes call it.
+
+    Args:
+      step: its directory, named by the step's number; made here.
+      items: arrays by item.
+      stores: what `PieceWriter` wrote of them, in a directory for each item and in it one for each
+        process (`store_of`). It moves into the checkpoint.
+      facts: entries of the manifest.
+    """
+    handlers, args = {}, {}
+    for name, arrays in items.items():
+        moved = _Written(store_of(stores / name, processes.index))
+        # Orbax asks the registry for JAX's arrays too, though there are none.
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, ocp.type_handlers.ArrayHandler()), (NewArray, moved)
+        )
+        handlers[name] = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        args[name] = ocp.args.PyTreeSave({array.key: array for array in arrays})
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as writer:
+        writer.save(step.absolute(), args=ocp.args.Composite(**args))
+    if processes.first:
+        write_manifest(step, {"step": int(step.name), **facts})
+
+
+class _Written(ocp.type_handlers.TypeHandler):
+    """Lets Orbax take arrays that are written already for its own."""
+
+    def __init__(self, store: Path):
+        self._store = store
+
+    def typestr(self) -> str:
+        """The type as which a restore reads them."""
+        return "jax.Array"
+
+    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+        """Moves what this process wrote of an item to where Orbax merges it."""
+
+        async def move() -> None:
+            for info in infos:
+                await info.await_path_creation()
+            if self._store.is_dir():
+                self._store.rename(infos[0].parent_dir / self._store.name)
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(move())]
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        """Is never asked for: a restore uses Orbax's own handlers."""
+        raise NotImplementedError
+
+    async def metadata(self, infos: Any) -> Any:
+        """Is never asked for, as `deserialize`."""
+        raise NotImplementedError

@@ -4,6 +4,8 @@ import logging
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,21 @@ def disk_full_error(directory: Path, step: int, seen: str) -> StorageFullError:
         f"no space left for the checkpoint of step {step}. {directory}: {seen}. {safe}. Free some "
         f"space, and run the same command again."
     )
+
+
+@contextmanager
+def naming_full_disk(directory: Path, step: int) -> Iterator[None]:
+    """Turns errors of a full disk into one line.
+
+    Raises:
+      StorageFullError: names the last complete step.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_full(error):
+            raise disk_full_error(directory, step, "the disk is full") from error
+        raise
 
 
 def check_disk_space(directory: Path, needed: int, step: int, processes: Processes) -> int:

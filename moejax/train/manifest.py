@@ -7,6 +7,7 @@ Format: docs/formats/checkpoint.md.
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -121,8 +122,22 @@ def stored_bytes(manifest: dict[str, Any]) -> int:
     return sum(-(-facts["bytes"] // BLOCK) * BLOCK for facts in manifest["files"].values())
 
 
+def digest_of_pieces(sums: Iterable[int]) -> str:
+    """Returns the digest of all pieces of the weights; it does not depend on their order.
+
+    Args:
+      sums: sums of the digests of pieces, each piece in one of them.
+    """
+    return f"{sum(sums) % (1 << 256):064x}"
+
+
 def weights_digest(manifest: dict[str, Any]) -> str:
-    """Returns a digest of a checkpoint's weights: of the names, sizes and digests of its files."""
+    """Returns a digest of a checkpoint's weights: of their numbers, where the manifest has it.
+
+    Otherwise it is of the names, sizes and digests of the files, whose names are drawn.
+    """
+    if "numbers" in manifest:
+        return str(manifest["numbers"])
     files = {
         name: facts for name, facts in manifest["files"].items() if name.startswith("weights/")
     }

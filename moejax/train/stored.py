@@ -1,12 +1,17 @@
-"""Reads parts of a checkpoint's weights from its files: no device, and not the rest of them.
+"""Reads and writes parts of a checkpoint's weights in its files: no device, and not all at once.
 
 Orbax stores an item as one key-value store in the format OCDBT, and in it an array in the format
 Zarr under each key. Both formats are TensorStore's (docs/formats/checkpoint.md).
 """
 
 import functools
+import hashlib
+import json
 import math
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +20,132 @@ import tensorstore as ts
 
 from moejax.hf.rules import Index
 
+Part = tuple[tuple[int, int], ...]  # start and stop along each dimension of an array
 CACHE_BYTES = 4 << 30  # of pieces that many tensors share, as older checkpoints have
 INDEX_BYTES = 100 << 20  # of the store's index: Orbax's own limit
+FILE_BYTES = 128 << 20  # about; several files have their digests taken beside each other
+PIECE_BYTES = 64 << 20  # of an array at most
+# Of Orbax's stores, which an item's is merged from.
+CONFIG = {
+    "max_inline_value_bytes": 1024,
+    "max_decoded_node_bytes": 100_000_000,
+    "manifest_kind": "single",
+}
+
+
+def apart(key: str, ndim: int) -> tuple[int, ...]:
+    """Returns the dimensions at whose every position an array is cut: layers, and experts.
+
+    So a restore onto smaller shards reads little, and an export reads each tensor alone.
+    """
+    if ".blocks." not in key or ndim < 3:
+        return ()
+    return (0, 1) if ".moe." in key and ndim > 3 else (0,)
+
+
+@dataclass(frozen=True)
+class NewArray:
+    """An array that is written in pieces.
+
+    Attributes:
+      key: in the item.
+      dtype: its name.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def piece(self) -> tuple[int, ...]:
+        """The shape of its pieces, of `PIECE_BYTES` at most; the last ones may be smaller."""
+        alone = apart(self.key, len(self.shape))
+        sizes = [1 if axis in alone else size for axis, size in enumerate(self.shape)]
+        while math.prod(sizes) * np.dtype(self.dtype).itemsize > PIECE_BYTES:
+            largest = sizes.index(max(sizes))
+            sizes[largest] = -(-sizes[largest] // 2)
+        return tuple(sizes)
+
+    def parts(self) -> Iterator[Part]:
+        """Yields where each piece is: start and stop along each dimension."""
+        ranges = [
+            [(at, min(at + step, size)) for at in range(0, size, step)]
+            for size, step in zip(self.shape, self.piece, strict=True)
+        ]
+        yield from product(*ranges)
+
+    def digest(self, part: Part, values: np.ndarray) -> int:
+        """Returns the SHA-256 of one piece: of its array, its place and its numbers."""
+        place = json.dumps([self.key, self.shape, self.dtype, part], separators=(",", ":"))
+        found = hashlib.sha256(place.encode())
+        found.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return int.from_bytes(found.digest())
+
+
+def store_of(item: Path, process: int) -> Path:
+    """Returns the directory of what one process writes of an item, which Orbax merges."""
+    return item / f"ocdbt.process_{process}"
+
+
+class PieceWriter:
+    """Writes arrays of one item in pieces, those of this process. A context manager.
+
+    Pieces are held until about `FILE_BYTES` of them are together; then they are written and synced
+    as one file.
+    """
+
+    def __init__(self, store: Path):
+        """Takes the directory of this process, which is made."""
+        base = {"driver": "file", "path": f"{store.absolute()}/"}
+        self._store: dict[str, Any] = {
+            "driver": "ocdbt",
+            "base": base,
+            "cache_pool": "cache_pool#ocdbt",
+            "target_data_file_size": FILE_BYTES,
+            "config": CONFIG,
+            "assume_config": True,
+        }
+        self._context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": INDEX_BYTES}})
+        self._transaction, self._held = ts.Transaction(atomic=True), 0
+
+    def __enter__(self) -> "PieceWriter":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self._transaction.commit_async().result()
+        else:
+            self._transaction.abort()
+
+    def create(self, array: NewArray) -> None:
+        """Writes an array's shape and dtype, which one process does."""
+        spec = ts.Spec(self._spec(array))
+        ts.open(spec, create=True, context=self._context, transaction=self._transaction).result()
+
+    def write(self, array: NewArray, part: Part, values: np.ndarray) -> None:
+        """Writes a piece. Its values must stay as they are."""
+        opened = ts.open(
+            ts.Spec(self._spec(array)),
+            open=True,
+            assume_metadata=True,
+            context=self._context,
+            transaction=self._transaction,
+        ).result()
+        place = tuple(slice(*bounds) for bounds in part)
+        opened[place].write(values, can_reference_source_data_indefinitely=True).copy.result()
+        self._held += values.nbytes
+        if self._held >= FILE_BYTES:
+            self._transaction.commit_async().result()
+            self._transaction, self._held = ts.Transaction(atomic=True), 0
+
+    def _spec(self, array: NewArray) -> dict[str, Any]:
+        return {
+            "driver": "zarr",
+            "kvstore": {**self._store, "path": f"{array.key}/"},
+            "metadata": {"shape": array.shape, "chunks": array.piece, "compressor": None},
+            "dtype": array.dtype,
+            "store_data_equal_to_fill_value": True,
+        }
 
 
 class StoredWeights:
