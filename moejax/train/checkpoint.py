@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import future
 
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Processes
@@ -262,7 +263,7 @@ class _Written(ocp.type_handlers.TypeHandler):
             if self._store.is_dir():
                 self._store.rename(infos[0].parent_dir / self._store.name)
 
-        return [ocp.future.CommitFutureAwaitingContractedSignals(move())]
+        return [future.CommitFutureAwaitingContractedSignals(move())]
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
         """Is never asked for: a restore uses Orbax's own handlers."""

@@ -14,14 +14,14 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def refused(command, tmp_path, monkeypatch):
-    """Runs the command, which must say one line and leave nothing, before a device is touched."""
+    """Runs the command, which must say one line and leave nothing, before it reads weights."""
 
-    def start(_):
-        pytest.fail("a device was touched")
+    def write_pieces(*_):
+        pytest.fail("weights were read")
 
     def run(*words):
         with monkeypatch.context() as patched:
-            patched.setattr(importing, "start", start)
+            patched.setattr(importing, "write_pieces", write_pieces)
             before = sorted(tmp_path.iterdir())
             code, lines = command(*words)
         assert code == 2, lines
@@ -227,7 +227,7 @@ def test_nothing_is_left_when_the_work_fails(command, model, tmp_path, monkeypat
     def fail(*_, **__):
         raise OSError("the device is on fire")
 
-    monkeypatch.setattr(importing, "load", fail)
+    monkeypatch.setattr(importing, "read_bounds", fail)
     code, lines = command("import", folder, "--out", "imported")
     assert (code, lines[-1]) == (2, "moejax: error: the device is on fire")
     monkeypatch.undo()

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from moejax.convert.command import main
+from moejax.train.manifest import read_manifest, weights_digest
 from tests.hf.golden import cases_of, golden_folder
 from tests.integration.runs import REPOSITORY, write_tokens
 from tests.integration.test_several_processes import assert_one_line_each
@@ -83,6 +84,10 @@ def test_two_processes_import_what_one_does(alone):
         (alone / name / "model.safetensors").read_bytes() for name in ("alone", "alone-float32")
     )
     assert one == two
+    digests = [
+        weights_digest(read_manifest(alone / name / "0")) for name in ("imported", "imported-alone")
+    ]
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.slow

@@ -1,0 +1,68 @@
+"""Bytes in flight: never more than the limit, unless one job alone is larger."""
+
+import threading
+
+import pytest
+
+from moejax.hf.in_flight import map_in_flight
+
+
+class Meter:
+    """Counts the bytes of jobs that have begun and whose results were not yet used up."""
+
+    def __init__(self):
+        self.lock, self.held, self.peak, self.most_jobs, self.jobs = threading.Lock(), 0, 0, 0, 0
+
+    def begin(self, size):
+        with self.lock:
+            self.held, self.jobs = self.held + size, self.jobs + 1
+            self.peak, self.most_jobs = max(self.peak, self.held), max(self.most_jobs, self.jobs)
+        return size
+
+    def end(self, size):
+        with self.lock:
+            self.held, self.jobs = self.held - size, self.jobs - 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "peak"),
+    [
+        ([1] * 50, 10, 10),
+        ([3] * 20, 10, 9),
+        ([1, 100, 1, 100, 1], 10, 100),
+        ([100, 200, 150], 10, 200),
+        ([5, 5, 5], 1000, 15),
+        ([], 10, 0),
+    ],
+)
+def test_bytes_in_flight_are_bounded(sizes, limit, peak):
+    meter, found = Meter(), []
+    for size in map_in_flight(meter.begin, sizes, lambda size: size, limit=limit):
+        found.append(size)
+        meter.end(size)
+    assert found == sizes
+    assert meter.peak <= peak
+    assert meter.held == 0
+
+
+def test_jobs_run_beside_each_other():
+    barrier = threading.Barrier(4, timeout=10)
+    done = map_in_flight(lambda _: barrier.wait(), range(4), lambda _: 1, limit=4, threads=4)
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+def test_an_error_ends_the_work():
+    begun = []
+
+    def work(job):
+        begun.append(job)
+        if job == 3:
+            raise OSError("no")
+        return job
+
+    found = []
+    with pytest.raises(OSError, match="no"):
+        for job in map_in_flight(work, range(1000), lambda _: 1, limit=10, threads=2):
+            found.append(job)
+    assert found == [0, 1, 2]
+    assert len(begun) <= 14
