@@ -16,7 +16,7 @@ def map_in_flight(
     jobs: Iterable[Job],
     size_of: Callable[[Job], int],
     *,
-    limit: int = LIMIT_BYTES,
+    limit: int | None = None,
     threads: int = 4,
 ) -> Iterator[Result]:
     """Yields the results in the order of the jobs, which threads work on.
@@ -27,8 +27,9 @@ def map_in_flight(
 
     Args:
       size_of: returns the bytes that a job holds, its result included.
-      limit: of bytes in flight.
+      limit: of bytes in flight; None: `LIMIT_BYTES`.
     """
+    limit = LIMIT_BYTES if limit is None else limit
     running: deque[tuple[Future[Result], int]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         try:

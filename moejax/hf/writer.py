@@ -1,7 +1,8 @@
 """Writes a model's weights as a folder of safetensors files.
 
 The header of every file is known before the first tensor is read, so tensors stream: a thread reads
-one, turns it, writes it at its place and forgets it. Each process writes the files that are its
+one, turns it, writes it at its place and forgets it; of a tensor with all experts of a layer it
+takes one expert at a time. Bytes in flight are bounded. Each process writes the files that are its
 own, and asks for no other tensors.
 """
 
@@ -9,8 +10,8 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from moejax.errors import InputError, writing
 from moejax.hf.families.family import Family
 from moejax.hf.families.tensors import AHEAD_COPIES
 from moejax.hf.files import INDEX, SINGLE
+from moejax.hf.in_flight import map_in_flight
 from moejax.hf.load import parameters_of, without_rule
 from moejax.hf.rules import ReadPart, Tensor, tensors_of
 from moejax.runtime.processes import Processes
@@ -30,7 +32,8 @@ from moejax.step.model import ModelDef
 from moejax.step.state import Tree
 
 AHEAD_COPIED = tuple(rule.ours for rule in AHEAD_COPIES)
-THREADS = 4  # read, turn and write beside each other
+TOGETHER_BYTES = 16 << 20  # of a tensor at most whose experts are written together
+READ_BYTES = 4  # of a number that is read, at most
 FILE_BYTES = 5 * 10**9  # of a file at most, as transformers cuts
 DTYPES = {
     "float32": ("F32", np.dtype(np.float32)),
@@ -50,6 +53,20 @@ class Placed:
     def stop(self) -> int:
         """The end of its bytes in the file's data."""
         return self.start + bytes_of(self.tensor, self.dtype)
+
+    def experts(self) -> Iterator["Placed"]:
+        """Yields the tensor of each expert, if all of a layer are together in a large one.
+
+        Otherwise it yields the tensor itself.
+        """
+        view = self.tensor.view
+        if view.groups[0] != "E" or self.stop - self.start <= TOGETHER_BYTES:
+            yield self
+            return
+        for expert in range(view.size["E"]):
+            one = replace(view, groups=view.groups[1:], at=(("E", expert), *view.at))
+            placed = replace(self, tensor=replace(self.tensor, view=one))
+            yield replace(placed, start=self.start + expert * bytes_of(placed.tensor, self.dtype))
 
 
 @dataclass(frozen=True)
@@ -156,19 +173,25 @@ def write_weights(
       progress: called with the number of elements of each tensor that this process wrote.
     """
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(THREADS))
         jobs = [
-            (output, place)
+            (output, part)
             for file in files_of(files, processes)
             for output in [stack.enter_context(_Output(folder, file))]
             for place in file.placed
+            for part in place.experts()
         ]
         jobs.sort(key=lambda job: job[1].tensor.path)
-        for place in pool.map(functools.partial(_write_tensor, read), jobs):
+        for place in map_in_flight(functools.partial(_write_tensor, read), jobs, _bytes_held):
             progress(place.tensor.view.elements)
     processes.gather("written")
     if processes.first and len(files) > 1:
         _write_index(files, folder)
+
+
+def _bytes_held(job: tuple["_Output", Placed]) -> int:
+    """Returns the bytes of a tensor as it is read and as it is written."""
+    _, place = job
+    return READ_BYTES * place.tensor.view.elements + bytes_of(place.tensor, place.dtype)
 
 
 def _write_tensor(read: ReadPart, job: tuple["_Output", Placed]) -> Placed:
@@ -184,7 +207,8 @@ class _Output:
 
     def __init__(self, folder: Path, file: OutFile):
         self._path, self._header = folder / file.name, file.header()
-        self._missing = {place.tensor.name for place in file.placed}
+        self._missing = sum(place.stop - place.start for place in file.placed)  # bytes
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "_Output":
         with writing(self._path):
@@ -198,12 +222,13 @@ class _Output:
         assert data.nbytes == place.stop - place.start
         with writing(self._path):
             _write_all(self._file.fileno(), data, len(self._header) + place.start)
-        self._missing.remove(place.tensor.name)
+        with self._lock:
+            self._missing -= data.nbytes
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         with self._file, writing(self._path):
             os.fsync(self._file.fileno())
-        assert kind is not None or not self._missing, f"{self._path} lacks {self._missing}"
+        assert kind is not None or not self._missing, f"{self._path} lacks {self._missing} bytes"
 
 
 def _write_all(file: int, data: Any, offset: int) -> None:

@@ -56,7 +56,7 @@ def peak(place, *words):
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_conversions_do_not_hold_the_model(place):
-    assert PYTHON + PIECES < 0.7 * 4 * elements(CONFIG)
+    assert 4 * elements(CONFIG) > 1.5 * (PYTHON + PIECES)
     for dtype in ("float32", "bfloat16"):
         imported = peak(place, "import", "model", "--out", dtype, "--dtype", dtype)
         assert imported < PYTHON + PIECES, f"{imported / GB:.2f} GB"

@@ -60,9 +60,8 @@ def test_an_error_ends_the_work():
             raise OSError("no")
         return job
 
-    found = []
+    results = map_in_flight(work, range(1000), lambda _: 1, limit=10, threads=2)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="no"):
-        for job in map_in_flight(work, range(1000), lambda _: 1, limit=10, threads=2):
-            found.append(job)
-    assert found == [0, 1, 2]
+        next(results)
     assert len(begun) <= 14

@@ -1,6 +1,7 @@
 """Arrays into folders and back: the same bits, on any mesh, in files of any size."""
 
 import json
+import threading
 from dataclasses import replace
 
 import jax
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file
 
 from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
+from moejax.hf import in_flight, writer
 from moejax.hf.config import config_of
 from moejax.hf.families import family_of
 from moejax.hf.load import flat, load, plan_load
@@ -109,6 +111,49 @@ def test_a_mesh_writes_the_same_files(tmp_path, family, name):
     assert names[0] == f"model-00001-of-{len(files):05d}.safetensors"
     for each in names:
         assert (tmp_path / "one" / each).read_bytes() == (tmp_path / "many" / each).read_bytes()
+
+
+@pytest.mark.parametrize("limit", [1, 20_000])
+@pytest.mark.parametrize(
+    ("family", "name"), [("gpt_oss", "even"), ("mixtral", "even, llama3 positions")]
+)
+def test_bytes_in_flight_are_bounded(tmp_path, monkeypatch, family, name, limit):
+    """Of gpt-oss a tensor holds all experts of a layer, and they are taken one by one."""
+    case = next(cases_of(family)[full] for full in cases_of(family) if full.startswith(name))
+    table, step, arrays = import_arrays(golden_folder(tmp_path / "in", case), MeshConfig())
+    export_arrays(tmp_path / "whole", table, step, arrays, "bfloat16", 60_000)
+    monkeypatch.setattr(writer, "TOGETHER_BYTES", 0)
+    monkeypatch.setattr(in_flight, "LIMIT_BYTES", limit)
+    asked = meter_of_bytes(monkeypatch)
+    export_arrays(tmp_path / "parts", table, step, arrays, "bfloat16", 60_000)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes(), path.name
+    apart = [p for p, x in arrays.items() if ".moe." in p and np.ndim(x) > 3]
+    experts = max(np.asarray(arrays[p])[0, 0].nbytes * 3 // 2 for p in apart)
+    others = max(np.asarray(x).nbytes * 3 // 2 for p, x in arrays.items() if p not in apart)
+    assert asked["peak"] <= max(limit, experts, others)
+    assert max(asked["sizes"][p] for p in apart) <= experts
+
+
+def meter_of_bytes(monkeypatch):
+    """Counts the bytes of tensors that are read and not yet written, and the largest by path."""
+    lock, asked = threading.Lock(), {"now": 0, "peak": 0, "sizes": {}}
+    write = writer._write_tensor
+
+    def metered(read, job):
+        size, path = writer._bytes_held(job), job[1].tensor.path
+        with lock:
+            asked["now"] += size
+            asked["peak"] = max(asked["peak"], asked["now"])
+            asked["sizes"][path] = max(size, asked["sizes"].get(path, 0))
+        try:
+            return write(read, job)
+        finally:
+            with lock:
+                asked["now"] -= size
+
+    monkeypatch.setattr(writer, "_write_tensor", metered)
+    return asked
 
 
 def test_the_index_says_where_each_tensor_is(tmp_path):
