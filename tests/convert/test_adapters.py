@@ -109,6 +109,27 @@ def test_frozen_weights_that_moved_are_named(command, tmp_path):
     assert not (tmp_path / "out2").exists()
 
 
+def test_a_second_import_is_the_base_of_adapters_on_the_first(command, tmp_path):
+    folder = golden_folder(tmp_path / "base", cases_of("mixtral")["window, top 1"])
+    imported = ("import", folder, "--out", "imported")
+    assert command(*imported)[0] == 0
+    write_run(tmp_path / "run", folder, MeshConfig(), weights=tmp_path / "imported")
+    assert command("export", "run", "--out", "first")[0] == 0
+    shutil.rmtree("imported")
+    assert command(*imported)[0] == 0
+    code, lines = command("export", "run", "--out", "second")
+    assert code == 0, lines
+    first, second = (load_file(f"{name}/model.safetensors") for name in ("first", "second"))
+    assert {name: x.tobytes() for name, x in first.items()} == {
+        name: x.tobytes() for name, x in second.items()
+    }
+    shutil.rmtree("imported")
+    assert command(*imported, "--dtype", "bfloat16")[0] == 0
+    code, lines = command("export", "run", "--out", "third")
+    assert (code, len(lines)) == (2, 1)
+    assert "base weights differ" in lines[0]
+
+
 def test_adapters_on_an_import_and_of_multi_token_prediction(command, tmp_path):
     folder = ahead_folder(tmp_path / "base")
     words = ("import", folder, "--out", "imported", "--config.model.predict_ahead=1")
