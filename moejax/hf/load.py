@@ -165,24 +165,18 @@ def _reason_to_leave(name: str, folder: Folder, family: Family, model: ModelConf
     return None
 
 
-def load(
-    plan: LoadPlan,
-    folder: Folder,
-    abstract: Tree,
-    progress: Callable[[int], None] = lambda elements: None,
-) -> Tree:
+def load(plan: LoadPlan, folder: Folder, abstract: Tree) -> Tree:
     """Returns arrays in the place of a tree's shapes: parameters, or selection biases.
 
     Each process reads its own shards.
 
     Args:
       abstract: shapes, dtypes and shardings.
-      progress: called with the number of elements that were filled.
     """
     arrays = {}
     with ThreadPoolExecutor(THREADS) as pool:
         for path, leaf in flat(abstract).items():
-            arrays[path] = _load_array(plan, folder, path, leaf, pool, progress)
+            arrays[path] = _load_array(plan, folder, path, leaf, pool)
     return jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values()))
 
 
@@ -192,7 +186,6 @@ def _load_array(
     path: str,
     leaf: Any,
     pool: ThreadPoolExecutor,
-    progress: Callable[[int], None],
 ) -> jax.Array:
     """Returns one parameter; shards that several devices hold are read once."""
     devices = defaultdict(list)
@@ -203,7 +196,6 @@ def _load_array(
     for bounds, holders in devices.items():
         host = read_bounds(plan, folder, path, bounds, leaf.dtype, pool.map)
         shards += [jax.device_put(host, device) for device in holders]
-        progress(host.size)
         del host
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 

@@ -46,8 +46,18 @@ def test_pieces_hold_each_number_once(monkeypatch):
     assert (seen == 1).all()
 
 
-def test_small_pieces_in_many_files_are_the_same_weights(command, model, tmp_path, monkeypatch):
-    folder = model()
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("mixtral", "even, llama3 positions"),
+        ("deepseek_v3", "even, groups, yarn"),
+        ("gpt_oss", "even"),
+    ],
+)
+def test_small_pieces_in_many_files_are_the_same_weights(
+    command, model, tmp_path, monkeypatch, family, name
+):
+    folder = model(family, name)
     monkeypatch.setattr(stored, "PIECE_BYTES", 1000)
     monkeypatch.setattr(stored, "FILE_BYTES", 20_000)
     assert command("import", folder, "--out", "imported")[0] == 0
