@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slow  # together
 ODD = [case for case in all_cases() if "even" not in case.values[1]]
 EVEN = [case for case in all_cases("even", always=()) if "even" in case.values[1]]
 ON_MESHES = all_cases("even", always=("qwen2_moe", "deepseek_v3", "gpt_oss"))
-LOGITS, GRADIENTS = 1e-5, 1e-4  # of the largest logit, and of a gradient's norm
+# Of the largest logit, of the loss, and of a gradient's norm.
+LOGITS, LOSS, GRADIENTS = 1e-5, 1e-6, 1e-4
 ONE_DEVICE, MESH = MeshConfig(), MeshConfig(expert=2, tensor=2)
 
 
@@ -51,16 +52,20 @@ def logits_at(train_step, state, token_BT, length):
     return np.asarray(train_step.next_logits(state, (tokens, length)))
 
 
-def check_logits(train_step, state, case, token_BT):
+def error_of_logits(train_step, state, case, token_BT):
+    """The largest error of logits and of their log-sum-exp, over the largest logit."""
+    worst = 0.0
     for index, position in enumerate(case["positions"]):
         logits_BV = logits_at(train_step, state, token_BT, position + 1).astype(np.float64)
-        bound = LOGITS * case["largest"]
         wanted = np.array(case["logits"])[:, index]
-        np.testing.assert_allclose(logits_BV[:, case["ids"]], wanted, rtol=0, atol=bound)
         top = logits_BV.max(axis=-1)
         logsum = top + np.log(np.exp(logits_BV - top[:, None]).sum(axis=-1))
-        wanted = np.array(case["logsumexp"])[:, index]
-        np.testing.assert_allclose(logsum, wanted, rtol=0, atol=bound)
+        errors = (
+            np.abs(logits_BV[:, case["ids"]] - wanted).max(),
+            np.abs(logsum - np.array(case["logsumexp"])[:, index]).max(),
+        )
+        worst = np.max((worst, *errors))  # NaN stays
+    return worst / case["largest"]
 
 
 def check_greedy(train_step, state, case, token_BT):
@@ -73,7 +78,8 @@ def check_greedy(train_step, state, case, token_BT):
     assert tokens[0, prompt:].tolist() == case["greedy"]
 
 
-def check_gradients(train_step, gradients, case):
+def error_of_gradients(train_step, gradients, case):
+    """The largest error of a norm, or of a projection, over the norm."""
     family = family_of(case["config"])
     shapes = train_step.abstract
     parameters = parameters_of(train_step.model, shapes.params, shapes.router_bias)
@@ -85,22 +91,23 @@ def check_gradients(train_step, gradients, case):
     # A router whose one weight is normalised has no gradient but rounding errors.
     rounding = np.finfo(np.float32).eps * max(norm for norm, _ in case["gradients"].values())
     assert {tensor.name for tensor in tensors} == set(case["gradients"])
+    worst = 0.0
     for tensor in tensors:
         values = np.asarray(arrays[tensor.path])[tensor.index]
         gradient = tensor.view.to_tensor(values).astype(np.float64)
         norm, projection = case["gradients"][tensor.name]
         direction = draw(f"direction of {tensor.name}", gradient.shape).astype(np.float64)
         found = np.sum(gradient * direction) / np.sqrt(np.sum(direction**2))
-        bound = GRADIENTS * norm + rounding
-        assert abs(np.linalg.norm(gradient) - norm) <= bound, tensor.name
-        assert abs(found - projection) <= bound, tensor.name
+        errors = (abs(np.linalg.norm(gradient) - norm), abs(found - projection))
+        worst = np.max((worst, *(error / (norm + rounding / GRADIENTS) for error in errors)))
+    return worst
 
 
-def check_loss(train_step, state, case, token_BT):
+def error_of_loss(train_step, state, case, token_BT):
+    """The relative error of the loss, and the error of its gradients; load must be equal."""
     target_BT = np.concatenate([token_BT[:, 1:], np.full_like(token_BT[:, :1], -1)], axis=1)
     batch = Batch(token_BT, target_BT, np.zeros_like(token_BT))
     gradients, parts = train_step.gradients(state, place(train_step, batch))
-    np.testing.assert_allclose(float(parts.nll), case["loss"], rtol=1e-6)
     load_LE = [
         np.bincount(
             np.array(" ".join(layer).split(), int), minlength=train_step.cfg.moe.num_experts
@@ -108,7 +115,15 @@ def check_loss(train_step, state, case, token_BT):
         for layer in case["choices"]
     ]
     np.testing.assert_array_equal(np.asarray(parts.load_LE), load_LE)
-    check_gradients(train_step, gradients, case)
+    error = abs(float(parts.nll) - case["loss"]) / case["loss"]
+    return error, error_of_gradients(train_step, gradients, case)
+
+
+def check(train_step, state, case, token_BT):
+    assert error_of_logits(train_step, state, case, token_BT) <= LOGITS
+    loss, gradients = error_of_loss(train_step, state, case, token_BT)
+    assert loss <= LOSS
+    assert gradients <= GRADIENTS
 
 
 @pytest.mark.parametrize(("family", "name"), ODD + EVEN)
@@ -120,15 +135,12 @@ def test_one_device_computes_what_transformers_computes(tmp_path, choices, famil
     jax.effects_barrier()
     found = [[" ".join(map(str, sorted(row))) for row in layer.tolist()] for layer in choices]
     assert found == case["choices"]
-    check_logits(train_step, state, case, token_BT)
     check_greedy(train_step, state, case, token_BT)
-    check_loss(train_step, state, case, token_BT)
+    check(train_step, state, case, token_BT)
 
 
 @pytest.mark.parametrize(("family", "name"), ON_MESHES)
 def test_a_mesh_of_expert_and_tensor_axes_computes_the_same(tmp_path, family, name):
     case = cases_of(family)[name]
     train_step, state = loaded(tmp_path, case, MESH)
-    token_BT = np.array(case["tokens"], np.int32)
-    check_logits(train_step, state, case, token_BT)
-    check_loss(train_step, state, case, token_BT)
+    check(train_step, state, case, np.array(case["tokens"], np.int32))
