@@ -56,6 +56,13 @@ def to_json(step: CompiledStep) -> dict[str, Any]:
         "hidden_backward": step.hidden_share(backward=True),
         "hidden_reductions": step.hidden_reductions(),
         "hidden_gathers": step.hidden_gathers(),
+        "hidden_wire": step.hidden_wire(),
+        "executed": step.executed(),
+        "executed_most": step.executed(most=True),
+        "wire": [
+            {"kind": kind, "axes": axes, "bytes": size, "hidden": share}
+            for (kind, axes), (size, share) in step.wire().items()
+        ],
         "reductions_beside_exchanges": len(step.reductions_beside_exchanges()),
         "collectives": [dict(zip(names, row, strict=True)) for row in rows],
     }
@@ -84,6 +91,7 @@ def print_compiled(step: CompiledStep, title: str, target: Target, console: Cons
         "all-to-all on the same link",
     )
     table.add_row("gathers", f"{step.hidden_gathers():.0%} of bytes enclose a product")
+    _add_work(table, step)
     console.print(table)
     table = Table("collective", "axes", "dtype", "", title="arrays a step", title_justify="left")
     for name in ("count", "MiB", "enclose a product"):
@@ -113,6 +121,21 @@ def print_exposed(step: CompiledStep, train_step: TrainStep, preset: str, consol
     chosen = compress_exposed(step.exchanges, train_step.layout, preset)
     text = [f"--config.compression.{name}={codec}" for name, codec in chosen.items()]
     console.print(" ".join(text), highlight=False, soft_wrap=True)
+
+
+def _add_work(table: Table, step: CompiledStep) -> None:
+    """Adds rows of what a device executes in a step."""
+    work, executed = step.work, step.executed()
+    classes = ", ".join(f"{name} {share:.2f}" for name, share in executed.items() if name != "all")
+    most = f"at whole buffers {step.executed(most=True)['all']:.2f}"
+    table.add_row("FLOPs over the model's", f"{executed['all']:.2f} ({classes}); {most}")
+    control = f"{work.loops:,} loops of {work.iterations:,} iterations, {work.conditionals:,} "
+    uncounted = f"; {work.uncounted:,} loops of unknown length" if work.uncounted else ""
+    table.add_row("kernels launched", f"{work.launches:,}; {control}conditionals{uncounted}")
+    table.add_row("memory traffic beside products", f"{work.other_bytes / 1e12:.2f} TB")
+    sent = sum(size for size, _ in step.wire().values())
+    hidden = f"{step.hidden_wire():.0%} of bytes enclose a product"
+    table.add_row("sent by a device", f"{sent / 1e9:.1f} GB; {hidden}")
 
 
 def _hidden(step: CompiledStep, backward: bool) -> str:

@@ -69,6 +69,18 @@ class Exchange:
     launch: str
     beside: tuple[str, ...] = ()
 
+    def wire_bytes(self, sizes: Mapping[str, int]) -> float:
+        """Bytes that a device sends in a step, by rings.
+
+        Args:
+          sizes: of the mesh axes; groups that are no axes count as large.
+        """
+        passes = 2 if self.kind == "all_reduce" else 1
+        if self.kind != "ppermute" and "?" not in self.axes:
+            devices = math.prod(sizes[axis] for axis in self.axes)
+            passes *= (devices - 1) / devices
+        return self.calls * self.bytes * passes
+
 
 @dataclass(frozen=True)
 class ScheduleText:
@@ -128,7 +140,7 @@ class CompiledText:
 
     def _launches(self, line: Instruction) -> list[str]:
         """Returns the all-to-alls that an instruction, or a computation it calls, starts."""
-        issued = self._issued(line)
+        issued = self.issued(line)
         if line.op.endswith(("-done", "-update")):
             return []
         if issued is not None:
@@ -192,7 +204,7 @@ class CompiledText:
                     wrapped.update((name, inner) for inner in lines if kind_of(inner.op))
         return wrapped
 
-    def _issued(self, line: Instruction) -> Instruction | None:
+    def issued(self, line: Instruction) -> Instruction | None:
         """Returns the collective that an instruction is or starts; None for others."""
         if kind_of(line.op):
             return line
@@ -219,7 +231,7 @@ class CompiledText:
             start, alone = "D", "d"
         else:
             start, alone = ("S", "s") if line.op.endswith("-start") else ("A", "a")
-        issued = self._issued(line)
+        issued = self.issued(line)
         if issued is not None:
             return start if kind_of(issued.op) == "all-to-all" else alone
         if start == "A" and self.multiplies(line):
@@ -236,7 +248,7 @@ class CompiledText:
         self, line: Instruction, between: list[Instruction], calls: int
     ) -> Iterator[Exchange]:
         """Yields an exchange for each array that an instruction moves."""
-        issued = self._issued(line)
+        issued = self.issued(line)
         kind = kind_of(issued.op) if issued else None
         if issued is None or kind is None:
             return

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,26 @@ KINDS = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
     "all-to-all": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",
     "collective-permute": "ppermute",
 }
+
+
+class ArrayType(NamedTuple):
+    """Dtype, as XLA names it, and shape of an array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size in memory."""
+        return self.size * _bits(self.dtype) // 8
 
 
 @dataclass(frozen=True)
@@ -25,12 +44,42 @@ class Instruction:
     op: str
     result: str  # its type
     rest: str  # operands and attributes
+    root: bool = False  # whether it is the computation's result
 
     @property
     def first_operand(self) -> str:
         """Name of the first operand."""
         match = re.search(r"%([\w.\-]+)", self.rest)
         return match[1] if match else ""
+
+    @cached_property
+    def operands(self) -> list[str]:
+        """Names of all operands."""
+        depth = 1
+        for place in re.finditer(r"[()]", self.rest):
+            depth += 1 if place[0] == "(" else -1
+            if depth == 0:
+                return re.findall(r"%([\w.\-]+)", self.rest[: place.start()])
+        return []
+
+    @cached_property
+    def arrays(self) -> list["ArrayType"]:
+        """The arrays of its result, those of nested tuples included."""
+        result = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", self.result)
+        found = re.findall(r"([a-z]\w*)\[([\d,]*)\]", result)
+        return [ArrayType(dtype, tuple(_numbers(dims))) for dtype, dims in found]
+
+    @property
+    def label(self) -> str:
+        """Names of the source's scopes and of the operation, outermost first."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def target(self) -> str:
+        """The kernel or library function that a custom call runs."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.rest)
+        return found[1] if found else ""
 
     @cached_property
     def called(self) -> list[str]:
@@ -95,10 +144,10 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
         elif line == "}":
             current = None
         elif current is not None:
-            parsed = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z\-]*)\((.*)", line)
+            parsed = re.match(r"\s+(ROOT )?%(\S+) = (.*?) ([a-z][a-z\-]*)\((.*)", line)
             if parsed:
-                name, result, op, rest = parsed.groups()
-                current.append(Instruction(name, op, result, rest))
+                root, name, result, op, rest = parsed.groups()
+                current.append(Instruction(name, op, result, rest, bool(root)))
     return by_name, entry
 
 
@@ -122,10 +171,9 @@ def arrays_of(line: Instruction, kind: str, group: int) -> list[tuple[str, int]]
     Args:
       group: number of devices in a group.
     """
-    result = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", line.result)
-    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", result)
-    sizes = [(dtype, math.prod(_numbers(dims)) * _bits(dtype) // 8) for dtype, dims in arrays]
-    if line.op.endswith("-start") and (result.startswith("((") or line.op != "all-reduce-start"):
+    sizes = [(array.dtype, array.bytes) for array in line.arrays]
+    nested = line.result.startswith("((")
+    if line.op.endswith("-start") and (nested or line.op != "all-reduce-start"):
         # The type of a start lists operands, then results; u32[] values are XLA's own.
         sizes = [(dtype, size) for dtype, size in sizes if (dtype, size) != ("u32", 4)]
         half = len(sizes) // 2

@@ -1,5 +1,6 @@
 """Compiles the train step for described devices and reads the result."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -8,10 +9,13 @@ from typing import Any
 
 from moejax.aot.compiled import CompiledText, Exchange, ScheduleText
 from moejax.aot.target import NODE, Target, describe_devices
+from moejax.aot.work import Work, measure_work
 from moejax.config.checks import check, resolve_mesh
 from moejax.config.schema import Config
 from moejax.layout.layout import Axes, build_layout
 from moejax.layout.mesh import build_mesh
+from moejax.model.count import count
+from moejax.moe.sizes import usual_sizes
 from moejax.runtime.compiler import Options, described_cudnn
 from moejax.step.train_step import TrainStep, build_step
 
@@ -30,6 +34,8 @@ class CompiledStep:
     """A compiled step. Bytes of one device.
 
     Attributes:
+      work: what the device executes in a step.
+      model_flops: a device's share of the model's FLOPs in a step, without recomputation.
       other_peaks: peak bytes of evaluation and sampling, if they were compiled too.
     """
 
@@ -42,6 +48,8 @@ class CompiledStep:
     peak_bytes: int
     exchanges: list[Exchange]
     schedules: list[ScheduleText]
+    work: Work = field(default_factory=Work)
+    model_flops: float = 1.0
     other_peaks: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -93,6 +101,33 @@ class CompiledStep:
         return _hidden_bytes(
             [exchange for exchange in self.exchanges if exchange.kind == "all_gather"]
         )
+
+    def executed(self, *, most: bool = False) -> dict[str, float]:
+        """Returns the FLOPs executed over the model's, by class, and of "all".
+
+        Args:
+          most: count whole buffers of rows, instead of what a balanced router fills.
+        """
+        flops = self.work.most_flops if most else self.work.flops
+        shares = {name: number / self.model_flops for name, number in flops.items()}
+        return shares | {"all": sum(shares.values())}
+
+    def wire(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """Returns (kind, axes) -> bytes that a device sends in a step, share behind a product."""
+        sent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for exchange in self.exchanges:
+            row, size = (
+                sent[exchange.kind, ", ".join(exchange.axes)],
+                exchange.wire_bytes(self.mesh),
+            )
+            row[0] += size
+            row[1] += size * exchange.hides
+        return {key: (size, hidden / max(size, 1)) for key, (size, hidden) in sorted(sent.items())}
+
+    def hidden_wire(self) -> float:
+        """Share of all bytes on the wire that overlap a matrix product."""
+        rows = self.wire().values()
+        return sum(size * share for size, share in rows) / max(sum(size for size, _ in rows), 1)
 
     def hidden_share(self, *, backward: bool | None = None) -> float:
         """Returns the share of the token all-to-alls that overlap a matrix product."""
@@ -148,7 +183,32 @@ def compile_step(train_step: TrainStep, options: Options | None = None) -> Compi
         peak_bytes=memory.peak_memory_in_bytes,
         exchanges=text.exchanges(),
         schedules=text.schedules(),
+        work=measure_work(text, filled=filled_share(train_step)),
+        model_flops=model_flops(train_step),
     )
+
+
+def model_flops(train_step: TrainStep) -> float:
+    """Returns a device's share of the model's FLOPs in a step: see `model.count.Counts`."""
+    counts = count(train_step.cfg, train_step.parameter_sizes(), train_step.adapter_sizes())
+    layout = train_step.layout
+    tokens = math.prod(train_step.batch_shape) / layout.size(layout.mesh_axes)
+    return counts.flops_per_token * tokens
+
+
+def filled_share(train_step: TrainStep) -> float:
+    """Returns the share of the rows in the experts' buffers that a balanced router fills."""
+    cfg, layout, route = train_step.cfg, train_step.layout, train_step.spec.route
+    if not route.exchanges:
+        return 1.0
+    ranks = layout.size(layout.token_axes) * cfg.train.micro_batches
+    ranks *= 1 if route.replicated else layout.size(layout.tensor)
+    tokens = math.prod(train_step.batch_shape) // ranks
+    rows = usual_sizes(route, layout, cfg.moe, tokens=tokens).expert_rows * route.parts
+    gathers = [layout.size(hop.axes) for hop in route.hops if hop.kind == "gather"]
+    copies = [layout.size(hop.copies) for hop in route.exchanges if hop.copies]
+    arriving = tokens * cfg.moe.experts_per_token * math.prod(gathers + copies)
+    return min(1.0, arriving / rows)
 
 
 def lower_step(train_step: TrainStep) -> Any:

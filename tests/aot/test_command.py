@@ -6,14 +6,24 @@ from pathlib import Path
 import jax
 import pytest
 from jax.experimental.topologies import TopologyDescription
+from rich.console import Console
 
-from moejax.aot.command import main, to_json
+from moejax.aot.command import main, print_compiled, to_json
 from moejax.aot.compiled import Exchange
-from moejax.aot.step import CompiledStep, census, described_config, other_peaks
+from moejax.aot.step import (
+    CompiledStep,
+    census,
+    described_config,
+    filled_share,
+    model_flops,
+    other_peaks,
+)
 from moejax.aot.target import TARGETS, describe_devices
+from moejax.aot.work import Work
 from moejax.config.checks import check
 from moejax.config.load import load_config
 from moejax.errors import InputError
+from moejax.model.count import count
 from tests.cases import small_config, step_for
 
 CONFIG = str(Path(__file__).parents[2] / "configs/olmoe_1b_7b.py")
@@ -86,6 +96,52 @@ def test_the_hidden_share_is_of_the_exchanges_that_carry_tokens():
     assert step.hidden_share(backward=True) == 0
     assert census(exchanges)["all_to_all", "expert", "bfloat16", "async"] == [7, 7 * 64, 3]
     assert len(to_json(step)["collectives"]) == len(census(exchanges))
+
+
+def test_bytes_on_the_wire_are_those_of_rings():
+    exchanges = [
+        exchange(),
+        exchange(kind="all_reduce", axes=("expert", "fsdp"), hides=False, calls=1),
+        exchange(kind="ppermute", axes=("fsdp",), calls=1),
+        exchange(kind="all_gather", axes=("?",), calls=1),
+    ]
+    step = compiled_step(exchanges)
+    assert step.wire() == {
+        ("all_gather", "?"): (64, 1),
+        ("all_reduce", "expert, fsdp"): (2 * 64 * 15 / 16, 0),
+        ("all_to_all", "expert"): (3 * 64 * 7 / 8, 1),
+        ("ppermute", "fsdp"): (64, 1),
+    }
+    assert step.hidden_wire() == pytest.approx(296 / 416)
+    assert len(to_json(step)["wire"]) == 4
+
+
+def test_flops_executed_are_a_share_of_the_models():
+    work = Work(flops={"experts": 3.0, "rest": 1.0}, most_flops={"experts": 4.0, "rest": 1.0})
+    step = dataclasses.replace(compiled_step([]), work=work, model_flops=2.0)
+    assert step.executed() == {"experts": 1.5, "rest": 0.5, "all": 2.0}
+    assert step.executed(most=True)["all"] == 2.5
+    assert to_json(step)["executed"]["all"] == 2.0
+    console = Console(record=True, width=120)
+    print_compiled(step, "a step", TARGETS["h200"], console)
+    assert "2.00 (experts 1.50, rest 0.50); at whole buffers 2.50" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "share"),
+    [((1, 1, 4, 1), 0.8), ((1, 4, 1, 1), 1.0)],  # a headroom of a quarter; every expert is here
+)
+def test_a_balanced_router_fills_what_the_headroom_leaves(mesh, share):
+    train_step = step_for(small_config(mesh))
+    assert filled_share(train_step) == pytest.approx(share, rel=0.05)
+
+
+def test_model_flops_of_all_devices_are_those_of_the_batch():
+    train_step = step_for(small_config())
+    counts = count(train_step.cfg, train_step.parameter_sizes())
+    tokens = train_step.batch_shape[0] * train_step.batch_shape[1]
+    devices = train_step.layout.size(train_step.layout.mesh_axes)
+    assert model_flops(train_step) * devices == counts.flops_per_token * tokens
 
 
 def test_evaluation_and_sampling_count_beside_a_state_that_they_read_a_part_of():

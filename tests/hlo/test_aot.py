@@ -118,6 +118,37 @@ def by_bytes(census, kind):
 
 
 @clusters
+def test_what_is_executed_is_the_models_work_and_what_is_recomputed(cluster):
+    train_step, step = step_of(cluster), compiled(cluster)
+    cfg, executed = train_step.cfg, step.executed()
+    model, moe, T = cfg.model, cfg.moe, cfg.data.sequence_length
+    tokens = cfg.train.batch_sequences * T // train_step.layout.size(train_step.layout.mesh_axes)
+
+    def share(forward, times):
+        """FLOPs of a layer's class forward for a token; how often the class is computed."""
+        return LAYERS * tokens * forward * times / step.model_flops
+
+    rows = 2 * moe.experts_per_token * model.width * moe.expert_hidden
+    # Three products, gate and up again, six backward.
+    assert executed["experts"] == pytest.approx(share(rows, 3 + 2 + 6), rel=0.01)
+    # Two products, once more, five backward; keys and queries of a token, half of them later.
+    pairs = 2 * model.num_heads * model.head_width * (T + 1) / 2
+    assert executed["attention"] == pytest.approx(share(pairs, 2 + 2 + 5))
+    square = 2 * 4 * model.width**2
+    # Forward, once more without the last of four, two backward.
+    assert executed["projections"] == pytest.approx(share(square, 1 + 3 / 4 + 2), rel=0.1)
+    assert executed["rest"] < 0.01
+
+
+@clusters
+def test_index_arithmetic_is_no_loop(cluster):
+    work = compiled(cluster).work
+    # Over layers and over pieces of the logits, forward and backward.
+    assert work.loops <= 4
+    assert work.uncounted == 0
+
+
+@clusters
 def test_memory_is_known_before_the_first_step(cluster):
     step = compiled(cluster)
     assert step.argument_bytes < step.peak_bytes < TARGETS["h200"].memory_bytes

@@ -1,0 +1,207 @@
+"""What a device executes in a step, read from the compiled program.
+
+Products and their FLOPs, kernels launched, memory traffic, loops. The walk is that of
+`compiled.CompiledText`: a loop's body counts once a trip, and of a conditional the first branch is
+read. Nothing here knows whose program it is but a table of classes, so that programs of other
+trainers are read alike.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from moejax.aot.compiled import CompiledText
+from moejax.aot.hlo import ArrayType, Instruction, kind_of
+from moejax.aot.products import product_flops
+from moejax.aot.traffic import body_bytes, kernel_bytes
+
+# Class of a product -> what the target of its call, or else the names of its scopes, match. The
+# first match counts; what matches none is of the class "rest".
+Classes = Mapping[str, str]
+CLASSES: Classes = {
+    "attention": r"^__cudnn\$fmha",
+    "experts": r"^mosaic_gpu|\bexperts\b",
+    "projections": r"\battention\b",
+    "logits": r"\bloss\b|\blogits\b",
+}
+
+# Instructions without a kernel: they name, bundle or order values, or run other computations.
+WITHOUT_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
+WITHOUT_KERNEL |= {"while", "conditional", "call", "opt-barrier", "add-dependency"}
+FUSIONS = ("fusion", "fusion-start")
+# Custom calls that mark or reserve, and run nothing.
+MARKS = ("AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of the program, or a call of a library, which may launch several.
+
+    Attributes:
+      calls: launches in a step.
+      bytes: read from memory and written to it in one call; 0 for collectives.
+      flops: FLOPs of its products in one call, by class, of groups' products apart: (class, whether
+        rows have groups) -> FLOPs of the whole buffer.
+      collective: whether it moves data between devices.
+      label: names of the source's scopes and of the operation.
+    """
+
+    name: str
+    calls: int
+    bytes: int
+    flops: Mapping[tuple[str, bool], float]
+    collective: bool
+    label: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device executes in a step.
+
+    Attributes:
+      flops: by class; products of groups at the filled share of their buffers.
+      most_flops: by class; products of groups at whole buffers.
+      launches: kernels, library calls and collectives started.
+      loops: loops entered; iterations: runs of their bodies.
+      uncounted: loops entered whose trip count is unknown, and taken as one.
+      other_bytes: read and written by kernels that are neither products nor collectives.
+    """
+
+    flops: dict[str, float] = field(default_factory=dict)
+    most_flops: dict[str, float] = field(default_factory=dict)
+    launches: int = 0
+    loops: int = 0
+    iterations: int = 0
+    uncounted: int = 0
+    conditionals: int = 0
+    other_bytes: int = 0
+
+
+def measure_work(text: CompiledText, *, filled: float = 1.0, classes: Classes = CLASSES) -> Work:
+    """Returns what a device executes in a step.
+
+    Args:
+      filled: share of the rows in the buffers of grouped products that are filled.
+    """
+    reader = _Reader(text, classes)
+    kernels = reader.kernels()
+    flops: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    for kernel in kernels:
+        for (name, grouped), number in kernel.flops.items():
+            most[name] += kernel.calls * number
+            flops[name] += kernel.calls * number * (filled if grouped else 1)
+    others = (k for k in kernels if not k.flops and not k.collective)
+    return Work(
+        flops=dict(flops),
+        most_flops=dict(most),
+        launches=sum(kernel.calls for kernel in kernels),
+        other_bytes=sum(kernel.calls * kernel.bytes for kernel in others),
+        **reader.control(),
+    )
+
+
+def kernels_of(text: CompiledText, classes: Classes = CLASSES) -> list[Kernel]:
+    """Returns the kernels that a step launches."""
+    return _Reader(text, classes).kernels()
+
+
+class _Reader:
+    """Walks the computations that run as sequences of kernels."""
+
+    def __init__(self, text: CompiledText, classes: Classes):
+        self.text = text
+        self.classes = {name: re.compile(pattern) for name, pattern in classes.items()}
+
+    @cached_property
+    def runs(self) -> dict[str, int]:
+        """How often a step runs each computation whose instructions are kernels."""
+        total: dict[str, int] = {}
+        waiting = [(self.text.entry, 1)]
+        while waiting:
+            name, times = waiting.pop()
+            total[name] = total.get(name, 0) + times
+            for line in self.text.computations.get(name, []):
+                if line.op in ("while", "conditional", "call") or self._starts_others(line):
+                    inner = times * (line.trips if line.op == "while" else 1)
+                    waiting += [(called, inner) for called in line.called]
+        return total
+
+    def _starts_others(self, line: Instruction) -> bool:
+        """Whether an instruction starts a computation that is no collective."""
+        return line.op in ("async-start", "call-start") and self.text.issued(line) is None
+
+    def control(self) -> dict[str, int]:
+        """Loops and conditionals of a step."""
+        found: Counter[str] = Counter(loops=0, iterations=0, uncounted=0, conditionals=0)
+        for name, times in self.runs.items():
+            for line in self.text.computations.get(name, []):
+                if line.op == "while":
+                    found["loops"] += times
+                    found["iterations"] += times * line.trips
+                    found["uncounted"] += times * ("known_trip_count" not in line.rest)
+                found["conditionals"] += times * (line.op == "conditional")
+        return dict(found)
+
+    def kernels(self) -> list[Kernel]:
+        """Every kernel, in the order of the text."""
+        result = []
+        for name, lines in self.text.computations.items():
+            if name in self.runs:
+                arrays = _arrays(lines)
+                result += [
+                    self._kernel(line, arrays, self.runs[name])
+                    for line in lines
+                    if self._launches(line)
+                ]
+        return result
+
+    def _launches(self, line: Instruction) -> bool:
+        if line.op in WITHOUT_KERNEL or line.op.endswith(("-done", "-update")):
+            return False
+        if self._starts_others(line):
+            return False
+        return not (line.op == "custom-call" and line.target in MARKS)
+
+    def _kernel(self, line: Instruction, arrays: Mapping[str, ArrayType], calls: int) -> Kernel:
+        collective = kind_of(line.op) is not None or self.text.issued(line) is not None
+        flops: Counter[tuple[str, bool]] = Counter()
+        size = 0
+        if not collective:
+            for label, number, grouped in self._products(line, arrays):
+                flops[self._class_of(label), grouped] += number
+            size = self._bytes(line, arrays)
+        return Kernel(line.name, calls, size, dict(flops), collective, line.label)
+
+    def _products(
+        self, line: Instruction, arrays: Mapping[str, ArrayType]
+    ) -> Iterator[tuple[str, float, bool]]:
+        """Yields target or label, FLOPs, and whether rows have groups, of each product inside."""
+        operands = [arrays[name] for name in line.operands if name in arrays]
+        flops, grouped = product_flops(line, operands)
+        if flops:
+            yield f"{line.target} {line.label}", flops, grouped
+        if line.op in FUSIONS:
+            for name in line.called:
+                lines = self.text.computations.get(name, [])
+                inside = _arrays(lines)
+                for inner in lines:
+                    yield from self._products(inner, inside)
+
+    def _class_of(self, label: str) -> str:
+        found = (name for name, pattern in self.classes.items() if pattern.search(label))
+        return next(found, "rest")
+
+    def _bytes(self, line: Instruction, arrays: Mapping[str, ArrayType]) -> int:
+        if line.op == "copy-start":
+            return 2 * line.arrays[0].bytes
+        if line.op in FUSIONS:
+            return body_bytes(self.text.computations[line.called[0]], {})
+        return kernel_bytes(line, {name: arrays[name] for name in line.operands if name in arrays})
+
+
+def _arrays(lines: Sequence[Instruction]) -> dict[str, ArrayType]:
+    """The first array of each instruction's result, by name."""
+    return {line.name: line.arrays[0] for line in lines if line.arrays}
