@@ -52,7 +52,8 @@ def schedule_rows(sizes_G: jax.Array, num_rows: int) -> TileSchedule:
     # A group of n rows has at most (n - 1 + ALIGNED - 1) / ROWS + 1.
     max_tiles = (num_rows + sizes.shape[0] * (ALIGNED - 2)) // ROWS + sizes.shape[0]
     tile_T = jnp.arange(max_tiles, dtype=jnp.int32)
-    group_T = jnp.searchsorted(ends_of_tiles, tile_T, side="right").astype(jnp.int32)
+    # A tile's group is the number of groups that end before it. `jnp.searchsorted` would be a loop.
+    group_T = jnp.sum(ends_of_tiles <= tile_T[:, None], axis=1, dtype=jnp.int32)
     group_T = jnp.minimum(group_T, sizes.shape[0] - 1)
     first_T = firsts[group_T] + (tile_T - (ends_of_tiles - tiles)[group_T]) * ROWS
     return TileSchedule(group_T, first_T, starts[group_T], ends[group_T], ends_of_tiles[-1:])
