@@ -97,6 +97,8 @@ def loss_gradients(
         split_batch = split_micro_batches(batch, micro_batches)
         totals, earlier = _add_up(model, state, loss, split_batch)
         last = jax.tree.map(lambda x: x[-1], split_batch)
+        # Else the last may run forward first, and what it saves is kept while the others run.
+        totals, last = jax.lax.optimization_barrier((totals, last))
 
         def last_loss(params: Tree) -> tuple[jax.Array, LossParts]:
             return loss(attach_totals(params, totals, last=True), micro_batches - 1, last)
