@@ -87,16 +87,17 @@ def measure_work(text: CompiledText, *, filled: float = 1.0, classes: Classes = 
     """
     reader = _Reader(text, classes)
     kernels = reader.kernels()
-    flops: Counter[str] = Counter()
-    most: Counter[str] = Counter()
+    flops: dict[str, float] = {}
+    most: dict[str, float] = {}
     for kernel in kernels:
         for (name, grouped), number in kernel.flops.items():
-            most[name] += kernel.calls * number
-            flops[name] += kernel.calls * number * (filled if grouped else 1)
+            total = kernel.calls * number
+            most[name] = most.get(name, 0) + total
+            flops[name] = flops.get(name, 0) + total * (filled if grouped else 1)
     others = (k for k in kernels if not k.flops and not k.collective)
     return Work(
-        flops=dict(flops),
-        most_flops=dict(most),
+        flops=flops,
+        most_flops=most,
         launches=sum(kernel.calls for kernel in kernels),
         other_bytes=sum(kernel.calls * kernel.bytes for kernel in others),
         **reader.control(),
@@ -167,13 +168,14 @@ class _Reader:
 
     def _kernel(self, line: Instruction, arrays: Mapping[str, ArrayType], calls: int) -> Kernel:
         collective = kind_of(line.op) is not None or self.text.issued(line) is not None
-        flops: Counter[tuple[str, bool]] = Counter()
+        flops: dict[tuple[str, bool], float] = {}
         size = 0
         if not collective:
             for label, number, grouped in self._products(line, arrays):
-                flops[self._class_of(label), grouped] += number
+                key = self._class_of(label), grouped
+                flops[key] = flops.get(key, 0) + number
             size = self._bytes(line, arrays)
-        return Kernel(line.name, calls, size, dict(flops), collective, line.label)
+        return Kernel(line.name, calls, size, flops, collective, line.label)
 
     def _products(
         self, line: Instruction, arrays: Mapping[str, ArrayType]
