@@ -95,9 +95,10 @@ def _weighted_sum_forward(y_MD, weight_NK, slot_NK, assignment_M):
 
 def _weighted_sum_backward(saved, gradient_ND):
     y_MD, weight_NK, slot_NK, assignment_M = saved
-    dweight_NK = weight_gradient(y_MD, gradient_ND, slot_NK, assignment_M)
+    source_M = assignment_M // slot_NK.shape[1]
+    dweight_NK = dots_of_choices(row_dots(y_MD, gradient_ND, source_M), slot_NK)
     weight_M = weight_at(weight_NK, assignment_M)
-    gradient_MD = weighted_rows_at(gradient_ND, assignment_M // slot_NK.shape[1], weight_M)
+    gradient_MD = weighted_rows_at(gradient_ND, source_M, weight_M)
     return gradient_MD.astype(y_MD.dtype), dweight_NK.astype(weight_NK.dtype), None, None
 
 
@@ -115,10 +116,12 @@ def weighted_rows_at(x_MD: jax.Array, index: jax.Array, weight: jax.Array) -> ja
     return (weight[..., None] * rows).astype(x_MD.dtype)
 
 
-def weight_gradient(
-    y_MD: jax.Array, gradient_ND: jax.Array, slot_NK: jax.Array, assignment_M: jax.Array
-) -> jax.Array:
-    """Returns the gradient of `weighted_sum` by its weights, float32 [N, K]."""
-    gradient_MD = rows_at(gradient_ND, assignment_M // slot_NK.shape[1])
-    dot_M = jnp.sum(y_MD.astype(jnp.float32) * gradient_MD.astype(jnp.float32), axis=-1)
+def row_dots(y_MD: jax.Array, gradient_ND: jax.Array, source_M: jax.Array) -> jax.Array:
+    """Returns float32 [M]: each row of y times its source's gradient; 0 for source N."""
+    gradient_MD = rows_at(gradient_ND, source_M)
+    return jnp.sum(y_MD.astype(jnp.float32) * gradient_MD.astype(jnp.float32), axis=-1)
+
+
+def dots_of_choices(dot_M: jax.Array, slot_NK: jax.Array) -> jax.Array:
+    """Returns the gradient of `weighted_sum` by its weights, float32 [N, K], from `row_dots`."""
     return jnp.take(dot_M, slot_NK, mode="fill", fill_value=0)

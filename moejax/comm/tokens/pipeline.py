@@ -111,10 +111,11 @@ def _forward(
 
     stages = _stages(route, layout, plan, expert_stage, chunks)
     start = _at_start(Rows(x_ND, weight_NK), plan)
-    results = _tag(_join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated={})))
-    y_ND = _results_at_source(results, weight_NK, plan, route, like=x_ND)
+    # Tagged apart: joined they would be copied once more, only to be kept.
+    results = _tag(run_stages(stages, [start] * chunks, barriers=barriers, accumulated={}))
+    y_ND = _results_at_source(_join(results), weight_NK, plan, route, like=x_ND)
     # Results are kept for the gradient of the weights only if they are weighted at the source.
-    results = results.x if plan.slot_maps and not route.merges else None
+    results = [chunk.x for chunk in results] if plan.slot_maps and not route.merges else None
     saved = [for_backward[number] for number in range(chunks)] if gradients else None
     return y_ND, (saved, params, plan, weight_NK, results)
 
@@ -170,13 +171,13 @@ def _gradients_at_source(
     """The gradients of tokens [N, D] and of their weights [N, K].
 
     Args:
-      results: encoded, as they arrived; None if they were weighted at the experts.
+      results: of each chunk, encoded, as they arrived; None if they were weighted at the experts.
     """
     if not plan.slot_maps:
         return drows.x[0], drows.weight[0]
     dx_ND, dweight_NK = combine_at_source(drows, None, plan, route, like=gradient_ND, gradient=True)
     if results is not None:
-        codec, results = codec_at_source(route), _flat(results)
+        codec, results = codec_at_source(route), [_flat(chunk) for chunk in results]
         with jax.named_scope("combine_backward"):
             dweight_NK = encoded_weight_gradient(codec, results, gradient_ND, plan.source)
     return dx_ND, dweight_NK

@@ -8,6 +8,7 @@ Letters: N tokens, D width, K choices a token, S slots of all parts and peers (M
 `SlotMap.slot_MK` is [N, K] here.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -76,15 +77,23 @@ def sum_encoded(
 
 
 def encoded_weight_gradient(
-    codec: Codec | None, payload_S: Payload, gradient_ND: jax.Array, slot_map: SlotMap
+    codec: Codec | None, pieces: Sequence[Payload], gradient_ND: jax.Array, slot_map: SlotMap
 ) -> jax.Array:
-    """The gradient of `sum_encoded` with respect to its weights, float32 [N, K]."""
+    """The gradient of `sum_encoded` with respect to its weights, float32 [N, K].
+
+    Args:
+      pieces: the encoded rows, cut in equal pieces of slots.
+    """
     size, dtype = gradient_ND.shape[1], gradient_ND.dtype
     if _in_one_pass(codec):
         # Plain JAX, which XLA fuses with the sums, so that no row is stored decoded.
         codec, dtype = replace(codec, kernel="reference"), jnp.float32
-    y_SD = decode(codec, payload_S, size, dtype)
-    return permute.weight_gradient(y_SD, gradient_ND, *slot_map)
+    sources = jnp.split(slot_map.item_of_slot // slot_map.slot_MK.shape[1], len(pieces))
+    dots = [
+        permute.row_dots(decode(codec, piece, size, dtype), gradient_ND, source)
+        for piece, source in zip(pieces, sources, strict=True)
+    ]
+    return permute.dots_of_choices(jnp.concatenate(dots), slot_map.slot_MK)
 
 
 def encode(codec: Codec | None, x: jax.Array) -> Payload:

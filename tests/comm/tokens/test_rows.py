@@ -55,9 +55,9 @@ def test_what_came_back_is_summed_to_the_same_bits(codec, weighted):
     found = sum_encoded(in_one_pass(codec), payload, weight_NK, places, D, jnp.float32)
     np.testing.assert_array_equal(found, wanted)
     for one in (codec, in_one_pass(codec)):
-        dots = encoded_weight_gradient(one, payload, gradient, places)
+        dots = encoded_weight_gradient(one, [payload], gradient, places)
         np.testing.assert_array_equal(
-            dots, encoded_weight_gradient(codec, payload, gradient, places)
+            dots, encoded_weight_gradient(codec, [payload], gradient, places)
         )
 
 
@@ -81,5 +81,5 @@ def test_the_gradient_of_weights_is_that_of_the_sum(codec):
     payload = encode_rows(codec, x, places.item_of_slot // K)
     plain = decode(codec, payload, D, jnp.float32)
     _, pull = jax.vjp(lambda w: sum_encoded(None, plain, w, places, D, jnp.float32), weight)
-    found = encoded_weight_gradient(codec, payload, gradient, places)
+    found = encoded_weight_gradient(codec, [payload], gradient, places)
     np.testing.assert_allclose(found, pull(gradient)[0], rtol=1e-6)
