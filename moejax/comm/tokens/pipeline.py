@@ -9,6 +9,7 @@ Letters: N tokens, D width, K choices a token or row, I parts of a bucket, M row
 peers), R rows of a chunk: experts see the parts of a chunk joined.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -125,7 +126,7 @@ def _backward(route, layout, expert_fn, barriers, saved, gradient_ND):
     chunks = route.chunks_backward
     if chunks != route.chunks:
         for_backward = _cut((_join(for_backward), plan.expert_IMK), chunks)
-    accumulated: dict[str, Any] = {}
+    accumulated: dict[str, Any] = {"params": []}
 
     def expert_stage(number: int, gradient: Rows) -> Rows:
         vjp = for_backward[number]
@@ -133,22 +134,26 @@ def _backward(route, layout, expert_fn, barriers, saved, gradient_ND):
             arrived, choices = for_backward[number]
             vjp = _differentiable(expert_fn, arrived, choices, params)[1]
         dx_RD, dweight_RK, dparams = vjp(_flat(gradient.x))
-        if chunks > 1:  # chunks' weight gradients are added up in float32
-            dparams = jax.tree.map(lambda g: g.astype(jnp.float32), dparams)
-        accumulated["params"] = (
-            jax.tree.map(jnp.add, accumulated["params"], dparams) if accumulated else dparams
-        )
+        accumulated["params"] = [*accumulated["params"], dparams]
         return _unflat(Rows(dx_RD, dweight_RK), gradient.x.shape[0])
 
     stages = _stages(route, layout, plan, expert_stage, chunks, gradient=True)
     start = _at_start(Rows(gradient_ND, weight_NK if plan.slot_maps else None), plan)
     drows = _join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated=accumulated))
-    dparams = jax.tree.map(lambda g, w: g.astype(w.dtype), accumulated["params"], params)
+    dparams = jax.tree.map(_sum_chunks, *accumulated["params"])
     dx_ND, dweight_NK = _gradients_at_source(drows, results, gradient_ND, plan, route)
     return dx_ND, dweight_NK.astype(weight_NK.dtype), dparams, None
 
 
 _dispatch_compute_combine.defvjp(_forward, _backward)
+
+
+def _sum_chunks(*gradients: jax.Array) -> jax.Array:
+    """Adds up chunks' weight gradients in float32, all at once: each is read one time."""
+    if len(gradients) == 1:
+        return gradients[0]
+    wide = (gradient.astype(jnp.float32) for gradient in gradients)
+    return functools.reduce(jnp.add, wide).astype(gradients[0].dtype)
 
 
 def _at_start(tokens: Rows, plan: DispatchPlan) -> Rows:
