@@ -20,7 +20,7 @@ from jax import lax
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.tokens.buckets import order_items, rank_items
-from moejax.comm.tokens.pipeline import ExpertFn, dispatch_compute_combine
+from moejax.comm.tokens.pipeline import Experts, dispatch_compute_combine
 from moejax.comm.tokens.plan import plan_dispatch
 from moejax.comm.tokens.rounds import in_rounds
 from moejax.config.schema import MoEConfig
@@ -129,7 +129,7 @@ def _on_route(
 ) -> jax.Array:
     """Dispatch, experts and combine along one route whose buckets hold all choices."""
     x_ND, weight_NK, params = operands
-    expert_fn = _expert_fn(sizes, experts_here=params[0].shape[0], kernel=spec.experts, limit=limit)
+    experts = _experts(sizes, experts_here=params[0].shape[0], kernel=spec.experts, limit=limit)
     with jax.named_scope("dispatch"):
         plan = plan_dispatch(
             expert_NK,
@@ -146,19 +146,23 @@ def _on_route(
         plan,
         route=route,
         layout=spec.layout,
-        expert_fn=expert_fn,
+        experts=experts,
         barriers=spec.barriers,
     )
 
 
-def _expert_fn(sizes: Sizes, *, experts_here: int, kernel: str, limit: float | None) -> ExpertFn:
-    """Returns the function that takes arrived rows through the experts of this device."""
+def _experts(sizes: Sizes, *, experts_here: int, kernel: str, limit: float | None) -> Experts:
+    """Returns what takes arrived rows through the experts of this device."""
 
-    def expert_fn(x_MD, weight_MK, choice_MK, params):
-        K = choice_MK.shape[1]
-        R = x_MD.shape[0] // sizes.arriving * sizes.expert_rows
+    def order(choice_MK):
         with jax.named_scope("experts"):
-            (slot_MK, item_R), sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
+            R = choice_MK.shape[0] // sizes.arriving * sizes.expert_rows
+            return order_items(choice_MK, groups=experts_here, rows=R)
+
+    def compute(x_MD, weight_MK, ordered, params):
+        (slot_MK, item_R), sizes_e = ordered
+        K = slot_MK.shape[1]
+        with jax.named_scope("experts"):
             x_RD = permute(x_MD, item_R // K, slot_MK)
             w_in_eDUF, w_out_eFD, *biases = params
             y_RD = expert_mlp(
@@ -174,4 +178,4 @@ def _expert_fn(sizes: Sizes, *, experts_here: int, kernel: str, limit: float | N
                 return collect(y_RD, slot_MK, item_R // K)
             return weighted_sum(y_RD, weight_MK, slot_MK, item_R)
 
-    return expert_fn
+    return Experts(order, compute)

@@ -15,7 +15,7 @@ tensor rank takes its own positions, or all positions if the route is `replicate
    owns its expert (`comm.tokens.buckets`), hop after hop. It sends the expert numbers ahead.
 5. Dispatch: `comm.tokens.hops.dispatch_hop` copies tokens into buckets and sends them over one hop
    (`comm.tokens.swap`), hop after hop, until they reach their experts.
-6. Experts: `moe.dispatch._expert_fn` sorts the rows by expert and runs
+6. Experts: `moe.dispatch._experts` sorts the rows by expert and runs
    `kernels.expert_mlp.expert_mlp` on them.
 7. Combine: `comm.tokens.hops.combine_hop` sends the results back, hop after hop.
    `comm.tokens.hops.combine_at_source` sums the results of each token by weight: y_ND. On routes

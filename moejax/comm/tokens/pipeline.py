@@ -12,7 +12,8 @@ peers), R rows of a chunk: experts see the parts of a chunk joined.
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +33,20 @@ from moejax.comm.tokens.rows import encoded_weight_gradient
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route
 
-# (rows [R, D], weights [R, K] or None, choices [R, K], params) -> results [R, D]; no communication.
-ExpertFn = Callable[[jax.Array, jax.Array | None, jax.Array, Any], jax.Array]
 # (number of a chunk, output of the previous stage) -> output of this stage.
 Stage = Callable[[int, Any], Any]
+
+
+class Experts(NamedTuple):
+    """What the experts of a device do with the rows of a chunk; nothing here communicates.
+
+    Attributes:
+      order: choices [R, K] -> integers that `compute` needs. They are known before rows arrive.
+      compute: (rows [R, D], weights [R, K] or None, integers, params) -> results [R, D].
+    """
+
+    order: Callable[[jax.Array], Any]
+    compute: Callable[[jax.Array, jax.Array | None, Any, Any], jax.Array]
 
 
 def run_stages(
@@ -71,41 +82,41 @@ def dispatch_compute_combine(
     *,
     route: Route,
     layout: Layout,
-    expert_fn: ExpertFn,
+    experts: Experts,
     barriers: bool,
 ) -> jax.Array:
     """Returns `y_ND`: each token's expert outputs, summed by weight, on the token's own device.
 
     Args:
-      params: parameters of `expert_fn`; differentiated, as are tokens and weights.
-      expert_fn: the experts of this device, applied to the rows that arrive.
+      params: parameters of the experts; differentiated, as are tokens and weights.
+      experts: those of this device, applied to the rows that arrive.
       barriers: see `run_stages`.
     """
     return _dispatch_compute_combine(
-        route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan
+        route, layout, experts, barriers, x_ND, weight_NK, params, plan
     )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _dispatch_compute_combine(route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan):
+def _dispatch_compute_combine(route, layout, experts, barriers, x_ND, weight_NK, params, plan):
     operands = (x_ND, weight_NK, params, plan)
-    return _forward(route, layout, expert_fn, barriers, *operands, gradients=False)[0]
+    return _forward(route, layout, experts, barriers, *operands, gradients=False)[0]
 
 
 def _forward(
-    route, layout, expert_fn, barriers, x_ND, weight_NK, params, plan, *, gradients: bool = True
+    route, layout, experts, barriers, x_ND, weight_NK, params, plan, *, gradients: bool = True
 ):
     chunks = route.chunks
-    choices = _cut(plan.expert_IMK, chunks)
+    orders = _orders(experts, plan, chunks)
     for_backward: dict[int, Any] = {}
 
     def expert_stage(number: int, arrived: Rows) -> Rows:
         # Tagged here, after the barrier, so that remat keeps the rows as the barrier returned them.
         arrived = _tag(arrived)
         if not gradients:
-            y_RD = expert_fn(*_flat((*arrived, choices[number])), params)
+            y_RD = experts.compute(*_flat(tuple(arrived)), orders[number], params)
             return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
-        y_RD, vjp = _differentiable(expert_fn, arrived, choices[number], params)
+        y_RD, vjp = _differentiable(experts, arrived, orders[number], params)
         # With equal chunks in backward the vjp is reused; otherwise the experts are recomputed.
         for_backward[number] = vjp if chunks == route.chunks_backward else arrived
         return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
@@ -121,18 +132,18 @@ def _forward(
     return y_ND, (saved, params, plan, weight_NK, results)
 
 
-def _backward(route, layout, expert_fn, barriers, saved, gradient_ND):
+def _backward(route, layout, experts, barriers, saved, gradient_ND):
     for_backward, params, plan, weight_NK, results = saved
     chunks = route.chunks_backward
+    orders: list[Any] = []
     if chunks != route.chunks:
-        for_backward = _cut((_join(for_backward), plan.expert_IMK), chunks)
+        for_backward, orders = _cut(_join(for_backward), chunks), _orders(experts, plan, chunks)
     accumulated: dict[str, Any] = {"params": []}
 
     def expert_stage(number: int, gradient: Rows) -> Rows:
         vjp = for_backward[number]
         if chunks != route.chunks:
-            arrived, choices = for_backward[number]
-            vjp = _differentiable(expert_fn, arrived, choices, params)[1]
+            vjp = _differentiable(experts, for_backward[number], orders[number], params)[1]
         dx_RD, dweight_RK, dparams = vjp(_flat(gradient.x))
         accumulated["params"] = [*accumulated["params"], dparams]
         return _unflat(Rows(dx_RD, dweight_RK), gradient.x.shape[0])
@@ -222,12 +233,19 @@ def _tag(tree: Any) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, wire.TOKEN_WIRE), tree)
 
 
-def _differentiable(expert_fn: ExpertFn, arrived: Rows, choices_IMK: jax.Array, params: Any) -> Any:
-    """Returns the results of `expert_fn` and its vjp: gradient of results -> of its inputs."""
-    x_RD, weight_RK, choices_RK = _flat((*arrived, choices_IMK))
+def _orders(experts: Experts, plan: DispatchPlan, chunks: int) -> list[Any]:
+    """What `experts.order` gives for each chunk; found together, which takes fewer kernels."""
+    choices_IMK = plan.expert_IMK
+    stacked = jax.vmap(experts.order)(choices_IMK.reshape(chunks, -1, choices_IMK.shape[-1]))
+    return [jax.tree.map(itemgetter(number), stacked) for number in range(chunks)]
+
+
+def _differentiable(experts: Experts, arrived: Rows, order: Any, params: Any) -> Any:
+    """Returns the experts' results and their vjp: gradient of results -> of their inputs."""
+    x_RD, weight_RK = _flat(tuple(arrived))
 
     def run_experts(x_RD: jax.Array, weight_RK: jax.Array | None, params: Any) -> jax.Array:
-        return expert_fn(x_RD, weight_RK, choices_RK, params)
+        return experts.compute(x_RD, weight_RK, order, params)
 
     return jax.vjp(run_experts, x_RD, weight_RK, params)
 
