@@ -58,9 +58,9 @@ def fused_product(implementation: str) -> Callable[..., Any]:
 
     if implementation != "mosaic":
         return jax.jit(in_two_steps)
-    from moejax.kernels.mosaic.grouped_matmul import grouped_swiglu
+    from moejax.kernels.mosaic.grouped_matmul import grouped_swiglu, schedule_products
 
-    return jax.jit(grouped_swiglu)
+    return jax.jit(lambda x, w, sizes: grouped_swiglu(x, w, schedule_products(sizes, len(x))))
 
 
 @cache

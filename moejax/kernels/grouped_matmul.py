@@ -46,7 +46,7 @@ def grouped_matmul(
 
 @jax.custom_vjp
 def _mosaic(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    return _multiply(x_MK, w_GKN, sizes_G)
+    return _multiply(x_MK, w_GKN, _schedule(sizes_G, x_MK.shape[0]))
 
 
 def _mosaic_forward(x_MK, w_GKN, sizes_G):
@@ -74,26 +74,33 @@ def product_gradients(
         pull = jax.vjp(lambda x, w: reference.grouped_matmul(x, w, sizes_G), x_MK, w_GKN)[1]
         return *pull(gradient_MN), None
     assert implementation == "mosaic", implementation
-    dx_MK = _multiply_transposed(gradient_MN, w_GKN, sizes_G)
+    schedule = _schedule(sizes_G, gradient_MN.shape[0])
+    dx_MK = _multiply_transposed(gradient_MN, w_GKN, schedule)
     return dx_MK, _sum_outer(x_MK, gradient_MN, sizes_G, w_GKN.dtype), None
 
 
-def _multiply(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+def _schedule(sizes_G: jax.Array, num_rows: int) -> Any:
     from moejax.kernels.mosaic import grouped_matmul as mosaic  # not in JAX before 0.11
 
+    return mosaic.schedule_products(sizes_G, num_rows)
+
+
+def _multiply(x_MK: jax.Array, w_GKN: jax.Array, schedule: Any) -> jax.Array:
+    from moejax.kernels.mosaic import grouped_matmul as mosaic
+
     return jitted(mosaic.grouped_matmul, "products", *x_MK.shape, w_GKN.shape[2])(
-        x_MK, w_GKN, sizes_G
+        x_MK, w_GKN, schedule
     )
 
 
-def _multiply_transposed(y_MN: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    return jitted(_transposed, "products", *y_MN.shape, w_GKN.shape[1])(y_MN, w_GKN, sizes_G)
+def _multiply_transposed(y_MN: jax.Array, w_GKN: jax.Array, schedule: Any) -> jax.Array:
+    return jitted(_transposed, "products", *y_MN.shape, w_GKN.shape[1])(y_MN, w_GKN, schedule)
 
 
-def _transposed(y_MN, w_GKN, sizes_G):
+def _transposed(y_MN, w_GKN, schedule):
     from moejax.kernels.mosaic import grouped_matmul as mosaic
 
-    return mosaic.grouped_matmul(y_MN, w_GKN, sizes_G, transposed=True)
+    return mosaic.grouped_matmul(y_MN, w_GKN, schedule, transposed=True)
 
 
 def _sum_outer(x_MK: jax.Array, y_MN: jax.Array, sizes_G: jax.Array, dtype: Any) -> jax.Array:
@@ -171,19 +178,21 @@ def _swiglu_forward(x_MD, w_in_GDUF, w_out_GFD, sizes_G):
 
     hidden = w_in_GDUF.shape[2] * w_in_GDUF.shape[3]
     run = jitted(mosaic.grouped_swiglu, "products", *x_MD.shape, hidden)
-    a_MF, h_MW = run(x_MD, w_in_GDUF, sizes_G)
-    return _multiply(a_MF, w_out_GFD, sizes_G), (x_MD, h_MW, w_in_GDUF, w_out_GFD, sizes_G)
+    schedule = _schedule(sizes_G, x_MD.shape[0])
+    a_MF, h_MW = run(x_MD, w_in_GDUF, schedule)
+    saved = x_MD, h_MW, w_in_GDUF, w_out_GFD, sizes_G, schedule
+    return _multiply(a_MF, w_out_GFD, schedule), saved
 
 
 def _swiglu_backward(saved, dy_MD):
-    x_MD, h_MW, w_in_GDUF, w_out_GFD, sizes_G = saved
-    da_MF = _multiply_transposed(dy_MD, w_out_GFD, sizes_G)
+    x_MD, h_MW, w_in_GDUF, w_out_GFD, sizes_G, schedule = saved
+    da_MF = _multiply_transposed(dy_MD, w_out_GFD, schedule)
     a_MF, pull = jax.vjp(swiglu, h_MW)
     (dh_MW,) = pull(da_MF)
     dw_out_GFD = _sum_outer(a_MF, dy_MD, sizes_G, w_out_GFD.dtype)
     dw_in_GDW = _sum_outer(x_MD, dh_MW, sizes_G, w_in_GDUF.dtype)
     w_in_GDW = w_in_GDUF.reshape(*w_in_GDUF.shape[:2], -1)
-    dx_MD = _multiply_transposed(dh_MW, w_in_GDW, sizes_G)
+    dx_MD = _multiply_transposed(dh_MW, w_in_GDW, schedule)
     return dx_MD, dw_in_GDW.reshape(w_in_GDUF.shape), dw_out_GFD, None
 
 

@@ -42,10 +42,19 @@ from moejax.kernels.mosaic.tiles import (
 DEPTH = 64  # what one step sums over: 128 bytes of bfloat16
 
 
+def schedule_products(sizes_G: jax.Array, num_rows: int) -> TileSchedule:
+    """The schedule of products of so many rows, which those of the same sizes can share."""
+    return schedule_rows(sizes_G, -(-num_rows // ALIGNED) * ALIGNED)
+
+
 def grouped_matmul(
-    x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array, *, transposed: bool = False
+    x_MK: jax.Array, w_GKN: jax.Array, schedule: TileSchedule, *, transposed: bool = False
 ) -> jax.Array:
-    """Returns `y_MN`, each row times the matrix of its group; with `transposed`, w is [G, N, K]."""
+    """Returns `y_MN`, each row times the matrix of its group; with `transposed`, w is [G, N, K].
+
+    Args:
+      schedule: from `schedule_products`.
+    """
     N = w_GKN.shape[1 if transposed else 2]
 
     def window(w_gmem, group, column, half, k):
@@ -57,11 +66,11 @@ def grouped_matmul(
             store(0, part, column * COLUMNS + half * HALF)
 
     form = Form(window, finish, ((N,),), N, transposed)
-    return _multiply(x_MK, w_GKN, sizes_G, form)[0]
+    return _multiply(x_MK, w_GKN, schedule, form)[0]
 
 
 def grouped_swiglu(
-    x_MK: jax.Array, w_GKUF: jax.Array, sizes_G: jax.Array
+    x_MK: jax.Array, w_GKUF: jax.Array, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array]:
     """Returns silu(gate) * up [M, F], and [M, 2 F] = gate, up, which its gradient needs.
 
@@ -79,7 +88,7 @@ def grouped_swiglu(
         store(1, up, column * HALF, 1)
 
     form = Form(window, finish, ((F,), (2, F)), 2 * F, transposed=False)
-    a_MF, h_MUF = _multiply(x_MK, w_GKUF, sizes_G, form)
+    a_MF, h_MUF = _multiply(x_MK, w_GKUF, schedule, form)
     return a_MF, h_MUF.reshape(-1, 2 * F)
 
 
@@ -110,12 +119,11 @@ class Buffers(NamedTuple):
     ring: Any
 
 
-def _multiply(x_MK: jax.Array, w: jax.Array, sizes_G: jax.Array, form: Form) -> list[jax.Array]:
+def _multiply(x_MK: jax.Array, w: jax.Array, schedule: TileSchedule, form: Form) -> list[jax.Array]:
     """The products of all tiles."""
     whole, groups = x_MK.shape[0], w.shape[0]
     x_MK = pad_rows(x_MK, ALIGNED)
     M, K = x_MK.shape
-    schedule = schedule_rows(sizes_G, M)
     grid = grid_of(schedule, groups, pl.cdiv(form.columns, COLUMNS), pl.cdiv(K, DEPTH))
 
     def multiply_tiles(*refs):
