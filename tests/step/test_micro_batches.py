@@ -132,3 +132,20 @@ def test_router_noise_differs_by_step_and_is_the_same_again():
     whole = (1, 1, 1, 1), 1, "sequence"
     nats = [float(noisy(*whole, step=step)[1].nll) for step in (0, 0, 1)]
     assert nats[0] == nats[1] != nats[2]
+
+
+def test_the_last_part_waits_for_the_sums_of_the_others():
+    """Else a compiler may run its forward pass first, and hold what it saves meanwhile."""
+    train_step = step_for(small_config((1, 2, 1, 1), model=DENSE, train={"micro_batches": 4}))
+    traced = train_step.gradients.trace(train_step.abstract, train_step.abstract_batch())
+    (mapped,) = (eqn for eqn in traced.jaxpr.jaxpr.eqns if eqn.primitive.name == "shard_map")
+    eqns = mapped.params["jaxpr"].eqns
+    first = next(eqn for eqn in eqns if eqn.primitive.name == "scan")
+    assert first.params["length"] == 3
+    sums = {var for var in first.outvars if var.aval.shape}
+    (barrier,) = (eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier")
+    assert sums & set(barrier.invars)
+    rows = [var.aval.shape for var in barrier.invars if var.aval.dtype == np.int32]
+    assert rows == [(1, 16)] * 3
+    late = eqns[eqns.index(barrier) + 1 :]
+    assert any(eqn.primitive.name == "scan" for eqn in late), "the layers of the last part"
