@@ -83,3 +83,8 @@ def test_the_gradient_of_weights_is_that_of_the_sum(codec):
     _, pull = jax.vjp(lambda w: sum_encoded(None, plain, w, places, D, jnp.float32), weight)
     found = encoded_weight_gradient(codec, [payload], gradient, places)
     np.testing.assert_allclose(found, pull(gradient)[0], rtol=1e-6)
+    half = places.item_of_slot.shape[0] // 2
+    halves = [
+        jax.tree.map(lambda x, cut=cut: x[cut], payload) for cut in (slice(half), slice(half, None))
+    ]
+    np.testing.assert_array_equal(encoded_weight_gradient(codec, halves, gradient, places), found)
