@@ -11,12 +11,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks.machine import ROOT, describe
+
+Case = tuple[str, int, list[str]]  # config, nodes, settings
 
 # Nearly all of a device's memory is weights.
 FEW_TOKENS = ["mesh.fsdp=8", "mesh.expert=1", "model.remat=full"]
@@ -76,20 +79,26 @@ def to_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Compiles and writes, case after case."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def write_cases(
+    name: str, cases: Iterable[Case], to_markdown: Callable[[dict[str, Any]], str], about: str
+) -> None:
+    """Compiles case after case, and writes name.json and name.md after each.
+
+    Args:
+      about: of the command, for its help.
+    """
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     machine = describe(sorted(os.sched_getaffinity(0)))
     result: dict[str, Any] = {"cases": [], "machine": machine, "jax": jax.__version__}
     args.out.mkdir(parents=True, exist_ok=True)
-    for case in CASES:
+    for case in cases:
         result["cases"].append(compile_case(*case))
-        (args.out / "aot.json").write_text(json.dumps(result, indent=1) + "\n")
-        (args.out / "aot.md").write_text(to_markdown(result))
+        (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (args.out / f"{name}.md").write_text(to_markdown(result))
     print(to_markdown(result))
 
 
 if __name__ == "__main__":
-    main()
+    write_cases("aot", CASES, to_markdown, __doc__ or "")

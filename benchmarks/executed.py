@@ -7,16 +7,10 @@ executed.json and executed.md.
     .venv-aot/bin/python -m benchmarks.executed --out benchmarks/results
 """
 
-import argparse
 import json
-import os
-from pathlib import Path
 from typing import Any
 
-import jax
-
-from benchmarks.aot import compile_case
-from benchmarks.machine import describe
+from benchmarks.aot import write_cases
 
 TWO_NODES = ["route_chunks=4", "mesh.fsdp=2"]
 # Settings of olmoe_1b_7b on two nodes.
@@ -71,20 +65,6 @@ def to_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Compiles and writes, case after case."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    args = parser.parse_args()
-    machine = describe(sorted(os.sched_getaffinity(0)))
-    result: dict[str, Any] = {"cases": [], "machine": machine, "jax": jax.__version__}
-    args.out.mkdir(parents=True, exist_ok=True)
-    for settings in CASES:
-        result["cases"].append(compile_case("olmoe_1b_7b", 2, settings))
-        (args.out / "executed.json").write_text(json.dumps(result, indent=1) + "\n")
-        (args.out / "executed.md").write_text(to_markdown(result))
-    print(to_markdown(result))
-
-
 if __name__ == "__main__":
-    main()
+    cases = [("olmoe_1b_7b", 2, settings) for settings in CASES]
+    write_cases("executed", cases, to_markdown, __doc__ or "")

@@ -96,7 +96,7 @@ def page(result: dict[str, Any], introduction: str) -> str:
             "The form alone: what it costs to know the template, the number of letters and which, "
             "and to guess their order.",
             "",
-            "What was expected beforehand:",
+            "Expectations, written before the first run:",
             "",
             *bars,
             "",

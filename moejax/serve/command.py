@@ -119,16 +119,27 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
 
 
+def _check_overrides(overrides: list[str]) -> None:
+    """Refuses settings of the forward pass that generation decides by itself."""
+    given = parse_overrides(overrides)
+    if "moe.capacity_factor" in given:
+        raise InputError(
+            "`moe.capacity_factor` has no effect. Experts take all tokens where texts are "
+            "generated, so that no text depends on others. Leave it out."
+        )
+    if "model.scan_layers" in given:
+        raise InputError(
+            "`model.scan_layers` has no effect. Texts are generated with each layer's weights "
+            "apart. Leave it out."
+        )
+
+
 def _run(
     args: argparse.Namespace, sampling: Sampling, overrides: list[str], processes: Processes
 ) -> None:
     """Reads what is asked, continues the prompts, and prints; process 0 alone prints."""
     console = Console(stderr=True, quiet=not processes.first)
-    if "moe.capacity_factor" in parse_overrides(overrides):
-        raise InputError(
-            "`moe.capacity_factor` has no effect. Experts take all tokens where texts are "
-            "generated, so that no text depends on others. Leave it out."
-        )
+    _check_overrides(overrides)
     texts = read_prompts(args.prompt, args.prompts)
     chosen = choose(args.run, args.step, overrides, processes, FORWARD)
     check_simulated_devices(chosen.cfg)
@@ -174,7 +185,8 @@ def _continue(
         sampling=sampling,
         allowed=vocabulary.allowed,
     )
-    check_memory(engine.train_step, processes, gradients=False, cache=engine.bytes_beside_weights())
+    beside = engine.bytes_beside_weights()
+    check_memory(engine.train_step, processes, gradients=False, beside=beside)
     state = engine.take(read_weights(chosen, engine.stored))
     begin, shown, first = time.monotonic(), "", texts[0]
     if stream:

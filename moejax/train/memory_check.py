@@ -12,13 +12,13 @@ from moejax.train.summary import Summary, human_bytes
 
 
 def check_memory(
-    train_step: TrainStep, processes: Processes, *, gradients: bool = True, cache: int = 0
+    train_step: TrainStep, processes: Processes, *, gradients: bool = True, beside: int = 0
 ) -> int:
     """Refuses a run whose state and gradients alone are more than a device has.
 
     Args:
       gradients: whether there will be gradients: an evaluation has none.
-      cache: bytes of keys and values that a device keeps beside the weights.
+      beside: bytes that a device holds beside the weights: keys and values, or copies of weights.
     Returns:
       The bytes that a device may use, the least over all devices.
 
@@ -30,7 +30,10 @@ def check_memory(
     memory = min(device_memory(device, together * len(devices)) for device in devices)
     limit = min(processes.gather(memory))
     arguments = train_step.argument_bytes()
-    needed, held = sum(arguments.values()) + cache, "weights and cache" if cache else "weights"
+    needed, held = (
+        sum(arguments.values()) + beside,
+        "weights and what stands beside them" if beside else "weights",
+    )
     if gradients:  # which have the shapes of weights
         needed, held = needed + arguments["weights"], "weights, optimizer state and gradients"
     if needed > limit:

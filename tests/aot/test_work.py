@@ -175,7 +175,7 @@ def fused(*body, result="f32[8,8]", parameters=()):
         # Read and written once.
         (["ROOT %n = f32[100,8] negate(%p)"], "f32[100,8]", 2 * 3200),
         (["%b = f32[8,100] transpose(%p)", "ROOT %r = f32[8] reduce(%b, %p)"], "f32[8]", 3200 + 32),
-        # Of what is sliced or gathered only the part: 4 rows, and 4 indices.
+        # A slice or gather counts only the part that it touches: 4 rows, and 4 indices.
         (["ROOT %s = f32[4,8] slice(%p)"], "f32[4,8]", 2 * 128),
         (["%c = bf16[100,8] convert(%p)", "ROOT %g = bf16[4,8] gather(%c, %i)"], "bf16[4,8]", 208),
         (["%g = f32[4,8] gather(%p, %i)", "ROOT %n = f32[4,8] add(%g, %g)"], "f32[4,8]", 272),

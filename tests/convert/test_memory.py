@@ -23,7 +23,7 @@ GB = 1e9
 PYTHON = 0.45 * GB  # of Python, JAX and Orbax, with nothing loaded
 # Both embeddings at once: pieces of the checkpoint and numbers read in float32, and bfloat16.
 TENSORS = 2 * VOCABULARY * WIDTH * (4 + 4 + 2)
-# Of an import: what threads work on, and a file of the checkpoint, twice while it is written.
+# An import holds what threads work on, and a file of the checkpoint, twice while it is written.
 PIECES = LIMIT_BYTES + 2 * (FILE_BYTES + PIECE_BYTES)
 CHILD = """
 import resource, sys

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # together
 ODD = [case for case in all_cases() if "even" not in case.values[1]]
 EVEN = [case for case in all_cases("even", always=()) if "even" in case.values[1]]
 ON_MESHES = all_cases("even", always=("qwen2_moe", "deepseek_v3", "gpt_oss"))
-# Of the largest logit, of the loss, and of a gradient's norm.
+# Bounds of errors, over the largest logit, the loss, and a gradient's norm.
 LOGITS, LOSS, GRADIENTS = 1e-5, 1e-6, 1e-4
 ONE_DEVICE, MESH = MeshConfig(), MeshConfig(expert=2, tensor=2)
 

@@ -85,6 +85,7 @@ def test_lines_of_a_file_are_continued_together_and_on_another_mesh(run, capsys,
         (["--prompt", "x", "--step", "9"], "no checkpoint of step 9"),
         (["--prompt", "x", "--eos", "</s>"], "`--eos` has no effect"),
         (["--prompt", "x", "--config.moe.capacity_factor=2"], "`moe.capacity_factor` has no"),
+        (["--prompt", "x", "--config.model.scan_layers=false"], "`model.scan_layers` has no"),
         (["--prompt", "x", "--config.train.seed=3"], "`train.seed` has no effect"),
     ],
 )

@@ -31,7 +31,6 @@ MANY = {
     "latent of queries too": ((1, 1, 1, 1), "sequence", LATENT | {"q_latent": 8}),
     "sinks on tensor": ((1, 1, 1, 4), "sequence", WINDOW | {"num_kv_heads": 4}),
     "latent on expert and tensor": ((1, 1, 2, 2), "sequence", LATENT),
-    "unrolled": ((2, 1, 1, 1), "sequence", GROUPED | {"scan_layers": False}),
 }
 
 
