@@ -48,8 +48,8 @@ class CompiledStep:
     peak_bytes: int
     exchanges: list[Exchange]
     schedules: list[ScheduleText]
-    work: Work = field(default_factory=Work)
-    model_flops: float = 1.0
+    work: Work
+    model_flops: float
     other_peaks: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -116,10 +116,8 @@ class CompiledStep:
         """Returns (kind, axes) -> bytes that a device sends in a step, share behind a product."""
         sent: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for exchange in self.exchanges:
-            row, size = (
-                sent[exchange.kind, ", ".join(exchange.axes)],
-                exchange.wire_bytes(self.mesh),
-            )
+            row = sent[exchange.kind, ", ".join(exchange.axes)]
+            size = exchange.wire_bytes(self.mesh)
             row[0] += size
             row[1] += size * exchange.hides
         return {key: (size, hidden / max(size, 1)) for key, (size, hidden) in sorted(sent.items())}

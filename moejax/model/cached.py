@@ -88,7 +88,7 @@ def decode(
 def _only_repeat(group: Pattern) -> Pattern:
     """Returns a group's pattern with its weights of the only repeat."""
     graph, stacked = nnx.split(group)
-    return nnx.merge(graph, jax.tree.map(lambda w_1: w_1[0], stacked))
+    return nnx.merge(graph, jax.tree.map(lambda w_1: w_1.squeeze(0), stacked))
 
 
 def _logits(model: Transformer, x_BD: jax.Array, w_Dv: jax.Array) -> jax.Array:

@@ -80,7 +80,8 @@ def test_the_described_cluster_stands_in_for_the_machine_of_the_config():
 
 
 def compiled_step(exchanges):
-    return CompiledStep({"expert": 8, "fsdp": 2}, ("fsdp",), {}, 1.0, 1, 1, 2, exchanges, [])
+    mesh, work = {"expert": 8, "fsdp": 2}, Work()
+    return CompiledStep(mesh, ("fsdp",), {}, 1.0, 1, 1, 2, exchanges, [], work, model_flops=1.0)
 
 
 def test_the_hidden_share_is_of_the_exchanges_that_carry_tokens():
