@@ -33,8 +33,8 @@ def jitted(function: Callable, which: str, *sizes: int, **options: Hashable) -> 
     """Returns the function, jitted under a name that `named_cost` reads.
 
     Args:
-      which: name and meaning of the sizes: experts_forward and experts_backward (M, D, F, G),
-        products (M, K, N), rows (number of rows, bytes moved per row).
+      which: name and meaning of the sizes: experts_forward and experts_backward (M, D, F, groups
+        that have rows), products (M, K, N), rows (number of rows, bytes moved per row).
       options: more arguments of the function, static.
     """
     return _jitted(function, f"{which}_{'x'.join(map(str, sizes))}", tuple(options.items()))

@@ -76,6 +76,14 @@ class Route:
         return any(hop.merge for hop in self.hops)
 
     @property
+    def parts_by_expert(self) -> bool:
+        """Whether the parts of a bucket are runs of rows sorted by expert: each meets few experts.
+
+        A second exchange, or rows that merge, would find uneven loads in such parts.
+        """
+        return self.parts > 1 and len(self.exchanges) == 1 and not self.merges
+
+    @property
     def exchanges(self) -> tuple[Hop, ...]:
         """The all-to-all hops."""
         return tuple(hop for hop in self.hops if hop.kind == "all_to_all")

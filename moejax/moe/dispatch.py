@@ -10,6 +10,7 @@ Letters: N tokens, D width, E experts, K choices a token or row, P peers, M rows
 sorted by expert, e experts on this device, U gate and up (2), F hidden width.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from moejax.comm.tokens.pipeline import Experts, dispatch_compute_combine
 from moejax.comm.tokens.plan import plan_dispatch
 from moejax.comm.tokens.rounds import in_rounds
 from moejax.config.schema import MoEConfig
-from moejax.kernels.expert_mlp import expert_mlp
+from moejax.kernels.expert_mlp import expert_mlp, expert_mlp_adding
 from moejax.kernels.permute import collect, permute, weighted_sum
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route, plain_route
@@ -129,7 +130,9 @@ def _on_route(
 ) -> jax.Array:
     """Dispatch, experts and combine along one route whose buckets hold all choices."""
     x_ND, weight_NK, params = operands
-    experts = _experts(sizes, experts_here=params[0].shape[0], kernel=spec.experts, limit=limit)
+    experts = _experts(
+        route, sizes, experts_here=params[0].shape[0], kernel=spec.experts, limit=limit
+    )
     with jax.named_scope("dispatch"):
         plan = plan_dispatch(
             expert_NK,
@@ -151,31 +154,45 @@ def _on_route(
     )
 
 
-def _experts(sizes: Sizes, *, experts_here: int, kernel: str, limit: float | None) -> Experts:
+def _experts(
+    route: Route, sizes: Sizes, *, experts_here: int, kernel: str, limit: float | None
+) -> Experts:
     """Returns what takes arrived rows through the experts of this device."""
+
+    def met(rows: int) -> int:
+        """The experts that a chunk of so many rows meets, more or less."""
+        if not route.parts_by_expert or rows >= sizes.expert_rows * route.parts:
+            return experts_here
+        share = rows / (sizes.expert_rows * route.parts)
+        return min(experts_here, math.ceil(share * experts_here) + 1)
 
     def order(choice_MK):
         with jax.named_scope("experts"):
             R = choice_MK.shape[0] // sizes.arriving * sizes.expert_rows
             return order_items(choice_MK, groups=experts_here, rows=R)
 
-    def compute(x_MD, weight_MK, ordered, params):
+    def compute(x_MD, weight_MK, ordered, params, sums=None):
         (slot_MK, item_R), sizes_e = ordered
         K = slot_MK.shape[1]
         with jax.named_scope("experts"):
             x_RD = permute(x_MD, item_R // K, slot_MK)
-            w_in_eDUF, w_out_eFD, *biases = params
-            y_RD = expert_mlp(
-                x_RD,
-                w_in_eDUF,
-                w_out_eFD,
-                sizes_e,
-                implementation=kernel,
-                biases=tuple(biases) or None,
-                limit=limit,
-            )
+            if sums is not None:
+                y_RD, sums = expert_mlp_adding(
+                    x_RD, params, sums, sizes_e, limit=limit, met=met(x_RD.shape[0])
+                )
+            else:
+                w_in_eDUF, w_out_eFD, *biases = params
+                y_RD = expert_mlp(
+                    x_RD,
+                    w_in_eDUF,
+                    w_out_eFD,
+                    sizes_e,
+                    implementation=kernel,
+                    biases=tuple(biases) or None,
+                    limit=limit,
+                )
             if weight_MK is None:
-                return collect(y_RD, slot_MK, item_R // K)
-            return weighted_sum(y_RD, weight_MK, slot_MK, item_R)
+                return collect(y_RD, slot_MK, item_R // K), sums
+            return weighted_sum(y_RD, weight_MK, slot_MK, item_R), sums
 
-    return Experts(order, compute)
+    return Experts(order, compute, adds_up=kernel == "blocked")

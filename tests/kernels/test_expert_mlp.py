@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moejax.kernels import expert_mlp as module
+from moejax.kernels import blocked_mlp
 from moejax.kernels.activation import activate
-from moejax.kernels.expert_mlp import expert_mlp
+from moejax.kernels.expert_mlp import expert_mlp, expert_mlp_adding
 from moejax.kernels.grouped_matmul import add_bias
 from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 from tests.cases import few
@@ -73,7 +73,7 @@ def test_few_rows_without_gradients_read_the_weights_of_their_groups_alone(
     sizes, biased, piece_bytes, monkeypatch
 ):
     """Whose weights have no rows, not even NaN reaches the result."""
-    monkeypatch.setattr(module, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(blocked_mlp, "PIECE_BYTES", piece_bytes)
     x, w_in, w_out, _ = operands(sizes, 2)
     counts = jnp.asarray(sizes, jnp.int32)
     rng = np.random.default_rng(1)
@@ -87,9 +87,34 @@ def test_few_rows_without_gradients_read_the_weights_of_their_groups_alone(
 
 
 def test_blocked_takes_groups_larger_than_its_largest_block(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK_ROWS", (4, 8))
+    monkeypatch.setattr(blocked_mlp, "BLOCK_ROWS", (4, 8))
     value_and_gradients.cache_clear()  # traced with the blocks of before
     check("blocked", [3, 21, 0, 8, 9], 5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_chunks_add_their_weight_gradients_to_those_of_the_chunk_before(dtype):
+    """In float32, and a chunk that has no rows of a group leaves its sums alone."""
+    sizes, earlier = [40, 0, 30], 7.0
+    x, w_in, w_out, dy = operands(sizes, 3, dtype)
+    counts = jnp.asarray(sizes, jnp.int32)
+    sums = tuple(jnp.zeros(w.shape, jnp.float32) for w in (w_in, w_out))
+
+    def adding(x, sums):
+        return expert_mlp_adding(x, (w_in, w_out), sums, counts)
+
+    (y, same), pull = jax.vjp(adding, x, sums)
+    start = jax.tree.map(lambda x: x + earlier, sums)
+    dx, (dw_in, dw_out) = pull((dy, start))
+    assert same[0].dtype == dw_in.dtype == dw_out.dtype == jnp.float32
+    want = run("blocked", sizes, x, w_in, w_out, dy)
+    np.testing.assert_array_equal(y, want[0])
+    np.testing.assert_array_equal(dx, want[1])
+    for have, whole in zip((dw_in, dw_out), want[2:], strict=True):
+        assert np.all(have[1] == earlier)
+        scale = np.abs(np.asarray(whole, np.float32)).max()
+        error = np.abs(np.asarray(have - earlier) - np.asarray(whole, np.float32)).max()
+        assert error < jnp.finfo(dtype).eps * (scale + earlier)
 
 
 @pytest.mark.parametrize("sizes", [[5, 0, 7], [0, 0, 12], [1, 1, 1]])
@@ -115,8 +140,8 @@ def test_the_rows_that_are_computed_are_those_of_the_blocks(rows):
         return done + block.rows(jnp.ones((4096, 1))).shape[0]
 
     nothing = jnp.int32(0)
-    done = module._blocks(compute, nothing, 1024, nothing, jnp.int32(rows), None)
-    assert int(done) == module.rows_computed(rows, 1024)
+    done = blocked_mlp._blocks(compute, nothing, 1024, nothing, jnp.int32(rows), None)
+    assert int(done) == blocked_mlp.rows_computed(rows, 1024)
 
 
 # Of random numbers some lie at it, and more beyond.

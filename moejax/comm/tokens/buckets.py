@@ -5,7 +5,9 @@ assignment (row m, choice k). On a hop that merges, all choices of a row with th
 item, numbered as the first of them.
 
 A bucket is cut in I parts so that exchanges can run in chunks. Items are dealt to the parts in
-turn, so that all parts are equally full and meet the same mix of experts.
+turn, so that all parts are equally full and meet the same mix of experts; or they are sorted by
+expert and cut into equal runs, so that a part meets few experts and each weight is read in few
+chunks.
 
 Letters: M rows, K choices a row, A = M * K assignments, P peers, I parts of a bucket, J slots of
 one part, S = I * P * J slots, k choices in a slot (K if merged, else 1), G groups.
@@ -29,9 +31,13 @@ class SlotMap(NamedTuple):
 
 
 def rank_items(
-    peer_MK: Int[Array, "M K"], *, peers: int, merge: bool
+    peer_MK: Int[Array, "M K"],
+    *,
+    peers: int,
+    merge: bool,
+    expert_MK: Int[Array, "M K"] | None = None,
 ) -> tuple[Int[Array, "M K"], Int[Array, "M K"], Int[Array, " P"]]:
-    """Numbers the items of each peer, in row order.
+    """Numbers the items of each peer, in row order, or by expert and then in row order.
 
     Returns the peer of each item (`peers` if there is no item), the item's number among those of
     its peer, and the number of items of each peer.
@@ -39,14 +45,16 @@ def rank_items(
     Args:
       peer_MK: the peer of each choice; `peers` for dropped choices.
       merge: makes one item of a row's choices with the same peer.
+      expert_MK: the expert of each choice, if items are sorted by it; numbered peer after peer.
     """
     K = peer_MK.shape[1]
+    assert expert_MK is None or not merge, "a merged item has several experts"
     if merge:
         earlier_KK = jnp.tri(K, k=-1, dtype=bool)
         same_MKK = peer_MK[:, :, None] == peer_MK[:, None, :]
         peer_MK = jnp.where(jnp.any(same_MKK & earlier_KK, axis=2), peers, peer_MK)
     peer_A = peer_MK.reshape(-1)
-    order_A = jnp.argsort(peer_A, stable=True)
+    order_A = jnp.argsort((peer_MK if expert_MK is None else expert_MK).reshape(-1), stable=True)
     positions_A = jnp.arange(peer_A.size, dtype=jnp.int32)
     sorted_A = jnp.zeros_like(positions_A).at[order_A].set(positions_A, unique_indices=True)
     counts = jnp.sum(peer_A[:, None] == jnp.arange(peers + 1), axis=0, dtype=jnp.int32)
@@ -55,16 +63,30 @@ def rank_items(
 
 
 def place_items(
-    peer_MK: Int[Array, "M K"], *, peers: int, rows: int, parts: int = 1, merge: bool = False
+    peer_MK: Int[Array, "M K"],
+    *,
+    peers: int,
+    rows: int,
+    parts: int = 1,
+    merge: bool = False,
+    expert_MK: Int[Array, "M K"] | None = None,
 ) -> SlotMap:
     """Gives each item a slot in its peer's bucket.
 
     Args:
       rows: J; large enough for every peer, which the caller has made sure of.
+      expert_MK: sorts the items of a peer by expert and cuts them into runs, one for each part, as
+        in `rank_items`; None deals them to the parts in turn.
     """
-    peer_MK, rank_MK, _ = rank_items(peer_MK, peers=peers, merge=merge)
+    peer_MK, rank_MK, counts_P = rank_items(peer_MK, peers=peers, merge=merge, expert_MK=expert_MK)
     slots = parts * peers * rows
-    slot_MK = ((rank_MK % parts) * peers + peer_MK) * rows + rank_MK // parts
+    if expert_MK is None:
+        part_MK, row_MK = rank_MK % parts, rank_MK // parts
+    else:
+        count_MK = jnp.take(counts_P, peer_MK, mode="fill", fill_value=1)
+        part_MK = rank_MK * parts // count_MK
+        row_MK = rank_MK - -(-part_MK * count_MK // parts)
+    slot_MK = (part_MK * peers + peer_MK) * rows + row_MK
     slot_MK = jnp.where(peer_MK < peers, slot_MK, slots)
     return SlotMap(slot_MK, invert(slot_MK, slots))
 

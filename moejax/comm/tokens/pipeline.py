@@ -42,11 +42,15 @@ class Experts(NamedTuple):
 
     Attributes:
       order: choices [R, K] -> integers that `compute` needs. They are known before rows arrive.
-      compute: (rows [R, D], weights [R, K] or None, integers, params) -> results [R, D].
+      compute: (rows [R, D], weights [R, K] or None, integers, params, sums or None) -> results
+        [R, D], and the sums, whose gradient is that of the params: see `expert_mlp_adding`.
+      adds_up: whether `compute` takes sums, so that a chunk adds its gradients of the params to
+        those of the chunk before. Otherwise each chunk makes its own, to be added up at the end.
     """
 
     order: Callable[[jax.Array], Any]
-    compute: Callable[[jax.Array, jax.Array | None, Any, Any], jax.Array]
+    compute: Callable[..., tuple[jax.Array, Any]]
+    adds_up: bool
 
 
 def run_stages(
@@ -114,7 +118,7 @@ def _forward(
         # Tagged here, after the barrier, so that remat keeps the rows as the barrier returned them.
         arrived = _tag(arrived)
         if not gradients:
-            y_RD = experts.compute(*_flat(tuple(arrived)), orders[number], params)
+            y_RD, _ = experts.compute(*_flat(tuple(arrived)), orders[number], params)
             return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
         y_RD, vjp = _differentiable(experts, arrived, orders[number], params)
         # With equal chunks in backward the vjp is reused; otherwise the experts are recomputed.
@@ -138,20 +142,23 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
     orders: list[Any] = []
     if chunks != route.chunks:
         for_backward, orders = _cut(_join(for_backward), chunks), _orders(experts, plan, chunks)
-    accumulated: dict[str, Any] = {"params": []}
+    accumulated: dict[str, Any] = {"params": [_sums(params)] if experts.adds_up else []}
 
     def expert_stage(number: int, gradient: Rows) -> Rows:
         vjp = for_backward[number]
         if chunks != route.chunks:
             vjp = _differentiable(experts, for_backward[number], orders[number], params)[1]
-        dx_RD, dweight_RK, dparams = vjp(_flat(gradient.x))
-        accumulated["params"] = [*accumulated["params"], dparams]
+        earlier = accumulated["params"]
+        start = earlier.pop() if experts.adds_up else None
+        dx_RD, dweight_RK, dparams = vjp((_flat(gradient.x), start))
+        accumulated["params"] = [*earlier, dparams]
         return _unflat(Rows(dx_RD, dweight_RK), gradient.x.shape[0])
 
     stages = _stages(route, layout, plan, expert_stage, chunks, gradient=True)
     start = _at_start(Rows(gradient_ND, weight_NK if plan.slot_maps else None), plan)
     drows = _join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated=accumulated))
     dparams = jax.tree.map(_sum_chunks, *accumulated["params"])
+    dparams = jax.tree.map(lambda g, p: g.astype(p.dtype), dparams, params)
     dx_ND, dweight_NK = _gradients_at_source(drows, results, gradient_ND, plan, route)
     return dx_ND, dweight_NK.astype(weight_NK.dtype), dparams, None
 
@@ -163,8 +170,12 @@ def _sum_chunks(*gradients: jax.Array) -> jax.Array:
     """Adds up chunks' weight gradients in float32, all at once: each is read one time."""
     if len(gradients) == 1:
         return gradients[0]
-    wide = (gradient.astype(jnp.float32) for gradient in gradients)
-    return functools.reduce(jnp.add, wide).astype(gradients[0].dtype)
+    return functools.reduce(jnp.add, (gradient.astype(jnp.float32) for gradient in gradients))
+
+
+def _sums(params: Any) -> Any:
+    """Zeros in float32, to which gradients of the params are added."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
 
 
 def _at_start(tokens: Rows, plan: DispatchPlan) -> Rows:
@@ -244,10 +255,13 @@ def _differentiable(experts: Experts, arrived: Rows, order: Any, params: Any) ->
     """Returns the experts' results and their vjp: gradient of results -> of their inputs."""
     x_RD, weight_RK = _flat(tuple(arrived))
 
-    def run_experts(x_RD: jax.Array, weight_RK: jax.Array | None, params: Any) -> jax.Array:
-        return experts.compute(x_RD, weight_RK, order, params)
+    def run_experts(x_RD: jax.Array, weight_RK: jax.Array | None, differentiated: Any) -> Any:
+        given = (params, differentiated) if experts.adds_up else (differentiated, None)
+        return experts.compute(x_RD, weight_RK, order, *given)
 
-    return jax.vjp(run_experts, x_RD, weight_RK, params)
+    differentiated = _sums(params) if experts.adds_up else params
+    (y_RD, _), vjp = jax.vjp(run_experts, x_RD, weight_RK, differentiated)
+    return y_RD, vjp
 
 
 def _flat(x_IM: Any) -> Any:

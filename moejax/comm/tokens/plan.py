@@ -66,7 +66,14 @@ def plan_dispatch(
             def bucket(expert_MK, J=J, peers=peers, span=span, first=first, merge=hop.merge):
                 peer_MK = jnp.minimum(expert_MK // span, peers)
                 num_parts = parts if first else 1  # later hops take each part as it arrived
-                slot_map = place_items(peer_MK, peers=peers, rows=J, parts=num_parts, merge=merge)
+                slot_map = place_items(
+                    peer_MK,
+                    peers=peers,
+                    rows=J,
+                    parts=num_parts,
+                    merge=merge,
+                    expert_MK=expert_MK if route.parts_by_expert else None,
+                )
                 options = {"peers": peers, "rows": J, "per_peer": span, "merge": merge}
                 return slot_map, experts_of_slots(expert_MK, slot_map, **options)
 

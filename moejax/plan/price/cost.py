@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from moejax.comm.tokens.rounds import ROUNDS
-from moejax.kernels.expert_mlp import rows_computed
+from moejax.kernels.blocked_mlp import rows_computed
 from moejax.layout.layout import Layout
 from moejax.plan.cluster.topology import Device, Tier, Topology
 from moejax.plan.price.simulate import COMPUTE, Task, Timeline, simulate

@@ -76,6 +76,27 @@ def test_every_item_gets_a_slot_of_its_own_in_its_peers_bucket(case, parts, merg
     assert np.all(filled.max(axis=0) - filled.min(axis=0) <= 1), "parts are dealt to in turn"
 
 
+@given(routings(), st.sampled_from([1, 2, 3]))
+def test_parts_by_expert_are_equally_full_runs_of_the_sorted_items(case, parts):
+    """So that a chunk meets few experts. Two experts to a peer."""
+    expert_NK, E = case
+    P, rows = E // 2, -(-expert_NK.size // parts)
+    places = place_items(
+        jnp.minimum(jnp.asarray(expert_NK) // 2, P),
+        peers=P,
+        rows=rows,
+        parts=parts,
+        expert_MK=jnp.asarray(expert_NK),
+    )
+    expert_A = np.append(expert_NK.reshape(-1), E)
+    expert_IPJ = expert_A[np.asarray(places.item_of_slot)].reshape(parts, P, rows)
+    for peer in range(P):
+        runs = [[int(e) for e in part if e < E] for part in expert_IPJ[:, peer]]
+        wanted = sorted(int(e) for e in expert_A if e // 2 == peer)
+        assert [e for run in runs for e in run] == wanted
+        assert max(map(len, runs)) - min(map(len, runs)) <= 1
+
+
 @given(routings())
 def test_items_are_sorted_by_group_without_gaps(case):
     group_MK, G = case
