@@ -113,42 +113,9 @@ def test_each_collective_of_the_compiled_program_needs_the_one_before_it():
     assert unordered(text) == []
 
 
-PAIRS = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("a", "b", "c"))
-PAIRED = {
-    "all_to_all": lambda x, axes: lax.all_to_all(x, axes, 0, 0, tiled=True),
-    "all_gather": lambda x, axes: lax.all_gather(x, axes, axis=1, tiled=True),
-    "reduce_scatter": lambda x, axes: lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True),
-    "all_reduce": lambda x, axes: lax.psum(x[:, :3], axes),
-}
-
-
-@pytest.mark.parametrize("axes", ["a", ("b",), "c"])
-@pytest.mark.parametrize("name", PAIRED)
-def test_exchanges_of_pairs_go_one_way_after_the_other(monkeypatch, name, axes):
-    monkeypatch.setattr("moejax.comm.gloo.PAIRED", 0)
-    spec = P(("a", "b", "c"))
-
-    def run(body):
-        return jax.jit(
-            jax.shard_map(body, mesh=PAIRS, in_specs=spec, out_specs=spec, check_vma=False)
-        )
-
-    x = np.random.default_rng(0).standard_normal((16, 4, 3)).astype(np.float32)
-    x[0, 0] = -0.0
-    wanted = np.asarray(run(lambda x: PAIRED[name](x, axes))(x))
-    paired = run(in_order(lambda x: PAIRED[name](x, axes)))
-    assert np.asarray(paired(x)).tobytes() == wanted.tobytes()
-    text = paired.lower(x).compile().as_text()
-    assert {found[1] for found in COLLECTIVE.findall(text)} == {"collective-permute"}
-    # Half of the pairs each way: no device sends in both turns.
-    turns = re.findall(r"source_target_pairs=\{(.*?)\}\}", text)
-    senders = [{pair.partition(",")[0].strip("{") for pair in turn.split("},")} for turn in turns]
-    assert {len(turn) for turn in senders} == {4}
-    assert not any(a & b for a, b in zip(senders[::2], senders[1::2], strict=True))
-
-
 @pytest.mark.slow
-def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch):
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch, exchanged):
     cfg = small_config(
         (1, 2, 2, 2), model={"remat": "full"}, moe=CERTAIN, train={"micro_batches": 2}
     )
@@ -156,11 +123,14 @@ def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch):
     state, batch = plain.init(), place(plain, random_batch(cfg))
     wanted = plain.gradients(state, batch)
     monkeypatch.setattr("moejax.comm.gloo.is_gloo", lambda mesh: True)
-    monkeypatch.setattr("moejax.comm.gloo.PAIRED", 0)
+    monkeypatch.setattr("moejax.comm.gloo.LARGE", 0)
+    if not exchanged:
+        monkeypatch.setattr("moejax.comm.gloo.connected", lambda mesh: None)
     got = ordered.gradients(state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), wanted, got)
     text = ordered.gradients.lower(state, batch).compile().as_text()
     assert "reduce-scatter(" not in text
+    assert ("moejax_exchange" in text) == exchanged
     assert unordered(text) == []
 
 

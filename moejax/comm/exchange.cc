@@ -1,0 +1,219 @@
+// An exchange between devices of several processes on CPU, beside which a program goes on computing.
+//
+// XLA calls gloo from the thread that runs the program, which then computes nothing until the bytes
+// have arrived, and gloo uses a link between two devices in one direction after the other. Here each
+// device has a thread that sends and receives, and XLA is handed a future. comm/exchange.py connects
+// the sockets and says what is sent to whom.
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// Goes ahead of every message, so that two devices notice when they no longer speak of the same one.
+struct Header {
+  uint64_t number;
+  uint64_t bytes;
+};
+
+struct Peer {
+  int fd = -1;
+  uint64_t sent = 0, received = 0;  // messages
+};
+
+// One way of one exchange with one peer: the header, then the payload.
+struct Stream {
+  Peer* peer;
+  int64_t device;
+  char* data;
+  Header header, expected;
+  size_t bytes, done = 0;
+
+  size_t total() const { return sizeof(Header) + bytes; }
+  bool finished() const { return done == total(); }
+
+  // Moves what the socket takes or has now; returns what went wrong, or nothing.
+  std::string Move(bool send) {
+    while (!finished()) {
+      bool head = done < sizeof(Header);
+      char* at = head ? reinterpret_cast<char*>(&header) + done : data + (done - sizeof(Header));
+      size_t left = (head ? sizeof(Header) : total()) - done;
+      ssize_t n = send ? ::send(peer->fd, at, left, MSG_NOSIGNAL) : ::recv(peer->fd, at, left, 0);
+      if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return "";
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) return std::string(strerror(errno)) + ", exchange with device " + Name();
+      if (n == 0) return "device " + Name() + " has gone: it closed its connection";
+      done += static_cast<size_t>(n);
+      if (!send && done == sizeof(Header) &&
+          (header.number != expected.number || header.bytes != expected.bytes)) {
+        return "device " + Name() + " sends message " + std::to_string(header.number) + " of " +
+               std::to_string(header.bytes) + " bytes where message " +
+               std::to_string(expected.number) + " of " + std::to_string(expected.bytes) +
+               " bytes was expected: the processes do not run the same program";
+      }
+    }
+    return "";
+  }
+
+  std::string Name() const { return std::to_string(device); }
+};
+
+struct Task {
+  std::vector<int64_t> group;  // devices, in the order of the parts
+  char *send, *receive;
+  size_t bytes;  // of a part
+  bool gather;   // the same part goes to all
+  ffi::Promise promise;
+};
+
+// Sends and receives for one device, one exchange after the other.
+class Device {
+ public:
+  explicit Device(int64_t id) : id_(id), thread_([this] { Run(); }) {}
+
+  void Add(int64_t peer, int fd) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+    peers_[peer].fd = fd;
+  }
+
+  int64_t id() const { return id_; }
+
+  void Push(Task task) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    ready_.notify_one();
+  }
+
+ private:
+  void Run() {
+    while (true) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      ready_.wait(lock, [this] { return !tasks_.empty(); });
+      Task task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      if (failed_.empty()) failed_ = Exchange(task);
+      // Whoever sets a promise goes on with the program, so it is not this thread that does.
+      std::thread([promise = std::move(task.promise), failed = failed_]() mutable {
+        if (failed.empty()) {
+          promise.SetAvailable();
+        } else {
+          promise.SetError(ffi::Error::Internal(failed));
+        }
+      }).detach();
+    }
+  }
+
+  std::string Exchange(Task& task) {
+    std::vector<Stream> sends, receives;
+    for (size_t i = 0; i < task.group.size(); ++i) {
+      char* out = task.send + (task.gather ? 0 : i * task.bytes);
+      char* in = task.receive + i * task.bytes;
+      if (task.group[i] == id_) {
+        std::memcpy(in, out, task.bytes);
+        continue;
+      }
+      auto found = peers_.find(task.group[i]);
+      if (found == peers_.end()) return "no connection to device " + std::to_string(task.group[i]);
+      Peer* peer = &found->second;
+      Header header{peer->sent++, task.bytes}, expected{peer->received++, task.bytes};
+      sends.push_back({peer, task.group[i], out, header, {}, task.bytes});
+      receives.push_back({peer, task.group[i], in, {}, expected, task.bytes});
+    }
+    while (true) {
+      std::vector<pollfd> waits;
+      for (size_t i = 0; i < sends.size(); ++i) {
+        std::string wrong = sends[i].Move(true);
+        if (wrong.empty()) wrong = receives[i].Move(false);
+        if (!wrong.empty()) return wrong;
+        int events = (sends[i].finished() ? 0 : POLLOUT) | (receives[i].finished() ? 0 : POLLIN);
+        if (events) waits.push_back({sends[i].peer->fd, static_cast<short>(events), 0});
+      }
+      if (waits.empty()) return "";
+      if (poll(waits.data(), waits.size(), -1) < 0 && errno != EINTR) return strerror(errno);
+    }
+  }
+
+  int64_t id_;
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::deque<Task> tasks_;
+  std::map<int64_t, Peer> peers_;
+  std::string failed_;
+  std::thread thread_;
+};
+
+// By their ids, which XLA passes as the ordinal of the device that runs a program.
+std::map<int64_t, Device*>& Devices() {
+  static auto* devices = new std::map<int64_t, Device*>();  // their threads outlive the program
+  return *devices;
+}
+
+ffi::Future Exchange(int32_t ordinal, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                     ffi::Span<const int64_t> groups, int64_t size, bool gather) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  auto found = Devices().find(ordinal);
+  for (size_t start = 0; start < groups.size(); start += static_cast<size_t>(size)) {
+    std::vector<int64_t> group(groups.begin() + start, groups.begin() + start + size);
+    for (int64_t member : group) {
+      if (found == Devices().end() || member != found->second->id()) continue;
+      found->second->Push({std::move(group), static_cast<char*>(x.untyped_data()),
+                           static_cast<char*>(y->untyped_data()),
+                           y->size_bytes() / static_cast<size_t>(size), gather,
+                           std::move(promise)});
+      return future;
+    }
+  }
+  promise.SetError(ffi::Error::Internal("this device is not connected"));
+  return future;
+}
+
+// Reads its arguments after all that makes them, and so keeps their memory from being used again.
+ffi::Error Hold(ffi::RemainingArgs arguments, ffi::Result<ffi::AnyBuffer> result) {
+  auto first = arguments.get<ffi::AnyBuffer>(0);
+  if (!first.has_value()) return first.error();
+  if (first->untyped_data() != result->untyped_data()) {
+    std::memcpy(result->untyped_data(), first->untyped_data(), first->size_bytes());
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange, Exchange,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<ffi::Span<const int64_t>>("groups")
+                                  .Attr<int64_t>("size")
+                                  .Attr<bool>("gather"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_hold, Hold,
+                              ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>());
+
+extern "C" void moejax_device(int64_t device) { Devices()[device] = new Device(device); }
+
+extern "C" void moejax_connect(int64_t device, int64_t peer, int fd) {
+  Devices()[device]->Add(peer, fd);
+}
