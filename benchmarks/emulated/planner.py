@@ -68,10 +68,10 @@ def probe(setup: Setup, path: Path) -> tuple[dict[str, Any], float]:
     return json.loads(path.read_text()), time.perf_counter() - began
 
 
-def plan(setup: Setup, topology: Topology, seconds: float | None) -> SearchResult:
-    """All that the planner finds in some time."""
+def plan(setup: Setup, topology: Topology, traces: int | None) -> SearchResult:
+    """All that the planner finds in a number of traces."""
     limits, load = ask(setup, topology)
-    return search(config_of(setup), topology, limits, load, seconds=seconds, progress=print)
+    return search(config_of(setup), topology, limits, load, traces=traces, progress=print)
 
 
 def ask(setup: Setup, topology: Topology) -> tuple[Limits, ExpertLoad]:
@@ -152,7 +152,7 @@ def measure(
     ]
 
 
-def reprice(record: dict[str, Any], seconds: float | None) -> None:
+def reprice(record: dict[str, Any], traces: int | None) -> None:
     """Prices what was measured with today's code, which must choose the plans that it chose then.
 
     Raises:
@@ -161,7 +161,7 @@ def reprice(record: dict[str, Any], seconds: float | None) -> None:
     for name, one in record["results"].items():
         setup = Setup(**one["setup"])
         topology = from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
-        found = plan(setup, topology, seconds)
+        found = plan(setup, topology, traces)
         rows = one["rows"]
         best = found.ranked[0].cfg
         if plan_of(best) != plan_of(config_of_row(setup, rows[0])):
@@ -183,14 +183,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="set-ups whose name starts with this")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seconds", type=float, help="of a search")
+    parser.add_argument("--traces", type=int, help="of a search")
     parser.add_argument("--reprice", action="store_true", help="measure nothing")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     path = args.out / "planner.json"
     record = json.loads(path.read_text()) if path.exists() else {"clusters": {}, "results": {}}
     if args.reprice:
-        reprice(record, args.seconds)
+        reprice(record, args.traces)
         save(record, args.out)
         return
     for setup in (s for s in SETUPS if str(s).startswith(args.only)):
@@ -204,7 +204,7 @@ def main() -> None:
                 known = {"seconds": took, "topology": topology, "boot": BOOT}
                 record["clusters"][setup.cluster] = known
             topology = from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
-            found = plan(setup, topology, args.seconds)
+            found = plan(setup, topology, args.traces)
             plans = chosen(setup, topology, found)
             rows = measure(setup, plans, args.rounds, Path(folder))
         for row, one in zip(rows, plans, strict=True):

@@ -179,7 +179,14 @@ def _training_effects() -> Iterator[_Effect]:
         "`train.sample_tokens` is 0",
     )
     yield (
-        ("plan.topology", "plan.routing", "plan.codecs", "plan.seconds", "plan.replan"),
+        (
+            "plan.topology",
+            "plan.routing",
+            "plan.codecs",
+            "plan.traces",
+            "plan.seconds",
+            "plan.replan",
+        ),
         is_planned,
         "the planner is off (`plan` is hand, or default with a choice made by hand)",
     )
