@@ -4,12 +4,18 @@ Each cluster is probed before its set-ups. For each set-up the planner searches 
 and a dozen of its plans, good and bad, run in turns beside the default of people who do not plan
 (experts over all devices, flat, no codecs). The planner may take codecs as far as `strong`, whose
 mean held-out loss is inside the band of uncompressed seeds, one seed of three just above it
-(convergence.md); its best plan without any is measured too.
+(convergence.md); its best plan without any is measured too. The odd set-ups have models and numbers
+of devices that no price was made with, and are judged as a group of their own.
 
 Needs root, ip and tc. Writes planner.json and planner.md, and goes on where it was stopped; a
 set-up is measured by one run on one machine, which its record names.
 
     python -m benchmarks.emulated.planner --out benchmarks/results
+    python -m benchmarks.emulated.planner --group odd --plans 8 --rounds 10 --out benchmarks/results
+
+The second takes about 24 minutes, for five set-ups. In two to four, this shows only that all runs:
+
+    python -m benchmarks.emulated.planner --only "top-1, 3 x 1" --quick --plans 4 --out /tmp
 
 When prices have changed, the recorded plans can be priced and judged again without root, in
 minutes; what the planner would now choose must then be what was measured as its choice.
@@ -32,7 +38,7 @@ import jax
 
 from benchmarks.emulated.exchange import Case, Variants, run
 from benchmarks.emulated.planner_page import judge, page
-from benchmarks.emulated.setups import EVERY, MODELS, SETUPS, Setup, config_of, config_of_row
+from benchmarks.emulated.setups import GROUPS, SETUPS, Setup, config_of, config_of_row
 from benchmarks.machine import RESULTS, ROOT, stamp
 from moejax.config.checks.planned import pinned
 from moejax.config.compression import NO_COMPRESSION, build_compression
@@ -49,18 +55,19 @@ from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, meshes, plan_of
 
 PLANS = 12  # measured of each set-up, the default beside them
-UNSEEN = 3  # of them at least, meshes that the search did not trace
+UNSEEN = 4  # one of so many, at least, is a mesh that the search did not trace
 CODECS = "strong"  # that may be chosen
 SAME = 0.005  # of a step: less is no difference
 SLOW = 3.0  # over the chosen plan's seconds, by price: such a plan runs in every third round
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def probe(setup: Setup, path: Path) -> tuple[dict[str, Any], float]:
+def probe(setup: Setup, path: Path, *, quick: bool) -> tuple[dict[str, Any], float]:
     """Measures the emulated cluster as a user would; the topology, and seconds of the command."""
     command = [ROOT / "launch/emulate", "--hosts", setup.hosts]
     command += ["--devices-per-host", setup.devices, "--link", f"{setup.rate}mbit", "--"]
     command += [sys.executable, "-m", "moejax.plan", "probe", "--out", path]
+    command += ["--quick"] if quick else []
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT)}
     began = time.perf_counter()
@@ -81,7 +88,7 @@ def ask(setup: Setup, topology: Topology) -> tuple[Limits, ExpertLoad]:
     return limits, read_expert_load("balanced", cfg.moe.num_experts)
 
 
-def chosen(setup: Setup, topology: Topology, found: SearchResult) -> list[PricedPlan]:
+def chosen(setup: Setup, topology: Topology, found: SearchResult, count: int) -> list[PricedPlan]:
     """What is measured: the best by price, others that the search looked at, and some it did not.
 
     Of plans that cost the same by price, one: most are one program under two names.
@@ -90,8 +97,9 @@ def chosen(setup: Setup, topology: Topology, found: SearchResult) -> list[Priced
     for one in found.ranked[1:]:
         if one.seconds > (1 + SAME) * distinct[-1].seconds:
             distinct.append(one)
-    plans = [*distinct[:4], *spread(distinct[4:], PLANS - 4 - UNSEEN)]
-    plans += unseen(setup, topology, found, PLANS - len(plans))
+    first = count // 3
+    plans = [*distinct[:first], *spread(distinct[first:], count - first - count // UNSEEN)]
+    plans += unseen(setup, topology, found, count - len(plans))
     for one in (plain(found), found.baseline):
         if one is not None and all(one.cfg != other.cfg for other in plans):
             plans.append(one)
@@ -123,6 +131,8 @@ def spread(items: list[Any], count: int) -> list[Any]:
     """So many, evenly from the first to the last; all, if there are no more."""
     if len(items) <= count:
         return items
+    if count == 1:
+        return items[:1]
     return [items[round(n * (len(items) - 1) / (count - 1))] for n in range(count)]
 
 
@@ -134,7 +144,7 @@ def measure(
     for number, one in enumerate(plans):
         values = {name: value for name, value in plan_of(one.cfg).items() if _differs(name, value)}
         variants[str(number)] = ("step", values)
-    model = EVERY | MODELS[setup.model] | {"mesh.nodes": setup.hosts, "plan.mode": "hand"}
+    model = setup.settings | {"mesh.nodes": setup.hosts, "plan.mode": "hand"}
     shape = (model["train.batch_sequences"], model["data.sequence_length"])
     seldom = tuple(str(n) for n, one in enumerate(plans) if one.seconds > SLOW * plans[0].seconds)
     case = Case(
@@ -182,7 +192,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="set-ups whose name starts with this")
+    parser.add_argument("--group", choices=GROUPS, help="set-ups of one group")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--plans", type=int, default=PLANS, help="measured of each set-up")
+    parser.add_argument("--quick", action="store_true", help="probe quickly, to see that all runs")
     parser.add_argument("--traces", type=int, help="of a search")
     parser.add_argument("--reprice", action="store_true", help="measure nothing")
     args = parser.parse_args()
@@ -194,18 +207,18 @@ def main() -> None:
         save(record, args.out)
         return
     for setup in (s for s in SETUPS if str(s).startswith(args.only)):
-        if str(setup) in record["results"]:
+        if str(setup) in record["results"] or args.group not in (None, setup.group):
             continue
         print(f"== {setup}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             known = record["clusters"].get(setup.cluster, {})
             if known.get("boot") != BOOT:  # another machine, or this one on another day
-                topology, took = probe(setup, Path(folder) / "topology.json")
+                topology, took = probe(setup, Path(folder) / "topology.json", quick=args.quick)
                 known = {"seconds": took, "topology": topology, "boot": BOOT}
                 record["clusters"][setup.cluster] = known
             topology = from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
             found = plan(setup, topology, args.traces)
-            plans = chosen(setup, topology, found)
+            plans = chosen(setup, topology, found, args.plans)
             rows = measure(setup, plans, args.rounds, Path(folder))
         for row, one in zip(rows, plans, strict=True):
             for name, other in (("default", found.baseline), ("plain", plain(found))):
