@@ -75,6 +75,15 @@ def probe(setup: Setup, path: Path, *, quick: bool) -> tuple[dict[str, Any], flo
     return json.loads(path.read_text()), time.perf_counter() - began
 
 
+def probed(setup: Setup, record: dict[str, Any], folder: Path, *, quick: bool) -> Topology:
+    """The cluster as the record has it; measured now, if that was on another machine or boot."""
+    known = record["clusters"].get(setup.cluster, {})
+    if known.get("boot") != BOOT:
+        topology, took = probe(setup, folder / "topology.json", quick=quick)
+        record["clusters"][setup.cluster] = {"seconds": took, "topology": topology, "boot": BOOT}
+    return from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
+
+
 def plan(setup: Setup, topology: Topology, traces: int | None) -> SearchResult:
     """All that the planner finds in a number of traces."""
     limits, load = ask(setup, topology)
@@ -211,12 +220,8 @@ def main() -> None:
             continue
         print(f"== {setup}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            known = record["clusters"].get(setup.cluster, {})
-            if known.get("boot") != BOOT:  # another machine, or this one on another day
-                topology, took = probe(setup, Path(folder) / "topology.json", quick=args.quick)
-                known = {"seconds": took, "topology": topology, "boot": BOOT}
-                record["clusters"][setup.cluster] = known
-            topology = from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
+            topology = probed(setup, record, Path(folder), quick=args.quick)
+            save(record, args.out)
             found = plan(setup, topology, args.traces)
             plans = chosen(setup, topology, found, args.plans)
             rows = measure(setup, plans, args.rounds, Path(folder))

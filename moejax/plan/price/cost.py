@@ -108,12 +108,15 @@ class Costs:
         """Returns the seconds that a device waits for a collective after `computed` seconds.
 
         Devices that share cores compute in turn, so the first one sends while the others still
-        compute. A device therefore waits for less than the whole collective.
+        compute. A device therefore waits for less than the whole collective. Devices also reach it
+        at different times, by no more than they computed since the last one: a collective right
+        after another, as the scales after the rows that they belong to, starts at once.
         """
+        delay = min(tier.sync_delay_s, computed)
         if tier is self.topology.tiers[0]:
-            return tier.sync_delay_s + seconds
+            return delay + seconds
         sharers = max(1.0, self.device.oversubscription)
-        return tier.sync_delay_s + max(seconds / sharers, seconds - (1 - 1 / sharers) * computed)
+        return delay + max(seconds / sharers, seconds - (1 - 1 / sharers) * computed)
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
         """Returns a collective's group: devices inside a node, then units of each tier above."""

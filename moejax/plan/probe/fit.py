@@ -4,6 +4,7 @@ NumPy and SciPy only.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import lsq_linear
@@ -25,7 +26,8 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
     """Returns the link that fits the measured times best, by relative error.
 
     Minimises the sum of (predicted / measured - 1)^2 over startup and 1 / rate, both positive,
-    with less weight on outliers. `error` is the median of |predicted / measured - 1|.
+    with less weight on outliers. `error` is the median of |predicted / measured - 1|. `bends` says
+    how far each size is off the line.
 
     Args:
       points: (bytes on the wire of a device, seconds), of at least two sizes.
@@ -41,7 +43,9 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
         weight = np.minimum(1, usual / np.maximum(residual, 1e-12))
     error = float(np.median(np.abs((startup + slope * x) / t - 1)))
     measured = tuple((int(size), float(seconds)) for size, seconds in points)
-    return Link(max(startup, LEAST_STARTUP_S), 1 / slope, error, measured)
+    line = Link(max(startup, LEAST_STARTUP_S), 1 / slope, error, measured)
+    bends = tuple((size, seconds / line.seconds(size)) for size, seconds in sorted(measured))
+    return replace(line, bends=bends)
 
 
 def _bounded_line(x: np.ndarray, t: np.ndarray, weight: np.ndarray) -> tuple[float, float]:

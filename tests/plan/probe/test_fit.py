@@ -45,6 +45,20 @@ def test_one_late_call_among_exact_ones_does_not_bend_the_line(late):
     assert link.bytes_per_s == pytest.approx(1e9, rel=0.01)
 
 
+def test_sizes_that_no_line_fits_cost_what_they_took():
+    """Calls larger than a cache take three times as long; between sizes there is no jump."""
+    points = [(s, (1e-4 + s / 1e9) * (3 if s == SIZES[-1] else 1)) for s in SIZES]
+    link = fit_link(points)
+    assert link.bytes_per_s == pytest.approx(1e9, rel=0.01)
+    for size, seconds in points:
+        assert link.seconds(size) == pytest.approx(seconds, rel=1e-6)
+    between = np.geomspace(SIZES[-2], SIZES[-1], 9)
+    ratios = [link.seconds(size) / (1e-4 + size / 1e9) for size in between]
+    assert ratios == sorted(ratios)
+    assert link.seconds(4 * SIZES[-1]) == pytest.approx(3 * (1e-4 + 4 * SIZES[-1] / 1e9), rel=0.01)
+    assert link.seconds(1) == pytest.approx(1e-4, rel=0.02)
+
+
 def test_a_line_that_would_start_below_zero_starts_there():
     """Through (1000, 1 us) and (2000, 3 us) it would start at -1 us. From zero the best slope for
     sizes over times of 1 and 2/3 GB/s is their sum over that of their squares."""
