@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,11 @@ from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.fields import fields
 from moejax.config.schema import Config
 from moejax.plan.cluster.file import from_json
-from moejax.plan.cluster.topology import Topology
+from moejax.plan.cluster.topology import Link, Topology
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
 from moejax.plan.price.routing import ExpertLoad, read_expert_load
 from moejax.plan.price.terms import terms
+from moejax.plan.probe.fit import fit_link
 from moejax.plan.report.tables import plan_text
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.search import SearchResult, search
@@ -171,6 +172,19 @@ def measure(
     ]
 
 
+def refitted(topology: Topology) -> Topology:
+    """The cluster with its links fitted by today's code to what was measured of them."""
+
+    def fitted(link: Link) -> Link:
+        return fit_link(link.points) if len(link.points) > 1 else link
+
+    tiers = [
+        replace(tier, links={kind: fitted(link) for kind, link in tier.links.items()})
+        for tier in topology.tiers
+    ]
+    return replace(topology, tiers=tuple(tiers))
+
+
 def reprice(record: dict[str, Any], traces: int | None) -> None:
     """Prices what was measured with today's code, which must choose the plans that it chose then.
 
@@ -179,7 +193,8 @@ def reprice(record: dict[str, Any], traces: int | None) -> None:
     """
     for name, one in record["results"].items():
         setup = Setup(**one["setup"])
-        topology = from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
+        facts = record["clusters"][setup.cluster]["topology"]
+        topology = refitted(from_json(facts, setup.cluster))
         found = plan(setup, topology, traces)
         rows = one["rows"]
         best = found.ranked[0].cfg

@@ -16,6 +16,7 @@ ROUNDS = 20
 # work on the machine does not bend the line.
 ROBUST = 2.0
 STEADY = 0.01  # a residual below this is never an outlier
+BENT = 1.1  # times the line's seconds: the largest calls that take longer are no noise
 LEAST_STARTUP_S = 1e-9
 # Smallest share of the largest call's time that is attributed to its bytes: equal times would
 # otherwise give an infinite rate.
@@ -27,7 +28,7 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
 
     Minimises the sum of (predicted / measured - 1)^2 over startup and 1 / rate, both positive,
     with less weight on outliers. `error` is the median of |predicted / measured - 1|. `bends` says
-    how far each size is off the line.
+    how far the largest sizes are off the line.
 
     Args:
       points: (bytes on the wire of a device, seconds), of at least two sizes.
@@ -44,8 +45,20 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
     error = float(np.median(np.abs((startup + slope * x) / t - 1)))
     measured = tuple((int(size), float(seconds)) for size, seconds in points)
     line = Link(max(startup, LEAST_STARTUP_S), 1 / slope, error, measured)
-    bends = tuple((size, seconds / line.seconds(size)) for size, seconds in sorted(measured))
-    return replace(line, bends=bends)
+    return replace(line, bends=_bends(line))
+
+
+def _bends(line: Link) -> tuple[tuple[int, float], ...]:
+    """Returns how much longer than the line the largest calls take, from where they do.
+
+    Only the largest: a small call that was held up, or one that meets a kernel's buffers, is noise
+    beside the delays of a step, but a step sends more than was measured at the speed of the end.
+    """
+    off = [(size, seconds / line.seconds(size)) for size, seconds in sorted(line.points)]
+    straight = max((place for place, (_, times) in enumerate(off) if times <= BENT), default=-1)
+    if straight in (-1, len(off) - 1):
+        return ()
+    return ((off[straight][0], 1.0), *off[straight + 1 :])
 
 
 def _bounded_line(x: np.ndarray, t: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
