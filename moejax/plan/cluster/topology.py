@@ -34,9 +34,8 @@ class Link:
       bytes_per_s: rate of one device, one way, while all devices of the node send.
       error: median of |predicted / measured - 1| over the fit; 0 if nothing was measured.
       points: the measurements: (bytes a device sends, seconds).
-      bends: (bytes a device sends, time of such a call over the line's), smallest first; the
-        ratio is interpolated between and stays beyond. Calls larger than caches and buffers take
-        longer than any line says that fits small ones too.
+      bends: (bytes a device sends, time of such a call over the line's), smallest first, because
+        calls larger than caches and buffers are slower; interpolated, and kept beyond.
     """
 
     startup_s: float
@@ -46,11 +45,7 @@ class Link:
     bends: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, wire_bytes: float, starts: float = 1.0) -> float:
-        """Returns the time of one call in which each device sends `wire_bytes`.
-
-        Args:
-          starts: times the start-up is charged.
-        """
+        """Returns the time of a call with so many start-ups; each device sends `wire_bytes`."""
         return (starts * self.startup_s + wire_bytes / self.bytes_per_s) * self._bend(wire_bytes)
 
     def _bend(self, wire_bytes: float) -> float:
