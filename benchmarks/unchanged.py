@@ -171,7 +171,7 @@ def plans(folder: Path) -> dict[str, Any]:
     for config, cluster in PLANS:
         out = folder / f"{config}.json"
         words = ["--config", f"configs/{config}.py", "--topology", cluster, "--out", str(out)]
-        run(["moejax.plan", *words, "--free", "mesh,route_chunks", "--seconds", "600"])
+        run(["moejax.plan", *words, "--free", "mesh,route_chunks", "--traces", "100"])
         found[f"{config} on {cluster}"] = json.loads(out.read_text())
     return found
 
@@ -200,7 +200,7 @@ def files(folder: Path) -> dict[str, Any]:
     topology = folder / "topology.json"
     run(["moejax.plan", *probe, "--out", str(topology)])
     words = ["--config", TINY, "--topology", str(topology), "--free", "mesh"]
-    run(["moejax.plan", *words, "--out", str(folder / "plan.json"), "--seconds", "60"])
+    run(["moejax.plan", *words, "--out", str(folder / "plan.json")])
     return {"tokens": _digest_of_file(folder / "tokens.train.bin")}
 
 

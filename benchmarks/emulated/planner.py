@@ -4,12 +4,18 @@ Each cluster is probed before its set-ups. For each set-up the planner searches 
 and a dozen of its plans, good and bad, run in turns beside the default of people who do not plan
 (experts over all devices, flat, no codecs). The planner may take codecs as far as `strong`, whose
 mean held-out loss is inside the band of uncompressed seeds, one seed of three just above it
-(convergence.md); its best plan without any is measured too.
+(convergence.md); its best plan without any is measured too. The odd set-ups have models and numbers
+of devices that no price was made with, and are judged as a group of their own.
 
 Needs root, ip and tc. Writes planner.json and planner.md, and goes on where it was stopped; a
 set-up is measured by one run on one machine, which its record names.
 
     python -m benchmarks.emulated.planner --out benchmarks/results
+    python -m benchmarks.emulated.planner --group odd --plans 8 --rounds 10 --out benchmarks/results
+
+The second takes about 24 minutes, for five set-ups. In two to four, this shows only that all runs:
+
+    python -m benchmarks.emulated.planner --only "top-1, 3 x 1" --quick --plans 4 --out /tmp
 
 When prices have changed, the recorded plans can be priced and judged again without root, in
 minutes; what the planner would now choose must then be what was measured as its choice.
@@ -24,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +38,37 @@ import jax
 
 from benchmarks.emulated.exchange import Case, Variants, run
 from benchmarks.emulated.planner_page import judge, page
-from benchmarks.emulated.setups import EVERY, MODELS, SETUPS, Setup, config_of, config_of_row
+from benchmarks.emulated.setups import GROUPS, SETUPS, Setup, config_of, config_of_row
 from benchmarks.machine import RESULTS, ROOT, stamp
 from moejax.config.checks.planned import pinned
 from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.fields import fields
 from moejax.config.schema import Config
 from moejax.plan.cluster.file import from_json
-from moejax.plan.cluster.topology import Topology
+from moejax.plan.cluster.topology import Link, Topology
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
 from moejax.plan.price.routing import ExpertLoad, read_expert_load
 from moejax.plan.price.terms import terms
+from moejax.plan.probe.fit import fit_link
 from moejax.plan.report.tables import plan_text
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, meshes, plan_of
 
 PLANS = 12  # measured of each set-up, the default beside them
-UNSEEN = 3  # of them at least, meshes that the search did not trace
+UNSEEN = 4  # one of so many, at least, is a mesh that the search did not trace
 CODECS = "strong"  # that may be chosen
 SAME = 0.005  # of a step: less is no difference
 SLOW = 3.0  # over the chosen plan's seconds, by price: such a plan runs in every third round
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def probe(setup: Setup, path: Path) -> tuple[dict[str, Any], float]:
+def probe(setup: Setup, path: Path, *, quick: bool) -> tuple[dict[str, Any], float]:
     """Measures the emulated cluster as a user would; the topology, and seconds of the command."""
     command = [ROOT / "launch/emulate", "--hosts", setup.hosts]
     command += ["--devices-per-host", setup.devices, "--link", f"{setup.rate}mbit", "--"]
     command += [sys.executable, "-m", "moejax.plan", "probe", "--out", path]
+    command += ["--quick"] if quick else []
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT)}
     began = time.perf_counter()
@@ -68,10 +76,19 @@ def probe(setup: Setup, path: Path) -> tuple[dict[str, Any], float]:
     return json.loads(path.read_text()), time.perf_counter() - began
 
 
-def plan(setup: Setup, topology: Topology, seconds: float | None) -> SearchResult:
-    """All that the planner finds in some time."""
+def probed(setup: Setup, record: dict[str, Any], folder: Path, *, quick: bool) -> Topology:
+    """The cluster as the record has it; measured now, if that was on another machine or boot."""
+    known = record["clusters"].get(setup.cluster, {})
+    if known.get("boot") != BOOT:
+        topology, took = probe(setup, folder / "topology.json", quick=quick)
+        record["clusters"][setup.cluster] = {"seconds": took, "topology": topology, "boot": BOOT}
+    return from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
+
+
+def plan(setup: Setup, topology: Topology, traces: int | None) -> SearchResult:
+    """All that the planner finds in a number of traces."""
     limits, load = ask(setup, topology)
-    return search(config_of(setup), topology, limits, load, seconds=seconds, progress=print)
+    return search(config_of(setup), topology, limits, load, traces=traces, progress=print)
 
 
 def ask(setup: Setup, topology: Topology) -> tuple[Limits, ExpertLoad]:
@@ -81,7 +98,7 @@ def ask(setup: Setup, topology: Topology) -> tuple[Limits, ExpertLoad]:
     return limits, read_expert_load("balanced", cfg.moe.num_experts)
 
 
-def chosen(setup: Setup, topology: Topology, found: SearchResult) -> list[PricedPlan]:
+def chosen(setup: Setup, topology: Topology, found: SearchResult, count: int) -> list[PricedPlan]:
     """What is measured: the best by price, others that the search looked at, and some it did not.
 
     Of plans that cost the same by price, one: most are one program under two names.
@@ -90,8 +107,9 @@ def chosen(setup: Setup, topology: Topology, found: SearchResult) -> list[Priced
     for one in found.ranked[1:]:
         if one.seconds > (1 + SAME) * distinct[-1].seconds:
             distinct.append(one)
-    plans = [*distinct[:4], *spread(distinct[4:], PLANS - 4 - UNSEEN)]
-    plans += unseen(setup, topology, found, PLANS - len(plans))
+    first = count // 3
+    plans = [*distinct[:first], *spread(distinct[first:], count - first - count // UNSEEN)]
+    plans += unseen(setup, topology, found, count - len(plans))
     for one in (plain(found), found.baseline):
         if one is not None and all(one.cfg != other.cfg for other in plans):
             plans.append(one)
@@ -123,6 +141,8 @@ def spread(items: list[Any], count: int) -> list[Any]:
     """So many, evenly from the first to the last; all, if there are no more."""
     if len(items) <= count:
         return items
+    if count == 1:
+        return items[:1]
     return [items[round(n * (len(items) - 1) / (count - 1))] for n in range(count)]
 
 
@@ -134,7 +154,7 @@ def measure(
     for number, one in enumerate(plans):
         values = {name: value for name, value in plan_of(one.cfg).items() if _differs(name, value)}
         variants[str(number)] = ("step", values)
-    model = EVERY | MODELS[setup.model] | {"mesh.nodes": setup.hosts, "plan.mode": "hand"}
+    model = setup.settings | {"mesh.nodes": setup.hosts, "plan.mode": "hand"}
     shape = (model["train.batch_sequences"], model["data.sequence_length"])
     seldom = tuple(str(n) for n, one in enumerate(plans) if one.seconds > SLOW * plans[0].seconds)
     case = Case(
@@ -152,7 +172,20 @@ def measure(
     ]
 
 
-def reprice(record: dict[str, Any], seconds: float | None) -> None:
+def refitted(topology: Topology) -> Topology:
+    """The cluster with its links fitted by today's code to what was measured of them."""
+
+    def fitted(link: Link) -> Link:
+        return fit_link(link.points) if len(link.points) > 1 else link
+
+    tiers = [
+        replace(tier, links={kind: fitted(link) for kind, link in tier.links.items()})
+        for tier in topology.tiers
+    ]
+    return replace(topology, tiers=tuple(tiers))
+
+
+def reprice(record: dict[str, Any], traces: int | None) -> None:
     """Prices what was measured with today's code, which must choose the plans that it chose then.
 
     Raises:
@@ -160,8 +193,9 @@ def reprice(record: dict[str, Any], seconds: float | None) -> None:
     """
     for name, one in record["results"].items():
         setup = Setup(**one["setup"])
-        topology = from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
-        found = plan(setup, topology, seconds)
+        facts = record["clusters"][setup.cluster]["topology"]
+        topology = refitted(from_json(facts, setup.cluster))
+        found = plan(setup, topology, traces)
         rows = one["rows"]
         best = found.ranked[0].cfg
         if plan_of(best) != plan_of(config_of_row(setup, rows[0])):
@@ -182,30 +216,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="set-ups whose name starts with this")
+    parser.add_argument("--group", choices=GROUPS, help="set-ups of one group")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seconds", type=float, help="of a search")
+    parser.add_argument("--plans", type=int, default=PLANS, help="measured of each set-up")
+    parser.add_argument("--quick", action="store_true", help="probe quickly, to see that all runs")
+    parser.add_argument("--traces", type=int, help="of a search")
     parser.add_argument("--reprice", action="store_true", help="measure nothing")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     path = args.out / "planner.json"
     record = json.loads(path.read_text()) if path.exists() else {"clusters": {}, "results": {}}
     if args.reprice:
-        reprice(record, args.seconds)
+        reprice(record, args.traces)
         save(record, args.out)
         return
     for setup in (s for s in SETUPS if str(s).startswith(args.only)):
-        if str(setup) in record["results"]:
+        if str(setup) in record["results"] or args.group not in (None, setup.group):
             continue
         print(f"== {setup}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            known = record["clusters"].get(setup.cluster, {})
-            if known.get("boot") != BOOT:  # another machine, or this one on another day
-                topology, took = probe(setup, Path(folder) / "topology.json")
-                known = {"seconds": took, "topology": topology, "boot": BOOT}
-                record["clusters"][setup.cluster] = known
-            topology = from_json(record["clusters"][setup.cluster]["topology"], setup.cluster)
-            found = plan(setup, topology, args.seconds)
-            plans = chosen(setup, topology, found)
+            topology = probed(setup, record, Path(folder), quick=args.quick)
+            save(record, args.out)
+            found = plan(setup, topology, args.traces)
+            plans = chosen(setup, topology, found, args.plans)
             rows = measure(setup, plans, args.rounds, Path(folder))
         for row, one in zip(rows, plans, strict=True):
             for name, other in (("default", found.baseline), ("plain", plain(found))):

@@ -5,7 +5,7 @@ from itertools import combinations
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.emulated.setups import Setup, config_of_row
+from benchmarks.emulated.setups import GROUPS, Setup, config_of_row
 from moejax.plan.cluster.file import from_json
 from moejax.plan.report.tables import plan_text
 
@@ -73,23 +73,37 @@ def page(record: dict[str, Any], intro: str) -> str:
         "scaled. Times are medians over rounds in turns. Kendall: of all pairs of plans, and of "
         "those of which one was faster in more than nine of ten rounds (their share).",
         "",
+    ]
+    for name in GROUPS:
+        lines += group(name, {k: v for k, v in results.items() if _setup(v).group == name})
+    lines += [*by_rate(results), *probes(record["clusters"]), ""]
+    for name, one in results.items():
+        lines += setup_section(name, one)
+    return "\n".join(lines)
+
+
+def group(name: str, results: dict[str, Any]) -> list[str]:
+    """How the plans of one group of set-ups are judged; nothing, if none was measured."""
+    if not results:
+        return []
+    title = {"usual": "Usual shapes", "odd": "Odd shapes: models and devices that no price knew"}
+    lines = [
+        f"{title[name]}:",
+        "",
         "| set-up | plans | regret | Kendall | of pairs apart | left out | raw | "
         "default / chosen | default / best without codecs | search (s) |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, one in results.items():
+    for setup, one in results.items():
         j = one["judged"]
         lines.append(
-            f"| {name} | {j['plans']} | {j['regret']:.1%} | {j['kendall']:.2f} | "
+            f"| {setup} | {j['plans']} | {j['regret']:.1%} | {j['kendall']:.2f} | "
             f"{j['kendall_apart']:.2f} ({j['apart']:.0%}) | "
             f"{j['left_out']:.0%} | {j['raw']:.0%} | {j['default_over_chosen']:.2f} | "
             f"{j['default_over_plain']:.2f} | "
             f"{one['search_seconds']:.0f} |"
         )
-    lines += ["", *summary(results), "", *by_rate(results), *probes(record["clusters"]), ""]
-    for name, one in results.items():
-        lines += setup_section(name, one)
-    return "\n".join(lines)
+    return [*lines, "", *summary(results), ""]
 
 
 def setup_section(name: str, one: dict[str, Any]) -> list[str]:
@@ -115,9 +129,13 @@ def setup_section(name: str, one: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _setup(one: dict[str, Any]) -> Setup:
+    return Setup(**one["setup"])
+
+
 def words(one: dict[str, Any], row: dict[str, Any]) -> str:
     """A plan of a set-up."""
-    return plan_text(config_of_row(Setup(**one["setup"]), row))
+    return plan_text(config_of_row(_setup(one), row))
 
 
 def where(one: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ from moejax.plan.report.tables import plan_text, sentence
 from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, resolve
 
-PATIENCE = 60.0  # seconds that a search may take, where it is not itself what is shown
+PATIENCE = 45  # traces of a search, where it is not itself what is shown
 SKEWS = ("balanced", "zipf:0.4", "zipf:0.8", "zipf:1.2")
 SKEWED = ("h200:2", "a800:2")
 
@@ -160,14 +160,14 @@ def plan(
     settings: dict[str, Any],
     topology: Topology,
     skew: str = "balanced",
-    seconds: float | None = PATIENCE,
+    traces: int | None = PATIENCE,
 ) -> SearchResult:
     """The planner's answer; settings that it may choose are pinned."""
     cfg = change(Config(plan=PlanConfig(mode="auto")), settings)
     device, pins = topology.device.platform, frozenset(set(settings) & set(CHOSEN))
     limits = Limits(topology.devices, topology.nodes, device, pinned=pins)
     load = read_expert_load(skew, cfg.moe.num_experts)
-    return search(cfg, topology, limits, load, seconds=seconds, progress=lambda _: None)
+    return search(cfg, topology, limits, load, traces=traces, progress=lambda _: None)
 
 
 def with_codecs(one: PricedPlan, preset: str, topology: Topology) -> PricedPlan | None:
@@ -243,7 +243,7 @@ def for_every_cluster() -> list[dict[str, Any]]:
             found = plan(
                 OLMOE | {"train.batch_sequences": batch},
                 fitting,
-                seconds=None,
+                traces=None,
             )
             best = found.ranked[0]
             row |= {

@@ -214,9 +214,16 @@ class PlanConfig:
     codecs: str = setting(
         "none", "the preset whose codecs may be chosen", choices=("none", "hybrid", "strong")
     )
+    traces: int | None = setting(
+        None,
+        "traces after which the search ends; none: 10 (CPU: 16), or 45 (CPU: 90) for more than 64 "
+        "devices",
+        at_least=2,
+    )
     seconds: float | None = setting(
         None,
-        "time limit of the search in seconds; none: 10, or 60 for more than 64 devices",
+        "time cap of the search in seconds, told where it is reached; none: 120, or 600 for more "
+        "than 64 devices",
         above=0,
     )
     replan: bool = setting(

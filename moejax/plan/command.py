@@ -59,7 +59,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--fewer", action="store_true", help="also plan for half the nodes, a quarter, and so on"
     )
-    command.add_argument("--seconds", type=float, help="time limit of the search")
+    command.add_argument("--traces", type=int, help="traces after which the search ends")
+    command.add_argument(
+        "--seconds", type=float, help="time cap of the search; told where it ends it"
+    )
     command.add_argument("--top", type=int, default=8, help="plans to show (default 8)")
     command.add_argument("--out", metavar="FILE.json", type=Path, help="write the best plan")
     command.add_argument("--report", metavar="FILE.html", type=Path, help="write a page about it")
@@ -108,6 +111,11 @@ def _check_flags(args: argparse.Namespace) -> None:
             f"--seconds is {args.seconds:g}. It must be a time above 0. Correct it, or leave it "
             "out."
         )
+    if args.traces is not None and args.traces < 2:
+        raise InputError(
+            f"--traces is {args.traces}. It must be at least 2, because the default is traced too. "
+            "Correct it, or leave it out."
+        )
     if args.top < 1:
         raise InputError(f"--top is {args.top}. It must be at least 1. Correct it.")
     for flag in ("out", "report"):
@@ -117,7 +125,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
     """Returns the config with the flags applied and the freed settings at their defaults."""
-    flags = {name: getattr(args, name) for name in ("routing", "codecs", "seconds")}
+    flags = {name: getattr(args, name) for name in ("routing", "codecs", "traces", "seconds")}
     wishes = {f"plan.{name}": value for name, value in flags.items() if value is not None}
     freed = {}
     for name in filter(None, args.free.split(",")):
@@ -153,7 +161,15 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
             def progress(text: str) -> None:
                 status.update(f"planning for {cluster.devices} devices: {text}")
 
-            return search(cfg, cluster, limits, load, seconds=cfg.plan.seconds, progress=progress)
+            return search(
+                cfg,
+                cluster,
+                limits,
+                load,
+                traces=cfg.plan.traces,
+                seconds=cfg.plan.seconds,
+                progress=progress,
+            )
 
     result = find(topology)
     console.print(

@@ -52,6 +52,8 @@ class RunPlan:
         if runner_up is not None:
             cfg = change(self.cfg, runner_up["settings"])
             rows.append(("runner-up", f"{plan_text(cfg)}: {runner_up['seconds'] * 1e3:,.1f} ms"))
+        if self.plan.cut is not None:
+            rows.append(("search", self.plan.cut))
         return rows
 
 
@@ -146,7 +148,15 @@ def _search(cfg: Config, topology: Topology, limits: Limits, console: Console) -
         def progress(text: str) -> None:
             status.update(f"planning: {text}")
 
-        result = search(cfg, topology, limits, load, seconds=cfg.plan.seconds, progress=progress)
+        result = search(
+            cfg,
+            topology,
+            limits,
+            load,
+            traces=cfg.plan.traces,
+            seconds=cfg.plan.seconds,
+            progress=progress,
+        )
     return plan_from(result, topology, cfg.plan.routing)
 
 

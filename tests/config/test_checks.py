@@ -250,6 +250,7 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
                 ("plan.topology", "h200:2"),
                 ("plan.routing", "zipf:1"),
                 ("plan.codecs", "hybrid"),
+                ("plan.traces", 3),
                 ("plan.seconds", 3),
                 ("plan.replan", True),
             ]

@@ -125,6 +125,7 @@ FIELD_NAMES = [
     "plan.routing",
     "plan.seconds",
     "plan.topology",
+    "plan.traces",
     "route",
     "route_chunks",
     "route_chunks_backward",

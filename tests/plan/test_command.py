@@ -7,7 +7,7 @@ from moejax.plan.command import main
 from moejax.plan.search.file import load_plan
 from tests.plan.clusters import GIB, cluster
 
-COMMON = ["--config", "configs/tiny.py", "--seconds", "1"]
+COMMON = ["--config", "configs/tiny.py", "--traces", "3"]
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ COMMON = ["--config", "configs/tiny.py", "--seconds", "1"]
         ([*COMMON, "--topology", "h200", "--seconds", "inf"], "--seconds is inf"),
         ([*COMMON, "--topology", "h200", "--seconds", "0"], "--seconds is 0"),
         ([*COMMON, "--topology", "h200", "--seconds", "-5"], "--seconds is -5"),
+        ([*COMMON, "--topology", "h200", "--traces", "1"], "--traces is 1"),
         ([*COMMON, "--topology", "h200", "--top", "0"], "--top is 0"),
         ([*COMMON, "--topology", "h200", "--out", "/proc/none/plan.json"], "cannot be written"),
         ([*COMMON, "--topology", "h200", "--report", "/proc/plan.html"], "cannot be written"),

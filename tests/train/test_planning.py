@@ -26,7 +26,7 @@ QUIET = Console(quiet=True)
 @pytest.fixture
 def cfg(tmp_path):
     write_topology(cluster(), tmp_path / "topology.json")
-    plan = PlanConfig(mode="auto", topology=str(tmp_path / "topology.json"), seconds=1e-3)
+    plan = PlanConfig(mode="auto", topology=str(tmp_path / "topology.json"), traces=2)
     # With a capacity a step has one branch, and is traced in half the time.
     shapes = {"vocab_size": 264, "mlp_hidden": 384}
     cfg = small_config(model=shapes, moe={"capacity_factor": 1.25})

@@ -10,6 +10,9 @@ from moejax.config.schema import Config
 from moejax.errors import InputError
 
 ROUTE_SETTINGS = ("route", "route_chunks", "route_chunks_backward", "route_trim")
+PLANNER_SETTINGS = tuple(
+    f"plan.{name}" for name in ("topology", "routing", "codecs", "traces", "seconds", "replan")
+)
 
 # A rule: settings (a name or a prefix), whether `cfg` uses them, and the reason if not.
 _Effect = tuple[tuple[str, ...], Callable[[Config], bool], str]
@@ -179,7 +182,7 @@ def _training_effects() -> Iterator[_Effect]:
         "`train.sample_tokens` is 0",
     )
     yield (
-        ("plan.topology", "plan.routing", "plan.codecs", "plan.seconds", "plan.replan"),
+        PLANNER_SETTINGS,
         is_planned,
         "the planner is off (`plan` is hand, or default with a choice made by hand)",
     )

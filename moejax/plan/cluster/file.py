@@ -215,7 +215,7 @@ def _tier(part: JsonObject) -> Tier:
 
 
 def _link(part: JsonObject) -> Link:
-    part.keys(Link, optional=("error", "points"))
+    part.keys(Link, optional=("error", "points", "bends"))
     rate = part.rate("bytes_per_s")
     if rate > FASTEST:
         where, rule = f"`{part.at('bytes_per_s')}` is too fast", f"below {FASTEST:g} bytes a second"
@@ -225,6 +225,7 @@ def _link(part: JsonObject) -> Link:
         bytes_per_s=rate,
         error=part.share("error", 1e6) if "error" in part.facts else 0.0,
         points=part.curve("points") if "points" in part.facts else (),
+        bends=part.curve("bends") if "bends" in part.facts else (),
     )
 
 

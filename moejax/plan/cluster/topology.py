@@ -34,16 +34,28 @@ class Link:
       bytes_per_s: rate of one device, one way, while all devices of the node send.
       error: median of |predicted / measured - 1| over the fit; 0 if nothing was measured.
       points: the measurements: (bytes a device sends, seconds).
+      bends: (bytes a device sends, time of such a call over the line's), smallest first, because
+        calls larger than caches and buffers are slower; interpolated, and kept beyond.
     """
 
     startup_s: float
     bytes_per_s: float
     error: float = 0.0
     points: tuple[tuple[int, float], ...] = ()
+    bends: tuple[tuple[int, float], ...] = ()
 
-    def seconds(self, wire_bytes: float) -> float:
-        """Returns the time of one call in which each device sends `wire_bytes`."""
-        return self.startup_s + wire_bytes / self.bytes_per_s
+    def seconds(self, wire_bytes: float, starts: float = 1.0) -> float:
+        """Returns the time of a call with so many start-ups; each device sends `wire_bytes`."""
+        return (starts * self.startup_s + wire_bytes / self.bytes_per_s) * self._bend(wire_bytes)
+
+    def _bend(self, wire_bytes: float) -> float:
+        """Returns the ratio of a call's time to the line's, linear in the logarithm of bytes."""
+        index = bisect.bisect_right(self.bends, wire_bytes, key=operator.itemgetter(0))
+        if index in (0, len(self.bends)):
+            return self.bends[max(0, index - 1)][1] if self.bends else 1.0
+        (low, before), (high, after) = self.bends[index - 1 : index + 1]
+        fraction = math.log(wire_bytes / low) / math.log(high / low)
+        return before + (after - before) * fraction
 
 
 @dataclass(frozen=True)
@@ -237,8 +249,7 @@ class Topology:
             link = tier.links[LINKS.get(kind, kind)]
             steps = math.prod(group) - 1 if ring else number
             starts = max(1.0, steps / max(1, tier.size - 1))
-            cost = starts * link.startup_s + wire_bytes / link.bytes_per_s
-            result.append(cost if number else 0.0)
+            result.append(link.seconds(wire_bytes, starts) if number else 0.0)
         return tuple(result)
 
     def crossover(self) -> tuple[Crossover, ...]:

@@ -1,5 +1,8 @@
 """Traces and prices one plan: its step's program, time and memory."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -81,6 +84,17 @@ class PricedPlan:
     def main(self) -> SimulatedStep:
         """The simulated step of the most common kind of layer."""
         return max(self.parts, key=lambda part: part[0])[1]
+
+
+@contextmanager
+def frozen_garbage() -> Iterator[None]:
+    """Keeps the garbage collector from scanning older objects again and again during traces."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def trace_config(cfg: Config, platform: str) -> TracedStep:

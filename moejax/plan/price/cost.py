@@ -104,16 +104,21 @@ class Costs:
         times = zip(self.topology.tiers, seconds, shares, strict=True)
         return [(tier, cost, size) for tier, cost, size in times if cost > 0]
 
-    def left(self, tier: Tier, seconds: float, computed: float) -> float:
+    def left(self, tier: Tier, seconds: float, computed: float, *, behind: bool = False) -> float:
         """Returns the seconds that a device waits for a collective after `computed` seconds.
 
         Devices that share cores compute in turn, so the first one sends while the others still
         compute. A device therefore waits for less than the whole collective.
+
+        Args:
+          behind: whether the collective follows another with no compute between, as scales follow
+            the rows that they belong to: the devices have just met, and it starts at once.
         """
+        delay = 0.0 if behind else tier.sync_delay_s
         if tier is self.topology.tiers[0]:
-            return tier.sync_delay_s + seconds
+            return delay + seconds
         sharers = max(1.0, self.device.oversubscription)
-        return tier.sync_delay_s + max(seconds / sharers, seconds - (1 - 1 / sharers) * computed)
+        return delay + max(seconds / sharers, seconds - (1 - 1 / sharers) * computed)
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
         """Returns a collective's group: devices inside a node, then units of each tier above."""
@@ -209,8 +214,9 @@ class _TaskBuilder:
             after = tuple(sorted({*after, *self.sending}))
         own: tuple[int, ...] = ()
         name = collective.traffic or op.scope
+        behind = bool(self.sending) and self.computed == 0.0
         for tier, seconds, size in self.costs.links(collective):
-            waited = self.costs.left(tier, seconds, self.computed)
+            waited = self.costs.left(tier, seconds, self.computed, behind=behind)
             task = Task(name, tier.name, waited, after, compute_share=tier.compute_share)
             own += self._add(op, size, task)
             self.totals.sent[tier.name, name] += seconds

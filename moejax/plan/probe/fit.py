@@ -4,6 +4,7 @@ NumPy and SciPy only.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import lsq_linear
@@ -15,6 +16,7 @@ ROUNDS = 20
 # work on the machine does not bend the line.
 ROBUST = 2.0
 STEADY = 0.01  # a residual below this is never an outlier
+BENT = 1.1  # times the line's seconds: the largest calls that take longer are no noise
 LEAST_STARTUP_S = 1e-9
 # Smallest share of the largest call's time that is attributed to its bytes: equal times would
 # otherwise give an infinite rate.
@@ -25,7 +27,8 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
     """Returns the link that fits the measured times best, by relative error.
 
     Minimises the sum of (predicted / measured - 1)^2 over startup and 1 / rate, both positive,
-    with less weight on outliers. `error` is the median of |predicted / measured - 1|.
+    with less weight on outliers. `error` is the median of |predicted / measured - 1|. `bends` says
+    how far the largest sizes are off the line.
 
     Args:
       points: (bytes on the wire of a device, seconds), of at least two sizes.
@@ -41,7 +44,21 @@ def fit_link(points: Sequence[tuple[int, float]]) -> Link:
         weight = np.minimum(1, usual / np.maximum(residual, 1e-12))
     error = float(np.median(np.abs((startup + slope * x) / t - 1)))
     measured = tuple((int(size), float(seconds)) for size, seconds in points)
-    return Link(max(startup, LEAST_STARTUP_S), 1 / slope, error, measured)
+    line = Link(max(startup, LEAST_STARTUP_S), 1 / slope, error, measured)
+    return replace(line, bends=_bends(line))
+
+
+def _bends(line: Link) -> tuple[tuple[int, float], ...]:
+    """Returns how much longer than the line the largest calls take, from where they do.
+
+    Only the largest: a small call that was held up, or one that meets a kernel's buffers, is noise
+    beside the delays of a step, but a step sends more than was measured at the speed of the end.
+    """
+    off = [(size, seconds / line.seconds(size)) for size, seconds in sorted(line.points)]
+    straight = max((place for place, (_, times) in enumerate(off) if times <= BENT), default=-1)
+    if straight in (-1, len(off) - 1):
+        return ()
+    return ((off[straight][0], 1.0), *off[straight + 1 :])
 
 
 def _bounded_line(x: np.ndarray, t: np.ndarray, weight: np.ndarray) -> tuple[float, float]:

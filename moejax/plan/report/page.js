@@ -410,9 +410,10 @@ function plans() {
     body.append(...rows.flatMap((one) => one.nodes));
   }
   mark();
-  const { meshes, traced, too_large: large, seconds } = data.search;
+  const { meshes, traced, too_large: large, seconds, cut } = data.search;
   section("The plans it was chosen from", `${meshes.toLocaleString("en")} ways to spread the model were estimated, ` +
-    `${traced} programs traced and priced, ${large} of them too large, in ${round(seconds)} s. Press a heading to sort, a plan to ` +
+    `${traced} programs traced and priced, ${large} of them too large, in ${round(seconds)} s. ` +
+    `${cut ? `Note: ${cut}. ` : ""}Press a heading to sort, a plan to ` +
     "open it. The default is what people take who do not plan: experts over all devices, one exchange, no codecs.",
     el("table", { class: "plans" }, el("thead", {}, el("tr", {}, headers)), body));
 }

@@ -74,7 +74,8 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
         },
         "routing": {"name": load.name, "skew": load.skew},
         "search": {
-            name: getattr(result, name) for name in ("meshes", "traced", "too_large", "seconds")
+            name: getattr(result, name)
+            for name in ("meshes", "traced", "too_large", "seconds", "cut")
         },
         "plans": [_plan(plan, names[id(plan)], topology, changes.get(id(plan))) for plan in order],
         "timelines": [{"plan": names[id(plan)], **_timeline(plan)} for plan in drawn],

@@ -77,6 +77,8 @@ def print_ranked(
         "device, ms per step. default: experts over all devices, flat exchange, no codecs.",
         highlight=False,
     )
+    if result.cut is not None:
+        console.print(f"note: {result.cut}", highlight=False, soft_wrap=True)
 
 
 def plan_text(cfg: Config) -> str:

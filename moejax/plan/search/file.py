@@ -16,6 +16,7 @@ from moejax.plan.search.space import SETTINGS, plan_of
 
 VERSION = 1
 KEYS = {"topology", "devices", "nodes", "routing", "settings", "predicted", "runner_up"}
+LATER = {"cut"}  # fields that older files lack
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Plan:
       settings: values by dotted name.
       predicted: seconds of a step, its terms, bytes of a device, tokens a second.
       runner_up: the same for the second best plan; None if there was none.
+      cut: one line about the time cap if it ended the search; None: another search finds the same.
     """
 
     topology: str
@@ -37,6 +39,7 @@ class Plan:
     settings: dict[str, Any]
     predicted: dict[str, Any]
     runner_up: dict[str, Any] | None = None
+    cut: str | None = None
 
     def apply(self, cfg: Config) -> Config:
         """Returns the config with the plan's settings."""
@@ -54,6 +57,7 @@ def plan_from(result: SearchResult, topology: Topology, routing: str) -> Plan:
         settings=plan_of(best.cfg),
         predicted=to_json(best),
         runner_up=to_json(others[0]) | {"settings": plan_of(others[0].cfg)} if others else None,
+        cut=result.cut,
     )
 
 
@@ -77,7 +81,7 @@ def load_plan(path: Path) -> Plan:
             "Check the path."
         ) from error
     version = data.pop("version", None) if isinstance(data, dict) else None
-    if version != VERSION or set(data) != KEYS:
+    if version != VERSION or set(data) - LATER != KEYS:
         raise InputError(
             f"plan {path} is not one. Its version is {version}, this moejax reads {VERSION}. "
             "Make it again with moejax plan --out."
@@ -98,6 +102,8 @@ def _check_plan(path: Path, data: dict[str, Any]) -> None:
     for name in ("topology", "routing"):
         if not isinstance(data[name], str):
             raise InputError(_damaged(path, name, data[name], "a text"))
+    if not isinstance(data.get("cut"), str | None):
+        raise InputError(_damaged(path, "cut", data["cut"], "a text or null"))
     _check_settings(path, data["settings"])
     _check_seconds(path, "predicted", data["predicted"])
     if data["runner_up"] is not None:

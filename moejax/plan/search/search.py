@@ -1,14 +1,13 @@
 """Finds the plan: estimates every mesh, traces and prices the promising ones, ranks them.
 
 A plan that needs more memory than a device has is never chosen. It is first made lighter with more
-recomputation and more micro-batches.
+recomputation and more micro-batches. The search ends after a number of traces, so that the same
+question gets the same answer however fast the machine is; only the time cap depends on it.
 """
 
-import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -18,19 +17,18 @@ from moejax.config.fields import get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.plan.cluster.topology import Topology
-from moejax.plan.price.candidate import PricedPlan, price, trace_config
+from moejax.plan.price.candidate import PricedPlan, frozen_garbage, price, trace_config
 from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.search import space
+from moejax.plan.search.budget import Budget, default_budget
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.space import Limits
 
 MEMORY_SHARE = 0.95  # share of a device's memory that a plan may use; the rest is for fragmentation
 ROUGH = 1.3  # times that budget: a plan estimated above it is made lighter before it is traced
 FIRST = 4  # meshes traced before the best of them is refined
-OTHERS = 12  # meshes then traced with the best plan's settings
+OTHERS = 6  # meshes then traced with the best plan's settings, before chunks and again after
 SAME = 0.002  # relative difference below which two steps count as equal
-# Default seconds of a search, by number of devices.
-SECONDS, MANY_SECONDS, MANY = 10.0, 60.0, 64
 
 
 @dataclass
@@ -45,6 +43,7 @@ class SearchResult:
       too_large: number of traced plans that need too much memory.
       memory_budget: bytes of a device that a plan may use.
       seconds: time of the search.
+      cut: one line about the time cap if it ended the search; None: another search finds the same.
     """
 
     ranked: list[PricedPlan]
@@ -54,36 +53,21 @@ class SearchResult:
     too_large: int
     memory_budget: float
     seconds: float
-
-
-@contextmanager
-def _frozen_garbage() -> Iterator[None]:
-    """Keeps the garbage collector from scanning older objects again and again during traces."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    cut: str | None = None
 
 
 @dataclass
 class _Search:
-    """One search: the traced plans and the time limit."""
+    """One search: the plans traced so far, and what may still be traced."""
 
     cfg: Config
     topology: Topology
     limits: Limits
     load: ExpertLoad
-    seconds: float
+    budget: Budget
     progress: Callable[[str], None]
     priced: dict[Config, PricedPlan] = field(default_factory=dict)
     too_large: int = 0
-    slowest: float = 0.0  # seconds of the slowest plan so far
-
-    def __post_init__(self) -> None:
-        self.began = time.perf_counter()
-        self.ends = self.began + self.seconds
 
     @property
     def memory_budget(self) -> float:
@@ -91,10 +75,10 @@ class _Search:
         return MEMORY_SHARE * self.topology.device.memory_bytes
 
     @property
-    def late(self) -> bool:
-        """Whether another plan could exceed the time limit. Two plans are always priced."""
+    def spent(self) -> bool:
+        """Whether nothing more may be traced. Two plans are always priced."""
         enough = len(self.priced) >= 2 and any(self._fits(plan) for plan in self.priced.values())
-        return enough and time.perf_counter() + 2 * self.slowest > self.ends
+        return enough and self.budget.spent
 
     def run(self) -> SearchResult:
         """Runs the search.
@@ -105,7 +89,7 @@ class _Search:
         meshes = list(space.meshes(self.cfg, self.limits))
         estimates = sorted((Estimate(cfg, self.topology) for cfg in meshes), key=Estimate.seconds)
         self.progress(f"{len(estimates):,} meshes estimated")
-        with _frozen_garbage():
+        with frozen_garbage():
             baseline = self._choose(estimates)
         ranked = self._ranked()
         if not ranked:
@@ -114,35 +98,36 @@ class _Search:
             ranked=ranked,
             baseline=baseline,
             meshes=len(estimates),
-            traced=len(self.priced),
+            traced=self.budget.traced,
             too_large=self.too_large,
             memory_budget=self.memory_budget,
-            seconds=time.perf_counter() - self.began,
+            seconds=self.budget.elapsed,
+            cut=self.budget.cut_text(),
         )
 
     def _choose(self, estimates: list[Estimate]) -> PricedPlan | None:
-        """Prices plans, likely ones first, until time is up. Returns the baseline's.
+        """Prices plans, likely ones first, until the budget is spent. Returns the baseline's.
 
         Refines the best of the first meshes, then tries other meshes with its routes and codecs,
-        because most of what is best for one mesh is best for others.
+        because most of what is best for one mesh is best for others. Chunks come after the first
+        of these, because programs with chunks take several times as long to trace.
         """
         baseline = self._baseline()
         promising = self._promising(estimates)
         self._try_all(islice(promising, FIRST))
         if not self._ranked():
             self._try_all(self._smallest(estimates))
-        for start in self._ranked()[:1]:
-            self._refine(start)
-        self._try_all(self._as_best(cfg) for cfg in islice(promising, OTHERS))
-        for start in self._ranked()[:1]:
-            self._refine(start)
+        for parts in ("exchange", "all", "all"):
+            for start in self._ranked()[:1]:
+                self._refine(start, chunks=parts == "all")
+            self._try_all(self._as_best(cfg) for cfg in islice(promising, OTHERS))
         return baseline
 
     def _try_all(self, configs: Iterable[Config]) -> None:
         for cfg in configs:
-            self._try(cfg)
-            if self.late:
+            if self.spent:
                 return
+            self._try(cfg)
 
     def _ranked(self) -> list[PricedPlan]:
         fitting = [plan for plan in self.priced.values() if self._fits(plan)]
@@ -213,7 +198,7 @@ class _Search:
                 return plan
             self.too_large += 1
             lighter = self._lighter(plan.cfg, plan)
-            if lighter is None or self.late:
+            if lighter is None or self.spent:
                 return None
             plan = self._price(lighter)
         return None
@@ -223,20 +208,26 @@ class _Search:
             return None
         began = time.perf_counter()
         plan = price(trace_config(cfg, self.limits.platform), self.topology, self.load)
-        self.slowest = max(self.slowest, time.perf_counter() - began)
+        self.budget.count(time.perf_counter() - began)
         self.priced[cfg] = plan
-        self.progress(f"{len(self.priced)} plans traced, best so far {self._best()}")
+        self.progress(f"{self.budget.traced} plans traced, best so far {self._best()}")
         return plan
 
     def _best(self) -> str:
         ranked = self._ranked()
         return f"{ranked[0].seconds:.4g} s a step" if ranked else "none fits"
 
-    def _refine(self, start: PricedPlan) -> None:
-        """Changes one part at a time and keeps faster plans."""
+    def _refine(self, start: PricedPlan, *, chunks: bool) -> None:
+        """Changes one part at a time and keeps faster plans.
+
+        Args:
+          chunks: whether to try what comes after codecs and routes too.
+        """
         best = start
         for neighbours in (self._heavier, self._coded, self._routes):
             best = self._best_of(best, neighbours(best.cfg))
+        if not chunks:
+            return
         while (better := self._best_of(best, space.more_chunks(best.cfg, self.limits))) is not best:
             best = better
         for neighbours in (self._fewer_codecs, self._pieces):
@@ -245,7 +236,7 @@ class _Search:
     def _best_of(self, best: PricedPlan, configs: Iterable[Config]) -> PricedPlan:
         """Returns the fastest of the best plan and the candidates."""
         for cfg in configs:
-            if self.late:
+            if self.spent:
                 break
             plan = self._price(cfg)
             faster = plan is not None and plan.seconds < (1 - SAME) * best.seconds
@@ -330,6 +321,7 @@ def search(
     limits: Limits,
     load: ExpertLoad,
     *,
+    traces: int | None = None,
     seconds: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> SearchResult:
@@ -337,7 +329,8 @@ def search(
 
     Args:
       cfg: the model; what is pinned keeps its settings.
-      seconds: time limit; None: the default for the number of devices.
+      traces: number of traces; None: the default for the number of devices.
+      seconds: time cap, for machines so slow that the traces are not reached; None: the default.
       progress: called with a text before each plan.
 
     Raises:
@@ -345,6 +338,5 @@ def search(
     """
     if cfg.compression.preset != "none" or limits.nodes == 1:
         limits = replace(limits, codecs="none")
-    if seconds is None:
-        seconds = SECONDS if limits.devices <= MANY else MANY_SECONDS
-    return _Search(cfg, topology, limits, load, seconds, progress).run()
+    budget = default_budget(limits.devices, limits.platform, traces, seconds)
+    return _Search(cfg, topology, limits, load, budget, progress).run()

@@ -36,7 +36,10 @@ FULL = replace(
         Tier(
             "host",
             4,
-            {kind: Link(n * 1e-4, n * 1e9, 0.01, ((64, 0.1),)) for n, kind in enumerate(KINDS, 1)},
+            {
+                kind: Link(n * 1e-4, n * 1e9, 0.01, ((64, 0.1),), ((64, 1.5),))
+                for n, kind in enumerate(KINDS, 1)
+            },
             1.5,
             0.9,
         ),

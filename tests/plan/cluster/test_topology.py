@@ -46,6 +46,17 @@ THREE = cluster(
 )
 
 
+def test_a_bent_link_keeps_its_bends_when_its_rate_changes():
+    link = Link(1e-3, 1e8, bends=((1000, 1.0), (100_000, 4.0)))
+    assert link.seconds(10) == pytest.approx(1e-3 + 1e-7)
+    assert link.seconds(10_000) == pytest.approx(2.5 * (1e-3 + 1e-4))  # half-way in logarithms
+    assert link.seconds(10**6) == pytest.approx(4 * (1e-3 + 1e-2))
+    faster = replace(link, bytes_per_s=2e8)
+    assert faster.seconds(10**6) == pytest.approx(4 * (1e-3 + 5e-3))
+    bent = cluster(tier("host", 4, 1e-4, 1e9), Tier("network", 2, same_links(link)))
+    assert bent.seconds("all_to_all", 2 * 10**6, 1, 2)[1] == pytest.approx(4 * (1e-3 + 1e-2))
+
+
 def test_counts_devices_and_nodes():
     assert (TWO.devices, TWO.nodes, TWO.sizes) == (8, 2, (4, 2))
     assert (THREE.devices, THREE.nodes) == (24, 6)

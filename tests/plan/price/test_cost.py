@@ -97,7 +97,19 @@ def test_devices_that_take_turns_send_while_others_compute(size):
     assert met == pytest.approx(computing + sending, abs=1e-4)
 
 
-def test_a_collective_starts_as_late_as_its_tier_says():
+def test_a_collective_starts_as_late_as_its_tier_says_unless_it_is_right_behind_another():
+    def more(axis, *flops):
+        """Seconds that delays add to as many collectives, each after so much compute."""
+        ops = []
+        for work in flops:
+            if work:
+                before_it = (len(ops) - 1,) if ops else ()
+                cost = {"flops": work, "dtype": "float32", "after": before_it}
+                ops.append(Op("product", scope="experts", **cost))
+            ops.append(dataclasses.replace(all_to_all(8_000, (axis,)), after=(len(ops) - 1,)))
+        schedule = Schedule(tuple(ops), ())
+        return simulate_step(schedule, after).seconds - simulate_step(schedule, before).seconds
+
     before = costs()
     tiers = [
         dataclasses.replace(t, sync_delay_s=s)
@@ -107,9 +119,9 @@ def test_a_collective_starts_as_late_as_its_tier_says():
         dataclasses.replace(before.topology, tiers=tuple(tiers)), before.layout, before.fill
     )
     for axis, sync_delay_s in (("expert_fast", 1.0), ("expert_slow", 2.0)):
-        schedule = Schedule((all_to_all(8_000_000, (axis,)),), ())
-        more = simulate_step(schedule, after).seconds - simulate_step(schedule, before).seconds
-        assert more == pytest.approx(sync_delay_s)
+        assert more(axis, 1e6) == pytest.approx(sync_delay_s)
+        assert more(axis, 1e6, 1e6) == pytest.approx(2 * sync_delay_s)
+        assert more(axis, 1e6, 0) == pytest.approx(sync_delay_s)
 
 
 def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time():

@@ -45,6 +45,25 @@ def test_one_late_call_among_exact_ones_does_not_bend_the_line(late):
     assert link.bytes_per_s == pytest.approx(1e9, rel=0.01)
 
 
+def test_the_largest_sizes_cost_what_they_took_where_no_line_fits_them():
+    """Calls larger than a cache take three times as long; between sizes there is no jump."""
+    points = [(s, (1e-4 + s / 1e9) * (3 if s == SIZES[-1] else 1)) for s in SIZES]
+    link = fit_link(points)
+    assert link.bytes_per_s == pytest.approx(1e9, rel=0.01)
+    for size, seconds in points:
+        assert link.seconds(size) == pytest.approx(seconds, rel=0.01)
+    between = np.geomspace(SIZES[-2], SIZES[-1], 9)
+    ratios = [link.seconds(size) / (1e-4 + size / 1e9) for size in between]
+    assert ratios == sorted(ratios)
+    assert link.seconds(4 * SIZES[-1]) == pytest.approx(3 * (1e-4 + 4 * SIZES[-1] / 1e9), rel=0.01)
+
+
+@pytest.mark.parametrize("late", range(len(SIZES) - 1))
+def test_one_late_call_that_is_not_the_largest_bends_nothing(late):
+    exact = [(size, 1e-4 + size / 1e9) for size in SIZES]
+    assert fit_link([(s, 3 * t if n == late else t) for n, (s, t) in enumerate(exact)]).bends == ()
+
+
 def test_a_line_that_would_start_below_zero_starts_there():
     """Through (1000, 1 us) and (2000, 3 us) it would start at -1 us. From zero the best slope for
     sizes over times of 1 and 2/3 GB/s is their sum over that of their squares."""

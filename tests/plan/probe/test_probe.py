@@ -154,9 +154,13 @@ def test_how_late_a_collective_starts_is_what_computations_of_both_lengths_share
 def test_devices_that_share_cores_take_longer_together(monkeypatch):
     watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(1, 4))
     assert 1 <= probe_links.probe_oversubscription(watch) <= 4
-    times = iter((6.0, 2.0))
-    monkeypatch.setattr(Stopwatch, "seconds", lambda *_, **__: next(times))
+    # The meeting takes 5 s, the shorter work 2 s alone and 6 s together, once held up.
+    rounds = [[7.0, 9.0, 11.0, 17.0], [7.0, 9.0, 11.0, 17.0], [7.0, 9.0, 11.0, 40.0]]
+    monkeypatch.setattr(Stopwatch, "in_turns", lambda *_: rounds)
     assert probe_links.probe_oversubscription(watch) == 3
+    # Work that is lost in noise: as many as there are.
+    monkeypatch.setattr(Stopwatch, "in_turns", lambda *_: [[7.0, 7.0, 11.0, 17.0]])
+    assert probe_links.probe_oversubscription(watch) == 4
     alone = Stopwatch(Processes(), np.array(jax.devices()[:2]).reshape(2, 1))
     assert probe_links.probe_oversubscription(alone) == 1
 

@@ -17,6 +17,7 @@ from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.terms import terms, why
 from moejax.plan.report.tables import print_ranked, print_why, rest_text
+from moejax.plan.search.budget import Budget
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.file import load_plan, plan_from, save_plan
 from moejax.plan.search.search import _Search, search, space
@@ -39,11 +40,11 @@ def limits(cfg, topology, **changes):
     return dataclasses.replace(base, **changes)
 
 
-def found_for(cfg, topology, *free, seconds=1000.0, **changes):
+def found_for(cfg, topology, *free, traces=1000, **changes):
     """A search that may choose only what is named, so that it is short and always whole."""
     how = read_expert_load("balanced", cfg.moe.num_experts)
     bound = limits(cfg, topology, pinned=frozenset(CHOSEN) - set(free), **changes)
-    return search(cfg, topology, bound, how, seconds=seconds)
+    return search(cfg, topology, bound, how, traces=traces, seconds=1e6)
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +91,11 @@ def test_codecs_are_taken_only_where_they_are_allowed():
 
 
 @pytest.mark.exhaustive
-def test_a_short_search_comes_to_codecs(monkeypatch):
+def test_a_short_search_comes_to_codecs():
     """Before most meshes and routes: where links are slow they are worth more."""
-    monkeypatch.setattr(_Search, "late", property(lambda self: len(self.priced) >= 7))
     free = (*space.MESH, *space.EXCHANGE, *CODECS)
-    found = found_for(model(), cluster(slow=1e5), *free, codecs="strong")
-    assert found.traced <= 8
+    found = found_for(model(), cluster(slow=1e5), *free, traces=7, codecs="strong")
+    assert found.traced == 7
     assert found.ranked[0].cfg.compression != CompressionConfig()
 
 
@@ -181,7 +181,7 @@ def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
     cfg, there = model(moe={"expert_hidden": 2048}), cluster(memory=20_000_000)
     how = dataclasses.replace(limits(cfg, there), pinned=frozenset())
     meshes = [Estimate(mesh, there) for mesh in space.meshes(cfg, how)]
-    searching = _Search(cfg, there, how, read_expert_load("balanced", 8), 1000.0, print)
+    searching = _Search(cfg, there, how, read_expert_load("balanced", 8), Budget(1000, 1e6), print)
     tried = [Estimate(mesh, there) for mesh in searching._promising(meshes)]
     assert any(one.cfg.train.micro_batches > 1 or one.cfg.model.remat != "none" for one in tried)
     assert [one.seconds() for one in tried] == sorted(one.seconds() for one in tried)
@@ -195,7 +195,7 @@ def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
 def test_a_search_without_pins_does_not_ask_to_unpin(pinned, end):
     cfg, there = model(), cluster()
     how = dataclasses.replace(limits(cfg, there), pinned=frozenset(pinned))
-    searching = _Search(cfg, there, how, read_expert_load("balanced", 8), 1000.0, print)
+    searching = _Search(cfg, there, how, read_expert_load("balanced", 8), Budget(1000, 1e6), print)
     searching.priced[cfg] = SimpleNamespace(peak=SimpleNamespace(bytes=3 * 2**30))
     said = searching._why_none(5)
     assert "The smallest plan needs 3.0 GiB of a device; " in said
@@ -256,29 +256,9 @@ def test_terms_add_up_and_explain_the_difference(found):
     assert sum(b - a for _, a, b in rows) == pytest.approx(other.seconds - best.seconds)
 
 
-@pytest.mark.parametrize(("nodes", "asked", "given"), [(8, None, 10), (128, None, 60), (128, 5, 5)])
-def test_a_search_of_many_devices_may_take_longer(nodes, asked, given, monkeypatch):
-    allowed = []
-
-    def stop(searching):
-        allowed.append(searching.seconds)
-        raise InputError("enough")
-
-    monkeypatch.setattr(_Search, "run", stop)
-    with pytest.raises(InputError, match="enough"):
-        search(
-            model(),
-            cluster(),
-            Limits(8 * nodes, nodes, "gpu"),
-            read_expert_load("balanced", 8),
-            seconds=asked,
-        )
-    assert allowed == [given]
-
-
 @pytest.mark.slow
-def test_late_searches_still_compare_two():
-    found = found_for(model(), cluster(), *space.MESH, seconds=1e-9)
+def test_short_searches_still_compare_two():
+    found = found_for(model(), cluster(), *space.MESH, traces=2)
     assert len(found.ranked) >= 2
 
 

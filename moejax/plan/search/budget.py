@@ -1,0 +1,75 @@
+"""How long a search goes on: a number of traces, and a time cap for machines that are busy.
+
+Traces are counted, so that the same question gets the same plan however fast the machine is. Where
+the cap ends a search before its traces are spent, the result says so.
+"""
+
+import time
+from dataclasses import dataclass
+
+# Default traces of a search, of up to MANY devices and of more: on two quiet cores of an AMD EPYC
+# (2026-11-24) they take up to 10 s and 60 s. Steps of CPUs have no kernels to trace, so one takes
+# about half the time.
+MANY = 64
+TRACES = {"cpu": (16, 90), "gpu": (10, 45), "tpu": (10, 45)}
+CAP_SECONDS = (120.0, 600.0)
+
+
+@dataclass
+class Budget:
+    """The budget of one search, and what is spent of it.
+
+    Attributes:
+      traces: number of traces after which nothing more is traced.
+      seconds: time cap.
+      traced: traces so far.
+      slowest: seconds of the slowest of them.
+      cut: whether the time cap ended the search.
+    """
+
+    traces: int
+    seconds: float
+    traced: int = 0
+    slowest: float = 0.0
+    cut: bool = False
+
+    def __post_init__(self) -> None:
+        self.began = time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the budget was made."""
+        return time.perf_counter() - self.began
+
+    @property
+    def spent(self) -> bool:
+        """Whether another trace is over the budget, or could end after the time cap."""
+        if self.traced >= self.traces:
+            return True
+        self.cut = self.cut or self.elapsed + 2 * self.slowest > self.seconds
+        return self.cut
+
+    def count(self, seconds: float) -> None:
+        """Notes a trace and its seconds."""
+        self.traced += 1
+        self.slowest = max(self.slowest, seconds)
+
+    def cut_text(self) -> str | None:
+        """Returns one line about the time cap; None if it did not end the search."""
+        if not self.cut:
+            return None
+        return (
+            f"the time cap of {self.seconds:g} s ended the search after {self.traced} of "
+            f"{self.traces} traces, so another search may find another plan; raise `plan.seconds`"
+        )
+
+
+def default_budget(
+    devices: int, platform: str, traces: int | None = None, seconds: float | None = None
+) -> Budget:
+    """Returns the budget for a number of devices; what is given replaces its default."""
+    many = devices > MANY
+    return Budget(
+        TRACES[platform][many] if traces is None else traces,
+        CAP_SECONDS[many] if seconds is None else seconds,
+    )

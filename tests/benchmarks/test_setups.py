@@ -1,0 +1,48 @@
+"""The set-ups on which plans are measured: each can be planned, and groups are judged apart."""
+
+import pytest
+
+from benchmarks.emulated.planner_page import page
+from benchmarks.emulated.setups import GROUPS, SETUPS, config_of
+from benchmarks.machine import stamp
+from moejax.config.checks.planned import pinned
+from moejax.plan.search import space
+from moejax.plan.search.space import Limits, baseline
+
+
+@pytest.mark.parametrize("setup", [one for one in SETUPS if one.group == "odd"], ids=str)
+def test_an_odd_set_up_has_meshes_that_differ_in_what_they_move(setup):
+    cfg, devices = config_of(setup), setup.hosts * setup.devices
+    limits = Limits(devices, setup.hosts, "cpu", "strong", pinned(cfg))
+    meshes = {
+        (one.mesh.replica, one.mesh.fsdp, one.mesh.expert) for one in space.meshes(cfg, limits)
+    }
+    assert devices % 3 == 0
+    assert {(1, 1, devices), (1, devices, 1), (devices, 1, 1)} <= meshes
+    assert baseline(cfg, limits).mesh.expert == devices
+
+
+def test_shapes_are_odd_in_each_way_that_is_asked_for():
+    odd = [config_of(one) for one in SETUPS if one.group == "odd"]
+    assert {cfg.moe.experts_per_token for cfg in odd} == {1, 3}
+    assert {192, 384} == {cfg.model.width for cfg in odd}
+    clusters = {(one.hosts, one.devices, one.rate) for one in SETUPS if one.group == "odd"}
+    assert clusters == {(3, 1, 60), (3, 2, 60), (2, 3, 60)}
+
+
+def test_each_group_has_a_table_and_a_summary_of_its_own():
+    rows = [
+        {"seconds": [took] * 3, "predicted": took, "settings": {}, "default": not n, "plain": not n}
+        for n, took in enumerate((1.0, 2.0, 3.0))
+    ]
+    for row in rows:
+        row["settings"] = {"mesh.replica": 1}
+    results = {}
+    for group in GROUPS:
+        setup = next(one for one in SETUPS if one.group == group)
+        results[str(setup)] = {"setup": vars(setup), "rows": rows, "search_seconds": 1.0, **stamp()}
+    text = page({"clusters": {}, "results": results}, "Intro.")
+    assert text.count("Over 1 set-ups: regret 0.0% median") == len(GROUPS)
+    assert text.index("Usual shapes:") < text.index("Odd shapes: ")
+    alone = page({"clusters": {}, "results": dict(list(results.items())[:1])}, "Intro.")
+    assert "Odd shapes" not in alone
