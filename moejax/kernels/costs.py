@@ -27,7 +27,7 @@ PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "products": 1}
 # Extra passes over all weights for experts in blocks: slicing the weights; in backward also their
 # gradients.
 PASSES = {"experts_forward": 2, "experts_backward": 6}
-# Products of each kernel of splash attention whose depth or width is a head's of keys, or of values.
+# Products of each kernel of splash attention with the width of keys, and with that of values.
 SPLASH = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "dkv_fused": (3, 2)}
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from moejax.annotations import Array, Float, Int
 from moejax.kernels.costs import jitted, splash_flops, visited_pairs
@@ -62,7 +61,8 @@ class _Form:
     @property
     def fused(self) -> bool:
         """Whether one kernel computes all gradients; a window leaves it few blocks to skip."""
-        return self.window is None and self.T <= FUSED_PARTS * block_of(self.T, FUSED_BLOCK)
+        parts = self.T // block_of(self.T, FUSED_BLOCK)
+        return self.window is None and parts <= FUSED_PARTS
 
     @property
     def blocks(self) -> dict[str, int]:

@@ -29,7 +29,8 @@ def run(forward, arrays, gradient):
 def check(*, heads=(2, 2), widths=(32, 32), window=None, sinks=False, isolated=True, seed=0):
     """Compares results and gradients where documents end inside blocks."""
     rng = np.random.default_rng(seed)
-    shapes = [(2, LENGTH, n, w) for n, w in zip((*heads, heads[1]), (*widths[:1] * 2, widths[1]))]
+    counts = [(heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1])]
+    shapes = [(2, LENGTH, *count) for count in counts]
     arrays = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
     if sinks:
         arrays.append(jnp.asarray(rng.standard_normal(heads[0]), jnp.float32))
