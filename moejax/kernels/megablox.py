@@ -4,9 +4,9 @@ Per device. Legend: that of `grouped_matmul`. A tile of rows is multiplied once 
 it has rows of, so that few rows a tile waste least where groups end. What follows the last group is
 neither multiplied nor written, so it is set to zero here.
 
-XLA's own kernel for `lax.ragged_dot` chooses tiles that do not divide N, and multiplies whole tiles,
-of 640 columns for 1024 on v5p, of 1792 for 2048 on v6e (libtpu 0.0.50.1). It can be told others,
-but not for the product with transposed matrices.
+XLA's own kernel for `lax.ragged_dot` chooses tiles that do not divide N, and multiplies whole ones:
+640 columns for 1024 on v5p, 1792 for 2048 on v6e (libtpu 0.0.50.1). It can be told others, but
+not for the product with transposed matrices.
 """
 
 import itertools
