@@ -93,7 +93,8 @@ def _transposed(dy_MN, w_GKN, sizes_G, *, interpret: bool):
 def _outer(x_MK, dy_MN, sizes_G, like, *, interpret: bool):
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    tiles = outer_tiles(*x_MK.shape, dy_MN.shape[1], sizes_G.shape[0])
+    (M, K), N = x_MK.shape, dy_MN.shape[1]
+    tiles = outer_tiles(M, K, N, sizes_G.shape[0])
     return tgmm(x_MK.T, dy_MN, sizes_G, like.dtype, tiles, interpret=interpret)
 
 

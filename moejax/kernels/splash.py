@@ -39,7 +39,8 @@ def splash_attention(
       segment_BT: None where a sequence is one document.
       interpret: run the kernel in JAX's interpreter, as tests on a CPU do.
     """
-    form = _Form(window, *q_BTHC.shape, v_BSGV.shape[-1], interpret)
+    B, T, H, C = q_BTHC.shape
+    form = _Form(window, B, T, H, C, v_BSGV.shape[-1], interpret)
     q_BHTC = (q_BTHC * scale).astype(q_BTHC.dtype).transpose(0, 2, 1, 3)
     k_BGSC, v_BGSV = k_BSGC.transpose(0, 2, 1, 3), v_BSGV.transpose(0, 2, 1, 3)
     y_BHTV = _splash(form, (q_BHTC, k_BGSC, v_BGSV, sinks_H), segment_BT)
@@ -65,7 +66,7 @@ class _Form:
         return self.window is None and parts <= FUSED_PARTS
 
     @property
-    def blocks(self) -> dict[str, int]:
+    def blocks(self) -> dict[str, Any]:
         """Queries and keys of a block, in each kernel, by the library's names."""
         rows = block_of(self.T, BLOCK)
         blocks = {"block_q": rows, "block_kv": rows, "block_q_dkv": rows, "block_kv_dkv": rows}
@@ -125,8 +126,8 @@ def _values(arrays, segment_BT, *, form: _Form):
         segments = None if segment_T is None else library.SegmentIds(segment_T, segment_T)
         return kernel(q_HTC, k_GSC, v_GSV, segments, sinks_H)
 
-    *heads, sinks_H = arrays
-    return jax.vmap(sequence)(*heads, segment_BT)
+    q_BHTC, k_BGSC, v_BGSV, sinks_H = arrays
+    return jax.vmap(sequence)(q_BHTC, k_BGSC, v_BGSV, segment_BT)
 
 
 def _values_and_pull(arrays, segment_BT, *, form: _Form):
