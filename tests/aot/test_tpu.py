@@ -4,8 +4,10 @@ import pytest
 
 from moejax.aot.compiled import CompiledText
 from moejax.aot.hlo import ArrayType, Instruction
+from moejax.aot.target import TARGETS, _topology
 from moejax.aot.tpu import tpu_flops
 from moejax.aot.work import measure_work
+from moejax.errors import InputError
 from moejax.kernels.costs import splash_flops, visited_pairs
 
 
@@ -141,3 +143,8 @@ ENTRY %main (q: bf16[6,4096,64]) -> bf16[6,4096,64] {
 """  # noqa: E501
     work = measure_work(CompiledText("HloModule step\n" + lines, {"fsdp": 1}))
     assert work.flops == {"attention": 2 * 6 * 36 * 512**2 * 128}
+
+
+def test_nodes_make_whole_slices():
+    with pytest.raises(InputError, match="3 nodes are no whole slices of v6e:4x4"):
+        _topology(TARGETS["v6e_16"], 3)
