@@ -175,16 +175,37 @@ def _with_trips(
 
 
 def _counted(line: Instruction, by_name: Mapping[str, list[Instruction]]) -> Instruction:
-    found = re.search(r"condition=%([\w.\-]+)", line.rest)
-    inside = {one.name: one for one in by_name.get(found[1], [])} if found else {}
-    result = next((one for one in inside.values() if one.root), None)
-    if "known_trip_count" in line.rest or result is None or "direction=LT" not in result.rest:
+    called = re.findall(r"(?:condition|body)=%([\w.\-]+)", line.rest)
+    if "known_trip_count" in line.rest or len(called) != 2:
         return line
-    limit = inside.get(result.operands[-1])
-    number = re.match(r"(\d+)\)", limit.rest) if limit and limit.op == "constant" else None
-    if number is None:
+    condition, body = ({one.name: one for one in by_name.get(name, [])} for name in called)
+    compared = next((one for one in condition.values() if one.root), None)
+    if compared is None or "direction=LT" not in compared.rest:
         return line
-    return replace(line, rest=f'{line.rest}, known_trip_count":{{"n":"{number[1]}"}}')
+    counter, limit = (condition.get(name) for name in compared.operands)
+    if counter is None or limit is None or (most := _constant(limit)) is None:
+        return line
+    place = re.search(r"index=(\d+)", counter.rest)
+    step = _step(body, int(place[1])) if place else 0
+    trips = f', known_trip_count":{{"n":"{-(-most // step)}"}}' if step else ""
+    return replace(line, rest=line.rest + trips)
+
+
+def _constant(line: Instruction) -> int | None:
+    found = re.match(r"(\d+)\)", line.rest) if line.op == "constant" else None
+    return int(found[1]) if found else None
+
+
+def _step(body: Mapping[str, Instruction], place: int) -> int:
+    """What a loop's body adds to the value in a place of its carry; 0 if that is not plain."""
+    root = next(one for one in body.values() if one.root)
+    line, step = body.get(root.operands[place]), 0
+    while line is not None and line.op in ("add", "copy"):
+        parts = [body[name] for name in line.operands if name in body]
+        step += sum(_constant(part) or 0 for part in parts)
+        line = next((part for part in parts if part.op != "constant"), None)
+    plain = line is not None and line.op == "get-tuple-element"
+    return step if plain and f"index={place}" in line.rest else 0
 
 
 def kind_of(op: str) -> str | None:
