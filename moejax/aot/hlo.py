@@ -198,14 +198,17 @@ def _constant(line: Instruction) -> int | None:
 
 def _step(body: Mapping[str, Instruction], place: int) -> int:
     """What a loop's body adds to the value in a place of its carry; 0 if that is not plain."""
-    root = next(one for one in body.values() if one.root)
+    root = next((one for one in body.values() if one.root), None)
+    if root is None or root.op != "tuple":
+        return 0
     line, step = body.get(root.operands[place]), 0
     while line is not None and line.op in ("add", "copy"):
         parts = [body[name] for name in line.operands if name in body]
         step += sum(_constant(part) or 0 for part in parts)
         line = next((part for part in parts if part.op != "constant"), None)
-    plain = line is not None and line.op == "get-tuple-element"
-    return step if plain and f"index={place}" in line.rest else 0
+    if line is None or line.op != "get-tuple-element":
+        return 0
+    return step if re.search(rf"index={place}\b", line.rest) else 0
 
 
 def kind_of(op: str) -> str | None:
