@@ -203,6 +203,9 @@ class _Reader:
     def _bytes(self, line: Instruction, arrays: Mapping[str, ArrayType]) -> int:
         if line.op == "copy-start":
             return sum(array.memory_bytes for array in line.arrays[:2])
+        if line.op == "slice-start":  # reads as much as it writes
+            whole, part = line.arrays[:2]
+            return part.memory_bytes + (0 if whole.local else part.bytes)
         if line.op in FUSIONS:
             return body_bytes(self.text.computations[line.called[0]], {})
         return kernel_bytes(line, {name: arrays[name] for name in line.operands if name in arrays})

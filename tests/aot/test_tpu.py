@@ -115,6 +115,7 @@ HloModule step, is_scheduled=true
   %fast = f32[64]{0:T(128)S(1)} negate(%x)
   %slow = f32[64]{0:T(128)} negate(%fast)
   %back = (f32[64]{0:T(128)}, f32[64]{0:T(128)S(1)}, u32[]{:S(2)}) copy-start(%slow)
+  %part = ((f32[64]{0:T(128)}), f32[8]{0:T(128)S(1)}, s32[]) slice-start(%slow), slice={[0:8]}
   %two = s32[]{:T(128)} constant(2)
   %next = s32[]{:T(128)} add(%j, %two)
   ROOT %t = (s32[]{:T(128)}, f32[64]{0:T(128)}) tuple(%next, %slow)
@@ -130,8 +131,8 @@ ENTRY %main (a: (s32[], f32[64])) -> (s32[], f32[64]) {
 def test_a_loop_is_counted_by_its_condition_and_memory_of_the_core_is_no_traffic():
     work = measure_work(CompiledText(PROGRAM, {"fsdp": 1}))
     assert (work.loops, work.iterations, work.uncounted) == (1, 3, 0)
-    assert work.other_bytes == 3 * (3 * 64 * 4 + 12), (
-        "a read, a write, a copy out of memory; the counter"
+    assert work.other_bytes == 3 * (3 * 64 * 4 + 8 * 4 + 12), (
+        "a read, a write, a copy and a slice of it out of memory; the counter"
     )
 
 
