@@ -80,12 +80,17 @@ def to_markdown(result: dict[str, Any]) -> str:
 
 
 def write_cases(
-    name: str, cases: Iterable[Case], to_markdown: Callable[[dict[str, Any]], str], about: str
+    name: str,
+    cases: Iterable[Case],
+    to_markdown: Callable[[dict[str, Any]], str],
+    about: str,
+    compile_one: Callable[..., dict[str, Any]] = compile_case,
 ) -> None:
     """Compiles case after case, and writes name.json and name.md after each.
 
     Args:
       about: of the command, for its help.
+      compile_one: returns what the page shows of a case.
     """
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -94,7 +99,7 @@ def write_cases(
     result: dict[str, Any] = {"cases": [], "machine": machine, "jax": jax.__version__}
     args.out.mkdir(parents=True, exist_ok=True)
     for case in cases:
-        result["cases"].append(compile_case(*case))
+        result["cases"].append(compile_one(*case))
         (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         (args.out / f"{name}.md").write_text(to_markdown(result))
     print(to_markdown(result))

@@ -8,6 +8,7 @@ executed.json and executed.md.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.aot import write_cases
@@ -34,14 +35,22 @@ def to_markdown(result: dict[str, Any]) -> str:
         "or updated in place the part that is touched; no caches. Memory: arguments, temporaries.",
         "Nothing ran, so nothing is timed.",
         "",
+        *tables(result["cases"], lambda case: ", ".join(f"`{one}`" for one in case["settings"])),
+    ]
+    lines += ["", f"Machine: {json.dumps(result['machine'])}, JAX {result['jax']}"]
+    return "\n".join(lines) + "\n"
+
+
+def tables(cases: list[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -> list[str]:
+    """The lines of what devices execute, and of what they send, in cases that are named so."""
+    lines = [
         "| changed | FLOPs | experts, attention, projections, logits, rest | launches | "
         "loops (iterations) | conditionals | traffic, TB | memory, GiB |",
         "|---|---:|---|---:|---:|---:|---:|---:|",
     ]
-    for case in result["cases"]:
+    for case in cases:
         work, shares = case["work"], case["executed"]
-        cells = [", ".join(f"`{setting}`" for setting in case["settings"])]
-        cells += [f"{shares['all']:.2f} ({case['executed_most']['all']:.2f})"]
+        cells = [name(case), f"{shares['all']:.2f} ({case['executed_most']['all']:.2f})"]
         cells += [", ".join(f"{shares.get(name, 0):.2f}" for name in CLASSES)]
         cells += [f"{work['launches']:,}", f"{work['loops']:,} ({work['iterations']:,})"]
         cells += [f"{work['conditionals']:,}", f"{work['other_bytes'] / 1e12:.2f}"]
@@ -53,16 +62,14 @@ def to_markdown(result: dict[str, Any]) -> str:
         "",
     ]
     lines += ["| changed | collective | axes | GB | enclose a product |", "|---|---|---|---:|---:|"]
-    for case in result["cases"]:
-        changed = ", ".join(f"`{setting}`" for setting in case["settings"])
+    for case in cases:
         for row in case["wire"]:
             if row["bytes"] >= 1e8:
-                cells = [changed, row["kind"], row["axes"], f"{row['bytes'] / 1e9:.1f}"]
+                cells = [name(case), row["kind"], row["axes"], f"{row['bytes'] / 1e9:.1f}"]
                 lines.append("| " + " | ".join([*cells, f"{row['hidden']:.0%}"]) + " |")
         total = sum(row["bytes"] for row in case["wire"]) / 1e9
-        lines.append(f"| {changed} | all | | {total:.1f} | {case['hidden_wire']:.0%} |")
-    lines += ["", f"Machine: {json.dumps(result['machine'])}, JAX {result['jax']}"]
-    return "\n".join(lines) + "\n"
+        lines.append(f"| {name(case)} | all | | {total:.1f} | {case['hidden_wire']:.0%} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -280,10 +280,15 @@ class CompiledText:
 
     def _axes_of(self, attributes: str) -> tuple[str, ...]:
         """Returns the mesh axes of a collective's groups."""
-        named = re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", attributes)
+        named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
         if named:
-            names = re.findall(r"'(\w+)'", named[1])
-            return tuple(axis for axis in names if self.axes[axis] > 1)
+            names = re.findall(r"'(\w+)'", named[2])
+            if all(axis in self.axes for axis in names):
+                return tuple(axis for axis in names if self.axes[axis] > 1)
+            # Axes that the compiler made itself, such as one of all devices.
+            made = re.findall(r"'(\w+)'=(\d+)", named[1])
+            sizes = tuple((axis, int(size)) for axis, size in made)
+            return self._axes_of_groups(_groups_along(tuple(names), sizes))
         return self._axes_of_groups(replica_groups(attributes, math.prod(self.axes.values())))
 
     def _axes_of_groups(self, groups: frozenset[frozenset[int]]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,10 +20,11 @@ KINDS = {
 
 
 class ArrayType(NamedTuple):
-    """Dtype, as XLA names it, and shape of an array."""
+    """Dtype, as XLA names it, and shape of an array; whether it lies in a TPU core's own memory."""
 
     dtype: str
     shape: tuple[int, ...]
+    local: bool = False
 
     @property
     def size(self) -> int:
@@ -34,6 +35,11 @@ class ArrayType(NamedTuple):
     def bytes(self) -> int:
         """Size in memory."""
         return self.size * _bits(self.dtype) // 8
+
+    @property
+    def memory_bytes(self) -> int:
+        """Size in the memory that devices share out: none in a core's own."""
+        return 0 if self.local else self.bytes
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,13 @@ class Instruction:
     @cached_property
     def arrays(self) -> list["ArrayType"]:
         """The arrays of its result, those of nested tuples included."""
-        result = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", self.result)
-        found = re.findall(r"([a-z]\w*)\[([\d,]*)\]", result)
-        return [ArrayType(dtype, tuple(_numbers(dims))) for dtype, dims in found]
+        result = re.sub(r"/\*.*?\*/", "", self.result)
+        found = re.findall(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?", result)
+        # Layouts for TPUs have tiles; there memory space 1 is a core's own.
+        return [
+            ArrayType(dtype, tuple(_numbers(dims)), "T(" in layout and "S(1)" in layout)
+            for dtype, dims, layout in found
+        ]
 
     @property
     def label(self) -> str:
@@ -136,6 +146,8 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """The instructions of each computation, and the name of the first one to run."""
     by_name: dict[str, list[Instruction]] = {}
     entry, current = "", None
+    # What a Pallas call says of itself stands on lines of its own.
+    text = re.sub(r"kernel_metadata=\{\n(.*)\n\}", r"kernel_metadata={\1}", text)
     for line in text.splitlines():
         head = re.match(r"(ENTRY )?%(\S+) \(.*\{$", line)
         if head:
@@ -148,7 +160,55 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
             if parsed:
                 root, name, result, op, rest = parsed.groups()
                 current.append(Instruction(name, op, result, rest, bool(root)))
-    return by_name, entry
+    return {name: _with_trips(lines, by_name) for name, lines in by_name.items()}, entry
+
+
+def _with_trips(
+    lines: list[Instruction], by_name: Mapping[str, list[Instruction]]
+) -> list[Instruction]:
+    """Adds the trip counts that the text does not name.
+
+    A program for TPUs has them only as the constant that a loop's condition compares its counter
+    with, which starts at 0.
+    """
+    return [_counted(line, by_name) if line.op == "while" else line for line in lines]
+
+
+def _counted(line: Instruction, by_name: Mapping[str, list[Instruction]]) -> Instruction:
+    called = re.findall(r"(?:condition|body)=%([\w.\-]+)", line.rest)
+    if "known_trip_count" in line.rest or len(called) != 2:
+        return line
+    condition, body = ({one.name: one for one in by_name.get(name, [])} for name in called)
+    compared = next((one for one in condition.values() if one.root), None)
+    if compared is None or "direction=LT" not in compared.rest:
+        return line
+    counter, limit = (condition.get(name) for name in compared.operands)
+    if counter is None or limit is None or (most := _constant(limit)) is None:
+        return line
+    place = re.search(r"index=(\d+)", counter.rest)
+    step = _step(body, int(place[1])) if place else 0
+    trips = f', known_trip_count":{{"n":"{-(-most // step)}"}}' if step else ""
+    return replace(line, rest=line.rest + trips)
+
+
+def _constant(line: Instruction) -> int | None:
+    found = re.match(r"(\d+)\)", line.rest) if line.op == "constant" else None
+    return int(found[1]) if found else None
+
+
+def _step(body: Mapping[str, Instruction], place: int) -> int:
+    """What a loop's body adds to the value in a place of its carry; 0 if that is not plain."""
+    root = next((one for one in body.values() if one.root), None)
+    if root is None or root.op != "tuple":
+        return 0
+    line, step = body.get(root.operands[place]), 0
+    while line is not None and line.op in ("add", "copy"):
+        parts = [body[name] for name in line.operands if name in body]
+        step += sum(_constant(part) or 0 for part in parts)
+        line = next((part for part in parts if part.op != "constant"), None)
+    if line is None or line.op != "get-tuple-element":
+        return 0
+    return step if re.search(rf"index={place}\b", line.rest) else 0
 
 
 def kind_of(op: str) -> str | None:

@@ -33,7 +33,7 @@ def product_flops(line: Instruction, operands: Sequence[ArrayType]) -> tuple[flo
     if line.target.startswith("__cudnn$fmha"):
         return _attention(line, operands[0]), False
     if line.target.startswith("mosaic_gpu"):
-        return _grouped(operands, line.arrays), True
+        return grouped_flops(operands, line.arrays), True
     return 0.0, False
 
 
@@ -55,7 +55,7 @@ def _attention(line: Instruction, q: ArrayType) -> float:
     return 2.0 * products * channels * pairs
 
 
-def _grouped(operands: Sequence[ArrayType], results: Sequence[ArrayType]) -> float:
+def grouped_flops(operands: Sequence[ArrayType], results: Sequence[ArrayType]) -> float:
     """2 M K N, for rows [M, K] and matrices [G, K, N] among the operands or the results."""
     arrays = [array for array in (*operands, *results) if array.dtype in FACTORS]
     rows = next((array.shape[0] for array in arrays if len(array.shape) == 2), 0)

@@ -167,7 +167,13 @@ def compile_step(train_step: TrainStep, options: Options | None = None) -> Compi
     lowered = lower_step(train_step)
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=options)
-    seconds = time.perf_counter() - start
+    return read_step(train_step, compiled, time.perf_counter() - start, options)
+
+
+def read_step(
+    train_step: TrainStep, compiled: Any, seconds: float, options: Options | None = None
+) -> CompiledStep:
+    """Reads the compiled program of `build_described`'s step; see `compile_step`."""
     memory = compiled.memory_analysis()
     mesh = dict(train_step.layout.sizes)
     text = CompiledText(compiled.as_text(), mesh)

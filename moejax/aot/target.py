@@ -1,6 +1,7 @@
 """Described clusters that XLA can compile for without their hardware.
 
-A node is eight accelerators: one machine of GPUs, or one slice of TPUs. Nodes share a network.
+A node is eight accelerators: one machine of GPUs, or eight TPUs of one slice. Nodes share a network
+and those of one slice the links between its chips.
 """
 
 import importlib.util
@@ -48,15 +49,17 @@ class Target:
 
     Attributes:
       platform: "gpu" or "tpu".
-      topology: libtpu's name of one node.
+      topology: libtpu's name of one slice.
       memory_bytes: memory of one device that a program may use.
       extra: the extra of moejax that installs the compiler.
+      slice_nodes: nodes of one slice, whose chips are joined by their own links.
     """
 
     platform: str
     memory_bytes: int
     extra: str
     topology: str = ""
+    slice_nodes: int = 1
 
 
 TARGETS = {
@@ -64,6 +67,8 @@ TARGETS = {
     # Memory: Google Cloud's pages of TPU v5p and v6e.
     "v5p": Target("tpu", 95 * 2**30, "tpu", "v5p:2x2x2"),
     "v6e": Target("tpu", 32 * 2**30, "tpu", "v6e:2x4"),
+    "v5p_16": Target("tpu", 95 * 2**30, "tpu", "v5p:2x2x4", 2),
+    "v6e_16": Target("tpu", 32 * 2**30, "tpu", "v6e:4x4", 2),
 }
 
 
@@ -97,7 +102,13 @@ def _topology(target: Target, nodes: int) -> topologies.TopologyDescription:
         return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=H200)
     # libtpu would ask Google Cloud's metadata server where it runs.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    slices = {"num_slices": nodes} if nodes > 1 else {}
+    number = nodes // target.slice_nodes
+    if number * target.slice_nodes != nodes:
+        raise InputError(
+            f"{nodes} nodes are no whole slices of {target.topology}. A slice has "
+            f"{target.slice_nodes}. Set --nodes to a multiple."
+        )
+    slices = {"num_slices": number} if number > 1 else {}
     return topologies.get_topology_desc(platform="tpu", topology_name=target.topology, **slices)
 
 

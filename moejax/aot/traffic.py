@@ -39,10 +39,14 @@ def body_bytes(body: Sequence[Instruction], outside: Mapping[str, ArrayType]) ->
         update = UPDATES.get(origin.op)
         if update is not None:
             in_place.add(origin.name)
-            part = sizes[origin.operands[update]] * origin.arrays[0].bytes // origin.arrays[0].size
+            part = (
+                sizes[origin.operands[update]]
+                * origin.arrays[0].memory_bytes
+                // origin.arrays[0].size
+            )
             written += part * (2 if origin.op == "scatter" else 1)
         else:
-            written += sum(array.bytes for array in inside[name].arrays)
+            written += sum(array.memory_bytes for array in inside[name].arrays)
         wanted[origin.name] = sizes[origin.name]
     for line in reversed(body):
         for index, name in enumerate(line.operands):
@@ -52,7 +56,9 @@ def body_bytes(body: Sequence[Instruction], outside: Mapping[str, ArrayType]) ->
     arrays = dict(outside) | {
         line.name: line.arrays[0] for line in body if line.op == "parameter" and line.arrays
     }
-    read = sum(wanted[name] * array.bytes // max(array.size, 1) for name, array in arrays.items())
+    read = sum(
+        wanted[name] * array.memory_bytes // max(array.size, 1) for name, array in arrays.items()
+    )
     return written + read
 
 

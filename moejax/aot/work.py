@@ -15,13 +15,14 @@ from functools import cached_property
 from moejax.aot.compiled import CompiledText
 from moejax.aot.hlo import ArrayType, Instruction, kind_of
 from moejax.aot.products import product_flops
+from moejax.aot.tpu import tpu_flops
 from moejax.aot.traffic import body_bytes, kernel_bytes
 
 # Class of a product -> what the target of its call, or else the names of its scopes, match. The
 # first match counts; what matches none is of the class "rest".
 Classes = Mapping[str, str]
 CLASSES: Classes = {
-    "attention": r"^__cudnn\$fmha",
+    "attention": r"^__cudnn\$fmha|\bsplash_m",
     "experts": r"^mosaic_gpu|\bexperts\b",
     "projections": r"\battention\b",
     "logits": r"\bloss\b|\blogits\b",
@@ -33,6 +34,7 @@ WITHOUT_KERNEL |= {"while", "conditional", "call", "opt-barrier", "add-dependenc
 FUSIONS = ("fusion", "fusion-start")
 # Custom calls that mark or reserve, and run nothing.
 MARKS = ("AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+MARKS += ("AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked")
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,8 @@ class _Reader:
         """Yields target or label, FLOPs, and whether rows have groups, of each product inside."""
         operands = [arrays[name] for name in line.operands if name in arrays]
         flops, grouped = product_flops(line, operands)
+        if not flops:
+            flops, grouped = tpu_flops(line, operands)
         if flops:
             yield f"{line.target} {line.label}", flops, grouped
         if line.op in FUSIONS:
@@ -198,7 +202,10 @@ class _Reader:
 
     def _bytes(self, line: Instruction, arrays: Mapping[str, ArrayType]) -> int:
         if line.op == "copy-start":
-            return 2 * line.arrays[0].bytes
+            return sum(array.memory_bytes for array in line.arrays[:2])
+        if line.op == "slice-start":  # reads as much as it writes
+            whole, part = line.arrays[:2]
+            return part.memory_bytes + (0 if whole.local else part.bytes)
         if line.op in FUSIONS:
             return body_bytes(self.text.computations[line.called[0]], {})
         return kernel_bytes(line, {name: arrays[name] for name in line.operands if name in arrays})

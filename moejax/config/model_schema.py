@@ -227,6 +227,7 @@ class MoEConfig:
             "mosaic",
             "mosaic_e4m3",
             "tokamax",
+            "megablox",
             "blocked",
             "ragged_dot",
             "reference",

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.annotations import Array, Bool, Float, Int
+from moejax.kernels.splash import splash_attention
 
 MASKED = -1e30  # a score that softmax turns into zero; finite, so that no difference is NaN
 
@@ -43,9 +44,9 @@ def attention(
     Args:
       segment_BT: document of each position. A query sees the keys of its own document that are not
         later and not `window` or more back.
-      implementation: "blocked"; "cudnn", which takes all of a sequence for one document;
-        "cudnn_masked", for which a mask [B, 1, T, S] is made; or "reference" (the whole batch at
-        once, scores kept). `kernels.select` chooses.
+      implementation: "blocked"; "splash", on TPUs, or "splash_whole", which takes all of a sequence
+        for one document; "cudnn", which does too; "cudnn_masked", for which a mask [B, 1, T, S] is
+        made; or "reference" (the whole batch at once, scores kept). `kernels.select` chooses.
       scale: factor of the scores; None for 1 / sqrt(C).
       sinks_H: logits that take part in the softmax of each of a head's queries and have no value,
         so that the weights of keys sum to less than one; None for none. cuDNN takes none.
@@ -53,6 +54,10 @@ def attention(
     scale = 1 / math.sqrt(q_BTHC.shape[-1]) if scale is None else scale
     if implementation == "blocked":
         return _attention(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window, scale)
+    if implementation in ("splash", "splash_whole"):
+        told_BT = segment_BT if implementation == "splash" else None
+        options = {"window": window, "scale": scale, "sinks_H": sinks_H}
+        return splash_attention(q_BTHC, k_BSGC, v_BSGV, told_BT, **options)
     form: dict[str, Any] = {"scale": scale}
     if implementation == "cudnn":
         window_size = None if window is None else (window - 1, 0)

@@ -27,6 +27,8 @@ PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "products": 1}
 # Extra passes over all weights for experts in blocks: slicing the weights; in backward also their
 # gradients.
 PASSES = {"experts_forward": 2, "experts_backward": 6}
+# Products of each kernel of splash attention with the width of keys, and with that of values.
+SPLASH = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "dkv_fused": (3, 2)}
 
 
 def jitted(function: Callable, which: str, *sizes: int, **options: Hashable) -> Callable:
@@ -34,7 +36,8 @@ def jitted(function: Callable, which: str, *sizes: int, **options: Hashable) -> 
 
     Args:
       which: name and meaning of the sizes: experts_forward and experts_backward (M, D, F, groups
-        that have rows), products (M, K, N), rows (number of rows, bytes moved per row).
+        that have rows), products (M, K, N), rows (number of rows, bytes moved per row),
+        attention_forward and attention_backward (FLOPs).
       options: more arguments of the function, static.
     """
     return _jitted(function, f"{which}_{'x'.join(map(str, sizes))}", tuple(options.items()))
@@ -57,6 +60,9 @@ def named_cost(name: str, arrays: list[Any]) -> Cost | None:
     """
     if (match := re.fullmatch(r"rows_(\d+)x(\d+)", name)) is not None:
         return {"kind": "gather", "bytes": float(math.prod(map(int, match.groups())))}
+    if (match := re.fullmatch(r"attention_(?:forward|backward)_(\d+)", name)) is not None:
+        dtype = next(str(x.dtype) for x in arrays if "float" in str(x.dtype))
+        return {"kind": "product", "flops": float(match[1]), "dtype": dtype}
     match = re.fullmatch(r"(experts_forward|experts_backward|products)_([0-9x]+)", name)
     if match is None:
         return None
@@ -96,6 +102,30 @@ def causal_pairs(T: int, window: int | None) -> int:
     """Returns the number of (query, key) pairs that causality and the window leave."""
     W = min(T, window or T)
     return T * W - W * (W - 1) // 2  # a query sees W keys, the first W - 1 of them fewer
+
+
+def splash_flops(kernel: str, pairs: int, C: int, V: int) -> int:
+    """Returns the FLOPs of a kernel of splash attention, a key of `SPLASH`.
+
+    Args:
+      pairs: (query, key) pairs of all heads that it visits.
+      C, V: widths of keys and of values.
+    """
+    of_keys, of_values = SPLASH[kernel]
+    return 2 * pairs * (of_keys * C + of_values * V)
+
+
+def visited_pairs(length: int, rows: int, keys: int, window: int | None) -> int:
+    """Returns the (query, key) pairs of the blocks that causality and the window leave.
+
+    Args:
+      rows, keys: queries and keys of a block.
+    """
+    blocks = 0
+    for start in range(0, length, rows):
+        first = 0 if window is None else max(0, start - window + 1)
+        blocks += (start + rows - 1) // keys - first // keys + 1
+    return blocks * rows * keys
 
 
 def dot_flops(eqn: Any) -> float:

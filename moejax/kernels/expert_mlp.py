@@ -54,11 +54,13 @@ def expert_mlp(
         multiply = partial(grouped_matmul_e4m3, implementation=IN_E4M3[implementation])
     else:
         multiply = partial(grouped_matmul, implementation=implementation)
+    # Backward keeps the activation's operand alone, instead of float32 values between.
+    activated = jax.checkpoint(partial(activate, limit=limit), prevent_cse=False)
     h_MW = multiply(x_MD, weights.w_in, sizes_G)
     if biases is None:
-        return multiply(activate(h_MW, limit), weights.w_out, sizes_G)
+        return multiply(activated(h_MW), weights.w_out, sizes_G)
     h_MW = add_bias(h_MW, weights.b_in, sizes_G)
-    y_MD = multiply(activate(h_MW, limit), weights.w_out, sizes_G)
+    y_MD = multiply(activated(h_MW), weights.w_out, sizes_G)
     return add_bias(y_MD, weights.b_out, sizes_G)
 
 

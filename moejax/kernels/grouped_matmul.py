@@ -12,12 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.annotations import Array, Float, Int
-from moejax.kernels import reference
+from moejax.kernels import megablox, reference
 from moejax.kernels.activation import swiglu
 from moejax.kernels.costs import jitted
 
 # Each by the name that `select` knows it by.
-IMPLEMENTATIONS = ("mosaic", "tokamax", "ragged_dot", "reference")
+IMPLEMENTATIONS = ("mosaic", "tokamax", "megablox", "ragged_dot", "reference")
+
+# XLA's tiles for TPUs have as many rows as divide them, up to 256.
+ROWS_OF_XLA = 256
 
 
 def grouped_matmul(
@@ -30,7 +33,8 @@ def grouped_matmul(
     """Multiplies each row by the matrix of its group; rows past the last group are zero.
 
     Args:
-      x_MK: rows sorted by group; "mosaic" and "tokamax" take bfloat16, on Hopper.
+      x_MK: rows sorted by group; "mosaic" and "tokamax" take bfloat16, on Hopper; "megablox" takes
+        it on TPUs.
       sizes_G: rows of each group, summing to at most M.
       implementation: "mosaic" sums gradients of weights over rows that it multiplies by zero, so
         rows past the last group must be finite, and their gradients too.
@@ -40,8 +44,11 @@ def grouped_matmul(
         return _mosaic(x_MK, w_GKN, sizes_G)
     if implementation == "tokamax":
         return _tokamax(x_MK, w_GKN, sizes_G)
-    multiply = lax.ragged_dot if implementation == "ragged_dot" else reference.grouped_matmul
-    return multiply(x_MK, w_GKN, sizes_G)
+    if implementation == "megablox":
+        return megablox.grouped_matmul(x_MK, w_GKN, sizes_G)
+    if implementation == "ragged_dot":
+        return _ragged_dot(x_MK, w_GKN, sizes_G)
+    return reference.grouped_matmul(x_MK, w_GKN, sizes_G)
 
 
 @jax.custom_vjp
@@ -112,6 +119,18 @@ def _outer(x_MK, y_MN, sizes_G, like):
     from moejax.kernels.mosaic import grouped_outer as mosaic
 
     return mosaic.grouped_outer(x_MK, y_MN, sizes_G, like.dtype)
+
+
+def _ragged_dot(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """By XLA, whose kernel for TPUs does not write rows past the last group.
+
+    It takes multiples of 8 rows; others XLA multiplies by every matrix.
+    """
+    M = x_MK.shape[0]
+    if missing := -M % ROWS_OF_XLA:
+        x_MK = jnp.pad(x_MK, ((0, missing), (0, 0)))
+    y_MN = lax.ragged_dot(x_MK, w_GKN, sizes_G)[:M]
+    return jnp.where((jnp.arange(M) < jnp.sum(sizes_G))[:, None], y_MN, 0)
 
 
 def _tokamax(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:

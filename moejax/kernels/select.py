@@ -4,7 +4,6 @@ import importlib.util
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,36 +12,15 @@ from jax.sharding import AbstractMesh, Mesh
 from moejax.config.compression import BLOCKS, TOKENS, build_compression
 from moejax.config.schema import Config
 from moejax.errors import InputError
+from moejax.kernels.choice import Choice, Hardware
 from moejax.kernels.formats import TILE
+from moejax.kernels.select_tpu import megablox_declines, select_splash, select_tpu_experts
 
 HOPPER = "9.0"
 # Largest mask of cuDNN's attention on a device, two bytes for each pair of positions; above it
 # our own attention, which needs no mask, is selected.
 MASK_BYTES = 2**30
 SHARED_BYTES = 227 * 1024  # shared memory of a thread block on Hopper
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The hardware that a program is compiled for.
-
-    Attributes:
-      platform: "cpu", "gpu" or "tpu".
-      capability: CUDA's compute capability; None where it is not known, as of a mesh that has no
-        devices: it is then taken for that of Hopper.
-    """
-
-    platform: str
-    capability: str | None = None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An implementation, the reason for it, and why preferred kernels were declined."""
-
-    implementation: str
-    reason: str
-    declined: tuple[tuple[str, str], ...] = ()  # implementation, reason
 
 
 def hardware_of(mesh: Mesh | AbstractMesh, platform: str) -> Hardware:
@@ -132,11 +110,14 @@ def select_experts(
       width, hidden: D, and F on one device.
       plain: whether experts are SwiGLU without biases, which one kernel fuses with a product.
     """
-    why_not = _products_decline(hardware, dtype, width, hidden)
+    if requested == "auto" and hardware.platform == "tpu":
+        return select_tpu_experts(dtype, width, hidden)
+    decline = megablox_declines if requested == "megablox" else _products_decline
+    why_not = decline(hardware, dtype, width, hidden)
     if requested == "tokamax" and importlib.util.find_spec("tokamax") is None:
         why_not = "it is not installed. Install moejax[kernels]"
     if requested != "auto":
-        if requested in ("mosaic", "mosaic_e4m3", "tokamax") and why_not is not None:
+        if requested in ("mosaic", "mosaic_e4m3", "tokamax", "megablox") and why_not is not None:
             raise InputError(
                 f"`moe.implementation` is {requested}, which declines: {why_not}. Choose auto."
             )
@@ -146,12 +127,8 @@ def select_experts(
         if not plain:
             reason += "; clamped SwiGLU and biases stand between them, not in one kernel with them"
         return Choice("mosaic", reason)
-    declined = (("mosaic", why_not),)
-    if hardware.platform == "tpu":
-        # The platform's best implementation, so no kernel was declined.
-        return Choice("ragged_dot", "TPU lowers ragged_dot to a grouped kernel")
     reason = f"ragged_dot multiplies every row by every expert on {hardware.platform}"
-    return Choice("blocked", reason, declined)
+    return Choice("blocked", reason, (("mosaic", why_not),))
 
 
 def select_quantize(hardware: Hardware, *, block: int, stochastic: bool = False) -> Choice:
@@ -225,6 +202,8 @@ def select_attention(
       sinks: whether a learned logit takes part in each softmax.
     """
     widest = max(width, value_width or width)
+    if hardware.platform == "tpu":
+        return select_splash(dtype, width, value_width or width, length, isolated)
     why_not = _cudnn_declines(hardware, dtype, widest, sinks)
     mask_bytes = 2 * sequences * length**2 if isolated else 0
     if why_not is None and isolated and length % 2:

@@ -34,7 +34,7 @@ def test_a_mesh_without_devices_has_a_platform_and_no_capability():
         pytest.param(HOPPER, "mosaic", marks=modern),
         (Hardware("gpu", "10.0"), "blocked"),
         (Hardware("cpu"), "blocked"),
-        (Hardware("tpu"), "ragged_dot"),
+        (Hardware("tpu"), "megablox"),
     ],
 )
 def test_experts_by_place(place, wanted):
@@ -53,6 +53,24 @@ def test_experts_by_shape(change, said):
     ((name, reason),) = select_experts(HOPPER, "auto", **(SHAPE | change)).declined
     assert name == "mosaic"
     assert said in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"dtype": "float32"}, "float32"), ({"width": 2880}, "2880"), ({"hidden": 64}, "64")],
+)
+def test_experts_on_tpus_by_shape(change, said):
+    choice = select_experts(Hardware("tpu"), "auto", **(SHAPE | change))
+    assert choice.implementation == "ragged_dot"
+    ((name, reason),) = choice.declined
+    assert name == "megablox"
+    assert said in reason
+
+
+def test_megablox_is_for_tpus():
+    assert select_experts(Hardware("tpu"), "megablox", **SHAPE).implementation == "megablox"
+    with pytest.raises(InputError, match="megablox, which declines: it is for TPUs, this is gpu"):
+        select_experts(HOPPER, "megablox", **SHAPE)
 
 
 @modern
@@ -220,6 +238,29 @@ def test_values_of_another_width_are_padded_for_cudnn_and_it_is_said(isolated):
     assert choice.reason.endswith(said)
     same = select_attention(HOPPER, **(ATTENTION | change | {"value_width": 192}))
     assert "padded" not in same.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({}, "splash"),
+        ({"isolated": False}, "splash_whole"),
+        ({"sinks": True, "width": 64}, "splash"),
+        ({"width": 192, "value_width": 128}, "splash"),
+        ({"dtype": "float32"}, "float32"),
+        ({"length": 4100}, "4100"),
+        ({"width": 100}, "heads are 100 wide"),
+        ({"value_width": 512}, "heads are 512 wide"),
+    ],
+)
+def test_attention_on_tpus(change, wanted):
+    choice = select_attention(Hardware("tpu"), **(ATTENTION | change))
+    if choice.implementation == "blocked":
+        ((name, reason),) = choice.declined
+        assert name == "splash"
+        assert wanted in reason
+    else:
+        assert (choice.implementation, choice.declined) == (wanted, ())
 
 
 def test_attention_of_a_run_sees_its_sequences_on_a_device():
