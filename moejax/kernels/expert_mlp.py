@@ -18,9 +18,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
-from moejax.kernels.activation import activate
+from moejax.kernels.activation import GATE_AND_UP, activate, row_dots, with_dots
 from moejax.kernels.costs import jitted
 from moejax.kernels.grouped_matmul import add_bias, grouped_matmul, swiglu_mlp
 from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
@@ -48,6 +49,7 @@ def expert_mlp(
     implementation: str,
     biases: Biases | None = None,
     limit: float | None = None,
+    one_M1: Float[Array, "M 1"] | None = None,
 ) -> Float[Array, "M D"]:
     """Returns `y_MD`; rows past the last group are zero.
 
@@ -60,25 +62,29 @@ def expert_mlp(
         products round what they multiply; see `kernels.select`.
       biases: float32, added to the first product before the activation, and to the second.
       limit: of clamped SwiGLU; None for SwiGLU.
+      one_M1: ones, which are not multiplied. Their gradient is each row's result times the gradient
+        of that result, float32: found from the hidden layer, without the results.
     """
     if implementation == "mosaic" and biases is None and limit is None:
-        return swiglu_mlp(x_MD, w_in_GDUF, w_out_GFD, sizes_G)
+        return swiglu_mlp(x_MD, w_in_GDUF, w_out_GFD, sizes_G, one_M1)
     G, D = w_in_GDUF.shape[:2]
     weights = Weights(w_in_GDUF.reshape(G, D, -1), w_out_GFD)
     if biases is not None:
         weights = weights._replace(b_in=biases[0].reshape(G, -1), b_out=biases[1])
     if implementation == "blocked":
-        return _blocked(limit, x_MD, weights, sizes_G)
+        return _blocked(limit, x_MD, weights, sizes_G, one_M1)
     if implementation in IN_E4M3:
         multiply = partial(grouped_matmul_e4m3, implementation=IN_E4M3[implementation])
     else:
         multiply = partial(grouped_matmul, implementation=implementation)
     h_MW = multiply(x_MD, weights.w_in, sizes_G)
-    if biases is None:
-        return multiply(activate(h_MW, limit), weights.w_out, sizes_G)
-    h_MW = add_bias(h_MW, weights.b_in, sizes_G)
-    y_MD = multiply(activate(h_MW, limit), weights.w_out, sizes_G)
-    return add_bias(y_MD, weights.b_out, sizes_G)
+    if biases is not None:
+        h_MW = add_bias(h_MW, weights.b_in, sizes_G)
+    a_MF = activate(checkpoint_name(h_MW, GATE_AND_UP), limit)
+    if one_M1 is not None:
+        a_MF = with_dots(a_MF, one_M1)
+    y_MD = multiply(a_MF, weights.w_out, sizes_G)
+    return y_MD if biases is None else add_bias(y_MD, weights.b_out, sizes_G, one_M1)
 
 
 class Weights(NamedTuple):
@@ -138,7 +144,11 @@ def rows_computed(rows: float, M: int) -> float:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(
-    limit: float | None, x_MD: jax.Array, weights: Weights, sizes_G: jax.Array
+    limit: float | None,
+    x_MD: jax.Array,
+    weights: Weights,
+    sizes_G: jax.Array,
+    one_M1: jax.Array | None,
 ) -> jax.Array:
     return _named("forward", _only_forward, weights, x_MD, limit)(x_MD, weights, sizes_G)
 
@@ -194,14 +204,15 @@ def _in_pieces(x_BX: jax.Array, w_GXY: jax.Array, group: jax.Array) -> jax.Array
     return y_BY.astype(x_BX.dtype)
 
 
-def _blocked_forward(limit, x_MD, weights, sizes_G):
+def _blocked_forward(limit, x_MD, weights, sizes_G, one_M1):
     forward = _named("forward", _rows_forward, weights, x_MD, limit)
-    y_MD, x_MD, h_MW = forward(x_MD, weights, sizes_G)
-    return y_MD, (x_MD, h_MW, weights, sizes_G)
+    y_MD, h_MW = forward(x_MD, weights, sizes_G)
+    h_MW = checkpoint_name(h_MW, GATE_AND_UP)
+    return y_MD, (x_MD, h_MW, weights, sizes_G, one_M1)
 
 
 def _rows_forward(x_MD, weights, sizes_G, *, limit):
-    """As above, and keeps the input of the experts' hidden layer."""
+    """As above, and keeps the input of the experts' hidden layer, with rows for the last block."""
 
     def compute(block: Block, carry, w: Weights):
         y_MD, h_MW = carry
@@ -212,39 +223,46 @@ def _rows_forward(x_MD, weights, sizes_G, *, limit):
     M, x_MD = x_MD.shape[0], _padded(x_MD)
     h_MW = jnp.zeros((x_MD.shape[0], weights.w_in.shape[2]), x_MD.dtype)
     y_MD, h_MW = _each_block(compute, (jnp.zeros_like(x_MD), h_MW), M, sizes_G, weights)
-    return y_MD[:M], x_MD, h_MW
+    return y_MD[:M], h_MW
 
 
 def _blocked_backward(limit, saved, dy_MD):
-    x_MD, h_MW, weights, sizes_G = saved
+    x_MD, h_MW, weights, sizes_G, one_M1 = saved
     backward = _named("backward", _rows_backward, weights, dy_MD, limit)
-    return *backward(x_MD, weights, sizes_G, h_MW, dy_MD), None
+    (dx_MD, dots_M1), dweights = backward(x_MD, weights, sizes_G, h_MW, dy_MD, one_M1)
+    return dx_MD, dweights, None, dots_M1
 
 
-def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, *, limit):
-    """Gradients of rows and weights, block by block; weight gradients add up in float32."""
-    M, dy_MD = dy_MD.shape[0], _padded(dy_MD)
+def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, one_M1, *, limit):
+    """Gradients of rows, ones and weights, block by block; those of weights add up in float32."""
+    M, x_MD, dy_MD = dy_MD.shape[0], _padded(x_MD), _padded(dy_MD)
 
     def compute(block: Block, carry, w: Weights):
-        dx_MD, dw = carry
+        (dx_MD, dots_M1), dw = carry
         dy_BD = block.rows(dy_MD)
         a_BF, pull = jax.vjp(partial(activate, limit=limit), block.rows(h_MW))
-        dh_BW = pull(dy_BD @ w.w_out.T)[0]
+        da_BF = dy_BD @ w.w_out.T
+        dh_BW = pull(da_BF)[0]
+        if dots_M1 is not None:
+            dots_B1 = row_dots(a_BF, da_BF)
+            dots_B1 += 0 if w.b_out is None else row_dots(dy_BD, w.b_out[None])
+            dots_M1 = block.write(dots_M1, dots_B1)
         part = Weights(_outer(block.rows(x_MD), dh_BW), _outer(a_BF, dy_BD))
         if w.b_in is not None:
             part = part._replace(b_in=_sum_rows(dh_BW), b_out=_sum_rows(dy_BD))
         dw = part if dw is None else jax.tree.map(jnp.add, dw, part)
-        return block.write(dx_MD, dh_BW @ w.w_in.T), dw
+        return (block.write(dx_MD, dh_BW @ w.w_in.T), dots_M1), dw
 
-    def group(dx_MD, scanned):
+    def group(rows, scanned):
         w, start, end = scanned
-        dx_MD, dw = _blocks(compute, (dx_MD, None), M, start, end, w)
-        return dx_MD, jax.tree.map(lambda g, w: g.astype(w.dtype), dw, w)
+        rows, dw = _blocks(compute, (rows, None), M, start, end, w)
+        return rows, jax.tree.map(lambda g, w: g.astype(w.dtype), dw, w)
 
     ends_G = jnp.cumsum(sizes_G)
     scanned = (weights, ends_G - sizes_G, ends_G)
-    dx_MD, dweights = lax.scan(group, jnp.zeros_like(dy_MD), scanned)
-    return dx_MD[:M], dweights
+    dots_M1 = None if one_M1 is None else jnp.zeros_like(_padded(one_M1))
+    rows, dweights = lax.scan(group, (jnp.zeros_like(dy_MD), dots_M1), scanned)
+    return jax.tree.map(lambda x: x[:M], rows), dweights
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
@@ -129,7 +130,10 @@ def _on_route(
 ) -> jax.Array:
     """Dispatch, experts and combine along one route whose buckets hold all choices."""
     x_ND, weight_NK, params = operands
-    experts = _experts(sizes, experts_here=params[0].shape[0], kernel=spec.experts, limit=limit)
+    weighs = route.merges or not route.exchanges
+    experts = _experts(
+        sizes, experts_here=params[0].shape[0], kernel=spec.experts, limit=limit, weighs=weighs
+    )
     with jax.named_scope("dispatch"):
         plan = plan_dispatch(
             expert_NK,
@@ -151,8 +155,15 @@ def _on_route(
     )
 
 
-def _experts(sizes: Sizes, *, experts_here: int, kernel: str, limit: float | None) -> Experts:
-    """Returns what takes arrived rows through the experts of this device."""
+def _experts(
+    sizes: Sizes, *, experts_here: int, kernel: str, limit: float | None, weighs: bool
+) -> Experts:
+    """Returns what takes arrived rows through the experts of this device.
+
+    Args:
+      weighs: whether results are weighted here; if not, each row has one choice, and its weight is
+        one, for its gradient alone.
+    """
 
     def order(choice_MK):
         with jax.named_scope("experts"):
@@ -163,7 +174,11 @@ def _experts(sizes: Sizes, *, experts_here: int, kernel: str, limit: float | Non
         (slot_MK, item_R), sizes_e = ordered
         K = slot_MK.shape[1]
         with jax.named_scope("experts"):
-            x_RD = permute(x_MD, item_R // K, slot_MK)
+            source_R = item_R // K
+            x_RD = permute(x_MD, source_R, slot_MK)
+            if K == 1:  # else it is larger than what arrived
+                x_RD = checkpoint_name(x_RD, wire.TOKEN_WIRE)
+            one_R1 = None if weighs or weight_MK is None else permute(weight_MK, source_R, slot_MK)
             w_in_eDUF, w_out_eFD, *biases = params
             y_RD = expert_mlp(
                 x_RD,
@@ -173,9 +188,10 @@ def _experts(sizes: Sizes, *, experts_here: int, kernel: str, limit: float | Non
                 implementation=kernel,
                 biases=tuple(biases) or None,
                 limit=limit,
+                one_M1=one_R1,
             )
-            if weight_MK is None:
-                return collect(y_RD, slot_MK, item_R // K)
+            if not weighs:
+                return collect(y_RD, slot_MK, source_R)
             return weighted_sum(y_RD, weight_MK, slot_MK, item_R)
 
     return Experts(order, compute)

@@ -23,13 +23,12 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.comm import wire
 from moejax.comm.tokens.hops import (
     Rows,
-    codec_at_source,
     combine_at_source,
     combine_hop,
     dispatch_hop,
 )
 from moejax.comm.tokens.plan import DispatchPlan
-from moejax.comm.tokens.rows import encoded_weight_gradient
+from moejax.kernels.permute import PLACES
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route
 
@@ -42,7 +41,8 @@ class Experts(NamedTuple):
 
     Attributes:
       order: choices [R, K] -> integers that `compute` needs. They are known before rows arrive.
-      compute: (rows [R, D], weights [R, K] or None, integers, params) -> results [R, D].
+      compute: (rows [R, D], weights [R, K], integers, params) -> results [R, D]. Where results are
+        weighted at the source, weights are ones [R, 1], there for their gradient alone, or None.
     """
 
     order: Callable[[jax.Array], Any]
@@ -126,14 +126,12 @@ def _forward(
     # Tagged apart: joined they would be copied once more, only to be kept.
     results = _tag(run_stages(stages, [start] * chunks, barriers=barriers, accumulated={}))
     y_ND = _results_at_source(_join(results), weight_NK, plan, route, like=x_ND)
-    # Results are kept for the gradient of the weights only if they are weighted at the source.
-    results = [chunk.x for chunk in results] if plan.slot_maps and not route.merges else None
     saved = [for_backward[number] for number in range(chunks)] if gradients else None
-    return y_ND, (saved, params, plan, weight_NK, results)
+    return y_ND, (saved, params, plan, weight_NK)
 
 
 def _backward(route, layout, experts, barriers, saved, gradient_ND):
-    for_backward, params, plan, weight_NK, results = saved
+    for_backward, params, plan, weight_NK = saved
     chunks = route.chunks_backward
     orders: list[Any] = []
     if chunks != route.chunks:
@@ -152,7 +150,7 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
     start = _at_start(Rows(gradient_ND, weight_NK if plan.slot_maps else None), plan)
     drows = _join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated=accumulated))
     dparams = jax.tree.map(_sum_chunks, *accumulated["params"])
-    dx_ND, dweight_NK = _gradients_at_source(drows, results, gradient_ND, plan, route)
+    dx_ND, dweight_NK = _gradients_at_source(drows, weight_NK, plan, route, like=gradient_ND)
     return dx_ND, dweight_NK.astype(weight_NK.dtype), dparams, None
 
 
@@ -182,20 +180,20 @@ def _results_at_source(
 
 
 def _gradients_at_source(
-    drows: Rows, results: Any, gradient_ND: jax.Array, plan: DispatchPlan, route: Route
+    drows: Rows, weight_NK: jax.Array, plan: DispatchPlan, route: Route, *, like: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The gradients of tokens [N, D] and of their weights [N, K].
 
-    Args:
-      results: of each chunk, encoded, as they arrived; None if they were weighted at the experts.
+    Where results are weighted here, experts saw their gradients times the weight, so what they found
+    is the weight's gradient times the weight. A weight of zero hides its gradient, which is given as
+    zero: no router passes it on, as each weight is a score, or a share of the scores, whose own
+    gradient is zero with it.
     """
     if not plan.slot_maps:
         return drows.x[0], drows.weight[0]
-    dx_ND, dweight_NK = combine_at_source(drows, None, plan, route, like=gradient_ND, gradient=True)
-    if results is not None:
-        codec, results = codec_at_source(route), [_flat(chunk) for chunk in results]
-        with jax.named_scope("combine_backward"):
-            dweight_NK = encoded_weight_gradient(codec, results, gradient_ND, plan.source)
+    dx_ND, dweight_NK = combine_at_source(drows, None, plan, route, like=like, gradient=True)
+    if not route.merges:
+        dweight_NK = jnp.where(weight_NK == 0, 0, dweight_NK / weight_NK)
     return dx_ND, dweight_NK
 
 
@@ -237,14 +235,17 @@ def _orders(experts: Experts, plan: DispatchPlan, chunks: int) -> list[Any]:
     """What `experts.order` gives for each chunk; found together, which takes fewer kernels."""
     choices_IMK = plan.expert_IMK
     stacked = jax.vmap(experts.order)(choices_IMK.reshape(chunks, -1, choices_IMK.shape[-1]))
+    stacked = jax.tree.map(lambda x: checkpoint_name(x, PLACES), stacked)
     return [jax.tree.map(itemgetter(number), stacked) for number in range(chunks)]
 
 
 def _differentiable(experts: Experts, arrived: Rows, order: Any, params: Any) -> Any:
     """Returns the experts' results and their vjp: gradient of results -> of their inputs."""
     x_RD, weight_RK = _flat(tuple(arrived))
+    if weight_RK is None:
+        weight_RK = jnp.ones((x_RD.shape[0], 1), jnp.float32)
 
-    def run_experts(x_RD: jax.Array, weight_RK: jax.Array | None, params: Any) -> jax.Array:
+    def run_experts(x_RD: jax.Array, weight_RK: jax.Array, params: Any) -> jax.Array:
         return experts.compute(x_RD, weight_RK, order, params)
 
     return jax.vjp(run_experts, x_RD, weight_RK, params)
