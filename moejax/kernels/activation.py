@@ -9,9 +9,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-# Name of gate and up of a hidden layer, for remat policies.
-GATE_AND_UP = "gate_and_up"
-
 # gate * sigmoid(1.702 * gate) is close to GELU. Source: Hendrycks and Gimpel 2016; gpt-oss.
 SLOPE = 1.702
 

@@ -21,10 +21,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
-from moejax.kernels.activation import GATE_AND_UP, activate, row_dots, with_dots
+from moejax.kernels.activation import activate, row_dots, with_dots
 from moejax.kernels.costs import jitted
 from moejax.kernels.grouped_matmul import add_bias, grouped_matmul, swiglu_mlp
 from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
+from moejax.kernels.kept import GATE_AND_UP
 
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)

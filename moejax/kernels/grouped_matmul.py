@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.kernels import reference
-from moejax.kernels.activation import GATE_AND_UP, row_dots, swiglu
+from moejax.kernels.activation import row_dots, swiglu
 from moejax.kernels.costs import jitted
-from moejax.kernels.permute import PLACES
+from moejax.kernels.kept import GATE_AND_UP, PLACES
 
 # Each by the name that `select` knows it by.
 IMPLEMENTATIONS = ("mosaic", "tokamax", "ragged_dot", "reference")

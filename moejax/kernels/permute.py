@@ -12,9 +12,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-# Name of integers that say where rows lie, for remat policies: they are few, and dear to find.
-PLACES = "places"
-
 
 def rows_at(x_MD: jax.Array, index: jax.Array) -> jax.Array:
     """Returns rows of x by index; zeros for an index past the end. Not for differentiation."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import enter_tensor_together
@@ -144,11 +145,12 @@ class LatentAttention(nnx.Module):
         """What queries are projected from: their latent, at own positions, or x itself."""
         if self.cfg.q_latent is None:
             return x_BtD
-        return self.q_norm(x_BtD @ gather_weight(self.w_dq, self.spec))
+        down_BtZ = x_BtD @ gather_weight(self.w_dq, self.spec)
+        return self.q_norm(checkpoint_name(down_BtZ, PROJECTED))
 
     def _key_value_source(self, x_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The latent of keys and values, and the key that rotates, at own positions."""
-        down_BtZ = x_BtD @ gather_weight(self.w_dkv, self.spec)
+        down_BtZ = checkpoint_name(x_BtD @ gather_weight(self.w_dkv, self.spec), PROJECTED)
         latent_BtZ, rotated_BtR = split_last(down_BtZ, self.cfg.rotated_channels)
         return self.kv_norm(latent_BtZ), rotated_BtR
 

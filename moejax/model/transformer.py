@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
@@ -18,6 +19,8 @@ from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.gather import whole_weight
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.schema import ModelConfig, MoEConfig
+from moejax.kernels.attention import CUDNN_FORWARD
+from moejax.kernels.kept import GATE_AND_UP, PLACES, PROJECTED
 from moejax.layout.spec import StepSpec
 from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.attention import Attention
@@ -28,11 +31,26 @@ from moejax.model.rope import Angles, tables
 from moejax.moe.layer import MoE, MoEStats
 from moejax.moe.router import Noise
 
+
+def _keep(*names: str) -> Callable:
+    """Returns the policy that keeps named values, and places of rows."""
+    named = jax.checkpoint_policies.save_only_these_names(PLACES, *names)
+    if PROJECTED not in names:
+        return named
+
+    def attends(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name == CUDNN_FORWARD
+
+    return jax.checkpoint_policies.save_from_both_policies(named, attends)
+
+
 REMAT_POLICIES: dict[str, Callable | None] = {
     "full": None,
     "dots": jax.checkpoint_policies.dots_saveable,
-    "collectives": jax.checkpoint_policies.save_only_these_names(wire.TOKEN_WIRE, wire.WEIGHT_WIRE),
-    "token_collectives": jax.checkpoint_policies.save_only_these_names(wire.TOKEN_WIRE),
+    "collectives": _keep(wire.TOKEN_WIRE, wire.WEIGHT_WIRE),
+    "token_collectives": _keep(wire.TOKEN_WIRE),
+    "attention": _keep(wire.TOKEN_WIRE, PROJECTED),
+    "products": _keep(wire.TOKEN_WIRE, PROJECTED, GATE_AND_UP),
 }
 
 # Calls a block's attention; returns its output, and what a cache keeps.
@@ -87,7 +105,7 @@ class Block(nnx.Module):
         mlp_weights = None if self.mlp is None else self.mlp.weights()
         with jax.named_scope("attention"):
             y_BtD, kept = attend(self.attention, self.attention_norm(x_BtD))
-            x_BtD = x_BtD + y_BtD
+            x_BtD = checkpoint_name(x_BtD + y_BtD, PROJECTED)
         h_BtD = self.mlp_norm(x_BtD)
         if self.moe is not None and moe_weights is not None:
             y_BtD, stats = self.moe(h_BtD, moe_weights, noise)

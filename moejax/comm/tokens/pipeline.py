@@ -28,7 +28,7 @@ from moejax.comm.tokens.hops import (
     dispatch_hop,
 )
 from moejax.comm.tokens.plan import DispatchPlan
-from moejax.kernels.permute import PLACES
+from moejax.kernels.kept import PLACES
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route
 

@@ -15,7 +15,7 @@ from moejax.annotations import Array, Int
 from moejax.comm import wire
 from moejax.comm.tokens.buckets import SlotMap, experts_of_slots, place_items
 from moejax.comm.tokens.swap import send
-from moejax.kernels.permute import PLACES
+from moejax.kernels.kept import PLACES
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop, Route
 

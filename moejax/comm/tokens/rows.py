@@ -11,7 +11,6 @@ Letters: N tokens, D width, K choices a token, S slots of all parts and peers (M
 from typing import TypeGuard
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moejax.comm.codecs.codec import Blocks, Codec, Payload

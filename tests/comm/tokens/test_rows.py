@@ -1,6 +1,5 @@
 """Rows at the source of an exchange: in one pass or in two, the same bytes and the same sums."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest

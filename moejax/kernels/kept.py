@@ -1,0 +1,8 @@
+"""Names of values that remat policies keep for backward; `comm.wire` names what was communicated."""
+
+# Integers that say where rows lie: they are few, and dear to find.
+PLACES = "places"
+# Products of attention and of the router, and what attention gives: a few numbers times the width.
+PROJECTED = "projected"
+# Gate and up of hidden layers: of experts as many numbers as rows and twice the hidden width.
+GATE_AND_UP = "gate_and_up"
