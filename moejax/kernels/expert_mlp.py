@@ -23,7 +23,12 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.annotations import Array, Float, Int
 from moejax.kernels.activation import activate, row_dots, with_dots
 from moejax.kernels.costs import jitted
-from moejax.kernels.grouped_matmul import add_bias, grouped_matmul, swiglu_mlp
+from moejax.kernels.grouped_matmul import (
+    add_bias,
+    grouped_matmul,
+    schedule_experts,
+    swiglu_mlp,
+)
 from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
 from moejax.kernels.kept import GATE_AND_UP
 
@@ -51,6 +56,7 @@ def expert_mlp(
     biases: Biases | None = None,
     limit: float | None = None,
     one_M1: Float[Array, "M 1"] | None = None,
+    schedule: tuple[Int[Array, "C ..."], int] | None = None,
 ) -> Float[Array, "M D"]:
     """Returns `y_MD`; rows past the last group are zero.
 
@@ -65,9 +71,12 @@ def expert_mlp(
       limit: of clamped SwiGLU; None for SwiGLU.
       one_M1: ones, which are not multiplied. Their gradient is each row's result times the gradient
         of that result, float32: found from the hidden layer, without the results.
+      schedule: of all C chunks, from `schedule_experts`, and the number of this one; None for none.
     """
     if implementation == "mosaic" and biases is None and limit is None:
-        return swiglu_mlp(x_MD, w_in_GDUF, w_out_GFD, sizes_G, one_M1)
+        if schedule is None:
+            schedule = schedule_experts(sizes_G, x_MD.shape[0])[None], 0
+        return swiglu_mlp(x_MD, w_in_GDUF, w_out_GFD, one_M1, *schedule)
     G, D = w_in_GDUF.shape[:2]
     weights = Weights(w_in_GDUF.reshape(G, D, -1), w_out_GFD)
     if biases is not None:

@@ -5,6 +5,7 @@ and up, W = 2 F. FLOPs: 2 * rows * K * N, and as many for each gradient.
 `reference.grouped_matmul` says what all of these compute.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from moejax.annotations import Array, Float, Int
 from moejax.kernels import reference
 from moejax.kernels.activation import row_dots, swiglu
 from moejax.kernels.costs import jitted
-from moejax.kernels.kept import GATE_AND_UP, PLACES
+from moejax.kernels.kept import GATE_AND_UP
 
 # Each by the name that `select` knows it by.
 IMPLEMENTATIONS = ("mosaic", "tokamax", "ragged_dot", "reference")
@@ -48,7 +49,7 @@ def grouped_matmul(
 
 @jax.custom_vjp
 def _mosaic(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    return _multiply(x_MK, w_GKN, _schedule(sizes_G, x_MK.shape[0]))
+    return _multiply(x_MK, w_GKN, schedule_experts(sizes_G, x_MK.shape[0]))
 
 
 def _mosaic_forward(x_MK, w_GKN, sizes_G):
@@ -76,16 +77,22 @@ def product_gradients(
         pull = jax.vjp(lambda x, w: reference.grouped_matmul(x, w, sizes_G), x_MK, w_GKN)[1]
         return *pull(gradient_MN), None
     assert implementation == "mosaic", implementation
-    schedule = _schedule(sizes_G, gradient_MN.shape[0])
+    schedule = schedule_experts(sizes_G, gradient_MN.shape[0])
     dx_MK = _multiply_transposed(gradient_MN, w_GKN, schedule)
-    return dx_MK, _sum_outer(x_MK, gradient_MN, sizes_G, w_GKN.dtype), None
+    return dx_MK, _sum_outer(x_MK, gradient_MN, schedule, w_GKN), None
 
 
-def _schedule(sizes_G: jax.Array, num_rows: int) -> Any:
+def schedule_experts(sizes_G: Int[Array, " G"], num_rows: int) -> Int[Array, "..."]:
+    """Returns what Mosaic kernels must know of rows before they multiply them.
+
+    Products of the same rows share it, and found for all chunks at once it takes fewer kernels.
+
+    Args:
+      sizes_G: rows of each group, summing to at most `num_rows`.
+    """
     from moejax.kernels.mosaic import grouped_matmul as mosaic  # not in JAX before 0.11
 
-    schedule = mosaic.schedule_products(sizes_G, num_rows)
-    return jax.tree.map(lambda x: checkpoint_name(x, PLACES), schedule)
+    return mosaic.schedule_products(sizes_G, num_rows)
 
 
 def _multiply(x_MK: jax.Array, w_GKN: jax.Array, schedule: Any) -> jax.Array:
@@ -106,15 +113,17 @@ def _transposed(y_MN, w_GKN, schedule):
     return mosaic.grouped_matmul(y_MN, w_GKN, schedule, transposed=True)
 
 
-def _sum_outer(x_MK: jax.Array, y_MN: jax.Array, sizes_G: jax.Array, dtype: Any) -> jax.Array:
-    run = jitted(_outer, "products", *x_MK.shape, y_MN.shape[1])
-    return run(x_MK, y_MN, sizes_G, jnp.zeros(0, dtype))
+def _sum_outer(x_MK: jax.Array, y_MN: jax.Array, schedule: Any, like: jax.Array) -> jax.Array:
+    """The gradient of a matrix of each group, in its dtype."""
+    options = {"groups": like.shape[0], "dtype": like.dtype}
+    run = jitted(_outer, "products", *x_MK.shape, y_MN.shape[1], **options)
+    return run(x_MK, y_MN, schedule)
 
 
-def _outer(x_MK, y_MN, sizes_G, like):
+def _outer(x_MK, y_MN, schedule, *, groups, dtype):
     from moejax.kernels.mosaic import grouped_outer as mosaic
 
-    return mosaic.grouped_outer(x_MK, y_MN, sizes_G, like.dtype)
+    return mosaic.grouped_outer(x_MK, y_MN, schedule, groups, dtype)
 
 
 def _tokamax(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
@@ -177,44 +186,51 @@ def _add_bias_backward(saved, gradient_MN):
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def swiglu_mlp(
     x_MD: jax.Array,
     w_in_GDUF: jax.Array,
     w_out_GFD: jax.Array,
-    sizes_G: jax.Array,
     one_M1: jax.Array | None,
+    schedule_C: jax.Array,
+    chunk: int,
 ) -> jax.Array:
     """Each row through the SwiGLU of its group, by Mosaic kernels: `expert_mlp` of bfloat16.
 
     The first product and the activation are one kernel, which also keeps what backward needs.
+
+    Args:
+      one_M1: as in `expert_mlp`.
+      schedule_C: from `schedule_experts`, of all chunks: backward keeps it whole.
+      chunk: the number of this one.
     """
-    return _swiglu_forward(x_MD, w_in_GDUF, w_out_GFD, sizes_G, one_M1)[0]
+    return _swiglu_forward(x_MD, w_in_GDUF, w_out_GFD, one_M1, schedule_C, chunk)[0]
 
 
-def _swiglu_forward(x_MD, w_in_GDUF, w_out_GFD, sizes_G, one_M1):
+def _swiglu_forward(x_MD, w_in_GDUF, w_out_GFD, one_M1, schedule_C, chunk):
     from moejax.kernels.mosaic import grouped_matmul as mosaic
 
     hidden = w_in_GDUF.shape[2] * w_in_GDUF.shape[3]
     run = jitted(mosaic.grouped_swiglu, "products", *x_MD.shape, hidden)
-    schedule = _schedule(sizes_G, x_MD.shape[0])
+    schedule = schedule_C[chunk]
     a_MF, h_MW = run(x_MD, w_in_GDUF, schedule)
     h_MW = checkpoint_name(h_MW, GATE_AND_UP)
-    saved = x_MD, h_MW, w_in_GDUF, w_out_GFD, sizes_G, schedule, one_M1
+    saved = x_MD, h_MW, w_in_GDUF, w_out_GFD, one_M1, schedule_C
     return _multiply(a_MF, w_out_GFD, schedule), saved
 
 
-def _swiglu_backward(saved, dy_MD):
-    x_MD, h_MW, w_in_GDUF, w_out_GFD, sizes_G, schedule, one_M1 = saved
+def _swiglu_backward(chunk, saved, dy_MD):
+    x_MD, h_MW, w_in_GDUF, w_out_GFD, one_M1, schedule_C = saved
+    schedule = schedule_C[chunk]
     da_MF = _multiply_transposed(dy_MD, w_out_GFD, schedule)
     a_MF, pull = jax.vjp(swiglu, h_MW)
     (dh_MW,) = pull(da_MF)
-    dw_out_GFD = _sum_outer(a_MF, dy_MD, sizes_G, w_out_GFD.dtype)
-    dw_in_GDW = _sum_outer(x_MD, dh_MW, sizes_G, w_in_GDUF.dtype)
+    dw_out_GFD = _sum_outer(a_MF, dy_MD, schedule, w_out_GFD)
+    dw_in_GDW = _sum_outer(x_MD, dh_MW, schedule, w_in_GDUF)
     w_in_GDW = w_in_GDUF.reshape(*w_in_GDUF.shape[:2], -1)
     dx_MD = _multiply_transposed(dh_MW, w_in_GDW, schedule)
     dots_M1 = None if one_M1 is None else row_dots(a_MF, da_MF)
-    return dx_MD, dw_in_GDW.reshape(w_in_GDUF.shape), dw_out_GFD, None, dots_M1
+    return dx_MD, dw_in_GDW.reshape(w_in_GDUF.shape), dw_out_GFD, dots_M1, None
 
 
 swiglu_mlp.defvjp(_swiglu_forward, _swiglu_backward)

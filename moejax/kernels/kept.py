@@ -1,4 +1,7 @@
-"""Names of values that remat policies keep for backward; `comm.wire` names what was communicated."""
+"""Names of values that remat policies keep for backward.
+
+`comm.wire` names what was communicated.
+"""
 
 # Integers that say where rows lie: they are few, and dear to find.
 PLACES = "places"

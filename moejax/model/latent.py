@@ -18,6 +18,7 @@ from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
 from moejax.kernels.cached_attention import cached_attention, put
+from moejax.kernels.kept import PROJECTED
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import project_from_heads, project_to_heads
 from moejax.model.layers import RMSNorm

@@ -26,7 +26,8 @@ from moejax.comm.tokens.plan import plan_dispatch
 from moejax.comm.tokens.rounds import in_rounds
 from moejax.config.schema import MoEConfig
 from moejax.kernels.expert_mlp import expert_mlp
-from moejax.kernels.permute import collect, permute, weighted_sum
+from moejax.kernels.grouped_matmul import schedule_experts
+from moejax.kernels.permute import permute, take_rows, weighted_sum
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route, plain_route
 from moejax.layout.spec import StepSpec
@@ -43,8 +44,8 @@ def drop_above(
     expert_NK: Int[Array, "N K"], capacity: int, *, num_experts: int
 ) -> Int[Array, "N K"]:
     """Keeps the first `capacity` choices of each expert; others become `num_experts`: dropped."""
-    _, rank_NK, _ = rank_items(expert_NK, peers=num_experts, merge=False)
-    return jnp.where(rank_NK < capacity, expert_NK, num_experts)
+    ranked = rank_items(expert_NK, peers=num_experts, merge=False)
+    return jnp.where(ranked.rank_MK < capacity, expert_NK, num_experts)
 
 
 def moe_ffn(
@@ -105,7 +106,7 @@ def _in_rounds(
     (rows,) = sizes.rows
     peers = plain.exchanges[0].peers(layout)
     peer_NK = expert_NK // (moe.num_experts // peers)
-    _, rank_NK, counts_P = rank_items(peer_NK, peers=peers, merge=False)
+    ranked = rank_items(peer_NK, peers=peers, merge=False)
 
     def run_round(r: jax.Array, operands: Any, integers: Any) -> jax.Array:
         expert_NK, rank_NK = integers
@@ -113,8 +114,8 @@ def _in_rounds(
         return _on_route(plain, sizes, operands, now_NK, moe=moe, spec=spec, limit=limit)
 
     with jax.named_scope("routing"):
-        fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
-    return in_rounds(run_round, -(-fullest // rows), operands, (expert_NK, rank_NK))
+        fullest = wire.all_max(jnp.max(ranked.counts_P), layout.mesh_axes)
+    return in_rounds(run_round, -(-fullest // rows), operands, (expert_NK, ranked.rank_MK))
 
 
 def _on_route(
@@ -168,30 +169,36 @@ def _experts(
     def order(choice_MK):
         with jax.named_scope("experts"):
             R = choice_MK.shape[0] // sizes.arriving * sizes.expert_rows
-            return order_items(choice_MK, groups=experts_here, rows=R)
+            slot_map, sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
+            return slot_map, sizes_e, schedule_experts(sizes_e, R) if kernel == "mosaic" else None
 
     def compute(x_MD, weight_MK, ordered, params):
-        (slot_MK, item_R), sizes_e = ordered
-        K = slot_MK.shape[1]
+        ((slot_CMK, item_CR), sizes_Ce, schedule_C), chunk = ordered
+        slot_MK, item_R, one_R1 = slot_CMK[chunk], item_CR[chunk], None
+        slot_CM, K = slot_CMK[..., 0], slot_MK.shape[1]
         with jax.named_scope("experts"):
-            source_R = item_R // K
-            x_RD = permute(x_MD, source_R, slot_MK)
+            if weighs:
+                x_RD = permute(x_MD, item_R // K, slot_MK)
+            else:
+                x_RD = take_rows(x_MD, item_CR, slot_CM, chunk)
+                if weight_MK is not None:
+                    one_R1 = take_rows(weight_MK, item_CR, slot_CM, chunk)
             if K == 1:  # else it is larger than what arrived
                 x_RD = checkpoint_name(x_RD, wire.TOKEN_WIRE)
-            one_R1 = None if weighs or weight_MK is None else permute(weight_MK, source_R, slot_MK)
             w_in_eDUF, w_out_eFD, *biases = params
             y_RD = expert_mlp(
                 x_RD,
                 w_in_eDUF,
                 w_out_eFD,
-                sizes_e,
+                sizes_Ce[chunk],
                 implementation=kernel,
                 biases=tuple(biases) or None,
                 limit=limit,
                 one_M1=one_R1,
+                schedule=None if schedule_C is None else (schedule_C, chunk),
             )
             if not weighs:
-                return collect(y_RD, slot_MK, source_R)
+                return take_rows(y_RD, slot_CM, item_CR, chunk)
             return weighted_sum(y_RD, weight_MK, slot_MK, item_R)
 
     return Experts(order, compute)

@@ -12,7 +12,6 @@ peers), R rows of a chunk: experts see the parts of a chunk joined.
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +25,7 @@ from moejax.comm.tokens.hops import (
     combine_at_source,
     combine_hop,
     dispatch_hop,
+    return_dots,
 )
 from moejax.comm.tokens.plan import DispatchPlan
 from moejax.kernels.kept import PLACES
@@ -41,7 +41,8 @@ class Experts(NamedTuple):
 
     Attributes:
       order: choices [R, K] -> integers that `compute` needs. They are known before rows arrive.
-      compute: (rows [R, D], weights [R, K], integers, params) -> results [R, D]. Where results are
+      compute: (rows [R, D], weights [R, K], (integers of all chunks, number of this chunk), params)
+        -> results [R, D]. Where results are
         weighted at the source, weights are ones [R, 1], there for their gradient alone, or None.
     """
 
@@ -137,6 +138,7 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
     if chunks != route.chunks:
         for_backward, orders = _cut(_join(for_backward), chunks), _orders(experts, plan, chunks)
     accumulated: dict[str, Any] = {"params": []}
+    dots: dict[int, jax.Array] = {}
 
     def expert_stage(number: int, gradient: Rows) -> Rows:
         vjp = for_backward[number]
@@ -144,13 +146,19 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
             vjp = _differentiable(experts, for_backward[number], orders[number], params)[1]
         dx_RD, dweight_RK, dparams = vjp(_flat(gradient.x))
         accumulated["params"] = [*accumulated["params"], dparams]
-        return _unflat(Rows(dx_RD, dweight_RK), gradient.x.shape[0])
+        rows = _unflat(Rows(dx_RD, dweight_RK), gradient.x.shape[0])
+        if plan.slot_maps and not route.merges:  # one number a row: they travel together later
+            dots[number], rows = rows.weight, rows._replace(weight=None)
+        return rows
 
     stages = _stages(route, layout, plan, expert_stage, chunks, gradient=True)
     start = _at_start(Rows(gradient_ND, weight_NK if plan.slot_maps else None), plan)
     drows = _join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated=accumulated))
     dparams = jax.tree.map(_sum_chunks, *accumulated["params"])
-    dx_ND, dweight_NK = _gradients_at_source(drows, weight_NK, plan, route, like=gradient_ND)
+    dx_ND, dweight_NK = _gradients_at_source(drows, plan, route, like=gradient_ND)
+    if dots:
+        all_dots = _join([dots[number] for number in range(chunks)])
+        dweight_NK = _weight_gradient(all_dots, weight_NK, plan, route, layout)
     return dx_ND, dweight_NK.astype(weight_NK.dtype), dparams, None
 
 
@@ -180,21 +188,28 @@ def _results_at_source(
 
 
 def _gradients_at_source(
-    drows: Rows, weight_NK: jax.Array, plan: DispatchPlan, route: Route, *, like: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of tokens [N, D] and of their weights [N, K].
-
-    Where results are weighted here, experts saw their gradients times the weight, so what they found
-    is the weight's gradient times the weight. A weight of zero hides its gradient, which is given as
-    zero: no router passes it on, as each weight is a score, or a share of the scores, whose own
-    gradient is zero with it.
-    """
+    drows: Rows, plan: DispatchPlan, route: Route, *, like: jax.Array
+) -> tuple[jax.Array, Any]:
+    """The gradients of tokens [N, D], and of their weights [N, K] if experts weighed results."""
     if not plan.slot_maps:
         return drows.x[0], drows.weight[0]
-    dx_ND, dweight_NK = combine_at_source(drows, None, plan, route, like=like, gradient=True)
-    if not route.merges:
-        dweight_NK = jnp.where(weight_NK == 0, 0, dweight_NK / weight_NK)
-    return dx_ND, dweight_NK
+    return tuple(combine_at_source(drows, None, plan, route, like=like, gradient=True))
+
+
+def _weight_gradient(
+    dots_IM1: jax.Array, weight_NK: jax.Array, plan: DispatchPlan, route: Route, layout: Layout
+) -> jax.Array:
+    """The gradient of weights that were applied at the source, [N, K].
+
+    Experts saw the gradients of their results times the weight, so what they found is the weight's
+    gradient times the weight. A weight of zero hides its gradient, which is given as zero: no router
+    passes it on, because a weight is a score, or a share of scores, whose gradient is zero with it.
+
+    Args:
+      dots_IM1: of all parts, as experts found them.
+    """
+    dots_NK = return_dots(dots_IM1, plan, route, layout)
+    return jnp.where(weight_NK == 0, 0, dots_NK / weight_NK)
 
 
 def _stages(
@@ -236,7 +251,7 @@ def _orders(experts: Experts, plan: DispatchPlan, chunks: int) -> list[Any]:
     choices_IMK = plan.expert_IMK
     stacked = jax.vmap(experts.order)(choices_IMK.reshape(chunks, -1, choices_IMK.shape[-1]))
     stacked = jax.tree.map(lambda x: checkpoint_name(x, PLACES), stacked)
-    return [jax.tree.map(itemgetter(number), stacked) for number in range(chunks)]
+    return [(stacked, number) for number in range(chunks)]
 
 
 def _differentiable(experts: Experts, arrived: Rows, order: Any, params: Any) -> Any:

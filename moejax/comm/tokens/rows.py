@@ -26,12 +26,12 @@ def encode_rows(
     """Encodes the rows `x[source]`, each by itself.
 
     Args:
-      source_S: token of each slot, N for a row of zeros; S may be several dimensions.
+      source_S: token of each slot, N for a row that nobody reads; S may be several dimensions.
       weight_S: float32; each row is multiplied by its weight before it is encoded.
     """
     if not _in_one_pass(codec):
         if weight_S is None:
-            return encode(codec, permute.rows_at(x_ND, source_S))
+            return encode(codec, permute.any_rows_at(x_ND, source_S))
         return encode(codec, permute.weighted_rows_at(x_ND, source_S, weight_S))
     q = permute_quantize(
         x_ND,
