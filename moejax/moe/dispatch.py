@@ -27,6 +27,7 @@ from moejax.comm.tokens.rounds import in_rounds
 from moejax.config.schema import MoEConfig
 from moejax.kernels.expert_mlp import expert_mlp
 from moejax.kernels.grouped_matmul import schedule_experts
+from moejax.kernels.kept import PLACES
 from moejax.kernels.permute import permute, take_rows, weighted_sum
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route, plain_route
@@ -105,17 +106,19 @@ def _in_rounds(
     sizes = usual_sizes(plain, layout, moe, tokens=-(-expert_NK.shape[0] // ROUND_SHARE))
     (rows,) = sizes.rows
     peers = plain.exchanges[0].peers(layout)
-    peer_NK = expert_NK // (moe.num_experts // peers)
-    ranked = rank_items(peer_NK, peers=peers, merge=False)
+    here = moe.num_experts // peers
 
-    def run_round(r: jax.Array, operands: Any, integers: Any) -> jax.Array:
-        expert_NK, rank_NK = integers
-        now_NK = jnp.where(rank_NK // rows == r, expert_NK, moe.num_experts)
+    def run_round(r: jax.Array, operands: Any, expert_NK: Any) -> jax.Array:
+        # In each round anew: kept for backward, the ranks would be kept of usual steps too.
+        ranked = rank_items(expert_NK // here, peers=peers, merge=False)
+        now_NK = jnp.where(ranked.rank_MK // rows == r, expert_NK, moe.num_experts)
         return _on_route(plain, sizes, operands, now_NK, moe=moe, spec=spec, limit=limit)
 
     with jax.named_scope("routing"):
+        ranked = rank_items(expert_NK // here, peers=peers, merge=False)
         fullest = wire.all_max(jnp.max(ranked.counts_P), layout.mesh_axes)
-    return in_rounds(run_round, -(-fullest // rows), operands, (expert_NK, ranked.rank_MK))
+        count = checkpoint_name(-(-fullest // rows), PLACES)
+    return in_rounds(run_round, count, operands, expert_NK)
 
 
 def _on_route(
@@ -169,22 +172,22 @@ def _experts(
     def order(choice_MK):
         with jax.named_scope("experts"):
             R = choice_MK.shape[0] // sizes.arriving * sizes.expert_rows
-            slot_map, sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
-            return slot_map, sizes_e, schedule_experts(sizes_e, R) if kernel == "mosaic" else None
+            (slot_MK, item_R), sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
+            slot_M = slot_MK if weighs else slot_MK[:, 0]
+            schedule = schedule_experts(sizes_e, R) if kernel == "mosaic" else None
+            return slot_M, item_R, sizes_e, schedule
 
     def compute(x_MD, weight_MK, ordered, params):
-        ((slot_CMK, item_CR), sizes_Ce, schedule_C), chunk = ordered
-        slot_MK, item_R, one_R1 = slot_CMK[chunk], item_CR[chunk], None
-        slot_CM, K = slot_CMK[..., 0], slot_MK.shape[1]
+        (slot_CM, item_CR, sizes_Ce, schedule_C), chunk = ordered
+        slot_MK, item_R, one_R1 = slot_CM[chunk], item_CR[chunk], None
         with jax.named_scope("experts"):
             if weighs:
-                x_RD = permute(x_MD, item_R // K, slot_MK)
+                x_RD = permute(x_MD, item_R // slot_MK.shape[1], slot_MK)
             else:
                 x_RD = take_rows(x_MD, item_CR, slot_CM, chunk)
+                x_RD = checkpoint_name(x_RD, wire.TOKEN_WIRE)
                 if weight_MK is not None:
                     one_R1 = take_rows(weight_MK, item_CR, slot_CM, chunk)
-            if K == 1:  # else it is larger than what arrived
-                x_RD = checkpoint_name(x_RD, wire.TOKEN_WIRE)
             w_in_eDUF, w_out_eFD, *biases = params
             y_RD = expert_mlp(
                 x_RD,

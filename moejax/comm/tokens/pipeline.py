@@ -202,8 +202,8 @@ def _weight_gradient(
     """The gradient of weights that were applied at the source, [N, K].
 
     Experts saw the gradients of their results times the weight, so what they found is the weight's
-    gradient times the weight. A weight of zero hides its gradient, which is given as zero: no router
-    passes it on, because a weight is a score, or a share of scores, whose gradient is zero with it.
+    gradient times the weight. A weight of zero hides its gradient, which is given as zero: no
+    router passes it on, because a weight is a score or a share of scores, with a gradient of zero.
 
     Args:
       dots_IM1: of all parts, as experts found them.
