@@ -148,11 +148,12 @@ def test_each_remat_step_keeps_more_products_from_being_computed_again():
     for remat in ("none", "products", "attention", "token_collectives", "full"):
         schedule = schedule_of(small_config((1, 2, 2, 2), model={"remat": remat}))
         executed[remat] = flops(schedule), flops(schedule, "experts")
-    assert executed["products"] == executed["none"]
-    # Attention is in no scope of its own: experts are computed again, and it is not.
-    assert executed["attention"][1] == executed["token_collectives"][1] > executed["none"][1]
-    again = executed["attention"][1] - executed["none"][1]
-    assert executed["attention"][0] - executed["none"][0] == again
+    assert executed["products"][0] <= executed["none"][0]
+    assert executed["products"][1] == executed["none"][1]
+    # With attention kept, only experts are computed again.
+    assert executed["attention"][1] == executed["token_collectives"][1] > executed["products"][1]
+    again = executed["attention"][1] - executed["products"][1]
+    assert executed["attention"][0] - executed["products"][0] == again
     assert executed["attention"][0] < executed["token_collectives"][0] < executed["full"][0]
 
 
