@@ -120,7 +120,7 @@ class ModelConfig:
             "collectives",
             "token_collectives",
             "attention",
-            "products",
+            "experts",
         ),
     )
     scan_layers: bool = setting(

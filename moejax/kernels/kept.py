@@ -5,7 +5,7 @@
 
 # Integers that say where rows lie: they are few, and dear to find.
 PLACES = "places"
-# Products of attention and of the router, and what attention gives: a few numbers times the width.
-PROJECTED = "projected"
+# What attention and the router give, and the residual stream behind attention.
+ATTENDED = "attended"
 # Gate and up of hidden layers: of experts as many numbers as rows and twice the hidden width.
 GATE_AND_UP = "gate_and_up"

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
@@ -15,7 +14,6 @@ from moejax.comm.weights.gather import gather_weight, whole_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
 from moejax.kernels.cached_attention import cached_attention, put
-from moejax.kernels.kept import PROJECTED
 from moejax.layout.spec import StepSpec
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import Angles, rotate, score_factor
@@ -146,8 +144,7 @@ def project_to_heads(
     """Projects to this tensor rank's heads, of queries, or of keys or values (G for H)."""
     w_DHC = gather_weight(w, spec)
     D, H, C = w_DHC.shape
-    y_BTX = checkpoint_name(x_BTD @ w_DHC.reshape(D, H * C), PROJECTED)
-    return y_BTX.reshape(*x_BTD.shape[:2], H, C)
+    return (x_BTD @ w_DHC.reshape(D, H * C)).reshape(*x_BTD.shape[:2], H, C)
 
 
 def project_from_heads(

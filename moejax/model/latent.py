@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import enter_tensor_together
@@ -18,7 +17,6 @@ from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
 from moejax.kernels.cached_attention import cached_attention, put
-from moejax.kernels.kept import PROJECTED
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import project_from_heads, project_to_heads
 from moejax.model.layers import RMSNorm
@@ -146,12 +144,11 @@ class LatentAttention(nnx.Module):
         """What queries are projected from: their latent, at own positions, or x itself."""
         if self.cfg.q_latent is None:
             return x_BtD
-        down_BtZ = x_BtD @ gather_weight(self.w_dq, self.spec)
-        return self.q_norm(checkpoint_name(down_BtZ, PROJECTED))
+        return self.q_norm(x_BtD @ gather_weight(self.w_dq, self.spec))
 
     def _key_value_source(self, x_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The latent of keys and values, and the key that rotates, at own positions."""
-        down_BtZ = checkpoint_name(x_BtD @ gather_weight(self.w_dkv, self.spec), PROJECTED)
+        down_BtZ = x_BtD @ gather_weight(self.w_dkv, self.spec)
         latent_BtZ, rotated_BtR = split_last(down_BtZ, self.cfg.rotated_channels)
         return self.kv_norm(latent_BtZ), rotated_BtR
 

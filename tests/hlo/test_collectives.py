@@ -93,7 +93,7 @@ def test_recomputation_never_communicates_when_collectives_are_kept(mesh):
     assert counts["full"]["all_to_all"] > counts["none"]["all_to_all"]
 
 
-@pytest.mark.parametrize("remat", ["token_collectives", "attention", "products"])
+@pytest.mark.parametrize("remat", ["token_collectives", "attention", "experts"])
 def test_token_collectives_are_kept_while_weights_are_gathered_again(remat):
     none, _ = census(capacity_case((1, 2, 2, 2)))
     kept, _ = census(capacity_case((1, 2, 2, 2), model={"remat": remat}))

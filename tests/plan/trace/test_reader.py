@@ -145,15 +145,15 @@ def test_the_steps_flops_are_the_models():
 
 def test_each_remat_step_keeps_more_products_from_being_computed_again():
     executed = {}
-    for remat in ("none", "products", "attention", "token_collectives", "full"):
+    for remat in ("none", "experts", "attention", "token_collectives", "full"):
         schedule = schedule_of(small_config((1, 2, 2, 2), model={"remat": remat}))
         executed[remat] = flops(schedule), flops(schedule, "experts")
-    assert executed["products"][0] <= executed["none"][0]
-    assert executed["products"][1] == executed["none"][1]
+    assert executed["experts"][0] <= executed["none"][0]
+    assert executed["experts"][1] == executed["none"][1]
     # With attention kept, only experts are computed again.
-    assert executed["attention"][1] == executed["token_collectives"][1] > executed["products"][1]
-    again = executed["attention"][1] - executed["products"][1]
-    assert executed["attention"][0] - executed["products"][0] == again
+    assert executed["attention"][1] == executed["token_collectives"][1] > executed["experts"][1]
+    again = executed["attention"][1] - executed["experts"][1]
+    assert executed["attention"][0] - executed["experts"][0] == again
     assert executed["attention"][0] < executed["token_collectives"][0] < executed["full"][0]
 
 
