@@ -77,8 +77,10 @@ def plan_dispatch(
                 expert_IMK = expert_IMK.reshape(parts, peers * J, -1)
             slot_maps.append(slot_map)
         expert_IMK = _send_choices(expert_IMK, hop, layout, none=span)
-    tagged = jax.tree.map(lambda x: checkpoint_name(x, PLACES), (tuple(slot_maps), expert_IMK))
-    return DispatchPlan(*tagged, filled)
+    maps, expert_IMK = jax.tree.map(
+        lambda x: checkpoint_name(x, PLACES), (tuple(slot_maps), expert_IMK)
+    )
+    return DispatchPlan(maps, expert_IMK, filled)
 
 
 def _send_choices(expert_IMK: jax.Array, hop: Hop, layout: Layout, *, none: int) -> jax.Array:
