@@ -14,45 +14,21 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
-from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
-from moejax.comm.weights.adapters import WithAdapter
 from moejax.comm.weights.gather import whole_weight
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.schema import ModelConfig, MoEConfig
-from moejax.kernels.attention import CUDNN_FORWARD
-from moejax.kernels.kept import ATTENDED, GATE_AND_UP, PLACES
+from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
 from moejax.model.layers import MLP, Embedding, RMSNorm
 from moejax.model.pattern import BlockKind, layer_groups
+from moejax.model.remat import REMAT_POLICIES, in_turn
 from moejax.model.rope import Angles, tables
 from moejax.moe.layer import MoE, MoEStats
 from moejax.moe.router import Noise
-
-
-def _keep(*names: str) -> Callable:
-    """Returns the policy that keeps named values, and places of rows."""
-    named = jax.checkpoint_policies.save_only_these_names(PLACES, *names)
-    if ATTENDED not in names:
-        return named
-
-    def attends(primitive: Any, *_: Any, **__: Any) -> bool:
-        return primitive.name == CUDNN_FORWARD
-
-    return jax.checkpoint_policies.save_from_both_policies(named, attends)
-
-
-REMAT_POLICIES: dict[str, Callable | None] = {
-    "full": None,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "collectives": _keep(wire.TOKEN_WIRE, wire.WEIGHT_WIRE),
-    "token_collectives": _keep(wire.TOKEN_WIRE),
-    "attention": _keep(wire.TOKEN_WIRE, ATTENDED),
-    "experts": _keep(wire.TOKEN_WIRE, ATTENDED, GATE_AND_UP),
-}
 
 # Calls a block's attention; returns its output, and what a cache keeps.
 Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
@@ -64,6 +40,7 @@ class Block(nnx.Module):
     def __init__(
         self, kind: BlockKind, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs
     ):
+        self.barriers = spec.barriers
         self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
         build_attention = LatentAttention if cfg.is_latent else Attention
         self.attention = build_attention(cfg, kind.window, spec, rngs)
@@ -106,7 +83,12 @@ class Block(nnx.Module):
         mlp_weights = None if self.mlp is None else self.mlp.weights()
         with jax.named_scope("attention"):
             y_BtD, kept = attend(self.attention, self.attention_norm(x_BtD))
-            x_BtD = checkpoint_name(x_BtD + y_BtD, ATTENDED)
+            x_BtD = x_BtD + y_BtD
+            if self.barriers and moe_weights is not None:
+                # In backward too they arrive while attention's projections are computed again.
+                x_BtD, moe_weights = jax.lax.optimization_barrier((x_BtD, moe_weights))
+            else:
+                x_BtD = checkpoint_name(x_BtD, ATTENDED)
         h_BtD = self.mlp_norm(x_BtD)
         if self.moe is not None and moe_weights is not None:
             y_BtD, stats = self.moe(h_BtD, moe_weights, noise)
@@ -289,7 +271,7 @@ class Transformer(nnx.Module):
         if self.cfg.remat != "none":
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])
         if self.spec.barriers and not self.cfg.scan_layers:
-            repeat = partial(_in_turn, repeat)
+            repeat = partial(in_turn, repeat)
         plain_repeats, stats = min(-(-plain_blocks // pattern), repeats), []
         for start, stop in ((0, plain_repeats), (plain_repeats, repeats)):
             if start == stop:
@@ -307,36 +289,6 @@ class Transformer(nnx.Module):
         # [repeats, ...] for each expert block of a pattern -> [repeats * blocks, ...], ordered.
         flat = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *joined)
         return x_BtD, flat
-
-
-def _in_turn(repeat: Callable, x_BtD: jax.Array, scanned: tuple[jax.Array, Any]) -> Any:
-    """Runs an unrolled repeat; its gradients are complete in backward before the next begins.
-
-    A loop has that by itself. Without it XLA reduces the gradients of all layers at the end, where
-    nothing is left that would hide it.
-    """
-    layer, state = scanned
-    entries = jax.tree.leaves(state, is_leaf=lambda entry: isinstance(entry, WithAdapter))
-    # Frozen weights have no gradient, which the tie would make zeros of their size.
-    if not any(isinstance(entry, WithAdapter) for entry in entries):
-        x_BtD, state = _tie_gradients(x_BtD, state)
-    return repeat(x_BtD, (layer, state))
-
-
-@jax.custom_vjp
-def _tie_gradients(x_BtD: jax.Array, state: Any) -> Any:
-    return x_BtD, state
-
-
-def _tie_forward(x_BtD, state):
-    return (x_BtD, state), None
-
-
-def _tie_backward(_, gradients):
-    return jax.lax.optimization_barrier(gradients)
-
-
-_tie_gradients.defvjp(_tie_forward, _tie_backward)
 
 
 def _joined(stats: list[MoEStats]) -> MoEStats | None:
