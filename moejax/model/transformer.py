@@ -240,9 +240,6 @@ class Transformer(nnx.Module):
             )
             stats += [] if group_stats is None else [group_stats]
             first_block += len(kinds) * repeats
-        if self.spec.barriers:
-            # Else the projection is not sent for before the loss waits for it.
-            x_BtD, weights = jax.lax.optimization_barrier((x_BtD, weights))
         return Hidden(self.norm(x_BtD), weights, stats, angles)
 
     def _run_group(

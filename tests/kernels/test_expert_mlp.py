@@ -190,9 +190,9 @@ def test_the_gradient_of_ones_is_each_row_times_its_gradient(implementation, lim
     counts, rows = jnp.asarray(SIZES, jnp.int32), sum(SIZES)
 
     def with_kernel(one_M1):
-        x, w_in, w_out, *biases = arrays
+        biases = (arrays[3], arrays[4]) if biased else None
         options = {"implementation": implementation, "limit": limit, "one_M1": one_M1}
-        return expert_mlp(x, w_in, w_out, counts, biases=biases or None, **options)
+        return expert_mlp(*arrays[:3], counts, biases=biases, **options)
 
     one_M1 = jnp.ones((len(gradient), 1))
     y, pull = jax.vjp(with_kernel, one_M1)
