@@ -58,13 +58,20 @@ class CompiledStep:
         return max(self.peak_bytes, *self.other_peaks.values(), 0)
 
     def token_exchanges(self, *, backward: bool | None = None) -> list[Exchange]:
-        """Returns the all-to-alls of tokens or their gradients; `backward` None: of both passes."""
-        return [
+        """Returns the all-to-alls of tokens or their gradients; `backward` None: of both passes.
+
+        Those of one number a row are left out: they are far smaller than any of rows.
+        """
+        floats = [
             exchange
             for exchange in self.exchanges
-            if exchange.kind == "all_to_all"
-            and "float" in exchange.dtype
-            and backward in (None, exchange.backward)
+            if exchange.kind == "all_to_all" and "float" in exchange.dtype
+        ]
+        largest = max((exchange.bytes for exchange in floats), default=0)
+        return [
+            exchange
+            for exchange in floats
+            if exchange.bytes > largest / 32 and backward in (None, exchange.backward)
         ]
 
     def reductions(self) -> list[Exchange]:

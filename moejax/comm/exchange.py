@@ -180,7 +180,7 @@ def _load() -> Any:
     digest = hashlib.sha256(SOURCE.read_bytes() + jax.__version__.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moejax"
     library = cache / f"exchange-{digest}.so"
-    if not library.exists() and (reason := _compile(library)) is not None:
+    if not library.exists() and (reason := compile_library(SOURCE, library)) is not None:
         print(
             f"Collectives do not run beside compute: {reason}. gloo carries them.", file=sys.stderr
         )
@@ -188,13 +188,13 @@ def _load() -> Any:
     return ctypes.CDLL(str(library))
 
 
-def _compile(library: Path) -> str | None:
-    """Makes the library; returns the reason why it could not."""
+def compile_library(source: Path, library: Path) -> str | None:
+    """Makes a library of foreign functions; returns the reason why it could not."""
     compiler = shutil.which("g++")
     if compiler is None:
         return "there is no C++ compiler (g++)"
     command = [compiler, "-O2", "-w", "-shared", "-fPIC", "-std=c++17", "-pthread"]
-    command += [f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o"]
+    command += [f"-I{jax.ffi.include_dir()}", str(source), "-o"]
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:

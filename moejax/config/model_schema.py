@@ -112,8 +112,16 @@ class ModelConfig:
     )
     remat: str = setting(
         "none",
-        "what backward recomputes; the last two keep what came over the network",
-        choices=("none", "full", "dots", "collectives", "token_collectives"),
+        "what backward recomputes: see docs/architecture.md; the last four send no token again",
+        choices=(
+            "none",
+            "full",
+            "dots",
+            "collectives",
+            "token_collectives",
+            "attention",
+            "experts",
+        ),
     )
     scan_layers: bool = setting(
         True, "one compiled block for all layers; false unrolls (slower compile)"

@@ -1,6 +1,7 @@
 """The gated activations of experts and MLPs: SwiGLU, and its clamped form.
 
-Per device. Legend: F hidden, W = 2 F: gate and up side by side. Both compute in float32.
+Per device. Legend: F hidden, W = 2 F: gate and up side by side; M rows of N numbers. Both compute
+in float32.
 """
 
 from functools import partial
@@ -10,6 +11,32 @@ import jax.numpy as jnp
 
 # gate * sigmoid(1.702 * gate) is close to GELU. Source: Hendrycks and Gimpel 2016; gpt-oss.
 SLOPE = 1.702
+
+
+@jax.custom_vjp
+def with_dots(x_MN: jax.Array, one_M1: jax.Array) -> jax.Array:
+    """Returns x. The gradient of `one_M1` is each row's product with its gradient, float32.
+
+    Args:
+      one_M1: ones, which are not multiplied.
+    """
+    return x_MN
+
+
+def _with_dots_forward(x_MN, one_M1):
+    return x_MN, x_MN
+
+
+def _with_dots_backward(x_MN, gradient_MN):
+    return gradient_MN, row_dots(x_MN, gradient_MN)
+
+
+with_dots.defvjp(_with_dots_forward, _with_dots_backward)
+
+
+def row_dots(x_MN: jax.Array, y_MN: jax.Array) -> jax.Array:
+    """Returns the product of each row of x and the same row of y, float32 [M, 1]."""
+    return jnp.sum(x_MN.astype(jnp.float32) * y_MN.astype(jnp.float32), axis=-1, keepdims=True)
 
 
 def activate(h: jax.Array, limit: float | None) -> jax.Array:

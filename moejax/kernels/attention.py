@@ -18,10 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Bool, Float, Int
+from moejax.kernels.kept import ATTENDED
 from moejax.kernels.splash import splash_attention
 
+# The primitive of cuDNN's forward pass, whose results have no name of their own; by its name in JAX
+# 0.10 to 0.12. Under another name remat policies run the forward pass twice, as for other values.
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
 MASKED = -1e30  # a score that softmax turns into zero; finite, so that no difference is NaN
 
 
@@ -160,6 +165,7 @@ def _forward(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window: int | None, sc
     arrays += (v_BSGV.transpose(0, 2, 3, 1), segment_BT)
     y_BGVRT, log_BGRT = lax.map(sequence, arrays)
     y_BTHV = y_BGVRT.transpose(0, 4, 1, 3, 2).reshape(*q_BTHC.shape[:3], v_BSGV.shape[-1])
+    y_BTHV, log_BGRT = (checkpoint_name(x, ATTENDED) for x in (y_BTHV, log_BGRT))
     return y_BTHV, (q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, y_BTHV, log_BGRT)
 
 

@@ -17,9 +17,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from moejax.kernels.activation import activate
+from moejax.kernels.activation import activate, row_dots
 from moejax.kernels.costs import jitted
+from moejax.kernels.kept import GATE_AND_UP
 
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
 BLOCK_ROWS = (64, 128, 256, 384, 512)
@@ -116,7 +118,13 @@ def rows_computed(rows: float, M: int) -> float:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def blocked_mlp(form: Form, x_MD: jax.Array, weights: Weights, sizes_G: jax.Array) -> jax.Array:
+def blocked_mlp(
+    form: Form,
+    x_MD: jax.Array,
+    weights: Weights,
+    sizes_G: jax.Array,
+    one_M1: jax.Array | None,
+) -> jax.Array:
     """Returns `expert_mlp` by blocks of rows."""
     return _named("forward", _only_forward, weights, x_MD, form)(x_MD, weights, sizes_G)
 
@@ -175,10 +183,11 @@ def _in_pieces(x_BX: jax.Array, w_GXY: jax.Array, group: jax.Array) -> jax.Array
     return y_BY.astype(x_BX.dtype)
 
 
-def _blocked_forward(form, x_MD, weights, sizes_G):
+def _blocked_forward(form, x_MD, weights, sizes_G, one_M1):
     forward = _named("forward", _rows_forward, weights, x_MD, form)
     y_MD, h_MW = forward(x_MD, weights, sizes_G)
-    return y_MD, (x_MD, h_MW, weights, sizes_G)
+    h_MW = checkpoint_name(h_MW, GATE_AND_UP)
+    return y_MD, (x_MD, h_MW, weights, sizes_G, one_M1)
 
 
 def _rows_forward(x_MD, weights, sizes_G, *, limit):
@@ -202,43 +211,51 @@ def _rows_forward(x_MD, weights, sizes_G, *, limit):
 def _blocked_backward(form, saved, dy_MD):
     weights = saved[2]
     sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-    dx_MD, dweights = _add_gradients(form, saved, dy_MD, sums)
-    return dx_MD, jax.tree.map(lambda g, w: g.astype(w.dtype), dweights, weights), None
+    dx_MD, dots_M1, dweights = _add_gradients(form, saved, dy_MD, sums)
+    return dx_MD, jax.tree.map(lambda g, w: g.astype(w.dtype), dweights, weights), None, dots_M1
 
 
 def _add_gradients(form, saved, dy_MD, sums):
-    x_MD, h_MW, weights, sizes_G = saved
+    x_MD, h_MW, weights, sizes_G, one_M1 = saved
     backward = _named("backward", _rows_backward, weights, dy_MD, form)
-    return backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums)
+    (dx_MD, dots_M1), sums = backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums, one_M1)
+    return dx_MD, dots_M1, sums
 
 
-def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums, *, limit):
-    """Gradients of rows, and of weights added to `sums`, block by block."""
+def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums, one_M1, *, limit):
+    """Gradients of rows and ones, and of weights added to `sums`, block by block."""
     M = dy_MD.shape[0]
 
     def compute(block: Block, carry, w: Weights):
-        dx_MD, dw = carry
+        (dx_MD, dots_M1), dw = carry
         dy_BD = block.rows(dy_MD)
         a_BF, pull = jax.vjp(partial(activate, limit=limit), block.rows(h_MW))
-        dh_BW = pull(dy_BD @ w.w_out.T)[0]
+        da_BF = dy_BD @ w.w_out.T
+        dh_BW = pull(da_BF)[0]
+        if dots_M1 is not None:
+            dots_B1 = row_dots(a_BF, da_BF)
+            dots_B1 += 0 if w.b_out is None else row_dots(dy_BD, w.b_out[None])
+            dots_M1 = block.write(dots_M1, dots_B1)
         part = Weights(_outer(block.rows(x_MD), dh_BW), _outer(a_BF, dy_BD))
         if w.b_in is not None:
             part = part._replace(b_in=_sum_rows(dh_BW), b_out=_sum_rows(dy_BD))
         dw = part if dw is None else jax.tree.map(jnp.add, dw, part)
-        return block.write(dx_MD, dh_BW @ w.w_in.T), dw
+        return (block.write(dx_MD, dh_BW @ w.w_in.T), dots_M1), dw
 
     def group(number, carry, w, start, end):
-        dx_MD, sums = carry
-        dx_MD, dw = _blocks(compute, (dx_MD, None), M, start, end, w)
+        rows, sums = carry
+        rows, dw = _blocks(compute, (rows, None), M, start, end, w)
 
         def add(total_G, part):
             total = lax.dynamic_index_in_dim(total_G, number, keepdims=False)
             total = total + part.reshape(total.shape)
             return lax.dynamic_update_index_in_dim(total_G, total, number, 0)
 
-        return dx_MD, jax.tree.map(add, sums, dw)
+        return rows, jax.tree.map(add, sums, dw)
 
-    return _each_group(group, (jnp.zeros_like(dy_MD), sums), sizes_G, weights)
+    dots_M1 = None if one_M1 is None else jnp.zeros_like(one_M1)
+    start = (jnp.zeros_like(dy_MD), dots_M1), sums
+    return _each_group(group, start, sizes_G, weights)
 
 
 blocked_mlp.defvjp(_blocked_forward, _blocked_backward)
@@ -246,20 +263,25 @@ blocked_mlp.defvjp(_blocked_forward, _blocked_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blocked_mlp_adding(
-    form: Form, x_MD: jax.Array, weights: Weights, sums: Weights, sizes_G: jax.Array
+    form: Form,
+    x_MD: jax.Array,
+    weights: Weights,
+    sums: Weights,
+    sizes_G: jax.Array,
+    one_M1: jax.Array | None,
 ) -> tuple[jax.Array, Weights]:
     """Returns `expert_mlp_adding` by blocks of rows."""
-    return blocked_mlp(form, x_MD, weights, sizes_G), sums
+    return blocked_mlp(form, x_MD, weights, sizes_G, one_M1), sums
 
 
-def _adding_forward(form, x_MD, weights, sums, sizes_G):
-    y_MD, saved = _blocked_forward(form, x_MD, weights, sizes_G)
+def _adding_forward(form, x_MD, weights, sums, sizes_G, one_M1):
+    y_MD, saved = _blocked_forward(form, x_MD, weights, sizes_G, one_M1)
     return (y_MD, sums), saved
 
 
 def _adding_backward(form, saved, gradients):
-    dx_MD, sums = _add_gradients(form, saved, *gradients)
-    return dx_MD, None, sums, None
+    dx_MD, dots_M1, sums = _add_gradients(form, saved, *gradients)
+    return dx_MD, None, sums, None, dots_M1
 
 
 blocked_mlp_adding.defvjp(_adding_forward, _adding_backward)

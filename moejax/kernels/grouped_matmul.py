@@ -5,16 +5,19 @@ and up, W = 2 F. FLOPs: 2 * rows * K * N, and as many for each gradient.
 `reference.grouped_matmul` says what all of these compute.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.kernels import megablox, reference
-from moejax.kernels.activation import swiglu
+from moejax.kernels.activation import row_dots, swiglu
 from moejax.kernels.costs import jitted
+from moejax.kernels.kept import GATE_AND_UP
 
 # Each by the name that `select` knows it by.
 IMPLEMENTATIONS = ("mosaic", "tokamax", "megablox", "ragged_dot", "reference")
@@ -53,7 +56,7 @@ def grouped_matmul(
 
 @jax.custom_vjp
 def _mosaic(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    return _multiply(x_MK, w_GKN, _schedule(sizes_G, x_MK.shape[0]))
+    return _multiply(x_MK, w_GKN, schedule_experts(sizes_G, x_MK.shape[0]))
 
 
 def _mosaic_forward(x_MK, w_GKN, sizes_G):
@@ -81,12 +84,19 @@ def product_gradients(
         pull = jax.vjp(lambda x, w: reference.grouped_matmul(x, w, sizes_G), x_MK, w_GKN)[1]
         return *pull(gradient_MN), None
     assert implementation == "mosaic", implementation
-    schedule = _schedule(sizes_G, gradient_MN.shape[0])
+    schedule = schedule_experts(sizes_G, gradient_MN.shape[0])
     dx_MK = _multiply_transposed(gradient_MN, w_GKN, schedule)
-    return dx_MK, _sum_outer(x_MK, gradient_MN, sizes_G, w_GKN.dtype), None
+    return dx_MK, _sum_outer(x_MK, gradient_MN, schedule, w_GKN), None
 
 
-def _schedule(sizes_G: jax.Array, num_rows: int) -> Any:
+def schedule_experts(sizes_G: Int[Array, " G"], num_rows: int) -> Int[Array, "..."]:
+    """Returns what Mosaic kernels must know of rows before they multiply them.
+
+    Products of the same rows share it, and found for all chunks at once it takes fewer kernels.
+
+    Args:
+      sizes_G: rows of each group, summing to at most `num_rows`.
+    """
     from moejax.kernels.mosaic import grouped_matmul as mosaic  # not in JAX before 0.11
 
     return mosaic.schedule_products(sizes_G, num_rows)
@@ -110,15 +120,17 @@ def _transposed(y_MN, w_GKN, schedule):
     return mosaic.grouped_matmul(y_MN, w_GKN, schedule, transposed=True)
 
 
-def _sum_outer(x_MK: jax.Array, y_MN: jax.Array, sizes_G: jax.Array, dtype: Any) -> jax.Array:
-    run = jitted(_outer, "products", *x_MK.shape, y_MN.shape[1])
-    return run(x_MK, y_MN, sizes_G, jnp.zeros(0, dtype))
+def _sum_outer(x_MK: jax.Array, y_MN: jax.Array, schedule: Any, like: jax.Array) -> jax.Array:
+    """The gradient of a matrix of each group, in its dtype."""
+    options = {"groups": like.shape[0], "dtype": like.dtype}
+    run = jitted(_outer, "products", *x_MK.shape, y_MN.shape[1], **options)
+    return run(x_MK, y_MN, schedule)
 
 
-def _outer(x_MK, y_MN, sizes_G, like):
+def _outer(x_MK, y_MN, schedule, *, groups, dtype):
     from moejax.kernels.mosaic import grouped_outer as mosaic
 
-    return mosaic.grouped_outer(x_MK, y_MN, sizes_G, like.dtype)
+    return mosaic.grouped_outer(x_MK, y_MN, schedule, groups, dtype)
 
 
 def _ragged_dot(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array:
@@ -144,7 +156,10 @@ def _tokamax(x_MK: jax.Array, w_GKN: jax.Array, sizes_G: jax.Array) -> jax.Array
 
 @jax.custom_vjp
 def add_bias(
-    x_MN: Float[Array, "M N"], bias_GN: Float[Array, "G N"], sizes_G: Int[Array, " G"]
+    x_MN: Float[Array, "M N"],
+    bias_GN: Float[Array, "G N"],
+    sizes_G: Int[Array, " G"],
+    one_M1: Float[Array, "M 1"] | None = None,
 ) -> Float[Array, "M N"]:
     """Adds to each row the bias of its group, in float32; rows past the last group stay.
 
@@ -154,17 +169,23 @@ def add_bias(
     Args:
       bias_GN: float32.
       sizes_G: rows of each group, summing to at most M.
+      one_M1: as in `activation.with_dots`, of the bias of each row.
     """
+    return (x_MN.astype(jnp.float32) + _bias_of_rows(x_MN, bias_GN, sizes_G)).astype(x_MN.dtype)
+
+
+def _bias_of_rows(x_MN, bias_GN, sizes_G):
+    """The bias of each row; zero past the last group."""
     group_M = jnp.sum(jnp.arange(x_MN.shape[0])[:, None] >= jnp.cumsum(sizes_G), axis=1)
-    bias_MN = jnp.take(bias_GN, group_M, axis=0, mode="fill", fill_value=0)
-    return (x_MN.astype(jnp.float32) + bias_MN).astype(x_MN.dtype)
+    return jnp.take(bias_GN, group_M, axis=0, mode="fill", fill_value=0)
 
 
-def _add_bias_forward(x_MN, bias_GN, sizes_G):
-    return add_bias(x_MN, bias_GN, sizes_G), sizes_G
+def _add_bias_forward(x_MN, bias_GN, sizes_G, one_M1):
+    return add_bias(x_MN, bias_GN, sizes_G), (sizes_G, None if one_M1 is None else bias_GN)
 
 
-def _add_bias_backward(sizes_G, gradient_MN):
+def _add_bias_backward(saved, gradient_MN):
+    sizes_G, bias_GN = saved
     row_M, ends_G = jnp.arange(gradient_MN.shape[0])[:, None], jnp.cumsum(sizes_G)
     own_MG = (row_M >= ends_G - sizes_G) & (row_M < ends_G)
     inside_MN = jnp.where(row_M < ends_G[-1], gradient_MN, 0)
@@ -175,44 +196,60 @@ def _add_bias_backward(sizes_G, gradient_MN):
         precision="highest",  # float32 is not rounded on its way into the product
         preferred_element_type=jnp.float32,
     )
-    return gradient_MN, dbias_GN, None
+    if bias_GN is None:
+        return gradient_MN, dbias_GN, None, None
+    bias_MN = _bias_of_rows(gradient_MN, bias_GN, sizes_G)
+    return gradient_MN, dbias_GN, None, row_dots(bias_MN, gradient_MN)
 
 
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def swiglu_mlp(
-    x_MD: jax.Array, w_in_GDUF: jax.Array, w_out_GFD: jax.Array, sizes_G: jax.Array
+    x_MD: jax.Array,
+    w_in_GDUF: jax.Array,
+    w_out_GFD: jax.Array,
+    one_M1: jax.Array | None,
+    schedule_C: jax.Array,
+    chunk: int,
 ) -> jax.Array:
     """Each row through the SwiGLU of its group, by Mosaic kernels: `expert_mlp` of bfloat16.
 
     The first product and the activation are one kernel, which also keeps what backward needs.
+
+    Args:
+      one_M1: as in `expert_mlp`.
+      schedule_C: from `schedule_experts`, of all chunks: backward keeps it whole.
+      chunk: the number of this one.
     """
-    return _swiglu_forward(x_MD, w_in_GDUF, w_out_GFD, sizes_G)[0]
+    return _swiglu_forward(x_MD, w_in_GDUF, w_out_GFD, one_M1, schedule_C, chunk)[0]
 
 
-def _swiglu_forward(x_MD, w_in_GDUF, w_out_GFD, sizes_G):
+def _swiglu_forward(x_MD, w_in_GDUF, w_out_GFD, one_M1, schedule_C, chunk):
     from moejax.kernels.mosaic import grouped_matmul as mosaic
 
     hidden = w_in_GDUF.shape[2] * w_in_GDUF.shape[3]
     run = jitted(mosaic.grouped_swiglu, "products", *x_MD.shape, hidden)
-    schedule = _schedule(sizes_G, x_MD.shape[0])
+    schedule = schedule_C[chunk]
     a_MF, h_MW = run(x_MD, w_in_GDUF, schedule)
-    saved = x_MD, h_MW, w_in_GDUF, w_out_GFD, sizes_G, schedule
+    h_MW = checkpoint_name(h_MW, GATE_AND_UP)
+    saved = x_MD, h_MW, w_in_GDUF, w_out_GFD, one_M1, schedule_C
     return _multiply(a_MF, w_out_GFD, schedule), saved
 
 
-def _swiglu_backward(saved, dy_MD):
-    x_MD, h_MW, w_in_GDUF, w_out_GFD, sizes_G, schedule = saved
+def _swiglu_backward(chunk, saved, dy_MD):
+    x_MD, h_MW, w_in_GDUF, w_out_GFD, one_M1, schedule_C = saved
+    schedule = schedule_C[chunk]
     da_MF = _multiply_transposed(dy_MD, w_out_GFD, schedule)
     a_MF, pull = jax.vjp(swiglu, h_MW)
     (dh_MW,) = pull(da_MF)
-    dw_out_GFD = _sum_outer(a_MF, dy_MD, sizes_G, w_out_GFD.dtype)
-    dw_in_GDW = _sum_outer(x_MD, dh_MW, sizes_G, w_in_GDUF.dtype)
+    dw_out_GFD = _sum_outer(a_MF, dy_MD, schedule, w_out_GFD)
+    dw_in_GDW = _sum_outer(x_MD, dh_MW, schedule, w_in_GDUF)
     w_in_GDW = w_in_GDUF.reshape(*w_in_GDUF.shape[:2], -1)
     dx_MD = _multiply_transposed(dh_MW, w_in_GDW, schedule)
-    return dx_MD, dw_in_GDW.reshape(w_in_GDUF.shape), dw_out_GFD, None
+    dots_M1 = None if one_M1 is None else row_dots(a_MF, da_MF)
+    return dx_MD, dw_in_GDW.reshape(w_in_GDUF.shape), dw_out_GFD, dots_M1, None
 
 
 swiglu_mlp.defvjp(_swiglu_forward, _swiglu_backward)

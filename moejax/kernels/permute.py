@@ -8,6 +8,7 @@ indexes gives a row of zeros.
 """
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,11 @@ import jax.numpy as jnp
 def rows_at(x_MD: jax.Array, index: jax.Array) -> jax.Array:
     """Returns rows of x by index; zeros for an index past the end. Not for differentiation."""
     return jnp.take(x_MD, index, axis=0, mode="fill", fill_value=0)
+
+
+def any_rows_at(x_MD: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns rows of x by index; some row for an index past the end. Not for differentiation."""
+    return jnp.take(x_MD, index, axis=0, mode="clip")
 
 
 @jax.custom_vjp
@@ -42,33 +48,35 @@ def sum_rows(y_MD: jax.Array, slot_NK: jax.Array) -> jax.Array:
     K = slot_NK.shape[1]
     if K == 1:
         return rows_at(y_MD, slot_NK[:, 0])
-    parts = [rows_at(y_MD, slot_NK[:, k]).astype(jnp.float32) for k in range(K)]
-    return functools.reduce(jnp.add, parts).astype(y_MD.dtype)
+    return _sum_parts(y_MD, (slot_NK < y_MD.shape[0]).astype(jnp.float32), slot_NK)
 
 
 permute.defvjp(_permute_forward, _permute_backward)
 
 
-@jax.custom_vjp
-def collect(y_MD: jax.Array, slot_NK: jax.Array, source_M: jax.Array) -> jax.Array:
-    """Returns `x_ND` with `x[n]` = the sum over k of `y[slot[n, k]]`: the transpose of `permute`.
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def take_rows(x_MD: jax.Array, index_CR: jax.Array, inverse_CM: jax.Array, chunk: int) -> jax.Array:
+    """Returns `y_RD` with `y[r] = x[index[r]]`, of a chunk; each row is taken once at most.
+
+    Rows that take none are some row of x, and so are gradients of rows that none takes: nobody may
+    read them. That saves the masks of `permute`, each a kernel of its own.
 
     Args:
-      slot_NK: the rows of y that belong to row n; M for none.
-      source_M: the inverse: the row of x each row of y belongs to; N for none.
+      index_CR: of all C chunks, so that backward keeps these arrays, and not a part for each chunk.
+      inverse_CM: the row of y that takes row m.
     """
-    return sum_rows(y_MD, slot_NK)
+    return any_rows_at(x_MD, index_CR[chunk])
 
 
-def _collect_forward(y_MD, slot_NK, source_M):
-    return collect(y_MD, slot_NK, source_M), source_M
+def _take_rows_forward(x_MD, index_CR, inverse_CM, chunk):
+    return take_rows(x_MD, index_CR, inverse_CM, chunk), inverse_CM
 
 
-def _collect_backward(source_M, gradient_ND):
-    return rows_at(gradient_ND, source_M), None, None
+def _take_rows_backward(chunk, inverse_CM, gradient_RD):
+    return any_rows_at(gradient_RD, inverse_CM[chunk]), None, None
 
 
-collect.defvjp(_collect_forward, _collect_backward)
+take_rows.defvjp(_take_rows_forward, _take_rows_backward)
 
 
 @jax.custom_vjp
@@ -81,9 +89,17 @@ def weighted_sum(
       slot_NK: the row of y that holds the result of assignment (n, k); M if it was dropped.
       assignment_M: the inverse: n * K + k for the assignment a row answers; N * K for none.
     """
-    K = slot_NK.shape[1]
+    return _sum_parts(y_MD, jnp.where(slot_NK < y_MD.shape[0], weight_NK, 0), slot_NK)
+
+
+def _sum_parts(y_MD: jax.Array, weight_NK: jax.Array, slot_NK: jax.Array) -> jax.Array:
+    """The sum of each token's rows times their weights, which are zero where there is no row.
+
+    A mask of the rows themselves would be a kernel for each k.
+    """
     parts = [
-        weight_NK[:, k, None] * rows_at(y_MD, slot_NK[:, k]).astype(jnp.float32) for k in range(K)
+        weight_NK[:, k, None] * any_rows_at(y_MD, slot_NK[:, k]).astype(jnp.float32)
+        for k in range(slot_NK.shape[1])
     ]
     return functools.reduce(jnp.add, parts).astype(y_MD.dtype)
 

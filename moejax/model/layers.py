@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
@@ -12,6 +13,7 @@ from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.gather import gather_weight, whole_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.activation import clamped_swiglu
+from moejax.kernels.kept import GATE_AND_UP
 from moejax.layout.spec import StepSpec
 
 MLPWeights = tuple[Float[Array, "D 2 F"], Float[Array, "F D"]]
@@ -52,7 +54,7 @@ class MLP(nnx.Module):
         x_BTD = enter_tensor(x_BtD, self.spec.layout)
         w_in_DUF, w_out_FD = weights
         D, _, F = w_in_DUF.shape
-        h_BTW = x_BTD @ w_in_DUF.reshape(D, 2 * F)
+        h_BTW = checkpoint_name(x_BTD @ w_in_DUF.reshape(D, 2 * F), GATE_AND_UP)
         if self.clamp is None:
             a_BTF = jax.nn.silu(h_BTW[..., :F]) * h_BTW[..., F:]
         else:

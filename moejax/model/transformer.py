@@ -11,29 +11,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
-from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.gather import whole_weight
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.schema import ModelConfig, MoEConfig
+from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
 from moejax.model.layers import MLP, Embedding, RMSNorm
 from moejax.model.pattern import BlockKind, layer_groups
+from moejax.model.remat import REMAT_POLICIES, in_turn
 from moejax.model.rope import Angles, tables
 from moejax.moe.layer import MoE, MoEStats
 from moejax.moe.router import Noise
-
-REMAT_POLICIES: dict[str, Callable | None] = {
-    "full": None,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "collectives": jax.checkpoint_policies.save_only_these_names(wire.TOKEN_WIRE, wire.WEIGHT_WIRE),
-    "token_collectives": jax.checkpoint_policies.save_only_these_names(wire.TOKEN_WIRE),
-}
 
 # Calls a block's attention; returns its output, and what a cache keeps.
 Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
@@ -45,6 +40,7 @@ class Block(nnx.Module):
     def __init__(
         self, kind: BlockKind, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs
     ):
+        self.barriers = spec.barriers
         self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
         build_attention = LatentAttention if cfg.is_latent else Attention
         self.attention = build_attention(cfg, kind.window, spec, rngs)
@@ -88,6 +84,11 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             y_BtD, kept = attend(self.attention, self.attention_norm(x_BtD))
             x_BtD = x_BtD + y_BtD
+            if self.barriers and moe_weights is not None:
+                # In backward too they arrive while attention's projections are computed again.
+                x_BtD, moe_weights = jax.lax.optimization_barrier((x_BtD, moe_weights))
+            else:
+                x_BtD = checkpoint_name(x_BtD, ATTENDED)
         h_BtD = self.mlp_norm(x_BtD)
         if self.moe is not None and moe_weights is not None:
             y_BtD, stats = self.moe(h_BtD, moe_weights, noise)
@@ -266,6 +267,8 @@ class Transformer(nnx.Module):
 
         if self.cfg.remat != "none":
             repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])
+        if self.spec.barriers and not self.cfg.scan_layers:
+            repeat = partial(in_turn, repeat)
         plain_repeats, stats = min(-(-plain_blocks // pattern), repeats), []
         for start, stop in ((0, plain_repeats), (plain_repeats, repeats)):
             if start == stop:

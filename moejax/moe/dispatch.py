@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
@@ -26,7 +27,9 @@ from moejax.comm.tokens.plan import plan_dispatch
 from moejax.comm.tokens.rounds import in_rounds
 from moejax.config.schema import MoEConfig
 from moejax.kernels.expert_mlp import expert_mlp, expert_mlp_adding
-from moejax.kernels.permute import collect, permute, weighted_sum
+from moejax.kernels.grouped_matmul import schedule_experts
+from moejax.kernels.kept import PLACES
+from moejax.kernels.permute import permute, take_rows, weighted_sum
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route, plain_route
 from moejax.layout.spec import StepSpec
@@ -43,8 +46,8 @@ def drop_above(
     expert_NK: Int[Array, "N K"], capacity: int, *, num_experts: int
 ) -> Int[Array, "N K"]:
     """Keeps the first `capacity` choices of each expert; others become `num_experts`: dropped."""
-    _, rank_NK, _ = rank_items(expert_NK, peers=num_experts, merge=False)
-    return jnp.where(rank_NK < capacity, expert_NK, num_experts)
+    ranked = rank_items(expert_NK, peers=num_experts, merge=False)
+    return jnp.where(ranked.rank_MK < capacity, expert_NK, num_experts)
 
 
 def moe_ffn(
@@ -104,17 +107,19 @@ def _in_rounds(
     sizes = usual_sizes(plain, layout, moe, tokens=-(-expert_NK.shape[0] // ROUND_SHARE))
     (rows,) = sizes.rows
     peers = plain.exchanges[0].peers(layout)
-    peer_NK = expert_NK // (moe.num_experts // peers)
-    _, rank_NK, counts_P = rank_items(peer_NK, peers=peers, merge=False)
+    here = moe.num_experts // peers
 
-    def run_round(r: jax.Array, operands: Any, integers: Any) -> jax.Array:
-        expert_NK, rank_NK = integers
-        now_NK = jnp.where(rank_NK // rows == r, expert_NK, moe.num_experts)
+    def run_round(r: jax.Array, operands: Any, expert_NK: Any) -> jax.Array:
+        # In each round anew: kept for backward, the ranks would be kept of usual steps too.
+        ranked = rank_items(expert_NK // here, peers=peers, merge=False)
+        now_NK = jnp.where(ranked.rank_MK // rows == r, expert_NK, moe.num_experts)
         return _on_route(plain, sizes, operands, now_NK, moe=moe, spec=spec, limit=limit)
 
     with jax.named_scope("routing"):
-        fullest = wire.all_max(jnp.max(counts_P), layout.mesh_axes)
-    return in_rounds(run_round, -(-fullest // rows), operands, (expert_NK, rank_NK))
+        ranked = rank_items(expert_NK // here, peers=peers, merge=False)
+        fullest = wire.all_max(jnp.max(ranked.counts_P), layout.mesh_axes)
+        count = checkpoint_name(-(-fullest // rows), PLACES)
+    return in_rounds(run_round, count, operands, expert_NK)
 
 
 def _on_route(
@@ -157,7 +162,12 @@ def _on_route(
 def _experts(
     route: Route, sizes: Sizes, *, experts_here: int, kernel: str, limit: float | None
 ) -> Experts:
-    """Returns what takes arrived rows through the experts of this device."""
+    """Returns what takes arrived rows through the experts of this device.
+
+    Results are weighted here where rows merge or do not travel. Elsewhere each row has one choice,
+    and its weight is one, for its gradient alone.
+    """
+    weighs = route.merges or not route.exchanges
 
     def met(rows: int) -> int:
         """The experts that a chunk of so many rows meets, more or less."""
@@ -169,30 +179,40 @@ def _experts(
     def order(choice_MK):
         with jax.named_scope("experts"):
             R = choice_MK.shape[0] // sizes.arriving * sizes.expert_rows
-            return order_items(choice_MK, groups=experts_here, rows=R)
+            (slot_MK, item_R), sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
+            slot_M = slot_MK if weighs else slot_MK[:, 0]
+            schedule = schedule_experts(sizes_e, R) if kernel == "mosaic" else None
+            return slot_M, item_R, sizes_e, schedule
 
     def compute(x_MD, weight_MK, ordered, params, sums=None):
-        (slot_MK, item_R), sizes_e = ordered
-        K = slot_MK.shape[1]
+        (slot_CM, item_CR, sizes_Ce, schedule_C), chunk = ordered
+        slot_MK, item_R, one_R1 = slot_CM[chunk], item_CR[chunk], None
         with jax.named_scope("experts"):
-            x_RD = permute(x_MD, item_R // K, slot_MK)
+            if weighs:
+                x_RD = permute(x_MD, item_R // slot_MK.shape[1], slot_MK)
+            else:
+                x_RD = take_rows(x_MD, item_CR, slot_CM, chunk)
+                x_RD = checkpoint_name(x_RD, wire.TOKEN_WIRE)
+                if weight_MK is not None:
+                    one_R1 = take_rows(weight_MK, item_CR, slot_CM, chunk)
             if sums is not None:
-                y_RD, sums = expert_mlp_adding(
-                    x_RD, params, sums, sizes_e, limit=limit, met=met(x_RD.shape[0])
-                )
+                options = {"limit": limit, "met": met(x_RD.shape[0]), "one_M1": one_R1}
+                y_RD, sums = expert_mlp_adding(x_RD, params, sums, sizes_Ce[chunk], **options)
             else:
                 w_in_eDUF, w_out_eFD, *biases = params
                 y_RD = expert_mlp(
                     x_RD,
                     w_in_eDUF,
                     w_out_eFD,
-                    sizes_e,
+                    sizes_Ce[chunk],
                     implementation=kernel,
                     biases=tuple(biases) or None,
                     limit=limit,
+                    one_M1=one_R1,
+                    schedule=None if schedule_C is None else (schedule_C, chunk),
                 )
-            if weight_MK is None:
-                return collect(y_RD, slot_MK, item_R // K), sums
+            if not weighs:
+                return take_rows(y_RD, slot_CM, item_CR, chunk), sums
             return weighted_sum(y_RD, weight_MK, slot_MK, item_R), sums
 
     return Experts(order, compute, adds_up=kernel == "blocked")

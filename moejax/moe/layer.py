@@ -34,6 +34,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
@@ -46,6 +47,7 @@ from moejax.comm.activations import (
 )
 from moejax.comm.weights.gather import gather_weight, whole_weight
 from moejax.config.schema import ModelConfig, MoEConfig
+from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
 from moejax.moe.dispatch import Params, drop_above, moe_ffn
@@ -171,6 +173,7 @@ class MoE(nnx.Module):
             )
         x_ND = x_BtD.reshape(-1, x_BtD.shape[2])
         logit_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE, precision="highest")
+        logit_NE = checkpoint_name(logit_NE, ATTENDED)
         return logit_NE + whole_weight(self.b_router) if self.moe.router_bias else logit_NE
 
     def _stats(

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.config.schema import RouterConfig
+from moejax.kernels.kept import PLACES
 from moejax.layout.layout import Layout
 
 
@@ -41,7 +43,7 @@ def route(
     biased_NE = jax.lax.stop_gradient(score_NE + bias_E)
     if cfg.num_groups > 1:
         biased_NE = jnp.where(_allowed(biased_NE, cfg), biased_NE, -jnp.inf)
-    expert_NK = jax.lax.top_k(biased_NE, k)[1]
+    expert_NK = checkpoint_name(jax.lax.top_k(biased_NE, k)[1], PLACES)
     weight_NK = jnp.take_along_axis(score_NE, expert_NK, axis=-1)
     if cfg.renormalize:
         # 1e-20 keeps a token whose sigmoid scores all underflow finite (DeepSeek-V3 uses the same).

@@ -111,9 +111,10 @@ def needed(
     for hop in route.exchanges:
         owners *= hop.peers(layout)
         peer_NK = jnp.minimum(expert_NK // (num_experts // owners), owners)
-        item_NK, rank_NK, counts_P = rank_items(peer_NK, peers=owners, merge=hop.merge)
+        ranked = rank_items(peer_NK, peers=owners, merge=hop.merge)
+        item_NK, rank_NK = ranked.peer_MK, ranked.rank_MK
         if not needs:
-            needs.append(-(-jnp.max(counts_P) // parts))
+            needs.append(-(-jnp.max(ranked.counts_P) // parts))
             # A merged row's later choices travel in the part of its first one.
             same_NKK = peer_NK[:, :, None] == jnp.where(item_NK < owners, item_NK, -1)[:, None, :]
             part_NK = jnp.sum(jnp.where(same_NKK, rank_NK[:, None, :], 0), axis=2) % parts

@@ -205,6 +205,31 @@ def test_biases_and_the_clamp_give_the_plain_forms_value_and_gradients(
         np.testing.assert_allclose(have, want, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("implementation", ["blocked", "ragged_dot", "reference"])
+@pytest.mark.parametrize("limit", [None, LIMIT])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_gradient_of_ones_is_each_row_times_its_gradient(implementation, limit, biased):
+    """As if results were multiplied by them."""
+    *arrays, gradient = with_biases(SIZES, 5)
+    arrays = arrays if biased else arrays[:3]
+    counts, rows = jnp.asarray(SIZES, jnp.int32), sum(SIZES)
+
+    def with_kernel(one_M1):
+        biases = (arrays[3], arrays[4]) if biased else None
+        options = {"implementation": implementation, "limit": limit, "one_M1": one_M1}
+        return expert_mlp(*arrays[:3], counts, biases=biases, **options)
+
+    one_M1 = jnp.ones((len(gradient), 1))
+    y, pull = jax.vjp(with_kernel, one_M1)
+    wanted = one_by_one(SIZES, limit, *arrays)
+    np.testing.assert_array_equal(y, with_kernel(None))
+    (dots,) = pull(gradient)
+    want = jnp.sum(wanted * gradient, axis=1, keepdims=True)
+    terms = np.abs(np.asarray(wanted)) @ np.abs(np.asarray(gradient)).T
+    bound = 16 * np.finfo(np.float32).eps * terms.max()
+    np.testing.assert_allclose(dots[:rows], want[:rows], rtol=0, atol=bound)
+
+
 def value_and_pulled(function, arrays, gradient):
     """A function's value and the gradients of its arrays; of rows past the last group none."""
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.kernels import reference
-from moejax.kernels.permute import permute, sum_rows, weighted_sum
+from moejax.kernels.permute import permute, sum_rows, take_rows, weighted_sum
 
 
 def placement(N, K, M, seed):
@@ -37,6 +37,23 @@ def test_permute_and_its_gradient_equal_the_reference(N, K, M, seed):
     want, want_pull = jax.vjp(lambda x: reference.permute(x, source_M, slot_NK), x_ND)
     np.testing.assert_array_equal(y, want)
     np.testing.assert_allclose(pull(gradient_MD)[0], want_pull(gradient_MD)[0], atol=1e-6)
+
+
+@settings(max_examples=25)
+@given(N=sizes["N"], M=sizes["M"], seed=st.integers(0, 99))
+def test_rows_that_are_taken_are_those_of_permute_and_so_are_their_gradients(N, M, seed):
+    places, sources = zip(*(placement(N, 1, M, seed + chunk) for chunk in range(2)), strict=True)
+    slot_CN, source_CM = jnp.stack(places)[..., 0], jnp.stack(sources)
+    rng = np.random.default_rng(seed)
+    x_ND = jnp.asarray(rng.standard_normal((N, 3)), jnp.float32)
+    gradient_MD = jnp.asarray(rng.standard_normal((M, 3)), jnp.float32)
+    for chunk in range(2):
+        y, pull = jax.vjp(lambda x, c=chunk: take_rows(x, source_CM, slot_CN, c), x_ND)
+        want, want_pull = jax.vjp(lambda x, c=chunk: permute(x, source_CM[c], places[c]), x_ND)
+        taken, taking = np.asarray(source_CM[chunk]) < N, np.asarray(slot_CN[chunk]) < M
+        np.testing.assert_array_equal(y[taken], want[taken])
+        gradient, wanted = pull(gradient_MD)[0], want_pull(gradient_MD)[0]
+        np.testing.assert_array_equal(gradient[taking], wanted[taking])
 
 
 @settings(max_examples=25)

@@ -15,6 +15,7 @@ one part, S = I * P * J slots, k choices in a slot (K if merged, else 1), G grou
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from moejax.annotations import Array, Int
@@ -30,17 +31,33 @@ class SlotMap(NamedTuple):
     item_of_slot: Int[Array, " S"]  # m * K + k of the item; M * K if the slot is empty
 
 
+class Ranked(NamedTuple):
+    """Items sorted by peer, in row order or by expert."""
+
+    peer_MK: Int[Array, "M K"]  # of each item; P if there is no item
+    place_MK: Int[Array, "M K"]  # of the item in sorted order
+    order_A: Int[Array, " A"]  # the inverse: the item in each place
+    start_P: Int[Array, " P+1"]  # where each peer's items begin; last: where items end
+
+    @property
+    def rank_MK(self) -> Int[Array, "M K"]:
+        """The number of each item among those of its peer."""
+        return self.place_MK - _at(self.start_P, self.peer_MK)
+
+    @property
+    def counts_P(self) -> Int[Array, " P"]:
+        """The number of items of each peer."""
+        return self.start_P[1:] - self.start_P[:-1]
+
+
 def rank_items(
     peer_MK: Int[Array, "M K"],
     *,
     peers: int,
     merge: bool,
     expert_MK: Int[Array, "M K"] | None = None,
-) -> tuple[Int[Array, "M K"], Int[Array, "M K"], Int[Array, " P"]]:
-    """Numbers the items of each peer, in row order, or by expert and then in row order.
-
-    Returns the peer of each item (`peers` if there is no item), the item's number among those of
-    its peer, and the number of items of each peer.
+) -> Ranked:
+    """Sorts the items by peer, in row order, or by expert and then in row order.
 
     Args:
       peer_MK: the peer of each choice; `peers` for dropped choices.
@@ -54,12 +71,18 @@ def rank_items(
         same_MKK = peer_MK[:, :, None] == peer_MK[:, None, :]
         peer_MK = jnp.where(jnp.any(same_MKK & earlier_KK, axis=2), peers, peer_MK)
     peer_A = peer_MK.reshape(-1)
-    order_A = jnp.argsort((peer_MK if expert_MK is None else expert_MK).reshape(-1), stable=True)
+    sorted_A = peer_A if expert_MK is None else expert_MK.reshape(-1)
+    order_A = jnp.argsort(sorted_A, stable=True).astype(jnp.int32)
     positions_A = jnp.arange(peer_A.size, dtype=jnp.int32)
-    sorted_A = jnp.zeros_like(positions_A).at[order_A].set(positions_A, unique_indices=True)
-    counts = jnp.sum(peer_A[:, None] == jnp.arange(peers + 1), axis=0, dtype=jnp.int32)
-    rank_A = sorted_A - (jnp.cumsum(counts) - counts)[peer_A]
-    return peer_MK, rank_A.reshape(peer_MK.shape), counts[:peers]
+    place_A = (
+        jnp.zeros_like(positions_A)
+        .at[order_A]
+        .set(
+            positions_A, unique_indices=True, mode="promise_in_bounds", wrap_negative_indices=False
+        )
+    )
+    start_P = jnp.sum(peer_A[:, None] < jnp.arange(peers + 1), axis=0, dtype=jnp.int32)
+    return Ranked(peer_MK, place_A.reshape(peer_MK.shape), order_A, start_P)
 
 
 def place_items(
@@ -78,35 +101,43 @@ def place_items(
       expert_MK: sorts the items of a peer by expert and cuts them into runs, one for each part, as
         in `rank_items`; None deals them to the parts in turn.
     """
-    peer_MK, rank_MK, counts_P = rank_items(peer_MK, peers=peers, merge=merge, expert_MK=expert_MK)
-    slots = parts * peers * rows
+    ranked = rank_items(peer_MK, peers=peers, merge=merge, expert_MK=expert_MK)
+    slots, rank_MK = parts * peers * rows, ranked.rank_MK
+    row_J, part_I1 = jnp.arange(rows), jnp.arange(parts)[:, None]
+    # Slot (i, p, j) has the item of its peer that is ranked so; all below `stop_IPJ`.
     if expert_MK is None:
         part_MK, row_MK = rank_MK % parts, rank_MK // parts
+        rank_IPJ = (row_J * parts + part_I1)[:, None]
+        stop_IPJ = ranked.counts_P[:, None]
     else:
-        count_MK = jnp.take(counts_P, peer_MK, mode="fill", fill_value=1)
+        count_MK = jnp.maximum(_at(ranked.counts_P, ranked.peer_MK), 1)
         part_MK = rank_MK * parts // count_MK
         row_MK = rank_MK - -(-part_MK * count_MK // parts)
-    slot_MK = (part_MK * peers + peer_MK) * rows + row_MK
-    slot_MK = jnp.where(peer_MK < peers, slot_MK, slots)
-    return SlotMap(slot_MK, invert(slot_MK, slots))
+        rank_IPJ = -(-part_I1 * ranked.counts_P // parts)[:, :, None] + row_J
+        stop_IPJ = -(-(part_I1 + 1) * ranked.counts_P // parts)[:, :, None]
+    slot_MK = (part_MK * peers + ranked.peer_MK) * rows + row_MK
+    slot_MK = jnp.where(ranked.peer_MK < peers, slot_MK, slots)
+    # Where the slot's item stands in sorted order. A scatter would take three kernels for one.
+    item_IPJ = _at(ranked.order_A, ranked.start_P[:-1, None] + rank_IPJ)
+    item_IPJ = jnp.where(rank_IPJ < stop_IPJ, item_IPJ, peer_MK.size)
+    return SlotMap(slot_MK, item_IPJ.reshape(-1))
 
 
 def order_items(
     group_MK: Int[Array, "M K"], *, groups: int, rows: int
 ) -> tuple[SlotMap, Int[Array, " G"]]:
     """Sorts the items by group into `rows` slots without gaps; also returns each group's size."""
-    group_MK, rank_MK, sizes_G = rank_items(group_MK, peers=groups, merge=False)
-    starts_G = jnp.cumsum(sizes_G) - sizes_G
-    start_MK = jnp.take(starts_G, group_MK, mode="fill", fill_value=rows)
-    slot_MK = jnp.minimum(start_MK + rank_MK, rows)
-    return SlotMap(slot_MK, invert(slot_MK, rows)), sizes_G
+    ranked = rank_items(group_MK, peers=groups, merge=False)
+    has_slot_MK = (group_MK < groups) & (ranked.place_MK < rows)
+    slot_MK = jnp.where(has_slot_MK, ranked.place_MK, rows)
+    place_R = jnp.arange(rows, dtype=jnp.int32)
+    item_R = jnp.where(place_R < ranked.start_P[-1], _at(ranked.order_A, place_R), group_MK.size)
+    return SlotMap(slot_MK, item_R), ranked.counts_P
 
 
-def invert(slot_MK: Int[Array, "M K"], slots: int) -> Int[Array, " S"]:
-    """Returns the item of each slot; M * K for an empty slot."""
-    items_A = jnp.arange(slot_MK.size, dtype=jnp.int32)
-    item_of_slot = jnp.full((slots,), slot_MK.size, jnp.int32)
-    return item_of_slot.at[slot_MK.reshape(-1)].set(items_A, mode="drop")
+def _at(x_A: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns x by index, which is not negative; the last number for an index past the end."""
+    return x_A.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def experts_of_slots(

@@ -12,7 +12,6 @@ peers), R rows of a chunk: experts see the parts of a chunk joined.
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +22,13 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.comm import wire
 from moejax.comm.tokens.hops import (
     Rows,
-    codec_at_source,
     combine_at_source,
     combine_hop,
     dispatch_hop,
+    return_dots,
 )
 from moejax.comm.tokens.plan import DispatchPlan
-from moejax.comm.tokens.rows import encoded_weight_gradient
+from moejax.kernels.kept import PLACES
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route
 
@@ -42,8 +41,10 @@ class Experts(NamedTuple):
 
     Attributes:
       order: choices [R, K] -> integers that `compute` needs. They are known before rows arrive.
-      compute: (rows [R, D], weights [R, K] or None, integers, params, sums or None) -> results
-        [R, D], and the sums, whose gradient is that of the params: see `expert_mlp_adding`.
+      compute: (rows [R, D], weights [R, K], (integers of all chunks, number of this chunk), params,
+        sums or None) -> results [R, D], and the sums, whose gradient is that of the params: see
+        `expert_mlp_adding`. Where results are weighted at the source, weights are ones [R, 1],
+        there for their gradient alone, or None.
       adds_up: whether `compute` takes sums, so that a chunk adds its gradients of the params to
         those of the chunk before. Otherwise each chunk makes its own, to be added up at the end.
     """
@@ -130,19 +131,18 @@ def _forward(
     # Tagged apart: joined they would be copied once more, only to be kept.
     results = _tag(run_stages(stages, [start] * chunks, barriers=barriers, accumulated={}))
     y_ND = _results_at_source(_join(results), weight_NK, plan, route, like=x_ND)
-    # Results are kept for the gradient of the weights only if they are weighted at the source.
-    results = [chunk.x for chunk in results] if plan.slot_maps and not route.merges else None
     saved = [for_backward[number] for number in range(chunks)] if gradients else None
-    return y_ND, (saved, params, plan, weight_NK, results)
+    return y_ND, (saved, params, plan, weight_NK)
 
 
 def _backward(route, layout, experts, barriers, saved, gradient_ND):
-    for_backward, params, plan, weight_NK, results = saved
+    for_backward, params, plan, weight_NK = saved
     chunks = route.chunks_backward
     orders: list[Any] = []
     if chunks != route.chunks:
         for_backward, orders = _cut(_join(for_backward), chunks), _orders(experts, plan, chunks)
     accumulated: dict[str, Any] = {"params": [_sums(params)] if experts.adds_up else []}
+    dots: dict[int, jax.Array] = {}
 
     def expert_stage(number: int, gradient: Rows) -> Rows:
         vjp = for_backward[number]
@@ -152,14 +152,20 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
         start = earlier.pop() if experts.adds_up else None
         dx_RD, dweight_RK, dparams = vjp((_flat(gradient.x), start))
         accumulated["params"] = [*earlier, dparams]
-        return _unflat(Rows(dx_RD, dweight_RK), gradient.x.shape[0])
+        rows = _unflat(Rows(dx_RD, dweight_RK), gradient.x.shape[0])
+        if plan.slot_maps and not route.merges:  # one number a row: they travel together later
+            dots[number], rows = rows.weight, rows._replace(weight=None)
+        return rows
 
     stages = _stages(route, layout, plan, expert_stage, chunks, gradient=True)
     start = _at_start(Rows(gradient_ND, weight_NK if plan.slot_maps else None), plan)
     drows = _join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated=accumulated))
     dparams = jax.tree.map(_sum_chunks, *accumulated["params"])
     dparams = jax.tree.map(lambda g, p: g.astype(p.dtype), dparams, params)
-    dx_ND, dweight_NK = _gradients_at_source(drows, results, gradient_ND, plan, route)
+    dx_ND, dweight_NK = _gradients_at_source(drows, plan, route, like=gradient_ND)
+    if dots:
+        all_dots = _join([dots[number] for number in range(chunks)])
+        dweight_NK = _weight_gradient(all_dots, weight_NK, plan, route, layout)
     return dx_ND, dweight_NK.astype(weight_NK.dtype), dparams, None
 
 
@@ -193,21 +199,28 @@ def _results_at_source(
 
 
 def _gradients_at_source(
-    drows: Rows, results: Any, gradient_ND: jax.Array, plan: DispatchPlan, route: Route
-) -> tuple[jax.Array, jax.Array]:
-    """The gradients of tokens [N, D] and of their weights [N, K].
-
-    Args:
-      results: of each chunk, encoded, as they arrived; None if they were weighted at the experts.
-    """
+    drows: Rows, plan: DispatchPlan, route: Route, *, like: jax.Array
+) -> tuple[jax.Array, Any]:
+    """The gradients of tokens [N, D], and of their weights [N, K] if experts weighed results."""
     if not plan.slot_maps:
         return drows.x[0], drows.weight[0]
-    dx_ND, dweight_NK = combine_at_source(drows, None, plan, route, like=gradient_ND, gradient=True)
-    if results is not None:
-        codec, results = codec_at_source(route), [_flat(chunk) for chunk in results]
-        with jax.named_scope("combine_backward"):
-            dweight_NK = encoded_weight_gradient(codec, results, gradient_ND, plan.source)
-    return dx_ND, dweight_NK
+    return tuple(combine_at_source(drows, None, plan, route, like=like, gradient=True))
+
+
+def _weight_gradient(
+    dots_IM1: jax.Array, weight_NK: jax.Array, plan: DispatchPlan, route: Route, layout: Layout
+) -> jax.Array:
+    """The gradient of weights that were applied at the source, [N, K].
+
+    Experts saw the gradients of their results times the weight, so what they found is the weight's
+    gradient times the weight. A weight of zero hides its gradient, which is given as zero: no
+    router passes it on, because a weight is a score or a share of scores, with a gradient of zero.
+
+    Args:
+      dots_IM1: of all parts, as experts found them.
+    """
+    dots_NK = return_dots(dots_IM1, plan, route, layout)
+    return jnp.where(weight_NK == 0, 0, dots_NK / weight_NK)
 
 
 def _stages(
@@ -248,14 +261,17 @@ def _orders(experts: Experts, plan: DispatchPlan, chunks: int) -> list[Any]:
     """What `experts.order` gives for each chunk; found together, which takes fewer kernels."""
     choices_IMK = plan.expert_IMK
     stacked = jax.vmap(experts.order)(choices_IMK.reshape(chunks, -1, choices_IMK.shape[-1]))
-    return [jax.tree.map(itemgetter(number), stacked) for number in range(chunks)]
+    stacked = jax.tree.map(lambda x: checkpoint_name(x, PLACES), stacked)
+    return [(stacked, number) for number in range(chunks)]
 
 
 def _differentiable(experts: Experts, arrived: Rows, order: Any, params: Any) -> Any:
     """Returns the experts' results and their vjp: gradient of results -> of their inputs."""
     x_RD, weight_RK = _flat(tuple(arrived))
+    if weight_RK is None:
+        weight_RK = jnp.ones((x_RD.shape[0], 1), jnp.float32)
 
-    def run_experts(x_RD: jax.Array, weight_RK: jax.Array | None, differentiated: Any) -> Any:
+    def run_experts(x_RD: jax.Array, weight_RK: jax.Array, differentiated: Any) -> Any:
         given = (params, differentiated) if experts.adds_up else (differentiated, None)
         return experts.compute(x_RD, weight_RK, order, *given)
 

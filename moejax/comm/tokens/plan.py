@@ -15,6 +15,7 @@ from moejax.annotations import Array, Int
 from moejax.comm import wire
 from moejax.comm.tokens.buckets import SlotMap, experts_of_slots, place_items
 from moejax.comm.tokens.swap import send
+from moejax.kernels.kept import PLACES
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop, Route
 
@@ -83,7 +84,10 @@ def plan_dispatch(
                 expert_IMK = expert_IMK.reshape(parts, peers * J, -1)
             slot_maps.append(slot_map)
         expert_IMK = _send_choices(expert_IMK, hop, layout, none=span)
-    return DispatchPlan(tuple(slot_maps), expert_IMK, filled)
+    maps, expert_IMK = jax.tree.map(
+        lambda x: checkpoint_name(x, PLACES), (tuple(slot_maps), expert_IMK)
+    )
+    return DispatchPlan(maps, expert_IMK, filled)
 
 
 def _send_choices(expert_IMK: jax.Array, hop: Hop, layout: Layout, *, none: int) -> jax.Array:

@@ -8,12 +8,9 @@ Letters: N tokens, D width, K choices a token, S slots of all parts and peers (M
 `SlotMap.slot_MK` is [N, K] here.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeGuard
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moejax.comm.codecs.codec import Blocks, Codec, Payload
@@ -29,12 +26,12 @@ def encode_rows(
     """Encodes the rows `x[source]`, each by itself.
 
     Args:
-      source_S: token of each slot, N for a row of zeros; S may be several dimensions.
+      source_S: token of each slot, N for a row that nobody reads; S may be several dimensions.
       weight_S: float32; each row is multiplied by its weight before it is encoded.
     """
     if not _in_one_pass(codec):
         if weight_S is None:
-            return encode(codec, permute.rows_at(x_ND, source_S))
+            return encode(codec, permute.any_rows_at(x_ND, source_S))
         return encode(codec, permute.weighted_rows_at(x_ND, source_S, weight_S))
     q = permute_quantize(
         x_ND,
@@ -74,26 +71,6 @@ def sum_encoded(
     if weight_NK is None:
         return permute.sum_rows(y_SD, slot_map.slot_MK)
     return permute.weighted_sum(y_SD, weight_NK, *slot_map)
-
-
-def encoded_weight_gradient(
-    codec: Codec | None, pieces: Sequence[Payload], gradient_ND: jax.Array, slot_map: SlotMap
-) -> jax.Array:
-    """The gradient of `sum_encoded` with respect to its weights, float32 [N, K].
-
-    Args:
-      pieces: the encoded rows, cut in equal pieces of slots.
-    """
-    size, dtype = gradient_ND.shape[1], gradient_ND.dtype
-    if _in_one_pass(codec):
-        # Plain JAX, which XLA fuses with the sums, so that no row is stored decoded.
-        codec, dtype = replace(codec, kernel="reference"), jnp.float32
-    sources = jnp.split(slot_map.item_of_slot // slot_map.slot_MK.shape[1], len(pieces))
-    dots = [
-        permute.row_dots(decode(codec, piece, size, dtype), gradient_ND, source)
-        for piece, source in zip(pieces, sources, strict=True)
-    ]
-    return permute.dots_of_choices(jnp.concatenate(dots), slot_map.slot_MK)
 
 
 def encode(codec: Codec | None, x: jax.Array) -> Payload:

@@ -1,6 +1,6 @@
 """The collective of one hop: bucket rows to peers, and results back.
 
-Per device, inside shard_map. Buckets have a fixed number of rows, padded with zeros, because every
+Per device, inside shard_map. Buckets have a fixed number of rows, padded, because every
 backend's all-to-all supports static shapes.
 
 Letters: P peers, I parts of a bucket, J rows of one part, j rows of a piece of it, M = P * J rows
@@ -94,7 +94,7 @@ def swap(x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None) -> jax.Array:
     """The all-to-all; with `filled`, only filled rows of each bucket, in steps of J / PIECES rows.
 
     Shapes must be static, so the number of steps is split into powers of two, each an exchange
-    under a conditional. Rows that are not sent arrive as zeros, which they are.
+    under a conditional. Rows that are not sent arrive as zeros; nobody reads them.
     """
     if filled is None:
         return wire.all_to_all(x_PIJ, hop.axes, tag=None)

@@ -27,6 +27,7 @@ from moejax.kernels.mosaic.tiles import (
     TileSchedule,
     grid_of,
     load_steps,
+    packed,
     ring_of,
     rows_of,
     schedule_rows,
@@ -37,18 +38,19 @@ from moejax.kernels.mosaic.tiles import (
     tile_position,
     tiled,
     turns_of,
+    unpacked,
 )
 
 DEPTH = 64  # what one step sums over: 128 bytes of bfloat16
 
 
-def schedule_products(sizes_G: jax.Array, num_rows: int) -> TileSchedule:
-    """The schedule of products of so many rows, which those of the same sizes can share."""
-    return schedule_rows(sizes_G, -(-num_rows // ALIGNED) * ALIGNED)
+def schedule_products(sizes_G: jax.Array, num_rows: int) -> jax.Array:
+    """The packed schedule of products of so many rows, which those of the same sizes can share."""
+    return packed(schedule_rows(sizes_G, -(-num_rows // ALIGNED) * ALIGNED))
 
 
 def grouped_matmul(
-    x_MK: jax.Array, w_GKN: jax.Array, schedule: TileSchedule, *, transposed: bool = False
+    x_MK: jax.Array, w_GKN: jax.Array, schedule: jax.Array, *, transposed: bool = False
 ) -> jax.Array:
     """Returns `y_MN`, each row times the matrix of its group; with `transposed`, w is [G, N, K].
 
@@ -70,7 +72,7 @@ def grouped_matmul(
 
 
 def grouped_swiglu(
-    x_MK: jax.Array, w_GKUF: jax.Array, schedule: TileSchedule
+    x_MK: jax.Array, w_GKUF: jax.Array, schedule: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns silu(gate) * up [M, F], and [M, 2 F] = gate, up, which its gradient needs.
 
@@ -119,7 +121,7 @@ class Buffers(NamedTuple):
     ring: Any
 
 
-def _multiply(x_MK: jax.Array, w: jax.Array, schedule: TileSchedule, form: Form) -> list[jax.Array]:
+def _multiply(x_MK: jax.Array, w: jax.Array, schedule: jax.Array, form: Form) -> list[jax.Array]:
     """The products of all tiles."""
     whole, groups = x_MK.shape[0], w.shape[0]
     x_MK = pad_rows(x_MK, ALIGNED)
@@ -127,11 +129,8 @@ def _multiply(x_MK: jax.Array, w: jax.Array, schedule: TileSchedule, form: Form)
     grid = grid_of(schedule, groups, pl.cdiv(form.columns, COLUMNS), pl.cdiv(K, DEPTH))
 
     def multiply_tiles(*refs):
-        schedule, (x_gmem, w_gmem), (*y_gmem, buffers) = (
-            TileSchedule(*refs[:5]),
-            refs[5:7],
-            refs[7:],
-        )
+        schedule_gmem, x_gmem, w_gmem, *y_gmem, buffers = refs
+        schedule = unpacked(schedule_gmem)
         shared = form, grid, schedule, buffers
         wg = lax.axis_index("wg")
         specialize(
@@ -149,7 +148,7 @@ def _multiply(x_MK: jax.Array, w: jax.Array, schedule: TileSchedule, form: Form)
         num_threads=3,
         thread_name="wg",
         scratch_types=[_buffers(form, x_MK.dtype)],
-    )(*schedule, x_MK, w)
+    )(schedule, x_MK, w)
     return [y[:whole] for y in results]
 
 

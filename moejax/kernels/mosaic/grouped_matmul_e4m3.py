@@ -31,6 +31,7 @@ from moejax.kernels.mosaic.tiles import (
     TileSchedule,
     grid_of,
     load_steps,
+    packed,
     ring_of,
     rows_of,
     schedule_rows,
@@ -40,6 +41,7 @@ from moejax.kernels.mosaic.tiles import (
     tile_position,
     tiled,
     turns_of,
+    unpacked,
 )
 
 DEPTH = 128  # what one step sums over: bytes of a swizzled tile's row, and a block
@@ -76,11 +78,12 @@ def grouped_matmul(
     M = values_MK.shape[0]
     # A step's scales lie side by side, and the last tile's may end behind the last row's.
     scale_BM = jnp.pad(scale_MB, ((0, M - whole + ROWS), (0, 0))).T
-    schedule = schedule_rows(sizes_G, M)
+    schedule = packed(schedule_rows(sizes_G, M))
     grid = grid_of(schedule, G, pl.cdiv(N, COLUMNS), K // DEPTH)
 
     def multiply_e4m3_tiles(*refs):
-        schedule, (x_gmem, w_gmem, *scales, y_gmem, buffers) = TileSchedule(*refs[:5]), refs[5:]
+        schedule_gmem, x_gmem, w_gmem, *scales, y_gmem, buffers = refs
+        schedule = unpacked(schedule_gmem)
         wg = lax.axis_index("wg")
         specialize(
             wg,
@@ -98,7 +101,7 @@ def grouped_matmul(
         num_threads=3,
         thread_name="wg",
         scratch_types=[_buffers()],
-    )(*schedule, values_MK, values_GNK, scale_BM, scale_GJB)
+    )(schedule, values_MK, values_GNK, scale_BM, scale_GJB)
     return y_MN[:whole]
 
 

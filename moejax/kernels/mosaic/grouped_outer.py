@@ -23,12 +23,14 @@ from moejax.kernels.mosaic.tiles import (
     PIECE,
     ROWS,
     STAGES,
+    TileSchedule,
     load_steps,
     ring_of,
     specialize,
     sum_steps,
     tiled,
     turns_of,
+    unpacked,
 )
 
 DEPTH = 64  # rows of one step
@@ -64,24 +66,24 @@ class GroupPosition(NamedTuple):
 
 
 def grouped_outer(
-    x_MK: jax.Array, y_MN: jax.Array, sizes_G: jax.Array, dtype: jnp.dtype
+    x_MK: jax.Array, y_MN: jax.Array, schedule: jax.Array, groups: int, dtype: jnp.dtype
 ) -> jax.Array:
     """Returns `w_GKN`, the sum over each group's rows of their outer products; zeros of no rows.
 
     Rows of another group may be multiplied by zero: all rows must be finite.
+
+    Args:
+      schedule: from `grouped_matmul.schedule_products`, for this many groups.
     """
     x_MK, y_MN = pad_rows(x_MK, ALIGNED), pad_rows(y_MN, ALIGNED)
-    K, N, G = x_MK.shape[1], y_MN.shape[1], sizes_G.shape[0]
-    ends_G = jnp.cumsum(sizes_G).astype(jnp.int32)
+    K, N, G = x_MK.shape[1], y_MN.shape[1], groups
     tall, wide = pl.cdiv(K, ROWS), pl.cdiv(N, COLUMNS)
     count = G * tall * wide
     extent = Extent(tall, wide, min(MULTIPROCESSORS, count))
 
-    def sum_outer(start_gmem, end_gmem, x_gmem, y_gmem, w_gmem, buffers):
-        wg, position_of = (
-            lax.axis_index("wg"),
-            partial(_group_position, extent, start_gmem, end_gmem),
-        )
+    def sum_outer(schedule_gmem, x_gmem, y_gmem, w_gmem, buffers):
+        wg = lax.axis_index("wg")
+        position_of = partial(_group_position, extent, unpacked(schedule_gmem))
         specialize(
             wg,
             turns_of(count, extent.blocks),
@@ -97,7 +99,7 @@ def grouped_outer(
         num_threads=3,
         thread_name="wg",
         scratch_types=[_buffers(x_MK.dtype, dtype)],
-    )(ends_G - sizes_G, ends_G, x_MK, y_MN)
+    )(schedule, x_MK, y_MN)
 
 
 def _buffers(dtype: Any, result_dtype: Any) -> Buffers:
@@ -110,12 +112,12 @@ def _buffers(dtype: Any, result_dtype: Any) -> Buffers:
     )
 
 
-def _group_position(extent: Extent, start_gmem: Any, end_gmem: Any, turn: Any) -> GroupPosition:
+def _group_position(extent: Extent, schedule: TileSchedule, turn: Any) -> GroupPosition:
     index = turn * extent.blocks + lax.axis_index("block")
     tiles = extent.tall * extent.wide
     group, tile = lax.div(index, tiles), lax.rem(index, tiles)
     row, column = lax.div(tile, extent.wide) * ROWS, lax.rem(tile, extent.wide) * COLUMNS
-    start, end = start_gmem[group], end_gmem[group]
+    start, end = schedule.group_start_G[group], schedule.group_end_G[group]
     first = pl.multiple_of(lax.div(start, ALIGNED) * ALIGNED, ALIGNED)
     steps = jnp.where(end > start, lax.div(end - first + DEPTH - 1, DEPTH), 0)
     return GroupPosition(group, row, column, first, start, end, steps)

@@ -32,13 +32,40 @@ MULTIPROCESSORS = 132  # of H100 SXM and H200
 
 
 class TileSchedule(NamedTuple):
-    """Tiles of rows, group after group; G stands for the rows past the last group."""
+    """Tiles of rows, group after group; G stands for the rows past the last group.
 
-    group_T: jax.Array
-    first_T: jax.Array  # row, a multiple of ALIGNED
-    start_T: jax.Array  # rows that count, from this one
-    end_T: jax.Array  # to this one
-    count_1: jax.Array  # tiles; the rest of the arrays has no meaning
+    Kernels get it as one array, `packed`, of which each field is a row.
+    """
+
+    group_T: Any
+    first_T: Any  # row, a multiple of ALIGNED
+    start_T: Any  # rows that count, from this one
+    end_T: Any  # to this one
+    count_1: Any  # tiles; the rest of the arrays has no meaning
+    group_start_G: Any  # the first row of each group
+    group_end_G: Any
+
+
+class Field(NamedTuple):
+    """In a kernel: a field of a packed schedule."""
+
+    packed: Any
+    row: int
+
+    def __getitem__(self, index: Any) -> Any:
+        """One number."""
+        return self.packed[self.row, index]
+
+
+def packed(schedule: TileSchedule) -> jax.Array:
+    """Returns the schedule as one array [fields, T]."""
+    T = schedule.group_T.shape[0]
+    return jnp.stack([jnp.pad(field, (0, T - field.shape[0])) for field in schedule])
+
+
+def unpacked(schedule: Any) -> TileSchedule:
+    """In a kernel: the fields of a packed schedule."""
+    return TileSchedule(*(Field(schedule, row) for row in range(len(TileSchedule._fields))))
 
 
 def schedule_rows(sizes_G: jax.Array, num_rows: int) -> TileSchedule:
@@ -56,7 +83,15 @@ def schedule_rows(sizes_G: jax.Array, num_rows: int) -> TileSchedule:
     group_T = jnp.sum(ends_of_tiles <= tile_T[:, None], axis=1, dtype=jnp.int32)
     group_T = jnp.minimum(group_T, sizes.shape[0] - 1)
     first_T = firsts[group_T] + (tile_T - (ends_of_tiles - tiles)[group_T]) * ROWS
-    return TileSchedule(group_T, first_T, starts[group_T], ends[group_T], ends_of_tiles[-1:])
+    return TileSchedule(
+        group_T,
+        first_T,
+        starts[group_T],
+        ends[group_T],
+        ends_of_tiles[-1:],
+        starts[:-1],
+        ends[:-1],
+    )
 
 
 class Grid(NamedTuple):
@@ -77,9 +112,9 @@ class TilePosition(NamedTuple):
     steps: Any  # none for rows past the last group
 
 
-def grid_of(schedule: TileSchedule, groups: int, columns: int, steps: int) -> Grid:
-    """The grid of a product that has so many columns of tiles."""
-    blocks = min(MULTIPROCESSORS, columns * schedule.group_T.shape[0])
+def grid_of(schedule: jax.Array, groups: int, columns: int, steps: int) -> Grid:
+    """The grid of a product that has so many columns of tiles, on a packed schedule."""
+    blocks = min(MULTIPROCESSORS, columns * schedule.shape[1])
     return Grid(groups, columns, steps, blocks)
 
 

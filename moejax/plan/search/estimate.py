@@ -13,7 +13,8 @@ from moejax.plan.cluster.topology import Topology
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 # Bytes of activations that a block keeps for backward, by recomputation; rough.
-KEPT = {"none": 1.0, "dots": 0.7, "collectives": 0.35, "token_collectives": 0.3, "full": 0.05}
+KEPT = {"none": 1.0, "dots": 0.7, "experts": 0.6, "collectives": 0.35, "attention": 0.35}
+KEPT |= {"token_collectives": 0.3, "full": 0.05}
 
 SMALL_OPS = 100  # small operations of an expert block: counts of rows, sorts, comparisons
 
@@ -147,7 +148,7 @@ class Estimate:
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         dense, experts = self.weights
         active = dense + experts * moe.experts_per_token / moe.num_experts
-        recomputed = 1 if model.remat in ("full", "collectives", "token_collectives") else 0
+        recomputed = 0 if model.remat in ("none", "dots", "experts") else 1
         channels = model.num_heads * (model.head_width + model.value_channels)
         positions = channels * self.cfg.data.sequence_length / 2
         flops = (

@@ -22,7 +22,7 @@ SETTINGS = (*CHOSEN, "compression.preset")
 MAX_CHUNKS = 8
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
 # From no recomputation to all, which saves the most memory.
-REMATS = ("none", "dots", "collectives", "token_collectives", "full")
+REMATS = ("none", "dots", "experts", "collectives", "attention", "token_collectives", "full")
 
 
 @dataclass(frozen=True)

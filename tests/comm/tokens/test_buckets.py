@@ -34,7 +34,8 @@ def first_of_its_peer(peer_NK, n, k):
 @given(to_peers, st.booleans())
 def test_ranks_number_the_items_of_each_peer_in_row_order(case, merge):
     peer_NK, P = case
-    item_NK, rank_NK, counts_P = rank_items(jnp.asarray(peer_NK), peers=P, merge=merge)
+    ranked = rank_items(jnp.asarray(peer_NK), peers=P, merge=merge)
+    item_NK, rank_NK, counts_P = ranked.peer_MK, ranked.rank_MK, ranked.counts_P
     seen = [0] * (P + 1)
     for n, k in np.ndindex(peer_NK.shape):
         peer = peer_NK[n, k]
@@ -49,7 +50,8 @@ def test_ranks_number_the_items_of_each_peer_in_row_order(case, merge):
 def test_merging_counts_a_token_once_for_each_peer():
     """Choices that share a peer need not stand together."""
     choices = jnp.array([[0, 1, 0], [1, 1, 1]])
-    item_NK, rank_NK, counts_P = rank_items(choices, peers=2, merge=True)
+    ranked = rank_items(choices, peers=2, merge=True)
+    item_NK, rank_NK, counts_P = ranked.peer_MK, ranked.rank_MK, ranked.counts_P
     np.testing.assert_array_equal(counts_P, [1, 2])
     # As the first of them; 2 stands for none.
     np.testing.assert_array_equal(item_NK, [[0, 1, 2], [1, 2, 2]])

@@ -1,13 +1,12 @@
 """Rows at the source of an exchange: in one pass or in two, the same bytes and the same sums."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from moejax.comm.codecs.codec import Blocks, Cast
 from moejax.comm.tokens.buckets import SlotMap
-from moejax.comm.tokens.rows import decode, encode_rows, encoded_weight_gradient, sum_encoded
+from moejax.comm.tokens.rows import decode, encode_rows, sum_encoded
 from moejax.kernels.formats import FORMATS
 from tests.kernels.test_permute import placement
 
@@ -40,25 +39,21 @@ def test_what_travels_is_the_same_bytes(codec, weighted):
     weight_S = weight_S if weight_S is None else weight_S.reshape(2, 7)
     wanted = encode_rows(codec, x, grid // K, weight_S)
     found = encode_rows(in_one_pass(codec), x, grid // K, weight_S)
+    filled = np.asarray(grid) < N * K  # nobody reads the others
     for have, want in zip(found, wanted, strict=True):
         assert have.shape[:2] == (2, 7)
-        np.testing.assert_array_equal(have, want)
+        np.testing.assert_array_equal(np.asarray(have)[filled], np.asarray(want)[filled])
 
 
 @pytest.mark.parametrize("codec", CODECS[2:], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_what_came_back_is_summed_to_the_same_bits(codec, weighted):
-    places, x, gradient, weight = operands()
+    places, x, _, weight = operands()
     payload = encode_rows(codec, x, places.item_of_slot // K)
     weight_NK = weight if weighted else None
     wanted = sum_encoded(codec, payload, weight_NK, places, D, jnp.float32)
     found = sum_encoded(in_one_pass(codec), payload, weight_NK, places, D, jnp.float32)
     np.testing.assert_array_equal(found, wanted)
-    for one in (codec, in_one_pass(codec)):
-        dots = encoded_weight_gradient(one, [payload], gradient, places)
-        np.testing.assert_array_equal(
-            dots, encoded_weight_gradient(codec, [payload], gradient, places)
-        )
 
 
 @pytest.mark.parametrize("codec", CODECS[2:], ids=str)
@@ -73,18 +68,3 @@ def test_in_bfloat16_one_pass_rounds_once(codec):
     rows = jnp.abs(decode(codec, payload, D, jnp.float32))
     terms = sum_encoded(None, rows, weight, places, D, jnp.float32)
     assert np.all(np.abs(twice - exact) <= 2.0**-8 * (terms + np.abs(twice)))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_the_gradient_of_weights_is_that_of_the_sum(codec):
-    places, x, gradient, weight = operands()
-    payload = encode_rows(codec, x, places.item_of_slot // K)
-    plain = decode(codec, payload, D, jnp.float32)
-    _, pull = jax.vjp(lambda w: sum_encoded(None, plain, w, places, D, jnp.float32), weight)
-    found = encoded_weight_gradient(codec, [payload], gradient, places)
-    np.testing.assert_allclose(found, pull(gradient)[0], rtol=1e-6)
-    half = places.item_of_slot.shape[0] // 2
-    halves = [
-        jax.tree.map(lambda x, cut=cut: x[cut], payload) for cut in (slice(half), slice(half, None))
-    ]
-    np.testing.assert_array_equal(encoded_weight_gradient(codec, halves, gradient, places), found)

@@ -143,6 +143,20 @@ def test_the_steps_flops_are_the_models():
     assert flops(schedule, "loss") == 3 * 2 * tokens * D * model.vocab_size
 
 
+def test_each_remat_step_keeps_more_products_from_being_computed_again():
+    executed = {}
+    for remat in ("none", "experts", "attention", "token_collectives", "full"):
+        schedule = schedule_of(small_config((1, 2, 2, 2), model={"remat": remat}))
+        executed[remat] = flops(schedule), flops(schedule, "experts")
+    assert executed["experts"][0] <= executed["none"][0]
+    assert executed["experts"][1] == executed["none"][1]
+    # With attention kept, only experts are computed again.
+    assert executed["attention"][1] == executed["token_collectives"][1] > executed["experts"][1]
+    again = executed["attention"][1] - executed["experts"][1]
+    assert executed["attention"][0] - executed["experts"][0] == again
+    assert executed["attention"][0] < executed["token_collectives"][0] < executed["full"][0]
+
+
 @pytest.mark.parametrize("mesh", [(1, 2, 2, 2), (2, 1, 4, 1)])
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_an_unrolled_model_does_the_same_work(mesh, scan_layers):

@@ -1,0 +1,63 @@
+"""What the backward pass of a repeat of blocks keeps, and in which order it reduces gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from moejax.comm import wire
+from moejax.comm.weights.adapters import WithAdapter
+from moejax.kernels.attention import CUDNN_FORWARD
+from moejax.kernels.kept import ATTENDED, GATE_AND_UP, PLACES
+
+
+def _keep(*names: str) -> Callable:
+    """Returns the policy that keeps named values, and places of rows."""
+    named = jax.checkpoint_policies.save_only_these_names(PLACES, *names)
+    if ATTENDED not in names:
+        return named
+
+    def attends(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name == CUDNN_FORWARD
+
+    return jax.checkpoint_policies.save_from_both_policies(named, attends)
+
+
+REMAT_POLICIES: dict[str, Callable | None] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "collectives": _keep(wire.TOKEN_WIRE, wire.WEIGHT_WIRE),
+    "token_collectives": _keep(wire.TOKEN_WIRE),
+    "attention": _keep(wire.TOKEN_WIRE, ATTENDED),
+    "experts": _keep(wire.TOKEN_WIRE, ATTENDED, GATE_AND_UP),
+}
+
+
+def in_turn(repeat: Callable, x_BtD: jax.Array, scanned: tuple[jax.Array, Any]) -> Any:
+    """Runs an unrolled repeat; its gradients are complete in backward before the next begins.
+
+    A loop has that by itself. Without it XLA reduces the gradients of all layers at the end, where
+    nothing is left that would hide it.
+    """
+    layer, state = scanned
+    entries = jax.tree.leaves(state, is_leaf=lambda entry: isinstance(entry, WithAdapter))
+    # Frozen weights have no gradient, which the tie would make zeros of their size.
+    if not any(isinstance(entry, WithAdapter) for entry in entries):
+        x_BtD, state = _tie_gradients(x_BtD, state)
+    return repeat(x_BtD, (layer, state))
+
+
+@jax.custom_vjp
+def _tie_gradients(x_BtD: jax.Array, state: Any) -> Any:
+    return x_BtD, state
+
+
+def _tie_forward(x_BtD, state):
+    return (x_BtD, state), None
+
+
+def _tie_backward(_, gradients):
+    return jax.lax.optimization_barrier(gradients)
+
+
+_tie_gradients.defvjp(_tie_forward, _tie_backward)
