@@ -74,9 +74,27 @@ COLLECTIVE = re.compile(
 )
 
 
+CALLED = re.compile(r"(?:body|condition|to_apply|calls|branch_computations)=\{?([^}\s]+)")
+
+
+def communicating(text):
+    """The computations of a compiled program that hold collectives, however deep inside."""
+    blocks = {block.split(" (")[0].split("%")[-1]: block for block in re.split(r"\n\n", text)}
+    held = {name for name, block in blocks.items() if COLLECTIVE.search(block)}
+    while True:
+        more = {
+            name
+            for name, block in blocks.items()
+            if held & set(re.findall(r"[\w.\-]+", " ".join(CALLED.findall(block))))
+        }
+        if more <= held:
+            return held
+        held |= more
+
+
 def depends(text):
     """For each computation of a compiled program: its collectives' names and what each needs."""
-    found = {}
+    found, held = {}, communicating(text)
     for block in re.split(r"\n\n", text):
         lines = [line for line in block.splitlines() if " = " in line]
         needs = {}
@@ -87,7 +105,8 @@ def depends(text):
         busy = [
             re.search(r"%(\S+) =", line)[1]
             for line in lines
-            if COLLECTIVE.search(line) or " while(" in line or " conditional(" in line
+            if COLLECTIVE.search(line)
+            or held & set(re.findall(r"[\w.\-]+", " ".join(CALLED.findall(line))))
         ]
         if len(busy) > 1:
             found[block.splitlines()[0]] = (busy, needs)

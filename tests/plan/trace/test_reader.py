@@ -148,7 +148,8 @@ def test_each_remat_step_keeps_more_products_from_being_computed_again():
     for remat in ("none", "experts", "attention", "token_collectives", "full"):
         schedule = schedule_of(small_config((1, 2, 2, 2), model={"remat": remat}))
         executed[remat] = flops(schedule), flops(schedule, "experts")
-    assert executed["experts"][0] <= executed["none"][0]
+    # Queries, keys and values are computed again.
+    assert executed["none"][0] <= executed["experts"][0] < executed["attention"][0]
     assert executed["experts"][1] == executed["none"][1]
     # With attention kept, only experts are computed again.
     assert executed["attention"][1] == executed["token_collectives"][1] > executed["experts"][1]
@@ -215,13 +216,15 @@ def test_all_devices_agree_on_numbers_three_times_a_step(layers):
 
 
 def test_tokens_classes_are_of_equal_size_both_ways():
+    """But for one number of each row, which goes back with the gradients of results."""
     sizes = Counter()
-    for op, times in walk(schedule_of(small_config((1, 1, 8, 1), moe={"capacity_factor": 1.0}))):
+    cfg = small_config((1, 1, 8, 1), moe={"capacity_factor": 1.0})
+    for op, times in walk(schedule_of(cfg)):
         if op.collective is not None:
             sizes[op.collective.traffic] += op.collective.bytes * times
-    ways = ("dispatch", "combine", "dispatch_backward", "combine_backward")
-    assert len({sizes[way] for way in ways}) == 1
-    assert sizes["dispatch"] > 0
+    assert sizes["dispatch"] == sizes["combine"] == sizes["dispatch_backward"] > 0
+    numbers = sizes["dispatch"] / cfg.model.width
+    assert sizes["combine_backward"] == sizes["dispatch"] + numbers
 
 
 def test_overflowing_buckets_take_the_branch_that_goes_in_rounds():
