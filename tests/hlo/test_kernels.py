@@ -85,7 +85,9 @@ def test_tokens_and_gradients_cross_nodes_as_bytes():
     arrays = [
         found for line in exchanges for found in re.findall(r"\b([a-z]\w*)\[([\d,]+)\]", line)
     ]
-    assert {dtype for dtype, _ in arrays} <= {"u8", "u32"}
     width = train_step().cfg.model.width
+    numbers = {dims for dtype, dims in arrays if dtype == "f32"}
+    assert all(dims.endswith(",1") for dims in numbers), "the gradient of a row's weight alone"
+    assert {dtype for dtype, _ in arrays} <= {"u8", "u32", "f32"}
     rows = {dims for _, dims in arrays if dims.endswith(f",{width + width // 32}")}
     assert rows, "a row is its bytes, and four for the scale of each 128"
