@@ -82,7 +82,8 @@ def grouped_matmul(
     grid = grid_of(packed(schedule), G, pl.cdiv(N, COLUMNS), K // DEPTH)
 
     def multiply_e4m3_tiles(*refs):
-        schedule = TileSchedule(*refs[:5], None, None)
+        group, first, start, end, count = refs[:5]
+        schedule = TileSchedule(group, first, start, end, count, None, None)
         x_gmem, w_gmem, *scales, y_gmem, buffers = refs[5:]
         wg = lax.axis_index("wg")
         specialize(
