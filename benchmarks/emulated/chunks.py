@@ -1,6 +1,6 @@
 """Do chunks hide the exchange of an expert layer behind its experts?
 
-Emulated hosts, the expert axis across them, one core for every two devices or fewer. Experts that
+Emulated hosts, the expert axis across them, all on two cores. Experts that
 work, and experts with next to nothing to do, in 1, 2 and 4 chunks, with links that are not shaped
 and at rates where wire and experts take about as long. All variants of a case run in turns. Needs
 root, ip and tc. Writes chunks.json and chunks.md.

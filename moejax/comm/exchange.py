@@ -128,11 +128,14 @@ def _connect() -> bool:
     Returns False, and says so, if any process has no library: all processes then go without.
     """
     library = _load()
-    with socket.create_server(("", 0), backlog=1024) as server:
-        host = socket.gethostbyname(socket.gethostname())
+    host = socket.gethostbyname(socket.gethostname())
+    with socket.create_server((host, 0), backlog=1024) as server:
         address = f"{host}:{server.getsockname()[1]}" if library else NO_LIBRARY
         addresses = _addresses(address)
         if NO_LIBRARY in addresses:
+            if library:  # else `_load` has said why
+                who = addresses.index(NO_LIBRARY)
+                _say(f"process {who} has no library for it")
             return False
         _connect_devices(library, server, addresses)
     for name in ("moejax_exchange", "moejax_hold"):
@@ -181,11 +184,13 @@ def _load() -> Any:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moejax"
     library = cache / f"exchange-{digest}.so"
     if not library.exists() and (reason := compile_library(SOURCE, library)) is not None:
-        print(
-            f"Collectives do not run beside compute: {reason}. gloo carries them.", file=sys.stderr
-        )
+        _say(reason)
         return None
     return ctypes.CDLL(str(library))
+
+
+def _say(reason: str) -> None:
+    print(f"Collectives do not run beside compute: {reason}. gloo carries them.", file=sys.stderr)
 
 
 def compile_library(source: Path, library: Path) -> str | None:

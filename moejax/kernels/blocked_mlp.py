@@ -33,7 +33,7 @@ PIECE_BYTES = 2**20
 
 
 class Form(NamedTuple):
-    """What is static of the experts.
+    """The static settings of the experts.
 
     Attributes:
       limit: of clamped SwiGLU; None for SwiGLU.

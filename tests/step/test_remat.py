@@ -1,4 +1,4 @@
-"""What is kept for backward, and in which order gradients are reduced, changes no gradient."""
+"""Gradients do not depend on the values kept for backward, nor on the order of reductions."""
 
 import dataclasses
 
