@@ -10,11 +10,9 @@ sent goes one after the other, so no program takes less than 8 waits, and withou
 """
 
 import argparse
-import ctypes
 import itertools
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,19 +21,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.machine import RESULTS, stamp
+from benchmarks.waits import register, wait
 from moejax.comm import exchange
 
 CHUNKS, SECONDS, ROUNDS = 4, 0.05, 9
 KINDS = ("keeps", "frees")  # the thread
-
-
-def wait(kind: str, x: jax.Array) -> jax.Array:
-    """Returns x after a while."""
-    call = jax.ffi.ffi_call(f"overlap_{kind}", jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return call(x, seconds=np.float64(SECONDS))
 
 
 def program(wire: str, compute: str, held: bool) -> Callable:
@@ -46,13 +38,13 @@ def program(wire: str, compute: str, held: bool) -> Callable:
 
         def send(x: jax.Array) -> jax.Array:
             nonlocal token
-            arrived = wait(wire, x + token)
+            arrived = wait(wire, x + token, SECONDS)
             token = arrived[0, 0] * 0
             moved.extend([x, arrived])
             return arrived
 
         arrived = [send(x + number) for number in range(CHUNKS)]
-        computed = [wait(compute, jnp.sin(x) * 2) + 1 for x in arrived]
+        computed = [wait(compute, jnp.sin(x) * 2, SECONDS) + 1 for x in arrived]
         results = [send(x) for x in computed]
         total = sum(results[1:], results[0])
         return exchange.hold(total, moved) if held else total
@@ -108,15 +100,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     mesh = jax.make_mesh((1,), ("all",))
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "overlap.so"
-        reason = exchange.compile_library(Path(__file__).with_suffix(".cc"), library)
-        if reason is not None or exchange.connected(mesh) is None:
-            sys.exit(f"cannot measure: {reason or 'no exchange'}")
-        loaded = ctypes.CDLL(str(library))
-    for kind in KINDS:
-        name = f"overlap_{kind}"
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+    if exchange.connected(mesh) is None:
+        sys.exit("cannot measure: no exchange")
+    register()
     record = {"results": measure()} | stamp()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "overlap.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -8,16 +8,11 @@ root, ip and tc. Writes chunks.json and chunks.md.
     python -m benchmarks.emulated.chunks --out benchmarks/results
 """
 
-import argparse
-import json
-import tempfile
-from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.emulated.exchange import LAYER, Case, Variants, run
-from benchmarks.machine import RESULTS, stamp
+from benchmarks.emulated.exchange import LAYER, Case, Variants
+from benchmarks.emulated.record import record_cases
 
 SHAPES = ((2, 1), (2, 4), (4, 2))  # hosts, devices of each
 RATES = (None, 200, 400)  # Mbit/s; None: not shaped
@@ -112,21 +107,8 @@ def page(record: dict[str, Any]) -> str:
 
 def main() -> None:
     """Runs the cases and writes the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for hosts, devices in SHAPES:
-            for rate in RATES:
-                print(f"== {hosts} x {devices}, {rate or 'not shaped'}", flush=True)
-                one = case(hosts, devices, rate)
-                results.append({"case": asdict(one), "found": run(one, Path(folder))})
-            print("\n".join(rows(results[-len(RATES) :])), flush=True)
-    record = {"results": results} | stamp()
-    (args.out / "chunks.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.out / "chunks.md").write_text(page(record))
+    cases = (case(*shape, rate) for shape in SHAPES for rate in RATES)
+    record_cases("chunks", cases, page, __doc__ or "")
 
 
 if __name__ == "__main__":

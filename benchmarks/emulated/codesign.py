@@ -13,18 +13,13 @@ to each other. Needs root, ip and tc. Writes codesign.json and codesign.md.
     python -m benchmarks.emulated.codesign --out benchmarks/results
 """
 
-import argparse
-import json
 import math
-import tempfile
-from dataclasses import asdict
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.emulated.exchange import Case, Variants, run
-from benchmarks.machine import RESULTS, stamp
+from benchmarks.emulated.exchange import Case, Variants
+from benchmarks.emulated.record import record_cases
 
 PARTS: dict[str, dict[str, Any]] = {
     "vertical": {"route_chunks": 2},
@@ -85,20 +80,8 @@ def rows(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Runs the grid and writes the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for rate in RATES:
-            one = case(rate)
-            results.append({"case": asdict(one), "found": run(one, Path(folder))})
-            print(*rows(results[-1]["found"]), sep="\n", flush=True)
-            record = {"results": results} | stamp()
-            (args.out / "codesign.json").write_text(json.dumps(record, indent=1) + "\n")
-            (args.out / "codesign.md").write_text(page(record))
+    """Runs the cases and writes the results."""
+    record_cases("codesign", map(case, RATES), page, __doc__ or "")
 
 
 def page(record: dict[str, Any]) -> str:

@@ -8,16 +8,11 @@ and compression.md.
     python -m benchmarks.emulated.compression --out benchmarks/results
 """
 
-import argparse
-import json
-import tempfile
-from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.emulated.exchange import Case, Variants, run
-from benchmarks.machine import RESULTS, stamp
+from benchmarks.emulated.exchange import Case, Variants
+from benchmarks.emulated.record import record_cases
 
 # Mbit/s, and positions of each of the eight sequences of a step.
 SETTINGS = ((100, 256), (100, 64), (50, 256), (200, 256), (400, 256), (1600, 256))
@@ -56,21 +51,8 @@ def case(rate: int, length: int) -> Case:
 
 def main() -> None:
     """Runs the cases and writes the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for rate, length in SETTINGS:
-            print(f"== {rate} Mbit/s, {8 * length:,} tokens a step", flush=True)
-            one = case(rate, length)
-            results.append({"case": asdict(one), "found": run(one, Path(folder))})
-            for line in rows(results[-1]):
-                print(line, flush=True)
-            record = {"results": results} | stamp()
-            (args.out / "compression.json").write_text(json.dumps(record, indent=1) + "\n")
-            (args.out / "compression.md").write_text(page(record))
+    cases = (case(rate, length) for rate, length in SETTINGS)
+    record_cases("compression", cases, page, __doc__ or "")
 
 
 def rows(result: dict[str, Any]) -> list[str]:

@@ -8,17 +8,12 @@ and micro_batches.md.
     python -m benchmarks.emulated.micro_batches --out benchmarks/results
 """
 
-import argparse
-import json
-import tempfile
-from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.emulated.compression import CONFIG
-from benchmarks.emulated.exchange import Case, Variants, run
-from benchmarks.machine import RESULTS, stamp
+from benchmarks.emulated.exchange import Case, Variants
+from benchmarks.emulated.record import record_cases
 
 RATES = (50, 200)  # Mbit/s
 SEQUENCES, LENGTH = 32, 64
@@ -99,20 +94,7 @@ def page(record: dict[str, Any]) -> str:
 
 def main() -> None:
     """Runs the cases and writes the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for rate in RATES:
-            print(f"== {rate} Mbit/s", flush=True)
-            one = case(rate)
-            results.append({"case": asdict(one), "found": run(one, Path(folder))})
-            print("\n".join(rows(results[-1])), flush=True)
-    record = {"results": results} | stamp()
-    (args.out / "micro_batches.json").write_text(json.dumps(record, indent=1) + "\n")
-    (args.out / "micro_batches.md").write_text(page(record))
+    record_cases("micro_batches", map(case, RATES), page, __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from jax._src import cache_key  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from benchmarks.waits import register, timed_experts  # noqa: E402
 from moejax.comm import gloo, wire  # noqa: E402
 from moejax.comm.codecs.build import build_codec  # noqa: E402
 from moejax.comm.codecs.codec import Codec, EncodeContext  # noqa: E402
@@ -53,7 +54,18 @@ class Variant(NamedTuple):
 
 
 def build(case: dict, measure: str, settings: dict) -> Variant:
-    """Compiles one variant: all_to_all, forward, both (directions), step, or codecs of a step."""
+    """Compiles one variant: all_to_all, forward, both (directions), step, or codecs of a step.
+
+    Args:
+      settings: of the config; `seconds_a_row` puts waits in place of the experts.
+    """
+    settings = dict(settings)
+    with timed_experts(settings.pop("seconds_a_row", None)):
+        return build_variant(case, measure, settings)
+
+
+def build_variant(case: dict, measure: str, settings: dict) -> Variant:
+    """As `build`; all settings are of the config."""
     cfg = from_dict({**case["config"], **settings})
     train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), jax.devices()), "cpu")
     if measure == "step":
@@ -302,6 +314,8 @@ def main() -> None:
     path = Path(sys.argv[1])
     case = json.loads(path.read_text())
     variants = {}
+    if any("seconds_a_row" in settings for _, settings in case["variants"].values()):
+        register()
     for name, (kind, settings) in case["variants"].items():
         began = time.perf_counter()
         variants[name] = build(case, kind, settings)

@@ -1,0 +1,39 @@
+"""Runs the cases of a question on emulated clusters, and keeps what they found."""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulated.exchange import Case, run
+from benchmarks.machine import RESULTS, stamp
+
+
+def record_cases(
+    name: str, cases: Iterable[Case], page: Callable[[dict[str, Any]], str], about: str
+) -> None:
+    """Runs the cases; writes NAME.json and NAME.md after each, so that a stopped run keeps some.
+
+    The folder is the command line's `--out`.
+
+    Args:
+      page: the record, as in NAME.json -> Markdown.
+      about: the question, for `--help`.
+    """
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases:
+            rate = f"{case.rate} Mbit/s" if case.rate else "not shaped"
+            print(f"== {case.name}, {case.hosts} x {case.devices}, {rate}", flush=True)
+            results.append({"case": asdict(case), "found": run(case, Path(folder))})
+            record = {"results": results} | stamp()
+            (args.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+            (args.out / f"{name}.md").write_text(page(record))
+    print((args.out / f"{name}.md").read_text())
