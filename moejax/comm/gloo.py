@@ -15,7 +15,7 @@ Decisions 0008 and 0022 say what was measured.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.exchange import Exchange, connected, hold
-from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, scan_operands
+from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, opened, scan_operands
 
 MOVES = ("all_to_all", "all_gather", "ppermute")  # collectives without arithmetic
 LARGE = 2**16  # bytes from which a collective goes through the exchange
@@ -61,6 +61,38 @@ def in_order(function: Callable, exchange: Exchange | None = None) -> Callable:
 
 
 Results = tuple[list[Any], jax.Array]  # of what was evaluated, and the next token
+LONG = ("dot_general", "ffi_call", "ragged_dot", "scan", "while")  # what computes for long
+
+
+class _Held(NamedTuple):
+    """What is to stay in memory until a scope's last exchange of tokens has ended.
+
+    XLA gives the memory of an array that was sent, or computed with, to what the program makes
+    next, which then waits until all that reads it has ended.
+
+    Attributes:
+      arrays: that were sent and received, and that were computed with between exchanges.
+      since: what was computed with since the last exchange.
+    """
+
+    arrays: list[jax.Array]
+    since: list[jax.Array]
+
+    def sent(self, arrays: list[jax.Array]) -> None:
+        """Takes what an exchange sends and receives."""
+        self.arrays.extend([*self.since, *arrays])
+        self.since.clear()
+
+    def computed(self, eqn: Any, arrays: list[Any]) -> None:
+        """Takes what an equation reads and writes, if it runs for long beside an exchange."""
+        if self.arrays and _runs_long(eqn):
+            self.since.extend(x for x in arrays if isinstance(x, jax.Array) and x.size)
+
+
+def _runs_long(eqn: Any) -> bool:
+    if eqn.primitive.name in LONG:
+        return True
+    return any(_runs_long(inner) for jaxpr in inner_jaxprs(eqn) for inner in opened(jaxpr).eqns)
 
 
 class _Rewriter:
@@ -80,7 +112,7 @@ class _Rewriter:
         """Evaluates an open jaxpr."""
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values |= dict(zip(jaxpr.invars, arguments, strict=True))
-        moved: list[jax.Array] = []
+        held = _Held([], [])
 
         def read(atom: Any) -> Any:
             return atom.val if hasattr(atom, "val") else values[atom]
@@ -89,9 +121,10 @@ class _Rewriter:
             inputs = [read(atom) for atom in eqn.invars]
             name = eqn.primitive.name
             if name in KINDS:
-                results, token = self._collective(eqn, inputs, token, moved)
+                results, token = self._collective(eqn, inputs, token, held)
             elif not any(map(communicates, inner_jaxprs(eqn))):
                 results = _bind(eqn, inputs)
+                held.computed(eqn, [*inputs, *results])
             elif name in self.control:
                 results, token = self.control[name](eqn.params, inputs, token)
             elif name in CALLS:
@@ -99,8 +132,8 @@ class _Rewriter:
             else:
                 raise NotImplementedError(f"collectives inside {name} on several CPU processes")
             values |= dict(zip(eqn.outvars, results, strict=True))
-        if moved:
-            token = hold(token, moved)
+        if held.arrays:
+            token = hold(token, held.arrays)
         return [read(atom) for atom in jaxpr.outvars], token
 
     def _closed(self, jaxpr: Any, inputs: list[Any], token: jax.Array) -> Results:
@@ -108,17 +141,14 @@ class _Rewriter:
             return self.evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, token)
         return self.evaluate(jaxpr, (), inputs, token)
 
-    def _collective(
-        self, eqn: Any, inputs: list[Any], token: jax.Array, moved: list[jax.Array]
-    ) -> Results:
-        """Args: moved: takes arrays that an exchange of tokens sends and receives."""
+    def _collective(self, eqn: Any, inputs: list[Any], token: jax.Array, held: "_Held") -> Results:
         name, params = eqn.primitive.name, eqn.params
         inputs = [_wait(inputs[0], token), *inputs[1:]]
         large = len(inputs) == 1 and inputs[0].nbytes >= LARGE
         if self.exchange is not None and large and name in self.exchange.carries:
             result = self.exchange.run(name, inputs[0], **params)
             if name == "all_to_all":
-                moved += [inputs[0], result]
+                held.sent([inputs[0], result])
             results = [result]
         elif name == "reduce_scatter":
             results = [_reduce_scatter(inputs[0], **params)]

@@ -10,7 +10,7 @@ peers), R rows of a chunk: experts see the parts of a chunk joined.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,11 +55,16 @@ class Experts(NamedTuple):
 
 
 def run_stages(
-    stages: Sequence[Stage], chunks: Sequence[Any], *, barriers: bool, accumulated: dict[str, Any]
+    stages: Mapping[int, Stage],
+    chunks: Sequence[Any],
+    *,
+    barriers: bool,
+    accumulated: dict[str, Any],
 ) -> list[Any]:
     """Takes each chunk through the stages, one stage behind the previous chunk.
 
     Args:
+      stages: by their place, from 0, in the order in which a step runs them.
       barriers: puts an optimization barrier after each step. A compiler that orders the program
         statically then keeps the stages of a step side by side. A runtime that starts whatever is
         ready needs none.
@@ -68,7 +73,7 @@ def run_stages(
     in_flight = dict(enumerate(chunks))
     for step in range(len(chunks) + len(stages) - 1):
         moved = {}
-        for index, stage in enumerate(stages):
+        for index, stage in stages.items():
             number = step - index
             if 0 <= number < len(chunks):
                 moved[number] = stage(number, in_flight[number])
@@ -128,6 +133,9 @@ def _forward(
 
     stages = _stages(route, layout, plan, expert_stage, chunks)
     start = _at_start(Rows(x_ND, weight_NK), plan)
+    if not barriers:  # orders are there before rows travel, so that the experts start at once
+        start, stacked = lax.optimization_barrier((start, orders[0][0]))
+        orders = [(stacked, number) for number in range(chunks)]
     # Tagged apart: joined they would be copied once more, only to be kept.
     results = _tag(run_stages(stages, [start] * chunks, barriers=barriers, accumulated={}))
     y_ND = _results_at_source(_join(results), weight_NK, plan, route, like=x_ND)
@@ -230,8 +238,13 @@ def _stages(
     expert_stage: Stage,
     chunks: int,
     **flags: bool,
-) -> list[Stage]:
-    """The hops of dispatch, the experts, the hops of combine: each may overlap the others."""
+) -> dict[int, Stage]:
+    """The hops of dispatch, the experts, the hops of combine: each may overlap the others.
+
+    Collectives of a device run one after the other on some runtimes (`comm.gloo`). So in a step
+    results go on before new rows come, unless they leave the experts by a hop between nodes: it
+    would keep the link waiting for the experts.
+    """
     plans = _chunk_plans(plan, chunks)
 
     def stage(move: Callable, hop_index: int) -> Stage:
@@ -239,7 +252,10 @@ def _stages(
 
     dispatch = [stage(dispatch_hop, hop_index) for hop_index in range(len(route.hops))]
     combine = [stage(combine_hop, hop_index) for hop_index in reversed(range(len(route.hops)))]
-    return [*dispatch, expert_stage, *combine]
+    stages = list(enumerate([*dispatch, expert_stage, *combine]))
+    if route.hops and not layout.between_nodes(route.hops[-1].axes):
+        stages.reverse()
+    return dict(stages)
 
 
 def _chunk_plans(plan: DispatchPlan, chunks: int) -> list[DispatchPlan]:
