@@ -6,6 +6,7 @@ Every check runs by itself: one that fails does not stop the others. `train.smok
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -50,7 +51,7 @@ def smoke(console: Console, make_checks: Callable[[], Sequence[Check]] | None = 
     return 1 if failed else 0
 
 
-def local_devices() -> list[jax.Device]:
+def local_devices() -> list[Any]:
     """The devices of this process.
 
     Raises:

@@ -61,7 +61,7 @@ class Check(NamedTuple):
     advice: str
 
 
-def smoke_checks(devices: Sequence[jax.Device]) -> list[Check]:
+def smoke_checks(devices: Sequence[Any]) -> list[Check]:
     """Returns all checks, for these devices."""
     run = SmokeRun(devices)
     return [*_kernel_checks(run), *_collective_checks(devices), *_run_checks(run)]
@@ -70,7 +70,7 @@ def smoke_checks(devices: Sequence[jax.Device]) -> list[Check]:
 class SmokeRun:
     """A tiny run whose experts are spread over all devices, and what the checks share of it."""
 
-    def __init__(self, devices: Sequence[jax.Device]):
+    def __init__(self, devices: Sequence[Any]):
         self.cfg = smoke_config(len(devices), devices[0].platform)
         self.mesh = build_mesh(build_layout(self.cfg.mesh), list(devices))
         self.platform = devices[0].platform
@@ -220,10 +220,10 @@ def _check_rows(choice: Choice, cfg: Config) -> None:
     source_M, weight_NK = jnp.asarray(order // K, jnp.int32), jnp.abs(_draw(1, N, K))
 
     def run(x: jax.Array, implementation: str) -> Any:
-        kind = {"implementation": implementation}
-        q = permute_quantize(x, source_M, FORMAT, block=BLOCK, **kind)
+        q = permute_quantize(x, source_M, FORMAT, block=BLOCK, implementation=implementation)
         rows = dequantize(q, FORMAT, D)
-        return rows, dequantize_combine(q, weight_NK, place_NK, FORMAT, D, **kind)
+        y_ND = dequantize_combine(q, weight_NK, place_NK, FORMAT, D, implementation=implementation)
+        return rows, y_ND
 
     have, want = (
         jax.jit(run, static_argnums=1)(x, k) for k in (choice.implementation, "reference")
@@ -231,7 +231,7 @@ def _check_rows(choice: Choice, cfg: Config) -> None:
     _assert_close(have, want, 2.0**-7)
 
 
-def _collective_checks(devices: Sequence[jax.Device]) -> Iterator[Check]:
+def _collective_checks(devices: Sequence[Any]) -> Iterator[Check]:
     """Each kind over all devices, beside what NumPy makes of the same numbers."""
     n, axes = len(devices), ("device",)
     mesh = Mesh(np.asarray(devices), axes)
