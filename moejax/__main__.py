@@ -11,7 +11,7 @@ usage: moejax COMMAND ...
   generate  continue texts with a checkpoint (moejax generate --help)
   hf        import weights of Hugging Face's layout, and export them (moejax hf --help)
   plan      choose mesh, route and codecs, or measure links (moejax plan --help, plan probe --help)
-  doctor    say which kernels run here, and why others do not (moejax doctor --help)
+  doctor    say which kernels run here, and why; --smoke runs them (moejax doctor --help)
   aot       compile the train step for a cluster that is not here (moejax aot --help)
 
 Exit codes: docs/formats/exit.md.
@@ -52,7 +52,12 @@ def main() -> int:
     if command == "doctor":
         from moejax.aot.doctor import main as doctor
 
-        return doctor(rest)
+        def smoke(console):  # imports the trainer, which plain `doctor` does not need
+            from moejax.train.smoke import smoke as run
+
+            return run(console)
+
+        return doctor(rest, smoke)
     if command in ("", "-h", "--help"):
         print(USAGE, end="")
         return 0

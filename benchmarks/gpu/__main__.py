@@ -3,7 +3,8 @@
     python -m benchmarks.gpu --out DIR
 
 Checks every kernel against its plain form, measures what the device can do at most, then times
-kernels, expert layers and a whole train step beside torch's and XLA's own, most wanted first.
+kernels, expert layers (whole and in chunks) and a train step beside torch's and XLA's own, most
+wanted first.
 Needs no installation of moejax: numpy, JAX with CUDA, flax, optax, orbax and chex are enough, and
 torch or tokamax are compared with where they are. Each section is a process of its own
 (`worker`): one that hangs, dies or is out of time is ended, what it was at is noted and left
@@ -29,7 +30,14 @@ from benchmarks.gpu.page import to_markdown
 from benchmarks.machine import ROOT, stamp
 
 # Seconds of each section; what one leaves over goes to the last.
-SECTIONS = {"check": 75, "products": 150, "rows": 70, "training": 140, "sweep": 85}
+SECTIONS = {
+    "check": 75,
+    "products": 130,
+    "rows": 65,
+    "training": 120,
+    "chunks": 70,
+    "sweep": 60,
+}
 SILENCE = {"training": 150}  # seconds without a word after which a process is taken to hang
 USUAL_SILENCE = 45
 STRIKES = 2  # after so many hangs or deaths of an implementation it is not tried again

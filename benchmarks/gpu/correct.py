@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.case import Case, Reporter
+from benchmarks.gpu.chunks import route_to_itself
+from benchmarks.gpu.layers import build_layer, draw_weights, layer_config, one_device_step
 from benchmarks.gpu.products import (
     BY_ROWS,
     BY_WEIGHTS,
@@ -24,7 +26,7 @@ from benchmarks.gpu.products import (
     product,
     product_e4m3,
 )
-from benchmarks.gpu.shapes import Shape, place_tokens
+from benchmarks.gpu.shapes import OLMOE, QWEN3, Shape, place_tokens
 from moejax.kernels.formats import FORMATS, TINY
 from moejax.kernels.grouped_matmul_e4m3 import BLOCK, dequantize_weights, quantize_weights
 from moejax.kernels.quantize import Quantized, dequantize, dequantize_sum, quantize
@@ -37,6 +39,7 @@ HALF_STEP = 2.0**-8  # of bfloat16, over the value
 UNITS_STEP = 2.0**-11
 # Of the quantisers' formats: on a GPU a division is off by up to 2 units in the last place.
 DIVISION = 4 * EPS
+SMALL = Shape("small", 64, 64, 4, 2)  # for the interpreter
 
 
 @contextlib.contextmanager
@@ -51,17 +54,19 @@ def on_device(report: Reporter) -> Iterator[None]:
         yield
 
 
-def check(report: Reporter, operation: str, compute: Callable[[], float]) -> None:
+def check(
+    report: Reporter, operation: str, compute: Callable[[], float], kernel: str = "mosaic"
+) -> None:
     """Writes how far the kernel is off."""
 
     def run() -> float:
         with on_device(report):
             return compute()
 
-    worst = report.attempt(operation, "mosaic", run)
+    worst = report.attempt(operation, kernel, run)
     if worst is not None:
         # What is not a number is infinitely wrong.
-        report.row(operation, "mosaic", worst=min(worst, 1e30), ok=bool(worst <= 1))
+        report.row(operation, kernel, worst=min(worst, 1e30), ok=bool(worst <= 1))
 
 
 def worst_of(have: Any, want: Any, allowed: Any) -> float:
@@ -144,8 +149,36 @@ def check_mlp(report: Reporter, sizes: tuple[int, ...], spare: int, D: int, F: i
         got = jax.tree.leaves(mlp_both_ways("mosaic")(x, w_in, w_out, dy, counts))
         return max(_of_largest(have, want) for have, want in zip(got, wanted, strict=True))
 
+    def rounded() -> float:
+        arrays = x, w_in, w_out, dy, counts
+        wanted = jax.tree.leaves(mlp_both_ways("reference_e4m3")(*arrays))
+        got = jax.tree.leaves(mlp_both_ways("mosaic_e4m3")(*arrays))
+        return max(_of_largest(have, want) for have, want in zip(got, wanted, strict=True))
+
     check(report, "gate, up and SwiGLU", fused)
     check(report, "expert MLP, forward + backward", whole)
+    check(report, "expert MLP in e4m3, forward + backward", rounded)
+
+
+def check_layer(report: Reporter, shape: Shape, tokens: int, chunks: int) -> None:
+    """A whole expert layer in chunks, with all its gradients, against the plain form in one."""
+    train_step = one_device_step(layer_config(shape), jax.devices())
+    route = route_to_itself(train_step.spec.layout, chunks)
+    # The interpreter takes minutes for a layer, and JAX recomputes no kernel that runs in it.
+    kernel = "mosaic" if report.gpu else "blocked"
+    ours = build_layer(train_step, route=route, remat="attention", experts=kernel)
+    plain = build_layer(train_step, experts="reference", dtype="float32")
+    params, bias = draw_weights(report, ours)
+    x, dy = (report.draw(seed, 1, tokens, shape.D) for seed in (10, 11))
+
+    def compute() -> float:
+        exact = (jax.tree.map(lambda a: a.astype(jnp.float32), a) for a in (params, x, dy))
+        wide, x_exact, dy_exact = exact
+        wanted = jax.tree.leaves(plain.both_ways(wide, bias, x_exact, dy_exact))
+        got = jax.tree.leaves(ours.both_ways(params, bias, x, dy))
+        return max(_of_largest(have, want) for have, want in zip(got, wanted, strict=True))
+
+    check(report, f"expert layer in {chunks} chunks", compute, kernel)
 
 
 def _of_largest(have: Any, want: Any) -> float:
@@ -222,6 +255,12 @@ def check_rows(report: Reporter, shape: Shape, tokens: int, name: str) -> None:
         run = partial(permute_quantize, name=name, block=128, implementation="mosaic")
         return _quantised_error(jax.jit(run)(x, token), rows, name)
 
+    def weighted() -> float:
+        each = jnp.asarray(rng.random(len(token)), jnp.float32)
+        run = partial(permute_quantize, name=name, block=128, implementation="mosaic")
+        exact = each[:, None] * rows.astype(jnp.float32)
+        return _quantised_error(jax.jit(run)(x, token, weight_M=each), exact, name)
+
     def back() -> float:
         def run(q: Quantized) -> jax.Array:
             return dequantize_combine(q, weight, place, name, D, implementation="mosaic")
@@ -232,6 +271,7 @@ def check_rows(report: Reporter, shape: Shape, tokens: int, name: str) -> None:
         return worst_of(jax.jit(run)(q), np.sum(parts, axis=1), allowed)
 
     check(report, f"permute + quantise {name}", out)
+    check(report, f"permute + weight + quantise {name}", weighted)
     check(report, f"dequantise {name} + unpermute + weighted sum", back)
 
 
@@ -250,7 +290,8 @@ def check_cases(*, small: bool) -> list[Case]:
     ]
     mlps = [((70, 0, 3), 6, 128, 64), ((300, 0, 700, 129), 9, 1024, 512)]
     found = []
-    products, mlps = ([((9, 0, 3), 4, 64, 64)], []) if small else (products, mlps)
+    if small:
+        products = mlps = [((9, 0, 3), 4, 64, 64)]
     for sizes, spare, K, N in products:
         shown = sizes if len(sizes) < 8 else f"1 to {len(sizes)}"
         name = f"groups of {shown} rows, {spare} spare, K={K}, N={N}"
@@ -258,6 +299,9 @@ def check_cases(*, small: bool) -> list[Case]:
         found.append(_case(name, check_e4m3, sizes, spare, K, N))
     for sizes, spare, D, F in mlps:
         found.append(_case(f"groups of {sizes}, D={D}, F={F}", check_mlp, sizes, spare, D, F))
+    for shape, tokens in ((SMALL, 12),) if small else ((OLMOE, 1024), (QWEN3, 4096)):
+        name = f"{shape.model}, {tokens} tokens"
+        found += [_case(name, check_layer, shape, tokens, n) for n in ((4,) if small else (1, 4))]
     narrow = Shape("", 1024, 0, 4, 2)
     if small:
         return [*found, *_quantiser_cases(("int8",), (9, 300), ("bfloat16",), 2, narrow, 16)]

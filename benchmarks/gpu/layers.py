@@ -4,7 +4,7 @@ import dataclasses
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from moejax.config.load import load_config
 from moejax.config.schema import Config
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
+from moejax.layout.route import Route
 from moejax.model.count import count
+from moejax.model.remat import REMAT_POLICIES
 from moejax.moe.layer import MoE, RouterBias
 from moejax.step.state import Batch
 from moejax.step.train_step import TrainStep, build_step
@@ -53,45 +55,76 @@ def layer_config(shape: Shape) -> Config:
     return dataclasses.replace(cfg, model=model, moe=moe)
 
 
-def layer_both_ways(train_step: TrainStep) -> tuple[Any, Any, Any]:
+class Layer(NamedTuple):
     """A layer as the trainer runs it.
 
-    Returns:
-      The jitted (params, bias, x_BTD, dy_BTD) -> (y_BTD, gradients), and shapes of params and bias.
-      Experts' weights are in bfloat16, the router's in float32.
+    Attributes:
+      forward: jitted (params, bias, x_BTD) -> y_BTD.
+      both_ways: jitted (params, bias, x_BTD, dy_BTD) -> (y_BTD, gradients).
+      params, bias: their shapes. Experts' weights are in the dtype of compute, the router's in
+        float32.
+      deviation: of the weights that a run begins with.
+    """
+
+    forward: Any
+    both_ways: Any
+    params: Any
+    bias: Any
+    deviation: float
+
+
+def build_layer(
+    train_step: TrainStep, *, remat: str = "none", route: Route | None = None, **choices: str
+) -> Layer:
+    """The layer of a trainer on one device.
+
+    Args:
+      remat: what backward keeps, as `model.remat`.
+      route: in place of the trainer's.
+      choices: other fields of the trainer's `StepSpec`.
     """
     cfg = train_step.cfg
-    layer = nnx.eval_shape(lambda: MoE(cfg.model, cfg.moe, train_step.spec, nnx.Rngs(params=0)))
+    spec = dataclasses.replace(train_step.spec, route=route or train_step.spec.route, **choices)
+    layer = nnx.eval_shape(lambda: MoE(cfg.model, cfg.moe, spec, nnx.Rngs(params=0)))
     graph, params, bias = nnx.split(layer, nnx.Param, RouterBias)
     params, bias = nnx.to_pure_dict(params), nnx.to_pure_dict(bias)
-    compute = {name: jnp.float32 if name == "w_router" else jnp.bfloat16 for name in params}
+    compute = {name: "float32" if name == "w_router" else spec.dtype for name in params}
     params = {name: jax.ShapeDtypeStruct(x.shape, compute[name]) for name, x in params.items()}
 
-    def run(params: Any, bias: Any, x: jax.Array, dy: jax.Array) -> Any:
-        def forward(params: Any, x: jax.Array) -> jax.Array:
-            layer = nnx.merge(graph, params, bias)
-            return layer(x, layer.weights())[0]
+    def forward(params: Any, bias: Any, x: jax.Array) -> jax.Array:
+        layer = nnx.merge(graph, params, bias)
+        return layer(x, layer.weights())[0]
 
-        y, pull = jax.vjp(forward, params, x)
+    def both_ways(params: Any, bias: Any, x: jax.Array, dy: jax.Array) -> Any:
+        kept = forward
+        if remat != "none":
+            kept = jax.checkpoint(forward, policy=REMAT_POLICIES[remat])
+        y, pull = jax.vjp(lambda params, x: kept(params, bias, x), params, x)
         return y, pull(dy)
 
-    mapped = gloo.shard_map(run, train_step.mesh, (P(), P(), P(), P()), (P(), (P(), P())))
-    return jax.jit(mapped), params, bias
+    whole, mesh = P(), train_step.mesh
+    run = gloo.shard_map(forward, mesh, (whole,) * 3, whole)
+    both = gloo.shard_map(both_ways, mesh, (whole,) * 4, (whole, (whole, whole)))
+    return Layer(jax.jit(run), jax.jit(both), params, bias, cfg.model.init_deviation)
+
+
+def draw_weights(report: Reporter, layer: Layer) -> tuple[Any, Any]:
+    """Weights of the size that a run begins with, and zeros for the router's bias."""
+    params = {
+        name: report.draw(i, *x.shape, dtype=x.dtype) * jnp.asarray(layer.deviation, x.dtype)
+        for i, (name, x) in enumerate(layer.params.items())
+    }
+    return params, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layer.bias)
 
 
 def time_layer(report: Reporter, shape: Shape, tokens: int) -> None:
     """Times the layer on `tokens` tokens of one device."""
     train_step = one_device_step(layer_config(shape), jax.devices())
-    run, params, bias = layer_both_ways(train_step)
-    deviation = train_step.cfg.model.init_deviation
-    params = {
-        name: report.draw(i, *x.shape, dtype=x.dtype) * jnp.asarray(deviation, x.dtype)
-        for i, (name, x) in enumerate(params.items())
-    }
-    bias = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), bias)
+    layer = build_layer(train_step)
+    params, bias = draw_weights(report, layer)
     x, dy = (report.draw(seed, 1, tokens, shape.D) for seed in (10, 11))
     flops = 18.0 * tokens * shape.K * shape.D * shape.F
-    form = partial(jax_form, run, params, bias, x, dy)
+    form = partial(jax_form, layer.both_ways, params, bias, x, dy)
     report.compare(LAYER, {train_step.spec.experts: form}, flops=flops)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.targets import Rates, judge
+from benchmarks.gpu.targets import Rates, judge, over_one_chunk
 
 Rows = list[dict[str, Any]]
 NOT_A_GPU = "Nothing here was measured on a GPU: sizes are tiny, and no target is judged."
@@ -21,7 +21,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     else:
         parts.append(_targets(rates))
     parts += [_limits(rates), _checks(result["rows"]), _products(rates), _moved(rates)]
-    parts += [_layers(rates), _errors(result), _foot(result)]
+    parts += [_layers(rates), _chunks(rates), _errors(result), _foot(result)]
     return "\n".join(line for part in parts for line in part) + "\n"
 
 
@@ -65,7 +65,7 @@ def _checks(rows: Rows) -> list[str]:
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         tried = row["section"] in ("check", "all") and ("ok" in row or "error" in row)
-        if tried and row["implementation"] == "mosaic":
+        if tried and row["implementation"] in ("mosaic", "blocked"):
             found.setdefault(row["operation"], []).append(row)
     lines = []
     for operation, checks in found.items():
@@ -150,6 +150,23 @@ def _layers(rates: Rates) -> list[str]:
     words = "FLOPs of the experts alone (layer), or of the model without recomputation (step)."
     names = ["", "time", "TFLOP/s", "share of the measured product", "tokens/s"]
     return ["## Expert layers and the train step", "", words, "", *table(names, lines)]
+
+
+def _chunks(rates: Rates) -> list[str]:
+    """The expert layer in chunks: the time of one, and of more over it."""
+    lines = []
+    for operation in rates.IN_CHUNKS:
+        times = {
+            row["case"]: _time(row)
+            for row in rates.timed(operations=(operation,))
+            if row["implementation"] == "1 chunk"
+        }
+        for case, ratios in over_one_chunk(rates, operation).items():
+            more = [f"{ratios[n]:.3f}" if n in ratios else "" for n in ("2 chunks", "4 chunks")]
+            lines.append([operation, case, times[case], *more])
+    words = "One device exchanges with itself, so nothing is hidden: ratios are medians of rounds."
+    names = ["operation", "case", "1 chunk", "2 over 1", "4 over 1"]
+    return ["## Expert layers in chunks", "", words, "", *table(names, lines, left=2)]
 
 
 def _errors(result: dict[str, Any]) -> list[str]:

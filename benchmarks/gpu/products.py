@@ -71,12 +71,19 @@ def product_e4m3(implementation: str) -> Callable[..., jax.Array]:
 
 @cache
 def mlp_both_ways(implementation: str) -> Callable[..., Any]:
-    """Result and all gradients of the experts' MLP, jitted, of x, w_in, w_out, dy and sizes."""
+    """Result and all gradients of the experts' MLP, jitted, of x, w_in, w_out, dy and sizes.
+
+    The last gradient is that of the router's weights, as experts behind an exchange find it.
+    """
 
     def run(*arrays: jax.Array) -> Any:
         *inputs, dy, sizes = arrays
-        form = partial(expert_mlp, sizes_G=sizes, implementation=implementation)
-        y, pull = jax.vjp(form, *inputs)
+
+        def form(x: jax.Array, w_in: jax.Array, w_out: jax.Array, one: jax.Array) -> jax.Array:
+            return expert_mlp(x, w_in, w_out, sizes, implementation=implementation, one_M1=one)
+
+        one_M1 = jnp.ones((dy.shape[0], 1), jnp.float32)
+        y, pull = jax.vjp(form, *inputs, one_M1)
         return y, pull(dy)
 
     return jax.jit(run)

@@ -20,6 +20,7 @@ from moejax.kernels.quantize import Quantized, dequantize_sum, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 
 PERMUTE, UNPERMUTE = "permute", "unpermute + weighted sum"
+TAKE, TAKE_WEIGHTED = "take rows of a chunk", "weighted rows to buckets"
 BLOCK = 128  # values that share a scale
 XLA = "XLA"  # plain JAX, as the compiler makes it
 
@@ -61,6 +62,24 @@ def compare_permutes(report: Reporter, shape: Shape, tokens: int, skewed: bool) 
     moved = 2.0 * D * (N + N * K)
     report.compare(PERMUTE, forms, bytes=moved)
     report.compare(UNPERMUTE, back, bytes=moved)
+    compare_takes(report, x, y, weight, where)
+
+
+def compare_takes(
+    report: Reporter, x: jax.Array, y: jax.Array, weight: jax.Array, where: Placement
+) -> None:
+    """Rows in buckets to the order of experts, and gradients of results to buckets, weighted."""
+    D, K, rows = x.shape[1], weight.shape[1], where.assignment_M
+    inverse = where.slot_NK.reshape(-1)
+    run = jitted(plain.take_rows, 0)
+    taken = {"moejax": partial(jax_form, run, y, rows[None], inverse[None])}
+    report.compare(TAKE, taken, bytes=4.0 * D * len(rows))
+
+    def to_buckets(x: jax.Array, weight: jax.Array, rows: jax.Array) -> jax.Array:
+        return plain.weighted_rows_at(x, rows // K, plain.weight_at(weight, rows))
+
+    weighted = {"moejax": partial(jax_form, jax.jit(to_buckets), x, weight, rows)}
+    report.compare(TAKE_WEIGHTED, weighted, bytes=2.0 * D * (len(x) + len(rows)))
 
 
 def _scatter_back(

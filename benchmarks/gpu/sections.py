@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks.gpu.case import Case
+from benchmarks.gpu.chunks import chunk_cases
 from benchmarks.gpu.correct import check_cases
 from benchmarks.gpu.layers import layer_cases, step_cases
 from benchmarks.gpu.limits import limit_cases
@@ -43,6 +44,7 @@ SECTIONS = {
     "products": Section(_products, torch=True),
     "rows": Section(row_cases, torch=True),
     "training": Section(_training),
+    "chunks": Section(chunk_cases),
     "sweep": Section(swept_cases, torch=True),
     "all": Section(_all),
 }

@@ -7,6 +7,7 @@ import numpy as np
 
 Row = dict[str, Any]
 FORWARD, BY_ROWS, BY_WEIGHTS = "forward", "data gradient", "weight gradient"
+MOST_OF_CHUNKS = 1.05  # time of four chunks over that of one, with nothing to hide
 
 
 class Rates:
@@ -18,6 +19,7 @@ class Rates:
     PRODUCTS = (FORWARD, BY_ROWS, BY_WEIGHTS, FUSED, IN_E4M3, MLP)
     LAYER, STEP = "MoE layer, forward + backward", "train step"
     WHOLE = (LAYER, STEP)
+    IN_CHUNKS = ("layer in chunks, forward + backward", "layer in chunks, forward")
     OURS = ("mosaic", "moejax", "reference", "blocked", "XLA")  # the first that is there
 
     def __init__(self, rows: Iterable[Row]):
@@ -94,6 +96,7 @@ def judge(rates: Rates) -> list[Verdict]:
         rows = [r for r in rates.timed(operations=(rates.LAYER,)) if r["case"].startswith(model)]
         what = f"MoE layer, forward + backward, {model}"
         found.append(_share(what, rates, rows, bar, "flops", "matmul"))
+    found += [_chunks(rates, operation) for operation in rates.IN_CHUNKS]
     rows = list(rates.timed(operations=(rates.STEP,)))
     return [*found, _share("train step", rates, rows, 0.45, "flops", "matmul")]
 
@@ -150,6 +153,32 @@ def _over_limit(rates: Rates) -> Verdict:
         return Verdict(what, target, "", None)
     time, case = max(times)
     return Verdict(what, target, f"{time:.2f} x ({case})", time <= 1.25)
+
+
+def over_one_chunk(rates: Rates, operation: str) -> dict[str, dict[str, float]]:
+    """By case, the median over rounds of the time over that of one chunk, by number of chunks."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rates.timed(operations=(operation,)):
+        cases.setdefault(row["case"], {})[row["implementation"]] = row
+    return {
+        case: {
+            name: float(np.median(np.divide(row["seconds"], found["1 chunk"]["seconds"])))
+            for name, row in found.items()
+        }
+        for case, found in cases.items()
+        if "1 chunk" in found
+    }
+
+
+def _chunks(rates: Rates, operation: str) -> Verdict:
+    """Four chunks over one where no wire hides behind them; of several cases the highest."""
+    what, target = f"4 chunks, {operation}", f"at most {MOST_OF_CHUNKS} x one chunk"
+    found = over_one_chunk(rates, operation)
+    ratios = [(ratio["4 chunks"], case) for case, ratio in found.items() if "4 chunks" in ratio]
+    if not ratios:
+        return Verdict(what, target, "", None)
+    ratio, case = max(ratios)
+    return Verdict(what, target, f"{ratio:.3f} x ({case})", ratio <= MOST_OF_CHUNKS)
 
 
 def _beside_torch(rates: Rates) -> Verdict:

@@ -2,12 +2,14 @@
 
 With a config it answers for that run; without one, for a model of the default shape in the dtype
 that such devices train in. `--target` answers for accelerators that are not here.
+`--smoke` runs all of it in small on the devices that are (`train.smoke`).
 """
 
 import argparse
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -24,8 +26,12 @@ from moejax.kernels.select import HOPPER, Choice, Hardware, select_kernels
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns the exit code."""
+def main(argv: list[str] | None = None, smoke: Callable[[Console], int] | None = None) -> int:
+    """Runs the command. Returns the exit code.
+
+    Args:
+      smoke: what `--smoke` runs, which lies above this package; returns the exit code.
+    """
     rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="moejax doctor",
@@ -34,18 +40,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
     parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
     parser.add_argument("--target", choices=sorted(TARGETS), help="accelerators that are not here")
+    parser.add_argument(
+        "--smoke", action="store_true", help="run kernels, collectives, steps and a checkpoint here"
+    )
     args = parser.parse_args(rest)
 
-    def run() -> None:
+    def run() -> int | None:
+        if args.smoke and smoke is not None:
+            if args.target is not None or args.config is not None or overrides:
+                raise InputError(
+                    "--smoke beside other options. It runs a tiny model of its own on the devices "
+                    "that are here. Leave out the others."
+                )
+            return smoke(Console())
         if overrides and args.config is None:
             raise InputError("settings without a config. Add --config FILE.")
         hardware, console = _hardware(args.target), Console()
         if args.config is not None:
             show(load_config(args.config, overrides), hardware, console)
-            return
+            return None
         dtype = "float32" if hardware.platform == "cpu" else "bfloat16"
         show(change(Config(), {"model.dtype": dtype}), hardware, console)
         console.print(f"no config: for the default model in {dtype}", highlight=False)
+        return None
 
     return exit_code(run, stopped="nothing was changed")
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.gpu import layers, products, shapes
+from benchmarks.gpu import chunks, layers, products, shapes
 from moejax.aot.target import TARGETS, describe_devices
 from moejax.config.load import load_config
 from moejax.runtime.compiler import described_cudnn
@@ -28,16 +28,32 @@ def test_the_step_fits_one_gpu_and_has_our_kernels():
     assert "mosaic_gpu" in compiled.as_text()
 
 
+def compiled_layer(layer, mesh):
+    """The text of a layer of OLMoE, forward and backward, on 4,096 tokens."""
+    whole = NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((1, 4096, shapes.OLMOE.D), jnp.bfloat16)
+    arrays = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole),
+        (layer.params, layer.bias, x, x),
+    )
+    return layer.both_ways.lower(*arrays).compile().as_text()
+
+
 def test_the_layer_compiles_with_our_kernels():
     devices = describe_devices(TARGETS["h200"], 1)
     train_step = layers.one_device_step(layers.layer_config(shapes.OLMOE), devices)
-    run, params, bias = layers.layer_both_ways(train_step)
-    whole = NamedSharding(train_step.mesh, P())
-    x = jax.ShapeDtypeStruct((1, 4096, shapes.OLMOE.D), jnp.bfloat16)
-    arrays = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), (params, bias, x, x)
-    )
-    assert "mosaic_gpu" in run.lower(*arrays).compile().as_text()
+    text = compiled_layer(layers.build_layer(train_step), train_step.mesh)
+    assert "mosaic_gpu" in text
+
+
+def test_each_chunk_has_its_own_products():
+    """Forward two kernels, backward four; kept by name, gate and up are not computed again."""
+    devices = describe_devices(TARGETS["h200"], 1)
+    mesh = layers.one_device_step(layers.layer_config(shapes.OLMOE), devices).mesh
+    for count, remat, each in ((1, "none", 6), (4, "none", 6), (4, "experts", 7)):
+        layer = chunks.layer_in_chunks(shapes.OLMOE, devices, count, remat)
+        kernels = compiled_layer(layer, mesh).count('custom_call_target="mosaic_gpu')
+        assert kernels == each * count, (count, remat)
 
 
 @pytest.mark.parametrize("operation", ["forward", "data gradient", "weight gradient"])

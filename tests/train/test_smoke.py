@@ -1,0 +1,100 @@
+"""`moejax doctor --smoke` on simulated devices: what holds, and what does not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from moejax.aot.doctor import main
+from moejax.train import smoke as command
+from moejax.train import smoke_checks as checks
+from moejax.train.smoke import smoke
+
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
+
+def said(capsys):
+    return " ".join(capsys.readouterr().out.split())
+
+
+def run(make_checks=None):
+    return smoke(Console(width=200), make_checks)
+
+
+def named(*words):
+    """The checks whose names begin so, on two devices."""
+    found = checks.smoke_checks(jax.local_devices()[:2])
+    return [one for one in found if one.name.startswith(words)]
+
+
+def test_everything_holds_on_two_devices(capsys):
+    assert run(lambda: checks.smoke_checks(jax.local_devices()[:2])) == 0
+    text = said(capsys)
+    assert text.count("│ ok") == 11
+    assert text.count("│ skipped") == 1
+    assert "rows are permuted and quantised in turn" in text
+
+
+def test_a_kernel_that_is_wrong_fails_alone_and_says_what_to_set(capsys, monkeypatch):
+    right = checks.expert_mlp
+
+    def wrong(*arrays, implementation, **options):
+        y = right(*arrays, implementation=implementation, **options)
+        return y * 1.01 if implementation == "blocked" else y
+
+    monkeypatch.setattr(checks, "expert_mlp", wrong)
+    assert run(lambda: named("experts", "attention", "all_to_all")) == 1
+    text = said(capsys)
+    assert text.count("│ failed") == 1
+    assert text.count("│ ok") == 2, "those after it too"
+    assert "experts: blocked failed. Set moe.implementation=blocked" in text
+
+
+def test_a_gradient_that_is_wrong_fails_too(capsys, monkeypatch):
+    right = checks.attention
+
+    @jax.custom_vjp
+    def doubled(x):
+        return x
+
+    doubled.defvjp(lambda x: (x, None), lambda _, gradient: (2 * gradient,))
+
+    def wrong(*arrays, implementation, **options):
+        y = right(*arrays, implementation=implementation, **options)
+        return doubled(y) if implementation == "blocked" else y
+
+    monkeypatch.setattr(checks, "attention", wrong)
+    assert run(lambda: named("attention")) == 1
+
+
+def test_a_collective_that_loses_a_device_fails(capsys, monkeypatch):
+    def zeros(x, axes, **_):
+        return jnp.zeros_like(x)
+
+    monkeypatch.setattr(checks.wire, "all_to_all", zeros)
+    assert run(lambda: named("all_to_all", "all_reduce")) == 1
+    text = said(capsys)
+    assert "all_to_all over 2 devices failed" in text
+    assert text.count("│ ok") == 1
+
+
+def test_one_device_exchanges_nothing(capsys):
+    found = checks.smoke_checks(jax.local_devices()[:1])
+    assert run(lambda: [one for one in found if "over" in one.name]) == 0
+    assert said(capsys).count("there is one device") == 5
+
+
+def test_no_devices_are_an_error_of_input(capsys, monkeypatch):
+    def none():
+        raise RuntimeError("Unable to initialize backend 'cuda'\nmore")
+
+    monkeypatch.setattr(command.jax, "local_devices", none)
+    assert main(["--smoke"], smoke) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "JAX_PLATFORMS" in error
+
+
+def test_it_stands_alone(capsys):
+    assert main(["--smoke", "--target", "h200"], smoke) == 2
+    assert "Leave out the others" in capsys.readouterr().err
