@@ -1,7 +1,8 @@
 """The trainer's XLA options beyond the defaults, by platform.
 
-Only options that improved the compiled step are set: docs/decisions/0006 has the figures and the
-options that were tried without gain. The names hold on JAX 0.10.2, 0.11.2 and 0.12.0.1.
+Only options that improved the compiled step are set: docs/decisions/0006 has the figures of those
+of GPUs and TPUs and what was tried without gain, docs/log.md (2026-11-24) those of CPUs. The names
+hold on JAX 0.10.2, 0.11.2 and 0.12.0.1; that of CPUs was tried on 0.12.0.1 alone.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ Options = dict[str, str | int]
 
 
 def compiler_options(platform: str, *, hops: int) -> Options:
-    """Returns the options of every program that exchanges tokens.
+    """Returns the options of a run's programs.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
@@ -32,6 +33,11 @@ def compiler_options(platform: str, *, hops: int) -> Options:
     if hops and platform == "tpu":
         # By default an all-to-all is synchronous.
         return {"xla_tpu_enable_async_all_to_all": "true"}
+    if platform == "cpu":
+        # By default nothing orders the reads of the old moments, for the new parameters, before the
+        # new moments are written in place, so XLA copies all moments in each step. With it, as by
+        # default on other platforms, it orders them.
+        return {"xla_cpu_copy_insertion_use_region_analysis": "True"}
     return {}
 
 
