@@ -22,6 +22,7 @@ CASES = (
     ("mixtral_8x7b", 2, [*TWO_NODES, "train.micro_batches=16"]),
     ("qwen3_30b_a3b", 2, [*TWO_NODES, "train.micro_batches=16"]),
     ("olmoe_1b_7b", 32, ["route_chunks=4", "mesh.fsdp=32", "train.micro_batches=1"]),
+    ("olmoe_1b_7b", 2, [*TWO_NODES, "model.remat=experts", "mesh.gather_dense=step"]),
 )
 CLASSES = ("experts", "attention", "projections", "logits", "rest")
 
