@@ -88,20 +88,28 @@ def write_cases(
 ) -> None:
     """Compiles case after case, and writes name.json and name.md after each.
 
+    With --only it compiles the cases that have a text, and keeps the others of the page before.
+
     Args:
       about: of the command, for its help.
       compile_one: returns what the page shows of a case.
     """
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--only", help="compile the cases that have this text, keep the others")
     args = parser.parse_args()
     machine = describe(sorted(os.sched_getaffinity(0)))
     result: dict[str, Any] = {"cases": [], "machine": machine, "jax": jax.__version__}
     args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / f"{name}.json"
+    before = json.loads(file.read_text())["cases"] if args.only else []
     for case in cases:
-        result["cases"].append(compile_one(*case))
-        (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (args.out / f"{name}.md").write_text(to_markdown(result))
+        kept = [one for one in before if tuple(one.values())[:3] == case]
+        if not args.only or args.only in str(case):
+            kept = [compile_one(*case)]
+        result["cases"] += kept
+        file.write_text(json.dumps(result, indent=1) + "\n")
+        file.with_suffix(".md").write_text(to_markdown(result))
     print(to_markdown(result))
 
 

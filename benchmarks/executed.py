@@ -1,8 +1,8 @@
-"""What does a device execute in a step of OLMoE on two nodes of eight H200s?
+"""What does a device execute in a step of the shipped models on nodes of eight H200s?
 
-Compiles the trainer's own step for the described cluster and counts, in the compiled program, what
-a device computes, launches, moves and sends. Needs moejax[aot] and no GPU; nothing runs. Writes
-executed.json and executed.md.
+Compiles the trainer's own step for described clusters, each case in a process of its own, and
+counts, in the compiled program, what a device computes, launches, moves and sends. Needs
+moejax[aot] and no GPU; nothing runs. Writes executed.json and executed.md after each case.
 
     .venv-aot/bin/python -m benchmarks.executed --out benchmarks/results
 """
@@ -14,20 +14,28 @@ from typing import Any
 from benchmarks.aot import write_cases
 
 TWO_NODES = ["route_chunks=4", "mesh.fsdp=2"]
-# Settings of olmoe_1b_7b on two nodes.
-CASES = (TWO_NODES, [*TWO_NODES, "model.remat=full"])
+# Config, nodes, settings.
+CASES = (
+    ("olmoe_1b_7b", 2, TWO_NODES),
+    ("olmoe_1b_7b", 2, [*TWO_NODES, "model.remat=full"]),
+    ("olmoe_1b_7b", 2, [*TWO_NODES, "model.remat=experts"]),
+    ("mixtral_8x7b", 2, [*TWO_NODES, "train.micro_batches=16"]),
+    ("qwen3_30b_a3b", 2, [*TWO_NODES, "train.micro_batches=16"]),
+    ("olmoe_1b_7b", 32, ["route_chunks=4", "mesh.fsdp=32", "train.micro_batches=1"]),
+    ("olmoe_1b_7b", 2, [*TWO_NODES, "model.remat=experts", "mesh.gather_dense=step"]),
+)
 CLASSES = ("experts", "attention", "projections", "logits", "rest")
 
 
 def to_markdown(result: dict[str, Any]) -> str:
     """The page."""
     lines = [
-        "# What a device executes in a step: OLMoE-1B-7B on two nodes of eight H200s",
+        "# What a device executes in a step, compiled for nodes of eight H200s",
         "",
         "`.venv-aot/bin/python -m benchmarks.executed`",
         "",
-        "A device, a step of 1024 sequences of 4096 tokens in 32 micro-batches, mesh fsdp=2 x",
-        "expert=8. FLOPs: executed, over the model's (three times forward, attention as far as",
+        "A device, a step of the shipped config with the settings named, sequences of 4096 tokens.",
+        "FLOPs: executed, over the model's (three times forward, attention as far as",
         "causality lets it look); experts at balanced load, in brackets at whole buffers.",
         "Launches: kernels, library calls and collectives; a loop's body counts once a trip, and",
         "of a conditional the branch of buckets that do not overflow. Traffic: what kernels that",
@@ -35,10 +43,25 @@ def to_markdown(result: dict[str, Any]) -> str:
         "or updated in place the part that is touched; no caches. Memory: arguments, temporaries.",
         "Nothing ran, so nothing is timed.",
         "",
-        *tables(result["cases"], lambda case: ", ".join(f"`{one}`" for one in case["settings"])),
+        *tables(result["cases"], name_of),
+        "",
+        "Shares of the bytes that enclose a product, of gradients that are reduced and of weights",
+        "that are gathered, and seconds of one compilation on a machine with other work:",
+        "",
+        "| changed | reductions | gathers | compiled in |",
+        "|---|---:|---:|---:|",
     ]
+    for case in result["cases"]:
+        shares = [f"{case[name]:.0%}" for name in ("hidden_reductions", "hidden_gathers")]
+        lines.append(f"| {name_of(case)} | {' | '.join(shares)} | {case['seconds']:.0f} s |")
     lines += ["", f"Machine: {json.dumps(result['machine'])}, JAX {result['jax']}"]
     return "\n".join(lines) + "\n"
+
+
+def name_of(case: dict[str, Any]) -> str:
+    """Names a case by its model, nodes and settings."""
+    settings = ", ".join(f"`{one}`" for one in case["settings"])
+    return f"{case['config']}, {case['nodes']} nodes: {settings}"
 
 
 def tables(cases: list[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -> list[str]:
@@ -73,5 +96,4 @@ def tables(cases: list[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -
 
 
 if __name__ == "__main__":
-    cases = [("olmoe_1b_7b", 2, settings) for settings in CASES]
-    write_cases("executed", cases, to_markdown, __doc__ or "")
+    write_cases("executed", CASES, to_markdown, __doc__ or "")

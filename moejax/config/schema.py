@@ -49,6 +49,11 @@ class MeshConfig:
         "hidden over tensor; folded: experts over (expert, tensor); whole: a copy a tensor rank",
         choices=("hidden", "folded", "whole"),
     )
+    gather_dense: str = setting(
+        "use",
+        "weights of attention, MLPs, vocabulary gathered at each use; step: once a step, and kept",
+        choices=("use", "step"),
+    )
     nodes: int | None = setting(
         None,
         "nodes that slow links join, equally many devices each; none: as many as processes",

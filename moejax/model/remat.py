@@ -7,6 +7,7 @@ import jax
 
 from moejax.comm import wire
 from moejax.comm.weights.adapters import WithAdapter
+from moejax.comm.weights.whole import attach_whole, detach_whole
 from moejax.kernels.attention import CUDNN_FORWARD
 from moejax.kernels.kept import ATTENDED, GATE_AND_UP, PLACES
 
@@ -43,7 +44,9 @@ def in_turn(repeat: Callable, x_BtD: jax.Array, scanned: tuple[jax.Array, Any]) 
     entries = jax.tree.leaves(state, is_leaf=lambda entry: isinstance(entry, WithAdapter))
     # Frozen weights have no gradient, which the tie would make zeros of their size.
     if not any(isinstance(entry, WithAdapter) for entry in entries):
+        state, whole = detach_whole(state)
         x_BtD, state = _tie_gradients(x_BtD, state)
+        state = attach_whole(state, whole)
     return repeat(x_BtD, (layer, state))
 
 

@@ -116,6 +116,7 @@ def build_spec(
         gradient_dtype=cfg.train.gradient_dtype,
         compression=compression,
         codecs=codecs,
+        gather_dense=cfg.mesh.gather_dense,
         micro_bytes=cfg.train.reduction_bytes,
         adapter_scale=cfg.lora.scale,
         experts=chosen.get("experts", "blocked"),

@@ -15,11 +15,12 @@ from moejax.comm import wire
 from moejax.comm.codecs.adaptive import choose_level
 from moejax.comm.codecs.build import build_codec
 from moejax.comm.codecs.codec import EncodeContext
-from moejax.comm.weights.gather import empty_totals
+from moejax.comm.weights.gather import empty_totals, whole_weights
 from moejax.comm.weights.reduce import reduce_whole
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.states import sum_squared_errors
 from moejax.comm.weights.totals import attach_totals
+from moejax.comm.weights.whole import attach_whole
 from moejax.config.compression import GRADIENTS
 from moejax.layout.layout import Layout
 from moejax.model.ahead import targets_ahead
@@ -89,7 +90,10 @@ def loss_gradients(
     `nll` and `balance` are this device's shares. The caller sums them over devices.
     """
     micro_batches = model.cfg.train.micro_batches
-    loss = partial(_loss_of, model, state, _num_targets(model, batch))
+    whole = None
+    if state.frozen is None:
+        whole = whole_weights(state.params, model.dims, model.spec)
+    loss = partial(_loss_of, model, state, _num_targets(model, batch), whole)
     params = _with_residuals(model, state)
     if micro_batches == 1:
         gradients, loss_parts = jax.grad(loss, has_aux=True)(params, 0, batch)
@@ -175,6 +179,7 @@ def _loss_of(
     model: ModelDef,
     state: TrainState,
     num_targets: NumTargets,
+    whole: Tree,
     params: Tree,
     index: Any,
     rows: Batch,
@@ -183,6 +188,7 @@ def _loss_of(
 
     Args:
       num_targets: of the whole batch.
+      whole: for each parameter the weight that was gathered for the step, or None; None for none.
       params: with what stands beside them.
       index: the micro-batch, counted from zero.
       rows: this device's rows of the micro-batch.
@@ -192,6 +198,8 @@ def _loss_of(
     device_rows = len(rows.token_BT) * cfg.train.micro_batches
     first_row = wire.index(layout.token_axes) * device_rows + index * len(rows.token_BT)
     noise = Noise(_keys(model, state)[0], first_row) if cfg.moe.router.jitter else None
+    if whole is not None:
+        params = attach_whole(params, whole)
     transformer = model.merge(params, state.router_bias, state.frozen)
     return _loss(model, transformer, rows, noise, num_targets)
 

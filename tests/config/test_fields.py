@@ -42,6 +42,7 @@ FIELD_NAMES = [
     "mesh.expert",
     "mesh.expert_weights",
     "mesh.fsdp",
+    "mesh.gather_dense",
     "mesh.nodes",
     "mesh.platform",
     "mesh.replica",

@@ -34,6 +34,7 @@ from moejax.comm.weights.path import GatherSpec, class_of, compressible, path_of
 from moejax.comm.weights.reduce import Parts, sum_copies, sum_shards
 from moejax.comm.weights.residuals import WithResidual, from_floats
 from moejax.comm.weights.totals import WithTotal
+from moejax.comm.weights.whole import WithWhole, gather_whole
 from moejax.config.compression import Codecs
 from moejax.layout.spec import StepSpec
 
@@ -42,12 +43,13 @@ def gather_weight(param: Any, spec: StepSpec, dtype: str | None = None) -> jax.A
     """Returns the weight as this device computes with it: gathered over fsdp, cast to `dtype`.
 
     Wire, forward: the gathered weight in `dtype`, or encoded by its codec if the gather crosses
-    nodes. Backward: see `comm.weights.reduce`. The gradient has the dtype of the parameter.
+    nodes; nothing if it was gathered before (`WithWhole`). Backward: see `comm.weights.reduce`.
+    The gradient has the dtype of the parameter.
 
     Args:
       param: an `nnx.Param` that holds this device's shard, as an array, a `WithResidual`, a
-        `WithTotal` or a `WithAdapter`. Its metadata `dims` has the letters of its dimensions, e.g.
-        dims="DHC". Tensor-sharded dimensions stay sharded.
+        `WithTotal`, a `WithWhole` or a `WithAdapter`. Its metadata `dims` has the letters of its
+        dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay sharded.
       dtype: the dtype to compute in; None for the spec's.
     """
     dims, shard = param.get_metadata("dims"), param.get_value()
@@ -91,7 +93,13 @@ def _spec_of(dims: str, spec: StepSpec, dtype: str | None = None) -> GatherSpec:
     )
 
 
-Entry = Any  # a parameter's shard as it enters: an array, a `WithResidual` or a `WithTotal`
+def whole_weights(params: Any, dims: Any, spec: StepSpec) -> Any:
+    """Returns the weights that are gathered once a step, for `attach_whole`; None for others."""
+    return gather_whole(params, dims, spec, lambda shard, d: _gather(shard, _spec_of(d, spec)))
+
+
+# A parameter's shard as it enters: an array, a `WithResidual`, a `WithTotal` or a `WithWhole`.
+Entry = Any
 
 
 def _shard_of(w: Entry) -> jax.Array:
@@ -103,6 +111,8 @@ def _shard_of(w: Entry) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(w: Entry, spec: GatherSpec) -> jax.Array:
+    if isinstance(w, WithWhole):
+        return w.whole
     shard, path = _shard_of(w), spec.path
     if path.dim is None:
         return shard.astype(spec.dtype)
@@ -147,6 +157,8 @@ _whole.defvjp(_whole_forward, _whole_backward)
 
 def _beside(w: Entry) -> Entry:
     """What stands beside a shard; of the shard itself only the dtype."""
+    if isinstance(w, WithWhole):
+        return WithWhole(_beside(w.weight), None)
     if isinstance(w, WithTotal):
         return replace(w, weight=_beside(w.weight), total=w.total if w.last else ())
     if isinstance(w, WithResidual):
@@ -161,6 +173,8 @@ def _reduced(gradient: jax.Array, w: Entry, spec: GatherSpec) -> Entry:
       gradient: of the gathered weight, on this device.
       w: `_beside` of the shard.
     """
+    if isinstance(w, WithWhole):
+        return WithWhole(_reduced(gradient, w.weight, spec), None)
     path = spec.path
     shape = list(gradient.shape)
     if path.dim is not None:

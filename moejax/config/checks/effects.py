@@ -81,6 +81,11 @@ def _mesh_effects() -> Iterator[_Effect]:
         "`mesh.tensor` is 1",
     )
     yield (
+        ("mesh.gather_dense",),
+        lambda cfg: cfg.mesh.fsdp * cfg.mesh.expert > 1 and cfg.lora.rank is None,
+        "`mesh.fsdp` and `mesh.expert` are 1, or `lora.rank` is set",
+    )
+    yield (
         ("mesh.simulated_devices",),
         lambda cfg: cfg.mesh.platform in (None, "cpu"),
         "only CPU devices are simulated; set `mesh.platform` to cpu",

@@ -1,0 +1,63 @@
+"""Dense weights that are gathered once a step give the same gradients, and less traffic."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.plan.trace.reader import collectives
+from tests.cases import CERTAIN, place, random_batch, small_config, step_for
+
+MODEL = {"num_layers": 3, "first_dense_layers": 1, "qk_norm": "full", "tie_embeddings": False}
+
+
+def case(gather_dense, mesh, *, parts=2, **model):
+    cfg = small_config(mesh, model=MODEL | model, moe=CERTAIN, train={"micro_batches": parts})
+    return dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, gather_dense=gather_dense))
+
+
+def gradients(*args, **settings):
+    cfg = case(*args, **settings)
+    step = step_for(cfg)
+    found, _ = step.gradients(step.init(), place(step, random_batch(cfg)))
+    return jax.tree.map(np.asarray, found)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parts", "settings"),
+    [
+        ((1, 2, 2, 1), 2, {}),
+        ((2, 1, 2, 2), 1, {"remat": "full", "tie_embeddings": True}),
+        ((1, 2, 2, 2), 2, {"scan_layers": False, "remat": "experts"}),
+    ],
+)
+def test_weights_gathered_once_a_step_change_no_gradient(mesh, parts, settings):
+    found = gradients("step", mesh, parts=parts, **settings)
+    wanted = gradients("use", mesh, parts=parts, **settings)
+
+    def check(have, want):
+        # The same sums; a compiler may order them otherwise.
+        bound = 128 * np.finfo(np.float32).eps * np.abs(want).max()
+        np.testing.assert_allclose(have, want, rtol=0, atol=bound)
+
+    jax.tree.map(check, found, wanted)
+
+
+def test_dense_weights_kept_whole_cross_once_a_step():
+    """The gathers of more parts and of recomputed layers are those of one part."""
+
+    def gathered(gather_dense, parts):
+        step = step_for(case(gather_dense, (1, 2, 1, 1), parts=parts, remat="full"))
+        traced = step.gradients.trace(step.abstract, step.abstract_batch())
+        calls = [one for one in collectives(traced.jaxpr.jaxpr) if one.kind == "all_gather"]
+        return sum(one.bytes * one.calls for one in calls if one.axes == ("fsdp",))
+
+    # All is one number a part: experts' weights and the router's matrix, at each use.
+    once, rest = gathered("step", 2), (gathered("step", 4) - gathered("step", 2)) / 2
+    use = gathered("use", 2) / 2
+    assert gathered("use", 4) == 4 * use
+    dense = once - 2 * rest
+    assert dense > 0
+    # Of a part without the setting: layers are recomputed, the vocabulary is not.
+    assert rest + dense < use <= rest + 2 * dense
