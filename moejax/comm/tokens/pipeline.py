@@ -131,7 +131,7 @@ def _forward(
         for_backward[number] = vjp if chunks == route.chunks_backward else arrived
         return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
 
-    stages = _stages(route, layout, plan, expert_stage, chunks)
+    stages = _stages(route, layout, plan, expert_stage, chunks, barriers=barriers)
     start = _at_start(Rows(x_ND, weight_NK), plan)
     if not barriers:  # orders are there before rows travel, so that the experts start at once
         start, stacked = lax.optimization_barrier((start, orders[0][0]))
@@ -165,7 +165,7 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
             dots[number], rows = rows.weight, rows._replace(weight=None)
         return rows
 
-    stages = _stages(route, layout, plan, expert_stage, chunks, gradient=True)
+    stages = _stages(route, layout, plan, expert_stage, chunks, barriers=barriers, gradient=True)
     start = _at_start(Rows(gradient_ND, weight_NK if plan.slot_maps else None), plan)
     drows = _join(run_stages(stages, [start] * chunks, barriers=barriers, accumulated=accumulated))
     dparams = jax.tree.map(_sum_chunks, *accumulated["params"])
@@ -237,13 +237,15 @@ def _stages(
     plan: DispatchPlan,
     expert_stage: Stage,
     chunks: int,
+    *,
+    barriers: bool,
     **flags: bool,
 ) -> dict[int, Stage]:
     """The hops of dispatch, the experts, the hops of combine: each may overlap the others.
 
-    Collectives of a device run one after the other on some runtimes (`comm.gloo`). So in a step
-    results go on before new rows come, unless they leave the experts by a hop between nodes: it
-    would keep the link waiting for the experts.
+    Without barriers collectives may run one after the other (`comm.gloo`). So in a step results go
+    on before new rows come, unless they leave the experts by a hop between nodes: it would keep the
+    link waiting for the experts.
     """
     plans = _chunk_plans(plan, chunks)
 
@@ -253,7 +255,7 @@ def _stages(
     dispatch = [stage(dispatch_hop, hop_index) for hop_index in range(len(route.hops))]
     combine = [stage(combine_hop, hop_index) for hop_index in reversed(range(len(route.hops)))]
     stages = list(enumerate([*dispatch, expert_stage, *combine]))
-    if route.hops and not layout.between_nodes(route.hops[-1].axes):
+    if not barriers and route.hops and not layout.between_nodes(route.hops[-1].axes):
         stages.reverse()
     return dict(stages)
 
