@@ -83,16 +83,40 @@ class _Held(NamedTuple):
         self.arrays.extend([*self.since, *arrays])
         self.since.clear()
 
-    def computed(self, eqn: Any, arrays: list[Any]) -> None:
-        """Takes what an equation reads and writes, if it runs for long beside an exchange."""
-        if self.arrays and _runs_long(eqn):
-            self.since.extend(x for x in arrays if isinstance(x, jax.Array) and x.size)
+    def computed(self, eqn: Any, inputs: list[Any], results: list[Any]) -> None:
+        """Takes what an equation reads and makes, if it runs for long beside an exchange.
+
+        What it writes in place is left out: held, it would have to be copied.
+        """
+        if not self.arrays or not _runs_long(eqn):
+            return
+        places = _carried(eqn)
+        in_place = {(eqn.invars[n].aval.shape, eqn.invars[n].aval.dtype) for n in places}
+        read = [x for n, x in enumerate(inputs) if n not in places]
+        made = [x for x in results if (x.shape, x.dtype) not in in_place]
+        self.since.extend(x for x in [*read, *made] if isinstance(x, jax.Array) and x.size)
 
 
 def _runs_long(eqn: Any) -> bool:
     if eqn.primitive.name in LONG:
         return True
     return any(_runs_long(inner) for jaxpr in inner_jaxprs(eqn) for inner in opened(jaxpr).eqns)
+
+
+def _carried(eqn: Any) -> set[int]:
+    """The places of inputs that loops write to."""
+    name, params, count = eqn.primitive.name, eqn.params, len(eqn.invars)
+    if name == "while":
+        return set(range(params["cond_nconsts"] + params["body_nconsts"], count))
+    if name == "scan":
+        _, carry, _ = scan_operands(params, list(range(count)))
+        return set(carry)
+    found = set()
+    for jaxpr in map(opened, inner_jaxprs(eqn)):
+        written = {id(inner.invars[n]) for inner in jaxpr.eqns for n in _carried(inner)}
+        before = count - len(jaxpr.invars)  # a conditional's index
+        found |= {before + n for n, var in enumerate(jaxpr.invars) if id(var) in written}
+    return found
 
 
 class _Rewriter:
@@ -124,7 +148,7 @@ class _Rewriter:
                 results, token = self._collective(eqn, inputs, token, held)
             elif not any(map(communicates, inner_jaxprs(eqn))):
                 results = _bind(eqn, inputs)
-                held.computed(eqn, [*inputs, *results])
+                held.computed(eqn, inputs, results)
             elif name in self.control:
                 results, token = self.control[name](eqn.params, inputs, token)
             elif name in CALLS:

@@ -43,7 +43,8 @@ def smoke(console: Console, make_checks: Callable[[], Sequence[Check]] | None = 
     console.print(f"{len(devices)} x {devices[0].device_kind}", highlight=False)
     outcomes = []
     for check in (make_checks or (lambda: smoke_checks(devices)))():
-        outcomes.append(_run(check))
+        with console.status(check.name):
+            outcomes.append(_run(check))
     console.print(_table(outcomes))
     failed = [one for one in outcomes if one.outcome == FAILED]
     for one in failed:

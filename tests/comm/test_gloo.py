@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from moejax.comm.exchange import Exchange
 from moejax.comm.gloo import in_order
 from tests.cases import CERTAIN, place, random_batch, small_config, step_for
 
@@ -176,3 +177,37 @@ def test_two_bytes_a_value_travel_as_two(size):
     assert set(sent) == {"u16"}
     for got, wanted in zip(ordered(x), plain(x), strict=True):
         np.testing.assert_array_equal(got.astype(np.float32), wanted.astype(np.float32))
+
+
+def held(body, *shapes):
+    """The shapes that a per-device function holds until its last exchange, on two devices."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    ordered = in_order(body, Exchange((0, 1), ("d",), (2,)))
+    mapped = jax.shard_map(ordered, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    jaxpr = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    calls = [e for e in jaxpr.eqns[0].params["jaxpr"].eqns if e.primitive.name == "ffi_call"]
+    last = [e for e in calls if e.params["target_name"] == "moejax_hold"]
+    return [var.aval.shape for call in last for var in call.invars]
+
+
+ROWS, HIDDEN, SUMS = (2, 16384), (2, 8), (8, 16384)
+
+
+def test_what_experts_read_and_make_between_exchanges_is_held_but_not_what_they_add_to():
+    def add_up(rows, hidden, sums):
+        return lax.fori_loop(0, 2, lambda _, s: s + hidden.T @ rows, sums)
+
+    def layer(rows, hidden, sums):
+        arrived = exchange(rows)
+        sums = jax.jit(add_up)(arrived * 2, hidden * 3, sums)
+        return exchange(arrived * 4), sums, hidden.T @ rows
+
+    shapes = held(layer, ROWS, HIDDEN, SUMS)
+    assert HIDDEN in shapes
+    assert SUMS not in shapes
+    # Of each exchange what is sent and what arrives, and what the experts read.
+    assert shapes.count(ROWS) == 5
+
+
+def test_without_an_exchange_of_tokens_nothing_is_held():
+    assert held(lambda x: lax.psum(x, "d") + (x.T @ x).sum(), ROWS) == []
