@@ -104,10 +104,12 @@ def write_cases(
     file = args.out / f"{name}.json"
     before = json.loads(file.read_text())["cases"] if args.only else []
     for case in cases:
-        kept = [one for one in before if tuple(one.values())[:3] == case]
+        found = [one for one in before if tuple(one.values())[:3] == case]
         if not args.only or args.only in str(case):
-            kept = [compile_one(*case)]
-        result["cases"] += kept
+            found = [compile_one(*case)]
+        elif not found:
+            print(f"left out, as the page before has it not: {case}")
+        result["cases"] += found
         file.write_text(json.dumps(result, indent=1) + "\n")
         file.with_suffix(".md").write_text(to_markdown(result))
     print(to_markdown(result))

@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None, smoke: Callable[[Console], int] | None =
     args = parser.parse_args(rest)
 
     def run() -> int | None:
-        if args.smoke and smoke is not None:
+        if args.smoke:
+            assert smoke is not None
             if args.target is not None or args.config is not None or overrides:
                 raise InputError(
                     "--smoke beside other options. It runs a tiny model of its own on the devices "

@@ -65,7 +65,7 @@ LONG = ("dot_general", "ffi_call", "ragged_dot", "scan", "while")  # what comput
 
 
 class _Held(NamedTuple):
-    """What is to stay in memory until a scope's last exchange of tokens has ended.
+    """The arrays that stay in memory until a scope's last exchange of tokens has ended.
 
     XLA gives the memory of an array that was sent, or computed with, to what the program makes
     next, which then waits until all that reads it has ended.

@@ -2,7 +2,7 @@
 
 Only options that improved the compiled step are set: docs/decisions/0006 has the figures of those
 of GPUs and TPUs and what was tried without gain, docs/log.md (2026-11-24) those of CPUs. The names
-hold on JAX 0.10.2, 0.11.2 and 0.12.0.1; that of CPUs was tried on 0.12.0.1 alone.
+hold on JAX 0.10.2 and 0.12.0.1, those of GPUs and TPUs on 0.11.2 too.
 """
 
 import contextlib

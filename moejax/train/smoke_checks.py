@@ -54,7 +54,7 @@ class SkippedError(Exception):
 
 
 class Check(NamedTuple):
-    """What is checked, what raises if it does not hold, and what to do then."""
+    """A check: its name, a call that raises if it does not hold, and advice for that case."""
 
     name: str
     run: Callable[[], Any]

@@ -205,7 +205,7 @@ def test_what_experts_read_and_make_between_exchanges_is_held_but_not_what_they_
     shapes = held(layer, ROWS, HIDDEN, SUMS)
     assert HIDDEN in shapes
     assert SUMS not in shapes
-    # Of each exchange what is sent and what arrives, and what the experts read.
+    # Two exchanges, each with what it sends and what it receives, and what the experts read.
     assert shapes.count(ROWS) == 5
 
 

@@ -59,5 +59,5 @@ def test_dense_weights_kept_whole_cross_once_a_step():
     assert gathered("use", 4) == 4 * use
     dense = once - 2 * rest
     assert dense > 0
-    # Of a part without the setting: layers are recomputed, the vocabulary is not.
+    # Without the setting a part gathers layers twice, as they are recomputed, the vocabulary once.
     assert rest + dense < use <= rest + 2 * dense

@@ -117,16 +117,16 @@ def _forward(
     route, layout, experts, barriers, x_ND, weight_NK, params, plan, *, gradients: bool = True
 ):
     chunks = route.chunks
-    orders = _orders(experts, plan, chunks)
+    orders_C = _orders(experts, plan, chunks)
     for_backward: dict[int, Any] = {}
 
     def expert_stage(number: int, arrived: Rows) -> Rows:
         # Tagged here, after the barrier, so that remat keeps the rows as the barrier returned them.
         arrived = _tag(arrived)
         if not gradients:
-            y_RD, _ = experts.compute(*_flat(tuple(arrived)), orders[number], params)
+            y_RD, _ = experts.compute(*_flat(tuple(arrived)), (orders_C, number), params)
             return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
-        y_RD, vjp = _differentiable(experts, arrived, orders[number], params)
+        y_RD, vjp = _differentiable(experts, arrived, (orders_C, number), params)
         # With equal chunks in backward the vjp is reused; otherwise the experts are recomputed.
         for_backward[number] = vjp if chunks == route.chunks_backward else arrived
         return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
@@ -134,8 +134,7 @@ def _forward(
     stages = _stages(route, layout, plan, expert_stage, chunks, barriers=barriers)
     start = _at_start(Rows(x_ND, weight_NK), plan)
     if not barriers:  # orders are there before rows travel, so that the experts start at once
-        start, stacked = lax.optimization_barrier((start, orders[0][0]))
-        orders = [(stacked, number) for number in range(chunks)]
+        start, orders_C = lax.optimization_barrier((start, orders_C))
     # Tagged apart: joined they would be copied once more, only to be kept.
     results = _tag(run_stages(stages, [start] * chunks, barriers=barriers, accumulated={}))
     y_ND = _results_at_source(_join(results), weight_NK, plan, route, like=x_ND)
@@ -146,16 +145,17 @@ def _forward(
 def _backward(route, layout, experts, barriers, saved, gradient_ND):
     for_backward, params, plan, weight_NK = saved
     chunks = route.chunks_backward
-    orders: list[Any] = []
+    orders_C: Any = None
     if chunks != route.chunks:
-        for_backward, orders = _cut(_join(for_backward), chunks), _orders(experts, plan, chunks)
+        for_backward, orders_C = _cut(_join(for_backward), chunks), _orders(experts, plan, chunks)
     accumulated: dict[str, Any] = {"params": [_sums(params)] if experts.adds_up else []}
     dots: dict[int, jax.Array] = {}
 
     def expert_stage(number: int, gradient: Rows) -> Rows:
         vjp = for_backward[number]
         if chunks != route.chunks:
-            vjp = _differentiable(experts, for_backward[number], orders[number], params)[1]
+            order = orders_C, number
+            vjp = _differentiable(experts, for_backward[number], order, params)[1]
         earlier = accumulated["params"]
         start = earlier.pop() if experts.adds_up else None
         dx_RD, dweight_RK, dparams = vjp((_flat(gradient.x), start))
@@ -275,12 +275,11 @@ def _tag(tree: Any) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, wire.TOKEN_WIRE), tree)
 
 
-def _orders(experts: Experts, plan: DispatchPlan, chunks: int) -> list[Any]:
-    """What `experts.order` gives for each chunk; found together, which takes fewer kernels."""
+def _orders(experts: Experts, plan: DispatchPlan, chunks: int) -> Any:
+    """What `experts.order` gives for all chunks, stacked; together it takes fewer kernels."""
     choices_IMK = plan.expert_IMK
     stacked = jax.vmap(experts.order)(choices_IMK.reshape(chunks, -1, choices_IMK.shape[-1]))
-    stacked = jax.tree.map(lambda x: checkpoint_name(x, PLACES), stacked)
-    return [(stacked, number) for number in range(chunks)]
+    return jax.tree.map(lambda x: checkpoint_name(x, PLACES), stacked)
 
 
 def _differentiable(experts: Experts, arrived: Rows, order: Any, params: Any) -> Any:
