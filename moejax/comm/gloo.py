@@ -36,6 +36,11 @@ def is_gloo(mesh: Mesh | AbstractMesh) -> bool:
     return mesh.devices.flat[0].platform == "cpu"
 
 
+def computes_beside(mesh: Mesh) -> bool:
+    """Whether a program on this mesh computes while its large collectives run (`comm.exchange`)."""
+    return is_gloo(mesh) and connected(mesh) is not None
+
+
 def shard_map(body: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
     """`jax.shard_map` with the conventions of `comm.wire`; `in_order` on gloo."""
     if isinstance(mesh, Mesh) and is_gloo(mesh):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.comm import wire
+from moejax.comm import gloo, wire
 from moejax.layout.layout import Axes
 from moejax.plan.cluster.topology import KINDS, Link, Tier, same_links
 from moejax.plan.probe.fit import fit_link
@@ -65,8 +65,14 @@ def probe_tier(
     if quick:
         return Tier(name, size, links, sync_delay_s=sync_delay_s)
     progress(f"{name}: two collectives at once, and one beside compute")
-    contention, compute_share = _contention(watch, axis, links)
-    return Tier(name, size, links, contention, compute_share, sync_delay_s)
+    first, second = (_of_seconds(kind, axis, links, watch) for kind in ("all_to_all", "all_gather"))
+    alone = [watch.seconds(operate, start, aim_s=0) for operate, start in (first, second)]
+    contention = min(2.0, watch.seconds(*_beside(first, second), aim_s=0) / sum(alone))
+    if gloo.computes_beside(watch.mesh):
+        compute_share = watch.core_share(*first, seconds=alone[0]) * oversubscription
+    else:
+        compute_share = _slows_products(watch, first, alone[0])
+    return Tier(name, size, links, contention, min(1.0, compute_share), sync_delay_s)
 
 
 def probe_oversubscription(watch: Stopwatch) -> float:
@@ -183,19 +189,14 @@ def _zeros(*shape: int) -> Callable[[], jax.Array]:
     return lambda: jnp.zeros(shape)
 
 
-def _contention(watch: Stopwatch, axis: str, links: dict[str, Link]) -> tuple[float, float]:
-    """Returns a tier's contention, and the share of compute that a collective takes."""
-    first, second = (_of_seconds(kind, axis, links, watch) for kind in ("all_to_all", "all_gather"))
-    alone = [watch.seconds(operate, start, aim_s=0) for operate, start in (first, second)]
-    both = watch.seconds(*_beside(first, second), aim_s=0)
-    contention = min(2.0, both / sum(alone))
+def _slows_products(watch: Stopwatch, first: tuple[Callable, Callable], alone: float) -> float:
+    """Returns what a collective adds to products beside it, over its seconds alone."""
     single = watch.seconds(*_products(1))
     # Compute that lasts longer than the collective, so that all of it runs beside compute.
-    products = _products(max(1, math.ceil(1.5 * alone[0] / single)))
+    products = _products(max(1, math.ceil(1.5 * alone / single)))
     computing = watch.seconds(*products, aim_s=0)
     beside = watch.seconds(*_beside(first, products), aim_s=0)
-    compute_share = (beside - computing) / alone[0]
-    return contention, min(1.0, max(0.0, compute_share))
+    return max(0.0, (beside - computing) / alone)
 
 
 def _of_seconds(

@@ -86,6 +86,32 @@ class Stopwatch:
         calls = times * unrolled(self.mesh)
         return [[self._time(run, times) / calls for run in runs] for _ in range(ROUNDS)]
 
+    def core_share(
+        self,
+        operate: Callable[[Tree], Tree],
+        start: Callable[[], Tree],
+        *,
+        seconds: float,
+        aim_s: float = 0.25,
+    ) -> float:
+        """Returns the share of a core that an operation keeps busy, a device; on CPU.
+
+        That is the time of all threads of a process over the operation's and the process's devices.
+
+        Args:
+          operate, start: as for `seconds`.
+          seconds: about how long the operation takes.
+          aim_s: approximate time of the timed run.
+        """
+        run = loop(operate, start, self.mesh)
+        self.processes.compile(run, 0)
+        jax.block_until_ready(run(1))
+        times = max(1, min(MAX_TIMES, math.ceil(aim_s / seconds)))
+        busy = time.process_time()
+        elapsed = self._time(run, times)
+        busy = max(self.processes.gather(time.process_time() - busy))
+        return busy / (elapsed * len(self.mesh.local_devices))
+
     def _time(self, run: Callable, times: int) -> float:
         self.processes.gather("ready")
         began = time.perf_counter()

@@ -165,6 +165,40 @@ def test_devices_that_share_cores_take_longer_together(monkeypatch):
     assert probe_links.probe_oversubscription(alone) == 1
 
 
+def test_what_a_collective_takes_of_compute_is_what_its_threads_work(monkeypatch):
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(1, 4))
+    links = dict.fromkeys(KINDS, Link(0.0, 1e9, points=((4096, 0.01),)))
+    monkeypatch.setattr(probe_links, "_curve", lambda *_, **__: [(4096, 0.01), (8192, 0.02)])
+    monkeypatch.setattr(probe_links, "fit_link", lambda _: links["all_to_all"])
+    monkeypatch.setattr(probe_links, "_late", lambda *_: 0.0)
+    monkeypatch.setattr(Stopwatch, "seconds", lambda *_, **__: 0.01)
+    monkeypatch.setattr(Stopwatch, "core_share", lambda *_, **__: 0.2)
+
+    def share(beside, oversubscription):
+        monkeypatch.setattr(probe_links.gloo, "computes_beside", lambda _: beside)
+        wanted = {"seconds": 1.0, "quick": False, "progress": lambda _: None}
+        tier = probe_links.probe_tier(
+            watch, AXES[1], "host", oversubscription=oversubscription, **wanted
+        )
+        return tier.compute_share
+
+    # Four devices a core have a quarter of it each.
+    assert share(True, 1.0) == pytest.approx(0.2)
+    assert share(True, 4.0) == pytest.approx(0.8)
+    assert share(True, 6.0) == 1.0
+    assert share(False, 4.0) == 0.0  # products take no longer beside it
+
+
+def test_work_keeps_a_core_busy_and_waiting_does_not(monkeypatch):
+    watch = Stopwatch(Processes(), np.array(jax.devices()[:2]).reshape(1, 2))
+    clock = iter([10.0, 13.0])
+    monkeypatch.setattr(Stopwatch, "_time", lambda *_: 2.0)
+    monkeypatch.setattr("moejax.plan.probe.timer.time.process_time", lambda: next(clock))
+    # Three seconds of work in two, on all devices of the process.
+    share = watch.core_share(lambda x: x + 1, lambda: jnp.zeros(()), seconds=1.0)
+    assert share == pytest.approx(3 / (2 * len(watch.mesh.local_devices)))
+
+
 @pytest.mark.parametrize(
     ("inside", "sizes", "warning"),
     [
@@ -272,6 +306,7 @@ def test_the_probe_finds_the_rate_of_shaped_links(tmp_path):
     assert [tier.name for tier in found.tiers] == ["host", "network"]
     assert 0.5 < found.device.program_overhead < 30, output
     assert 1 <= found.device.oversubscription <= 2, output
+    assert 0 < found.tiers[1].compute_share < 0.5, output  # its threads wait for the link
     rates = [2 * 8 * link.bytes_per_s for link in found.tiers[1].links.values()]
     assert 80e6 < np.median(rates) < 120e6, output
     for row, column in ((0, 1), (1, 0)):
