@@ -14,7 +14,7 @@ through every loop, conditional and call, and so that large ones go through `com
 Decisions 0008 and 0022 say what was measured.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,33 +73,49 @@ class _Held(NamedTuple):
     """The arrays that stay in memory until a scope's last exchange of tokens has ended.
 
     XLA gives the memory of an array that was sent, or computed with, to what the program makes
-    next, which then waits until all that reads it has ended.
+    next, which then waits until all that reads it has ended. The order of rows counts as well: a
+    chunk's results would come to where the next chunk's order lies, and wait for its experts.
 
     Attributes:
       arrays: that were sent and received, and that were computed with between exchanges.
       since: what was computed with since the last exchange.
+      orders: integers that were there before the first exchange; True once something read them.
     """
 
     arrays: list[jax.Array]
     since: list[jax.Array]
+    orders: dict[int, tuple[jax.Array, bool]]
 
-    def sent(self, arrays: list[jax.Array]) -> None:
-        """Takes what an exchange sends and receives."""
+    def sent(self, arrays: list[jax.Array], known: Iterable[Any]) -> None:
+        """Takes what an exchange sends and receives; `known`: all values of the scope so far."""
+        if not self.arrays:
+            self.orders.update({id(x): (x, False) for x in known if _is_order(x)})
         self.arrays.extend([*self.since, *arrays])
         self.since.clear()
+
+    def all(self) -> list[jax.Array]:
+        """All that is held."""
+        return [*self.arrays, *(x for x, read in self.orders.values() if read)]
 
     def computed(self, eqn: Any, inputs: list[Any], results: list[Any]) -> None:
         """Takes what an equation reads and makes, if it runs for long beside an exchange.
 
         What it writes in place is left out: held, it would have to be copied.
         """
-        if not self.arrays or not _runs_long(eqn):
+        if not self.arrays:
+            return
+        self.orders.update({id(x): (x, True) for x in inputs if id(x) in self.orders})
+        if not _runs_long(eqn):
             return
         places = _carried(eqn)
         in_place = {(eqn.invars[n].aval.shape, eqn.invars[n].aval.dtype) for n in places}
         read = [x for n, x in enumerate(inputs) if n not in places]
         made = [x for x in results if (x.shape, x.dtype) not in in_place]
         self.since.extend(x for x in [*read, *made] if isinstance(x, jax.Array) and x.size)
+
+
+def _is_order(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.size > 1 and jnp.issubdtype(x.dtype, jnp.integer)
 
 
 def _runs_long(eqn: Any) -> bool:
@@ -141,7 +157,7 @@ class _Rewriter:
         """Evaluates an open jaxpr."""
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values |= dict(zip(jaxpr.invars, arguments, strict=True))
-        held = _Held([], [])
+        held = _Held([], [], {})
 
         def read(atom: Any) -> Any:
             return atom.val if hasattr(atom, "val") else values[atom]
@@ -150,7 +166,7 @@ class _Rewriter:
             inputs = [read(atom) for atom in eqn.invars]
             name = eqn.primitive.name
             if name in KINDS:
-                results, token = self._collective(eqn, inputs, token, held)
+                results, token = self._collective(eqn, inputs, token, held, values.values())
             elif not any(map(communicates, inner_jaxprs(eqn))):
                 results = _bind(eqn, inputs)
                 held.computed(eqn, inputs, results)
@@ -162,7 +178,7 @@ class _Rewriter:
                 raise NotImplementedError(f"collectives inside {name} on several CPU processes")
             values |= dict(zip(eqn.outvars, results, strict=True))
         if held.arrays:
-            token = hold(token, held.arrays)
+            token = hold(token, held.all())
         return [read(atom) for atom in jaxpr.outvars], token
 
     def _closed(self, jaxpr: Any, inputs: list[Any], token: jax.Array) -> Results:
@@ -170,14 +186,21 @@ class _Rewriter:
             return self.evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, token)
         return self.evaluate(jaxpr, (), inputs, token)
 
-    def _collective(self, eqn: Any, inputs: list[Any], token: jax.Array, held: "_Held") -> Results:
+    def _collective(
+        self,
+        eqn: Any,
+        inputs: list[Any],
+        token: jax.Array,
+        held: "_Held",
+        known: Iterable[Any],
+    ) -> Results:
         name, params = eqn.primitive.name, eqn.params
         inputs = [_wait(inputs[0], token), *inputs[1:]]
         large = len(inputs) == 1 and inputs[0].nbytes >= LARGE
         if self.exchange is not None and large and name in self.exchange.carries:
             result = self.exchange.run(name, inputs[0], **params)
             if name == "all_to_all":
-                held.sent([inputs[0], result])
+                held.sent([inputs[0], result], known)
             results = [result]
         elif name == "reduce_scatter":
             results = [_reduce_scatter(inputs[0], **params)]

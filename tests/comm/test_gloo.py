@@ -211,3 +211,16 @@ def test_what_experts_read_and_make_between_exchanges_is_held_but_not_what_they_
 
 def test_without_an_exchange_of_tokens_nothing_is_held():
     assert held(lambda x: lax.psum(x, "d") + (x.T @ x).sum(), ROWS) == []
+
+
+def test_the_order_of_rows_is_held_if_it_is_read_after_the_first_exchange():
+    def layer(rows, choices):
+        first, second, unread = (choices[0].astype(jnp.int32) * n for n in (1, 2, 3))
+        arrived = exchange(rows)
+        made_since = jnp.flip(second)
+        return exchange(arrived[:, first]), made_since * 2, unread
+
+    shapes = held(layer, ROWS, ROWS)
+    # Each exchange's rows, as sent and as received, and the two orders that are read.
+    assert shapes.count(ROWS) == 4
+    assert shapes.count(ROWS[1:]) == 2
