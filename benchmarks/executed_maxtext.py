@@ -77,7 +77,6 @@ CASES = (
     ("v5p_16", 2, [*MEGABLOX, BUFFER, FULL]),
     ("v5p_16", 2, [*MEGABLOX, FULL]),
     ("v6e_16", 2, [*MEGABLOX, BUFFER, FULL]),
-    ("v6e_16", 2, [*MEGABLOX, FULL]),
 )
 NAMES = {"h200": "2 x 8 H200", "v5p_16": "v5p 2x2x4", "v6e_16": "v6e 4x4"}
 
@@ -181,7 +180,6 @@ PAIRS = (
     ("v5p_16", [], [BUFFER, FULL]),
     ("v5p_16", [], [*MEGABLOX, FULL]),
     ("v6e_16", [], [BUFFER, FULL]),
-    ("v6e_16", [], [*MEGABLOX, FULL]),
 )
 COLUMNS = {
     "FLOPs": ("{:.2f}", lambda case: case["executed"]["all"]),
