@@ -201,7 +201,9 @@ class CompiledText:
             if line.op == "fusion" or line.op.endswith("-start"):
                 for name in line.called:
                     lines = self.computations.get(name, [])
-                    wrapped.update((name, inner) for inner in lines if kind_of(inner.op))
+                    for inner in lines:
+                        if kind_of(inner.op):
+                            wrapped[name] = _scattered(inner, lines)
         return wrapped
 
     def issued(self, line: Instruction) -> Instruction | None:
@@ -298,6 +300,19 @@ class CompiledText:
                 if _groups_along(chosen, tuple(self.axes.items())) == groups:
                     return chosen
         return ("?",)
+
+
+def _scattered(line: Instruction, lines: list[Instruction]) -> Instruction:
+    """Returns the reduce-scatter that a fusion of an all-reduce and a slice of its result is.
+
+    TPUs have one kernel for both texts: the same emitter (SingleInputAllReduceScatterFusion) and
+    ring stand in the backend's config of a reduce-scatter and of such a fusion.
+    """
+    slices = (other for other in lines if other.op == "dynamic-slice")
+    part = next((other for other in slices if other.first_operand == line.name), None)
+    if line.op != "all-reduce" or part is None:
+        return line
+    return replace(line, op="reduce-scatter", result=part.result)
 
 
 @lru_cache

@@ -56,11 +56,19 @@ def _attention(line: Instruction, q: ArrayType) -> float:
 
 
 def grouped_flops(operands: Sequence[ArrayType], results: Sequence[ArrayType]) -> float:
-    """2 M K N, for rows [M, K] and matrices [G, K, N] among the operands or the results."""
+    """2 M K N, for rows [M, K] and matrices [G, K, N] among the operands or the results.
+
+    Kernels that sum outer products may have their first rows transposed, [K, M].
+    """
     arrays = [array for array in (*operands, *results) if array.dtype in FACTORS]
-    rows = next((array.shape[0] for array in arrays if len(array.shape) == 2), 0)
+    flat = [array.shape for array in arrays if len(array.shape) == 2]
+    rows = flat[0][0] if flat else 0
     matrices = [a.shape for a in arrays if len(a.shape) > 2 and a.shape[0] != rows]
-    return 2.0 * rows * math.prod(matrices[0][1:]) if rows and matrices else 0.0
+    if not rows or not matrices:
+        return 0.0
+    if matrices[0] in [array.shape for array in results] and flat[0][1] == flat[1][0]:
+        rows = flat[0][1]
+    return 2.0 * rows * math.prod(matrices[0][1:])
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -26,5 +26,8 @@ class StepSpec:
     # Optimization barriers after the steps of the token pipeline, for compilers that order the
     # program statically (GPU, TPU). The CPU runtime starts whatever is ready and needs none.
     barriers: bool = False
+    # Gradients are scattered by rows, which XLA for TPUs needs (`comm.weights.reduce`). On GPUs it
+    # hides fewer of the reductions.
+    scatter_rows: bool = False
     # Logits computed at a time: few enough for a CPU's cache, enough for a GPU's matrix units.
     logit_elements: int = 2**21

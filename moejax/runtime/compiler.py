@@ -30,9 +30,12 @@ def compiler_options(platform: str, *, hops: int) -> Options:
         # pipeline has two collectives in flight per hop (dispatch and combine); one more slot is
         # for weights and their gradients.
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * hops + 1}
-    if hops and platform == "tpu":
-        # By default an all-to-all is synchronous.
-        return {"xla_tpu_enable_async_all_to_all": "true"}
+    if platform == "tpu":
+        # By default every collective is synchronous. SparseCores, where a TPU has them, gather
+        # weights and reduce their gradients while the TensorCore multiplies.
+        names = ["collective_offload_all_gather", "collective_offload_reduce_scatter"]
+        names = [f"sparse_core_{name}" for name in names] + ["async_all_to_all"] * (hops > 0)
+        return {f"xla_tpu_enable_{name}": "true" for name in names}
     if platform == "cpu":
         # By default nothing orders the reads of the old moments, for the new parameters, before the
         # new moments are written in place, so XLA copies all moments in each step. With it, as by

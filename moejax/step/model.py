@@ -112,6 +112,7 @@ def build_spec(
             codecs=codecs,
         ),
         barriers=platform != "cpu",
+        scatter_rows=platform == "tpu",
         dtype=cfg.model.dtype,
         gradient_dtype=cfg.train.gradient_dtype,
         compression=compression,

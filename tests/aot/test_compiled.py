@@ -143,6 +143,24 @@ def test_a_collective_inside_a_fusion_or_an_asynchronous_call_is_found(wrapped):
     assert (one.kind, one.bytes, one.hides) == ("reduce_scatter", 8 * 8 * 4, True)
 
 
+@pytest.mark.parametrize(
+    ("sliced", "kind", "size"),
+    [("%r", "reduce_scatter", 8 * 8 * 4), ("%p", "all_reduce", 8 * 8 * 4)],
+)
+def test_a_fusion_of_a_reduction_and_its_slice_scatters(sliced, kind, size):
+    computations = f"""\
+        %all-reduce-scatter (p: f32[8,8]) -> f32[4,8] {{
+          %p = f32[8,8] parameter(0)
+          %r = f32[8,8]{{1,0}} all-reduce(%p), channel_id=1, {GROUPS}, to_apply=%add
+          %z = s32[] constant(0)
+          ROOT %d = f32[4,8] dynamic-slice({sliced}, %z, %z), dynamic_slice_sizes={{4,8}}
+        }}
+        """
+    line = "%f = f32[4,8] fusion(%x), kind=kCustom, calls=%all-reduce-scatter"
+    (one,) = read(line, computations=computations).exchanges()
+    assert (one.kind, one.axes, one.bytes) == (kind, ("expert",), size)
+
+
 def test_arrays_that_share_a_launch_are_counted_one_by_one():
     joined = f"%a = (f32[4]{{0}}, /*index=1*/s32[2]{{0}}) all-reduce(%x, %y), {GROUPS}"
     began = f"%b = ((f32[4]{{0}}), f32[4]{{0}}) all-reduce-start(%x), {GROUPS}"

@@ -91,6 +91,7 @@ def grouped(result, operands):
         ("bf16[40,6]", "%s, %rows, %matrices"),
         ("(bf16[40,3], bf16[40,2,3])", "%s, %rows, %gates"),
         ("bf16[4,16,6]", "%s, %rows, %others"),  # outer products
+        ("bf16[4,16,6]", "%s, %columns, %others"),
     ],
 )
 def test_products_of_groups_count_filled_rows_and_whole_buffers(result, operands):
@@ -98,6 +99,7 @@ def test_products_of_groups_count_filled_rows_and_whole_buffers(result, operands
         "%s = s32[9] copy(%x)",
         "%rows = bf16[40,16] copy(%x)",
         "%others = bf16[40,6] copy(%x)",
+        "%columns = bf16[16,40] copy(%x)",
     )
     arrays += ("%matrices = bf16[4,16,6] copy(%x)", "%gates = bf16[4,16,2,3] copy(%x)")
     work = measure_work(read(*arrays, grouped(result, operands)), filled=0.75)

@@ -86,6 +86,7 @@ def _spec_of(dims: str, spec: StepSpec, dtype: str | None = None) -> GatherSpec:
         spec.gradient_dtype,
         class_of(dims),
         micro_bytes=spec.micro_bytes,
+        rows=spec.scatter_rows,
         gradient_codec=_gradient_codec(codecs, dims) if path.slow and compressible(dims) else None,
         weight_codec=build_plain_codec(codecs.weights if compressible(dims) else None)
         if spec.layout.between_nodes(path.gather)

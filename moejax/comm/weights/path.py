@@ -38,6 +38,7 @@ class GatherSpec:
     gradient_dtype: str
     traffic: str = "dense_gradient"  # class of traffic of the gradient
     micro_bytes: int | None = None  # largest piece in which the gradient is reduced; None: whole
+    rows: bool = False  # whether the gradient is scattered by rows: see `reduce._scatter`
     gradient_codec: Codec | LowRank | None = None  # across nodes, where its state stands beside
     weight_codec: Codec | None = None  # None unless the gather crosses nodes
 

@@ -46,17 +46,17 @@ def sum_shards(gradient: jax.Array, spec: GatherSpec) -> Parts:
                 gradient = wire.reduce_scatter(gradient, path.gather, dim=path.dim)
             return (gradient,)
         (slow, fast), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
-        S, F = wire.size(slow), wire.size(fast)
-        transposed = gradient if path.dim is None else jnp.moveaxis(gradient, path.dim, 0)
-        x_SFm = transposed.reshape(S, F, -1)
         parts = []
-        for piece_SFm in jnp.split(x_SFm, _cuts(x_SFm.shape[2], spec), axis=2):
-            x_Sm = wire.reduce_scatter(piece_SFm, fast, dim=1).reshape(S, -1)
+        for piece in _pieces(gradient, spec, wire.size(slow), wire.size(fast)):
+            x_Sm = _scatter(piece, fast, spec)
             if not path.slow:
-                parts.append(x_Sm[0])
+                parts.append(x_Sm.reshape(-1))
             elif _keeps_nodes(spec):
-                parts.append(x_Sm)
+                parts.append(x_Sm.reshape(x_Sm.shape[0], -1))
+            elif spec.rows and wire.size(path.copies) == 1:
+                parts.append(_scatter(x_Sm[None], slow, spec).reshape(1, -1))
             else:
+                x_Sm = x_Sm.reshape(x_Sm.shape[0], -1)
                 x_SCn = _split_copies(x_Sm, wire.size(slow_copies), fast_copies)
                 parts.append(wire.reduce_scatter(x_SCn, slow, dim=0)[0])
         return tuple(parts)
@@ -100,6 +100,32 @@ def sum_copies(
         return total.reshape(shape), state
     first = (shape[path.dim], *shape[: path.dim], *shape[path.dim + 1 :])
     return jnp.moveaxis(total.reshape(first), 0, path.dim), state
+
+
+def _pieces(gradient: jax.Array, spec: GatherSpec, S: int, F: int) -> list[jax.Array]:
+    """Returns the shards of a gradient, [S, F, ...] in their own shape, or pieces [S, F, n]."""
+    dim = spec.path.dim
+    if dim is None:
+        x = gradient.reshape(1, 1, -1)
+    else:
+        rows = jnp.moveaxis(gradient, dim, 0)
+        x = rows.reshape(S, F, -1, *rows.shape[1:])
+    cuts = _cuts(x.size // (S * F), spec)
+    return jnp.split(x.reshape(S, F, -1), cuts, axis=2) if cuts else [x]
+
+
+def _scatter(x: jax.Array, axes: Axes, spec: GatherSpec) -> jax.Array:
+    """Sums [S, F, ...] over the F devices along `axes`; each keeps its part, [S, ...] or [S, n].
+
+    As rows, parts of the first dimension are scattered, many of its rows each. XLA for TPUs turns a
+    reduce-scatter whose parts are single rows of a tile into an all-reduce, which sends twice as
+    much and is waited for.
+    """
+    S, F, *inner = x.shape
+    if not spec.rows:
+        return wire.reduce_scatter(x.reshape(S, F, -1), axes, dim=1).reshape(S, -1)
+    rows = jnp.moveaxis(x, 1, 0).reshape(F * S * inner[0], *inner[1:])
+    return wire.reduce_scatter(rows, axes, dim=0).reshape(S, *inner)
 
 
 def _keeps_nodes(spec: GatherSpec) -> bool:
