@@ -116,6 +116,7 @@ def test_dense_weights_are_gathered_once_a_step_where_that_is_faster():
     assert (best, other) == ("step", "use")
     assert "dense weights gathered once a step" in rest_text(found.ranked[0].cfg)
     copies = space.resolve(change(model(), {"mesh.replica": 8}), limits(model(), cluster()))
+    assert copies is not None
     assert list(space.dense_gathers(copies, limits(model(), cluster()))) == []
 
 
