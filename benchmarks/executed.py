@@ -14,6 +14,8 @@ from typing import Any
 from benchmarks.aot import write_cases
 
 TWO_NODES = ["route_chunks=4", "mesh.fsdp=2"]
+ONCE = "mesh.gather_dense=step"
+REPLICAS = ["route_chunks=4", "mesh.replica=4", "train.micro_batches=1"]
 # Config, nodes, settings.
 CASES = (
     ("olmoe_1b_7b", 2, TWO_NODES),
@@ -22,7 +24,12 @@ CASES = (
     ("mixtral_8x7b", 2, [*TWO_NODES, "train.micro_batches=16"]),
     ("qwen3_30b_a3b", 2, [*TWO_NODES, "train.micro_batches=16"]),
     ("olmoe_1b_7b", 32, ["route_chunks=4", "mesh.fsdp=32", "train.micro_batches=1"]),
-    ("olmoe_1b_7b", 2, [*TWO_NODES, "model.remat=experts", "mesh.gather_dense=step"]),
+    ("olmoe_1b_7b", 2, [*TWO_NODES, "model.remat=experts", ONCE]),
+    ("olmoe_1b_7b", 2, [*TWO_NODES, "model.remat=experts", ONCE, "model.scan_layers=false"]),
+    ("mixtral_8x7b", 2, [*TWO_NODES, "train.micro_batches=16", ONCE]),
+    ("qwen3_30b_a3b", 2, [*TWO_NODES, "train.micro_batches=16", ONCE]),
+    ("mixtral_8x7b", 32, REPLICAS),
+    ("qwen3_30b_a3b", 32, REPLICAS),
 )
 CLASSES = ("experts", "attention", "projections", "logits", "rest")
 

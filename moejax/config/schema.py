@@ -51,7 +51,7 @@ class MeshConfig:
     )
     gather_dense: str = setting(
         "use",
-        "weights of attention, MLPs, vocabulary gathered at each use; step: once a step, and kept",
+        "attention, MLPs, vocabulary: gather weights, reduce gradients at each use; or once a step",
         choices=("use", "step"),
     )
     nodes: int | None = setting(

@@ -17,7 +17,8 @@ class StepSpec:
     gradient_dtype: str = "float32"
     compression: Compression = NO_COMPRESSION  # the policy over all steps of the run
     codecs: Codecs = NO_CODECS  # the policy's codecs for the steps of this program
-    gather_dense: str = "use"  # "step": dense matrices are gathered once a step and kept
+    # "step": dense matrices are gathered once a step and kept, their gradients reduced once a step.
+    gather_dense: str = "use"
     micro_bytes: int | None = None  # largest piece in which a gradient is reduced; None: whole
     adapter_scale: float = 1.0  # factor of the adapters' products (LoRA)
     experts: str = "blocked"  # implementation of kernels.expert_mlp

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.plan.trace.reader import collectives
-from tests.cases import CERTAIN, place, random_batch, small_config, step_for
+from tests.cases import CERTAIN, on_nodes, place, random_batch, small_config, step_for
 
 MODEL = {"num_layers": 3, "first_dense_layers": 1, "qk_norm": "full", "tie_embeddings": False}
 
@@ -30,6 +30,7 @@ def gradients(*args, **settings):
         ((1, 2, 2, 1), 2, {}),
         ((2, 1, 2, 2), 1, {"remat": "full", "tie_embeddings": True}),
         ((1, 2, 2, 2), 2, {"scan_layers": False, "remat": "experts"}),
+        ((2, 2, 1, 2), 2, {"tie_embeddings": True}),
     ],
 )
 def test_weights_gathered_once_a_step_change_no_gradient(mesh, parts, settings):
@@ -44,14 +45,44 @@ def test_weights_gathered_once_a_step_change_no_gradient(mesh, parts, settings):
     jax.tree.map(check, found, wanted)
 
 
+def test_sums_of_whole_gradients_enter_the_codec_across_nodes():
+    def reduced(gather_dense, codec):
+        cfg = on_nodes((2, 2, 1, 2), codec=codec)
+        cfg = dataclasses.replace(
+            cfg,
+            mesh=dataclasses.replace(cfg.mesh, gather_dense=gather_dense),
+            train=dataclasses.replace(cfg.train, micro_batches=2),
+        )
+        step = step_for(cfg)
+        return step.gradients(step.init(), place(step, random_batch(cfg)))[0]
+
+    def check(have, exact):
+        # Each of the two nodes' shares is rounded to 8 bits of mantissa.
+        bound = 2**-7 * np.abs(exact).max()
+        np.testing.assert_allclose(have, exact, rtol=0, atol=bound)
+
+    exact = jax.tree.map(np.asarray, reduced("use", "none"))
+    coded = jax.tree.map(np.asarray, reduced("step", "bfloat16"))
+    jax.tree.map(check, coded, exact)
+    assert any(
+        np.any(have != want)
+        for have, want in zip(jax.tree.leaves(coded), jax.tree.leaves(exact), strict=True)
+    )
+
+
+def wire_bytes(gather_dense, parts, kind):
+    """Bytes that a step's collectives of one kind carry over fsdp."""
+    step = step_for(case(gather_dense, (1, 2, 1, 1), parts=parts, remat="full"))
+    traced = step.gradients.trace(step.abstract, step.abstract_batch())
+    calls = [one for one in collectives(traced.jaxpr.jaxpr) if one.kind == kind]
+    return sum(one.bytes * one.calls for one in calls if one.axes == ("fsdp",))
+
+
 def test_dense_weights_kept_whole_cross_once_a_step():
     """The gathers of more parts and of recomputed layers are those of one part."""
 
     def gathered(gather_dense, parts):
-        step = step_for(case(gather_dense, (1, 2, 1, 1), parts=parts, remat="full"))
-        traced = step.gradients.trace(step.abstract, step.abstract_batch())
-        calls = [one for one in collectives(traced.jaxpr.jaxpr) if one.kind == "all_gather"]
-        return sum(one.bytes * one.calls for one in calls if one.axes == ("fsdp",))
+        return wire_bytes(gather_dense, parts, "all_gather")
 
     # All is one number a part: experts' weights and the router's matrix, at each use.
     once, rest = gathered("step", 2), (gathered("step", 4) - gathered("step", 2)) / 2
@@ -61,3 +92,17 @@ def test_dense_weights_kept_whole_cross_once_a_step():
     assert dense > 0
     # Without the setting a part gathers layers twice, as they are recomputed, the vocabulary once.
     assert rest + dense < use <= rest + 2 * dense
+
+
+def test_gradients_of_dense_weights_kept_whole_are_reduced_once_a_step():
+    def reduced(gather_dense, parts):
+        return wire_bytes(gather_dense, parts, "reduce_scatter")
+
+    # All is one number a part: every weight that is sharded, in float32.
+    use = reduced("use", 2) / 2
+    assert reduced("use", 4) == 4 * use
+    # Experts and the router's matrix remain in each part, dense matrices once.
+    rest = (reduced("step", 4) - reduced("step", 2)) / 2
+    dense = reduced("step", 2) - 2 * rest
+    assert dense > 0
+    assert rest + dense == use

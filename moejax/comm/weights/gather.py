@@ -34,7 +34,7 @@ from moejax.comm.weights.path import GatherSpec, class_of, compressible, path_of
 from moejax.comm.weights.reduce import Parts, sum_copies, sum_shards
 from moejax.comm.weights.residuals import WithResidual, from_floats
 from moejax.comm.weights.totals import WithTotal
-from moejax.comm.weights.whole import WithWhole, gather_whole
+from moejax.comm.weights.whole import WithWhole, gather_whole, is_kept_whole
 from moejax.config.compression import Codecs
 from moejax.layout.spec import StepSpec
 
@@ -91,6 +91,7 @@ def _spec_of(dims: str, spec: StepSpec, dtype: str | None = None) -> GatherSpec:
         weight_codec=build_plain_codec(codecs.weights if compressible(dims) else None)
         if spec.layout.between_nodes(path.gather)
         else None,
+        whole_total=is_kept_whole(dims, spec),
     )
 
 
@@ -180,16 +181,23 @@ def _reduced(gradient: jax.Array, w: Entry, spec: GatherSpec) -> Entry:
     shape = list(gradient.shape)
     if path.dim is not None:
         shape[path.dim] //= wire.size(path.gather)
-    parts = sum_shards(gradient.astype(spec.gradient_dtype), spec)
+    gradient = gradient.astype(spec.gradient_dtype)
     if not isinstance(w, WithTotal):
-        return _over_copies(parts, tuple(shape), w, spec)
+        return _over_copies(sum_shards(gradient, spec), tuple(shape), w, spec)
+    parts = _to_add_up(gradient, spec)
     if not w.last:
         own = tuple(part.astype(jnp.float32) for part in parts)
         return WithTotal(jnp.zeros(shape, w.weight.dtype), own, last=False)
     pairs = zip(w.total, parts, strict=True)
     total = tuple((earlier + own).astype(spec.gradient_dtype) for earlier, own in pairs)
+    total = sum_shards(total[0], spec) if spec.whole_total else total
     whole = _over_copies(total, tuple(shape), w.weight, spec)
     return WithTotal(whole, jax.tree.map(jnp.zeros_like, w.total), last=True)
+
+
+def _to_add_up(gradient: jax.Array, spec: GatherSpec) -> Parts:
+    """What micro-batches add up of the gradient of a gathered weight."""
+    return (gradient,) if spec.whole_total else sum_shards(gradient, spec)
 
 
 def _over_copies(parts: Parts, shape: tuple[int, ...], w: Entry, spec: GatherSpec) -> Entry:
@@ -215,7 +223,7 @@ def empty_totals(params: Any, dims: Any, spec: StepSpec) -> Any:
         if gather_spec.path.dim is not None:
             shape[gather_spec.path.dim] *= wire.size(gather_spec.path.gather)
         whole = jax.ShapeDtypeStruct(shape, gather_spec.gradient_dtype)
-        parts = jax.eval_shape(lambda gradient: sum_shards(gradient, gather_spec), whole)
+        parts = jax.eval_shape(lambda gradient: _to_add_up(gradient, gather_spec), whole)
         return tuple(jnp.zeros((*layers, *part.shape), jnp.float32) for part in parts)
 
     return jax.tree.map(empty, params, dims)

@@ -41,6 +41,7 @@ class GatherSpec:
     rows: bool = False  # whether the gradient is scattered by rows: see `reduce._scatter`
     gradient_codec: Codec | LowRank | None = None  # across nodes, where its state stands beside
     weight_codec: Codec | None = None  # None unless the gather crosses nodes
+    whole_total: bool = False  # micro-batches add the gradient up whole; the last one reduces it
 
 
 def path_of(dims: str, layout: Layout) -> ParamPath:

@@ -20,7 +20,8 @@ class WithTotal:
 
     Attributes:
       weight: an array or a `WithResidual`; Any because JAX builds trees of other leaves too.
-      total: float32 arrays, what `reduce.sum_shards` returns.
+      total: float32 arrays, what `reduce.sum_shards` returns; of a weight that is gathered once a
+        step one, in the shape of the gathered weight.
       last: whether this is the last micro-batch. If so the gradient of `weight` is that of the
         whole batch, reduced over all devices; if not, that of `total` has this micro-batch's parts,
         whatever `total` is.

@@ -2,8 +2,9 @@
 
 Per device, inside shard_map. Where `mesh.gather_dense` is "step", dense matrices are gathered
 before the first micro-batch, all layers of a stack at once. `gather_weight` then takes what is
-there and sends nothing; gradients are reduced as ever. The copy is the same for all micro-batches,
-so nothing is differentiated with respect to it.
+there and sends nothing. The copy is the same for all micro-batches, so nothing is differentiated
+with respect to it. The gradients of these matrices are added up whole over micro-batches, and the
+last one reduces the sums (`GatherSpec.whole_total`).
 """
 
 from collections.abc import Callable

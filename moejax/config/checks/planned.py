@@ -9,7 +9,7 @@ MESH = ("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
 # Settings of layout and communication, which do not change the result of training.
 LAYOUT = (*MESH, "mesh.activations", "mesh.expert_weights")
 EXCHANGE = ("route", "route_chunks", "route_chunks_backward")
-REDUCTION = ("train.reduction_bytes",)
+REDUCTION = ("train.reduction_bytes", "mesh.gather_dense")
 # The same sums in another order, or recomputed.
 MEMORY = ("model.remat", "train.micro_batches")
 CODECS = tuple(f"compression.{kind}" for kind in PRESETS["strong"])

@@ -40,12 +40,14 @@ def _codec_text(cfg: Config) -> str:
 
 
 def rest_text(cfg: Config) -> str:
-    """Returns codecs, gradient pieces, recomputation and micro-batches that are not the default."""
+    """Returns codecs, reductions, recomputation and micro-batches that are not the default."""
     parts = []
     if (codecs := _codec_text(cfg)) != "none":
         parts.append(codecs)
     if cfg.train.reduction_bytes is not None:
         parts.append(f"pieces of {cfg.train.reduction_bytes / 2**20:.0f} MiB")
+    if cfg.mesh.gather_dense == "step":
+        parts.append("dense weights gathered once a step")
     if cfg.model.remat != "none":
         parts.append(f"remat {cfg.model.remat}")
     if cfg.train.micro_batches > 1:

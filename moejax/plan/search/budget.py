@@ -11,7 +11,7 @@ from dataclasses import dataclass
 # (2026-11-24) they take up to 10 s and 60 s. Steps of CPUs have no kernels to trace, so one takes
 # about half the time.
 MANY = 64
-TRACES = {"cpu": (16, 90), "gpu": (10, 45), "tpu": (10, 45)}
+TRACES = {"cpu": (17, 91), "gpu": (11, 46), "tpu": (11, 46)}
 CAP_SECONDS = (120.0, 600.0)
 
 

@@ -224,7 +224,7 @@ class _Search:
           chunks: whether to try what comes after codecs and routes too.
         """
         best = start
-        for neighbours in (self._heavier, self._coded, self._routes):
+        for neighbours in (self._heavier, self._coded, self._dense_gathers, self._routes):
             best = self._best_of(best, neighbours(best.cfg))
         if not chunks:
             return
@@ -245,10 +245,11 @@ class _Search:
         return best
 
     def _as_best(self, cfg: Config) -> Config:
-        """Returns a mesh with the best plan's routes, codecs and pieces, where they are valid."""
+        """Returns a mesh with the best plan's routes, codecs and reductions, where valid."""
         ranked = self._ranked()
         parts = (*space.EXCHANGE, *space.REDUCTION, *space.CODECS)
-        for left in ((), space.EXCHANGE) if ranked else ():
+        fewer = ((), space.EXCHANGE, (*space.EXCHANGE, *space.REDUCTION))
+        for left in fewer if ranked else ():
             names = [name for name in parts if self.limits.free(name) and name not in left]
             values = {name: get_value(ranked[0].cfg, name) for name in names}
             resolved = space.resolve(space.change(cfg, values), self.limits)
@@ -266,6 +267,9 @@ class _Search:
 
     def _routes(self, cfg: Config) -> Iterable[Config]:
         return space.exchanges(cfg, self.limits)
+
+    def _dense_gathers(self, cfg: Config) -> Iterable[Config]:
+        return space.dense_gathers(cfg, self.limits)
 
     def _pieces(self, cfg: Config) -> Iterable[Config]:
         return space.pieces(cfg, self.limits)

@@ -149,6 +149,14 @@ def pieces(cfg: Config, limits: Limits) -> Iterator[Config]:
             yield candidate
 
 
+def dense_gathers(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Yields the other way to gather dense weights and reduce their gradients."""
+    for when in _values(cfg, limits, "mesh.gather_dense", ("step", "use")):
+        candidate = resolve(change(cfg, {"mesh.gather_dense": when}), limits)
+        if candidate is not None and candidate != cfg:
+            yield candidate
+
+
 def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields plans with more recomputation and micro-batches, the smallest change first.
 

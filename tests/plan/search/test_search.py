@@ -107,6 +107,19 @@ def test_codecs_are_called_by_their_presets_name_where_they_are_just_its_own():
     assert rest_text(Config()) == "-"
 
 
+def test_dense_weights_are_gathered_once_a_step_where_that_is_faster():
+    """Four micro-batches on two nodes: each would send dense weights and gradients again."""
+    cfg = change(model(), {"mesh.replica": 1, "mesh.fsdp": 8, "train.micro_batches": 4})
+    found = found_for(cfg, cluster(slow=1e6), "mesh.gather_dense")
+    assert found.traced == 3  # the default, both ways
+    best, other = (one.cfg.mesh.gather_dense for one in found.ranked)
+    assert (best, other) == ("step", "use")
+    assert "dense weights gathered once a step" in rest_text(found.ranked[0].cfg)
+    copies = space.resolve(change(model(), {"mesh.replica": 8}), limits(model(), cluster()))
+    assert copies is not None
+    assert list(space.dense_gathers(copies, limits(model(), cluster()))) == []
+
+
 def test_chunks_are_doubled_as_far_as_they_may_be():
     cfg, topology = model(), cluster()
     free = limits(cfg, topology)
