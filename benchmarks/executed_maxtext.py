@@ -175,6 +175,7 @@ def to_markdown(result: dict[str, Any]) -> str:
 PAIRS = (
     ("h200", ["model.remat=full"], [BUFFER, FULL]),
     ("h200", ["model.remat=experts", "mesh.gather_dense=step"], [BUFFER, MINIMAL]),
+    ("h200", ["mesh.gather_dense=step", "model.scan_layers=false"], [BUFFER, MINIMAL]),
     ("h200", ["model.remat=full"], ["use_tokamax_gmm=true", FULL]),
     ("h200", ["model.remat=full"], ["capacity_factor=1.25", FULL]),
     ("v5p_16", [], [BUFFER, FULL]),

@@ -4,7 +4,7 @@ The layer of chunks.py once more as a small program of numpy, sockets and thread
 nothing of moejax: the same rows, bytes and products, one thread for each device's products and
 threads of their own for each way of dispatch and of combine, so that no transfer waits for another.
 Its products take numpy's time, so only its ratios can be compared with chunks.md. Needs root, ip
-and tc. Writes plain.json and plain.md; takes about four minutes.
+and tc. Writes plain.json and plain.md; takes about three minutes.
 
     python -m benchmarks.emulated.plain --out benchmarks/results
 """
