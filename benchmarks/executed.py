@@ -52,15 +52,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         "",
         *tables(result["cases"], name_of),
         "",
-        "Shares of the bytes that enclose a product, of gradients that are reduced and of weights",
-        "that are gathered, and seconds of one compilation on a machine with other work:",
-        "",
-        "| changed | reductions | gathers | compiled in |",
-        "|---|---:|---:|---:|",
+        *shares(result["cases"], name_of),
     ]
-    for case in result["cases"]:
-        shares = [f"{case[name]:.0%}" for name in ("hidden_reductions", "hidden_gathers")]
-        lines.append(f"| {name_of(case)} | {' | '.join(shares)} | {case['seconds']:.0f} s |")
     lines += ["", f"Machine: {json.dumps(result['machine'])}, JAX {result['jax']}"]
     return "\n".join(lines) + "\n"
 
@@ -69,6 +62,21 @@ def name_of(case: dict[str, Any]) -> str:
     """Names a case by its model, nodes and settings."""
     settings = ", ".join(f"`{one}`" for one in case["settings"])
     return f"{case['config']}, {case['nodes']} nodes: {settings}"
+
+
+def shares(cases: list[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -> list[str]:
+    """The lines of what is hidden of weights and gradients, in cases that are named so."""
+    lines = [
+        "Shares of the bytes that enclose a product, of gradients that are reduced and of weights",
+        "that are gathered, and seconds of one compilation on a machine with other work:",
+        "",
+        "| changed | reductions | gathers | compiled in |",
+        "|---|---:|---:|---:|",
+    ]
+    for case in cases:
+        hidden = [f"{case[kind]:.0%}" for kind in ("hidden_reductions", "hidden_gathers")]
+        lines.append(f"| {name(case)} | {' | '.join(hidden)} | {case['seconds']:.0f} s |")
+    return lines
 
 
 def tables(cases: list[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -> list[str]:

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.aot import write_cases
-from benchmarks.executed import tables
-from benchmarks.machine import ROOT
+from benchmarks.executed import shares, tables
+from benchmarks.machine import RESULTS, ROOT
 from benchmarks.maxtext.read import read_step
 from moejax.aot.command import to_json
 from moejax.aot.target import H200, TARGETS
 
 PYTHON = ".venv-maxtext/bin/python"
-RESULTS = ROOT / "benchmarks/results"
 EXPERT = 8  # devices that share out the experts
 # OLMoE-1B-7B in MaxText's words, 1024 sequences of 4096 tokens in 32 micro-batches. MaxText has no
 # OLMoE; Qwen3's block norms queries and keys a head at a time, where OLMoE's norms all heads.
@@ -158,15 +157,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         "",
         *tables([*ours(), *result["cases"]], name_of),
         "",
-        "Shares of the bytes that enclose a product, of gradients that are reduced and of weights",
-        "that are gathered, and seconds of one compilation, on machines with other work:",
-        "",
-        "| case | reductions | gathers | compiled in |",
-        "|---|---:|---:|---:|",
+        *shares([*ours(), *result["cases"]], name_of),
     ]
-    for case in [*ours(), *result["cases"]]:
-        shares = [f"{case[name]:.0%}" for name in ("hidden_reductions", "hidden_gathers")]
-        lines.append(f"| {name_of(case)} | {' | '.join(shares)} | {case['seconds']:.0f} s |")
     lines += ["", f"Machine: {json.dumps(result['machine'])}, JAX {result['jax']}"]
     return "\n".join(lines) + "\n"
 

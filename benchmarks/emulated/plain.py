@@ -1,8 +1,9 @@
 """What can chunks gain on these clusters at all?
 
 The layer of chunks.py once more as a small program of numpy, sockets and threads, with no JAX and
-nothing of moejax: the same rows, bytes and products, one thread for each device's products and
-threads of their own for each way of dispatch and of combine, so that no transfer waits for another.
+nothing of moejax: the same bytes on the wire and the same products, one thread for each device's
+products and threads of their own for each way of dispatch and of combine, so that no transfer waits
+for another. It routes, sorts, copies and adds up no rows, so it has less to do than a real layer.
 Its products take numpy's time, so only its ratios can be compared with chunks.md. Needs root, ip
 and tc. Writes plain.json and plain.md; takes about three minutes.
 

@@ -79,23 +79,19 @@ class _Held(NamedTuple):
     Attributes:
       arrays: that were sent and received, and that were computed with between exchanges.
       since: what was computed with since the last exchange.
-      orders: integers that were there before the first exchange; True once something read them.
+      orders: integers that were there before the first exchange, by id, until something reads them.
     """
 
     arrays: list[jax.Array]
     since: list[jax.Array]
-    orders: dict[int, tuple[jax.Array, bool]]
+    orders: dict[int, jax.Array]
 
     def sent(self, arrays: list[jax.Array], known: Iterable[Any]) -> None:
         """Takes what an exchange sends and receives; `known`: all values of the scope so far."""
         if not self.arrays:
-            self.orders.update({id(x): (x, False) for x in known if _is_order(x)})
+            self.orders.update({id(x): x for x in known if _is_order(x)})
         self.arrays.extend([*self.since, *arrays])
         self.since.clear()
-
-    def all(self) -> list[jax.Array]:
-        """All that is held."""
-        return [*self.arrays, *(x for x, read in self.orders.values() if read)]
 
     def computed(self, eqn: Any, inputs: list[Any], results: list[Any]) -> None:
         """Takes what an equation reads and makes, if it runs for long beside an exchange.
@@ -104,7 +100,8 @@ class _Held(NamedTuple):
         """
         if not self.arrays:
             return
-        self.orders.update({id(x): (x, True) for x in inputs if id(x) in self.orders})
+        read_now = [self.orders.pop(id(x)) for x in inputs if id(x) in self.orders]
+        self.arrays.extend(read_now)
         if not _runs_long(eqn):
             return
         places = _carried(eqn)
@@ -178,7 +175,7 @@ class _Rewriter:
                 raise NotImplementedError(f"collectives inside {name} on several CPU processes")
             values |= dict(zip(eqn.outvars, results, strict=True))
         if held.arrays:
-            token = hold(token, held.all())
+            token = hold(token, held.arrays)
         return [read(atom) for atom in jaxpr.outvars], token
 
     def _closed(self, jaxpr: Any, inputs: list[Any], token: jax.Array) -> Results:

@@ -36,9 +36,12 @@ def test_every_hop_may_dispatch_and_combine_at_once_and_a_reduction_beside_them(
         assert limit == 2 * hops + 1
 
 
-def test_nothing_is_asked_where_nothing_travels():
+def test_without_hops_nothing_is_asked_of_gpus_and_of_tpus_only_what_moves_weights():
     assert compiler_options("gpu", hops=0) == {}
-    assert not [name for name in compiler_options("tpu", hops=0) if "all_to_all" in name]
+    offload = "xla_tpu_enable_sparse_core_collective_offload"
+    weights = {f"{offload}_all_gather": "true", f"{offload}_reduce_scatter": "true"}
+    assert compiler_options("tpu", hops=0) == weights
+    assert compiler_options("tpu", hops=1) == weights | {"xla_tpu_enable_async_all_to_all": "true"}
 
 
 def test_a_step_on_cpu_copies_no_moments():

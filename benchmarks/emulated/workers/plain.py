@@ -1,7 +1,8 @@
 """The layer of chunks.py as a small program of numpy, sockets and threads: one host of it.
 
-Each device is a thread that computes. Beside it four threads send and receive rows, one each for
-either way of dispatch and combine, so that no transfer stands behind another that it does not need.
+Each device is a thread that computes. Other threads send and receive its rows, for dispatch and for
+combine apart, so that no transfer stands behind another that it does not need. Bytes that arrive
+are not copied anywhere: where devices of a host would gather or sum rows, they only meet.
 Rows go to experts in the order in which they come; a chunk meets the experts that its rows span.
 """
 
@@ -19,7 +20,6 @@ import numpy as np
 
 WIDTH, SLACK = 512, 1.25  # of the model; a bucket over the rows that come at balanced load
 UNEVEN = 0.03  # experts' rows differ by so much, so that chunks straddle
-Rows = np.ndarray
 
 
 class Wire:

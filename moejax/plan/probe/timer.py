@@ -23,6 +23,7 @@ ProgressFn = Callable[[str], None]  # called with a text before each measurement
 AXES = ("nodes", "devices")
 MAX_TIMES = 4096
 LONG_S = 0.06
+BUSY_S = 0.25  # approximate time of a run whose CPU seconds are counted
 ROUNDS = 7  # timings of each operation
 
 
@@ -53,9 +54,7 @@ class Stopwatch:
           start: function that makes its argument on each device.
           aim_s: approximate time of a timed run; longer if one operation takes longer.
         """
-        run = loop(operate, start, self.mesh)
-        self.processes.compile(run, 0)
-        jax.block_until_ready(run(1))  # the first run opens connections
+        run = self._ready(operate, start)
         none = min(self._time(run, 0) for _ in range(3))
         # Must be longer than twice the empty run, because that varies from run to run.
         enough = max(aim_s / 2, 2 * none)
@@ -78,10 +77,7 @@ class Stopwatch:
           operations: (operate, start) pairs, as for `seconds`.
           aim_s: approximate time of a timed run of the first operation.
         """
-        runs = [loop(operate, start, self.mesh) for operate, start in operations]
-        for run in runs:
-            self.processes.compile(run, 0)
-            jax.block_until_ready(run(1))
+        runs = [self._ready(operate, start) for operate, start in operations]
         times = max(1, min(MAX_TIMES, math.ceil(aim_s / self._time(runs[0], 1))))
         calls = times * unrolled(self.mesh)
         return [[self._time(run, times) / calls for run in runs] for _ in range(ROUNDS)]
@@ -92,25 +88,29 @@ class Stopwatch:
         start: Callable[[], Tree],
         *,
         seconds: float,
-        aim_s: float = 0.25,
     ) -> float:
-        """Returns the share of a core that an operation keeps busy, a device; on CPU.
+        """Returns how much of a core an operation keeps busy for each device, on CPU.
 
-        That is the time of all threads of a process over the operation's and the process's devices.
+        It divides the CPU seconds of all threads of a process by the seconds of the operation and
+        by the number of the process's devices. The busiest process counts.
 
         Args:
           operate, start: as for `seconds`.
           seconds: about how long the operation takes.
-          aim_s: approximate time of the timed run.
         """
-        run = loop(operate, start, self.mesh)
-        self.processes.compile(run, 0)
-        jax.block_until_ready(run(1))
-        times = max(1, min(MAX_TIMES, math.ceil(aim_s / seconds)))
+        run = self._ready(operate, start)
+        times = max(1, min(MAX_TIMES, math.ceil(BUSY_S / seconds)))
         busy = time.process_time()
         elapsed = self._time(run, times)
         busy = max(self.processes.gather(time.process_time() - busy))
         return busy / (elapsed * len(self.mesh.local_devices))
+
+    def _ready(self, operate: Callable[[Tree], Tree], start: Callable[[], Tree]) -> Callable:
+        """Returns the loop around an operation, compiled, with its connections open."""
+        run = loop(operate, start, self.mesh)
+        self.processes.compile(run, 0)
+        jax.block_until_ready(run(1))
+        return run
 
     def _time(self, run: Callable, times: int) -> float:
         self.processes.gather("ready")

@@ -189,7 +189,7 @@ def test_what_a_collective_takes_of_compute_is_what_its_threads_work(monkeypatch
     assert share(False, 4.0) == 0.0  # products take no longer beside it
 
 
-def test_work_keeps_a_core_busy_and_waiting_does_not(monkeypatch):
+def test_a_core_is_as_busy_as_all_threads_over_time_and_devices(monkeypatch):
     watch = Stopwatch(Processes(), np.array(jax.devices()[:2]).reshape(1, 2))
     clock = iter([10.0, 13.0])
     monkeypatch.setattr(Stopwatch, "_time", lambda *_: 2.0)
