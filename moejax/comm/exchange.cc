@@ -2,8 +2,8 @@
 //
 // XLA calls gloo from the thread that runs the program, which then computes nothing until the bytes
 // have arrived, and gloo uses a link between two devices in one direction after the other. Here each
-// device has a thread that sends and receives, and XLA is handed a future. comm/exchange.py connects
-// the sockets and says what is sent to whom.
+// device has a thread that sends and receives: one call begins an exchange, and another hands XLA a
+// future of its end. comm/exchange.py connects the sockets and says what is sent to whom.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -18,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -78,12 +79,30 @@ struct Stream {
 };
 
 struct Task {
+  uint32_t number;
   std::vector<int64_t> group;  // devices, in the order of the parts
   char *send, *receive;
   size_t bytes;  // of a part
   bool gather;   // the same part goes to all
-  ffi::Promise promise;
 };
+
+// An exchange that has begun. Whichever comes first, its end or the call that waits for it, leaves
+// word for the other.
+struct Begun {
+  char* receive;
+  bool ended = false;
+  std::string failed;
+  std::optional<ffi::Promise> promise;
+};
+
+// Whoever sets a promise goes on with the program.
+void Set(ffi::Promise& promise, const std::string& failed) {
+  if (failed.empty()) {
+    promise.SetAvailable();
+  } else {
+    promise.SetError(ffi::Error::Internal(failed));
+  }
+}
 
 // Sends and receives for one device, one exchange after the other.
 class Device {
@@ -98,29 +117,55 @@ class Device {
 
   int64_t id() const { return id_; }
 
-  void Push(Task task) {
+  // Queues an exchange, behind those that have begun before; returns its number.
+  uint32_t Begin(Task task) {
     std::lock_guard<std::mutex> lock(mutex_);
+    task.number = next_++;
+    begun_[task.number].receive = task.receive;
     tasks_.push_back(std::move(task));
     ready_.notify_one();
+    return next_ - 1;
+  }
+
+  // The end of an exchange whose rows come to `receive`.
+  ffi::Future End(uint32_t number, char* receive) {
+    ffi::Promise promise;
+    ffi::Future future(promise);
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = begun_.find(number);
+    if (found == begun_.end() || found->second.receive != receive) {
+      Set(promise, "the memory of exchange " + std::to_string(number) + " was moved");
+    } else if (found->second.ended) {
+      Set(promise, found->second.failed);
+      begun_.erase(found);
+    } else {
+      found->second.promise = std::move(promise);
+    }
+    return future;
   }
 
  private:
   void Run() {
+    std::string failed;
     while (true) {
       std::unique_lock<std::mutex> lock(mutex_);
       ready_.wait(lock, [this] { return !tasks_.empty(); });
       Task task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
-      if (failed_.empty()) failed_ = Exchange(task);
-      // Whoever sets a promise goes on with the program, so it is not this thread that does.
-      std::thread([promise = std::move(task.promise), failed = failed_]() mutable {
-        if (failed.empty()) {
-          promise.SetAvailable();
-        } else {
-          promise.SetError(ffi::Error::Internal(failed));
-        }
+      if (failed.empty()) failed = Exchange(task);
+      lock.lock();
+      auto found = begun_.find(task.number);
+      if (!found->second.promise) {
+        found->second.ended = true;
+        found->second.failed = failed;
+        continue;
+      }
+      // A thread of its own goes on with the program, and this one with the next exchange.
+      std::thread([promise = std::move(*found->second.promise), failed]() mutable {
+        Set(promise, failed);
       }).detach();
+      begun_.erase(found);
     }
   }
 
@@ -158,8 +203,9 @@ class Device {
   std::mutex mutex_;
   std::condition_variable ready_;
   std::deque<Task> tasks_;
+  std::map<uint32_t, Begun> begun_;
+  uint32_t next_ = 0;
   std::map<int64_t, Peer> peers_;
-  std::string failed_;
   std::thread thread_;
 };
 
@@ -169,24 +215,31 @@ std::map<int64_t, Device*>& Devices() {
   return *devices;
 }
 
-ffi::Future Exchange(int32_t ordinal, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
-                     ffi::Span<const int64_t> groups, int64_t size, bool gather) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
+// Begins an exchange and returns at once. `after` is there for the order in which exchanges begin.
+ffi::Error Start(int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer after,
+                 ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::U32>> number,
+                 ffi::Span<const int64_t> groups, int64_t size, bool gather) {
   auto found = Devices().find(ordinal);
   for (size_t start = 0; start < groups.size(); start += static_cast<size_t>(size)) {
     std::vector<int64_t> group(groups.begin() + start, groups.begin() + start + size);
     for (int64_t member : group) {
       if (found == Devices().end() || member != found->second->id()) continue;
-      found->second->Push({std::move(group), static_cast<char*>(x.untyped_data()),
-                           static_cast<char*>(y->untyped_data()),
-                           y->size_bytes() / static_cast<size_t>(size), gather,
-                           std::move(promise)});
-      return future;
+      *number->typed_data() = found->second->Begin(
+          {0, std::move(group), static_cast<char*>(x.untyped_data()),
+           static_cast<char*>(y->untyped_data()), y->size_bytes() / static_cast<size_t>(size),
+           gather});
+      return ffi::Error::Success();
     }
   }
-  promise.SetError(ffi::Error::Internal("this device is not connected"));
-  return future;
+  return ffi::Error::Internal("this device is not connected");
+}
+
+// Waits for an exchange, and keeps until then the memory that it reads and writes.
+ffi::Future Done(int32_t ordinal, ffi::AnyBuffer y, ffi::AnyBuffer x,
+                 ffi::Buffer<ffi::U32> number, ffi::Result<ffi::AnyBuffer> result) {
+  char* receive = static_cast<char*>(y.untyped_data());
+  bool moved = receive != result->untyped_data();
+  return Devices()[ordinal]->End(*number.typed_data(), moved ? nullptr : receive);
 }
 
 // Reads its arguments after all that makes them, and so keeps their memory from being used again.
@@ -201,14 +254,23 @@ ffi::Error Hold(ffi::RemainingArgs arguments, ffi::Result<ffi::AnyBuffer> result
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange, Exchange,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_start, Start,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::U32>>()
                                   .Attr<ffi::Span<const int64_t>>("groups")
                                   .Attr<int64_t>("size")
                                   .Attr<bool>("gather"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_done, Done,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_hold, Hold,
                               ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>());
 

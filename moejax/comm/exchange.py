@@ -1,9 +1,9 @@
 """An exchange between devices of several CPU processes, beside which a program goes on computing.
 
 XLA's CPU runtime calls gloo from the thread that runs the program: nothing computes until the bytes
-have arrived. `exchange.cc` sends and receives in a thread of each device and gives XLA a future. It
-is compiled when it is first needed and kept in the user's cache; `comm.gloo` puts it in place of
-large collectives.
+have arrived. `exchange.cc` sends and receives in a thread of each device: one call begins an
+exchange, another waits for it. It is compiled when it is first needed and kept in the user's cache;
+`comm.gloo` puts it in place of large collectives.
 """
 
 import ctypes
@@ -47,11 +47,15 @@ class Exchange(NamedTuple):
 
     carries = ("all_to_all", "all_gather", "reduce_scatter", "psum", "psum_invariant")
 
-    def run(self, name: str, x: jax.Array, **params: Any) -> jax.Array:
-        """Returns the collective's result, sums in the order of the devices.
+    def run(
+        self, name: str, x: jax.Array, after: jax.Array, **params: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the collective's result, sums in the order of the devices, and its number.
 
         Args:
           name: one of `carries`.
+          after: the number of the exchange before, or any scalar that this one waits for. It
+            begins when that one has begun.
           params: of JAX's primitive.
         """
         axes = params.get("axis_name", params.get("axes", ()))
@@ -60,33 +64,52 @@ class Exchange(NamedTuple):
         if name == "all_to_all":
             assert params["tiled"]
             assert params["split_axis"] == params["concat_axis"] == 0
-            return self._swap(x, axes)
+            return self._swap(x, axes, after)
         if name == "all_gather":
             assert params["tiled"]
-            return jnp.concatenate(list(self._gather(x, axes)), params["all_gather_dimension"])
+            x_P, number = self._gather(x, axes, after)
+            return jnp.concatenate(list(x_P), params["all_gather_dimension"]), number
         if name == "reduce_scatter":
             assert params["tiled"]
             x_P = jnp.stack(jnp.split(x, size, axis=params["scatter_dimension"]))
-            return jnp.sum(self._swap(x_P, axes), axis=0, dtype=x.dtype)
+            x_P, number = self._swap(x_P, axes, after)
+            return jnp.sum(x_P, axis=0, dtype=x.dtype), number
         x_P = jnp.pad(x.reshape(-1), (0, -x.size % size)).reshape(size, -1)
-        part = jnp.sum(self._swap(x_P, axes), axis=0, dtype=x.dtype)
-        return self._gather(part, axes).reshape(-1)[: x.size].reshape(x.shape)
+        x_P, number = self._swap(x_P, axes, after)
+        x_P, number = self._gather(jnp.sum(x_P, axis=0, dtype=x.dtype), axes, number)
+        return x_P.reshape(-1)[: x.size].reshape(x.shape), number
 
-    def _swap(self, x_P: jax.Array, axes: Sequence[str]) -> jax.Array:
+    def _swap(
+        self, x_P: jax.Array, axes: Sequence[str], after: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Sends part p of the first dimension to device p; part p of the result came from it."""
-        return self._call(x_P, axes, x_P.shape, gather=False)
+        return self._call(x_P, axes, after, x_P.shape, gather=False)
 
-    def _gather(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    def _gather(
+        self, x: jax.Array, axes: Sequence[str], after: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the devices' x, stacked: [P, ...]."""
-        return self._call(x, axes, (lax.axis_size(axes), *x.shape), gather=True)
+        return self._call(x, axes, after, (lax.axis_size(axes), *x.shape), gather=True)
 
     def _call(
-        self, x: jax.Array, axes: Sequence[str], shape: tuple[int, ...], *, gather: bool
-    ) -> jax.Array:
+        self,
+        x: jax.Array,
+        axes: Sequence[str],
+        after: jax.Array,
+        shape: tuple[int, ...],
+        *,
+        gather: bool,
+    ) -> tuple[jax.Array, jax.Array]:
         groups = self._groups(axes)
-        call = jax.ffi.ffi_call("moejax_exchange", jax.ShapeDtypeStruct(shape, x.dtype))
+        results = (jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct((), jnp.uint32))
+        start = jax.ffi.ffi_call("moejax_exchange_start", results, has_side_effect=True)
         members = groups.reshape(-1).astype(np.int64)
-        return call(x, groups=members, size=np.int64(groups.shape[1]), gather=gather)
+        y, number = start(x, after, groups=members, size=np.int64(groups.shape[1]), gather=gather)
+        # What has begun must end, whether or not anything needs the result.
+        done = jax.ffi.ffi_call(
+            "moejax_exchange_done", results[0], has_side_effect=True, input_output_aliases={0: 0}
+        )
+        return done(y, x, number), number
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
         """The devices [groups, members] that communicate along the axes, in the order of parts."""
@@ -138,7 +161,7 @@ def _connect() -> bool:
                 _say(f"process {who} has no library for it")
             return False
         _connect_devices(library, server, addresses)
-    for name in ("moejax_exchange", "moejax_hold"):
+    for name in ("moejax_exchange_start", "moejax_exchange_done", "moejax_hold"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return True
 

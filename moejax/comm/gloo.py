@@ -80,11 +80,13 @@ class _Held(NamedTuple):
       arrays: that were sent and received, and that were computed with between exchanges.
       since: what was computed with since the last exchange.
       orders: integers that were there before the first exchange, by id, until something reads them.
+      last: the results of what was computed last.
     """
 
     arrays: list[jax.Array]
     since: list[jax.Array]
     orders: dict[int, jax.Array]
+    last: list[jax.Array]
 
     def sent(self, arrays: list[jax.Array], known: Iterable[Any]) -> None:
         """Takes what an exchange sends and receives; `known`: all values of the scope so far."""
@@ -92,6 +94,26 @@ class _Held(NamedTuple):
             self.orders.update({id(x): x for x in known if _is_order(x)})
         self.arrays.extend([*self.since, *arrays])
         self.since.clear()
+
+    def in_turn(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        """Returns the inputs of an equation, of which one waits for what was computed before.
+
+        Chunks whose rows have arrived would otherwise be computed with at the same time, each
+        slower, and the first results would be late for the link. A small input waits, as it may
+        have to be copied.
+        """
+        if not self.last or not _runs_long(eqn):
+            return inputs
+        places = _carried(eqn)
+        small = [
+            (x.nbytes, n)
+            for n, x in enumerate(inputs)
+            if n not in places and isinstance(x, jax.Array) and 0 < x.nbytes < LARGE
+        ]
+        if not small:
+            return inputs
+        _, n = min(small)
+        return [*inputs[:n], hold(inputs[n], self.last), *inputs[n + 1 :]]
 
     def computed(self, eqn: Any, inputs: list[Any], results: list[Any]) -> None:
         """Takes what an equation reads and makes, if it runs for long beside an exchange.
@@ -109,6 +131,7 @@ class _Held(NamedTuple):
         read = [x for n, x in enumerate(inputs) if n not in places]
         made = [x for x in results if (x.shape, x.dtype) not in in_place]
         self.since.extend(x for x in [*read, *made] if isinstance(x, jax.Array) and x.size)
+        self.last[:] = [x for x in results if x.size]
 
 
 def _is_order(x: Any) -> bool:
@@ -154,7 +177,8 @@ class _Rewriter:
         """Evaluates an open jaxpr."""
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values |= dict(zip(jaxpr.invars, arguments, strict=True))
-        held = _Held([], [], {})
+        held = _Held([], [], {}, [])
+        number: jax.Array | None = None  # of the last collective, if the exchange carried it
 
         def read(atom: Any) -> Any:
             return atom.val if hasattr(atom, "val") else values[atom]
@@ -162,15 +186,25 @@ class _Rewriter:
         for eqn in jaxpr.eqns:
             inputs = [read(atom) for atom in eqn.invars]
             name = eqn.primitive.name
-            if name in KINDS:
-                results, token = self._collective(eqn, inputs, token, held, values.values())
+            if exchange := self._exchange(eqn, inputs):
+                after = token if number is None else number
+                result, number = exchange.run(name, inputs[0], after, **eqn.params)
+                if name == "all_to_all":
+                    held.sent([inputs[0], result], values.values())
+                results, token = [result], _token(result)
+            elif name in KINDS:
+                results, token = self._collective(eqn, inputs, token)
+                number = None
             elif not any(map(communicates, inner_jaxprs(eqn))):
+                inputs = held.in_turn(eqn, inputs)
                 results = _bind(eqn, inputs)
                 held.computed(eqn, inputs, results)
             elif name in self.control:
                 results, token = self.control[name](eqn.params, inputs, token)
+                number = None
             elif name in CALLS:
                 results, token = self._call(eqn, inputs, token)
+                number = None
             else:
                 raise NotImplementedError(f"collectives inside {name} on several CPU processes")
             values |= dict(zip(eqn.outvars, results, strict=True))
@@ -183,23 +217,16 @@ class _Rewriter:
             return self.evaluate(jaxpr.jaxpr, jaxpr.consts, inputs, token)
         return self.evaluate(jaxpr, (), inputs, token)
 
-    def _collective(
-        self,
-        eqn: Any,
-        inputs: list[Any],
-        token: jax.Array,
-        held: "_Held",
-        known: Iterable[Any],
-    ) -> Results:
+    def _exchange(self, eqn: Any, inputs: list[Any]) -> Exchange | None:
+        """What carries this equation's collective in place of gloo, if anything does."""
+        if self.exchange is None or eqn.primitive.name not in self.exchange.carries:
+            return None
+        return self.exchange if len(inputs) == 1 and inputs[0].nbytes >= LARGE else None
+
+    def _collective(self, eqn: Any, inputs: list[Any], token: jax.Array) -> Results:
         name, params = eqn.primitive.name, eqn.params
         inputs = [_wait(inputs[0], token), *inputs[1:]]
-        large = len(inputs) == 1 and inputs[0].nbytes >= LARGE
-        if self.exchange is not None and large and name in self.exchange.carries:
-            result = self.exchange.run(name, inputs[0], **params)
-            if name == "all_to_all":
-                held.sent([inputs[0], result], known)
-            results = [result]
-        elif name == "reduce_scatter":
+        if name == "reduce_scatter":
             results = [_reduce_scatter(inputs[0], **params)]
         elif name in MOVES:
             both = zip(_bind(eqn, list(map(_as_bits, inputs))), inputs, strict=True)

@@ -179,15 +179,20 @@ def test_two_bytes_a_value_travel_as_two(size):
         np.testing.assert_array_equal(got.astype(np.float32), wanted.astype(np.float32))
 
 
-def held(body, *shapes):
-    """The shapes that a per-device function holds until its last exchange, on two devices."""
+def holds(body, *shapes):
+    """For each hold of a per-device function on two devices, the shapes that it reads."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
     ordered = in_order(body, Exchange((0, 1), ("d",), (2,)))
     mapped = jax.shard_map(ordered, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     jaxpr = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     calls = [e for e in jaxpr.eqns[0].params["jaxpr"].eqns if e.primitive.name == "ffi_call"]
-    last = [e for e in calls if e.params["target_name"] == "moejax_hold"]
-    return [var.aval.shape for call in last for var in call.invars]
+    calls = [e for e in calls if e.params["target_name"] == "moejax_hold"]
+    return [[var.aval.shape for var in call.invars] for call in calls]
+
+
+def held(body, *shapes):
+    """The shapes that a per-device function holds until its last exchange, on two devices."""
+    return [shape for shapes in holds(body, *shapes)[-1:] for shape in shapes]
 
 
 ROWS, HIDDEN, SUMS = (2, 16384), (2, 8), (8, 16384)
@@ -224,3 +229,17 @@ def test_the_order_of_rows_is_held_if_it_is_read_after_the_first_exchange():
     # Each exchange's rows, as sent and as received, and the two orders that are read.
     assert shapes.count(ROWS) == 4
     assert shapes.count(ROWS[1:]) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2**16])
+def test_what_computes_for_long_waits_for_what_computed_before_by_a_small_input(count):
+    def layer(rows, counts):
+        def experts(rows):
+            return jax.jit(lambda rows, counts: (rows.T @ rows) * counts.sum())(rows, counts)
+
+        arrived = exchange(rows)
+        return experts(arrived), experts(exchange(rows * 2))
+
+    *turns, _ = holds(layer, (2, 16384), (count,))
+    first = (16384, 16384)
+    assert turns == ([[(1,), first]] if count == 1 else [])
