@@ -63,15 +63,8 @@ def attention(
         told_BT = segment_BT if implementation == "splash" else None
         options = {"window": window, "scale": scale, "sinks_H": sinks_H}
         return splash_attention(q_BTHC, k_BSGC, v_BSGV, told_BT, **options)
-    form: dict[str, Any] = {"scale": scale}
-    if implementation == "cudnn":
-        window_size = None if window is None else (window - 1, 0)
-        form |= {"is_causal": True, "local_window_size": window_size}
-    else:
-        assert implementation in ("cudnn_masked", "reference"), implementation
-        mask_BST = attention_mask(segment_BT, window)
-        # Causal besides, so that the kernel leaves out what is later; it takes no window here.
-        form |= {"mask": mask_BST.swapaxes(1, 2)[:, None], "is_causal": True}
+    form: dict[str, Any] = _library_form(implementation, segment_BT, window)
+    form["scale"] = scale
     V, widest = v_BSGV.shape[-1], max(q_BTHC.shape[-1], v_BSGV.shape[-1])
     # The library takes heads of one width: channels of zeros change no score and are cut off again.
     q_BTHC, k_BSGC, v_BSGV = (_widened(x, widest) for x in (q_BTHC, k_BSGC, v_BSGV))
@@ -83,6 +76,19 @@ def attention(
             q_BTHC, k_BSGC, v_BSGV, implementation="cudnn", **form
         )
     return y_BTHV[..., :V] if widest > V else y_BTHV
+
+
+def _library_form(
+    implementation: str, segment_BT: Int[Array, "B T"], window: int | None
+) -> dict[str, Any]:
+    """What tells `jax.nn.dot_product_attention` which keys a query sees."""
+    if implementation == "cudnn":
+        window_size = None if window is None else (window - 1, 0)
+        return {"is_causal": True, "local_window_size": window_size}
+    assert implementation in ("cudnn_masked", "reference"), implementation
+    mask_BST = attention_mask(segment_BT, window)
+    # Causal besides, so that the kernel leaves out what is later; it takes no window here.
+    return {"mask": mask_BST.swapaxes(1, 2)[:, None], "is_causal": True}
 
 
 def _widened(x_BTHC: jax.Array, width: int) -> jax.Array:

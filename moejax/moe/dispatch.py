@@ -169,13 +169,6 @@ def _experts(
     """
     weighs = route.merges or not route.exchanges
 
-    def met(rows: int) -> int:
-        """The experts that a chunk of so many rows meets, more or less."""
-        if not route.parts_by_expert or rows >= sizes.expert_rows * route.parts:
-            return experts_here
-        share = rows / (sizes.expert_rows * route.parts)
-        return min(experts_here, math.ceil(share * experts_here) + 1)
-
     def order(choice_MK):
         with jax.named_scope("experts"):
             R = choice_MK.shape[0] // sizes.arriving * sizes.expert_rows
@@ -196,7 +189,8 @@ def _experts(
                 if weight_MK is not None:
                     one_R1 = take_rows(weight_MK, item_CR, slot_CM, chunk)
             if sums is not None:
-                options = {"limit": limit, "met": met(x_RD.shape[0]), "one_M1": one_R1}
+                met = _experts_met(x_RD.shape[0], route, sizes, experts_here)
+                options = {"limit": limit, "met": met, "one_M1": one_R1}
                 y_RD, sums = expert_mlp_adding(x_RD, params, sums, sizes_Ce[chunk], **options)
             else:
                 w_in_eDUF, w_out_eFD, *biases = params
@@ -216,3 +210,11 @@ def _experts(
             return weighted_sum(y_RD, weight_MK, slot_MK, item_R), sums
 
     return Experts(order, compute, adds_up=kernel == "blocked")
+
+
+def _experts_met(rows: int, route: Route, sizes: Sizes, experts_here: int) -> int:
+    """The experts that a chunk of so many rows meets, more or less."""
+    if not route.parts_by_expert or rows >= sizes.expert_rows * route.parts:
+        return experts_here
+    share = rows / (sizes.expert_rows * route.parts)
+    return min(experts_here, math.ceil(share * experts_here) + 1)
