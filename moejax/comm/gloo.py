@@ -99,10 +99,11 @@ class _Held(NamedTuple):
         """Returns the inputs of an equation, of which one waits for what was computed before.
 
         Chunks whose rows have arrived would otherwise be computed with at the same time, each
-        slower, and the first results would be late for the link. A small input waits, as it may
+        slower, and the first results would be late for the link. Several devices of a process
+        share its threads, and fill each other's gaps if none waits. A small input waits, as it may
         have to be copied.
         """
-        if not self.last or not _runs_long(eqn):
+        if not self.last or jax.local_device_count() > 1 or not _runs_long(eqn):
             return inputs
         places = _carried(eqn)
         small = [

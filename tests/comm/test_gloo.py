@@ -231,8 +231,12 @@ def test_the_order_of_rows_is_held_if_it_is_read_after_the_first_exchange():
     assert shapes.count(ROWS[1:]) == 2
 
 
-@pytest.mark.parametrize("count", [1, 2**16])
-def test_what_computes_for_long_waits_for_what_computed_before_by_a_small_input(count):
+@pytest.mark.parametrize(("devices", "count"), [(1, 1), (1, 2**16), (2, 1)])
+def test_what_a_device_alone_computes_for_long_waits_for_what_computed_before_by_a_small_input(
+    monkeypatch, devices, count
+):
+    monkeypatch.setattr(jax, "local_device_count", lambda: devices)
+
     def layer(rows, counts):
         def experts(rows):
             return jax.jit(lambda rows, counts: (rows.T @ rows) * counts.sum())(rows, counts)
@@ -242,4 +246,4 @@ def test_what_computes_for_long_waits_for_what_computed_before_by_a_small_input(
 
     *turns, _ = holds(layer, (2, 16384), (count,))
     first = (16384, 16384)
-    assert turns == ([[(1,), first]] if count == 1 else [])
+    assert turns == ([[(1,), first]] if devices == count == 1 else [])
