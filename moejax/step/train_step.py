@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo
+from moejax.comm.weights.path import reduction_hops
 from moejax.comm.weights.states import residual_shapes, residual_specs
 from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs
 from moejax.config.schema import Config
@@ -209,9 +210,15 @@ class TrainStep:
     @cached_property
     def options(self) -> Options:
         """Compiler options; empty if the step is only traced."""
-        options = compiler_options(self.platform, hops=len(self.spec.route.hops))
         if not isinstance(self.mesh, Mesh):
             return {}
+        # Of several micro-batches only the last sums over copies.
+        once = self.cfg.train.micro_batches == 1
+        options = compiler_options(
+            self.platform,
+            hops=len(self.spec.route.hops),
+            reduction_hops=reduction_hops("DHC", self.layout) if once else 1,
+        )
         return known_options(options, self.mesh.local_devices[0])
 
     @property

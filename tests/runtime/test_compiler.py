@@ -36,6 +36,12 @@ def test_every_hop_may_dispatch_and_combine_at_once_and_a_reduction_beside_them(
         assert limit == 2 * hops + 1
 
 
+def test_a_reduction_of_three_hops_has_a_second_slot_beside_the_exchanges():
+    for reduction_hops, more in ((0, 1), (1, 1), (2, 1), (3, 2)):
+        (limit,) = compiler_options("gpu", hops=1, reduction_hops=reduction_hops).values()
+        assert limit == 2 + more
+
+
 def test_without_hops_nothing_is_asked_of_gpus_and_of_tpus_only_what_moves_weights():
     assert compiler_options("gpu", hops=0) == {}
     offload = "xla_tpu_enable_sparse_core_collective_offload"

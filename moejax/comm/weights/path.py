@@ -59,6 +59,18 @@ def path_of(dims: str, layout: Layout) -> ParamPath:
     return ParamPath(dim, gather, copies, layout.between_nodes(gather + copies))
 
 
+def reduction_hops(dims: str, layout: Layout) -> int:
+    """The number of collectives, one after the other, that sum a gradient without a codec.
+
+    Across nodes: over the gather axes inside the node, over those between nodes, over the copies
+    between nodes. `sum_shards` and `sum_copies` have the rest, which stays inside the node.
+    """
+    path = path_of(dims, layout)
+    slow, fast = path.split(path.gather)
+    copies, _ = path.split(path.copies)
+    return sum(bool(axes) for axes in (fast, slow, copies))
+
+
 def class_of(dims: str) -> str:
     """The class of traffic of a parameter's gradient: expert_gradient or dense_gradient."""
     return "expert_gradient" if dims[0] == "E" else "dense_gradient"

@@ -6,8 +6,10 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.weights.path import GatherSpec, ParamPath
+from moejax.comm.weights.path import GatherSpec, ParamPath, reduction_hops
 from moejax.comm.weights.reduce import sum_copies, sum_shards
+from moejax.config.schema import MeshConfig
+from moejax.layout.layout import build_layout
 
 MESH = {"replica": 2, "fsdp": 2, "expert": 2}
 
@@ -35,3 +37,13 @@ def test_a_gradient_scattered_by_rows_is_the_same_sum(gather, copies, slow, micr
         )(gradients)
 
     np.testing.assert_array_equal(summed(rows=True), summed(rows=False))
+
+
+@pytest.mark.parametrize(
+    ("replica", "fsdp", "nodes", "hops"), [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 4, 3)]
+)
+def test_hops_of_a_dense_gradient_are_inside_nodes_between_them_and_over_copies(
+    replica, fsdp, nodes, hops
+):
+    mesh = MeshConfig(nodes=nodes, replica=replica, fsdp=fsdp, expert=8, tensor=1)
+    assert reduction_hops("DHC", build_layout(mesh)) == hops
