@@ -24,6 +24,9 @@ class StepSpec:
     experts: str = "blocked"  # implementation of kernels.expert_mlp
     attention: str = "blocked"  # implementation of kernels.attention
     stacked: bool = True  # repeats of a layer group share arrays; else each repeat has its own
+    # Whether overflow rounds hold their layer. False only where a step is traced to be priced for
+    # a routing that overflows no bucket: it must not run.
+    rounds: bool = True
     # Optimization barriers after the steps of the token pipeline, for compilers that order the
     # program statically (GPU, TPU). The CPU runtime starts whatever is ready and needs none.
     barriers: bool = False

@@ -110,6 +110,8 @@ def _in_rounds(
     here = moe.num_experts // peers
 
     def run_round(r: jax.Array, operands: Any, expert_NK: Any) -> jax.Array:
+        if not spec.rounds:
+            return _reading_all(operands, expert_NK)
         # In each round anew: kept for backward, the ranks would be kept of usual steps too.
         ranked = rank_items(expert_NK // here, peers=peers, merge=False)
         now_NK = jnp.where(ranked.rank_MK // rows == r, expert_NK, moe.num_experts)
@@ -120,6 +122,13 @@ def _in_rounds(
         fullest = wire.all_max(jnp.max(ranked.counts_P), layout.mesh_axes)
         count = checkpoint_name(-(-fullest // rows), PLACES)
     return in_rounds(run_round, count, operands, expert_NK)
+
+
+def _reading_all(operands: tuple[jax.Array, jax.Array, Params], expert_NK: jax.Array) -> jax.Array:
+    """Stands for a round that is not traced: backward needs all that a round's backward needs."""
+    x_ND, *others = operands
+    leaves = jax.tree.leaves((others, expert_NK))
+    return x_ND * sum(map(jnp.sum, leaves), jnp.zeros(())).astype(x_ND.dtype)
 
 
 def _on_route(

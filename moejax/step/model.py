@@ -87,6 +87,7 @@ def build_spec(
     codecs: Codecs | None,
     *,
     stacked: bool = True,
+    rounds: bool = True,
 ) -> StepSpec:
     """Returns the spec for a config and its devices; arguments as of `build_step`."""
     layout = build_layout(cfg.mesh)
@@ -123,6 +124,7 @@ def build_spec(
         experts=chosen.get("experts", "blocked"),
         attention=chosen["attention"],
         stacked=stacked,
+        rounds=rounds,
         logit_elements=2**21 if platform == "cpu" else 2**27,
     )
 

@@ -138,10 +138,18 @@ def _add_up(
     rest = jax.tree.map(lambda x: x[:-1], split_batch)
     indices = jnp.arange(model.cfg.train.micro_batches - 1)
     totals = empty_totals(state.params, model.dims, model.spec)
-    _, parts = jax.eval_shape(loss, state.params, 0, jax.tree.map(lambda x: x[0], rest))
-    zeros = jax.tree.map(jnp.zeros_like, parts)
-    (totals, earlier), _ = jax.lax.scan(add, (totals, zeros), (indices, rest))
+    none = _no_parts(state, ahead=bool(model.cfg.model.predict_ahead))
+    (totals, earlier), _ = jax.lax.scan(add, (totals, none), (indices, rest))
     return totals, earlier
+
+
+def _no_parts(state: TrainState, *, ahead: bool) -> LossParts:
+    """Zeros to which the parts of micro-batches' losses are added."""
+    biases = jax.tree.leaves(state.router_bias)  # [L, E] of each layer group with experts
+    L, E = sum(map(len, biases)), biases[0].shape[1] if biases else 1
+    zero = jnp.zeros((), jnp.float32)
+    load_LE, dropped_L = jnp.zeros((L, E), jnp.int32), jnp.zeros((L,), jnp.int32)
+    return LossParts(zero, zero, load_LE, dropped_L, zero if ahead else None)
 
 
 class NumTargets(NamedTuple):

@@ -145,7 +145,14 @@ class TrainStep:
         """Returns the same run with other codecs, for the same state."""
         if codecs == self.spec.codecs:
             return self
-        return build_step(self.cfg, self.mesh, self.platform, codecs, stacked=self.spec.stacked)
+        return build_step(
+            self.cfg,
+            self.mesh,
+            self.platform,
+            codecs,
+            stacked=self.spec.stacked,
+            rounds=self.spec.rounds,
+        )
 
     @cached_property
     def plain(self) -> "TrainStep":
@@ -243,6 +250,7 @@ def build_step(
     codecs: Codecs | None = None,
     *,
     stacked: bool = True,
+    rounds: bool = True,
 ) -> TrainStep:
     """Describes a run's compiled functions on a mesh; allocates nothing.
 
@@ -251,8 +259,9 @@ def build_step(
       platform: "cpu", "gpu" or "tpu"; decides the kernels, together with the devices.
       codecs: codecs of its steps; by default those of the first step.
       stacked: whether the repeats of a layer group share arrays, as in a checkpoint.
+      rounds: as in `StepSpec`.
     """
-    spec = build_spec(cfg, mesh, platform, codecs, stacked=stacked)
+    spec = build_spec(cfg, mesh, platform, codecs, stacked=stacked, rounds=rounds)
     model, weights, router_bias = describe_model(cfg, spec)
     shapes, specs = _describe_state(model, weights, router_bias)
     abstract = jax.tree.map(

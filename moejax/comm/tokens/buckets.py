@@ -9,10 +9,14 @@ turn, so that all parts are equally full and meet the same mix of experts; or th
 expert and cut into equal runs, so that a part meets few experts and each weight is read in few
 chunks.
 
+Passes and micro-batches plan the same sizes again and again, so the functions are jitted, to be
+traced once; `inline` leaves no call in the program.
+
 Letters: M rows, K choices a row, A = M * K assignments, P peers, I parts of a bucket, J slots of
 one part, S = I * P * J slots, k choices in a slot (K if merged, else 1), G groups.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -50,6 +54,7 @@ class Ranked(NamedTuple):
         return self.start_P[1:] - self.start_P[:-1]
 
 
+@partial(jax.jit, static_argnames=("peers", "merge"), inline=True)
 def rank_items(
     peer_MK: Int[Array, "M K"],
     *,
@@ -85,6 +90,7 @@ def rank_items(
     return Ranked(peer_MK, place_A.reshape(peer_MK.shape), order_A, start_P)
 
 
+@partial(jax.jit, static_argnames=("peers", "rows", "parts", "merge"), inline=True)
 def place_items(
     peer_MK: Int[Array, "M K"],
     *,
@@ -123,6 +129,7 @@ def place_items(
     return SlotMap(slot_MK, item_IPJ.reshape(-1))
 
 
+@partial(jax.jit, static_argnames=("groups", "rows"), inline=True)
 def order_items(
     group_MK: Int[Array, "M K"], *, groups: int, rows: int
 ) -> tuple[SlotMap, Int[Array, " G"]]:
@@ -140,6 +147,7 @@ def _at(x_A: jax.Array, index: jax.Array) -> jax.Array:
     return x_A.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
+@partial(jax.jit, static_argnames=("peers", "rows", "per_peer", "merge"), inline=True)
 def experts_of_slots(
     expert_MK: Int[Array, "M K"],
     slot_map: SlotMap,

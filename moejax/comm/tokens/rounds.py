@@ -16,7 +16,8 @@ from jax import lax
 # Named scope of overflow rounds in the program.
 ROUNDS = "rounds"
 
-# (number of the round, operands, integers) -> this round's share of the result.
+# (number of the round, operands, integers) -> this round's share of the result, which is like the
+# first operand.
 Round = Callable[[jax.Array, Any, Any], jax.Array]
 
 
@@ -29,13 +30,12 @@ def in_rounds(run_round: Round, count: jax.Array, operands: Any, integers: Any) 
     Args:
       operands: differentiated; `integers` are not.
     """
-    shape = jax.eval_shape(run_round, count, operands, integers)
-    start = jnp.zeros(shape.shape, jnp.float32)
+    start = jnp.zeros(operands[0].shape, jnp.float32)
     with jax.named_scope(ROUNDS):
         total = lax.fori_loop(
             0, count, lambda r, total: total + run_round(r, operands, integers), start
         )
-    return total.astype(shape.dtype)
+    return total.astype(operands[0].dtype)
 
 
 def _forward(run_round, count, operands, integers):

@@ -12,6 +12,7 @@ and c copies inside each. A shard has m values, a part of it for one copy has n.
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,21 +46,9 @@ def sum_shards(gradient: jax.Array, spec: GatherSpec) -> Parts:
             if path.dim is not None:
                 gradient = wire.reduce_scatter(gradient, path.gather, dim=path.dim)
             return (gradient,)
-        (slow, fast), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
-        parts = []
-        for piece in _pieces(gradient, spec, wire.size(slow), wire.size(fast)):
-            x_Sm = _scatter(piece, fast, spec)
-            if not path.slow:
-                parts.append(x_Sm.reshape(-1))
-            elif _keeps_nodes(spec):
-                parts.append(x_Sm.reshape(x_Sm.shape[0], -1))
-            elif spec.rows and wire.size(path.copies) == 1:
-                parts.append(_scatter(x_Sm[None], slow, spec).reshape(1, -1))
-            else:
-                x_Sm = x_Sm.reshape(x_Sm.shape[0], -1)
-                x_SCn = _split_copies(x_Sm, wire.size(slow_copies), fast_copies)
-                parts.append(wire.reduce_scatter(x_SCn, slow, dim=0)[0])
-        return tuple(parts)
+        slow, fast = path.split(path.gather)
+        pieces = _pieces(gradient, spec, wire.size(slow), wire.size(fast))
+        return tuple(_sum_shard_piece(piece, spec) for piece in pieces)
 
 
 def sum_copies(
@@ -100,6 +89,24 @@ def sum_copies(
         return total.reshape(shape), state
     first = (shape[path.dim], *shape[: path.dim], *shape[path.dim + 1 :])
     return jnp.moveaxis(total.reshape(first), 0, path.dim), state
+
+
+# There can be thousands of equal pieces: jitted, they are traced once, and `inline` leaves no call.
+@partial(jax.jit, static_argnames="spec", inline=True)
+def _sum_shard_piece(piece: jax.Array, spec: GatherSpec) -> jax.Array:
+    """Sums a piece of `sum_shards`, [S, F, ...], as far as that does."""
+    path = spec.path
+    (slow, fast), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
+    x_Sm = _scatter(piece, fast, spec)
+    if not path.slow:
+        return x_Sm.reshape(-1)
+    if _keeps_nodes(spec):
+        return x_Sm.reshape(x_Sm.shape[0], -1)
+    if spec.rows and wire.size(path.copies) == 1:
+        return _scatter(x_Sm[None], slow, spec).reshape(1, -1)
+    x_Sm = x_Sm.reshape(x_Sm.shape[0], -1)
+    x_SCn = _split_copies(x_Sm, wire.size(slow_copies), fast_copies)
+    return wire.reduce_scatter(x_SCn, slow, dim=0)[0]
 
 
 def _pieces(gradient: jax.Array, spec: GatherSpec, S: int, F: int) -> list[jax.Array]:
@@ -151,6 +158,7 @@ def _cuts(size: int, spec: GatherSpec) -> list[int]:
     return list(range(step, size, step))
 
 
+@partial(jax.jit, static_argnames=("size", "spec"), inline=True)
 def _sum_piece(part: jax.Array, size: int, spec: GatherSpec) -> jax.Array:
     """Sums a piece over the copies; returns [m]."""
     path = spec.path

@@ -44,8 +44,12 @@ from moejax.kernels.mosaic.tiles import (
 DEPTH = 64  # what one step sums over: 128 bytes of bfloat16
 
 
+@partial(jax.jit, static_argnames="num_rows", inline=True)
 def schedule_products(sizes_G: jax.Array, num_rows: int) -> jax.Array:
-    """The packed schedule of products of so many rows, which those of the same sizes can share."""
+    """The packed schedule of products of so many rows, which those of the same sizes can share.
+
+    Jitted to be traced once; `inline` leaves no call in the program.
+    """
     return packed(schedule_rows(sizes_G, -(-num_rows // ALIGNED) * ALIGNED))
 
 

@@ -17,6 +17,7 @@ from moejax.plan.trace.memory import Peak, peak
 from moejax.plan.trace.reader import read as read_jaxpr
 from moejax.plan.trace.schedule import Schedule
 from moejax.runtime.compiler import described_cudnn
+from moejax.step.model import build_spec
 from moejax.step.train_step import TrainStep, build_step
 
 
@@ -24,7 +25,8 @@ from moejax.step.train_step import TrainStep, build_step
 class TracedStep:
     """A traced step, and its evaluation.
 
-    Schedules depend on whether buckets overflow, so they are made on demand.
+    Schedules depend on whether buckets overflow, so they are made on demand: with rounds only if
+    the step was traced with them.
     """
 
     train_step: TrainStep
@@ -38,6 +40,7 @@ class TracedStep:
 
     def schedule(self, rounds: int = 0) -> Schedule:
         """Returns the step's schedule; see `plan.trace.reader.read`."""
+        self._check(rounds)
         return read_jaxpr(self.jaxpr, rounds=rounds)
 
     def peak(self, schedule: Schedule) -> Peak:
@@ -46,7 +49,11 @@ class TracedStep:
 
     def evaluation_peak(self, rounds: int = 0) -> Peak:
         """Returns the evaluation's peak memory, which includes the whole state."""
+        self._check(rounds)
         return peak(read_jaxpr(self.evaluation, rounds=rounds), replaces=False)
+
+    def _check(self, rounds: int) -> None:
+        assert not rounds or self.train_step.spec.rounds, "traced without overflow rounds"
 
 
 @dataclass(frozen=True)
@@ -97,11 +104,20 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def trace_config(cfg: Config, platform: str) -> TracedStep:
-    """Traces the train step of a resolved config; needs no devices, allocates nothing."""
-    mesh = build_abstract_mesh(build_layout(cfg.mesh))
+def trace_config(cfg: Config, platform: str, load: ExpertLoad | None = None) -> TracedStep:
+    """Traces the train step of a resolved config; needs no devices, allocates nothing.
+
+    Args:
+      load: what it will be priced for. Where this overflows no bucket, overflow rounds are not
+        traced, which are a second expert layer. None: any load.
+    """
+    layout = build_layout(cfg.mesh)
+    mesh, rounds = build_abstract_mesh(layout), True
+    if load is not None:
+        route = build_spec(cfg, mesh, platform, None).route
+        rounds = any(fill.rounds for _, fill in bucket_fills(load, cfg, layout, route))
     with described_cudnn():
-        return trace_step(build_step(cfg, mesh, platform))
+        return trace_step(build_step(cfg, mesh, platform, rounds=rounds))
 
 
 def trace_step(train_step: TrainStep) -> TracedStep:

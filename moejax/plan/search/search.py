@@ -207,7 +207,8 @@ class _Search:
         if cfg in self.priced:
             return None
         began = time.perf_counter()
-        plan = price(trace_config(cfg, self.limits.platform), self.topology, self.load)
+        traced = trace_config(cfg, self.limits.platform, self.load)
+        plan = price(traced, self.topology, self.load)
         self.budget.count(time.perf_counter() - began)
         self.priced[cfg] = plan
         self.progress(f"{self.budget.traced} plans traced, best so far {self._best()}")

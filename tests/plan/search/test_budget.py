@@ -56,7 +56,7 @@ def look(times, traces=12, cap=120.0):
     cfg, there = model(), cluster(slow=1e6)
     how = Limits(there.devices, there.nodes, "cpu", "hybrid", pinned(cfg))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moejax.plan.search.search.trace_config", lambda cfg, _: cfg)
+        patch.setattr("moejax.plan.search.search.trace_config", lambda cfg, *_: cfg)
         patch.setattr("moejax.plan.search.search.price", price)
         patch.setattr("moejax.plan.search.search.time", fake)
         patch.setattr("moejax.plan.search.budget.time", fake)

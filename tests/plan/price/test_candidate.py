@@ -1,0 +1,31 @@
+from dataclasses import replace
+
+import pytest
+
+from moejax.config.schema import Config
+from moejax.plan.price.candidate import trace_config
+from moejax.plan.price.routing import read_expert_load
+from tests.cases import small_config
+
+BALANCED = read_expert_load("balanced", 8)
+
+
+def config(route: str) -> Config:
+    cfg = small_config((1, 1, 8, 1), model={"scan_layers": True}, train={"batch_sequences": 512})
+    return replace(cfg, mesh=replace(cfg.mesh, nodes=2), route=route)
+
+
+@pytest.mark.parametrize("route", ["split", "merge"])
+def test_a_load_that_overflows_nothing_is_priced_the_same_without_a_trace_of_rounds(route):
+    every, lean = (trace_config(config(route), "cpu", load) for load in (None, BALANCED))
+    assert every.train_step.spec.rounds
+    assert not lean.train_step.spec.rounds
+    assert every.schedule(rounds=2) != every.schedule()  # this config has rounds to leave out
+    assert lean.schedule() == every.schedule()
+    assert lean.evaluation_peak() == every.evaluation_peak()
+
+
+def test_a_step_without_rounds_is_priced_for_no_load_that_overflows():
+    lean = trace_config(config("split"), "cpu", BALANCED)
+    with pytest.raises(AssertionError, match="without overflow rounds"):
+        lean.schedule(rounds=1)
