@@ -68,7 +68,8 @@ def shares(cases: list[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -
     """The lines of what is hidden of weights and gradients, in cases that are named so."""
     lines = [
         "Shares of the bytes that enclose a product, of gradients that are reduced and of weights",
-        "that are gathered, and seconds of one compilation on a machine with other work:",
+        "that are gathered, and seconds of one compilation on a machine with other work, for which",
+        "the longest were stopped for minutes:",
         "",
         "| changed | reductions | gathers | compiled in |",
         "|---|---:|---:|---:|",

@@ -7,9 +7,9 @@ the cap ends a search before its traces are spent, the result says so.
 import time
 from dataclasses import dataclass
 
-# Default traces of a search, of up to MANY devices and of more: on two quiet cores of an AMD EPYC
-# (2026-11-24) they took up to 10 s and 60 s. On a busy Intel Xeon the first now take 13 s of CPU, 24
-# before (docs/log.md, 2026-11-25). Steps of CPUs have no kernels to trace, so one takes about half the time.
+# Default traces of a search, of up to MANY devices and of more: on two quiet cores of an Intel Xeon
+# 11 take 9.5 s and 28 take 28 s (docs/log.md, 2026-11-25). Steps of CPUs have no kernels to
+# trace, so one takes about half the time.
 MANY = 64
 TRACES = {"cpu": (17, 91), "gpu": (11, 46), "tpu": (11, 46)}
 CAP_SECONDS = (120.0, 600.0)
