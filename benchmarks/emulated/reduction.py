@@ -119,7 +119,7 @@ def shares(result: dict[str, Any]) -> str:
     crossing = median(one["sent"]) - LAYERS * case["tokens"] * 4 / 2  # half of the rows leave
     reductions = crossing * 8 / (case["rate"] * 1e6) / seconds
     return (
-        f"Of the step with `deferred`, all-to-alls take {exchanges:.0%}; the wire time of "
+        f"All-to-alls take {exchanges:.0%} of the step with `deferred`; the wire time of "
         f"reductions is {reductions:.0%} of it."
     )
 
@@ -137,9 +137,8 @@ def page(record: dict[str, Any]) -> str:
         f"{LAYERS - 1} layers that have a reduction before their all-to-all. Sooner and speed are "
         "beside `whole`, medians over rounds in turns.",
         "",
-        "A part of what pieces gain is this lab's: gloo sends an exchange of two mostly one way "
-        "after the other (docs/log.md), and the ways of pieces overlap where those of one whole "
-        "gradient do not. The gain of order alone is `planned` beside `pieces`.",
+        "Exchanges use both ways of a link at once (docs/decisions/0022), whole gradients too. The "
+        "gain of order alone is `planned` beside `pieces`.",
     ]
     for result in record["results"]:
         case = result["case"]
@@ -148,9 +147,9 @@ def page(record: dict[str, Any]) -> str:
             f"## {case['rate']} Mbit/s, gradients of {case['gradient'] / MIB:g} MiB, "
             f"{case['pieces']} pieces",
             "",
-            f"Of a device: all-to-all {case['tokens'] / MIB:g} MiB, gradient of a layer "
-            f"{case['gradient'] / MIB:g} MiB. Pieces in the gaps {result['found']['plan']}. "
-            f"{shares(result)}",
+            f"Each device sends all-to-alls of {case['tokens'] / MIB:g} MiB and a gradient of "
+            f"{case['gradient'] / MIB:g} MiB a layer. Pieces in the gaps "
+            f"{result['found']['plan']}. {shares(result)}",
             "",
             *rows(result),
         ]

@@ -79,11 +79,11 @@ struct Stream {
 };
 
 struct Task {
-  uint32_t number;
   std::vector<int64_t> group;  // devices, in the order of the parts
   char *send, *receive;
   size_t bytes;  // of a part
   bool gather;   // the same part goes to all
+  uint32_t number = 0;
 };
 
 // An exchange that has begun. Whichever comes first, its end or the call that waits for it, leaves
@@ -225,7 +225,7 @@ ffi::Error Start(int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer after,
     for (int64_t member : group) {
       if (found == Devices().end() || member != found->second->id()) continue;
       *number->typed_data() = found->second->Begin(
-          {0, std::move(group), static_cast<char*>(x.untyped_data()),
+          {std::move(group), static_cast<char*>(x.untyped_data()),
            static_cast<char*>(y->untyped_data()), y->size_bytes() / static_cast<size_t>(size),
            gather});
       return ffi::Error::Success();

@@ -179,7 +179,7 @@ class _Rewriter:
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values |= dict(zip(jaxpr.invars, arguments, strict=True))
         held = _Held([], [], {}, [])
-        number: jax.Array | None = None  # of the last collective, if the exchange carried it
+        after = token  # the next exchange begins when this exists
 
         def read(atom: Any) -> Any:
             return atom.val if hasattr(atom, "val") else values[atom]
@@ -188,30 +188,32 @@ class _Rewriter:
             inputs = [read(atom) for atom in eqn.invars]
             name = eqn.primitive.name
             if exchange := self._exchange(eqn, inputs):
-                after = token if number is None else number
-                result, number = exchange.run(name, inputs[0], after, **eqn.params)
+                result, after = exchange.run(name, inputs[0], after, **eqn.params)
                 if name == "all_to_all":
                     held.sent([inputs[0], result], values.values())
                 results, token = [result], _token(result)
-            elif name in KINDS:
-                results, token = self._collective(eqn, inputs, token)
-                number = None
-            elif not any(map(communicates, inner_jaxprs(eqn))):
+            elif name not in KINDS and not any(map(communicates, inner_jaxprs(eqn))):
                 inputs = held.in_turn(eqn, inputs)
                 results = _bind(eqn, inputs)
                 held.computed(eqn, inputs, results)
-            elif name in self.control:
-                results, token = self.control[name](eqn.params, inputs, token)
-                number = None
-            elif name in CALLS:
-                results, token = self._call(eqn, inputs, token)
-                number = None
             else:
-                raise NotImplementedError(f"collectives inside {name} on several CPU processes")
+                results, token = self._in_order(eqn, inputs, token)
+                after = token
             values |= dict(zip(eqn.outvars, results, strict=True))
         if held.arrays:
             token = hold(token, held.arrays)
         return [read(atom) for atom in jaxpr.outvars], token
+
+    def _in_order(self, eqn: Any, inputs: list[Any], token: jax.Array) -> Results:
+        """Evaluates a collective of gloo's, or an equation with collectives inside."""
+        name = eqn.primitive.name
+        if name in KINDS:
+            return self._collective(eqn, inputs, token)
+        if name in self.control:
+            return self.control[name](eqn.params, inputs, token)
+        if name in CALLS:
+            return self._call(eqn, inputs, token)
+        raise NotImplementedError(f"collectives inside {name} on several CPU processes")
 
     def _closed(self, jaxpr: Any, inputs: list[Any], token: jax.Array) -> Results:
         if hasattr(jaxpr, "jaxpr"):

@@ -182,9 +182,8 @@ def _experts(
         with jax.named_scope("experts"):
             R = choice_MK.shape[0] // sizes.arriving * sizes.expert_rows
             (slot_MK, item_R), sizes_e = order_items(choice_MK, groups=experts_here, rows=R)
-            slot_M = slot_MK if weighs else slot_MK[:, 0]
             schedule = schedule_experts(sizes_e, R) if kernel == "mosaic" else None
-            return slot_M, item_R, sizes_e, schedule
+            return slot_MK if weighs else slot_MK[:, 0], item_R, sizes_e, schedule
 
     def compute(x_MD, weight_MK, ordered, params, sums=None):
         (slot_CM, item_CR, sizes_Ce, schedule_C), chunk = ordered

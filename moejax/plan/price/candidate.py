@@ -93,7 +93,7 @@ class PricedPlan:
         return max(self.parts, key=lambda part: part[0])[1]
 
 
-NEW_OBJECTS = 100_000  # made before garbage is looked for; a trace makes millions
+NEW_OBJECTS = 100_000  # made before garbage is looked for; Python's own number is 2,000 at most
 
 
 @contextmanager
