@@ -2,8 +2,10 @@
 
 import sys
 
+import moejax
+
 USAGE = """\
-usage: moejax COMMAND ...
+usage: moejax COMMAND ... | --version
 
   train     train a model (moejax train --help)
   prepare   turn text into token files (moejax prepare --help)
@@ -12,6 +14,7 @@ usage: moejax COMMAND ...
   hf        import weights of Hugging Face's layout, and export them (moejax hf --help)
   plan      choose mesh, route and codecs, or measure links (moejax plan --help, plan probe --help)
   doctor    say which kernels run here, and why; --smoke runs them (moejax doctor --help)
+  report    show what runs did, as a page (moejax report --help)
   aot       compile the train step for a cluster that is not here (moejax aot --help)
 
 Exit codes: docs/formats/exit.md.
@@ -58,10 +61,17 @@ def main() -> int:
             return run(console)
 
         return doctor(rest, smoke)
+    if command == "report":
+        from moejax.report.command import main as report
+
+        return report(rest)
+    if command in ("-V", "--version", "version"):
+        print(f"moejax {moejax.__version__}")
+        return 0
     if command in ("", "-h", "--help"):
         print(USAGE, end="")
         return 0
-    known = "train, prepare, eval, generate, hf, plan, doctor, aot"
+    known = "train, prepare, eval, generate, hf, plan, report, doctor, aot"
     print(f"moejax: error: no command {command!r}. Known: {known}.", file=sys.stderr)
     return 2
 

@@ -95,7 +95,9 @@ class OptimizerConfig:
     )
     learning_rate: float = setting(3e-3, "peak learning rate", at_least=0)
     schedule: str = setting("cosine", "after the warm-up", choices=("cosine", "linear", "constant"))
-    warmup_steps: int = setting(20, "steps of linear warm-up from zero", at_least=0)
+    warmup_steps: float = setting(
+        20, "steps of linear warm-up from zero; below 1: share of train.num_steps", at_least=0
+    )
     final_fraction: float = setting(
         0.1, "learning rate at the end over its peak", at_least=0, at_most=1
     )
@@ -110,6 +112,11 @@ class OptimizerConfig:
     )
     muon_learning_rate: float = setting(2e-2, "peak learning rate of Muon's matrices", at_least=0)
     muon_momentum: float = setting(0.95, "momentum of Muon", at_least=0, at_most=1)
+
+    def warmup(self, num_steps: int) -> int:
+        """Returns the steps of warm-up in a run of `num_steps`."""
+        share = self.warmup_steps < 1
+        return round(self.warmup_steps * num_steps) if share else int(self.warmup_steps)
 
 
 @dataclass(frozen=True)

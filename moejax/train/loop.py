@@ -29,15 +29,17 @@ from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Processes, Stop
 from moejax.runtime.start import join, measure_peak, platform_of, start
 from moejax.step.model import check_adapters
+from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
 from moejax.step.train_step import build_step
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.codec_schedule import CodecSchedule
+from moejax.train.display import Display
 from moejax.train.evaluation import evaluate, finish
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.manifest import finished_steps
 from moejax.train.memory_check import check_memory, memory_warnings
-from moejax.train.metrics import Display, Meter, Records
+from moejax.train.metrics import Meter, Records
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import kept_plan, measure, plan_run, save_expert_load
 from moejax.train.resume import describe_run
@@ -56,6 +58,7 @@ from moejax.train.start import (
     initial_state,
     set_aside_wrong_steps,
 )
+from moejax.train.start_record import ExpertLoads, describe_start
 from moejax.train.summary import Summary, print_summary, summarize
 
 
@@ -147,10 +150,13 @@ def train_planned(
         keep_origin(source, run_dir)
     checkpoints = _checkpoints(cfg, processes)
     state = initial_state(train_step, checkpoints, saved, source, console)
+    records.start(int(state.step), describe_start(train_step, summary, processes))
     meter = _meter(cfg, summary, processes)
     display = Display(console, cfg.train.num_steps, int(state.step))
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes)
     run.base = base_of(cfg, source)
+    if processes.first and cfg.model.has_experts:
+        run.expert_loads = ExpertLoads(Path(cfg.run_dir), cfg.train.num_steps)
     if planned.plan is not None:
         records.event("plan", int(state.step), seconds=planned.plan.predicted["seconds"])
         if planned.topology is not None and measured is None:
@@ -185,6 +191,7 @@ def _meter(cfg: Config, summary: Summary, processes: Processes) -> Meter:
         flops_per_token=summary.counts.flops_per_token,
         peak=sum(processes.gather(measure_peak(jax.local_devices(), cfg.model.dtype))),
         num_steps=cfg.train.num_steps,
+        schedule=learning_rate(cfg.optimizer, cfg.train.num_steps, cfg.optimizer.learning_rate),
     )
 
 
@@ -200,6 +207,8 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
     finally:
         run.checkpoints.close()
         run.records.close()
+        if run.expert_loads is not None:
+            run.expert_loads.close()
     return run.mismatch.topology if run.mismatch is not None and stopped else RunEnd(state, stopped)
 
 
@@ -209,7 +218,10 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     schedule, stopping = CodecSchedule(run.train_step, run.processes), Stop(run.processes)
     skips = Skips(int(state.skipped))
     before, shown = None, ""
-    schedule.step_for(step, state)  # Ctrl-C ends a compilation at once: it is not caught yet
+    with run.display.busy("compiling the step"):  # Ctrl-C ends it at once: it is not caught yet
+        began = time.perf_counter()
+        schedule.step_for(step, state)
+    run.display.note(f"compiled in {time.perf_counter() - began:.0f} s")
     with Interrupt() as interrupt, run.inputs.batches(run.train_step, step, last) as batches:
         for batch in batches:
             run_step, codec_text = schedule.step_for(step, state)
@@ -315,7 +327,8 @@ def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
     line = meter.report(step, metrics)
     run.records.report(line)
     run.display.show(line)
-    if run.processes.first and metrics.load_LE.size:
+    if run.expert_loads is not None:
+        run.expert_loads.add(step, metrics.load_LE)
         save_expert_load(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
     if run.monitor is not None:
         compare_with_plan(run, run.monitor, step, meter.tokens_per_step / line.tokens_per_second)

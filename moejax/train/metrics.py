@@ -1,16 +1,14 @@
-"""Metrics of training, and their outputs: JSONL, TensorBoard, the screen."""
+"""Metrics of training, and where they are recorded: JSONL and TensorBoard."""
 
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-
 from moejax.runtime.event_log import EventLog
 from moejax.step.state import Metrics
 from moejax.train.board import Board
@@ -32,6 +30,7 @@ class Report:
     busiest_expert: float  # largest load of an expert over the mean, worst layer
     dropped: list[int]  # assignments dropped in the step, by expert layer
     gradient_norm: float
+    learning_rate: float  # of this step's update
     skipped: int  # updates skipped so far because they were not finite
     seconds_left: float
     ahead_loss: float | None = None  # of `model.predict_ahead`, nats per target; None without
@@ -53,10 +52,17 @@ class Meter:
     """Turns step metrics into reports. The clock starts when the first step is done."""
 
     def __init__(
-        self, *, tokens_per_step: int, flops_per_token: int, peak: float, num_steps: int
+        self,
+        *,
+        tokens_per_step: int,
+        flops_per_token: int,
+        peak: float,
+        num_steps: int,
+        schedule: Callable[[int], Any],
     ) -> None:
+        """Takes the schedule of learning rates, by the updates that were applied before."""
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
-        self.peak, self.num_steps = peak, num_steps
+        self.peak, self.num_steps, self.schedule = peak, num_steps, schedule
         self.started: tuple[float, int] | None = None
         self._paused = 0.0
 
@@ -77,6 +83,7 @@ class Meter:
         per_second = (step - first) / seconds
         tokens = per_second * self.tokens_per_step
         load_LE = np.asarray(metrics.load_LE, np.float64)
+        skipped = int(metrics.skipped)
         busiest = float((load_LE.max(axis=1) / load_LE.mean(axis=1)).max()) if load_LE.size else 1.0
         return Report(
             step=step,
@@ -88,7 +95,8 @@ class Meter:
             busiest_expert=busiest,
             dropped=[int(n) for n in np.asarray(metrics.dropped_L)],
             gradient_norm=float(metrics.gradient_norm),
-            skipped=int(metrics.skipped),
+            learning_rate=float(self.schedule(max(step - 1 - skipped, 0))),
+            skipped=skipped,
             seconds_left=(self.num_steps - step) / per_second if per_second else 0.0,
             ahead_loss=None if metrics.ahead is None else float(metrics.ahead),
         )
@@ -101,45 +109,6 @@ def held_out_text(values: Mapping[str, float | None]) -> str:
     return ", ".join(
         template.format(known[name]) for name, template in EVALUATED.items() if name in known
     )
-
-
-class Display:
-    """One live line on a terminal, plain lines elsewhere. A context manager."""
-
-    def __init__(self, console: Console, num_steps: int, first_step: int):
-        self.console, self.num_steps = console, num_steps
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
-            self._progress = Progress(*columns, console=console)
-            self._task = self._progress.add_task("compiling", total=num_steps, completed=first_step)
-
-    def __enter__(self) -> "Display":
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def step(self, step: int) -> None:
-        """Moves the bar."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
-
-    def show(self, report: Report) -> None:
-        """Shows a report."""
-        line = report.line(self.num_steps)
-        if self._progress is None:
-            self.console.print(line, highlight=False, soft_wrap=True)
-        else:
-            self._progress.update(self._task, completed=report.step, description=line)
-
-    def note(self, text: str) -> None:
-        """Prints a line that stays."""
-        console = self.console if self._progress is None else self._progress.console
-        console.print(text, highlight=False, soft_wrap=True)
 
 
 class Records:
@@ -162,6 +131,10 @@ class Records:
         """Records an event; its numbers go to TensorBoard too."""
         self._events.write(event, step=step, **values)
         self._draw(event, step, {n: v for n, v in values.items() if isinstance(v, int | float)})
+
+    def start(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Records what a start or resume is (`start_record.describe_start`)."""
+        self._events.write("start", step=step, **facts)
 
     def _draw(self, group: str, step: int, values: Mapping[str, float]) -> None:
         if self._board is not None:

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from moejax.step.state import Metrics
 from moejax.train import metrics
-from moejax.train.metrics import Display, Meter, Records
+from moejax.train.display import Display
+from moejax.train.metrics import Meter, Records
 
 
 class Clock:

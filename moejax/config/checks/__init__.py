@@ -103,9 +103,14 @@ def _check_data(cfg: Config) -> None:
 def _check_training(cfg: Config) -> None:
     optimizer, train = cfg.optimizer, cfg.train
     require(
-        optimizer.warmup_steps <= train.num_steps,
-        f"`optimizer.warmup_steps` = {optimizer.warmup_steps} is more than `train.num_steps` = "
-        f"{train.num_steps}. Lower the warm-up or train longer.",
+        optimizer.warmup_steps < 1 or optimizer.warmup_steps % 1 == 0,
+        f"`optimizer.warmup_steps` = {optimizer.warmup_steps} is neither whole nor below 1. It "
+        "counts steps, or is a share of the run. Write 20, or 0.1 for a tenth of the run.",
+    )
+    require(
+        optimizer.warmup(train.num_steps) <= train.num_steps,
+        f"`optimizer.warmup_steps` = {optimizer.warmup_steps:g} is more than `train.num_steps` = "
+        f"{train.num_steps}. Lower the warm-up (0.1 is a tenth of the run) or train longer.",
     )
     for name in ("beta1", "beta2", "muon_momentum"):
         require(

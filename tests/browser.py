@@ -23,8 +23,12 @@ def open_browser():
 
 
 @contextlib.contextmanager
-def opened_pages(browser, path):
-    """Yields a function that opens the file; no page may write to the console or load from afar."""
+def opened_pages(browser, path, ready):
+    """Yields a function that opens the file; no page may write to the console or load from afar.
+
+    Args:
+      ready: selector of what is there when the page is drawn.
+    """
     said: list[str] = []
     contexts = []
 
@@ -42,7 +46,7 @@ def opened_pages(browser, path):
         opened.on("pageerror", lambda error: said.append(str(error)))
         opened.on("request", lambda request: ask(request.url))
         opened.goto(path.as_uri())
-        opened.wait_for_selector(".panel svg rect")
+        opened.wait_for_selector(ready)
         return opened
 
     yield open_page
