@@ -36,7 +36,7 @@ from moejax.step.state import TrainState
 from moejax.step.train_step import build_step
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import open_inputs
-from moejax.train.loop import steps
+from moejax.train.loop import run_steps
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.run import Run
 
@@ -68,7 +68,7 @@ def advance(run: Run, state: TrainState, count: int, save_every: int | None = No
     checkpoint = dataclasses.replace(CFG.checkpoint, save_every=save_every)
     run.cfg = dataclasses.replace(CFG, train=train, checkpoint=checkpoint)
     meter = Meter(tokens_per_step=2048, flops_per_token=1, peak=1.0, num_steps=last)
-    return steps(run, state, meter)[0]
+    return run_steps(run, state, meter)[0]
 
 
 def bare(run: Run, state: TrainState, batch: object, count: int) -> TrainState:
