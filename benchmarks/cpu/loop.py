@@ -36,7 +36,7 @@ from moejax.step.state import TrainState
 from moejax.step.train_step import build_step
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import open_inputs
-from moejax.train.loop import run_steps
+from moejax.train.steps import run_steps
 from moejax.train.metrics import Display, Meter, Records
 from moejax.train.run import Run
 

@@ -21,6 +21,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "PlanConfig",
+    "ProfileConfig",
     "RopeConfig",
     "RouterConfig",
     "TrainConfig",
@@ -244,6 +245,14 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Which steps are profiled, into run_dir/profile."""
+
+    start_step: int | None = setting(None, "first step of the profile; none: no profile", at_least=1)
+    num_steps: int = setting(3, "steps of the profile; many make it slow to open", at_least=1)
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept of a run."""
 
@@ -302,3 +311,4 @@ class Config:
     compression: CompressionConfig = section(CompressionConfig, "codecs across nodes")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
     plan: PlanConfig = section(PlanConfig, "who chooses the settings that are not set")
+    profile: ProfileConfig = section(ProfileConfig, "which steps are profiled")

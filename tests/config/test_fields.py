@@ -127,6 +127,8 @@ FIELD_NAMES = [
     "plan.seconds",
     "plan.topology",
     "plan.traces",
+    "profile.num_steps",
+    "profile.start_step",
     "route",
     "route_chunks",
     "route_chunks_backward",

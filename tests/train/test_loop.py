@@ -10,7 +10,7 @@ import pytest
 from moejax.config.schema import CheckpointConfig
 from moejax.errors import DivergedError
 from moejax.runtime.processes import Processes
-from moejax.train.loop import run_steps
+from moejax.train.steps import run_steps
 from moejax.train.metrics import Meter
 from moejax.train.plan_monitor import PlanMismatch
 from tests.cases import small_config

@@ -112,6 +112,12 @@ def _check_training(cfg: Config) -> None:
         f"`optimizer.warmup_steps` = {optimizer.warmup_steps:g} is more than `train.num_steps` = "
         f"{train.num_steps}. Lower the warm-up (0.1 is a tenth of the run) or train longer.",
     )
+    profile, last = cfg.profile, train.num_steps
+    require(
+        profile.start_step is None or profile.start_step + profile.num_steps - 1 <= last,
+        f"`profile.start_step` = {profile.start_step} and `profile.num_steps` = {profile.num_steps} "
+        f"end after `train.num_steps` = {last}. Profile earlier or fewer steps, or train longer.",
+    )
     for name in ("beta1", "beta2", "muon_momentum"):
         require(
             getattr(optimizer, name) < 1,
