@@ -18,7 +18,7 @@ The second takes about 24 minutes, for five set-ups. In two to four, this shows 
     python -m benchmarks.emulated.planner --only "top-1, 3 x 1" --quick --plans 4 --out /tmp
 
 When prices have changed, the recorded plans can be priced and judged again without root, in
-minutes; what the planner would now choose must then be what was measured as its choice.
+minutes; what the planner would now choose must then be among those that were measured.
 
     python -m benchmarks.emulated.planner --out benchmarks/results --reprice
 """
@@ -186,10 +186,10 @@ def refitted(topology: Topology) -> Topology:
 
 
 def reprice(record: dict[str, Any], traces: int | None) -> None:
-    """Prices what was measured with today's code, which must choose the plans that it chose then.
+    """Prices what was measured with today's code, which must choose a plan that was measured.
 
     Raises:
-      SystemExit: if it does not: that choice was not measured.
+      SystemExit: if it does not.
     """
     for name, one in record["results"].items():
         setup = Setup(**one["setup"])
@@ -198,8 +198,10 @@ def reprice(record: dict[str, Any], traces: int | None) -> None:
         found = plan(setup, topology, traces)
         rows = one["rows"]
         best = found.ranked[0].cfg
-        if plan_of(best) != plan_of(config_of_row(setup, rows[0])):
+        known = [plan_of(config_of_row(setup, row)) for row in rows]
+        if plan_of(best) not in known:
             raise SystemExit(f"{name}: now {plan_text(best)}; measure it again")
+        rows.insert(0, rows.pop(known.index(plan_of(best))))
         load = ask(setup, topology)[1]
         for row in rows:
             priced = price(trace_config(config_of_row(setup, row), "cpu"), topology, load)

@@ -68,7 +68,7 @@ class Tier:
       links: one for each of `KINDS`.
       contention: time of two collectives at once over one after the other; 1: no gain.
       compute_share: share of a device's compute that a collective takes while it runs.
-      sync_delay_s: extra time of a collective that stands between computations.
+      sync_delay_s: least time of a collective that stands between computations.
     """
 
     name: str

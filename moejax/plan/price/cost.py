@@ -108,17 +108,18 @@ class Costs:
         """Returns the seconds that a device waits for a collective after `computed` seconds.
 
         Devices that share cores compute in turn, so the first one sends while the others still
-        compute. A device therefore waits for less than the whole collective.
+        compute. A device therefore waits for less than the whole collective. Until all devices
+        have met, a short one cannot end; a long one sends meanwhile what can be sent.
 
         Args:
           behind: whether the collective follows another with no compute between, as scales follow
             the rows that they belong to: the devices have just met, and it starts at once.
         """
-        delay = 0.0 if behind else tier.sync_delay_s
+        met = 0.0 if behind else tier.sync_delay_s
         if tier is self.topology.tiers[0]:
-            return delay + seconds
+            return max(met, seconds)
         sharers = max(1.0, self.device.oversubscription)
-        return delay + max(seconds / sharers, seconds - (1 - 1 / sharers) * computed)
+        return max(met, seconds / sharers, seconds - (1 - 1 / sharers) * computed)
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, ...] | None:
         """Returns a collective's group: devices inside a node, then units of each tier above."""

@@ -1,6 +1,7 @@
 """Prices of single operations and of whole schedules, against arithmetic by hand."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -97,18 +98,18 @@ def test_devices_that_take_turns_send_while_others_compute(size):
     assert met == pytest.approx(computing + sending, abs=1e-4)
 
 
-def test_a_collective_starts_as_late_as_its_tier_says_unless_it_is_right_behind_another():
-    def more(axis, *flops):
-        """Seconds that delays add to as many collectives, each after so much compute."""
+def test_a_collective_takes_as_long_as_devices_need_to_meet_unless_it_is_right_behind_another():
+    def seconds(costs_now, axis, size, *flops):
+        """Seconds of as many collectives, each after so much compute, without the compute."""
         ops = []
         for work in flops:
             if work:
                 before_it = (len(ops) - 1,) if ops else ()
                 cost = {"flops": work, "dtype": "float32", "after": before_it}
                 ops.append(Op("product", scope="experts", **cost))
-            ops.append(dataclasses.replace(all_to_all(8_000, (axis,)), after=(len(ops) - 1,)))
-        schedule = Schedule(tuple(ops), ())
-        return simulate_step(schedule, after).seconds - simulate_step(schedule, before).seconds
+            ops.append(dataclasses.replace(all_to_all(size, (axis,)), after=(len(ops) - 1,)))
+        found = simulate_step(Schedule(tuple(ops), ()), costs_now)
+        return found.seconds - found.totals.computed["experts"]
 
     before = costs()
     tiers = [
@@ -119,9 +120,13 @@ def test_a_collective_starts_as_late_as_its_tier_says_unless_it_is_right_behind_
         dataclasses.replace(before.topology, tiers=tuple(tiers)), before.layout, before.fill
     )
     for axis, sync_delay_s in (("expert_fast", 1.0), ("expert_slow", 2.0)):
-        assert more(axis, 1e6) == pytest.approx(sync_delay_s)
-        assert more(axis, 1e6, 1e6) == pytest.approx(2 * sync_delay_s)
-        assert more(axis, 1e6, 0) == pytest.approx(sync_delay_s)
+        alone = seconds(before, axis, 8_000, 1e6)
+        assert alone < sync_delay_s
+        assert seconds(after, axis, 8_000, 1e6) == pytest.approx(sync_delay_s)
+        assert seconds(after, axis, 8_000, 1e6, 1e6) == pytest.approx(2 * sync_delay_s)
+        assert seconds(after, axis, 8_000, 1e6, 0) == pytest.approx(sync_delay_s + alone)
+        long = 8_000 * math.ceil(3 * sync_delay_s / alone)
+        assert seconds(after, axis, long, 1e6) == seconds(before, axis, long, 1e6)
 
 
 def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time():
