@@ -162,10 +162,14 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
     run.records.event("predicted", step, ratio=seconds / monitor.predicted)
     if not monitor.off(seconds):
         return
-    mismatch = monitor.mismatch(seconds)
+    if monitor.measure is None:
+        mismatch = monitor.mismatch(seconds, lambda _: None)
+    else:
+        with run.display.busy("steps are not as predicted: measuring links again") as progress:
+            mismatch = monitor.mismatch(seconds, progress)
     run.display.note(mismatch.text)
     run.records.event("note", step, text=mismatch.text)
-    if run.cfg.plan.replan:
+    if mismatch.topology is not None:
         run.mismatch = mismatch
 
 
