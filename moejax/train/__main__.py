@@ -14,6 +14,7 @@ from moejax.errors import STOPPED, InputError, exit_code
 
 EPILOG = """\
 examples:
+  moejax train --config tiny                         # a config that comes with moejax
   python -m moejax.train --config configs/tiny.py
   python -m moejax.train --config configs/tiny.py --config.mesh.expert=2 --config.run_dir=runs/b
   python -m moejax.train --config configs/mixtral_8x7b.py --dry_run
@@ -33,7 +34,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="Python (get_config), YAML or JSON file")
+    parser.add_argument("--config", metavar="FILE", help="Python (get_config), YAML or JSON file; or a name, as tiny")
     parser.add_argument(
         "--config.FIELD", metavar="VALUE", dest="_", help="override a setting; see --settings"
     )
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print_settings(console)
         return 0
     if args.config is None:
-        raise InputError("no config. Got none. A run needs a file. Add --config configs/tiny.py.")
+        raise InputError("no config. Got none. A run needs one. Add --config tiny, or a file such as configs/tiny.py.")
     cfg = load_config(args.config, overrides)
     check(cfg)
     if args.print_config:
