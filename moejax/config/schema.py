@@ -248,7 +248,9 @@ class PlanConfig:
 class ProfileConfig:
     """Which steps are profiled, into run_dir/profile."""
 
-    start_step: int | None = setting(None, "first step of the profile; none: no profile", at_least=1)
+    start_step: int | None = setting(
+        None, "first step of the profile; none: no profile", at_least=1
+    )
     num_steps: int = setting(3, "steps of the profile; many make it slow to open", at_least=1)
 
 

@@ -31,7 +31,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--live", action="store_true", help="serve the page, and follow the runs")
     parser.add_argument("--port", type=int, default=8421, help="with --live; 0: a free one")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="with --live: address to listen on, if not this machine's own"
+        "--host",
+        default="127.0.0.1",
+        help="with --live: address to listen on, if not this machine's own",
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
     return parser.parse_args(argv)
@@ -48,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     """Writes the page, or serves it until Ctrl-C."""
     if args.live == (args.out is not None):
         raise InputError(
-            "where should the page go? Got " + ("--out and --live. " if args.live else "neither. ")
+            "where should the page go? Got "
+            + ("--out and --live. " if args.live else "neither. ")
             + "It is written with --out FILE or served with --live. Choose one."
         )
     if args.out is not None:

@@ -239,7 +239,7 @@ const SPEED = [
 ];
 const ROUTING = [
   { name: "balance", title: "Load-balance loss (1 is even)" },
-  { name: "router_entropy", title: "Router entropy over its largest (1 is even)" },
+  { name: "router_entropy", title: "Router entropy (1: it tells no experts apart)" },
   { name: "busiest_expert", title: "Busiest expert over the mean, worst layer", format: (v) => `${round(v, 3)} x` },
   { name: "dropped", title: "Assignments dropped in a step", exact: true },
 ];

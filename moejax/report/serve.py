@@ -73,7 +73,9 @@ class Handler(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
         if not self._allowed(query.get("token", "")):
-            self._send(403, "text/plain", "moejax report: open the address that the command printed.\n")
+            self._send(
+                403, "text/plain", "moejax report: open the address that the command printed.\n"
+            )
         elif asked.path == "/":
             self._made("text/html", lambda: page_of(self.server.data()))
         elif asked.path == "/data":

@@ -34,7 +34,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="Python (get_config), YAML or JSON file; or a name, as tiny")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="Python (get_config), YAML or JSON file; or a name, as tiny",
+    )
     parser.add_argument(
         "--config.FIELD", metavar="VALUE", dest="_", help="override a setting; see --settings"
     )
@@ -63,7 +67,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print_settings(console)
         return 0
     if args.config is None:
-        raise InputError("no config. Got none. A run needs one. Add --config tiny, or a file such as configs/tiny.py.")
+        raise InputError(
+            "no config. Got none. A run needs one. Add --config tiny, or a file such as configs/tiny.py."
+        )
     cfg = load_config(args.config, overrides)
     check(cfg)
     if args.print_config:

@@ -153,7 +153,11 @@ def train_planned(
     if planned.plan is not None:
         records.event("plan", int(state.step), seconds=planned.plan.predicted["seconds"])
         if planned.topology is not None and measured is None:
-            again = (lambda told: measure(cfg, devices, processes, told)[0]) if cfg.plan.replan else None
+            again = (
+                (lambda told: measure(cfg, devices, processes, told)[0])
+                if cfg.plan.replan
+                else None
+            )
             run.monitor = PlanMonitor(planned.plan, planned.topology, again)
     return _run_to_end(run, state, meter)
 

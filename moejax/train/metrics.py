@@ -27,6 +27,7 @@ class Report:
     flops_per_second: float  # of the model, without recomputation
     share_of_peak: float  # share of the measured peak of a large matrix product
     balance: float  # load-balance loss: 1 is even
+    router_entropy: float  # of a token's scores, over its largest: 1 tells no experts apart
     busiest_expert: float  # largest load of an expert over the mean, worst layer
     dropped: list[int]  # assignments dropped in the step, by expert layer
     gradient_norm: float
@@ -92,6 +93,7 @@ class Meter:
             flops_per_second=tokens * self.flops_per_token,
             share_of_peak=tokens * self.flops_per_token / self.peak,
             balance=float(metrics.balance),
+            router_entropy=float(metrics.router_entropy),
             busiest_expert=busiest,
             dropped=[int(n) for n in np.asarray(metrics.dropped_L)],
             gradient_norm=float(metrics.gradient_norm),

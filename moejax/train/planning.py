@@ -110,7 +110,9 @@ def plan_run(
         codecs=cfg.plan.codecs,
         pinned=pinned(cfg),
     )
-    plan = processes.from_first(lambda: vars(_search(cfg, topology, limits, console, run_dir / PAGE)))
+    plan = processes.from_first(
+        lambda: vars(_search(cfg, topology, limits, console, run_dir / PAGE))
+    )
     chosen = Plan(**plan)
     if processes.first:
         save_plan(chosen, run_dir / PLAN)

@@ -19,9 +19,7 @@ from moejax.train.summary import Summary
 SNAPSHOTS = 200  # of the experts' load that a run records, about
 
 
-def describe_start(
-    train_step: TrainStep, summary: Summary, processes: Processes
-) -> dict[str, Any]:
+def describe_start(train_step: TrainStep, summary: Summary, processes: Processes) -> dict[str, Any]:
     """Returns the fields of a `start` event: config, devices, versions and traffic of a step."""
     devices = jax.devices()
     return {

@@ -61,7 +61,13 @@ def metrics(*, loss=1.0, norm=1.0, skipped=0):
     """What a step gives, on the host."""
     none = np.zeros((0, 1), np.int32)
     return Metrics(
-        np.float32(loss), np.float32(1), none, none[:, 0], np.float32(norm), np.int32(skipped)
+        np.float32(loss),
+        np.float32(1),
+        np.float32(1),
+        none,
+        none[:, 0],
+        np.float32(norm),
+        np.int32(skipped),
     )
 
 

@@ -26,7 +26,13 @@ def config(num_steps, *, save_every=None, **train):
 
 
 def meter(cfg):
-    return Meter(tokens_per_step=1, flops_per_token=1, peak=1.0, num_steps=cfg.train.num_steps)
+    return Meter(
+        tokens_per_step=1,
+        flops_per_token=1,
+        peak=1.0,
+        num_steps=cfg.train.num_steps,
+        schedule=lambda updates: 0.0,
+    )
 
 
 @pytest.fixture
