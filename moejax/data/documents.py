@@ -72,8 +72,7 @@ class TextFile:
     def _raw(self) -> Iterator[bytes]:
         """Yields the document's bytes, in parts."""
         with open_bytes(self._path) as opened:
-            for raw in _limited(opened, self._start, self._stop):
-                yield raw
+            yield from _limited(opened, self._start, self._stop)
 
     def pieces(self) -> Iterator[str]:
         """The text, in parts.

@@ -1,4 +1,4 @@
-"""The files that `moejax prepare` reads: found in directories, decompressed, or taken from stdin."""
+"""The files that `moejax prepare` reads: found in directories, decompressed, or from stdin."""
 
 import gzip
 import io

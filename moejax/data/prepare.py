@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from moejax.data.chat import ANSWERS, ChatReader, chat_reader
+from moejax.data.chat import ANSWERS, chat_reader
 from moejax.data.documents import AnyDocument, Skipped, is_held_out, read_documents
 from moejax.data.inputs import STDIN, InputFiles, find_inputs, kind_of
 from moejax.data.marks import MarkedDocument, marks_of

@@ -1,10 +1,11 @@
 """Writes the page about runs: one HTML file that contains everything it needs.
 
-Python collects the data; `page.html`, `page.js` and Apache ECharts (`echarts.min.js`) draw it. Names
-from users' files are embedded as JSON in which no tag can end, and shown as text, never as markup.
+Python collects the data; `page.html`, `page.js` and Apache ECharts (`echarts.min.js`) draw it. Names of
+users' files are embedded as JSON in which no tag can end, and shown as text, never as markup.
 """
 
 import base64
+import itertools
 import json
 import math
 import re
@@ -150,7 +151,7 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def changes(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns what differs between one start and the next: `step`, `name`, `before`, `after`."""
     rows = []
-    for first, second in zip(starts, starts[1:], strict=False):
+    for first, second in itertools.pairwise(starts):
         old, new = (_facts(start) for start in (first, second))
         for name in sorted({*old, *new}):
             before, after = old.get(name), new.get(name)

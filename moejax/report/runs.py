@@ -87,8 +87,8 @@ def read_run(directory: Path, name: str | None = None) -> RunRecord:
     path = directory / METRICS
     if not path.is_file():
         raise InputError(
-            f"no run to report. {directory} has no {METRICS}. A run writes it after its first step. "
-            f"Name a run directory, as in runs/tiny."
+            f"no run to report. {directory} has no {METRICS}. A run writes it at its start. "
+            "Name a run directory, as in runs/tiny."
         )
     run = RunRecord(name or directory.resolve().name, directory)
     for line in lines_of(path, run):

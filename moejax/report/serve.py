@@ -1,4 +1,4 @@
-"""Serves the page of runs that are still going, to browsers of this machine unless asked otherwise."""
+"""Serves the page of runs that still go on, to browsers of this machine unless asked otherwise."""
 
 import hmac
 import secrets
@@ -19,7 +19,8 @@ class Server(ThreadingHTTPServer):
     """Answers `/` with the page and `/data` with its data, to those who may ask.
 
     On the loopback address the request must name it as its host, so that no other site that a
-    browser has open can read the page under a name of its own. On any other address it must carry the token.
+    browser has open can read the page under a name of its own. On any other address it must carry
+    the token.
     """
 
     daemon_threads = True

@@ -1,4 +1,4 @@
-"""Keeps compiled programs in the user's cache directory, so that a second start need not compile."""
+"""Keeps compiled programs in the user's cache directory: a second start need not compile."""
 
 import hashlib
 import os

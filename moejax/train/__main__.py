@@ -68,7 +68,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     if args.config is None:
         raise InputError(
-            "no config. Got none. A run needs one. Add --config tiny, or a file such as configs/tiny.py."
+            "no config. Got none. A run needs one. "
+            "Add --config tiny, or a file such as configs/tiny.py."
         )
     cfg = load_config(args.config, overrides)
     check(cfg)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from moejax.runtime.event_log import EventLog
 from moejax.step.state import Metrics
 from moejax.train.board import Board

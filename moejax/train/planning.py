@@ -176,7 +176,7 @@ def _search(
 def _topology(
     cfg: Config, devices: Sequence[Any], processes: Processes, measured: Topology | None
 ) -> tuple[Topology, tuple[str, ...]]:
-    """Returns the links to plan with: given, configured, kept from an earlier start, or measured."""
+    """Returns the links to plan with: given, configured, kept from an earlier start, or probed."""
     if measured is not None:
         return measured, ()
     if cfg.plan.topology is not None:

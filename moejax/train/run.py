@@ -8,8 +8,8 @@ from moejax.config.schema import Config
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import Checkpoints
-from moejax.train.inputs import Inputs
 from moejax.train.display import Display
+from moejax.train.inputs import Inputs
 from moejax.train.metrics import Records
 from moejax.train.plan_monitor import PlanMismatch, PlanMonitor
 from moejax.train.start_record import ExpertLoads

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's weights as NumPy arrays, by name: no device, no mesh, and not all at once."""
+"""Reads a checkpoint's weights as NumPy arrays, by name: no device, no mesh, not all at once."""
 
 import os
 import warnings

@@ -13,8 +13,8 @@ from moejax.data.tokenizer import ByteTokenizer
 from moejax.data.tokens import MemorySource
 from moejax.step.state import Metrics, Reduction, TrainState
 from moejax.train.checkpoint import Checkpoints
-from moejax.train.inputs import Inputs
 from moejax.train.display import Display
+from moejax.train.inputs import Inputs
 from moejax.train.metrics import Records
 from moejax.train.run import Run
 from tests.cases import step_for

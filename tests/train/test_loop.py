@@ -10,9 +10,9 @@ import pytest
 from moejax.config.schema import CheckpointConfig
 from moejax.errors import DivergedError
 from moejax.runtime.processes import Processes
-from moejax.train.steps import run_steps
 from moejax.train.metrics import Meter
 from moejax.train.plan_monitor import PlanMismatch
+from moejax.train.steps import run_steps
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 from tests.train.running import initial_state, metrics

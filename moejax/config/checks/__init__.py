@@ -115,8 +115,8 @@ def _check_training(cfg: Config) -> None:
     profile, last = cfg.profile, train.num_steps
     require(
         profile.start_step is None or profile.start_step + profile.num_steps - 1 <= last,
-        f"`profile.start_step` = {profile.start_step} and `profile.num_steps` = {profile.num_steps} "
-        f"end after `train.num_steps` = {last}. Profile earlier or fewer steps, or train longer.",
+        f"`profile.start_step` = {profile.start_step} and "
+        f"`profile.num_steps` = {profile.num_steps} end after `train.num_steps` = {last}. Profile earlier or fewer steps, or train longer.",
     )
     for name in ("beta1", "beta2", "muon_momentum"):
         require(

@@ -15,8 +15,8 @@ from moejax.plan.price.terms import terms
 from moejax.plan.report import page as report
 from moejax.plan.report.page import SCRIPT, TEMPLATE, embed, write_report
 from moejax.plan.search.search import SearchResult
-from tests.cases import small_config
 from tests.browser import open_browser, opened_pages
+from tests.cases import small_config
 
 # Nothing here depends on which JAX there is.
 pytestmark = pytest.mark.slow
