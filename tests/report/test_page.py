@@ -214,7 +214,8 @@ def test_dragging_over_a_chart_zooms_all_and_the_button_shows_all(tab):
     view = opened.evaluate("moejax.view")
     assert 20 < view["from"] < 50 < view["to"] < 80
     shown = "moejax.charts.filter((chart) => chart.zooms && chart.made)"
-    ends = opened.evaluate(f"{shown}.map((chart) => chart.made.getOption().dataZoom[0].end)")
+    zooms = f"{shown}.map((chart) => chart.made.getOption().dataZoom[0].end)"
+    ends = opened.evaluate(zooms)
     assert len(ends) > 2
     assert all(abs(end - view["to"]) < 0.01 for end in ends)
     opened.get_by_role("button", name="whole run").click()

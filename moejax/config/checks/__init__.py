@@ -116,7 +116,8 @@ def _check_training(cfg: Config) -> None:
     require(
         profile.start_step is None or profile.start_step + profile.num_steps - 1 <= last,
         f"`profile.start_step` = {profile.start_step} and "
-        f"`profile.num_steps` = {profile.num_steps} end after `train.num_steps` = {last}. Profile earlier or fewer steps, or train longer.",
+        f"`profile.num_steps` = {profile.num_steps} end after `train.num_steps` = {last}. "
+        "Profile earlier or fewer steps, or train longer.",
     )
     for name in ("beta1", "beta2", "muon_momentum"):
         require(
