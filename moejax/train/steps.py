@@ -153,6 +153,8 @@ def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
         save_expert_load(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
     if run.monitor is not None:
         compare_with_plan(run, run.monitor, step, meter.tokens_per_step / line.tokens_per_second)
+    for problem in run.records.trackers.problems():
+        note(run, "note", step, f"warning: {problem}", text=problem)
     meter.start(step)
 
 

@@ -167,5 +167,6 @@ def test_describe_fields_lists_each_setting_with_its_type_and_range():
     assert rows["moe.num_experts"][3] == "at least 1"
     assert rows["moe.capacity_factor"][0] == "float | None"
     assert rows["data.train_files"][0] == "tuple[str, ...]"
+    assert rows["data.train_weights"][0] == "tuple[float, ...]"
     assert rows["moe.router.jitter"][3] == "at least 0 and at most 0.5"
     assert rows["model.dtype"][3] == "one of float32, bfloat16"
