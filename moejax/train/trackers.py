@@ -114,7 +114,7 @@ class _Line:
             while (told := self._queue.get()) is not None and not self._failed.is_set():
                 tracker.log(told.step, told.values)
             tracker.finish()
-        except BaseException as error:  # noqa: BLE001 - whatever it raises, the run goes on
+        except BaseException as error:  # whatever it raises, the run goes on
             self._failed.set()
             text = " ".join(str(error).split())[:200]
             self._found.put(f"{self._name} is told no more: {type(error).__name__}: {text}")
@@ -135,7 +135,7 @@ def check_trackers(cfg: Config) -> None:
 
 
 def open_trackers(cfg: Config) -> Trackers:
-    """Returns the trackers that a run asks for; a resumed run goes on in the same runs of theirs."""
+    """Returns the trackers that a run asks for. A resumed run goes on in their same runs."""
     run_dir = Path(cfg.run_dir)
     kinds = {"wandb": _WandB, "mlflow": _MLflow}
     wanted = {name: kind for name, kind in kinds.items() if getattr(cfg.track, name) is not None}
