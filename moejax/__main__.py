@@ -16,7 +16,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "moejax COMMAND --help says more, with examples. A first run: moejax train --config tiny",
+            "moejax COMMAND --help says more. A first run: moejax train --config tiny",
             "Exit codes: docs/formats/exit.md.",
         ]
     )

@@ -36,6 +36,7 @@ from moejax.train.memory_check import check_memory, memory_warnings
 from moejax.train.metrics import Meter, Records
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import kept_plan, measure, plan_run
+from moejax.train.profile import name_operations
 from moejax.train.run import Run
 from moejax.train.source import keep_origin
 from moejax.train.start import (
@@ -127,6 +128,7 @@ def train_planned(
             console.print(line, highlight=False, soft_wrap=True)
         return RunEnd(None)
     devices = start(cfg.mesh)
+    name_operations(cfg.profile)
     platform = platform_of(devices)
     resuming = saved is not None
     planned = plan_run(cfg, devices, processes, console, resuming=resuming, measured=measured)
