@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -62,9 +63,7 @@ class Trackers:
         """Waits for what was not sent yet, but no longer than `patience_s` seconds altogether."""
         until = time.monotonic() + patience_s
         for line in self._lines:
-            line.end()
-        for line in self._lines:
-            line.wait(max(until - time.monotonic(), 0.0))
+            line.end(until)
 
 
 class _Line:
@@ -95,14 +94,11 @@ class _Line:
             found.append(self._found.get())
         return found
 
-    def end(self) -> None:
-        try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            self._failed.set()
-
-    def wait(self, seconds: float) -> None:
-        self._thread.join(seconds)
+    def end(self, until: float) -> None:
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=max(until - time.monotonic(), 0.01))
+        self._thread.join(max(until - time.monotonic(), 0.01))
+        self._failed.set()  # nothing is sent any more while the process ends
         if self._thread.is_alive():
             self._found.put(f"{self._name} did not finish in time: its last reports may be missing")
         elif self._left_out:
