@@ -3,8 +3,8 @@
 import sys
 from importlib import import_module
 
-import moejax
 from moejax.commands import COMMANDS
+from moejax.version import __version__
 
 
 def usage() -> str:
@@ -28,7 +28,7 @@ def main() -> int:
     if command in COMMANDS:
         return import_module(COMMANDS[command].module).main(rest)
     if command in ("-V", "--version", "version"):
-        print(f"moejax {moejax.__version__}")
+        print(f"moejax {__version__}")
         return 0
     if command in ("", "-h", "--help", "help"):
         print(usage())

@@ -35,9 +35,9 @@ def test_the_list_of_commands_names_all_and_their_modules_have_what_it_says():
 
 def test_version_and_unknown_commands():
     assert moejax("--version") == (0, f"moejax {__version__}\n", "")
-    code, _, errors = moejax("trian")
+    code, _, errors = moejax("trane")
     assert (code, errors.count("\n")) == (2, 1)
-    assert "no command 'trian'. Known: train, " in errors
+    assert "no command 'trane'. Known: train, " in errors
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "plan probe"])

@@ -1,8 +1,8 @@
 """Documents out of text, JSONL and Parquet files, one at a time."""
 
-import io
 import codecs
 import hashlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain

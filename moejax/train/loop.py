@@ -212,4 +212,6 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
             run.display.note(f"warning: {problem}")
         if run.expert_loads is not None:
             run.expert_loads.close()
-    return run.mismatch.topology if run.mismatch is not None and stopped else RunEnd(state, stopped)
+    if stopped and run.mismatch is not None and run.mismatch.topology is not None:
+        return run.mismatch.topology
+    return RunEnd(state, stopped)

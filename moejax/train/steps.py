@@ -154,7 +154,8 @@ def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
     if run.monitor is not None:
         compare_with_plan(run, run.monitor, step, meter.tokens_per_step / line.tokens_per_second)
     for problem in run.records.trackers.problems():
-        note(run, "note", step, f"warning: {problem}", text=problem)
+        run.display.note(f"step {step}  warning: {problem}")
+        run.records.event("note", step, text=problem)
     meter.start(step)
 
 

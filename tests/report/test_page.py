@@ -4,6 +4,7 @@ import json
 import math
 import re
 from array import array
+from pathlib import Path
 
 import pytest
 
@@ -68,14 +69,14 @@ def test_devices_and_versions_that_changed_are_told():
 
 
 def test_loads_are_over_the_mean_of_their_layer():
-    run = RunRecord("a", None, loads=[Load(5, [[1, 3], [0, 0]])])
+    run = RunRecord("a", Path("a"), loads=[Load(5, [[1, 3], [0, 0]])])
     found = loads_data(run)
     assert (found["layers"], found["experts"], found["steps"]) == (2, 2, [5])
     assert numbers(found["values"], "H") == [500, 1500, 0, 0]
 
 
 def test_of_many_loads_some_are_shown_and_always_the_last():
-    run = RunRecord("a", None, loads=[Load(step, [[1]]) for step in range(1, 1002)])
+    run = RunRecord("a", Path("a"), loads=[Load(step, [[1]]) for step in range(1, 1002)])
     steps = loads_data(run)["steps"]
     assert len(steps) <= SHOWN_LOADS
     assert steps[-1] == 1001
