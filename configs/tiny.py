@@ -35,6 +35,6 @@ def get_config() -> ConfigDict:
     config.train.eval_every = 100
     config.train.eval_batches = 16
     config.optimizer.learning_rate = 2e-3
-    config.optimizer.warmup_steps = 50
+    config.optimizer.warmup_steps = 0.1  # of the run
     config.checkpoint.save_every = 250
     return config

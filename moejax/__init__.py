@@ -1,10 +1,29 @@
 """moejax: a JAX trainer for Mixture-of-Experts language models at the speed the network allows.
 
 Read in this order: `config`, `layout`, `comm`, `moe`, `model`, `step`, `train`; `plan` and `aot`
-stand beside.
+stand beside. From Python: `load_config`, `run_training`, `load_checkpoint`.
 """
 
-from moejax.config.load import load_config
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["load_config"]
-__version__ = "0.1.0"
+from moejax.config.load import load_config
+from moejax.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from moejax.api import run_training as run_training
+    from moejax.train.weights_reader import load_checkpoint as load_checkpoint
+
+__all__ = ["load_checkpoint", "load_config", "run_training"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs JAX when it is first used: commands that do not need it start at once."""
+    if name == "run_training":
+        from moejax.api import run_training
+
+        return run_training
+    if name == "load_checkpoint":
+        from moejax.train.weights_reader import load_checkpoint
+
+        return load_checkpoint
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,10 +35,11 @@ from moejax.layout.mesh import build_mesh
 from moejax.step.state import TrainState
 from moejax.step.train_step import build_step
 from moejax.train.checkpoint import Checkpoints
+from moejax.train.display import Display
 from moejax.train.inputs import open_inputs
-from moejax.train.loop import run_steps
-from moejax.train.metrics import Display, Meter, Records
+from moejax.train.metrics import Meter, Records
 from moejax.train.run import Run
+from moejax.train.steps import run_steps
 
 CFG = Config(
     model=ModelConfig(width=256, num_layers=4, num_heads=8, num_kv_heads=8, tie_embeddings=False),
@@ -67,7 +68,9 @@ def advance(run: Run, state: TrainState, count: int, save_every: int | None = No
     train = dataclasses.replace(CFG.train, num_steps=last)
     checkpoint = dataclasses.replace(CFG.checkpoint, save_every=save_every)
     run.cfg = dataclasses.replace(CFG, train=train, checkpoint=checkpoint)
-    meter = Meter(tokens_per_step=2048, flops_per_token=1, peak=1.0, num_steps=last)
+    meter = Meter(
+        tokens_per_step=2048, flops_per_token=1, peak=1.0, num_steps=last, schedule=lambda _: 0.0
+    )
     return run_steps(run, state, meter)[0]
 
 

@@ -4,6 +4,7 @@ Nothing here knows which settings exist; `config.load` checks the entries. Pytho
 and are trusted. YAML and JSON are plain data: no tag, no code, at most 1 MB.
 """
 
+import difflib
 import importlib.util
 import json
 import os
@@ -22,6 +23,7 @@ from moejax.config.fields import one_line, short
 from moejax.errors import InputError
 
 MAX_BYTES = 1_000_000
+PACKAGE = Path(__file__).parents[1]
 _TOO_DEEP = "nested too deeply. Settings are at most three levels deep; flatten the file."
 
 
@@ -35,8 +37,15 @@ class Entry:
     plain_data: bool
 
 
+def named_configs() -> dict[str, Path]:
+    """Returns the configs that come with moejax by name: of the package, or of its sources."""
+    folders = (PACKAGE / "configs", PACKAGE.parent / "configs")
+    folder = next((folder for folder in folders if (folder / "tiny.py").is_file()), None)
+    return {} if folder is None else {path.stem: path for path in sorted(folder.glob("*.py"))}
+
+
 def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
-    """Returns what the config file sets, in its order.
+    """Returns what the config file sets, in its order. A bare name is a config of moejax.
 
     Raises:
       InputError: for a missing file, an unknown kind of file, or a syntax error (with its line).
@@ -46,6 +55,8 @@ def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
     if "://" in name:
         raise InputError(f"config {shown} is a URL. Only local files are read; download it first.")
     file = Path(name)
+    if re.fullmatch(r"\w+", name) and not file.exists():
+        file = _named(name)
     suffix = file.suffix.lower()
     if suffix not in (".py", ".yaml", ".yml", ".json"):
         raise InputError(
@@ -64,6 +75,23 @@ def read_entries(path: str | os.PathLike[str]) -> list[Entry]:
         return _read_python(file, shown)
     text = _read_text(file, shown)
     return list(_read_json(text, shown) if suffix == ".json" else read_yaml(text, shown))
+
+
+def _named(name: str) -> Path:
+    """Returns the path of a config that comes with moejax.
+
+    Raises:
+      InputError: if none has this name.
+    """
+    known = named_configs()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise InputError(
+            f"no config {one_line(name)}. It is neither a file nor one that comes with moejax: "
+            f"{', '.join(known)}.{hint} Name a file, such as configs/tiny.py, or one of these."
+        )
+    return known[name]
 
 
 def _read_text(file: Path, shown: str) -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "PlanConfig",
+    "ProfileConfig",
     "RopeConfig",
     "RouterConfig",
     "TrainConfig",
@@ -79,6 +80,11 @@ class DataConfig:
     train_files: tuple[str, ...] = setting(
         (), "token files or globs (sources tokens, array_record)"
     )
+    train_weights: tuple[float, ...] = setting(
+        (),
+        "share of the sequences that each entry of train_files gives, whatever its size, such as "
+        "3,1; empty: all files are one stream",
+    )
     eval_files: tuple[str, ...] = setting((), "held-out token files or globs; empty: no evaluation")
     sequence_length: int = setting(256, "T: positions of one sequence", at_least=1)
     shuffle: bool = setting(True, "visit sequences in an order drawn from the seed")
@@ -95,7 +101,9 @@ class OptimizerConfig:
     )
     learning_rate: float = setting(3e-3, "peak learning rate", at_least=0)
     schedule: str = setting("cosine", "after the warm-up", choices=("cosine", "linear", "constant"))
-    warmup_steps: int = setting(20, "steps of linear warm-up from zero", at_least=0)
+    warmup_steps: float = setting(
+        20, "steps of linear warm-up from zero; below 1: share of train.num_steps", at_least=0
+    )
     final_fraction: float = setting(
         0.1, "learning rate at the end over its peak", at_least=0, at_most=1
     )
@@ -110,6 +118,11 @@ class OptimizerConfig:
     )
     muon_learning_rate: float = setting(2e-2, "peak learning rate of Muon's matrices", at_least=0)
     muon_momentum: float = setting(0.95, "momentum of Muon", at_least=0, at_most=1)
+
+    def warmup(self, num_steps: int) -> int:
+        """Returns the steps of warm-up in a run of `num_steps`."""
+        share = self.warmup_steps < 1
+        return round(self.warmup_steps * num_steps) if share else int(self.warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -237,6 +250,24 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """Which steps are profiled, into run_dir/profile."""
+
+    start_step: int | None = setting(
+        None, "first step of the profile; none: no profile", at_least=1
+    )
+    num_steps: int = setting(3, "steps of the profile; many make it slow to open", at_least=1)
+
+
+@dataclass(frozen=True)
+class TrackConfig:
+    """Who else is told the metrics, by process 0, beside metrics.jsonl and TensorBoard."""
+
+    wandb: str | None = setting(None, "project of Weights & Biases; none: it is not told")
+    mlflow: str | None = setting(None, "experiment of MLflow; none: it is not told")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept of a run."""
 
@@ -295,3 +326,5 @@ class Config:
     compression: CompressionConfig = section(CompressionConfig, "codecs across nodes")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
     plan: PlanConfig = section(PlanConfig, "who chooses the settings that are not set")
+    profile: ProfileConfig = section(ProfileConfig, "which steps are profiled")
+    track: TrackConfig = section(TrackConfig, "who else is told the metrics")

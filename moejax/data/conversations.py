@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moejax.data.inputs import kind_of
 from moejax.data.rows import BadRowError, Line, ParquetRow, read_lines, read_parquet
 from moejax.errors import InputError
 
@@ -47,9 +48,9 @@ def read_chat_rows(files: list[Path]) -> Iterator[Line | ParquetRow]:
       InputError: for a file that is neither JSONL nor Parquet.
     """
     for file in files:
-        if file.suffix == ".jsonl":
+        if kind_of(file) == "jsonl":
             yield from read_lines(file)
-        elif file.suffix == ".parquet":
+        elif kind_of(file) == "parquet":
             yield from read_parquet(file, COLUMNS)
         else:
             raise InputError(

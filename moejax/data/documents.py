@@ -2,13 +2,16 @@
 
 import codecs
 import hashlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from moejax.data.inputs import kind_of, open_bytes
 from moejax.data.marks import MarkedDocument
-from moejax.data.rows import check_unicode, in_utf_8, read_lines, read_parquet
+from moejax.data.rows import BadRowError, check_unicode, in_utf_8, read_lines, read_parquet
 from moejax.errors import InputError
 
 PIECE = 1 << 20  # bytes of a file, or characters of a text, in one piece
@@ -39,10 +42,20 @@ class Document:
 
 
 class TextFile:
-    """A plain text file, which is one document. It is read twice: for its digest and its text."""
+    """A plain text file, or a part of it, as one document.
 
-    def __init__(self, path: Path):
-        self._path, self.source = path, str(path)
+    It is read twice: for its digest and its text.
+
+    Attributes:
+      held_out: whether it belongs to the held-out file; None: its digest decides.
+    """
+
+    def __init__(
+        self, path: Path, start: int = 0, stop: int | None = None, held_out: bool | None = None
+    ):
+        """Takes a path, and the first byte of the document and the one behind it."""
+        self._path, self.source, self.held_out = path, str(path), held_out
+        self._start, self._stop = start, stop
         self._digest: str | None = None
 
     def size(self) -> int:
@@ -51,9 +64,16 @@ class TextFile:
 
     def digest(self) -> str:
         """Returns the sha256 of its bytes; `pieces` checks that it has not changed."""
-        with self._path.open("rb") as opened:
-            self._digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        result = hashlib.sha256()
+        for raw in self._raw():
+            result.update(raw)
+        self._digest = result.hexdigest()
         return self._digest
+
+    def _raw(self) -> Iterator[bytes]:
+        """Yields the document's bytes, in parts."""
+        with open_bytes(self._path) as opened:
+            yield from _limited(opened, self._start, self._stop)
 
     def pieces(self) -> Iterator[str]:
         """The text, in parts.
@@ -62,20 +82,16 @@ class TextFile:
           InputError: if it is not UTF-8, or has changed since its digest was taken.
         """
         decoder = codecs.getincrementaldecoder("utf-8")()
-        result, position = hashlib.sha256(), 0
-        with self._path.open("rb") as opened:
-            while True:
-                raw = opened.read(PIECE)
-                result.update(raw)
-                # The decoder keeps an incomplete character for the next piece.
-                start = position - len(decoder.getstate()[0])
-                with in_utf_8(self.source, start):
-                    text = decoder.decode(raw, final=not raw)
-                position += len(raw)
-                if text:
-                    yield text
-                if not raw:
-                    break
+        result, position = hashlib.sha256(), self._start
+        for raw in chain(self._raw(), (b"",)):
+            result.update(raw)
+            # The decoder keeps an incomplete character for the next piece.
+            start = position - len(decoder.getstate()[0])
+            with in_utf_8(self.source, start):
+                text = decoder.decode(raw, final=not raw)
+            position += len(raw)
+            if text:
+                yield text
         if self._digest not in (None, result.hexdigest()):
             raise InputError(
                 f"a file was changed. {self.source} has other bytes than a moment before. It must "
@@ -86,44 +102,111 @@ class TextFile:
 AnyDocument = Document | TextFile
 
 
+def _limited(opened: io.BufferedReader, start: int, stop: int | None) -> Iterator[bytes]:
+    """Yields bytes from `start` up to `stop`, in parts."""
+    position = 0
+    while raw := opened.read(PIECE):
+        first, position = position, position + len(raw)
+        if kept := raw[max(start - first, 0) : None if stop is None else max(stop - first, 0)]:
+            yield kept
+        if stop is not None and position >= stop:
+            return
+
+
+def halves(path: Path, fraction: float) -> list[TextFile]:
+    """Cuts a text file at the end of a line: what is before is learned, what is behind held out.
+
+    Args:
+      fraction: share of the bytes that is held out, about.
+    Returns:
+      Two documents, or one of the whole file where no line ends in the last part of it.
+    """
+    with open_bytes(path) as opened:
+        size = sum(map(len, iter(lambda: opened.read(PIECE), b"")))
+    wanted = int(size * (1 - fraction))
+    with open_bytes(path) as opened:
+        position = 0
+        while position < wanted:
+            position += len(opened.read(min(PIECE, wanted - position)))
+        for line in iter(lambda: opened.readline(PIECE), b""):
+            position += len(line)
+            if line.endswith(b"\n"):
+                break
+    if not 0 < position < size:
+        return [TextFile(path)]
+    return [TextFile(path, 0, position, False), TextFile(path, position, size, True)]
+
+
 def is_held_out(document: AnyDocument | MarkedDocument, fraction: float) -> bool:
     """Whether a document belongs to the held-out file; depends only on its text."""
+    if isinstance(document, TextFile) and document.held_out is not None:
+        return document.held_out
     return int(document.digest()[:16], 16) < fraction * 2**64
 
 
-def read_documents(files: list[Path], text_field: str) -> Iterator[AnyDocument]:
-    """Yields the non-empty documents of all files."""
+class Skipped:
+    """Counts rows that are left out because they are broken."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, ""
+
+    def add(self, error: BadRowError) -> None:
+        """Counts a row, and keeps the first message."""
+        self.count += 1
+        self.first = self.first or str(error)
+
+
+def read_documents(
+    files: list[Path], text_field: str, *, skipped: Skipped | None = None, fraction: float = 0.0
+) -> Iterator[AnyDocument]:
+    """Yields the non-empty documents of all files.
+
+    Args:
+      text_field: field or column of the text.
+      skipped: counts broken rows, which are then left out.
+      fraction: share to hold out of a text file that is alone; 0: it stays whole.
+
+    Raises:
+      BadRowError: for the first broken row, unless such rows are counted.
+    """
     for file in files:
-        if file.suffix == ".jsonl":
-            documents = _read_jsonl(file, text_field)
-        elif file.suffix == ".parquet":
-            documents = _read_parquet(file, text_field)
-        else:
-            with file.open("rb") as opened:
-                if opened.read(1):
-                    yield TextFile(file)
+        if kind_of(file) == "text":
+            with open_bytes(file) as opened:
+                empty = not opened.read(1)
+            if not empty:
+                yield from halves(file, fraction) if fraction else [TextFile(file)]
             continue
-        for document in documents:
+        rows = read_lines(file) if kind_of(file) == "jsonl" else read_parquet(file, (text_field,))
+        for row in rows:
+            try:
+                document = Document(_text_of(row.value(), text_field, row.source), row.source)
+            except BadRowError as error:
+                if skipped is None:
+                    raise
+                skipped.add(error)
+                continue
             if document.text:
                 yield document
 
 
-def _read_jsonl(file: Path, text_field: str) -> Iterator[Document]:
-    for line in read_lines(file):
-        yield Document(_field(line.value(), text_field, line.source), line.source)
+def _text_of(value: Any, text_field: str, source: str) -> str:
+    """Returns the text of a row.
 
-
-def _read_parquet(file: Path, text_field: str) -> Iterator[Document]:
-    for row in read_parquet(file, (text_field,)):
-        yield Document(_field(row.value(), text_field, row.source), row.source)
-
-
-def _field(value: Any, text_field: str, source: str) -> str:
-    if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
-        have = ", ".join(sorted(value)[:8]) if isinstance(value, dict) else type(value).__name__
-        raise InputError(
-            f"no text. {source} has {have}. Field {text_field!r} must hold a string. Name the "
-            f"right one with --text-field; conversations are for moejax prepare --chat."
-        )
-    check_unicode(value[text_field], source)
-    return value[text_field]
+    Raises:
+      BadRowError: if it has none, or no string there.
+    """
+    if isinstance(value, dict) and text_field in value:
+        text = value[text_field]
+        if not isinstance(text, str):
+            kind = "null" if text is None else type(text).__name__
+            raise BadRowError(
+                f"a row without text. {source}: field {text_field!r} is {kind}. It must be a "
+                f"string. Correct the row, or leave such rows out with --skip-bad."
+            )
+        check_unicode(text, source)
+        return text
+    have = ", ".join(sorted(value)[:8]) if isinstance(value, dict) else type(value).__name__
+    raise BadRowError(
+        f"no text. {source} has {have}. Field {text_field!r} must hold a string. Name the "
+        f"right one with --text-field; conversations are for moejax prepare --chat."
+    )

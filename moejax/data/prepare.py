@@ -10,6 +10,7 @@ Files are written under temporary names and renamed when they are complete.
 import argparse
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from moejax.data.chat import ANSWERS, ChatReader, chat_reader
-from moejax.data.documents import AnyDocument, is_held_out, read_documents
+from moejax.data.chat import ANSWERS, chat_reader
+from moejax.data.documents import AnyDocument, Skipped, is_held_out, read_documents
+from moejax.data.inputs import STDIN, InputFiles, find_inputs, kind_of
 from moejax.data.marks import MarkedDocument, marks_of
 from moejax.data.sidecar import is_plain_name, sidecar_of
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
@@ -31,11 +33,16 @@ SECONDS_BETWEEN_LINES = 10  # of progress without a terminal
 LARGE_BYTES = 64 << 20  # size above which a document that must be encoded whole is reported
 EPILOG = """\
 examples:
-  moejax prepare books/*.txt --out data/books
-  moejax prepare web.jsonl --text-field text --tokenizer tokenizer.json --out data/web
+  moejax prepare books/ --out data/books
+  moejax prepare web.jsonl.zst --text-field text --tokenizer tokenizer.json --out data/web
+  zcat dump.gz | moejax prepare - --stdin-format jsonl --out data/dump
   moejax prepare wiki.parquet --format array_record --out data/wiki
   moejax prepare chat.jsonl --chat --tokenizer model/tokenizer.json --out data/chat
   moejax prepare --verify data/books.*.bin
+
+Every text file is a document, and so is every row. Of a text file that is alone the end is held
+out, from the start of a line. Of a directory .txt, .text, .md, .rst, .jsonl, .ndjson and .parquet
+are read; .gz and .zst are decompressed.
 
 writes data/books.train.bin and data/books.eval.bin, each with a .json beside it. Train on them with
   --config.data.source=tokens --config.data.train_files=data/books.train.bin \\
@@ -46,7 +53,7 @@ writes data/books.train.bin and data/books.eval.bin, each with a .json beside it
 completion, or with instruction, input and output. The tokenizer's own chat template writes them;
 the tokens of the assistant, with what ends its turn, are learned, and all others only read.
 """
-CHAT_OPTIONS = ("chat_template", "answers", "skip_bad", "date")  # without --chat no effect
+CHAT_OPTIONS = ("chat_template", "answers", "date")  # without --chat no effect
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         "files",
         nargs="+",
         metavar="FILE",
-        help=".jsonl: an object a line; .parquet: a document a row; else: a document a file",
+        help="files, directories, or - for standard input",
     )
     command.add_argument("--out", help="output path without ending, e.g. data/books")
     command.add_argument(
@@ -85,6 +92,14 @@ def parser() -> argparse.ArgumentParser:
         "--eos", help="token (or id) that ends a document; default: the usual names"
     )
     command.add_argument("--text-field", help="field or column of the text (default: text)")
+    command.add_argument(
+        "--stdin-format",
+        choices=("text", "jsonl"),
+        help="what standard input is (default: text, one document)",
+    )
+    command.add_argument(
+        "--skip-bad", action="store_true", help="leave broken rows out, and count them"
+    )
     command.add_argument("--format", choices=sorted(SUFFIXES), default="bin", help="default: bin")
     command.add_argument(
         "--eval-fraction",
@@ -111,9 +126,6 @@ def _add_chat_options(command: argparse.ArgumentParser) -> None:
         help="answers of a conversation that are learned (default: all)",
     )
     command.add_argument(
-        "--skip-bad", action="store_true", help="leave broken rows out, and count them"
-    )
-    command.add_argument(
         "--date", metavar="YYYY-MM-DD", help="day that a template may write (default: today)"
     )
 
@@ -126,24 +138,28 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
             f"`--eval-fraction` is out of range. Got {args.eval_fraction}. It must be at least 0 "
             f"and below 1. Use 0.01 to hold one document in a hundred out."
         )
-    files = [Path(name) for name in args.files]
-    for file in files:
-        if not file.is_file():
-            raise InputError(
-                f"no input file. {file} does not exist. Every argument must name a file. Check "
-                f"the path."
-            )
+    _check_output(args)
+    with tempfile.TemporaryDirectory(prefix="moejax-") as scratch:
+        files = find_inputs(args.files, Path(scratch), args.stdin_format or "text")
+        _prepare_files(args, files, console)
+
+
+def _prepare_files(args: argparse.Namespace, files: InputFiles, console: Console) -> None:
+    """Writes the token files of the files that were found."""
     tokenizer: Tokenizer = ByteTokenizer()
     if args.tokenizer is not None:
         tokenizer = FileTokenizer(Path(args.tokenizer), args.eos)
     splits = ["train", "eval"] if args.eval_fraction else ["train"]
-    _check_output(args)
     chat = chat_reader(args) if args.chat else None
+    skipped = Skipped()
     writers: dict[str, Writer] = {}
     try:
         for split in splits:
             writers[split] = _open_writer(args, split, tokenizer)
-        _write_documents(args, files, chat, tokenizer, writers, console)
+        documents = chat.read(files.paths) if chat else _documents(args, files.paths, skipped)
+        _write_documents(documents, args.eval_fraction, tokenizer, writers, console)
+        num_skipped = chat.num_skipped if chat else skipped.count
+        _check_splits(writers, len(files.paths), num_skipped)
         _remove_replaced(args)
         if args.tokenizer is not None:
             # A copy beside the tokens, because sampling needs it and the original may move.
@@ -162,8 +178,26 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    for note in chat.notes() if chat else ():
+    notes = chat.notes() if chat else []
+    if skipped.count:
+        notes.append(f"rows left out as broken: {skipped.count:,}. The first: {skipped.first}")
+    if files.num_left_out:
+        notes.append(f"files left out, for their endings: {files.num_left_out:,}")
+    for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
+
+
+def _documents(
+    args: argparse.Namespace, files: list[Path], skipped: Skipped
+) -> Iterator[AnyDocument]:
+    """Yields the documents of text, JSONL and Parquet files."""
+    alone = len(files) == 1 and kind_of(files[0]) == "text"
+    return read_documents(
+        files,
+        args.text_field or "text",
+        skipped=skipped if args.skip_bad else None,
+        fraction=args.eval_fraction if alone else 0.0,
+    )
 
 
 def _open_writer(args: argparse.Namespace, split: str, tokenizer: Tokenizer) -> Writer:
@@ -229,6 +263,11 @@ def _check_arguments(args: argparse.Namespace) -> None:
             f"`--{given[0].replace('_', '-')}` has no effect. Got it without --chat. It is about "
             f"conversations. Add --chat, or leave it out."
         )
+    if args.stdin_format is not None and STDIN not in args.files:
+        raise InputError(
+            f"`--stdin-format` has no effect. Got {args.stdin_format!r}, but standard input is not "
+            f"read. Name - among the files, or leave it out."
+        )
     if args.chat and args.text_field is not None:
         raise InputError(
             f"`--text-field` has no effect. Got {args.text_field!r} with --chat. Conversations "
@@ -250,9 +289,8 @@ def verify_files(patterns: list[str]) -> None:
 
 
 def _write_documents(
-    args: argparse.Namespace,
-    files: list[Path],
-    chat: ChatReader | None,
+    documents: Iterator[AnyDocument | MarkedDocument] | Iterator[AnyDocument],
+    fraction: float,
     tokenizer: Tokenizer,
     writers: dict[str, Writer],
     console: Console,
@@ -264,12 +302,9 @@ def _write_documents(
     drawn = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not drawn) as progress:
         task = progress.add_task("reading")
-        documents: Iterator[AnyDocument | MarkedDocument] = (
-            chat.read(files) if chat else read_documents(files, args.text_field or "text")
-        )
         for number, document in enumerate(documents):
             told = told or _tell_of_large(document, console)
-            held_out = "eval" in writers and is_held_out(document, args.eval_fraction)
+            held_out = "eval" in writers and is_held_out(document, fraction)
             writer = writers["eval" if held_out else "train"]
             if isinstance(document, MarkedDocument):
                 writer.add_marked(document)
@@ -285,15 +320,24 @@ def _write_documents(
                 ):
                     console.print(text, highlight=False, soft_wrap=True)
                     last_update = time.monotonic()
+
+
+def _check_splits(writers: dict[str, Writer], num_files: int, num_skipped: int) -> None:
+    """Refuses a split without documents."""
     for split, writer in writers.items():
         if not writer.num_documents:
             total = sum(writer.num_documents for writer in writers.values())
-            skipped = f" and {chat.num_skipped} broken rows" if chat and chat.num_skipped else ""
+            skipped = f" and {counted(num_skipped, 'broken row')}" if num_skipped else ""
             raise InputError(
-                f"no {split} documents. {len(files)} files gave {total} documents{skipped}. Each "
-                f"split needs one. Give more documents, or change --eval-fraction (0: no held-out "
-                f"file)."
+                f"no {split} documents. {counted(num_files, 'file')} gave "
+                f"{counted(total, 'document')}{skipped}. Each split needs one. Give more "
+                f"documents, or change --eval-fraction (0: no held-out file)."
             )
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns "1 file" or "2 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _tell_of_large(document: AnyDocument | MarkedDocument, console: Console) -> bool:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moejax.data.inputs import open_bytes
 from moejax.errors import InputError
 
 ROWS = 1024  # rows of Parquet decoded at once
@@ -83,7 +84,7 @@ def check_unicode(text: str, source: str) -> None:
 
 def read_lines(file: Path) -> Iterator[Line]:
     """Yields the lines of a JSONL file that are not blank."""
-    with file.open("rb") as opened:
+    with open_bytes(file) as opened:
         for number, raw in enumerate(opened, 1):
             if raw.strip():
                 yield Line(raw, f"{file}, line {number}")

@@ -66,6 +66,7 @@ class MoEStats(NamedTuple):
     score_SE: Float[Array, "S E"]  # sums of scores, by span
     z: Float[Array, ""]  # this device's share of the z-loss; 0 if its weight is 0
     dropped: Int[Array, ""]  # number of dropped assignments
+    entropy: Float[Array, ""]  # this device's share of the scores' entropy (`router.entropy`)
 
 
 class MoEWeights(NamedTuple):
@@ -189,4 +190,5 @@ class MoE(nnx.Module):
         if cfg.z_loss:
             z = router.z_loss(logit_NE, layout=self.spec.layout)
         dropped = jnp.sum(kept_NK == self.moe.num_experts, dtype=jnp.int32)
-        return MoEStats(load_E, counted_SE, score_SE, z, dropped)
+        entropy = router.entropy(routing.score_NE, layout=self.spec.layout)
+        return MoEStats(load_E, counted_SE, score_SE, z, dropped, entropy)

@@ -8,6 +8,7 @@ Letters: N tokens, E experts, K choices a token, L layers, S spans of the balanc
 t positions on this device, D width.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -125,6 +126,19 @@ def z_loss(logit_NE: Float[Array, "N E"], *, layout: Layout) -> Float[Array, ""]
     """
     tokens = logit_NE.shape[0] * layout.size(layout.mesh_axes)
     return jnp.sum(jax.nn.logsumexp(logit_NE, axis=-1) ** 2) / tokens
+
+
+def entropy(score_NE: Float[Array, "N E"], *, layout: Layout) -> Float[Array, ""]:
+    """This device's share of the mean entropy of a token's scores, over its largest, log E.
+
+    Close to 1 the router tells experts hardly apart; close to 0 it is sure of one.
+    Sigmoid scores are normalised to sum to one.
+    """
+    N, E = score_NE.shape
+    p_NE = jax.lax.stop_gradient(score_NE)
+    p_NE /= jnp.sum(p_NE, axis=-1, keepdims=True) + 1e-20
+    total = -jnp.sum(jax.scipy.special.xlogy(p_NE, p_NE))
+    return total / (N * layout.size(layout.mesh_axes) * math.log(max(E, 2)))
 
 
 def update_bias(bias_E: jax.Array, load_E: jax.Array, rate: float) -> jax.Array:

@@ -16,6 +16,7 @@ from moejax.errors import InputError
 from moejax.runtime.interrupt import interruptible
 from moejax.runtime.memory import take_share
 from moejax.runtime.processes import Processes, find_rank
+from moejax.runtime.program_cache import keep_programs
 
 
 def join() -> Processes:
@@ -139,6 +140,7 @@ def start(mesh: MeshConfig) -> list[Any]:
     if (simulated := simulated_here(mesh)) is not None:
         _simulate(simulated)
     take_share()
+    keep_programs()
     try:
         devices = sorted(jax.devices(), key=lambda device: device.process_index)
     except RuntimeError as error:

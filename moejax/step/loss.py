@@ -23,10 +23,11 @@ from moejax.moe.router import balance_loss
 
 
 class LossParts(NamedTuple):
-    """Parts of the loss. `nll` and `balance` are a device's shares, to be summed over devices."""
+    """Parts of the loss. `nll`, `balance` and `entropy` are a device's shares, yet to be summed."""
 
     nll: Float[Array, ""]  # mean negative log-likelihood of the valid targets, nats
     balance: Float[Array, ""]  # mean over expert layers of the unweighted balance loss
+    entropy: Float[Array, ""]  # mean over expert layers of the router's entropy; not in the loss
     load_LE: Int[Array, "L E"]  # assignments to each expert of each expert layer, over all devices
     dropped_L: Int[Array, " L"]  # assignments dropped in each expert layer, over all devices
     # As `nll`, of the targets that `model.predict_ahead` predicts; None without.
@@ -87,9 +88,10 @@ def next_token_loss(
         loss = nll + ahead.coefficient * ahead_nll
     if stats is None:
         empty = jnp.zeros((0,), jnp.int32)
-        return loss, LossParts(nll, jnp.zeros(()), empty[:, None], empty, ahead_nll)
+        return loss, LossParts(nll, jnp.zeros(()), jnp.zeros(()), empty[:, None], empty, ahead_nll)
     router_loss, balance, load_LE, dropped_L = _router_losses(stats, moe, layout)
-    parts = LossParts(nll, balance / micro_batches, load_LE, dropped_L, ahead_nll)
+    entropy = jnp.mean(stats.entropy) / micro_batches
+    parts = LossParts(nll, balance / micro_batches, entropy, load_LE, dropped_L, ahead_nll)
     return loss + router_loss / micro_batches, parts
 
 

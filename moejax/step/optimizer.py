@@ -25,17 +25,18 @@ Tree = dict  # a pure dict of arrays, or of the letters of their dimensions
 
 def learning_rate(cfg: OptimizerConfig, num_steps: int, peak: float) -> optax.Schedule:
     """Returns the schedule: linear warm-up to `peak`, then decay to its final fraction."""
-    rest = max(num_steps - cfg.warmup_steps, 1)
+    warmup_steps = cfg.warmup(num_steps)
+    rest = max(num_steps - warmup_steps, 1)
     end = peak * cfg.final_fraction
     after = {
         "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=cfg.final_fraction),
         "linear": lambda: optax.linear_schedule(peak, end, rest),
         "constant": lambda: optax.constant_schedule(peak),
     }[cfg.schedule]()
-    if not cfg.warmup_steps:
+    if not warmup_steps:
         return after
-    warmup = optax.linear_schedule(0.0, peak, cfg.warmup_steps)
-    return optax.join_schedules([warmup, after], [cfg.warmup_steps])
+    warmup = optax.linear_schedule(0.0, peak, warmup_steps)
+    return optax.join_schedules([warmup, after], [warmup_steps])
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ def train_step(
     return state, Metrics(
         loss=loss_parts.nll,
         balance=loss_parts.balance,
+        router_entropy=loss_parts.entropy,
         load_LE=loss_parts.load_LE,
         dropped_L=loss_parts.dropped_L,
         gradient_norm=norm,
@@ -75,11 +76,11 @@ def sum_shares(
 ) -> tuple[LossParts, list[jax.Array]]:
     """Sums the loss's shares and other scalars over all devices. Wire: one sum."""
     ahead = [] if loss_parts.ahead is None else [loss_parts.ahead]
-    shares = jnp.stack([loss_parts.nll, loss_parts.balance, *others, *ahead])
-    nll, balance, *sums = wire.all_reduce(shares, layout.mesh_axes)
+    shares = jnp.stack([loss_parts.nll, loss_parts.balance, loss_parts.entropy, *others, *ahead])
+    nll, balance, entropy, *sums = wire.all_reduce(shares, layout.mesh_axes)
     if ahead:
         loss_parts = loss_parts._replace(ahead=sums.pop())
-    return loss_parts._replace(nll=nll, balance=balance), sums
+    return loss_parts._replace(nll=nll, balance=balance, entropy=entropy), sums
 
 
 def loss_gradients(
@@ -87,7 +88,7 @@ def loss_gradients(
 ) -> tuple[Tree, LossParts, Reduction]:
     """Returns gradients of the whole batch, the loss's parts, and the new codec state.
 
-    `nll` and `balance` are this device's shares. The caller sums them over devices.
+    `nll`, `balance` and `entropy` are this device's shares. The caller sums them over devices.
     """
     micro_batches = model.cfg.train.micro_batches
     whole = None
@@ -149,7 +150,7 @@ def _no_parts(state: TrainState, *, ahead: bool) -> LossParts:
     L, E = sum(map(len, biases)), biases[0].shape[1] if biases else 1
     zero = jnp.zeros((), jnp.float32)
     load_LE, dropped_L = jnp.zeros((L, E), jnp.int32), jnp.zeros((L,), jnp.int32)
-    return LossParts(zero, zero, load_LE, dropped_L, zero if ahead else None)
+    return LossParts(zero, zero, zero, load_LE, dropped_L, zero if ahead else None)
 
 
 class NumTargets(NamedTuple):

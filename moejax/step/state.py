@@ -42,6 +42,7 @@ class Metrics(NamedTuple):
 
     loss: jax.Array  # nats per target
     balance: jax.Array  # load-balance loss, 1 when even
+    router_entropy: jax.Array  # of a token's scores, over its largest; mean over tokens and layers
     load_LE: jax.Array  # assignments to each expert of each expert layer
     dropped_L: jax.Array
     gradient_norm: jax.Array  # before clipping

@@ -14,6 +14,7 @@ from moejax.errors import STOPPED, InputError, exit_code
 
 EPILOG = """\
 examples:
+  moejax train --config tiny                         # a config that comes with moejax
   python -m moejax.train --config configs/tiny.py
   python -m moejax.train --config configs/tiny.py --config.mesh.expert=2 --config.run_dir=runs/b
   python -m moejax.train --config configs/mixtral_8x7b.py --dry_run
@@ -27,25 +28,34 @@ stops, twice stops at once. Exit codes: 0 done, 2 bad input, 3 stopped before th
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Splits the command line into flags and `--config.a.b=value` overrides."""
     rest, overrides = split_overrides(argv)
-    parser = argparse.ArgumentParser(
+    return parser().parse_args(rest), overrides
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    command = argparse.ArgumentParser(
         prog="moejax train",
         description="Trains a Mixture-of-Experts language model.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="Python (get_config), YAML or JSON file")
-    parser.add_argument(
+    command.add_argument(
+        "--config",
+        metavar="FILE",
+        help="Python (get_config), YAML or JSON file; or a name, as tiny",
+    )
+    command.add_argument(
         "--config.FIELD", metavar="VALUE", dest="_", help="override a setting; see --settings"
     )
-    parser.add_argument("--settings", action="store_true", help="list every setting and exit")
-    parser.add_argument("--print_config", action="store_true", help="print the config and exit")
-    parser.add_argument(
+    command.add_argument("--settings", action="store_true", help="list every setting and exit")
+    command.add_argument("--print_config", action="store_true", help="print the config and exit")
+    command.add_argument(
         "--dry_run",
         action="store_true",
         help="check everything, trace the step, print sizes and collectives, and exit",
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
-    return parser.parse_args(rest), overrides
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +72,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print_settings(console)
         return 0
     if args.config is None:
-        raise InputError("no config. Got none. A run needs a file. Add --config configs/tiny.py.")
+        raise InputError(
+            "no config. Got none. A run needs one. "
+            "Add --config tiny, or a file such as configs/tiny.py."
+        )
     cfg = load_config(args.config, overrides)
     check(cfg)
     if args.print_config:

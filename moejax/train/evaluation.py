@@ -1,5 +1,6 @@
 """Evaluation on held-out text during a run and at its end, and a sampled text."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -67,7 +68,17 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
     held_out = run.inputs.held_out
     if held_out is None:
         return
-    found = score(run.train_step, state, held_out, limit=limit, processes=run.processes)
+    done = itertools.count(1)
+    whole = limit is None
+    with run.display.busy(f"evaluating {'all ' * whole}held-out text", plain=whole) as tell:
+        found = score(
+            run.train_step,
+            state,
+            held_out,
+            limit=limit,
+            processes=run.processes,
+            progress=lambda: tell(f"{next(done)} batches"),
+        )
     values = {"nats_per_token": found.nats_per_token}
     if (bits := found.bits_per_byte(held_out)) is not None:
         values["bits_per_byte"] = bits
@@ -87,15 +98,16 @@ def finish(run: Run, state: TrainState) -> None:
         # The prompt starts with eos, as a training document does.
         tokenizer = run.inputs.tokenizer
         prompt = [tokenizer.eos_id, *tokenizer.encode(run.cfg.train.sample_prompt)]
-        tokens = sample(
-            run.train_step,
-            state,
-            prompt,
-            length=length,
-            allowed=run.inputs.vocab_size,
-            seed=run.cfg.train.seed,
-            processes=run.processes,
-        )
+        with run.display.busy("sampling a text"):
+            tokens = sample(
+                run.train_step,
+                state,
+                prompt,
+                length=length,
+                allowed=run.inputs.vocab_size,
+                seed=run.cfg.train.seed,
+                processes=run.processes,
+            )
         run.console.rule("sample", align="left")
         run.console.print(tokenizer.decode(tokens), markup=False, highlight=False)
         if len(tokens) < len(prompt) + length:

@@ -1,19 +1,19 @@
-"""Metrics of training, and their outputs: JSONL, TensorBoard, the screen."""
+"""Metrics of training, and where they are recorded: JSONL and TensorBoard."""
 
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from moejax.runtime.event_log import EventLog
 from moejax.step.state import Metrics
 from moejax.train.board import Board
+from moejax.train.trackers import Trackers
 
 # Values that an evaluation records, and their display.
 EVALUATED = {"bits_per_byte": "{:.3f} bits per byte", "nats_per_token": "{:.4f} nats per token"}
@@ -29,9 +29,11 @@ class Report:
     flops_per_second: float  # of the model, without recomputation
     share_of_peak: float  # share of the measured peak of a large matrix product
     balance: float  # load-balance loss: 1 is even
+    router_entropy: float  # of a token's scores, over its largest: 1 tells no experts apart
     busiest_expert: float  # largest load of an expert over the mean, worst layer
     dropped: list[int]  # assignments dropped in the step, by expert layer
     gradient_norm: float
+    learning_rate: float  # of this step's update
     skipped: int  # updates skipped so far because they were not finite
     seconds_left: float
     ahead_loss: float | None = None  # of `model.predict_ahead`, nats per target; None without
@@ -53,10 +55,17 @@ class Meter:
     """Turns step metrics into reports. The clock starts when the first step is done."""
 
     def __init__(
-        self, *, tokens_per_step: int, flops_per_token: int, peak: float, num_steps: int
+        self,
+        *,
+        tokens_per_step: int,
+        flops_per_token: int,
+        peak: float,
+        num_steps: int,
+        schedule: Callable[[int], Any],
     ) -> None:
+        """Takes the schedule of learning rates, by the updates that were applied before."""
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
-        self.peak, self.num_steps = peak, num_steps
+        self.peak, self.num_steps, self.schedule = peak, num_steps, schedule
         self.started: tuple[float, int] | None = None
         self._paused = 0.0
 
@@ -77,6 +86,7 @@ class Meter:
         per_second = (step - first) / seconds
         tokens = per_second * self.tokens_per_step
         load_LE = np.asarray(metrics.load_LE, np.float64)
+        skipped = int(metrics.skipped)
         busiest = float((load_LE.max(axis=1) / load_LE.mean(axis=1)).max()) if load_LE.size else 1.0
         return Report(
             step=step,
@@ -85,10 +95,12 @@ class Meter:
             flops_per_second=tokens * self.flops_per_token,
             share_of_peak=tokens * self.flops_per_token / self.peak,
             balance=float(metrics.balance),
+            router_entropy=float(metrics.router_entropy),
             busiest_expert=busiest,
             dropped=[int(n) for n in np.asarray(metrics.dropped_L)],
             gradient_norm=float(metrics.gradient_norm),
-            skipped=int(metrics.skipped),
+            learning_rate=float(self.schedule(max(step - 1 - skipped, 0))),
+            skipped=skipped,
             seconds_left=(self.num_steps - step) / per_second if per_second else 0.0,
             ahead_loss=None if metrics.ahead is None else float(metrics.ahead),
         )
@@ -103,50 +115,12 @@ def held_out_text(values: Mapping[str, float | None]) -> str:
     )
 
 
-class Display:
-    """One live line on a terminal, plain lines elsewhere. A context manager."""
-
-    def __init__(self, console: Console, num_steps: int, first_step: int):
-        self.console, self.num_steps = console, num_steps
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
-            self._progress = Progress(*columns, console=console)
-            self._task = self._progress.add_task("compiling", total=num_steps, completed=first_step)
-
-    def __enter__(self) -> "Display":
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def step(self, step: int) -> None:
-        """Moves the bar."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
-
-    def show(self, report: Report) -> None:
-        """Shows a report."""
-        line = report.line(self.num_steps)
-        if self._progress is None:
-            self.console.print(line, highlight=False, soft_wrap=True)
-        else:
-            self._progress.update(self._task, completed=report.step, description=line)
-
-    def note(self, text: str) -> None:
-        """Prints a line that stays."""
-        console = self.console if self._progress is None else self._progress.console
-        console.print(text, highlight=False, soft_wrap=True)
-
-
 class Records:
-    """Writes reports and events to `metrics.jsonl` and TensorBoard."""
+    """Writes reports and events to `metrics.jsonl` and TensorBoard, and tells trackers."""
 
-    def __init__(self, run_dir: Path, *, written: bool = True):
+    def __init__(self, run_dir: Path, *, written: bool = True, trackers: Trackers | None = None):
         """Takes whether this process writes: only process 0 does."""
+        self.trackers = trackers or Trackers({})
         self._events = EventLog(run_dir / "metrics.jsonl" if written else Path(os.devnull))
         self._board = Board(run_dir / "tensorboard") if written else None
 
@@ -163,12 +137,21 @@ class Records:
         self._events.write(event, step=step, **values)
         self._draw(event, step, {n: v for n, v in values.items() if isinstance(v, int | float)})
 
+    def start(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Records what a start or resume is (`start_record.describe_start`)."""
+        self._events.write("start", step=step, **facts)
+
     def _draw(self, group: str, step: int, values: Mapping[str, float]) -> None:
         if self._board is not None:
-            self._board.add(step, {f"{group}/{name}": value for name, value in values.items()})
+            named = {f"{group}/{name}": float(value) for name, value in values.items()}
+            self._board.add(step, named)
+            if named:
+                self.trackers.log(step, named)
 
-    def close(self) -> None:
-        """Closes both."""
+    def close(self) -> list[str]:
+        """Closes all. Returns what trackers failed to do, in words."""
+        self.trackers.close()
         if self._board is not None:
             self._board.close()
         self._events.close()
+        return self.trackers.problems()

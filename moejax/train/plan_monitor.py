@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moejax.plan.cluster.topology import Topology
+from moejax.plan.probe.timer import ProgressFn
 from moejax.plan.search.file import Plan
 
 WITHIN = (0.8, 1.25)  # accepted range of measured over predicted
@@ -16,18 +17,26 @@ class PlanMismatch:
 
     Attributes:
       text: one line for the user.
-      topology: links and rates as they are now.
+      topology: links and rates as they are now; None if they were not measured.
     """
 
     text: str
-    topology: Topology
+    topology: Topology | None = None
 
 
 class PlanMonitor:
     """Compares reports with the plan. Reports one mismatch at most."""
 
-    def __init__(self, plan: Plan, topology: Topology, measure: Callable[[], Topology]):
-        """Takes a function that measures links again, which all processes call at the same step."""
+    def __init__(
+        self,
+        plan: Plan,
+        topology: Topology,
+        measure: Callable[[ProgressFn], Topology] | None = None,
+    ):
+        """Takes a function that measures links again, which all processes call at the same step.
+
+        Without it steps are compared only: measuring stops a run for a minute or more.
+        """
         self.predicted = float(plan.predicted["seconds"])
         self.terms = plan.predicted["terms"]
         self.topology, self.measure = topology, measure
@@ -40,26 +49,34 @@ class PlanMonitor:
         self._outside = 0 if low <= ratio <= high else self._outside + 1
         return self._outside >= WINDOW and not self._spoken
 
-    def mismatch(self, seconds_per_step: float) -> PlanMismatch:
-        """Measures again, and names the rate that changed most in the direction of the steps."""
+    def mismatch(self, seconds_per_step: float, progress: ProgressFn) -> PlanMismatch:
+        """Says how steps differ from the plan; where it may, measures again and says why.
+
+        The cause is the rate that changed most in the direction of the steps.
+        """
         self._spoken = True
-        now = self.measure()
         ratio = seconds_per_step / self.predicted
+        message = f"warning: a step takes {ratio:.2f} x what was predicted"
+        largest = max(self.terms, key=lambda term: self.terms[term])
+        if self.measure is None:
+            return PlanMismatch(
+                f"{message}; the plan's largest term is {largest}. To measure the links again and "
+                f"plan anew, stop the run and start it with --config.plan.replan=true"
+            )
+        now = self.measure(progress)
 
         def explains(row: tuple[str, float, float]) -> float:
             return row[1] / row[2] if ratio > 1 else row[2] / row[1]
 
         name, before, after = best = max(compare(self.topology, now), key=explains)
-        message = f"a step takes {ratio:.2f} x what was predicted"
         if explains(best) > WITHIN[1]:
             cause = f"{name} is {after:.3g} a second now, the plan has {before:.3g}"
         else:
-            largest = max(self.terms, key=lambda term: self.terms[term])
             cause = (
                 f"no link or rate explains it (the nearest, {name}, changed by "
                 f"{after / before - 1:+.0%}); the plan's largest term is {largest}"
             )
-        return PlanMismatch(f"warning: {message}: {cause}", now)
+        return PlanMismatch(f"{message}: {cause}", now)
 
 
 def compare(before: Topology, after: Topology) -> list[tuple[str, float, float]]:

@@ -12,10 +12,13 @@ from moejax.config.checks.planned import MODES, check_nodes, is_planned, pinned
 from moejax.config.fields import change, get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError, write_whole
-from moejax.plan.cluster.file import load_topology, write_topology
+from moejax.plan.cluster.file import from_json, load_topology, to_text, write_topology
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.probe.measure import Effort, probe
+from moejax.plan.probe.show import ProgressLine
+from moejax.plan.probe.timer import ProgressFn
+from moejax.plan.report.page import write_report
 from moejax.plan.report.tables import plan_text
 from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
 from moejax.plan.search.search import search
@@ -23,7 +26,7 @@ from moejax.plan.search.space import Limits
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import platform_of
 
-PLAN, TOPOLOGY = "plan.json", "topology.json"  # in the run directory
+PLAN, TOPOLOGY, PAGE = "plan.json", "topology.json", "plan.html"  # in the run directory
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,10 @@ def plan_run(
             return _planned(plan, cfg, topology, ())
     if len(devices) == 1:
         return RunPlan(change(cfg, {"mesh.replica": 1}))
-    topology, notes = _topology(cfg, devices, processes, console, measured)
+    topology, notes = _topology(cfg, devices, processes, measured)
+    if processes.first:  # before the search, so that the next start need not measure
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_topology(topology, run_dir / TOPOLOGY)
     limits = Limits(
         devices=len(devices),
         nodes=cfg.mesh.nodes or topology.nodes,
@@ -104,11 +110,12 @@ def plan_run(
         codecs=cfg.plan.codecs,
         pinned=pinned(cfg),
     )
-    plan = processes.from_first(lambda: vars(_search(cfg, topology, limits, console)))
+    plan = processes.from_first(
+        lambda: vars(_search(cfg, topology, limits, console, run_dir / PAGE))
+    )
     chosen = Plan(**plan)
     if processes.first:
         save_plan(chosen, run_dir / PLAN)
-        write_topology(topology, run_dir / TOPOLOGY)
     return _planned(chosen, cfg, topology, notes)
 
 
@@ -141,7 +148,10 @@ def plan_dry(cfg: Config, devices: int) -> RunPlan:
     return _planned(plan, cfg, topology, ())
 
 
-def _search(cfg: Config, topology: Topology, limits: Limits, console: Console) -> Plan:
+def _search(
+    cfg: Config, topology: Topology, limits: Limits, console: Console, page: Path | None = None
+) -> Plan:
+    """Returns the best plan, and writes a page about the search if `page` is a path."""
     load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
     with console.status("planning") as status:
 
@@ -157,44 +167,58 @@ def _search(cfg: Config, topology: Topology, limits: Limits, console: Console) -
             seconds=cfg.plan.seconds,
             progress=progress,
         )
+        if page is not None:
+            progress("writing the page")
+            write_report(result, topology, load, page)
     return plan_from(result, topology, cfg.plan.routing)
 
 
 def _topology(
-    cfg: Config,
-    devices: Sequence[Any],
-    processes: Processes,
-    console: Console,
-    measured: Topology | None,
+    cfg: Config, devices: Sequence[Any], processes: Processes, measured: Topology | None
 ) -> tuple[Topology, tuple[str, ...]]:
-    """Returns the links to plan with: given, configured, or measured now."""
+    """Returns the links to plan with: given, configured, kept from an earlier start, or probed."""
     if measured is not None:
         return measured, ()
     if cfg.plan.topology is not None:
         topology = load_topology(cfg.plan.topology)
         _check_topology(cfg, topology, len(devices))
         return topology, ()
-    return measure(cfg, devices, processes, console)
+    path = Path(cfg.run_dir) / TOPOLOGY
+    kept = processes.from_first(lambda: _kept_links(cfg, path, devices))
+    if kept is not None:
+        note = f"links as an earlier start measured them: remove {path} to measure again"
+        return from_json(json.loads(kept), str(path)), (note,)
+    with ProgressLine(processes) as progress:
+        progress("measuring links and devices for the plan; plan.topology names known ones")
+        return measure(cfg, devices, processes, progress)
+
+
+def _kept_links(cfg: Config, path: Path, devices: Sequence[Any]) -> str | None:
+    """Returns the topology that an earlier start measured, as text, if it fits these devices."""
+    if not path.exists():
+        return None
+    topology = load_topology(str(path))
+    fits = (
+        topology.devices == len(devices)
+        and topology.device.name == devices[0].device_kind
+        and cfg.mesh.nodes in (None, topology.nodes)
+    )
+    return to_text(topology) if fits else None
 
 
 def measure(
-    cfg: Config, devices: Sequence[Any], processes: Processes, console: Console
+    cfg: Config, devices: Sequence[Any], processes: Processes, progress: ProgressFn
 ) -> tuple[Topology, tuple[str, ...]]:
     """Runs a quick probe. Returns its topology and warnings."""
-    with console.status("measuring links") as status:
-
-        def progress(text: str) -> None:
-            status.update(f"measuring links: {text}")
-
-        effort = Effort(quick=True, seconds=10.0)
-        return probe(
-            processes,
-            devices,
-            name="measured",
-            nodes=cfg.mesh.nodes,
-            effort=effort,
-            progress=progress,
-        )
+    effort = Effort(quick=True, seconds=10.0)
+    return probe(
+        processes,
+        devices,
+        name="measured",
+        nodes=cfg.mesh.nodes,
+        effort=effort,
+        progress=progress,
+    )
 
 
 def _check_topology(cfg: Config, topology: Topology, devices: int) -> None:

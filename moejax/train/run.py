@@ -8,9 +8,11 @@ from moejax.config.schema import Config
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import Checkpoints
+from moejax.train.display import Display
 from moejax.train.inputs import Inputs
-from moejax.train.metrics import Display, Records
+from moejax.train.metrics import Records
 from moejax.train.plan_monitor import PlanMismatch, PlanMonitor
+from moejax.train.start_record import ExpertLoads
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Run:
     console: Console
     processes: Processes = ALONE
     base: dict[str, str] | None = None  # identity of the frozen weights, with adapters
+    expert_loads: ExpertLoads | None = None  # in process 0, of a model with experts
     monitor: PlanMonitor | None = None  # if the run has a plan with known links
     mismatch: PlanMismatch | None = None  # the monitor's result, if a new plan is allowed
 

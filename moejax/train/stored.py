@@ -179,6 +179,12 @@ class StoredWeights:
             array = self._array(path, whole)
         return array[index].read().result()
 
+    def names(self) -> tuple[str, ...]:
+        """Returns the paths of all parameters and selection biases, in alphabetical order."""
+        keys = [key.decode() for key in self._keys.list().result()]
+        found = (key.removesuffix("/.zarray") for key in keys if key.endswith("/.zarray"))
+        return tuple(sorted({path.partition(".")[2] for path in found}))
+
     def _open(self, path: str, whole: tuple[bool, ...]) -> ts.TensorStore:
         """Opens an array, with a cache for pieces that its parts share.
 

@@ -59,6 +59,8 @@ def test_the_defaults_pass():
         {"data.source": "tokens", "data.train_files": ("a.bin",), "model.vocab_size": 100},
         {"data.source": "array_record", "data.train_files": ("a",), "data.eval_files": ("b",)},
         {"optimizer.warmup_steps": 200},
+        {"profile.start_step": 198, "profile.num_steps": 3},
+        {"optimizer.warmup_steps": 0.5, "train.num_steps": 3},
         {"train.seed": 2**32 - 1},
         {"train.micro_batches": 4, "mesh.fsdp": 8},
     ],
@@ -111,6 +113,14 @@ def test_settings_that_fit_together_pass(values):
         (
             {"optimizer.warmup_steps": 201},
             ["`optimizer.warmup_steps` = 201", "`train.num_steps` = 200"],
+        ),
+        (
+            {"profile.start_step": 199, "profile.num_steps": 3},
+            ["`profile.start_step` = 199", "end after `train.num_steps` = 200"],
+        ),
+        (
+            {"optimizer.warmup_steps": 1.5},
+            ["`optimizer.warmup_steps` = 1.5 is neither whole nor below 1"],
         ),
         ({"optimizer.beta2": 1.0}, ["`optimizer.beta2` = 1.0 must be below 1"]),
         ({"optimizer.name": "muon", "optimizer.muon_momentum": 1.0}, ["must be below 1"]),

@@ -199,3 +199,17 @@ def test_of_equal_experts_the_first_is_chosen_with_weight_one():
     routing = router.route(jnp.zeros((3, 4)), jnp.zeros(4), RouterConfig(), k=1)
     np.testing.assert_allclose(routing.weight_NK, 1.0)
     np.testing.assert_array_equal(routing.expert_NK, 0)  # of equals the first
+
+
+def test_entropy_is_one_where_scores_are_even_and_zero_where_one_expert_has_all():
+    def found(score_NE):
+        score_NE = jnp.asarray(score_NE, jnp.float32)
+        return float(in_one_device_map(lambda x: router.entropy(x, layout=ONE), score_NE))
+
+    assert found([[0.25] * 4]) == pytest.approx(1)
+    assert found([[0, 1.0, 0, 0]]) == 0
+    # Sigmoid scores do not sum to one: 2 and 2 of 4 are a half each, of four experts.
+    assert found([[2.0, 2.0, 0, 0], [0.25] * 4]) == pytest.approx((0.5 + 1) / 2)
+    assert found([[1.0]]) == 0  # a single expert: nothing to tell apart
+    gradient = jax.grad(lambda x: in_one_device_map(lambda x: router.entropy(x, layout=ONE), x))
+    assert not gradient(jnp.full((2, 4), 0.25)).any()

@@ -177,6 +177,7 @@ def test_the_loss_is_the_mean_over_targets_plus_the_routers_losses():
         score_SE=jnp.array([[[2.0, 2.0, 2.0, 2.0]], [[4.0, 4.0, 0.0, 0.0]]]),
         z=jnp.array([3.0, 5.0]),
         dropped=jnp.array([0, 3]),
+        entropy=jnp.array([1.0, 0.5]),
     )
     total = float(plain(*case))
     router = RouterConfig(balance_loss=0.5, z_loss=0.25)
@@ -188,6 +189,7 @@ def test_the_loss_is_the_mean_over_targets_plus_the_routers_losses():
     assert float(loss) == pytest.approx(total / 8 + routers, rel=1e-5)
     assert parts.load_LE.tolist() == [[2, 2, 2, 2], [8, 0, 0, 0]]
     assert parts.dropped_L.tolist() == [0, 3]
+    assert float(parts.entropy) == pytest.approx((1 + 0.5) / 2 / 2)
     # Over sequences the loss has counts of its own; what is reported is where tokens went.
     router = RouterConfig(balance_loss=0.5, z_loss=0.25, balance_over="sequence")
     counted = jnp.array([[[2, 2, 2, 2]], [[2, 2, 2, 2]]])

@@ -83,6 +83,14 @@ def test_the_rate_warms_up_and_then_follows_its_schedule(schedule, middle, end):
         assert float(rate(step)) == pytest.approx(wanted, rel=1e-6), step
 
 
+def test_a_warmup_below_one_is_a_share_of_the_run():
+    share, steps = (OptimizerConfig(warmup_steps=warmup) for warmup in (0.1, 11))
+    for step in range(0, 110, 7):
+        assert float(learning_rate(share, 110, 2.0)(step)) == float(
+            learning_rate(steps, 110, 2.0)(step)
+        )
+
+
 def test_cosine_and_line_differ_between_their_ends():
     cosine, line = (
         float(learning_rate(OptimizerConfig(schedule=s, warmup_steps=0), 100, 1.0)(25))

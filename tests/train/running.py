@@ -13,8 +13,9 @@ from moejax.data.tokenizer import ByteTokenizer
 from moejax.data.tokens import MemorySource
 from moejax.step.state import Metrics, Reduction, TrainState
 from moejax.train.checkpoint import Checkpoints
+from moejax.train.display import Display
 from moejax.train.inputs import Inputs
-from moejax.train.metrics import Display, Records
+from moejax.train.metrics import Records
 from moejax.train.run import Run
 from tests.cases import step_for
 
@@ -60,7 +61,13 @@ def metrics(*, loss=1.0, norm=1.0, skipped=0):
     """What a step gives, on the host."""
     none = np.zeros((0, 1), np.int32)
     return Metrics(
-        np.float32(loss), np.float32(1), none, none[:, 0], np.float32(norm), np.int32(skipped)
+        np.float32(loss),
+        np.float32(1),
+        np.float32(1),
+        none,
+        none[:, 0],
+        np.float32(norm),
+        np.int32(skipped),
     )
 
 

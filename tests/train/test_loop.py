@@ -10,9 +10,9 @@ import pytest
 from moejax.config.schema import CheckpointConfig
 from moejax.errors import DivergedError
 from moejax.runtime.processes import Processes
-from moejax.train.loop import run_steps
 from moejax.train.metrics import Meter
 from moejax.train.plan_monitor import PlanMismatch
+from moejax.train.steps import run_steps
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 from tests.train.running import initial_state, metrics
@@ -26,7 +26,13 @@ def config(num_steps, *, save_every=None, **train):
 
 
 def meter(cfg):
-    return Meter(tokens_per_step=1, flops_per_token=1, peak=1.0, num_steps=cfg.train.num_steps)
+    return Meter(
+        tokens_per_step=1,
+        flops_per_token=1,
+        peak=1.0,
+        num_steps=cfg.train.num_steps,
+        schedule=lambda updates: 0.0,
+    )
 
 
 @pytest.fixture

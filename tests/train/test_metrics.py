@@ -7,7 +7,8 @@ from rich.console import Console
 
 from moejax.step.state import Metrics
 from moejax.train import metrics
-from moejax.train.metrics import Display, Meter, Records
+from moejax.train.display import Display
+from moejax.train.metrics import Meter, Records
 
 
 class Clock:
@@ -31,6 +32,7 @@ def step_metrics(load=((1, 1, 1, 5), (2, 2, 2, 2)), loss=1.5):
     return Metrics(
         loss=jnp.array(loss),
         balance=jnp.array(1.25),
+        router_entropy=jnp.array(0.5),
         load_LE=jnp.array(load, jnp.int32).reshape(len(load), 4),
         dropped_L=jnp.array([0, 3], jnp.int32),
         gradient_norm=jnp.array(2.0),
@@ -39,7 +41,13 @@ def step_metrics(load=((1, 1, 1, 5), (2, 2, 2, 2)), loss=1.5):
 
 
 def meter():
-    return Meter(tokens_per_step=100, flops_per_token=50, peak=1e5, num_steps=30)
+    return Meter(
+        tokens_per_step=100,
+        flops_per_token=50,
+        peak=1e5,
+        num_steps=30,
+        schedule=lambda updates: updates / 100,
+    )
 
 
 def report(clock):
@@ -62,6 +70,9 @@ def test_what_the_step_measured_is_passed_on(clock):
     line = report(clock)
     assert (line.loss, line.balance, line.gradient_norm) == (1.5, 1.25, 2.0)
     assert (line.dropped, line.skipped) == ([0, 3], 1)
+    assert line.router_entropy == 0.5
+    # Of 14 steps one was skipped, so this update was the thirteenth.
+    assert line.learning_rate == pytest.approx(0.12)
     # Five of eight assignments against two on average, in the first of two layers.
     assert line.busiest_expert == pytest.approx(2.5)
 

@@ -15,6 +15,7 @@ from moejax.errors import InputError
 from moejax.plan.cluster.file import write_topology
 from moejax.plan.search.file import Plan, save_plan
 from moejax.runtime.processes import ALONE
+from moejax.train import planning
 from moejax.train.plan_monitor import WINDOW, PlanMonitor, compare
 from moejax.train.planning import PLAN, kept_plan, plan_dry, plan_run, save_expert_load
 from tests.cases import small_config
@@ -127,6 +128,29 @@ def test_a_dry_run_needs_known_links(cfg):
         plan_dry(change(cfg, {"plan.topology": None}), 8)
 
 
+def test_links_that_an_earlier_start_measured_are_not_measured_again(cfg, monkeypatch):
+    cfg = change(cfg, {"plan.topology": None})
+    fits = dataclasses.replace(cluster(), device=dataclasses.replace(cluster().device, name="cpu"))
+    measured = []
+
+    def measure(*_):
+        measured.append(fits)
+        return fits, ()
+
+    monkeypatch.setattr(planning, "measure", measure)
+    first = planned(cfg)
+    assert len(measured) == 1
+    again = planned(cfg)
+    assert len(measured) == 1
+    assert again.cfg == first.cfg
+    assert f"{Path(cfg.run_dir) / 'topology.json'}" in again.notes[0]
+    path = Path(cfg.run_dir) / "topology.json"
+    elsewhere = dataclasses.replace(cluster().device, name="another device")
+    write_topology(dataclasses.replace(cluster(), device=elsewhere), path)
+    planned(cfg)
+    assert len(measured) == 2
+
+
 def test_what_is_no_mode_is_refused(cfg):
     with pytest.raises(InputError, match="is not a planning mode"):
         check(change(cfg, {"plan.mode": "magic"}))
@@ -145,32 +169,41 @@ def plan_of(seconds):
 
 
 def test_steps_inside_the_window_are_not_doubted():
-    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=cluster)
+    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda _: cluster())
     assert not any(monitor.off(seconds) for seconds in (0.81, 1.24, 1.0) * WINDOW)
 
 
 def test_one_slow_report_is_not_enough_and_the_changed_link_is_named():
     slower = cluster(slow=2.5e6)
-    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda: slower)
+    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda _: slower)
     said = [monitor.off(seconds) for seconds in (2.0, 1.0, *(2.0,) * WINDOW)]
     assert said == [False] * (WINDOW + 1) + [True]
-    mismatch = monitor.mismatch(2.0)
+    mismatch = monitor.mismatch(2.0, print)
     assert "2.00 x what was predicted" in mismatch.text
     assert "over network" in mismatch.text
     assert mismatch.topology is slower
     assert not any(monitor.off(2.0) for _ in range(2 * WINDOW))  # it speaks once
 
 
+def test_links_are_measured_again_only_where_the_run_may_plan_again():
+    monitor = PlanMonitor(plan_of(1.0), cluster())
+    assert [monitor.off(2.0) for _ in range(WINDOW)][-1]
+    mismatch = monitor.mismatch(2.0, print)
+    assert mismatch.topology is None
+    assert "largest term is experts" in mismatch.text
+    assert "--config.plan.replan=true" in mismatch.text
+
+
 def test_unchanged_links_put_the_blame_on_the_model_of_the_step():
-    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=cluster)
-    assert "no link or rate explains it" in monitor.mismatch(3.0).text
+    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda _: cluster())
+    assert "no link or rate explains it" in monitor.mismatch(3.0, print).text
 
 
 def test_links_that_became_faster_do_not_explain_slower_steps():
-    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda: cluster(slow=1e8))
-    assert "no link or rate explains it" in monitor.mismatch(3.0).text
-    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda: cluster(slow=1e8))
-    assert "over network" in monitor.mismatch(0.3).text
+    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda _: cluster(slow=1e8))
+    assert "no link or rate explains it" in monitor.mismatch(3.0, print).text
+    monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda _: cluster(slow=1e8))
+    assert "over network" in monitor.mismatch(0.3, print).text
 
 
 def test_rates_are_compared_one_by_one():

@@ -98,14 +98,37 @@ def _check_data(cfg: Config) -> None:
             f"`data.train_files` is empty, but `data.source` is {cfg.data.source}. Name token "
             "files or globs, or set data.source=stdlib.",
         )
+    weights, files = cfg.data.train_weights, cfg.data.train_files
+    require(
+        not weights or len(weights) == len(files),
+        f"`data.train_weights` has {len(weights)} numbers for {len(files)} entries of "
+        "`data.train_files`. Each entry needs one. Write as many, or none.",
+    )
+    require(
+        all(weight > 0 for weight in weights),
+        f"`data.train_weights` has {short(list(weights))}. A weight is above 0. Leave out files "
+        "that give nothing.",
+    )
 
 
 def _check_training(cfg: Config) -> None:
     optimizer, train = cfg.optimizer, cfg.train
     require(
-        optimizer.warmup_steps <= train.num_steps,
-        f"`optimizer.warmup_steps` = {optimizer.warmup_steps} is more than `train.num_steps` = "
-        f"{train.num_steps}. Lower the warm-up or train longer.",
+        optimizer.warmup_steps < 1 or optimizer.warmup_steps % 1 == 0,
+        f"`optimizer.warmup_steps` = {optimizer.warmup_steps} is neither whole nor below 1. It "
+        "counts steps, or is a share of the run. Write 20, or 0.1 for a tenth of the run.",
+    )
+    require(
+        optimizer.warmup(train.num_steps) <= train.num_steps,
+        f"`optimizer.warmup_steps` = {optimizer.warmup_steps:g} is more than `train.num_steps` = "
+        f"{train.num_steps}. Lower the warm-up (0.1 is a tenth of the run) or train longer.",
+    )
+    profile, last = cfg.profile, train.num_steps
+    require(
+        profile.start_step is None or profile.start_step + profile.num_steps - 1 <= last,
+        f"`profile.start_step` = {profile.start_step} and "
+        f"`profile.num_steps` = {profile.num_steps} end after `train.num_steps` = {last}. "
+        "Profile earlier or fewer steps, or train longer.",
     )
     for name in ("beta1", "beta2", "muon_momentum"):
         require(

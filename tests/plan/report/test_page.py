@@ -15,8 +15,8 @@ from moejax.plan.price.terms import terms
 from moejax.plan.report import page as report
 from moejax.plan.report.page import SCRIPT, TEMPLATE, embed, write_report
 from moejax.plan.search.search import SearchResult
+from tests.browser import open_browser, opened_pages
 from tests.cases import small_config
-from tests.plan.report.browser import open_browser, opened_pages
 
 # Nothing here depends on which JAX there is.
 pytestmark = pytest.mark.slow
@@ -223,7 +223,7 @@ def browser():
 @pytest.fixture
 def tab(browser, page):
     """Opens the page at a size; it must have said nothing on the console when the test ends."""
-    with opened_pages(browser, page) as open_page:
+    with opened_pages(browser, page, ".panel svg rect") as open_page:
         yield open_page
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import time
 
 import pytest
 
@@ -22,9 +23,21 @@ def open_browser():
         browser.close()
 
 
+def wait_until(opened, script: str, seconds: float = 20.0) -> None:
+    """Waits until a script is true; Playwright's own wait needs what the page's policy forbids."""
+    until = time.monotonic() + seconds
+    while not opened.evaluate(script):
+        assert time.monotonic() < until, f"never true: {script}"
+        time.sleep(0.05)
+
+
 @contextlib.contextmanager
-def opened_pages(browser, path):
-    """Yields a function that opens the file; no page may write to the console or load from afar."""
+def opened_pages(browser, path, ready):
+    """Yields a function that opens the file; no page may write to the console or load from afar.
+
+    Args:
+      ready: selector of what is there when the page is drawn.
+    """
     said: list[str] = []
     contexts = []
 
@@ -42,7 +55,7 @@ def opened_pages(browser, path):
         opened.on("pageerror", lambda error: said.append(str(error)))
         opened.on("request", lambda request: ask(request.url))
         opened.goto(path.as_uri())
-        opened.wait_for_selector(".panel svg rect")
+        opened.wait_for_selector(ready)
         return opened
 
     yield open_page

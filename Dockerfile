@@ -1,0 +1,23 @@
+# moejax for NVIDIA GPUs: JAX's wheels bring CUDA, so the image needs the driver of the host alone.
+#
+#   docker build -t moejax .
+#   docker run --gpus all -v "$PWD/runs:/work/runs" moejax train --config tiny
+FROM python:3.13-slim-bookworm
+
+# g++ compiles the CPU exchange (moejax/comm/exchange.cc) when it is first used.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/moejax
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY configs ./configs
+COPY moejax ./moejax
+RUN pip install --no-cache-dir '.[cuda13,data,hf]' --constraint constraints.txt
+
+# Runs and caches belong to a user who is not root.
+RUN useradd --create-home moejax && mkdir /work && chown moejax /work
+USER moejax
+WORKDIR /work
+ENTRYPOINT ["moejax"]
+CMD ["--help"]

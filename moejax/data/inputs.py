@@ -1,0 +1,150 @@
+"""The files that `moejax prepare` reads: found in directories, decompressed, or from stdin."""
+
+import gzip
+import io
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moejax.errors import InputError
+
+STDIN = "-"
+COMPRESSED = (".gz", ".zst")
+TEXT = (".txt", ".text", ".md", ".rst")
+ROWS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class InputFiles(NamedTuple):
+    """Files in the order in which they are read, and how many others their directories hold."""
+
+    paths: list[Path]
+    num_left_out: int = 0
+
+
+def find_inputs(names: Sequence[str], scratch: Path, stdin_format: str = "text") -> InputFiles:
+    """Returns the files that arguments name.
+
+    Args:
+      names: files; directories, of which files with known endings are taken, in sorted order; and
+        at most one `-`, standard input.
+      scratch: directory that standard input is copied to, because text is read twice.
+      stdin_format: "text" or "jsonl".
+
+    Raises:
+      InputError: if a name is no file or directory, or a directory holds nothing to read.
+    """
+    paths: list[Path] = []
+    num_left_out = 0
+    for name in names:
+        path = Path(name)
+        if name == STDIN:
+            paths.append(_standard_input(scratch, stdin_format))
+        elif path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.is_file())
+            taken = [p for p in inside if _is_known(p)]
+            if not taken:
+                raise InputError(
+                    f"nothing to read. {path} holds {len(inside)} files, none with an ending of "
+                    f"{', '.join((*TEXT, *ROWS))} (.gz, .zst behind). Other files are read where "
+                    f"they are named one by one."
+                )
+            num_left_out += len(inside) - len(taken)
+            paths += taken
+        elif path.is_file():
+            paths.append(path)
+        else:
+            raise InputError(
+                f"no input file. {path} does not exist. Every argument must name a file, a "
+                f"directory, or - for standard input. Check the path."
+            )
+    if len({path.resolve() for path in paths}) < len(paths):
+        resolved = [path.resolve() for path in paths]
+        twice = next(p for p, r in zip(paths, resolved, strict=True) if resolved.count(r) > 1)
+        raise InputError(
+            f"an input file is named twice. {twice} would be learned twice. Each file is read "
+            f"once. Name it once, or the directory alone."
+        )
+    return InputFiles(paths, num_left_out)
+
+
+def _is_known(path: Path) -> bool:
+    return not path.name.startswith(".") and (kind_of(path) != "text" or _ending(path) in TEXT)
+
+
+def _ending(path: Path) -> str:
+    """Returns the ending of what a file holds, without that of its compression."""
+    bare = path.with_suffix("") if path.suffix in COMPRESSED else path
+    return bare.suffix.lower()
+
+
+def kind_of(path: Path) -> str:
+    """Returns "jsonl", "parquet" or "text"."""
+    return ROWS.get(_ending(path), "text")
+
+
+def _standard_input(scratch: Path, stdin_format: str) -> Path:
+    """Copies standard input to a file. Returns its path."""
+    path = scratch / f"standard-input{'.jsonl' if stdin_format == 'jsonl' else ''}"
+    with path.open("xb") as opened:
+        shutil.copyfileobj(sys.stdin.buffer, opened)
+    return path
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
+    """Opens a file's bytes, decompressed, without a byte-order mark.
+
+    Raises:
+      InputError: if it is damaged, or compressed in a way that needs a package that is missing.
+    """
+    with path.open("rb") as raw:
+        opened = raw if path.suffix not in COMPRESSED else _decompressed(path, raw)
+        try:
+            if opened.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
+                opened.read(len(BYTE_ORDER_MARK))
+            yield opened
+        except (gzip.BadGzipFile, EOFError, zlib.error, _ZstdError) as error:
+            raise InputError(
+                f"a compressed file is damaged. {path}: {error}. It must be whole. Copy it again."
+            ) from error
+
+
+def _decompressed(path: Path, raw: io.BufferedReader) -> io.BufferedReader:
+    """Returns a reader of a compressed file's content."""
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise InputError(
+            f"pyarrow is missing. {path} is compressed by zstd. It comes with an extra. Run "
+            f"pip install 'moejax[data]'."
+        ) from error
+    return io.BufferedReader(_Zstd(pyarrow.input_stream(raw, compression="zstd")))
+
+
+class _ZstdError(Exception):
+    """A file that zstd cannot read to its end."""
+
+
+class _Zstd(io.RawIOBase):
+    """A stream of pyarrow, whose errors are told from those of the disk."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self._stream.readinto(buffer)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise _ZstdError(str(error)) from error

@@ -1,0 +1,68 @@
+"""The command `moejax report`."""
+
+import argparse
+from pathlib import Path
+
+from moejax.errors import InputError, exit_code
+from moejax.report.page import write_report
+from moejax.report.serve import LOOPBACK, Server
+
+EPILOG = """\
+examples:
+  moejax report runs/tiny --out report.html          # one page that needs nothing else
+  moejax report runs/a runs/b --out compared.html    # several runs beside each other
+  moejax report runs/tiny --live                     # follows the run; open the printed address
+
+The page holds what docs/formats/metrics.md lists. Serving to other machines needs --host; the
+printed address then carries a token, without which nothing is shown.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    command = argparse.ArgumentParser(
+        prog="moejax report",
+        description="Shows what runs did: curves, experts' load, plan, traffic, events, config.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="of a run")
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the page there")
+    command.add_argument("--live", action="store_true", help="serve the page, and follow the runs")
+    command.add_argument("--port", type=int, default=8421, help="with --live; 0: a free one")
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="with --live: address to listen on, if not this machine's own",
+    )
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    return command
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command. Returns the exit code."""
+    args = parser().parse_args(argv)
+    stopped = "nothing of the runs was changed"
+    return exit_code(lambda: run(args), stopped=stopped, debug=args.debug, files=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the page, or serves it until Ctrl-C."""
+    if args.live == (args.out is not None):
+        raise InputError(
+            "where should the page go? Got "
+            + ("--out and --live. " if args.live else "neither. ")
+            + "It is written with --out FILE or served with --live. Choose one."
+        )
+    if args.out is not None:
+        write_report(args.run_dir, args.out)
+        print(f"wrote {args.out}: open it in a browser")
+        return 0
+    if not 0 <= args.port <= 65535:
+        raise InputError(f"no such port. {args.port}. Ports are 0 to 65535. Choose another --port.")
+    with Server(args.run_dir, args.host, args.port) as server:
+        if args.host not in LOOPBACK:
+            print("others can reach this address; whoever has the token sees the runs")
+        print(f"following {len(args.run_dir)} run(s) at {server.url} (Ctrl-C ends)", flush=True)
+        server.serve_forever()
+    return 0

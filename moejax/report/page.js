@@ -1,0 +1,442 @@
+"use strict";
+// Draws the page from the data that Python embedded. Every string becomes a text node or goes through `safe`.
+const given = JSON.parse(document.getElementById("data").textContent);
+const main = document.querySelector("main");
+const COLOURS = ["#2b78d4", "#d9822b", "#12908f", "#8656c4", "#c2452d", "#468f35", "#a8812f", "#c0458f"];
+const touch = matchMedia("(pointer: coarse)").matches;
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const safe = (text) => echarts.format.encodeHTML(String(text));
+
+function el(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value != null) node.setAttribute(name, value);
+  }
+  node.append(...children.flat(Infinity).filter((child) => child != null));
+  return node;
+}
+function table(head, rows) {
+  const cell = (tag) => (value, place) => value instanceof Element && value.matches("td") ? value
+    : el(tag, { class: head[place].number ? "num" : null }, value);
+  return el("div", { class: "wide" }, el("table", {},
+    el("thead", {}, el("tr", {}, head.map((one, place) => cell("th")(one.name, place)))),
+    el("tbody", {}, rows.map((row) => el("tr", {}, row.map(cell("td")))))));
+}
+const names = (...all) => all.map((name) => ({ name: name.replace(/#$/, ""), number: name.endsWith("#") }));
+function section(title, caption, ...children) {
+  main.append(el("section", {}, el("h2", {}, title), el("p", { class: "caption" }, caption), ...children));
+}
+
+// Numbers as people read them.
+const round = (value, digits = 4) => Number.isFinite(value)
+  ? Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 12 }) : "not finite";
+const small = (value) => value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(2) : round(value);
+function scaled(value, units, step) {
+  let place = 0;
+  while (place < units.length - 1 && Math.abs(value) >= step ** (place + 1) * 0.9995) place += 1;
+  return `${round(value / step ** place, 3)} ${units[place]}`.trim();
+}
+const bytes = (value) => scaled(value, ["B", "KiB", "MiB", "GiB", "TiB"], 1024);
+const many = (value) => scaled(value, ["", "thousand", "million", "billion", "trillion"], 1000);
+const seconds = (value) => value < 1 ? `${round(value * 1e3, 3)} ms` : value < 120 ? `${round(value, 3)} s`
+  : value < 7200 ? `${round(value / 60, 3)} min` : `${round(value / 3600, 3)} h`;
+const percent = (share) => `${round(share * 100, 3)} %`;
+
+function numbers(text, kind) {
+  const raw = atob(text), data = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i += 1) data[i] = raw.charCodeAt(i);
+  return new kind(data.buffer);
+}
+
+// Runs: columns become typed arrays; `at(run, name, i)` gives the place of a value on the axis that is shown.
+function unpack(data) {
+  return data.runs.map((run, place) => {
+    const columns = Object.fromEntries(Object.entries(run.columns).map(([name, one]) =>
+      [name, { steps: numbers(one.steps, Float64Array), values: numbers(one.values, Float64Array) }]));
+    const experts = run.experts && { ...run.experts, values: numbers(run.experts.values, Uint16Array) };
+    return { ...run, columns, experts, colour: COLOURS[place % COLOURS.length] };
+  });
+}
+let runs = unpack(given);
+const view = { axis: "steps", smooth: 0, from: 0, to: 100 };
+
+// The time of a step, from the nearest report: hours since the run's first line.
+function hours(run, step) {
+  const clock = run.columns.time;
+  if (!clock) return NaN;
+  let low = 0, high = clock.steps.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (clock.steps[middle] < step) low = middle + 1; else high = middle;
+  }
+  return (clock.values[low] - clock.values[0]) / 3600;
+}
+const tokens = (run) => (run.config["train.batch_sequences"] ?? NaN) * (run.config["data.sequence_length"] ?? NaN);
+const AXES = {
+  steps: { name: "step", of: (_, step) => step },
+  tokens: { name: "tokens", of: (run, step) => step * tokens(run) },
+  hours: { name: "hours since the first report", of: hours },
+};
+const place = (run, step) => AXES[view.axis].of(run, step);
+
+// Exponential moving average whose first values are not pulled towards zero; what is not a number is passed over.
+function smoothed(values, weight) {
+  if (!weight) return values;
+  const out = new Float64Array(values.length);
+  let mean = 0, count = 0;
+  for (let i = 0; i < values.length; i += 1) {
+    if (Number.isFinite(values[i])) {
+      mean = weight * mean + (1 - weight) * values[i];
+      count = weight * count + (1 - weight);
+    }
+    out[i] = Number.isFinite(values[i]) ? mean / count : NaN;
+  }
+  return out;
+}
+
+const shownCharts = [];
+function points(run, name, weight) {
+  const column = run.columns[name];
+  const values = smoothed(column.values, weight), flat = new Float64Array(2 * values.length);
+  for (let i = 0; i < values.length; i += 1) {
+    flat[2 * i] = place(run, column.steps[i]);
+    flat[2 * i + 1] = values[i];
+  }
+  return flat;
+}
+function line(run, name, label, more = {}) {
+  return { name: `${label}${runs.length > 1 ? `, ${run.name}` : ""}`, type: "line", data: points(run, name, more.weight ?? 0),
+    dimensions: ["x", label], showSymbol: run.columns[name].steps.length < 2, symbolSize: 5, sampling: "lttb", animation: false,
+    connectNulls: false, lineStyle: { width: 1.6, ...more.lineStyle }, itemStyle: { color: more.colour ?? run.colour },
+    emphasis: { disabled: true }, silent: more.silent, tooltip: more.tooltip };
+}
+// What stands below the smoothed line, faint.
+const raw = (run, name, label) => line(run, name, label,
+  { lineStyle: { width: 1, opacity: 0.25 }, silent: true, tooltip: { show: false } });
+
+function extent() {
+  let high = 0;
+  for (const run of runs) for (const { steps } of Object.values(run.columns)) {
+    if (steps.length) high = Math.max(high, place(run, steps[steps.length - 1]) || 0);
+  }
+  return high || 1;
+}
+function marks() {
+  const wanted = { skipped: style("bad"), diverged: style("bad"), stopped: style("soft"), planning_again: style("accent") };
+  const data = [];
+  for (const run of runs) {
+    for (const one of run.events) if (wanted[one.event]) data.push({ xAxis: place(run, one.step), lineStyle: { color: wanted[one.event] } });
+    for (const one of run.starts.slice(1)) data.push({ xAxis: place(run, one.step), lineStyle: { color: style("accent") } });
+  }
+  return { silent: true, symbol: "none", label: { show: false }, lineStyle: { type: "dashed", width: 1 }, data: data.slice(-200) };
+}
+function base(unit, format, log) {
+  const soft = style("soft"), rule = style("line"), axis = { axisLine: { lineStyle: { color: rule } }, axisLabel: { color: soft }, splitLine: { lineStyle: { color: rule, opacity: 0.6 } } };
+  return {
+    animation: false, backgroundColor: "transparent", textStyle: { fontFamily: "system-ui, sans-serif", color: style("ink") },
+    grid: { left: 8, right: 14, top: 26, bottom: 4, containLabel: true },
+    tooltip: { trigger: "axis", confine: true, axisPointer: { type: "line", snap: false }, backgroundColor: style("card"), borderColor: rule,
+      textStyle: { color: style("ink"), fontSize: 12 }, formatter: (all) => tip(all, format) },
+    xAxis: { type: "value", min: 0, max: extent(), ...axis, splitLine: { show: false }, axisLabel: { color: soft, hideOverlap: true,
+      formatter: (value) => view.axis === "hours" ? round(value, 3) : scaled(value, ["", "k", "M", "G", "T"], 1000) } },
+    yAxis: { type: log ? "log" : "value", scale: true, name: unit, nameTextStyle: { color: soft, align: "left" }, ...axis,
+      axisLabel: { color: soft, formatter: (value) => format(value) } },
+    dataZoom: [{ type: "inside", start: view.from, end: view.to, zoomOnMouseWheel: "ctrl", moveOnMouseWheel: false,
+      moveOnMouseMove: "shift", preventDefaultMouseMove: false, filterMode: "filter" }],
+    toolbox: { show: true, itemSize: 0, feature: { dataZoom: { yAxisIndex: "none", brushStyle: { color: style("accent"), opacity: 0.15 } } } },
+  };
+}
+function tip(all, format) {
+  const shown = all.filter((one) => Number.isFinite(one.value?.[1]));
+  if (!shown.length) return "";
+  const head = `${AXES[view.axis].name} ${round(shown[0].value[0], 6)}`;
+  return [safe(head), ...shown.map((one) => `${one.marker} ${safe(one.seriesName)}: <b>${safe(format(one.value[1]))}</b>`)].join("<br>");
+}
+
+// One chart; it is made when it comes into view, and knows how to draw itself again.
+const coming = new IntersectionObserver((entries) => entries.filter((one) => one.isIntersecting).forEach(({ target }) => {
+  coming.unobserve(target);
+  target.chart.open();
+}), { rootMargin: "300px" });
+class Chart {
+  constructor(height, option, { zooms = true, label = "" } = {}) {
+    this.option = option;
+    this.zooms = zooms;
+    this.node = el("div", { class: `chart ${height}`, role: "img", "aria-label": label });
+    this.node.chart = this;
+    shownCharts.push(this);
+    coming.observe(this.node);
+  }
+  open() {
+    this.made = echarts.init(this.node, null, { renderer: "canvas" });
+    this.draw();
+    if (!this.zooms) return;
+    this.made.on("datazoom", (event) => zoomed(event.batch?.[0] ?? event));
+    this.made.getZr().on("dblclick", () => zoomTo(0, 100));
+    if (!touch) this.made.dispatchAction({ type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true });
+    this.made.group = "steps";
+    echarts.connect("steps");
+  }
+  draw() {
+    if (this.made) this.made.setOption(this.option(), { replaceMerge: ["series", "dataZoom"] });
+    if (this.made && this.zooms && !touch) {
+      this.made.dispatchAction({ type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true });
+    }
+  }
+}
+function zoomed(event) {
+  const full = extent();
+  view.from = event.start ?? (100 * event.startValue) / full;
+  view.to = event.end ?? (100 * event.endValue) / full;
+  reset.hidden = view.from <= 0 && view.to >= 100;
+}
+function zoomTo(start, end) {
+  view.from = start;
+  view.to = end;
+  reset.hidden = start <= 0 && end >= 100;
+  for (const one of shownCharts) if (one.zooms && one.made) one.made.dispatchAction({ type: "dataZoom", start, end }, { silent: true });
+}
+const redraw = () => shownCharts.forEach((one) => one.draw());
+new ResizeObserver(() => shownCharts.forEach((one) => one.made?.resize())).observe(document.body);
+dark.addEventListener("change", redraw);
+
+function headline() {
+  const [run] = runs, last = run.columns.loss?.steps.at(-1), wanted = run.config["train.num_steps"];
+  const title = runs.length === 1 ? run.name : `${runs.length} runs: ${runs.map((one) => one.name).join(", ")}`;
+  document.title = `${title} - moejax report`;
+  const far = runs.length > 1 ? "" : last == null ? "No step has been reported yet." :
+    `Step ${last.toLocaleString("en")}${wanted ? ` of ${wanted.toLocaleString("en")}` : ""}.`;
+  const damaged = runs.flatMap((one) => one.damaged.map((what) => `${one.name}: ${what}`));
+  main.append(el("p", { class: "eyebrow" }, "moejax report"), el("h1", {}, title), el("p", { class: "soft" }, far, el("span", { id: "news" })),
+    damaged.length ? el("details", {}, el("summary", { class: "warning" }, `${damaged.length} records could not be read`),
+      el("ul", {}, damaged.slice(0, 100).map((what) => el("li", {}, what)))) : null, tools());
+  if (runs.length > 1) main.append(el("ul", { class: "key" }, runs.map((one) => el("li", {},
+    el("i", { style: `background:${one.colour}` }), one.name))));
+}
+const reset = el("button", { onclick: () => zoomTo(0, 100), hidden: "" }, "whole run");
+function tools() {
+  const axes = Object.keys(AXES).filter((name) => name !== "tokens" || runs.every((run) => tokens(run) > 0));
+  const choose = el("select", { onchange: (event) => { view.axis = event.target.value; redraw(); } },
+    axes.map((name) => el("option", { value: name }, AXES[name].name)));
+  const slide = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: view.smooth,
+    oninput: (event) => { view.smooth = Number(event.target.value); redraw(); } });
+  const hint = touch ? "Pinch a chart to zoom." : "Drag over a chart to zoom all of them; double-click for the whole run.";
+  return el("div", { class: "tools" }, el("label", {}, "over", choose), el("label", {}, "smoothing", slide), reset, el("span", { class: "soft" }, hint));
+}
+
+const TRAINING = [
+  { name: "loss", title: "Loss", unit: "nats per target", also: [["held_out_nats_per_token", "held out"], ["ahead_loss", "tokens ahead"]] },
+  { name: "held_out_bits_per_byte", title: "Held-out text", unit: "bits per byte" },
+  { name: "learning_rate", title: "Learning rate", format: small, exact: true },
+  { name: "gradient_norm", title: "Gradient norm before clipping", log: true, format: small },
+];
+const SPEED = [
+  { name: "tokens_per_second", title: "Tokens a second", format: (v) => scaled(v, ["", "k", "M", "G"], 1000) },
+  { name: "share_of_peak", title: "Share of the measured peak", format: percent },
+  { name: "predicted_ratio", title: "Step time, measured over predicted", format: (v) => `${round(v, 3)} x` },
+];
+const ROUTING = [
+  { name: "balance", title: "Load-balance loss (1 is even)" },
+  { name: "router_entropy", title: "Router entropy (1: it tells no experts apart)" },
+  { name: "busiest_expert", title: "Busiest expert over the mean, worst layer", format: (v) => `${round(v, 3)} x` },
+  { name: "dropped", title: "Assignments dropped in a step", exact: true },
+];
+function curve({ name, title, unit = "", also = [], format = round, log = false, exact = false }) {
+  const all = [[name, title.split(",")[0].toLowerCase()], ...also];
+  const known = (run) => all.filter(([column]) => run.columns[column]?.steps.length);
+  if (!runs.some((run) => known(run).length)) return null;
+  const option = () => {
+    const weight = exact ? 0 : view.smooth, series = [];
+    for (const run of runs) known(run).forEach(([column, label], index) => {
+      const main = index === 0 || column !== all[index][0];
+      const colour = runs.length > 1 ? run.colour : COLOURS[all.findIndex(([one]) => one === column)];
+      const long = run.columns[column].steps.length > 30;
+      const lineStyle = main || runs.length === 1 ? {} : { type: "dashed" };
+      if (weight && long) series.push({ ...raw(run, column, label), itemStyle: { color: colour } });
+      series.push(line(run, column, label, { weight: long ? weight : 0, colour, lineStyle }));
+    });
+    if (series.length) series[0].markLine = marks();
+    return { ...base(unit, format, log), series };
+  };
+  return el("div", {}, el("h3", {}, title), new Chart("", option, { label: title }).node);
+}
+function curves(title, caption, charts) {
+  const made = charts.map(curve).filter(Boolean);
+  if (made.length) section(title, caption, el("div", { class: "grid" }, made));
+}
+
+function finals() {
+  const last = (run, name) => run.columns[name]?.values.at(-1);
+  const best = (run, name) => run.columns[name] && run.columns[name].values.reduce((least, v) => v < least ? v : least, Infinity);
+  const middle = (run, name) => {
+    const sorted = run.columns[name]?.values.filter(Number.isFinite).sort();
+    return sorted?.length ? sorted[sorted.length >> 1] : undefined;
+  };
+  const say = (value, format) => value == null ? "-" : format(value);
+  section("Where they stand", "The last value recorded; the middle one for speed.", table(
+    names("run", "step#", "loss#", "held out, nats per token#", "least#", "bits per byte#", "tokens a second#", "share of peak#", "starts#", "skipped#"),
+    runs.map((run) => [el("td", {}, el("i", { class: "swatch", style: `background:${run.colour}` }), run.name),
+      say(run.columns.loss?.steps.at(-1), (v) => v.toLocaleString("en")), say(last(run, "loss"), round),
+      say(last(run, "held_out_nats_per_token"), round), say(best(run, "held_out_nats_per_token"), round),
+      say(last(run, "held_out_bits_per_byte"), round), say(middle(run, "tokens_per_second"), (v) => round(v, 3)),
+      say(middle(run, "share_of_peak"), percent), String(run.starts.length || 1), say(last(run, "skipped"), round)])));
+}
+
+// Experts: layers by experts at one step, and one layer's experts over the run.
+function experts(run) {
+  const known = run.experts;
+  if (!known) return;
+  const state = { shot: known.steps.length - 1, layer: 0 };
+  const { layers: L, experts: E } = known, load = (shot, layer, expert) => known.values[(shot * L + layer) * E + expert] / 1000;
+  const colours = () => ({ type: "piecewise", show: true, orient: "horizontal", left: "center", top: 0, itemWidth: 14, itemGap: 6, textStyle: { color: style("soft") },
+    pieces: [{ max: 0.25, color: "#2166ac", label: "under 0.25" }, { gt: 0.25, max: 0.5, color: "#67a9cf", label: "0.5" },
+      { gt: 0.5, max: 0.8, color: "#c3dbe8", label: "0.8" }, { gt: 0.8, max: 1.25, color: dark.matches ? "#3a4048" : "#efefec", label: "1.25" },
+      { gt: 1.25, max: 2, color: "#f6c6a8", label: "2" }, { gt: 2, max: 4, color: "#e0794f", label: "4" }, { gt: 4, color: "#a3182c", label: "over 4" }] });
+  const grid = (rows, columns, rowName, columnName, data, about) => ({
+    animation: false, textStyle: { fontFamily: "system-ui, sans-serif" }, grid: { left: 8, right: 14, top: 44, bottom: 4, containLabel: true },
+    tooltip: { confine: true, backgroundColor: style("card"), borderColor: style("line"), textStyle: { color: style("ink"), fontSize: 12 },
+      formatter: ({ value }) => safe(about(value)) },
+    xAxis: { type: "category", data: columns, name: "", axisLabel: { color: style("soft"), hideOverlap: true }, splitArea: { show: false } },
+    yAxis: { type: "category", data: rows, inverse: true, axisLabel: { color: style("soft"), hideOverlap: true } },
+    visualMap: colours(), series: [{ name: rowName + columnName, type: "heatmap", data, progressive: 20000, emphasis: { itemStyle: { borderColor: style("ink"), borderWidth: 1 } } }] });
+  const count = (n) => Array.from({ length: n }, (_, i) => i);
+  const now = new Chart(L > 16 ? "tall" : "", () => {
+    const data = [];
+    for (let layer = 0; layer < L; layer += 1) for (let e = 0; e < E; e += 1) data.push([e, layer, load(state.shot, layer, e)]);
+    return grid(count(L), count(E), "layer", "expert", data, ([e, layer, value]) => `layer ${layer}, expert ${e}: ${round(value, 3)} of the mean`);
+  }, { zooms: false, label: "Load of each expert, by layer" });
+  const over = new Chart(E > 32 ? "tall" : "", () => {
+    const data = [];
+    known.steps.forEach((_, shot) => { for (let e = 0; e < E; e += 1) data.push([shot, e, load(shot, state.layer, e)]); });
+    return grid(count(E), known.steps.map((step) => step.toLocaleString("en")), "expert", "step", data,
+      ([shot, e, value]) => `step ${known.steps[shot].toLocaleString("en")}, layer ${state.layer}, expert ${e}: ${round(value, 3)} of the mean`);
+  }, { zooms: false, label: "Load of each expert of one layer over the run" });
+  const said = el("span", {}, known.steps[state.shot].toLocaleString("en"));
+  const slide = el("input", { type: "range", min: 0, max: known.steps.length - 1, value: state.shot, oninput: (event) => {
+    state.shot = Number(event.target.value);
+    said.textContent = known.steps[state.shot].toLocaleString("en");
+    now.draw();
+  } });
+  const choose = el("select", { onchange: (event) => { state.layer = Number(event.target.value); over.draw(); } },
+    count(L).map((layer) => el("option", { value: layer }, `layer ${layer}`)));
+  section(`Experts' load${runs.length > 1 ? `: ${run.name}` : ""}`,
+    "What each expert was given, over the mean of its layer. Layers count the expert layers alone.",
+    el("div", { class: "grid" },
+      el("div", {}, el("h3", {}, "Layers by experts"), el("label", { class: "soft" }, "at step ", said, " ", slide), now.node),
+      el("div", {}, el("h3", {}, "Experts over the run"), el("label", { class: "soft" }, "of ", choose), over.node)));
+}
+
+const words = (name) => name.replaceAll("_", " ");
+function plan(run) {
+  const predicted = run.plan?.predicted;
+  if (!predicted?.terms) return;
+  const rates = run.columns.tokens_per_second?.values.filter(Number.isFinite).sort(), rate = rates?.[rates.length >> 1];
+  const measured = rate ? tokens(run) / rate : null;
+  const terms = Object.entries(predicted.terms), shown = terms.slice(0, 12), rest = terms.slice(12).reduce((sum, [, s]) => sum + s, 0);
+  if (rest) shown.push([`${terms.length - 12} smaller parts`, rest]);
+  const bars = ["predicted", ...(measured ? ["measured"] : [])];
+  const chart = new Chart("low", () => ({ animation: false, grid: { left: 8, right: 14, top: 6, bottom: 4, containLabel: true },
+    tooltip: { confine: true, backgroundColor: style("card"), borderColor: style("line"), textStyle: { color: style("ink"), fontSize: 12 },
+      formatter: ({ seriesName, value }) => safe(`${seriesName}: ${seconds(value)}`) },
+    xAxis: { type: "value", axisLabel: { color: style("soft"), formatter: seconds }, splitLine: { lineStyle: { color: style("line") } } },
+    yAxis: { type: "category", data: bars, inverse: true, axisLabel: { color: style("ink") } },
+    series: [...shown.map(([name, value], i) => ({ name: words(name), type: "bar", stack: "one", data: [value, ...(measured ? [0] : [])],
+      itemStyle: { color: COLOURS[i % COLOURS.length], opacity: name.startsWith("waiting") ? 0.55 : 1 } })),
+    ...(measured ? [{ name: "a step, measured", type: "bar", stack: "one", data: [0, measured], itemStyle: { color: style("soft") } }] : [])] }),
+  { zooms: false, label: "Predicted and measured time of a step" });
+  const page = run.plan.page && el("details", { ontoggle: (event) => {
+    const box = event.target;
+    if (box.open && !box.querySelector("iframe")) box.append(el("iframe", { sandbox: "allow-scripts", srcdoc: run.plan.page, title: "the planner's page" }));
+  } }, el("summary", {}, "The planner's page, with its timeline"));
+  section(`The plan${runs.length > 1 ? `: ${run.name}` : ""}`, `Predicted on ${run.plan.topology}: ${seconds(predicted.seconds)} a step` +
+    `${measured ? `; measured ${seconds(measured)} (the middle report), ${round(measured / predicted.seconds, 3)} x` : ""}.`, chart.node,
+    el("details", {}, el("summary", {}, "Parts of the predicted step"), table(names("part", "time#", "share#"),
+      terms.map(([name, value]) => [words(name), seconds(value), percent(value / predicted.seconds)]))), page);
+}
+
+function traffic(run) {
+  const sent = run.starts.at(-1)?.traffic;
+  if (!Array.isArray(sent) || !sent.length) return;
+  section(`What travels${runs.length > 1 ? `: ${run.name}` : ""}`,
+    "Counted in the traced step: what collectives of a step take on one device, by purpose and mesh axes.",
+    table(names("purpose", "collective", "over", "crosses", "calls a step#", "bytes a step#"), sent.map((one) =>
+      [words(one.class || "small sums"), words(one.kind), one.axes.join(", "), one.between_nodes ? "nodes" : "-", one.calls.toLocaleString("en"), bytes(one.bytes)])));
+}
+
+const SAID = { first_step: "first step", save: "checkpoint started", saved: "checkpoint finished", planning_again: "planning again", final_eval: "final evaluation" };
+function events(run) {
+  if (!run.events.length) return;
+  const kinds = [...new Set(run.events.map((one) => one.event))];
+  const chart = new Chart("low", () => ({ ...base("", String, false), yAxis: { type: "category", data: kinds.map((kind) => SAID[kind] ?? words(kind)),
+      axisLabel: { color: style("soft") }, splitLine: { show: true, lineStyle: { color: style("line"), opacity: 0.5 } } },
+    tooltip: { trigger: "item", confine: true, backgroundColor: style("card"), borderColor: style("line"), textStyle: { color: style("ink"), fontSize: 12 },
+      formatter: ({ data }) => safe(`step ${data.step}: ${data.said}`) },
+    series: [{ type: "scatter", symbolSize: 7, itemStyle: { color: run.colour, opacity: 0.8 }, data: run.events.map((one) => ({
+      value: [place(run, one.step), kinds.indexOf(one.event)], step: one.step, said: about(one) })) }] }), { label: "Events over the run" });
+  chart.node.style.height = `${4 + 1.6 * kinds.length}rem`;
+  const rows = run.events.slice(-200).reverse().map((one) => [new Date(one.time * 1000).toISOString().slice(0, 19).replace("T", " "),
+    one.step.toLocaleString("en"), SAID[one.event] ?? words(one.event), about(one)]);
+  section(`Events${runs.length > 1 ? `: ${run.name}` : ""}`, "Starts, checkpoints, skipped updates, notes and warnings." +
+    (run.left_out ? ` ${run.left_out.toLocaleString("en")} older ones are left out.` : ""), chart.node,
+    el("details", {}, el("summary", {}, `The newest ${rows.length}`), table(names("time (UTC)", "step#", "event", "about"), rows)));
+}
+function about(one) {
+  if (one.text) return one.text;
+  const rest = Object.entries(one).filter(([name, value]) => !["time", "event", "step", "traffic"].includes(name) && value !== null && typeof value !== "object");
+  return rest.map(([name, value]) => `${words(name)} ${typeof value === "number" ? small(value) : value}`).join(", ") || (SAID[one.event] ?? words(one.event));
+}
+
+function settings() {
+  const said = (value) => value === undefined ? "-" : value === null ? "none" : Array.isArray(value) ? value.join(", ") : String(value);
+  for (const run of runs) {
+    if (run.changes.length) section(`Changed between starts${runs.length > 1 ? `: ${run.name}` : ""}`, "Settings, devices and versions that a resume found otherwise than the start before.",
+      table(names("at step#", "what", "before", "after"), run.changes.map((one) => [one.step.toLocaleString("en"), one.name, said(one.before), said(one.after)])));
+  }
+  const all = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
+  if (!all.length) return;
+  const differ = all.filter((name) => new Set(runs.map((run) => JSON.stringify(run.config[name]))).size > 1);
+  const rows = (wanted) => wanted.map((name) => [name, ...runs.map((run) => said(run.config[name]))]);
+  const head = names("setting", ...runs.map((run) => runs.length > 1 ? run.name : "value"));
+  section("Config", runs.length > 1 ? `${differ.length} settings differ between the runs.` : "Every setting of the newest start, as it was resolved.",
+    differ.length ? table(head, rows(differ)) : null, el("details", {}, el("summary", {}, `All ${all.length} settings`), table(head, rows(all))));
+}
+
+function build() {
+  headline();
+  if (runs.length > 1) finals();
+  curves("Training", "Dashed lines mark resumes, stops and skipped updates.", TRAINING);
+  curves("Speed", "Over the steps between two reports; evaluation is left out, saving is not.", SPEED);
+  curves("Routing", "How evenly the router spreads the tokens.", ROUTING);
+  runs.forEach(experts);
+  runs.forEach(plan);
+  runs.forEach(traffic);
+  runs.forEach(events);
+  settings();
+}
+// While a run goes on, its server is asked for news; what was chosen on the page stays.
+async function follow() {
+  let mark = given.mark;
+  for (;;) {
+    await new Promise((done) => setTimeout(done, 2000));
+    const news = document.getElementById("news");
+    try {
+      const answer = await fetch(`data?${new URLSearchParams({ mark, token: new URLSearchParams(location.search).get("token") ?? "" })}`);
+      if (answer.status === 204) { news.textContent = " Following the run."; continue; }
+      if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
+      const data = await answer.json(), [x, y] = [scrollX, scrollY];
+      mark = data.mark;
+      runs = unpack(data);
+      shownCharts.splice(0).forEach((one) => one.made?.dispose());
+      main.replaceChildren();
+      build();
+      scrollTo(x, y);
+    } catch (error) {
+      news.textContent = ` No longer following the run: ${error.message}. The page is as it was then.`;
+    }
+  }
+}
+build();
+if (given.live) follow();
+window.moejax = { runs: () => runs, view, charts: shownCharts, zoomTo, ready: true };

@@ -1,0 +1,183 @@
+"""Writes the page about runs: one HTML file that contains everything it needs.
+
+Python collects the data; `page.html`, `page.js` and Apache ECharts (`echarts.min.js`) draw it.
+Names of users' files are embedded as JSON in which no tag can end, and shown as text, never as
+markup.
+"""
+
+import base64
+import itertools
+import json
+import math
+import re
+from array import array
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import InputError, write_whole
+from moejax.report.runs import Column, RunRecord, read_run
+
+HERE = Path(__file__).parent
+TEMPLATE, SCRIPT, LIBRARY = (HERE / name for name in ("page.html", "page.js", "echarts.min.js"))
+SHOWN_LOADS = 400  # snapshots of experts' load that a page holds at most
+SHOWN_EVENTS = 2000  # events of a run that a page holds at most, the newest
+
+
+def write_report(directories: list[Path], out: Path) -> None:
+    """Writes the page of one run or several.
+
+    Raises:
+      InputError: if a directory holds no run.
+    """
+    page = page_of(page_data(directories))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, page)
+
+
+def page_data(directories: list[Path], *, live: bool = False) -> dict[str, Any]:
+    """Returns the data of a page about runs.
+
+    Args:
+      live: whether the page asks its server for news.
+
+    Raises:
+      InputError: if a directory holds no run.
+    """
+    named = zip(directories, names_of(directories), strict=True)
+    return {"live": live, "runs": [run_data(read_run(path, name)) for path, name in named]}
+
+
+def names_of(directories: list[Path]) -> list[str]:
+    """Returns a short name for each directory: the last parts of its path that tell it apart.
+
+    Raises:
+      InputError: if a directory is named twice.
+    """
+    paths = [path.resolve() for path in directories]
+    if len(set(paths)) < len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise InputError(f"a run stands twice. {twice}. Each is compared once. Name it once.")
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def page_of(data: dict[str, Any]) -> str:
+    """Returns the page of `page_data` as text."""
+    parts = {
+        "LIBRARY": LIBRARY.read_text("utf-8"),
+        "SCRIPT": SCRIPT.read_text("utf-8"),
+        "DATA": embed(data),
+    }
+    template = TEMPLATE.read_text("utf-8")
+    return re.sub(r"{{(LIBRARY|SCRIPT|DATA)}}", lambda match: parts[match[1]], template)
+
+
+def embed(data: Any) -> str:
+    """Returns JSON that is safe in a script element: it begins no tag and no comment."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def run_data(run: RunRecord) -> dict[str, Any]:
+    """Returns a run's data for the page."""
+    return {
+        "name": run.name,
+        "columns": {
+            name: column_data(column) for name, column in run.columns.items() if column.steps
+        },
+        "events": run.events[-SHOWN_EVENTS:],
+        "left_out": max(len(run.events) - SHOWN_EVENTS, 0),
+        "starts": [start_data(start) for start in run.starts],
+        "changes": changes(run.starts),
+        "config": flat(run.config),
+        "experts": loads_data(run),
+        "plan": plan_data(run),
+        "damaged": run.damaged,
+    }
+
+
+def column_data(column: Column) -> dict[str, str]:
+    """Returns a column as float64 in base64; a value that is absent is NaN."""
+    values = array("d", (math.nan if v is None else v for v in column.values))
+    return {"steps": base64_of(array("d", column.steps)), "values": base64_of(values)}
+
+
+def base64_of(values: array) -> str:
+    """Returns an array's bytes, lowest first, in base64."""
+    return base64.b64encode(values.tobytes()).decode("ascii")
+
+
+def loads_data(run: RunRecord) -> dict[str, Any] | None:
+    """Returns experts' load over the mean of their layer, in thousandths; None if none is known.
+
+    Of many snapshots it takes every second, every third and so on, and always the last.
+    """
+    if not run.loads:
+        return None
+    every = math.ceil(len(run.loads) / SHOWN_LOADS)
+    shown = run.loads[::-1][::every][::-1]
+    layers = shown[0].assignments
+    thousandths = array("H")
+    for load in shown:
+        for layer in load.assignments:
+            mean = sum(layer) / len(layer) or 1.0
+            thousandths.extend(min(round(1000 * n / mean), 65535) for n in layer)
+    return {
+        "steps": [load.step for load in shown],
+        "layers": len(layers),
+        "experts": len(layers[0]),
+        "values": base64_of(thousandths),
+    }
+
+
+def start_data(start: dict[str, Any]) -> dict[str, Any]:
+    """Returns a start without its config, which `changes` tells."""
+    return {name: value for name, value in start.items() if name != "config"}
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns dotted names of settings and their values."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def changes(starts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what differs between one start and the next: `step`, `name`, `before`, `after`."""
+    rows = []
+    for first, second in itertools.pairwise(starts):
+        old, new = (_facts(start) for start in (first, second))
+        for name in sorted({*old, *new}):
+            before, after = old.get(name), new.get(name)
+            if before != after:
+                row = {"step": second["step"], "name": name, "before": before, "after": after}
+                rows.append(row)
+    return rows
+
+
+def _facts(start: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a start, and the versions and devices that it ran with."""
+    kept = ("devices", "device", "processes", "nodes", "jax", "moejax")
+    config = start.get("config")
+    settings = flat(config) if isinstance(config, dict) else {}
+    return settings | {name: start[name] for name in kept if name in start}
+
+
+def plan_data(run: RunRecord) -> dict[str, Any] | None:
+    """Returns the plan's prediction, and the planner's page of the run if there is one."""
+    if run.plan is None:
+        return None
+    page = run.directory / "plan.html"
+    return {
+        "topology": run.plan.get("topology"),
+        "predicted": run.plan.get("predicted"),
+        "settings": run.plan.get("settings"),
+        "page": page.read_text("utf-8") if page.is_file() else None,
+    }

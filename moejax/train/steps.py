@@ -1,0 +1,184 @@
+"""The steps of a run: the loop, and what it reports, checks, saves and evaluates between steps."""
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.errors import DivergedError
+from moejax.runtime.interrupt import Interrupt
+from moejax.runtime.processes import Stop
+from moejax.step.state import TrainState
+from moejax.train.codec_schedule import CodecSchedule
+from moejax.train.evaluation import evaluate
+from moejax.train.manifest import finished_steps
+from moejax.train.metrics import Meter
+from moejax.train.plan_monitor import PlanMonitor
+from moejax.train.planning import save_expert_load
+from moejax.train.profile import Profile
+from moejax.train.resume import describe_run
+from moejax.train.run import Run
+from moejax.train.skips import Skipped, Skips
+
+
+def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
+    """Runs the loop. Returns the state, and whether it was asked to stop early."""
+    cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
+    schedule, stopping = CodecSchedule(run.train_step, run.processes), Stop(run.processes)
+    skips = Skips(int(state.skipped))
+    profile = Profile(cfg.profile, Path(cfg.run_dir), first=run.processes.first)
+    before, shown = None, ""
+    with run.display.busy("compiling the step"):  # Ctrl-C ends it at once: it is not caught yet
+        began = time.perf_counter()
+        schedule.step_for(step, state)
+    run.display.note(f"compiled in {time.perf_counter() - began:.0f} s")
+    with (
+        closing(profile),
+        Interrupt() as interrupt,
+        run.inputs.batches(run.train_step, step, last) as batches,
+    ):
+        for batch in batches:
+            run_step, codec_text = schedule.step_for(step, state)
+            if codec_text != shown:
+                text = f"codecs across nodes: {codec_text}"
+                note(run, "codecs", step, text, codecs=codec_text)
+                shown = codec_text
+            profile.before(step + 1)
+            state, metrics = run_step(state, batch)
+            step += 1
+            if profile.after(step, metrics.loss):
+                text = f"profile: xprof --logdir {profile.directory}"
+                note(run, "profile", step, text, directory=str(profile.directory))
+            # At most one step runs while the next is prepared, so that a stop, a report or a save
+            # waits for one step only.
+            if before is not None:
+                check_update(run, skips.after(step - 1, before))
+            before = metrics
+            run.display.step(step)
+            if meter.started is None or step == last or step % cfg.train.log_every == 0:
+                report(run, meter, step, metrics)
+            if step == last:
+                check_update(run, skips.after(step, metrics))
+            stop = stopping.after(step, interrupt.requested)
+            # Skipped updates do not change the weights, so their checkpoints must not replace
+            # earlier ones.
+            saves = due(step, cfg.checkpoint.save_every) and not skips.in_a_row
+            if saves or step == last or stop:
+                save(run, step, state)
+            run.record_saved(run.checkpoints.finished())
+            if step < last and (stop or (saves and run.mismatch is not None)):
+                stop_early(run, step, stop or interrupt.requested)
+                return state, True
+            if due(step, cfg.train.eval_every) and step < last:
+                began = time.perf_counter()
+                evaluate(run, state, step, limit=cfg.train.eval_batches)
+                meter.pause(time.perf_counter() - began)
+    return state, False
+
+
+def stop_early(run: Run, step: int, asked: bool) -> None:
+    """Ends the loop before its last step, either as asked or to plan again.
+
+    Args:
+      asked: whether this process was asked to stop; after planning again that would be forgotten.
+    """
+    run.record_saved(run.checkpoints.wait())
+    if any(run.processes.gather(asked)):
+        run.mismatch = None
+        run.display.note(f"stopped at step {step}; run the same command to go on")
+        run.records.event("stopped", step)
+    else:
+        note(run, "planning_again", step, "planning again")
+
+
+def note(run: Run, event: str, step: int, text: str, **values: str) -> None:
+    """Shows and records a note about a step."""
+    run.display.note(f"step {step}  {text}")
+    run.records.event(event, step, **values)
+
+
+def check_update(run: Run, skipped: Skipped | None) -> None:
+    """Reports an update that was not applied; ends the run after too many in a row.
+
+    Raises:
+      DivergedError: in all processes at the same step.
+    """
+    if skipped is None:
+        return
+    run.records.event(
+        "skipped", skipped.step, loss=skipped.loss, gradient_norm=skipped.gradient_norm
+    )
+    if skipped.in_a_row == 1:
+        run.display.note(f"warning: update of step {skipped.step} skipped: {skipped.reason}")
+    if skipped.in_a_row != run.cfg.train.max_skipped:
+        return
+    run.record_saved(run.checkpoints.wait())
+    first = skipped.step - skipped.in_a_row + 1
+    directory = run.checkpoints.directory
+    steps = run.processes.from_first(lambda: [s for s in finished_steps(directory) if s <= first])
+    run.records.event("diverged", skipped.step)
+    good = (
+        f"The last checkpoint from before them is {directory / str(max(steps))}. Lower "
+        f"optimizer.learning_rate: the same command goes on from there, and from an older one if "
+        f"you remove it"
+        if steps
+        else "No checkpoint is from before them. Lower optimizer.learning_rate and begin again"
+    )
+    raise DivergedError(
+        f"the run diverged. Updates of steps {first} to {skipped.step} were skipped: "
+        f"{skipped.reason}. train.max_skipped allows {skipped.in_a_row - 1} in a row. {good}; or "
+        f"set train.max_skipped=none to go on all the same."
+    )
+
+
+def due(step: int, every: int | None) -> bool:
+    """Whether `step` is a multiple of `every`."""
+    return every is not None and step % every == 0
+
+
+def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
+    """Shows and records the step's metrics. The first call starts the clock."""
+    if meter.started is None:
+        run.records.event("first_step", step, loss=float(metrics.loss))
+        meter.start(step)
+        return
+    line = meter.report(step, metrics)
+    run.records.report(line)
+    run.display.show(line)
+    if run.expert_loads is not None:
+        run.expert_loads.add(step, metrics.load_LE)
+        save_expert_load(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
+    if run.monitor is not None:
+        compare_with_plan(run, run.monitor, step, meter.tokens_per_step / line.tokens_per_second)
+    for problem in run.records.trackers.problems():
+        run.display.note(f"step {step}  warning: {problem}")
+        run.records.event("note", step, text=problem)
+    meter.start(step)
+
+
+def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float) -> None:
+    """Records measured over predicted time; explains it if it stays off. All processes call it."""
+    seconds = run.processes.gather(seconds)[0]
+    run.records.event("predicted", step, ratio=seconds / monitor.predicted)
+    if not monitor.off(seconds):
+        return
+    if monitor.measure is None:
+        mismatch = monitor.mismatch(seconds, lambda _: None)
+    else:
+        with run.display.busy("steps are not as predicted: measuring links again") as progress:
+            mismatch = monitor.mismatch(seconds, progress)
+    run.display.note(mismatch.text)
+    run.records.event("note", step, text=mismatch.text)
+    if mismatch.topology is not None:
+        run.mismatch = mismatch
+
+
+def save(run: Run, step: int, state: TrainState) -> None:
+    """Starts a checkpoint after the previous one is complete."""
+    run.record_saved(run.checkpoints.wait())
+    run.records.event("save", step)
+    facts = describe_run(run.train_step, run.inputs.content, run.base)
+    run.checkpoints.save(step, state, {**facts, "data_position": step, "jax": jax.__version__})

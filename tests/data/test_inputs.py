@@ -1,0 +1,164 @@
+"""What moejax prepare reads: directories, compressed files, standard input, broken rows."""
+
+import gzip
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from moejax.config.schema import DataConfig
+from moejax.data import prepare
+from moejax.data.inputs import find_inputs, kind_of, open_bytes
+from moejax.data.sources import open_sources
+from moejax.errors import InputError
+
+TEXTS = [f"text {i} of several, caf\u00e9\n" * (i % 5 + 1) for i in range(30)]
+
+
+def run(*arguments):
+    return prepare.main([str(argument) for argument in arguments])
+
+
+def read(out, split):
+    """Returns a split's documents as text."""
+    files = {"train_files": (f"{out}.train.bin",)}
+    if split == "eval":
+        files["eval_files"] = (f"{out}.eval.bin",)
+    found = open_sources(DataConfig(source="tokens", **files), model_vocab=257)
+    source = found.train if split == "train" else found.held_out
+    ids = [int(n) for n in source.read(0, source.num_tokens)]
+    documents, current = [], []
+    for n in ids[1:]:
+        if n == 256:
+            documents.append(bytes(current).decode())
+            current = []
+        else:
+            current.append(n)
+    return documents
+
+
+def compressed(path, raw):
+    """Writes bytes as the ending of a path asks."""
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(raw))
+    elif path.suffix == ".zst":
+        pyarrow = pytest.importorskip("pyarrow")
+        # Two frames, as `cat a.zst b.zst` makes.
+        half = len(raw) // 2
+        with path.open("wb") as file:
+            for part in (raw[:half], raw[half:]):
+                frame = pyarrow.BufferOutputStream()
+                with pyarrow.CompressedOutputStream(frame, "zstd") as opened:
+                    opened.write(part)
+                file.write(frame.getvalue())
+    else:
+        path.write_bytes(raw)
+    return path
+
+
+def jsonl(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte-order mark"])
+def test_compressed_files_and_marked_ones_give_the_same_documents(tmp_path, ending, mark):
+    compressed(tmp_path / f"a.jsonl{ending}", mark + jsonl(TEXTS))
+    compressed(tmp_path / f"b.txt{ending}", mark + TEXTS[0].encode())
+    out = tmp_path / "out"
+    assert run(tmp_path, "--out", out, "--eval-fraction", 0) == 0
+    assert read(out, "train") == [*TEXTS, TEXTS[0]]
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_compressed_file_that_ends_early_is_refused(tmp_path, capsys, ending):
+    path = compressed(tmp_path / f"a.jsonl{ending}", jsonl(TEXTS * 50))
+    path.write_bytes(path.read_bytes()[:-9])
+    status = run(path, "--out", tmp_path / "out", "--eval-fraction", 0)
+    assert status == 2
+    assert "damaged" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_of_a_directory_what_can_be_read_is_taken_in_order(tmp_path):
+    for name in ("b/two.md", "a/one.TXT", "three.ndjson.gz", "picture.png", ".hidden.txt"):
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    found = find_inputs([str(tmp_path / "in")], tmp_path)
+    assert [path.name for path in found.paths] == ["one.TXT", "two.md", "three.ndjson.gz"]
+    assert [kind_of(path) for path in found.paths] == ["text", "text", "jsonl"]
+    assert found.num_left_out == 2
+    with pytest.raises(InputError, match="named twice"):
+        find_inputs([str(tmp_path / "in"), str(tmp_path / "in" / "b" / "two.md")], tmp_path)
+
+
+def test_a_directory_with_nothing_to_read_is_refused(tmp_path):
+    (tmp_path / "picture.png").touch()
+    with pytest.raises(InputError, match=r"holds 1 files, none with an ending of \.txt"):
+        find_inputs([str(tmp_path)], tmp_path)
+
+
+@pytest.mark.parametrize("format", ["text", "jsonl"])
+def test_standard_input_is_read(tmp_path, monkeypatch, format):
+    raw = "".join(TEXTS).encode() if format == "text" else jsonl(TEXTS)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(raw)))
+    out = tmp_path / "out"
+    assert run("-", "--stdin-format", format, "--out", out, "--eval-fraction", 0) == 0
+    assert "".join(read(out, "train")) == "".join(TEXTS)
+
+
+def test_a_format_of_standard_input_that_is_not_read_is_refused(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    assert run(tmp_path / "a.txt", "--stdin-format", "text", "--out", tmp_path / "out") == 2
+    assert "`--stdin-format` has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_the_end_of_a_lone_text_file_is_held_out_from_the_start_of_a_line(tmp_path, ending):
+    text = "".join(f"line {i}\n" for i in range(1000))
+    compressed(tmp_path / f"a.txt{ending}", text.encode())
+    out = tmp_path / "out"
+    assert run(tmp_path / f"a.txt{ending}", "--out", out, "--eval-fraction", 0.1) == 0
+    (train,), (held_out,) = read(out, "train"), read(out, "eval")
+    assert train + held_out == text
+    assert train.endswith("\n")
+    assert 0.09 < len(held_out) / len(text) <= 0.1
+
+
+def test_a_lone_text_file_without_lines_cannot_be_cut(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one line only")
+    assert run(tmp_path / "a.txt", "--out", tmp_path / "out") == 2
+    assert "1 file gave 1 document. " in capsys.readouterr().err
+
+
+def test_rows_without_text_are_named_or_counted(tmp_path, capsys):
+    rows = [{"text": "a"}, {"text": None}, {"other": 1}, {"text": 7}, {"text": "b"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = (path, "--out", tmp_path / "out", "--eval-fraction", 0)
+    assert run(*given) == 2
+    said = capsys.readouterr().err
+    assert "line 2: field 'text' is null" in said
+    assert "--skip-bad" in said
+    assert run(*given, "--skip-bad") == 0
+    assert "rows left out as broken: 3. The first: " in capsys.readouterr().err
+    assert read(tmp_path / "out", "train") == ["a", "b"]
+
+
+def test_a_null_in_parquet_is_named(tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", None]}), path)
+    assert run(path, "--out", tmp_path / "out", "--eval-fraction", 0) == 2
+    assert "row 1: field 'text' is null" in capsys.readouterr().err
+
+
+def test_bytes_are_read_as_they_are(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbf\xef\xbb\xbfab")
+    with open_bytes(path) as opened:
+        assert opened.read() == b"\xef\xbb\xbfab"  # one mark alone is a mark

@@ -1,0 +1,281 @@
+import base64
+import hashlib
+import json
+import math
+import re
+from array import array
+from pathlib import Path
+
+import pytest
+
+from moejax.errors import InputError
+from moejax.report.command import main
+from moejax.report.page import (
+    LIBRARY,
+    SCRIPT,
+    SHOWN_EVENTS,
+    SHOWN_LOADS,
+    TEMPLATE,
+    changes,
+    embed,
+    loads_data,
+    names_of,
+    page_data,
+    write_report,
+)
+from moejax.report.runs import Load, RunRecord
+from tests.browser import open_browser, opened_pages, wait_until
+from tests.report.runs import HOSTILE, line, report_line, usual_run, write_run
+
+
+def embedded(page) -> dict:
+    found = re.findall(
+        r"<script type=\"application/json\" id=\"data\">(.*?)</script>", page.read_text("utf-8")
+    )
+    assert len(found) == 1
+    return json.loads(found[0])
+
+
+def numbers(text: str, kind: str = "d") -> list:
+    return list(array(kind, base64.b64decode(text)))
+
+
+def test_the_page_holds_every_report(tmp_path):
+    write_report([usual_run(tmp_path / "a")], tmp_path / "new" / "report.html")
+    (run,) = embedded(tmp_path / "new" / "report.html")["runs"]
+    loss = run["columns"]["loss"]
+    assert numbers(loss["steps"]) == list(range(10, 501, 10))
+    assert numbers(loss["values"])[0] == 5 / 1.1 + 0.1 * math.sin(10)
+    assert run["plan"]["predicted"]["seconds"] == 0.5
+    assert run["config"]["train.num_steps"] == 1000
+    assert "config" not in run["starts"][0]
+
+
+def test_a_value_that_is_no_number_is_a_gap(tmp_path):
+    folder = write_run(tmp_path / "a", [report_line(1, 1.0), report_line(2, 1.0) | {"loss": None}])
+    (run,) = page_data([folder])["runs"]
+    assert math.isnan(numbers(run["columns"]["loss"]["values"])[1])
+
+
+def test_a_resume_with_other_settings_is_told(tmp_path):
+    (run,) = page_data([usual_run(tmp_path / "a")])["runs"]
+    assert run["changes"] == [{"step": 250, "name": "model.width", "before": 32, "after": 64}]
+
+
+def test_devices_and_versions_that_changed_are_told():
+    starts = [line("start", 0, devices=8, jax="0.12.0"), line("start", 7, devices=4, jax="0.12.0")]
+    assert changes(starts) == [{"step": 7, "name": "devices", "before": 8, "after": 4}]
+    assert changes(starts[:1]) == []
+
+
+def test_loads_are_over_the_mean_of_their_layer():
+    run = RunRecord("a", Path("a"), loads=[Load(5, [[1, 3], [0, 0]])])
+    found = loads_data(run)
+    assert (found["layers"], found["experts"], found["steps"]) == (2, 2, [5])
+    assert numbers(found["values"], "H") == [500, 1500, 0, 0]
+
+
+def test_of_many_loads_some_are_shown_and_always_the_last():
+    run = RunRecord("a", Path("a"), loads=[Load(step, [[1]]) for step in range(1, 1002)])
+    steps = loads_data(run)["steps"]
+    assert len(steps) <= SHOWN_LOADS
+    assert steps[-1] == 1001
+
+
+def test_of_many_events_the_newest_are_shown_and_the_rest_is_counted(tmp_path):
+    events = [line("note", step, text="a note") for step in range(SHOWN_EVENTS + 7)]
+    (run,) = page_data([write_run(tmp_path / "a", events)])["runs"]
+    assert len(run["events"]) == SHOWN_EVENTS
+    assert run["left_out"] == 7
+    assert run["events"][-1]["step"] == SHOWN_EVENTS + 6
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path):
+    assert names_of([tmp_path / "a"]) == ["a"]
+    assert names_of([tmp_path / "x" / "a", tmp_path / "y" / "a"]) == ["x/a", "y/a"]
+    with pytest.raises(InputError, match="a run stands twice"):
+        names_of([tmp_path / "a", tmp_path / "b" / ".." / "a"])
+
+
+def test_nothing_of_a_users_text_ends_the_data(tmp_path):
+    write_report([usual_run(tmp_path / "a")], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text("utf-8")
+    assert "alert(1)</script" not in text
+    assert "<!--<b>" not in text
+    assert not set(embed({"a": HOSTILE})) & set("<>&")
+
+
+def test_the_page_asks_for_nothing_from_elsewhere():
+    for text in (TEMPLATE.read_text("utf-8"), SCRIPT.read_text("utf-8")):
+        assert not re.search(r"https?:|//[a-z]+\.|url\(|@import|\bimport\(|innerHTML", text)
+    assert "default-src 'none'" in TEMPLATE.read_text("utf-8")
+
+
+def test_the_library_is_the_one_that_its_notice_names():
+    notice = LIBRARY.with_name("echarts.NOTICE").read_text("utf-8")
+    assert hashlib.sha256(LIBRARY.read_bytes()).hexdigest() in notice
+
+
+def test_the_command_writes_the_page(tmp_path, capsys):
+    out = tmp_path / "report.html"
+    assert main([str(usual_run(tmp_path / "a")), "--out", str(out)]) == 0
+    assert f"wrote {out}" in capsys.readouterr().out
+    assert embedded(out)["live"] is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "Got neither"),
+        (["--live", "--out", "x.html"], "Got --out and --live"),
+        (["--live", "--port", "70000"], "no such port"),
+        (["--live", "--host", "203.0.113.7", "--port", "0"], "cannot listen"),
+    ],
+)
+def test_a_wrong_wish_is_one_line(tmp_path, capsys, flags, said):
+    folder = usual_run(tmp_path / "a", steps=20)
+    assert main([str(folder), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("moejax: error: ")
+    assert error.count("\n") == 1
+    assert said in error
+
+
+def test_a_directory_without_a_run_is_one_line(tmp_path, capsys):
+    assert main([str(tmp_path), "--out", str(tmp_path / "r.html")]) == 2
+    assert "no run to report" in capsys.readouterr().err
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    write_report([usual_run(folder / "a")], folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.fixture
+def tab(browser, page):
+    """Opens the page at a size; it must have said nothing on the console when the test ends."""
+    with opened_pages(browser, page, ".chart canvas") as open_page:
+        yield open_page
+
+
+@pytest.fixture
+def compared(browser, tmp_path):
+    """Opens a page about two runs."""
+    runs = [usual_run(tmp_path / "a"), usual_run(tmp_path / "b", steps=300)]
+    write_report(runs, tmp_path / "both.html")
+    with opened_pages(browser, tmp_path / "both.html", ".chart canvas") as open_page:
+        yield open_page
+
+
+# How many pixels of the first chart have another colour than its ground.
+INKED = """() => {
+  const canvas = document.querySelector('.chart canvas');
+  const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+  let inked = 0;
+  for (let i = 3; i < data.length; i += 4) inked += data[i] > 100;
+  return inked;
+}"""
+
+
+def test_the_page_draws_and_hostile_text_stays_text(tab):
+    opened = tab()
+    headings = opened.locator("h2").all_inner_texts()
+    wanted = ["Training", "Speed", "Routing", "Experts' load", "The plan", "What travels"]
+    assert headings[:6] == wanted
+    assert opened.evaluate(INKED) > 500
+    opened.get_by_text(re.compile(r"The newest \d+")).click()
+    assert HOSTILE.split()[0] in opened.inner_text("main")
+    assert opened.locator("main script, main b").count() == 0
+
+
+def test_pointing_at_a_curve_says_its_values(tab):
+    opened = tab()
+    opened.locator(".chart").first.hover()
+    tip = opened.locator(".chart").first.locator("div", has_text="step 2").last
+    assert re.search(r"loss: [\d.]+", tip.inner_text())
+
+
+def test_dragging_over_a_chart_zooms_all_and_the_button_shows_all(tab):
+    opened = tab()
+    box = opened.locator(".chart").first.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    opened.mouse.move(box["x"] + 0.4 * box["width"], middle)
+    opened.mouse.down()
+    opened.mouse.move(box["x"] + 0.7 * box["width"], middle, steps=5)
+    opened.mouse.up()
+    view = opened.evaluate("moejax.view")
+    assert 20 < view["from"] < 50 < view["to"] < 80
+    shown = "moejax.charts.filter((chart) => chart.zooms && chart.made)"
+    zooms = f"{shown}.map((chart) => chart.made.getOption().dataZoom[0].end)"
+    ends = opened.evaluate(zooms)
+    assert len(ends) > 2
+    assert all(abs(end - view["to"]) < 0.01 for end in ends)
+    opened.get_by_role("button", name="whole run").click()
+    assert opened.evaluate("moejax.view.to") == 100
+    assert set(opened.evaluate(zooms)) == {100}
+
+
+def test_smoothing_and_the_axis_change_the_curve(tab):
+    opened = tab()
+    shown = "moejax.charts[0].made.getOption().series.map((s) => [s.name, Array.from(s.data)])"
+    before = opened.evaluate(shown)
+    opened.locator("input[type=range]").first.fill("0.9")
+    smooth = opened.evaluate(shown)
+    assert len(smooth) == len(before) + 1  # what was measured stands behind, faint
+    assert smooth[0] == before[0]
+    assert smooth[1][1][1::2] != before[0][1][1::2]
+    opened.locator("select").first.select_option("hours")
+    assert opened.evaluate(shown)[0][1][-2] == pytest.approx(490 / 3600)
+
+
+def test_the_heat_map_shows_another_step_and_layer(tab):
+    opened = tab()
+    opened.locator("h2", has_text="Experts' load").scroll_into_view_if_needed()
+    wait_until(opened, "moejax.charts.filter((c) => !c.zooms && c.made).length >= 2")
+    cells = "moejax.charts.filter((c) => !c.zooms)[0].made.getOption().series[0].data"
+    before = opened.evaluate(cells)
+    assert len(before) == 4 * 16
+    opened.locator("section", has_text="Experts' load").locator("input").fill("0")
+    assert opened.evaluate(cells) != before
+    opened.locator("section", has_text="Experts' load").locator("select").select_option("2")
+
+
+def test_the_planners_page_opens_inside(tab):
+    opened = tab()
+    opened.get_by_text("The planner's page, with its timeline").click()
+    frame = opened.frame_locator("iframe")
+    assert frame.locator("p").inner_text() == "the planner's page"
+
+
+def test_runs_are_compared_in_a_table(compared):
+    opened = compared()
+    rows = opened.locator("section", has_text="Where they stand").locator("tbody tr")
+    assert rows.count() == 2
+    assert rows.nth(0).locator("td").nth(1).inner_text() == "500"
+    assert rows.nth(1).locator("td").nth(1).inner_text() == "300"
+
+
+@pytest.mark.parametrize("width", [360, 1600])
+def test_a_phone_and_a_wide_screen_show_it_without_scrolling_sideways(tab, width):
+    opened = tab(width, 800)
+    for place in range(opened.locator("summary").count()):
+        opened.locator("summary").nth(place).click()
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_reader_of_dark_pages_gets_one(tab):
+    dark, light = (
+        tab(scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
+        for scheme in ("dark", "light")
+    )
+    brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (dark, light)]
+    assert brightness[0] < 150 < 600 < brightness[1]

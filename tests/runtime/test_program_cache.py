@@ -1,0 +1,56 @@
+"""Compiled programs are kept between starts, unless JAX is told otherwise."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from moejax.config.schema import MeshConfig
+from moejax.runtime.start import start
+start(MeshConfig(platform="cpu"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
+jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))).block_until_ready()
+print(jax.config.jax_compilation_cache_dir)
+print(hits.count("/jax/compilation_cache/cache_hits"))
+"""
+
+
+def start_anew(home: Path, **more: str) -> tuple[str, int, str]:
+    """Returns the cache's directory, programs taken from it, and stderr."""
+    given = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "XDG_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**given, "HOME": str(home), **more},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    directory, hits = done.stdout.splitlines()
+    return directory, int(hits), done.stderr
+
+
+def test_a_second_start_takes_what_the_first_compiled(tmp_path):
+    directory, hits, _ = start_anew(tmp_path)
+    assert Path(directory).parent == tmp_path / ".cache" / "moejax"
+    assert hits == 0
+    assert start_anew(tmp_path)[1] > 0
+
+
+def test_where_jax_was_told_to_keep_programs_they_stay(tmp_path):
+    elsewhere = str(tmp_path / "elsewhere")
+    assert start_anew(tmp_path, JAX_COMPILATION_CACHE_DIR=elsewhere)[0] == elsewhere
+    assert not (tmp_path / ".cache").exists()
+    assert start_anew(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")[0] == "None"
+
+
+def test_a_home_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / ".cache").write_text("a file where a directory would be")
+    directory, _, said = start_anew(tmp_path)
+    assert directory == "None"
+    assert "compiled programs are not kept" in said

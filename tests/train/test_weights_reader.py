@@ -1,0 +1,71 @@
+"""Checkpoints read by name, without a device."""
+
+import jax
+import numpy as np
+import pytest
+
+import moejax
+from moejax.errors import InputError
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.step.train_step import build_step
+from moejax.train.checkpoint import Checkpoints
+from tests.cases import small_config
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of two steps, its directory and its state."""
+    cfg = small_config((1, 1, 2, 1))
+    mesh = build_mesh(build_layout(cfg.mesh), jax.devices()[:2])
+    state = build_step(cfg, mesh, "cpu").init()
+    directory = tmp_path_factory.mktemp("run") / "checkpoints"
+    checkpoints = Checkpoints(directory, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, state, {"config": {"model": {"width": 1}}})
+        checkpoints.wait()
+    checkpoints.close()
+    return directory, state
+
+
+def test_every_parameter_has_its_name_and_values(saved):
+    directory, state = saved
+    weights = moejax.load_checkpoint(directory.parent)
+    assert weights.step == 2
+    assert weights.config == {"model": {"width": 1}}
+    expected = [leaf for leaf in jax.tree.leaves((state.params, state.router_bias))]
+    assert len(weights) == len(expected)
+    assert sum(array.size for array in weights.values()) == sum(leaf.size for leaf in expected)
+    table = weights["embedding.table"]
+    assert isinstance(table, np.ndarray)
+    np.testing.assert_array_equal(table, state.params["embedding"]["table"])
+    np.testing.assert_array_equal(weights.part("embedding.table", 3), table[3])
+
+
+def test_a_step_is_chosen_and_a_name_that_is_not_there_is_a_key_error(saved):
+    directory, _ = saved
+    assert moejax.load_checkpoint(directory / "1").step == 1
+    assert moejax.load_checkpoint(directory.parent, step=1).step == 1
+    weights = moejax.load_checkpoint(directory.parent)
+    with pytest.raises(KeyError):
+        weights["no.such.name"]
+    with pytest.raises(KeyError):
+        weights.part("no.such.name", 0)
+    with pytest.raises(InputError, match="no checkpoint of step 7"):
+        moejax.load_checkpoint(directory.parent, step=7)
+    with pytest.raises(InputError, match="must be full or size"):
+        moejax.load_checkpoint(directory.parent, verify="none")
+
+
+def test_a_damaged_checkpoint_is_not_read(saved, tmp_path):
+    directory, _ = saved
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(directory / "2", copy / "checkpoints" / "2")
+    data = max((copy / "checkpoints" / "2" / "weights").rglob("*"), key=lambda p: p.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(InputError, match="no whole checkpoint"):
+        moejax.load_checkpoint(copy)
