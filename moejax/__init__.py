@@ -7,13 +7,13 @@ stand beside. From Python: `load_config`, `run_training`, `load_checkpoint`.
 from typing import TYPE_CHECKING, Any
 
 from moejax.config.load import load_config
+from moejax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from moejax.api import run_training as run_training
     from moejax.train.weights_reader import load_checkpoint as load_checkpoint
 
 __all__ = ["load_checkpoint", "load_config", "run_training"]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import time
 
 import pytest
 
@@ -20,6 +21,14 @@ def open_browser():
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+def wait_until(opened, script: str, seconds: float = 20.0) -> None:
+    """Waits until a script is true; Playwright's own wait needs what the page's policy forbids."""
+    until = time.monotonic() + seconds
+    while not opened.evaluate(script):
+        assert time.monotonic() < until, f"never true: {script}"
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -269,7 +269,9 @@ def for_every_routing(cluster: str) -> list[dict[str, Any]]:
         best = found.ranked[0]
         even = even or best
         load = read_expert_load(skew, OLMOE["moe.num_experts"])
-        there = price(even.traced, topology, load)
+        # Traced anew: a step that is traced for even tokens has no overflow rounds.
+        traced = trace_config(even.cfg, topology.device.platform, load)
+        there = price(traced, topology, load)
         rows.append(
             {
                 "cluster": cluster,

@@ -147,38 +147,43 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command. Returns the exit code."""
-    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    command = argparse.ArgumentParser(
         prog="moejax aot",
         description="Compiles the train step for a cluster that is not here.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    command.add_argument(
         "--config", metavar="FILE", required=True, help="config file, as for moejax train"
     )
-    parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
-    parser.add_argument(
+    command.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
+    command.add_argument(
         "--nodes", type=int, default=1, help="number of nodes, eight devices each (default 1)"
     )
-    parser.add_argument("--target", choices=sorted(TARGETS), default="h200", help="default h200")
-    parser.add_argument(
+    command.add_argument("--target", choices=sorted(TARGETS), default="h200", help="default h200")
+    command.add_argument(
         "--compare", action="store_true", help="also compile without the trainer's options"
     )
-    parser.add_argument(
+    command.add_argument(
         "--compress-exposed",
         choices=("hybrid", "strong"),
         help="name the codecs of a preset that pay off: those of traffic that no compute hides",
     )
-    parser.add_argument(
+    command.add_argument(
         "--update",
         action="store_true",
         help="also compile the gradients alone, to measure the memory of the optimizer's update",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    args = parser.parse_args(rest)
+    command.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    return command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command. Returns the exit code."""
+    rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(rest)
     return exit_code(lambda: run(args, overrides), stopped="nothing was compiled to the end")
 
 

@@ -23,7 +23,30 @@ from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
 from moejax.kernels.select import HOPPER, Choice, Hardware, select_kernels
 
+EPILOG = """\
+examples:
+  moejax doctor                                      # this machine
+  moejax doctor --smoke                              # runs kernels, ten steps and a checkpoint
+  moejax doctor --config configs/olmoe_1b_7b.py --target h200
+"""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    command = argparse.ArgumentParser(
+        prog="moejax doctor",
+        description="What is installed, which implementation each operation takes, and why.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
+    command.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
+    command.add_argument("--target", choices=sorted(TARGETS), help="accelerators that are not here")
+    command.add_argument(
+        "--smoke", action="store_true", help="run kernels, collectives, steps and a checkpoint here"
+    )
+    return command
 
 
 def main(argv: list[str] | None = None, smoke: Callable[[Console], int] | None = None) -> int:
@@ -33,17 +56,7 @@ def main(argv: list[str] | None = None, smoke: Callable[[Console], int] | None =
       smoke: what `--smoke` runs, which lies above this package; returns the exit code.
     """
     rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="moejax doctor",
-        description="What is installed, which implementation each operation takes, and why.",
-    )
-    parser.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
-    parser.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
-    parser.add_argument("--target", choices=sorted(TARGETS), help="accelerators that are not here")
-    parser.add_argument(
-        "--smoke", action="store_true", help="run kernels, collectives, steps and a checkpoint here"
-    )
-    args = parser.parse_args(rest)
+    args = parser().parse_args(rest)
 
     def run() -> int | None:
         if args.smoke:

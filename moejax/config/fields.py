@@ -22,7 +22,7 @@ _KIND_NAMES = {
     float: "a number",
     bool: "true or false",
     str: "text",
-    tuple: "a list of texts",
+    tuple: "a list",
 }
 
 # Short names of settings that commands are given often.
@@ -42,16 +42,20 @@ class Field:
     above: float | None
     at_most: float | None
     choices: tuple[str, ...]
+    item: type = str  # of a list
 
     @property
     def wanted(self) -> str:
         """The type in words, for error messages."""
-        return _KIND_NAMES[self.kind] + (" or none" if self.optional else "")
+        name = _KIND_NAMES[self.kind]
+        if self.kind is tuple:
+            name += " of texts" if self.item is str else " of numbers"
+        return name + (" or none" if self.optional else "")
 
     @property
     def type_name(self) -> str:
         """The type as written in `moejax.config.schema`."""
-        name = "tuple[str, ...]" if self.kind is tuple else self.kind.__name__
+        name = f"tuple[{self.item.__name__}, ...]" if self.kind is tuple else self.kind.__name__
         return name + (" | None" if self.optional else "")
 
     @property
@@ -83,8 +87,9 @@ def _walk(kind: type, prefix: str) -> Iterator[Field]:
         if dataclasses.is_dataclass(hints[entry.name]):
             yield from _walk(hints[entry.name], f"{prefix}{entry.name}.")
         else:
-            base, optional = _split_optional(hints[entry.name])
-            yield Field(prefix + entry.name, base, optional, entry.default, **entry.metadata)
+            base, optional, item = _split_optional(hints[entry.name])
+            rules = {**entry.metadata, "item": item}
+            yield Field(prefix + entry.name, base, optional, entry.default, **rules)
 
 
 def _walk_sections(kind: type, prefix: str) -> Iterator[tuple[str, type]]:
@@ -95,13 +100,15 @@ def _walk_sections(kind: type, prefix: str) -> Iterator[tuple[str, type]]:
             yield from _walk_sections(hint, f"{prefix}{name}.")
 
 
-def _split_optional(hint: Any) -> tuple[type, bool]:
-    """Returns the plain type of a setting's annotation, and whether it allows None."""
+def _split_optional(hint: Any) -> tuple[type, bool, type]:
+    """Returns a setting's plain type, whether it allows None, and what a list holds."""
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     (plain,) = (part for part in parts if part is not types.NoneType)
     kind = typing.get_origin(plain) or plain
+    item = typing.get_args(plain)[0] if kind is tuple else str
     assert kind in _KIND_NAMES, f"no rule to read a setting of type {hint}"
-    return kind, len(parts) > 1
+    assert item in (str, float), f"no rule to read a list of type {hint}"
+    return kind, len(parts) > 1, item
 
 
 def find_field(name: str) -> Field:
@@ -172,8 +179,11 @@ def check_value(field: Field, value: Any) -> Any:
 
 def _convert(field: Field, value: Any) -> Any:
     kind = field.kind
-    if kind is tuple and isinstance(value, list | tuple) and all(type(v) is str for v in value):
-        return tuple(value)
+    if kind is tuple and isinstance(value, list | tuple):
+        if field.item is str and all(type(v) is str for v in value):
+            return tuple(value)
+        if field.item is float and all(type(v) in (int, float) for v in value):
+            return tuple(_finite(field, v) for v in value)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return _finite(field, value)
     # `type(...) is`, not isinstance: True is no integer, and a subclass would not survive JSON.
@@ -203,7 +213,10 @@ def parse_text(field: Field, text: str) -> Any:
     text = text if field.kind is str else text.strip()
     if field.optional and text.lower() in ("none", "null"):
         return None
-    return check_value(field, _spell(field.kind, text))
+    value = _spell(field.kind, text)
+    if field.kind is tuple:
+        value = tuple(_spell(field.item, part) for part in value)
+    return check_value(field, value)
 
 
 def _spell(kind: type, text: str) -> Any:

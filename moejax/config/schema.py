@@ -80,6 +80,11 @@ class DataConfig:
     train_files: tuple[str, ...] = setting(
         (), "token files or globs (sources tokens, array_record)"
     )
+    train_weights: tuple[float, ...] = setting(
+        (),
+        "share of the sequences that each entry of train_files gives, whatever its size, such as "
+        "3,1; empty: all files are one stream",
+    )
     eval_files: tuple[str, ...] = setting((), "held-out token files or globs; empty: no evaluation")
     sequence_length: int = setting(256, "T: positions of one sequence", at_least=1)
     shuffle: bool = setting(True, "visit sequences in an order drawn from the seed")
@@ -255,6 +260,14 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True)
+class TrackConfig:
+    """Who else is told the metrics, by process 0, beside metrics.jsonl and TensorBoard."""
+
+    wandb: str | None = setting(None, "project of Weights & Biases; none: it is not told")
+    mlflow: str | None = setting(None, "experiment of MLflow; none: it is not told")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is kept of a run."""
 
@@ -314,3 +327,4 @@ class Config:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "checkpoints")
     plan: PlanConfig = section(PlanConfig, "who chooses the settings that are not set")
     profile: ProfileConfig = section(ProfileConfig, "which steps are profiled")
+    track: TrackConfig = section(TrackConfig, "who else is told the metrics")

@@ -8,7 +8,7 @@ integer, the step.
 N: tokens of a stretch of the stream. U: T + 1.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
@@ -52,6 +52,7 @@ class Batches:
         self,
         source: TokenSource,
         *,
+        mixture: Sequence[tuple[TokenSource, float]] = (),
         sequence_length: int,
         batch_sequences: int,
         seed: int,
@@ -59,19 +60,27 @@ class Batches:
         repeat: bool = True,
         isolate_documents: bool = True,
     ):
-        windows = _Windows(source, sequence_length)
-        self.num_sequences, self.batch_sequences = len(windows), batch_sequences
+        """Takes the stream; or streams and their weights, each of which has epochs of its own.
+
+        A stream of weight w gives w over the sum of the weights of the sequences, spread evenly.
+
+        Raises:
+          InputError: if a stream holds no sequence.
+        """
+        self.batch_sequences = batch_sequences
         self.isolate, self.repeat = isolate_documents, repeat
-        if self.num_sequences < 1:
-            raise InputError(
-                f"too little data. {source.num_tokens} tokens hold no sequence of "
-                f"{sequence_length} and its next token. One is the least. Add text, or lower "
-                f"data.sequence_length."
-            )
-        order = grain.MapDataset.source(windows)
-        if shuffle:
-            order = order.seed(seed).shuffle()
-        self._order = order.repeat() if repeat else order
+        streams = [stream for stream, _ in mixture] or [source]
+        orders = [
+            _order(stream, sequence_length, seed + index, shuffle=shuffle)
+            for index, stream in enumerate(streams)
+        ]
+        weights = [weight for _, weight in mixture]
+        once = grain.MapDataset.mix(orders, weights) if mixture else orders[0]
+        self.num_sequences = len(once)
+        if repeat:
+            repeated = [order.repeat() for order in orders]
+            once = grain.MapDataset.mix(repeated, weights) if mixture else repeated[0]
+        self._order = once
 
     def check_steps(self, num_steps: int) -> None:
         """Raises InputError if the data ends before the run and may not be repeated."""
@@ -91,6 +100,18 @@ class Batches:
         token_BU, target_BU, begin_BU = map(np.stack, zip(*windows, strict=True))
         target_BT = np.where(target_BU[:, 1:], token_BU[:, 1:], -1)
         return _rows(token_BU[:, :-1], target_BT, begin_BU[:, :-1], self.isolate)
+
+
+def _order(source: TokenSource, length: int, seed: int, *, shuffle: bool) -> grain.MapDataset:
+    """Returns the sequences of one epoch of a stream."""
+    windows = _Windows(source, length)
+    if len(windows) < 1:
+        raise InputError(
+            f"too little data. {source.num_tokens} tokens hold no sequence of {length} and its "
+            f"next token. One is the least. Add text, or lower data.sequence_length."
+        )
+    order = grain.MapDataset.source(windows)
+    return order.seed(seed).shuffle() if shuffle else order
 
 
 def _rows(

@@ -2,11 +2,12 @@
 
 import codecs
 import hashlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from moejax.data.inputs import kind_of, open_bytes
 from moejax.data.marks import MarkedDocument
@@ -101,7 +102,7 @@ class TextFile:
 AnyDocument = Document | TextFile
 
 
-def _limited(opened: BinaryIO, start: int, stop: int | None) -> Iterator[bytes]:
+def _limited(opened: io.BufferedReader, start: int, stop: int | None) -> Iterator[bytes]:
     """Yields bytes from `start` up to `stop`, in parts."""
     position = 0
     while raw := opened.read(PIECE):

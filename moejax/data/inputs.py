@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from moejax.errors import InputError
 
@@ -96,39 +96,55 @@ def _standard_input(scratch: Path, stdin_format: str) -> Path:
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[BinaryIO]:
+def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
     """Opens a file's bytes, decompressed, without a byte-order mark.
 
     Raises:
       InputError: if it is damaged, or compressed in a way that needs a package that is missing.
     """
     with path.open("rb") as raw:
+        opened = raw if path.suffix not in COMPRESSED else _decompressed(path, raw)
         try:
-            opened = io.BufferedReader(_decompressed(path, raw))  # type: ignore[arg-type]
             if opened.peek(len(BYTE_ORDER_MARK)).startswith(BYTE_ORDER_MARK):
                 opened.read(len(BYTE_ORDER_MARK))
             yield opened
-        except (gzip.BadGzipFile, EOFError, zlib.error, *_zstd_errors()) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error, _ZstdError) as error:
             raise InputError(
                 f"a compressed file is damaged. {path}: {error}. It must be whole. Copy it again."
             ) from error
 
 
-def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
+def _decompressed(path: Path, raw: io.BufferedReader) -> io.BufferedReader:
+    """Returns a reader of a compressed file's content."""
     if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    if path.suffix == ".zst":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise InputError(
+            f"pyarrow is missing. {path} is compressed by zstd. It comes with an extra. Run "
+            f"pip install 'moejax[data]'."
+        ) from error
+    return io.BufferedReader(_Zstd(pyarrow.input_stream(raw, compression="zstd")))
+
+
+class _ZstdError(Exception):
+    """A file that zstd cannot read to its end."""
+
+
+class _Zstd(io.RawIOBase):
+    """A stream of pyarrow, whose errors are told from those of the disk."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
         try:
-            import zstandard
-        except ImportError as error:
-            raise InputError(
-                f"zstandard is missing. {path} is compressed with it. It comes with an extra. Run "
-                f"pip install 'moejax[data]'."
-            ) from error
-        return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-    return raw
-
-
-def _zstd_errors() -> tuple[type[Exception], ...]:
-    module = sys.modules.get("zstandard")
-    return () if module is None else (module.ZstdError,)
+            return self._stream.readinto(buffer)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise _ZstdError(str(error)) from error

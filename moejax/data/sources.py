@@ -25,6 +25,8 @@ class Sources(NamedTuple):
     train: TokenSource
     held_out: TokenSource | None
     tokenizer: Tokenizer
+    # With `data.train_weights`: a stream for each entry of `data.train_files`, and its weight.
+    mixture: tuple[tuple[TokenSource, float], ...] = ()
 
 
 def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
@@ -49,7 +51,11 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
         eos_id=first.eos_id,
         sha256=first.sidecar.tokenizer_sha256,
     )
-    return Sources(train, held_out, tokenizer)
+    mixture = tuple(
+        (open_files([entry], wanted, model_vocab=model_vocab), weight)
+        for entry, weight in zip(data.train_files, data.train_weights, strict=False)
+    )
+    return Sources(train, held_out, tokenizer, mixture)
 
 
 def tokenizer_file(data: DataConfig) -> Path | None:

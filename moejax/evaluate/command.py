@@ -53,35 +53,40 @@ docs/formats/exit.md has the table, docs/formats/eval.md the fields of --json.
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Splits the command line into flags and `--config.a.b=value` overrides."""
     rest, overrides = split_overrides(argv)
-    parser = argparse.ArgumentParser(
+    return parser().parse_args(rest), overrides
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    command = argparse.ArgumentParser(
         prog="moejax eval",
         description="Scores held-out text: nats per token, perplexity, bits per byte.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    command.add_argument(
         "--run", metavar="DIR", required=True, help="a run directory, or an imported checkpoint"
     )
-    parser.add_argument(
+    command.add_argument(
         "--step", type=int, metavar="N", help="its checkpoint of step N (default: the newest)"
     )
-    parser.add_argument(
+    command.add_argument(
         "--data",
         nargs="+",
         default=[],
         metavar="FILE",
         help="token files of moejax prepare, or texts: .jsonl, .parquet, else a document a file",
     )
-    parser.add_argument("--text-field", help="field or column of texts (default: text)")
-    parser.add_argument("--tokenizer", help="a tokenizer.json for texts (default: the model's)")
-    parser.add_argument("--eos", help="token (or id) that ends a document; with --tokenizer")
-    parser.add_argument("--by-document", action="store_true", help="score each document too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
+    command.add_argument("--text-field", help="field or column of texts (default: text)")
+    command.add_argument("--tokenizer", help="a tokenizer.json for texts (default: the model's)")
+    command.add_argument("--eos", help="token (or id) that ends a document; with --tokenizer")
+    command.add_argument("--by-document", action="store_true", help="score each document too")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument(
         "--config.FIELD", metavar="VALUE", dest="_", help="override a setting of the run"
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
-    return parser.parse_args(rest), overrides
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:

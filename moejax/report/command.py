@@ -18,30 +18,30 @@ printed address then carries a token, without which nothing is shown.
 """
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Returns the command line's flags."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    command = argparse.ArgumentParser(
         prog="moejax report",
         description="Shows what runs did: curves, experts' load, plan, traffic, events, config.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="of a run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the page there")
-    parser.add_argument("--live", action="store_true", help="serve the page, and follow the runs")
-    parser.add_argument("--port", type=int, default=8421, help="with --live; 0: a free one")
-    parser.add_argument(
+    command.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="of a run")
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the page there")
+    command.add_argument("--live", action="store_true", help="serve the page, and follow the runs")
+    command.add_argument("--port", type=int, default=8421, help="with --live; 0: a free one")
+    command.add_argument(
         "--host",
         default="127.0.0.1",
         help="with --live: address to listen on, if not this machine's own",
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
-    return parser.parse_args(argv)
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    return command
 
 
 def main(argv: list[str]) -> int:
     """Runs the command. Returns the exit code."""
-    args = parse(argv)
+    args = parser().parse_args(argv)
     stopped = "nothing of the runs was changed"
     return exit_code(lambda: run(args), stopped=stopped, debug=args.debug, files=True)
 

@@ -1,7 +1,8 @@
 """Writes the page about runs: one HTML file that contains everything it needs.
 
-Python collects the data; `page.html`, `page.js` and Apache ECharts (`echarts.min.js`) draw it. Names of
-users' files are embedded as JSON in which no tag can end, and shown as text, never as markup.
+Python collects the data; `page.html`, `page.js` and Apache ECharts (`echarts.min.js`) draw it.
+Names of users' files are embedded as JSON in which no tag can end, and shown as text, never as
+markup.
 """
 
 import base64

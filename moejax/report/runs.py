@@ -140,13 +140,12 @@ def _loads(path: Path, run: RunRecord) -> list[Load]:
         return []
     found: list[Load] = []
     for line in lines_of(path, run):
-        load = line.get("load")
-        if not _is_load(load):
+        if not _is_load(line.get("load")):
             run.damaged.append(f"{path.name}, step {line['step']}: no table of counts")
             continue
         while found and found[-1].step >= line["step"]:
             found.pop()
-        found.append(Load(line["step"], load))
+        found.append(Load(line["step"], line["load"]))
     return [one for one in found if _shape(one.assignments) == _shape(found[-1].assignments)]
 
 

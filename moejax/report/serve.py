@@ -66,7 +66,7 @@ def _files(directory: Path) -> list[Path]:
 class Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
-    server: Server
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:

@@ -52,16 +52,21 @@ class Text(NamedTuple):
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Splits the command line into flags and `--config.a.b=value` overrides."""
     rest, overrides = split_overrides(argv)
-    parser = argparse.ArgumentParser(
+    return parser().parse_args(rest), overrides
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    command = argparse.ArgumentParser(
         prog="moejax generate",
         description="Continues texts, with a cache of keys and values.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = command.add_argument
     add("--run", metavar="DIR", required=True, help="a run directory, or an imported checkpoint")
     add("--step", type=int, metavar="N", help="its checkpoint of step N (default: the newest)")
-    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts = command.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompts.add_argument(
         "--prompts", metavar="FILE", help="texts to continue: lines of a file that are not blank"
@@ -83,7 +88,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--json", action="store_true", help="print one JSON object")
     add("--config.FIELD", metavar="VALUE", dest="_", help="override a setting of the run")
     add("--debug", action="store_true", help="show tracebacks of bad input")
-    return parser.parse_args(rest), overrides
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:

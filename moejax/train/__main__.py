@@ -28,29 +28,34 @@ stops, twice stops at once. Exit codes: 0 done, 2 bad input, 3 stopped before th
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Splits the command line into flags and `--config.a.b=value` overrides."""
     rest, overrides = split_overrides(argv)
-    parser = argparse.ArgumentParser(
+    return parser().parse_args(rest), overrides
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    command = argparse.ArgumentParser(
         prog="moejax train",
         description="Trains a Mixture-of-Experts language model.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    command.add_argument(
         "--config",
         metavar="FILE",
         help="Python (get_config), YAML or JSON file; or a name, as tiny",
     )
-    parser.add_argument(
+    command.add_argument(
         "--config.FIELD", metavar="VALUE", dest="_", help="override a setting; see --settings"
     )
-    parser.add_argument("--settings", action="store_true", help="list every setting and exit")
-    parser.add_argument("--print_config", action="store_true", help="print the config and exit")
-    parser.add_argument(
+    command.add_argument("--settings", action="store_true", help="list every setting and exit")
+    command.add_argument("--print_config", action="store_true", help="print the config and exit")
+    command.add_argument(
         "--dry_run",
         action="store_true",
         help="check everything, trace the step, print sizes and collectives, and exit",
     )
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
-    return parser.parse_args(rest), overrides
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:

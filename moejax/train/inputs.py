@@ -96,9 +96,10 @@ def open_inputs(cfg: Config) -> Inputs:
     """
     data, length = cfg.data, cfg.data.sequence_length
     sources = open_sources(data, model_vocab=cfg.model.vocab_size)
-    train, held_out, tokenizer = sources
+    train, held_out, tokenizer, mixture = sources
     ordered = data_batches.Batches(
         train,
+        mixture=mixture,
         sequence_length=length,
         batch_sequences=cfg.train.batch_sequences,
         seed=cfg.train.seed,

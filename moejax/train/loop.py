@@ -36,6 +36,7 @@ from moejax.train.memory_check import check_memory, memory_warnings
 from moejax.train.metrics import Meter, Records
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import kept_plan, measure, plan_run
+from moejax.train.profile import name_operations
 from moejax.train.run import Run
 from moejax.train.source import keep_origin
 from moejax.train.start import (
@@ -53,6 +54,7 @@ from moejax.train.start import (
 from moejax.train.start_record import ExpertLoads, describe_start
 from moejax.train.steps import run_steps
 from moejax.train.summary import Summary, print_summary, summarize
+from moejax.train.trackers import check_trackers, open_trackers
 
 
 class RunEnd(NamedTuple):
@@ -78,6 +80,7 @@ def train(cfg: Config, console: Console) -> RunEnd:
     check_adapters(cfg)
     check_has_base(cfg)
     check_simulated_devices(cfg)
+    check_trackers(cfg)
     inputs = open_inputs(cfg)
     with join() as processes:
         check_same_config(cfg, processes)
@@ -125,6 +128,7 @@ def train_planned(
             console.print(line, highlight=False, soft_wrap=True)
         return RunEnd(None)
     devices = start(cfg.mesh)
+    name_operations(cfg.profile)
     platform = platform_of(devices)
     resuming = saved is not None
     planned = plan_run(cfg, devices, processes, console, resuming=resuming, measured=measured)
@@ -174,7 +178,8 @@ def _open_records(
     run_dir = Path(cfg.run_dir)
     if processes.first:
         save_json(cfg, run_dir / "config.json")
-    records = Records(run_dir, written=processes.first)
+    trackers = open_trackers(cfg) if processes.first else None
+    records = Records(run_dir, written=processes.first, trackers=trackers)
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
         records.event("note", 0, text=note)
@@ -203,7 +208,10 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
                 finish(run, state)
     finally:
         run.checkpoints.close()
-        run.records.close()
+        for problem in run.records.close():
+            run.display.note(f"warning: {problem}")
         if run.expert_loads is not None:
             run.expert_loads.close()
-    return run.mismatch.topology if run.mismatch is not None and stopped else RunEnd(state, stopped)
+    if stopped and run.mismatch is not None and run.mismatch.topology is not None:
+        return run.mismatch.topology
+    return RunEnd(state, stopped)

@@ -13,6 +13,7 @@ import numpy as np
 from moejax.runtime.event_log import EventLog
 from moejax.step.state import Metrics
 from moejax.train.board import Board
+from moejax.train.trackers import Trackers
 
 # Values that an evaluation records, and their display.
 EVALUATED = {"bits_per_byte": "{:.3f} bits per byte", "nats_per_token": "{:.4f} nats per token"}
@@ -115,10 +116,11 @@ def held_out_text(values: Mapping[str, float | None]) -> str:
 
 
 class Records:
-    """Writes reports and events to `metrics.jsonl` and TensorBoard."""
+    """Writes reports and events to `metrics.jsonl` and TensorBoard, and tells trackers."""
 
-    def __init__(self, run_dir: Path, *, written: bool = True):
+    def __init__(self, run_dir: Path, *, written: bool = True, trackers: Trackers | None = None):
         """Takes whether this process writes: only process 0 does."""
+        self.trackers = trackers or Trackers({})
         self._events = EventLog(run_dir / "metrics.jsonl" if written else Path(os.devnull))
         self._board = Board(run_dir / "tensorboard") if written else None
 
@@ -141,10 +143,15 @@ class Records:
 
     def _draw(self, group: str, step: int, values: Mapping[str, float]) -> None:
         if self._board is not None:
-            self._board.add(step, {f"{group}/{name}": value for name, value in values.items()})
+            named = {f"{group}/{name}": float(value) for name, value in values.items()}
+            self._board.add(step, named)
+            if named:
+                self.trackers.log(step, named)
 
-    def close(self) -> None:
-        """Closes both."""
+    def close(self) -> list[str]:
+        """Closes all. Returns what trackers failed to do, in words."""
+        self.trackers.close()
         if self._board is not None:
             self._board.close()
         self._events.close()
+        return self.trackers.problems()

@@ -13,6 +13,15 @@ from moejax.config.schema import ProfileConfig
 DIRECTORY = "profile"  # in the run directory
 
 
+def name_operations(cfg: ProfileConfig) -> None:
+    """Has a step that will be profiled compiled with the names of today's code.
+
+    A program that was kept may be of the same operations under older names and lines.
+    """
+    if cfg.start_step is not None:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+
+
 class Profile:
     """Starts and ends the profile of a run at its steps.
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import moejax
 from moejax.config.load import to_dict
 from moejax.layout.layout import Layout
 from moejax.plan.trace.schedule import Collective
@@ -15,6 +14,7 @@ from moejax.runtime.event_log import EventLog
 from moejax.runtime.processes import Processes
 from moejax.step.train_step import TrainStep
 from moejax.train.summary import Summary
+from moejax.version import __version__
 
 SNAPSHOTS = 200  # of the experts' load that a run records, about
 
@@ -29,7 +29,7 @@ def describe_start(train_step: TrainStep, summary: Summary, processes: Processes
         "processes": processes.count,
         "nodes": train_step.cfg.mesh.nodes,
         "jax": jax.__version__,
-        "moejax": moejax.__version__,
+        "moejax": __version__,
         "parameters": summary.counts.total,
         "tokens_per_step": summary.tokens_per_step,
         "traffic": traffic_rows(summary.collectives, train_step.layout),

@@ -153,6 +153,9 @@ def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
         save_expert_load(np.asarray(metrics.load_LE), Path(run.cfg.run_dir) / "routing.json")
     if run.monitor is not None:
         compare_with_plan(run, run.monitor, step, meter.tokens_per_step / line.tokens_per_second)
+    for problem in run.records.trackers.problems():
+        run.display.note(f"step {step}  warning: {problem}")
+        run.records.event("note", step, text=problem)
     meter.start(step)
 
 

@@ -33,6 +33,7 @@ FIELD_NAMES = [
     "data.shuffle",
     "data.source",
     "data.train_files",
+    "data.train_weights",
     "kernels",
     "lora.alpha",
     "lora.base_dtype",
@@ -134,6 +135,8 @@ FIELD_NAMES = [
     "route_chunks_backward",
     "route_trim",
     "run_dir",
+    "track.mlflow",
+    "track.wandb",
     "train.batch_sequences",
     "train.eval_batches",
     "train.eval_every",
@@ -167,5 +170,6 @@ def test_describe_fields_lists_each_setting_with_its_type_and_range():
     assert rows["moe.num_experts"][3] == "at least 1"
     assert rows["moe.capacity_factor"][0] == "float | None"
     assert rows["data.train_files"][0] == "tuple[str, ...]"
+    assert rows["data.train_weights"][0] == "tuple[float, ...]"
     assert rows["moe.router.jitter"][3] == "at least 0 and at most 0.5"
     assert rows["model.dtype"][3] == "one of float32, bfloat16"

@@ -218,3 +218,37 @@ def test_closing_prefetch_ends_its_thread():
     found.close()
     assert not set(threading.enumerate()) - before
     assert list(found) == []
+
+
+def test_weights_share_out_the_sequences_whatever_the_streams_sizes():
+    small, large = _count_up(9), _count_up(401)  # 2 and 100 sequences of 4
+    mixed = _batches(small, mixture=[(small, 3.0), (large, 1.0)], B=8)
+    rows = [mixed.rows(step, 0, 8) for step in range(25)]
+    ids = np.concatenate([one.token_BT[:, 0] for one in rows]) // 4
+    # Each batch of eight has six of the first: nothing but 0 and 1, each as often.
+    assert all(np.sum(one.token_BT[:, 0] < 8) >= 6 for one in rows)
+    assert np.bincount(ids)[:2].tolist() == pytest.approx([75, 75], abs=2)
+    # The other gives 50 sequences, none of them twice.
+    assert np.bincount(ids)[2:].max() == 1
+    assert len(ids) == 200
+
+
+def test_a_mixture_is_a_function_of_seed_and_step():
+    streams = [(_count_up(41), 1.0), (_count_up(81), 2.0)]
+    first, second = (_batches(streams[0][0], mixture=streams, seed=3) for _ in range(2))
+    assert _order(first, range(9)) == _order(second, range(9))[:18]
+    assert _order(first, [7]) == _order(second, range(9))[14:16]
+
+
+def test_a_mixture_seen_once_ends_with_its_first_stream_to_end():
+    streams = [(_count_up(9), 1.0), (_count_up(401), 1.0)]
+    mixed = _batches(streams[0][0], mixture=streams, repeat=False)
+    assert mixed.num_sequences == 4
+    mixed.check_steps(2)
+    with pytest.raises(InputError, match="3 steps need 6 sequences"):
+        mixed.check_steps(3)
+
+
+def test_each_stream_of_a_mixture_needs_a_sequence():
+    with pytest.raises(InputError, match="3 tokens hold no sequence of 4"):
+        _batches(_count_up(9), mixture=[(_count_up(9), 1.0), (_count_up(3), 1.0)])

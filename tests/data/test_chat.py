@@ -165,7 +165,6 @@ def test_notes_tell_of_dates_and_of_turns_without_end(tmp_path, command, capsys)
     ("options", "said"),
     [
         (("--answers", "last"), "`--answers` has no effect"),
-        (("--skip-bad",), "`--skip-bad` has no effect"),
         (("--date", "2024-01-01"), "`--date` has no effect"),
         (("--chat-template", "a"), "`--chat-template` has no effect"),
         (("--chat", "--text-field", "a"), "`--text-field` has no effect"),

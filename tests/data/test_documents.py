@@ -24,7 +24,11 @@ BAD = [b"\xff", b"\x80", b"\xc3", b"\xe2\x82", b"\xf0\x9f\x98", b"\xed\xa0\x80",
 
 
 def _whole(raw, source):
-    """The text of a file that is decoded at once, or what is said of it."""
+    """The text of a file that is decoded at once, or what is said of it.
+
+    A byte-order mark is passed over, and bytes are counted behind it.
+    """
+    raw = raw.removeprefix(b"\xef\xbb\xbf")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -49,8 +53,8 @@ def test_a_text_file_in_pieces_is_what_it_is_as_a_whole(tmp_path_factory, parts,
     file.write_bytes(raw)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "PIECE", piece)
-        (document,) = read_documents([file], "text")
-        assert _joined(document) == _whole(raw, file)
+        found = [_joined(document) for document in read_documents([file], "text")]
+        assert found == [text for text in [_whole(raw, file)] if text]  # no text, no document
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16])
@@ -90,7 +94,7 @@ def test_rows_of_parquet_are_counted_over_all_batches(tmp_path, monkeypatch):
     parquet.write_table(pyarrow.table({"text": texts}), file)
     found = read_documents([file], "text")
     assert [next(found).source for _ in range(3)] == [f"{file}, row {row}" for row in (0, 2, 3)]
-    with pytest.raises(InputError, match=r"a\.parquet, row 4 has text"):
+    with pytest.raises(InputError, match=r"a\.parquet, row 4: field 'text' is null"):
         next(found)
 
 
@@ -98,5 +102,5 @@ def test_a_column_of_numbers_is_refused_at_its_first_row(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"a\.parquet, row 0 has text"):
+    with pytest.raises(InputError, match=r"a\.parquet, row 0: field 'text' is int"):
         next(read_documents([tmp_path / "a.parquet"], "text"))

@@ -44,11 +44,15 @@ def compressed(path, raw):
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(raw))
     elif path.suffix == ".zst":
-        zstandard = pytest.importorskip("zstandard")
+        pyarrow = pytest.importorskip("pyarrow")
         # Two frames, as `cat a.zst b.zst` makes.
         half = len(raw) // 2
-        frames = (zstandard.ZstdCompressor().compress(part) for part in (raw[:half], raw[half:]))
-        path.write_bytes(b"".join(frames))
+        with path.open("wb") as file:
+            for part in (raw[:half], raw[half:]):
+                frame = pyarrow.BufferOutputStream()
+                with pyarrow.CompressedOutputStream(frame, "zstd") as opened:
+                    opened.write(part)
+                file.write(frame.getvalue())
     else:
         path.write_bytes(raw)
     return path

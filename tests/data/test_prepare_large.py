@@ -40,7 +40,7 @@ def test_memory_does_not_grow_with_a_text_file(tmp_path, format):
 
 def test_a_text_file_in_pieces_is_one_document_in_the_split_of_its_hash(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "PIECE", 5)  # cuts between CR and LF, and in the character
-    texts = ["\ufeffone\r\n caf\u00e9", "12345", "1234567890", "x"]
+    texts = ["o\ufeffne\r\n caf\u00e9", "12345", "1234567890", "x"]
     splits = []
     for kind in ("text", "jsonl"):
         (tmp_path / kind).mkdir()

@@ -99,7 +99,8 @@ def test_a_config_file_that_is_wrong_is_refused_with_its_place(command, tmp_path
 
 def test_a_run_without_config_is_refused(capsys):
     code = main([])
-    refused((code, capsys.readouterr().err.splitlines()), "--config configs/tiny.py")
+    lines = capsys.readouterr().err.splitlines()
+    refused((code, lines), "Add --config tiny, or a file such as configs/tiny.py")
 
 
 def write_tokens(path, kind, text="some text "):

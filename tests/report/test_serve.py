@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from moejax.report.serve import Server
-from tests.browser import open_browser
+from tests.browser import open_browser, wait_until
 from tests.report.runs import report_line, usual_run
 
 
@@ -95,7 +95,7 @@ def test_the_open_page_follows_the_run(tmp_path, browser):
         assert "Step 500" in opened.inner_text("main")
         opened.locator("input[type=range]").first.fill("0.5")
         add(folder, report_line(510, 1.0))
-        opened.wait_for_function("document.querySelector('main').innerText.includes('Step 510')")
+        wait_until(opened, "document.querySelector('main').innerText.includes('Step 510')")
         assert opened.evaluate("moejax.view.smooth") == 0.5
         assert opened.locator("input[type=range]").first.input_value() == "0.5"
         opened.close()

@@ -16,9 +16,9 @@ from tests.cases import small_config
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A checkpoint of two steps, its directory and its state."""
-    cfg = small_config(mesh={"expert": 2})
+    cfg = small_config((1, 1, 2, 1))
     mesh = build_mesh(build_layout(cfg.mesh), jax.devices()[:2])
-    state = build_step(cfg, mesh, "cpu").init(0)
+    state = build_step(cfg, mesh, "cpu").init()
     directory = tmp_path_factory.mktemp("run") / "checkpoints"
     checkpoints = Checkpoints(directory, keep=2)
     for step in (1, 2):

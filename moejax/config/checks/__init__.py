@@ -98,6 +98,17 @@ def _check_data(cfg: Config) -> None:
             f"`data.train_files` is empty, but `data.source` is {cfg.data.source}. Name token "
             "files or globs, or set data.source=stdlib.",
         )
+    weights, files = cfg.data.train_weights, cfg.data.train_files
+    require(
+        not weights or len(weights) == len(files),
+        f"`data.train_weights` has {len(weights)} numbers for {len(files)} entries of "
+        "`data.train_files`. Each entry needs one. Write as many, or none.",
+    )
+    require(
+        all(weight > 0 for weight in weights),
+        f"`data.train_weights` has {short(list(weights))}. A weight is above 0. Leave out files "
+        "that give nothing.",
+    )
 
 
 def _check_training(cfg: Config) -> None:
@@ -116,7 +127,8 @@ def _check_training(cfg: Config) -> None:
     require(
         profile.start_step is None or profile.start_step + profile.num_steps - 1 <= last,
         f"`profile.start_step` = {profile.start_step} and "
-        f"`profile.num_steps` = {profile.num_steps} end after `train.num_steps` = {last}. Profile earlier or fewer steps, or train longer.",
+        f"`profile.num_steps` = {profile.num_steps} end after `train.num_steps` = {last}. "
+        "Profile earlier or fewer steps, or train longer.",
     )
     for name in ("beta1", "beta2", "muon_momentum"):
         require(

@@ -172,7 +172,7 @@ def _training_effects() -> Iterator[_Effect]:
         "`lora.rank` is set, and gradients of adapters are not compressed",
     )
     yield (
-        ("data.train_files", "data.eval_files"),
+        ("data.train_files", "data.train_weights", "data.eval_files"),
         lambda cfg: cfg.data.source != "stdlib",
         "`data.source` is stdlib, which reads the text of Python's own library",
     )

@@ -79,8 +79,8 @@ def _facts(topology: Topology) -> list[str]:
     """Returns a line for each measurement besides the links."""
     lines = [
         f"{tier.name}: two at once take {tier.contention:.2f} times one alone after the other; one "
-        f"takes {tier.compute_share:.0%} of compute; between computations it takes "
-        f"{tier.sync_delay_s * 1e3:.2f} ms longer"
+        f"takes {tier.compute_share:.0%} of compute; between computations it takes at least "
+        f"{tier.sync_delay_s * 1e3:.2f} ms"
         for tier in topology.tiers
         if tier.size > 1
     ]

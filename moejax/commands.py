@@ -1,0 +1,59 @@
+"""The commands of `moejax`, in the order in which a user meets them."""
+
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+      summary: what it does, for the list of commands.
+      module: holds `main(argv)`, which returns the exit code; imported when the command is run.
+      parser: the module that holds `parser()`, the parser of its flags.
+    """
+
+    summary: str
+    module: str
+    parser: str
+
+
+COMMANDS = {
+    "train": Command("train a model", "moejax.train.__main__", "moejax.train.__main__"),
+    "report": Command(
+        "show what runs did, as a page", "moejax.report.command", "moejax.report.command"
+    ),
+    "prepare": Command("turn text into token files", "moejax.data.prepare", "moejax.data.prepare"),
+    "eval": Command(
+        "score held-out text with a checkpoint",
+        "moejax.evaluate.command",
+        "moejax.evaluate.command",
+    ),
+    "generate": Command(
+        "continue texts with a checkpoint", "moejax.serve.command", "moejax.serve.command"
+    ),
+    "hf": Command(
+        "import weights of Hugging Face's layout, and export them",
+        "moejax.convert.command",
+        "moejax.convert.command",
+    ),
+    "plan": Command(
+        "choose mesh, route and codecs; plan probe: measure links",
+        "moejax.plan.__main__",
+        "moejax.plan.command",
+    ),
+    "doctor": Command(
+        "say which kernels run here, and why; --smoke runs them",
+        "moejax.train.doctor",
+        "moejax.aot.doctor",
+    ),
+    "aot": Command(
+        "compile the train step for a cluster that is not here",
+        "moejax.aot.command",
+        "moejax.aot.command",
+    ),
+    "completion": Command(
+        "print what completes commands and settings in a shell",
+        "moejax.completion",
+        "moejax.completion",
+    ),
+}

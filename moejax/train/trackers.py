@@ -1,0 +1,220 @@
+"""Passes metrics on to Weights & Biases and MLflow, where that was asked for.
+
+What a tracker does, or fails to do, never stops or delays a run: each has a thread of its own,
+which is told through a bounded queue. Metrics that do not fit are left out and counted. The run's
+own records (`metrics.jsonl`, TensorBoard) do not depend on them.
+"""
+
+import importlib.util
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from moejax.config.fields import fields, get_value
+from moejax.config.schema import Config
+from moejax.errors import InputError, write_whole
+
+WAITING = 1000  # reports that may wait for a slow tracker
+PATIENCE_S = 30.0  # how long a run's end waits for what a tracker has not sent yet
+NAMES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
+PARAMS_A_CALL = 100  # MLflow takes no more
+PARAM_LENGTH = 500  # characters of a setting, of which older servers take no more
+
+
+class Tracker(Protocol):
+    """A service that keeps metrics; any method may raise, or take long."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds values of a step."""
+        ...
+
+    def finish(self) -> None:
+        """Sends what is left."""
+        ...
+
+
+class _Told(NamedTuple):
+    step: int
+    values: dict[str, float]
+
+
+class Trackers:
+    """The trackers of a run, each in a thread."""
+
+    def __init__(self, openers: Mapping[str, Callable[[], Tracker]]):
+        """Takes functions that open trackers, by name; they are called in the threads."""
+        self._lines = [_Line(name, opener) for name, opener in openers.items()]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Passes values of a step on. Returns at once."""
+        for line in self._lines:
+            line.tell(_Told(step, dict(values)))
+
+    def problems(self) -> list[str]:
+        """Returns what went wrong since the last call, in words."""
+        return [text for line in self._lines for text in line.problems()]
+
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """Waits for what was not sent yet, but no longer than `patience_s` seconds altogether."""
+        until = time.monotonic() + patience_s
+        for line in self._lines:
+            line.end(until)
+
+
+class _Line:
+    """A thread that tells one tracker."""
+
+    def __init__(self, name: str, opener: Callable[[], Tracker]):
+        self._name, self._opener = name, opener
+        self._queue: queue.Queue[_Told | None] = queue.Queue(WAITING)
+        self._found: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._left_out, self._failed = 0, threading.Event()
+        # A daemon: a tracker that hangs does not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def tell(self, told: _Told) -> None:
+        if self._failed.is_set():
+            return
+        try:
+            self._queue.put_nowait(told)
+        except queue.Full:
+            self._left_out += 1
+            if self._left_out == 1:
+                self._found.put(f"{self._name} is slow: reports are left out of it")
+
+    def problems(self) -> list[str]:
+        found = []
+        while not self._found.empty():
+            found.append(self._found.get())
+        return found
+
+    def end(self, until: float) -> None:
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=max(until - time.monotonic(), 0.01))
+        self._thread.join(max(until - time.monotonic(), 0.01))
+        self._failed.set()  # nothing is sent any more while the process ends
+        if self._thread.is_alive():
+            self._found.put(f"{self._name} did not finish in time: its last reports may be missing")
+        elif self._left_out:
+            self._found.put(f"{self._name} lacks {self._left_out} reports, as it was slow")
+
+    def _run(self) -> None:
+        try:
+            tracker = self._opener()
+            while (told := self._queue.get()) is not None and not self._failed.is_set():
+                tracker.log(told.step, told.values)
+            tracker.finish()
+        except BaseException as error:  # whatever it raises, the run goes on
+            self._failed.set()
+            text = " ".join(str(error).split())[:200]
+            self._found.put(f"{self._name} is told no more: {type(error).__name__}: {text}")
+
+
+def check_trackers(cfg: Config) -> None:
+    """Refuses a tracker whose library is not installed.
+
+    Raises:
+      InputError: see above.
+    """
+    for name in NAMES:
+        if getattr(cfg.track, name) is not None and importlib.util.find_spec(name) is None:
+            raise InputError(
+                f"`track.{name}` = {getattr(cfg.track, name)!r}, but {name} is not installed. "
+                f"Install moejax[{name}], or set track.{name}=none."
+            )
+
+
+def open_trackers(cfg: Config) -> Trackers:
+    """Returns the trackers that a run asks for. A resumed run goes on in their same runs."""
+    run_dir = Path(cfg.run_dir)
+    kinds = {"wandb": _WandB, "mlflow": _MLflow}
+    wanted = {name: kind for name, kind in kinds.items() if getattr(cfg.track, name) is not None}
+    return Trackers({NAMES[n]: lambda kind=kind: kind(cfg, run_dir) for n, kind in wanted.items()})
+
+
+class _WandB:
+    """A run of Weights & Biases."""
+
+    def __init__(self, cfg: Config, run_dir: Path):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        kept = _kept(run_dir, "wandb")
+        self._run = wandb.init(
+            project=cfg.track.wandb,
+            id=kept or wandb.util.generate_id(),
+            name=run_dir.name,
+            dir=str(run_dir),
+            resume="allow",
+            config=_settings(cfg),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        _keep(run_dir, "wandb", self._run.id)
+        # A resumed run goes on from a checkpoint, which may be before the last step that was told.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    """A run of MLflow, at the address in MLFLOW_TRACKING_URI."""
+
+    def __init__(self, cfg: Config, run_dir: Path):
+        import mlflow  # pyright: ignore[reportMissingImports]
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
+
+        self._client, self._metric = mlflow.MlflowClient(), Metric
+        found = _kept(run_dir, "mlflow")
+        if found is None:
+            known = self._client.get_experiment_by_name(cfg.track.mlflow)
+            experiment = (
+                self._client.create_experiment(cfg.track.mlflow)
+                if known is None
+                else known.experiment_id
+            )
+            found = self._client.create_run(experiment, run_name=run_dir.name).info.run_id
+            settings = [Param(n, str(v)[:PARAM_LENGTH]) for n, v in _settings(cfg).items()]
+            for first in range(0, len(settings), PARAMS_A_CALL):
+                self._client.log_batch(found, params=settings[first : first + PARAMS_A_CALL])
+            _keep(run_dir, "mlflow", found)
+        else:
+            self._client.update_run(found, status="RUNNING")
+        self._id: str = found
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._metric(name, float(value), now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _settings(cfg: Config) -> dict[str, Any]:
+    """Returns every setting by its dotted name."""
+    return {name: get_value(cfg, name) for name in fields()}
+
+
+def _kept(run_dir: Path, name: str) -> str | None:
+    """Returns the tracker's own name of this run; None in a new one."""
+    path = run_dir / "trackers.json"
+    return json.loads(path.read_text()).get(name) if path.is_file() else None
+
+
+def _keep(run_dir: Path, name: str, own: str) -> None:
+    path = run_dir / "trackers.json"
+    with _KEEPING:
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        write_whole(path, json.dumps({**known, name: own}) + "\n")
+
+
+_KEEPING = threading.Lock()
