@@ -52,9 +52,10 @@ notebooks: $(VENV_NOTEBOOKS)/.installed ## execute the notebooks on CPU, with fe
 package: $(VENV)/.installed ## build wheel and sdist, install each in an empty environment, and use it there
 	$(VENV)/bin/python -m pytest -m package tests/packaging $(ARGS)
 
-lint: $(VENV)/.installed ## check style, layers, spelling and types
+lint: $(VENV)/.installed ## check style, Dockerfile, layers, spelling and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/hadolint Dockerfile
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/codespell
 	$(VENV)/bin/pyright

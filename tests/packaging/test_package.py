@@ -25,7 +25,17 @@ REPOSITORY = Path(__file__).parents[2]
 ROOT = f"moejax-{moejax.__version__}"
 # Of the sources, what an sdist has: tests need benchmarks/ and launch/, and texts lead to docs/.
 FOLDERS = ("benchmarks", "configs", "docs", "launch", "moejax", "notebooks", "tests")
-QUICK = ("train.num_steps=3", "train.eval_every=3", "train.eval_batches=1", "train.sample_tokens=0")
+# One layer on one device: what is tested is the package.
+QUICK = (
+    "mesh.simulated_devices=none",
+    "mesh.expert=1",
+    "mesh.tensor=1",
+    "model.num_layers=1",
+    "train.num_steps=3",
+    "train.sample_tokens=0",
+)
+# Variables that the tests of this checkout set, and that would change what is installed.
+OURS = ("PYTHONPATH", "XLA_FLAGS")
 
 
 class Built(NamedTuple):
@@ -37,7 +47,7 @@ class Built(NamedTuple):
 
 def run(*command, cwd, **more):
     """Runs a command where no path leads to the sources; returns what it prints."""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
+    env = {name: value for name, value in os.environ.items() if name not in OURS} | more
     done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stderr[-3000:]}"
     return done.stdout
