@@ -10,10 +10,11 @@ VENV_311 := .venv-311
 VENV_AOT := .venv-aot
 VENV_TPU := .venv-aot-tpu
 VENV_PARITY := .venv-parity
+VENV_DOCS := .venv-docs
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity lint format clean
+.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity docs lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +45,9 @@ aot-tpu: $(VENV_TPU)/.installed ## the same for TPU v5p and v6e; takes long, so 
 parity: $(VENV_PARITY)/.installed ## compare exported models with transformers, two families (ARGS="-m parity": all)
 	$(VENV_PARITY)/bin/python -m pytest $(SPREAD) -m "parity and not exhaustive" tests/parity $(ARGS)
 
+docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet
+
 lint: $(VENV)/.installed ## check style, layers, spelling and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
@@ -56,7 +60,7 @@ format: $(VENV)/.installed ## rewrite the code in the project's style
 	$(VENV)/bin/ruff format
 
 clean: ## remove environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) $(VENV_DOCS) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find moejax tests configs launch benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted install is taken up again.
@@ -90,4 +94,12 @@ $(VENV_PARITY)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	python=$$(launch/find_python.sh 11 2>/dev/null || echo "$(PYTHON)") && "$$python" -m venv $(VENV_PARITY)
 	$(VENV_PARITY)/bin/python -m pip install --quiet --editable '.[parity]' $(PARITY_TESTS) --constraint constraints.txt
+	@touch $@
+
+# Without moejax, whose docstrings are read and not imported: its extra is asked for what it lists.
+$(VENV_DOCS)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv $(VENV_DOCS)
+	"$(PYTHON)" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(VENV_DOCS)/requirements.txt
+	$(VENV_DOCS)/bin/python -m pip install --quiet --requirement $(VENV_DOCS)/requirements.txt --constraint constraints.txt
 	@touch $@
