@@ -11,10 +11,11 @@ VENV_AOT := .venv-aot
 VENV_TPU := .venv-aot-tpu
 VENV_PARITY := .venv-parity
 VENV_NOTEBOOKS := .venv-notebooks
+VENV_DOCS := .venv-docs
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity notebooks package lint format clean
+.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity docs notebooks package lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +46,9 @@ aot-tpu: $(VENV_TPU)/.installed ## the same for TPU v5p and v6e; takes long, so 
 parity: $(VENV_PARITY)/.installed ## compare exported models with transformers, two families (ARGS="-m parity": all)
 	$(VENV_PARITY)/bin/python -m pytest $(SPREAD) -m "parity and not exhaustive" tests/parity $(ARGS)
 
+docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet
+
 notebooks: $(VENV_NOTEBOOKS)/.installed ## execute the notebooks on CPU, with few steps (ARGS="-k routes")
 	JAX_PLATFORMS=cpu MOEJAX_NOTEBOOK_STEPS=30 $(VENV_NOTEBOOKS)/bin/python -m pytest $(SPREAD) --nbmake \
 		--nbmake-timeout 300 notebooks $(ARGS)
@@ -65,7 +69,7 @@ format: $(VENV)/.installed ## rewrite the code in the project's style
 	$(VENV)/bin/ruff format
 
 clean: ## remove environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) $(VENV_NOTEBOOKS) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) $(VENV_NOTEBOOKS) $(VENV_DOCS) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find moejax tests configs launch benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted install is taken up again.
@@ -106,4 +110,12 @@ $(VENV_NOTEBOOKS)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	"$(PYTHON)" -m venv $(VENV_NOTEBOOKS)
 	$(VENV_NOTEBOOKS)/bin/python -m pip install --quiet --editable '.[notebooks]' --constraint constraints.txt
+	@touch $@
+
+# Without moejax, whose docstrings are read and not imported: its extra is asked for what it lists.
+$(VENV_DOCS)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv $(VENV_DOCS)
+	"$(PYTHON)" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(VENV_DOCS)/requirements.txt
+	$(VENV_DOCS)/bin/python -m pip install --quiet --requirement $(VENV_DOCS)/requirements.txt --constraint constraints.txt
 	@touch $@

@@ -46,7 +46,7 @@ class BadCommandError(Exception):
     """What is wrong with a command, in one line."""
 
 
-class _Parsed(Exception):
+class _ParsedError(Exception):
     """Ends a command when it has read its flags."""
 
 
@@ -196,7 +196,7 @@ def parsed_by(main, program: str, words: list[str]) -> tuple[argparse.Namespace,
 
     def parse_and_stop(parser, args=None, namespace=None):
         found["args"], found["flags"] = parse(parser, args, namespace), _flags(parser)
-        raise _Parsed
+        raise _ParsedError
 
     def refuse(parser, message):
         raise BadCommandError(message)
@@ -208,7 +208,7 @@ def parsed_by(main, program: str, words: list[str]) -> tuple[argparse.Namespace,
     ):
         try:
             code = main()
-        except _Parsed:
+        except _ParsedError:
             return found["args"], found["flags"]
     raise BadCommandError(f"no flags were read; exit code {code}")
 

@@ -9,7 +9,8 @@ from typing import Literal
 ROOT = Path(__file__).parents[2]
 ASSIGNED = re.compile(r"[A-Za-z_]\w*=")  # a variable in front of a command
 PROGRAM = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:sudo )?(?:(?:make|cat|git|pip|python3|sbatch|xprof|docker)\b|launch/|\.venv)"
+    r"(?:[A-Z_]+=\S+ )*(?:sudo )?"
+    r"(?:(?:make|cat|git|pip|python3|sbatch|xprof|docker)\b|launch/|\.venv)"
 )
 PYTHON = re.compile(r"(?:import|from) [\w.]+")
 # What is neither shown nor hidden as output: a line that looks like a command must be read as one.

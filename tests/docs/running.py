@@ -23,6 +23,7 @@ TRAIN = {
     "train.eval_batches": 1,
     "train.sample_tokens": 0,
     "checkpoint.save_every": "none",
+    "optimizer.warmup_steps": 1,
 }
 TINY = {"model.num_layers": 1, "data.sequence_length": 32}
 # In place of what it sets, for the same reason.
@@ -32,6 +33,8 @@ FEWER = {
     r"none,int4\+feedback@100": "none,int4+feedback@1",
 }
 ROWS = 300  # so that a hundredth of them, held out, is some
+# Commands of other pages from which a page goes on.
+BEFORE = {"docs/guide/run.md": "make train"}
 TEXT = "A token goes to its expert, and what the expert says comes back. " * 4
 # What the pages take for the reader's own; the words are those of the tokenizer below.
 WORDS = sorted(set(re.findall(r"\w+|[^\w\s]", TEXT)))
@@ -44,20 +47,27 @@ def run_page(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     *,
-    python: bool,
+    whole: bool,
 ) -> int:
-    """Runs the wanted commands of a page, and its Python if asked. Returns how many ran."""
+    """Runs the wanted commands of a page. Returns how many ran.
+
+    Args:
+      whole: run its Python too, and what it goes on from.
+    """
     give_files(folder)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLUMNS", "200")
     names: dict[str, object] = {}
     count, out = 0, ""
+    if page in BEFORE and whole:
+        text = BEFORE[page]
+        run(Command(page, 0, text, tuple(text.split())), monkeypatch, capsys)
     for block in blocks_of(page):
         if block.kind == "file":
             path = folder / block.name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text if path.suffix != ".jsonl" else many_rows(block.text))
-        elif block.kind == "python" and python:
+        elif block.kind == "python" and whole:
             run_python(block, names)
         elif block.kind == "text" and out:
             assert_shown(block, out)
@@ -122,7 +132,9 @@ def shorter(words: list[str]) -> list[str]:
         return words
     settings = TRAIN | (TINY if any(word.endswith("tiny.py") for word in words) else {})
     given = " ".join(words)
-    return words + [f"--config.{k}={v}" for k, v in settings.items() if f"--config.{k}=" not in given]
+    return words + [
+        f"--config.{k}={v}" for k, v in settings.items() if f"--config.{k}=" not in given
+    ]
 
 
 def run_python(block: Block, names: dict[str, object]) -> None:
@@ -134,6 +146,7 @@ def run_python(block: Block, names: dict[str, object]) -> None:
 
 def assert_shown(block: Block, out: str) -> None:
     """What a page shows below a command is what the command printed, but for frames and spaces."""
+
     def plain(text):
         return " ".join(re.sub(r"[│┃|]", " ", text).split())
 

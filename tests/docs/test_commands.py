@@ -1,10 +1,12 @@
 """Commands of README and guides: each is read by its own parser, and run where that can be.
 
 `checks.py` checks flags, settings and files of all of them. What is not run has a reason in
-`NOT_RUN`. Quick ones run in `make test`; the others, which compile or train more, in `make test-all`.
+`NOT_RUN`. Quick ones run in `make test`, the others, which compile or train more, in
+`make test-all`.
 """
 
 import ast
+import contextlib
 import re
 from fnmatch import fnmatch
 
@@ -32,6 +34,7 @@ NOT_RUN = {
     "*mesh.platform=gpu*": "needs a GPU",
     "*--live*": "serves until Ctrl-C; tests/report/test_serve.py",
     "*runs/a runs/b*": "runs of the reader; tests/report compares runs",
+    "*http.server*": "serves until Ctrl-C",
     "*xprof *": "a program of another project",
 }
 # What `make test` runs; `make test-all` runs all that can be.
@@ -64,10 +67,8 @@ def made_anywhere(tmp_path_factory):
     for _ in range(2):  # a page may stand before the one that it goes on from
         for block in all_blocks():
             for command in commands_of(block):
-                try:
+                with contextlib.suppress(BadCommandError):  # told by its own page's test
                     check_command(command, made, made)
-                except BadCommandError:
-                    pass  # told by its own page's test
     return made
 
 
@@ -109,7 +110,7 @@ def test_quick_commands_run(page, tmp_path, monkeypatch, capsys):
             fnmatch(str(command), pattern) for pattern in QUICK[page]
         )
 
-    assert run_page(page, wanted, tmp_path, monkeypatch, capsys, python=False) > 0
+    assert run_page(page, wanted, tmp_path, monkeypatch, capsys, whole=False) > 0
 
 
 @pytest.mark.exhaustive
@@ -119,7 +120,7 @@ def test_commands_and_python_run(page, tmp_path, monkeypatch, capsys):
     def wanted(command):
         return reason_not_to_run(command) is None
 
-    run_page(page, wanted, tmp_path, monkeypatch, capsys, python=True)
+    run_page(page, wanted, tmp_path, monkeypatch, capsys, whole=True)
 
 
 @pytest.mark.parametrize("page", [*GUIDES, "CONTRIBUTING.md"])
@@ -139,7 +140,9 @@ def texts_of_the_code() -> list[str]:
     for path in [*(ROOT / "moejax").rglob("*.py"), *(ROOT / "launch").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = [str(p.value) if isinstance(p, ast.Constant) else "..." for p in node.values]
+                parts = [
+                    str(p.value) if isinstance(p, ast.Constant) else "..." for p in node.values
+                ]
                 found.append("".join(parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
@@ -166,7 +169,12 @@ def test_flags_in_running_text_are_flags():
         for span in re.findall(r"`(moejax [^`\n]+)`", (ROOT / page).read_text()):
             command = Command(page, 0, span, tuple(span.split()))
             flags = [word for word in command.words if word.startswith("--")]
-            if not flags or flags[0] == "--help" or "--" in command.words or span.startswith("moejax COMMAND"):
+            if (
+                not flags
+                or flags[0] == "--help"
+                or "--" in command.words
+                or span.startswith("moejax COMMAND")
+            ):
                 continue
             known = flags_of(command.words[1:])
             for flag in flags:
@@ -253,7 +261,9 @@ moejax.load_config
     assert "train: {}" in blocks[2].text
 
 
-@pytest.mark.parametrize("text", [".vnv/bin/moejax train --config tiny", "moejax train --config tiny"])
+@pytest.mark.parametrize(
+    "text", [".vnv/bin/moejax train --config tiny", "moejax train --config tiny"]
+)
 def test_a_command_with_an_unknown_program_is_not_taken_for_output(text):
     (block,) = blocks_of("page.md", f"Text.\n\n    {text}\n")
     with pytest.raises(ValueError, match="looks like a command"):

@@ -15,11 +15,13 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/**/*.md", "benchmarks/README.md", "benchmarks/results/*.md")
-PICTURES = ("docs/**/*.svg", "docs/**/*.png", "benchmarks/results/*.svg")
+FILES = ("docs/site.css", "docs/**/*.svg", "docs/**/*.png", "benchmarks/results/*.svg")
 LINK = re.compile(r"\]\(([^)#\s]+)")
-# What a page would load from elsewhere when it is read.
-FOREIGN = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
-CANONICAL = 'rel="canonical"'
+# What a page loads when it is read.
+LOADED = re.compile(
+    r'<(?:script|img|iframe)\b[^>]*\bsrc="(?!data:)([^"]+)"'
+    r'|<link\b[^>]*stylesheet"[^>]*\bhref="([^"]+)"'
+)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -40,11 +42,9 @@ def _with_folders(entry):
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Replaces the files of docs/ by those of the repository, under their paths there."""
-    for file in list(files.documentation_pages()) + list(files.media_files()):
+    for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
-    for file in [file for file in files if file.src_uri.endswith(".py")]:
-        files.remove(file)
-    for path in sorted({path for pattern in PAGES + PICTURES for path in ROOT.glob(pattern)}):
+    for path in sorted({path for pattern in PAGES + FILES for path in ROOT.glob(pattern)}):
         _add(files, path.relative_to(ROOT).as_posix(), config)
     for page in list(files.documentation_pages()):
         for target in _linked(page):
@@ -64,8 +64,14 @@ def _linked(page: File) -> list[str]:
     return [posixpath.normpath(posixpath.join(folder, link)) for link in found if ":" not in link]
 
 
-def on_post_page(output: str, *, page, config: MkDocsConfig) -> str:
-    """Refuses a page that would load something from another host."""
-    for tag in FOREIGN.findall(output):
-        raise PluginError(f"{page.file.src_uri} loads from another host when it is read: {tag}")
-    return output
+def on_post_build(*, config: MkDocsConfig) -> None:
+    """Refuses a page whose styles or scripts are missing, or would come from another host."""
+    site = Path(config.site_dir)
+    for page in site.rglob("*.html"):
+        if page.name == "404.html":  # its paths are those of a site at the root of its host
+            continue
+        for tag in LOADED.finditer(page.read_text()):
+            named = tag[1] or tag[2]
+            target = named.partition("?")[0].partition("#")[0]
+            if ":" in target or target.startswith("//") or not (page.parent / target).exists():
+                raise PluginError(f"{page.relative_to(site)} loads {named}, which is not there")
