@@ -47,7 +47,8 @@ parity: $(VENV_PARITY)/.installed ## compare exported models with transformers, 
 	$(VENV_PARITY)/bin/python -m pytest $(SPREAD) -m "parity and not exhaustive" tests/parity $(ARGS)
 
 docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/site; a broken link fails
-	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet
+	@# Not quiet: mkdocs counts the warnings that it shows, and fails if there is one.
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build
 
 notebooks: $(VENV_NOTEBOOKS)/.installed ## execute the notebooks on CPU, with few steps (ARGS="-k routes")
 	JAX_PLATFORMS=cpu MOEJAX_NOTEBOOK_STEPS=30 $(VENV_NOTEBOOKS)/bin/python -m pytest $(SPREAD) --nbmake \

@@ -38,6 +38,7 @@ FOREIGN = {
     "xprof": "a viewer of profiles, not installed",
     "lm-eval": "installed by make parity, which runs this command",
     "docker": "not on machines that run tests",
+    "jupyter": "of another project, installed by the line above it",
     "git": "of another project",
 }
 
