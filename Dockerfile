@@ -16,8 +16,10 @@ COPY moejax ./moejax
 RUN pip install --no-cache-dir '.[cuda13,data,hf]' --constraint constraints.txt
 
 # Runs and caches belong to a user who is not root.
-RUN useradd --create-home moejax && mkdir /work && chown moejax /work
-USER moejax
+# By number, so that a cluster may check that; 1000 is the first user of most hosts, who then owns
+# what a run writes to a mounted folder.
+RUN useradd --create-home --uid 1000 moejax && mkdir /work && chown moejax /work
+USER 1000
 WORKDIR /work
 ENTRYPOINT ["moejax"]
 CMD ["--help"]

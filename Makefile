@@ -10,10 +10,12 @@ VENV_311 := .venv-311
 VENV_AOT := .venv-aot
 VENV_TPU := .venv-aot-tpu
 VENV_PARITY := .venv-parity
+VENV_NOTEBOOKS := .venv-notebooks
+VENV_DOCS := .venv-docs
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity lint format clean
+.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity docs notebooks package lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,10 +32,10 @@ test-models: $(VENV)/.installed ## run the tests of import, export, adapters, ev
 	$(VENV)/bin/python -m pytest $(SPREAD) -m "models and not exhaustive" $(ARGS)
 
 test-all: $(VENV)/.installed ## the same, with all cases of every grid; takes longer
-	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity and not package" $(ARGS)
 
 test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
-	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not models and not exhaustive" $(ARGS)
+	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not models and not package and not exhaustive" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile step and kernels for described H200s and test what came out (ARGS="-m aot": all cases)
 	$(VENV_AOT)/bin/python -m pytest $(SPREAD) -m "aot and not exhaustive" tests/hlo tests/kernels tests/benchmarks $(ARGS)
@@ -44,9 +46,21 @@ aot-tpu: $(VENV_TPU)/.installed ## the same for TPU v5p and v6e; takes long, so 
 parity: $(VENV_PARITY)/.installed ## compare exported models with transformers, two families (ARGS="-m parity": all)
 	$(VENV_PARITY)/bin/python -m pytest $(SPREAD) -m "parity and not exhaustive" tests/parity $(ARGS)
 
-lint: $(VENV)/.installed ## check style, layers, spelling and types
+docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/site; a broken link fails
+	@# Not quiet: mkdocs counts the warnings that it shows, and fails if there is one.
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build
+
+notebooks: $(VENV_NOTEBOOKS)/.installed ## execute the notebooks on CPU, with few steps (ARGS="-k routes")
+	JAX_PLATFORMS=cpu MOEJAX_NOTEBOOK_STEPS=30 $(VENV_NOTEBOOKS)/bin/python -m pytest $(SPREAD) --nbmake \
+		--nbmake-timeout 300 notebooks $(ARGS)
+
+package: $(VENV)/.installed ## build wheel and sdist, install each in an empty environment, and use it there
+	$(VENV)/bin/python -m pytest -m package tests/packaging $(ARGS)
+
+lint: $(VENV)/.installed ## check style, Dockerfile, layers, spelling and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/hadolint Dockerfile
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/codespell
 	$(VENV)/bin/pyright
@@ -56,7 +70,7 @@ format: $(VENV)/.installed ## rewrite the code in the project's style
 	$(VENV)/bin/ruff format
 
 clean: ## remove environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) $(VENV_NOTEBOOKS) $(VENV_DOCS) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find moejax tests configs launch benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted install is taken up again.
@@ -90,4 +104,19 @@ $(VENV_PARITY)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	python=$$(launch/find_python.sh 11 2>/dev/null || echo "$(PYTHON)") && "$$python" -m venv $(VENV_PARITY)
 	$(VENV_PARITY)/bin/python -m pip install --quiet --editable '.[parity]' $(PARITY_TESTS) --constraint constraints.txt
+	@touch $@
+
+# Of its own: a Jupyter kernel is thirty packages that nothing else needs.
+$(VENV_NOTEBOOKS)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv $(VENV_NOTEBOOKS)
+	$(VENV_NOTEBOOKS)/bin/python -m pip install --quiet --editable '.[notebooks]' --constraint constraints.txt
+	@touch $@
+
+# Without moejax, whose docstrings are read and not imported: its extra is asked for what it lists.
+$(VENV_DOCS)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv $(VENV_DOCS)
+	"$(PYTHON)" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(VENV_DOCS)/requirements.txt
+	$(VENV_DOCS)/bin/python -m pip install --quiet --requirement $(VENV_DOCS)/requirements.txt --constraint constraints.txt
 	@touch $@

@@ -22,7 +22,7 @@ COMMANDS = {
     "report": Command(
         "show what runs did, as a page", "moejax.report.command", "moejax.report.command"
     ),
-    "prepare": Command("turn text into token files", "moejax.data.prepare", "moejax.data.prepare"),
+    "prepare": Command("turn text into token files", "moejax.data.prepare", "moejax.data.flags"),
     "eval": Command(
         "score held-out text with a checkpoint",
         "moejax.evaluate.command",

@@ -80,16 +80,16 @@ class DataConfig:
     train_files: tuple[str, ...] = setting(
         (), "token files or globs (sources tokens, array_record)"
     )
-    train_weights: tuple[float, ...] = setting(
-        (),
-        "share of the sequences that each entry of train_files gives, whatever its size, such as "
-        "3,1; empty: all files are one stream",
-    )
     eval_files: tuple[str, ...] = setting((), "held-out token files or globs; empty: no evaluation")
     sequence_length: int = setting(256, "T: positions of one sequence", at_least=1)
     shuffle: bool = setting(True, "visit sequences in an order drawn from the seed")
     repeat: bool = setting(True, "start again, reshuffled, when all sequences were seen")
     isolate_documents: bool = setting(True, "attention stays inside a document")
+    train_weights: tuple[float, ...] = setting(
+        (),
+        "share of the sequences that each entry of train_files gives, whatever its size, such as "
+        "3,1; empty: all files are one stream",
+    )
 
 
 @dataclass(frozen=True)

@@ -209,9 +209,10 @@ function headline() {
   const far = runs.length > 1 ? "" : last == null ? "No step has been reported yet." :
     `Step ${last.toLocaleString("en")}${wanted ? ` of ${wanted.toLocaleString("en")}` : ""}.`;
   const damaged = runs.flatMap((one) => one.damaged.map((what) => `${one.name}: ${what}`));
-  main.append(el("p", { class: "eyebrow" }, "moejax report"), el("h1", {}, title), el("p", { class: "soft" }, far, el("span", { id: "news" })),
-    damaged.length ? el("details", {}, el("summary", { class: "warning" }, `${damaged.length} records could not be read`),
-      el("ul", {}, damaged.slice(0, 100).map((what) => el("li", {}, what)))) : null, tools());
+  const unread = damaged.length ? el("details", {}, el("summary", { class: "warning" }, `${damaged.length} records could not be read`),
+    el("ul", {}, damaged.slice(0, 100).map((what) => el("li", {}, what)))) : "";
+  main.append(el("p", { class: "eyebrow" }, "moejax report"), el("h1", {}, title),
+    el("p", { class: "soft" }, far, el("span", { id: "news" })), unread, tools());
   if (runs.length > 1) main.append(el("ul", { class: "key" }, runs.map((one) => el("li", {},
     el("i", { style: `background:${one.colour}` }), one.name))));
 }
@@ -369,7 +370,7 @@ const SAID = { first_step: "first step", save: "checkpoint started", saved: "che
 function events(run) {
   if (!run.events.length) return;
   const kinds = [...new Set(run.events.map((one) => one.event))];
-  const chart = new Chart("low", () => ({ ...base("", String, false), yAxis: { type: "category", data: kinds.map((kind) => SAID[kind] ?? words(kind)),
+  const chart = new Chart("low", () => ({ ...base("", String, false), grid: { left: 125, right: 14, top: 12, bottom: 24 }, yAxis: { type: "category", data: kinds.map((kind) => SAID[kind] ?? words(kind)),
       axisLabel: { color: style("soft") }, splitLine: { show: true, lineStyle: { color: style("line"), opacity: 0.5 } } },
     tooltip: { trigger: "item", confine: true, backgroundColor: style("card"), borderColor: style("line"), textStyle: { color: style("ink"), fontSize: 12 },
       formatter: ({ data }) => safe(`step ${data.step}: ${data.said}`) },

@@ -63,7 +63,7 @@ def local_devices() -> list[Any]:
     except RuntimeError as error:
         raise InputError(
             f"no devices. JAX says: {_first_line(error)}. Set JAX_PLATFORMS to what this host has "
-            f"(cpu, cuda or tpu), and install the extra for it: docs/guide.md."
+            f"(cpu, cuda or tpu), and install the extra for it: docs/guide/cluster.md."
         ) from error
 
 

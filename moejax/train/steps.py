@@ -49,7 +49,9 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             profile.before(step + 1)
             state, metrics = run_step(state, batch)
             step += 1
+            began = time.perf_counter()
             if profile.after(step, metrics.loss):
+                meter.pause(time.perf_counter() - began)  # a trace takes long to write
                 text = f"profile: xprof --logdir {profile.directory}"
                 note(run, "profile", step, text, directory=str(profile.directory))
             # At most one step runs while the next is prepared, so that a stop, a report or a save

@@ -192,6 +192,7 @@ def test_the_page_draws_and_hostile_text_stays_text(tab):
     wanted = ["Training", "Speed", "Routing", "Experts' load", "The plan", "What travels"]
     assert headings[:6] == wanted
     assert opened.evaluate(INKED) > 500
+    assert "null" not in opened.inner_text("main").split("Training")[0]
     opened.get_by_text(re.compile(r"The newest \d+")).click()
     assert HOSTILE.split()[0] in opened.inner_text("main")
     assert opened.locator("main script, main b").count() == 0
