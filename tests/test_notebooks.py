@@ -24,7 +24,7 @@ def sources(path):
 
 
 def test_there_are_notebooks_and_the_guide_names_each():
-    guide = (REPOSITORY / "docs" / "guide.md").read_text()
+    guide = (REPOSITORY / "docs/guide/first_run.md").read_text()
     assert NOTEBOOKS
     assert [path.name for path in NOTEBOOKS if f"notebooks/{path.name}" not in guide] == []
 
