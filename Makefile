@@ -45,8 +45,8 @@ aot-tpu: $(VENV_TPU)/.installed ## the same for TPU v5p and v6e; takes long, so 
 parity: $(VENV_PARITY)/.installed ## compare exported models with transformers, two families (ARGS="-m parity": all)
 	$(VENV_PARITY)/bin/python -m pytest $(SPREAD) -m "parity and not exhaustive" tests/parity $(ARGS)
 
-# Not quiet: mkdocs counts the warnings that it shows, and fails where there is one.
 docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/site; a broken link fails
+	@# Not quiet: mkdocs counts the warnings that it shows, and fails if there is one.
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build
 
 lint: $(VENV)/.installed ## check style, layers, spelling and types
