@@ -5,6 +5,7 @@ names must be in the repository, be made by a command of the pages, or be the re
 """
 
 import argparse
+import importlib.machinery
 import importlib.util
 import re
 import subprocess

@@ -25,11 +25,13 @@ TRAIN = {
     "checkpoint.save_every": "none",
     "optimizer.warmup_steps": 1,
 }
+PROFILED = {"profile.num_steps": 1}
 TINY = {"model.num_layers": 1, "data.sequence_length": 32}
 # In place of what it sets, for the same reason.
 FEWER = {
     r"--config\.train\.num_steps=\d+": "--config.train.num_steps=2",
-    r"--config\.profile\.start_step=\d+": "--config.profile.start_step=2",
+    r"--config\.profile\.start_step=\d+": "--config.profile.start_step=1",
+    r"--config\.lora\.rank=16": "--config.lora.rank=4",  # the model's smallest matrix is 8 wide
     r"none,int4\+feedback@100": "none,int4+feedback@1",
 }
 ROWS = 300  # so that a hundredth of them, held out, is some
@@ -132,6 +134,8 @@ def shorter(words: list[str]) -> list[str]:
         return words
     settings = TRAIN | (TINY if any(word.endswith("tiny.py") for word in words) else {})
     given = " ".join(words)
+    if "profile.start_step" in given:
+        settings |= PROFILED
     return words + [
         f"--config.{k}={v}" for k, v in settings.items() if f"--config.{k}=" not in given
     ]

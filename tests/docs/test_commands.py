@@ -102,6 +102,7 @@ def test_every_reason_not_to_run_is_of_some_command():
             assert any(fnmatch(text, pattern) for text in texts if text.startswith(page)), pattern
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in GUIDES if page in QUICK])
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_quick_commands_run(page, tmp_path, monkeypatch, capsys):
