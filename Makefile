@@ -51,7 +51,7 @@ docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/sit
 	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build
 
 notebooks: $(VENV_NOTEBOOKS)/.installed ## execute the notebooks on CPU, with few steps (ARGS="-k routes")
-	JAX_PLATFORMS=cpu MOEJAX_NOTEBOOK_STEPS=30 $(VENV_NOTEBOOKS)/bin/python -m pytest $(SPREAD) notebooks $(ARGS)
+	JAX_PLATFORMS=cpu MOEJAX_NOTEBOOK_STEPS=30 MOEJAX_NOTEBOOK_TRACES=8 $(VENV_NOTEBOOKS)/bin/python -m pytest $(SPREAD) notebooks $(ARGS)
 
 package: $(VENV)/.installed ## build wheel and sdist, install each in an empty environment, and use it there
 	$(VENV)/bin/python -m pytest -m package tests/packaging $(ARGS)
