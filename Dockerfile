@@ -1,7 +1,7 @@
 # moejax for NVIDIA GPUs: JAX's wheels bring CUDA, so the image needs the driver of the host alone.
 #
 #   docker build -t moejax .
-#   docker run --gpus all -v "$PWD/runs:/work/runs" moejax train --config tiny
+#   docker run --gpus all -v "$PWD/runs:/home/moejax/runs" moejax train --config tiny
 FROM python:3.13-slim-bookworm
 
 # g++ compiles the CPU exchange (moejax/comm/exchange.cc) when it is first used.
@@ -18,8 +18,8 @@ RUN pip install --no-cache-dir '.[cuda13,data,hf]' --constraint constraints.txt
 # Runs and caches belong to a user who is not root.
 # By number, so that a cluster may check that; 1000 is the first user of most hosts, who then owns
 # what a run writes to a mounted folder.
-RUN useradd --create-home --uid 1000 moejax && mkdir /work && chown moejax /work
+RUN useradd --create-home --uid 1000 moejax
 USER 1000
-WORKDIR /work
+WORKDIR /home/moejax
 ENTRYPOINT ["moejax"]
 CMD ["--help"]

@@ -9,32 +9,27 @@ class Command(NamedTuple):
     Attributes:
       summary: what it does, for the list of commands.
       module: holds `main(argv)`, which returns the exit code; imported when the command is run.
-      parser: the module that holds `parser()`, the parser of its flags.
+      flags: the module that holds `parser()`, the parser of its flags; empty: the same.
     """
 
     summary: str
     module: str
-    parser: str
+    flags: str = ""
+
+    @property
+    def parser_module(self) -> str:
+        """The module that holds `parser()`."""
+        return self.flags or self.module
 
 
 COMMANDS = {
-    "train": Command("train a model", "moejax.train.__main__", "moejax.train.__main__"),
-    "report": Command(
-        "show what runs did, as a page", "moejax.report.command", "moejax.report.command"
-    ),
+    "train": Command("train a model", "moejax.train.__main__"),
+    "report": Command("show what runs did, as a page", "moejax.report.command"),
     "prepare": Command("turn text into token files", "moejax.data.prepare", "moejax.data.flags"),
-    "eval": Command(
-        "score held-out text with a checkpoint",
-        "moejax.evaluate.command",
-        "moejax.evaluate.command",
-    ),
-    "generate": Command(
-        "continue texts with a checkpoint", "moejax.serve.command", "moejax.serve.command"
-    ),
+    "eval": Command("score held-out text with a checkpoint", "moejax.evaluate.command"),
+    "generate": Command("continue texts with a checkpoint", "moejax.serve.command"),
     "hf": Command(
-        "import weights of Hugging Face's layout, and export them",
-        "moejax.convert.command",
-        "moejax.convert.command",
+        "import weights of Hugging Face's layout, and export them", "moejax.convert.command"
     ),
     "plan": Command(
         "choose mesh, route and codecs; plan probe: measure links",
@@ -46,14 +41,8 @@ COMMANDS = {
         "moejax.train.doctor",
         "moejax.aot.doctor",
     ),
-    "aot": Command(
-        "compile the train step for a cluster that is not here",
-        "moejax.aot.command",
-        "moejax.aot.command",
-    ),
+    "aot": Command("compile the train step for a cluster that is not here", "moejax.aot.command"),
     "completion": Command(
-        "print what completes commands and settings in a shell",
-        "moejax.completion",
-        "moejax.completion",
+        "print what completes commands and settings in a shell", "moejax.completion"
     ),
 }

@@ -4,6 +4,7 @@ The script is made once, from the parsers of the commands, so that pressing Tab 
 """
 
 import argparse
+import re
 from importlib import import_module
 
 import shtab
@@ -20,8 +21,9 @@ examples:
 Completed are commands, their flags, every setting (--config.mesh.expert), values that a setting
 or flag may take, and files. Make the script again when moejax was updated.
 """
-FILES = ("FILE", "PATH")  # what placeholders of files and directories begin or end with
-DIRECTORIES = ("DIR", "FOLDER", "RUN")
+# Words in the placeholders of values that are files and directories.
+FILES = {"FILE", "PATH"}
+DIRECTORIES = {"DIR", "FOLDER", "RUN"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,26 +54,32 @@ def whole_parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="store_true", help="print the version")
     commands = whole.add_subparsers(dest="command")
     for name, command in COMMANDS.items():
-        own = import_module(command.parser).parser()
+        own = import_module(command.parser_module).parser()
         if name == "plan":
             probe = import_module("moejax.plan.probe.command").parser()
             _adopt(own.add_subparsers(dest="action"), "probe", "measure the links", probe)
         _adopt(commands, name, command.summary, own)
+    _complete_values(whole)
     return whole
 
 
 def _adopt(commands: argparse._SubParsersAction, name: str, summary: str, own) -> None:
     """Adds a command whose parser exists."""
-    adopted = commands.add_parser(name, help=summary, parents=[own], add_help=False)
-    for action in adopted._actions:
-        if "--config.FIELD" in action.option_strings:
+    commands.add_parser(name, help=summary, parents=[own], add_help=False)
+
+
+def _complete_values(parser: argparse.ArgumentParser) -> None:
+    """Makes settings flags, and tells shtab which values are files, in all commands."""
+    for action in list(parser._actions):
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _complete_values(command)
+        elif "--config.FIELD" in action.option_strings:
             action.help = argparse.SUPPRESS  # the settings stand in its place
             for field in fields().values():
-                _add_setting(adopted, field)
-        elif isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                _name_files(inner)
-    _name_files(adopted)
+                _add_setting(parser, field)
+        elif action.choices is None:
+            _name_files(action)
 
 
 def _add_setting(parser: argparse.ArgumentParser, field: Field) -> None:
@@ -82,13 +90,8 @@ def _add_setting(parser: argparse.ArgumentParser, field: Field) -> None:
     parser.add_argument(f"--config.{field.name}", choices=choices or None, help=help)
 
 
-def _name_files(parser: argparse.ArgumentParser) -> None:
-    """Tells shtab which values are files and directories, by their placeholders."""
-    for action in parser._actions:
-        words = str(action.metavar or action.dest).upper().replace("|", " ").replace(".", " ")
-        if action.choices is not None:
-            continue
-        if any(word in FILES for word in words.split()):
-            action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
-        elif any(word in DIRECTORIES for word in words.replace("_", " ").split()):
-            action.complete = shtab.DIRECTORY  # pyright: ignore[reportAttributeAccessIssue]
+def _name_files(action: argparse.Action) -> None:
+    words = re.split(r"[^A-Z]+", str(action.metavar or action.dest).upper())
+    for known, complete in ((FILES, shtab.FILE), (DIRECTORIES, shtab.DIRECTORY)):
+        if known & set(words):
+            action.complete = complete  # pyright: ignore[reportAttributeAccessIssue]

@@ -30,7 +30,7 @@ def test_the_list_of_commands_names_all_and_their_modules_have_what_it_says():
         assert f"  {name} " in shown
         assert command.summary in shown
         assert callable(import_module(command.module).main)
-        assert import_module(command.parser).parser().prog == f"moejax {name}"
+        assert import_module(command.parser_module).parser().prog == f"moejax {name}"
 
 
 def test_version_and_unknown_commands():
@@ -43,7 +43,7 @@ def test_version_and_unknown_commands():
 @pytest.mark.parametrize("name", [*COMMANDS, "plan probe"])
 def test_help_fits_a_screen_and_has_an_example(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    module = "moejax.plan.probe.command" if name == "plan probe" else COMMANDS[name].parser
+    module = "moejax.plan.probe.command" if name == "plan probe" else COMMANDS[name].parser_module
     shown = import_module(module).parser().format_help()
     assert "examples:" in shown
     assert f"moejax {name}".split()[-1] in shown.split("examples:")[1]
@@ -79,6 +79,10 @@ def script(tmp_path_factory):
         (["plan", "pro"], {"probe"}),
         (["plan", "probe", "--qu"], {"--quick"}),
         (["hf", "ex"], {"export"}),
+        (
+            ["hf", "import", "--config.mesh.exp"],
+            {"--config.mesh.expert", "--config.mesh.expert_weights"},
+        ),
         (["hf", "export", "--dtype", "b"], {"bfloat16"}),
         (["prepare", "--form"], {"--format"}),
     ],

@@ -11,7 +11,7 @@ writes records and shows them.
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -22,6 +22,8 @@ from moejax.config.schema import Config
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.plan.cluster.topology import Topology
+from moejax.plan.probe.timer import ProgressFn
+from moejax.plan.search.file import Plan
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, measure_peak, platform_of, start
 from moejax.step.model import check_adapters
@@ -157,13 +159,17 @@ def train_planned(
     if planned.plan is not None:
         records.event("plan", int(state.step), seconds=planned.plan.predicted["seconds"])
         if planned.topology is not None and measured is None:
-            again = (
-                (lambda told: measure(cfg, devices, processes, told)[0])
-                if cfg.plan.replan
-                else None
-            )
-            run.monitor = PlanMonitor(planned.plan, planned.topology, again)
+            run.monitor = _monitor(run, planned.plan, planned.topology, devices)
     return _run_to_end(run, state, meter)
+
+
+def _monitor(run: Run, plan: Plan, topology: Topology, devices: Sequence[Any]) -> PlanMonitor:
+    """Returns what compares steps with the plan; links are measured again with `plan.replan`."""
+
+    def again(told: ProgressFn) -> Topology:
+        return measure(run.cfg, devices, run.processes, told)[0]
+
+    return PlanMonitor(plan, topology, again if run.cfg.plan.replan else None)
 
 
 def _checkpoints(cfg: Config, processes: Processes) -> Checkpoints:

@@ -49,11 +49,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             profile.before(step + 1)
             state, metrics = run_step(state, batch)
             step += 1
-            began = time.perf_counter()
-            if profile.after(step, metrics.loss):
-                meter.pause(time.perf_counter() - began)  # a trace takes long to write
-                text = f"profile: xprof --logdir {profile.directory}"
-                note(run, "profile", step, text, directory=str(profile.directory))
+            end_profile(run, profile, meter, step, metrics)
             # At most one step runs while the next is prepared, so that a stop, a report or a save
             # waits for one step only.
             if before is not None:
@@ -79,6 +75,15 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
                 evaluate(run, state, step, limit=cfg.train.eval_batches)
                 meter.pause(time.perf_counter() - began)
     return state, False
+
+
+def end_profile(run: Run, profile: Profile, meter: Meter, step: int, metrics: Any) -> None:
+    """Ends the profile if `step` was its last; rates leave out the time to write its trace."""
+    began = time.perf_counter()
+    if profile.after(step, metrics.loss):
+        meter.pause(time.perf_counter() - began)
+        text = f"profile: xprof --logdir {profile.directory}"
+        note(run, "profile", step, text, directory=str(profile.directory))
 
 
 def stop_early(run: Run, step: int, asked: bool) -> None:

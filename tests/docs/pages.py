@@ -13,7 +13,7 @@ PROGRAM = re.compile(
     r"(?:(?:make|cat|git|pip|python3|sbatch|xprof|docker)\b|launch/|\.venv)"
 )
 PYTHON = re.compile(r"(?:import|from) [\w.]+")
-# What is neither shown nor hidden as output: a line that looks like a command must be read as one.
+# A line that looks like a command must be checked as one, and not pass for a program's output.
 SUSPICIOUS = re.compile(r"\.venv|(?<!\S)--[a-z]|^\s*moejax ")
 NAMED = re.compile(r"`([\w./-]+\.\w+)`:$")  # the end of a sentence that gives a file's name
 

@@ -23,7 +23,7 @@ import moejax
 pytestmark = pytest.mark.package
 REPOSITORY = Path(__file__).parents[2]
 ROOT = f"moejax-{moejax.__version__}"
-# Of the sources, what an sdist has: tests need benchmarks/ and launch/, and texts lead to docs/.
+# An sdist has these of the sources: tests need benchmarks/ and launch/, and texts link to docs/.
 FOLDERS = ("benchmarks", "configs", "docs", "launch", "moejax", "notebooks", "tests")
 # One layer on one device: what is tested is the package.
 QUICK = (

@@ -165,7 +165,10 @@ def _overflows(
         owners *= hop.peers(layout)
         rows = _distinct(rows_E, tokens, owners) if hop.merge else _grouped(rows_E, owners)
         buckets = [sources * n / route.parts for n in rows]
-        if fullest(buckets, devices * owners * route.parts) > slots:
+        # Where a token takes one slot however many of its experts are behind it, a bucket holds at
+        # most every token of its senders.
+        most = sources * tokens / route.parts if hop.merge else math.inf
+        if min(most, fullest(buckets, devices * owners * route.parts)) > slots:
             return True
         sources = owners
     return False

@@ -61,6 +61,19 @@ def test_a_second_hop_hears_all_senders_of_the_first():
     assert even.rounds == 0
 
 
+@pytest.mark.parametrize("route", ["merge", "two_level_merge"])
+def test_a_merged_bucket_holds_each_token_at_most_once(route):
+    """All experts of a token or nearly: drawn counts would exceed the tokens, which cannot be."""
+    cfg = small_config((1, 1, 8, 1), moe={"experts_per_token": 8}, train={"batch_sequences": 16})
+    cfg = dataclasses.replace(cfg, route=route, mesh=dataclasses.replace(cfg.mesh, nodes=2))
+    layout = build_layout(cfg.mesh)
+    tokens = tokens_of(cfg, layout, build_route(route, layout))
+    slots = usual_sizes(build_route(route, layout), layout, cfg.moe, tokens=tokens).rows
+    assert fullest([tokens], 64) > slots[0] >= tokens  # draws alone would say that it overflows
+    ((_, found),) = fills(cfg, read_expert_load("balanced", 8))
+    assert found.rounds == 0
+
+
 def test_a_micro_batch_is_all_that_is_routed_at_one_time():
     """Fewer rows differ more: a part of a batch fills buckets as a batch of its size does."""
     whole, parts, half = (
