@@ -133,6 +133,23 @@ def test_a_run_on_eight_devices_follows_the_run_on_one(name, mesh):
     assert np.all(off <= steps * TERMS * np.finfo(np.float32).eps * one), off
 
 
+def test_the_routers_entropy_is_that_of_one_device_on_any_mesh_and_in_parts():
+    """Devices report shares of it, which must add up whoever holds which tokens."""
+    router, found = {"score": "sigmoid", "jitter": 0.1}, []
+    for mesh, layout, parts in [
+        ((1, 1, 1, 1), "sequence", 1),
+        ((1, 2, 2, 2), "sequence", 2),
+        ((2, 1, 2, 2), "replicated", 1),
+    ]:
+        train = {"micro_batches": parts}
+        cfg = small_config(mesh, activations=layout, router=router, train=train)
+        train_step = step_for(cfg)
+        _, metrics = train_step.step(train_step.init(), place(train_step, random_batch(cfg)))
+        found.append(float(metrics.router_entropy))
+    assert 0.5 < found[0] <= 1
+    assert found[1:] == pytest.approx(found[:1] * 2, rel=1e-5)
+
+
 def test_first_weights_do_not_depend_on_the_mesh():
     one = one_device_state(small_config())
     eight = step_for(small_config((1, 2, 2, 2))).init()
