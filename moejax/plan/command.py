@@ -141,7 +141,7 @@ def how_to_go_on(published: Published, cfg: Config, args: argparse.Namespace) ->
     step += f"--config.train.batch_sequences={cfg.train.batch_sequences}"
     lines = [
         "how to go on:",
-        f"  train it here:  moejax hf import {folder} --out imported/{name}",
+        f"  train it here:  moejax hf import {folder} --out imported/{name}   (needs the weights)",
         f"                  moejax train --config imported/{name}/config.json --config.plan={plan} "
         f"{step}",
     ]
@@ -236,8 +236,8 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
 
     result = find(topology)
     console.print(
-        f"{args.config or args.hf} on {topology.name}: {topology.devices} devices on {topology.nodes} nodes; "
-        f"routing {load.name} (busiest expert {load.skew:.2f} x the mean)",
+        f"{args.config or args.hf} on {topology.name}: {topology.devices} devices on "
+        f"{topology.nodes} nodes; routing {load.name} (busiest expert {load.skew:.2f} x the mean)",
         highlight=False,
     )
     print_ranked(result, topology, console, args.top)

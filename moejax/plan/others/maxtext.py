@@ -31,6 +31,12 @@ YOURS = (
     "run_name, base_output_directory, the data set, the tokenizer, learning rate, steps, and the "
     "losses of the router"
 )
+SEGMENTS = 32  # of its own files for GPUs, such as configs/gpu/models/mixtral_8x7b.yml
+ATTENTION = {
+    "tpu": "its fused attention for TPUs",
+    "gpu": "its fused attention for GPUs (TransformerEngine, cuDNN)",
+    "cpu": "no fused attention on CPUs",
+}
 # model.remat -> (remat_policy, tensors that a custom policy keeps, what follows).
 REMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "none": ("minimal_with_context", (), "nothing is recomputed; this is the least it documents"),
@@ -158,7 +164,10 @@ def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
 def _experts(cfg: Config, platform: str) -> list[Option]:
     """Returns kernels of experts and attention, and whether tokens are dropped."""
     attention = {"tpu": "flash", "gpu": "cudnn_flash_te", "cpu": "dot_product"}[platform]
-    options = [Option("attention", attention, f"its fused attention on {platform}, where it has")]
+    options = [Option("attention", attention, ATTENTION[platform])]
+    if platform == "gpu":
+        text = "its fused attention asks for a bound of documents a sequence"
+        options.append(Option("max_segments_per_seq", SEGMENTS, text))
     if not cfg.model.has_experts:
         return options
     factor = cfg.moe.capacity_factor

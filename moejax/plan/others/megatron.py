@@ -30,9 +30,7 @@ YOURS = (
     "data, tokenizer, learning rate, steps, checkpoints, and the losses of the router. Tensor "
     "parallelism without Megatron-FSDP needs CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell"
 )
-DEEPEP_NODE = (
-    8  # devices of a node up to which DeepEP is meant; HybridEP is for larger NVLink nodes
-)
+DEEPEP_NODE = 8  # devices of a node up to which DeepEP is taken; HybridEP is for larger ones
 # model.remat -> (granularity, modules that are recomputed, what follows).
 REMATS: dict[str, tuple[str | None, tuple[str, ...], str]] = {
     "none": (None, (), "nothing is recomputed"),

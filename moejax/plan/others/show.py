@@ -12,7 +12,7 @@ from moejax.plan.cluster.topology import Topology
 from moejax.plan.others.maxtext import to_maxtext
 from moejax.plan.others.megatron import to_megatron
 from moejax.plan.others.torchtitan import to_torchtitan
-from moejax.plan.others.translation import Translation
+from moejax.plan.others.translation import SHAPE, Translation
 from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.search.search import SearchResult
 
@@ -85,6 +85,8 @@ def _reasons(translation: Translation) -> Table:
     table.add_column("setting", overflow="fold")
     table.add_column("part of the plan", overflow="fold")
     for option in translation.options:
+        if option.because == SHAPE:
+            continue
         table.add_row(Text(translation.written(option)), Text(option.because))
     return table
 

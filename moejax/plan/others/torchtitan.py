@@ -171,7 +171,5 @@ def _route_gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     """Returns the gap of the route; DeepEP is chosen in code of the model, not by an option."""
     if not has_exchange(cfg) or (cfg.route in ("split", "duplicate") and sizes.tensor == 1):
         return []
-    instead = (
-        "has one flat all-to-all (moe_comm_backend of its model_registry has deepep, hybridep)"
-    )
+    instead = 'has one flat all-to-all (its model_registry takes moe_comm_backend="deepep")'
     return [Gap(f"the route {cfg.route}", instead)]
