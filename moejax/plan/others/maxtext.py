@@ -103,6 +103,11 @@ def to_maxtext(cfg: Config, platform: str) -> Translation:
 
 def _model(cfg: Config) -> list[Option]:
     """Returns the name of the model, or its shapes where MaxText has no name for it."""
+    ahead = cfg.model.predict_ahead
+    return _shapes(cfg) + ([Option("mtp_num_layers", ahead, "multi-token prediction")] * ahead)
+
+
+def _shapes(cfg: Config) -> list[Option]:
     if (name := MAXTEXT.get(shape_of(cfg))) is not None:
         return [Option("model_name", name, "MaxText's file of this model has the same shape")]
     model, moe = cfg.model, cfg.moe

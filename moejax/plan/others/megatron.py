@@ -23,6 +23,7 @@ from moejax.plan.others.translation import (
     has_chunks,
     has_exchange,
     sizes_of,
+    torchrun,
 )
 
 PACKAGE = "megatron-core 0.19.2"
@@ -67,13 +68,11 @@ def to_megatron(cfg: Config, node_devices: int) -> Translation:
         *_experts(cfg, node_devices),
         *_remat(cfg),
     ]
-    devices = sizes.devices // sizes.nodes
-    start = ("torchrun", f"--nnodes={sizes.nodes}", f"--nproc-per-node={devices}")
     return Translation(
         trainer="Megatron-LM",
         package=PACKAGE,
         style="dashes",
-        start=(*start, "pretrain_gpt.py"),
+        start=(*torchrun(sizes), "pretrain_gpt.py"),
         options=tuple(options),
         gaps=tuple(_gaps(cfg, sizes)),
         yours=YOURS,
@@ -191,6 +190,7 @@ def _overlaps(cfg: Config) -> bool:
     """Whether exchanges may overlap with other micro-batches; full recomputation forbids it."""
     return (
         has_chunks(cfg)
+        and cfg.train.micro_batches > 1
         and cfg.mesh.expert > 1
         and cfg.model.dtype == "bfloat16"
         and REMATS[cfg.model.remat][0] != "full"

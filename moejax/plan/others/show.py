@@ -21,6 +21,7 @@ TRAINERS: dict[str, Callable[[Config, Topology], Translation]] = {
     "megatron": lambda cfg, cluster: to_megatron(cfg, cluster.sizes[0]),
     "torchtitan": lambda cfg, cluster: to_torchtitan(cfg),
 }
+SOURCE_LETTERS = 200  # of the text about a cluster's rates; its file has all of it
 NVIDIA_ONLY = ("megatron", "torchtitan")
 
 
@@ -82,13 +83,18 @@ def print_translation(
 
 def _reasons(translation: Translation) -> Table:
     table = Table(title=f"settings of {translation.trainer}", title_justify="left")
-    table.add_column("setting", overflow="fold")
+    table.add_column("setting", no_wrap=True)
     table.add_column("part of the plan", overflow="fold")
     for option in translation.options:
         if option.because == SHAPE:
             continue
         table.add_row(Text(translation.written(option)), Text(option.because))
     return table
+
+
+def _shortened(text: str) -> str:
+    """Returns the beginning of a text about where a cluster's rates come from."""
+    return text if len(text) <= SOURCE_LETTERS else f"{text[:SOURCE_LETTERS].rstrip()} ..."
 
 
 def assumptions(
@@ -101,9 +107,9 @@ def assumptions(
     drops = "no token is dropped" if factor is None else f"capacity factor {factor:g}: tokens drop"
     lines = [
         f"{best.seconds * 1e3:,.2f} ms and {best.peak.bytes / 2**30:.2f} GiB a device are of "
-        f"moejax's own step; {name} runs another program, whose time and memory nobody predicted",
+        f"moejax's own step; {name} runs another program, whose time and memory are not predicted",
         f"links and devices of {topology.name}, {topology.devices} on {topology.nodes} nodes: "
-        f"{topology.source}",
+        f"{_shortened(topology.source)}",
     ]
     if cfg.model.has_experts:
         lines.append(

@@ -23,6 +23,7 @@ from moejax.plan.others.translation import (
     Translation,
     has_exchange,
     sizes_of,
+    torchrun,
 )
 
 PACKAGE = "torchtitan 0.3.0"
@@ -50,13 +51,11 @@ def to_torchtitan(cfg: Config) -> Translation:
       cfg: a plan's resolved config.
     """
     sizes = sizes_of(cfg)
-    devices = sizes.devices // sizes.nodes
-    start = ("torchrun", f"--nnodes={sizes.nodes}", f"--nproc-per-node={devices}", "-m")
     return Translation(
         trainer="torchtitan",
         package=PACKAGE,
         style="dashes",
-        start=(*start, "torchtitan.train"),
+        start=(*torchrun(sizes), "-m", "torchtitan.train"),
         options=(*_model(cfg), *_mesh(cfg, sizes), *_batch(cfg, sizes), *_remat(cfg)),
         gaps=tuple(_gaps(cfg, sizes)),
         yours=YOURS,
@@ -133,6 +132,10 @@ def _remat(cfg: Config) -> list[Option]:
 def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     """Returns what the options above leave out."""
     gaps = [*_model_gaps(cfg), *_expert_gaps(cfg, sizes)]
+    if cfg.model.predict_ahead:
+        gaps.append(
+            Gap("multi-token prediction", "has it as num_mtp_layers of a registered config")
+        )
     if cfg.mesh.gather_dense == "step" and sizes.fsdp * sizes.expert > 1:
         instead = "gathers and reduces block by block, in each micro-batch"
         what = "dense weights gathered, and their gradients reduced, once a step"

@@ -147,6 +147,17 @@ def sizes_of(cfg: Config) -> Sizes:
     )
 
 
+HOST_GPUS = 8  # most GPUs of one host; a node of more is several hosts that NVLink joins
+
+
+def torchrun(sizes: Sizes) -> tuple[str, ...]:
+    """Returns the words that start a program on every GPU, with names where hosts are unknown."""
+    gpus = sizes.devices // sizes.nodes
+    if gpus > HOST_GPUS:
+        return ("torchrun", "--nnodes=$HOSTS", "--nproc-per-node=$GPUS_OF_A_HOST")
+    return ("torchrun", f"--nnodes={sizes.nodes}", f"--nproc-per-node={gpus}")
+
+
 def has_exchange(cfg: Config) -> bool:
     """Whether tokens travel to experts on other devices."""
     owners = cfg.mesh.expert * (cfg.mesh.tensor if cfg.mesh.expert_weights == "folded" else 1)

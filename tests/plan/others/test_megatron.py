@@ -1,10 +1,13 @@
 """Megatron-LM: parallel sizes, sharding of weights, dispatchers, recomputation, shapes."""
 
+from dataclasses import replace
+
 import pytest
 
 from moejax.plan.others.megatron import to_megatron
 from moejax.plan.others.megatron_model import layer_pattern
-from tests.plan.others.plans import model, plan
+from moejax.plan.search.space import resolve
+from tests.plan.others.plans import LIMITS, model, plan
 
 TENSOR = {"mesh__tensor": 4, "mesh__expert": 8, "mesh__fsdp": 2}
 
@@ -54,10 +57,12 @@ def test_routes_in_two_levels_take_the_flex_dispatcher(node, backend):
 
 
 def test_chunks_become_an_overlap_that_full_recomputation_forbids():
-    values = {"mesh__expert": 8, "mesh__fsdp": 8, "route_chunks": 4}
+    values = {"mesh__expert": 8, "mesh__fsdp": 8, "route_chunks": 4, "train__micro_batches": 2}
     name = "overlap-moe-expert-parallel-comm"
     assert name in options(plan("Qwen3-30B-A3B", model__remat="dots", **values))
     assert name not in options(plan("Qwen3-30B-A3B", model__remat="full", **values))
+    alone = values | {"train__micro_batches": 1}  # nothing to overlap with
+    assert name not in options(plan("Qwen3-30B-A3B", model__remat="dots", **alone))
 
 
 def test_sequence_parallel_needs_tensor_ranks():
@@ -96,6 +101,13 @@ def test_the_pattern_of_layers_says_which_have_experts(first, every, layers):
 
 def test_all_layers_with_experts_need_no_pattern():
     assert layer_pattern(model("Mixtral-8x7B").model) is None
+
+
+def test_a_node_of_more_gpus_than_a_host_leaves_hosts_open():
+    cfg = resolve(model("Qwen3-30B-A3B", mesh__nodes=1, mesh__expert=64), replace(LIMITS, nodes=1))
+    assert cfg is not None
+    command = to_megatron(cfg, 64).command()
+    assert command.startswith("torchrun --nnodes=$HOSTS --nproc-per-node=$GPUS_OF_A_HOST ")
 
 
 def test_patterns_are_quoted_for_a_shell():
