@@ -16,6 +16,7 @@ from moejax.config.load import load_config, split_overrides
 from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
 from moejax.plan.cluster.topology import Topology
+from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.published import Published, read_published
 from moejax.plan.search.search import SearchResult
 
@@ -207,7 +208,6 @@ def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
 def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
     from moejax.plan.price.routing import read_expert_load
     from moejax.plan.report.tables import print_ranked, print_why
-    from moejax.plan.search.file import plan_from, save_plan
     from moejax.plan.search.search import search
     from moejax.plan.search.space import Limits
 
@@ -249,8 +249,22 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
         print_translation(translation, result, topology, load, console)
     if args.fewer:
         _print_fewer(result, topology, find, console)
+    _write(result, topology, load, cfg.plan.routing, args, console)
+
+
+def _write(
+    result: SearchResult,
+    topology: Topology,
+    load: ExpertLoad,
+    routing: str,
+    args: argparse.Namespace,
+    console: Console,
+) -> None:
+    """Writes the files that the flags ask for; `routing` is the text that gave the load."""
+    from moejax.plan.search.file import plan_from, save_plan
+
     if args.out is not None:
-        save_plan(plan_from(result, topology, cfg.plan.routing), args.out)
+        save_plan(plan_from(result, topology, routing), args.out)
         console.print(f"wrote {args.out}; train with --config.plan={args.out}", highlight=False)
     if args.report is not None:
         from moejax.plan.report.page import write_report

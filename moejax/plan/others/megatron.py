@@ -20,6 +20,7 @@ from moejax.plan.others.translation import (
     Sizes,
     Translation,
     Value,
+    experts_text,
     has_chunks,
     has_exchange,
     sizes_of,
@@ -105,7 +106,7 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
         options.append(Option("sequence-parallel", None, text))
     if cfg.model.has_experts:
         expert, tensor = _expert_sizes(cfg, sizes)
-        text = f"expert {sizes.expert}, weights of experts {cfg.mesh.expert_weights}"
+        text = experts_text(cfg)
         options += [
             Option("expert-model-parallel-size", expert, text),
             Option("expert-tensor-parallel-size", tensor, text),

@@ -21,6 +21,7 @@ from moejax.plan.others.translation import (
     Option,
     Sizes,
     Translation,
+    experts_text,
     has_exchange,
     sizes_of,
     torchrun,
@@ -100,7 +101,7 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
         ("pipeline_parallel_degree", 1, "no pipeline"),
     ]
     degree = expert_degree(cfg, sizes)
-    text = f"expert {sizes.expert}, weights of experts {cfg.mesh.expert_weights}"
+    text = experts_text(cfg)
     options.append(("expert_parallel_degree", degree, text))
     out = [Option(f"parallelism.{name}", value, because) for name, value, because in options]
     if sizes.tensor > 1 and cfg.mesh.activations != "sequence":

@@ -158,6 +158,12 @@ def torchrun(sizes: Sizes) -> tuple[str, ...]:
     return ("torchrun", f"--nnodes={sizes.nodes}", f"--nproc-per-node={gpus}")
 
 
+def experts_text(cfg: Config) -> str:
+    """Returns the part of the plan that says which devices have which experts."""
+    kind = f", weights of experts {cfg.mesh.expert_weights}" if cfg.mesh.tensor > 1 else ""
+    return f"expert {cfg.mesh.expert}{kind}"
+
+
 def has_exchange(cfg: Config) -> bool:
     """Whether tokens travel to experts on other devices."""
     owners = cfg.mesh.expert * (cfg.mesh.tensor if cfg.mesh.expert_weights == "folded" else 1)
