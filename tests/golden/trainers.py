@@ -8,7 +8,7 @@ The packages are read, not imported, so that neither torch nor a GPU is needed. 
     python tests/golden/trainers.py FOLDER
 
 megatron-core carries Megatron-LM's parser (megatron/training/arguments.py): arguments that it adds
-one by one, and arguments that it makes of the fields of dataclasses. On 2026-11-25, where torch was,
+one by one, and arguments that it makes of the fields of dataclasses. On 2026-11-25, with torch,
 the names were those of the parser that it builds (845); torchtitan's own parser and MaxText's
 `pyconfig.initialize` took commands of these translations.
 """
