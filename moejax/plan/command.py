@@ -16,6 +16,8 @@ from moejax.config.load import load_config, split_overrides
 from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
 from moejax.plan.cluster.topology import Topology
+from moejax.plan.price.routing import ExpertLoad
+from moejax.plan.published import Published, read_published
 from moejax.plan.search.search import SearchResult
 
 EPILOG = """\
@@ -23,9 +25,12 @@ examples:
   python -m moejax.plan --config configs/mixtral_8x7b.py --topology h200:8 --free mesh,route_chunks
   python -m moejax.plan --config configs/tiny.py --topology topology.json --codecs hybrid \\
       --out plan.json --report plan.html
+  python -m moejax.plan --hf downloads/Qwen3-30B-A3B --topology h200:8 --as megatron
   python -m moejax.plan probe --out topology.json
 
 A setting of the config that is not at its default is pinned; --free unpins it, or all of a group.
+With --hf overrides say how to train: --config.train.batch_sequences=512. With --as the output ends
+in a command line for that trainer, what it cannot express, and what the prediction assumes.
 A topology is a file that `moejax plan probe` wrote, or a known cluster (--clusters lists them) with
 how many nodes it has. Exit codes: docs/formats/exit.md.
 """
@@ -41,6 +46,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
+    command.add_argument(
+        "--hf",
+        metavar="FOLDER|FILE",
+        type=Path,
+        help="config.json of a published model, or its folder, in place of --config",
+    )
     command.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
     command.add_argument("--topology", metavar="NAME|FILE", help="the cluster")
     command.add_argument("--clusters", action="store_true", help="list the known clusters and exit")
@@ -62,6 +73,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--traces", type=int, help="traces after which the search ends")
     command.add_argument(
         "--seconds", type=float, help="time cap of the search; told where it ends it"
+    )
+    command.add_argument(
+        "--as",
+        dest="trainer",
+        choices=("maxtext", "megatron", "torchtitan"),
+        help="also show the best plan as settings of another trainer",
     )
     command.add_argument("--top", type=int, default=8, help="plans to show (default 8)")
     command.add_argument("--out", metavar="FILE.json", type=Path, help="write the best plan")
@@ -87,21 +104,68 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
             known = load_topology(name)
             print(f"{name:16} {known.nodes} x {known.tiers[0].size}  {known.source}")
         return
-    for name in ("config", "topology"):
-        if getattr(args, name) is None:
-            raise InputError(f"no {name}. Got none. A plan needs one. Add --{name}.")
+    _check_sources(args)
     if args.out is not None and args.out.suffix != ".json":
         raise InputError(f"--out is {args.out}. A plan file ends in .json. Rename it.")
     _check_flags(args)
-    cfg = load_config(args.config, overrides)
     topology = load_topology(args.topology)
+    published = None
+    if args.hf is None:
+        cfg = load_config(args.config, overrides)
+    else:
+        published = read_published(args.hf, topology.devices, overrides)
+        cfg = published.cfg
     check_nodes(cfg, topology.nodes, f"--topology {args.topology}")
     cfg = planned_config(cfg, args)
     check(cfg)
+    if args.trainer is not None:
+        from moejax.plan.others.show import check_trainer
+
+        check_trainer(args.trainer, cfg, topology)
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # tracing needs no accelerator
+    if published is not None:
+        print(published.describe())
     _plan(cfg, topology, args)
+    if published is not None:
+        print(how_to_go_on(published, cfg, args))
+
+
+def how_to_go_on(published: Published, cfg: Config, args: argparse.Namespace) -> str:
+    """Returns what to do with the plan of a published model, one line for each way."""
+    folder = published.path.parent
+    name = folder.absolute().name
+    out = f"--out {args.out}" if args.out is not None else "--out plan.json"
+    plan = args.out if args.out is not None else "plan.json"
+    step = f"--config.data.sequence_length={cfg.data.sequence_length} "
+    step += f"--config.train.batch_sequences={cfg.train.batch_sequences}"
+    lines = [
+        "how to go on:",
+        f"  train it here:  moejax hf import {folder} --out imported/{name}   (needs the weights)",
+        f"                  moejax train --config imported/{name}/config.json --config.plan={plan} "
+        f"{step}",
+    ]
+    if args.out is None:
+        lines.append(f"                  (the plan as a file: this command again with {out})")
+    if args.trainer is None:
+        lines.append("  train it with another trainer:  --as maxtext, megatron or torchtitan")
+    return "\n".join(lines)
+
+
+def _check_sources(args: argparse.Namespace) -> None:
+    """Refuses a command without a model or a cluster, or with two models."""
+    if args.config is not None and args.hf is not None:
+        raise InputError(
+            f"two models. --config is {args.config}, --hf is {args.hf}. A plan is of one. Leave "
+            "one of them out."
+        )
+    if args.config is None and args.hf is None:
+        raise InputError(
+            "no config. Got none. A plan needs one. Add --config, or --hf for a published model."
+        )
+    if args.topology is None:
+        raise InputError("no topology. Got none. A plan needs one. Add --topology.")
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -144,7 +208,6 @@ def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
 def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
     from moejax.plan.price.routing import read_expert_load
     from moejax.plan.report.tables import print_ranked, print_why
-    from moejax.plan.search.file import plan_from, save_plan
     from moejax.plan.search.search import search
     from moejax.plan.search.space import Limits
 
@@ -173,16 +236,35 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
 
     result = find(topology)
     console.print(
-        f"{args.config} on {topology.name}: {topology.devices} devices on {topology.nodes} nodes; "
-        f"routing {load.name} (busiest expert {load.skew:.2f} x the mean)",
+        f"{args.config or args.hf} on {topology.name}: {topology.devices} devices on "
+        f"{topology.nodes} nodes; routing {load.name} (busiest expert {load.skew:.2f} x the mean)",
         highlight=False,
     )
     print_ranked(result, topology, console, args.top)
     print_why(result, console)
+    if args.trainer is not None:
+        from moejax.plan.others.show import print_translation, translate
+
+        translation = translate(args.trainer, result.ranked[0].cfg, topology)
+        print_translation(translation, result, topology, load, console)
     if args.fewer:
         _print_fewer(result, topology, find, console)
+    _write(result, topology, load, cfg.plan.routing, args, console)
+
+
+def _write(
+    result: SearchResult,
+    topology: Topology,
+    load: ExpertLoad,
+    routing: str,
+    args: argparse.Namespace,
+    console: Console,
+) -> None:
+    """Writes the files that the flags ask for; `routing` is the text that gave the load."""
+    from moejax.plan.search.file import plan_from, save_plan
+
     if args.out is not None:
-        save_plan(plan_from(result, topology, cfg.plan.routing), args.out)
+        save_plan(plan_from(result, topology, routing), args.out)
         console.print(f"wrote {args.out}; train with --config.plan={args.out}", highlight=False)
     if args.report is not None:
         from moejax.plan.report.page import write_report

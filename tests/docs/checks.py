@@ -39,6 +39,7 @@ FOREIGN = {
     "xprof": "a viewer of profiles, not installed",
     "lm-eval": "installed by make parity, which runs this command",
     "docker": "not on machines that run tests",
+    "torchrun": "starts another trainer, whose settings tests/plan/others checks",
     "jupyter": "of another project, installed by the line above it",
     "git": "of another project",
 }

@@ -36,6 +36,10 @@ NOT_RUN = {
     "*runs/a runs/b*": "runs of the reader; tests/report compares runs",
     "*http.server*": "serves until Ctrl-C",
     "*xprof *": "a program of another project",
+    "*jupyter *": "serves until Ctrl-C; make notebooks runs the notebooks",
+    "*torchrun *": "starts another trainer",
+    "*plan --hf *": "models that others published; tests/plan/test_published.py",
+    "*--as maxtext*": "minutes; tests/plan/test_command.py runs it on a small model",
 }
 # What `make test` runs; `make test-all` runs all that can be.
 QUICK = {

@@ -1,12 +1,16 @@
 """The command `python -m moejax.plan`: its refusals, and a plan for a file."""
 
+import json
+
 import pytest
 
 from moejax.plan.cluster.file import write_topology
 from moejax.plan.command import main
 from moejax.plan.search.file import load_plan
 from tests.plan.clusters import GIB, cluster
+from tests.plan.others.plans import KNOWN, PUBLISHED
 
+SMALL = PUBLISHED["Qwen3-30B-A3B"] | {"num_hidden_layers": 2, "vocab_size": 1024}
 COMMON = ["--config", "configs/tiny.py", "--traces", "3"]
 
 
@@ -28,6 +32,11 @@ COMMON = ["--config", "configs/tiny.py", "--traces", "3"]
         ([*COMMON, "--topology", "h200", "--top", "0"], "--top is 0"),
         ([*COMMON, "--topology", "h200", "--out", "/proc/none/plan.json"], "cannot be written"),
         ([*COMMON, "--topology", "h200", "--report", "/proc/plan.html"], "cannot be written"),
+        (["--topology", "h200", "--hf", "/nowhere"], "has no config.json"),
+        ([*COMMON, "--topology", "h200", "--hf", "model"], "two models"),
+        ([*COMMON, "--topology", "tpu_v5p", "--as", "megatron"], "trains on GPUs"),
+        ([*COMMON, "--topology", "tpu_v5p", "--as", "torchtitan"], "trains on GPUs"),
+        ([*COMMON, "--topology", "h200", "--as", "maxtext", "--config.lora.rank=4"], "lora"),
     ],
 )
 def test_the_command_refuses_in_one_line(words, said, capsys):
@@ -36,6 +45,26 @@ def test_the_command_refuses_in_one_line(words, said, capsys):
     assert (out, err.count("\n")) == ("", 1)
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(err)
+
+
+def test_an_unknown_trainer_is_refused(capsys):
+    with pytest.raises(SystemExit) as error:
+        main([*COMMON, "--topology", "h200", "--as", "levanter"])
+    assert error.value.code == 2
+    assert "levanter" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["maxtext", "megatron", "torchtitan"])
+def test_a_published_model_is_planned_for_another_trainer(trainer, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    words = ["--hf", str(tmp_path), "--topology", "h200:1", "--traces", "2", "--as", trainer]
+    assert main([*words, "--config.train.batch_sequences=16"]) == 0
+    out = capsys.readouterr().out
+    for part in ("taken, because nobody said", "how to go on", "cannot express of this plan:"):
+        assert part in out
+    assert "what the prediction assumes:" in out
+    assert f"({KNOWN[trainer]['package']})" in out
 
 
 @pytest.mark.slow

@@ -1,0 +1,79 @@
+"""Parts of a plan that no other trainer here has, or that several lack, as sentences."""
+
+from dataclasses import fields
+
+from moejax.config.compression import Codecs, build_compression
+from moejax.config.schema import Config
+from moejax.plan.others.translation import Gap, has_chunks
+
+# Classes of traffic in words.
+CLASSES = {
+    "dense_gradient": "gradients of weights that are not experts'",
+    "expert_gradient": "gradients of experts' weights",
+    "dispatch": "tokens on their way to experts",
+    "combine": "experts' results",
+    "dispatch_backward": "gradients of what was dispatched",
+    "combine_backward": "gradients of results",
+    "weights": "gathered weights",
+}
+
+
+def codec_gaps(cfg: Config) -> list[Gap]:
+    """Returns a gap for each class of traffic that the plan compresses between nodes."""
+    policy, gaps = build_compression(cfg.compression), []
+    for entry in fields(Codecs):
+        specs = list(dict.fromkeys(map(str, policy.all_of(entry.name))))
+        if specs:
+            levels = any(spec.levels for spec in policy.all_of(entry.name))
+            when = ", chosen anew during the run" if levels else ""
+            when = ", changed at steps of the run" if len(specs) > 1 else when
+            gaps.append(
+                Gap(
+                    f"codec of {CLASSES[entry.name]} between nodes: {' then '.join(specs)}{when}",
+                    "sends them uncompressed, so more bytes cross nodes",
+                )
+            )
+    return gaps
+
+
+def reduction_gaps(cfg: Config, instead: str) -> list[Gap]:
+    """Returns the gap of gradients that are reduced in pieces.
+
+    Args:
+      instead: what the trainer does.
+    """
+    if cfg.train.reduction_bytes is None:
+        return []
+    size = cfg.train.reduction_bytes / 2**20
+    return [Gap(f"gradients reduced in pieces of {size:.3g} MiB", instead)]
+
+
+def chunk_gaps(cfg: Config, instead: str) -> list[Gap]:
+    """Returns the gap of an exchange in chunks that overlap with the experts' products.
+
+    Args:
+      instead: what the trainer does.
+    """
+    if not has_chunks(cfg):
+        return []
+    forward, backward = cfg.route_chunks, cfg.route_chunks_backward or cfg.route_chunks
+    what = f"exchange of tokens in chunks ({forward} forward, {backward} backward), which overlap"
+    return [Gap(what, instead)]
+
+
+def trim_gaps(cfg: Config) -> list[Gap]:
+    """Returns the gap of buckets of which only filled rows travel."""
+    if not cfg.route_trim:
+        return []
+    return [Gap("only filled rows of buckets travel", "has sizes of messages of its own")]
+
+
+def whole_experts_gaps(cfg: Config, instead: str) -> list[Gap]:
+    """Returns the gap of experts of which every tensor rank holds a copy.
+
+    Args:
+      instead: what the trainer does.
+    """
+    if cfg.mesh.tensor == 1 or cfg.mesh.expert_weights != "whole" or not cfg.model.has_experts:
+        return []
+    return [Gap("a copy of each expert on every tensor rank (whole)", instead)]

@@ -1,0 +1,257 @@
+"""A plan in settings of MaxText: `key=value` words of its command line, or lines of its YAML.
+
+Meanings are those of MaxText 0.2.5: maxtext/configs/base.yml (comments at each key) and types.py.
+Its mesh axes data, fsdp, expert and tensor_sequence shard weights and tokens as replica, fsdp,
+expert and tensor do here: dense weights over fsdp and expert, experts' hidden width over tensor.
+"""
+
+from moejax.config.schema import Config
+from moejax.plan.others.gaps import (
+    chunk_gaps,
+    codec_gaps,
+    reduction_gaps,
+    trim_gaps,
+    whole_experts_gaps,
+)
+from moejax.plan.others.shapes import MAXTEXT, shape_of
+from moejax.plan.others.translation import (
+    SHAPE,
+    Gap,
+    Option,
+    Sizes,
+    Translation,
+    Value,
+    has_exchange,
+    sizes_of,
+)
+
+PACKAGE = "maxtext 0.2.5"
+START = ("python3", "-m", "maxtext.trainers.pre_train.train")
+YOURS = (
+    "run_name, base_output_directory, the data set, the tokenizer, learning rate, steps, and the "
+    "losses of the router"
+)
+SEGMENTS = 32  # of its own files for GPUs, such as configs/gpu/models/mixtral_8x7b.yml
+ATTENTION = {
+    "tpu": "its fused attention for TPUs",
+    "gpu": "its fused attention for GPUs (TransformerEngine, cuDNN)",
+    "cpu": "no fused attention on CPUs",
+}
+# model.remat -> (remat_policy, tensors that a custom policy keeps, what follows).
+REMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "none": ("minimal_with_context", (), "nothing is recomputed; this is the least it documents"),
+    "dots": ("minimal", (), "results of matrix products are kept"),
+    "full": ("full", (), "inputs of a block alone are kept"),
+    "collectives": (
+        "custom",
+        ("moe_x_sorted", "moe_mlpwo"),
+        "tokens that came over the network are kept",
+    ),
+    "token_collectives": (
+        "custom",
+        ("moe_x_sorted", "moe_mlpwo"),
+        "tokens that came over the network are kept",
+    ),
+    "attention": (
+        "custom",
+        ("moe_x_sorted", "moe_mlpwo", "context", "out_proj"),
+        "tokens that came over the network and results of attention are kept",
+    ),
+    "experts": (
+        "custom",
+        (
+            "moe_x_sorted",
+            "moe_mlpwo",
+            "context",
+            "out_proj",
+            "moe_mlpwi_0",
+            "moe_mlpwi_1",
+            "mlpwi_0",
+            "mlpwi_1",
+        ),
+        "tokens, results of attention, and gate and up of hidden layers are kept",
+    ),
+}
+
+
+def to_maxtext(cfg: Config, platform: str) -> Translation:
+    """Returns the nearest settings of MaxText.
+
+    Args:
+      cfg: a plan's resolved config.
+      platform: of the cluster: cpu, gpu or tpu.
+    """
+    sizes = sizes_of(cfg)
+    options = [
+        *_model(cfg),
+        Option("hardware", platform, f"the cluster's devices are {platform}"),
+        *_mesh(cfg, sizes, platform),
+        *_batch(cfg, sizes),
+        *_experts(cfg, platform),
+        *_remat(cfg),
+    ]
+    return Translation(
+        trainer="MaxText",
+        package=PACKAGE,
+        style="equals",
+        start=START,
+        options=tuple(options),
+        gaps=tuple(_gaps(cfg, sizes, platform)),
+        yours=YOURS,
+    )
+
+
+def _model(cfg: Config) -> list[Option]:
+    """Returns the name of the model, or its shapes where MaxText has no name for it."""
+    ahead = cfg.model.predict_ahead
+    return _shapes(cfg) + ([Option("mtp_num_layers", ahead, "multi-token prediction")] * ahead)
+
+
+def _shapes(cfg: Config) -> list[Option]:
+    if (name := MAXTEXT.get(shape_of(cfg))) is not None:
+        return [Option("model_name", name, "MaxText's file of this model has the same shape")]
+    model, moe = cfg.model, cfg.moe
+    dense = model.mlp_hidden if model.has_dense_blocks else moe.expert_hidden
+    shapes: dict[str, Value] = {
+        "base_emb_dim": model.width,
+        "base_num_decoder_layers": model.num_layers,
+        "base_num_query_heads": model.num_heads,
+        "base_num_kv_heads": model.num_heads if model.is_latent else model.num_kv_heads,
+        "head_dim": model.head_width,
+        "base_mlp_dim": dense,
+        "vocab_size": model.vocab_size,
+        "logits_via_embedding": model.tie_embeddings,
+    }
+    if model.has_experts:
+        shapes |= {
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.experts_per_token,
+            "base_moe_mlp_dim": moe.expert_hidden,
+            "shared_experts": moe.num_shared_experts,
+            "first_num_dense_layers": model.first_dense_layers,
+        }
+    return [Option(name, value, SHAPE) for name, value in shapes.items()]
+
+
+def _mesh(cfg: Config, sizes: Sizes, platform: str) -> list[Option]:
+    """Returns sizes inside a slice (ici) and between slices (dcn); a slice is a node here."""
+    tensor = "tensor_sequence" if cfg.mesh.activations == "sequence" else "tensor"
+    names = {"replica": "data", "fsdp": "fsdp", "expert": "expert", "tensor": tensor}
+    whole = platform == "cpu"  # there MaxText counts one slice, whatever joins the processes
+    across = {axis: 1 if whole else sizes.across[axis] for axis in names}
+    options = [
+        Option("num_slices", 1 if whole else sizes.nodes, "nodes that slow links join are slices")
+    ]
+    for kind, share in (("dcn", "across nodes"), ("ici", "inside a node")):
+        for axis, theirs in names.items():
+            own = across[axis] if kind == "dcn" else getattr(sizes, axis) // across[axis]
+            text = f"{axis} {getattr(sizes, axis)}: {own} of it {share}"
+            options.append(Option(f"{kind}_{theirs}_parallelism", own, text))
+    return options
+
+
+def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
+    """Returns batch, sequence length and dtypes."""
+    share = sizes.batch / (sizes.devices * sizes.micro_batches)
+    size: Value = int(share) if share == int(share) else share
+    text = f"{sizes.batch} sequences / ({sizes.devices} devices x {sizes.micro_batches})"
+    options = [
+        Option("max_target_length", cfg.data.sequence_length, "data.sequence_length"),
+        Option("per_device_batch_size", size, text),
+        Option("gradient_accumulation_steps", sizes.micro_batches, "micro-batches"),
+        Option("dtype", cfg.model.dtype, "model.dtype"),
+        Option("weight_dtype", "float32", "masters are float32"),
+        Option("grad_dtype", cfg.train.gradient_dtype, "train.gradient_dtype"),
+    ]
+    return options
+
+
+def _experts(cfg: Config, platform: str) -> list[Option]:
+    """Returns kernels of experts and attention, and whether tokens are dropped."""
+    attention = {"tpu": "flash", "gpu": "cudnn_flash_te", "cpu": "dot_product"}[platform]
+    options = [Option("attention", attention, ATTENTION[platform])]
+    if platform == "gpu":
+        text = "its fused attention asks for a bound of documents a sequence"
+        options.append(Option("max_segments_per_seq", SEGMENTS, text))
+    if not cfg.model.has_experts:
+        return options
+    factor = cfg.moe.capacity_factor
+    if factor is not None:
+        text = "with a capacity, its dense path drops tokens"
+        return [
+            *options,
+            Option("sparse_matmul", False, text),
+            Option("megablox", False, text),
+            Option("capacity_factor", factor, "moe.capacity_factor"),
+        ]
+    return [
+        *options,
+        Option("sparse_matmul", True, "dropless: products of sorted tokens"),
+        Option("megablox", platform == "tpu", "megablox is a kernel for TPUs; else ragged_dot"),
+        Option("capacity_factor", -1.0, "dropless: no capacity"),
+        Option("use_ring_of_experts", False, "an all-to-all of tokens, not a gather of all tokens"),
+    ]
+
+
+def _remat(cfg: Config) -> list[Option]:
+    policy, kept, text = REMATS[cfg.model.remat]
+    options = [Option("remat_policy", policy, f"remat {cfg.model.remat}: {text}")]
+    options += [Option(name, "device", "kept on the device") for name in kept]
+    return [*options, Option("scan_layers", cfg.model.scan_layers, "model.scan_layers")]
+
+
+def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
+    """Returns what the settings above leave out."""
+    gaps = [*_model_gaps(cfg), *_mesh_gaps(cfg, sizes, platform)]
+    gaps += chunk_gaps(cfg, "exchanges all tokens at once (num_moe_token_chunks is for its ring)")
+    gaps += _route_gaps(cfg)
+    gaps += trim_gaps(cfg)
+    if cfg.mesh.gather_dense == "step" and sizes.fsdp * sizes.expert > 1:
+        gaps.append(
+            Gap(
+                "dense weights gathered, and their gradients reduced, once a step",
+                "gathers and reduces at each use, in each micro-batch",
+            )
+        )
+    gaps += reduction_gaps(cfg, "leaves the size of reductions to XLA")
+    gaps += codec_gaps(cfg)
+    if cfg.model.remat == "none":
+        gaps.append(Gap("no recomputation", "recomputes what lies between matrix products"))
+    if cfg.model.remat == "collectives":
+        gaps.append(Gap("gathered weights kept for backward", "gathers them again"))
+    return gaps
+
+
+def _model_gaps(cfg: Config) -> list[Gap]:
+    if shape_of(cfg) in MAXTEXT:
+        return []
+    what = "a model of this shape by name"
+    instead = "has no file of it: choose decoder_block, and check norms, rotary positions, router"
+    return [Gap(what, instead)]
+
+
+def _mesh_gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
+    """Returns gaps of the placement of weights and devices."""
+    gaps = whole_experts_gaps(cfg, "shards their hidden width over the tensor axis")
+    if sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "folded":
+        gaps.append(
+            Gap(
+                "experts spread over (expert, tensor), each whole on one device (folded)",
+                "spreads them over expert, their hidden width over tensor",
+            )
+        )
+    if platform == "cpu" and sizes.nodes > 1:
+        gaps.append(Gap("axes split at the borders of nodes", "counts one slice on CPUs"))
+    return gaps
+
+
+def _route_gaps(cfg: Config) -> list[Gap]:
+    """Returns the gap of the route that tokens take; its own is one flat exchange."""
+    if not has_exchange(cfg) or (cfg.route in ("split", "duplicate") and cfg.mesh.tensor == 1):
+        return []
+    what = {
+        "merge": "a token crosses once to each device that has its experts (merge)",
+        "two_level": "exchange in two levels, between nodes first (two_level)",
+        "two_level_merge": "exchange in two levels, a token once to each node (two_level_merge)",
+    }.get(cfg.route, f"the route {cfg.route}, which says what tensor ranks send")
+    return [Gap(what, "has one flat ragged all-to-all, a row for each choice of a token")]

@@ -1,0 +1,127 @@
+"""Shapes of a model as arguments of Megatron-LM, and which parts of it need a look by hand."""
+
+from moejax.config.schema import Config, ModelConfig
+from moejax.plan.others.translation import SHAPE, Gap, Option, Value
+
+
+def model_options(cfg: Config) -> list[Option]:
+    """Returns the arguments that give Megatron-LM the model's shapes."""
+    model = cfg.model
+    dense = model.mlp_hidden if model.has_dense_blocks else cfg.moe.expert_hidden
+    values: dict[str, Value] = {
+        "num-layers": model.num_layers,
+        "hidden-size": model.width,
+        "ffn-hidden-size": dense,
+        "num-attention-heads": model.num_heads,
+        "seq-length": cfg.data.sequence_length,
+        "max-position-embeddings": cfg.data.sequence_length,
+        "position-embedding-type": "rope",
+        "rotary-base": int(model.rope.theta),
+        "normalization": "RMSNorm",
+        "norm-epsilon": model.norm_epsilon,
+        "swiglu": None,
+        "disable-bias-linear": None,
+    }
+    values |= _latent(model) if model.is_latent else _grouped(model)
+    if not model.tie_embeddings:
+        values["untie-embeddings-and-output-weights"] = None
+    if model.predict_ahead:
+        values["mtp-num-layers"] = model.predict_ahead
+    if model.has_experts:
+        values |= _experts(cfg)
+    return [Option(name, value, SHAPE) for name, value in values.items()]
+
+
+def _grouped(model: ModelConfig) -> dict[str, Value]:
+    values: dict[str, Value] = {"kv-channels": model.head_width}
+    if model.num_kv_heads != model.num_heads:
+        values |= {"group-query-attention": None, "num-query-groups": model.num_kv_heads}
+    if model.qk_norm == "head":
+        values["qk-layernorm"] = None
+    if model.attention_bias:
+        values["add-qkv-bias"] = None
+    if model.attention_sinks:
+        values["softmax-type"] = "learnable"
+    return values
+
+
+def _latent(model: ModelConfig) -> dict[str, Value]:
+    """Returns widths of latent attention; channels that rotate are counted apart there."""
+    rotated = model.rotated_channels
+    values: dict[str, Value] = {
+        "multi-latent-attention": None,
+        "kv-lora-rank": model.kv_latent,
+        "qk-head-dim": model.head_width - rotated,
+        "qk-pos-emb-head-dim": rotated,
+        "v-head-dim": model.value_channels,
+        "qk-layernorm": None,  # both latents are normalised
+    }
+    if model.q_latent is not None:
+        values["q-lora-rank"] = model.q_latent
+    return values
+
+
+def _experts(cfg: Config) -> dict[str, Value]:
+    moe, router = cfg.moe, cfg.moe.router
+    values: dict[str, Value] = {
+        "num-experts": moe.num_experts,
+        "moe-ffn-hidden-size": moe.expert_hidden,
+        "moe-router-topk": moe.experts_per_token,
+    }
+    if (pattern := layer_pattern(cfg.model)) is not None:
+        values["moe-layer-freq"] = pattern
+    if moe.num_shared_experts:
+        size = moe.num_shared_experts * moe.expert_hidden
+        values["moe-shared-expert-intermediate-size"] = size
+        if moe.shared_gate:
+            values["moe-shared-expert-gate"] = None
+    if router.score == "sigmoid":
+        values["moe-router-score-function"] = "sigmoid"
+    elif not router.renormalize:
+        values["moe-router-pre-softmax"] = None
+    if router.weight_scale != 1.0:
+        values["moe-router-topk-scaling-factor"] = router.weight_scale
+    if router.num_groups > 1:
+        values |= {
+            "moe-router-num-groups": router.num_groups,
+            "moe-router-group-topk": router.groups_per_token,
+        }
+    if router.bias_update_rate:
+        values |= {
+            "moe-router-enable-expert-bias": None,
+            "moe-router-bias-update-rate": router.bias_update_rate,
+        }
+    return values
+
+
+def layer_pattern(model: ModelConfig) -> str | None:
+    """Returns `--moe-layer-freq`: 1 for a layer with experts, 0 without; None: all have them."""
+    if not model.has_dense_blocks or model.moe_every is None:
+        return None
+    layers = model.num_layers - model.first_dense_layers
+    groups, rest = divmod(layers, model.moe_every)
+    parts = [f"[0]*{model.first_dense_layers}"] if model.first_dense_layers else []
+    if model.moe_every == 1:
+        parts.append(f"[1]*{groups}")
+    elif groups:
+        parts.append(f"([0]*{model.moe_every - 1}+[1]*1)*{groups}")
+    parts += [f"[0]*{rest}"] if rest else []
+    return f"({'+'.join(parts)})"
+
+
+def model_gaps(cfg: Config) -> list[Gap]:
+    """Returns parts of the model that the arguments above do not say."""
+    model, router = cfg.model, cfg.moe.router
+    parts = {
+        f"rotary scaling {model.rope.scaling}": model.rope.scaling != "none",
+        "RMSNorm of queries and keys over all heads": model.qk_norm == "full",
+        "sliding window": model.sliding_window is not None,
+        "clamped SwiGLU": model.activation != "swiglu",
+        "biases of experts, router or attention's output": cfg.moe.expert_bias
+        or cfg.moe.router_bias
+        or model.attention_output_bias,
+        "sigmoid scores that are not normalised": router.score == "sigmoid"
+        and not router.renormalize,
+    }
+    instead = "needs it set by hand, or by a recipe of the model: the arguments leave it out"
+    return [Gap(f"the model's {part}", instead) for part, there in parts.items() if there]

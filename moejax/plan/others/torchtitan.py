@@ -1,0 +1,179 @@
+"""A plan in options of torchtitan's trainer: `--section.name value`.
+
+Meanings are those of torchtitan 0.3.0: torchtitan/config/configs.py, distributed/parallel_dims.py
+and distributed/activation_checkpoint.py. Its dense mesh is (dp_replicate, dp_shard, tp), that of
+experts (dp_replicate, efsdp, ep), slowest first, where dp_shard x tp = efsdp x ep.
+"""
+
+import math
+
+from moejax.config.schema import Config
+from moejax.plan.others.gaps import (
+    chunk_gaps,
+    codec_gaps,
+    reduction_gaps,
+    trim_gaps,
+    whole_experts_gaps,
+)
+from moejax.plan.others.shapes import TORCHTITAN, shape_of
+from moejax.plan.others.translation import (
+    Gap,
+    Option,
+    Sizes,
+    Translation,
+    experts_text,
+    has_exchange,
+    sizes_of,
+    torchrun,
+)
+
+PACKAGE = "torchtitan 0.3.0"
+YOURS = "hf_assets_path (tokenizer), data, optimizer, learning rate, steps and checkpoints"
+# Fields of its config that are chosen by a subcommand, behind all options.
+REMAT = "activation_checkpoint"
+# model.remat -> (subcommand, what follows).
+REMATS: dict[str, tuple[str, str]] = {
+    "none": ("none", "nothing is recomputed"),
+    "full": ("full", "inputs of a block alone are kept"),
+    "dots": ("selective", "results of matrix products are kept, but for every second one"),
+    "collectives": ("selective", "tokens that came over the network are kept, and more"),
+    "token_collectives": ("selective", "tokens that came over the network are kept, and more"),
+    "attention": ("selective", "tokens and results of attention are kept, and more"),
+    "experts": ("selective", "tokens, results of attention and products are kept"),
+}
+# What backward has without another gather.
+KEEPS_WEIGHTS = ("none", "collectives")
+
+
+def to_torchtitan(cfg: Config) -> Translation:
+    """Returns the nearest options of torchtitan.
+
+    Args:
+      cfg: a plan's resolved config.
+    """
+    sizes = sizes_of(cfg)
+    return Translation(
+        trainer="torchtitan",
+        package=PACKAGE,
+        style="dashes",
+        start=(*torchrun(sizes), "-m", "torchtitan.train"),
+        options=(*_model(cfg), *_mesh(cfg, sizes), *_batch(cfg, sizes), *_remat(cfg)),
+        gaps=tuple(_gaps(cfg, sizes)),
+        yours=YOURS,
+    )
+
+
+def _model(cfg: Config) -> list[Option]:
+    known = TORCHTITAN.get(shape_of(cfg))
+    if known is None:
+        return []
+    text = "a registered config of the same shape"
+    return [Option("module", known.module, text), Option("config", known.config, text)]
+
+
+def expert_degree(cfg: Config, sizes: Sizes) -> int:
+    """Returns its expert parallel degree: whole experts on (expert, tensor) where they divide."""
+    if not cfg.model.has_experts:
+        return 1
+    if cfg.mesh.expert_weights == "whole":
+        return sizes.expert
+    return math.gcd(cfg.moe.num_experts, sizes.expert * sizes.tensor)
+
+
+def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
+    shard = sizes.fsdp * sizes.expert
+    reshard = "never" if cfg.model.remat in KEEPS_WEIGHTS else "always"
+    again = "kept for backward" if reshard == "never" else "gathered again in backward"
+    options = [
+        ("data_parallel_replicate_degree", sizes.replica, f"replica {sizes.replica}"),
+        (
+            "data_parallel_shard_degree",
+            shard,
+            f"fsdp {sizes.fsdp} x expert {sizes.expert} shard dense weights",
+        ),
+        (
+            "fsdp_reshard_after_forward",
+            reshard,
+            f"remat {cfg.model.remat}: gathered weights are {again}",
+        ),
+        ("tensor_parallel_degree", sizes.tensor, f"tensor {sizes.tensor}"),
+        ("context_parallel_degree", 1, "sequences stay whole"),
+        ("pipeline_parallel_degree", 1, "no pipeline"),
+    ]
+    degree = expert_degree(cfg, sizes)
+    text = experts_text(cfg)
+    options.append(("expert_parallel_degree", degree, text))
+    out = [Option(f"parallelism.{name}", value, because) for name, value, because in options]
+    if sizes.tensor > 1 and cfg.mesh.activations != "sequence":
+        text = "activations between blocks: replicated"
+        out.append(Option("parallelism.no-enable_sequence_parallel", None, text))
+    if degree > 1:
+        text = "its usual exchange of tokens waits for the host, which CUDA graphs forbid"
+        out.append(Option("training.disable_cuda_graphs", None, text))
+    return out
+
+
+def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
+    text = f"{sizes.batch} sequences / ({sizes.data} ranks x {sizes.micro_batches} micro-batches)"
+    return [
+        Option("training.seq_len", cfg.data.sequence_length, "data.sequence_length"),
+        Option("training.local_batch_size", sizes.rows, text),
+        Option("training.global_batch_size", sizes.batch, "train.batch_sequences"),
+        Option("training.mixed_precision_param", cfg.model.dtype, "model.dtype"),
+        Option("training.mixed_precision_reduce", "float32", "gradients are reduced in float32"),
+    ]
+
+
+def _remat(cfg: Config) -> list[Option]:
+    kind, text = REMATS[cfg.model.remat]
+    name, text = f"{REMAT}:{kind}", f"remat {cfg.model.remat}: {text}"
+    return [Option(name, None, text, subcommand=True)]
+
+
+def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
+    """Returns what the options above leave out."""
+    gaps = [*_model_gaps(cfg), *_expert_gaps(cfg, sizes)]
+    if cfg.model.predict_ahead:
+        gaps.append(
+            Gap("multi-token prediction", "has it as num_mtp_layers of a registered config")
+        )
+    if cfg.mesh.gather_dense == "step" and sizes.fsdp * sizes.expert > 1:
+        instead = "gathers and reduces block by block, in each micro-batch"
+        what = "dense weights gathered, and their gradients reduced, once a step"
+        gaps.append(Gap(what, instead))
+    gaps += chunk_gaps(cfg, "exchanges all tokens at once")
+    gaps += _route_gaps(cfg, sizes)
+    gaps += trim_gaps(cfg)
+    gaps += reduction_gaps(cfg, "reduces the weights of a block together")
+    if cfg.train.gradient_dtype != "float32":
+        gaps.append(Gap(f"gradients reduced in {cfg.train.gradient_dtype}", "reduces in float32"))
+    gaps += codec_gaps(cfg)
+    if cfg.model.remat not in ("none", "full"):
+        what = f"what remat {cfg.model.remat} keeps"
+        gaps.append(Gap(what, "keeps what its own list of operations says, so memory differs"))
+    if cfg.moe.capacity_factor is not None:
+        gaps.append(Gap(f"a capacity factor of {cfg.moe.capacity_factor:g}", "drops no token"))
+    return gaps
+
+
+def _model_gaps(cfg: Config) -> list[Gap]:
+    if shape_of(cfg) in TORCHTITAN:
+        return []
+    instead = "has none: register one, and put its --module and --config in front"
+    return [Gap("a registered config of this model", instead)]
+
+
+def _expert_gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
+    gaps = whole_experts_gaps(cfg, "spreads the copies' shards over its efsdp axis")
+    if sizes.tensor > 1 and cfg.model.has_experts and cfg.mesh.expert_weights == "hidden":
+        instead = f"has whole experts on {expert_degree(cfg, sizes)} devices each group"
+        gaps.append(Gap("hidden width of experts over tensor (expert tensor parallelism)", instead))
+    return gaps
+
+
+def _route_gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
+    """Returns the gap of the route; DeepEP is chosen in code of the model, not by an option."""
+    if not has_exchange(cfg) or (cfg.route in ("split", "duplicate") and sizes.tensor == 1):
+        return []
+    instead = 'has one flat all-to-all (its model_registry takes moe_comm_backend="deepep")'
+    return [Gap(f"the route {cfg.route}", instead)]

@@ -1,0 +1,109 @@
+"""The config of a plan for a published model: from its `config.json`, without weights or a run."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moejax.config.fields import change, fields, get_value
+from moejax.config.load import parse_overrides
+from moejax.config.schema import Config
+from moejax.errors import InputError
+from moejax.hf.families import family_of
+from moejax.hf.families.family import differences, from_settings
+from moejax.hf.files import CONFIG, SMALL_BYTES, read_json
+
+LENGTH = 4096  # positions of a sequence, or what the model was made for if that is fewer
+STEP_TOKENS = 4 * 2**20  # least tokens of one step, as papers' models of this size are trained
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A published model as a config.
+
+    Attributes:
+      path: its `config.json`.
+      family: its family (`moejax.hf.families`).
+      cfg: settings of the model, of one step, and of the overrides.
+      taken: settings that neither the file nor an override says, with why; by dotted name.
+    """
+
+    path: Path
+    family: str
+    cfg: Config
+    taken: dict[str, str]
+
+    def describe(self) -> str:
+        """Returns one line: the family, and what was taken for granted."""
+        parts = [
+            f"{name} = {get_value(self.cfg, name)} ({why})" for name, why in self.taken.items()
+        ]
+        said = f"; taken, because nobody said: {', '.join(parts)}" if parts else ""
+        return f"model of {self.path}, family {self.family}{said}"
+
+
+def read_published(path: Path, devices: int, overrides: Sequence[str] = ()) -> Published:
+    """Returns the config of a `config.json`, or of a folder that has one.
+
+    Args:
+      devices: of the cluster; the batch is a multiple of them.
+      overrides: settings as on a command line, such as `train.batch_sequences=64`.
+    Raises:
+      InputError: for a missing or damaged file, a family or key that is not known, and overrides
+        that make another model of it.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    _check_there(path, file)
+    config = read_json(file, SMALL_BYTES)
+    try:
+        family = family_of(config)
+        model = from_settings(family.read(config))
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    given = parse_overrides(overrides)
+    values, taken = _step(config, devices, given)
+    cfg = change(model, values | given)
+    _check_same(file, model, cfg)
+    return Published(file, family.name, cfg, taken)
+
+
+def _check_there(path: Path, file: Path) -> None:
+    if not file.is_file():
+        raise InputError(
+            f"--hf has no {CONFIG}. Got {path}. It must be a folder with the {CONFIG} of a model, "
+            "or that file. Check the path."
+        )
+
+
+def _step(
+    config: dict[str, Any], devices: int, given: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns settings of a step that are not given, and why each has its value."""
+    longest = config.get("max_position_embeddings")
+    length = LENGTH if type(longest) is not int else max(1, min(LENGTH, longest))
+    used = given.get("data.sequence_length", length)
+    batch = devices * max(1, -(-STEP_TOKENS // (used * devices)))
+    values = {
+        "model.dtype": "bfloat16",
+        "data.sequence_length": length,
+        "train.batch_sequences": batch,
+    }
+    reasons = {
+        "model.dtype": "compute; masters are float32",
+        "data.sequence_length": f"at most {LENGTH}",
+        "train.batch_sequences": f"at least {STEP_TOKENS / 2**20:g} Mi tokens a step",
+    }
+    taken = {name: value for name, value in values.items() if name not in given}
+    return taken, {name: reasons[name] for name in taken}
+
+
+def _check_same(file: Path, model: Config, cfg: Config) -> None:
+    """Refuses overrides that change the model, for which its file would no longer stand."""
+    changes = differences(model, cfg)
+    if changes:
+        name, theirs, ours = changes[0]
+        assert name in fields()
+        raise InputError(
+            f"--config.{name} changes the model. It is {ours}, {file} says {theirs}. With --hf "
+            "overrides set how to train, not the model. Leave it out, or give --config instead."
+        )

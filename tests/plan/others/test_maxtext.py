@@ -1,0 +1,61 @@
+"""MaxText: axes inside a slice and between slices, experts, recomputation."""
+
+import pytest
+
+from moejax.plan.others.maxtext import to_maxtext
+from tests.plan.others.plans import plan
+
+
+def test_axes_are_split_at_the_borders_of_nodes():
+    cfg = plan("Qwen3-30B-A3B", mesh__replica=2, mesh__fsdp=2, mesh__expert=16)
+    its = to_maxtext(cfg, "gpu")
+    names = ("data", "fsdp", "expert", "tensor_sequence")
+    assert [its.value(f"dcn_{name}_parallelism") for name in names] == [2, 2, 2, 1]
+    assert [its.value(f"ici_{name}_parallelism") for name in names] == [1, 1, 8, 1]
+
+
+@pytest.mark.parametrize(
+    ("activations", "name"), [("sequence", "tensor_sequence"), ("replicated", "tensor")]
+)
+def test_the_tensor_axis_is_named_by_what_it_shards(activations, name):
+    sizes = {"mesh__tensor": 4, "mesh__expert": 2, "mesh__fsdp": 8}
+    cfg = plan("Qwen3-30B-A3B", mesh__activations=activations, **sizes)
+    assert to_maxtext(cfg, "gpu").value(f"ici_{name}_parallelism") == 4
+
+
+def test_a_share_of_a_sequence_a_device_is_written_as_it_is():
+    sizes = {"mesh__tensor": 4, "mesh__expert": 2, "mesh__fsdp": 8}
+    cfg = plan("Qwen3-30B-A3B", train__batch_sequences=16, **sizes)
+    assert to_maxtext(cfg, "gpu").value("per_device_batch_size") == 0.25
+
+
+def test_dropless_and_capacity_take_different_paths():
+    cfg = plan("Qwen3-30B-A3B", mesh__expert=8, mesh__fsdp=8)
+    its = to_maxtext(cfg, "tpu")
+    assert (its.value("sparse_matmul"), its.value("megablox")) == (True, True)
+    assert its.value("capacity_factor") == -1.0
+    assert to_maxtext(cfg, "gpu").value("megablox") is False
+    capped = plan("Qwen3-30B-A3B", mesh__expert=8, mesh__fsdp=8, moe__capacity_factor=1.25)
+    its = to_maxtext(capped, "gpu")
+    assert (its.value("sparse_matmul"), its.value("capacity_factor")) == (False, 1.25)
+
+
+def test_tokens_that_travelled_are_kept_by_a_custom_policy():
+    cfg = plan("Qwen3-30B-A3B", mesh__expert=8, mesh__fsdp=8, model__remat="token_collectives")
+    its = to_maxtext(cfg, "gpu")
+    assert (its.value("remat_policy"), its.value("moe_x_sorted")) == ("custom", "device")
+
+
+def test_cpus_are_one_slice_and_that_is_said():
+    cfg = plan("Qwen3-30B-A3B", mesh__expert=16, mesh__fsdp=4)
+    its = to_maxtext(cfg, "cpu")
+    assert (its.value("num_slices"), its.value("ici_expert_parallelism")) == (1, 16)
+    assert any("borders of nodes" in gap.what for gap in its.gaps)
+
+
+def test_the_command_is_written_with_equals_signs():
+    command = to_maxtext(plan("Mixtral-8x7B", mesh__expert=8, mesh__fsdp=8), "gpu").command()
+    assert command.startswith(
+        "python3 -m maxtext.trainers.pre_train.train \\\n    model_name=mixtral"
+    )
+    assert "sparse_matmul=true" in command

@@ -1,0 +1,40 @@
+"""torchtitan: degrees, recomputation, registered configs."""
+
+import pytest
+
+from moejax.plan.others.torchtitan import to_torchtitan
+from tests.plan.others.plans import plan
+
+TENSOR = {"mesh__tensor": 4, "mesh__expert": 4, "mesh__fsdp": 4}
+
+
+@pytest.mark.parametrize(("weights", "degree"), [("hidden", 16), ("folded", 16), ("whole", 4)])
+def test_experts_lie_on_expert_and_tensor_ranks_together(weights, degree):
+    its = to_torchtitan(plan("Qwen3-30B-A3B", mesh__expert_weights=weights, **TENSOR))
+    assert its.value("parallelism.expert_parallel_degree") == degree
+    lost = any("expert tensor parallelism" in gap.what for gap in its.gaps)
+    assert lost == (weights == "hidden")
+
+
+def test_dense_weights_are_sharded_over_fsdp_and_expert():
+    its = to_torchtitan(plan("Qwen3-30B-A3B", mesh__replica=2, mesh__expert=8, mesh__fsdp=4))
+    assert its.value("parallelism.data_parallel_replicate_degree") == 2
+    assert its.value("parallelism.data_parallel_shard_degree") == 32
+
+
+def test_gathered_weights_are_kept_where_nothing_is_recomputed():
+    for remat, policy in (("none", "never"), ("collectives", "never"), ("full", "always")):
+        its = to_torchtitan(plan("Qwen3-30B-A3B", mesh__fsdp=64, model__remat=remat))
+        assert its.value("parallelism.fsdp_reshard_after_forward") == policy
+
+
+def test_an_exchange_forbids_cuda_graphs():
+    name = "--training.disable_cuda_graphs"
+    assert name in to_torchtitan(plan("Qwen3-30B-A3B", mesh__expert=64)).command()
+    assert name not in to_torchtitan(plan("Qwen3-30B-A3B", mesh__fsdp=64)).command()
+
+
+def test_the_command_ends_in_the_subcommand_of_recomputation():
+    command = to_torchtitan(plan("gpt-oss-20b", mesh__fsdp=64, model__remat="full")).command()
+    assert command.endswith("activation_checkpoint:full")
+    assert "-m torchtitan.train \\\n    --module gpt_oss \\\n    --config gpt_oss_20b" in command

@@ -1,0 +1,196 @@
+"""What holds for the translations to every trainer: real names, allowed values, the same sizes."""
+
+import itertools
+import math
+
+import pytest
+
+from moejax.config.compression import PRESETS
+from moejax.layout.route import ROUTES
+from moejax.plan.others import maxtext, megatron, torchtitan
+from moejax.plan.others.gaps import CLASSES
+from moejax.plan.others.shapes import MAXTEXT, TORCHTITAN
+from moejax.plan.others.translation import sizes_of
+from moejax.plan.search.space import REMATS
+from tests.plan.others.plans import KNOWN, PUBLISHED, every_mesh, model, plan
+
+TO = {
+    "maxtext": lambda cfg: maxtext.to_maxtext(cfg, "gpu"),
+    "megatron": lambda cfg: megatron.to_megatron(cfg, 8),
+    "torchtitan": torchtitan.to_torchtitan,
+}
+EACH = pytest.mark.parametrize("trainer", TO)
+
+
+def wrong(trainer, translation):
+    """Names that the trainer's parser does not know, and values that it does not allow."""
+    known = KNOWN[trainer]
+    names = [option.name for option in translation.options]
+    found = [name for name in names if name not in known["names"]]
+    found += [name for name in names if names.count(name) > 1]
+    for option in translation.options:
+        choices, values = known["choices"].get(option.name), option.value
+        for value in values if isinstance(values, tuple) else (values,):
+            if choices and value not in choices:
+                found.append(f"{option.name}={value}")
+    return found
+
+
+@EACH
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_names_and_values_are_those_of_the_trainers_parser_on_every_mesh(trainer, name):
+    plans = every_mesh(name)
+    assert len(plans) > 20
+    for cfg in plans:
+        assert not wrong(trainer, TO[trainer](cfg))
+
+
+@EACH
+def test_names_and_values_are_known_whatever_the_plan_chose(trainer):
+    tensors = ({"tensor": 1, "expert": 32}, {"tensor": 4, "expert": 8})
+    layouts = itertools.product(("sequence", "replicated"), ("hidden", "folded", "whole"))
+    rest = [
+        {"model__remat": remat, "route": route, "route_chunks": chunks, "mesh__gather_dense": when}
+        for remat, route in itertools.product(REMATS, ROUTES)
+        for chunks, when in ((1, "use"), (4, "step"))
+    ]
+    for (activations, weights), mesh in itertools.product(layouts, tensors):
+        sizes = {f"mesh__{axis}": size for axis, size in mesh.items()}
+        layout = {"mesh__activations": activations, "mesh__expert_weights": weights}
+        for values in rest:
+            cfg = model("DeepSeek-V3", mesh__fsdp=2, mesh__replica=1, **sizes, **layout, **values)
+            assert not wrong(trainer, TO[trainer](cfg))
+
+
+def test_a_name_that_does_not_exist_is_found():
+    translation = TO["megatron"](plan("Mixtral-8x7B", mesh__fsdp=64))
+    renamed = [vars(option) | {"name": option.name + "-x"} for option in translation.options]
+    changed = type(translation)(
+        **vars(translation) | {"options": tuple(type(translation.options[0])(**o) for o in renamed)}
+    )
+    assert len(wrong("megatron", changed)) == len(translation.options)
+
+
+@EACH
+def test_packages_are_those_of_the_record(trainer):
+    assert TO[trainer](plan("Mixtral-8x7B", mesh__fsdp=64)).package == KNOWN[trainer]["package"]
+
+
+@pytest.mark.parametrize("name", ["Mixtral-8x7B", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_sizes_multiply_to_all_devices_and_batches_to_the_batch(name, micro):
+    for cfg in every_mesh(name, train__micro_batches=micro):
+        sizes = sizes_of(cfg)
+        assert sizes.devices == 64
+        assert sizes.rows * sizes.data * micro == 1024
+        assert math.prod(sizes.across.values()) == 8
+        check_maxtext(cfg)
+        check_megatron(cfg)
+        check_torchtitan(cfg)
+
+
+def check_maxtext(cfg):
+    its = TO["maxtext"](cfg)
+    axes = [option for option in its.options if option.name.endswith("_parallelism")]
+    inside = math.prod(option.value for option in axes if option.name.startswith("ici"))
+    across = math.prod(option.value for option in axes if option.name.startswith("dcn"))
+    assert (inside, across) == (8, 8)
+    assert its.value("num_slices") == 8
+    steps, share = its.value("gradient_accumulation_steps"), its.value("per_device_batch_size")
+    assert 64 * steps * share == 1024
+
+
+def check_megatron(cfg):
+    """Expert sizes must divide the devices; what they leave holds copies or shards."""
+    its = TO["megatron"](cfg)
+    tensor = its.value("tensor-model-parallel-size")
+    experts = its.value("expert-model-parallel-size") * its.value("expert-tensor-parallel-size")
+    assert 64 % tensor == 0
+    assert 64 % experts == 0
+    assert cfg.moe.num_experts % its.value("expert-model-parallel-size") == 0
+    assert its.value("global-batch-size") == 1024
+    assert 1024 % (its.value("micro-batch-size") * 64 // tensor) == 0
+    copies = {option.name: option.value for option in its.options}
+    copies = copies.get("num-distributed-optimizer-instances", 1)
+    assert 64 // experts % copies == 0
+
+
+def check_torchtitan(cfg):
+    its = TO["torchtitan"](cfg)
+    prefix = "parallelism.data_parallel_"
+    copies, shard = (its.value(f"{prefix}{kind}_degree") for kind in ("replicate", "shard"))
+    tensor = its.value("parallelism.tensor_parallel_degree")
+    expert = its.value("parallelism.expert_parallel_degree")
+    assert copies * shard * tensor == 64
+    assert shard * tensor % expert == 0
+    assert cfg.moe.num_experts % expert == 0
+    assert 1024 % (its.value("training.local_batch_size") * copies * shard) == 0
+
+
+@EACH
+def test_every_codec_is_named_as_lost(trainer):
+    cfg = plan("Qwen3-30B-A3B", mesh__fsdp=8, mesh__expert=8, compression__preset="strong")
+    lost = " ".join(gap.what for gap in TO[trainer](cfg).gaps)
+    for kind, codec in PRESETS["strong"].items():
+        assert f"codec of {CLASSES[kind]} between nodes: {codec}" in lost
+
+
+@EACH
+def test_codecs_that_change_are_named_as_such(trainer):
+    codecs = {
+        "expert_gradient": "none,int4+feedback@200",
+        "dense_gradient": "adaptive:0.9:int8|int4",
+    }
+    values = {f"compression__{kind}": codec for kind, codec in codecs.items()}
+    cfg = plan("Qwen3-30B-A3B", mesh__fsdp=8, mesh__expert=8, **values)
+    lost = " ".join(gap.what for gap in TO[trainer](cfg).gaps)
+    assert "chosen anew during the run" in lost
+    assert "int4+feedback" in lost
+
+
+@EACH
+def test_a_plan_that_the_trainer_has_loses_nothing(trainer):
+    cfg = plan("Qwen3-30B-A3B", mesh__fsdp=8, mesh__expert=8, model__remat="full")
+    assert TO[trainer](cfg).gaps == ()
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"route": "two_level_merge", "mesh__expert": 16, "mesh__fsdp": 4}, "two_level_merge"),
+        ({"route_chunks": 4, "mesh__expert": 8, "mesh__fsdp": 8}, "chunks (4 forward"),
+        ({"mesh__gather_dense": "step", "mesh__expert": 8, "mesh__fsdp": 8}, "once a step"),
+        ({"train__reduction_bytes": 2**20, "mesh__fsdp": 64}, "pieces of 1 MiB"),
+        (
+            {"mesh__expert_weights": "whole", "mesh__tensor": 2, "mesh__expert": 4}
+            | {"mesh__fsdp": 8},
+            "copy of each expert",
+        ),
+    ],
+)
+def test_what_is_lost_is_said(trainer, values, said):
+    cfg = plan("Qwen3-30B-A3B", model__remat="full", **values)
+    gaps = TO[trainer](cfg).gaps
+    assert any(said in gap.what and gap.instead for gap in gaps), gaps
+
+
+def test_every_recomputation_has_a_counterpart():
+    for table in (maxtext.REMATS, megatron.REMATS, torchtitan.REMATS):
+        assert set(table) == set(REMATS)
+
+
+def test_names_of_models_are_those_of_the_packages_with_the_same_shape():
+    for shape, name in MAXTEXT.items():
+        assert KNOWN["maxtext"]["models"][name] == list(shape)
+    for known in TORCHTITAN.values():
+        assert known.config in KNOWN["torchtitan"]["registered"][known.module]
+
+
+@EACH
+def test_a_model_without_a_name_there_is_said_to_have_none(trainer):
+    cfg = plan("OLMoE-1B-7B", mesh__fsdp=8, mesh__expert=8, model__remat="full")
+    gaps = [gap.what for gap in TO[trainer](cfg).gaps]
+    assert len(gaps) == 1
+    words = {"maxtext": "by name", "megatron": "over all heads", "torchtitan": "registered config"}
+    assert words[trainer] in gaps[0]
