@@ -7,6 +7,7 @@ own records (`metrics.jsonl`, TensorBoard) do not depend on them.
 
 import importlib.util
 import json
+import os
 import queue
 import threading
 import time
@@ -117,7 +118,7 @@ class _Line:
 
 
 def check_trackers(cfg: Config) -> None:
-    """Refuses a tracker whose library is not installed.
+    """Refuses a tracker whose library is not installed, and MLflow without an address.
 
     Raises:
       InputError: see above.
@@ -128,6 +129,11 @@ def check_trackers(cfg: Config) -> None:
                 f"`track.{name}` = {getattr(cfg.track, name)!r}, but {name} is not installed. "
                 f"Install moejax[{name}], or set track.{name}=none."
             )
+    if cfg.track.mlflow is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
+        raise InputError(
+            f"`track.mlflow` = {cfg.track.mlflow!r}, but MLFLOW_TRACKING_URI is not set. Set it to the "
+            "address of a server (http://HOST:5000), or set track.mlflow=none."
+        )
 
 
 def open_trackers(cfg: Config) -> Trackers:
@@ -144,15 +150,14 @@ class _WandB:
     def __init__(self, cfg: Config, run_dir: Path):
         import wandb  # pyright: ignore[reportMissingImports]
 
-        kept = _kept(run_dir, "wandb")
         self._run = wandb.init(
             project=cfg.track.wandb,
-            id=kept or wandb.util.generate_id(),
+            id=_kept(run_dir, "wandb"),  # None in a new run, which it names itself
             name=run_dir.name,
             dir=str(run_dir),
             resume="allow",
             config=_settings(cfg),
-            settings=wandb.Settings(console="off", silent=True),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=PATIENCE_S),
         )
         _keep(run_dir, "wandb", self._run.id)
         # A resumed run goes on from a checkpoint, which may be before the last step that was told.

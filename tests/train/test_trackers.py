@@ -102,13 +102,22 @@ def test_a_library_that_is_missing_is_refused_before_the_run(monkeypatch):
     check_trackers(small_config((1, 1, 1, 1)))
 
 
+def test_mlflow_without_an_address_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(InputError, match="MLFLOW_TRACKING_URI is not set"):
+        check_trackers(tracked(small_config((1, 1, 1, 1)), mlflow="moe"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    check_trackers(tracked(small_config((1, 1, 1, 1)), mlflow="moe"))
+
+
 def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, monkeypatch):
     """With a stand-in for the library, of the calls that are made."""
     begun = []
 
     class Run:
         def __init__(self, **options):
-            self.id, self.options, self.lines = options["id"], options, []
+            self.id, self.options, self.lines = options["id"] or f"id{len(begun)}", options, []
             begun.append(self)
 
         def define_metric(self, name, step_metric):
@@ -122,7 +131,6 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, monkeypa
 
     library = types.SimpleNamespace(
         init=lambda **options: Run(**options),
-        util=types.SimpleNamespace(generate_id=lambda: f"id{len(begun)}"),
         Settings=dict,
     )
     monkeypatch.setitem(sys.modules, "wandb", library)
