@@ -357,6 +357,19 @@ function plan(run) {
       terms.map(([name, value]) => [words(name), seconds(value), percent(value / predicted.seconds)]))), page);
 }
 
+function profile(run) {
+  const known = run.profile;
+  if (!known) return;
+  const open = el("p", { class: "soft" }, "Each operation over time: ", el("code", {}, `xprof --logdir ${known.directory}`));
+  const title = `Where a step's time goes${runs.length > 1 ? `: ${run.name}` : ""}`;
+  if (!known.rows) return section(title, "Some steps were profiled; the trace lacks its program, or is too large to sum here.", open);
+  const rows = Object.entries(known.rows), total = rows.reduce((sum, [, row]) => sum + row.forward + row.backward, 0);
+  section(title, `From the profile of ${known.steps} steps on ${known.devices} devices: operations of one device and step, by stage of the code. ` +
+    "The last column is the part of both that collectives take, waiting for other devices included. What overlaps counts twice.",
+    table(names("stage", "share#", "forward#", "backward#", "collectives#"), rows.map(([name, row]) =>
+      [words(name), percent((row.forward + row.backward) / total), seconds(row.forward), seconds(row.backward), seconds(row.sends)])), open);
+}
+
 function traffic(run) {
   const sent = run.starts.at(-1)?.traffic;
   if (!Array.isArray(sent) || !sent.length) return;
@@ -412,6 +425,7 @@ function build() {
   curves("Routing", "How evenly the router spreads the tokens.", ROUTING);
   runs.forEach(experts);
   runs.forEach(plan);
+  runs.forEach(profile);
   runs.forEach(traffic);
   runs.forEach(events);
   settings();

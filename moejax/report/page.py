@@ -16,6 +16,7 @@ from typing import Any
 
 from moejax.errors import InputError, write_whole
 from moejax.report.runs import Column, RunRecord, read_run
+from moejax.report.stages import stage_times
 
 HERE = Path(__file__).parent
 TEMPLATE, SCRIPT, LIBRARY = (HERE / name for name in ("page.html", "page.js", "echarts.min.js"))
@@ -95,6 +96,7 @@ def run_data(run: RunRecord) -> dict[str, Any]:
         "config": flat(run.config),
         "experts": loads_data(run),
         "plan": plan_data(run),
+        "profile": stage_times(run.directory),
         "damaged": run.damaged,
     }
 

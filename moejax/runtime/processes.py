@@ -134,14 +134,15 @@ class Processes:
         """
         return self.gather(self.together(lambda: make() if self.first else None))[0]
 
-    def compile(self, function: Any, *arguments: Any) -> None:
-        """Compiles a jitted function for these arguments, and waits until every process has.
+    def compile(self, function: Any, *arguments: Any) -> Any:
+        """Compiles a jitted function for these arguments; returns it once every process has.
 
         Otherwise the first process would wait in a collective, and gloo gives up on a peer after
         half a minute. Later calls with such arguments use this compiled program.
         """
-        function.lower(*arguments).compile()
+        compiled = function.lower(*arguments).compile()
         self.gather("compiled")
+        return compiled
 
     def publish(self, name: str, value: str) -> None:
         """Publishes a note for the other processes."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from moejax.config.compression import NO_COMPRESSION, Codecs, describe_codecs
@@ -18,6 +19,7 @@ class CodecSchedule:
         self._policy = train_step.spec.compression
         self._steps: dict[Codecs, Any] = {}
         self._levels: tuple[int, int] | None = None
+        self._compiled: jax.stages.Compiled | None = None
 
     def step_for(self, step: int, state: TrainState) -> tuple[Any, str]:
         """Returns the jitted train step after `step` steps, and its codecs as text (or empty).
@@ -35,7 +37,12 @@ class CodecSchedule:
         if codecs not in self._steps:
             train_step = self._train_step.at(codecs)
             shapes = train_step.abstract, train_step.abstract_batch()
-            self._processes.compile(train_step.step, *shapes)
+            self._compiled = self._processes.compile(train_step.step, *shapes)
             self._steps[codecs] = train_step.step
         text = describe_codecs(codecs) if self._policy != NO_COMPRESSION else ""
         return self._steps[codecs], text
+
+    def program(self) -> str:
+        """Returns the text of the step that was compiled last."""
+        assert self._compiled is not None, "no step was compiled yet"
+        return self._compiled.as_text() or ""

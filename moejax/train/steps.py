@@ -1,6 +1,7 @@
 """The steps of a run: the loop, and what it reports, checks, saves and evaluates between steps."""
 
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
     schedule, stopping = CodecSchedule(run.train_step, run.processes), Stop(run.processes)
     skips = Skips(int(state.skipped))
-    profile = Profile(cfg.profile, Path(cfg.run_dir), first=run.processes.first)
+    profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
     before, shown = None, ""
     with run.display.busy("compiling the step"):  # Ctrl-C ends it at once: it is not caught yet
         began = time.perf_counter()
@@ -49,7 +50,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             profile.before(step + 1)
             state, metrics = run_step(state, batch)
             step += 1
-            end_profile(run, profile, meter, step, metrics)
+            end_profile(run, profile, meter, step, metrics, schedule.program)
             # At most one step runs while the next is prepared, so that a stop, a report or a save
             # waits for one step only.
             if before is not None:
@@ -77,10 +78,17 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     return state, False
 
 
-def end_profile(run: Run, profile: Profile, meter: Meter, step: int, metrics: Any) -> None:
+def end_profile(
+    run: Run,
+    profile: Profile,
+    meter: Meter,
+    step: int,
+    metrics: Any,
+    program: Callable[[], str],
+) -> None:
     """Ends the profile if `step` was its last; rates leave out the time to write its trace."""
     began = time.perf_counter()
-    if profile.after(step, metrics.loss):
+    if profile.after(step, metrics.loss, program):
         meter.pause(time.perf_counter() - began)
         text = f"profile: xprof --logdir {profile.directory}"
         note(run, "profile", step, text, directory=str(profile.directory))

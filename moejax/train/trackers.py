@@ -131,8 +131,8 @@ def check_trackers(cfg: Config) -> None:
             )
     if cfg.track.mlflow is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
         raise InputError(
-            f"`track.mlflow` = {cfg.track.mlflow!r}, but MLFLOW_TRACKING_URI is not set. Set it to the "
-            "address of a server (http://HOST:5000), or set track.mlflow=none."
+            f"`track.mlflow` = {cfg.track.mlflow!r}, but MLFLOW_TRACKING_URI is not set. Set it "
+            "to the address of a server (http://HOST:5000), or set track.mlflow=none."
         )
 
 
