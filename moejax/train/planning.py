@@ -45,6 +45,16 @@ class RunPlan:
     topology: Topology | None = None
     notes: tuple[str, ...] = ()
 
+    @property
+    def platform(self) -> str | None:
+        """Platform that the plan is for; None if nothing says it."""
+        return None if self.plan is None else self.plan.platform
+
+    @property
+    def device_memory(self) -> int | None:
+        """Bytes of a device that the plan is for; None if nothing says it."""
+        return None if self.plan is None else self.plan.device_memory_bytes
+
     def rows(self) -> list[tuple[str, str]]:
         """Returns rows of the start table."""
         if self.plan is None:
