@@ -15,7 +15,7 @@ from moejax.errors import InputError, write_whole
 from moejax.plan.cluster.file import from_json, load_topology, to_text, write_topology
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.routing import read_expert_load
-from moejax.plan.probe.measure import Effort, probe
+from moejax.plan.probe.measure import Effort, expected_text, probe
 from moejax.plan.probe.show import ProgressLine
 from moejax.plan.probe.timer import ProgressFn
 from moejax.plan.report.page import write_report
@@ -200,6 +200,7 @@ def _topology(
         return from_json(json.loads(kept), str(path)), (note,)
     with ProgressLine(processes) as progress:
         progress("measuring links and devices for the plan; plan.topology names known ones")
+        progress(expected_text(quick=True))
         return measure(cfg, devices, processes, progress)
 
 

@@ -66,7 +66,7 @@ def test_a_dry_run_without_known_nodes_says_that_codecs_are_not_counted(
 def test_a_dry_run_estimates_memory_on_the_platform_that_its_plan_is_for(
     tmp_path, monkeypatch, capsys
 ):
-    """A plan for H200s fitted, and its own dry run counted a CPU's attention: four times as much."""
+    """A plan for H200s fitted, and its own dry run counted a CPU's attention."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     # Heads and sequences that cuDNN takes; plain attention writes all scores.
