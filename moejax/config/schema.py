@@ -234,7 +234,7 @@ class PlanConfig:
     )
     traces: int | None = setting(
         None,
-        "traces after which the search ends; none: 10 (CPU: 16), or 45 (CPU: 90) for more than 64 "
+        "traces after which the search ends; none: 11 (CPU: 17), or 46 (CPU: 91) for more than 64 "
         "devices",
         at_least=2,
     )

@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +28,7 @@ examples:
       --out plan.json --report plan.html
   python -m moejax.plan --hf downloads/Qwen3-30B-A3B --topology h200:8 --as megatron
   python -m moejax.plan probe --out topology.json
+  python -m moejax.plan --topology h200:2 --print_topology > mine.json
 
 A setting of the config that is not at its default is pinned; --free unpins it, or all of a group.
 With --hf overrides say how to train: --config.train.batch_sequences=512. With --as the output ends
@@ -54,7 +56,18 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
     command.add_argument("--topology", metavar="NAME|FILE", help="the cluster")
-    command.add_argument("--clusters", action="store_true", help="list the known clusters and exit")
+    command.add_argument(
+        "--clusters",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="list the known clusters, or show one with the sources of its rates, and exit",
+    )
+    command.add_argument(
+        "--print_topology",
+        action="store_true",
+        help="print the topology file of --topology, to change by hand, and exit",
+    )
     command.add_argument(
         "--routing", help="balanced, zipf:POWER or routing.json (default: config's)"
     )
@@ -72,7 +85,10 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--traces", type=int, help="traces after which the search ends")
     command.add_argument(
-        "--seconds", type=float, help="time cap of the search; told where it ends it"
+        "--seconds",
+        type=float,
+        help="time cap of the whole search, for slow machines (default 120, or 600 for more than "
+        "64 devices); a line says if it ended the search",
     )
     command.add_argument(
         "--as",
@@ -96,14 +112,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> None:
-    """Checks the flags, then lists clusters or plans."""
-    from moejax.plan.cluster.file import known_clusters, load_topology
+    """Checks the flags, then shows clusters or plans."""
+    from moejax.plan.cluster.file import load_topology
 
-    if args.clusters:
-        for name in known_clusters():
-            known = load_topology(name)
-            print(f"{name:16} {known.nodes} x {known.tiers[0].size}  {known.source}")
-        return
+    if args.clusters is not None or args.print_topology:
+        return _show_clusters(args)
     _check_sources(args)
     if args.out is not None and args.out.suffix != ".json":
         raise InputError(f"--out is {args.out}. A plan file ends in .json. Rename it.")
@@ -130,6 +143,23 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
     _plan(cfg, topology, args)
     if published is not None:
         print(how_to_go_on(published, cfg, args))
+
+
+def _show_clusters(args: argparse.Namespace) -> None:
+    """Lists the known clusters, or shows one, or prints a topology file."""
+    from moejax.plan.cluster.file import load_topology, to_text
+    from moejax.plan.report.clusters import print_cluster, print_clusters
+
+    if args.print_topology:
+        if args.topology is None:
+            raise InputError(
+                "no topology to print. Got none. --print_topology needs one. Add --topology h200:2."
+            )
+        print(to_text(load_topology(args.topology)), end="")
+    elif args.clusters:
+        print_cluster(args.clusters, Console())
+    else:
+        print_clusters(Console())
 
 
 def how_to_go_on(published: Published, cfg: Config, args: argparse.Namespace) -> str:
@@ -165,7 +195,11 @@ def _check_sources(args: argparse.Namespace) -> None:
             "no config. Got none. A plan needs one. Add --config, or --hf for a published model."
         )
     if args.topology is None:
-        raise InputError("no topology. Got none. A plan needs one. Add --topology.")
+        raise InputError(
+            "no topology. Got none. A plan needs one. Add --topology: a file that moejax plan "
+            "probe wrote, or a known cluster as h200:2, which has 2 nodes; moejax plan --clusters "
+            "lists them."
+        )
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -207,7 +241,9 @@ def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
 
 def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
     from moejax.plan.price.routing import read_expert_load
+    from moejax.plan.report.doubts import small_products
     from moejax.plan.report.tables import print_ranked, print_why
+    from moejax.plan.search.refusal import nodes_text
     from moejax.plan.search.search import search
     from moejax.plan.search.space import Limits
 
@@ -237,11 +273,14 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
     result = find(topology)
     console.print(
         f"{args.config or args.hf} on {topology.name}: {topology.devices} devices on "
-        f"{topology.nodes} nodes; routing {load.name} (busiest expert {load.skew:.2f} x the mean)",
+        f"{nodes_text(topology.nodes)}; routing {load.name} (busiest expert {load.skew:.2f} x the "
+        "mean)",
         highlight=False,
     )
     print_ranked(result, topology, console, args.top)
     print_why(result, console)
+    if (doubt := small_products(result.ranked[0], topology.device)) is not None:
+        console.print(doubt, highlight=False, soft_wrap=True)
     if args.trainer is not None:
         from moejax.plan.others.show import print_translation, translate
 
@@ -277,6 +316,7 @@ def _print_fewer(result, topology, find, console: Console) -> None:
     """Shows the best plan for half the nodes, a quarter, and so on."""
     from moejax.plan.price.terms import tokens_per_second
     from moejax.plan.report.tables import mesh_text
+    from moejax.plan.search.refusal import nodes_text
 
     best = result.ranked[0]
     rows = [(topology.nodes, best)]
@@ -286,13 +326,14 @@ def _print_fewer(result, topology, find, console: Console) -> None:
         try:
             rows.append((nodes, find(topology.of_nodes(nodes)).ranked[0]))
         except (InputError, ValueError) as error:
-            console.print(f"{nodes} nodes: {error}", highlight=False)
+            console.print(f"{nodes_text(nodes)}: {error}", highlight=False, soft_wrap=True)
             break
-    for nodes, plan in rows:
+    for nodes, plan in sorted(rows, key=itemgetter(0)):
         rate = tokens_per_second(plan)
         share = rate / tokens_per_second(best)
         console.print(
-            f"{nodes} nodes: {rate:,.0f} tokens/s ({share:.2f} of {topology.nodes} nodes'), "
-            f"{mesh_text(plan.cfg)}",
+            f"{nodes_text(nodes)}: {rate:,.0f} tokens/s ({share:.2f} of what "
+            f"{nodes_text(topology.nodes)} do), {mesh_text(plan.cfg)}",
             highlight=False,
+            soft_wrap=True,
         )

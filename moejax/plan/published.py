@@ -34,12 +34,13 @@ class Published:
     taken: dict[str, str]
 
     def describe(self) -> str:
-        """Returns one line: the family, and what was taken for granted."""
-        parts = [
-            f"{name} = {get_value(self.cfg, name)} ({why})" for name, why in self.taken.items()
-        ]
-        said = f"; taken, because nobody said: {', '.join(parts)}" if parts else ""
-        return f"model of {self.path}, family {self.family}{said}"
+        """Returns the family, and one line for each setting that was taken for granted."""
+        lines = [f"model of {self.path}, family {self.family}"]
+        if self.taken:
+            lines.append("neither the file nor an override says, so these are assumed:")
+        for name, why in self.taken.items():
+            lines.append(f"  --config.{name}={get_value(self.cfg, name)}  ({why})")
+        return "\n".join(lines)
 
 
 def read_published(path: Path, devices: int, overrides: Sequence[str] = ()) -> Published:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -11,6 +12,11 @@ from moejax.config.checks.planned import is_planned
 from moejax.config.load import describe_fields, load_config, split_overrides, to_dict
 from moejax.config.schema import Config
 from moejax.errors import STOPPED, InputError, exit_code
+
+if TYPE_CHECKING:
+    from moejax.step.train_step import TrainStep
+    from moejax.train.planning import RunPlan
+    from moejax.train.summary import Summary
 
 EPILOG = """\
 examples:
@@ -93,7 +99,6 @@ def dry_run(cfg: Config, console: Console) -> int:
     """Checks data and config, traces the step under an abstract mesh, prints the summary."""
     import jax
 
-    from moejax.config.compression import NO_COMPRESSION
     from moejax.layout.layout import build_layout
     from moejax.layout.mesh import build_abstract_mesh
     from moejax.runtime.compiler import described_cudnn
@@ -119,23 +124,40 @@ def dry_run(cfg: Config, console: Console) -> int:
     planned = plan_dry(replace(cfg, mesh=mesh), devices)
     # Only simulated devices must be shared by this program's processes; others need not be here.
     processes = None if mesh.simulated_devices is None else find_rank().count
-    cfg = resolve_mesh(planned.cfg, devices, mesh.platform or "cpu", processes=processes)
+    platform = mesh.platform or planned.platform or "cpu"
+    cfg = resolve_mesh(planned.cfg, devices, platform, processes=processes)
     open_inputs(cfg)
     check_paths(cfg)
     layout = build_layout(cfg.mesh)
-    train_step = build_step(cfg, build_abstract_mesh(layout), cfg.mesh.platform or "cpu")
     with described_cudnn():
+        train_step = build_step(cfg, build_abstract_mesh(layout), platform)
         summary = summarize(train_step)
-    notes = list(planned.notes)
-    if cfg.mesh.nodes is None and train_step.spec.compression != NO_COMPRESSION:
+    for note in (*planned.notes, *_dry_notes(train_step, summary, planned)):
+        console.print(note, highlight=False, soft_wrap=True)
+    print_summary(summary, train_step, console, planned.rows())
+    return 0
+
+
+def _dry_notes(train_step: "TrainStep", summary: "Summary", planned: "RunPlan") -> list[str]:
+    """Returns what the table of a dry run leaves out, takes for granted, or warns of."""
+    from moejax.config.compression import NO_COMPRESSION
+    from moejax.train.memory_check import memory_warnings
+
+    notes, mesh = [], train_step.cfg.mesh
+    if mesh.nodes is None and train_step.spec.compression != NO_COMPRESSION:
         notes.append(
             "codecs are not counted below: they work across nodes, and how many there are is not "
             "known. Set mesh.nodes to see them."
         )
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
-    print_summary(summary, train_step, console, planned.rows())
-    return 0
+    named = mesh.platform or mesh.simulated_devices or planned.platform
+    if not named and train_step.layout.size(train_step.layout.mesh_axes) > 1:
+        notes.append(
+            "peak memory below is that of CPUs, whose kernels differ. If the devices are others, "
+            "add --config.mesh.platform=gpu (or tpu)."
+        )
+    if planned.device_memory is not None and train_step.platform == planned.platform:
+        notes += memory_warnings(summary, planned.device_memory)
+    return notes
 
 
 def print_settings(console: Console) -> None:

@@ -60,8 +60,9 @@ class PlanMonitor:
         largest = max(self.terms, key=lambda term: self.terms[term])
         if self.measure is None:
             return PlanMismatch(
-                f"{message}; the plan's largest term is {largest}. To measure the links again and "
-                f"plan anew, stop the run and start it with --config.plan.replan=true"
+                f"{message}; the plan's largest term is {largest}. Another program may have used "
+                "the machine, now or while the links were measured. To measure them again and plan "
+                f"anew, stop the run and start it with --config.plan.replan=true"
             )
         now = self.measure(progress)
 
@@ -74,7 +75,8 @@ class PlanMonitor:
         else:
             cause = (
                 f"no link or rate explains it (the nearest, {name}, changed by "
-                f"{after / before - 1:+.0%}); the plan's largest term is {largest}"
+                f"{after / before - 1:+.0%}); the plan's largest term is {largest}; another "
+                "program may have used the machine"
             )
         return PlanMismatch(f"{message}: {cause}", now)
 

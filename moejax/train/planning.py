@@ -15,7 +15,7 @@ from moejax.errors import InputError, write_whole
 from moejax.plan.cluster.file import from_json, load_topology, to_text, write_topology
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.routing import read_expert_load
-from moejax.plan.probe.measure import Effort, probe
+from moejax.plan.probe.measure import Effort, expected_text, probe
 from moejax.plan.probe.show import ProgressLine
 from moejax.plan.probe.timer import ProgressFn
 from moejax.plan.report.page import write_report
@@ -44,6 +44,16 @@ class RunPlan:
     plan: Plan | None = None
     topology: Topology | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def platform(self) -> str | None:
+        """Platform that the plan is for; None if nothing says it."""
+        return None if self.plan is None else self.plan.platform
+
+    @property
+    def device_memory(self) -> int | None:
+        """Bytes of a device that the plan is for; None if nothing says it."""
+        return None if self.plan is None else self.plan.device_memory_bytes
 
     def rows(self) -> list[tuple[str, str]]:
         """Returns rows of the start table."""
@@ -190,6 +200,7 @@ def _topology(
         return from_json(json.loads(kept), str(path)), (note,)
     with ProgressLine(processes) as progress:
         progress("measuring links and devices for the plan; plan.topology names known ones")
+        progress(expected_text(quick=True))
         return measure(cfg, devices, processes, progress)
 
 

@@ -1,10 +1,11 @@
 """The command `python -m moejax.plan`: its refusals, and a plan for a file."""
 
 import json
+import re
 
 import pytest
 
-from moejax.plan.cluster.file import write_topology
+from moejax.plan.cluster.file import load_topology, write_topology
 from moejax.plan.command import main
 from moejax.plan.search.file import load_plan
 from tests.plan.clusters import GIB, cluster
@@ -18,7 +19,9 @@ COMMON = ["--config", "configs/tiny.py", "--traces", "3"]
     ("words", "said"),
     [
         (["--topology", "h200"], "no config"),
-        (["--config", "configs/tiny.py"], "no topology"),
+        (["--config", "configs/tiny.py"], "no topology.*h200:2.*--clusters lists"),
+        (["--print_topology"], "Add --topology h200:2"),
+        (["--clusters", "h300"], "Did you mean h200"),
         ([*COMMON, "--topology", "nowhere"], "nowhere"),
         ([*COMMON, "--topology", "h200", "--free", "model.width"], "which no plan chooses"),
         ([*COMMON, "--topology", "h200", "--out", "plan.txt"], r"ends in \.json"),
@@ -54,6 +57,12 @@ def test_an_unknown_trainer_is_refused(capsys):
     assert "levanter" in capsys.readouterr().err
 
 
+def test_a_printed_topology_is_read_back_unchanged(tmp_path, capsys):
+    assert main(["--topology", "h200:4", "--print_topology"]) == 0
+    (tmp_path / "mine.json").write_text(capsys.readouterr().out)
+    assert load_topology(str(tmp_path / "mine.json")) == load_topology("h200:4")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["maxtext", "megatron", "torchtitan"])
 def test_a_published_model_is_planned_for_another_trainer(trainer, tmp_path, capsys):
@@ -61,7 +70,7 @@ def test_a_published_model_is_planned_for_another_trainer(trainer, tmp_path, cap
     words = ["--hf", str(tmp_path), "--topology", "h200:1", "--traces", "2", "--as", trainer]
     assert main([*words, "--config.train.batch_sequences=16"]) == 0
     out = capsys.readouterr().out
-    for part in ("taken, because nobody said", "how to go on", "cannot express of this plan:"):
+    for part in ("so these are assumed:", "how to go on", "cannot express of this plan:"):
         assert part in out
     assert "what the prediction assumes:" in out
     assert f"({KNOWN[trainer]['package']})" in out
@@ -73,5 +82,8 @@ def test_the_command_plans_for_a_file(tmp_path, capsys):
     words = [*COMMON, "--topology", str(tmp_path / "topology.json"), "--fewer"]
     words += ["--config.model.num_layers=1", "--config.mesh.tensor=2", "--top", "2"]
     assert main([*words, "--out", str(tmp_path / "plan.json")]) == 0
-    assert "x as fast as" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "x as fast as" in out
+    nodes = [line.split(":")[0] for line in out.splitlines() if re.match(r"\d+ nodes?:", line)]
+    assert nodes == ["1 node", "2 nodes"]
     assert load_plan(tmp_path / "plan.json").devices == 8

@@ -31,7 +31,7 @@ def test_what_nobody_said_is_taken_and_told(tmp_path):
     assert published.cfg.train.batch_sequences == 48 * 22  # the least multiple above 4 Mi tokens
     told = published.describe()
     assert "family mixtral" in told
-    for part in ("sequence_length = 4096", "batch_sequences = 1056", "dtype = bfloat16"):
+    for part in ("sequence_length=4096", "batch_sequences=1056", "dtype=bfloat16"):
         assert part in told
 
 

@@ -2,10 +2,14 @@ import json
 
 import pytest
 
+from moejax.config.fields import change
+from moejax.config.load import to_dict
 from moejax.errors import STOPPED, DivergedError, InputError
+from moejax.plan.search.file import Plan, save_plan
 from moejax.train import loop
 from moejax.train.__main__ import main
 from moejax.train.loop import RunEnd
+from tests.cases import small_config
 
 
 @pytest.mark.parametrize(("stopped", "code"), [(False, 0), (True, STOPPED)])
@@ -56,3 +60,33 @@ def test_a_dry_run_without_known_nodes_says_that_codecs_are_not_counted(
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert main(["--config", "config.json", "--dry_run"]) == 0
     assert "codecs are not counted below" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_a_dry_run_estimates_memory_on_the_platform_that_its_plan_is_for(
+    tmp_path, monkeypatch, capsys
+):
+    """A plan for H200s fitted, and its own dry run counted a CPU's attention."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    # Heads and sequences that cuDNN takes; plain attention writes all scores.
+    shapes = {"dtype": "bfloat16", "head_width": 64, "num_layers": 1}
+    shapes |= {"mlp_hidden": 384, "vocab_size": 264}
+    cfg = change(small_config(model=shapes), {"data.sequence_length": 512, "plan.mode": "default"})
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(cfg)))
+
+    def peak(*words, **facts):
+        mesh = {"mesh.expert": 2, "mesh.tensor": 1, "mesh.replica": 1}
+        plan = Plan("test", 2, 1, "balanced", mesh, {"seconds": 1.0}, **facts)
+        save_plan(plan, tmp_path / "plan.json")
+        run = ["--config", "config.json", "--config.plan=plan.json", "--dry_run", *words]
+        assert main(run) == 0
+        out = capsys.readouterr().out
+        return next(line for line in out.splitlines() if "peak memory, a device" in line), out
+
+    gpu, said = peak(platform="gpu", device_memory_bytes=2**20)
+    assert "warning: peak memory (step) is about" in said
+    assert gpu == peak("--config.mesh.platform=gpu")[0]
+    plain, said = peak()
+    assert gpu != plain
+    assert "peak memory below is that of CPUs" in said

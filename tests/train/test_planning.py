@@ -191,6 +191,7 @@ def test_links_are_measured_again_only_where_the_run_may_plan_again():
     mismatch = monitor.mismatch(2.0, print)
     assert mismatch.topology is None
     assert "largest term is experts" in mismatch.text
+    assert "Another program may have used the machine" in mismatch.text
     assert "--config.plan.replan=true" in mismatch.text
 
 

@@ -114,21 +114,21 @@ class Device:
     program_overhead: float = 1.0
     oversubscription: float = 1.0
 
+    def curve(self, dtype: str) -> tuple[tuple[float, float], ...]:
+        """Returns a dtype's curve, or its stand-in's: bfloat16 for eight bits, else float32."""
+        near = "bfloat16" if dtype.startswith("float8") else "float32"
+        slowest = min(self.products.values(), key=lambda points: points[-1][1])
+        return self.products.get(dtype) or self.products.get(near) or slowest
+
     def product_rate(self, dtype: str, flops: float) -> float:
         """Returns the FLOP/s of a matrix product of `flops` FLOPs.
 
-        Interpolates between measured sizes, linear in the logarithms. Above the largest size the
-        rate stays; below the smallest the time stays. An unmeasured dtype counts as float32 (as
-        bfloat16 if it has eight bits), or else as the slowest measured one.
+        Linear in logarithms; the largest's rate stays above it, the smallest's time below.
         """
-        near = "bfloat16" if dtype.startswith("float8") else "float32"
-        curve = self.products.get(dtype) or self.products.get(near)
-        if curve is None:
-            curve = min(self.products.values(), key=lambda points: points[-1][1])
+        curve = self.curve(dtype)
         index = bisect.bisect_right([size for size, _ in curve], flops)
         if index == 0:
-            size, rate = curve[0]
-            return rate * flops / size
+            return curve[0][1] * flops / curve[0][0]
         if index == len(curve):
             return curve[-1][1]
         (low, low_rate), (high, high_rate) = curve[index - 1 : index + 1]

@@ -15,7 +15,7 @@ from moejax.config.fields import short
 from moejax.config.schema import MeshConfig
 from moejax.errors import InputError, exit_code
 from moejax.plan.cluster.file import write_topology
-from moejax.plan.probe.measure import QUICK_SECONDS, SECONDS, Effort, probe
+from moejax.plan.probe.measure import QUICK_SECONDS, SECONDS, Effort, expected_text, probe
 from moejax.plan.probe.show import ProgressLine, print_probe
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, start
@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--seconds",
         type=float,
-        help=f"approximate time for the links (default {SECONDS:g}, quick 10)",
+        help=f"bounds the time for the links, about (default {SECONDS:g}, quick "
+        f"{QUICK_SECONDS:g}); devices and a whole program take their time beside it",
     )
     command.add_argument("--nodes", type=int, help="number of nodes, if the devices do not show it")
     command.add_argument("--name", help="name of the cluster (default: from the file)")
@@ -101,6 +102,7 @@ def _run(args: argparse.Namespace, out: Path, processes: Processes) -> None:
     devices = processes.together(begin)
     effort = Effort(args.seconds or (QUICK_SECONDS if args.quick else SECONDS), args.quick)
     with ProgressLine(processes) as progress:
+        progress(expected_text(effort.quick))
         topology, odd = probe(
             processes,
             devices,
@@ -112,5 +114,5 @@ def _run(args: argparse.Namespace, out: Path, processes: Processes) -> None:
     if processes.first:
         write_topology(topology, out)
         print_probe(topology, odd, Console())
-        print(f"wrote {out}")
+        print(f"wrote {out}; now: moejax plan --topology {out} --config FILE")
     processes.gather("written")

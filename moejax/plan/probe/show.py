@@ -13,6 +13,8 @@ from moejax.plan.cluster.topology import Topology
 from moejax.plan.probe.timer import ProgressFn
 from moejax.runtime.processes import Processes
 
+UNSTEADY = 0.25  # fit error above which a link's times are doubted
+
 
 class ProgressLine:
     """Shows on process 0's terminal what is being measured. A context manager."""
@@ -71,8 +73,27 @@ def print_probe(topology: Topology, odd: Sequence[str], console: Console) -> Non
                 f"{method} from {_size(size)}" for size, method in crossover.changes
             )
             console.print(f"{crossover.kind} over all devices: {methods}", highlight=False)
+    for line in unsteady(topology):
+        console.print(line, style="yellow", highlight=False, soft_wrap=True)
     for line in odd:
         console.print(f"warning: {line}", style="yellow", highlight=False)
+
+
+def unsteady(topology: Topology) -> list[str]:
+    """Returns one line if the times of a link are far off a straight line."""
+    far = [
+        f"{kind} over {tier.name} {link.error:.0%}"
+        for tier in topology.tiers
+        if tier.size > 1
+        for kind, link in tier.links.items()
+        if link.error > UNSTEADY
+    ]
+    if not far:
+        return []
+    return [
+        f"warning: fit error above {UNSTEADY:.0%}: {', '.join(far)}. Usually another program used "
+        "the machine or the network: probe again when it is quiet."
+    ]
 
 
 def _facts(topology: Topology) -> list[str]:

@@ -72,12 +72,13 @@ function headline() {
   const standard = data.plans.find((one) => one.name.includes("default"));
   const runner = others.find((one) => one.name !== "default");
   const tile = (value, ...lines) => el("div", {}, el("b", {}, value), lines.map((line) => el("span", {}, line)));
-  const over = (other, name) => other && other !== best ? tile(`${(other.seconds / best.seconds).toFixed(2)} \u00d7`,
-    `as fast as ${name}`, other.fits ? `which takes ${time(other.seconds)}` : "which would not fit in memory") : null;
+  const over = (other, name) => !other || other === best ? null
+    : !other.fits ? tile("does not fit", name, `would need ${bytes(other.memory_bytes)} of a device`)
+    : tile(`${(other.seconds / best.seconds).toFixed(2)} \u00d7`, `as fast as ${name}`, `which takes ${time(other.seconds)}`);
   main.append(el("p", { class: "eyebrow" }, "moejax plan"), el("h1", {}, title),
     el("p", { class: "soft" }, `${model.layers} layers of width ${model.width}${experts}. ${model.sequences} sequences of ` +
       `${model.sequence_length} tokens a step. Cluster ${cluster.name}: ${cluster.devices} devices on ${cluster.nodes} ` +
-      `nodes, joined by ${cluster.links.join(", then ")}. Routing ${routing.name}: the busiest expert gets ` +
+      `${cluster.nodes === 1 ? "node" : "nodes"}, joined by ${cluster.links.join(", then ")}. Routing ${routing.name}: the busiest expert gets ` +
       `${routing.skew.toFixed(2)} times the mean.`),
     el("div", { class: "tiles" }, tile(time(best.seconds), "a step, predicted"),
       tile(many(best.tokens_per_second), "tokens a second"),
@@ -111,10 +112,10 @@ function meaning() {
   const said = (part) => /^remat full/.test(part) ? "the backward pass computes anew what it needs of a layer"
     : /^remat/.test(part) ? "the backward pass computes anew a part of what it needs"
     : /micro-batches$/.test(part) ? "one after the other, so that less lives at one time"
-    : /^pieces/.test(part) ? "gradients travel in pieces while the next are made" : null;
-  const parts = best.rest === "-" ? [] : best.rest.split(", "), codecs = parts.filter((part) => !said(part));
-  if (codecs.length) rows.push(["codecs", `compressed between nodes: ${codecs.map(words).join(", ")}`]);
-  rows.push(...parts.filter(said).map((part) => [part, said(part)]));
+    : /^pieces/.test(part) ? "gradients travel in pieces while the next are made"
+    : /^dense weights/.test(part) ? "of attention, MLPs and vocabulary: kept until the step ends, and their gradients reduced once" : "";
+  if (best.codecs !== "none") rows.push(["codecs", `compressed between nodes: ${words(best.codecs)}`]);
+  rows.push(...best.rest_parts.map((part) => [part, said(part)]));
   return rows;
 }
 // The terms that differ most, or all of them, beside the winner's.

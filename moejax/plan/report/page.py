@@ -115,6 +115,8 @@ def _plan(
         "route": tables.exchange_text(plan.cfg),
         "route_text": route.explain(plan.traced.train_step.spec.route),
         "rest": tables.rest_text(plan.cfg),
+        "rest_parts": tables.rest_parts(plan.cfg),
+        "codecs": tables.codec_text(plan.cfg),
         "fits": plan.peak.bytes <= topology.device.memory_bytes,
         "changes": changes,
         **terms.to_json(plan),

@@ -1,14 +1,21 @@
 """Tables and sentences about plans: settings, terms of the step, reasons."""
 
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
+from moejax.config.checks.planned import CHOSEN
 from moejax.config.compression import PRESETS, build_compression, describe_codecs
+from moejax.config.fields import change, get_value
 from moejax.config.schema import CompressionConfig, Config
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.terms import terms, why
-from moejax.plan.search.search import SearchResult
+from moejax.plan.search.search import MEMORY_SHARE, SAME, SearchResult
 
 
 def mesh_text(cfg: Config) -> str:
@@ -30,8 +37,8 @@ def exchange_text(cfg: Config) -> str:
     return cfg.route + chunks
 
 
-def _codec_text(cfg: Config) -> str:
-    """Returns the codecs of the first step as text, or the name of their preset."""
+def codec_text(cfg: Config) -> str:
+    """Returns the codecs of the first step as text, or the name of their preset, or none."""
     chosen = build_compression(cfg.compression).at(0)
     for name, codecs in PRESETS.items():
         if codecs and chosen == build_compression(CompressionConfig(preset=name)).at(0):
@@ -41,9 +48,13 @@ def _codec_text(cfg: Config) -> str:
 
 def rest_text(cfg: Config) -> str:
     """Returns codecs, reductions, recomputation and micro-batches that are not the default."""
+    codecs = codec_text(cfg)
+    return ", ".join([codecs] * (codecs != "none") + rest_parts(cfg)) or "-"
+
+
+def rest_parts(cfg: Config) -> list[str]:
+    """Returns reductions, recomputation and micro-batches that are not the default."""
     parts = []
-    if (codecs := _codec_text(cfg)) != "none":
-        parts.append(codecs)
     if cfg.train.reduction_bytes is not None:
         parts.append(f"pieces of {cfg.train.reduction_bytes / 2**20:.0f} MiB")
     if cfg.mesh.gather_dense == "step":
@@ -52,35 +63,86 @@ def rest_text(cfg: Config) -> str:
         parts.append(f"remat {cfg.model.remat}")
     if cfg.train.micro_batches > 1:
         parts.append(f"{cfg.train.micro_batches} micro-batches")
-    return ", ".join(parts) or "-"
+    return parts
 
 
 def print_ranked(
     result: SearchResult, topology: Topology, console: Console, max_rows: int = 8
 ) -> None:
-    """Shows the plans, fastest first, the usual default last."""
+    """Shows the plans, the chosen one first and the others by time, the usual default last."""
     best, table = result.ranked[0], Table(title="plans", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("mesh; route of tokens; the rest", overflow="fold")
     for name in ("GiB", "ms", "x best"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [(str(index + 1), plan) for index, plan in enumerate(result.ranked[:max_rows])]
+    rows, folded = shown_rows(result.ranked, max_rows)
     if result.baseline is not None:
         rows.append(("default", result.baseline))
     for name, plan in rows:
-        gib = f"{plan.peak.bytes / 2**30:.2f}" + "!" * (plan.peak.bytes > result.memory_budget)
-        parts = f"{plan.seconds * 1e3:,.2f}", f"{plan.seconds / best.seconds:.2f}"
-        table.add_row(name, plan_text(plan.cfg), gib, *parts)
+        fits = plan.peak.bytes <= result.memory_budget
+        gib = f"{plan.peak.bytes / 2**30:.2f}" + "!" * (not fits)
+        ratio = f"{plan.seconds / best.seconds:.2f}" if fits else "-"
+        table.add_row(name, plan_text(plan.cfg), gib, f"{plan.seconds * 1e3:,.2f}", ratio)
     console.print(table)
+    for note in _order_notes(result.ranked, folded):
+        console.print(note, highlight=False, soft_wrap=True)
     memory = topology.device.memory_bytes / 2**30
     console.print(
         f"{result.meshes:,} meshes estimated, {result.traced} plans traced, {result.too_large} of "
-        f"them too large (!) for {memory:.1f} GiB, in {result.seconds:.1f} s. GiB is per "
-        "device, ms per step. default: experts over all devices, flat exchange, no codecs.",
+        f"them too large (!): more than {MEMORY_SHARE:.0%} of a device's {memory:.1f} GiB; in "
+        f"{result.seconds:.1f} s. GiB is per device, ms per step. default: experts over all "
+        "devices, flat exchange, no codecs.",
         highlight=False,
     )
     if result.cut is not None:
         console.print(f"note: {result.cut}", highlight=False, soft_wrap=True)
+
+
+def shown_rows(
+    ranked: Sequence[PricedPlan], max_rows: int
+) -> tuple[list[tuple[str, PricedPlan]], int]:
+    """Returns (rank, plan) of the plans to show, and how many between them are left out.
+
+    A plan is left out if it differs from a shown one by nothing but the pieces in which gradients
+    are reduced, and takes as long.
+    """
+    rows: list[tuple[str, PricedPlan]] = []
+    for rank, plan in enumerate(ranked):
+        if len(rows) == max_rows:
+            return rows, rank - max_rows
+        if not any(_is_as(plan, other) for _, other in rows):
+            rows.append((str(rank + 1), plan))
+    return rows, len(ranked) - len(rows)
+
+
+def _is_as(plan: PricedPlan, other: PricedPlan) -> bool:
+    """Whether two plans differ by the pieces of reductions only, and neither is faster."""
+    pieces = {"train.reduction_bytes": other.cfg.train.reduction_bytes}
+    return change(plan.cfg, pieces) == other.cfg and same_time(plan, other)
+
+
+def same_time(plan: PricedPlan, other: PricedPlan) -> bool:
+    """Whether the times of two plans differ by less than what counts as a difference."""
+    first, second = sorted((plan.seconds, other.seconds))
+    return second <= (1 + SAME) * first
+
+
+def _order_notes(ranked: Sequence[PricedPlan], folded: int) -> list[str]:
+    """Returns why the first plan is not the fastest, and what is not shown."""
+    notes, fastest = [], min(ranked, key=attrgetter("seconds"))
+    if fastest is not ranked[0]:
+        place = next(rank for rank, plan in enumerate(ranked) if plan is fastest) + 1
+        notes.append(
+            f"1 and {place} take equally long, within {SAME:.1%}. Of such plans the one that "
+            "changes the fewest settings is chosen."
+        )
+    if folded:
+        them = "1 plan is" if folded == 1 else f"{folded} plans are"
+        notes.append(
+            f"{them} not shown: they differ from one above by the pieces in which gradients are "
+            f"reduced, and by less than {SAME:.1%} of the time."
+        )
+    return notes
 
 
 def plan_text(cfg: Config) -> str:
@@ -102,16 +164,27 @@ def print_why(result: SearchResult, console: Console) -> None:
     console.print(table)
     others = [("the runner-up", plan) for plan in result.ranked[1:2]]
     if result.baseline is not None:
-        fits = result.baseline.peak.bytes <= result.memory_budget
-        name = "the default" if fits else "the default, which does not fit"
-        others.append((name, result.baseline))
+        others.append(("the default", result.baseline))
     for name, compared in others:
         if compared.cfg != best.cfg:
-            console.print(sentence(best, compared, name), highlight=False, soft_wrap=True)
+            text = sentence(best, compared, name, result.memory_budget)
+            console.print(text, highlight=False, soft_wrap=True)
 
 
-def sentence(best: PricedPlan, other: PricedPlan, name: str) -> str:
-    """Returns one line: by how much the best plan wins, and through which terms."""
+def sentence(best: PricedPlan, other: PricedPlan, name: str, memory: float = math.inf) -> str:
+    """Returns one line: by how much the best plan wins, and through which terms.
+
+    Args:
+      memory: bytes of a device that a plan may use; one that needs more is not compared.
+    """
+    name = f"{name} ({different_text(other.cfg, best.cfg)})"
+    if other.peak.bytes > memory:
+        gib = f"{other.peak.bytes / 2**30:,.1f} GiB of a device, {memory / 2**30:,.1f} may be used"
+        return f"{name} does not fit: it needs {gib}"
+    if same_time(best, other):
+        return (
+            f"as fast as {name}, within {SAME:.1%}: {other.seconds / best.seconds:.4f} x its time"
+        )
     changes = [
         f"{term} {mine * 1e3:,.2f} ms, not {theirs * 1e3:,.2f}"
         for term, mine, theirs in why(best, other)
@@ -119,4 +192,18 @@ def sentence(best: PricedPlan, other: PricedPlan, name: str) -> str:
     ]
     factor = other.seconds / best.seconds
     parts = "; ".join(changes) or "no term differs by 0.5 %"
-    return f"{factor:.2f} x as fast as {name} ({mesh_text(other.cfg)}): {parts}"
+    return f"{factor:.2f} x as fast as {name}: {parts}"
+
+
+def different_text(cfg: Config, other: Config) -> str:
+    """Returns a plan in few words: its mesh, or all of it where the other has the same mesh."""
+    mesh = mesh_text(cfg)
+    if mesh != mesh_text(other):
+        return mesh
+    names = [name for name in CHOSEN if get_value(cfg, name) != get_value(other, name)]
+    shown = (f"{name} = {_shown(get_value(cfg, name))}" for name in names)
+    return f"{mesh}, as here, but {', '.join(shown)}" if names else mesh
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)

@@ -9,6 +9,7 @@ from typing import Any
 from moejax.config.fields import change, check_value, fields, short
 from moejax.config.schema import Config
 from moejax.errors import InputError, write_whole
+from moejax.plan.cluster.file import PLATFORMS
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.terms import to_json
 from moejax.plan.search.search import SearchResult
@@ -16,7 +17,7 @@ from moejax.plan.search.space import SETTINGS, plan_of
 
 VERSION = 1
 KEYS = {"topology", "devices", "nodes", "routing", "settings", "predicted", "runner_up"}
-LATER = {"cut"}  # fields that older files lack
+LATER = {"cut", "platform", "device_memory_bytes"}  # fields that older files lack
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Plan:
       predicted: seconds of a step, its terms, bytes of a device, tokens a second.
       runner_up: the same for the second best plan; None if there was none.
       cut: one line about the time cap if it ended the search; None: another search finds the same.
+      platform: of the cluster's devices; None in older files.
+      device_memory_bytes: of one of them; None in older files.
     """
 
     topology: str
@@ -40,6 +43,8 @@ class Plan:
     predicted: dict[str, Any]
     runner_up: dict[str, Any] | None = None
     cut: str | None = None
+    platform: str | None = None
+    device_memory_bytes: int | None = None
 
     def apply(self, cfg: Config) -> Config:
         """Returns the config with the plan's settings."""
@@ -58,6 +63,8 @@ def plan_from(result: SearchResult, topology: Topology, routing: str) -> Plan:
         predicted=to_json(best),
         runner_up=to_json(others[0]) | {"settings": plan_of(others[0].cfg)} if others else None,
         cut=result.cut,
+        platform=topology.device.platform,
+        device_memory_bytes=topology.device.memory_bytes,
     )
 
 
@@ -104,11 +111,21 @@ def _check_plan(path: Path, data: dict[str, Any]) -> None:
             raise InputError(_damaged(path, name, data[name], "a text"))
     if not isinstance(data.get("cut"), str | None):
         raise InputError(_damaged(path, "cut", data["cut"], "a text or null"))
+    _check_device(path, data.get("platform"), data.get("device_memory_bytes"))
     _check_settings(path, data["settings"])
     _check_seconds(path, "predicted", data["predicted"])
     if data["runner_up"] is not None:
         _check_seconds(path, "runner_up", data["runner_up"])
         _check_settings(path, data["runner_up"].get("settings"))
+
+
+def _check_device(path: Path, platform: Any, memory: Any) -> None:
+    if platform not in (None, *PLATFORMS):
+        wanted = f"one of {', '.join(PLATFORMS)}, or null"
+        raise InputError(_damaged(path, "platform", platform, wanted))
+    if memory is not None and (type(memory) is not int or memory < 1):
+        wanted = "a whole number above 0, or null"
+        raise InputError(_damaged(path, "device_memory_bytes", memory, wanted))
 
 
 def _check_seconds(path: Path, name: str, value: Any) -> None:

@@ -22,6 +22,7 @@ from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.search import space
 from moejax.plan.search.budget import Budget, default_budget
 from moejax.plan.search.estimate import Estimate
+from moejax.plan.search.refusal import why_none
 from moejax.plan.search.space import Limits
 
 MEMORY_SHARE = 0.95  # share of a device's memory that a plan may use; the rest is for fragmentation
@@ -36,7 +37,8 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-      ranked: plans that fit, fastest first.
+      ranked: plans that fit: the chosen one, which is the plainest of the equally fast, then the
+        others, fastest first.
       baseline: the usual default without planning; None if it breaks a rule.
       meshes: number of valid meshes.
       traced: number of traced programs.
@@ -93,7 +95,8 @@ class _Search:
             baseline = self._choose(estimates)
         ranked = self._ranked()
         if not ranked:
-            raise InputError(self._why_none(len(estimates)))
+            peaks = [plan.peak.bytes for plan in self.priced.values()]
+            raise InputError(why_none(self.cfg, self.limits, peaks, self.memory_budget))
         return SearchResult(
             ranked=ranked,
             baseline=baseline,
@@ -196,7 +199,6 @@ class _Search:
         for _ in range(3):
             if plan is None or self._fits(plan):
                 return plan
-            self.too_large += 1
             lighter = self._lighter(plan.cfg, plan)
             if lighter is None or self.spent:
                 return None
@@ -211,6 +213,7 @@ class _Search:
         plan = price(traced, self.topology, self.load)
         self.budget.count(time.perf_counter() - began)
         self.priced[cfg] = plan
+        self.too_large += not self._fits(plan)
         self.progress(f"{self.budget.traced} plans traced, best so far {self._best()}")
         return plan
 
@@ -302,22 +305,6 @@ class _Search:
         if self.limits.pinned - set(MEMORY):
             self.priced.clear()
         return plan
-
-    def _why_none(self, meshes: int) -> str:
-        devices = f"{self.limits.devices} devices on {self.limits.nodes} nodes"
-        pinned_names = ", ".join(sorted(self.limits.pinned))
-        if not meshes:
-            return (
-                f"no plan for {devices}. No mesh obeys all rules with train.batch_sequences = "
-                f"{self.cfg.train.batch_sequences} and what is pinned "
-                f"({pinned_names or 'nothing'}). Change the batch, or leave settings at defaults."
-            )
-        least = min(plan.peak.bytes for plan in self.priced.values())
-        unpin = f", or unpin {pinned_names}" if pinned_names else ""
-        return (
-            f"no plan fits {devices}. The smallest plan needs {least / 2**30:.1f} GiB of a device; "
-            f"{self.memory_budget / 2**30:.1f} GiB may be used. Offer more devices{unpin}."
-        )
 
 
 def search(

@@ -3,7 +3,9 @@
 import copy
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -248,3 +250,16 @@ def test_a_tier_may_be_slower_in_one_kind(tmp_path):
     mixed = replace(TWO, tiers=(fast, replace(slow, links=links)))
     write_topology(mixed, tmp_path / "mixed.json")
     assert read_topology(tmp_path / "mixed.json").tiers[1].links[KINDS[0]].bytes_per_s == 5e9
+
+
+def test_the_example_of_the_page_is_a_topology():
+    page = (Path(__file__).parents[3] / "docs/formats/topology.md").read_text()
+    (example,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    topology = from_json(json.loads(example), "docs/formats/topology.md")
+    assert (topology.devices, topology.nodes) == (16, 2)
+    known = load_topology("h200:2")
+    for mine, theirs in zip(topology.tiers, known.tiers, strict=True):
+        rates = [tier.links["all_to_all"].bytes_per_s for tier in (mine, theirs)]
+        assert rates[0] == rates[1]
+    for dtype, curve in topology.device.products.items():
+        assert set(curve) <= set(known.device.products[dtype])

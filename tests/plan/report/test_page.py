@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from moejax.config.fields import change
 from moejax.plan.cluster.topology import Device, Tier, Topology, same_links
 from moejax.plan.cluster.topology import Link as Rate
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
@@ -13,6 +14,7 @@ from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.sensitivity import break_even, changes
 from moejax.plan.price.terms import terms
 from moejax.plan.report import page as report
+from moejax.plan.report import tables
 from moejax.plan.report.page import SCRIPT, TEMPLATE, embed, write_report
 from moejax.plan.search.search import SearchResult
 from tests.browser import open_browser, opened_pages
@@ -95,6 +97,15 @@ def test_a_default_that_was_ranked_is_one_row(found, tmp_path, monkeypatch):
     write_report(ranked, CLUSTER, LOAD, tmp_path / "plan.html")
     assert '"name":"2 default"' in _text(tmp_path / "plan.html")
     assert '"name":"2"' not in _text(tmp_path / "plan.html")
+
+
+def test_what_is_no_codec_is_not_listed_as_one():
+    cfg = change(_config(MESHES[0]), {"mesh.gather_dense": "step"})
+    assert tables.codec_text(cfg) == "none"
+    assert tables.rest_parts(cfg) == ["dense weights gathered once a step"]
+    coded = change(cfg, {"compression.preset": "hybrid"})
+    assert tables.codec_text(coded) == "codecs hybrid"
+    assert tables.rest_parts(coded) == tables.rest_parts(cfg)
 
 
 def test_a_plan_without_others_makes_a_page(found, tmp_path):
@@ -192,9 +203,9 @@ def test_crossings_are_the_nearest_and_close():
 
 
 def test_a_changed_rate_changes_no_other():
-    for rate, change in changes(CLUSTER).items():
-        assert change(1.0) == CLUSTER, rate
-        assert change(2.0) != CLUSTER, rate
+    for rate, changed in changes(CLUSTER).items():
+        assert changed(1.0) == CLUSTER, rate
+        assert changed(2.0) != CLUSTER, rate
     twice = changes(CLUSTER)["between: all-to-all bandwidth"](2.0)
     assert twice.tiers[0] == CLUSTER.tiers[0]
     assert twice.device == CLUSTER.device

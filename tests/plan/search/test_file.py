@@ -35,6 +35,8 @@ def test_what_is_no_plan_is_refused(tmp_path, content, said):
         ({"devices": "8"}, "devices = '8'"),
         ({"nodes": 0}, "nodes = 0"),
         ({"topology": 3}, "topology = 3"),
+        ({"platform": "abacus"}, "platform = 'abacus'"),
+        ({"device_memory_bytes": 1.5}, r"device_memory_bytes = 1\.5"),
         ({"predicted": {}}, "predicted.seconds = None"),
         ({"predicted": {"seconds": float("nan")}}, "predicted.seconds = nan"),
         ({"runner_up": {"seconds": 1.0, "settings": {"run_dir": "x"}}}, "`run_dir`"),

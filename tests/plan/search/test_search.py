@@ -1,6 +1,7 @@
 """The search: what it may choose, what it never chooses, and why it says so."""
 
 import dataclasses
+import sys
 from io import StringIO
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from moejax.plan.report.tables import print_ranked, print_why, rest_text
 from moejax.plan.search.budget import Budget
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.file import load_plan, plan_from, save_plan
+from moejax.plan.search.refusal import why_none
 from moejax.plan.search.search import _Search, search, space
 from moejax.plan.search.space import Limits
 from tests.cases import small_config
@@ -201,20 +203,6 @@ def test_meshes_are_tried_in_the_order_of_what_they_cost_when_they_fit():
     assert all(one.bytes() <= 1.3 * searching.memory_budget for one in tried)
 
 
-@pytest.mark.parametrize(
-    ("pinned", "end"),
-    [((), "more devices."), (("route", "mesh.expert"), "devices, or unpin mesh.expert, route.")],
-)
-def test_a_search_without_pins_does_not_ask_to_unpin(pinned, end):
-    cfg, there = model(), cluster()
-    how = dataclasses.replace(limits(cfg, there), pinned=frozenset(pinned))
-    searching = _Search(cfg, there, how, read_expert_load("balanced", 8), Budget(1000, 1e6), print)
-    searching.priced[cfg] = SimpleNamespace(peak=SimpleNamespace(bytes=3 * 2**30))
-    said = searching._why_none(5)
-    assert "The smallest plan needs 3.0 GiB of a device; " in said
-    assert said.endswith(end)
-
-
 def test_no_mesh_is_said_in_one_line():
     cfg = change(model(), {"train.batch_sequences": 3})
     topology = cluster(inside=5, nodes=1)
@@ -309,3 +297,26 @@ def test_what_is_shown_names_the_winner_and_the_default(found):
 def test_who_chooses(mode, changes, planned):
     cfg = change(Config(), changes | {"plan.mode": mode})
     assert is_planned(cfg) == planned
+
+
+def test_every_traced_plan_that_does_not_fit_is_counted(monkeypatch):
+    """A default that no lighter form saved was marked in the table, and counted nowhere."""
+    cfg, topology = model(), cluster()
+    module = sys.modules[_Search.__module__]
+    large = SimpleNamespace(peak=SimpleNamespace(bytes=2 * topology.device.memory_bytes))
+    monkeypatch.setattr(module, "trace_config", lambda *_: None)
+    monkeypatch.setattr(module, "price", lambda *_: large)
+    how = read_expert_load("balanced", cfg.moe.num_experts)
+    one = _Search(cfg, topology, limits(cfg, topology), how, Budget(9, 9.0), lambda _: None)
+    one._price(cfg)
+    assert one.too_large == 1
+
+
+@pytest.mark.parametrize("peaks", [[], [2**40]])
+def test_a_search_without_a_plan_names_the_flag_that_frees(peaks):
+    bound = Limits(8, 1, "cpu", pinned=frozenset({"mesh.expert", "mesh.fsdp", "model.remat"}))
+    text = why_none(model(), bound, peaks, 1.0)
+    assert "8 devices on 1 node." in text
+    assert text.endswith("--free mesh,model.remat of moejax plan.")
+    assert ("The smallest plan needs 1024.0 GiB of a device; " in text) == bool(peaks)
+    assert "--free" not in why_none(model(), Limits(8, 1, "cpu"), peaks, 1.0)

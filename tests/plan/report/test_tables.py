@@ -1,0 +1,61 @@
+"""The tables and sentences about plans: order, ties, and what does not fit."""
+
+from io import StringIO
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from moejax.config.fields import change
+from moejax.plan.report.tables import print_ranked, print_why
+from moejax.plan.search.search import SearchResult
+from tests.cases import small_config
+from tests.plan.clusters import GIB, cluster
+
+
+def pretend(seconds, gib=1.0, mesh=(1, 8, 1, 1), **values):
+    """A priced plan of chosen time and memory, without a trace."""
+    names = ("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
+    cfg = change(small_config(), dict(zip(names, mesh, strict=True)) | values)
+    main = SimpleNamespace(
+        totals=SimpleNamespace(computed={"experts": seconds}, exposed={}), seconds=seconds
+    )
+    peak = SimpleNamespace(bytes=gib * GIB)
+    return SimpleNamespace(cfg=cfg, parts=((1.0, main),), seconds=seconds, peak=peak, main=main)
+
+
+def shown(ranked, baseline=None):
+    result = SearchResult(ranked, baseline, 9, 5, 1, 8 * 0.95 * GIB, 1.0)
+    text = StringIO()
+    console = Console(file=text, width=150)
+    print_ranked(result, cluster(), console)
+    print_why(result, console)
+    return text.getvalue()
+
+
+def test_a_tie_says_by_which_rule_it_was_broken():
+    text = shown([pretend(1.0001), pretend(1.0, **{"model.remat": "dots"})])
+    assert "1 and 2 take equally long, within 0.2%" in text
+    assert "as fast as the runner-up (fsdp 8, as here, but model.remat = dots), within 0.2%" in text
+    assert "take equally long" not in shown([pretend(1.0), pretend(1.0001)])
+
+
+def test_a_runner_up_on_the_same_mesh_is_told_apart():
+    text = shown([pretend(1.0), pretend(1.5, **{"model.remat": "full"})])
+    assert "1.50 x as fast as the runner-up (fsdp 8, as here, but model.remat = full)" in text
+
+
+def test_plans_that_differ_by_pieces_only_are_one_row():
+    pieces = [pretend(1.001 + i / 1e4, **{"train.reduction_bytes": 2**20 + i}) for i in range(3)]
+    text = shown([pretend(1.0), *pieces, pretend(1.3, mesh=(8, 1, 1, 1))])
+    assert "pieces of" not in text.split("where the step goes")[0].split("meshes estimated")[0]
+    assert "3 plans are not shown" in text
+    assert "│ 5 " in text
+    slower = pretend(1.1, **{"train.reduction_bytes": 2**20})
+    assert "pieces of 1 MiB" in shown([pretend(1.0), slower])
+
+
+def test_a_default_that_does_not_fit_is_not_compared():
+    text = shown([pretend(1.0)], pretend(0.93, gib=700.0, mesh=(8, 1, 1, 1)))
+    assert "the default (replica 8) does not fit: it needs 700.0 GiB of a device, 7.6" in text
+    assert "0.93" not in text
+    assert "700.00!" in text
