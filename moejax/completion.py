@@ -10,16 +10,17 @@ from importlib import import_module
 import shtab
 
 from moejax.commands import COMMANDS
+from moejax.config.command_line import Parser
 from moejax.config.fields import Field, fields
 from moejax.errors import exit_code
 
 EPILOG = """\
 examples:
-  eval "$(moejax completion bash)"                   # this shell; a line for ~/.bashrc
-  moejax completion zsh > ~/.zfunc/_moejax           # a folder of fpath, before compinit
+  eval "$(moejax completion bash)"            # this shell; a line for ~/.bashrc
+  moejax completion zsh > ~/.zfunc/_moejax    # in fpath, before compinit
 
-Completed are commands, their flags, every setting (--config.mesh.expert), values that a setting
-or flag may take, and files. Make the script again when moejax was updated.
+Completed are commands, flags, settings (--config.mesh.expert), values that a
+setting or flag may take, and files. Make it again when moejax was updated.
 """
 # Words in the placeholders of values that are files and directories.
 FILES = {"FILE", "PATH"}
@@ -28,11 +29,10 @@ DIRECTORIES = {"DIR", "FOLDER", "RUN"}
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog="moejax completion",
         description="Prints a script that completes moejax's commands, flags and settings.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell it is for")
     return command

@@ -3,28 +3,29 @@
 import argparse
 from pathlib import Path
 
+from moejax.config.command_line import Parser
 from moejax.errors import InputError, exit_code
 from moejax.report.page import write_report
 from moejax.report.serve import LOOPBACK, Server
 
 EPILOG = """\
 examples:
-  moejax report runs/tiny --out report.html          # one page that needs nothing else
-  moejax report runs/a runs/b --out compared.html    # several runs beside each other
-  moejax report runs/tiny --live                     # follows the run; open the printed address
+  moejax report runs/tiny                          # writes report.html
+  moejax report runs/a runs/b --out compared.html  # beside each other
+  moejax report runs/tiny --live                   # follows the run
 
-The page holds what docs/formats/metrics.md lists. Serving to other machines needs --host; the
-printed address then carries a token, without which nothing is shown.
+The page needs no other file; docs/formats/metrics.md says what it holds.
+Serving to other machines needs --host; the printed address then carries a
+token, without which nothing is shown.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog="moejax report",
         description="Shows what runs did: curves, experts' load, plan, traffic, events, config.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="of a run")
     command.add_argument("--out", type=Path, metavar="FILE", help="write the page there")
