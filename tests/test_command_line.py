@@ -139,6 +139,41 @@ def script(tmp_path_factory):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bash_completes(script, typed, wanted):
+    assert set(completions(script, typed)) == wanted
+
+
+ROUTES = {"duplicate", "split", "spread", "gather_home", "merge", "two_level", "two_level_merge"}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        # As bash splits words: `=` is a word of its own, and the last one where nothing follows.
+        (["train", "--config.route", "="], ROUTES),
+        (["train", "--config.route", "=", "tw"], {"two_level", "two_level_merge"}),
+        (["train", "--config", "=", "tiny", "--config.model.dtype", "=", "b"], {"bfloat16"}),
+        (["train", "--config.run_dir", "=", "x", "--dry"], {"--dry_run"}),
+        # Where COMP_WORDBREAKS has no `=`: the whole word is replaced.
+        (["train", "--config.route=tw"], {f"--config.route=two_level{m}" for m in ("", "_merge")}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bash_completes_values_after_an_equals_sign(script, typed, wanted):
+    assert set(completions(script, typed)) == wanted
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_bash_completes_names_that_come_with_moejax_beside_files(script, tmp_path):
+    (tmp_path / "h200_mine.json").touch()
+    assert {"h200", "h200_mine.json"} <= set(
+        completions(script, ["plan", "--topology", "h2"], tmp_path)
+    )
+    assert "tiny" in completions(script, ["train", "--config", "=", "ti"], tmp_path)
+
+
+def completions(script, typed, folder=None):
+    """What bash offers for the last of the words, from a folder."""
     words = " ".join(f"'{word}'" for word in ["moejax", *typed])
     command = (
         f"source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; "
@@ -148,10 +183,29 @@ def test_bash_completes(script, typed, wanted):
     )
     env = {**os.environ, "LC_ALL": "C"}
     found = subprocess.run(
-        ["bash", "--norc", "-c", command], capture_output=True, text=True, timeout=60, env=env
+        ["bash", "--norc", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=env,
+        cwd=folder,
     )
     assert found.stderr == ""
-    assert {word.strip() for word in found.stdout.split()} == wanted
+    return [word.strip() for word in found.stdout.split()]
+
+
+def test_zsh_takes_a_value_in_the_word_of_its_flag():
+    made = completion.script("zsh")
+    assert '"--config.route=[how tokens travel' in made
+    assert '"--topology=[' in made
+    assert ":_moejax_topology_file" in made
+    assert '"--dry_run[' in made, "it takes none"
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
+def test_zsh_reads_its_script(tmp_path):
+    (tmp_path / "_moejax").write_text(completion.script("zsh"))
+    subprocess.run(["zsh", "-n", str(tmp_path / "_moejax")], check=True, timeout=60)
 
 
 def test_every_setting_can_be_completed():
