@@ -86,13 +86,10 @@ def main(argv: list[str]) -> int:
 
 def script(shell: str) -> str:
     """Returns the script for a shell: shtab's, in which a value may stand after `=`."""
-    functions = {"bash": BASH_FILES, "zsh": ZSH_FILES}
+    text = {"bash": BASH_FILES, "zsh": ZSH_FILES}.get(shell, "")
     named = {"topology": known_clusters(), "config": named_configs()}
-    preamble = {
-        name: "".join(text.format(name=one, choices=" ".join(named[one])) for one in named)
-        for name, text in functions.items()
-    }
-    made = shtab.complete(whole_parser(), shell, preamble=preamble)
+    functions = [text.format(name=one, choices=" ".join(named[one])) for one in named]
+    made = shtab.complete(whole_parser(), shell, preamble="".join(functions))
     if shell == "zsh":  # in its words: `=` says that the value may stand in the same word
         return re.sub(r'^(  "--[\w.-]+)(\[.*\]:.*:.*")$', r"\1=\2", made, flags=re.MULTILINE)
     if shell == "bash":

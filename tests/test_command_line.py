@@ -82,8 +82,8 @@ def test_every_command_can_show_a_traceback(name):
         (["generate", "--run", "x"], "one of the arguments --prompt --prompts is required"),
         (["eval"], "the following arguments are required: --run. moejax eval --help says more."),
         (["completion", "fish"], "Got fish. It is one of bash, zsh, tcsh. Choose one of them."),
-        (["hf", "exprot", "x"], "Did you mean export?"),
-        (["trian"], "Did you mean train?"),
+        (["hf", "exportt", "x"], "Did you mean export?"),
+        (["traim"], "Did you mean train?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -200,14 +200,14 @@ def find_files(patterns: Sequence[str], *, texts: bool = False) -> list[Path]:
         beside = (".json", ".marks")
         files = [Path(name) for name in names if Path(name).is_file() and not name.endswith(beside)]
         if not files:
-            what, rule, fix = (
-                ("file", "texts, or files of moejax prepare", "Check the path")
-                if texts
-                else ("token file", "files of moejax prepare", "Check the path, or prepare the text")
-            )
+            if texts:
+                raise InputError(
+                    f"no file. {pattern!r} matches none, seen from {Path.cwd()}. A path or glob "
+                    f"must name texts, or files of moejax prepare. Check the path."
+                )
             raise InputError(
-                f"no {what}. {pattern!r} matches none, seen from {Path.cwd()}. A path or glob must "
-                f"name {rule}. {fix}."
+                f"no token file. {pattern!r} matches none, seen from {Path.cwd()}. A path or "
+                f"glob must name files of moejax prepare. Check the path, or prepare the text."
             )
         paths += files
     if len(set(paths)) < len(paths):

@@ -193,9 +193,7 @@ def _open_records(
     return records
 
 
-def _meter(
-    cfg: Config, summary: Summary, facts: Mapping[str, Any], processes: Processes
-) -> Meter:
+def _meter(cfg: Config, summary: Summary, facts: Mapping[str, Any], processes: Processes) -> Meter:
     """Returns the meter, which knows the peak of all devices."""
     measured = sum(processes.gather(measure_peak(jax.local_devices(), cfg.model.dtype)))
     log = Path(cfg.run_dir) / "metrics.jsonl"
