@@ -2,7 +2,7 @@
 
 Hardware: 8 GPUs of 80 GB (one node).
 Memory:   52 GiB a device, as --dry_run says.
-Command:  python -m moejax.train --config configs/deepseek_v2_lite.py --dry_run
+Command:  moejax train --config configs/deepseek_v2_lite.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was
 downloaded or one that `moejax hf import` wrote; the numbers of steps and the rates are a choice for
 that. The data is Python's own library until data.source, train_files and eval_files name token

@@ -1,7 +1,7 @@
 """DeepSeek-V3: 256 experts, top 8 in 4 of 8 groups, one shared, sigmoid, loss-free balance.
 
 Hardware: 256 GPUs of 160 GB or more.
-Command:  python -m moejax.train --config configs/deepseek_v3.py --dry_run
+Command:  moejax train --config configs/deepseek_v3.py --dry_run
 All blocks have the published shapes (DeepSeek-AI 2024), latent attention included: 671,026,404,352
 parameters, and 14,848 selection biases. Multi-token prediction is left out.
 The data is Python's own library until data.source, train_files and eval_files name token files

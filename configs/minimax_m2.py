@@ -2,7 +2,7 @@
 
 Hardware: 128 GPUs of 80 GB or more (16 nodes of 8: fsdp across nodes, experts inside a node).
 Memory:   48 GiB a device, as --dry_run says.
-Command:  python -m moejax.train --config configs/minimax_m2.py --dry_run
+Command:  moejax train --config configs/minimax_m2.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was
 downloaded or one that `moejax hf import` wrote; the numbers of steps and the rates are a choice for
 that. The data is Python's own library until data.source, train_files and eval_files name token

@@ -1,7 +1,7 @@
 """Mixtral 8x7B: 46.7 B parameters, 12.9 B active, 8 experts, top 2.
 
 Hardware: 64 GPUs of 80 GB or more (8 nodes of 8: fsdp across nodes, experts inside a node).
-Command:  python -m moejax.train --config configs/mixtral_8x7b.py --dry_run
+Command:  moejax train --config configs/mixtral_8x7b.py --dry_run
 The data is Python's own library until data.source, train_files and eval_files name token files
 that `moejax prepare` made with the model's tokenizer.json.
 Shapes: the published configuration (Jiang et al. 2024).

@@ -1,7 +1,7 @@
 """OLMoE-1B-7B: 6.9 B parameters, 1.3 B active, 64 experts, top 8, QK-norm over all heads.
 
 Hardware: 8 GPUs of 80 GB (one node).
-Command:  python -m moejax.train --config configs/olmoe_1b_7b.py --dry_run
+Command:  moejax train --config configs/olmoe_1b_7b.py --dry_run
 The data is Python's own library until data.source, train_files and eval_files name token files
 that `moejax prepare` made with the model's tokenizer.json.
 Shapes and router losses: the published configuration (Muennighoff et al. 2024).

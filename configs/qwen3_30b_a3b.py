@@ -1,7 +1,7 @@
 """Qwen3-30B-A3B: 30.5 B parameters, 3.3 B active, 128 experts, top 8, QK-norm by head.
 
 Hardware: 64 GPUs of 80 GB or more (8 nodes of 8: fsdp across nodes, experts inside a node).
-Command:  python -m moejax.train --config configs/qwen3_30b_a3b.py --dry_run
+Command:  moejax train --config configs/qwen3_30b_a3b.py --dry_run
 The data is Python's own library until data.source, train_files and eval_files name token files
 that `moejax prepare` made with the model's tokenizer.json.
 Shapes: the published configuration (Qwen team 2025).

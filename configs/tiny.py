@@ -1,7 +1,7 @@
 """A few million parameters on the text of Python's own library: the first run of anyone.
 
 Hardware: any machine; 8 simulated CPU devices, an expert axis of 4 and a tensor axis of 2.
-Command:  python -m moejax.train --config configs/tiny.py
+Command:  moejax train --config configs/tiny.py
 """
 
 from ml_collections import ConfigDict

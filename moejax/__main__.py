@@ -1,5 +1,6 @@
 """The console script `moejax`: one word names the command, the rest is its own."""
 
+import difflib
 import sys
 from importlib import import_module
 
@@ -16,8 +17,11 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "moejax COMMAND --help says more. A first run: moejax train --config tiny",
-            "Exit codes: docs/formats/exit.md.",
+            "examples:",
+            "  moejax train --config tiny                   # a first run, of minutes",
+            "  moejax report runs/tiny --out report.html    # what it did",
+            "",
+            "moejax COMMAND --help says more. Exit codes: docs/formats/exit.md.",
         ]
     )
 
@@ -33,8 +37,9 @@ def main() -> int:
     if command in ("", "-h", "--help", "help"):
         print(usage())
         return 0
-    known = ", ".join(COMMANDS)
-    print(f"moejax: error: no command {command!r}. Known: {known}.", file=sys.stderr)
+    known, close = ", ".join(COMMANDS), difflib.get_close_matches(command, COMMANDS, 1)
+    hint = f"Did you mean {close[0]}?" if close else "moejax --help says what each does."
+    print(f"moejax: error: no command {command!r}. Known: {known}. {hint}", file=sys.stderr)
     return 2
 
 

@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk or quota
@@ -64,20 +64,32 @@ def _no_space(seen: str) -> str:
     )
 
 
+def _no_file(error: OSError) -> str:
+    if error.filename is None:
+        return str(error)
+    return (
+        f"no access to a file. {os.fsdecode(error.filename)}: {error.strerror}. It must be there "
+        f"to be read, or in a folder that can be written. Correct the path, or its rights."
+    )
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file atomically, because a run may be stopped at any moment.
 
     Raises:
       StorageFullError: the old file is unchanged.
+      OSError: the same for any other reason; it names `path`.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with writing(path):
         try:
             partial.write_text(text, encoding="utf-8")
             partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        except OSError as error:
+            with suppress(OSError):  # nothing can be there if its folder is not
+                partial.unlink(missing_ok=True)
+            # The user knows this path, not the one beside it.
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def exit_code(
@@ -97,7 +109,8 @@ def exit_code(
         if debug or not (files or error.errno in FULL):
             raise
         full = error.errno in FULL
-        print(f"moejax: error: {_no_space(str(error)) if full else error}", file=sys.stderr)
+        text = _no_space(str(error)) if full else _no_file(error)
+        print(f"moejax: error: {text}", file=sys.stderr)
         return StorageFullError.code if full else 2
     except InputError as error:
         if debug:

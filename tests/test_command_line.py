@@ -1,6 +1,7 @@
 """The list of commands, their help, and their completion in a real shell."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from moejax import __main__, __version__, completion
 from moejax.commands import COMMANDS
 from moejax.config.fields import fields
 
-SCREEN = 55  # lines of a common window
+LINES, WIDTH = 40, 80  # of a small window
 
 
 def moejax(*words):
@@ -40,14 +41,63 @@ def test_version_and_unknown_commands():
     assert "no command 'trane'. Known: train, " in errors
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "plan probe"])
+def parser_of(name):
+    """The parser of a command, as `hf export`."""
+    if name == "plan probe":
+        return import_module("moejax.plan.probe.command").parser()
+    first, *inner = name.split()
+    found = import_module(COMMANDS[first].parser_module).parser()
+    return found._subparsers._group_actions[0].choices[inner[0]] if inner else found
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "hf import", "hf export", "plan probe", ""])
 def test_help_fits_a_screen_and_has_an_example(name, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    module = "moejax.plan.probe.command" if name == "plan probe" else COMMANDS[name].parser_module
-    shown = import_module(module).parser().format_help()
-    assert "examples:" in shown
-    assert f"moejax {name}".split()[-1] in shown.split("examples:")[1]
-    assert len(shown.splitlines()) <= SCREEN
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    shown = parser_of(name).format_help() if name else __main__.usage()
+    lines = shown.splitlines()
+    assert len(lines) <= LINES
+    assert [line for line in lines if len(line) > WIDTH] == []
+    _, example = re.split(r"^examples?:$", shown, maxsplit=1, flags=re.MULTILINE)
+    assert f"moejax {name}" in example
+    assert "python -m" not in shown
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("completion", "hf")])
+def test_every_command_can_show_a_traceback(name):
+    known = {flag for action in parser_of(name)._actions for flag in action.option_strings}
+    assert "--debug" in known or name == "prepare"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "tiny"], "Got tiny. Did you mean --config tiny?"),
+        (["train", "my.yaml"], "Got my.yaml. Did you mean --config my.yaml?"),
+        (["train", "--config", "tiny", "--dry-run"], "Got --dry-run. Did you mean --dry_run?"),
+        (["train", "num_steps=5"], "Did you mean --config.train.num_steps=5?"),
+        (["train", "--mesh.expert", "2"], "Did you mean --config.mesh.expert=VALUE?"),
+        (["train", "--colour", "2"], "Got --colour. Leave it out."),
+        (["prepare", "a", "--text_field", "b"], "Did you mean --text-field?"),
+        (["plan", "--as", "megatorn"], "It is one of maxtext, megatron, torchtitan. Did you mean"),
+        (["generate", "--run", "x"], "one of the arguments --prompt --prompts is required"),
+        (["eval"], "the following arguments are required: --run. moejax eval --help says more."),
+        (["completion", "fish"], "Got fish. It is one of bash, zsh, tcsh. Choose one of them."),
+        (["hf", "exportt", "x"], "Did you mean export?"),
+        (["traim"], "Did you mean train?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_words_are_one_line_that_says_what_was_meant(words, said, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["moejax", *words])
+    try:
+        code = __main__.main()
+    except SystemExit as ended:
+        code = ended.code
+    errors = capsys.readouterr().err
+    assert code == 2
+    assert errors.startswith("moejax: error: ")
+    assert errors.count("\n") == 1
+    assert said in errors
 
 
 def test_help_needs_no_jax():
@@ -89,6 +139,41 @@ def script(tmp_path_factory):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bash_completes(script, typed, wanted):
+    assert set(completions(script, typed)) == wanted
+
+
+ROUTES = {"duplicate", "split", "spread", "gather_home", "merge", "two_level", "two_level_merge"}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        # As bash splits words: `=` is a word of its own, and the last one where nothing follows.
+        (["train", "--config.route", "="], ROUTES),
+        (["train", "--config.route", "=", "tw"], {"two_level", "two_level_merge"}),
+        (["train", "--config", "=", "tiny", "--config.model.dtype", "=", "b"], {"bfloat16"}),
+        (["train", "--config.run_dir", "=", "x", "--dry"], {"--dry_run"}),
+        # Where COMP_WORDBREAKS has no `=`: the whole word is replaced.
+        (["train", "--config.route=tw"], {f"--config.route=two_level{m}" for m in ("", "_merge")}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bash_completes_values_after_an_equals_sign(script, typed, wanted):
+    assert set(completions(script, typed)) == wanted
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_bash_completes_names_that_come_with_moejax_beside_files(script, tmp_path):
+    (tmp_path / "h200_mine.json").touch()
+    assert {"h200", "h200_mine.json"} <= set(
+        completions(script, ["plan", "--topology", "h2"], tmp_path)
+    )
+    assert "tiny" in completions(script, ["train", "--config", "=", "ti"], tmp_path)
+
+
+def completions(script, typed, folder=None):
+    """What bash offers for the last of the words, from a folder."""
     words = " ".join(f"'{word}'" for word in ["moejax", *typed])
     command = (
         f"source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; "
@@ -98,10 +183,29 @@ def test_bash_completes(script, typed, wanted):
     )
     env = {**os.environ, "LC_ALL": "C"}
     found = subprocess.run(
-        ["bash", "--norc", "-c", command], capture_output=True, text=True, timeout=60, env=env
+        ["bash", "--norc", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=env,
+        cwd=folder,
     )
     assert found.stderr == ""
-    assert {word.strip() for word in found.stdout.split()} == wanted
+    return [word.strip() for word in found.stdout.split()]
+
+
+def test_zsh_takes_a_value_in_the_word_of_its_flag():
+    made = completion.script("zsh")
+    assert '"--config.route=[how tokens travel' in made
+    assert '"--topology=[' in made
+    assert ":_moejax_topology_file" in made
+    assert '"--dry_run[' in made, "it takes none"
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh here")
+def test_zsh_reads_its_script(tmp_path):
+    (tmp_path / "_moejax").write_text(completion.script("zsh"))
+    subprocess.run(["zsh", "-n", str(tmp_path / "_moejax")], check=True, timeout=60)
 
 
 def test_every_setting_can_be_completed():

@@ -58,8 +58,18 @@ def test_a_full_disk_is_told_apart_and_leaves_what_was_there(tmp_path, monkeypat
 
 
 def test_another_error_of_the_file_system_stays_what_it_is(tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"none/x\.json'$"):
         write_whole(tmp_path / "none" / "x.json", "")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"folder'$"):
+        write_whole(tmp_path / "folder", "")
+
+
+def test_a_file_error_is_one_line_without_its_number(tmp_path, capsys):
+    missing = tmp_path / "none.txt"
+    assert exit_code(lambda: print(missing.read_text()), stopped="", files=True) == 2
+    said = f"moejax: error: no access to a file. {missing}: No such file or directory. It must"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_what_a_command_returns_is_its_code():

@@ -24,6 +24,7 @@ from moejax.aot.step import (
     update_bytes,
 )
 from moejax.aot.target import NODE, TARGETS, Target
+from moejax.config.command_line import Parser
 from moejax.config.load import load_config, split_overrides
 from moejax.errors import InputError, exit_code
 from moejax.runtime.compiler import Options
@@ -31,18 +32,14 @@ from moejax.step.train_step import TrainStep
 
 EPILOG = """\
 examples:
-  python -m moejax.aot --config configs/mixtral_8x7b.py --nodes 8
-  python -m moejax.aot --config configs/olmoe_1b_7b.py --config.route_chunks=4 --compare
-  python -m moejax.aot --config configs/olmoe_1b_7b.py --target v6e
+  moejax aot --config configs/mixtral_8x7b.py --nodes 8
+  moejax aot --config configs/olmoe_1b_7b.py --target v6e
+  moejax aot --config tiny --config.route_chunks=4 --compare
 
-A node has eight devices; the axes of the mesh must multiply to all of them. The cluster stands in
-for mesh.nodes, mesh.platform and mesh.simulated_devices of the config.
-
-Schedules, in the order in which a device starts things:
-  S D  start and done of an all-to-all     A  an all-to-all that is waited for
-  s d  of any other collective             a  any other collective that is waited for
-  G    a matrix product                    W C  a loop, a conditional with products inside
-What stands between S and D hides the exchange. Exit codes: docs/formats/exit.md.
+A node has eight devices; the axes of the mesh must multiply to all of them.
+Schedules show what a device starts, in order: S D an all-to-all from start to
+done, A one that is waited for; s d a any other collective; G a matrix product;
+W a loop, C a conditional with products. What is between S and D hides it.
 """
 
 
@@ -149,11 +146,10 @@ def _gib(size: int) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog="moejax aot",
         description="Compiles the train step for a cluster that is not here.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--config", metavar="FILE", required=True, help="config file, as for moejax train"
@@ -177,6 +173,7 @@ def parser() -> argparse.ArgumentParser:
         help="also compile the gradients alone, to measure the memory of the optimizer's update",
     )
     command.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
     return command
 
 
@@ -184,7 +181,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
     rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(rest)
-    return exit_code(lambda: run(args, overrides), stopped="nothing was compiled to the end")
+    stopped = "nothing was compiled to the end"
+    return exit_code(lambda: run(args, overrides), stopped=stopped, debug=args.debug)
 
 
 def run(args: argparse.Namespace, overrides: list[str]) -> None:

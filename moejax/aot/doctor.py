@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moejax.aot.target import TARGETS
+from moejax.config.command_line import Parser
 from moejax.config.fields import change
 from moejax.config.load import load_config, split_overrides
 from moejax.config.schema import Config
@@ -25,8 +26,8 @@ from moejax.kernels.select import HOPPER, Choice, Hardware, select_kernels
 
 EPILOG = """\
 examples:
-  moejax doctor                                      # this machine
-  moejax doctor --smoke                              # runs kernels, steps and a checkpoint
+  moejax doctor                                # this machine
+  moejax doctor --smoke                        # kernels, steps, a checkpoint
   moejax doctor --config configs/olmoe_1b_7b.py --target h200
 """
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu")
@@ -34,11 +35,10 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-p
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog="moejax doctor",
         description="What is installed, which implementation each operation takes, and why.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
     command.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--smoke", action="store_true", help="run kernels, collectives, steps and a checkpoint here"
     )
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
     return command
 
 
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None, smoke: Callable[[Console], int] | None =
         console.print(f"no config: for the default model in {dtype}", highlight=False)
         return None
 
-    return exit_code(run, stopped="nothing was changed")
+    return exit_code(run, stopped="nothing was changed", debug=args.debug)
 
 
 def _hardware(target: str | None) -> Hardware:

@@ -135,16 +135,22 @@ def find_field(name: str) -> Field:
 
 
 def _suggest(name: str) -> str:
-    """Names the closest setting; the last part of the name weighs as much as the whole."""
+    """Names the closest setting; the last part of the name weighs as much as the whole.
+
+    One whose last part has it as a word comes before one that is only spelt like it:
+    `checkpoint.every` is `checkpoint.save_every` rather than `checkpoint.verify`.
+    """
+    wanted = name.split(".")[-1]
 
     def likeness(known: str) -> float:
-        last = difflib.SequenceMatcher(None, name.split(".")[-1], known.split(".")[-1]).ratio()
-        return last + difflib.SequenceMatcher(None, name, known).ratio()
+        own = known.split(".")[-1]
+        last = difflib.SequenceMatcher(None, wanted, own).ratio()
+        ends = 0.3 * (wanted in own.split("_"))
+        return last + ends + difflib.SequenceMatcher(None, name, known).ratio()
 
     best = max([*fields(), *sections()], key=likeness)
-    if likeness(best) < 1.2:
-        return "`python -m moejax.train --settings` lists all fields."
-    return f"Did you mean `{best}`?"
+    hint = f"Did you mean `{best}`? " if likeness(best) >= 1.2 else ""
+    return f"{hint}`moejax train --settings` lists all."
 
 
 def get_value(cfg: Config, name: str) -> Any:

@@ -2,50 +2,52 @@
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 
+from moejax.config.command_line import Parser
 from moejax.config.load import parse_overrides, split_overrides
 from moejax.errors import InputError, exit_code
 from moejax.hf.families import FAMILIES
 
+ABOUT = "Imports weights in the layout of Hugging Face, and exports them."
 EPILOG = """\
 examples:
-  moejax hf import downloads/Mixtral-8x7B-v0.1 --out imported/mixtral
-  moejax prepare books/*.txt --tokenizer imported/mixtral/hf/tokenizer.json --out data/mixtral
-  moejax train --config imported/mixtral/config.json
-  moejax hf export runs/mixtral --out exported/mixtral
+  moejax hf import downloads/OLMoE-1B-7B-0924 --out imported/olmoe
+  moejax train --config imported/olmoe/config.json
+  moejax hf export runs/olmoe --out exported/olmoe
 
-A folder is what huggingface_hub or git downloads: config.json, and safetensors files with their
-index. Nothing of it is run, and nothing outside of it is read. Several processes share the work if
-a launcher of launch/ starts them. Exit codes: docs/formats/exit.md.
+A folder is what huggingface_hub or git downloads: config.json, and safetensors
+files with their index. Nothing of it is run, and nothing outside of it is read.
+Several processes share the work if a launcher of launch/ starts them.
 """
 IMPORT_EPILOG = """\
 example:
   moejax hf import downloads/OLMoE-1B-7B-0924 --out imported/olmoe
 
-writes imported/olmoe/0 (weights), imported/olmoe/config.json (to train with) and imported/olmoe/hf
-(tokenizer and texts). --config.FIELD=VALUE sets how to train, not what the model is.
+It writes imported/olmoe/0 (weights), imported/olmoe/config.json (to train with)
+and imported/olmoe/hf (tokenizer and texts).
 """
 EXPORT_EPILOG = """\
-example:
+examples:
   moejax hf export runs/olmoe --out exported/olmoe --step 400
   moejax hf export runs/olmoe_lora --out exported/adapter --adapter
 
-writes config.json, generation_config.json, model-0000k-of-0000n.safetensors of 5 GB at most with
-their index, and copies tokenizer and texts. transformers, vLLM and lm-eval load the folder.
-Adapters (LoRA) are added to the weights that they were trained on; --adapter writes them alone, as
-peft reads them. --config.checkpoint.init_from=DIR says where those weights are, if they have moved.
+It writes config.json, generation_config.json and safetensors files of 5 GB at
+most, and copies tokenizer and texts. transformers, vLLM and lm-eval load the
+folder. Adapters (LoRA) are added to the weights that they were trained on;
+--adapter writes them alone, as peft reads them. If those weights have moved,
+--config.checkpoint.init_from=DIR says where to.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    command = argparse.ArgumentParser(
+    families = ", ".join(family.name for family in FAMILIES)
+    command = Parser(
         prog="moejax hf",
-        description="Imports weights in the layout of Hugging Face, and exports them. Families: "
-        f"{', '.join(family.name for family in FAMILIES)}.",
+        description="\n".join(textwrap.wrap(f"{ABOUT} Families: {families}.", 78)),
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = command.add_subparsers(dest="action", metavar="import|export", required=True)
     importing = actions.add_parser(
@@ -53,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
         help="a folder of weights becomes a checkpoint",
         description="Writes a checkpoint and a config to train with.",
         epilog=IMPORT_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     importing.add_argument("path", type=Path, metavar="PATH", help="folder of weights")
     importing.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
@@ -64,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
         help="a checkpoint becomes a folder of weights",
         description="Writes a folder that other libraries load.",
         epilog=EXPORT_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     exporting.add_argument(
         "path", type=Path, metavar="RUN", help="run directory, imported folder or checkpoint"

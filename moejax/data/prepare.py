@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from moejax.config.checks.paths import check_folder
 from moejax.data.chat import chat_reader
 from moejax.data.documents import AnyDocument, Skipped, rank_of, read_documents
 from moejax.data.flags import SUFFIXES, parser
@@ -176,7 +177,8 @@ def _outputs(args: argparse.Namespace) -> list[Path]:
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    """Refuses to replace files without `--overwrite`."""
+    """Refuses to replace files without `--overwrite`, and a folder that cannot be written."""
+    check_folder(Path(args.out).parent, f"--out {args.out}")
     existing = _outputs(args)
     if existing and not args.overwrite:
         raise InputError(

@@ -185,9 +185,11 @@ def open_files(patterns: Sequence[str], wanted: str | None, *, model_vocab: int)
     return JoinedSource(sources)
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
+def find_files(patterns: Sequence[str], *, texts: bool = False) -> list[Path]:
     """Returns the files of paths and globs, without sidecars, tokenizers and marks.
 
+    Args:
+      texts: whether texts may be named too, for the message.
     Raises:
       InputError: if a pattern matches nothing, or two match the same file.
     """
@@ -198,6 +200,11 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
         beside = (".json", ".marks")
         files = [Path(name) for name in names if Path(name).is_file() and not name.endswith(beside)]
         if not files:
+            if texts:
+                raise InputError(
+                    f"no file. {pattern!r} matches none, seen from {Path.cwd()}. A path or glob "
+                    f"must name texts, or files of moejax prepare. Check the path."
+                )
             raise InputError(
                 f"no token file. {pattern!r} matches none, seen from {Path.cwd()}. A path or "
                 f"glob must name files of moejax prepare. Check the path, or prepare the text."

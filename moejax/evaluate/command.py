@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from moejax.config.checks import resolve_mesh
+from moejax.config.command_line import Parser
 from moejax.config.load import split_overrides
 from moejax.data.batches import count_eval_batches
 from moejax.data.tokenizer import Tokenizer
@@ -39,14 +40,10 @@ examples:
   moejax eval --run runs/books --step 400 --data new/*.txt --json
   moejax eval --run imported/olmoe --data wiki.jsonl --config.mesh.expert=8
 
-Without --data, the held-out files of the run are scored. Texts become tokens by the model's own
-tokenizer. The mesh is the run's (imported weights are spread over all devices); a setting that
-names an axis (--config.mesh.expert=2) describes another: axes that are not named have one device,
-and replica takes what they leave. Nothing in the run directory is changed. Bits per byte are of
-the text that is predicted: of conversations, of the answers. With --by-document nats are added in
-float64 token by token, without in float32 as a run does, so that the last digits differ.
-Exit codes: 0 done, 2 bad input, 130 stopped;
-docs/formats/exit.md has the table, docs/formats/eval.md the fields of --json.
+Without --data the held-out files of the run are scored. The mesh is the run's;
+a setting of an axis describes another, in which axes that are not named have
+one device. Nothing in the run directory is changed. Fields of --json:
+docs/formats/eval.md. Exit codes: 0 done, 2 bad input, 130 stopped.
 """
 
 
@@ -58,11 +55,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog="moejax eval",
         description="Scores held-out text: nats per token, perplexity, bits per byte.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--run", metavar="DIR", required=True, help="a run directory, or an imported checkpoint"
@@ -75,11 +71,11 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="token files of moejax prepare, or texts: .jsonl, .parquet, else a document a file",
+        help="token files, or texts: .jsonl, .parquet, else one document",
     )
-    command.add_argument("--text-field", help="field or column of texts (default: text)")
-    command.add_argument("--tokenizer", help="a tokenizer.json for texts (default: the model's)")
-    command.add_argument("--eos", help="token (or id) that ends a document; with --tokenizer")
+    command.add_argument("--text-field", metavar="NAME", help="field of the text (default: text)")
+    command.add_argument("--tokenizer", metavar="FILE", help="for texts (default: the model's)")
+    command.add_argument("--eos", metavar="TOKEN", help="ends a document; with --tokenizer")
     command.add_argument("--by-document", action="store_true", help="score each document too")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument(

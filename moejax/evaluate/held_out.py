@@ -66,7 +66,7 @@ def open_held_out(wanted: Wanted, chosen: Chosen) -> Iterator[HeldOut]:
       InputError: if there is nothing to score, or it does not fit the model.
     """
     cfg = chosen.cfg
-    named = find_files(wanted.files)
+    named = find_files(wanted.files, texts=True)
     texts = [path for path in named if not _is_token_file(path)]
     _check_options(wanted, texts)
     if not named:

@@ -12,6 +12,7 @@ from rich.console import Console
 from moejax.config.checks import check
 from moejax.config.checks.paths import check_output
 from moejax.config.checks.planned import CHOSEN, check_nodes, pinned
+from moejax.config.command_line import Parser
 from moejax.config.fields import change, fields
 from moejax.config.load import load_config, split_overrides
 from moejax.config.schema import Config
@@ -23,36 +24,31 @@ from moejax.plan.search.search import SearchResult
 
 EPILOG = """\
 examples:
-  python -m moejax.plan --config configs/mixtral_8x7b.py --topology h200:8 --free mesh,route_chunks
-  python -m moejax.plan --config configs/tiny.py --topology topology.json --codecs hybrid \\
-      --out plan.json --report plan.html
-  python -m moejax.plan --hf downloads/Qwen3-30B-A3B --topology h200:8 --as megatron
-  python -m moejax.plan probe --out topology.json
-  python -m moejax.plan --topology h200:2 --print_topology > mine.json
+  moejax plan --config configs/mixtral_8x7b.py --topology h200:8 \\
+      --free mesh,route_chunks
+  moejax plan --config tiny --topology topology.json --out plan.json
+  moejax plan --hf downloads/Qwen3-30B-A3B --topology h200:8 --as megatron
+  moejax plan --topology h200:2 --print_topology > mine.json
+  moejax plan probe --out topology.json     # measures the links here
 
-A setting of the config that is not at its default is pinned; --free unpins it, or all of a group.
-With --hf overrides say how to train: --config.train.batch_sequences=512. With --as the output ends
-in a command line for that trainer, what it cannot express, and what the prediction assumes.
-A topology is a file that `moejax plan probe` wrote, or a known cluster (--clusters lists them) with
-how many nodes it has. Exit codes: docs/formats/exit.md.
+What a config sets stays, unless --free names it or its group. With --as the
+output ends in settings for that trainer, and what it cannot express.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog="moejax plan",
-        description="Chooses mesh, route, chunks, codecs and recomputation for a model on a "
-        "cluster: traces the train step of each candidate and prices what was traced.",
+        description="Chooses mesh, route, codecs and recomputation for a model on a cluster.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--config", metavar="FILE", help="config file, as for moejax train")
     command.add_argument(
         "--hf",
         metavar="FOLDER|FILE",
         type=Path,
-        help="config.json of a published model, or its folder, in place of --config",
+        help="a published model, in place of --config",
     )
     command.add_argument("--config.FIELD", metavar="VALUE", dest="_", help="override a setting")
     command.add_argument("--topology", metavar="NAME|FILE", help="the cluster")
@@ -78,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
         "--free",
         default="",
         metavar="NAMES",
-        help="settings to choose although they are set, separated by commas",
+        help="settings to choose although set: a,b",
     )
     command.add_argument(
         "--fewer", action="store_true", help="also plan for half the nodes, a quarter, and so on"

@@ -124,11 +124,13 @@ function extent() {
   return high || 1;
 }
 function marks() {
-  const wanted = { skipped: style("bad"), diverged: style("bad"), stopped: style("soft"), planning_again: style("accent") };
   const data = [];
   for (const run of runs) {
+    // Beside other runs a mark that is no warning has its run's colour.
+    const own = runs.length > 1 ? run.colour : style("accent");
+    const wanted = { skipped: style("bad"), diverged: style("bad"), stopped: runs.length > 1 ? own : style("soft"), planning_again: own };
     for (const one of run.events) if (wanted[one.event]) data.push({ xAxis: place(run, one.step), lineStyle: { color: wanted[one.event] } });
-    for (const one of run.starts.slice(1)) data.push({ xAxis: place(run, one.step), lineStyle: { color: style("accent") } });
+    for (const one of run.starts.slice(1)) data.push({ xAxis: place(run, one.step), lineStyle: { color: own } });
   }
   return { silent: true, symbol: "none", label: { show: false }, lineStyle: { type: "dashed", width: 1 }, data: data.slice(-200) };
 }
@@ -244,24 +246,39 @@ const ROUTING = [
   { name: "busiest_expert", title: "Busiest expert over the mean, worst layer", format: (v) => `${round(v, 3)} x` },
   { name: "dropped", title: "Assignments dropped in a step", exact: true },
 ];
+// Runs whose values are the same as far as both go take turns in one dashed line.
+function turns(run, column) {
+  const own = run.columns[column];
+  const alike = (name, one) => one.columns[column]?.[name].every((value, i) => i >= own[name].length || value === own[name][i]);
+  const same = runs.filter((one) => alike("steps", one) && alike("values", one)), turn = same.indexOf(run);
+  return same.length > 1 && turn ? { type: [8, 8 * (same.length - 1)], dashOffset: -8 * turn } : {};
+}
+// Which line is which, where a chart has several of one run.
+function legend(labels) {
+  if (labels.length < 2) return null;
+  const stroke = (place) => runs.length === 1 ? COLOURS[place]
+    : place ? `repeating-linear-gradient(90deg, ${style("soft")} 0 3px, transparent 3px 6px)` : style("soft");
+  return el("ul", { class: "key line" }, labels.map(([place, label]) => el("li", {}, el("i", { style: `background:${stroke(place)}` }), label)));
+}
 function curve({ name, title, unit = "", also = [], format = round, log = false, exact = false }) {
   const all = [[name, title.split(",")[0].toLowerCase()], ...also];
   const known = (run) => all.filter(([column]) => run.columns[column]?.steps.length);
   if (!runs.some((run) => known(run).length)) return null;
   const option = () => {
     const weight = exact ? 0 : view.smooth, series = [];
-    for (const run of runs) known(run).forEach(([column, label], index) => {
-      const main = index === 0 || column !== all[index][0];
-      const colour = runs.length > 1 ? run.colour : COLOURS[all.findIndex(([one]) => one === column)];
+    for (const run of runs) known(run).forEach(([column, label]) => {
+      const which = all.findIndex(([one]) => one === column);
+      const colour = runs.length > 1 ? run.colour : COLOURS[which];
       const long = run.columns[column].steps.length > 30;
-      const lineStyle = main || runs.length === 1 ? {} : { type: "dashed" };
+      const lineStyle = runs.length === 1 ? {} : which ? { type: "dashed" } : exact ? turns(run, column) : {};
       if (weight && long) series.push({ ...raw(run, column, label), itemStyle: { color: colour } });
       series.push(line(run, column, label, { weight: long ? weight : 0, colour, lineStyle }));
     });
     if (series.length) series[0].markLine = marks();
     return { ...base(unit, format, log), series };
   };
-  return el("div", {}, el("h3", {}, title), new Chart("", option, { label: title }).node);
+  const labels = all.map(([column, label], place) => [place, label, column]).filter(([, , column]) => runs.some((run) => run.columns[column]?.steps.length));
+  return el("div", {}, el("h3", {}, title), legend(labels), new Chart("", option, { label: title }).node);
 }
 function curves(title, caption, charts) {
   const made = charts.map(curve).filter(Boolean);

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from moejax.config.checks import resolve_mesh
+from moejax.config.command_line import Parser
 from moejax.config.load import parse_overrides, split_overrides
 from moejax.errors import InputError, exit_code
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, on_all_devices, read_weights
@@ -26,18 +27,14 @@ from moejax.train.start import check_same_config, check_simulated_devices
 EPILOG = """\
 examples:
   moejax generate --run runs/tiny --prompt "def " --tokens 80 --stream
-  moejax generate --run imported/olmoe --prompts questions.txt --temperature 0.8 --top-p 0.95
-  moejax generate --run runs/books --step 400 --prompt "Once" --json --config.mesh.tensor=2
+  moejax generate --run imported/olmoe --prompts questions.txt --top-p 0.95
+  moejax generate --run runs/books --prompt "Once" --config.mesh.tensor=2
   moejax generate --run runs/olmoe_chat --chat --prompt "What is a mesh?"
 
-A prompt begins as the model's texts do: with the special tokens of an imported tokenizer, or with
-the end-of-document token before a document that was trained on here. A text ends at that token, or
-after --tokens. With --chat a prompt is a message of a user: the model's chat template writes it and
-asks for the answer, which ends where the template ends one. Prompts of a file are continued
-together, at most train.batch_sequences at a time; what continues a prompt depends neither on the
-others nor on the mesh (but for the last bits of logits). The mesh is the run's, as for moejax eval.
-Experts take all tokens, as without a capacity.
-Exit codes: 0 done, 1 logits are not finite, 2 bad input, 130 stopped; docs/formats/exit.md.
+A text ends at the token that ends documents, or after --tokens. With --chat
+the model's chat template writes the prompt. What continues a prompt depends
+neither on other prompts nor on the mesh (but for the last bits of logits).
+Exit codes: 0 done, 1 logits are not finite, 2 bad input, 130 stopped.
 """
 
 
@@ -57,11 +54,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog="moejax generate",
         description="Continues texts, with a cache of keys and values.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument
     add("--run", metavar="DIR", required=True, help="a run directory, or an imported checkpoint")
@@ -75,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--chat-template",
         metavar="FILE",
-        help="a Jinja template (default: the model's, beside its tokenizer)",
+        help="a Jinja template (default: the model's)",
     )
     add("--tokens", type=int, default=128, metavar="N", help="most tokens of each (default: 128)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest (default)")

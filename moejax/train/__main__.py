@@ -9,6 +9,7 @@ from rich.console import Console
 
 from moejax.config.checks import check, resolve_mesh
 from moejax.config.checks.planned import is_planned
+from moejax.config.command_line import Parser
 from moejax.config.load import describe_fields, load_config, split_overrides, to_dict
 from moejax.config.schema import Config
 from moejax.errors import STOPPED, InputError, exit_code
@@ -20,14 +21,14 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  moejax train --config tiny                         # a config that comes with moejax
-  python -m moejax.train --config configs/tiny.py
-  python -m moejax.train --config configs/tiny.py --config.mesh.expert=2 --config.run_dir=runs/b
-  python -m moejax.train --config configs/mixtral_8x7b.py --dry_run
+  moejax train --config tiny                # a config that comes with moejax
+  moejax train --config configs/tiny.py --config.run_dir=runs/b
+  moejax train --config tiny --config.mesh.simulated_devices=4 --dry_run
 
-Running the same command again resumes from the newest checkpoint in run_dir. Ctrl-C once saves and
-stops, twice stops at once. Exit codes: 0 done, 2 bad input, 3 stopped before the last step,
-4 diverged, 5 disk full, 130 stopped at once; docs/formats/exit.md has the table.
+The same command again resumes from the newest checkpoint in run_dir. Ctrl-C
+once saves and stops, twice stops at once. Exit codes: 0 done, 2 bad input,
+3 stopped before the last step, 4 diverged, 5 disk full, 130 stopped at once
+(docs/formats/exit.md).
 """
 
 
@@ -39,11 +40,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog="moejax train",
         description="Trains a Mixture-of-Experts language model.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument(
         "--config",

@@ -1,4 +1,4 @@
-"""What a run shows: one live line on a terminal, plain lines elsewhere."""
+"""What a run shows: lines that stay, and on a terminal a bar below them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ class Display:
             columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
             self._progress = Progress(*columns, TimeElapsedColumn(), console=self.console)
             self._task = self._progress.add_task(
-                "starting", total=self.num_steps, completed=self._first_step
+                self._far(self._first_step), total=self.num_steps, completed=self._first_step
             )
             self._progress.start()
         return self
@@ -32,18 +32,18 @@ class Display:
             self._progress.stop()
             self._progress = None
 
+    def _far(self, step: int) -> str:
+        return f"step {step}/{self.num_steps}"
+
     def step(self, step: int) -> None:
         """Moves the bar."""
         if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+            self._progress.update(self._task, completed=step, description=self._far(step))
 
     def show(self, report: Report) -> None:
-        """Shows a report."""
-        line = report.line(self.num_steps)
-        if self._progress is None:
-            self.console.print(line, highlight=False, soft_wrap=True)
-        else:
-            self._progress.update(self._task, completed=report.step, description=line)
+        """Shows a report in a line that stays; a narrow terminal leaves some of it out."""
+        live = self._progress is not None
+        self.note(report.line(self.num_steps, self.console.width if live else None))
 
     def note(self, text: str) -> None:
         """Prints a line that stays."""

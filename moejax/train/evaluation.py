@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -89,26 +90,35 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
 
 def finish(run: Run, state: TrainState) -> None:
     """After the last step: all held-out text, compressors' results beside it, and a sample."""
-    evaluate(run, state, run.cfg.train.num_steps, limit=None)
+    last, run_dir = run.cfg.train.num_steps, shlex.quote(run.cfg.run_dir)
+    if run.inputs.held_out is None:
+        run.display.note("nothing was held out, so nothing is scored: data.eval_files names files")
+    evaluate(run, state, last, limit=None)
     for name, bits in run.inputs.baselines().items():
         run.console.print(f"  for the same files {name} needs {bits:.3f} bits per byte")
     run.record_saved(run.checkpoints.wait())
-    length = run.cfg.train.sample_tokens
-    if length:
-        # The prompt starts with eos, as a training document does.
-        tokenizer = run.inputs.tokenizer
-        prompt = [tokenizer.eos_id, *tokenizer.encode(run.cfg.train.sample_prompt)]
-        with run.display.busy("sampling a text"):
-            tokens = sample(
-                run.train_step,
-                state,
-                prompt,
-                length=length,
-                allowed=run.inputs.vocab_size,
-                seed=run.cfg.train.seed,
-                processes=run.processes,
-            )
-        run.console.rule("sample", align="left")
-        run.console.print(tokenizer.decode(tokens), markup=False, highlight=False)
-        if len(tokens) < len(prompt) + length:
-            run.console.print("warning: the sample ends early: logits are not finite")
+    if run.cfg.train.sample_tokens:
+        _show_sample(run, state)
+    run.display.note(
+        f"done: {run_dir} at step {last}; look at it: moejax report {run_dir} --out report.html"
+    )
+
+
+def _show_sample(run: Run, state: TrainState) -> None:
+    length, tokenizer = run.cfg.train.sample_tokens, run.inputs.tokenizer
+    # The prompt starts with eos, as a training document does.
+    prompt = [tokenizer.eos_id, *tokenizer.encode(run.cfg.train.sample_prompt)]
+    with run.display.busy("sampling a text"):
+        tokens = sample(
+            run.train_step,
+            state,
+            prompt,
+            length=length,
+            allowed=run.inputs.vocab_size,
+            seed=run.cfg.train.seed,
+            processes=run.processes,
+        )
+    run.console.rule("sample", align="left")
+    run.console.print(tokenizer.decode(tokens), markup=False, highlight=False)
+    if len(tokens) < len(prompt) + length:
+        run.console.print("warning: the sample ends early: logits are not finite")

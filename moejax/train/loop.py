@@ -8,7 +8,7 @@ else from `checkpoint.init_from`, else from the seed; frozen weights always come
 writes records and shows them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ from moejax.train.start import (
     initial_state,
     set_aside_wrong_steps,
 )
-from moejax.train.start_record import ExpertLoads, describe_start
+from moejax.train.start_record import ExpertLoads, describe_start, highest_peak
 from moejax.train.steps import run_steps
 from moejax.train.summary import Summary, print_summary, summarize
 from moejax.train.trackers import check_trackers, open_trackers
@@ -149,8 +149,9 @@ def train_planned(
         keep_origin(source, run_dir)
     checkpoints = _checkpoints(cfg, processes)
     state = initial_state(train_step, checkpoints, saved, source, console)
-    records.start(int(state.step), describe_start(train_step, summary, processes))
-    meter = _meter(cfg, summary, processes)
+    facts = describe_start(train_step, summary, processes)
+    meter = _meter(cfg, summary, facts, processes)
+    records.start(int(state.step), {**facts, "peak_flops_per_second": meter.peak})
     display = Display(console, cfg.train.num_steps, int(state.step))
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes)
     run.base = base_of(cfg, source)
@@ -192,12 +193,14 @@ def _open_records(
     return records
 
 
-def _meter(cfg: Config, summary: Summary, processes: Processes) -> Meter:
+def _meter(cfg: Config, summary: Summary, facts: Mapping[str, Any], processes: Processes) -> Meter:
     """Returns the meter, which knows the peak of all devices."""
+    measured = sum(processes.gather(measure_peak(jax.local_devices(), cfg.model.dtype)))
+    log = Path(cfg.run_dir) / "metrics.jsonl"
     return Meter(
         tokens_per_step=summary.tokens_per_step,
         flops_per_token=summary.counts.flops_per_token,
-        peak=sum(processes.gather(measure_peak(jax.local_devices(), cfg.model.dtype))),
+        peak=processes.from_first(lambda: highest_peak(log, facts, measured)),
         num_steps=cfg.train.num_steps,
         schedule=learning_rate(cfg.optimizer, cfg.train.num_steps, cfg.optimizer.learning_rate),
     )

@@ -38,17 +38,33 @@ class Report:
     seconds_left: float
     ahead_loss: float | None = None  # of `model.predict_ahead`, nats per target; None without
 
-    def line(self, num_steps: int) -> str:
-        """Returns the report as one line of text."""
+    def line(self, num_steps: int, width: int | None = None) -> str:
+        """Returns the report as one line of text.
+
+        Args:
+          width: of the terminal, in characters: what does not fit leaves FLOP/s out, then balance.
+        """
+        whole = self._line(num_steps, flops=True, balance=True)
+        if width is None or len(whole) <= width:
+            return whole
+        narrow = self._line(num_steps, flops=False, balance=True)
+        return narrow if len(narrow) <= width else self._line(num_steps, flops=False, balance=False)
+
+    def _line(self, num_steps: int, *, flops: bool, balance: bool) -> str:
         minutes, seconds = divmod(int(self.seconds_left), 60)
-        skipped = f"  skipped {self.skipped}" if self.skipped else ""
-        ahead = "" if self.ahead_loss is None else f"ahead {self.ahead_loss:.4f}  "
-        return (
-            f"step {self.step}/{num_steps}  loss {self.loss:.4f}  {ahead}"
-            f"{self.tokens_per_second:,.0f} tok/s  {self.flops_per_second / 1e9:,.1f} GFLOP/s "
-            f"({self.share_of_peak:.0%} of peak)  balance {self.balance:.3f}  "
-            f"dropped {sum(self.dropped)}{skipped}  {minutes}:{seconds:02d} left"
+        gigaflops = self.flops_per_second / 1e9
+        parts = (
+            f"step {self.step}/{num_steps}",
+            f"loss {self.loss:.4f}",
+            f"ahead {self.ahead_loss:.4f}" if self.ahead_loss is not None else "",
+            f"{self.tokens_per_second:,.0f} tok/s",
+            f"{gigaflops:,.1f} GFLOP/s ({self.share_of_peak:.0%} of peak)" if flops else "",
+            f"balance {self.balance:.3f}" if balance else "",
+            f"dropped {sum(self.dropped)}",
+            f"skipped {self.skipped}" if self.skipped else "",
+            f"{minutes}:{seconds:02d} left",
         )
+        return "  ".join(filter(None, parts))
 
 
 class Meter:

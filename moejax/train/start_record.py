@@ -1,6 +1,8 @@
 """What a run records of itself: at each start what it is and sends, and its experts' load."""
 
+import json
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,29 @@ def describe_start(train_step: TrainStep, summary: Summary, processes: Processes
         "tokens_per_step": summary.tokens_per_step,
         "traffic": traffic_rows(summary.collectives, train_step.layout),
     }
+
+
+def highest_peak(log: Path, facts: Mapping[str, Any], measured: float) -> float:
+    """Returns the largest peak in FLOP/s that starts of the run found on the same devices.
+
+    One start may find others at work on its machine, and its shares would then look better.
+
+    Args:
+      log: `metrics.jsonl`, which need not exist.
+      facts: of this start, from `describe_start`.
+      measured: by this start.
+    """
+    peaks = [measured]
+    for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
+        if '"event": "start"' in text and _same_products(start := json.loads(text), facts):
+            peaks.append(start.get("peak_flops_per_second") or 0.0)
+    return max(peaks)
+
+
+def _same_products(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two starts had the same devices and multiplied in the same dtype."""
+    same = all(a.get(name) == b[name] for name in ("device", "devices", "processes"))
+    return same and a["config"]["model"]["dtype"] == b["config"]["model"]["dtype"]
 
 
 def traffic_rows(collectives: list[Collective], layout: Layout) -> list[dict[str, Any]]:

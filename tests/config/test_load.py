@@ -109,6 +109,10 @@ def test_yaml_words_that_older_yaml_reads_as_booleans_and_dates_stay_text(config
 @pytest.mark.parametrize(
     ("override", "fragments"),
     [
+        (
+            "checkpoint.every=20",
+            ["Did you mean `checkpoint.save_every`? `moejax train --settings` lists all."],
+        ),
         ("model.n_expert=4", ["unknown field `model.n_expert`", "Did you mean `moe.num_experts`?"]),
         ("--config.num_steps=5", ["unknown field `num_steps`", "`train.num_steps`"]),
         ("mesh.experts=2", ["unknown field `mesh.experts`", "`mesh.expert`"]),

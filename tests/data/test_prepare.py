@@ -288,6 +288,13 @@ def test_replacing_removes_held_out_files_of_the_earlier_run(tmp_path):
     assert names == ["x.train.bin", "x.train.bin.json"]
 
 
+def test_a_folder_that_cannot_be_written_is_told_with_the_flag(tmp_path, capsys):
+    assert _run(*_inputs(tmp_path, "jsonl", TEXTS), "--out", "/proc/x") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("moejax: error: --out /proc/x cannot be written. /proc: ")
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("out", ["a/", "a/..", "a/caf\u00e9", "a/.hidden"])
 def test_an_output_name_that_a_sidecar_could_not_hold_is_refused(tmp_path, capsys, out):
     files = _inputs(tmp_path, "jsonl", TEXTS)

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from moejax.__main__ import main as moejax
 from moejax.config.checks import check
+from moejax.config.command_line import Parser
 from moejax.config.load import load_config, parse_overrides, split_overrides
 from moejax.errors import InputError
 from tests.docs.pages import ASSIGNED, ROOT, Block, Command, words_of
@@ -207,6 +208,7 @@ def parsed_by(main, program: str, words: list[str]) -> tuple[argparse.Namespace,
     with (
         patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
         patch.object(argparse.ArgumentParser, "error", refuse),
+        patch.object(Parser, "error", refuse),
         patch.object(sys, "argv", [program, *words]),
     ):
         try:

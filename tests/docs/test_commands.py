@@ -8,6 +8,7 @@
 import ast
 import contextlib
 import re
+import subprocess
 from fnmatch import fnmatch
 
 import pytest
@@ -88,6 +89,24 @@ def test_flags_settings_and_files_of_every_command_are_known(page, made_anywhere
             except BadCommandError as error:
                 wrong.append(str(error))
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_git_ignores_what_the_commands_make_and_no_file_of_the_project(made_anywhere):
+    def ignored(paths: list[str], *flags: str) -> set[str]:
+        command = ["git", "check-ignore", "--stdin", *flags]
+        text = "\n".join(paths)
+        found = subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT)
+        assert found.returncode in (0, 1), found.stderr
+        return set(found.stdout.splitlines())
+
+    written = {block.name for block in all_blocks() if block.kind == "file"}  # by the reader
+    made = {path for path in made_anywhere.paths - written if not path.startswith("/")}
+    assert {"report.html", "plan.json", "imported/olmoe"} <= made
+    assert made - ignored(sorted(made)) == set()
+    command = ["git", "ls-files"]
+    tracked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert ignored(tracked.splitlines(), "--no-index") == set()
 
 
 @pytest.mark.parametrize("page", PAGES)

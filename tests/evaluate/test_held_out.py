@@ -126,7 +126,7 @@ def test_without_files_the_runs_own_are_scored(tmp_path):
         (["t.bin"], {"tokenizer": "x"}, "`--tokenizer` has no effect"),
         (["a.txt"], {"eos": "x"}, "`--eos` has no effect"),
         (["empty.jsonl"], {}, "nothing to score. 1 files have no text"),
-        (["nowhere*"], {}, "matches none"),
+        (["nowhere*"], {}, "no file.*matches none.*must name texts, or files of moejax prepare"),
         (["lost.bin"], {}, "no sidecar"),
         (["chat.jsonl"], {}, "moejax prepare --chat"),
     ],

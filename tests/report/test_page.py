@@ -123,10 +123,26 @@ def test_the_command_writes_the_page(tmp_path, capsys):
     assert embedded(out)["live"] is False
 
 
+def test_the_page_is_report_html_unless_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([str(usual_run(tmp_path / "a"))]) == 0
+    assert "wrote report.html" in capsys.readouterr().out
+    assert embedded(tmp_path / "report.html")["live"] is False
+
+
+def test_a_page_that_cannot_be_written_names_the_flag(tmp_path, capsys):
+    folder = usual_run(tmp_path / "a", steps=20)
+    for out in ("/proc/x.html", tmp_path):
+        assert main([str(folder), "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"moejax: error: --out {'=' if out != tmp_path else 'is'} {out}")
+        assert error.count("\n") == 1
+        assert "partial" not in error
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "Got neither"),
         (["--live", "--out", "x.html"], "Got --out and --live"),
         (["--live", "--port", "70000"], "no such port"),
         (["--live", "--host", "203.0.113.7", "--port", "0"], "cannot listen"),
@@ -263,6 +279,39 @@ def test_runs_are_compared_in_a_table(compared):
     assert rows.count() == 2
     assert rows.nth(0).locator("td").nth(1).inner_text() == "500"
     assert rows.nth(1).locator("td").nth(1).inner_text() == "300"
+
+
+def series_of(opened, title):
+    """The lines of a chart: name, colour, dashes, and colours of the marks on it."""
+    chart = opened.get_by_role("img", name=title, exact=True)
+    chart.scroll_into_view_if_needed()
+    wait_until(opened, f"moejax.charts.some((c) => c.node.ariaLabel === '{title}' && c.made)")
+    return opened.evaluate(
+        f"""moejax.charts.find((c) => c.node.ariaLabel === '{title}').made.getOption().series.map(
+        (s) => ({{ name: s.name, colour: s.itemStyle.color, dashes: s.lineStyle.type,
+          marks: (s.markLine?.data ?? []).map((m) => m.lineStyle.color) }}))"""
+    )
+
+
+def test_a_chart_of_several_lines_says_which_is_which(tab, compared):
+    opened = tab()
+    legend = opened.locator(".key.line").first
+    assert legend.locator("li").all_inner_texts() == ["loss", "held out"]
+    drawn = [line["colour"] for line in series_of(opened, "Loss")]
+    shown = [one.evaluate("(i) => i.style.background") for one in legend.locator("i").all()]
+    assert [f"rgb{tuple(bytes.fromhex(colour[1:]))}" for colour in drawn] == shown
+    assert opened.locator(".key.line").count() == 1, "a chart of one line needs none"
+    both = compared().locator(".key.line").first
+    assert both.locator("li").all_inner_texts() == ["loss", "held out"]
+
+
+def test_marks_of_runs_have_their_colours_and_equal_lines_take_turns(compared):
+    opened = compared()
+    colours = [run["colour"] for run in opened.evaluate("moejax.runs()")]
+    marks = series_of(opened, "Loss")[0]["marks"]
+    assert marks == [colours[0], colours[0], colours[1], colours[1]], "a stop and a resume each"
+    first, second = series_of(opened, "Learning rate")
+    assert (first["dashes"], second["dashes"]) == ("solid", [8, 8])
 
 
 @pytest.mark.parametrize("width", [360, 1600])

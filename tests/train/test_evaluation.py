@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,18 @@ def test_a_sample_of_logits_that_are_not_finite_ends_early(running, value, early
     run, shown = running(cfg, next_logits=lambda state, prompt: Logits())
     finish(run, initial_state())
     assert ("the sample ends early" in shown.getvalue()) == early
+
+
+@pytest.mark.parametrize("held_out", [None, stream(300)], ids=["nothing", "held_out"])
+def test_the_last_line_says_where_the_run_is_and_how_to_look_at_it(running, held_out):
+    cfg = replace(small_config(train={"sample_tokens": 0}), run_dir="runs/my run")
+    run, shown = running(cfg, held_out=held_out, evaluate=two_nats)
+    finish(run, initial_state())
+    *before, last = shown.getvalue().splitlines()
+    where = "'runs/my run'"
+    command = f"moejax report {where} --out report.html"
+    assert last == f"done: {where} at step 20; look at it: {command}"
+    assert any("nothing was held out" in line for line in before) == (held_out is None)
 
 
 def test_a_sample_begins_as_a_document_and_sees_the_last_tokens(running):

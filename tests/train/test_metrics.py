@@ -1,5 +1,6 @@
 import io
 import json
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -164,9 +165,9 @@ def test_the_loss_of_the_token_after_the_next_is_told_where_it_is_predicted(tmp_
     assert "loss 1.5000  ahead 2.5000  " in reports[1].line(30)
 
 
-def shown(clock, terminal):
+def shown(clock, terminal, width=200):
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=200)
+    console = Console(file=out, force_terminal=terminal, width=width)
     with Display(console, 30, 10) as display:
         display.step(11)
         display.show(report(clock))
@@ -181,7 +182,21 @@ def test_without_a_terminal_lines_are_plain(clock):
     assert len(text.splitlines()) == 2
 
 
-def test_on_a_terminal_one_line_is_redrawn(clock):
-    text = shown(clock, terminal=True)
-    assert "\x1b[" in text
-    assert "loss 1.5000" in text
+def test_on_a_terminal_every_report_stays_above_a_bar_that_says_the_step(clock):
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(clock, terminal=True))
+    assert report(clock).line(30) in text.replace("\r", "\n").splitlines()
+    assert re.search(r"\u2501 step 10/30", text), "before the first step"
+    assert text.rindex("step 11/30") > text.index("loss 1.5000"), "the bar is below"
+
+
+def test_a_narrow_terminal_leaves_out_flops_first_and_keeps_what_was_dropped(clock):
+    whole = report(clock).line(30)
+    narrow = report(clock).line(30, len(whole) - 1)
+    assert "GFLOP/s" not in narrow
+    assert narrow == re.sub(r"  [\d.]+ GFLOP/s \(.*?\)", "", whole)
+    assert report(clock).line(30, len(whole)) == whole
+    text = shown(clock, terminal=True, width=80)
+    assert re.search(r"dropped 3  skipped 1  \d:\d\d left", text)
+    assert "GFLOP/s" not in text
+    narrowest = report(clock).line(30, len(narrow) - 1)
+    assert ("balance" in narrowest, "dropped 3" in narrowest) == (False, True)

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from moejax.config.checks.paths import check_output
+from moejax.config.command_line import Parser
 from moejax.config.fields import short
 from moejax.config.schema import MeshConfig
 from moejax.errors import InputError, exit_code
@@ -22,22 +23,22 @@ from moejax.runtime.start import join, start
 
 EPILOG = """\
 examples:
-  python -m moejax.plan probe --out topology.json
-  launch/emulate --hosts 2 --link 100mbit -- python -m moejax.plan probe --out topology.json
-  srun ... python -m moejax.plan probe --out topology.json   (see launch/slurm.sbatch)
+  moejax plan probe --out topology.json
+  launch/emulate --hosts 2 --link 100mbit -- \\
+      moejax plan probe --out topology.json
+  srun ... moejax plan probe --out topology.json   # see launch/slurm.sbatch
 
-Run it in the same processes, on the same devices, as the training that is to be planned, and on an
-otherwise idle cluster. Exit codes: docs/formats/exit.md.
+Run it in the same processes, on the same devices, as the training that is to
+be planned, and on an otherwise idle cluster. Exit codes: docs/formats/exit.md.
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    command = argparse.ArgumentParser(
+    command = Parser(
         prog="moejax plan probe",
         description="Measures links and devices, and writes a topology file for the planner.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--out", metavar="FILE", required=True, help="the topology to write")
     command.add_argument(
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
         "--platform", choices=("cpu", "gpu", "tpu"), help="default: what JAX finds"
     )
     command.add_argument("--simulated-devices", type=int, help="CPU devices, over all processes")
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
     return command
 
 
@@ -67,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         with join() as processes:
             _run(args, out, processes)
 
-    return exit_code(run, stopped="nothing was written", files=True)
+    return exit_code(run, stopped="nothing was written", debug=args.debug, files=True)
 
 
 def _checked(args: argparse.Namespace) -> Path:
