@@ -70,6 +70,12 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
         return
     done = itertools.count(1)
     whole = limit is None
+
+    def progress() -> None:
+        run.watch.enter("evaluate", step)  # the deadline is of one batch
+        tell(f"{next(done)} batches")
+
+    run.watch.enter("evaluate", step)
     with run.display.busy(f"evaluating {'all ' * whole}held-out text", plain=whole) as tell:
         found = score(
             run.train_step,
@@ -77,7 +83,7 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
             held_out,
             limit=limit,
             processes=run.processes,
-            progress=lambda: tell(f"{next(done)} batches"),
+            progress=progress,
         )
     values = {"nats_per_token": found.nats_per_token}
     if (bits := found.bits_per_byte(held_out)) is not None:
@@ -92,7 +98,9 @@ def finish(run: Run, state: TrainState) -> None:
     evaluate(run, state, run.cfg.train.num_steps, limit=None)
     for name, bits in run.inputs.baselines().items():
         run.console.print(f"  for the same files {name} needs {bits:.3f} bits per byte")
+    run.watch.enter("save", run.cfg.train.num_steps)
     run.record_saved(run.checkpoints.wait())
+    run.watch.enter("sample", run.cfg.train.num_steps)
     length = run.cfg.train.sample_tokens
     if length:
         # The prompt starts with eos, as a training document does.

@@ -81,7 +81,9 @@ def test_another_version_is_refused(address, monkeypatch):
     assert isinstance(ends([host])[0], InputError)
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"[" * 5000, b'{"process": []}\n'])
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"[" * 5000, b'{"process": []}\n']
+)
 def test_a_stranger_does_not_disturb_the_meeting(address, said):
     host = start(address, 0, count=2)
     with connect(address) as stranger:
