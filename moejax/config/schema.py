@@ -297,7 +297,7 @@ class WatchdogConfig:
     )
     save_s: float | None = setting(3600, "waiting for a checkpoint", above=0)
     silent_s: float | None = setting(
-        60, "no word from another process while steps should go on", above=0
+        60, "no word from another process; JAX itself waits 100 s, with less to say", above=0
     )
 
 

@@ -24,9 +24,11 @@ from moejax.runtime.processes import ALONE, Processes
 HANG = 124  # exit code, see docs/formats/exit.md
 BEAT_S = 1.0
 LOOK_S = 0.5
-QUIET_S = 5.0  # after so long in one stage a process begins to look at the others
+QUIET_S = 2.0  # after so long in one stage a process begins to look at the others
 FOLDER = "pulse"
-STEPPING = ("input", "step")  # stages in which all processes take part within moments
+STEPPING = ("input", "step")
+# Stages in which a process may be silent for long: lowering a large program lets no thread run.
+SILENT = ("start", "plan", "restore", "compile")
 
 
 class Place(NamedTuple):
@@ -37,7 +39,9 @@ class Place(NamedTuple):
     entered: int
 
     def __str__(self) -> str:
-        return f"{self.stage} of step {self.step}" if self.step else self.stage
+        if not self.step:
+            return self.stage
+        return f"step {self.step}" if self.stage == "step" else f"{self.stage} of step {self.step}"
 
 
 class Watch:
@@ -74,7 +78,7 @@ class Deadlines(NamedTuple):
     """Seconds after which a stage counts as hung, by stage; None: it may take any time.
 
     Attributes:
-      silent_s: after so long without a word from a process, while steps go on, it counts as gone.
+      silent_s: after so long without a word from a process it counts as gone, except in `SILENT`.
     """
 
     by_stage: Mapping[str, float | None]
@@ -97,11 +101,11 @@ def find_hang(
     """
     index, place, waited = own
     silent_s = math.inf if deadlines.silent_s is None else deadlines.silent_s
-    if place.stage in STEPPING and waited > silent_s:
+    if place.stage not in SILENT and waited > silent_s:
         gone = {
             number: peer
             for number, peer in peers.items()
-            if peer.silent_s > silent_s and peer.place.stage in STEPPING
+            if peer.silent_s > silent_s and peer.place.stage not in SILENT
         }
         if gone:
             return f"{_listed(gone)}. Process {index} waits {waited:.0f} s in {place}."
@@ -207,8 +211,9 @@ def end_process(found: str, keep: Path | None = None) -> NoReturn:
     Args:
       keep: a file for the same.
     """
-    print(f"moejax: hang: {found} Stacks of all threads follow.", file=sys.stderr, flush=True)
+    print(f"moejax: hang: {found} Stacks of all threads:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback(sys.stderr)
+    print(f"moejax: hang: {found}", file=sys.stderr)  # again, where it is seen
     with suppress(OSError):
         if keep is not None:
             with keep.open("w", encoding="utf-8") as file:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from moejax.data.tokens import TokenSource
@@ -47,15 +48,18 @@ def score(
     limit: int | None = None,
     processes: Processes = ALONE,
     progress: Callable[[], None] = lambda: None,
+    compiling: AbstractContextManager[None] | None = None,
 ) -> Score:
     """Returns the likelihood of a stream, or of batches spread over it.
 
     Args:
       limit: number of batches; None for all.
       progress: is called after each batch.
+      compiling: is entered while the evaluation is compiled.
     """
     nats, targets = 0.0, 0
-    processes.compile(train_step.evaluate, train_step.abstract, train_step.abstract_batch())
+    with compiling or nullcontext():
+        processes.compile(train_step.evaluate, train_step.abstract, train_step.abstract_batch())
     for batch, count in held_out_batches(train_step, source, limit):
         nats += float(train_step.evaluate(state, batch))
         targets += count
@@ -84,6 +88,7 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
             limit=limit,
             processes=run.processes,
             progress=progress,
+            compiling=run.watch.during("compile", step),
         )
     values = {"nats_per_token": found.nats_per_token}
     if (bits := found.bits_per_byte(held_out)) is not None:

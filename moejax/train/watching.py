@@ -26,6 +26,7 @@ class ProcessLog:
         directory.mkdir(parents=True, exist_ok=True)
         self.hang_file = directory / f"{index}.hang.txt"
         self._log = EventLog(directory / f"{index}.jsonl")
+        self._last: tuple[str, int, float] | None = None  # a stage that may go on
         self._sums: dict[str, float] = {}
         self._first_step: int | None = None
         self._told = time.monotonic()
@@ -38,18 +39,34 @@ class ProcessLog:
         """Records a stage that has ended; those of steps are summed."""
         if stage not in STEPPING:
             self._tell_steps(step)
-            self.write("stage", step, stage=stage, seconds=round(seconds, 3))
+            if self._last is not None and self._last[:2] == (stage, step):
+                seconds += self._last[2]  # such as the batches of an evaluation
+            else:
+                self._tell_stage()
+            self._last = (stage, step, seconds)
             return
+        self._tell_stage()
         self._sums[stage] = self._sums.get(stage, 0) + seconds
         self._first_step = self._first_step or step
         if stage == "step" and time.monotonic() - self._told > TOLD_EVERY_S:
             self._tell_steps(step)
+
+    def _tell_stage(self) -> None:
+        if self._last is not None:
+            stage, step, seconds = self._last
+            self.write("stage", step, stage=stage, seconds=round(seconds, 3))
+        self._last = None
 
     def _tell_steps(self, step: int) -> None:
         if self._first_step is not None:
             sums = {f"{stage}_s": round(seconds, 3) for stage, seconds in self._sums.items()}
             self.write("steps", step, first=self._first_step, **sums)
         self._sums, self._first_step, self._told = {}, None, time.monotonic()
+
+    def tell(self, step: int) -> None:
+        """Records what is still kept back."""
+        self._tell_steps(step)
+        self._tell_stage()
 
     def close(self) -> None:
         """Closes the file."""
@@ -70,13 +87,20 @@ def watching(cfg: Config, processes: Processes) -> Iterator[Watch]:
     watchdog = Watchdog(watch, deadlines_of(cfg.watchdog), processes, hang)
     try:
         yield watch
-        log.write("end", watch.now[0].step)
+        _say_end(watch, log)
     except BaseException as error:
-        log.write("end", watch.now[0].step, error=type(error).__name__)
+        _say_end(watch, log, error=type(error).__name__)
         raise
     finally:
         watchdog.close()
         log.close()
+
+
+def _say_end(watch: Watch, log: ProcessLog, **values: str) -> None:
+    step = watch.now[0].step
+    watch.enter("end", step)
+    log.tell(step)
+    log.write("end", step, **values)
 
 
 def deadlines_of(cfg: WatchdogConfig) -> Deadlines:
@@ -96,5 +120,6 @@ def deadlines_of(cfg: WatchdogConfig) -> Deadlines:
 def _end(watch: Watch, log: ProcessLog, found: str) -> None:
     """Records a hang, and ends the process."""
     place = watch.now[0]
+    log.tell(place.step)
     log.write("hang", place.step, stage=place.stage, text=found)
     end_process(found, log.hang_file)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -46,10 +45,13 @@ def test_how_processes_ended_is_passed_on(tmp_path, script, code):
         ((1, -9, 5), -9),
         ((3, 0), 3),
         ((3, 1), 1),
+        ((1, 124), 124),
+        ((124, -9), -9),
+        ((124, 5), 5),
     ],
 )
 def test_of_several_codes_the_one_that_says_most_is_passed_on(codes, code):
-    assert processes._failure([SimpleNamespace(returncode=one) for one in codes]) == code
+    assert processes._failure(codes) == code
 
 
 def test_a_failure_is_seen_behind_a_process_that_runs(tmp_path):

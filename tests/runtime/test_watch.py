@@ -21,7 +21,8 @@ from moejax.runtime.watch import (
     find_hang,
 )
 
-LIMITS = Deadlines({"step": 30, "input": 30, "save": 600, "evaluate": None}, silent_s=20)
+TIMES = {"step": 30, "input": 30, "save": 600, "evaluate": None, "compile": None}
+LIMITS = Deadlines(TIMES, silent_s=20)
 STEP = Place("step", 12, 40)
 
 
@@ -46,7 +47,7 @@ def test_a_process_that_waits_names_the_one_that_is_behind():
     assert find_hang((0, STEP, 29), peers, LIMITS) is None
     found = find_hang((0, STEP, 31), peers, LIMITS)
     assert found == (
-        "process 1 is behind: it is in input of step 12. Process 0 waits 31 s in step of step 12."
+        "process 1 is behind: it is in input of step 12. Process 0 waits 31 s in step 12."
     )
 
 
@@ -57,7 +58,7 @@ def test_the_process_that_is_behind_says_so_itself():
 
 def test_if_none_is_behind_a_link_or_device_is_suspected():
     assert "no process is behind" in find_hang((0, STEP, 31), {1: Peer(STEP, 1)}, LIMITS)
-    assert find_hang((0, STEP, 31), {}, LIMITS) == "process 0 has been 31 s in step of step 12."
+    assert find_hang((0, STEP, 31), {}, LIMITS) == "process 0 has been 31 s in step 12."
 
 
 def test_a_process_that_is_not_heard_of_is_named_before_the_deadline():
@@ -67,12 +68,19 @@ def test_a_process_that_is_not_heard_of_is_named_before_the_deadline():
     assert "last heard of 21 s ago" in find_hang((0, STEP, 21), peers, LIMITS)
 
 
-@pytest.mark.parametrize("stage", ["save", "evaluate"])
+@pytest.mark.parametrize("stage", ["save", "evaluate", "compile"])
 def test_a_slow_save_or_evaluation_of_another_is_no_hang(stage):
-    peers = {1: Peer(Place(stage, 12, 38), 50)}
+    peers = {1: Peer(Place(stage, 12, 38), 5)}
     assert find_hang((0, STEP, 500), peers, LIMITS) is None
     late = find_hang((0, STEP, 601), peers, LIMITS)
-    assert late is None if stage == "evaluate" else "process 1 is behind: it is in save" in late
+    assert late is None if stage != "save" else "process 1 is behind: it is in save" in late
+
+
+def test_a_process_that_compiles_may_be_silent():
+    peers = {1: Peer(Place("compile", 12, 38), 500)}
+    assert find_hang((0, STEP, 500), peers, LIMITS) is None
+    peers = {1: Peer(Place("save", 12, 38), 500)}
+    assert "process 1 is behind: it is in save" in find_hang((0, STEP, 500), peers, LIMITS)
 
 
 @given(
