@@ -200,8 +200,7 @@ class Watchdog:
         # It answers for all: if it is silent, of the others nothing is known.
         silent_s = now - self._answered
         if index and silent_s > QUIET_S:
-            last = peers.get(0, Peer(self._watch.now[0], 0)).place
-            return {0: Peer(last._replace(entered=last.entered - 1), silent_s)}
+            return {0: Peer(Place("an unknown stage", 0, -1), silent_s)}
         return peers
 
 
