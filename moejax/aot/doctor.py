@@ -26,7 +26,7 @@ from moejax.kernels.select import HOPPER, Choice, Hardware, select_kernels
 EPILOG = """\
 examples:
   moejax doctor                                      # this machine
-  moejax doctor --smoke                              # runs kernels, ten steps and a checkpoint
+  moejax doctor --smoke                              # runs kernels, steps and a checkpoint
   moejax doctor --config configs/olmoe_1b_7b.py --target h200
 """
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu")

@@ -8,6 +8,7 @@ What it writes:
       hf/           config.json, tokenizer and texts of the folder, which an export copies
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -85,7 +86,7 @@ def config_for(folder: Folder, out: Path, overrides: Sequence[str]) -> Config:
     length = folder.config.get("max_position_embeddings")
     length = LONGEST if type(length) is not int else max(1, min(LONGEST, length))
     training = (
-        f"run_dir=runs/{out.name}",
+        f"run_dir={free_run_dir(out.name)}",
         f"checkpoint.init_from={out.absolute()}",
         f"model.dtype={'bfloat16' if folder.narrow else 'float32'}",
         f"optimizer.learning_rate={LEARNING_RATE}",
@@ -98,6 +99,12 @@ def config_for(folder: Folder, out: Path, overrides: Sequence[str]) -> Config:
     advice = "An import keeps the model. Leave these out; the written config may be changed later."
     check_same_model(folder, cfg, advice)
     return cfg
+
+
+def free_run_dir(name: str) -> str:
+    """Returns a directory below runs/ that no run has taken."""
+    taken = (f"runs/{name}{end}" for end in ("", *(f"_{n}" for n in itertools.count(2))))
+    return next(path for path in taken if not Path(path).exists())
 
 
 def elements_of(plan: LoadPlan) -> int:

@@ -137,11 +137,14 @@ def halves(path: Path, fraction: float) -> list[TextFile]:
     return [TextFile(path, 0, position, False), TextFile(path, position, size, True)]
 
 
-def is_held_out(document: AnyDocument | MarkedDocument, fraction: float) -> bool:
-    """Whether a document belongs to the held-out file; depends only on its text."""
+def rank_of(document: AnyDocument | MarkedDocument) -> float:
+    """Returns a document's place, from 0 to 1: those of low rank are held out.
+
+    Depends only on its text.
+    """
     if isinstance(document, TextFile) and document.held_out is not None:
-        return document.held_out
-    return int(document.digest()[:16], 16) < fraction * 2**64
+        return 0.0 if document.held_out else 1.0
+    return int(document.digest()[:16], 16) / 2**64
 
 
 class Skipped:

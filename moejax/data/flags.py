@@ -64,8 +64,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--eval-fraction",
         type=float,
-        default=0.01,
-        help="documents held out, chosen by a hash of their text (default 0.01; 0: none)",
+        help="documents held out, chosen by a hash of their text (default 0.01, of few documents "
+        "at least one; 0: none)",
     )
     command.add_argument("--overwrite", action="store_true", help="replace existing files")
     _add_chat_options(command)

@@ -8,6 +8,7 @@ Files are written under temporary names and renamed when they are complete.
 """
 
 import argparse
+import math
 import shutil
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moejax.data.chat import chat_reader
-from moejax.data.documents import AnyDocument, Skipped, is_held_out, read_documents
+from moejax.data.documents import AnyDocument, Skipped, rank_of, read_documents
 from moejax.data.flags import SUFFIXES, parser
 from moejax.data.inputs import STDIN, InputFiles, find_inputs, kind_of
 from moejax.data.marks import MarkedDocument, marks_of
@@ -30,6 +31,7 @@ from moejax.data.writers import ArrayRecordWriter, BinWriter, Writer
 from moejax.errors import InputError, exit_code
 
 SECONDS_BETWEEN_LINES = 10  # of progress without a terminal
+DEFAULT_FRACTION = 0.01  # of documents are held out
 LARGE_BYTES = 64 << 20  # size above which a document that must be encoded whole is reported
 CHAT_OPTIONS = ("chat_template", "answers", "date")  # without --chat no effect
 
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 def prepare(args: argparse.Namespace, console: Console) -> None:
     """Writes the token files that the command line asks for."""
     _check_arguments(args)
-    if not 0 <= args.eval_fraction < 1:
+    if args.eval_fraction is not None and not 0 <= args.eval_fraction < 1:
         raise InputError(
             f"`--eval-fraction` is out of range. Got {args.eval_fraction}. It must be at least 0 "
             f"and below 1. Use 0.01 to hold one document in a hundred out."
@@ -66,17 +68,45 @@ def _prepare_files(args: argparse.Namespace, files: InputFiles, console: Console
     tokenizer: Tokenizer = ByteTokenizer()
     if args.tokenizer is not None:
         tokenizer = FileTokenizer(Path(args.tokenizer), args.eos)
-    splits = ["train", "eval"] if args.eval_fraction else ["train"]
+    fraction = DEFAULT_FRACTION if args.eval_fraction is None else args.eval_fraction
+    try:
+        notes = _write_splits(args, files, tokenizer, fraction, console)
+    except _NothingHeldOutError as error:
+        if args.eval_fraction is not None:
+            raise
+        text = f"no document fell into the {fraction:.0%} to hold out: the one next to it is taken"
+        notes = [text, *_write_splits(args, files, tokenizer, error.enough, console)]
+    if files.num_left_out:
+        notes.append(f"files left out, for their endings: {files.num_left_out:,}")
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)
+
+
+def _write_splits(
+    args: argparse.Namespace,
+    files: InputFiles,
+    tokenizer: Tokenizer,
+    fraction: float,
+    console: Console,
+) -> list[str]:
+    """Reads all documents once and writes each to its split. Returns notes.
+
+    Raises:
+      InputError: if a split has no document; nothing is left of the files.
+    """
+    splits = ["train", "eval"] if fraction else ["train"]
     chat = chat_reader(args) if args.chat else None
     skipped = Skipped()
     writers: dict[str, Writer] = {}
     try:
         for split in splits:
             writers[split] = _open_writer(args, split, tokenizer)
-        documents = chat.read(files.paths) if chat else _documents(args, files.paths, skipped)
-        _write_documents(documents, args.eval_fraction, tokenizer, writers, console)
+        documents = (
+            chat.read(files.paths) if chat else _documents(args, files.paths, skipped, fraction)
+        )
+        lowest = _write_documents(documents, fraction, tokenizer, writers, console)
         num_skipped = chat.num_skipped if chat else skipped.count
-        _check_splits(writers, len(files.paths), num_skipped)
+        _check_splits(writers, len(files.paths), num_skipped, lowest)
         _remove_replaced(args)
         if args.tokenizer is not None:
             # A copy beside the tokens, because sampling needs it and the original may move.
@@ -87,25 +117,23 @@ def _prepare_files(args: argparse.Namespace, files: InputFiles, console: Console
         for writer in writers.values():
             writer.abandon()
         raise
-    for split, writer in writers.items():
-        learned = f" ({writer.num_targets:,} learned)" if args.chat else ""
-        console.print(
-            f"{split}: {writer.path}  {writer.num_documents:,} documents, "
-            f"{writer.num_tokens:,} tokens{learned}, {writer.num_bytes:,} bytes of text",
-            highlight=False,
-            soft_wrap=True,
-        )
-    notes = chat.notes() if chat else []
+    notes = [_summary(split, writer, args.chat) for split, writer in writers.items()]
+    notes += chat.notes() if chat else []
     if skipped.count:
         notes.append(f"rows left out as broken: {skipped.count:,}. The first: {skipped.first}")
-    if files.num_left_out:
-        notes.append(f"files left out, for their endings: {files.num_left_out:,}")
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
+    return notes
+
+
+def _summary(split: str, writer: Writer, chat: bool) -> str:
+    learned = f" ({writer.num_targets:,} learned)" if chat else ""
+    return (
+        f"{split}: {writer.path}  {writer.num_documents:,} documents, "
+        f"{writer.num_tokens:,} tokens{learned}, {writer.num_bytes:,} bytes of text"
+    )
 
 
 def _documents(
-    args: argparse.Namespace, files: list[Path], skipped: Skipped
+    args: argparse.Namespace, files: list[Path], skipped: Skipped, fraction: float
 ) -> Iterator[AnyDocument]:
     """Yields the documents of text, JSONL and Parquet files."""
     alone = len(files) == 1 and kind_of(files[0]) == "text"
@@ -113,7 +141,7 @@ def _documents(
         files,
         args.text_field or "text",
         skipped=skipped if args.skip_bad else None,
-        fraction=args.eval_fraction if alone else 0.0,
+        fraction=fraction if alone else 0.0,
     )
 
 
@@ -211,18 +239,22 @@ def _write_documents(
     tokenizer: Tokenizer,
     writers: dict[str, Writer],
     console: Console,
-) -> None:
-    """Streams every document to its split, with progress on a terminal."""
+) -> float:
+    """Streams every document to its split, with progress on a terminal.
+
+    Returns the lowest rank of a document (`documents.rank_of`).
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     last_update = time.monotonic()
-    told = tokenizer.cuts
+    told, lowest = tokenizer.cuts, 1.0
     drawn = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not drawn) as progress:
         task = progress.add_task("reading")
         for number, document in enumerate(documents):
             told = told or _tell_of_large(document, console)
-            held_out = "eval" in writers and is_held_out(document, fraction)
-            writer = writers["eval" if held_out else "train"]
+            rank = rank_of(document) if "eval" in writers else 1.0
+            lowest = min(lowest, rank)
+            writer = writers["eval" if rank < fraction else "train"]
             if isinstance(document, MarkedDocument):
                 writer.add_marked(document)
             else:
@@ -237,19 +269,37 @@ def _write_documents(
                 ):
                     console.print(text, highlight=False, soft_wrap=True)
                     last_update = time.monotonic()
+    return lowest
 
 
-def _check_splits(writers: dict[str, Writer], num_files: int, num_skipped: int) -> None:
+class _NothingHeldOutError(InputError):
+    """No document was held out; with the fraction `enough` one is."""
+
+    def __init__(self, message: str, enough: float):
+        super().__init__(message)
+        self.enough = enough
+
+
+def _check_splits(
+    writers: dict[str, Writer], num_files: int, num_skipped: int, lowest: float
+) -> None:
     """Refuses a split without documents."""
+    total = sum(writer.num_documents for writer in writers.values())
     for split, writer in writers.items():
-        if not writer.num_documents:
-            total = sum(writer.num_documents for writer in writers.values())
-            skipped = f" and {counted(num_skipped, 'broken row')}" if num_skipped else ""
-            raise InputError(
-                f"no {split} documents. {counted(num_files, 'file')} gave "
-                f"{counted(total, 'document')}{skipped}. Each split needs one. Give more "
-                f"documents, or change --eval-fraction (0: no held-out file)."
+        if writer.num_documents:
+            continue
+        skipped = f" and {counted(num_skipped, 'broken row')}" if num_skipped else ""
+        text = (
+            f"no {split} documents. {counted(num_files, 'file')} gave "
+            f"{counted(total, 'document')}{skipped}. Each split needs one. "
+        )
+        enough = math.nextafter(lowest, 1)
+        if split == "eval" and total > 1:
+            shown = math.ceil(enough * 1000) / 1000
+            raise _NothingHeldOutError(
+                f"{text}Add --eval-fraction {shown:g}, or 0 for none.", enough
             )
+        raise InputError(f"{text}Give more documents, or add --eval-fraction 0 (none held out).")
 
 
 def counted(number: int, noun: str) -> str:

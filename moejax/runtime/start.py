@@ -146,8 +146,9 @@ def start(mesh: MeshConfig) -> list[Any]:
     keep_programs()
     try:
         devices = sorted(jax.devices(), key=lambda device: device.process_index)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
+    # JAX asserts that a platform it knows nothing of has devices.
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split()) or "no device of that platform was found"
         raise InputError(
             f"no {mesh.platform or 'usable'} device. JAX says: {reason}. mesh.platform must name "
             f"hardware that is present. Install moejax[cuda13] or moejax[tpu], or set "

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 from moejax.config.load import load_config
 from moejax.convert import command as convert
+from moejax.convert.importing import free_run_dir
 from moejax.train.__main__ import main as train
 from moejax.train.saved import locate
 from tests.hf.golden import cases_of
@@ -182,3 +183,11 @@ def test_drawn_weights_are_those_of_the_case(model):
     """The folder of these tests is the golden one."""
     wanted = draw_all(cases_of("mixtral")["even, llama3 positions"]["tensors"])
     assert_same_tensors(model(), wanted)
+
+
+def test_an_import_takes_no_run_directory_of_another_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert free_run_dir("books") == "runs/books"
+    for taken in ("runs/books", "runs/books_2"):
+        (tmp_path / taken).mkdir(parents=True)
+    assert free_run_dir("books") == "runs/books_3"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.data import documents, rows
-from moejax.data.documents import Document, TextFile, is_held_out, read_documents
+from moejax.data.documents import Document, TextFile, rank_of, read_documents
 from moejax.errors import InputError
 
 # Whole characters of 1 to 4 bytes, line ends, a byte order mark; and what is not UTF-8: a byte that
@@ -76,12 +76,11 @@ def test_the_hash_that_holds_out_is_of_the_text(tmp_path, monkeypatch):
     for document in (TextFile(tmp_path / "a.txt"), Document(text, "a")):
         assert document.digest() == wanted.hex()
         assert "".join(document.pieces()) == text
-        assert is_held_out(document, share + 1e-9)
-        assert not is_held_out(document, share - 1e-9)
+        assert rank_of(document) == share
 
 
 def test_about_the_fraction_asked_for_is_held_out():
-    held_out = sum(is_held_out(Document(f"text {i}", ""), 0.1) for i in range(4000))
+    held_out = sum(rank_of(Document(f"text {i}", "")) < 0.1 for i in range(4000))
     assert 320 < held_out < 480  # four standard deviations
 
 

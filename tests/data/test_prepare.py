@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moejax.config.schema import DataConfig
 from moejax.data import prepare, tokens
+from moejax.data.documents import Document, rank_of
 from moejax.data.sources import open_sources
 from moejax.errors import InputError
 
@@ -314,3 +315,28 @@ def test_verify_tells_damage_from_health(tmp_path, capsys, format):
     path.write_bytes(content)
     assert _run("--verify", path) == 2
     assert path.name in capsys.readouterr().err
+
+
+def test_of_few_documents_one_is_held_out(tmp_path, capsys):
+    """By default; of 27 texts a hundredth is none in three cases of four."""
+    texts = [f"text {number}" for number in range(7)]
+    ranks = {text: rank_of(Document(text, "")) for text in texts}
+    assert min(ranks.values()) > prepare.DEFAULT_FRACTION
+    assert _run(*_inputs(tmp_path, "jsonl", texts), "--out", tmp_path / "x") == 0
+    assert "no document fell into the 1% to hold out" in capsys.readouterr().err
+    found = _open(tmp_path / "x", "bin")
+    held_out, train = (
+        [bytes(document).decode() for document in _documents(source, 256)]
+        for source in (found.held_out, found.train)
+    )
+    assert held_out == [min(texts, key=ranks.__getitem__)]
+    assert sorted(held_out + train) == texts
+
+
+def test_a_fraction_that_holds_nothing_out_is_refused_with_one_that_does(tmp_path, capsys):
+    files = _inputs(tmp_path, "jsonl", [f"text {number}" for number in range(7)])
+    command = (*files, "--out", tmp_path / "out" / "x", "--eval-fraction")
+    assert _run(*command, "0.01") == 2
+    assert os.listdir(tmp_path / "out") == []
+    enough = re.search(r"Add --eval-fraction (\S+), or 0", capsys.readouterr().err)[1]
+    assert _run(*command, enough) == 0

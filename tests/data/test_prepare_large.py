@@ -64,12 +64,12 @@ def test_a_file_that_changes_between_its_digest_and_its_text_is_refused(
     file = tmp_path / "x.txt"
     file.write_text("before")
 
-    def change_after(document, fraction):
-        found = documents.is_held_out(document, fraction)
+    def change_after(document):
+        found = documents.rank_of(document)
         file.write_text("behind")
         return found
 
-    monkeypatch.setattr(prepare, "is_held_out", change_after)
+    monkeypatch.setattr(prepare, "rank_of", change_after)
     assert _run(file, "--out", tmp_path / "out" / "x", "--eval-fraction", "0.5") == 2
     assert "a file was changed" in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == []
