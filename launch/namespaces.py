@@ -1,8 +1,9 @@
 """An emulated cluster: hosts as network namespaces, joined by shaped links through a switch.
 
 Standard library, `ip` and `tc`. Every name starts with `moejax-` and the number of the process that
-made it, so that nothing else is ever touched, and the next launcher finds what a killed one left
-behind. Links shape bandwidth, not latency.
+made it, so that nothing else is ever touched. A process of its own removes them when a launcher is
+killed, and the next launcher what even that left behind. Links shape bandwidth, not latency. The
+devices `ifb0` and `ifb1` of a machine are not made here: a kernel with that driver has them.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 PREFIX = "moejax-"
@@ -61,6 +63,12 @@ class Cluster:
         self.addresses = [f"10.77.0.{number + 1}" for number in range(hosts)]
 
     def __enter__(self) -> "Cluster":
+        # Outlives a kill -9 of this process, and then removes what it could not.
+        self._remover = subprocess.Popen(
+            [sys.executable, __file__, *self.hosts, self.switch],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         try:
             self._build()
         except BaseException:
@@ -71,6 +79,9 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         for name in [*self.hosts, self.switch]:
             _remove(name)
+        assert self._remover.stdin is not None
+        self._remover.stdin.close()
+        self._remover.wait()
 
     def prefix(self, host: int) -> tuple[str, ...]:
         """What starts a command on a host. gloo binds to what the host's name resolves to."""
@@ -145,3 +156,15 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
     return done.stdout
+
+
+def _main() -> None:
+    """Waits until the launcher has ended, whatever ended it, and removes its namespaces."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    for name in sys.argv[1:]:
+        _remove(name)
+
+
+if __name__ == "__main__":
+    _main()

@@ -8,33 +8,19 @@ place in the environment, where `moejax.runtime.start.join` reads it:
     MOEJAX_PROCESS       which one this is
 """
 
-import contextlib
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-GRACE_SECONDS = 60  # to save and stop, after an interrupt or when another process has failed
-# Before the others are interrupted: what is wrong with the input, each finds and says itself.
-PATIENCE_SECONDS = 5
-STOPPED = 3  # exit code of a run that stopped as asked, see docs/formats/exit.md
-# Each group of ranks says this once from each; it stays in the logs.
-GLOO = b"Expected number of connected peer ranks"
+from group import HANG, Group, Guard, Interrupts, Place, describe, say
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where one process runs."""
-
-    name: str  # in front of its lines, and its log file's name
-    prefix: tuple[str, ...] = ()  # what the command is started through
+CRASH_LOOP = 7  # exit code, see docs/formats/exit.md
+HEALTHY_SECONDS = 600  # a start that lasts so long was no failure of the start
+LONGEST_PAUSE_SECONDS = 30
 
 
 def problem(command: Sequence[str], counts: dict[str, int | None]) -> str | None:
@@ -88,14 +74,21 @@ def run(
     places: Sequence[Place],
     command: Sequence[str],
     *,
-    coordinator: str,
+    coordinator: Callable[[], str],
     devices: int | None,
     logs: Path,
+    restarts: int = 0,
 ) -> int:
-    """Runs the command once at every place; returns the code of the first that failed, or 0.
+    """Runs the command once at every place; returns the code that says most, or 0.
 
     Output is shown with its place's name and kept in `logs`. When one process fails the others
-    are interrupted, and killed if they do not stop. An interrupt is passed on to all.
+    are interrupted, and killed if they do not stop; which one failed first is said last. An
+    interrupt is passed on to all. If this process is killed, so are they.
+
+    Args:
+      coordinator: returns the address of process 0, for each start anew.
+      restarts: how often all are started again after a failure that may pass (`may_pass`). After a
+        start that lasted `HEALTHY_SECONDS` the count begins again.
     """
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -106,95 +99,35 @@ def run(
             file=sys.stderr,
         )
         return 2
-    started: list[subprocess.Popen] = []
-    readers: list[threading.Thread] = []
-    interrupts = _Interrupts(started)
-    with interrupts:
-        try:
-            for number, place in enumerate(places):
-                process = subprocess.Popen(
-                    [*place.prefix, *command],
-                    env=environment(coordinator, number, len(places), devices),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                started.append(process)
-                log = logs / f"{place.name}.log"
-                readers.append(threading.Thread(target=_show, args=(process, place.name, log)))
-                readers[-1].start()
-            return _wait(started)
-        finally:
-            for process in started:
-                _signal(process, signal.SIGKILL)
-            for reader in readers:
-                reader.join()
-
-
-class _Interrupts:
-    """Passes SIGINT and SIGTERM on to the processes' groups."""
-
-    def __init__(self, processes: list[subprocess.Popen]):
-        self.processes = processes
-
-    def __enter__(self) -> None:
-        self.kept = {s: signal.signal(s, self._pass) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.kept.items():
-            signal.signal(number, handler)
-
-    def _pass(self, number: int, _: object) -> None:
-        for process in self.processes:
-            _signal(process, number)
-
-
-def _wait(processes: list[subprocess.Popen]) -> int:
-    """Waits for all; once one has failed, gives the others a while to stop."""
-    code, failed, interrupted = 0, float("inf"), False
-    # Each is asked, not only up to the first that runs.
-    while None in [process.poll() for process in processes]:
-        if code in (0, STOPPED) and (now := _failure(processes)) != code:
-            code, failed = now, time.monotonic()
-        seconds = time.monotonic() - failed
-        if seconds > GRACE_SECONDS:
-            break
-        # Who has stopped as asked has not failed: the others are about to stop as well.
-        if seconds > PATIENCE_SECONDS and not interrupted and code != STOPPED:
-            interrupted = True
-            for process in processes:
-                _signal(process, signal.SIGINT)
-        time.sleep(0.05)
-    if code in (0, STOPPED):
-        code = _failure(processes)
+    tries = 0
+    with Interrupts() as interrupts, Guard() as guard:
+        while True:
+            began, address, group = time.monotonic(), coordinator(), Group(interrupts, guard)
+            try:
+                for number, place in enumerate(places):
+                    variables = environment(address, number, len(places), devices)
+                    log = (logs / f"{place.name}.log").open("ab" if tries else "wb")
+                    group.start(place, command, variables, log)
+            except BaseException:
+                group.kill()
+                raise
+            code = group.wait()
+            tries = 0 if time.monotonic() - began > HEALTHY_SECONDS else tries
+            if not restarts or interrupts.count or not may_pass(code):
+                break
+            tries += 1
+            if tries > restarts:
+                code = CRASH_LOOP
+                say(f"gave up after {restarts} restarts; why the last one failed stands above")
+                break
+            seconds = min(2.0 ** (tries - 1), LONGEST_PAUSE_SECONDS)
+            say(f"restart {tries} of {restarts} in {seconds:.0f} s: {describe(code)}")
+            interrupts.sleep(seconds)
+            if interrupts.count:
+                break
     return code if code >= 0 else 128 - code
 
 
-def _failure(processes: list[subprocess.Popen]) -> int:
-    """The exit code of a failed process, or 0; where there are several, the one that says most.
-
-    The others fail within moments, because they wait for it: with 1. A signal says most, and that
-    a process stopped as asked least.
-    """
-    codes = [process.returncode for process in processes if process.returncode]
-    return min(codes, key=lambda code: (code == STOPPED, code == 1, code), default=0)
-
-
-def _signal(process: subprocess.Popen, number: int) -> None:
-    # Its whole group: a prefix such as `ip netns exec` stands between us and the program.
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-
-
-def _show(process: subprocess.Popen, name: str, log: Path) -> None:
-    """Copies a process's lines to its log and, with its name, to our output."""
-    assert process.stdout is not None
-    with log.open("wb") as kept:
-        for line in process.stdout:
-            kept.write(line)
-            kept.flush()
-            if GLOO not in line:
-                sys.stdout.write(f"[{name}] {line.decode(errors='replace')}")
-                sys.stdout.flush()
+def may_pass(code: int) -> bool:
+    """Whether a failure may be gone at the next start; the run goes on from its checkpoint."""
+    return code < 0 or code in (1, 6, HANG)

@@ -36,6 +36,12 @@ class DivergedError(RunError):
     code = 4
 
 
+class MeetingError(RunError):
+    """Not all processes of a program came to its start."""
+
+    code = 6
+
+
 class StorageFullError(RunError):
     """No space is left for what the run must write."""
 

@@ -25,6 +25,7 @@ __all__ = [
     "RopeConfig",
     "RouterConfig",
     "TrainConfig",
+    "WatchdogConfig",
 ]
 
 
@@ -283,6 +284,24 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class WatchdogConfig:
+    """Seconds after which a stage of a run counts as hung: the process ends with exit code 124."""
+
+    start_s: float | None = setting(
+        1800, "devices, plan and restore, until compilation; none: any time", above=0
+    )
+    compile_s: float | None = setting(3600, "a compilation", above=0)
+    step_s: float | None = setting(900, "a step, or waiting for its batch", above=0)
+    evaluate_s: float | None = setting(
+        3600, "one batch of an evaluation, its compilation included, or the sample", above=0
+    )
+    save_s: float | None = setting(3600, "waiting for a checkpoint", above=0)
+    silent_s: float | None = setting(
+        60, "no word from another process; JAX itself waits 100 s, with less to say", above=0
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """One run."""
 
@@ -328,3 +347,4 @@ class Config:
     plan: PlanConfig = section(PlanConfig, "who chooses the settings that are not set")
     profile: ProfileConfig = section(ProfileConfig, "which steps are profiled")
     track: TrackConfig = section(TrackConfig, "who else is told the metrics")
+    watchdog: WatchdogConfig = section(WatchdogConfig, "when a stage counts as hung")

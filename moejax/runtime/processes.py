@@ -12,6 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
 
 from moejax.errors import DivergedError, InputError, RunError
 
@@ -64,6 +68,8 @@ class Processes:
         """Takes JAX's coordination client; a program of one process has none."""
         self.index, self.count, self._client = index, count, client
         self._rounds = 0
+        # Weak: one program, such as a notebook, may make many functions.
+        self._compiled: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
     def __enter__(self) -> "Processes":
         return self
@@ -138,11 +144,14 @@ class Processes:
         """Compiles a jitted function for these arguments; returns it once every process has.
 
         Otherwise the first process would wait in a collective, and gloo gives up on a peer after
-        half a minute. Later calls with such arguments use this compiled program.
+        half a minute. Later calls with such arguments use this compiled program, and a later call
+        of this returns it at once.
         """
-        compiled = function.lower(*arguments).compile()
-        self.gather("compiled")
-        return compiled
+        known, key = self._compiled.setdefault(function, {}), _signature(arguments)
+        if key not in known:
+            known[key] = function.lower(*arguments).compile()
+            self.gather("compiled")
+        return known[key]
 
     def publish(self, name: str, value: str) -> None:
         """Publishes a note for the other processes."""
@@ -160,6 +169,16 @@ class Processes:
             except Exception as error:  # JAX has no class for it
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+
+
+def _signature(arguments: Any) -> tuple[Any, ...]:
+    """Returns what decides whether a program that was compiled for other arguments serves these."""
+    leaves, structure = jax.tree.flatten(arguments)
+    shapes = [
+        (np.shape(x), str(getattr(x, "dtype", type(x))), getattr(x, "sharding", None))
+        for x in leaves
+    ]
+    return structure, tuple(shapes)
 
 
 ALONE = Processes()

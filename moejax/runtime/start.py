@@ -14,6 +14,7 @@ from jax._src import distributed
 from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.runtime.interrupt import interruptible
+from moejax.runtime.meeting import meet
 from moejax.runtime.memory import take_share
 from moejax.runtime.processes import Processes, find_rank
 from moejax.runtime.program_cache import keep_programs
@@ -28,6 +29,7 @@ def join() -> Processes:
     Raises:
       InputError: if the launcher's variables contradict each other, or the coordinator's address
         is not one of process 0's machine.
+      MeetingError: if some processes do not come.
     """
     rank = find_rank()
     if rank.count == 1:
@@ -38,6 +40,7 @@ def join() -> Processes:
     listens_at = coordinator_listens_at(rank.coordinator or "")
     if rank.index == 0:
         check_can_listen(listens_at)
+    meet(rank, listens_at)
     with interruptible():
         jax.distributed.initialize(
             coordinator_address=rank.coordinator,

@@ -7,6 +7,7 @@ import numpy as np
 
 from moejax.config.compression import NO_COMPRESSION, Codecs, describe_codecs
 from moejax.runtime.processes import Processes
+from moejax.runtime.watch import Watch
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
 
@@ -14,8 +15,8 @@ from moejax.step.train_step import TrainStep
 class CodecSchedule:
     """The compiled steps of a run, one for each choice of codecs."""
 
-    def __init__(self, train_step: TrainStep, processes: Processes):
-        self._train_step, self._processes = train_step, processes
+    def __init__(self, train_step: TrainStep, processes: Processes, watch: Watch):
+        self._train_step, self._processes, self._watch = train_step, processes, watch
         self._policy = train_step.spec.compression
         self._steps: dict[Codecs, Any] = {}
         self._levels: tuple[int, int] | None = None
@@ -37,7 +38,8 @@ class CodecSchedule:
         if codecs not in self._steps:
             train_step = self._train_step.at(codecs)
             shapes = train_step.abstract, train_step.abstract_batch()
-            self._compiled = self._processes.compile(train_step.step, *shapes)
+            with self._watch.during("compile", step):
+                self._compiled = self._processes.compile(train_step.step, *shapes)
             self._steps[codecs] = train_step.step
         text = describe_codecs(codecs) if self._policy != NO_COMPRESSION else ""
         return self._steps[codecs], text

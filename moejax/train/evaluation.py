@@ -4,6 +4,7 @@ import itertools
 import math
 import shlex
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from moejax.data.tokens import TokenSource
@@ -48,15 +49,18 @@ def score(
     limit: int | None = None,
     processes: Processes = ALONE,
     progress: Callable[[], None] = lambda: None,
+    compiling: AbstractContextManager[None] | None = None,
 ) -> Score:
     """Returns the likelihood of a stream, or of batches spread over it.
 
     Args:
       limit: number of batches; None for all.
       progress: is called after each batch.
+      compiling: is entered while the evaluation is compiled.
     """
     nats, targets = 0.0, 0
-    processes.compile(train_step.evaluate, train_step.abstract, train_step.abstract_batch())
+    with compiling or nullcontext():
+        processes.compile(train_step.evaluate, train_step.abstract, train_step.abstract_batch())
     for batch, count in held_out_batches(train_step, source, limit):
         nats += float(train_step.evaluate(state, batch))
         targets += count
@@ -71,6 +75,12 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
         return
     done = itertools.count(1)
     whole = limit is None
+
+    def progress() -> None:
+        run.watch.enter("evaluate", step)  # the deadline is of one batch
+        tell(f"{next(done)} batches")
+
+    run.watch.enter("evaluate", step)
     with run.display.busy(f"evaluating {'all ' * whole}held-out text", plain=whole) as tell:
         found = score(
             run.train_step,
@@ -78,7 +88,8 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
             held_out,
             limit=limit,
             processes=run.processes,
-            progress=lambda: tell(f"{next(done)} batches"),
+            progress=progress,
+            compiling=run.watch.during("compile", step),
         )
     values = {"nats_per_token": found.nats_per_token}
     if (bits := found.bits_per_byte(held_out)) is not None:
@@ -96,7 +107,9 @@ def finish(run: Run, state: TrainState) -> None:
     evaluate(run, state, last, limit=None)
     for name, bits in run.inputs.baselines().items():
         run.console.print(f"  for the same files {name} needs {bits:.3f} bits per byte")
+    run.watch.enter("save", last)
     run.record_saved(run.checkpoints.wait())
+    run.watch.enter("sample", last)
     if run.cfg.train.sample_tokens:
         _show_sample(run, state)
     run.display.note(

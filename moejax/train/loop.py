@@ -26,6 +26,7 @@ from moejax.plan.probe.timer import ProgressFn
 from moejax.plan.search.file import Plan
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, measure_peak, platform_of, start
+from moejax.runtime.watch import Watch
 from moejax.step.model import check_adapters
 from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
@@ -57,6 +58,7 @@ from moejax.train.start_record import ExpertLoads, describe_start, highest_peak
 from moejax.train.steps import run_steps
 from moejax.train.summary import Summary, print_summary, summarize
 from moejax.train.trackers import check_trackers, open_trackers
+from moejax.train.watching import watching
 
 
 class RunEnd(NamedTuple):
@@ -90,20 +92,24 @@ def train(cfg: Config, console: Console) -> RunEnd:
         lock = processes.together(lambda: claim(run_dir) if processes.first else None)
         try:
             shown = console if processes.first else Console(quiet=True)
-            ended = train_claimed(cfg, inputs, shown, processes)
-            # Process 0 may write digests for long, and JAX's own shutdown waits only minutes.
-            processes.gather("done")
+            with watching(cfg, processes) as watch:
+                ended = train_claimed(cfg, inputs, shown, processes, watch)
+                # Process 0 may write digests for long, and JAX's own shutdown waits only minutes.
+                processes.gather("done")
             return ended
         finally:
             if lock is not None:
                 lock.close()
 
 
-def train_claimed(cfg: Config, inputs: Inputs, console: Console, processes: Processes) -> RunEnd:
+def train_claimed(
+    cfg: Config, inputs: Inputs, console: Console, processes: Processes, watch: Watch
+) -> RunEnd:
     """Trains in a run directory that no other run uses."""
-    ended = train_planned(cfg, inputs, console, processes)
+    ended = train_planned(cfg, inputs, console, processes, watch)
     if isinstance(ended, Topology):  # stopped to plan again, because the links changed
-        ended = train_planned(cfg, inputs, console, processes, measured=ended)
+        watch.enter("start")
+        ended = train_planned(cfg, inputs, console, processes, watch, measured=ended)
     assert isinstance(ended, RunEnd), "a run plans at most twice"
     return ended
 
@@ -113,6 +119,7 @@ def train_planned(
     inputs: Inputs,
     console: Console,
     processes: Processes,
+    watch: Watch,
     measured: Topology | None = None,
 ) -> RunEnd | Topology:
     """Plans and trains. Returns the run's end, or a topology to plan again with.
@@ -133,7 +140,8 @@ def train_planned(
     name_operations(cfg.profile)
     platform = platform_of(devices)
     resuming = saved is not None
-    planned = plan_run(cfg, devices, processes, console, resuming=resuming, measured=measured)
+    with watch.during("plan"):
+        planned = plan_run(cfg, devices, processes, console, resuming=resuming, measured=measured)
     notes += planned.notes
     cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
@@ -148,12 +156,13 @@ def train_planned(
     if processes.first:
         keep_origin(source, run_dir)
     checkpoints = _checkpoints(cfg, processes)
-    state = initial_state(train_step, checkpoints, saved, source, console)
+    with watch.during("restore"):
+        state = initial_state(train_step, checkpoints, saved, source, console)
     facts = describe_start(train_step, summary, processes)
     meter = _meter(cfg, summary, facts, processes)
     records.start(int(state.step), {**facts, "peak_flops_per_second": meter.peak})
     display = Display(console, cfg.train.num_steps, int(state.step))
-    run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes)
+    run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes, watch)
     run.base = base_of(cfg, source)
     if processes.first and cfg.model.has_experts:
         run.expert_loads = ExpertLoads(Path(cfg.run_dir), cfg.train.num_steps)
@@ -216,6 +225,7 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
             if not stopped:
                 finish(run, state)
     finally:
+        run.watch.enter("finish")
         run.checkpoints.close()
         for problem in run.records.close():
             run.display.note(f"warning: {problem}")

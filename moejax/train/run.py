@@ -1,11 +1,12 @@
 """The objects that the stages of a run share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 
 from moejax.config.schema import Config
 from moejax.runtime.processes import ALONE, Processes
+from moejax.runtime.watch import Watch
 from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.display import Display
@@ -27,6 +28,7 @@ class Run:
     display: Display
     console: Console
     processes: Processes = ALONE
+    watch: Watch = field(default_factory=Watch)
     base: dict[str, str] | None = None  # identity of the frozen weights, with adapters
     expert_loads: ExpertLoads | None = None  # in process 0, of a model with experts
     monitor: PlanMonitor | None = None  # if the run has a plan with known links

@@ -28,13 +28,15 @@ from moejax.train.skips import Skipped, Skips
 def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
     """Runs the loop. Returns the state, and whether it was asked to stop early."""
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
-    schedule, stopping = CodecSchedule(run.train_step, run.processes), Stop(run.processes)
+    schedule = CodecSchedule(run.train_step, run.processes, run.watch)
+    stopping = Stop(run.processes)
     skips = Skips(int(state.skipped))
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
     before, shown = None, ""
     with run.display.busy("compiling the step"):  # Ctrl-C ends it at once: it is not caught yet
         began = time.perf_counter()
         schedule.step_for(step, state)
+    run.watch.enter("input", step + 1)
     run.display.note(f"compiled in {time.perf_counter() - began:.0f} s")
     with (
         closing(profile),
@@ -42,6 +44,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
         run.inputs.batches(run.train_step, step, last) as batches,
     ):
         for batch in batches:
+            run.watch.enter("step", step + 1)
             run_step, codec_text = schedule.step_for(step, state)
             if codec_text != shown:
                 text = f"codecs across nodes: {codec_text}"
@@ -66,15 +69,18 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             # earlier ones.
             saves = due(step, cfg.checkpoint.save_every) and not skips.in_a_row
             if saves or step == last or stop:
-                save(run, step, state)
+                with run.watch.during("save", step):
+                    save(run, step, state)
             run.record_saved(run.checkpoints.finished())
             if step < last and (stop or (saves and run.mismatch is not None)):
                 stop_early(run, step, stop or interrupt.requested)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
                 began = time.perf_counter()
-                evaluate(run, state, step, limit=cfg.train.eval_batches)
+                with run.watch.during("evaluate", step):
+                    evaluate(run, state, step, limit=cfg.train.eval_batches)
                 meter.pause(time.perf_counter() - began)
+            run.watch.enter("input", step + 1)
     return state, False
 
 
@@ -183,7 +189,8 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
     if monitor.measure is None:
         mismatch = monitor.mismatch(seconds, lambda _: None)
     else:
-        with run.display.busy("steps are not as predicted: measuring links again") as progress:
+        busy = run.display.busy("steps are not as predicted: measuring links again")
+        with run.watch.during("plan", step), busy as progress:
             mismatch = monitor.mismatch(seconds, progress)
     run.display.note(mismatch.text)
     run.records.event("note", step, text=mismatch.text)

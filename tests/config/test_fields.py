@@ -150,6 +150,12 @@ FIELD_NAMES = [
     "train.sample_prompt",
     "train.sample_tokens",
     "train.seed",
+    "watchdog.compile_s",
+    "watchdog.evaluate_s",
+    "watchdog.save_s",
+    "watchdog.silent_s",
+    "watchdog.start_s",
+    "watchdog.step_s",
 ]
 
 

@@ -126,15 +126,19 @@ def test_an_interrupt_stops_and_removes_everything(tmp_path):
 
 
 @needs_namespaces
-def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path):
+@pytest.mark.parametrize("remover", ["runs", "is killed too"])
+def test_a_launcher_that_is_killed_leaves_nothing(tmp_path, remover):
     marker = f"sleep {300 + os.getpid() / 1e6:.6f}"
     process = begin("--hosts", 2, "--logs", tmp_path, "--", "sh", "-c", f"echo up; {marker}")
     wait_for(lambda: (tmp_path / "h1.log").exists() and (tmp_path / "h1.log").read_text())
+    if remover == "is killed too":
+        subprocess.run(["pkill", "-9", "-f", f"namespaces.py moejax-{process.pid}-h0"], check=True)
     process.kill()
     process.communicate(timeout=60)
-    assert namespaces_of(process.pid), "a kill leaves no time to clean up"
-    assert emulate("--hosts", 1, "--logs", tmp_path, "--", "true")[0] == 0
-    assert namespaces_of(process.pid) == []
+    if remover == "is killed too":
+        assert namespaces_of(process.pid), "nobody was there to clean up"
+        assert emulate("--hosts", 1, "--logs", tmp_path, "--", "true")[0] == 0
+    wait_for(lambda: namespaces_of(process.pid) == [])
     assert subprocess.run(["pgrep", "-f", marker], capture_output=True).returncode == 1
 
 

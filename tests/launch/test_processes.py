@@ -1,24 +1,23 @@
 """What launch/processes.py passes on of how processes ended, also through launch/local."""
 
-import importlib.util
+import importlib
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from moejax.errors import STOPPED
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("processes", ROOT / "launch" / "processes.py")
-processes = importlib.util.module_from_spec(_spec)
-sys.modules["processes"] = processes  # where its dataclass looks itself up
-_spec.loader.exec_module(processes)
+sys.path.insert(0, str(ROOT / "launch"))
+group, processes = map(importlib.import_module, ("group", "processes"))
 
 
 def local(folder, script):
@@ -46,10 +45,13 @@ def test_how_processes_ended_is_passed_on(tmp_path, script, code):
         ((1, -9, 5), -9),
         ((3, 0), 3),
         ((3, 1), 1),
+        ((1, 124), 124),
+        ((124, -9), -9),
+        ((124, 5), 5),
     ],
 )
 def test_of_several_codes_the_one_that_says_most_is_passed_on(codes, code):
-    assert processes._failure([SimpleNamespace(returncode=one) for one in codes]) == code
+    assert group.failure_of(codes) == code
 
 
 def test_a_failure_is_seen_behind_a_process_that_runs(tmp_path):
@@ -59,13 +61,110 @@ def test_a_failure_is_seen_behind_a_process_that_runs(tmp_path):
 
 
 def test_who_stopped_as_asked_does_not_hurry_the_others(tmp_path):
-    assert processes.STOPPED == STOPPED
+    assert group.STOPPED == STOPPED
     # Process 0 may be longer at its end than a failure of the others would let it be.
-    seconds = processes.PATIENCE_SECONDS + 1
+    seconds = group.PATIENCE_SECONDS + 1
     script = f"test $MOEJAX_PROCESS = 0 && sleep {seconds}; echo out of $MOEJAX_PROCESS; exit 3"
     code, out = local(tmp_path, script)
     assert code == 3, out
     assert "[p0] out of 0" in out
+
+
+def test_who_failed_first_is_said_last_with_its_last_lines(tmp_path):
+    script = "if test $MOEJAX_PROCESS = 1; then echo the reason; kill -9 $$; fi; sleep 0.5; exit 1"
+    code, out = local(tmp_path, script)
+    assert code == 137
+    said = out[out.index("launcher: ") :].splitlines()
+    assert said == [
+        "launcher: p1 failed first: ended by SIGKILL; then p0 ended with 1 (a fault). "
+        "p1 said last:",
+        "    the reason",
+    ]
+
+
+linux = pytest.mark.skipif(
+    not Path("/proc/self/net/tcp").exists(), reason="reads who listens from Linux"
+)
+
+
+ONCE = "echo start >> {file}; test $(wc -l < {file}) -ge {starts} || exit {code}"
+
+
+def restarted(folder, script, restarts):
+    """Runs a script as one process that may be started again."""
+    command = [ROOT / "launch" / "local", "--processes", 1, "--restarts", restarts]
+    words = [sys.executable, *map(str, command), "--logs", str(folder), "--", "sh", "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("code", [1, 6, 124])
+def test_what_may_pass_is_started_again(tmp_path, code):
+    script = ONCE.format(file=tmp_path / "starts", starts=2, code=code)
+    ended, out = restarted(tmp_path, script, 2)
+    assert ended == 0, out
+    assert f"restart 1 of 2 in 1 s: ended with {code} (" in out
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 130])
+def test_what_would_not_pass_is_not_started_again(tmp_path, code):
+    script = ONCE.format(file=tmp_path / "starts", starts=2, code=code)
+    assert restarted(tmp_path, script, 2)[0] == code
+    assert (tmp_path / "starts").read_text() == "start\n"
+
+
+def test_a_program_that_fails_again_and_again_is_given_up(tmp_path):
+    script = ONCE.format(file=tmp_path / "starts", starts=9, code=1)
+    code, out = restarted(tmp_path, f"echo try; {script}", 1)
+    assert code == processes.CRASH_LOOP
+    assert "gave up after 1 restarts" in out
+    assert (tmp_path / "starts").read_text() == "start\n" * 2
+    assert (tmp_path / "p0.log").read_text() == "try\n" * 2  # the log keeps both
+
+
+def begin(folder, script, *flags):
+    """Begins a launcher of two processes; returns it once both run."""
+    command = [ROOT / "launch" / "local", *flags, "--logs", folder, "--", "sh", "-c"]
+    words = [sys.executable, *map(str, command), f"echo up; {script}"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    until = time.monotonic() + 30
+    while not all(
+        (folder / f"p{n}.log").exists() and (folder / f"p{n}.log").read_text() for n in (0, 1)
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return process
+
+
+@linux
+def test_a_launcher_that_is_killed_takes_its_processes_with_it(tmp_path):
+    marker = f"sleep {400 + os.getpid() / 1e6:.6f}"
+    process = begin(tmp_path, marker)
+    process.kill()
+    process.communicate(timeout=60)
+    until = time.monotonic() + 5
+    while subprocess.run(["pgrep", "-f", marker], capture_output=True).returncode == 0:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_the_third_interrupt_kills_what_ignores_them(tmp_path):
+    process = begin(tmp_path, "trap : INT; while true; do sleep 0.1; done")
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    process.communicate(timeout=10)
+    assert process.returncode == 137
+
+
+def test_an_interrupt_ends_the_wait_for_who_does_not_stop(tmp_path):
+    loop = "while true; do sleep 0.1; done"
+    script = f"trap : INT; test $MOEJAX_PROCESS = 1 && sleep 0.3 && exit 7; {loop}"
+    process = begin(tmp_path, script)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 7
 
 
 def test_logs_that_cannot_be_kept_are_bad_input(tmp_path):
@@ -91,11 +190,6 @@ def listening(folder, coordinator=None):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return re.search("listens at (.*)", done.stdout)[1].split()
-
-
-linux = pytest.mark.skipif(
-    not Path("/proc/self/net/tcp").exists(), reason="reads who listens from Linux"
-)
 
 
 @linux

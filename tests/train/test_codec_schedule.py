@@ -5,6 +5,7 @@ import pytest
 
 from moejax.config.compression import build_compression
 from moejax.config.schema import CompressionConfig
+from moejax.runtime.watch import Watch
 from moejax.train.codec_schedule import CodecSchedule
 
 
@@ -19,7 +20,7 @@ def test_a_strength_is_read_after_the_step_that_measured_it(every):
     )
     compiled = []
     processes = SimpleNamespace(compile=lambda step, *_: compiled.append(step))
-    schedule = CodecSchedule(train_step, processes)
+    schedule = CodecSchedule(train_step, processes, Watch())
     strength = 0
     for step in range(8):
         levels = np.array([0, (step - 1) % 2])  # left by the step before

@@ -1,0 +1,125 @@
+"""Watches a run: a log of events in every process, and a watchdog over its stages."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moejax.config.schema import Config, WatchdogConfig
+from moejax.runtime.event_log import EventLog
+from moejax.runtime.processes import Processes
+from moejax.runtime.watch import STEPPING, Deadlines, Watch, Watchdog, end_process
+
+DIRECTORY = "events"  # in the run directory: one file a process
+TOLD_EVERY_S = 10.0  # stages of steps are short: they are summed for as long
+
+
+class ProcessLog:
+    """The events of this process: when it was in which stage, and what happened to it."""
+
+    def __init__(self, run_dir: Path, index: int):
+        directory = run_dir / DIRECTORY
+        directory.mkdir(parents=True, exist_ok=True)
+        self.hang_file = directory / f"{index}.hang.txt"
+        self._log = EventLog(directory / f"{index}.jsonl")
+        self._last: tuple[str, int, float] | None = None  # a stage that may go on
+        self._sums: dict[str, float] = {}
+        self._first_step: int | None = None
+        self._told = time.monotonic()
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """Adds an event."""
+        self._log.write(event, step=step, **values)
+
+    def ended(self, stage: str, step: int, seconds: float) -> None:
+        """Records a stage that has ended; those of steps are summed."""
+        if stage not in STEPPING:
+            self._tell_steps(step)
+            if self._last is not None and self._last[:2] == (stage, step):
+                seconds += self._last[2]  # such as the batches of an evaluation
+            else:
+                self._tell_stage()
+            self._last = (stage, step, seconds)
+            return
+        self._tell_stage()
+        self._sums[stage] = self._sums.get(stage, 0) + seconds
+        self._first_step = self._first_step or step
+        if stage == "step" and time.monotonic() - self._told > TOLD_EVERY_S:
+            self._tell_steps(step)
+
+    def _tell_stage(self) -> None:
+        if self._last is not None:
+            stage, step, seconds = self._last
+            self.write("stage", step, stage=stage, seconds=round(seconds, 3))
+        self._last = None
+
+    def _tell_steps(self, step: int) -> None:
+        if self._first_step is not None:
+            sums = {f"{stage}_s": round(seconds, 3) for stage, seconds in self._sums.items()}
+            self.write("steps", step, first=self._first_step, **sums)
+        self._sums, self._first_step, self._told = {}, None, time.monotonic()
+
+    def tell(self, step: int) -> None:
+        """Records what is still kept back."""
+        self._tell_steps(step)
+        self._tell_stage()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._log.close()
+
+
+@contextmanager
+def watching(cfg: Config, processes: Processes) -> Iterator[Watch]:
+    """Opens this process's log and starts the watchdog; ends both.
+
+    Yields:
+      What the stages of the run are told to.
+    """
+    log = ProcessLog(Path(cfg.run_dir), processes.index)
+    log.write("begin", 0, host=socket.gethostname(), pid=os.getpid(), processes=processes.count)
+    watch = Watch(log.ended)
+    hang = partial(_end, watch, log)
+    watchdog = Watchdog(watch, deadlines_of(cfg.watchdog), processes, hang)
+    try:
+        yield watch
+        _say_end(watch, log)
+    except BaseException as error:
+        _say_end(watch, log, error=type(error).__name__)
+        raise
+    finally:
+        watchdog.close()
+        log.close()
+
+
+def _say_end(watch: Watch, log: ProcessLog, **values: str) -> None:
+    step = watch.now[0].step
+    watch.enter("end", step)
+    log.tell(step)
+    log.write("end", step, **values)
+
+
+def deadlines_of(cfg: WatchdogConfig) -> Deadlines:
+    """Returns the deadline of each stage."""
+    return Deadlines(
+        {
+            **dict.fromkeys(("start", "plan", "restore"), cfg.start_s),
+            **dict.fromkeys(("input", "step"), cfg.step_s),
+            **dict.fromkeys(("evaluate", "sample"), cfg.evaluate_s),
+            **dict.fromkeys(("save", "finish"), cfg.save_s),
+            "compile": cfg.compile_s,
+        },
+        cfg.silent_s,
+    )
+
+
+def _end(watch: Watch, log: ProcessLog, found: str) -> None:
+    """Records a hang, and ends the process."""
+    place = watch.now[0]
+    log.tell(place.step)
+    log.write("hang", place.step, stage=place.stage, text=found)
+    end_process(found, log.hang_file)

@@ -1,0 +1,120 @@
+"""Processes meet before JAX starts; one that is missing or does not fit is named."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from moejax.errors import InputError, MeetingError
+from moejax.runtime import meeting
+from moejax.runtime.meeting import meet
+from moejax.runtime.processes import Rank
+
+
+@pytest.fixture
+def address(monkeypatch):
+    monkeypatch.setenv("MOEJAX_MEETING_SECONDS", "20")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return f"127.0.0.1:{port}"
+
+
+def start(address, index, count=3):
+    """Starts a process of the program in a thread. Returns the thread and what it raised."""
+    ended = []
+
+    def run():
+        try:
+            meet(Rank(address, count, index), address)
+            ended.append(None)
+        except Exception as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, ended
+
+
+def ends(started):
+    """Returns how each ended."""
+    for thread, _ in started:
+        thread.join(30)
+    return [ended[0] for _, ended in started]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_all_go_on_once_all_are_there(address, order):
+    assert ends([start(address, index) for index in order]) == [None, None, None]
+
+
+def test_the_missing_ones_are_named_everywhere(address, monkeypatch, capfd):
+    monkeypatch.setenv("MOEJAX_MEETING_SECONDS", "1.5")
+    monkeypatch.setattr(meeting, "SAY_AFTER_S", 0.5)
+    found = ends([start(address, index, count=4) for index in (0, 2)])
+    assert [type(error) for error in found] == [MeetingError, MeetingError]
+    assert all("processes 1, 3 of 4" in str(error) for error in found)
+    assert "process 0 waits for processes 1, 3 of 4" in capfd.readouterr().err
+
+
+def test_without_process_0_the_others_say_where_they_looked(address, monkeypatch):
+    monkeypatch.setenv("MOEJAX_MEETING_SECONDS", "0.5")
+    (error,) = ends([start(address, 1)])
+    assert isinstance(error, MeetingError)
+    assert f"waited at {address}: Connection refused" in str(error)
+
+
+def test_two_with_the_same_number_are_refused(address):
+    found = ends([start(address, index) for index in (0, 1, 1)])
+    assert all(isinstance(error, InputError) for error in found)
+    assert all("two processes say that they are process 1" in str(e).lower() for e in found)
+
+
+def test_another_version_is_refused(address, monkeypatch):
+    host = start(address, 0, count=2)
+    said = {"moejax": "0.0.1", "process": 1, "processes": 2}
+    with connect(address) as guest:
+        guest.sendall(json.dumps(said).encode() + b"\n")
+        answer = json.loads(guest.recv(4096))
+    assert "Process 1 has version: 0.0.1" in answer["error"]
+    assert isinstance(ends([host])[0], InputError)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"[" * 5000, b'{"process": []}\n']
+)
+def test_a_stranger_does_not_disturb_the_meeting(address, said):
+    host = start(address, 0, count=2)
+    with connect(address) as stranger:
+        stranger.sendall(said)
+        assert ends([host, start(address, 1, count=2)]) == [None, None]
+
+
+def test_a_process_that_came_and_died_is_waited_for_again(address):
+    host = start(address, 0, count=3)
+    said = {**meeting._introduction(Rank(address, 3, 1))}
+    with connect(address) as gone:
+        gone.sendall(json.dumps(said).encode() + b"\n")
+        time.sleep(0.3)
+    assert ends([host, start(address, 1), start(address, 2)]) == [None, None, None]
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "0", "nan"])
+def test_a_wrong_patience_is_refused(address, monkeypatch, text):
+    monkeypatch.setenv("MOEJAX_MEETING_SECONDS", text)
+    with pytest.raises(InputError, match="MOEJAX_MEETING_SECONDS"):
+        meet(Rank(address, 2, 1), address)
+
+
+def connect(address):
+    """Connects to process 0 as soon as it listens."""
+    host, port = address.split(":")
+    until = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((host, int(port)))
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
