@@ -21,8 +21,8 @@ ALWAYS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "Serve
 CHECK_SECONDS = 60  # Python starts slowly from a busy shared file system
 AT_ONCE = 32
 NO_DIRECTORY, NO_PROGRAM, NO_PYTHON = 91, 92, 93  # exit codes of SCRIPT
-# Becomes the host's Python, with what follows as its arguments: $3, which runs the command, if it is
-# there, else the one on the PATH. $1 is the directory, $2 the command's program.
+# Becomes the host's Python, with what follows as its arguments: $3, which runs the command, if that
+# is there, else the one on the PATH. $1 is the directory, $2 the command's program.
 SCRIPT = f"""cd -- "$1" || exit {NO_DIRECTORY}
 command -v -- "$2" >/dev/null || exit {NO_PROGRAM}
 for python in "$3" python3 python; do

@@ -129,7 +129,7 @@ def running(folder, grace=60, kill_wait=30):
     flags = [f"--{name}={folder / file}" for name, file in munge.items()]
     known = Path("/etc/hosts").read_text() + "127.0.0.1 node1\n127.0.0.2 node2\n"
     (folder / "hosts").write_text(known)
-    apart = f"mount --bind {folder / 'hosts'} /etc/hosts && exec \"$@\""
+    apart = f'mount --bind {folder / "hosts"} /etc/hosts && exec "$@"'
     node = ["unshare", "--mount", "sh", "-c", apart, "sh", "slurmd", "-D"]
     conf = str(folder / "slurm.conf")
     daemons = [
