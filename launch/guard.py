@@ -22,6 +22,7 @@ import threading
 from importlib import import_module
 
 GRACE_SECONDS = 60  # to save and stop
+STOP = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 FLUSH_SECONDS = 5  # for the last lines, when a process of the command has kept its output open
 
 
@@ -46,6 +47,8 @@ def check(name: str) -> int:
 
 def run(command: list) -> int:
     """Runs a command until it ends. Returns its exit code, or 128 + N after signal N."""
+    for number in STOP:  # a command that starts with one ignored cannot be asked to stop
+        signal.signal(number, signal.SIG_DFL)
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -53,7 +56,7 @@ def run(command: list) -> int:
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # from this host itself
+    for number in STOP:  # from this host itself
         signal.signal(number, lambda number, _: _signal(process, number))
     shown = threading.Thread(target=_show, args=(process,), daemon=True)
     shown.start()

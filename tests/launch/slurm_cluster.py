@@ -6,6 +6,7 @@ the nodes alone, which have a file of hosts of their own.
 """
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -47,11 +48,11 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-KillWait={kill_wait}
+KillWait=30
 InactiveLimit=0
 NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
 NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
-PartitionName=batch Nodes=node[1-2] Default=YES MaxTime=60 PriorityTier=1 GraceTime={grace}
+PartitionName=batch Nodes=node[1-2] Default=YES MaxTime=60 PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=node[1-2] MaxTime=60 PriorityTier=10 PreemptMode=OFF
 """
 
@@ -74,6 +75,14 @@ class Slurm:
         )
         assert done.returncode == 0 or not check, done.stdout + done.stderr
         return done.stdout
+
+    def set(self, name, value):
+        """Changes a setting of the cluster that runs."""
+        conf = self.folder / "slurm.conf"
+        changed, count = re.subn(f"^{name}=.*$", f"{name}={value}", conf.read_text(), flags=re.M)
+        assert count == 1
+        conf.write_text(changed)
+        self.command("scontrol", "reconfigure")
 
     def submit(self, *words, environment=os.environ):
         """Submits a job with the variables of `environment`, and returns its id."""
@@ -108,17 +117,10 @@ def _ports(count):
 
 
 @contextmanager
-def running(folder, grace=60, kill_wait=30):
-    """Starts munge, the controller and two nodes, and ends them.
-
-    Args:
-      grace: seconds that a job which must make room has from SIGTERM to SIGKILL.
-      kill_wait: the same of a job that is cancelled, or whose time is up.
-    """
+def running(folder):
+    """Starts munge, the controller and two nodes, and ends them."""
     host = socket.gethostname().partition(".")[0]
-    settings = SETTINGS.format(
-        folder=folder, host=host, ports=_ports(3), grace=grace, kill_wait=kill_wait
-    )
+    settings = SETTINGS.format(folder=folder, host=host, ports=_ports(3))
     (folder / "slurm.conf").write_text(settings)
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
