@@ -12,6 +12,7 @@ VENV_TPU := .venv-aot-tpu
 VENV_PARITY := .venv-parity
 VENV_NOTEBOOKS := .venv-notebooks
 VENV_DOCS := .venv-docs
+VENV_CLUSTER := .venv-cluster
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
@@ -53,8 +54,8 @@ docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/sit
 notebooks: $(VENV_NOTEBOOKS)/.installed ## execute the notebooks on CPU, with few steps (ARGS="-k routes")
 	JAX_PLATFORMS=cpu MOEJAX_NOTEBOOK_STEPS=30 MOEJAX_NOTEBOOK_TRACES=8 $(VENV_NOTEBOOKS)/bin/python -m pytest $(SPREAD) notebooks $(ARGS)
 
-cluster: $(VENV)/.installed ## train on a real Slurm of two nodes, and through sshd, on this machine (root; slurmctld slurmd slurm-client munge openssh-server)
-	$(VENV)/bin/python -m pytest -m "cluster or exhaustive" tests/launch $(ARGS)
+cluster: $(VENV_CLUSTER)/.installed ## train on a real Slurm of two nodes, and through sshd, on this machine (root; slurmctld slurmd slurm-client munge openssh-server)
+	$(VENV_CLUSTER)/bin/python -m pytest -m "cluster or exhaustive" tests/launch $(ARGS)
 
 package: $(VENV)/.installed ## build wheel and sdist, install each in an empty environment, and use it there
 	$(VENV)/bin/python -m pytest -m package tests/packaging $(ARGS)
@@ -72,7 +73,7 @@ format: $(VENV)/.installed ## rewrite the code in the project's style
 	$(VENV)/bin/ruff format
 
 clean: ## remove environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) $(VENV_NOTEBOOKS) $(VENV_DOCS) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) $(VENV_NOTEBOOKS) $(VENV_DOCS) $(VENV_CLUSTER) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find moejax tests configs launch benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted install is taken up again.
@@ -106,6 +107,13 @@ $(VENV_PARITY)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	python=$$(launch/find_python.sh 11 2>/dev/null || echo "$(PYTHON)") && "$$python" -m venv $(VENV_PARITY)
 	$(VENV_PARITY)/bin/python -m pip install --quiet --editable '.[parity]' $(PARITY_TESTS) --constraint constraints.txt
+	@touch $@
+
+# Of its own: the schemas of all versions of Kubernetes are 110 MB.
+$(VENV_CLUSTER)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv $(VENV_CLUSTER)
+	$(VENV_CLUSTER)/bin/python -m pip install --quiet --editable '.[dev,cluster]' --constraint constraints.txt
 	@touch $@
 
 # Of its own: a Jupyter kernel is thirty packages that nothing else needs.

@@ -7,7 +7,7 @@ A launcher sends this text to the host's own Python, so nothing of moejax must b
 
 A command's processes get the signals whose names arrive on standard input, a line each. When
 standard input ends, the launcher is gone or the link is lost: the command is asked to stop, so that
-it can save, and killed some time later. Standard library only, Python 3.6 or newer.
+it can save, and killed some time later. Standard library only.
 """
 
 import contextlib

@@ -93,6 +93,19 @@ def test_a_job_of_two_nodes_trains(straight):
 
 
 @slurm_cluster.needs_slurm
+def test_tasks_of_a_bare_srun_do_not_train_alone(slurm, place):
+    script = slurm.folder / "bare.sh"
+    command = " ".join(map(str, training(place, place / "bare")))
+    script.write_text(f"#!/bin/sh\nsrun {command}\n")
+    job = slurm.submit("--nodes=2", "--ntasks-per-node=1", script, environment=environment())
+    assert slurm.wait(job, "COMPLETED", "FAILED") == "FAILED"
+    assert slurm.field(job, "ExitCode") == "2:0"
+    said = (slurm.folder / f"slurm-{job}.out").read_text()
+    assert "each of 2 processes would run alone. srun has started them" in said
+    assert not (place / "bare" / "metrics.jsonl").exists()
+
+
+@slurm_cluster.needs_slurm
 @pytest.mark.parametrize("seconds", [30, 1])
 def test_a_job_that_is_cancelled_while_it_saves_goes_on(slurm, place, straight, seconds):
     """Whether or not Slurm waits long enough, before it kills, for the run to save and stop."""
