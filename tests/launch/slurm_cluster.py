@@ -6,7 +6,6 @@ the nodes alone, which have a file of hosts of their own.
 """
 
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -75,14 +74,6 @@ class Slurm:
         )
         assert done.returncode == 0 or not check, done.stdout + done.stderr
         return done.stdout
-
-    def set(self, name, value):
-        """Changes a setting of the cluster that runs."""
-        conf = self.folder / "slurm.conf"
-        changed, count = re.subn(f"^{name}=.*$", f"{name}={value}", conf.read_text(), flags=re.M)
-        assert count == 1
-        conf.write_text(changed)
-        self.command("scontrol", "reconfigure")
 
     def submit(self, *words, environment=os.environ):
         """Submits a job with the variables of `environment`, and returns its id."""
