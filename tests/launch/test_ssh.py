@@ -234,6 +234,13 @@ def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, flags, messa
     assert len(err.splitlines()) == 1
 
 
+def test_a_machine_without_ssh_is_told(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "argv", ["ssh", "--hosts", "a", "--", "true"])
+    assert launcher.main() == 2
+    assert capsys.readouterr().err.startswith("ssh: error: no program `ssh`.")
+
+
 def test_a_host_file_has_a_host_a_line(tmp_path):
     (tmp_path / "hosts").write_text("# mine\nnode1\n\n  me@node2  # slow\nfd00::1\n")
     assert hosts.names(None, tmp_path / "hosts") == ["node1", "me@node2", "fd00::1"]
