@@ -85,12 +85,20 @@ def test_several_processes_a_host_are_numbered_host_by_host(flags, tmp_path):
 
 
 @needs_sshd
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [pytest.param("exit 5", 5, marks=pytest.mark.exhaustive), ("kill -9 $$", 137)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("script", "code"), [("exit 5", 5), ("kill -9 $$", 137)])
 def test_how_a_process_ended_is_passed_on(flags, tmp_path, script, code):
     assert launch(tmp_path, *flags, "--", "sh", "-c", script)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("code", "passed_on"), [(5, 5), (130, 130), (137, -9), (134, -6), (255, 1)]
+)
+def test_what_ssh_ends_with_is_a_signal_again_or_a_lost_connection(code, passed_on):
+    words = [sys.executable, ROOT / "launch" / "relay.py", "sh", "-c", f"exit {code}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert done.returncode == passed_on
+    assert ("connection failed or was lost" in done.stdout) == (code == 255)
 
 
 UP = "trap 'touch asked$MOEJAX_PROCESS; exit 3' {}; sleep {} & echo up; while :; do sleep 0.1; done"
