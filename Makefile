@@ -12,10 +12,11 @@ VENV_TPU := .venv-aot-tpu
 VENV_PARITY := .venv-parity
 VENV_NOTEBOOKS := .venv-notebooks
 VENV_DOCS := .venv-docs
+VENV_CLUSTER := .venv-cluster
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity docs notebooks package lint format clean
+.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity cluster docs notebooks package lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,10 +33,10 @@ test-models: $(VENV)/.installed ## run the tests of import, export, adapters, ev
 	$(VENV)/bin/python -m pytest $(SPREAD) -m "models and not exhaustive" $(ARGS)
 
 test-all: $(VENV)/.installed ## the same, with all cases of every grid; takes longer
-	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity and not package" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity and not package and not cluster" $(ARGS)
 
 test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
-	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not models and not package and not exhaustive" $(ARGS)
+	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not models and not package and not cluster and not exhaustive" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile step and kernels for described H200s and test what came out (ARGS="-m aot": all cases)
 	$(VENV_AOT)/bin/python -m pytest $(SPREAD) -m "aot and not exhaustive" tests/hlo tests/kernels tests/benchmarks $(ARGS)
@@ -53,6 +54,9 @@ docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/sit
 notebooks: $(VENV_NOTEBOOKS)/.installed ## execute the notebooks on CPU, with few steps (ARGS="-k routes")
 	JAX_PLATFORMS=cpu MOEJAX_NOTEBOOK_STEPS=30 MOEJAX_NOTEBOOK_TRACES=8 $(VENV_NOTEBOOKS)/bin/python -m pytest $(SPREAD) notebooks $(ARGS)
 
+cluster: $(VENV_CLUSTER)/.installed ## train on a real Slurm of two nodes, and through sshd, on this machine (root; slurmctld slurmd slurm-client munge openssh-server)
+	$(VENV_CLUSTER)/bin/python -m pytest -m "cluster or exhaustive" tests/launch $(ARGS)
+
 package: $(VENV)/.installed ## build wheel and sdist, install each in an empty environment, and use it there
 	$(VENV)/bin/python -m pytest -m package tests/packaging $(ARGS)
 
@@ -69,7 +73,7 @@ format: $(VENV)/.installed ## rewrite the code in the project's style
 	$(VENV)/bin/ruff format
 
 clean: ## remove environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) $(VENV_NOTEBOOKS) $(VENV_DOCS) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) $(VENV_NOTEBOOKS) $(VENV_DOCS) $(VENV_CLUSTER) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find moejax tests configs launch benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted install is taken up again.
@@ -103,6 +107,13 @@ $(VENV_PARITY)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	python=$$(launch/find_python.sh 11 2>/dev/null || echo "$(PYTHON)") && "$$python" -m venv $(VENV_PARITY)
 	$(VENV_PARITY)/bin/python -m pip install --quiet --editable '.[parity]' $(PARITY_TESTS) --constraint constraints.txt
+	@touch $@
+
+# Of its own: the schemas of all versions of Kubernetes are 110 MB.
+$(VENV_CLUSTER)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv $(VENV_CLUSTER)
+	$(VENV_CLUSTER)/bin/python -m pip install --quiet --editable '.[dev,cluster]' --constraint constraints.txt
 	@touch $@
 
 # Of its own: a Jupyter kernel is thirty packages that nothing else needs.

@@ -8,6 +8,7 @@ place in the environment, where `moejax.runtime.start.join` reads it:
     MOEJAX_PROCESS       which one this is
 """
 
+import argparse
 import os
 import shutil
 import socket
@@ -21,6 +22,16 @@ from group import HANG, Group, Guard, Interrupts, Place, describe, say
 CRASH_LOOP = 7  # exit code, see docs/formats/exit.md
 HEALTHY_SECONDS = 600  # a start that lasts so long was no failure of the start
 LONGEST_PAUSE_SECONDS = 30
+
+
+def add_restarts(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag --restarts, which `run` takes."""
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        help="starts after failures that may pass; 0 if not given",
+    )
 
 
 def problem(command: Sequence[str], counts: dict[str, int | None]) -> str | None:

@@ -34,27 +34,83 @@ class Rank:
     index: int
 
 
+NAMES = ("MOEJAX_COORDINATOR", "MOEJAX_PROCESSES", "MOEJAX_PROCESS")
+# What a scheduler tells each process that it starts: how many there are, and which one this is.
+# Slurm's are of the step, which `srun` starts; a job's script has none.
+SCHEDULERS = {
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+}
+
+
 def find_rank() -> Rank:
     """Reads this process's rank from the environment variables that `launch/` sets.
 
     Raises:
-      InputError: if the variables are incomplete or contradict each other.
+      InputError: if the variables are incomplete, or contradict each other, a scheduler or JAX's.
     """
-    names = ("MOEJAX_COORDINATOR", "MOEJAX_PROCESSES", "MOEJAX_PROCESS")
-    coordinator, *numbers = map(os.environ.get, names)
-    if coordinator is None:
+    coordinator, *numbers = map(os.environ.get, NAMES)
+    if coordinator is None and numbers == [None, None]:
+        _check_alone()
         return Rank(None, 1, 0)
     try:
         count, index = map(int, numbers)  # type: ignore[arg-type]
-        if 0 <= index < count and ":" in coordinator:
-            return Rank(coordinator, count, index)
     except (TypeError, ValueError):
-        pass
-    seen = ", ".join(f"{name} is {os.environ.get(name, 'not set')}" for name in names)
-    raise InputError(
-        f"no place among processes. {seen}. They must be ADDRESS:PORT of process 0, how many "
-        f"processes there are, and which one this is. Start with launch/local, or unset them."
-    )
+        count, index = 0, 0
+    if not 0 <= index < count or ":" not in (coordinator or ""):
+        raise InputError(
+            f"no place among processes. {_seen(*NAMES)}. They must be ADDRESS:PORT of process 0, "
+            f"how many processes there are, and which one this is. Start with launch/local, or "
+            f"unset them."
+        )
+    rank = Rank(coordinator, count, index)
+    _check_clashes(rank)
+    return rank
+
+
+def _seen(*names: str) -> str:
+    return ", ".join(f"{name} is {os.environ.get(name, 'not set')}" for name in names)
+
+
+def _tasks() -> dict[str, int]:
+    """By scheduler, how many processes it has started of the program that this one belongs to."""
+    counts = {name: os.environ.get(count, "") for name, (count, _) in SCHEDULERS.items()}
+    return {name: int(n) for name, n in counts.items() if n.isdecimal() and int(n) > 1}
+
+
+def _check_alone() -> None:
+    """Checks that nobody has started several processes, of which each would train alone.
+
+    Raises:
+      InputError: if so.
+    """
+    for name, count in _tasks().items():
+        raise InputError(
+            f"each of {count} processes would run alone. {name} has started them, "
+            f"{_seen(NAMES[0])}. Processes of one program must know each other. Start with "
+            f"launch/slurm.sbatch, or set {', '.join(NAMES)} in each; for a run of its own unset "
+            f"{SCHEDULERS[name][0]}."
+        )
+
+
+def _check_clashes(rank: Rank) -> None:
+    """Checks that a scheduler and JAX's own variable say the same.
+
+    Raises:
+      InputError: if not.
+    """
+    for name, count in _tasks().items():
+        theirs = SCHEDULERS[name]
+        if (str(rank.count), str(rank.index)) != (str(count), os.environ.get(theirs[1])):
+            raise InputError(
+                f"launcher and {name} differ. {_seen(*NAMES[1:], *theirs)}. Both must say the "
+                f"same. Start one process a task, or unset {' and '.join(theirs)}."
+            )
+    if os.environ.get("JAX_COORDINATOR_ADDRESS", rank.coordinator) != rank.coordinator:
+        raise InputError(
+            f"two coordinators. {_seen(NAMES[0], 'JAX_COORDINATOR_ADDRESS')}. Both must say the "
+            f"same. Unset the second: the first is the one that counts."
+        )
 
 
 class Processes:

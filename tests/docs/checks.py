@@ -39,6 +39,7 @@ OWN = {
 FOREIGN = {
     "xprof": "a viewer of profiles, not installed",
     "lm-eval": "installed by make parity, which runs this command",
+    "kubectl": "needs a cluster",
     "docker": "not on machines that run tests",
     "torchrun": "starts another trainer, whose settings tests/plan/others checks",
     "jupyter": "of another project, installed by the line above it",
@@ -115,7 +116,7 @@ def _walk(words: list[str], made: Made) -> Iterator[str]:
         yield from _moejax(rest, made)
     elif name in ("python", "python3"):
         yield from _python(rest, made)
-    elif program in ("launch/local", "launch/emulate"):
+    elif program.startswith("launch/"):
         inner = _launcher(program, rest)
         yield from _walk(inner, made)
     elif program == "sbatch":

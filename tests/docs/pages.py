@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 ASSIGNED = re.compile(r"[A-Za-z_]\w*=")  # a variable in front of a command
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:sudo )?"
-    r"(?:(?:make|cat|git|pip|python3|sbatch|xprof|docker|torchrun)\b|launch/|\.venv)"
+    r"(?:(?:make|cat|git|pip|python3|sbatch|xprof|docker|kubectl|torchrun)\b|launch/|\.venv)"
 )
 PYTHON = re.compile(r"(?:import|from) [\w.]+")
 # A line that looks like a command must be checked as one, and not pass for a program's output.

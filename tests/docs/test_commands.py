@@ -25,7 +25,11 @@ PAGES += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/api").glo
 NOT_RUN = {
     "README.md:*": "a tour: the guides run the same commands",
     "docs/models.md:*": "docs/guide/model.md and tests/convert run them",
-    "*sbatch *": "needs Slurm; tests/launch runs the script with stand-ins",
+    "*sbatch *": "needs Slurm; tests/launch/test_clusters.py starts one",
+    "*launch/ssh *": "needs hosts; tests/launch/test_ssh.py starts an sshd",
+    "*launch/kubernetes *": "a manifest; tests/launch/test_kubernetes.py",
+    "*kubectl *": "needs a cluster",
+    "*launch/tpu_pod *": "needs TPUs; tests/launch/test_tpu_pod.py has stand-ins",
     "*launch/emulate *": "needs root, ip and tc; tests/launch and benchmarks run it",
     "*launch/local *": "several processes: tests/integration/test_several_processes.py",
     "*pip install*": "needs a package index",

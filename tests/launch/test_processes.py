@@ -167,6 +167,19 @@ def test_an_interrupt_ends_the_wait_for_who_does_not_stop(tmp_path):
     assert process.returncode == 7
 
 
+def test_a_dry_run_shows_lines_that_a_shell_can_run(tmp_path):
+    script = 'echo "$MOEJAX_PROCESS of $MOEJAX_PROCESSES: $JAX_NUM_CPU_DEVICES"'
+    words = ["--dry_run", "--devices", "3", "--logs", str(tmp_path / "logs"), "--", "sh", "-c"]
+    command = [sys.executable, ROOT / "launch" / "local", *words, script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not (tmp_path / "logs").exists()
+    for number, line in enumerate(done.stdout.splitlines()):
+        name, _, shown = line.partition(" ")
+        assert name == f"[p{number}]"
+        assert subprocess.check_output(shown, shell=True, text=True) == f"{number} of 2: 3\n"
+    assert number == 1
+
+
 def test_logs_that_cannot_be_kept_are_bad_input(tmp_path):
     (tmp_path / "file").write_text("")
     code, said = local(tmp_path / "file", "exit 0")

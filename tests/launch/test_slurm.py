@@ -1,4 +1,7 @@
-"""launch/slurm.sbatch as Slurm runs it, with stand-ins for Slurm's own two commands."""
+"""launch/slurm.sbatch as Slurm runs it, with stand-ins for Slurm's own two commands.
+
+test_clusters.py runs it on a real Slurm.
+"""
 
 import os
 import re
@@ -14,10 +17,20 @@ EXCHANGE = ROOT / "tests" / "launch" / "exchange_once.py"
 
 # Every node of the job is this machine.
 SCONTROL = """#!/bin/sh
-test "$1 $2 $3" = "show hostnames node[1-2]" || exit 1
-echo localhost
-echo node2
+case "$*" in
+"show hostnames node[1-2]")
+    echo localhost
+    echo node2 ;;
+"show job $SLURM_JOB_ID") echo "JobId=$SLURM_JOB_ID $STATE" ;;
+"requeue $SLURM_JOB_ID") echo "put back" ;;
+*) exit 1 ;;
+esac
 """
+# As `scontrol show job` of Slurm 22.05 has them, over several lines.
+MADE_ROOM = """JobState=RUNNING Reason=None Dependency=(null)
+   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
+   StartTime=2026-11-26T01:36:13 EndTime=2026-11-26T02:36:13 Deadline=N/A
+   PreemptEligibleTime=2026-11-26T01:36:13 PreemptTime=2026-11-26T01:36:15"""
 # Starts one process a task, as srun does, and fails when one of them fails.
 SRUN = """#!/bin/bash
 echo "srun got $1 $2 $3"
@@ -85,6 +98,48 @@ def test_who_stopped_as_asked_does_not_end_the_others(slurm, tmp_path):
     assert (tmp_path / "1").exists()
 
 
+@pytest.mark.parametrize(
+    ("code", "change", "back"),
+    [
+        (3, ("", ""), True),
+        (0, ("", ""), False),  # it was finished just then
+        (1, ("", ""), False),  # it did not stop as asked
+        (3, ("RUNNING", "COMPLETING"), False),  # cancelled
+        (3, ("Requeue=1", "Requeue=0"), False),
+        (3, ("PreemptTime=2026-11-26T01:36:15", "PreemptTime=None"), False),  # its time is up
+    ],
+)
+def test_a_job_that_made_room_goes_back_into_the_queue(slurm, code, change, back):
+    environment = {**slurm, "STATE": MADE_ROOM.replace(*change)}
+    got, out, _ = submit(environment, "sh", "-c", f"exit {code}")
+    assert got == code
+    assert ("put back" in out.splitlines()) == back
+
+
+def test_a_dry_run_shows_what_each_task_would_run(slurm):
+    words = [
+        "sh",
+        "-c",
+        'echo "$MOEJAX_PROCESS of $MOEJAX_PROCESSES at $MOEJAX_COORDINATOR"; exit 3',
+    ]
+    code, out, _ = submit(slurm, "--dry_run", *words)
+    assert code == 0
+    (line,) = out.splitlines()
+    variables, _, task = line.partition(" srun --kill-on-bad-exit=1 --cpu-bind=none --label ")
+    done = subprocess.run(
+        ["sh", "-c", f"{variables} {task}"],
+        env={**slurm, "SLURM_PROCID": "1"},
+        capture_output=True,
+        text=True,
+    )
+    port = 20000 + os.getpid() % 10000
+    assert (done.returncode, done.stdout) == (3, f"1 of 2 at localhost:{port}\n")
+    outside = {name: value for name, value in slurm.items() if not name.startswith("SLURM")}
+    _, shown, _ = submit(outside, "--dry_run", *words)
+    assert shown.startswith("MOEJAX_COORDINATOR=FIRST_NODE:PORT MOEJAX_PROCESSES=TASKS srun ")
+    assert shown.partition(" srun ")[2] == out.partition(" srun ")[2]
+
+
 def test_a_signal_is_left_to_the_program(slurm):
     """Slurm sends it to every process of a task, the shell between included."""
     script = "trap 'exit 3' TERM; kill -TERM $PPID; kill -TERM $$; sleep 60"
@@ -93,7 +148,11 @@ def test_a_signal_is_left_to_the_program(slurm):
 
 @pytest.mark.parametrize(
     ("without", "command", "message"),
-    [((), (), "no command"), (("SLURM_JOB_ID",), ("true",), "no Slurm job")],
+    [
+        ((), (), "no command"),
+        ((), ("--dry_run",), "no command"),
+        (("SLURM_JOB_ID",), ("true",), "no Slurm job"),
+    ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(slurm, without, command, message):
     environment = {name: value for name, value in slurm.items() if name not in without}

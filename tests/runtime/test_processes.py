@@ -143,6 +143,7 @@ def test_a_place_is_read_from_the_environment(monkeypatch):
         ("MOEJAX_PROCESS", "2"),
         ("MOEJAX_PROCESS", "one"),
         ("MOEJAX_PROCESSES", None),
+        ("MOEJAX_COORDINATOR", None),
         ("MOEJAX_COORDINATOR", "host"),
     ],
 )
@@ -153,6 +154,50 @@ def test_half_a_place_is_refused_with_what_was_seen(monkeypatch, name, value):
     else:
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=f"{name} is {value or 'not set'}"):
+        find_rank()
+
+
+SRUN, MPIRUN = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+)
+
+
+@pytest.mark.parametrize("names", [SRUN, MPIRUN])
+def test_tasks_that_do_not_know_each_other_are_refused(monkeypatch, names):
+    for name, value in zip(names, "41", strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="each of 4 processes would run alone"):
+        find_rank()
+    monkeypatch.setenv(names[0], "1")  # a task of its own
+    assert find_rank() == Rank(None, 1, 0)
+
+
+@pytest.mark.parametrize("names", [SRUN, MPIRUN])
+@pytest.mark.parametrize(("tasks", "task"), [("4", "0"), ("2", "1")])
+def test_a_scheduler_that_says_otherwise_is_a_clash(monkeypatch, names, tasks, task):
+    in_program(monkeypatch, processes=2)
+    monkeypatch.setenv(names[0], "1")  # launch/local within one task
+    monkeypatch.setenv(names[1], "0")
+    assert find_rank().count == 2
+    monkeypatch.setenv(names[0], tasks)
+    monkeypatch.setenv(names[1], task)
+    said = (
+        f"MOEJAX_PROCESSES is 2, MOEJAX_PROCESS is 0, {names[0]} is {tasks}, {names[1]} is {task}"
+    )
+    with pytest.raises(InputError, match=said):
+        find_rank()
+    monkeypatch.setenv(names[0], "2")
+    monkeypatch.setenv(names[1], "0")
+    assert find_rank() == Rank("127.0.0.1:1", 2, 0)
+
+
+def test_another_coordinator_for_jax_is_a_clash(monkeypatch):
+    in_program(monkeypatch, processes=2)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    assert find_rank().count == 2
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.9:1")
+    with pytest.raises(InputError, match=r"two coordinators.*is 10\.0\.0\.9:1"):
         find_rank()
 
 

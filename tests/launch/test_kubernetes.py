@@ -1,0 +1,185 @@
+"""The manifests of launch/kubernetes: what they say, and that their schemas take them."""
+
+import re
+import sys
+
+import pytest
+import yaml
+
+from tests.launch.modules import module
+
+launcher = module("kubernetes")
+manifest = sys.modules["manifest"]
+
+NEEDED = ["--name", "olmoe", "--image", "registry/moejax:1", "--hosts", "4", "--claim", "runs"]
+TPU = ["--tpus", "4", "--tpu_accelerator", "tpu-v5p-slice", "--tpu_topology", "2x2x4"]
+COMMAND = ["sh", "-c", 'echo "$HOME: $1" $$; exit 3\n', "yes", "- a: {b}", "1e3", "null", "~", ""]
+
+
+def write(monkeypatch, capsys, *flags, command=("moejax", "train")):
+    """Returns the launcher's exit code, and what it printed."""
+    monkeypatch.setattr(sys, "argv", ["kubernetes", *NEEDED, *flags, "--", *command])
+    code = launcher.main()
+    return code, *capsys.readouterr()
+
+
+def wanted(monkeypatch, capsys, *flags, command=("moejax", "train")):
+    code, out, err = write(monkeypatch, capsys, *flags, command=command)
+    assert (code, err) == (0, "")
+    return yaml.safe_load(out)
+
+
+def job_of(jobset):
+    (job,) = jobset["spec"]["replicatedJobs"]
+    assert job["replicas"] == 1
+    return job["template"]["spec"]
+
+
+def container_of(jobset):
+    (container,) = job_of(jobset)["template"]["spec"]["containers"]
+    return container
+
+
+def test_every_pod_finds_its_place(monkeypatch, capsys):
+    jobset = wanted(monkeypatch, capsys)
+    job = job_of(jobset)
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (4, 4, "Indexed")
+    found = {one["name"]: one for one in container_of(jobset)["env"]}
+    # The names that JobSet documents: JOBSET-JOB-0-INDEX.SUBDOMAIN.
+    subdomain = jobset["spec"]["network"]["subdomain"]
+    assert found["MOEJAX_COORDINATOR"]["value"] == f"olmoe-worker-0-0.{subdomain}:29400"
+    assert found["MOEJAX_PROCESSES"]["value"] == "4"
+    index = found["MOEJAX_PROCESS"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    address = found["POD_ADDRESS"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert address == "status.podIP"
+    # A variable can only name those that stand before it.
+    names = list(found)
+    assert names.index("POD_ADDRESS") < names.index("JAX_COORDINATOR_BIND_ADDRESS")
+    assert found["JAX_COORDINATOR_BIND_ADDRESS"]["value"] == "$(POD_ADDRESS):29400"
+
+
+def test_what_is_started_again_and_what_is_not(monkeypatch, capsys):
+    jobset = wanted(monkeypatch, capsys, "--max_restarts", "7", "--grace_seconds", "90")
+    job = job_of(jobset)
+    # A pod that fails fails the Job, and the rule of the JobSet sees why.
+    assert job["backoffLimit"] == 0
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2, 4])
+    assert rule["onExitCodes"]["containerName"] == container_of(jobset)["name"]
+    policy = jobset["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 7
+    (final,) = policy["rules"]
+    assert final["action"] == "FailJobSet"
+    assert final["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 90
+
+
+def test_words_of_the_command_stay_whole(monkeypatch, capsys):
+    """Kubernetes replaces $(NAME) if there is such a variable, and $$ by $."""
+    jobset = wanted(monkeypatch, capsys, command=COMMAND)
+    read = [re.sub(r"\$\$", "$", word) for word in container_of(jobset)["command"]]
+    assert read == COMMAND
+
+
+@pytest.mark.parametrize(
+    ("flags", "limits", "node"),
+    [
+        ([], None, None),
+        (["--gpus", "8"], {"nvidia.com/gpu": "8"}, None),
+        (
+            TPU,
+            {"google.com/tpu": "4"},
+            {
+                "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+                "cloud.google.com/gke-tpu-topology": "2x2x4",
+            },
+        ),
+    ],
+)
+def test_devices_are_asked_for(monkeypatch, capsys, flags, limits, node):
+    jobset = wanted(monkeypatch, capsys, *flags)
+    assert container_of(jobset).get("resources", {}).get("limits") == limits
+    assert job_of(jobset)["template"]["spec"].get("nodeSelector") == node
+
+
+def test_runs_are_on_the_claim(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "it.yaml"
+    code, said, _ = write(
+        monkeypatch, capsys, "--mount", "/runs", "--namespace", "me", "--out", str(out)
+    )
+    assert (code, said) == (0, "")
+    jobset = yaml.safe_load(out.read_text())
+    assert jobset["metadata"]["namespace"] == "me"
+    mounts = {one["name"]: one["mountPath"] for one in container_of(jobset)["volumeMounts"]}
+    volumes = {one["name"]: one for one in job_of(jobset)["template"]["spec"]["volumes"]}
+    assert mounts["runs"] == "/runs"
+    assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
+    assert mounts.keys() == volumes.keys()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [{"b": 1, "c": [2, {"d": "e"}]}, "f", [["g"], "h"]], "i": True, "j k": -1.5},
+        ["", "a: b", "#", "'", '"', "\\", "\n", "Ä", "no", "0x1", "a/b-c.d", "1", "/", "- "],
+    ],
+)
+def test_yaml_is_read_as_it_was_meant(value):
+    assert yaml.safe_load(manifest.yaml(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--name", "Big"], "--name is `Big`"),
+        (["--name", "a" * 60], "52 at most"),
+        (["--claim", "a/b"], "--claim is `a/b`"),
+        (["--hosts", "0"], "--hosts is 0"),
+        (["--max_restarts", "-1"], "--max_restarts is -1"),
+        (["--gpus", "8", *TPU], "--gpus is 8 and --tpus is 4"),
+        (["--tpus", "4"], "--tpus and --tpu_accelerator belong together"),
+        (["--out", "/nowhere/it.yaml"], "--out is /nowhere/it.yaml, which cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, flags, message):
+    code, out, err = write(monkeypatch, capsys, *flags)
+    assert (code, out) == (2, "")
+    assert err.startswith("kubernetes: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_no_command_is_bad_input(monkeypatch, capsys):
+    code, _, err = write(monkeypatch, capsys, command=())
+    assert (code, "no command" in err) == (2, True)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("flags", [[], ["--gpus", "8", "--namespace", "me"], TPU])
+def test_kubernetes_knows_every_field(monkeypatch, capsys, flags):
+    """The Job inside, by the schema of Kubernetes, which takes no field that it does not know."""
+    validate = pytest.importorskip("kubernetes_validate")
+    spec = job_of(wanted(monkeypatch, capsys, *flags))
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "it"}, "spec": spec}
+    for version in ("1.31", "1.37"):
+        validate.validate(job, version, strict=True)
+    spec["podFailurePolicy"]["rules"][0]["onExitCode"] = {}
+    with pytest.raises(validate.ValidationError):
+        validate.validate(job, "1.37", strict=True)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("flags", [[], ["--gpus", "8", "--namespace", "me"], TPU])
+def test_jobset_knows_every_field(monkeypatch, capsys, flags):
+    """By models of JobSet's API that Kubeflow's trainer carries, which drop what is not theirs."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    jobset = wanted(monkeypatch, capsys, *flags)
+
+    def read_back(value):
+        return models.JobsetV1alpha2JobSet.from_dict(value).to_dict()
+
+    assert read_back(jobset) == jobset
+    jobset["spec"]["failurePolicy"]["maxRestart"] = 3
+    assert read_back(jobset) != jobset
