@@ -39,19 +39,20 @@ from moejax.train.metrics import Meter, Records
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import kept_plan, measure, plan_run
 from moejax.train.profile import name_operations
+from moejax.train.restore import resume, set_aside_wrong_steps
 from moejax.train.run import Run
 from moejax.train.source import keep_origin
 from moejax.train.start import (
     base_of,
     check_disk,
     check_has_base,
+    check_keep,
     check_same_config,
     check_simulated_devices,
     choose_checkpoint,
     claim,
     finished_message,
     initial_state,
-    set_aside_wrong_steps,
 )
 from moejax.train.start_record import ExpertLoads, describe_start
 from moejax.train.steps import run_steps
@@ -81,6 +82,7 @@ def train(cfg: Config, console: Console) -> RunEnd:
     check(cfg)
     check_adapters(cfg)
     check_has_base(cfg)
+    check_keep(cfg)
     check_simulated_devices(cfg)
     check_trackers(cfg)
     inputs = open_inputs(cfg)
@@ -147,8 +149,12 @@ def train_planned(
     records = _open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, run_dir)
-    checkpoints = _checkpoints(cfg, processes)
-    state = initial_state(train_step, checkpoints, saved, source, console)
+    checkpoints = _checkpoints(cfg, processes, records)
+    resumed = None
+    if saved is not None:
+        told = partial(_note, console, records)
+        resumed = resume(train_step, checkpoints, saved, choosing, processes, console, told)
+    state = initial_state(train_step, resumed, source, console, processes)
     records.start(int(state.step), describe_start(train_step, summary, processes))
     meter = _meter(cfg, summary, processes)
     display = Display(console, cfg.train.num_steps, int(state.step))
@@ -172,9 +178,14 @@ def _monitor(run: Run, plan: Plan, topology: Topology, devices: Sequence[Any]) -
     return PlanMonitor(plan, topology, again if run.cfg.plan.replan else None)
 
 
-def _checkpoints(cfg: Config, processes: Processes) -> Checkpoints:
+def _checkpoints(cfg: Config, processes: Processes, records: Records) -> Checkpoints:
+    """Returns the run's checkpoints; a save that fails is recorded as soon as it is seen."""
+
+    def failed(step: int, text: str) -> None:
+        records.event("save_failed", step, text=text)
+
     directory = Path(cfg.run_dir) / "checkpoints"
-    return Checkpoints(directory, keep=cfg.checkpoint.keep, processes=processes)
+    return Checkpoints(directory, keep=cfg.checkpoint.keep, processes=processes, failed=failed)
 
 
 def _open_records(
@@ -186,10 +197,15 @@ def _open_records(
         save_json(cfg, run_dir / "config.json")
     trackers = open_trackers(cfg) if processes.first else None
     records = Records(run_dir, written=processes.first, trackers=trackers)
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
-        records.event("note", 0, text=note)
+    for text in notes:
+        _note(console, records, text)
     return records
+
+
+def _note(console: Console, records: Records, text: str) -> None:
+    """Shows and records a note of the start."""
+    console.print(text, highlight=False, soft_wrap=True)
+    records.event("note", 0, text=text)
 
 
 def _meter(cfg: Config, summary: Summary, processes: Processes) -> Meter:

@@ -251,7 +251,7 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk is full")
 
-    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+    monkeypatch.setattr(checkpoint, "commit", fail)
     writer = Checkpoints(tmp_path, keep=2)
     writer.save(1, state, {})
     with pytest.raises(OSError, match="disk is full"):

@@ -96,7 +96,7 @@ def test_a_step_for_whose_manifest_there_is_no_room_is_removed(tmp_path, monkeyp
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+    monkeypatch.setattr(checkpoint, "commit", fail)
     writer = Checkpoints(tmp_path, keep=2)
     with pytest.raises(StorageFullError, match=r"step 10\. .*No step was saved before"):
         save_and_wait(writer, 10)

@@ -21,15 +21,10 @@ from moejax.train import disk_space
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
+from moejax.train.restore import resume, set_aside_wrong_steps
 from moejax.train.resume import describe_run
 from moejax.train.saved import Saved, newest
-from moejax.train.start import (
-    check_disk,
-    choose_checkpoint,
-    finished_message,
-    initial_state,
-    set_aside_wrong_steps,
-)
+from moejax.train.start import check_disk, choose_checkpoint, finished_message
 from tests.cases import on_nodes, small_config, step_for
 from tests.train.running import stream
 
@@ -121,7 +116,9 @@ def resumed(directory, cfg):
     train_step, out = step_for(cfg), io.StringIO()
     checkpoints = Checkpoints(directory, keep=1)
     saved, _ = newest(directory, "full")
-    state = initial_state(train_step, checkpoints, saved, None, Console(file=out, width=200))
+    console = Console(file=out, width=200)
+    choose = partial(newest, directory, "full")
+    state = resume(train_step, checkpoints, saved, choose, ALONE, console, console.print)
     checkpoints.close()
     return state, train_step, out.getvalue()
 
