@@ -128,7 +128,7 @@ class Checkpoints:
             # Orbax raises the error of a failed save again, which was already reported.
             with suppress(Exception) if self._full else nullcontext():
                 self._manager.close()
-            if self._full and self._first:  # its threads have ended
+            if self._full and self._first:  # Orbax has given up all writes
                 remove_half_written(self.directory)
 
     @contextmanager

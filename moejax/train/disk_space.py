@@ -66,11 +66,15 @@ def naming_full_disk(directory: Path, step: int) -> Iterator[None]:
         if is_full(error):
             raise disk_full_error(directory, step, "the disk is full") from error
         if is_read_only(error):
-            raise NotWritableError(
-                f"the checkpoint of step {step} cannot be written. {directory} may be read and not "
-                f"written. {_safe(directory)}. Make it writable, and run the same command again."
-            ) from error
+            raise _not_writable(directory, step, "it may be read and not written") from error
         raise
+
+
+def _not_writable(directory: Path, step: int, seen: str) -> NotWritableError:
+    return NotWritableError(
+        f"the checkpoint of step {step} cannot be written. {directory}: {seen}. "
+        f"{_safe(directory)}. Make it writable, and run the same command again."
+    )
 
 
 def check_writable(directory: Path, processes: Processes) -> None:
@@ -81,14 +85,9 @@ def check_writable(directory: Path, processes: Processes) -> None:
     """
 
     def write() -> None:
-        trial = directory / f".writable.{processes.index}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with trial.open("wb") as file:
-                file.write(b"moejax")
-                file.flush()
-                os.fsync(file.fileno())
-            trial.unlink()
+            _try_to_write(directory / f".writable.{processes.index}")
         except OSError as error:
             if error.errno == errno.ENOSPC:  # `check_disk_space` says how much is missing
                 return
@@ -100,15 +99,36 @@ def check_writable(directory: Path, processes: Processes) -> None:
     processes.together(write)
 
 
+def _try_to_write(trial: Path) -> None:
+    with trial.open("wb") as file:
+        file.write(b"moejax")
+        file.flush()
+        os.fsync(file.fileno())
+    trial.unlink()
+
+
 def check_disk_space(directory: Path, needed: int, step: int, processes: Processes) -> int:
     """Returns the free bytes where checkpoints are written.
 
     Raises:
       StorageFullError: in all processes, if a checkpoint of `needed` bytes does not fit.
+      NotWritableError: in all processes, if nothing can be written there. Orbax would wait five
+        minutes for a directory that it cannot make (0.12.8).
     """
-    # All processes write to one directory, so process 0 answers for all.
     there = next(path for path in (directory, *directory.parents) if path.is_dir())
-    free = processes.from_first(lambda: shutil.disk_usage(there).free)
+
+    def look() -> tuple[int, str | None]:
+        try:
+            _try_to_write(there / ".writable")
+        except OSError as error:
+            if error.errno not in FULL:
+                return 0, error.strerror
+        return shutil.disk_usage(there).free, None
+
+    # All processes write to one directory, so process 0 answers for all.
+    free, refused = processes.from_first(look)
+    if refused is not None:
+        raise _not_writable(directory, step, refused)
     if free < needed:
         raise disk_full_error(
             directory, step, f"{free:,} bytes are free, it takes about {needed:,}"
@@ -120,7 +140,9 @@ class _NotFull(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         told = MESSAGES + READ_ONLY_MESSAGES
-        known = is_full(error) or is_read_only(error)
+        # The last writes of a failed save find its directory gone.
+        swept = isinstance(error, FileNotFoundError) and ".orbax-checkpoint-tmp" in str(error)
+        known = is_full(error) or is_read_only(error) or swept
         return not known and not any(phrase in record.getMessage() for phrase in told)
 
 

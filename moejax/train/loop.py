@@ -149,7 +149,7 @@ def train_planned(
     records = _open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, run_dir)
-    checkpoints = _checkpoints(cfg, processes, records)
+    checkpoints = open_checkpoints(cfg, processes, records)
     resumed = None
     if saved is not None:
         told = partial(_note, console, records)
@@ -178,7 +178,7 @@ def _monitor(run: Run, plan: Plan, topology: Topology, devices: Sequence[Any]) -
     return PlanMonitor(plan, topology, again if run.cfg.plan.replan else None)
 
 
-def _checkpoints(cfg: Config, processes: Processes, records: Records) -> Checkpoints:
+def open_checkpoints(cfg: Config, processes: Processes, records: Records) -> Checkpoints:
     """Returns the run's checkpoints; a save that fails is recorded as soon as it is seen."""
 
     def failed(step: int, text: str) -> None:

@@ -102,7 +102,7 @@ def remove_half_written(directory: Path) -> None:
     """Removes what saves left that were killed or failed before Orbax had committed them."""
     for left in directory.glob("*.orbax-checkpoint-tmp*"):
         shutil.rmtree(left, ignore_errors=True)
-    for trial in directory.glob(".writable.*"):
+    for trial in directory.glob(".writable*"):
         trial.unlink(missing_ok=True)
 
 
