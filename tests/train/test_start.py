@@ -247,6 +247,7 @@ def test_a_save_that_fails_is_in_the_metrics_under_its_step(tmp_path, monkeypatc
     with pytest.raises(StorageFullError) as error:
         writer.wait()
     writer.close()
+    records.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["event"], line["step"], line["text"]) for line in lines] == [
         ("save_failed", 7, str(error.value))
