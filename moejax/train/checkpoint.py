@@ -22,6 +22,7 @@ from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import Reduction, TrainState
 from moejax.train.commit import commit, prune, tell_first
+from moejax.train.copies import Copies
 from moejax.train.digests import DeviceSums, add_up
 from moejax.train.disk_space import (
     check_disk_space,
@@ -51,15 +52,19 @@ class Checkpoints:
         keep: int,
         processes: Processes = ALONE,
         failed: Callable[[int, str], None] = lambda _step, _text: None,
+        copies: Copies | None = None,
+        copied: Callable[[list[int], str | None], None] = lambda _steps, _error: None,
     ):
         """Takes the processes that save together into one shared directory.
 
         Args:
           keep: how many whole steps stay.
           failed: told the step and the error of a save that failed, before it is raised.
+          copies: where finished steps are copied to; in process 0.
+          copied: told the steps that were copied, or why they were not: that ends no run.
         """
         self.directory, self.keep, self._first = directory.absolute(), keep, processes.first
-        self._failed = failed
+        self._failed, self._copies, self._copied = failed, copies, copied
         options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
         # Compressed, trained float32 numbers take 7 % less room and 1.7 times the CPU time.
         handlers = {name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in ITEMS}
@@ -100,6 +105,8 @@ class Checkpoints:
 
     def finished(self) -> int | None:
         """Returns the step of a save that finished since the last call, if any."""
+        if self._copies is not None:
+            self._copies.finished(self._copied)
         return self.wait() if self._pending is not None and self._pending[1].done() else None
 
     def wait(self) -> int | None:
@@ -108,7 +115,10 @@ class Checkpoints:
             return None
         (step, pending), self._pending = self._pending, None
         with self._telling(step):
-            return pending.result()
+            pending.result()
+        if self._copies is not None:
+            self._copies.start(self.directory)
+        return step
 
     @contextmanager
     def _telling(self, step: int) -> Iterator[None]:
@@ -120,7 +130,7 @@ class Checkpoints:
             raise
 
     def close(self) -> None:
-        """Waits for the save under way, then stops the threads."""
+        """Waits for the save under way and for copies, then stops the threads."""
         try:
             self.wait()
         finally:
@@ -130,6 +140,8 @@ class Checkpoints:
                 self._manager.close()
             if self._full and self._first:  # Orbax has given up all writes
                 remove_half_written(self.directory)
+            if self._copies is not None:
+                self._copies.close(self.directory, self._copied)
 
     @contextmanager
     def _naming_full_disk(self, step: int) -> Iterator[None]:

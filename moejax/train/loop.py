@@ -31,6 +31,7 @@ from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
 from moejax.step.train_step import build_step
 from moejax.train.checkpoint import Checkpoints
+from moejax.train.copies import Copies
 from moejax.train.display import Display
 from moejax.train.evaluation import finish
 from moejax.train.inputs import Inputs, open_inputs
@@ -53,6 +54,7 @@ from moejax.train.start import (
     claim,
     finished_message,
     initial_state,
+    open_copies,
 )
 from moejax.train.start_record import ExpertLoads, describe_start
 from moejax.train.steps import run_steps
@@ -123,7 +125,8 @@ def train_planned(
       measured: newly measured links to plan with; the run then does not plan a third time.
     """
     run_dir = Path(cfg.run_dir)
-    choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes)
+    copies = open_copies(cfg, processes)
+    choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes, copies)
     saved, source, notes = choosing()
     if saved is not None and (
         done := processes.from_first(partial(finished_message, cfg, inputs, saved))
@@ -149,7 +152,7 @@ def train_planned(
     records = _open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, run_dir)
-    checkpoints = open_checkpoints(cfg, processes, records)
+    checkpoints = open_checkpoints(cfg, processes, records, console, copies)
     resumed = None
     if saved is not None:
         told = partial(_note, console, records)
@@ -178,14 +181,37 @@ def _monitor(run: Run, plan: Plan, topology: Topology, devices: Sequence[Any]) -
     return PlanMonitor(plan, topology, again if run.cfg.plan.replan else None)
 
 
-def open_checkpoints(cfg: Config, processes: Processes, records: Records) -> Checkpoints:
-    """Returns the run's checkpoints; a save that fails is recorded as soon as it is seen."""
+def open_checkpoints(
+    cfg: Config,
+    processes: Processes,
+    records: Records,
+    console: Console,
+    copies: Copies | None = None,
+) -> Checkpoints:
+    """Returns the run's checkpoints; failed saves and copies are recorded as soon as seen."""
 
     def failed(step: int, text: str) -> None:
         records.event("save_failed", step, text=text)
 
-    directory = Path(cfg.run_dir) / "checkpoints"
-    return Checkpoints(directory, keep=cfg.checkpoint.keep, processes=processes, failed=failed)
+    def copied(steps: list[int], error: str | None) -> None:
+        for step in steps:
+            records.event("copied", step)
+        if error is not None:
+            records.event("copy_failed", 0, text=error)
+            console.print(
+                f"warning: checkpoints are not copied to {cfg.checkpoint.copy_to}: {error}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    return Checkpoints(
+        Path(cfg.run_dir) / "checkpoints",
+        keep=cfg.checkpoint.keep,
+        processes=processes,
+        failed=failed,
+        copies=copies,
+        copied=copied,
+    )
 
 
 def _open_records(

@@ -23,6 +23,7 @@ from moejax.runtime.processes import ALONE, Processes, find_rank
 from moejax.runtime.start import simulated_here
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
+from moejax.train.copies import Copies
 from moejax.train.disk_space import check_disk_space, check_writable
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import finished_steps, stored_bytes
@@ -111,14 +112,51 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
             )
 
 
+def open_copies(cfg: Config, processes: Processes) -> Copies | None:
+    """Returns the copies of the run's checkpoints, in process 0.
+
+    Raises:
+      InputError: in all processes, if their place cannot be reached.
+    """
+    place = cfg.checkpoint.copy_to
+    if place is None:
+        return None
+    keep = cfg.checkpoint.keep
+    return processes.together(lambda: Copies(place, keep=keep) if processes.first else None)
+
+
+def _newest(
+    cfg: Config, processes: Processes, copies: Copies | None
+) -> tuple[Saved | None, list[str]]:
+    """Returns the newest intact checkpoint, and notes; it may be a copy that is fetched."""
+    directory, verify = Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify
+    if cfg.checkpoint.copy_to is None:
+        return newest(directory, verify, processes)
+    damaged = None
+    try:
+        saved, notes = newest(directory, verify, processes)
+    except InputError as error:  # all are damaged; the same in all processes
+        saved, notes, damaged = None, [], error
+    than = None if saved is None else saved.step
+    more = processes.from_first(lambda: copies.fetch_newer(directory, than) if copies else [])
+    if damaged is not None and not more:
+        raise damaged
+    notes += [str(damaged)] if damaged is not None else []
+    saved, again = newest(directory, verify, processes)
+    return saved, [*notes, *more, *again]
+
+
 def choose_checkpoint(
-    cfg: Config, content: Content, processes: Processes
+    cfg: Config, content: Content, processes: Processes, copies: Copies | None = None
 ) -> tuple[Saved | None, Source | None, list[str]]:
     """Returns the checkpoint to resume, the one to take weights from, and notes.
 
     There is one to take weights from where none is resumed, and always for frozen weights.
+
+    Args:
+      copies: `open_copies`.
     """
-    saved, notes = newest(Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify, processes)
+    saved, notes = _newest(cfg, processes, copies)
     if saved is not None:
         changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
         notes += [f"setting changed since the checkpoint: {change}" for change in changes]

@@ -242,7 +242,7 @@ def test_a_save_that_fails_is_in_the_metrics_under_its_step(tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint, "commit", fail)
     records = Records(tmp_path)
     cfg = dataclasses.replace(small_config(), run_dir=str(tmp_path))
-    writer = open_checkpoints(cfg, ALONE, records)
+    writer = open_checkpoints(cfg, ALONE, records, Console(quiet=True))
     writer.save(7, step_for(cfg).init(), {})
     with pytest.raises(StorageFullError) as error:
         writer.wait()
