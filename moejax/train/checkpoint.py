@@ -43,7 +43,7 @@ ITEMS = ("counters", "weights", "optimizer", "reduction")
 
 
 class Checkpoints:
-    """Saves the state of one run, and restores it."""
+    """Saves the state of one run."""
 
     def __init__(
         self,
@@ -178,28 +178,6 @@ class Checkpoints:
             prune(self.directory, self.keep)
         return step
 
-    def restore(self, saved: Saved, abstract: TrainState, *, reduction: bool = True) -> TrainState:
-        """Reads the state onto the devices and shardings that `abstract` names.
-
-        Frozen weights are in no checkpoint of the run: they are None.
-
-        Args:
-          reduction: whether to read the codecs' state too; otherwise it is None.
-        """
-        names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
-        read = restore_items(saved.path, abstract, names)
-        weights = read["weights"]
-        codec_state: Any = abstract.reduction if reduction else None
-        if "reduction" in read:
-            codec_state = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
-        return TrainState(
-            **read["counters"],
-            params=weights["params"],
-            router_bias=weights["balance"],
-            optimizer=read["optimizer"],
-            reduction=codec_state,
-        )
-
 
 def _items(state: TrainState) -> dict[str, Any]:
     """Returns the parts of the state that are stored apart, so that weights can be read alone.
@@ -256,6 +234,29 @@ def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> d
         name: jax.tree.unflatten(jax.tree.structure(tree), [read[name][key] for key in flat(tree)])
         for name, tree in wanted.items()
     }
+
+
+def restore_state(saved: Saved, abstract: TrainState, *, reduction: bool = True) -> TrainState:
+    """Reads the state onto the devices and shardings that `abstract` names.
+
+    Frozen weights are in no checkpoint of the run: they are None.
+
+    Args:
+      reduction: whether to read the codecs' state too; otherwise it is None.
+    """
+    names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
+    read = restore_items(saved.path, abstract, names)
+    weights = read["weights"]
+    codec_state: Any = abstract.reduction if reduction else None
+    if "reduction" in read:
+        codec_state = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
+    return TrainState(
+        **read["counters"],
+        params=weights["params"],
+        router_bias=weights["balance"],
+        optimizer=read["optimizer"],
+        reduction=codec_state,
+    )
 
 
 def step_of_state(saved: Saved, abstract: TrainState) -> int:

@@ -152,12 +152,12 @@ def train_planned(
     records = _open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, run_dir)
-    checkpoints = open_checkpoints(cfg, processes, records, console, copies)
     resumed = None
     if saved is not None:
-        told = partial(_note, console, records)
-        resumed = resume(train_step, checkpoints, saved, choosing, processes, console, told)
+        told = partial(_note, console, records, notes)
+        resumed = resume(train_step, saved, choosing, processes, console, told)
     state = initial_state(train_step, resumed, source, console, processes)
+    checkpoints = open_checkpoints(cfg, processes, records, console, copies)
     records.start(int(state.step), describe_start(train_step, summary, processes))
     meter = _meter(cfg, summary, processes)
     display = Display(console, cfg.train.num_steps, int(state.step))
@@ -224,12 +224,14 @@ def _open_records(
     trackers = open_trackers(cfg) if processes.first else None
     records = Records(run_dir, written=processes.first, trackers=trackers)
     for text in notes:
-        _note(console, records, text)
+        _note(console, records, (), text)
     return records
 
 
-def _note(console: Console, records: Records, text: str) -> None:
-    """Shows and records a note of the start."""
+def _note(console: Console, records: Records, known: Sequence[str], text: str) -> None:
+    """Shows and records a note of the start, unless it is known."""
+    if text in known:
+        return
     console.print(text, highlight=False, soft_wrap=True)
     records.event("note", 0, text=text)
 

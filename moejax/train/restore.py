@@ -13,7 +13,7 @@ from rich.console import Console
 from moejax.runtime.processes import Processes
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import Checkpoints, arrays_of, step_of_state
+from moejax.train.checkpoint import arrays_of, restore_state, step_of_state
 from moejax.train.numbers import wrong_numbers
 from moejax.train.resume import remembers, same_reduction
 from moejax.train.saved import Saved, set_aside
@@ -43,7 +43,6 @@ def set_aside_wrong_steps(
 
 def resume(
     train_step: TrainStep,
-    checkpoints: Checkpoints,
     saved: Saved,
     again: Choose,
     processes: Processes,
@@ -52,6 +51,8 @@ def resume(
 ) -> TrainState:
     """Returns the state of the newest checkpoint whose numbers are those that were saved.
 
+    It precedes `Checkpoints`, whose manager remembers the steps that it finds at first.
+
     Args:
       note: is told of checkpoints that were set aside.
     Raises:
@@ -59,7 +60,7 @@ def resume(
     """
     left: Saved | None = saved
     while left is not None:
-        state = _read(train_step, checkpoints, left, console)
+        state = _read(train_step, left, console)
         wrong = wrong_numbers(left.manifest, arrays_of(state), processes)
         if wrong is None:
             return _with_reduction(state, train_step)
@@ -74,9 +75,7 @@ def resume(
     raise AssertionError("a run with checkpoints set aside does not begin anew")
 
 
-def _read(
-    train_step: TrainStep, checkpoints: Checkpoints, saved: Saved, console: Console
-) -> TrainState:
+def _read(train_step: TrainStep, saved: Saved, console: Console) -> TrainState:
     """Returns the state of a checkpoint; codec state only where it is still valid."""
     console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
     valid = same_reduction(saved.manifest, train_step)
@@ -86,7 +85,7 @@ def _read(
             "sent yet is dropped",
             soft_wrap=True,
         )
-    return checkpoints.restore(saved, train_step.abstract, reduction=valid)
+    return restore_state(saved, train_step.abstract, reduction=valid)
 
 
 def _with_reduction(state: TrainState, train_step: TrainStep) -> TrainState:

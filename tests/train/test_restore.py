@@ -77,17 +77,13 @@ def resumed(directory, mesh=MESHES[0]):
     """The state that a run goes on with, and the notes of what was set aside."""
     train_step, notes = step_for(small_config(mesh, model={"num_layers": 2})), []
     saved, _ = newest(directory, "full")
-    reader = Checkpoints(directory, keep=3)
 
     def again():
         found, more = newest(directory, "full")
         return found, None, more
 
     console = Console(file=io.StringIO())
-    try:
-        return resume(train_step, reader, saved, again, ALONE, console, notes.append), notes
-    finally:
-        reader.close()
+    return resume(train_step, saved, again, ALONE, console, notes.append), notes
 
 
 @pytest.mark.parametrize("mesh", MESHES)

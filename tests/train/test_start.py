@@ -118,12 +118,10 @@ def remembering(tmp_path_factory):
 def resumed(directory, cfg):
     """The first state of a run that goes on from the checkpoint, and what it printed."""
     train_step, out = step_for(cfg), io.StringIO()
-    checkpoints = Checkpoints(directory, keep=1)
     saved, _ = newest(directory, "full")
     console = Console(file=out, width=200)
     choose = partial(newest, directory, "full")
-    state = resume(train_step, checkpoints, saved, choose, ALONE, console, console.print)
-    checkpoints.close()
+    state = resume(train_step, saved, choose, ALONE, console, console.print)
     return state, train_step, out.getvalue()
 
 
