@@ -129,11 +129,8 @@ def write_page(out: Path, saves: dict[str, Any], digests: dict[str, Any]) -> Non
     pairs = zip(saves["with"], plain, strict=True)
     stalls = sorted((held - free) / step for held, free in pairs)
     ratios = sorted(held / free for held, free in zip(saves["with"], plain, strict=True))
-    result = {
-        "saves": saves,
-        "digests": digests,
-        "machine": describe(sorted(os.sched_getaffinity(0))),
-    }
+    machine = describe(sorted(os.sched_getaffinity(0)))
+    result = {"saves": saves, "digests": digests, "machine": machine}
     out.mkdir(parents=True, exist_ok=True)
     (out / "saving.json").write_text(json.dumps(result, indent=1) + "\n")
     middle = statistics.median
@@ -171,7 +168,7 @@ def write_page(out: Path, saves: dict[str, Any], digests: dict[str, Any]) -> Non
         f"# What a checkpoint costs\n\n`python -m benchmarks.cpu.saving`\n\n"
         f"A state of {digests['bytes'] / 1e6:,.0f} MB in {digests['arrays']} arrays, one process, "
         f"a step of {1e3 * step:,.0f} ms.\n\n| question | answer |\n|---|---|\n{table}\n\n"
-        f"Machine: {json.dumps(result['machine'])}\n"
+        f"Machine: {json.dumps(machine)}\n"
     )
     (out / "saving.md").write_text(text)
     print(text)

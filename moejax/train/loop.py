@@ -42,6 +42,7 @@ from moejax.train.planning import kept_plan, measure, plan_run
 from moejax.train.profile import name_operations
 from moejax.train.restore import resume, set_aside_wrong_steps
 from moejax.train.run import Run
+from moejax.train.saved import Saved
 from moejax.train.source import keep_origin
 from moejax.train.start import (
     base_of,
@@ -128,11 +129,7 @@ def train_planned(
     copies = open_copies(cfg, processes)
     choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes, copies)
     saved, source, notes = choosing()
-    if saved is not None and (
-        done := processes.from_first(partial(finished_message, cfg, inputs, saved))
-    ):
-        for line in (*notes, done):
-            console.print(line, highlight=False, soft_wrap=True)
+    if _done(cfg, inputs, saved, notes, console, processes):
         return RunEnd(None)
     devices = start(cfg.mesh)
     name_operations(cfg.profile)
@@ -152,10 +149,8 @@ def train_planned(
     records = _open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, run_dir)
-    resumed = None
-    if saved is not None:
-        told = partial(_note, console, records, notes)
-        resumed = resume(train_step, saved, choosing, processes, console, told)
+    told = partial(_note, console, records, notes)
+    resumed = resume(train_step, saved, choosing, processes, console, told)
     state = initial_state(train_step, resumed, source, console, processes)
     checkpoints = open_checkpoints(cfg, processes, records, console, copies)
     records.start(int(state.step), describe_start(train_step, summary, processes))
@@ -170,6 +165,23 @@ def train_planned(
         if planned.topology is not None and measured is None:
             run.monitor = _monitor(run, planned.plan, planned.topology, devices)
     return _run_to_end(run, state, meter)
+
+
+def _done(
+    cfg: Config,
+    inputs: Inputs,
+    saved: Saved | None,
+    notes: Sequence[str],
+    console: Console,
+    processes: Processes,
+) -> bool:
+    """Whether the run was finished before, which is said then."""
+    if saved is None:
+        return False
+    done = processes.from_first(partial(finished_message, cfg, inputs, saved))
+    for line in (*notes, done) if done else ():
+        console.print(line, highlight=False, soft_wrap=True)
+    return bool(done)
 
 
 def _monitor(run: Run, plan: Plan, topology: Topology, devices: Sequence[Any]) -> PlanMonitor:

@@ -43,13 +43,15 @@ def set_aside_wrong_steps(
 
 def resume(
     train_step: TrainStep,
-    saved: Saved,
+    saved: Saved | None,
     again: Choose,
     processes: Processes,
     console: Console,
     note: Callable[[str], None],
-) -> TrainState:
+) -> TrainState | None:
     """Returns the state of the newest checkpoint whose numbers are those that were saved.
+
+    It is None where there is no checkpoint at first.
 
     It precedes `Checkpoints`, whose manager remembers the steps that it finds at first.
 
@@ -58,21 +60,22 @@ def resume(
     Raises:
       InputError: if none remains.
     """
-    left: Saved | None = saved
-    while left is not None:
-        state = _read(train_step, left, console)
-        wrong = wrong_numbers(left.manifest, arrays_of(state), processes)
+    found_one = saved is not None
+    while saved is not None:
+        state = _read(train_step, saved, console)
+        wrong = wrong_numbers(saved.manifest, arrays_of(state), processes)
         if wrong is None:
             return _with_reduction(state, train_step)
         jax.tree.map(lambda x: x.delete(), state)
         notes = set_aside(
-            left.path, f"its numbers are not those that were saved: {wrong}", processes
+            saved.path, f"its numbers are not those that were saved: {wrong}", processes
         )
-        left, _, chosen = again()
-        left, more = set_aside_wrong_steps(left, train_step, again, processes)
+        saved, _, chosen = again()
+        saved, more = set_aside_wrong_steps(saved, train_step, again, processes)
         for text in dict.fromkeys((*notes, *chosen, *more)):
             note(text)
-    raise AssertionError("a run with checkpoints set aside does not begin anew")
+    assert not found_one, "a run whose checkpoints are set aside does not begin anew"
+    return None
 
 
 def _read(train_step: TrainStep, saved: Saved, console: Console) -> TrainState:

@@ -64,9 +64,8 @@ def start(cfg):
     choose = partial(choose_checkpoint, cfg, NO_DATA, ALONE)
     saved, source, _ = choose()
     train_step, out = step_for(cfg), io.StringIO()
-    console, resumed = Console(file=out, width=200), None
-    if saved is not None:
-        resumed = resume(train_step, saved, choose, ALONE, console, console.print)
+    console = Console(file=out, width=200)
+    resumed = resume(train_step, saved, choose, ALONE, console, console.print)
     state = initial_state(train_step, resumed, source, console)
     checkpoints = Checkpoints(path_of(cfg), keep=2)
     return state, train_step, checkpoints, base_of(cfg, source), out.getvalue()
