@@ -122,18 +122,17 @@ def measure_digests(state: TrainState, step: Path, rounds: int) -> dict[str, Any
     return found | {"bytes": sum(x.nbytes for x in arrays.values()), "arrays": len(arrays)}
 
 
-def write_page(out: Path, saves: dict[str, Any], digests: dict[str, Any]) -> None:
+def write_page(out: Path, saves: dict[str, Any], digests: dict[str, Any], load: float) -> None:
     """Writes the results as JSON and as a page."""
-    plain = saves["without"]
-    step = statistics.median(plain) / saves["steps"]
+    plain, middle = saves["without"], statistics.median
+    step = middle(plain) / saves["steps"]
     pairs = zip(saves["with"], plain, strict=True)
     stalls = sorted((held - free) / step for held, free in pairs)
     ratios = sorted(held / free for held, free in zip(saves["with"], plain, strict=True))
     machine = describe(sorted(os.sched_getaffinity(0)))
-    result = {"saves": saves, "digests": digests, "machine": machine}
+    result = {"saves": saves, "digests": digests, "machine": machine, "load": load}
     out.mkdir(parents=True, exist_ok=True)
     (out / "saving.json").write_text(json.dumps(result, indent=1) + "\n")
-    middle = statistics.median
     call, device = saves["call"], middle(digests["on_devices"])
     speed = digests["bytes"] / device / 1e9
     slower = middle(a / b for a, b in zip(digests["sha256"], digests["on_devices"], strict=True))
@@ -167,7 +166,8 @@ def write_page(out: Path, saves: dict[str, Any], digests: dict[str, Any]) -> Non
     text = (
         f"# What a checkpoint costs\n\n`python -m benchmarks.cpu.saving`\n\n"
         f"A state of {digests['bytes'] / 1e6:,.0f} MB in {digests['arrays']} arrays, one process, "
-        f"a step of {1e3 * step:,.0f} ms.\n\n| question | answer |\n|---|---|\n{table}\n\n"
+        f"a step of {1e3 * step:,.0f} ms. Load of the machine by others at the begin: {load:.1f}."
+        f"\n\n| question | answer |\n|---|---|\n{table}\n\n"
         f"Machine: {json.dumps(machine)}\n"
     )
     (out / "saving.md").write_text(text)
@@ -179,8 +179,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=6, help="steps of one interval")
+    parser.add_argument("--steps", type=int, default=4, help="steps of one interval")
     args = parser.parse_args()
+    load = os.getloadavg()[0]
     _, state, steps = prepare()
     with tempfile.TemporaryDirectory() as folder:
         state, saves = measure_saves(
@@ -189,7 +190,7 @@ def main() -> None:
         newest = Path(folder) / "checkpoints" / str(args.rounds)
         read_manifest(newest)
         digests = measure_digests(state, newest, args.rounds)
-    write_page(args.out, saves, digests)
+    write_page(args.out, saves, digests, load)
 
 
 if __name__ == "__main__":
