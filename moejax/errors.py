@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk or quota
+# Errors of a place that may not be written, as one that was mounted again read-only.
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 STOPPED = 3  # exit code of a run that was asked to stop before its last step
 
 
@@ -46,6 +48,10 @@ class StorageFullError(RunError):
     """No space is left for what the run must write."""
 
     code = 5
+
+
+class NotWritableError(StorageFullError):
+    """What the run must write can no longer be written, though there may be space."""
 
 
 @contextmanager

@@ -25,6 +25,10 @@ class Service:
                 return self.kept[name]
         raise RuntimeError("DEADLINE_EXCEEDED: not there")
 
+    def key_value_delete(self, name):
+        with self.changed:
+            del self.kept[name]
+
     def key_value_dir_get(self, folder):
         return [(name, kept) for name, kept in self.kept.items() if name.startswith(f"{folder}/")]
 

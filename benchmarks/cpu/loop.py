@@ -46,7 +46,7 @@ CFG = Config(
     moe=MoEConfig(num_experts=8, experts_per_token=2, expert_hidden=512),
     data=DataConfig(sequence_length=256),
     train=TrainConfig(num_steps=1, batch_sequences=8, log_every=5, eval_every=None),
-    checkpoint=CheckpointConfig(save_every=None, keep=1),
+    checkpoint=CheckpointConfig(save_every=None, keep=2),
 )
 
 

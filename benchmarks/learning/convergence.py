@@ -67,7 +67,7 @@ CONFIG = Config(
         eval_batches=64,
         sample_tokens=0,
     ),
-    checkpoint=CheckpointConfig(save_every=None, keep=1),
+    checkpoint=CheckpointConfig(save_every=None, keep=2),
 )
 
 

@@ -48,7 +48,7 @@ def configs(num_steps: int) -> dict[str, Config]:
             eval_batches=64,
             sample_tokens=0,
         ),
-        checkpoint=CheckpointConfig(save_every=None, keep=1),
+        checkpoint=CheckpointConfig(save_every=None, keep=2),
     )
     hidden = run.moe.experts_per_token * run.moe.expert_hidden
     dense = dataclasses.replace(model, moe_every=None, mlp_hidden=hidden)

@@ -276,6 +276,9 @@ class CheckpointConfig:
         100, "steps between checkpoints; none: only at the end", at_least=1
     )
     keep: int = setting(3, "newest checkpoints to keep", at_least=1)
+    copy_to: str | None = setting(
+        None, "second place of finished checkpoints, such as s3://bucket/run; none: no copies"
+    )
     init_from: str | None = setting(None, "checkpoint directory to take weights from at step 0")
     verify: str = setting("full", "what is checked before a restore", choices=("full", "size"))
     allow_changed_data: bool = setting(

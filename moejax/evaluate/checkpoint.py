@@ -14,10 +14,10 @@ from moejax.config.load import from_dict, parse_overrides
 from moejax.config.schema import CompressionConfig, Config, PlanConfig
 from moejax.config.spread import spread
 from moejax.errors import InputError
-from moejax.runtime.processes import Processes
+from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import Reduction, TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import restore_items
+from moejax.train.numbers import restore_weights
 from moejax.train.resume import SHAPES
 from moejax.train.saved import Saved, latest_intact
 from moejax.train.source import Source, frozen_source
@@ -108,16 +108,16 @@ def on_all_devices(cfg: Config, num_devices: int) -> Config:
     return spread(cfg, num_devices, check_batch) or cfg
 
 
-def read_weights(chosen: Chosen, train_step: TrainStep) -> TrainState:
+def read_weights(chosen: Chosen, train_step: TrainStep, processes: Processes = ALONE) -> TrainState:
     """Returns a state of weights alone.
 
     Args:
       train_step: of weights, on the mesh.
     """
     abstract, frozen = train_step.abstract, None
-    weights = restore_items(chosen.saved.path, abstract, ("weights",))["weights"]
+    weights = restore_weights(chosen.saved, abstract, processes)
     if chosen.base is not None:
-        frozen, _ = read_base(chosen.base, abstract)
+        frozen, _ = read_base(chosen.base, abstract, processes)
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
         step=zero,

@@ -125,7 +125,7 @@ def _evaluate(
     whole_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     train_step = whole_step.of_weights()
     check_memory(train_step, processes, gradients=False)
-    state = read_weights(chosen, train_step)
+    state = read_weights(chosen, train_step, processes)
     source, documents = held_out.source, None
     with _progress(console, count_eval_batches(source, *train_step.batch_shape)) as advance:
         if by_document:

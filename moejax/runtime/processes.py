@@ -218,6 +218,16 @@ class Processes:
         entries = self._client.key_value_dir_get(f"moejax/{folder}")
         return {name.rpartition("/")[2]: value for name, value in entries}
 
+    def send(self, name: str, value: str) -> None:
+        """Sends a text to the process that calls `receive` with its name, from any thread."""
+        self._client.key_value_set(f"moejax/{name}", value)
+
+    def receive(self, name: str) -> str:
+        """Waits for a text that was sent under a name, and takes it out of the service."""
+        value = self._wait_for(f"moejax/{name}")
+        self._client.key_value_delete(f"moejax/{name}")
+        return value
+
     def _wait_for(self, name: str) -> str:
         while True:
             try:

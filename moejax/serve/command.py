@@ -188,7 +188,7 @@ def _continue(
     )
     beside = engine.bytes_beside_weights()
     check_memory(engine.train_step, processes, gradients=False, beside=beside)
-    state = engine.take(read_weights(chosen, engine.stored))
+    state = engine.take(read_weights(chosen, engine.stored, processes))
     begin, shown, first = time.monotonic(), "", texts[0]
     if stream:
         print(first.prompt, end=vocabulary.between, flush=True)

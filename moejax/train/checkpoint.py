@@ -1,13 +1,14 @@
 """Checkpoints that are verified before they are trusted. The only user of Orbax.
 
 Orbax writes shards asynchronously and commits by renaming, but a flipped bit restores silently. So
-after each commit a thread writes a manifest with the size and SHA-256 of every file, last and
-atomically; a step without a manifest was never finished. A restore takes the newest step whose
-files match, and sets damaged ones aside as `STEP.corrupt`. Format: docs/formats/checkpoint.md.
+after each commit a thread writes a manifest with the size and SHA-256 of every file and with
+digests of the numbers as they were on the devices, last and atomically (`train.commit`); a step
+without a manifest was never finished. A restore takes the newest step whose files match, and
+`train.restore` compares the numbers. Format: docs/formats/checkpoint.md.
 """
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -20,6 +21,9 @@ from orbax.checkpoint import future
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import Reduction, TrainState
+from moejax.train.commit import commit, prune, tell_first
+from moejax.train.copies import Copies
+from moejax.train.digests import DeviceSums, add_up
 from moejax.train.disk_space import (
     check_disk_space,
     naming_full_disk,
@@ -32,18 +36,35 @@ from moejax.train.manifest import (
     stored_bytes,
     write_manifest,
 )
-from moejax.train.saved import Saved
+from moejax.train.saved import Saved, remove_half_written
 from moejax.train.stored import FILE_BYTES, PIECE_BYTES, NewArray, apart, store_of
 
 ITEMS = ("counters", "weights", "optimizer", "reduction")
 
 
 class Checkpoints:
-    """Saves the state of one run, and restores it."""
+    """Saves the state of one run."""
 
-    def __init__(self, directory: Path, *, keep: int, processes: Processes = ALONE):
-        """Takes the processes that save together into one shared directory."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        processes: Processes = ALONE,
+        failed: Callable[[int, str], None] = lambda _step, _text: None,
+        copies: Copies | None = None,
+        copied: Callable[[list[int], str | None], None] = lambda _steps, _error: None,
+    ):
+        """Takes the processes that save together into one shared directory.
+
+        Args:
+          keep: how many whole steps stay.
+          failed: told the step and the error of a save that failed, before it is raised.
+          copies: where finished steps are copied to; in process 0.
+          copied: told the steps that were copied, or why they were not: that ends no run.
+        """
         self.directory, self.keep, self._first = directory.absolute(), keep, processes.first
+        self._failed, self._copies, self._copied = failed, copies, copied
         options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
         # Compressed, trained float32 numbers take 7 % less room and 1.7 times the CPU time.
         handlers = {name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in ITEMS}
@@ -51,7 +72,7 @@ class Checkpoints:
             self.directory, options=options, item_handlers=handlers
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[int] | None = None
+        self._pending: tuple[int, Future[int]] | None = None
         self._processes, self._full = processes, False
         quiet_about_full_disks()
 
@@ -66,12 +87,14 @@ class Checkpoints:
           StorageFullError: if less space is free than the newest checkpoint takes.
         """
         self.wait()
-        needed = self._processes.from_first(self._taken)
-        check_disk_space(self.directory, needed, step, self._processes)
-        items = {name: _save_args(_flat(tree)) for name, tree in _items(state).items()}
-        with self._naming_full_disk(step):
-            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        self._pending = self._thread.submit(self._finish, step, facts)
+        with self._telling(step):
+            needed = self._processes.from_first(self._taken)
+            check_disk_space(self.directory, needed, step, self._processes)
+            sums = add_up(arrays_of(state))
+            args = {name: _save_args(flat(tree)) for name, tree in _items(state).items()}
+            with self._naming_full_disk(step):
+                self._manager.save(step, args=ocp.args.Composite(**args), force=True)
+        self._pending = step, self._thread.submit(self._finish, step, facts, sums)
 
     def _taken(self) -> int:
         """Returns the newest checkpoint's size on disk; 0 without one."""
@@ -82,20 +105,32 @@ class Checkpoints:
 
     def finished(self) -> int | None:
         """Returns the step of a save that finished since the last call, if any."""
-        if self._pending is None or not self._pending.done():
-            return None
-        done, self._pending = self._pending, None
-        return done.result()
+        if self._copies is not None:
+            self._copies.finished(self._copied)
+        return self.wait() if self._pending is not None and self._pending[1].done() else None
 
     def wait(self) -> int | None:
         """Waits for the save under way. Returns its step."""
         if self._pending is None:
             return None
-        pending, self._pending = self._pending, None
-        return pending.result()
+        (step, pending), self._pending = self._pending, None
+        with self._telling(step):
+            pending.result()
+        if self._copies is not None:
+            self._copies.start(self.directory)
+        return step
+
+    @contextmanager
+    def _telling(self, step: int) -> Iterator[None]:
+        """Tells the error of a save at once, not only at the end of the run."""
+        try:
+            yield
+        except Exception as error:
+            self._failed(step, str(error))
+            raise
 
     def close(self) -> None:
-        """Waits for the save under way, then stops the threads."""
+        """Waits for the save under way and for copies, then stops the threads."""
         try:
             self.wait()
         finally:
@@ -103,13 +138,17 @@ class Checkpoints:
             # Orbax raises the error of a failed save again, which was already reported.
             with suppress(Exception) if self._full else nullcontext():
                 self._manager.close()
+            if self._full and self._first:  # Orbax has given up all writes
+                remove_half_written(self.directory)
+            if self._copies is not None:
+                self._copies.close(self.directory, self._copied)
 
     @contextmanager
     def _naming_full_disk(self, step: int) -> Iterator[None]:
-        """Turns errors of a full disk into one line.
+        """Turns errors of a full disk, or one that became read-only, into one line.
 
-        Removes a step without a manifest. The next start removes steps that Orbax has not
-        committed, because its threads may still write there.
+        Removes a step without a manifest. `close` removes steps that Orbax has not committed, or
+        else the next start, because its threads may still write there.
 
         Raises:
           StorageFullError: names the last complete step.
@@ -124,41 +163,20 @@ class Checkpoints:
                 shutil.rmtree(committed, ignore_errors=True)
             raise
 
-    def _finish(self, step: int, facts: dict[str, Any]) -> int:
+    def _finish(self, step: int, facts: dict[str, Any], sums: DeviceSums) -> int:
         """After the commit: writes digests and the manifest, then removes old steps."""
+        path = self.directory / str(step)
         with self._naming_full_disk(step):
-            # Returns when every process has written its files.
-            self._manager.wait_until_finished()
-            if self._first:
-                write_manifest(self.directory / str(step), {"step": step, **facts})
+            try:
+                # Returns when every process has written its files.
+                self._manager.wait_until_finished()
+                commit(path, {"step": step, **facts}, sums, self._processes)
+            except Exception as error:
+                tell_first(path, error, self._processes)
+                raise
         if self._first:
-            for old in sorted(finished_steps(self.directory))[: -self.keep]:
-                # Not through the manager: its delete waits for the other processes on a device,
-                # where their steps are under way.
-                shutil.rmtree(self.directory / str(old))
+            prune(self.directory, self.keep)
         return step
-
-    def restore(self, saved: Saved, abstract: TrainState, *, reduction: bool = True) -> TrainState:
-        """Reads the state onto the devices and shardings that `abstract` names.
-
-        Frozen weights are in no checkpoint of the run: they are None.
-
-        Args:
-          reduction: whether to read the codecs' state too; otherwise it is None.
-        """
-        names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
-        read = restore_items(saved.path, abstract, names)
-        weights = read["weights"]
-        codec_state: Any = abstract.reduction if reduction else None
-        if "reduction" in read:
-            codec_state = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
-        return TrainState(
-            **read["counters"],
-            params=weights["params"],
-            router_bias=weights["balance"],
-            optimizer=read["optimizer"],
-            reduction=codec_state,
-        )
 
 
 def _items(state: TrainState) -> dict[str, Any]:
@@ -189,23 +207,56 @@ def _save_args(leaves: dict[str, Any]) -> Any:
     return ocp.args.PyTreeSave(leaves, save_args=cut, ocdbt_target_data_file_size=FILE_BYTES)
 
 
-def _flat(tree: Any) -> dict[str, Any]:
+def flat(tree: Any) -> dict[str, Any]:
     """Returns a plain dict of leaves by path, whatever containers optax uses."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def by_key(items: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns all arrays of some items by the keys of the manifest's `arrays`."""
+    return {f"{name}/{key}": x for name, leaves in items.items() for key, x in leaves.items()}
+
+
+def arrays_of(state: TrainState) -> dict[str, jax.Array]:
+    """Returns the arrays that a checkpoint of the state holds, by key (`by_key`)."""
+    return by_key({name: flat(tree) for name, tree in _items(state).items()})
 
 
 def restore_items(path: Path, abstract: TrainState, names: tuple[str, ...]) -> dict[str, Any]:
     """Reads some items of a checkpoint, shaped and sharded like those of `abstract`."""
     wanted = {name: tree for name, tree in _items(abstract).items() if name in names}
     handler = ocp.CompositeCheckpointHandler()
-    args = {name: ocp.args.StandardRestore(_flat(tree)) for name, tree in wanted.items()}
+    args = {name: ocp.args.StandardRestore(flat(tree)) for name, tree in wanted.items()}
     with ocp.Checkpointer(handler) as reader:
         read = reader.restore(path, args=ocp.args.Composite(**args))
     return {
-        name: jax.tree.unflatten(jax.tree.structure(tree), [read[name][key] for key in _flat(tree)])
+        name: jax.tree.unflatten(jax.tree.structure(tree), [read[name][key] for key in flat(tree)])
         for name, tree in wanted.items()
     }
+
+
+def restore_state(saved: Saved, abstract: TrainState, *, reduction: bool = True) -> TrainState:
+    """Reads the state onto the devices and shardings that `abstract` names.
+
+    Frozen weights are in no checkpoint of the run: they are None.
+
+    Args:
+      reduction: whether to read the codecs' state too; otherwise it is None.
+    """
+    names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
+    read = restore_items(saved.path, abstract, names)
+    weights = read["weights"]
+    codec_state: Any = abstract.reduction if reduction else None
+    if "reduction" in read:
+        codec_state = Reduction(read["reduction"]["codecs"], read["reduction"]["rungs"])
+    return TrainState(
+        **read["counters"],
+        params=weights["params"],
+        router_bias=weights["balance"],
+        optimizer=read["optimizer"],
+        reduction=codec_state,
+    )
 
 
 def step_of_state(saved: Saved, abstract: TrainState) -> int:

@@ -32,6 +32,7 @@ from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
 from moejax.step.train_step import build_step
 from moejax.train.checkpoint import Checkpoints
+from moejax.train.copies import Copies
 from moejax.train.display import Display
 from moejax.train.evaluation import finish
 from moejax.train.inputs import Inputs, open_inputs
@@ -40,19 +41,22 @@ from moejax.train.metrics import Meter, Records
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import kept_plan, measure, plan_run
 from moejax.train.profile import name_operations
+from moejax.train.restore import resume, set_aside_wrong_steps
 from moejax.train.run import Run
+from moejax.train.saved import Saved
 from moejax.train.source import keep_origin
 from moejax.train.start import (
     base_of,
     check_disk,
     check_has_base,
+    check_keep,
     check_same_config,
     check_simulated_devices,
     choose_checkpoint,
     claim,
     finished_message,
     initial_state,
-    set_aside_wrong_steps,
+    open_copies,
 )
 from moejax.train.start_record import ExpertLoads, describe_start, highest_peak
 from moejax.train.steps import run_steps
@@ -83,6 +87,7 @@ def train(cfg: Config, console: Console) -> RunEnd:
     check(cfg)
     check_adapters(cfg)
     check_has_base(cfg)
+    check_keep(cfg)
     check_simulated_devices(cfg)
     check_trackers(cfg)
     inputs = open_inputs(cfg)
@@ -128,13 +133,10 @@ def train_planned(
       measured: newly measured links to plan with; the run then does not plan a third time.
     """
     run_dir = Path(cfg.run_dir)
-    choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes)
+    copies = open_copies(cfg, processes)
+    choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes, copies)
     saved, source, notes = choosing()
-    if saved is not None and (
-        done := processes.from_first(partial(finished_message, cfg, inputs, saved))
-    ):
-        for line in (*notes, done):
-            console.print(line, highlight=False, soft_wrap=True)
+    if _done(cfg, inputs, saved, notes, console, processes):
         return RunEnd(None)
     devices = start(cfg.mesh)
     name_operations(cfg.profile)
@@ -155,9 +157,11 @@ def train_planned(
     records = _open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, run_dir)
-    checkpoints = _checkpoints(cfg, processes)
+    told = partial(_note, console, records, notes)
     with watch.during("restore"):
-        state = initial_state(train_step, checkpoints, saved, source, console)
+        resumed = resume(train_step, saved, choosing, processes, console, told)
+        state = initial_state(train_step, resumed, source, console, processes)
+    checkpoints = open_checkpoints(cfg, processes, records, console, copies)
     facts = describe_start(train_step, summary, processes)
     meter = _meter(cfg, summary, facts, processes)
     records.start(int(state.step), {**facts, "peak_flops_per_second": meter.peak})
@@ -173,6 +177,23 @@ def train_planned(
     return _run_to_end(run, state, meter)
 
 
+def _done(
+    cfg: Config,
+    inputs: Inputs,
+    saved: Saved | None,
+    notes: Sequence[str],
+    console: Console,
+    processes: Processes,
+) -> bool:
+    """Whether the run was finished before, which is said then."""
+    if saved is None:
+        return False
+    done = processes.from_first(partial(finished_message, cfg, inputs, saved))
+    for line in (*notes, done) if done else ():
+        console.print(line, highlight=False, soft_wrap=True)
+    return bool(done)
+
+
 def _monitor(run: Run, plan: Plan, topology: Topology, devices: Sequence[Any]) -> PlanMonitor:
     """Returns what compares steps with the plan; links are measured again with `plan.replan`."""
 
@@ -182,9 +203,37 @@ def _monitor(run: Run, plan: Plan, topology: Topology, devices: Sequence[Any]) -
     return PlanMonitor(plan, topology, again if run.cfg.plan.replan else None)
 
 
-def _checkpoints(cfg: Config, processes: Processes) -> Checkpoints:
-    directory = Path(cfg.run_dir) / "checkpoints"
-    return Checkpoints(directory, keep=cfg.checkpoint.keep, processes=processes)
+def open_checkpoints(
+    cfg: Config,
+    processes: Processes,
+    records: Records,
+    console: Console,
+    copies: Copies | None = None,
+) -> Checkpoints:
+    """Returns the run's checkpoints; failed saves and copies are recorded as soon as seen."""
+
+    def failed(step: int, text: str) -> None:
+        records.event("save_failed", step, text=text)
+
+    def copied(steps: list[int], error: str | None) -> None:
+        for step in steps:
+            records.event("copied", step)
+        if error is not None:
+            records.event("copy_failed", 0, text=error)
+            console.print(
+                f"warning: checkpoints are not copied to {cfg.checkpoint.copy_to}: {error}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    return Checkpoints(
+        Path(cfg.run_dir) / "checkpoints",
+        keep=cfg.checkpoint.keep,
+        processes=processes,
+        failed=failed,
+        copies=copies,
+        copied=copied,
+    )
 
 
 def _open_records(
@@ -196,10 +245,17 @@ def _open_records(
         save_json(cfg, run_dir / "config.json")
     trackers = open_trackers(cfg) if processes.first else None
     records = Records(run_dir, written=processes.first, trackers=trackers)
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
-        records.event("note", 0, text=note)
+    for text in notes:
+        _note(console, records, (), text)
     return records
+
+
+def _note(console: Console, records: Records, known: Sequence[str], text: str) -> None:
+    """Shows and records a note of the start, unless it is known."""
+    if text in known:
+        return
+    console.print(text, highlight=False, soft_wrap=True)
+    records.event("note", 0, text=text)
 
 
 def _meter(cfg: Config, summary: Summary, facts: Mapping[str, Any], processes: Processes) -> Meter:

@@ -7,14 +7,14 @@ Format: docs/formats/checkpoint.md.
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from moejax.errors import InputError
 
-FORMAT_VERSION = 2  # 1 had no digest of its own
+FORMAT_VERSION = 3  # 1 had no digest of its own, 2 no digests of numbers
 MANIFEST = "moejax_manifest.json"
 BLOCK = 4096  # bytes, of most file systems
 THREADS = 4  # take digests beside each other
@@ -37,16 +37,23 @@ def is_step(name: str) -> bool:
     return name.isascii() and name.isdigit() and name == str(int(name))
 
 
-def write_manifest(path: Path, facts: dict[str, Any], version: int = FORMAT_VERSION) -> None:
-    """Records every file of a committed step; written beside, synced, then renamed into place."""
+def write_manifest(
+    path: Path,
+    facts: dict[str, Any],
+    version: int = FORMAT_VERSION,
+    *,
+    files: Mapping[str, dict[str, Any]] | None = None,
+) -> None:
+    """Records every file of a committed step; written beside, synced, then renamed into place.
+
+    Args:
+      files: what `hash_files` gave in the processes; of other files it is taken here.
+    """
+    known = dict(files or {})
     names = _names(path)
-    with ThreadPoolExecutor(THREADS) as pool:
-        digests = pool.map(sha256, [path / name for name in names])
-    files = {
-        name: {"bytes": (path / name).stat().st_size, "sha256": digest}
-        for name, digest in zip(names, digests, strict=True)
-    }
-    manifest = {"format_version": version, **facts, "files": files}
+    known |= hash_named(path, [name for name in names if name not in known])
+    listed = {name: known[name] for name in names}
+    manifest = {"format_version": version, **facts, "files": listed}
     manifest["digest"] = digest_of(json.loads(json.dumps(manifest)))
     beside = path / f"{MANIFEST}.tmp"
     with beside.open("w", encoding="utf-8") as out:
@@ -54,6 +61,35 @@ def write_manifest(path: Path, facts: dict[str, Any], version: int = FORMAT_VERS
         out.flush()
         os.fsync(out.fileno())
     beside.rename(path / MANIFEST)
+    sync_directory(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Syncs names to disk: without it a rename may be lost when the machine stops."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def hash_files(path: Path, part: tuple[int, int] = (0, 1)) -> dict[str, dict[str, Any]]:
+    """Returns the sizes and digests of a share of a step's files.
+
+    Args:
+      part: (index, count).
+    """
+    return hash_named(path, _names(path)[part[0] :: part[1]])
+
+
+def hash_named(path: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Returns the sizes and digests of these files of a step."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = pool.map(sha256, [path / name for name in names])
+        return {
+            name: {"bytes": (path / name).stat().st_size, "sha256": digest}
+            for name, digest in zip(names, digests, strict=True)
+        }
 
 
 def digest_of(manifest: dict[str, Any]) -> str:

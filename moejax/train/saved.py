@@ -90,13 +90,20 @@ def set_aside(path: Path, damage: str, processes: Processes = ALONE) -> list[str
 
 def _sweep(directory: Path) -> list[str]:
     """Removes half-written steps of a killed run, and sets aside steps without digests."""
-    for left in directory.glob("*.orbax-checkpoint-tmp*"):
-        shutil.rmtree(left, ignore_errors=True)
+    remove_half_written(directory)
     notes = []
     for path in sorted(directory.iterdir()):
         if path.is_dir() and is_step(path.name) and not (path / MANIFEST).is_file():
             notes += _set_aside(path, "unfinished", "no manifest")
     return notes
+
+
+def remove_half_written(directory: Path) -> None:
+    """Removes what saves left that were killed or failed before Orbax had committed them."""
+    for left in directory.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for trial in directory.glob(".writable*"):
+        trial.unlink(missing_ok=True)
 
 
 def _set_aside(path: Path, kind: str, reason: str) -> list[str]:

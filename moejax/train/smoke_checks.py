@@ -40,7 +40,7 @@ from moejax.layout.route import Hop, Route
 from moejax.moe.dispatch import moe_ffn
 from moejax.step.state import Batch, TrainState
 from moejax.step.train_step import TrainStep, build_step
-from moejax.train.checkpoint import Checkpoints
+from moejax.train.checkpoint import Checkpoints, restore_state
 from moejax.train.saved import newest
 
 STEPS = 8
@@ -325,7 +325,7 @@ def _check_checkpoint(run: SmokeRun) -> None:
             saved, notes = newest(Path(folder), "full")
             if saved is None:
                 raise OSError(f"nothing was found: {'; '.join(notes)}")
-            restored = checkpoints.restore(saved, run.train_step.abstract)
+            restored = restore_state(saved, run.train_step.abstract)
         finally:
             checkpoints.close()
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True)

@@ -15,7 +15,7 @@ from moejax.hf.origin import ORIGIN, copy_small_files, origin_of, small_files
 from moejax.hf.reader import Folder, digest_of_samples
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState, Tree
-from moejax.train.checkpoint import restore_items
+from moejax.train.numbers import restore_weights
 from moejax.train.resume import check_same_base, check_same_weights, describe_base
 from moejax.train.saved import Saved, locate
 
@@ -62,7 +62,9 @@ def _open(path: Path, cfg: Config) -> FolderSource:
     return FolderSource(folder, plan_load(folder, *describe_anywhere(cfg)))
 
 
-def take_weights(source: Source, state: TrainState, abstract: TrainState) -> TrainState:
+def take_weights(
+    source: Source, state: TrainState, abstract: TrainState, processes: Processes = ALONE
+) -> TrainState:
     """Returns the state with the source's weights in the place of its own.
 
     Args:
@@ -70,21 +72,25 @@ def take_weights(source: Source, state: TrainState, abstract: TrainState) -> Tra
     """
     # Not held beside those that come.
     jax.tree.map(lambda x: x.delete(), (state.params, state.router_bias))
-    params, router_bias = read_weights(source, abstract)
+    params, router_bias = read_weights(source, abstract, processes)
     return state._replace(params=params, router_bias=router_bias)
 
 
-def read_weights(source: Source, abstract: TrainState) -> tuple[Tree, Tree]:
+def read_weights(
+    source: Source, abstract: TrainState, processes: Processes = ALONE
+) -> tuple[Tree, Tree]:
     """Returns all weights of the source, and its selection biases.
 
     Args:
       abstract: the state of the run that takes them, which decides shardings and dtypes. Weights
         are those that it freezes, or else its parameters.
+    Raises:
+      InputError: if a checkpoint's numbers are not those that were saved.
     """
     params = abstract.params if abstract.frozen is None else abstract.frozen
     if isinstance(source, Saved):
-        weights = restore_items(source.path, abstract._replace(params=params), ("weights",))
-        return weights["weights"]["params"], weights["weights"]["balance"]
+        weights = restore_weights(source, abstract._replace(params=params), processes)
+        return weights["params"], weights["balance"]
     with source.folder:
         return (
             load(source.plan, source.folder, params),

@@ -1,11 +1,10 @@
 """The stages of a run before its first step: checks, choice of a checkpoint, first state.
 
-Nothing here but `set_aside_wrong_steps` and `initial_state` touches a device.
+Nothing here but `initial_state` touches a device; `train.restore` follows it.
 """
 
 import json
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from moejax.runtime.processes import ALONE, Processes, find_rank
 from moejax.runtime.start import simulated_here
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import Checkpoints, step_of_state
-from moejax.train.disk_space import check_disk_space
+from moejax.train.copies import Copies
+from moejax.train.disk_space import check_disk_space, check_writable
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import finished_steps, stored_bytes
 from moejax.train.metrics import EVALUATED, held_out_text
@@ -33,10 +32,8 @@ from moejax.train.resume import (
     check_resumable,
     check_same_base,
     check_same_data,
-    remembers,
-    same_reduction,
 )
-from moejax.train.saved import Saved, newest, set_aside
+from moejax.train.saved import Saved, newest
 from moejax.train.source import Source, base_of, find_source, read_weights, take_weights
 
 
@@ -64,6 +61,21 @@ def check_has_base(cfg: Config) -> None:
         )
 
 
+def check_keep(cfg: Config) -> None:
+    """Checks that a run keeps a checkpoint to fall back to.
+
+    Configs of older runs may keep one, so that this is no rule of the setting itself.
+
+    Raises:
+      InputError: if it keeps one alone.
+    """
+    if cfg.checkpoint.keep < 2:
+        raise InputError(
+            f"`checkpoint.keep` is {cfg.checkpoint.keep}. A run keeps at least 2 checkpoints, so "
+            f"that one is left if the newest is damaged. Set 2 or more."
+        )
+
+
 def check_paths(cfg: Config) -> None:
     """Checks that the run directory can be written, and that first weights exist.
 
@@ -72,6 +84,7 @@ def check_paths(cfg: Config) -> None:
     Raises:
       InputError: as the run would.
     """
+    check_keep(cfg)
     check_folder(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
     begun = finished_steps(Path(cfg.run_dir) / "checkpoints")
     if cfg.lora.rank is not None or not begun:
@@ -99,14 +112,51 @@ def check_same_config(cfg: Config, processes: Processes) -> None:
             )
 
 
+def open_copies(cfg: Config, processes: Processes) -> Copies | None:
+    """Returns the copies of the run's checkpoints, in process 0.
+
+    Raises:
+      InputError: in all processes, if their place cannot be reached.
+    """
+    place = cfg.checkpoint.copy_to
+    if place is None:
+        return None
+    keep = cfg.checkpoint.keep
+    return processes.together(lambda: Copies(place, keep=keep) if processes.first else None)
+
+
+def _newest(
+    cfg: Config, processes: Processes, copies: Copies | None
+) -> tuple[Saved | None, list[str]]:
+    """Returns the newest intact checkpoint, and notes; it may be a copy that is fetched."""
+    directory, verify = Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify
+    if cfg.checkpoint.copy_to is None:
+        return newest(directory, verify, processes)
+    damaged = None
+    try:
+        saved, notes = newest(directory, verify, processes)
+    except InputError as error:  # all are damaged; the same in all processes
+        saved, notes, damaged = None, [], error
+    than = None if saved is None else saved.step
+    more = processes.from_first(lambda: copies.fetch_newer(directory, than) if copies else [])
+    if damaged is not None and not more:
+        raise damaged
+    notes += [str(damaged)] if damaged is not None else []
+    saved, again = newest(directory, verify, processes)
+    return saved, [*notes, *more, *again]
+
+
 def choose_checkpoint(
-    cfg: Config, content: Content, processes: Processes
+    cfg: Config, content: Content, processes: Processes, copies: Copies | None = None
 ) -> tuple[Saved | None, Source | None, list[str]]:
     """Returns the checkpoint to resume, the one to take weights from, and notes.
 
     There is one to take weights from where none is resumed, and always for frozen weights.
+
+    Args:
+      copies: `open_copies`.
     """
-    saved, notes = newest(Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify, processes)
+    saved, notes = _newest(cfg, processes, copies)
     if saved is not None:
         changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
         notes += [f"setting changed since the checkpoint: {change}" for change in changes]
@@ -121,43 +171,21 @@ def choose_checkpoint(
     return saved, source, notes
 
 
-def set_aside_wrong_steps(
-    saved: Saved | None,
-    train_step: TrainStep,
-    again: Callable[[], tuple[Saved | None, Source | None, list[str]]],
-    processes: Processes,
-) -> tuple[Saved | None, list[str]]:
-    """Sets aside checkpoints whose state has another step counter than their name.
-
-    The state can be read only on devices, so this follows `choose_checkpoint`. Returns the
-    checkpoint to resume.
-
-    Args:
-      again: a function that chooses among the remaining checkpoints.
-    Raises:
-      InputError: if none remains.
-    """
-    notes: list[str] = []
-    while saved is not None and (step := step_of_state(saved, train_step.abstract)) != saved.step:
-        notes += set_aside(saved.path, f"its state is of step {step}", processes)
-        saved, _, more = again()
-        notes += more
-    return saved, notes
-
-
 def check_disk(
     train_step: TrainStep, saved: Saved | None, directory: Path, processes: Processes
 ) -> list[str]:
-    """Checks the disk space for future checkpoints. Returns notes.
+    """Checks the disk space for future checkpoints, and that they can be written. Returns notes.
 
     Their size is that of the newest checkpoint, else of the state in memory.
 
     Raises:
+      InputError: if nothing can be written there.
       StorageFullError: if not one fits.
     """
     cfg, done = train_step.cfg, 0 if saved is None else saved.step
     if done >= cfg.train.num_steps:
         return []
+    check_writable(directory, processes)
     every = cfg.checkpoint.save_every or cfg.train.num_steps
     first = min((done // every + 1) * every, cfg.train.num_steps)
     leaves = jax.tree.leaves(train_step.abstract._replace(frozen=None))
@@ -189,46 +217,28 @@ def claim(run_dir: Path) -> RunLock:
 
 def initial_state(
     train_step: TrainStep,
-    checkpoints: Checkpoints,
-    saved: Saved | None,
+    resumed: TrainState | None,
     source: Source | None,
     console: Console,
+    processes: Processes = ALONE,
 ) -> TrainState:
-    """Returns the newest checkpoint's state, else the source's weights, else drawn weights.
+    """Returns the resumed state, else the source's weights, else drawn weights.
 
     Frozen weights come from `source` in any case.
     """
-    lora = train_step.abstract.frozen is not None
+    lora, abstract = train_step.abstract.frozen is not None, train_step.abstract
     if source is not None:
         what = "frozen weights" if lora else "weights"
         where = f"{source.path} (step {source.step})" if isinstance(source, Saved) else source
         console.print(f"{what} from {where}", soft_wrap=True)
-    if saved is not None:
-        state = _resumed(train_step, checkpoints, saved, console)
+    if resumed is not None:
         if lora and source is not None:
-            state = state._replace(frozen=read_weights(source, train_step.abstract)[0])
-        return state
+            return resumed._replace(frozen=read_weights(source, abstract, processes)[0])
+        return resumed
     if lora and source is not None:
-        return train_step.first_state(*read_weights(source, train_step.abstract))
+        return train_step.first_state(*read_weights(source, abstract, processes))
     state = train_step.init()
-    return state if source is None else take_weights(source, state, train_step.abstract)
-
-
-def _resumed(
-    train_step: TrainStep, checkpoints: Checkpoints, saved: Saved, console: Console
-) -> TrainState:
-    """Returns the state of a checkpoint; codec state only where it is still valid."""
-    console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
-    if same_reduction(saved.manifest, train_step):
-        return checkpoints.restore(saved, train_step.abstract)
-    if remembers(saved.manifest):
-        console.print(
-            "warning: mesh or compression differ from the checkpoint's: what codecs had not "
-            "sent yet is dropped",
-            soft_wrap=True,
-        )
-    state = checkpoints.restore(saved, train_step.abstract, reduction=False)
-    return state._replace(reduction=train_step.first_reduction())
+    return state if source is None else take_weights(source, state, abstract, processes)
 
 
 def finished_message(cfg: Config, inputs: Inputs, saved: Saved) -> str | None:

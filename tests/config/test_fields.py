@@ -11,6 +11,7 @@ from moejax.config.load import (
 # A setting more is a promise more: argue for it in the change that adds it.
 FIELD_NAMES = [
     "checkpoint.allow_changed_data",
+    "checkpoint.copy_to",
     "checkpoint.init_from",
     "checkpoint.keep",
     "checkpoint.save_every",

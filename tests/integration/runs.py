@@ -14,7 +14,7 @@ from moejax.config.load import load_config
 from moejax.data import prepare
 from moejax.data.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
-from moejax.train.checkpoint import Checkpoints
+from moejax.train.checkpoint import restore_state
 from moejax.train.saved import newest
 from tests.cases import step_for
 
@@ -153,9 +153,7 @@ def final_state(run_dir):
     assert notes == []
     cfg = load_config(run_dir / "config.json")
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, simulated_devices=None))
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep=2)
-    state = checkpoints.restore(saved, step_for(cfg).abstract)
-    checkpoints.close()
+    state = restore_state(saved, step_for(cfg).abstract)
     return saved.step, [np.asarray(x) for x in jax.tree.leaves(state)]
 
 

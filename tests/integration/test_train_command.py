@@ -1,6 +1,7 @@
 """The command `python -m moejax.train`: whole runs in processes of their own."""
 
 import dataclasses
+import shutil
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from moejax.config.load import load_config
 from moejax.errors import STOPPED
-from moejax.train.checkpoint import Checkpoints
+from moejax.train.checkpoint import restore_state
 from moejax.train.manifest import finished_steps, read_manifest
 from moejax.train.saved import newest
 from tests.cases import step_for
@@ -24,6 +25,7 @@ from tests.integration.runs import (
     run,
     run_until,
 )
+from tests.train.test_restore import rewrite
 
 STEPS = 40
 CONFIG = describe(STEPS, capacity="null", simulated_devices=8, replica="null")
@@ -140,6 +142,31 @@ def test_a_run_made_longer_goes_on_and_logs_the_change(place, straight):
     assert records(run_dir, "step")[-1]["step"] == STEPS + 5
 
 
+@pytest.mark.slow
+def test_a_run_with_swapped_experts_goes_back_one_checkpoint_and_saves_that_step_again(
+    place, straight
+):
+    """Every file is as its manifest says: the numbers alone tell."""
+    run_dir = place / "swapped"
+    shutil.copytree(straight[0], run_dir)
+
+    def swap(w):
+        w[0, [1, 2]] = w[0, [2, 1]]
+
+    keys = [f"params.groups.0.blocks.0.moe.{name}" for name in ("w_in", "w_out")]
+    rewrite(run_dir / "checkpoints" / str(STEPS), swap, *keys)
+    words = [f"--config.run_dir={run_dir}", f"--config.train.num_steps={STEPS + 1}"]
+    code, out, err = run(place, *words)
+    assert code == 0, err
+    assert f"checkpoint {STEPS} set aside as {STEPS}.corrupt: its numbers are not those" in out
+    assert "experts 1 and 2 of layer 0 (" in out
+    assert f"resuming at step {STEPS - 10} from" in out
+    assert [r["step"] for r in records(run_dir, "saved")][-2:] == [STEPS, STEPS + 1]
+    notes = [r["text"] for r in records(run_dir, "note")]
+    assert sum("are swapped" in text for text in notes) == 1
+    assert sum("train.num_steps" in text for text in notes) == 1
+
+
 @pytest.mark.exhaustive
 def test_a_run_takes_its_first_weights_from_another(place, straight):
     run_dir = place / "second"
@@ -153,9 +180,7 @@ def test_a_run_takes_its_first_weights_from_another(place, straight):
         saved, _ = newest(name / "checkpoints", "full")
         cfg = load_config(name / "config.json")
         cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, simulated_devices=None))
-        checkpoints = Checkpoints(name / "checkpoints", keep=2)
-        state = checkpoints.restore(saved, step_for(cfg).abstract)
-        checkpoints.close()
+        state = restore_state(saved, step_for(cfg).abstract)
         weights[name] = jax.tree.map(np.asarray, state.params)
         assert int(state.step) == saved.step
     # At a learning rate of zero the weights stay as they were taken over.

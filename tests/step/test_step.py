@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moejax.step import per_device
-from moejax.train.checkpoint import Checkpoints
+from moejax.train.checkpoint import Checkpoints, restore_state
 from moejax.train.saved import newest
 from tests.cases import (
     CERTAIN,
@@ -214,7 +214,7 @@ def test_a_runs_step_is_traced_once(tmp_path, monkeypatch):
     checkpoints.close()
     state, _ = train_step.step(state, batch)
     saved, _ = newest(tmp_path, "size")
-    restored = checkpoints.restore(saved, train_step.abstract)
+    restored = restore_state(saved, train_step.abstract)
     again, _ = train_step.step(restored, batch)
     chex.assert_trees_all_equal(again, state)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.manifest import MANIFEST, read_manifest, write_manifest
+from moejax.train.restore import resume
 from moejax.train.resume import describe_run
 from moejax.train.start import base_of, check_paths, choose_checkpoint, initial_state
 from moejax.train.summary import summarize
@@ -59,10 +61,13 @@ def settings(run_dir, source, mesh=(1, 1, 2, 2), **changes):
 
 def start(cfg):
     """The first state of a run and what it printed, as `train` makes it."""
-    saved, source, _ = choose_checkpoint(cfg, NO_DATA, ALONE)
+    choose = partial(choose_checkpoint, cfg, NO_DATA, ALONE)
+    saved, source, _ = choose()
     train_step, out = step_for(cfg), io.StringIO()
+    console = Console(file=out, width=200)
+    resumed = resume(train_step, saved, choose, ALONE, console, console.print)
+    state = initial_state(train_step, resumed, source, console)
     checkpoints = Checkpoints(path_of(cfg), keep=2)
-    state = initial_state(train_step, checkpoints, saved, source, Console(file=out, width=200))
     return state, train_step, checkpoints, base_of(cfg, source), out.getvalue()
 
 

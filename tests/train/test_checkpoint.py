@@ -11,7 +11,7 @@ from moejax.comm.weights.compressed import ReduceState
 from moejax.errors import InputError
 from moejax.step.state import Reduction, TrainState
 from moejax.train import checkpoint
-from moejax.train.checkpoint import Checkpoints, restore_items
+from moejax.train.checkpoint import Checkpoints, restore_items, restore_state
 from moejax.train.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -78,9 +78,7 @@ def test_a_checkpoint_restores_to_the_same_bits_on_any_mesh(written, mesh):
     train_step, _ = case(mesh)
     saved, notes = newest(written, "full")
     assert (saved.step, notes) == (2, [])
-    reader = Checkpoints(written, keep=3)
-    restored = reader.restore(saved, train_step.abstract)
-    reader.close()
+    restored = restore_state(saved, train_step.abstract)
     assert bits(restored) == bits(case()[1])
     same = jax.tree.map(lambda x, a: x.sharding == a.sharding, restored, train_step.abstract)
     assert all(jax.tree.leaves(same))
@@ -96,7 +94,7 @@ def test_keys_of_files_are_those_of_earlier_versions(tmp_path):
     writer.save(1, state, {})
     writer.wait()
     saved, _ = newest(tmp_path, "full")
-    assert bits(writer.restore(saved, jax.tree.map(spec_of, state))) == bits(state)
+    assert bits(restore_state(saved, jax.tree.map(spec_of, state))) == bits(state)
     writer.close()
     keys = {
         item: set(json.loads((saved.path / item / "_METADATA").read_text())["tree_metadata"])
@@ -117,7 +115,7 @@ def test_a_checkpoint_written_on_any_mesh_restores_on_one_device(tmp_path, mesh)
     writer = Checkpoints(tmp_path, keep=1)
     writer.save(7, state, {})
     assert writer.wait() == 7
-    restored = writer.restore(newest(tmp_path, "full")[0], case(name="muon")[0].abstract)
+    restored = restore_state(newest(tmp_path, "full")[0], case(name="muon")[0].abstract)
     writer.close()
     assert bits(restored) == bits(state)
 
@@ -221,7 +219,7 @@ def test_a_step_set_aside_does_not_keep_the_run_from_saving_it_again(directory):
     assert saved.step == 1
     writer.save(2, state, {})
     writer.wait()
-    assert bits(writer.restore(newest(directory, "full")[0], train_step.abstract)) == bits(state)
+    assert bits(restore_state(newest(directory, "full")[0], train_step.abstract)) == bits(state)
     writer.close()
 
 
@@ -251,7 +249,7 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk is full")
 
-    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+    monkeypatch.setattr(checkpoint, "commit", fail)
     writer = Checkpoints(tmp_path, keep=2)
     writer.save(1, state, {})
     with pytest.raises(OSError, match="disk is full"):

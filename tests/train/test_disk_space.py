@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from moejax.errors import StorageFullError
+from moejax.errors import InputError, NotWritableError, StorageFullError
+from moejax.runtime.processes import ALONE
 from moejax.train import checkpoint, disk_space
 from moejax.train.checkpoint import Checkpoints
-from moejax.train.disk_space import check_disk_space, is_full
+from moejax.train.disk_space import check_disk_space, check_writable, is_full, is_read_only
 from moejax.train.manifest import MANIFEST, finished_steps
 from moejax.train.saved import newest
 from tests.cases import small_config, step_for
@@ -37,6 +38,10 @@ def small_disk(tmp_path):
         pytest.skip("only root may mount a file system")
     yield disk
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def remount(disk, how):
+    subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
 
 
 def fill(disk, leave=0):
@@ -96,12 +101,84 @@ def test_a_step_for_whose_manifest_there_is_no_room_is_removed(tmp_path, monkeyp
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+    monkeypatch.setattr(checkpoint, "commit", fail)
     writer = Checkpoints(tmp_path, keep=2)
     with pytest.raises(StorageFullError, match=r"step 10\. .*No step was saved before"):
         save_and_wait(writer, 10)
     writer.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def finished_soon(writer):
+    """What the loop asks after each step, until the save under way has an end."""
+    for _ in range(400):
+        if (step := writer.finished()) is not None:
+            return step
+        time.sleep(0.05)
+    raise AssertionError("the save has no end")
+
+
+def test_a_failed_save_is_told_as_soon_as_it_fails_and_not_at_the_next_one(small_disk, monkeypatch):
+    told = []
+    writer = Checkpoints(
+        small_disk / "checkpoints", keep=3, failed=lambda step, text: told.append((step, text))
+    )
+    assert save_and_wait(writer, 10) == 10
+    fill(small_disk, leave=40 * 1024)
+    monkeypatch.setattr(checkpoint, "check_disk_space", lambda *_: None)
+    writer.save(20, state(), {"config": {}})
+    with pytest.raises(StorageFullError) as full:
+        finished_soon(writer)
+    assert told == [(20, str(full.value))]
+    writer.close()
+    # Orbax's threads have ended, so nothing of the failed save takes room any more.
+    assert os.listdir(small_disk / "checkpoints") == ["10"]
+
+
+def test_a_disk_that_becomes_read_only_ends_the_run_in_one_line(small_disk, capfd):
+    told = []
+    writer = Checkpoints(
+        small_disk / "checkpoints", keep=3, failed=lambda step, text: told.append((step, text))
+    )
+    assert save_and_wait(writer, 10) == 10
+    remount(small_disk, "ro")
+    words = r"checkpoint of step 20 cannot be written\. .* Step 10 is safe\. Make it writable"
+    with pytest.raises(NotWritableError, match=words) as error:
+        writer.save(20, state(), {"config": {}})
+    assert error.value.code == 5
+    assert told == [(20, str(error.value))]
+    writer.close()
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(
+        InputError, match=r"checkpoints cannot be written\. .*Read-only file system"
+    ):
+        check_writable(small_disk / "checkpoints", ALONE)
+    remount(small_disk, "rw")
+    check_writable(small_disk / "checkpoints", ALONE)
+    assert newest(small_disk / "checkpoints", "full")[0].step == 10
+    assert os.listdir(small_disk / "checkpoints") == ["10"]
+
+
+def test_every_process_refuses_a_place_that_one_cannot_write(tmp_path):
+    (tmp_path / "checkpoints" / ".writable.1").mkdir(parents=True)
+    one, other = everywhere(2, lambda p: check_writable(tmp_path / "checkpoints", p))
+    assert isinstance(one, InputError)
+    assert str(one) == str(other)
+    assert "Is a directory" in str(one)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_what_cannot_be_written_is_one_line_and_code_5(tmp_path, monkeypatch, number):
+    def fail(*_):
+        raise ValueError(f"INTERNAL: Failed writing: {os.strerror(number)}")  # as tensorstore's
+
+    monkeypatch.setattr(checkpoint, "commit", fail)
+    writer = Checkpoints(tmp_path, keep=2)
+    with pytest.raises(StorageFullError, match=r"checkpoint of step 10") as error:
+        save_and_wait(writer, 10)
+    writer.close()
+    assert "\n" not in str(error.value)
+    assert isinstance(error.value, NotWritableError) == (number in {errno.EROFS, errno.EACCES})
 
 
 def test_a_full_disk_is_told_from_other_errors():
@@ -115,6 +192,8 @@ def test_a_full_disk_is_told_from_other_errors():
     met.__context__ = OSError(errno.ENOSPC, "no")
     assert is_full(met)
     assert not is_full(OSError(errno.EACCES, "Permission denied"))
+    assert is_read_only(OSError(errno.EROFS, "Read-only file system"))
+    assert not is_read_only(OSError(errno.ENOSPC, "No space left on device"))
     assert not is_full(ValueError("No space between words"))
 
 

@@ -85,7 +85,7 @@ def test_a_bit_flipped_anywhere_in_the_manifest_is_seen(apart, place):
     file.write_bytes(whole)
 
 
-@pytest.mark.parametrize("number", "0369:")
+@pytest.mark.parametrize("number", "0269:")
 def test_a_version_that_was_changed_is_damage_and_not_a_newer_moejax(directory, number):
     file = directory / str(NEWEST) / MANIFEST
     text = file.read_text()

@@ -1,8 +1,10 @@
 """What a run goes on from: which checkpoint is chosen, and what of it is kept."""
 
 import dataclasses
+import errno
 import io
 import json
+import os
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -14,22 +16,19 @@ import pytest
 from rich.console import Console
 
 from moejax.config.load import to_dict
-from moejax.config.schema import TrainConfig
+from moejax.config.schema import CheckpointConfig, TrainConfig
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE
-from moejax.train import disk_space
+from moejax.train import checkpoint, disk_space
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import Inputs
+from moejax.train.loop import open_checkpoints
 from moejax.train.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
+from moejax.train.metrics import Records
+from moejax.train.restore import resume, set_aside_wrong_steps
 from moejax.train.resume import describe_run
 from moejax.train.saved import Saved, newest
-from moejax.train.start import (
-    check_disk,
-    choose_checkpoint,
-    finished_message,
-    initial_state,
-    set_aside_wrong_steps,
-)
+from moejax.train.start import check_disk, check_keep, choose_checkpoint, finished_message
 from tests.cases import on_nodes, small_config, step_for
 from tests.train.running import stream
 
@@ -119,10 +118,10 @@ def remembering(tmp_path_factory):
 def resumed(directory, cfg):
     """The first state of a run that goes on from the checkpoint, and what it printed."""
     train_step, out = step_for(cfg), io.StringIO()
-    checkpoints = Checkpoints(directory, keep=1)
     saved, _ = newest(directory, "full")
-    state = initial_state(train_step, checkpoints, saved, None, Console(file=out, width=200))
-    checkpoints.close()
+    console = Console(file=out, width=200)
+    choose = partial(newest, directory, "full")
+    state = resume(train_step, saved, choose, ALONE, console, console.print)
     return state, train_step, out.getvalue()
 
 
@@ -225,3 +224,29 @@ def test_a_resumed_run_needs_room_for_one_like_its_newest(run, monkeypatch):
     assert check_disk(train_step, saved, steps, ALONE) == []
     disk(monkeypatch, 0)
     assert check_disk(train_step, saved._replace(step=cfg.train.num_steps), steps, ALONE) == []
+
+
+def test_a_run_keeps_a_checkpoint_to_fall_back_to():
+    cfg = small_config()
+    check_keep(dataclasses.replace(cfg, checkpoint=CheckpointConfig(keep=2)))
+    with pytest.raises(InputError, match=r"`checkpoint\.keep` is 1\. .* at least 2 .* Set 2 or"):
+        check_keep(dataclasses.replace(cfg, checkpoint=CheckpointConfig(keep=1)))
+
+
+def test_a_save_that_fails_is_in_the_metrics_under_its_step(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "commit", fail)
+    records = Records(tmp_path)
+    cfg = dataclasses.replace(small_config(), run_dir=str(tmp_path))
+    writer = open_checkpoints(cfg, ALONE, records, Console(quiet=True))
+    writer.save(7, step_for(cfg).init(), {})
+    with pytest.raises(StorageFullError) as error:
+        writer.wait()
+    writer.close()
+    records.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["event"], line["step"], line["text"]) for line in lines] == [
+        ("save_failed", 7, str(error.value))
+    ]

@@ -1,0 +1,260 @@
+"""Digests of a state's numbers: one a layer, and of experts' weights one an expert.
+
+They are taken on the devices, of the arrays themselves, so that a wrong write between memory and
+disk is found when a restored state has others. A digest is two sums modulo 2^32 over a cell's
+numbers, of a mix of each number's bits and its position in the cell. So it does not depend on how a
+mesh cuts the array, and a cell has the same digest wherever it lies: a swapped expert is known by
+the digest of the other. Every device adds up what it holds, once for all copies; nothing is sent
+between devices.
+
+They find accidents and do not withstand an attacker (`manifest.sha256` does).
+
+Legend: C the dimensions of cells (layers, experts), R those inside a cell.
+"""
+
+import base64
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Factors of MurmurHash3's and xxHash's finalizers, and 2^32 over the golden ratio. All are odd.
+SPREAD, FIRST, SECOND, THIRD = (
+    np.uint32(n) for n in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
+)
+EXPERTS = (".moe.w_in", ".moe.w_out", ".moe.b_in", ".moe.b_out")
+ZERO = np.uint32(0)
+BLOCK = 1 << 20  # numbers that are mixed at once on the host
+
+
+class ArrayDigests(NamedTuple):
+    """The digests of one array.
+
+    Attributes:
+      shape: of the array.
+      dtype: its name.
+      cells: 64 bits a cell as hexadecimal digits, in the shape of the dimensions of cells.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    cells: np.ndarray
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what a manifest has: a text a layer, of all its experts one behind the other."""
+        rows = self.cells.reshape(1, -1) if self.cells.ndim < 2 else self.cells
+        rows = self.cells.reshape(-1, 1) if self.cells.ndim == 1 else rows
+        texts = ["".join(row) for row in rows]
+        return {"shape": list(self.shape), "dtype": self.dtype, "digests": texts}
+
+
+def from_json(key: str, facts: Mapping[str, Any]) -> ArrayDigests:
+    """Reads what `to_json` gave."""
+    shape = tuple(facts["shape"])
+    digits = [[text[at : at + 16] for at in range(0, len(text), 16)] for text in facts["digests"]]
+    return ArrayDigests(
+        shape, facts["dtype"], np.array(digits, "<U16").reshape(shape[: cell_dims(key, len(shape))])
+    )
+
+
+def cell_dims(key: str, ndim: int) -> int:
+    """Returns how many dimensions of an array count cells: layers, and experts.
+
+    Args:
+      key: the array's path, or its path in the optimizer.
+    """
+    if ".blocks." not in f".{key}" or ndim == 0:
+        return 0
+    return 2 if ndim > 2 and any(name in key for name in EXPERTS) else 1
+
+
+def mixed(bits: Any, position: Any) -> tuple[Any, Any]:
+    """Returns two mixes of a number's bits and its position; uint32, of NumPy or JAX.
+
+    For each position the first maps no two numbers to one, so a single changed number always shows.
+    """
+    x = (bits ^ (position * SPREAD)) * FIRST
+    x = (x ^ (x >> 15)) * SECOND
+    x = x ^ (x >> 13)
+    return x, (x * THIRD) ^ (x >> 16)
+
+
+class Place(NamedTuple):
+    """Where the shards of an array lie.
+
+    Attributes:
+      facts: of each device of the mesh, sharded over all axes: whether its shard is the first copy,
+        then where it starts along each dimension.
+      starts: the same on the host; None where the shard is not the first copy.
+      shard: the shape of a shard.
+    """
+
+    facts: jax.Array
+    starts: tuple[tuple[int, ...] | None, ...]
+    shard: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(sharding: NamedSharding, shape: tuple[int, ...]) -> Place:
+    mesh, indices = sharding.mesh, sharding.devices_indices_map(shape)
+    assert isinstance(mesh, Mesh), "a state lies on devices"
+    seen: set[tuple[int, ...]] = set()
+    starts: list[tuple[int, ...] | None] = []
+    rows = np.zeros((mesh.size, 1 + len(shape)), np.uint32)
+    for row, device in zip(rows, mesh.devices.flat, strict=True):
+        start = tuple(part.start or 0 for part in indices[device])
+        starts.append(None if start in seen else start)
+        row[:] = (start not in seen, *start)
+        seen.add(start)
+    spread = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    facts = jax.make_array_from_callback(rows.shape, spread, lambda index: rows[index])
+    return Place(facts, tuple(starts), sharding.shard_shape(shape))
+
+
+def _on_a_mesh(sharding: Any) -> NamedSharding:
+    """Returns the sharding of an array as one on a mesh; an array of one device has a mesh too."""
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    (device,) = sharding.device_set
+    return NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
+
+
+@functools.partial(jax.jit, static_argnames=("sharding", "dims"))
+def _sums(x: jax.Array, facts: jax.Array, *, sharding: NamedSharding, dims: int) -> jax.Array:
+    """Returns the two sums of every cell over each device's shard: uint32 [devices, C..., 2]."""
+    shape, mesh = x.shape, sharding.mesh
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+    def of_device(x: jax.Array, facts: jax.Array) -> jax.Array:
+        def add_up() -> jax.Array:
+            inside = range(dims, x.ndim)
+            position_R = jnp.zeros(x.shape[dims:], jnp.uint32)
+            for axis in inside:
+                place = jax.lax.broadcasted_iota(jnp.uint32, position_R.shape, axis - dims)
+                # Modulo 2^32, as all of it.
+                stride = np.uint32(strides[axis] & 0xFFFFFFFF)
+                position_R += (place + facts[0, 1 + axis]) * stride
+            words = mixed(_bits(x), position_R)
+            sums = jax.lax.reduce(
+                words, (ZERO, ZERO), lambda a, b: (a[0] + b[0], a[1] + b[1]), tuple(inside)
+            )
+            return jnp.stack(sums, axis=-1)
+
+        none = jnp.zeros((*x.shape[:dims], 2), jnp.uint32)
+        return jax.lax.cond(facts[0, 0] > 0, add_up, lambda: none)[None]
+
+    each = PartitionSpec(mesh.axis_names)
+    in_specs = (sharding.spec, each)
+    mapped = jax.shard_map(of_device, mesh=mesh, in_specs=in_specs, out_specs=each, check_vma=False)
+    return mapped(x, facts)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of numbers of four bytes at most, as uint32."""
+    if x.dtype.itemsize == 4:
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    narrow = {1: jnp.uint8, 2: jnp.uint16}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(x, narrow).astype(jnp.uint32)
+
+
+class DeviceSums(NamedTuple):
+    """Sums under way on the devices, by array.
+
+    Attributes:
+      sums: `_sums` of each.
+      starts: `Place.starts` of each.
+      shards: the shape of each one's shards.
+    """
+
+    sums: dict[str, jax.Array]
+    starts: dict[str, tuple[tuple[int, ...] | None, ...]]
+    shards: dict[str, tuple[int, ...]]
+    kinds: dict[str, tuple[tuple[int, ...], str]]
+
+    def here(self) -> dict[str, Any]:
+        """Waits for this process's part of the sums, and returns it as JSON values."""
+        return {
+            key: {"shape": list(shape), "dtype": dtype, "parts": self._parts(key)}
+            for key, (shape, dtype) in self.kinds.items()
+        }
+
+    def _parts(self, key: str) -> list[list[Any]]:
+        """Returns of each shard here: where its cells start, how many, numbers a cell, sums."""
+        parts, dims = [], cell_dims(key, len(self.kinds[key][0]))
+        shard = self.shards[key]
+        for piece in self.sums[key].addressable_shards:
+            start = self.starts[key][piece.index[0].start or 0]
+            if start is not None:
+                sums = base64.b64encode(np.asarray(piece.data).astype("<u4").tobytes()).decode()
+                parts.append([start[:dims], shard[:dims], math.prod(shard[dims:]), sums])
+        return parts
+
+
+def add_up(arrays: Mapping[str, jax.Array]) -> DeviceSums:
+    """Starts to add up arrays on their devices. Waits for nothing; the arrays may be donated then.
+
+    All processes call it.
+    """
+    found = DeviceSums({}, {}, {}, {})
+    for key, x in arrays.items():
+        sharding = _on_a_mesh(x.sharding)
+        place = _place(sharding, x.shape)
+        dims = cell_dims(key, x.ndim)
+        found.sums[key] = _sums(x, place.facts, sharding=sharding, dims=dims)
+        found.starts[key], found.shards[key] = place.starts, place.shard
+        found.kinds[key] = (x.shape, x.dtype.name)
+    return found
+
+
+def together(everywhere: Iterable[Mapping[str, Any]]) -> dict[str, ArrayDigests]:
+    """Returns the digests of whole arrays, of what all processes have (`DeviceSums.here`)."""
+    sums: dict[str, np.ndarray] = {}
+    seen: dict[str, int] = {}
+    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+    for here in everywhere:
+        for key, facts in here.items():
+            shape = tuple(facts["shape"])
+            kinds[key] = (shape, facts["dtype"])
+            cells = shape[: cell_dims(key, len(shape))]
+            total = sums.setdefault(key, np.zeros((*cells, 2), np.uint32))
+            for start, size, numbers, text in facts["parts"]:
+                part = np.frombuffer(base64.b64decode(text), "<u4").reshape(*size, 2)
+                total[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] += part
+                seen[key] = seen.get(key, 0) + math.prod(size) * numbers
+    for key, (shape, _) in kinds.items():
+        assert seen.get(key, 0) == math.prod(shape), f"every number of {key} is added up once"
+    return {key: ArrayDigests(*kinds[key], _hexadecimal(total)) for key, total in sums.items()}
+
+
+def _hexadecimal(sums: np.ndarray) -> np.ndarray:
+    pairs = sums.reshape(-1, 2).tolist()
+    digits = np.array([f"{one:08x}{other:08x}" for one, other in pairs], "<U16")
+    return digits.reshape(sums.shape[:-1])
+
+
+def digest_on_host(cell: np.ndarray) -> str:
+    """Returns the digest of one cell, from its numbers in memory of the host."""
+    width = cell.dtype.itemsize
+    bits = np.ascontiguousarray(cell).reshape(-1).view(f"<u{width}").astype(np.uint32)
+    return _of_blocks(bits[at : at + BLOCK] for at in range(0, bits.size, BLOCK))
+
+
+def digest_of_zeros(numbers: int) -> str:
+    """Returns the digest of a cell of so many zeros."""
+    nothing = np.zeros(min(numbers, BLOCK), np.uint32)
+    return _of_blocks(nothing[: numbers - at] for at in range(0, numbers, BLOCK))
+
+
+def _of_blocks(blocks: Iterable[np.ndarray]) -> str:
+    """Adds up a cell on the host, block by block, each of `BLOCK` numbers but the last."""
+    sums, at = np.zeros(2, np.uint32), 0
+    for bits in blocks:
+        position = np.arange(at, at + bits.size, dtype=np.uint64).astype(np.uint32)
+        sums += np.array([word.sum(dtype=np.uint32) for word in mixed(bits, position)], np.uint32)
+        at += BLOCK
+    return str(_hexadecimal(sums))

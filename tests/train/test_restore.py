@@ -1,0 +1,195 @@
+"""Numbers that changed between memory and disk, where every file is as its manifest says."""
+
+import io
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from moejax.config.load import to_dict
+from moejax.errors import InputError
+from moejax.runtime.processes import ALONE
+from moejax.train.checkpoint import Checkpoints, arrays_of
+from moejax.train.manifest import (
+    MANIFEST,
+    find_damage,
+    finished_steps,
+    read_manifest,
+    write_manifest,
+)
+from moejax.train.numbers import restore_weights, wrong_numbers
+from moejax.train.restore import resume
+from moejax.train.saved import Saved, newest
+from tests.cases import few, one_device_state, small_config, spread, step_for
+from tests.threads import everywhere
+
+W_IN, W_OUT = (f"params.groups.0.blocks.0.moe.{name}" for name in ("w_in", "w_out"))
+MESHES = [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 4, 1)]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Checkpoints of steps 1 and 2 of two expert layers, written on eight devices."""
+    directory = tmp_path_factory.mktemp("written") / "checkpoints"
+    train_step, state = case(MESHES[1])
+    writer = Checkpoints(directory, keep=3)
+    for step in (1, 2):
+        writer.save(
+            step, state._replace(step=state.step + step), {"config": to_dict(train_step.cfg)}
+        )
+    writer.close()
+    return directory
+
+
+@pytest.fixture
+def directory(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "checkpoints")
+
+
+def case(mesh):
+    cfg = small_config(mesh, model={"num_layers": 2})
+    train_step = step_for(cfg)
+    return train_step, spread(one_device_state(cfg), train_step)
+
+
+def rewrite(step, change, *keys, item="weights"):
+    """Changes arrays in a step's files, and makes its manifest anew: as if so written at first."""
+    for key in keys:
+        base = {"driver": "ocdbt", "base": f"file://{step / item}/", "path": f"{key}/"}
+        array = ts.open({"driver": "zarr", "kvstore": base}).result()
+        values = array.read().result()
+        change(values)
+        array.write(values).result()
+    facts = read_manifest(step)
+    for name in ("format_version", "files", "digest"):
+        del facts[name]
+    (step / MANIFEST).unlink()
+    write_manifest(step, facts)
+    assert find_damage(step, read_manifest(step), "full") is None
+
+
+def resumed(directory, mesh=MESHES[0]):
+    """The state that a run goes on with, and the notes of what was set aside."""
+    train_step, notes = step_for(small_config(mesh, model={"num_layers": 2})), []
+    saved, _ = newest(directory, "full")
+
+    def again():
+        found, more = newest(directory, "full")
+        return found, None, more
+
+    console = Console(file=io.StringIO())
+    return resume(train_step, saved, again, ALONE, console, notes.append), notes
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_what_was_saved_on_one_mesh_is_equal_on_any(directory, mesh):
+    state, notes = resumed(directory, mesh)
+    assert (int(state.step), notes) == (2, [])
+
+
+def swap(w):
+    w[1, [3, 5]] = w[1, [5, 3]]
+
+
+def copy(w):
+    w[0, 7] = w[0, 4]
+
+
+def lose(w):
+    w[0, 2] = 0
+
+
+NAMES = "groups.0.blocks.0.moe.w_in, groups.0.blocks.0.moe.w_out"
+WRONG = {
+    swap: f"experts 3 and 5 of layer 1 ({NAMES}) are swapped",
+    copy: f"expert 7 of layer 0 ({NAMES}) is a copy of expert 4",
+    lose: f"expert 2 of layer 0 ({NAMES}) is all zeros",
+}
+
+
+@pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
+def test_misplaced_experts_are_named_and_the_step_before_is_taken(directory, change):
+    rewrite(directory / "2", change, W_IN, W_OUT)
+    state, notes = resumed(directory)
+    assert int(state.step) == 1
+    wrong = f"its numbers are not those that were saved: {WRONG[change]}"
+    assert notes == [f"checkpoint 2 set aside as 2.corrupt: {wrong}"]
+    assert finished_steps(directory) == [1]
+
+
+def test_changed_moments_and_counters_are_found(directory):
+    moment = W_IN.removeprefix("params.") + ".0.nu"
+    rewrite(directory / "2", lambda w: w.__iadd__(1), moment, item="optimizer")
+    rewrite(directory / "1", lambda skipped: skipped.__iadd__(1), "skipped", item="counters")
+    with pytest.raises(InputError, match=r"no whole checkpoint in .*1\.corrupt.*2\.corrupt"):
+        resumed(directory)
+    with pytest.raises(InputError, match="no whole checkpoint"):
+        newest(directory, "full")
+
+
+@few(8)
+@given(
+    layer=st.integers(0, 1),
+    expert=st.integers(0, 7),
+    place=st.integers(0, 511),
+    bit=st.integers(0, 31),
+)
+def test_a_bit_flipped_on_its_way_to_disk_is_named(written, layer, expert, place, bit):
+    manifest = read_manifest(written / "2")
+    _, state = case(MESHES[0])
+    weights = np.array(state.params["groups"][0]["blocks"][0]["moe"]["w_in"])
+    words = weights.view(np.uint32)[layer, expert].reshape(-1)
+    words[place % words.size] ^= np.uint32(1) << np.uint32(bit)
+    text = wrong_numbers(manifest, {f"weights/{W_IN}": jax.numpy.asarray(weights)}, ALONE)
+    assert text == f"expert {expert} of layer {layer} ({NAMES.split(',')[0]}) is changed"
+
+
+def test_weights_of_another_run_that_are_not_as_saved_are_refused(directory):
+    rewrite(directory / "2", swap, W_IN)
+    train_step, _ = case(MESHES[0])
+    saved = Saved(2, directory / "2", read_manifest(directory / "2"))
+    with pytest.raises(InputError, match=r"checkpoint is damaged.*experts 3 and 5 of layer 1"):
+        restore_weights(saved, train_step.abstract, ALONE)
+    saved = Saved(1, directory / "1", read_manifest(directory / "1"))
+    assert restore_weights(saved, train_step.abstract, ALONE).keys() == {"params", "balance"}
+
+
+def test_a_manifest_of_format_2_is_read_and_has_no_numbers_to_compare(directory):
+    rewrite(directory / "2", swap, W_IN)
+    facts = read_manifest(directory / "2")
+    for name in ("format_version", "files", "digest", "arrays"):
+        del facts[name]
+    (directory / "2" / MANIFEST).unlink()
+    write_manifest(directory / "2", facts, version=2)
+    state, notes = resumed(directory)
+    assert (int(state.step), notes) == (2, [])
+
+
+def test_processes_compare_together_and_say_the_same(written):
+    """Each has one half of the parts, as if the other's devices were elsewhere."""
+    manifest = read_manifest(written / "2")
+    _, state = case(MESHES[1])
+    arrays = arrays_of(state._replace(step=state.step + 2))
+    assert wrong_numbers(manifest, arrays, ALONE) is None
+    w_in = np.array(arrays[f"weights/{W_IN}"])
+    swap(w_in)
+    arrays[f"weights/{W_IN}"] = jax.device_put(w_in, arrays[f"weights/{W_IN}"].sharding)
+
+    class Halves:
+        """The sums of one process, of which the service passes on the half."""
+
+        def __init__(self, processes):
+            self.processes = processes
+
+        def gather(self, here):
+            index = self.processes.index
+            half = {k: f | {"parts": f["parts"][index::2]} for k, f in here.items()}
+            return self.processes.gather(half)
+
+    one, other = everywhere(2, lambda processes: wrong_numbers(manifest, arrays, Halves(processes)))
+    assert one == other == f"experts 3 and 5 of layer 1 ({NAMES.split(',')[0]}) are swapped"
