@@ -83,8 +83,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--seconds",
         type=float,
-        help="time cap of the whole search, for slow machines (default 120, or 600 for more than "
-        "64 devices); a line says if it ended the search",
+        help="time cap of the whole search (default 120, or 600 for more than 64 devices)",
     )
     command.add_argument(
         "--as",

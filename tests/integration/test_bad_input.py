@@ -243,8 +243,8 @@ def test_damaged_checkpoints_are_refused_with_what_was_found(command, steps):
 
 
 def test_a_newer_checkpoint_asks_for_an_upgrade(command, tmp_path):
-    write_step(tmp_path / "run" / "checkpoints", 10, version=3)
-    refused(command(), "format 3", "Upgrade moejax")
+    write_step(tmp_path / "run" / "checkpoints", 10, version=4)
+    refused(command(), "format 4", "Upgrade moejax")
 
 
 def test_damaged_manifests_are_refused_with_what_was_found(command, steps):
