@@ -103,8 +103,8 @@ def config_for(folder: Folder, out: Path, overrides: Sequence[str]) -> Config:
 
 def free_run_dir(name: str) -> str:
     """Returns a directory below runs/ that no run has taken."""
-    taken = (f"runs/{name}{end}" for end in ("", *(f"_{n}" for n in itertools.count(2))))
-    return next(path for path in taken if not Path(path).exists())
+    ends = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
+    return next(path for end in ends if not Path(path := f"runs/{name}{end}").exists())
 
 
 def elements_of(plan: LoadPlan) -> int:
