@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.errors import DivergedError
+from moejax.errors import DivergedError, ReplicasError
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Stop
 from moejax.step.state import TrainState
+from moejax.train.checkpoint import arrays_of
 from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate
 from moejax.train.manifest import finished_steps
@@ -20,6 +21,7 @@ from moejax.train.metrics import Meter
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import save_expert_load
 from moejax.train.profile import Profile
+from moejax.train.replicas import check_replicas
 from moejax.train.resume import describe_run
 from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
@@ -71,6 +73,8 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             if saves or step == last or stop:
                 with run.watch.during("save", step):
                     save(run, step, state)
+            elif due(step, cfg.train.compare_every):
+                compare(run, step, state)
             run.record_saved(run.checkpoints.finished())
             if step < last and (stop or (saves and run.mismatch is not None)):
                 stop_early(run, step, stop or interrupt.requested)
@@ -198,9 +202,23 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
         run.mismatch = mismatch
 
 
+def compare(run: Run, step: int, state: TrainState) -> None:
+    """Compares the copies of the state on different devices.
+
+    Raises:
+      ReplicasError: if some differ; it names the devices.
+    """
+    try:
+        check_replicas(arrays_of(state), step, run.processes)
+    except ReplicasError as error:
+        run.records.event("replicas_differ", step, text=str(error))
+        raise
+
+
 def save(run: Run, step: int, state: TrainState) -> None:
     """Starts a checkpoint after the previous one is complete."""
     run.record_saved(run.checkpoints.wait())
+    compare(run, step, state)
     run.records.event("save", step)
     facts = describe_run(run.train_step, run.inputs.content, run.base)
     run.checkpoints.save(step, state, {**facts, "data_position": step, "jax": jax.__version__})
