@@ -23,6 +23,27 @@ from benchmarks.machine import stamp
 from tests.faults.lab import SECONDS, STEPS, Lab, Trial, injected, kill_in_save, seeded, send
 from tests.integration.runs import final_state
 
+PAGE = """\
+# What faults cost a run
+
+`{command}` wrote this page. Two processes of two simulated
+devices each, on one machine; {steps} steps of a small model, a checkpoint every ten;
+{deadlines}.
+A fault meets one process after a random step; `launch/local --restarts 1` ends both and starts
+them again. Seconds are from the fault: *seen* until all processes have ended, *next step* until
+the run shows one again; median, and the largest in brackets. The machine: {where},
+JAX {jax}, {date}.
+
+| fault | trials | seen | seen after s | next step after s | steps again | same bits |
+|---|---:|---:|---:|---:|---:|---:|
+{rows}
+
+*Same bits*: the last checkpoint equals that of a run without a fault. A process that is killed is
+seen when it ends. One that hangs is seen by the others after the deadline it falls under:
+{silent_s} s where it can say nothing (SIGSTOP, Python's lock), {step_s} s in one step where it can; by
+default 60 s and 900 s. The launcher then gives it up to 10 s to end. The rest is a new start:
+imports, data, a compiled program from the cache, the restore.
+"""
 Plan = Callable[[Lab, str, int], Trial]  # of a fault, the run's name and a seed
 
 
@@ -101,31 +122,14 @@ def page(found: list[dict[str, Any]], machine: dict[str, Any], command: str) -> 
             f"| {_spread(mine, 'lost')} | {sum(one['same'] for one in mine)} |"
         )
     deadlines = ", ".join(f"`watchdog.{name}={value}`" for name, value in SECONDS.items())
-    where = f"{machine['machine']['cpu']}, {machine['machine']['cpus_used']} cores"
-    return "\n".join(
-        [
-            "# What faults cost a run",
-            "",
-            f"`{command}` wrote this page. Two processes of two simulated devices each, on one",
-            f"machine; {STEPS} steps of a small model, a checkpoint every ten;",
-            f"{deadlines}.",
-            "A fault meets one process after a random step; `launch/local --restarts 1` ends both and",
-            "starts them again. Seconds are from the fault: *seen* until all processes have ended,",
-            "*next step* until the run shows one again; median, and the largest in brackets.",
-            f"The machine: {where}, JAX {machine['jax']}, {machine['date']}.",
-            "",
-            "| fault | trials | seen | seen after s | next step after s | steps done again | same bits |",
-            "|---|---:|---:|---:|---:|---:|---:|",
-            *rows,
-            "",
-            "*Same bits*: the last checkpoint equals that of a run without a fault. A process that is",
-            "killed is seen when it ends. One that hangs is seen by the others after the deadline it",
-            f"falls under: {SECONDS['silent_s']} s where it can say nothing (SIGSTOP, Python's lock),",
-            f"{SECONDS['step_s']} s in one step where it can; by default 60 s and 900 s. The launcher",
-            "then gives it up to 10 s to end. The rest is a new start: imports, data, a compiled",
-            "program from the cache, the restore.",
-            "",
-        ]
+    return PAGE.format(
+        command=command,
+        steps=STEPS,
+        deadlines=deadlines,
+        where=f"{machine['machine']['cpu']}, {machine['machine']['cpus_used']} cores",
+        rows="\n".join(rows),
+        **{name: machine[name] for name in ("jax", "date")},
+        **SECONDS,
     )
 
 
