@@ -41,8 +41,8 @@ JAX {jax}, {date}.
 *Same bits*: the last checkpoint equals that of a run without a fault. A process that is killed is
 seen when it ends. One that hangs is seen by the others after the deadline it falls under:
 {silent_s} s where it can say nothing (SIGSTOP, Python's lock), {step_s} s in one step where it
-can; by default 60 s and 900 s. The launcher then gives it up to 10 s to end. The rest is a new start:
-imports, data, a compiled program from the cache, the restore.
+can; by default 60 s and 900 s. The launcher then gives it up to 10 s to end. The rest is a new
+start: imports, data, a compiled program from the cache, the restore.
 """
 Plan = Callable[[Lab, str, int], Trial]  # of a fault, the run's name and a seed
 
