@@ -82,7 +82,8 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             if due(step, cfg.train.eval_every) and step < last:
                 began = time.perf_counter()
                 with run.watch.during("evaluate", step):
-                    evaluate(run, state, step, limit=cfg.train.eval_batches)
+                    limit, asked = cfg.train.eval_batches, lambda: interrupt.requested
+                    evaluate(run, state, step, limit, asked)
                 meter.pause(time.perf_counter() - began)
             run.watch.enter("input", step + 1)
     return state, False
