@@ -41,6 +41,8 @@ def differing_copies(arrays: Mapping[str, jax.Array], processes: Processes) -> s
 
 def copied(x: jax.Array) -> bool:
     """Whether several devices hold the same part of an array."""
+    if not isinstance(x, jax.Array):  # a number of the host
+        return False
     parts = x.sharding.devices_indices_map(x.shape).values()
     starts = [tuple(one.start or 0 for one in part) for part in parts]
     return len(set(starts)) < len(starts)

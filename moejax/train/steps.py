@@ -35,11 +35,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     skips = Skips(int(state.skipped))
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
     before, shown = None, ""
-    with run.display.busy("compiling the step"):  # Ctrl-C ends it at once: it is not caught yet
-        began = time.perf_counter()
-        schedule.step_for(step, state)
-    run.watch.enter("input", step + 1)
-    run.display.note(f"compiled in {time.perf_counter() - began:.0f} s")
+    compile_step(run, schedule, step, state)
     with (
         closing(profile),
         Interrupt() as interrupt,
@@ -80,13 +76,28 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
                 stop_early(run, step, stop or interrupt.requested)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
-                began = time.perf_counter()
-                with run.watch.during("evaluate", step):
-                    limit, asked = cfg.train.eval_batches, lambda: interrupt.requested
-                    evaluate(run, state, step, limit, asked)
-                meter.pause(time.perf_counter() - began)
+                evaluate_part(run, state, step, meter, lambda: interrupt.requested)
             run.watch.enter("input", step + 1)
     return state, False
+
+
+def compile_step(run: Run, schedule: CodecSchedule, step: int, state: TrainState) -> None:
+    """Compiles the first step. Ctrl-C ends it at once: it is not caught yet."""
+    with run.display.busy("compiling the step"):
+        began = time.perf_counter()
+        schedule.step_for(step, state)
+    run.watch.enter("input", step + 1)
+    run.display.note(f"compiled in {time.perf_counter() - began:.0f} s")
+
+
+def evaluate_part(
+    run: Run, state: TrainState, step: int, meter: Meter, asked: Callable[[], bool]
+) -> None:
+    """Evaluates on a part of the held-out text; rates leave out the time it takes."""
+    began = time.perf_counter()
+    with run.watch.during("evaluate", step):
+        evaluate(run, state, step, run.cfg.train.eval_batches, asked)
+    meter.pause(time.perf_counter() - began)
 
 
 def end_profile(
