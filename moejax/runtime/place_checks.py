@@ -83,7 +83,7 @@ def _lock(trial: Path) -> None:
 
 
 def check_coordinator(address: str) -> list[Finding]:
-    """Looks whether ADDRESS:PORT can be reached from here, or is free where it is of this machine."""
+    """Looks whether ADDRESS:PORT can be reached, or is free where it is of this machine."""
     check = f"process 0 at {address}"
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit() and 0 < int(port) < 1 << 16):
