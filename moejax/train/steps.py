@@ -43,11 +43,8 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     ):
         for batch in batches:
             run.watch.enter("step", step + 1)
-            run_step, codec_text = schedule.step_for(step, state)
-            if codec_text != shown:
-                text = f"codecs across nodes: {codec_text}"
-                note(run, "codecs", step, text, codecs=codec_text)
-                shown = codec_text
+            run_step, codecs = schedule.step_for(step, state)
+            shown = show_codecs(run, step, codecs, shown)
             profile.before(step + 1)
             state, metrics = run_step(state, batch)
             step += 1
@@ -88,6 +85,13 @@ def compile_step(run: Run, schedule: CodecSchedule, step: int, state: TrainState
         schedule.step_for(step, state)
     run.watch.enter("input", step + 1)
     run.display.note(f"compiled in {time.perf_counter() - began:.0f} s")
+
+
+def show_codecs(run: Run, step: int, codecs: str, shown: str) -> str:
+    """Says which codecs a step has, where they are not those that were shown; returns them."""
+    if codecs != shown:
+        note(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
+    return codecs
 
 
 def evaluate_part(
