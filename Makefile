@@ -16,7 +16,7 @@ VENV_CLUSTER := .venv-cluster
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity cluster docs notebooks package lint format clean
+.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity cluster faults docs notebooks package lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,10 +33,10 @@ test-models: $(VENV)/.installed ## run the tests of import, export, adapters, ev
 	$(VENV)/bin/python -m pytest $(SPREAD) -m "models and not exhaustive" $(ARGS)
 
 test-all: $(VENV)/.installed ## the same, with all cases of every grid; takes longer
-	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity and not package and not cluster" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity and not package and not cluster and not faults" $(ARGS)
 
 test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
-	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not models and not package and not cluster and not exhaustive" $(ARGS)
+	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not models and not package and not cluster and not faults and not exhaustive" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile step and kernels for described H200s and test what came out (ARGS="-m aot": all cases)
 	$(VENV_AOT)/bin/python -m pytest $(SPREAD) -m "aot and not exhaustive" tests/hlo tests/kernels tests/benchmarks $(ARGS)
@@ -53,6 +53,9 @@ docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/sit
 
 notebooks: $(VENV_NOTEBOOKS)/.installed ## execute the notebooks on CPU, with few steps (ARGS="-k routes")
 	JAX_PLATFORMS=cpu MOEJAX_NOTEBOOK_STEPS=30 MOEJAX_NOTEBOOK_TRACES=8 $(VENV_NOTEBOOKS)/bin/python -m pytest $(SPREAD) notebooks $(ARGS)
+
+faults: $(VENV)/.installed ## kill, stop and damage what can be, and see runs recover (takes half an hour; ARGS=-k random)
+	$(VENV)/bin/python -m pytest -m "faults or not faults" tests/faults $(ARGS)
 
 cluster: $(VENV_CLUSTER)/.installed ## train on a real Slurm of two nodes, and through sshd, on this machine (root; slurmctld slurmd slurm-client munge openssh-server)
 	$(VENV_CLUSTER)/bin/python -m pytest -m "cluster or exhaustive" tests/launch $(ARGS)

@@ -30,10 +30,11 @@ CODES = {
     5: "no space left",
     6: "not all processes came",
     7: "failed again and again",
+    8: "devices differ",
     HANG: "hung",
     130: "stopped at once",
 }
-SAID_BY_ALL = (2, 4)  # each process says the same of these itself
+SAID_BY_ALL = (2, 4, 8)  # each process says the same of these itself
 KILLING_INTERRUPT = 3  # the third Ctrl-C kills
 LAST_LINES = 20  # of the process that failed first, shown last
 # Each group of ranks says this once from each; it stays in the logs.

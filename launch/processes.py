@@ -110,33 +110,45 @@ def run(
             file=sys.stderr,
         )
         return 2
+
+    def start(group: Group, mode: str) -> None:
+        address = coordinator()
+        for number, place in enumerate(places):
+            variables = environment(address, number, len(places), devices)
+            group.start(place, command, variables, (logs / f"{place.name}.log").open(mode))
+
+    code = _run_and_restart(start, restarts)
+    return code if code >= 0 else 128 - code
+
+
+def _run_and_restart(start: Callable[[Group, str], None], restarts: int) -> int:
+    """Runs a group of processes, again after failures that may pass. Returns the last code.
+
+    Args:
+      start: starts the processes in a group, and opens their logs in a mode.
+    """
     tries = 0
     with Interrupts() as interrupts, Guard() as guard:
         while True:
-            began, address, group = time.monotonic(), coordinator(), Group(interrupts, guard)
+            began, group = time.monotonic(), Group(interrupts, guard)
             try:
-                for number, place in enumerate(places):
-                    variables = environment(address, number, len(places), devices)
-                    log = (logs / f"{place.name}.log").open("ab" if tries else "wb")
-                    group.start(place, command, variables, log)
+                start(group, "ab" if tries else "wb")
             except BaseException:
                 group.kill()
                 raise
             code = group.wait()
             tries = 0 if time.monotonic() - began > HEALTHY_SECONDS else tries
             if not restarts or interrupts.count or not may_pass(code):
-                break
+                return code
             tries += 1
             if tries > restarts:
-                code = CRASH_LOOP
                 say(f"gave up after {restarts} restarts; why the last one failed stands above")
-                break
+                return CRASH_LOOP
             seconds = min(2.0 ** (tries - 1), LONGEST_PAUSE_SECONDS)
             say(f"restart {tries} of {restarts} in {seconds:.0f} s: {describe(code)}")
             interrupts.sleep(seconds)
             if interrupts.count:
-                break
-    return code if code >= 0 else 128 - code
+                return code
 
 
 def may_pass(code: int) -> bool:

@@ -25,6 +25,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("train a model", "moejax.train.__main__"),
     "report": Command("show what runs did, as a page", "moejax.report.command"),
+    "goodput": Command("tell how a run spent its time", "moejax.report.goodput_command"),
     "prepare": Command("turn text into token files", "moejax.data.prepare", "moejax.data.flags"),
     "eval": Command("score held-out text with a checkpoint", "moejax.evaluate.command"),
     "generate": Command("continue texts with a checkpoint", "moejax.serve.command"),

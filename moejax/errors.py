@@ -44,6 +44,12 @@ class MeetingError(RunError):
     code = 6
 
 
+class ReplicasError(RunError):
+    """Devices that hold copies of one state hold different numbers."""
+
+    code = 8
+
+
 class StorageFullError(RunError):
     """No space is left for what the run must write."""
 

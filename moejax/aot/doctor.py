@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 from rich.console import Console
@@ -23,11 +24,13 @@ from moejax.config.load import load_config, split_overrides
 from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
 from moejax.kernels.select import HOPPER, Choice, Hardware, select_kernels
+from moejax.runtime.place_checks import check_coordinator, check_directory
 
 EPILOG = """\
 examples:
   moejax doctor                                # this machine
   moejax doctor --smoke                        # kernels, steps, a checkpoint
+  moejax doctor --run_dir /shared/runs/a --coordinator node1:29400
   moejax doctor --config configs/olmoe_1b_7b.py --target h200
 """
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu")
@@ -46,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--smoke", action="store_true", help="run kernels, collectives, steps and a checkpoint here"
     )
+    command.add_argument(
+        "--run_dir", type=Path, metavar="DIR", help="try there what a run does with files"
+    )
+    command.add_argument(
+        "--coordinator", metavar="ADDRESS:PORT", help="look whether process 0 can be reached"
+    )
     command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
     return command
 
@@ -60,6 +69,8 @@ def main(argv: list[str] | None = None, smoke: Callable[[Console], int] | None =
     args = parser().parse_args(rest)
 
     def run() -> int | None:
+        if args.run_dir is not None or args.coordinator is not None:
+            return check_places(args.run_dir, args.coordinator, Console())
         if args.smoke:
             assert smoke is not None
             if args.target is not None or args.config is not None or overrides:
@@ -80,6 +91,23 @@ def main(argv: list[str] | None = None, smoke: Callable[[Console], int] | None =
         return None
 
     return exit_code(run, stopped="nothing was changed", debug=args.debug)
+
+
+def check_places(run_dir: Path | None, coordinator: str | None, console: Console) -> int:
+    """Checks a run's directory and the address of process 0; prints a verdict.
+
+    Returns the exit code: 1 if something does not hold.
+    """
+    findings = [] if run_dir is None else check_directory(run_dir)
+    findings += [] if coordinator is None else check_coordinator(coordinator)
+    table = Table("check", "holds", "")
+    for one in findings:
+        table.add_row(one.check, "yes" if one.holds else "NO", one.text)
+    console.print(table)
+    failed = [one.check for one in findings if not one.holds]
+    verdict = f"not fit: {', '.join(failed)}" if failed else "fit"
+    console.print(verdict, highlight=False, soft_wrap=True)
+    return 1 if failed else 0
 
 
 def _hardware(target: str | None) -> Hardware:

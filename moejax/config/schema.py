@@ -189,6 +189,12 @@ class TrainConfig:
         at_least=1,
     )
     sample_tokens: int = setting(200, "tokens sampled at the end; 0: none", at_least=0)
+    compare_every: int | None = setting(
+        None,
+        "steps between comparisons of the state's copies on different devices; none: before each "
+        "checkpoint alone",
+        at_least=1,
+    )
     sample_prompt: str = setting("def ", "text the sample continues")
 
 

@@ -1,11 +1,19 @@
-"""Ctrl-C and SIGTERM: the first asks the loop to save and stop, the second stops at once."""
+"""Ctrl-C and SIGTERM: the first asks the loop to save and stop, the second stops at once.
 
+Before the first step and after the last there is nothing to save, so SIGTERM stops at once, with
+one line (`stops_at_sigterm`).
+"""
+
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+from moejax.errors import STOPPED
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -37,6 +45,58 @@ class Interrupt:
     ) -> None:
         for number, handler in self._before.items():
             _restore(number, handler)
+
+
+@contextmanager
+def stops_at_sigterm(where: Callable[[], str | None]) -> Iterator[None]:
+    """Lets SIGTERM end the process where no other handler takes it.
+
+    Python's handlers do not run while C++ compiles, so a thread is told of the signal: it ends the
+    process at once where that loses nothing. Elsewhere the main thread gets a KeyboardInterrupt, as
+    from Ctrl-C.
+
+    Args:
+      where: returns what the process does now, in words; None where it may not be ended at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop() -> None:
+        if (doing := where()) is not None:
+            print(
+                f"moejax: stopped by SIGTERM during {doing}; nothing was lost, and the same "
+                "command goes on",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(STOPPED)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        stop()
+        raise KeyboardInterrupt
+
+    def listen() -> None:
+        # Other signals, and the end of the context, write other bytes.
+        while (told := os.read(reading, 1)) not in (b"", b"\0"):
+            if told[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is interrupt:
+                stop()
+
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.signal(signal.SIGTERM, interrupt)
+    told_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    thread = threading.Thread(target=listen, name="SIGTERM", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(told_before)
+        _restore(signal.SIGTERM, before)
+        os.write(writing, b"\0")
+        thread.join()
+        os.close(reading)
+        os.close(writing)
 
 
 @contextmanager

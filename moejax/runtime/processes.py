@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from moejax.errors import DivergedError, InputError, RunError
+from moejax.errors import DivergedError, InputError, ReplicasError, RunError
 
 T = TypeVar("T")
 Json = Any
@@ -136,8 +136,12 @@ class Processes:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # All processes find bad input or a divergence, so all of them exit normally.
-        if error is None or isinstance(error, InputError | DivergedError) or self.count == 1:
+        # All processes find these, so all of them exit normally.
+        if (
+            error is None
+            or isinstance(error, InputError | DivergedError | ReplicasError)
+            or self.count == 1
+        ):
             return
         code = 1
         if isinstance(error, KeyboardInterrupt):

@@ -19,6 +19,9 @@ from moejax.train.sample import sample
 LN2 = math.log(2)
 
 
+ASK_EVERY = 8  # batches, after which the processes agree on whether to go on
+
+
 class Score(NamedTuple):
     """The likelihood of held-out text."""
 
@@ -68,8 +71,22 @@ def score(
     return Score(nats, targets)
 
 
-def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
-    """Evaluates on held-out text; shows and records nats per token and bits per byte."""
+class _AskedToStopError(Exception):
+    """Some process was asked to stop while all evaluate."""
+
+
+def evaluate(
+    run: Run,
+    state: TrainState,
+    step: int,
+    limit: int | None,
+    asked: Callable[[], bool] = lambda: False,
+) -> None:
+    """Evaluates on held-out text; shows and records nats per token and bits per byte.
+
+    Args:
+      asked: whether this process was asked to stop; the evaluation is then given up, in all.
+    """
     held_out = run.inputs.held_out
     if held_out is None:
         return
@@ -78,19 +95,27 @@ def evaluate(run: Run, state: TrainState, step: int, limit: int | None) -> None:
 
     def progress() -> None:
         run.watch.enter("evaluate", step)  # the deadline is of one batch
-        tell(f"{next(done)} batches")
+        number = next(done)
+        tell(f"{number} batches")
+        if number % ASK_EVERY == 0 and any(run.processes.gather(asked())):
+            raise _AskedToStopError
 
     run.watch.enter("evaluate", step)
-    with run.display.busy(f"evaluating {'all ' * whole}held-out text", plain=whole) as tell:
-        found = score(
-            run.train_step,
-            state,
-            held_out,
-            limit=limit,
-            processes=run.processes,
-            progress=progress,
-            compiling=run.watch.during("compile", step),
-        )
+    busy = run.display.busy(f"evaluating {'all ' * whole}held-out text", plain=whole)
+    try:
+        with busy as tell:
+            found = score(
+                run.train_step,
+                state,
+                held_out,
+                limit=limit,
+                processes=run.processes,
+                progress=progress,
+                compiling=run.watch.during("compile", step),
+            )
+    except _AskedToStopError:
+        run.display.note(f"step {step}  the evaluation is given up: asked to stop")
+        return
     values = {"nats_per_token": found.nats_per_token}
     if (bits := found.bits_per_byte(held_out)) is not None:
         values["bits_per_byte"] = bits

@@ -39,7 +39,7 @@ from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.memory_check import check_memory, memory_warnings
 from moejax.train.metrics import Meter, Records
 from moejax.train.plan_monitor import PlanMonitor
-from moejax.train.planning import kept_plan, measure, plan_run
+from moejax.train.planning import RunPlan, kept_plan, measure, plan_run
 from moejax.train.profile import name_operations
 from moejax.train.restore import resume, set_aside_wrong_steps
 from moejax.train.run import Run
@@ -157,8 +157,8 @@ def train_planned(
     records = _open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, run_dir)
-    told = partial(_note, console, records, notes)
     with watch.during("restore"):
+        told = partial(_note, console, records, notes)
         resumed = resume(train_step, saved, choosing, processes, console, told)
         state = initial_state(train_step, resumed, source, console, processes)
     checkpoints = open_checkpoints(cfg, processes, records, console, copies)
@@ -169,12 +169,20 @@ def train_planned(
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes, watch)
     run.base = base_of(cfg, source)
     if processes.first and cfg.model.has_experts:
-        run.expert_loads = ExpertLoads(Path(cfg.run_dir), cfg.train.num_steps)
-    if planned.plan is not None:
-        records.event("plan", int(state.step), seconds=planned.plan.predicted["seconds"])
-        if planned.topology is not None and measured is None:
-            run.monitor = _monitor(run, planned.plan, planned.topology, devices)
+        run.expert_loads = ExpertLoads(run_dir, cfg.train.num_steps)
+    _follow_plan(run, planned, int(state.step), devices, monitored=measured is None)
     return _run_to_end(run, state, meter)
+
+
+def _follow_plan(
+    run: Run, planned: RunPlan, step: int, devices: Sequence[Any], *, monitored: bool
+) -> None:
+    """Records a planned run's prediction, and has its steps compared with it."""
+    if planned.plan is None:
+        return
+    run.records.event("plan", step, seconds=planned.plan.predicted["seconds"])
+    if planned.topology is not None and monitored:
+        run.monitor = _monitor(run, planned.plan, planned.topology, devices)
 
 
 def _done(

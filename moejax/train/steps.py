@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.errors import DivergedError
+from moejax.errors import DivergedError, ReplicasError
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Stop
 from moejax.step.state import TrainState
+from moejax.train.checkpoint import arrays_of
 from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate
 from moejax.train.manifest import finished_steps
@@ -20,6 +21,7 @@ from moejax.train.metrics import Meter
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import save_expert_load
 from moejax.train.profile import Profile
+from moejax.train.replicas import check_replicas
 from moejax.train.resume import describe_run
 from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
@@ -33,11 +35,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     skips = Skips(int(state.skipped))
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
     before, shown = None, ""
-    with run.display.busy("compiling the step"):  # Ctrl-C ends it at once: it is not caught yet
-        began = time.perf_counter()
-        schedule.step_for(step, state)
-    run.watch.enter("input", step + 1)
-    run.display.note(f"compiled in {time.perf_counter() - began:.0f} s")
+    compile_step(run, schedule, step, state)
     with (
         closing(profile),
         Interrupt() as interrupt,
@@ -45,11 +43,8 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     ):
         for batch in batches:
             run.watch.enter("step", step + 1)
-            run_step, codec_text = schedule.step_for(step, state)
-            if codec_text != shown:
-                text = f"codecs across nodes: {codec_text}"
-                note(run, "codecs", step, text, codecs=codec_text)
-                shown = codec_text
+            run_step, codecs = schedule.step_for(step, state)
+            shown = show_codecs(run, step, codecs, shown)
             profile.before(step + 1)
             state, metrics = run_step(state, batch)
             step += 1
@@ -71,17 +66,42 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             if saves or step == last or stop:
                 with run.watch.during("save", step):
                     save(run, step, state)
+            elif due(step, cfg.train.compare_every):
+                compare(run, step, state)
             run.record_saved(run.checkpoints.finished())
             if step < last and (stop or (saves and run.mismatch is not None)):
                 stop_early(run, step, stop or interrupt.requested)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
-                began = time.perf_counter()
-                with run.watch.during("evaluate", step):
-                    evaluate(run, state, step, limit=cfg.train.eval_batches)
-                meter.pause(time.perf_counter() - began)
+                evaluate_part(run, state, step, meter, lambda: interrupt.requested)
             run.watch.enter("input", step + 1)
     return state, False
+
+
+def compile_step(run: Run, schedule: CodecSchedule, step: int, state: TrainState) -> None:
+    """Compiles the first step. Ctrl-C ends it at once: it is not caught yet."""
+    with run.display.busy("compiling the step"):
+        began = time.perf_counter()
+        schedule.step_for(step, state)
+    run.watch.enter("input", step + 1)
+    run.display.note(f"compiled in {time.perf_counter() - began:.0f} s")
+
+
+def show_codecs(run: Run, step: int, codecs: str, shown: str) -> str:
+    """Says which codecs a step has, where they are not those that were shown; returns them."""
+    if codecs != shown:
+        note(run, "codecs", step, f"codecs across nodes: {codecs}", codecs=codecs)
+    return codecs
+
+
+def evaluate_part(
+    run: Run, state: TrainState, step: int, meter: Meter, asked: Callable[[], bool]
+) -> None:
+    """Evaluates on a part of the held-out text; rates leave out the time it takes."""
+    began = time.perf_counter()
+    with run.watch.during("evaluate", step):
+        evaluate(run, state, step, run.cfg.train.eval_batches, asked)
+    meter.pause(time.perf_counter() - began)
 
 
 def end_profile(
@@ -198,9 +218,23 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
         run.mismatch = mismatch
 
 
+def compare(run: Run, step: int, state: TrainState) -> None:
+    """Compares the copies of the state on different devices.
+
+    Raises:
+      ReplicasError: if some differ; it names the devices.
+    """
+    try:
+        check_replicas(arrays_of(state), step, run.processes)
+    except ReplicasError as error:
+        run.records.event("replicas_differ", step, text=str(error))
+        raise
+
+
 def save(run: Run, step: int, state: TrainState) -> None:
     """Starts a checkpoint after the previous one is complete."""
     run.record_saved(run.checkpoints.wait())
+    compare(run, step, state)
     run.records.event("save", step)
     facts = describe_run(run.train_step, run.inputs.content, run.base)
     run.checkpoints.save(step, state, {**facts, "data_position": step, "jax": jax.__version__})

@@ -11,8 +11,9 @@ from typing import Any
 
 from moejax.config.schema import Config, WatchdogConfig
 from moejax.runtime.event_log import EventLog
+from moejax.runtime.interrupt import stops_at_sigterm
 from moejax.runtime.processes import Processes
-from moejax.runtime.watch import STEPPING, Deadlines, Watch, Watchdog, end_process
+from moejax.runtime.watch import SILENT, STEPPING, Deadlines, Watch, Watchdog, end_process
 
 DIRECTORY = "events"  # in the run directory: one file a process
 TOLD_EVERY_S = 10.0  # stages of steps are short: they are summed for as long
@@ -85,8 +86,14 @@ def watching(cfg: Config, processes: Processes) -> Iterator[Watch]:
     watch = Watch(log.ended)
     hang = partial(_end, watch, log)
     watchdog = Watchdog(watch, deadlines_of(cfg.watchdog), processes, hang)
+
+    def before_steps() -> str | None:
+        place = watch.now[0]
+        return str(place) if place.stage in SILENT else None
+
     try:
-        yield watch
+        with stops_at_sigterm(before_steps):
+            yield watch
         _say_end(watch, log)
     except BaseException as error:
         _say_end(watch, log, error=type(error).__name__)

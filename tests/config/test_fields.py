@@ -139,6 +139,7 @@ FIELD_NAMES = [
     "track.mlflow",
     "track.wandb",
     "train.batch_sequences",
+    "train.compare_every",
     "train.eval_batches",
     "train.eval_every",
     "train.gradient_dtype",

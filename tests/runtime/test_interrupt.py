@@ -1,9 +1,13 @@
 import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
-from moejax.runtime.interrupt import STOP_SIGNALS, Interrupt
+from moejax.errors import STOPPED
+from moejax.runtime.interrupt import STOP_SIGNALS, Interrupt, stops_at_sigterm
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -52,3 +56,56 @@ def test_a_loop_in_another_thread_runs_without_handlers():
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+PROGRAM = """
+import contextlib, ctypes, sys, time
+from moejax.runtime.interrupt import Interrupt, stops_at_sigterm
+
+doing, body = sys.argv[1], sys.argv[2]
+try:
+    with stops_at_sigterm(lambda: doing or None):
+        inner = Interrupt() if body == "loop" else contextlib.nullcontext()
+        with inner as interrupt:
+            print("up", flush=True)
+            if body == "in C":  # as a compilation: no handler of Python runs meanwhile
+                ctypes.PyDLL(None).usleep(500_000)
+                ctypes.CDLL(None).sleep(20)
+            until = time.monotonic() + 20
+            while time.monotonic() < until and not (interrupt and interrupt.requested):
+                time.sleep(0.01)
+            print("asked")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize(
+    ("doing", "body", "code", "said"),
+    [
+        ("compile", "wait", STOPPED, ""),
+        ("compile", "in C", STOPPED, ""),
+        ("", "wait", 0, "interrupted"),  # where something may be lost
+        ("compile", "loop", 0, "asked"),  # whose own handler takes it
+    ],
+)
+def test_sigterm_stops_at_once_only_where_nothing_is_lost(doing, body, code, said):
+    command = [sys.executable, "-c", PROGRAM, doing, body]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "up\n"
+        time.sleep(0.7 if body == "in C" else 0.05)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        out, errors = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert (process.returncode, out.strip()) == (code, said)
+    assert ("stopped by SIGTERM during compile; nothing was lost" in errors) == (code == STOPPED)
+
+
+def test_sigterm_is_as_before_afterwards():
+    before = signal.getsignal(signal.SIGTERM)
+    with stops_at_sigterm(lambda: "start"):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "SIGTERM" not in {thread.name for thread in threading.enumerate()}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moejax.data import tokens
-from moejax.train.evaluation import evaluate, finish
+from moejax.train.evaluation import ASK_EVERY, evaluate, finish
 from moejax.train.sample import _drawn
 from tests.cases import small_config
 from tests.data.test_marks import write
@@ -31,6 +31,20 @@ def test_nats_are_of_targets_and_bits_of_bytes(running, tmp_path, length, limit)
     bits = 2 / math.log(2) * (length - 1) / 517
     assert event["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
     assert f"{bits:.3f} bits per byte, 2.0000 nats per token" in shown.getvalue()
+
+
+def test_an_evaluation_is_given_up_when_the_run_shall_stop(running, tmp_path):
+    scored = []
+
+    def score(state, batch):
+        scored.append(batch)
+        return two_nats(state, batch)
+
+    run, shown = running(small_config(), held_out=stream(5000), evaluate=score)
+    evaluate(run, initial_state(), 5, limit=None, asked=lambda: len(scored) > 3)
+    assert len(scored) == ASK_EVERY
+    assert "the evaluation is given up" in shown.getvalue()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 def test_only_marked_targets_count(running, tmp_path):

@@ -1,0 +1,207 @@
+"""How a run spent its time: on steps that count, and on what else.
+
+Reads `events/0.jsonl`, the log of process 0 (docs/formats/events.md). A run is a row of starts; of
+each it is known when it began, which stages it went through, and when it was last heard of. Steps
+that a later start did again were lost.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import InputError
+
+LOG = Path("events") / "0.jsonl"
+# Class of time -> the stages in it.
+CLASSES = {
+    "start": ("start", "plan"),
+    "restore": ("restore",),
+    "compile": ("compile",),
+    "evaluation": ("evaluate", "sample"),
+    "saving": ("save", "finish", "end"),
+}
+TRAINING, REPEATED, INPUT, DOWN, UNKNOWN = (
+    "training",
+    "steps done again",
+    "waiting for data",
+    "down between starts",
+    "not told",
+)
+
+
+@dataclass
+class Steps:
+    """Steps that were reported together: the first and the last of them, and their seconds."""
+
+    first: int
+    last: int
+    seconds: float
+    input_seconds: float
+
+    def shared(self, kept: float) -> tuple[float, float]:
+        """Returns the seconds of steps up to `kept`, which count, and of those behind it."""
+        number = self.last - self.first + 1
+        share = min(max((kept - self.first + 1) / number, 0), 1) if number > 0 else 1.0
+        return self.seconds * share, self.seconds * (1 - share)
+
+
+@dataclass
+class Start:
+    """One start of a run.
+
+    Attributes:
+      began, ended: in seconds since 1970; the second of the last event.
+      stages: seconds by stage.
+      how: how it ended, in words.
+    """
+
+    began: float
+    ended: float
+    stages: dict[str, float] = field(default_factory=dict)
+    steps: list[Steps] = field(default_factory=list)
+    how: str = "killed, or still running"
+    trained: float | None = None  # when its first steps were done
+
+    @property
+    def first(self) -> int | None:
+        """Its first step."""
+        return self.steps[0].first if self.steps else None
+
+    @property
+    def last(self) -> int:
+        """Its last step that was reported."""
+        return max((one.last for one in self.steps), default=0)
+
+
+@dataclass
+class Restart:
+    """What lies between one start and the next.
+
+    Attributes:
+      step: from which the next one went on.
+      lost: steps done again, as far as they were reported.
+      down: seconds until it began; recovered: until its first steps were done, if they were.
+    """
+
+    how: str
+    step: int
+    lost: int
+    down: float
+    recovered: float | None
+
+
+@dataclass
+class Goodput:
+    """How a run spent its time.
+
+    Attributes:
+      seconds: by class, over the whole run.
+    """
+
+    seconds: dict[str, float]
+    restarts: list[Restart]
+
+    @property
+    def total(self) -> float:
+        """Seconds from the first event to the last."""
+        return sum(self.seconds.values())
+
+    @property
+    def share(self) -> float:
+        """Goodput: the share of time in steps that count."""
+        return self.seconds[TRAINING] / self.total if self.total else 0.0
+
+
+def read_goodput(run_dir: Path) -> Goodput:
+    """Reads a run's log.
+
+    Raises:
+      InputError: if there is none, or nothing in it.
+    """
+    path = run_dir / LOG
+    if not path.is_file():
+        raise InputError(
+            f"no log of events. {run_dir} has no {LOG}. A run writes it from its start on. Name a "
+            "run directory, as runs/tiny."
+        )
+    starts = starts_of(events_of(path))
+    if not starts:
+        raise InputError(
+            f"log of events is empty. {path} tells of no start. A run begins with one. Name "
+            "another run."
+        )
+    return goodput_of(starts)
+
+
+def events_of(path: Path) -> Iterable[dict[str, Any]]:
+    """Yields the events of a log; half a line, which a kill leaves, is none."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                event = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("time"), int | float):
+                yield event
+
+
+def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
+    """Returns the starts that events tell of."""
+    starts: list[Start] = []
+    for event in events:
+        kind, time = event.get("event"), float(event["time"])
+        if kind == "begin":
+            starts.append(Start(time, time))
+        if not starts:
+            continue
+        now = starts[-1]
+        now.ended = max(now.ended, time)
+        if kind == "stage":
+            stage, seconds = str(event.get("stage")), float(event.get("seconds", 0))
+            now.stages[stage] = now.stages.get(stage, 0) + seconds
+        elif kind == "steps":
+            spent = [float(event.get(name, 0)) for name in ("step_s", "input_s")]
+            now.steps.append(Steps(int(event["first"]), int(event["step"]), *spent))
+            now.trained = now.trained or time
+        elif kind == "hang":
+            now.how = str(event.get("text", "hung"))
+        elif kind == "end":
+            now.how = f"ended by {event['error']}" if "error" in event else "ended"
+    return starts
+
+
+def goodput_of(starts: list[Start]) -> Goodput:
+    """Sums the time of starts by class."""
+    seconds = dict.fromkeys((TRAINING, REPEATED, INPUT, *CLASSES, DOWN, UNKNOWN), 0.0)
+    restarts = []
+    for number, start in enumerate(starts):
+        later = [one.first for one in starts[number + 1 :] if one.first is not None]
+        kept = min(later, default=start.last + 1) - 1
+        for steps in start.steps:
+            counts, lost = steps.shared(kept)
+            seconds[TRAINING] += counts
+            seconds[REPEATED] += lost
+            seconds[INPUT] += steps.input_seconds
+        for name, stages in CLASSES.items():
+            seconds[name] += sum(start.stages.get(stage, 0) for stage in stages)
+        told = sum(one.seconds + one.input_seconds for one in start.steps)
+        told += sum(start.stages.values())
+        seconds[UNKNOWN] += max(start.ended - start.began - told, 0)
+        if number:
+            before = starts[number - 1]
+            seconds[DOWN] += max(start.began - before.ended, 0)
+            restarts.append(_restart(before, start))
+    return Goodput(seconds, restarts)
+
+
+def _restart(before: Start, start: Start) -> Restart:
+    step = before.last if start.first is None else start.first - 1
+    return Restart(
+        before.how,
+        step,
+        max(before.last - step, 0),
+        max(start.began - before.ended, 0),
+        None if start.trained is None else max(start.trained - before.ended, 0),
+    )

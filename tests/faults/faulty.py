@@ -1,0 +1,60 @@
+"""The train command with a fault in it: one process fails after a step, once.
+
+  python -m tests.faults.faulty --fault loop --process 1 --step 15 --once FILE -- --config ...
+
+`exception` raises; `loop` never returns, though other threads run; `hold` never returns and lets no
+other thread run; `exit` ends the process without a word.
+"""
+
+import argparse
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+FAULTS = ("exception", "loop", "hold", "exit")
+
+
+class InjectedError(Exception):
+    """The fault that was asked for."""
+
+
+def fail(fault: str) -> None:
+    """Fails as asked."""
+    if fault == "exception":
+        raise InjectedError("a fault on one process")
+    if fault == "exit":
+        os._exit(9)
+    if fault == "hold":
+        ctypes.PyDLL(None).sleep(100_000)  # keeps Python's lock
+    while True:
+        pass
+
+
+def main() -> int:
+    """Runs the command. Returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fault", choices=FAULTS, required=True)
+    parser.add_argument("--process", type=int, required=True)
+    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("--once", type=Path, required=True, help="made when it has failed")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+
+    from moejax.train import skips, steps
+    from moejax.train.__main__ import main as train
+
+    class FaultySkips(skips.Skips):
+        def after(self, step, metrics):
+            mine = os.environ.get("MOEJAX_PROCESS", "0") == str(args.process)
+            if mine and step >= args.step and not args.once.exists():
+                args.once.touch()
+                fail(args.fault)
+            return super().after(step, metrics)
+
+    steps.Skips = FaultySkips
+    return train(args.command[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
