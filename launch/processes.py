@@ -111,28 +111,29 @@ def run(
         )
         return 2
 
-    def start(group: Group, mode: str) -> None:
+    def start(group: Group, again: bool) -> None:
         address = coordinator()
         for number, place in enumerate(places):
             variables = environment(address, number, len(places), devices)
-            group.start(place, command, variables, (logs / f"{place.name}.log").open(mode))
+            log = (logs / f"{place.name}.log").open("ab" if again else "wb")
+            group.start(place, command, variables, log)
 
     code = _run_and_restart(start, restarts)
     return code if code >= 0 else 128 - code
 
 
-def _run_and_restart(start: Callable[[Group, str], None], restarts: int) -> int:
+def _run_and_restart(start: Callable[[Group, bool], None], restarts: int) -> int:
     """Runs a group of processes, again after failures that may pass. Returns the last code.
 
     Args:
-      start: starts the processes in a group, and opens their logs in a mode.
+      start: starts the processes in a group, for the first time or again.
     """
     tries = 0
     with Interrupts() as interrupts, Guard() as guard:
         while True:
             began, group = time.monotonic(), Group(interrupts, guard)
             try:
-                start(group, "ab" if tries else "wb")
+                start(group, tries > 0)
             except BaseException:
                 group.kill()
                 raise
