@@ -64,6 +64,22 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the topology file of --topology, to change by hand, and exit",
     )
+    _add_search_flags(command)
+    command.add_argument(
+        "--as",
+        dest="trainer",
+        choices=("maxtext", "megatron", "torchtitan"),
+        help="also show the best plan as settings of another trainer",
+    )
+    command.add_argument("--top", type=int, default=8, help="plans to show (default 8)")
+    command.add_argument("--out", metavar="FILE.json", type=Path, help="write the best plan")
+    command.add_argument("--report", metavar="FILE.html", type=Path, help="write a page about it")
+    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    return command
+
+
+def _add_search_flags(command: argparse.ArgumentParser) -> None:
+    """Adds the flags that say what is searched, and for how long."""
     command.add_argument(
         "--routing", help="balanced, zipf:POWER or routing.json (default: config's)"
     )
@@ -85,17 +101,6 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help="time cap of the whole search (default 120, or 600 for more than 64 devices)",
     )
-    command.add_argument(
-        "--as",
-        dest="trainer",
-        choices=("maxtext", "megatron", "torchtitan"),
-        help="also show the best plan as settings of another trainer",
-    )
-    command.add_argument("--top", type=int, default=8, help="plans to show (default 8)")
-    command.add_argument("--out", metavar="FILE.json", type=Path, help="write the best plan")
-    command.add_argument("--report", metavar="FILE.html", type=Path, help="write a page about it")
-    command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
-    return command
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -141,17 +141,16 @@ def train_planned(
     devices = start(cfg.mesh)
     name_operations(cfg.profile)
     platform = platform_of(devices)
-    resuming = saved is not None
     with watch.during("plan"):
-        planned = plan_run(cfg, devices, processes, console, resuming=resuming, measured=measured)
+        again = {"resuming": saved is not None, "measured": measured}
+        planned = plan_run(cfg, devices, processes, console, **again)
     notes += planned.notes
     cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
-    limit = check_memory(train_step, processes)
+    limit, summary = check_memory(train_step, processes), summarize(train_step)
     saved, more = set_aside_wrong_steps(saved, train_step, choosing, processes)
     notes += [note for note in more if note not in notes]
     notes += check_disk(train_step, saved, run_dir / "checkpoints", processes)
-    summary = summarize(train_step)
     notes += memory_warnings(summary, limit)
     print_summary(summary, train_step, console, planned.rows())
     records = _open_records(cfg, notes, console, processes)
