@@ -9,11 +9,15 @@ from moejax.errors import (
     STOPPED,
     DivergedError,
     InputError,
+    MeetingError,
+    ReplicasError,
     StorageFullError,
     exit_code,
     write_whole,
 )
+from moejax.runtime.watch import HANG
 
+CRASH_LOOP = 7  # of launch/processes.py
 PAGE = Path(__file__).parents[1] / "docs" / "formats" / "exit.md"
 
 
@@ -29,6 +33,8 @@ def documented():
         (InputError("bad"), 2, "bad input"),
         (DivergedError("NaN"), 4, "diverged"),
         (StorageFullError("full"), 5, "no space"),
+        (MeetingError("alone"), 6, "not all processes"),
+        (ReplicasError("device 3"), 8, "different numbers"),
         (OSError(errno.ENOSPC, "No space left on device", "x.bin"), 5, "no space"),
         (KeyboardInterrupt(), 130, "stopped at once"),
     ],
@@ -76,4 +82,4 @@ def test_what_a_command_returns_is_its_code():
     assert exit_code(lambda: None, stopped="") == 0
     assert exit_code(lambda: STOPPED, stopped="") == STOPPED
     assert "asked to stop" in documented()[STOPPED]
-    assert set(documented()) == {0, 1, 2, 3, 4, 5, 130}
+    assert set(documented()) == {0, 1, 2, 3, 4, 5, 6, CRASH_LOOP, 8, HANG, 130}

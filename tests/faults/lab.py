@@ -112,6 +112,7 @@ class Lab:
                 ended = now
             elif ended is not None and recovered is None and re.search(r"step \d+/", line):
                 recovered = now
+        process.stdout.close()
         code = process.wait()
         stuck.cancel()
         out = "".join(lines)
