@@ -52,7 +52,7 @@ class Copies:
             raise InputError(
                 f"`checkpoint.copy_to` cannot be reached. {place}: {type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}. It must be a place that "
-                f"fsspec opens (s3:// and gs:// need pip install 'moejax[object_store]'), with "
+                f"fsspec opens (s3:// and gs:// need pip install 'moejax[object-store]'), with "
                 f"credentials in the environment. Correct it, or leave it out."
             ) from error
 
