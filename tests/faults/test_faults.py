@@ -28,7 +28,8 @@ def recovered(lab, name, trial, within):
     assert_same_end(lab.folder / "straight", lab.folder / name)
 
 
-@pytest.mark.parametrize("member", [pytest.param(0, marks=pytest.mark.faults), 1])
+@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.faults
 def test_a_killed_process(lab, member):
     name = f"kill-{member}"
     trial = lab.trial(name, 15, send(signal.SIGKILL, member))
