@@ -117,7 +117,7 @@ def pod_spec(
         "securityContext": {"allowPrivilegeEscalation": False},
     }
     if devices.resources:
-        # Of what is no CPU or memory, limits are requests too.
+        # For devices Kubernetes takes the limit as the request too.
         container["resources"] = {"limits": devices.resources}
     return {
         "restartPolicy": "Never",

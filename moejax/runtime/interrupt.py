@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: the first asks the loop to save and stop, the second stops at once.
 
-Before the first step and after the last there is nothing to save, so SIGTERM stops at once, with
-one line (`stops_at_sigterm`).
+Before the first step there is nothing to save, so SIGTERM stops at once, with one line
+(`stops_at_sigterm`).
 """
 
 import os

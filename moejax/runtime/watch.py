@@ -51,11 +51,13 @@ class Watch:
         """Takes what is told of every stage that ends: its name, step and seconds."""
         self._ended = ended
         self.now = (Place("start", 0, 0), time.monotonic())  # replaced as one, for other threads
+        self.stepped = False  # whether a step was entered
 
     def enter(self, stage: str, step: int = 0) -> None:
         """Enters a stage; the one before it has ended."""
         (before, since), now = self.now, time.monotonic()
         self.now = (Place(stage, step, before.entered + 1), now)
+        self.stepped = self.stepped or stage == "step"
         self._ended(before.stage, before.step, now - since)
 
     @contextmanager

@@ -1,6 +1,6 @@
 """Compares the copies of a state: a device that silently computed something else is named.
 
-What is replicated must be the same, to the bit, on every device that holds it. Each device adds up
+Every device that holds a copy of a part of the state must hold the same bits. Each device adds up
 its own copies (`digests`), and the sums are compared; nothing of the state is sent.
 """
 

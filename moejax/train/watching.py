@@ -13,7 +13,7 @@ from moejax.config.schema import Config, WatchdogConfig
 from moejax.runtime.event_log import EventLog
 from moejax.runtime.interrupt import stops_at_sigterm
 from moejax.runtime.processes import Processes
-from moejax.runtime.watch import SILENT, STEPPING, Deadlines, Watch, Watchdog, end_process
+from moejax.runtime.watch import STEPPING, Deadlines, Watch, Watchdog, end_process
 
 DIRECTORY = "events"  # in the run directory: one file a process
 TOLD_EVERY_S = 10.0  # stages of steps are short: they are summed for as long
@@ -88,8 +88,8 @@ def watching(cfg: Config, processes: Processes) -> Iterator[Watch]:
     watchdog = Watchdog(watch, deadlines_of(cfg.watchdog), processes, hang)
 
     def before_steps() -> str | None:
-        place = watch.now[0]
-        return str(place) if place.stage in SILENT else None
+        # Later a save may be under way, also while an evaluation is compiled.
+        return None if watch.stepped else str(watch.now[0])
 
     try:
         with stops_at_sigterm(before_steps):

@@ -30,8 +30,9 @@ def test_a_stage_is_told_when_it_ends():
     told = []
     watch = Watch(lambda stage, step, seconds: told.append((stage, step, seconds >= 0)))
     watch.enter("compile")
+    assert not watch.stepped  # SIGTERM loses nothing until then
     with watch.during("step", 3):
-        pass
+        assert watch.stepped
     watch.enter("save", 4)
     assert told == [
         ("start", 0, True),
