@@ -141,7 +141,7 @@ def events_of(path: Path) -> Iterable[dict[str, Any]]:
         for text in file:
             try:
                 event = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):  # brackets nested thousands deep
                 continue
             if isinstance(event, dict) and isinstance(event.get("time"), int | float):
                 yield event

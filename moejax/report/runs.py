@@ -105,7 +105,7 @@ def lines_of(path: Path, run: RunRecord) -> Iterator[dict[str, Any]]:
         for number, text in enumerate(file, 1):
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):  # brackets nested thousands deep
                 line = None
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 yield line
@@ -169,7 +169,7 @@ def _json_file(path: Path, run: RunRecord) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         run.damaged.append(f"{path.name}: {error}")
         return None
     if not isinstance(found, dict):
