@@ -31,6 +31,7 @@ CODES = {
     6: "not all processes came",
     7: "failed again and again",
     8: "devices differ",
+    9: "no mesh fits",
     HANG: "hung",
     130: "stopped at once",
 }
@@ -110,6 +111,27 @@ class Group:
             say(_report(first, self._started))
         return code
 
+    def wait_for_each(self) -> int:
+        """Waits for all, whose ends do not concern the others. Returns 0 if one reached its end."""
+        try:
+            while None in (codes := [one.process.poll() for one in self._started]):
+                time.sleep(0.05)
+        finally:
+            self.kill()
+        return 0 if 0 in codes else failure_of(codes)
+
+    @property
+    def code(self) -> int | None:
+        """The code that says most, once one has failed or all have ended; None before."""
+        codes = [one.process.poll() for one in self._started]
+        code = failure_of(codes)
+        return code if None not in codes or code not in (0, STOPPED) else None
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to all."""
+        for one in self._started:
+            one.signal(number)
+
     def kill(self) -> None:
         """Kills what still runs."""
         for one in self._started:
@@ -117,6 +139,7 @@ class Group:
         for one in self._started:
             one.process.wait()
             one.reader.join()
+            self._guard.forget(one.process)
 
 
 def say(text: str) -> None:
@@ -146,6 +169,11 @@ class Guard:
         with contextlib.suppress(OSError):
             self._tell(str(process.pid))
 
+    def forget(self, process: subprocess.Popen) -> None:
+        """Tells it that a group has ended: its number may soon be another's."""
+        with contextlib.suppress(OSError):
+            self._tell(str(-process.pid))
+
     def _tell(self, text: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{text}\n".encode())
@@ -157,7 +185,8 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 lines = sys.stdin.read().split()
 if lines[-1:] != ["done"]:
-    for group in map(int, lines):
+    numbers = [int(line) for line in lines]
+    for group in [n for n in numbers if n > 0 and -n not in numbers]:
         try:
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:

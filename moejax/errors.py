@@ -50,6 +50,12 @@ class ReplicasError(RunError):
     code = 8
 
 
+class NoMeshError(RunError):
+    """No mesh fits the devices that a run has, though others may: hosts of the run may change."""
+
+    code = 9
+
+
 class StorageFullError(RunError):
     """No space is left for what the run must write."""
 

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from moejax.errors import DivergedError, InputError, ReplicasError, RunError
+from moejax.errors import DivergedError, InputError, NoMeshError, ReplicasError, RunError
 
 T = TypeVar("T")
 Json = Any
@@ -139,7 +139,7 @@ class Processes:
         # All processes find these, so all of them exit normally.
         if (
             error is None
-            or isinstance(error, InputError | DivergedError | ReplicasError)
+            or isinstance(error, InputError | DivergedError | NoMeshError | ReplicasError)
             or self.count == 1
         ):
             return

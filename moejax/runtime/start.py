@@ -8,11 +8,13 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.extend.backend
 import jax.numpy as jnp
 from jax._src import distributed
 
 from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
+from moejax.runtime.assignment import changes_hosts
 from moejax.runtime.interrupt import interruptible
 from moejax.runtime.meeting import meet
 from moejax.runtime.memory import take_share
@@ -33,6 +35,8 @@ def join() -> Processes:
     """
     rank = find_rank()
     if rank.count == 1:
+        if changes_hosts():  # this process may have been one of several
+            jax.config.update("jax_cpu_collectives_implementation", None)
         return Processes()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would replace the SIGTERM handler of `runtime.interrupt`.
@@ -52,6 +56,17 @@ def join() -> Processes:
         )
     # JAX keeps the client that sends messages to itself; Orbax takes it from here too.
     return Processes(rank.index, rank.count, distributed.global_state.client)
+
+
+def leave() -> None:
+    """Leaves the program, so that this process can join another. Its arrays are gone then.
+
+    The processes of the program call it together.
+    """
+    if distributed.global_state.client is not None:
+        jax.distributed.shutdown()
+    jax.clear_caches()
+    jax.extend.backend.clear_backends()
 
 
 def coordinator_listens_at(coordinator: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
+from orbax.checkpoint._src.futures import signaling_client, synchronization
 
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Processes
@@ -177,6 +178,19 @@ class Checkpoints:
         if self._first:
             prune(self.directory, self.keep)
         return step
+
+
+def join_orbax(processes: Processes) -> None:
+    """Lets Orbax send its messages in this program, whatever program this process was in before.
+
+    It keeps the client of the first, and all processes must have counted the same saves: one that
+    has just started has counted fewer.
+    """
+    signaling_client.get_signaling_client.cache_clear()
+    counter = synchronization.OperationIdGenerator
+    most = max(processes.gather(int(counter.get_current_operation_id())))
+    while int(counter.get_current_operation_id()) < most:
+        counter.next_operation_id()
 
 
 def _items(state: TrainState) -> dict[str, Any]:

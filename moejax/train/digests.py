@@ -116,6 +116,11 @@ def _place(sharding: NamedSharding, shape: tuple[int, ...]) -> Place:
     return Place(facts, tuple(starts), sharding.shard_shape(shape))
 
 
+def forget_places() -> None:
+    """Lets go of what is kept of shardings: it holds arrays of devices that may be gone."""
+    _place.cache_clear()
+
+
 def _on_a_mesh(sharding: Any) -> NamedSharding:
     """Returns the sharding of an array as one on a mesh; an array of one device has a mesh too."""
     if isinstance(sharding, NamedSharding):

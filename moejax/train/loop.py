@@ -24,15 +24,17 @@ from moejax.layout.mesh import build_mesh
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.probe.timer import ProgressFn
 from moejax.plan.search.file import Plan
+from moejax.runtime.assignment import Assignment, find_assignment
 from moejax.runtime.processes import Processes
-from moejax.runtime.start import join, measure_peak, platform_of, start
+from moejax.runtime.start import join, leave, measure_peak, platform_of, start
 from moejax.runtime.watch import Watch
 from moejax.step.model import check_adapters
 from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
 from moejax.step.train_step import build_step
-from moejax.train.checkpoint import Checkpoints
+from moejax.train.checkpoint import Checkpoints, join_orbax
 from moejax.train.copies import Copies
+from moejax.train.digests import forget_places
 from moejax.train.display import Display
 from moejax.train.evaluation import finish
 from moejax.train.inputs import Inputs, open_inputs
@@ -55,6 +57,7 @@ from moejax.train.start import (
     choose_checkpoint,
     claim,
     finished_message,
+    fitting,
     initial_state,
     open_copies,
 )
@@ -64,6 +67,8 @@ from moejax.train.summary import Summary, print_summary, summarize
 from moejax.train.trackers import check_trackers, open_trackers
 from moejax.train.watching import watching
 
+LOCK_S = 60.0  # a run whose hosts change waits so long for the processes before to let it go
+
 
 class RunEnd(NamedTuple):
     """The end of a run.
@@ -71,10 +76,12 @@ class RunEnd(NamedTuple):
     Attributes:
       state: None if the run was done before, so that nothing was restored.
       stopped: whether it was asked to stop before its last step.
+      reassigned: whether it goes on with other processes (`runtime.assignment`).
     """
 
     state: TrainState | None
     stopped: bool = False
+    reassigned: bool = False
 
 
 def train(cfg: Config, console: Console) -> RunEnd:
@@ -90,15 +97,31 @@ def train(cfg: Config, console: Console) -> RunEnd:
     check_keep(cfg)
     check_simulated_devices(cfg)
     check_trackers(cfg)
-    inputs = open_inputs(cfg)
+    inputs, assignment = open_inputs(cfg), find_assignment()
+    while True:
+        ended = train_together(cfg, inputs, console, assignment)
+        if assignment is None or not ended.reassigned:
+            return ended
+        forget_places()
+        leave()
+        if not assignment.take():
+            return RunEnd(None, stopped=True)
+
+
+def train_together(
+    cfg: Config, inputs: Inputs, console: Console, assignment: Assignment | None
+) -> RunEnd:
+    """Trains as one program with the processes that are assigned now."""
     with join() as processes:
+        join_orbax(processes)
         check_same_config(cfg, processes)
         run_dir = Path(cfg.run_dir)
-        lock = processes.together(lambda: claim(run_dir) if processes.first else None)
+        patience_s = LOCK_S if assignment is not None else 0.0
+        lock = processes.together(lambda: claim(run_dir, patience_s) if processes.first else None)
         try:
             shown = console if processes.first else Console(quiet=True)
             with watching(cfg, processes) as watch:
-                ended = train_claimed(cfg, inputs, shown, processes, watch)
+                ended = train_claimed(cfg, inputs, shown, processes, watch, assignment)
                 # Process 0 may write digests for long, and JAX's own shutdown waits only minutes.
                 processes.gather("done")
             return ended
@@ -108,13 +131,19 @@ def train(cfg: Config, console: Console) -> RunEnd:
 
 
 def train_claimed(
-    cfg: Config, inputs: Inputs, console: Console, processes: Processes, watch: Watch
+    cfg: Config,
+    inputs: Inputs,
+    console: Console,
+    processes: Processes,
+    watch: Watch,
+    assignment: Assignment | None = None,
 ) -> RunEnd:
     """Trains in a run directory that no other run uses."""
-    ended = train_planned(cfg, inputs, console, processes, watch)
+    train_now = partial(train_planned, cfg, inputs, console, processes, watch, assignment)
+    ended = train_now()
     if isinstance(ended, Topology):  # stopped to plan again, because the links changed
         watch.enter("start")
-        ended = train_planned(cfg, inputs, console, processes, watch, measured=ended)
+        ended = train_now(measured=ended)
     assert isinstance(ended, RunEnd), "a run plans at most twice"
     return ended
 
@@ -125,6 +154,7 @@ def train_planned(
     console: Console,
     processes: Processes,
     watch: Watch,
+    assignment: Assignment | None = None,
     measured: Topology | None = None,
 ) -> RunEnd | Topology:
     """Plans and trains. Returns the run's end, or a topology to plan again with.
@@ -141,13 +171,14 @@ def train_planned(
     devices = start(cfg.mesh)
     name_operations(cfg.profile)
     platform = platform_of(devices)
-    with watch.during("plan"):
+    with watch.during("plan"), fitting(cfg, devices):
         again = {"resuming": saved is not None, "measured": measured}
         planned = plan_run(cfg, devices, processes, console, **again)
+        cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     notes += planned.notes
-    cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
     limit, summary = check_memory(train_step, processes), summarize(train_step)
+    processes.gather("traced")  # gloo gives up on one that comes half a minute later
     saved, more = set_aside_wrong_steps(saved, train_step, choosing, processes)
     notes += [note for note in more if note not in notes]
     notes += check_disk(train_step, saved, run_dir / "checkpoints", processes)
@@ -166,7 +197,7 @@ def train_planned(
     records.start(int(state.step), {**facts, "peak_flops_per_second": meter.peak})
     display = Display(console, cfg.train.num_steps, int(state.step))
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes, watch)
-    run.base = base_of(cfg, source)
+    run.base, run.assignment = base_of(cfg, source), assignment
     if processes.first and cfg.model.has_experts:
         run.expert_loads = ExpertLoads(run_dir, cfg.train.num_steps)
     _follow_plan(run, planned, int(state.step), devices, monitored=measured is None)
@@ -296,4 +327,4 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
             run.expert_loads.close()
     if stopped and run.mismatch is not None and run.mismatch.topology is not None:
         return run.mismatch.topology
-    return RunEnd(state, stopped)
+    return RunEnd(None if run.reassigned else state, stopped, run.reassigned)

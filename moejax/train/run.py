@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from moejax.config.schema import Config
+from moejax.runtime.assignment import Assignment
 from moejax.runtime.processes import ALONE, Processes
 from moejax.runtime.watch import Watch
 from moejax.step.train_step import TrainStep
@@ -33,6 +34,13 @@ class Run:
     expert_loads: ExpertLoads | None = None  # in process 0, of a model with experts
     monitor: PlanMonitor | None = None  # if the run has a plan with known links
     mismatch: PlanMismatch | None = None  # the monitor's result, if a new plan is allowed
+    assignment: Assignment | None = None  # of a process whose program's hosts may change
+    reassigned: bool = False  # whether the loop ended because they do
+
+    @property
+    def hosts_change(self) -> bool:
+        """Whether other hosts shall train from now on."""
+        return self.assignment is not None and self.assignment.proposed is not None
 
     def record_saved(self, step: int | None) -> None:
         """Records a finished checkpoint, if there is a new one."""

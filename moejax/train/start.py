@@ -5,8 +5,11 @@ Nothing here but `initial_state` touches a device; `train.restore` follows it.
 
 import json
 import math
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -17,7 +20,8 @@ from moejax.config.checks.planned import is_planned
 from moejax.config.load import diff, from_dict, to_dict
 from moejax.config.schema import Config
 from moejax.data.sources import Content
-from moejax.errors import InputError
+from moejax.errors import InputError, NoMeshError
+from moejax.runtime.assignment import changes_hosts
 from moejax.runtime.event_log import RunLock
 from moejax.runtime.processes import ALONE, Processes, find_rank
 from moejax.runtime.start import simulated_here
@@ -203,11 +207,37 @@ def check_disk(
     ]
 
 
-def claim(run_dir: Path) -> RunLock:
-    """Makes the run directory and takes its lock."""
+@contextmanager
+def fitting(cfg: Config, devices: Sequence[Any]) -> Iterator[None]:
+    """Tells apart, where hosts of a run may change, that no mesh fits those there are.
+
+    Raises:
+      NoMeshError: in place of an InputError.
+    """
+    try:
+        yield
+    except InputError as error:
+        if not changes_hosts():
+            raise
+        raise NoMeshError(f"no mesh fits {len(devices)} devices. {error}") from error
+
+
+def claim(run_dir: Path, patience_s: float = 0.0) -> RunLock:
+    """Makes the run directory and takes its lock.
+
+    Args:
+      patience_s: seconds that another run may still hold it.
+    """
+    until = time.monotonic() + patience_s
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return RunLock(run_dir)
+        while True:
+            try:
+                return RunLock(run_dir)
+            except InputError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
     except OSError as error:
         raise InputError(
             f"run directory cannot be written. {run_dir}: {error.strerror}. It must be a directory "

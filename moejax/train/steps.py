@@ -59,7 +59,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
                 report(run, meter, step, metrics)
             if step == last:
                 check_update(run, skips.after(step, metrics))
-            stop = stopping.after(step, interrupt.requested)
+            stop = stopping.after(step, interrupt.requested or run.hosts_change)
             # Skipped updates do not change the weights, so their checkpoints must not replace
             # earlier ones.
             saves = due(step, cfg.checkpoint.save_every) and not skips.in_a_row
@@ -70,10 +70,11 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
                 compare(run, step, state)
             run.record_saved(run.checkpoints.finished())
             if step < last and (stop or (saves and run.mismatch is not None)):
-                stop_early(run, step, stop or interrupt.requested)
+                stop_early(run, step, interrupt.requested)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
-                evaluate_part(run, state, step, meter, lambda: interrupt.requested)
+                asked = lambda: interrupt.requested or run.hosts_change  # noqa: E731
+                evaluate_part(run, state, step, meter, asked)
             run.watch.enter("input", step + 1)
     return state, False
 
@@ -121,16 +122,22 @@ def end_profile(
 
 
 def stop_early(run: Run, step: int, asked: bool) -> None:
-    """Ends the loop before its last step, either as asked or to plan again.
+    """Ends the loop before its last step: as asked, for other hosts, or to plan again.
 
     Args:
       asked: whether this process was asked to stop; after planning again that would be forgotten.
     """
     run.record_saved(run.checkpoints.wait())
-    if any(run.processes.gather(asked)):
+    why = run.assignment.proposed if run.assignment is not None else None
+    asked_by, whys = zip(*run.processes.gather([asked, why]), strict=True)
+    if any(asked_by):
         run.mismatch = None
         run.display.note(f"stopped at step {step}; run the same command to go on")
         run.records.event("stopped", step)
+    elif why := next(filter(None, whys), None):
+        run.mismatch, run.reassigned = None, True
+        run.display.note(f"step {step}  hosts change: {why}")
+        run.records.event("hosts_change", step, text=why)
     else:
         note(run, "planning_again", step, "planning again")
 

@@ -1,0 +1,88 @@
+"""The place of this process in a program whose hosts may change while it runs.
+
+A supervisor (`launch/host`) writes it to a file, which MOEJAX_ASSIGNMENT names: first a change that
+is proposed, which the run answers by saving and waiting, then the change itself, with the address
+of the new process 0. A process that is no longer wanted ends.
+"""
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from moejax.errors import write_whole
+
+VARIABLE = "MOEJAX_ASSIGNMENT"
+LOOK_S = 0.1
+
+
+class Assignment:
+    """This process's file, and what it last said."""
+
+    def __init__(self, path: Path):
+        """Reads the file of a process that its supervisor has just started."""
+        self._path = path
+        self._seen = 0
+        self._now = self._newest = self._read() or {"generation": 0}
+
+    @property
+    def proposed(self) -> str | None:
+        """Why other hosts shall train from now on, in words; None if nothing is to change."""
+        found = self._read()
+        if found is not None:
+            self._newest = found
+        if self._newest["generation"] <= self._now["generation"]:
+            return None
+        return str(self._newest["why"])
+
+    def take(self) -> bool:
+        """Says that this process has saved, waits for its new place, and takes it.
+
+        Returns:
+          Whether it has one; else it is no longer wanted.
+        """
+        while True:
+            generation = self._newest["generation"]
+            write_whole(self._path.with_suffix(".waits"), str(generation))
+            found = self._wait(generation)
+            if found["process"] is None:
+                return False
+            if found["coordinator"]:
+                self._now = found
+                os.environ["MOEJAX_COORDINATOR"] = found["coordinator"]
+                os.environ["MOEJAX_PROCESSES"] = str(found["processes"])
+                os.environ["MOEJAX_PROCESS"] = str(found["process"])
+                return True
+
+    def _wait(self, generation: int) -> dict[str, Any]:
+        """Waits until the change is made, or another is proposed in its place."""
+        while True:
+            if self._newest["process"] is None or self._newest["coordinator"]:
+                return self._newest
+            if self._newest["generation"] != generation:
+                return self._newest
+            time.sleep(LOOK_S)
+            self._newest = self._read() or self._newest
+
+    def _read(self) -> dict[str, Any] | None:
+        """Returns what the file says, if it was written since the last look."""
+        with suppress(OSError, ValueError):
+            changed = self._path.stat().st_mtime_ns
+            if changed != self._seen:
+                found = json.loads(self._path.read_text())
+                self._seen = changed
+                return found
+        return None
+
+
+def find_assignment() -> Assignment | None:
+    """Returns the place that a supervisor keeps for this process; None without one."""
+    path = os.environ.get(VARIABLE)
+    return None if path is None else Assignment(Path(path))
+
+
+def changes_hosts() -> bool:
+    """Whether hosts of this program may be lost, leave and come."""
+    return VARIABLE in os.environ
