@@ -30,11 +30,11 @@ class Asked(Interrupts):
         super().__init__()
         self.leaving = False
 
-    def _pass(self, number: int, frame: object) -> None:
+    def _pass(self, number: int, _: object) -> None:
         if number == signal.SIGTERM and not self.leaving:
             self.leaving = True
         else:
-            super()._pass(number, frame)
+            super()._pass(number, _)
 
 
 @dataclass

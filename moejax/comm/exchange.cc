@@ -115,6 +115,17 @@ class Device {
     peers_[peer].fd = fd;
   }
 
+  // Ends the thread, once nothing is under way, and closes the connections.
+  ~Device() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      over_ = true;
+      ready_.notify_one();
+    }
+    thread_.join();
+    for (auto& peer : peers_) close(peer.second.fd);
+  }
+
   int64_t id() const { return id_; }
 
   // Queues an exchange, behind those that have begun before; returns its number.
@@ -149,7 +160,8 @@ class Device {
     std::string failed;
     while (true) {
       std::unique_lock<std::mutex> lock(mutex_);
-      ready_.wait(lock, [this] { return !tasks_.empty(); });
+      ready_.wait(lock, [this] { return over_ || !tasks_.empty(); });
+      if (tasks_.empty()) return;
       Task task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
@@ -206,6 +218,7 @@ class Device {
   std::map<uint32_t, Begun> begun_;
   uint32_t next_ = 0;
   std::map<int64_t, Peer> peers_;
+  bool over_ = false;
   std::thread thread_;
 };
 
@@ -275,6 +288,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_hold, Hold,
                               ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>());
 
 extern "C" void moejax_device(int64_t device) { Devices()[device] = new Device(device); }
+
+extern "C" void moejax_disconnect() {
+  for (auto& device : Devices()) delete device.second;
+  Devices().clear();
+}
 
 extern "C" void moejax_connect(int64_t device, int64_t peer, int fd) {
   Devices()[device]->Add(peer, fd);

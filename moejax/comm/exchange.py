@@ -161,9 +161,23 @@ def _connect() -> bool:
                 _say(f"process {who} has no library for it")
             return False
         _connect_devices(library, server, addresses)
+    _register()
+    return True
+
+
+@functools.cache
+def _register() -> None:
+    """Tells XLA of the calls, once in a process."""
+    library = _load()
     for name in ("moejax_exchange_start", "moejax_exchange_done", "moejax_hold"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    return True
+
+
+def disconnect() -> None:
+    """Ends the connections, because this process leaves its program. Nothing is under way then."""
+    if _connect.cache_info().currsize and _connect():
+        _load().moejax_disconnect()
+    _connect.cache_clear()
 
 
 def _addresses(own: str) -> list[str]:

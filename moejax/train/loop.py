@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
+from moejax.comm.exchange import disconnect
 from moejax.config.checks import check, resolve_mesh
 from moejax.config.load import save_json
 from moejax.config.schema import Config
@@ -103,6 +104,7 @@ def train(cfg: Config, console: Console) -> RunEnd:
         if assignment is None or not ended.reassigned:
             return ended
         forget_places()
+        disconnect()
         leave()
         if not assignment.take():
             return RunEnd(None, stopped=True)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from moejax.plan.report.tables import plan_text
 from moejax.plan.search.file import Plan, load_plan, plan_from, save_plan
 from moejax.plan.search.search import search
 from moejax.plan.search.space import Limits
+from moejax.runtime.assignment import changes_hosts
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import platform_of
 
 PLAN, TOPOLOGY, PAGE = "plan.json", "topology.json", "plan.html"  # in the run directory
+PLANS = "plans"  # of a run whose hosts change: its plans, by devices
 
 
 @dataclass(frozen=True)
@@ -101,12 +104,10 @@ def plan_run(
     run_dir, mode = Path(cfg.run_dir), cfg.plan.mode
     if mode not in MODES:
         return _from_file(cfg, len(devices))
-    if resuming and measured is None and (run_dir / PLAN).exists():
-        plan = load_plan(run_dir / PLAN)
-        if plan.devices == len(devices) and cfg.mesh.nodes in (None, plan.nodes):
-            topology_path = run_dir / TOPOLOGY
-            topology = load_topology(str(topology_path)) if topology_path.exists() else None
-            return _planned(plan, cfg, topology, ())
+    if resuming and measured is None:
+        kept = processes.from_first(lambda: _vars(_plan_before(cfg, len(devices))))
+        if kept is not None:
+            return _planned(Plan(**kept), cfg, _topology_before(run_dir, len(devices)), ())
     if len(devices) == 1:
         return RunPlan(change(cfg, {"mesh.replica": 1}))
     topology, notes = _topology(cfg, devices, processes, measured)
@@ -125,8 +126,48 @@ def plan_run(
     )
     chosen = Plan(**plan)
     if processes.first:
-        save_plan(chosen, run_dir / PLAN)
+        _keep(chosen, run_dir)
     return _planned(chosen, cfg, topology, notes)
+
+
+def _keep(plan: Plan, run_dir: Path) -> None:
+    """Writes the run's plan, and where hosts may change also a copy for when they come back."""
+    save_plan(plan, run_dir / PLAN)
+    if changes_hosts():
+        (run_dir / PLANS).mkdir(exist_ok=True)
+        save_plan(plan, run_dir / PLANS / f"{plan.devices}.json")
+
+
+def _plan_before(cfg: Config, devices: int) -> Plan | None:
+    """Returns the plan of an earlier start on as many devices, which is then the run's again."""
+    run_dir = Path(cfg.run_dir)
+    for path in (run_dir / PLAN, run_dir / PLANS / f"{devices}.json"):
+        plan = load_plan(path) if path.exists() else None
+        if plan is not None and plan.devices == devices and cfg.mesh.nodes in (None, plan.nodes):
+            if path.parent != run_dir:
+                save_plan(plan, run_dir / PLAN)
+            return plan
+    return None
+
+
+def _vars(plan: Plan | None) -> dict[str, Any] | None:
+    return None if plan is None else vars(plan)
+
+
+def _topology_before(run_dir: Path, devices: int) -> Topology | None:
+    """Returns the links of an earlier start; None if they are not known for so many devices."""
+    path = run_dir / TOPOLOGY
+    return _of_devices(load_topology(str(path)), devices) if path.exists() else None
+
+
+def _of_devices(topology: Topology, devices: int) -> Topology | None:
+    """Returns a cluster with the nodes that so many devices fill; None if it cannot have them."""
+    if topology.devices == devices:
+        return topology
+    nodes, left = divmod(devices, topology.sizes[0])
+    with suppress(ValueError):
+        return None if left else topology.of_nodes(nodes)
+    return None
 
 
 def planned_devices(cfg: Config) -> int | None:
@@ -191,6 +232,8 @@ def _topology(
         return measured, ()
     if cfg.plan.topology is not None:
         topology = load_topology(cfg.plan.topology)
+        if changes_hosts():
+            topology = _of_devices(topology, len(devices)) or topology
         _check_topology(cfg, topology, len(devices))
         return topology, ()
     path = Path(cfg.run_dir) / TOPOLOGY
@@ -209,6 +252,8 @@ def _kept_links(cfg: Config, path: Path, devices: Sequence[Any]) -> str | None:
     if not path.exists():
         return None
     topology = load_topology(str(path))
+    if changes_hosts():
+        topology = _of_devices(topology, len(devices)) or topology
     fits = (
         topology.devices == len(devices)
         and topology.device.name == devices[0].device_kind

@@ -1,0 +1,175 @@
+"""Hosts with a supervisor each (`launch/host`), which a test takes away and brings back."""
+
+import contextlib
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.integration.runs import REPOSITORY, environment
+
+sys.path.insert(0, str(REPOSITORY / "launch"))
+namespaces = importlib.import_module("namespaces")
+statuses = importlib.import_module("statuses")
+STEP = re.compile(r"step (\d+)/\d+  loss (\S+)")
+
+
+class Hosts:
+    """Supervisors, the lines of all of them in the order that they came, and their ends."""
+
+    def __init__(self, folder: Path, names: list[str], prefixes: list[tuple[str, ...]], command):
+        """Takes the hosts' names and what starts a command on each; starts none."""
+        self.folder, self.names, self._prefixes = folder, names, prefixes
+        self._command = list(map(str, command))
+        self.lines: list[tuple[float, int, str]] = []  # when, of which host, what
+        self._running: dict[int, subprocess.Popen] = {}
+        self._readers: list[threading.Thread] = []
+
+    def start(self, number: int, *flags: str) -> None:
+        """Starts a host's supervisor."""
+        words = [sys.executable, str(REPOSITORY / "launch" / "host"), "--devices", "1"]
+        words += ["--hosts", ",".join(self.names), "--me", self.names[number]]
+        words += ["--logs", str(self.folder / "logs"), *flags, "--", *self._command]
+        process = subprocess.Popen(
+            [*self._prefixes[number], *words],
+            env=environment(PYTHONUNBUFFERED="1"),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._running[number] = process
+        reader = threading.Thread(target=self._read, args=(number, process), daemon=True)
+        reader.start()
+        self._readers.append(reader)
+
+    def _read(self, number: int, process: subprocess.Popen) -> None:
+        assert process.stdout is not None
+        with process.stdout as out:
+            for line in out:
+                self.lines.append((time.monotonic(), number, line.rstrip()))
+
+    def wait_for(self, pattern: str, since: int = 0, seconds: float = 120) -> int:
+        """Waits for a line, and returns its place among `lines`."""
+        until, at = time.monotonic() + seconds, since
+        while True:
+            while at < len(self.lines):
+                if re.search(pattern, self.lines[at][2]):
+                    return at
+                at += 1
+            assert time.monotonic() < until, f"no line {pattern!r} in:\n{self.text(since)}"
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        """Waits until a step of at least this number is shown."""
+        until, at = time.monotonic() + 240, 0
+        while True:
+            for _, _, line in self.lines[at:]:
+                found = STEP.search(line)
+                if found and int(found[1]) >= step:
+                    return
+            at = max(len(self.lines) - 1, 0)
+            assert time.monotonic() < until, self.text()
+            time.sleep(0.02)
+
+    def next_step(self, since: int) -> tuple[float, int]:
+        """Waits for the first step that is shown after a line. Returns when, and its number."""
+        at = self.wait_for(STEP.pattern, since)
+        when, _, line = self.lines[at]
+        found = STEP.search(line)
+        assert found is not None
+        return when, int(found[1])
+
+    def text(self, since: int = 0) -> str:
+        """Returns the lines from one on, with their hosts."""
+        return "\n".join(f"{number} {line}" for _, number, line in self.lines[since:])
+
+    def leave(self, number: int) -> None:
+        """Asks a host to leave."""
+        os.kill(self._supervisor(number), signal.SIGTERM)
+
+    def lose(self, number: int) -> None:
+        """Ends a host as a power cut does: supervisor, guard and processes, without a word."""
+        for pid in [self._supervisor(number), *self.trainers(number)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._running.pop(number).wait()
+
+    def signal(self, number: int, what: int) -> None:
+        """Sends a signal to the training process of a host."""
+        for pid in self.trainers(number):
+            os.kill(pid, what)
+
+    def trainers(self, number: int) -> list[int]:
+        """Returns the training processes of a host."""
+        return [
+            pid
+            for pid, variables, words in _processes()
+            if f"MOEJAX_HOST=h{number}" in variables and str(self.folder) in words
+        ]
+
+    def end(self) -> dict[int, int]:
+        """Waits for all hosts. Returns their exit codes."""
+        codes = {number: process.wait(timeout=240) for number, process in self._running.items()}
+        for reader in self._readers:
+            reader.join(10)
+        return codes
+
+    def kill(self) -> None:
+        """Kills all hosts."""
+        for number in list(self._running):
+            if self._running[number].poll() is None:
+                self.lose(number)
+        for reader in self._readers:
+            reader.join(10)
+
+    def _supervisor(self, number: int) -> int:
+        me = f"--me {self.names[number]} "
+        return next(
+            pid for pid, _, words in _processes() if "launch/host" in words and me in words
+            and words.startswith(sys.executable)
+        )  # fmt: skip
+
+
+def _processes() -> Iterator[tuple[int, list[str], str]]:
+    """Yields every process with its variables and its words."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (path / "environ").read_text(errors="replace").split("\0")
+            yield int(path.name), variables, _words(int(path.name))
+
+
+def _words(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+    return ""
+
+
+@contextmanager
+def on_this_machine(folder: Path, count: int, command) -> Iterator[Hosts]:
+    """Hosts that are ports of this machine."""
+    names = [f"127.0.0.1:{statuses.free_port('127.0.0.1')}" for _ in range(count)]
+    hosts = Hosts(folder, names, [()] * count, command)
+    try:
+        yield hosts
+    finally:
+        hosts.kill()
+
+
+@contextmanager
+def emulated(folder: Path, count: int, link: str, command) -> Iterator[Hosts]:
+    """Hosts that are network namespaces, joined by shaped links; needs root, ip and tc."""
+    with namespaces.Cluster(count, link, None) as cluster:
+        prefixes = [cluster.prefix(number) for number in range(count)]
+        hosts = Hosts(folder, cluster.addresses, prefixes, command)
+        try:
+            yield hosts
+        finally:
+            hosts.kill()
