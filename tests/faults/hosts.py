@@ -34,6 +34,8 @@ class Hosts:
 
     def start(self, number: int, *flags: str) -> None:
         """Starts a host's supervisor."""
+        if number in self._running:  # it has left
+            self._running.pop(number).wait(timeout=60)
         words = [sys.executable, str(REPOSITORY / "launch" / "host"), "--devices", "1"]
         words += ["--hosts", ",".join(self.names), "--me", self.names[number]]
         words += ["--logs", str(self.folder / "logs"), *flags, "--", *self._command]
