@@ -83,9 +83,15 @@ def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved | No
     return Saved(manifest["step"], path.absolute(), manifest), ""
 
 
-def set_aside(path: Path, damage: str, processes: Processes = ALONE) -> list[str]:
-    """Renames a damaged step so that nothing takes it for a checkpoint. Returns the notes."""
-    return processes.from_first(partial(_set_aside, path, "corrupt", damage))
+def set_aside(
+    path: Path, reason: str, processes: Processes = ALONE, *, kind: str = "corrupt"
+) -> list[str]:
+    """Renames a step so that nothing takes it for a checkpoint. Returns the notes.
+
+    Args:
+      kind: what its name then ends with.
+    """
+    return processes.from_first(partial(_set_aside, path, kind, reason))
 
 
 def _sweep(directory: Path) -> list[str]:
