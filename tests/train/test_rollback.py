@@ -13,6 +13,7 @@ from moejax.config.schema import CheckpointConfig, DataConfig
 from moejax.errors import DivergedError, InputError
 from moejax.train import loop
 from moejax.train.checkpoint import restore_state
+from moejax.train.inputs import open_inputs
 from moejax.train.loop import train
 from moejax.train.manifest import finished_steps, read_manifest
 from moejax.train.saved import newest
@@ -20,6 +21,31 @@ from tests.cases import CERTAIN, small_config, step_for
 from tests.train.poisoned import digest, dying, poison
 
 STEPS, EVERY = 12, 4
+
+
+BUILT = {}  # traced steps, and their summaries
+
+
+def share_steps(replace, jump):
+    """Has runs take the step of an earlier run, where it is the same, with the config of theirs."""
+    build, summarize = loop.build_step, loop.summarize
+
+    def kept(cfg, mesh, platform):
+        built = BUILT.setdefault((cfg.train.num_steps, jump), {})
+        if not built:
+            train_step = build(cfg, mesh, platform)
+            built |= {"step": train_step.step, "summary": summarize(train_step), "of": train_step}
+        own = dataclasses.replace(
+            built["of"], model=dataclasses.replace(built["of"].model, cfg=cfg)
+        )
+        own.__dict__["step"] = built["step"]
+        return own
+
+    def summary(train_step):
+        return BUILT[train_step.cfg.train.num_steps, jump]["summary"]
+
+    replace(loop, "build_step", kept)
+    replace(loop, "summarize", summary)
 
 
 class KilledError(Exception):
@@ -56,12 +82,14 @@ def run(tmp_path, monkeypatch):
     # The last evaluation reads all of a long text, and is not what these tests look at.
     monkeypatch.setattr(loop, "finish", lambda run, state: None)
     monkeypatch.setattr(loop, "start", lambda mesh: jax.devices()[:1])
+    monkeypatch.setattr(loop, "measure_peak", lambda devices, dtype: 1e12)
 
     def start(name, bad, *, die=None, jump=False, **settings):
         seen, shown = [], io.StringIO()
         with pytest.MonkeyPatch.context() as patch:
             tell = lambda step, tokens: seen.append((step, digest(tokens)))  # noqa: E731
             poison(bad, patch.setattr, jump=jump, seen=tell)
+            share_steps(patch.setattr, jump)
             if die is not None:
 
                 def kill():
@@ -78,6 +106,13 @@ def run(tmp_path, monkeypatch):
     return start
 
 
+def batch(position):
+    """The digest of a batch, by its position in the data."""
+    tokens = open_inputs(config("nowhere")).train.rows(position, 0, 4).token_BT
+    tokens[:, 0] = 0
+    return digest(tokens)
+
+
 def events(run_dir, name):
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] == name]
@@ -92,14 +127,13 @@ def end_of(run_dir):
 
 
 def test_a_run_goes_back_and_leaves_out_exactly_the_bad_batches_also_if_it_is_killed(run, tmp_path):
-    every = dict(run("whole", {})[1])  # step -> batch
     # Batches 5 and 6 are those of steps 6 and 7: from the checkpoint of step 4 on they are left out
     # with batch 4, of step 5, which is not in that checkpoint.
     shown, seen = run("straight", {5, 6})
-    after = [(step, every[step + 3]) for step in range(5, STEPS - 2)]
     begun = len(seen) - (STEPS - 4)
-    assert [step for step, _ in seen] == [*range(1, 9)][:begun] + [*range(5, STEPS + 1)]
-    assert seen[begun : begun + len(after)] == after
+    assert begun == 8, "one step more is under way when a step is known to be bad"
+    assert [step for step, _ in seen] == [*range(1, 9), *range(5, STEPS + 1)]
+    assert seen[begun:] == [(step, batch(step - 1 + 3)) for step in range(5, STEPS + 1)]
     assert "The run goes back to step 4, and leaves out 3 batches: those of steps 5 to 7" in shown
     assert shown.count("compiling the step") == 1
     straight = tmp_path / "straight"
@@ -123,13 +157,12 @@ def test_a_run_goes_back_and_leaves_out_exactly_the_bad_batches_also_if_it_is_ki
 
 
 def test_a_run_without_a_checkpoint_from_before_goes_back_to_its_first_state(run, tmp_path):
-    every = dict(run("whole", {})[1])
     _, seen = run("first", {3, 4, 9, 10}, max_skipped=2)
     # First from step 5 to 0 without batches 0 to 4; then batches 9 and 10 are those of steps 5, 6.
     backs = [(e["step"], e["to"], e["skipped"]) for e in events(tmp_path / "first", "rolled_back")]
     assert backs == [(5, 0, 5), (6, 4, 2)]
-    assert dict(seen)[1] == every[6]
-    assert dict(seen)[5] == every[12]
+    assert dict(seen)[1] == batch(5)
+    assert dict(seen)[5] == batch(11)
     # What was saved after the first bad step, when that was not known yet.
     aside = sorted(p.name for p in (tmp_path / "first" / "checkpoints").glob("*.abandoned"))
     assert aside == ["4.abandoned"]
