@@ -168,6 +168,31 @@ def latest_intact(
     )
 
 
+def intact_before(
+    run_dir: Path, step: int, verify: str, processes: Processes = ALONE
+) -> tuple[Saved, list[str]]:
+    """Returns a run's newest intact checkpoint before a step, and notes. Changes no file.
+
+    Raises:
+      InputError: if there is none.
+    """
+    found = processes.from_first(lambda: [str(path) for path in _steps_below(run_dir)])
+    notes = []
+    for path in map(Path, found):
+        if int(path.name) >= step:
+            continue
+        saved, damage = _verified(path, verify, processes)
+        if saved is not None:
+            return saved, notes
+        notes.append(f"checkpoint {path.name} is damaged: {damage}")
+    steps = ", ".join(Path(path).name for path in found) or "none"
+    raise InputError(
+        f"no whole checkpoint before step {step}. {run_dir} has steps {steps}"
+        f"{''.join(f'; {note}' for note in notes)}. A step is run again from one before it. Name a "
+        f"later step."
+    )
+
+
 def _newest_below(path: Path) -> Path:
     """Returns the newest finished step of a run or checkpoints directory; else the path."""
     return next(iter(_steps_below(path)), path)

@@ -1,4 +1,4 @@
-"""The train command on data some of whose batches give a loss that is not finite, or one that jumps.
+"""The train command where the loss of some batches is not finite, or jumps.
 
   python -m tests.train.poisoned --bad 12,13 [--jump] [--seen FILE] [--die MOMENT] -- --config ...
 

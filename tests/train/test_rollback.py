@@ -1,125 +1,29 @@
 """Real runs that go back: on one device, with batches whose loss is not finite."""
 
-import dataclasses
-import io
-import json
-
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
-from moejax.config.schema import CheckpointConfig, DataConfig
 from moejax.errors import DivergedError, InputError
-from moejax.train import loop
 from moejax.train.checkpoint import restore_state
-from moejax.train.inputs import open_inputs
-from moejax.train.loop import train
 from moejax.train.manifest import finished_steps, read_manifest
 from moejax.train.saved import newest
-from tests.cases import CERTAIN, small_config, step_for
-from tests.train.poisoned import digest, dying, poison
-
-STEPS, EVERY = 12, 4
-
-
-BUILT = {}  # traced steps, and their summaries
-
-
-def share_steps(replace, jump):
-    """Has runs take the step of an earlier run, where it is the same, with the config of theirs."""
-    build, summarize = loop.build_step, loop.summarize
-
-    def kept(cfg, mesh, platform):
-        built = BUILT.setdefault((cfg.train.num_steps, jump), {})
-        if not built:
-            train_step = build(cfg, mesh, platform)
-            built |= {"step": train_step.step, "summary": summarize(train_step), "of": train_step}
-        own = dataclasses.replace(
-            built["of"], model=dataclasses.replace(built["of"].model, cfg=cfg)
-        )
-        own.__dict__["step"] = built["step"]
-        return own
-
-    def summary(train_step):
-        return BUILT[train_step.cfg.train.num_steps, jump]["summary"]
-
-    replace(loop, "build_step", kept)
-    replace(loop, "summarize", summary)
-
-
-class KilledError(Exception):
-    """Stands for a kill."""
-
-
-def config(run_dir, **train):
-    settings = {
-        "num_steps": STEPS,
-        "batch_sequences": 4,
-        "log_every": 1,
-        "eval_every": None,
-        "eval_batches": 1,
-        "sample_tokens": 0,
-        "max_skipped": 2,
-    }
-    cfg = small_config(
-        model={"vocab_size": 264, "width": 8, "num_heads": 2, "num_kv_heads": 2, "mlp_hidden": 384},
-        moe={"num_experts": 2, "expert_hidden": 8, **CERTAIN},
-        train=settings | train,
-    )
-    return dataclasses.replace(
-        cfg,
-        run_dir=str(run_dir),
-        data=DataConfig(sequence_length=16),
-        checkpoint=CheckpointConfig(save_every=EVERY, keep=3),
-        plan=dataclasses.replace(cfg.plan, mode="hand"),
-    )
+from tests.cases import step_for
+from tests.train.small_runs import STEPS, batch, config, events, train
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Trains on data some of whose batches are bad. Returns what was shown, and the batches."""
-    # The last evaluation reads all of a long text, and is not what these tests look at.
-    monkeypatch.setattr(loop, "finish", lambda run, state: None)
-    monkeypatch.setattr(loop, "start", lambda mesh: jax.devices()[:1])
-    monkeypatch.setattr(loop, "measure_peak", lambda devices, dtype: 1e12)
+def run(tmp_path):
+    """Trains in the test's own directory; see `train`."""
 
     def start(name, bad, *, die=None, jump=False, **settings):
-        seen, shown = [], io.StringIO()
-        with pytest.MonkeyPatch.context() as patch:
-            tell = lambda step, tokens: seen.append((step, digest(tokens)))  # noqa: E731
-            poison(bad, patch.setattr, jump=jump, seen=tell)
-            share_steps(patch.setattr, jump)
-            if die is not None:
-
-                def kill():
-                    raise KilledError
-
-                dying(die, patch.setattr, kill)
-            cfg = config(tmp_path / name, **settings)
-            try:
-                train(cfg, Console(file=shown, width=200))
-            except KilledError:
-                assert die is not None
-        return shown.getvalue(), seen
+        return train(config(tmp_path / name, **settings), bad, die=die, jump=jump)
 
     return start
 
 
-def batch(position):
-    """The digest of a batch, by its position in the data."""
-    tokens = open_inputs(config("nowhere")).train.rows(position, 0, 4).token_BT
-    tokens[:, 0] = 0
-    return digest(tokens)
-
-
-def events(run_dir, name):
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == name]
-
-
 def end_of(run_dir):
-    """The bits of the newest checkpoint."""
+    """The newest checkpoint, and its bits."""
     saved, notes = newest(run_dir / "checkpoints", "full")
     assert notes == []
     state = restore_state(saved, step_for(config(run_dir)).abstract)
