@@ -198,7 +198,7 @@ class TrainConfig:
         at_least=0,
     )
     spike_threshold: float | None = setting(
-        8.0,
+        6.0,
         "a loss that is above the median of the steps before by so many standard deviations, "
         "three steps in a row, is a spike; none: not looked for",
         above=0,

@@ -50,7 +50,7 @@ def go_back(run: Run, bad: BadSteps) -> TrainState:
     Raises:
       DivergedError: if nothing from before is whole, or the data would end too early.
     """
-    run.watch.enter("restore", bad.last)
+    run.watch.enter("restore", run.watch.now[0].step)  # one step more may have run
     run.record_saved(run.checkpoints.settle())
     try:
         state = _state_before(run, bad)
