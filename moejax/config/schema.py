@@ -187,8 +187,26 @@ class TrainConfig:
     )
     max_skipped: int | None = setting(
         10,
-        "number of consecutive non-finite updates that ends the run; none: never",
+        "number of consecutive non-finite updates after which the run goes back, or ends; none: "
+        "never",
         at_least=1,
+    )
+    rollbacks: int = setting(
+        2,
+        "times a run goes back to the checkpoint before bad steps and leaves out the batches "
+        "since; 0: it ends",
+        at_least=0,
+    )
+    spike_threshold: float | None = setting(
+        6.0,
+        "a loss that is above the median of the steps before by so many standard deviations, "
+        "three steps in a row, is a spike; none: not looked for",
+        above=0,
+    )
+    on_spike: str = setting(
+        "tell",
+        "tell: a warning; roll_back: the run goes back, as from non-finite updates",
+        choices=("tell", "roll_back"),
     )
     sample_tokens: int = setting(200, "tokens sampled at the end; 0: none", at_least=0)
     compare_every: int | None = setting(

@@ -82,20 +82,25 @@ class Batches:
             once = grain.MapDataset.mix(repeated, weights) if mixture else repeated[0]
         self._order = once
 
-    def check_steps(self, num_steps: int) -> None:
-        """Raises InputError if the data ends before the run and may not be repeated."""
-        needed = num_steps * self.batch_sequences
+    def check_steps(self, num_steps: int, left_out: int = 0) -> None:
+        """Raises InputError if the data ends before the run and may not be repeated.
+
+        Args:
+          left_out: batches that the run leaves out (`data.skipped`).
+        """
+        needed = (num_steps + left_out) * self.batch_sequences
         if not self.repeat and needed > self.num_sequences:
+            more = f" and {left_out} batches that are left out" if left_out else ""
             raise InputError(
-                f"too little data. {num_steps} steps need {needed} sequences, the files hold "
+                f"too little data. {num_steps} steps{more} need {needed} sequences, the files hold "
                 f"{self.num_sequences}. With data.repeat=false each is seen once. Lower "
-                f"train.num_steps to {self.num_sequences // self.batch_sequences}, or set "
-                f"data.repeat=true."
+                f"train.num_steps to {self.num_sequences // self.batch_sequences - left_out}, or "
+                f"set data.repeat=true."
             )
 
-    def rows(self, step: int, start: int, stop: int) -> BatchRows:
-        """Rows start .. stop - 1 of the global batch of a step."""
-        first = step * self.batch_sequences
+    def rows(self, position: int, start: int, stop: int) -> BatchRows:
+        """Rows start .. stop - 1 of the global batch at a position (`data.skipped`)."""
+        first = position * self.batch_sequences
         windows = [self._order[first + row] for row in range(start, stop)]
         token_BU, target_BU, begin_BU = map(np.stack, zip(*windows, strict=True))
         target_BT = np.where(target_BU[:, 1:], token_BU[:, 1:], -1)

@@ -2,12 +2,12 @@
 
 Reads `events/0.jsonl`, the log of process 0 (docs/formats/events.md). A run is a row of starts; of
 each it is known when it began, which stages it went through, and when it was last heard of. Steps
-that a later start did again were lost.
+that a later start did again were lost, as were those that a run rolled back.
 """
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ CLASSES = {
     "evaluation": ("evaluate", "sample"),
     "saving": ("save", "finish", "end"),
 }
-TRAINING, REPEATED, INPUT, DOWN, UNKNOWN = (
+TRAINING, REPEATED, ROLLED_BACK, INPUT, DOWN, UNKNOWN = (
     "training",
     "steps done again",
+    "steps rolled back",
     "waiting for data",
     "down between starts",
     "not told",
@@ -71,8 +72,8 @@ class Start:
 
     @property
     def last(self) -> int:
-        """Its last step that was reported."""
-        return max((one.last for one in self.steps), default=0)
+        """Its last step that was reported, since it last went back."""
+        return self.steps[-1].last if self.steps else 0
 
 
 @dataclass
@@ -174,16 +175,10 @@ def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
 
 def goodput_of(starts: list[Start]) -> Goodput:
     """Sums the time of starts by class."""
-    seconds = dict.fromkeys((TRAINING, REPEATED, INPUT, *CLASSES, DOWN, UNKNOWN), 0.0)
+    seconds = _of_steps(starts) | dict.fromkeys((INPUT, *CLASSES, DOWN, UNKNOWN), 0.0)
     restarts = []
     for number, start in enumerate(starts):
-        later = [one.first for one in starts[number + 1 :] if one.first is not None]
-        kept = min(later, default=start.last + 1) - 1
-        for steps in start.steps:
-            counts, lost = steps.shared(kept)
-            seconds[TRAINING] += counts
-            seconds[REPEATED] += lost
-            seconds[INPUT] += steps.input_seconds
+        seconds[INPUT] += sum(one.input_seconds for one in start.steps)
         for name, stages in CLASSES.items():
             seconds[name] += sum(start.stages.get(stage, 0) for stage in stages)
         told = sum(one.seconds + one.input_seconds for one in start.steps)
@@ -194,6 +189,27 @@ def goodput_of(starts: list[Start]) -> Goodput:
             seconds[DOWN] += max(start.began - before.ended, 0)
             restarts.append(_restart(before, start))
     return Goodput(seconds, restarts)
+
+
+def _of_steps(starts: list[Start]) -> dict[str, float]:
+    """Returns the seconds in steps: in those that count, and in those lost.
+
+    Steps are lost to what follows them in the log at the same number or below: in the same start
+    the run has gone back.
+    """
+    seconds = dict.fromkeys((TRAINING, REPEATED, ROLLED_BACK), 0.0)
+    kept: list[Steps] = []  # in order of steps
+    for start in starts:
+        for number, steps in enumerate(start.steps):
+            while kept and kept[-1].last >= steps.first:
+                one = kept.pop()
+                counts, lost = one.shared(steps.first - 1)
+                seconds[ROLLED_BACK if number else REPEATED] += lost
+                if one.first < steps.first:
+                    kept.append(replace(one, last=steps.first - 1, seconds=counts))
+            kept.append(steps)
+    seconds[TRAINING] = sum(one.seconds for one in kept)
+    return seconds
 
 
 def _restart(before: Start, start: Start) -> Restart:

@@ -119,6 +119,9 @@ def _add(run: RunRecord, line: dict[str, Any]) -> None:
     if event == "first_step":  # a start, perhaps from an older step than the last one recorded
         for column in run.columns.values():
             column.forget_from(step)
+    if event == "rolled_back" and isinstance(line.get("to"), int):
+        for column in run.columns.values():
+            column.forget_from(line["to"] + 1)
     if event == "start":
         run.starts.append(line)
     if event not in CURVES:

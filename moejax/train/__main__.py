@@ -55,10 +55,17 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--settings", action="store_true", help="list every setting and exit")
     command.add_argument("--print_config", action="store_true", help="print the config and exit")
-    command.add_argument(
+    instead = command.add_mutually_exclusive_group()
+    instead.add_argument(
         "--dry_run",
         action="store_true",
         help="check everything, trace the step, print sizes and collectives, and exit",
+    )
+    instead.add_argument(
+        "--replay_step",
+        metavar="STEP",
+        type=int,
+        help="run a step of the run in run_dir again, compare to the bit, and exit",
     )
     command.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
     return command
@@ -90,6 +97,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.dry_run:
         return dry_run(cfg, console)
     # Imported late, so that everything above works without JAX.
+    if args.replay_step is not None:
+        from moejax.train.replay import replay
+
+        return 0 if replay(cfg, args.replay_step, console) else 1
     from moejax.train.loop import train
 
     return STOPPED if train(cfg, console).stopped else 0

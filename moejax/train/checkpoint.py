@@ -65,7 +65,7 @@ class Checkpoints:
           copied: told the steps that were copied, or why they were not: that ends no run.
         """
         self.directory, self.keep, self._first = directory.absolute(), keep, processes.first
-        self._failed, self._copies, self._copied = failed, copies, copied
+        self._failed, self.copies, self._copied = failed, copies, copied
         options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
         # Compressed, trained float32 numbers take 7 % less room and 1.7 times the CPU time.
         handlers = {name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in ITEMS}
@@ -106,8 +106,8 @@ class Checkpoints:
 
     def finished(self) -> int | None:
         """Returns the step of a save that finished since the last call, if any."""
-        if self._copies is not None:
-            self._copies.finished(self._copied)
+        if self.copies is not None:
+            self.copies.finished(self._copied)
         return self.wait() if self._pending is not None and self._pending[1].done() else None
 
     def wait(self) -> int | None:
@@ -117,9 +117,20 @@ class Checkpoints:
         (step, pending), self._pending = self._pending, None
         with self._telling(step):
             pending.result()
-        if self._copies is not None:
-            self._copies.start(self.directory)
+        if self.copies is not None:
+            self.copies.start(self.directory)
         return step
+
+    def settle(self) -> int | None:
+        """Waits as `wait` does, and for copies, so that finished steps may be renamed."""
+        step = self.wait()
+        if self.copies is not None:
+            self.copies.finished(self._copied, wait=True)
+        return step
+
+    def reload(self) -> None:
+        """Looks again which steps there are, after some were renamed. All processes call it."""
+        self._manager.reload()
 
     @contextmanager
     def _telling(self, step: int) -> Iterator[None]:
@@ -141,8 +152,8 @@ class Checkpoints:
                 self._manager.close()
             if self._full and self._first:  # Orbax has given up all writes
                 remove_half_written(self.directory)
-            if self._copies is not None:
-                self._copies.close(self.directory, self._copied)
+            if self.copies is not None:
+                self.copies.close(self.directory, self._copied)
 
     @contextmanager
     def _naming_full_disk(self, step: int) -> Iterator[None]:

@@ -28,6 +28,7 @@ from moejax.train.manifest import (
 THREADS = 8  # files that travel at once
 STORES = {"s3", "gs", "az"}
 MARK = ".orbax-checkpoint-tmp-copy"  # swept as any half-written step
+PASSED_OVER = "the run went back to before it"
 
 
 class Copies:
@@ -143,11 +144,18 @@ class Copies:
         self._files.rm_file(f"{self._root}/{step}/{MANIFEST}")
         self._files.rm(f"{self._root}/{step}", recursive=True)
 
-    def fetch_newer(self, directory: Path, than: int | None) -> list[str]:
+    def fetch_newer(
+        self,
+        directory: Path,
+        than: int | None,
+        passed_over: Callable[[dict[str, Any]], bool] = lambda _: False,
+    ) -> list[str]:
         """Fetches the newest whole copy of a step after `than`. Returns notes.
 
         It is verified in full before it has its name. What is damaged stays where it is.
 
+        Args:
+          passed_over: says of a manifest whether its copy is none of the run's any more.
         Raises:
           InputError: if there are such copies and none is whole: a run never begins anew silently.
         """
@@ -156,7 +164,7 @@ class Copies:
             if than is not None and step <= than:
                 return notes
             try:
-                damage = self._fetch(step, directory)
+                damage = self._fetch(step, directory, passed_over)
             except OSError as error:
                 raise InputError(
                     f"checkpoint {step} cannot be fetched. {self.place}: {error}. A run goes on "
@@ -164,6 +172,8 @@ class Copies:
                 ) from error
             if damage is None:
                 return [*notes, f"checkpoint {step} fetched from {self.place}"]
+            if damage == PASSED_OVER:
+                continue
             notes.append(f"copy {self.place}/{step} is damaged: {damage}")
         if notes and than is None:
             raise InputError(
@@ -172,8 +182,10 @@ class Copies:
             )
         return notes
 
-    def _fetch(self, step: int, directory: Path) -> str | None:
-        """Fetches a copy. Returns its damage, if any."""
+    def _fetch(
+        self, step: int, directory: Path, passed_over: Callable[[dict[str, Any]], bool]
+    ) -> str | None:
+        """Fetches a copy. Returns its damage, if any, or that it is passed over."""
         beside, final = directory / f"{step}{MARK}", directory / str(step)
         shutil.rmtree(beside, ignore_errors=True)
         held = beside / str(step)  # a manifest is of the step that its directory is named for
@@ -187,6 +199,8 @@ class Copies:
         try:
             get(MANIFEST)
             manifest = read_manifest(held)
+            if passed_over(manifest):
+                return PASSED_OVER
             names = [name for name in manifest["files"] if self._files.exists(f"{there}/{name}")]
             if any(not (held / name).resolve().is_relative_to(held.resolve()) for name in names):
                 return "manifest lists files outside the step"

@@ -1,6 +1,6 @@
 """Brings a run's tokens onto the devices. Files are checked before a device is touched."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 from moejax.config.schema import Config
 from moejax.data import batches as data_batches
 from moejax.data import corpus
+from moejax.data.skipped import SkippedData, data_position
 from moejax.data.sources import Content, describe_sources, open_sources
 from moejax.data.tokenizer import Tokenizer
 from moejax.data.tokens import TokenSource
@@ -28,16 +29,26 @@ class Inputs:
     tokenizer: Tokenizer
     vocab_size: int  # the tokenizer's; the model's may be larger
     content: Content = field(default_factory=dict)  # identifies the data
+    skipped: Sequence[SkippedData] = ()  # what the run left out, see `train.skipped_data`
 
     def batches(
         self, train_step: TrainStep, first: int, last: int
     ) -> AbstractContextManager[Iterator[Batch]]:
-        """Yields the batches of steps first .. last - 1 on the mesh, prepared ahead in a thread."""
+        """Yields the batches after steps first .. last - 1 on the mesh, prepared ahead in a thread.
+
+        Batches that the run left out are not among them.
+        """
 
         def of_step(step: int) -> Batch:
-            return on_devices(train_step, lambda a, b: self.train.rows(step, a, b))
+            position = data_position(step, self.skipped)
+            return on_devices(train_step, lambda a, b: self.train.rows(position, a, b))
 
         return closing(data_batches.prefetch(of_step, first, last))
+
+    def check_enough(self) -> None:
+        """Raises InputError if the data ends before the run, with what it left out."""
+        steps = self.cfg.train.num_steps
+        self.train.check_steps(steps, data_position(steps, self.skipped) - steps)
 
     def baselines(self) -> dict[str, float]:
         """Returns the bits per byte of other models on the same held-out text, by name."""

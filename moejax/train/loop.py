@@ -45,6 +45,7 @@ from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import RunPlan, kept_plan, measure, plan_run
 from moejax.train.profile import name_operations
 from moejax.train.restore import resume, set_aside_wrong_steps
+from moejax.train.rollback import run_with_rollbacks
 from moejax.train.run import Run
 from moejax.train.saved import Saved
 from moejax.train.source import keep_origin
@@ -60,10 +61,10 @@ from moejax.train.start import (
     finished_message,
     fitting,
     initial_state,
+    leave_out,
     open_copies,
 )
 from moejax.train.start_record import ExpertLoads, describe_start, highest_peak
-from moejax.train.steps import run_steps
 from moejax.train.summary import Summary, print_summary, summarize
 from moejax.train.trackers import check_trackers, open_trackers
 from moejax.train.watching import watching
@@ -168,6 +169,7 @@ def train_planned(
     copies = open_copies(cfg, processes)
     choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes, copies)
     saved, source, notes = choosing()
+    notes += leave_out(inputs, saved, processes)
     if _done(cfg, inputs, saved, notes, console, processes):
         return RunEnd(None)
     devices = start(cfg.mesh)
@@ -316,7 +318,7 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
     try:
         # One process of several fails at once here: a save under way would wait for all of them.
         with run.display, run.processes:
-            state, stopped = run_steps(run, state, meter)
+            state, stopped = run_with_rollbacks(run, state, meter)
         with run.processes:
             if not stopped:
                 finish(run, state)

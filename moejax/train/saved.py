@@ -83,9 +83,15 @@ def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved | No
     return Saved(manifest["step"], path.absolute(), manifest), ""
 
 
-def set_aside(path: Path, damage: str, processes: Processes = ALONE) -> list[str]:
-    """Renames a damaged step so that nothing takes it for a checkpoint. Returns the notes."""
-    return processes.from_first(partial(_set_aside, path, "corrupt", damage))
+def set_aside(
+    path: Path, reason: str, processes: Processes = ALONE, *, kind: str = "corrupt"
+) -> list[str]:
+    """Renames a step so that nothing takes it for a checkpoint. Returns the notes.
+
+    Args:
+      kind: what its name then ends with.
+    """
+    return processes.from_first(partial(_set_aside, path, kind, reason))
 
 
 def _sweep(directory: Path) -> list[str]:
@@ -159,6 +165,31 @@ def latest_intact(
     raise InputError(
         f"no whole checkpoint. {'; '.join(notes)}. Files must match their manifest. Restore them "
         f"from a copy."
+    )
+
+
+def intact_before(
+    run_dir: Path, step: int, verify: str, processes: Processes = ALONE
+) -> tuple[Saved, list[str]]:
+    """Returns a run's newest intact checkpoint before a step, and notes. Changes no file.
+
+    Raises:
+      InputError: if there is none.
+    """
+    found = processes.from_first(lambda: [str(path) for path in _steps_below(run_dir)])
+    notes = []
+    for path in map(Path, found):
+        if int(path.name) >= step:
+            continue
+        saved, damage = _verified(path, verify, processes)
+        if saved is not None:
+            return saved, notes
+        notes.append(f"checkpoint {path.name} is damaged: {damage}")
+    steps = ", ".join(Path(path).name for path in found) or "none"
+    raise InputError(
+        f"no whole checkpoint before step {step}. {run_dir} has steps {steps}"
+        f"{''.join(f'; {note}' for note in notes)}. A step is run again from one before it. Name a "
+        f"later step."
     )
 
 

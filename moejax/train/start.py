@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ from moejax.train.resume import (
     check_same_data,
 )
 from moejax.train.saved import Saved, newest
+from moejax.train.skipped_data import (
+    FILE,
+    is_abandoned,
+    known_skipped,
+    read_skipped,
+    set_aside_abandoned,
+    to_json,
+)
+from moejax.train.skipped_data import from_json as skipped_from_json
 from moejax.train.source import Source, base_of, find_source, read_weights, take_weights
 
 
@@ -130,28 +140,40 @@ def open_copies(cfg: Config, processes: Processes) -> Copies | None:
 
 
 def _newest(
-    cfg: Config, processes: Processes, copies: Copies | None
+    cfg: Config, processes: Processes, copies: Copies | None, before: int | None
 ) -> tuple[Saved | None, list[str]]:
     """Returns the newest intact checkpoint, and notes; it may be a copy that is fetched."""
-    directory, verify = Path(cfg.run_dir) / "checkpoints", cfg.checkpoint.verify
+    run_dir, verify = Path(cfg.run_dir), cfg.checkpoint.verify
+    directory = run_dir / "checkpoints"
+    left = processes.from_first(lambda: set_aside_abandoned(run_dir, before))
     if cfg.checkpoint.copy_to is None:
-        return newest(directory, verify, processes)
+        saved, notes = newest(directory, verify, processes)
+        return saved, [*left, *notes]
     damaged = None
     try:
         saved, notes = newest(directory, verify, processes)
     except InputError as error:  # all are damaged; the same in all processes
         saved, notes, damaged = None, [], error
     than = None if saved is None else saved.step
-    more = processes.from_first(lambda: copies.fetch_newer(directory, than) if copies else [])
+
+    def fetch() -> list[str]:
+        passed_over = partial(is_abandoned, skipped=read_skipped(run_dir), before=before)
+        return copies.fetch_newer(directory, than, passed_over) if copies else []
+
+    more = processes.from_first(fetch)
     if damaged is not None and not more:
         raise damaged
     notes += [str(damaged)] if damaged is not None else []
     saved, again = newest(directory, verify, processes)
-    return saved, [*notes, *more, *again]
+    return saved, [*left, *notes, *more, *again]
 
 
 def choose_checkpoint(
-    cfg: Config, content: Content, processes: Processes, copies: Copies | None = None
+    cfg: Config,
+    content: Content,
+    processes: Processes,
+    copies: Copies | None = None,
+    before: int | None = None,
 ) -> tuple[Saved | None, Source | None, list[str]]:
     """Returns the checkpoint to resume, the one to take weights from, and notes.
 
@@ -159,8 +181,9 @@ def choose_checkpoint(
 
     Args:
       copies: `open_copies`.
+      before: a step behind which the run goes back; none: it goes on from the newest checkpoint.
     """
-    saved, notes = _newest(cfg, processes, copies)
+    saved, notes = _newest(cfg, processes, copies, before)
     if saved is not None:
         changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
         notes += [f"setting changed since the checkpoint: {change}" for change in changes]
@@ -173,6 +196,24 @@ def choose_checkpoint(
     if saved is not None and (base := base_of(cfg, source)) is not None:
         check_same_base(saved.manifest, base)
     return saved, source, notes
+
+
+def leave_out(inputs: Inputs, saved: Saved | None, processes: Processes) -> list[str]:
+    """Has a run leave out the batches that it left out before. Returns notes.
+
+    Args:
+      saved: the checkpoint to resume.
+    Raises:
+      InputError: in all processes, if it is not clear which, or the rest of the data is too little.
+    """
+    run_dir = Path(inputs.cfg.run_dir)
+    listed = processes.from_first(lambda: to_json(known_skipped(run_dir, saved)))
+    inputs.skipped = skipped_from_json(listed, run_dir / FILE)
+    inputs.check_enough()
+    return [
+        f"the run went back to step {after}: the next {skip} batches are left out"
+        for after, skip in inputs.skipped
+    ]
 
 
 def check_disk(

@@ -99,8 +99,8 @@ class ExpertLoads:
 
     def add(self, step: int, load_LE: Any) -> None:
         """Adds the load of a step, unless the last one is too near."""
-        due = self._last is None or step - self._last >= self._every or step == self._num_steps
-        if due:
+        last = self._last
+        if last is None or not last < step < last + self._every or step == self._num_steps:
             self._log.write("load", step=step, load=np.asarray(load_LE).tolist())
             self._last = step
 

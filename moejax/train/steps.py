@@ -9,14 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.errors import DivergedError, ReplicasError
+from moejax.data.skipped import data_position
+from moejax.errors import ReplicasError
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Stop
 from moejax.step.state import TrainState
+from moejax.train.bad_steps import StepCheck
 from moejax.train.checkpoint import arrays_of
 from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate
-from moejax.train.manifest import finished_steps
 from moejax.train.metrics import Meter
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import save_expert_load
@@ -24,23 +25,31 @@ from moejax.train.profile import Profile
 from moejax.train.replicas import check_replicas
 from moejax.train.resume import describe_run
 from moejax.train.run import Run
-from moejax.train.skips import Skipped, Skips
+from moejax.train.skipped_data import ENTRY, to_json
+from moejax.train.skips import Skips
 
 
 def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
-    """Runs the loop. Returns the state, and whether it was asked to stop early."""
+    """Runs the loop. Returns the state, and whether it was asked to stop early.
+
+    Raises:
+      GoBackError: if the run must go back to before bad steps (`train.rollback`).
+      DivergedError: if it must end.
+    """
     cfg, last, step = run.cfg, run.cfg.train.num_steps, int(state.step)
     schedule = CodecSchedule(run.train_step, run.processes, run.watch)
     stopping = Stop(run.processes)
-    skips = Skips(int(state.skipped))
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
     before, shown = None, ""
-    compile_step(run, schedule, step, state)
+    if meter.started is None:  # not after going back: it is compiled then
+        compile_step(run, schedule, step, state)
+    run.watch.enter("input", step + 1)
     with (
         closing(profile),
         Interrupt() as interrupt,
         run.inputs.batches(run.train_step, step, last) as batches,
     ):
+        check = StepCheck(run, Skips(int(state.skipped)), interrupt)
         for batch in batches:
             run.watch.enter("step", step + 1)
             run_step, codecs = schedule.step_for(step, state)
@@ -52,17 +61,15 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             # At most one step runs while the next is prepared, so that a stop, a report or a save
             # waits for one step only.
             if before is not None:
-                check_update(run, skips.after(step - 1, before))
+                check.after(step - 1, before)
             before = metrics
             run.display.step(step)
             if meter.started is None or step == last or step % cfg.train.log_every == 0:
                 report(run, meter, step, metrics)
             if step == last:
-                check_update(run, skips.after(step, metrics))
+                check.after(step, metrics)
             stop = stopping.after(step, interrupt.requested or run.hosts_change)
-            # Skipped updates do not change the weights, so their checkpoints must not replace
-            # earlier ones.
-            saves = due(step, cfg.checkpoint.save_every) and not skips.in_a_row
+            saves = due(step, cfg.checkpoint.save_every) and not check.suspicious
             if saves or step == last or stop:
                 with run.watch.during("save", step):
                     save(run, step, state)
@@ -84,7 +91,6 @@ def compile_step(run: Run, schedule: CodecSchedule, step: int, state: TrainState
     with run.display.busy("compiling the step"):
         began = time.perf_counter()
         schedule.step_for(step, state)
-    run.watch.enter("input", step + 1)
     run.display.note(f"compiled in {time.perf_counter() - began:.0f} s")
 
 
@@ -148,40 +154,6 @@ def note(run: Run, event: str, step: int, text: str, **values: str) -> None:
     run.records.event(event, step, **values)
 
 
-def check_update(run: Run, skipped: Skipped | None) -> None:
-    """Reports an update that was not applied; ends the run after too many in a row.
-
-    Raises:
-      DivergedError: in all processes at the same step.
-    """
-    if skipped is None:
-        return
-    run.records.event(
-        "skipped", skipped.step, loss=skipped.loss, gradient_norm=skipped.gradient_norm
-    )
-    if skipped.in_a_row == 1:
-        run.display.note(f"warning: update of step {skipped.step} skipped: {skipped.reason}")
-    if skipped.in_a_row != run.cfg.train.max_skipped:
-        return
-    run.record_saved(run.checkpoints.wait())
-    first = skipped.step - skipped.in_a_row + 1
-    directory = run.checkpoints.directory
-    steps = run.processes.from_first(lambda: [s for s in finished_steps(directory) if s <= first])
-    run.records.event("diverged", skipped.step)
-    good = (
-        f"The last checkpoint from before them is {directory / str(max(steps))}. Lower "
-        f"optimizer.learning_rate: the same command goes on from there, and from an older one if "
-        f"you remove it"
-        if steps
-        else "No checkpoint is from before them. Lower optimizer.learning_rate and begin again"
-    )
-    raise DivergedError(
-        f"the run diverged. Updates of steps {first} to {skipped.step} were skipped: "
-        f"{skipped.reason}. train.max_skipped allows {skipped.in_a_row - 1} in a row. {good}; or "
-        f"set train.max_skipped=none to go on all the same."
-    )
-
-
 def due(step: int, every: int | None) -> bool:
     """Whether `step` is a multiple of `every`."""
     return every is not None and step % every == 0
@@ -243,5 +215,11 @@ def save(run: Run, step: int, state: TrainState) -> None:
     run.record_saved(run.checkpoints.wait())
     compare(run, step, state)
     run.records.event("save", step)
-    facts = describe_run(run.train_step, run.inputs.content, run.base)
-    run.checkpoints.save(step, state, {**facts, "data_position": step, "jax": jax.__version__})
+    facts = describe_run(run.train_step, run.inputs.content, run.base) | describe_data(run, step)
+    run.checkpoints.save(step, state, {**facts, "jax": jax.__version__})
+
+
+def describe_data(run: Run, step: int) -> dict[str, Any]:
+    """Returns a manifest's entries about the position in the data after a step."""
+    skipped = run.inputs.skipped
+    return {"data_position": data_position(step, skipped), ENTRY: to_json(skipped)}

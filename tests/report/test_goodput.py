@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.errors import InputError
-from moejax.report.goodput import DOWN, INPUT, REPEATED, TRAINING, UNKNOWN, read_goodput
+from moejax.report.goodput import (
+    DOWN,
+    INPUT,
+    REPEATED,
+    ROLLED_BACK,
+    TRAINING,
+    UNKNOWN,
+    read_goodput,
+)
 from moejax.report.goodput_command import main
 
 
@@ -59,6 +67,24 @@ def test_steps_that_a_later_start_does_again_are_lost(tmp_path):
     assert (restart.step, restart.lost, restart.down) == (5, 5, 30)
     assert restart.recovered == 30 + 10 + 2.5
     assert restart.how == "killed, or still running"
+
+
+def test_steps_that_a_run_rolled_back_are_lost(tmp_path):
+    one, time = start(100, 1, 10)
+    restored = (time + 5, "stage", {"stage": "restore", "seconds": 5})
+    # Back to step 6, on to 12; killed and gone on from 8, and there back to 3.
+    more, time = start(time - 5, 7, 12)
+    two, _ = start(time + 30, 9, 14)
+    three, _ = start(time + 70, 4, 20, end={})
+    events = [*one, restored, *more[3:], *two, *three[3:]]
+    found = read_goodput(write(tmp_path, *events))
+    # 7 to 10; then 9 to 14, and of what was before 4 to 8.
+    assert found.seconds[ROLLED_BACK] == 4 + 6 + 5
+    assert found.seconds[REPEATED] == 4, "9 to 12"
+    assert found.seconds[TRAINING] == 3 + 16
+    assert found.seconds["restore"] == 5
+    (restart,) = found.restarts
+    assert (restart.step, restart.lost) == (8, 4)
 
 
 def test_a_hang_and_an_error_are_told(tmp_path):

@@ -152,6 +152,16 @@ def _training_effects() -> Iterator[_Effect]:
         "`model.predict_ahead` is 0",
     )
     yield (
+        ("train.rollbacks",),
+        lambda cfg: cfg.train.max_skipped is not None or cfg.train.on_spike == "roll_back",
+        "`train.max_skipped` is none and `train.on_spike` is tell, so no run goes back",
+    )
+    yield (
+        ("train.on_spike",),
+        lambda cfg: cfg.train.spike_threshold is not None and cfg.train.rollbacks > 0,
+        "`train.spike_threshold` is none or `train.rollbacks` is 0",
+    )
+    yield (
         ("optimizer.muon_",),
         lambda cfg: cfg.optimizer.name == "muon",
         "`optimizer.name` is not muon",

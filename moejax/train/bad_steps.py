@@ -1,0 +1,117 @@
+"""Looks at what each step measured: updates that were skipped, and losses that jump.
+
+All processes see the same numbers, so all come to the same end at the same step.
+"""
+
+from typing import NamedTuple
+
+from moejax.errors import DivergedError
+from moejax.runtime.interrupt import Interrupt
+from moejax.step.state import Metrics
+from moejax.train.manifest import finished_steps
+from moejax.train.run import Run
+from moejax.train.skips import Skipped, Skips
+from moejax.train.spikes import Spike, Spikes
+
+
+class BadSteps(NamedTuple):
+    """Steps whose numbers are bad: the first and the last of them, and what was seen, in words."""
+
+    first: int
+    last: int
+    seen: str
+
+
+class GoBackError(Exception):
+    """Ends the loop of a run that goes back to before its bad steps; nobody else sees it."""
+
+    def __init__(self, bad: BadSteps, interrupt: Interrupt):
+        """Takes the steps, and what says whether this process was asked to stop meanwhile."""
+        super().__init__(bad.seen)
+        self.bad, self.interrupt = bad, interrupt
+
+
+class StepCheck:
+    """Reports bad steps of a run; has it go back, or ends it."""
+
+    def __init__(self, run: Run, skips: Skips, interrupt: Interrupt):
+        self._run, self._skips, self._interrupt = run, skips, interrupt
+        self._spikes = Spikes(run.cfg.train.spike_threshold)
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether the last steps may be bad: their checkpoints must not replace earlier ones.
+
+        Skipped updates do not change the weights, and a spike may have broken them.
+        """
+        return self._skips.in_a_row > 0 or self._spikes.suspected
+
+    def after(self, step: int, metrics: Metrics) -> None:
+        """Takes what a step measured, which waits for it; call in order.
+
+        Raises:
+          GoBackError: if the run goes back, in all processes at the same step.
+          DivergedError: if it ends, in all processes at the same step.
+        """
+        skipped = self._skips.after(step, metrics)
+        if skipped is not None:
+            self._tell_skipped(skipped)
+            if skipped.in_a_row == self._run.cfg.train.max_skipped:
+                self._go_back_or_end(skipped)
+        elif (spike := self._spikes.after(step, float(metrics.loss))) is not None:
+            self._tell_spike(spike)
+
+    def _rollbacks_left(self) -> int:
+        return self._run.cfg.train.rollbacks - len(self._run.inputs.skipped)
+
+    def _tell_skipped(self, skipped: Skipped) -> None:
+        self._run.records.event(
+            "skipped", skipped.step, loss=skipped.loss, gradient_norm=skipped.gradient_norm
+        )
+        if skipped.in_a_row == 1:
+            self._run.display.note(
+                f"warning: update of step {skipped.step} skipped: {skipped.reason}"
+            )
+
+    def _go_back_or_end(self, skipped: Skipped) -> None:
+        first = skipped.step - skipped.in_a_row + 1
+        if self._rollbacks_left() <= 0:
+            raise diverged(self._run, skipped, first)
+        seen = f"updates of steps {first} to {skipped.step} were skipped: {skipped.reason}"
+        raise GoBackError(BadSteps(first, skipped.step, seen), self._interrupt)
+
+    def _tell_spike(self, spike: Spike) -> None:
+        """Tells a spike, and has the run go back if it should and may."""
+        run, train = self._run, self._run.cfg.train
+        run.records.event("spike", spike.step, loss=spike.loss, median=spike.median)
+        seen = (
+            f"the loss jumped at step {spike.first}: it is {spike.loss:.4f} at step {spike.step}, "
+            f"and its median was {spike.median:.4f}"
+        )
+        rolls_back = train.on_spike == "roll_back"
+        if rolls_back and self._rollbacks_left() > 0:
+            raise GoBackError(BadSteps(spike.first, spike.step, seen), self._interrupt)
+        used = f"; the run went back {train.rollbacks} times before" if rolls_back else ""
+        run.display.note(f"warning: {seen}{used}")
+
+
+def diverged(run: Run, skipped: Skipped, first: int) -> DivergedError:
+    """Returns the error of a run whose updates were skipped from step `first` on; records it."""
+    run.record_saved(run.checkpoints.wait())
+    directory = run.checkpoints.directory
+    steps = run.processes.from_first(lambda: [s for s in finished_steps(directory) if s <= first])
+    run.records.event("diverged", skipped.step)
+    good = (
+        f"The last checkpoint from before them is {directory / str(max(steps))}. Lower "
+        f"optimizer.learning_rate: the same command goes on from there, and from an older one if "
+        f"you remove it"
+        if steps
+        else "No checkpoint is from before them. Lower optimizer.learning_rate and begin again"
+    )
+    went = len(run.inputs.skipped)
+    back = f" The run went back {went} times before (train.rollbacks)." if went else ""
+    return DivergedError(
+        f"the run diverged. Updates of steps {first} to {skipped.step} were skipped: "
+        f"{skipped.reason}. train.max_skipped allows {skipped.in_a_row - 1} in a row.{back} "
+        f"{good}; or set train.max_skipped=none to go on all the same."
+    )

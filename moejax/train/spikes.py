@@ -1,0 +1,69 @@
+"""Finds losses that jump and stay: a spike.
+
+A loss is high if it lies above the median of the losses before by `threshold` standard deviations,
+which are taken as 1.4826 times the median absolute deviation. `STEPS` high losses in a row are a
+spike; a single one is a bad batch. High losses do not enter the median, so that a slow rise does
+not hide itself, until they have lasted as long as the window: then they are the new level.
+"""
+
+import statistics
+from collections import deque
+from typing import NamedTuple
+
+STEPS = 3  # high losses in a row
+WINDOW = 128  # losses of which the median is taken, as in MaxText's skip_step_on_spikes
+LEAST = 32  # losses without which none is called high
+TO_DEVIATION = 1.4826  # of a normal distribution: standard over median absolute deviation
+# Smallest standard deviation, as a share of the median: without it losses that are all alike, as
+# with a learning rate of 0, would make every last bit high. bfloat16 has eight bits: 0.004.
+FLOOR = 0.001
+
+
+class Spike(NamedTuple):
+    """Losses that were high in a row."""
+
+    first: int  # the step of the first of them
+    step: int  # of the last
+    loss: float  # of that step
+    median: float  # of the losses before
+
+
+class Spikes:
+    """Looks at the losses of a run, step after step."""
+
+    def __init__(self, threshold: float | None):
+        """Takes how many standard deviations above the median a loss is high; None: never."""
+        self._threshold = threshold
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._in_a_row = 0
+
+    @property
+    def suspected(self) -> bool:
+        """Whether the last losses were high, and too few for a spike so far."""
+        return 0 < self._in_a_row < STEPS
+
+    def after(self, step: int, loss: float) -> Spike | None:
+        """Takes the finite loss of a step. Returns a spike at its last step, once."""
+        if self._threshold is None:
+            return None
+        median = self._high_above(loss)
+        if median is None:
+            self._in_a_row = 0
+            self._losses.append(loss)
+            return None
+        self._in_a_row += 1
+        if self._in_a_row == WINDOW:
+            self._losses.clear()
+            self._in_a_row = 0
+        if self._in_a_row != STEPS:
+            return None
+        return Spike(step - STEPS + 1, step, loss, median)
+
+    def _high_above(self, loss: float) -> float | None:
+        """Returns the median above which a loss is high; None if it is not high."""
+        if len(self._losses) < LEAST or self._threshold is None:
+            return None
+        median = statistics.median(self._losses)
+        spread = statistics.median(abs(one - median) for one in self._losses)
+        deviation = max(TO_DEVIATION * spread, FLOOR * abs(median))
+        return median if loss > median + self._threshold * deviation else None

@@ -1,0 +1,98 @@
+"""Real runs that go back: on one device, with batches whose loss is not finite."""
+
+import jax
+import numpy as np
+import pytest
+
+from moejax.errors import DivergedError, InputError
+from moejax.train.checkpoint import restore_state
+from moejax.train.manifest import finished_steps, read_manifest
+from moejax.train.saved import newest
+from tests.cases import step_for
+from tests.train.small_runs import STEPS, batch, config, events, train
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Trains in the test's own directory; see `train`."""
+
+    def start(name, bad, *, die=None, jump=False, **settings):
+        return train(config(tmp_path / name, **settings), bad, die=die, jump=jump)
+
+    return start
+
+
+def end_of(run_dir):
+    """The newest checkpoint, and its bits."""
+    saved, notes = newest(run_dir / "checkpoints", "full")
+    assert notes == []
+    state = restore_state(saved, step_for(config(run_dir)).abstract)
+    return saved, [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
+
+
+def test_a_run_goes_back_and_leaves_out_exactly_the_bad_batches_also_if_it_is_killed(run, tmp_path):
+    # Batches 5 and 6 are those of steps 6 and 7: from the checkpoint of step 4 on they are left out
+    # with batch 4, of step 5, which is not in that checkpoint.
+    shown, seen = run("straight", {5, 6})
+    begun = len(seen) - (STEPS - 4)
+    assert begun == 8, "one step more is under way when a step is known to be bad"
+    assert [step for step, _ in seen] == [*range(1, 9), *range(5, STEPS + 1)]
+    assert seen[begun:] == [(step, batch(step - 1 + 3)) for step in range(5, STEPS + 1)]
+    assert "The run goes back to step 4, and leaves out 3 batches: those of steps 5 to 7" in shown
+    assert shown.count("compiling the step") == 1
+    straight = tmp_path / "straight"
+    (told,) = events(straight, "rolled_back")
+    assert (told["step"], told["to"], told["skipped"]) == (7, 4, 3)
+    saved, bits = end_of(straight)
+    assert (saved.step, saved.manifest["data_position"]) == (STEPS, STEPS + 3)
+    assert saved.manifest["skipped_data"] == [{"after_step": 4, "skip": 3}]
+    assert read_manifest(straight / "checkpoints" / "4")["skipped_data"] == []
+    for die in ("before", "after"):
+        shown, _ = run(die, {5, 6}, die=die)
+        assert ("skipped_data.json" in [p.name for p in (tmp_path / die).iterdir()]) == (
+            die == "after"
+        )
+        shown, again = run(die, {5, 6})
+        assert ("the run went back to step 4: the next 3 batches are left out" in shown) == (
+            die == "after"
+        )
+        assert again[-1] == seen[-1]
+        assert end_of(tmp_path / die)[1] == bits
+
+
+def test_a_run_without_a_checkpoint_from_before_goes_back_to_its_first_state(run, tmp_path):
+    _, seen = run("first", {3, 4, 9, 10}, max_skipped=2)
+    # First from step 5 to 0 without batches 0 to 4; then batches 9 and 10 are those of steps 5, 6.
+    backs = [(e["step"], e["to"], e["skipped"]) for e in events(tmp_path / "first", "rolled_back")]
+    assert backs == [(5, 0, 5), (6, 4, 2)]
+    assert dict(seen)[1] == batch(5)
+    assert dict(seen)[5] == batch(11)
+    # What was saved after the first bad step, when that was not known yet.
+    aside = sorted(p.name for p in (tmp_path / "first" / "checkpoints").glob("*.abandoned"))
+    assert aside == ["4.abandoned"]
+    assert sorted(finished_steps(tmp_path / "first" / "checkpoints")) == [4, 8, STEPS]
+
+
+def test_a_run_that_went_back_often_enough_ends_and_says_so(run, tmp_path):
+    with pytest.raises(DivergedError, match=r"The run went back 1 times before \(train.rollbacks"):
+        run("ends", {*range(5, 40)}, rollbacks=1)
+    assert len(events(tmp_path / "ends", "rolled_back")) == 1
+    # Another start knows it too.
+    with pytest.raises(DivergedError, match="The run went back 1 times"):
+        run("ends", {*range(5, 40)}, rollbacks=1)
+    (tmp_path / "ends" / "skipped_data.json").write_text('[{"after_step": 2, "skip": 3}]')
+    run("ends", {}, rollbacks=1)
+    (tmp_path / "ends" / "skipped_data.json").write_text('[{"after_step": 1, "skip": 3}]')
+    with pytest.raises(InputError, match="lists of skipped data contradict each other"):
+        run("ends", {}, rollbacks=1, num_steps=STEPS + 1)
+
+
+@pytest.mark.parametrize("on_spike", ["tell", "roll_back"])
+def test_a_loss_that_jumps_is_told_and_left_out_if_wanted(run, tmp_path, on_spike):
+    shown, _ = run("spike", {40, 41, 42}, jump=True, on_spike=on_spike, num_steps=48)
+    (told,) = events(tmp_path / "spike", "spike")
+    assert (told["step"], told["loss"]) == (43, 100.0)
+    assert told["median"] < 10
+    assert shown.count("the loss jumped at step 41: it is 100.0000 at step 43") == 1
+    backs = [(e["to"], e["skipped"]) for e in events(tmp_path / "spike", "rolled_back")]
+    assert backs == ([(40, 3)] if on_spike == "roll_back" else [])
