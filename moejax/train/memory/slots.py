@@ -128,6 +128,16 @@ def chunks_of(data: np.ndarray) -> Iterator[memoryview]:
         yield whole[at : at + CHUNK]
 
 
+def names_of(process: int) -> list[str]:
+    """Returns the names of the two slots of a process."""
+    return [f"{process}-{slot}" for slot in (0, 1)]
+
+
+def names_from(process: int, sender: int) -> list[str]:
+    """Returns the names of the two slots that a process keeps for one of another host."""
+    return [f"{process}-from-{sender}-{slot}" for slot in (0, 1)]
+
+
 def names_in(folder: Path) -> list[str]:
     """Returns the names of the slots that have a record."""
     names = (path.stem for path in folder.glob("*.json"))
