@@ -66,8 +66,8 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             if saves or step == last or stop:
                 with run.watch.during("save", step):
                     save(run, step, state)
-            elif due(step, cfg.train.compare_every):
-                compare(run, step, state)
+            else:
+                between_saves(run, step, state, skipping=skips.in_a_row > 0)
             run.record_saved(run.checkpoints.finished())
             if step < last and (stop or (saves and run.mismatch is not None)):
                 stop_early(run, step, stop or interrupt.requested)
@@ -229,6 +229,19 @@ def compare(run: Run, step: int, state: TrainState) -> None:
     except ReplicasError as error:
         run.records.event("replicas_differ", step, text=str(error))
         raise
+
+
+def between_saves(run: Run, step: int, state: TrainState, *, skipping: bool) -> None:
+    """Compares copies of the state, and keeps it in memory, where that is due.
+
+    Args:
+      skipping: whether updates are being skipped, so that the weights stay as they are.
+    """
+    if due(step, run.cfg.train.compare_every):
+        compare(run, step, state)
+    if run.memory is not None and due(step, run.cfg.checkpoint.memory_every) and not skipping:
+        with run.watch.during("save", step):
+            run.memory.save(step, arrays_of(state))
 
 
 def save(run: Run, step: int, state: TrainState) -> None:

@@ -173,7 +173,9 @@ class MemoryCheckpoints:
                 names += names_from(target, sender)
         discard_others(members.folder, names)
 
-    def _finish(self, step: int, number: int, sums: DeviceSums, began: float, stall: float) -> Ended:
+    def _finish(
+        self, step: int, number: int, sums: DeviceSums, began: float, stall: float
+    ) -> Ended:
         """Sends what the next host keeps, then writes the record. Its error is told later."""
         error = None
         try:

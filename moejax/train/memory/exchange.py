@@ -161,7 +161,7 @@ class LocalSlot:
             if not 0 <= begin <= begin + size <= whole:
                 raise SlotError(f"piece {piece} has no such part")
         cut = tuple(slice(begin, begin + size) for begin, size in zip(inside, shape, strict=True))
-        return np.ascontiguousarray(view_of(self._bytes, room, offset)[cut])
+        return np.ascontiguousarray(view_of(self._bytes, room, offset)[cut]).reshape(shape)
 
 
 class RemoteSlot:
@@ -211,13 +211,13 @@ def put(
         "bytes": data.size,
         "record": len(text),
     }
-    with socket.create_connection(address, timeout=PATIENCE_S) as connection:
-        with connection.makefile("rb") as reader:
-            connection.sendall(line(first))
-            for chunk in chunks_of(data):
-                connection.sendall(chunk)
-            connection.sendall(text)
-            answer = read_line(reader)
+    connection = socket.create_connection(address, timeout=PATIENCE_S)
+    with connection, connection.makefile("rb") as reader:
+        connection.sendall(line(first))
+        for chunk in chunks_of(data):
+            connection.sendall(chunk)
+        connection.sendall(text)
+        answer = read_line(reader)
     if answer.get("ok") is not True:
         raise ExchangeError(str(answer.get("error", "no answer")))
 

@@ -101,7 +101,7 @@ class _Reader:
             if start not in parts:
                 parts[start] = self._part(key, start, np.empty(shard, like.dtype))
         return jax.make_array_from_callback(
-            shape, like.sharding, lambda index: parts[start_of(index)]
+            shape, like.sharding, lambda index: parts[start_of(index or ())]
         )
 
     def _part(self, key: str, start: tuple[int, ...], out: np.ndarray) -> np.ndarray:
@@ -149,8 +149,7 @@ def common(
     """Returns the start and the shape of what a box and a piece have in common, if anything."""
     begin = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
     end = tuple(
-        min(a + n, b + m)
-        for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True)
+        min(a + n, b + m) for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True)
     )
     size = tuple(b - a for a, b in zip(begin, end, strict=True))
     return (begin, size) if min(size, default=1) > 0 and math.prod(size) else None

@@ -15,7 +15,7 @@ from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import arrays_of
 from moejax.train.memory.checkpoints import MemoryCheckpoints
 from moejax.train.memory.find import Found, find, set_aside
-from moejax.train.memory.members import open_members
+from moejax.train.memory.members import Members, open_members
 from moejax.train.memory.restore import read_state
 from moejax.train.metrics import Records
 from moejax.train.resume import (
@@ -28,21 +28,26 @@ from moejax.train.saved import Saved
 
 
 class Memory:
-    """What the hosts of a run hold of it at its start."""
+    """What the hosts of a run hold of it at its start; nothing without `checkpoint.memory_every`.
+
+    Attributes:
+      notes: about what was found and is not whole.
+    """
 
     def __init__(self, cfg: Config, processes: Processes, saved: Saved | None):
         """Looks for a step that is newer than the newest checkpoint. Touches no device.
 
-        Attributes:
-          notes: about what was found and is not whole.
-
         Raises:
           InputError: in all processes, if state cannot be kept in memory.
         """
-        self._cfg, self._members = cfg, open_members(cfg, processes)
         self._newer_than = 0 if saved is None else saved.step
         self._held: int | None = None
-        self._found, self.notes = find(self._members, self._newer_than)
+        self._members: Members | None = None
+        self._found: Found | None = None
+        self.notes: list[str] = []
+        if cfg.checkpoint.memory_every is not None:
+            self._members = open_members(cfg, processes)
+            self._found, self.notes = find(self._members, self._newer_than)
 
     @property
     def found(self) -> bool:
@@ -65,9 +70,9 @@ class Memory:
           base: `describe_base` of a run with adapters.
           note: is told why steps are not taken.
         """
-        while (found := self._found) is not None:
+        while self._members is not None and (found := self._found) is not None:
             where = f"the memory of {len(set(self._members.hosts))} hosts"
-            if (unfit := self._unfit(found, content, base, note)) is not None:
+            if (unfit := _unfit(found, train_step.cfg, content, base, note)) is not None:
                 note(f"step {found.step} in {where} is not taken: {unfit}")
                 return None
             console.print(f"resuming at step {found.step} from {where}", soft_wrap=True)
@@ -84,26 +89,6 @@ class Memory:
                 note(text)
         return None
 
-    def _unfit(
-        self,
-        found: Found,
-        content: Content,
-        base: dict[str, str] | None,
-        note: Callable[[str], None],
-    ) -> str | None:
-        """Returns why a step is not one of this run, by the checks of a checkpoint on disk."""
-        allowed = self._cfg.checkpoint.allow_changed_data
-        try:
-            for change in check_resumable(found.facts["config"], self._cfg, step=found.step):
-                note(f"setting changed since the checkpoint: {change}")
-            for change in check_same_data(found.facts, content, allowed=allowed):
-                note(f"data changed since the checkpoint: {change}")
-            if base is not None:
-                check_same_base(found.facts, base)
-        except InputError as error:
-            return str(error)
-        return None
-
     def begin(
         self,
         train_step: TrainStep,
@@ -111,12 +96,14 @@ class Memory:
         base: dict[str, str] | None,
         records: Records,
         console: Console,
-    ) -> MemoryCheckpoints:
-        """Returns what keeps the state from now on. All processes call it.
+    ) -> MemoryCheckpoints | None:
+        """Returns what keeps the state from now on, if anything does. All processes call it.
 
         Raises:
           InputError: in all processes, if a host has no room.
         """
+        if self._members is None:
+            return None
         warned = False
 
         def told(event: str, step: int, **values: Any) -> None:
@@ -132,19 +119,25 @@ class Memory:
         return MemoryCheckpoints(self._members, arrays, facts, told, held=self._held)
 
 
-def open_memory(
-    cfg: Config, processes: Processes, saved: Saved | None, notes: list[str]
-) -> Memory | None:
-    """Returns what hosts hold of the run, and adds notes; None without `checkpoint.memory_every`.
-
-    Raises:
-      InputError: in all processes, if state cannot be kept in memory.
-    """
-    if cfg.checkpoint.memory_every is None:
-        return None
-    memory = Memory(cfg, processes, saved)
-    notes += memory.notes
-    return memory
+def _unfit(
+    found: Found,
+    cfg: Config,
+    content: Content,
+    base: dict[str, str] | None,
+    note: Callable[[str], None],
+) -> str | None:
+    """Returns why a step is not one of this run, by the checks of a checkpoint on disk."""
+    allowed = cfg.checkpoint.allow_changed_data
+    try:
+        for change in check_resumable(found.facts["config"], cfg, step=found.step):
+            note(f"setting changed since the checkpoint: {change}")
+        for change in check_same_data(found.facts, content, allowed=allowed):
+            note(f"data changed since the checkpoint: {change}")
+        if base is not None:
+            check_same_base(found.facts, base)
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def _with_reduction(
