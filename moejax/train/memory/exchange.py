@@ -99,14 +99,14 @@ class Server:
             connection.settimeout(PATIENCE_S)
             try:
                 if asked.get("kind") == "put":
-                    self._take(asked, reader)
+                    self._take(asked, reader, connection)
                     connection.sendall(line({"ok": True}))
                 elif asked.get("kind") == "get":
                     self._give(asked, reader, connection)
             except (SlotError, KeyError, TypeError, ValueError) as error:
                 connection.sendall(line({"error": f"{error}"[:500]}))
 
-    def _take(self, asked: Mapping[str, Any], reader: BinaryIO) -> None:
+    def _take(self, asked: Mapping[str, Any], reader: BinaryIO, connection: socket.socket) -> None:
         """Writes what a process sends to the slot that it names."""
         inbox = self.inboxes.get(asked["process"])
         if inbox is None:
@@ -117,6 +117,7 @@ class Server:
         with inbox.lock:
             slot.forget()
             slot.prepare(inbox.nbytes)
+            connection.sendall(line({"go": True}))
             digest = read_into(reader, slot.bytes)
             text = np.empty(asked["record"], np.uint8)
             read_into(reader, text)
@@ -214,6 +215,9 @@ def put(
     connection = socket.create_connection(address, timeout=PATIENCE_S)
     with connection, connection.makefile("rb") as reader:
         connection.sendall(line(first))
+        answer = read_line(reader)
+        if answer.get("go") is not True:
+            raise ExchangeError(str(answer.get("error", "it was refused")))
         for chunk in chunks_of(data):
             connection.sendall(chunk)
         connection.sendall(text)
