@@ -71,16 +71,16 @@ class Memory:
           note: is told why steps are not taken.
         """
         while self._members is not None and (found := self._found) is not None:
-            where = f"the memory of {len(set(self._members.hosts))} hosts"
             if (unfit := _unfit(found, train_step.cfg, content, base, note)) is not None:
-                note(f"step {found.step} in {where} is not taken: {unfit}")
+                note(f"step {found.step} in memory is not taken: {unfit}")
                 return None
-            console.print(f"resuming at step {found.step} from {where}", soft_wrap=True)
+            text = f"resuming at step {found.step} from the memory of hosts"
+            console.print(text, soft_wrap=True)
             state, wrong = read_state(found, train_step, self._members)
             if state is not None:
                 self._held = found.slot
                 return _with_reduction(state, train_step, found, note)
-            note(f"step {found.step} in {where} is not taken: {wrong}")
+            note(f"step {found.step} in memory is not taken: {wrong}")
             for one in found.held:
                 if one.holder == self._members.processes.index:
                     set_aside(self._members, one.name, wrong)

@@ -175,7 +175,7 @@ def test_wrong_numbers_with_right_digests_are_not_taken(tmp_path, monkeypatch):
     kept.close()
     found, said = resumed(tmp_path)
     assert bits(found) == bits(at_step(state, 2))
-    assert "step 4 in the memory of 1 hosts is not taken: its numbers are not" in said[0]
+    assert "step 4 in memory is not taken: its numbers are not" in said[0]
     assert len(names_in(members.folder)) == 1
 
 
