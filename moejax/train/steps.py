@@ -240,8 +240,7 @@ def between_saves(run: Run, step: int, state: TrainState, *, skipping: bool) -> 
     if due(step, run.cfg.train.compare_every):
         compare(run, step, state)
     if run.memory is not None and due(step, run.cfg.checkpoint.memory_every) and not skipping:
-        with run.watch.during("save", step):
-            run.memory.save(step, arrays_of(state))
+        run.memory.save(step, arrays_of(state), run.watch.during("save", step))
 
 
 def save(run: Run, step: int, state: TrainState) -> None:

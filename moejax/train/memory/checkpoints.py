@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -115,10 +116,18 @@ class MemoryCheckpoints:
         if members.server is not None:
             members.server.inboxes = self._inboxes
 
-    def save(self, step: int, state: Mapping[str, jax.Array]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, jax.Array],
+        waiting: AbstractContextManager[None] | None = None,
+    ) -> None:
         """Copies the state, and returns; the copy for the next host follows in a thread.
 
         A save whose predecessor is not complete everywhere is skipped: the run does not wait.
+
+        Args:
+          waiting: is entered while the step has ended and its state is copied.
         """
         busy = self._pending is not None and not self._pending.done()
         if any(self._members.processes.gather(busy)):
@@ -126,8 +135,12 @@ class MemoryCheckpoints:
             return
         self._settle()
         jax.block_until_ready(state)
-        began = time.perf_counter()
-        slot = self._slots[self._next]
+        with waiting or nullcontext():
+            self._copy(step, state)
+
+    def _copy(self, step: int, state: Mapping[str, jax.Array]) -> None:
+        """Copies the state into the next slot, and starts what follows."""
+        began, slot = time.perf_counter(), self._slots[self._next]
         slot.forget()
         sums = add_up(state)
         try:
