@@ -34,6 +34,12 @@ class CheckpointConfig:
     copy_to: str | None = setting(
         None, "second place of finished checkpoints, such as s3://bucket/run; none: no copies"
     )
+    memory_every: int | None = setting(
+        None,
+        "steps between copies of the state in the hosts' memory; none: no copies",
+        at_least=1,
+    )
+    memory_dir: str = setting("/dev/shm", "folder of these copies, of a file system in memory")
     init_from: str | None = setting(None, "checkpoint directory to take weights from at step 0")
     verify: str = setting("full", "what is checked before a restore", choices=("full", "size"))
     allow_changed_data: bool = setting(

@@ -270,7 +270,24 @@ def restore_state(saved: Saved, abstract: TrainState, *, reduction: bool = True)
       reduction: whether to read the codecs' state too; otherwise it is None.
     """
     names = ("counters", "weights", "optimizer", *(["reduction"] if reduction else []))
-    read = restore_items(saved.path, abstract, names)
+    return _of_items(restore_items(saved.path, abstract, names), abstract, reduction)
+
+
+def state_of(
+    arrays: Mapping[str, jax.Array], abstract: TrainState, *, reduction: bool = True
+) -> TrainState:
+    """Returns the state that has these arrays (`arrays_of`), as `restore_state` does."""
+    read = {
+        name: jax.tree.unflatten(
+            jax.tree.structure(tree), [arrays[f"{name}/{key}"] for key in flat(tree)]
+        )
+        for name, tree in _items(abstract).items()
+        if reduction or name != "reduction"
+    }
+    return _of_items(read, abstract, reduction)
+
+
+def _of_items(read: Mapping[str, Any], abstract: TrainState, reduction: bool) -> TrainState:
     weights = read["weights"]
     codec_state: Any = abstract.reduction if reduction else None
     if "reduction" in read:

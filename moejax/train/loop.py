@@ -20,6 +20,7 @@ from moejax.comm.exchange import disconnect
 from moejax.config.checks import check, resolve_mesh
 from moejax.config.load import save_json
 from moejax.config.schema import Config
+from moejax.errors import DivergedError, ReplicasError
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.plan.cluster.topology import Topology
@@ -39,6 +40,7 @@ from moejax.train.digests import forget_places
 from moejax.train.display import Display
 from moejax.train.evaluation import finish
 from moejax.train.inputs import Inputs, open_inputs
+from moejax.train.memory.start import Memory
 from moejax.train.memory_check import check_memory, memory_warnings
 from moejax.train.metrics import Meter, Records
 from moejax.train.plan_monitor import PlanMonitor
@@ -172,11 +174,13 @@ def train_planned(
     notes += leave_out(inputs, saved, processes)
     if _done(cfg, inputs, saved, notes, console, processes):
         return RunEnd(None)
+    memory = Memory(cfg, processes, saved)
+    notes += memory.notes
     devices = start(cfg.mesh)
     name_operations(cfg.profile)
     platform = platform_of(devices)
     with watch.during("plan"), fitting(cfg, devices):
-        again = {"resuming": saved is not None, "measured": measured}
+        again = {"resuming": saved is not None or memory.found, "measured": measured}
         planned = plan_run(cfg, devices, processes, console, **again)
         cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
     notes += planned.notes
@@ -191,9 +195,12 @@ def train_planned(
     records = _open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, run_dir)
+    base = base_of(cfg, source)
     with watch.during("restore"):
         told = partial(_note, console, records, notes)
-        resumed = resume(train_step, saved, choosing, processes, console, told)
+        resumed = memory.resume(
+            train_step, inputs.content, inputs.skipped, base, console, told
+        ) or resume(train_step, saved, choosing, processes, console, told)
         state = initial_state(train_step, resumed, source, console, processes)
     checkpoints = open_checkpoints(cfg, processes, records, console, copies)
     facts = describe_start(train_step, summary, processes)
@@ -201,7 +208,8 @@ def train_planned(
     records.start(int(state.step), {**facts, "peak_flops_per_second": meter.peak})
     display = Display(console, cfg.train.num_steps, int(state.step))
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes, watch)
-    run.base, run.assignment = base_of(cfg, source), assignment
+    run.base, run.assignment = base, assignment
+    run.memory = memory.begin(train_step, inputs.content, base, records, console)
     if processes.first and cfg.model.has_experts:
         run.expert_loads = ExpertLoads(run_dir, cfg.train.num_steps)
     _follow_plan(run, planned, int(state.step), devices, monitored=measured is None)
@@ -322,9 +330,16 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
         with run.processes:
             if not stopped:
                 finish(run, state)
+            run.end_memory()
+    except (DivergedError, ReplicasError):
+        # A restart goes on from the checkpoint that the message names, and not from a later step.
+        run.end_memory()
+        raise
     finally:
         run.watch.enter("finish")
         run.checkpoints.close()
+        if run.memory is not None:
+            run.memory.close()
         for problem in run.records.close():
             run.display.note(f"warning: {problem}")
         if run.expert_loads is not None:

@@ -12,6 +12,7 @@ from moejax.step.train_step import TrainStep
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.display import Display
 from moejax.train.inputs import Inputs
+from moejax.train.memory.checkpoints import MemoryCheckpoints
 from moejax.train.metrics import Records
 from moejax.train.plan_monitor import PlanMismatch, PlanMonitor
 from moejax.train.start_record import ExpertLoads
@@ -30,6 +31,7 @@ class Run:
     console: Console
     processes: Processes = ALONE
     watch: Watch = field(default_factory=Watch)
+    memory: MemoryCheckpoints | None = None  # with `checkpoint.memory_every`
     base: dict[str, str] | None = None  # identity of the frozen weights, with adapters
     expert_loads: ExpertLoads | None = None  # in process 0, of a model with experts
     monitor: PlanMonitor | None = None  # if the run has a plan with known links
@@ -41,6 +43,14 @@ class Run:
     def hosts_change(self) -> bool:
         """Whether other hosts shall train from now on."""
         return self.assignment is not None and self.assignment.proposed is not None
+
+    def end_memory(self) -> None:
+        """Removes what hosts hold in memory, which is not needed any more. All processes call it.
+
+        A run that ends in another way leaves it to its next start.
+        """
+        if self.memory is not None:
+            self.memory.end()
 
     def record_saved(self, step: int | None) -> None:
         """Records a finished checkpoint, if there is a new one."""

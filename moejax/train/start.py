@@ -100,6 +100,9 @@ def check_paths(cfg: Config) -> None:
     """
     check_keep(cfg)
     check_folder(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
+    if cfg.checkpoint.memory_every is not None:
+        place = cfg.checkpoint.memory_dir
+        check_folder(Path(place), f"`checkpoint.memory_dir` = {place}")
     begun = finished_steps(Path(cfg.run_dir) / "checkpoints")
     if cfg.lora.rank is not None or not begun:
         _source(cfg, "size", ALONE)
@@ -298,7 +301,7 @@ def initial_state(
     Frozen weights come from `source` in any case.
     """
     lora, abstract = train_step.abstract.frozen is not None, train_step.abstract
-    if source is not None:
+    if source is not None and (lora or resumed is None):
         what = "frozen weights" if lora else "weights"
         where = f"{source.path} (step {source.step})" if isinstance(source, Saved) else source
         console.print(f"{what} from {where}", soft_wrap=True)

@@ -73,8 +73,8 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             if saves or step == last or stop:
                 with run.watch.during("save", step):
                     save(run, step, state)
-            elif due(step, cfg.train.compare_every):
-                compare(run, step, state)
+            else:
+                between_saves(run, step, state, suspicious=check.suspicious)
             run.record_saved(run.checkpoints.finished())
             if step < last and (stop or (saves and run.mismatch is not None)):
                 stop_early(run, step, interrupt.requested)
@@ -208,6 +208,19 @@ def compare(run: Run, step: int, state: TrainState) -> None:
     except ReplicasError as error:
         run.records.event("replicas_differ", step, text=str(error))
         raise
+
+
+def between_saves(run: Run, step: int, state: TrainState, *, suspicious: bool) -> None:
+    """Compares copies of the state, and keeps it in memory, where that is due.
+
+    Args:
+      suspicious: whether the last steps may be bad (`StepCheck`).
+    """
+    if due(step, run.cfg.train.compare_every):
+        compare(run, step, state)
+    if run.memory is not None and due(step, run.cfg.checkpoint.memory_every) and not suspicious:
+        facts = describe_data(run, step)
+        run.memory.save(step, arrays_of(state), facts, run.watch.during("save", step))
 
 
 def save(run: Run, step: int, state: TrainState) -> None:

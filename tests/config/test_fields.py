@@ -14,6 +14,8 @@ FIELD_NAMES = [
     "checkpoint.copy_to",
     "checkpoint.init_from",
     "checkpoint.keep",
+    "checkpoint.memory_dir",
+    "checkpoint.memory_every",
     "checkpoint.save_every",
     "checkpoint.verify",
     "compression.adapt_every",

@@ -55,6 +55,7 @@ def _check_paths(cfg: Config) -> None:
     named = {
         "run_dir": (cfg.run_dir,),
         "checkpoint.init_from": (cfg.checkpoint.init_from,),
+        "checkpoint.memory_dir": (cfg.checkpoint.memory_dir,),
         "data.train_files": cfg.data.train_files,
         "data.eval_files": cfg.data.eval_files,
     }

@@ -41,6 +41,11 @@ def _effects() -> Iterator[_Effect]:
         "`compression` is none",
     )
     yield (
+        ("checkpoint.memory_dir",),
+        lambda cfg: cfg.checkpoint.memory_every is not None,
+        "`checkpoint.memory_every` is none",
+    )
+    yield (
         ("compression.adapt_every",),
         lambda cfg: build_compression(cfg.compression).adaptive,
         "no codec of `compression` is adaptive",

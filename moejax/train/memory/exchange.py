@@ -1,0 +1,290 @@
+"""Slots on their way between hosts, over TCP.
+
+Every process of a program of several listens at one port of its own. A connection begins with a
+line of JSON, which has the token that the processes agreed upon at the start; one without it is
+closed. Two kinds are served: `put` brings what a process of another host keeps here, `get` asks for
+parts of the slots that lie on this host. Bytes that follow a line are as many as both sides know
+beforehand. Nothing that arrives is executed.
+"""
+
+import hashlib
+import hmac
+import json
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from moejax.runtime.processes import find_rank
+from moejax.runtime.start import coordinator_listens_at
+from moejax.train.memory.placement import Piece
+from moejax.train.memory.slots import (
+    CHUNK,
+    NAMES,
+    RECORD_BYTES,
+    Slot,
+    SlotError,
+    check_record,
+    chunks_of,
+    open_slot,
+    pieces_of,
+    read_record,
+    view_of,
+)
+
+LINE_BYTES = 1 << 16  # of a line of JSON
+PATIENCE_S = 30.0  # without any byte; then the other side counts as gone
+FIRST_LINE_S = 10.0
+
+
+class ExchangeError(Exception):
+    """Another process did not take or give what it should. The message says why."""
+
+
+class Inbox(NamedTuple):
+    """What is taken from one process.
+
+    Attributes:
+      nbytes: what it sends each time.
+      slots: the two slots that it is written to.
+      lock: held while one of them is written.
+    """
+
+    nbytes: int
+    slots: Sequence[Slot]
+    lock: threading.Lock
+
+
+class Server:
+    """Listens for the other processes of the run, in threads of its own."""
+
+    def __init__(self, listen_at: tuple[str, int], token: str, folder: Path):
+        """Listens at an address (port 0: any port) and serves the slots of a folder."""
+        self._token, self._folder = token, folder
+        self.inboxes: Mapping[int, Inbox] = {}  # by sender; empty before the first save
+        found = socket.getaddrinfo(listen_at[0], listen_at[1], type=socket.SOCK_STREAM)[0]
+        both = found[0] == socket.AF_INET6 and listen_at[0] == "::"
+        self._socket = socket.create_server(
+            found[4][:2], family=found[0], backlog=128, dualstack_ipv6=both
+        )
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name="memory server", daemon=True).start()
+
+    def close(self) -> None:
+        """Stops listening."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept that waits
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed
+                return
+            served = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            served.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answers one connection. What breaks off, or is no member of the run, is closed."""
+        with connection, connection.makefile("rb") as reader, suppress(OSError, ExchangeError):
+            connection.settimeout(FIRST_LINE_S)
+            asked = read_line(reader)
+            if not hmac.compare_digest(str(asked.get("token")).encode(), self._token.encode()):
+                return
+            connection.settimeout(PATIENCE_S)
+            try:
+                if asked.get("kind") == "put":
+                    self._take(asked, reader, connection)
+                    connection.sendall(line({"ok": True}))
+                elif asked.get("kind") == "get":
+                    self._give(asked, reader, connection)
+            except (SlotError, KeyError, TypeError, ValueError) as error:
+                connection.sendall(line({"error": f"{error}"[:500]}))
+
+    def _take(self, asked: Mapping[str, Any], reader: BinaryIO, connection: socket.socket) -> None:
+        """Writes what a process sends to the slot that it names."""
+        inbox = self.inboxes.get(asked["process"])
+        if inbox is None:
+            raise SlotError("nothing is expected from that process")
+        if asked["bytes"] != inbox.nbytes or not 0 < asked["record"] <= RECORD_BYTES:
+            raise SlotError(f"{asked['bytes']} bytes were announced, {inbox.nbytes} are expected")
+        slot = inbox.slots[(0, 1).index(asked["slot"])]
+        with inbox.lock:
+            slot.forget()
+            slot.prepare(inbox.nbytes)
+            connection.sendall(line({"go": True}))
+            digest = read_into(reader, slot.bytes)
+            text = np.empty(asked["record"], np.uint8)
+            read_into(reader, text)
+            record = check_record(json.loads(text.tobytes()))
+            if (record["process"], record["bytes"]) != (asked["process"], inbox.nbytes):
+                raise SlotError("the record is of another process")
+            if record["sha256"] != digest:
+                raise SlotError(f"digest {digest[:12]} arrived, not {record['sha256'][:12]}")
+            slot.commit({name: x for name, x in record.items() if name != "digest"})
+
+    def _give(self, asked: Mapping[str, Any], reader: BinaryIO, connection: socket.socket) -> None:
+        """Sends boxes of a slot's pieces, one for each line that follows."""
+        name = str(asked["name"])
+        if not NAMES.fullmatch(name):  # a path, perhaps
+            raise SlotError("no slot has that name")
+        source = LocalSlot(self._folder, name)
+        while (wanted := read_line(reader, end=True)) != {}:
+            box = source.read(wanted["piece"], tuple(wanted["start"]), tuple(wanted["shape"]))
+            connection.sendall(line({"bytes": box.nbytes}))
+            for chunk in chunks_of(box.reshape(-1).view(np.uint8)):
+                connection.sendall(chunk)
+
+
+class LocalSlot:
+    """Reads boxes of pieces from a slot of this host."""
+
+    def __init__(self, folder: Path, name: str):
+        self._record = read_record(folder, name)
+        self._bytes = open_slot(folder, name, self._record)
+        self._rooms = pieces_of(self._record)
+
+    def read(self, piece: int, start: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+        """Returns a part of a piece, contiguous.
+
+        Args:
+          piece: its position in the record.
+          start: where the part begins in the whole array.
+        """
+        room, offset = self._rooms[piece]
+        inside = [begin - of for begin, of in zip(start, room.start, strict=True)]
+        for begin, size, whole in zip(inside, shape, room.shape, strict=True):
+            if not 0 <= begin <= begin + size <= whole:
+                raise SlotError(f"piece {piece} has no such part")
+        cut = tuple(slice(begin, begin + size) for begin, size in zip(inside, shape, strict=True))
+        return np.ascontiguousarray(view_of(self._bytes, room, offset)[cut]).reshape(shape)
+
+
+class RemoteSlot:
+    """Reads boxes of pieces from a slot of another host."""
+
+    def __init__(self, address: tuple[str, int], token: str, name: str):
+        self._connection = socket.create_connection(address, timeout=PATIENCE_S)
+        self._reader = self._connection.makefile("rb")
+        self._connection.sendall(line({"token": token, "kind": "get", "name": name}))
+
+    def read(self, number: int, piece: Piece, start: tuple[int, ...], out: np.ndarray) -> None:
+        """Reads a part of a piece into a contiguous array.
+
+        Args:
+          number: the piece's position in the record.
+        """
+        asked = {"piece": number, "start": list(start), "shape": list(out.shape)}
+        self._connection.sendall(line(asked))
+        answer = read_line(self._reader)
+        if answer.get("bytes") != out.nbytes:
+            raise ExchangeError(f"{piece.key}: {answer.get('error', 'another size was given')}")
+        read_into(self._reader, out.reshape(-1).view(np.uint8))
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._reader.close()
+        self._connection.close()
+
+
+def put(
+    address: tuple[str, int], token: str, slot: int, data: np.ndarray, record: Mapping[str, Any]
+) -> None:
+    """Sends bytes and their record to a process of the next host; returns when it has both.
+
+    Args:
+      slot: 0 or 1.
+    Raises:
+      ExchangeError: if it does not take them.
+      OSError: if it does not answer for `PATIENCE_S`.
+    """
+    text = json.dumps(record).encode()
+    first = {
+        "token": token,
+        "kind": "put",
+        "process": record["process"],
+        "slot": slot,
+        "bytes": data.size,
+        "record": len(text),
+    }
+    connection = socket.create_connection(address, timeout=PATIENCE_S)
+    with connection, connection.makefile("rb") as reader:
+        connection.sendall(line(first))
+        answer = read_line(reader)
+        if answer.get("go") is not True:
+            raise ExchangeError(str(answer.get("error", "it was refused")))
+        for chunk in chunks_of(data):
+            connection.sendall(chunk)
+        connection.sendall(text)
+        answer = read_line(reader)
+    if answer.get("ok") is not True:
+        raise ExchangeError(str(answer.get("error", "no answer")))
+
+
+def line(value: Mapping[str, Any]) -> bytes:
+    """Returns an object as a line of JSON."""
+    return json.dumps(value).encode() + b"\n"
+
+
+def read_line(reader: BinaryIO, *, end: bool = False) -> dict[str, Any]:
+    """Reads an object from a line of JSON.
+
+    Args:
+      end: whether the connection may end here; the object is empty then.
+    Raises:
+      ExchangeError: if there is none, or it is longer than `LINE_BYTES`.
+    """
+    text = reader.readline(LINE_BYTES)
+    if end and not text:
+        return {}
+    try:
+        if not text.endswith(b"\n"):
+            raise ValueError
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ExchangeError("the other side ended, or sent no line of JSON") from error
+    if not isinstance(found, dict):
+        raise ExchangeError("the other side sent no object")
+    return found
+
+
+def read_into(reader: BinaryIO, out: np.ndarray) -> str:
+    """Fills bytes from a connection. Returns their SHA-256.
+
+    Raises:
+      ExchangeError: if the connection ends before.
+    """
+    digest = hashlib.sha256()
+    whole, at = memoryview(out), 0
+    while at < len(whole):
+        count = reader.readinto(whole[at : at + CHUNK])  # type: ignore[attr-defined]
+        if not count:
+            raise ExchangeError(f"the connection ended after {at:,} of {len(whole):,} bytes")
+        digest.update(whole[at : at + count])
+        at += count
+    return digest.hexdigest()
+
+
+def listening_address() -> tuple[str, str]:
+    """Returns where this process listens, and where the others reach it.
+
+    It is the address by which it reaches the coordinator. Process 0 listens where the coordinator
+    does, and is reached as the coordinator is.
+    """
+    rank = find_rank()
+    assert rank.coordinator is not None, "a program of one process exchanges nothing"
+    host, _, port = rank.coordinator.rpartition(":")
+    host = host.strip("[]")
+    if rank.index == 0:
+        listens_at = coordinator_listens_at(rank.coordinator).rpartition(":")[0].strip("[]")
+        return listens_at, host
+    family, kind, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as trial:
+        trial.connect(address)  # sends nothing
+        own = str(trial.getsockname()[0])
+    return own, own

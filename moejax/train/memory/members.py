@@ -1,0 +1,110 @@
+"""The processes of a run that keep its state in memory: their hosts, and how they reach each other.
+
+All of them open it together, before a device is touched.
+"""
+
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from moejax.config.schema import Config
+from moejax.errors import write_whole
+from moejax.runtime.processes import Processes
+from moejax.train.memory.exchange import Server, listening_address
+from moejax.train.memory.folder import folder_of, host_name, open_folder
+
+# In `checkpoints`, so that a run whose checkpoints somebody has removed is another run.
+IDENTITY = "memory.json"
+
+
+@dataclass(frozen=True)
+class Members:
+    """What each process knows of all.
+
+    Attributes:
+      hosts: the host of each process.
+      addresses: where each listens; a program of one process does not.
+      token: the secret of this start, which every connection begins with.
+      folder: of this host, for this run.
+      run: identity of the run; slots of another one in the same folder count for nothing.
+      begun: identity of this start. Slots of one step from two starts are not mixed.
+    """
+
+    processes: Processes
+    hosts: list[str]
+    addresses: list[tuple[str, int]]
+    token: str
+    server: Server | None
+    folder: Path
+    run: str
+    begun: str
+
+    @property
+    def beside(self) -> list[int]:
+        """The processes of this host, in order."""
+        own = self.hosts[self.processes.index]
+        return [process for process, host in enumerate(self.hosts) if host == own]
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Which of the processes of its host this one is, and how many there are."""
+        return self.beside.index(self.processes.index), len(self.beside)
+
+    def close(self) -> None:
+        """Stops listening."""
+        if self.server is not None:
+            self.server.close()
+
+
+def open_members(cfg: Config, processes: Processes) -> Members:
+    """Opens this host's folder and a port. All processes call it.
+
+    Raises:
+      InputError: in all processes, if some folder cannot be written or is open to others.
+    """
+    checkpoints = Path(cfg.run_dir).resolve() / "checkpoints"
+    facts = processes.from_first(lambda: _identities(checkpoints))
+
+    def opened() -> Path:
+        folder = folder_of(cfg.checkpoint.memory_dir, facts["run_dir"])
+        open_folder(folder)
+        return folder
+
+    folder = processes.together(opened)
+    server, address = None, ("", 0)
+    if processes.count > 1:
+        listens_at, reached_at = listening_address()
+        server = Server((listens_at, 0), facts["token"], folder)
+        address = (reached_at, server.port)
+    known = processes.gather([host_name(), *address])
+    return Members(
+        processes,
+        [host for host, *_ in known],
+        [(name, port) for _, name, port in known],
+        facts["token"],
+        server,
+        folder,
+        facts["run"],
+        facts["begun"],
+    )
+
+
+def _identities(checkpoints: Path) -> dict[str, str]:
+    """Returns the identity of the run, which is made at its first start, and those of this start.
+
+    Its run directory is locked, so nobody else makes one.
+    """
+    path = checkpoints / IDENTITY
+    try:
+        run = str(json.loads(path.read_text(encoding="utf-8"))["run"])
+    except (OSError, ValueError, KeyError, TypeError):
+        run = secrets.token_hex(8)
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps({"run": run}) + "\n")
+    return {
+        "run_dir": str(checkpoints.parent),
+        "run": run,
+        "begun": secrets.token_hex(8),
+        "token": secrets.token_hex(16),
+    }

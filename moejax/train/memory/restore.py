@@ -1,0 +1,155 @@
+"""Puts a step that is whole in the memory of hosts onto the devices of any mesh."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.step.state import TrainState
+from moejax.step.train_step import TrainStep
+from moejax.train.checkpoint import arrays_of, state_of
+from moejax.train.digests import together
+from moejax.train.memory.exchange import LocalSlot, RemoteSlot
+from moejax.train.memory.find import Found, Held
+from moejax.train.memory.members import Members
+from moejax.train.memory.placement import Piece, start_of
+from moejax.train.numbers import wrong_numbers
+from moejax.train.resume import same_reduction
+
+Source = tuple[Held, int]  # a slot, and a piece's position in its record
+
+
+def read_state(
+    found: Found, train_step: TrainStep, members: Members
+) -> tuple[TrainState | None, str]:
+    """Returns the state onto the shardings of this run, else why it cannot be taken, in words.
+
+    The codecs' state is None where it is not valid for this run. All processes call it, and come to
+    the same result.
+    """
+    valid = same_reduction(found.facts, train_step)
+    abstract = {
+        key: x
+        for key, x in arrays_of(train_step.abstract).items()
+        if valid or not key.startswith("reduction/")
+    }
+    if other := _other_kind(abstract, found.kinds):
+        return None, f"{other} has another shape"
+    arrays, error = _read(found, abstract, members)
+    errors = members.processes.gather(error)
+    if failed := [f"process {n}: {text}" for n, text in enumerate(errors) if text is not None]:
+        return None, failed[0]
+    sums = together({one.process: one.sums for one in found.held}.values())
+    known = {"arrays": {key: digests.to_json() for key, digests in sums.items()}}
+    wrong = wrong_numbers(known, arrays, members.processes)
+    if wrong is not None:
+        jax.tree.map(lambda x: x.delete(), arrays)
+        return None, f"its numbers are not those that were saved: {wrong}"
+    return state_of(arrays, train_step.abstract, reduction=valid), ""
+
+
+def _other_kind(abstract: Mapping[str, Any], kinds: Mapping[str, Any]) -> str | None:
+    """Returns an array that was saved with another shape or dtype, or not at all."""
+    return next(
+        (key for key, x in abstract.items() if kinds.get(key) != [list(x.shape), x.dtype.name]),
+        None,
+    )
+
+
+def _read(
+    found: Found, abstract: Mapping[str, Any], members: Members
+) -> tuple[dict[str, jax.Array], str | None]:
+    """Returns the arrays, or the error that this process met."""
+    reader = _Reader(found, members)
+    try:
+        return {key: reader.array(key, x) for key, x in abstract.items()}, None
+    except Exception as error:  # of a file or another host: another step is tried
+        return {}, f"{type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        reader.close()
+
+
+class _Reader:
+    """Reads parts of arrays from the slots of this host, else from those of another one."""
+
+    def __init__(self, found: Found, members: Members):
+        self._members = members
+        self._local: dict[str, LocalSlot] = {}
+        self._remote: dict[tuple[int, str], RemoteSlot] = {}
+        self._sources: dict[str, dict[Piece, Source]] = {}
+        hosts, index = members.hosts, members.processes.index
+        for one in found.held:
+            for number, (piece, _) in enumerate(one.rooms):
+                known = self._sources.setdefault(piece.key, {})
+                # On this host, where it is there.
+                if piece not in known or hosts[one.holder] == hosts[index]:
+                    known[piece] = one, number
+
+    def close(self) -> None:
+        """Ends the connections to other hosts."""
+        for slot in self._remote.values():
+            slot.close()
+
+    def array(self, key: str, like: Any) -> jax.Array:
+        """Returns an array as it was saved, with the sharding of `like`."""
+        shape, parts = tuple(like.shape), {}
+        shard = like.sharding.shard_shape(shape)
+        for index in like.sharding.addressable_devices_indices_map(shape).values():
+            start = start_of(index)
+            if start not in parts:
+                parts[start] = self._part(key, start, np.empty(shard, like.dtype))
+        return jax.make_array_from_callback(
+            shape, like.sharding, lambda index: parts[start_of(index or ())]
+        )
+
+    def _part(self, key: str, start: tuple[int, ...], out: np.ndarray) -> np.ndarray:
+        """Fills a part of an array from the pieces that it meets."""
+        filled = 0
+        for piece, (one, number) in self._sources[key].items():
+            met = common(start, out.shape, piece)
+            if met is None:
+                continue
+            begin, size = met
+            box = self._box(one, number, piece, begin, size)
+            inside = tuple(
+                slice(a - of, a - of + n) for a, of, n in zip(begin, start, size, strict=True)
+            )
+            out[inside] = box
+            filled += box.size
+        assert filled == out.size, f"pieces cover {key}"
+        return out
+
+    def _box(
+        self, one: Held, number: int, piece: Piece, start: tuple[int, ...], shape: tuple[int, ...]
+    ) -> np.ndarray:
+        members = self._members
+        if members.hosts[one.holder] == members.hosts[members.processes.index]:
+            if one.name not in self._local:
+                self._local[one.name] = LocalSlot(members.folder, one.name)
+            return self._local[one.name].read(number, start, shape)
+        at = (self._served_by(one.holder), one.name)
+        if at not in self._remote:
+            self._remote[at] = RemoteSlot(members.addresses[at[0]], members.token, one.name)
+        box = np.empty(shape, piece.dtype)
+        self._remote[at].read(number, piece, start, box)
+        return box
+
+    def _served_by(self, holder: int) -> int:
+        """Returns which process of the holder's host this one asks: they share the work."""
+        hosts = self._members.hosts
+        there = [process for process, host in enumerate(hosts) if host == hosts[holder]]
+        return there[self._members.processes.index % len(there)]
+
+
+def common(
+    start: Sequence[int], shape: Sequence[int], piece: Piece
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Returns the start and the shape of what a box and a piece have in common, if anything."""
+    begin = tuple(max(a, b) for a, b in zip(start, piece.start, strict=True))
+    end = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True)
+    )
+    size = tuple(b - a for a, b in zip(begin, end, strict=True))
+    return (begin, size) if min(size, default=1) > 0 and math.prod(size) else None

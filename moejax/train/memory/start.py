@@ -1,0 +1,160 @@
+"""Checkpoints in memory in the order of a run: what is found at its start, then its saves."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from moejax.config.schema import Config
+from moejax.data.skipped import SkippedData
+from moejax.data.sources import Content
+from moejax.errors import InputError
+from moejax.runtime.processes import Processes
+from moejax.step.state import TrainState
+from moejax.step.train_step import TrainStep
+from moejax.train.checkpoint import arrays_of
+from moejax.train.memory.checkpoints import MemoryCheckpoints
+from moejax.train.memory.find import Found, find, set_aside
+from moejax.train.memory.members import Members, open_members
+from moejax.train.memory.restore import read_state
+from moejax.train.metrics import Records
+from moejax.train.resume import (
+    check_resumable,
+    check_same_base,
+    check_same_data,
+    describe_run,
+)
+from moejax.train.saved import Saved
+from moejax.train.skipped_data import ENTRY, to_json
+
+
+class Memory:
+    """What the hosts of a run hold of it at its start; nothing without `checkpoint.memory_every`.
+
+    Attributes:
+      notes: about what was found and is not whole.
+    """
+
+    def __init__(self, cfg: Config, processes: Processes, saved: Saved | None):
+        """Looks for a step that is newer than the newest checkpoint. Touches no device.
+
+        Raises:
+          InputError: in all processes, if state cannot be kept in memory.
+        """
+        self._newer_than = 0 if saved is None else saved.step
+        self._held: int | None = None
+        self._members: Members | None = None
+        self._found: Found | None = None
+        self.notes: list[str] = []
+        if cfg.checkpoint.memory_every is not None:
+            self._members = open_members(cfg, processes)
+            self._found, self.notes = find(self._members, self._newer_than)
+
+    @property
+    def found(self) -> bool:
+        """Whether a step is there that may be resumed."""
+        return self._found is not None
+
+    def resume(
+        self,
+        train_step: TrainStep,
+        content: Content,
+        skipped: Sequence[SkippedData],
+        base: dict[str, str] | None,
+        console: Console,
+        note: Callable[[str], None],
+    ) -> TrainState | None:
+        """Returns the state of the newest step in memory that fits this run; None without one.
+
+        Whatever is wrong with it, the run goes on from what is left, and says so.
+
+        Args:
+          skipped: what the run left out of its data so far.
+          base: `describe_base` of a run with adapters.
+          note: is told why steps are not taken.
+        """
+        while self._members is not None and (found := self._found) is not None:
+            unfit = _unfit(found, train_step.cfg, content, base, note)
+            if found.facts[ENTRY] != to_json(skipped):
+                unfit = "the run went back to before it"
+            if unfit is not None:
+                note(f"step {found.step} in memory is not taken: {unfit}")
+                return None
+            text = f"resuming at step {found.step} from the memory of hosts"
+            console.print(text, soft_wrap=True)
+            state, wrong = read_state(found, train_step, self._members)
+            if state is not None:
+                self._held = found.slot
+                return _with_reduction(state, train_step, found, note)
+            note(f"step {found.step} in memory is not taken: {wrong}")
+            for one in found.held:
+                if one.holder == self._members.processes.index:
+                    set_aside(self._members, one.name, wrong)
+            self._found, notes = find(self._members, self._newer_than)
+            for text in notes:
+                note(text)
+        return None
+
+    def begin(
+        self,
+        train_step: TrainStep,
+        content: Content,
+        base: dict[str, str] | None,
+        records: Records,
+        console: Console,
+    ) -> MemoryCheckpoints | None:
+        """Returns what keeps the state from now on, if anything does. All processes call it.
+
+        Raises:
+          InputError: in all processes, if a host has no room.
+        """
+        if self._members is None:
+            return None
+        warned = False
+
+        def told(event: str, step: int, **values: Any) -> None:
+            nonlocal warned
+            records.event(event, step, **values)
+            if event == "memory_failed" and not warned:
+                warned = True
+                text = f"warning: step {step} is not kept in memory: {values['text']}"
+                console.print(text, highlight=False, soft_wrap=True)
+
+        facts = {**describe_run(train_step, content, base), "jax": jax.__version__}
+        arrays = arrays_of(train_step.abstract)
+        return MemoryCheckpoints(self._members, arrays, facts, told, held=self._held)
+
+
+def _unfit(
+    found: Found,
+    cfg: Config,
+    content: Content,
+    base: dict[str, str] | None,
+    note: Callable[[str], None],
+) -> str | None:
+    """Returns why a step is not one of this run, by the checks of a checkpoint on disk."""
+    allowed = cfg.checkpoint.allow_changed_data
+    try:
+        for change in check_resumable(found.facts["config"], cfg, step=found.step):
+            note(f"setting changed since the checkpoint: {change}")
+        for change in check_same_data(found.facts, content, allowed=allowed):
+            note(f"data changed since the checkpoint: {change}")
+        if base is not None:
+            check_same_base(found.facts, base)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _with_reduction(
+    state: TrainState, train_step: TrainStep, found: Found, note: Callable[[str], None]
+) -> TrainState:
+    if state.reduction is not None:
+        return state
+    if any(key.startswith("reduction/") for key in found.kinds):
+        note(
+            "warning: mesh or compression differ from those of the step in memory: what codecs had "
+            "not sent yet is dropped"
+        )
+    return state._replace(reduction=train_step.first_reduction())

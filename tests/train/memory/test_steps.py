@@ -1,0 +1,107 @@
+"""When the loop keeps a state in memory, and when it throws away what it kept."""
+
+import dataclasses
+import math
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+from moejax.config.checks import check
+from moejax.config.schema import CheckpointConfig, Config
+from moejax.errors import DivergedError, InputError
+from moejax.train.loop import _run_to_end
+from moejax.train.metrics import Meter
+from moejax.train.start import check_paths
+from moejax.train.steps import run_steps
+from tests.cases import small_config
+from tests.train.running import initial_state, metrics
+
+
+class Kept:
+    """Stands for the copies in memory."""
+
+    def __init__(self):
+        self.steps, self.ended, self.closed = [], False, False
+
+    def save(self, step, state, waiting=None):
+        assert int(state["counters/step"]) == step
+        with waiting or nullcontext():
+            self.steps.append(step)
+
+    def end(self):
+        self.ended = True
+
+    def close(self):
+        self.closed = True
+
+
+def training(running, bad=(), *, num_steps=9, max_skipped=None, **kept):
+    """A run whose steps only count, with copies in memory; updates of the steps in `bad` fail."""
+    settings = {"num_steps": num_steps, "eval_every": None, "max_skipped": max_skipped}
+    cfg = dataclasses.replace(
+        small_config(train=settings), checkpoint=CheckpointConfig(**{"save_every": None, **kept})
+    )
+
+    def step(state, batch):
+        number = int(state.step) + 1
+        skipped = state.skipped + (number in bad)
+        state = state._replace(step=np.int32(number), skipped=np.int32(skipped))
+        measured = {"loss": math.nan, "norm": math.nan} if number in bad else {}
+        return state, metrics(**measured, skipped=skipped)
+
+    run, _ = running(cfg, step=step)
+    run.memory = Kept()
+    meter = Meter(
+        tokens_per_step=1,
+        flops_per_token=1,
+        peak=1.0,
+        num_steps=num_steps,
+        schedule=lambda updates: 0.0,
+    )
+    return run, meter
+
+
+def test_every_so_many_steps_but_where_the_step_goes_to_disk(running):
+    run, meter = training(running, memory_every=2, save_every=4)
+    run_steps(run, initial_state(), meter)
+    assert run.checkpoints.steps == [4, 8, 9]
+    assert run.memory.steps == [2, 6]
+
+
+def test_nothing_is_kept_while_updates_are_skipped(running):
+    run, meter = training(running, bad={3, 4, 5}, memory_every=1)
+    run_steps(run, initial_state(), meter)
+    # A skipped update is known one step later; its weights are those of the step before it.
+    assert run.memory.steps == [1, 2, 3, 7, 8]
+
+
+def test_a_run_that_diverged_goes_back_to_the_checkpoint_that_is_named(running, monkeypatch):
+    run, meter = training(running, bad=range(3, 9), memory_every=1, max_skipped=3)
+    monkeypatch.setattr(run.checkpoints, "close", lambda: None)
+    with pytest.raises(DivergedError):
+        _run_to_end(run, initial_state(), meter)
+    assert (run.memory.ended, run.memory.closed) == (True, True)
+
+
+def test_a_run_that_fails_leaves_what_it_kept(running, monkeypatch):
+    run, meter = training(running, memory_every=1)
+    monkeypatch.setattr(run.checkpoints, "close", lambda: None)
+    monkeypatch.setattr(run.memory, "save", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _run_to_end(run, initial_state(), meter)
+    assert (run.memory.ended, run.memory.closed) == (False, True)
+
+
+def test_a_dry_run_sees_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    kept = CheckpointConfig(memory_every=5, memory_dir=str(tmp_path / "file" / "folder"))
+    cfg = dataclasses.replace(small_config(), run_dir=str(tmp_path / "run"), checkpoint=kept)
+    with pytest.raises(InputError, match=r"`checkpoint\.memory_dir` = .* cannot be written"):
+        check_paths(cfg)
+
+
+def test_a_folder_without_copies_has_no_effect():
+    cfg = Config(checkpoint=CheckpointConfig(memory_dir="/tmp/other"))
+    with pytest.raises(InputError, match=r"`checkpoint\.memory_every` is none"):
+        check(cfg)
