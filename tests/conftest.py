@@ -88,6 +88,7 @@ LONGEST = (
     "integration/test_train_command",
     "integration/test_planned_run",
     "integration/test_compressed_run",
+    "integration/test_rollback_run",
     "step/test_micro_batches",
     "kernels/mosaic/test_grouped_matmul_e4m3",
     "hlo/test_routes",

@@ -3,7 +3,7 @@
 Sequence i of an epoch is tokens i * T to i * T + T of the stream: T inputs, and the same shifted by
 one, of which the stream says which are targets. Every process asks for its own rows of the global
 batch, so the order is the same on any number of processes, and the position in the data is one
-integer, the step.
+integer: the step, and what a run left out before it (`data.skipped`).
 
 N: tokens of a stretch of the stream. U: T + 1.
 """

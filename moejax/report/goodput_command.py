@@ -18,7 +18,8 @@ examples:
   moejax goodput runs/tiny --json      # for scripts
 
 Goodput is the share of time in steps that count: not those that a later start
-did again, or that the run rolled back. docs/formats/events.md says what a run writes down for it.
+did again, or that the run rolled back. docs/formats/events.md says what a run
+writes down for it.
 """
 
 

@@ -128,7 +128,7 @@ function marks() {
   for (const run of runs) {
     // Beside other runs a mark that is no warning has its run's colour.
     const own = runs.length > 1 ? run.colour : style("accent");
-    const wanted = { skipped: style("bad"), diverged: style("bad"), stopped: runs.length > 1 ? own : style("soft"), planning_again: own };
+    const wanted = { skipped: style("bad"), diverged: style("bad"), spike: style("bad"), rolled_back: style("bad"), stopped: runs.length > 1 ? own : style("soft"), planning_again: own };
     for (const one of run.events) if (wanted[one.event]) data.push({ xAxis: place(run, one.step), lineStyle: { color: wanted[one.event] } });
     for (const one of run.starts.slice(1)) data.push({ xAxis: place(run, one.step), lineStyle: { color: own } });
   }

@@ -11,7 +11,7 @@ from moejax.step.state import Metrics
 from moejax.train.manifest import finished_steps
 from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
-from moejax.train.spikes import Spike, Spikes
+from moejax.train.spikes import STEPS, Spike, Spikes
 
 
 class BadSteps(NamedTuple):
@@ -37,6 +37,9 @@ class StepCheck:
     def __init__(self, run: Run, skips: Skips, interrupt: Interrupt):
         self._run, self._skips, self._interrupt = run, skips, interrupt
         self._spikes = Spikes(run.cfg.train.spike_threshold)
+        # Rarer checkpoints leave one from before a spike, as two are kept at least.
+        often = (run.cfg.checkpoint.save_every or STEPS) < STEPS
+        self._waits_for_spikes = often and run.cfg.train.on_spike == "roll_back"
 
     @property
     def suspicious(self) -> bool:
@@ -44,7 +47,8 @@ class StepCheck:
 
         Skipped updates do not change the weights, and a spike may have broken them.
         """
-        return self._skips.in_a_row > 0 or self._spikes.suspected
+        high = self._waits_for_spikes and self._spikes.suspected
+        return self._skips.in_a_row > 0 or high
 
     def after(self, step: int, metrics: Metrics) -> None:
         """Takes what a step measured, which waits for it; call in order.

@@ -34,7 +34,11 @@ def from_json(listed: Any, where: Path) -> list[SkippedData]:
     try:
         found = [SkippedData(entry["after_step"], entry["skip"]) for entry in listed]
         counts = all(type(n) is int for entry in found for n in entry)
-        whole = counts and all(entry.after_step >= 0 and entry.skip > 0 for entry in found)
+        whole = (
+            isinstance(listed, list)
+            and counts
+            and all(entry.after_step >= 0 and entry.skip > 0 for entry in found)
+        )
     except (TypeError, KeyError):
         found, whole = [], False
     if not whole:

@@ -4,6 +4,8 @@ A loss is high if it lies above the median of the losses before by `threshold` s
 which are taken as 1.4826 times the median absolute deviation. `STEPS` high losses in a row are a
 spike; a single one is a bad batch. High losses do not enter the median, so that a slow rise does
 not hide itself, until they have lasted as long as the window: then they are the new level.
+
+False alarms and delays are measured by `python -m benchmarks.learning.spikes`.
 """
 
 import statistics

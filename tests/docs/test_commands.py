@@ -33,6 +33,7 @@ NOT_RUN = {
     "*launch/emulate *": "needs root, ip and tc; tests/launch and benchmarks run it",
     "*launch/local *": "several processes: tests/integration/test_several_processes.py",
     "*pip install*": "needs a package index",
+    "*--replay_step *": "a step of a longer run; tests/train/test_replay.py",
     "*make aot*": "an environment of its own, in CI",
     "*moejax.aot *": "compilers of .venv-aot, and minutes; tests/aot",
     "*make test*": "runs tests",

@@ -27,8 +27,8 @@ def kill():
     raise KilledError
 
 
-def config(run_dir, **train):
-    """The config of a run that saves every four steps."""
+def config(run_dir, *, every=EVERY, **train):
+    """The config of a run that saves every so many steps."""
     settings = {
         "num_steps": STEPS,
         "batch_sequences": 4,
@@ -46,7 +46,7 @@ def config(run_dir, **train):
         cfg,
         run_dir=str(run_dir),
         data=DataConfig(sequence_length=16),
-        checkpoint=CheckpointConfig(save_every=EVERY, keep=3),
+        checkpoint=CheckpointConfig(save_every=every, keep=3),
         plan=dataclasses.replace(cfg.plan, mode="hand"),
     )
 

@@ -1,10 +1,14 @@
 """Real runs that go back: on one device, with batches whose loss is not finite."""
 
+import signal
+
 import jax
 import numpy as np
 import pytest
 
 from moejax.errors import DivergedError, InputError
+from moejax.train import rollback
+from moejax.train.bad_steps import StepCheck
 from moejax.train.checkpoint import restore_state
 from moejax.train.manifest import finished_steps, read_manifest
 from moejax.train.saved import newest
@@ -87,12 +91,50 @@ def test_a_run_that_went_back_often_enough_ends_and_says_so(run, tmp_path):
         run("ends", {}, rollbacks=1, num_steps=STEPS + 1)
 
 
-@pytest.mark.parametrize("on_spike", ["tell", "roll_back"])
-def test_a_loss_that_jumps_is_told_and_left_out_if_wanted(run, tmp_path, on_spike):
-    shown, _ = run("spike", {40, 41, 42}, jump=True, on_spike=on_spike, num_steps=48)
+def tables():
+    """How many arrays have the shape of the embedding: one of weights and two of the optimizer."""
+    return sum(x.shape == (264, 8) for x in jax.live_arrays())
+
+
+def test_the_state_is_gone_from_the_devices_before_another_is_read(run, monkeypatch):
+    before, held = tables(), []
+    choose = rollback.choose_checkpoint
+
+    def counted(*arguments, **names):
+        held.append(tables())
+        return choose(*arguments, **names)
+
+    monkeypatch.setattr(rollback, "choose_checkpoint", counted)
+    run("gone", {5, 6})
+    assert held == [before]
+
+
+def test_a_run_that_was_asked_to_stop_when_it_goes_back_stops_there(run, tmp_path, monkeypatch):
+    asked = StepCheck.after
+
+    def signalled(self, step, metrics):
+        if step == 7:
+            signal.raise_signal(signal.SIGTERM)
+        asked(self, step, metrics)
+
+    monkeypatch.setattr(StepCheck, "after", signalled)
+    shown, _ = run("stopped", {5, 6})
+    assert "stopped at step 4; run the same command to go on" in shown
+    assert [e["step"] for e in events(tmp_path / "stopped", "stopped")] == [4]
+    assert finished_steps(tmp_path / "stopped" / "checkpoints") == [4]
+    monkeypatch.undo()
+    _, seen = run("stopped", {5, 6})
+    assert seen[0] == (5, batch(7))
+
+
+# With a checkpoint each step those of high losses must not push out the last one from before.
+@pytest.mark.parametrize(("on_spike", "every"), [("tell", 24), ("roll_back", 12), ("roll_back", 1)])
+def test_a_loss_that_jumps_is_told_and_left_out_if_wanted(run, tmp_path, on_spike, every):
+    settings = {"on_spike": on_spike, "num_steps": 42, "every": every}
+    shown, _ = run("spike", {36, 37, 38}, jump=True, **settings)
     (told,) = events(tmp_path / "spike", "spike")
-    assert (told["step"], told["loss"]) == (43, 100.0)
+    assert (told["step"], told["loss"]) == (39, 100.0)
     assert told["median"] < 10
-    assert shown.count("the loss jumped at step 41: it is 100.0000 at step 43") == 1
+    assert shown.count("the loss jumped at step 37: it is 100.0000 at step 39") == 1
     backs = [(e["to"], e["skipped"]) for e in events(tmp_path / "spike", "rolled_back")]
-    assert backs == ([(40, 3)] if on_spike == "roll_back" else [])
+    assert backs == ([(36, 3)] if on_spike == "roll_back" else [])
