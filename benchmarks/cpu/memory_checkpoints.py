@@ -52,14 +52,14 @@ def measure_saves(
     began = time.perf_counter()
     kept = MemoryCheckpoints(members, arrays_of(train_step.abstract), {}, told)
     reserve = time.perf_counter() - began
-    kept.save(0, arrays_of(state))
+    kept.save(0, arrays_of(state), {})
     found: dict[str, list[float]] = {"with": [], "without": []}
     for turn in range(rounds):
         for side in sorted(found, reverse=bool(turn % 2)):
             state, _ = steps(state, 1)  # what the interval before left has ended
             began = time.perf_counter()
             if side == "with":
-                kept.save(turn + 1, arrays_of(state))
+                kept.save(turn + 1, arrays_of(state), {})
             state, _ = steps(state, count)
             found[side].append(time.perf_counter() - began)
     kept.end()

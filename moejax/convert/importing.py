@@ -38,10 +38,10 @@ from moejax.hf.origin import ORIGIN, copy_small_files, small_files
 from moejax.hf.reader import Folder
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
-from moejax.train.checkpoint import save_written
 from moejax.train.disk_space import naming_full_disk, quiet_about_full_disks
 from moejax.train.manifest import digest_of_pieces
 from moejax.train.stored import NewArray, Part
+from moejax.train.written import save_written
 
 LONGEST = 2048  # positions of a sequence in the written config
 LEARNING_RATE = 1e-5  # for weights that are trained already

@@ -197,7 +197,7 @@ def _of_steps(starts: list[Start]) -> dict[str, float]:
     Steps are lost to what follows them in the log at the same number or below: in the same start
     the run has gone back.
     """
-    seconds: dict[str, float] = dict.fromkeys((TRAINING, REPEATED, ROLLED_BACK), 0.0)
+    seconds: dict[str, float] = {TRAINING: 0.0, REPEATED: 0.0, ROLLED_BACK: 0.0}
     kept: list[Steps] = []  # in order of steps
     for start in starts:
         for number, steps in enumerate(start.steps):

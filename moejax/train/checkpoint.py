@@ -1,4 +1,4 @@
-"""Checkpoints that are verified before they are trusted. The only user of Orbax.
+"""Checkpoints that are verified before they are trusted.
 
 Orbax writes shards asynchronously and commits by renaming, but a flipped bit restores silently. So
 after each commit a thread writes a manifest with the size and SHA-256 of every file and with
@@ -8,7 +8,7 @@ without a manifest was never finished. A restore takes the newest step whose fil
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import future
 from orbax.checkpoint._src.futures import signaling_client, synchronization
 
 from moejax.errors import InputError, StorageFullError
@@ -35,10 +34,9 @@ from moejax.train.manifest import (
     finished_steps,
     read_manifest,
     stored_bytes,
-    write_manifest,
 )
 from moejax.train.saved import Saved, remove_half_written
-from moejax.train.stored import FILE_BYTES, PIECE_BYTES, NewArray, apart, store_of
+from moejax.train.stored import FILE_BYTES, PIECE_BYTES, apart
 
 ITEMS = ("counters", "weights", "optimizer", "reduction")
 
@@ -304,64 +302,3 @@ def _of_items(read: Mapping[str, Any], abstract: TrainState, reduction: bool) ->
 def step_of_state(saved: Saved, abstract: TrainState) -> int:
     """Returns the step counter inside a checkpoint's state."""
     return int(restore_items(saved.path, abstract, ("counters",))["counters"]["step"])
-
-
-def save_written(
-    step: Path,
-    items: Mapping[str, Sequence[NewArray]],
-    stores: Path,
-    facts: dict[str, Any],
-    processes: Processes,
-) -> None:
-    """Makes a checkpoint of arrays that are written already. All processes call it.
-
-    Args:
-      step: its directory, named by the step's number; made here.
-      items: arrays by item.
-      stores: what `PieceWriter` wrote of them, in a directory for each item and in it one for each
-        process (`store_of`). It moves into the checkpoint.
-      facts: entries of the manifest.
-    """
-    handlers, args = {}, {}
-    for name, arrays in items.items():
-        moved = _Written(store_of(stores / name, processes.index))
-        # Orbax asks the registry for JAX's arrays too, though there are none.
-        registry = ocp.type_handlers.create_type_handler_registry(
-            (jax.Array, ocp.type_handlers.ArrayHandler()), (NewArray, moved)
-        )
-        handlers[name] = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-        args[name] = ocp.args.PyTreeSave({array.key: array for array in arrays})
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as writer:
-        writer.save(step.absolute(), args=ocp.args.Composite(**args))
-    if processes.first:
-        write_manifest(step, {"step": int(step.name), **facts})
-
-
-class _Written(ocp.type_handlers.TypeHandler):
-    """Lets Orbax take arrays that are written already for its own."""
-
-    def __init__(self, store: Path):
-        self._store = store
-
-    def typestr(self) -> str:
-        """The type as which a restore reads them."""
-        return "jax.Array"
-
-    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
-        """Moves what this process wrote of an item to where Orbax merges it."""
-
-        async def move() -> None:
-            for info in infos:
-                await info.await_path_creation()
-            if self._store.is_dir():
-                self._store.rename(infos[0].parent_dir / self._store.name)
-
-        return [future.CommitFutureAwaitingContractedSignals(move())]
-
-    async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        """Is never asked for: a restore uses Orbax's own handlers."""
-        raise NotImplementedError
-
-    async def metadata(self, infos: Any) -> Any:
-        """Is never asked for, as `deserialize`."""
-        raise NotImplementedError

@@ -17,35 +17,31 @@ import jax
 from rich.console import Console
 
 from moejax.comm.exchange import disconnect
-from moejax.config.checks import check, resolve_mesh
-from moejax.config.load import save_json
+from moejax.config.checks import check
 from moejax.config.schema import Config
 from moejax.errors import DivergedError, ReplicasError
-from moejax.layout.layout import build_layout
-from moejax.layout.mesh import build_mesh
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.probe.timer import ProgressFn
 from moejax.plan.search.file import Plan
 from moejax.runtime.assignment import Assignment, find_assignment
 from moejax.runtime.processes import Processes
-from moejax.runtime.start import join, leave, measure_peak, platform_of, start
+from moejax.runtime.start import join, leave, measure_peak
 from moejax.runtime.watch import Watch
 from moejax.step.model import check_adapters
 from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
-from moejax.step.train_step import build_step
-from moejax.train.checkpoint import Checkpoints, join_orbax
-from moejax.train.copies import Copies
+from moejax.train.checkpoint import join_orbax
 from moejax.train.digests import forget_places
 from moejax.train.display import Display
 from moejax.train.evaluation import finish
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.memory.start import Memory
-from moejax.train.memory_check import check_memory, memory_warnings
-from moejax.train.metrics import Meter, Records
+from moejax.train.memory_check import memory_warnings
+from moejax.train.metrics import Meter
+from moejax.train.opened import open_checkpoints, open_records, tell_note
 from moejax.train.plan_monitor import PlanMonitor
-from moejax.train.planning import RunPlan, kept_plan, measure, plan_run
-from moejax.train.profile import name_operations
+from moejax.train.planning import kept_plan, measure
+from moejax.train.prepared import Prepared, prepare
 from moejax.train.restore import resume, set_aside_wrong_steps
 from moejax.train.rollback import run_with_rollbacks
 from moejax.train.run import Run
@@ -61,14 +57,13 @@ from moejax.train.start import (
     choose_checkpoint,
     claim,
     finished_message,
-    fitting,
     initial_state,
     leave_out,
     open_copies,
 )
 from moejax.train.start_record import ExpertLoads, describe_start, highest_peak
-from moejax.train.summary import Summary, print_summary, summarize
-from moejax.train.trackers import check_trackers, open_trackers
+from moejax.train.summary import Summary, print_summary
+from moejax.train.trackers import check_trackers
 from moejax.train.watching import watching
 
 LOCK_S = 60.0  # a run whose hosts change waits so long for the processes before to let it go
@@ -176,28 +171,21 @@ def train_planned(
         return RunEnd(None)
     memory = Memory(cfg, processes, saved)
     notes += memory.notes
-    devices = start(cfg.mesh)
-    name_operations(cfg.profile)
-    platform = platform_of(devices)
-    with watch.during("plan"), fitting(cfg, devices):
-        again = {"resuming": saved is not None or memory.found, "measured": measured}
-        planned = plan_run(cfg, devices, processes, console, **again)
-        cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
-    notes += planned.notes
-    train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
-    limit, summary = check_memory(train_step, processes), summarize(train_step)
-    processes.gather("traced")  # gloo gives up on one that comes half a minute later
+    again = {"resuming": saved is not None or memory.found, "measured": measured}
+    prepared = prepare(cfg, processes, console, watch, **again)
+    cfg, train_step, summary = prepared.train_step.cfg, prepared.train_step, prepared.summary
+    notes += prepared.planned.notes
     saved, more = set_aside_wrong_steps(saved, train_step, choosing, processes)
     notes += [note for note in more if note not in notes]
     notes += check_disk(train_step, saved, run_dir / "checkpoints", processes)
-    notes += memory_warnings(summary, limit)
-    print_summary(summary, train_step, console, planned.rows())
-    records = _open_records(cfg, notes, console, processes)
+    notes += memory_warnings(summary, prepared.limit)
+    print_summary(summary, train_step, console, prepared.planned.rows())
+    records = open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, run_dir)
     base = base_of(cfg, source)
     with watch.during("restore"):
-        told = partial(_note, console, records, notes)
+        told = partial(tell_note, console, records, notes)
         resumed = memory.resume(
             train_step, inputs.content, inputs.skipped, base, console, told
         ) or resume(train_step, saved, choosing, processes, console, told)
@@ -212,14 +200,13 @@ def train_planned(
     run.memory = memory.begin(train_step, inputs.content, base, records, console)
     if processes.first and cfg.model.has_experts:
         run.expert_loads = ExpertLoads(run_dir, cfg.train.num_steps)
-    _follow_plan(run, planned, int(state.step), devices, monitored=measured is None)
+    _follow_plan(run, prepared, int(state.step), monitored=measured is None)
     return _run_to_end(run, state, meter)
 
 
-def _follow_plan(
-    run: Run, planned: RunPlan, step: int, devices: Sequence[Any], *, monitored: bool
-) -> None:
+def _follow_plan(run: Run, prepared: Prepared, step: int, *, monitored: bool) -> None:
     """Records a planned run's prediction, and has its steps compared with it."""
+    planned, devices = prepared.planned, prepared.devices
     if planned.plan is None:
         return
     run.records.event("plan", step, seconds=planned.plan.predicted["seconds"])
@@ -251,61 +238,6 @@ def _monitor(run: Run, plan: Plan, topology: Topology, devices: Sequence[Any]) -
         return measure(run.cfg, devices, run.processes, told)[0]
 
     return PlanMonitor(plan, topology, again if run.cfg.plan.replan else None)
-
-
-def open_checkpoints(
-    cfg: Config,
-    processes: Processes,
-    records: Records,
-    console: Console,
-    copies: Copies | None = None,
-) -> Checkpoints:
-    """Returns the run's checkpoints; failed saves and copies are recorded as soon as seen."""
-
-    def failed(step: int, text: str) -> None:
-        records.event("save_failed", step, text=text)
-
-    def copied(steps: list[int], error: str | None) -> None:
-        for step in steps:
-            records.event("copied", step)
-        if error is not None:
-            records.event("copy_failed", 0, text=error)
-            console.print(
-                f"warning: checkpoints are not copied to {cfg.checkpoint.copy_to}: {error}",
-                highlight=False,
-                soft_wrap=True,
-            )
-
-    return Checkpoints(
-        Path(cfg.run_dir) / "checkpoints",
-        keep=cfg.checkpoint.keep,
-        processes=processes,
-        failed=failed,
-        copies=copies,
-        copied=copied,
-    )
-
-
-def _open_records(
-    cfg: Config, notes: Sequence[str], console: Console, processes: Processes
-) -> Records:
-    """Writes the resolved config, opens the records, and shows and records the start's notes."""
-    run_dir = Path(cfg.run_dir)
-    if processes.first:
-        save_json(cfg, run_dir / "config.json")
-    trackers = open_trackers(cfg) if processes.first else None
-    records = Records(run_dir, written=processes.first, trackers=trackers)
-    for text in notes:
-        _note(console, records, (), text)
-    return records
-
-
-def _note(console: Console, records: Records, known: Sequence[str], text: str) -> None:
-    """Shows and records a note of the start, unless it is known."""
-    if text in known:
-        return
-    console.print(text, highlight=False, soft_wrap=True)
-    records.event("note", 0, text=text)
 
 
 def _meter(cfg: Config, summary: Summary, facts: Mapping[str, Any], processes: Processes) -> Meter:

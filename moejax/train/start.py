@@ -252,7 +252,7 @@ def check_disk(
 
 
 @contextmanager
-def fitting(cfg: Config, devices: Sequence[Any]) -> Iterator[None]:
+def fitting(devices: Sequence[Any]) -> Iterator[None]:
     """Tells apart, where hosts of a run may change, that no mesh fits those there are.
 
     Raises:

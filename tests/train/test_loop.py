@@ -122,7 +122,9 @@ class Mailbox(Processes):
         self.others = others
 
     def gather(self, value):
-        return [value, self.others] if isinstance(value, bool) else [value]
+        if isinstance(value, list):  # asked to stop, and why hosts change
+            return [value, [self.others, None]]
+        return [value]
 
 
 @pytest.mark.parametrize("asked", [None, "other", "this"])

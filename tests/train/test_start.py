@@ -22,9 +22,9 @@ from moejax.runtime.processes import ALONE
 from moejax.train import checkpoint, disk_space
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import Inputs
-from moejax.train.loop import open_checkpoints
 from moejax.train.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
 from moejax.train.metrics import Records
+from moejax.train.opened import open_checkpoints
 from moejax.train.restore import resume, set_aside_wrong_steps
 from moejax.train.resume import describe_run
 from moejax.train.saved import Saved, newest

@@ -47,6 +47,9 @@ def host(monkeypatch):
     monkeypatch.setenv("MOEJAX_HOST", "host-0")
 
 
+FACTS = {"skipped_data": []}  # of a run that never went back
+
+
 def configured(tmp_path, mesh, **model):
     cfg = small_config(mesh, model={"num_layers": 2, **model})
     kept = CheckpointConfig(memory_every=2, memory_dir=str(tmp_path / "memory"))
@@ -84,7 +87,7 @@ def at_step(state, step):
 def save(kept, state, *steps):
     """Saves the state as of some steps, each complete before the next."""
     for step in steps:
-        kept.save(step, arrays_of(at_step(state, step)))
+        kept.save(step, arrays_of(at_step(state, step)), FACTS)
         kept._pending.result()
 
 
@@ -94,7 +97,7 @@ def resumed(tmp_path, mesh=MESHES[1], saved=None, **model):
     memory = Memory(train_step.cfg, ALONE, saved)
     said += memory.notes
     console = Console(file=io.StringIO())
-    return memory.resume(train_step, CONTENT, None, console, said.append), said
+    return memory.resume(train_step, CONTENT, (), None, console, said.append), said
 
 
 def bits(state):
@@ -221,8 +224,8 @@ def test_a_save_that_is_due_too_early_is_skipped(tmp_path, monkeypatch):
     real = kept._complete
     monkeypatch.setattr(kept, "_complete", lambda *a: (time.sleep(0.5), real(*a)))
     began = time.monotonic()
-    kept.save(2, arrays_of(state))
-    kept.save(4, arrays_of(state))
+    kept.save(2, arrays_of(state), FACTS)
+    kept.save(4, arrays_of(state), FACTS)
     assert events == [("memory_skipped", 4, {})]
     assert time.monotonic() - began < 10  # and does not wait for the one under way
     kept.end()
@@ -256,7 +259,7 @@ def test_what_a_start_resumed_is_kept_until_a_newer_step_is_whole(tmp_path):
     kept.close()
     memory = Memory(train_step.cfg, ALONE, None)
     console, records = Console(file=io.StringIO()), []
-    assert memory.resume(train_step, CONTENT, None, console, records.append) is not None
+    assert memory.resume(train_step, CONTENT, (), None, console, records.append) is not None
     again = MemoryCheckpoints(
         memory._members, arrays_of(train_step.abstract), {}, partial(_tell, []), held=memory._held
     )
@@ -345,7 +348,7 @@ def test_hosts_keep_copies_for_each_other(tmp_path, monkeypatch):
 
 
 def save_in_turn(kept, state, step):
-    kept.save(step, state)
+    kept.save(step, state, {})
     kept._pending.result()
     kept._members.processes.gather(step)  # as the steps of a run hold processes together
 

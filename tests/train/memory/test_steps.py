@@ -24,7 +24,8 @@ class Kept:
     def __init__(self):
         self.steps, self.ended, self.closed = [], False, False
 
-    def save(self, step, state, waiting=None):
+    def save(self, step, state, facts, waiting=None):
+        assert facts == {"data_position": step, "skipped_data": []}
         assert int(state["counters/step"]) == step
         with waiting or nullcontext():
             self.steps.append(step)
@@ -39,6 +40,7 @@ class Kept:
 def training(running, bad=(), *, num_steps=9, max_skipped=None, **kept):
     """A run whose steps only count, with copies in memory; updates of the steps in `bad` fail."""
     settings = {"num_steps": num_steps, "eval_every": None, "max_skipped": max_skipped}
+    settings["rollbacks"] = 0
     cfg = dataclasses.replace(
         small_config(train=settings), checkpoint=CheckpointConfig(**{"save_every": None, **kept})
     )
