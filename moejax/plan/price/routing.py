@@ -82,7 +82,8 @@ def _recorded(path: Path, num_experts: int) -> ExpertLoad:
     try:
         data = json.loads(path.read_text())
         counts_LE = [[float(n) for n in layer] for layer in data["load"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    # Brackets nested thousands deep end json with RecursionError.
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(
             f"routing {path} cannot be read: {type(error).__name__}. It must be balanced, "
             "zipf:POWER, or a routing.json from a run directory. Check the path."

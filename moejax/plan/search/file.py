@@ -82,7 +82,8 @@ def load_plan(path: Path) -> Plan:
     """
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    # Brackets nested thousands deep end json with RecursionError.
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"plan {path} cannot be read: {error}. It must be a file that moejax plan --out wrote. "
             "Check the path."
