@@ -25,17 +25,19 @@ from tests.faults.untrusted import NEEDS, READERS, tally
 PAGE = """\
 # What becomes of broken files
 
-`{command}` wrote this page. Each trial changes one to three places of
-a whole file (a bit flipped, the rest cut off, bytes inserted or repeated, brackets nested 5,000 deep, another number in
-the place of a digit) and reads it. The seeds of the trials are 0 to {last}; `tests/faults/untrusted.py` has the readers.
-The machine: {where}, JAX {jax}, Python {python}, {date}.
+`{command}` wrote this page. Each trial
+changes one to three places of a whole file (a bit flipped, the rest cut off, bytes inserted or
+repeated, brackets nested 5,000 deep, another number in the place of a digit) and reads it. The
+seeds of the trials are 0 to {last}; `tests/faults/untrusted.py` has the readers. The machine:
+{where}, JAX {jax}, Python {python}, {date}.
 
 | reader | what it reads | trials | refused in one line | read | crashed | seconds |
 |---|---|---:|---:|---:|---:|---:|
 {rows}
 
-*Read*: the change left a file that means something, such as another digit in a text or a damaged line of a log, which is
-left out and counted. *Crashed*: any exception but the one that becomes one line and exit code 2.
+*Read*: the change left a file that means something, such as another digit in a text, or a damaged
+line of a log, which is left out. *Crashed*: any exception but the one that becomes one line and
+exit code 2.
 """
 WHAT = {
     "topology": "a measured cluster",
@@ -100,7 +102,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--trials", type=int, default=1000, help="of each reader; 1000 if not given")
+    parser.add_argument(
+        "--trials", type=int, default=1000, help="of each reader; 1000 if not given"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     machine, found = stamp(), list(trials(args.trials))

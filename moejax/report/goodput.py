@@ -30,6 +30,12 @@ TRAINING, REPEATED, INPUT, DOWN, UNKNOWN = (
     "down between starts",
     "not told",
 )
+BEGIN = (("time", None),)
+# Event -> its numbers, and what stands for one that is absent; None: it must be there.
+NEEDED = {
+    "stage": (*BEGIN, ("seconds", None)),
+    "steps": (*BEGIN, ("first", None), ("step", None), ("step_s", 0), ("input_s", 0)),
+}
 LARGEST = 1e12  # seconds or steps: what is more is a damaged line
 
 
@@ -153,18 +159,18 @@ def event_of(text: str | bytes) -> dict[str, Any] | None:
         event = json.loads(text)
     except (ValueError, RecursionError):  # brackets nested thousands deep
         return None
-    if not isinstance(event, dict) or not _is_number(event.get("time")):
+    if not isinstance(event, dict):
         return None
-    numbers = {"stage": ("seconds",), "steps": ("first", "step")}.get(str(event.get("event")), ())
-    spent = (event.get(name, 0) for name in ("step_s", "input_s"))
-    whole = all(map(_is_number, (*(event.get(name) for name in numbers), *spent)))
-    return event if whole else None
+    kind = event.get("event")
+    needed = NEEDED.get(kind, BEGIN) if isinstance(kind, str) else BEGIN
+    return (
+        event if all([_is_number(event.get(name, default)) for name, default in needed]) else None
+    )
 
 
 def _is_number(value: Any) -> bool:
     """Whether this can be seconds or a step."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < LARGEST
+    return type(value) in (int, float) and 0 <= value < LARGEST
 
 
 def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:

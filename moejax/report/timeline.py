@@ -29,9 +29,10 @@ def goodput_data(run_dir: Path) -> dict[str, Any] | None:
 
     Returns:
       `goodput`, a share; `seconds` by class; `restarts`, the newest, with the process that failed
-      `first` (None where no log tells), and `how`; `restarts_left_out`; sums over all restarts; `processes`,
-      of which each has `starts` [began, ended, outcome, how] and `saves`, all times in seconds
-      since `began`; `processes_left_out`; and `read_whole`, whether all logs were.
+      `first` (None where no log tells), and `how`; `restarts_left_out`; over all restarts their
+      `number`, the steps `lost` and `recovery`, the middle and the longest; `processes`, of which
+      each has `starts` [began, ended, outcome, how] and `saves`; `processes_left_out`; and
+      `read_whole`, whether all logs were. Times are in seconds since `began`.
     """
     path = run_dir / LOG
     starts = starts_of(all_events_of(path)) if path.is_file() else []
@@ -39,14 +40,13 @@ def goodput_data(run_dir: Path) -> dict[str, Any] | None:
         return None
     found, began = goodput_of(starts), starts[0].began
     logs, read_whole = process_starts(run_dir)
+    failed = [first_failed(attempt) for attempt in attempts(starts, logs)[:-1]]
     rows = [
-        vars(one) | dict(zip(("first", "how"), first_failed(attempt), strict=True))
-        for one, attempt in zip(found.restarts, attempts(starts, logs)[:-1], strict=True)
+        vars(one) | {"time": start.began - began, "first": first, "how": how}
+        for one, start, (first, how) in zip(found.restarts, starts[1:], failed, strict=True)
     ]
-    for row, start in zip(rows, starts[1:], strict=True):
-        row["time"] = start.began - began
     recovered = sorted(one.recovered for one in found.restarts if one.recovered is not None)
-    shown = shown_processes(logs, [row["first"] for row in rows])
+    shown = shown_processes(logs, [first for first, _ in failed])
     return {
         "began": began,
         "goodput": found.share,

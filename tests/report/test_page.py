@@ -274,7 +274,9 @@ def test_goodput_is_a_bar_a_timeline_and_a_table(tab):
     assert (cells[1], cells[2], cells[5]) == ("150", "100", "process 1")
     assert HOSTILE.split()[0] in cells[6]
     shown.scroll_into_view_if_needed()
-    wait_until(opened, "moejax.charts.filter((c) => c.node.ariaLabel?.includes('faults') && c.made)[0]")
+    wait_until(
+        opened, "moejax.charts.filter((c) => c.node.ariaLabel?.includes('faults') && c.made)[0]"
+    )
     chart = "moejax.charts.find((c) => c.node.ariaLabel.includes('faults')).made.getOption()"
     assert opened.evaluate(f"{chart}.yAxis[0].data") == ["process 0", "process 1"]
     failed = opened.evaluate(f"{chart}.series.at(-1).data.map((one) => [one.value[1], one.said])")
