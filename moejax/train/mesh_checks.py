@@ -1,4 +1,4 @@
-"""What `moejax doctor --mesh` checks on the devices: that all that is sent arrives, and how fast."""
+"""What `moejax doctor --mesh` checks on devices: that all that is sent arrives, and how fast."""
 
 import math
 import statistics

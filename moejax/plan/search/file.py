@@ -9,7 +9,7 @@ from typing import Any
 from moejax.config.fields import change, check_value, fields, short
 from moejax.config.schema import Config
 from moejax.errors import InputError, write_whole
-from moejax.plan.cluster.file import PLATFORMS
+from moejax.plan.cluster.file import PLATFORMS, SIZE_LIMIT
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.terms import to_json
 from moejax.plan.search.search import SearchResult
@@ -81,6 +81,8 @@ def load_plan(path: Path) -> Plan:
       InputError: if it is no plan file, of another version, or has invalid settings.
     """
     try:
+        if path.stat().st_size > SIZE_LIMIT:
+            raise ValueError(f"{path.stat().st_size:,} bytes, no more than {SIZE_LIMIT:,} are read")
         data = json.loads(path.read_text())
     # Brackets nested thousands deep end json with RecursionError.
     except (OSError, ValueError, RecursionError) as error:
