@@ -42,6 +42,7 @@ exit code 2.
 WHAT = {
     "topology": "a measured cluster",
     "plan": "a plan of `moejax plan`",
+    "routing": "`routing.json` of a run",
     "config": "a YAML config",
     "config_json": "`config.json` of a run",
     "tokens": "a shard of tokens, and the file beside it",

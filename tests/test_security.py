@@ -153,7 +153,7 @@ def test_a_setting_with_a_login_is_refused_and_not_shown(capsys, name):
 
 def test_a_login_in_a_list_of_files_is_refused():
     cfg = change(Config(), {"data.train_files": ("a.bin", "http://me:x@host/b.bin")})
-    with pytest.raises(InputError, match="data.train_files` holds a login"):
+    with pytest.raises(InputError, match=r"data\.train_files` holds a login"):
         check(cfg)
 
 

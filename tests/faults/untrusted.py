@@ -20,6 +20,7 @@ from moejax.errors import InputError
 from moejax.hf.reader import Folder
 from moejax.plan import cluster
 from moejax.plan.cluster.file import load_topology
+from moejax.plan.price.routing import read_expert_load
 from moejax.plan.published import read_published
 from moejax.plan.search.file import Plan, load_plan, save_plan
 from moejax.report.goodput import read_goodput
@@ -47,8 +48,16 @@ def plan(folder):
     return [path], lambda: load_plan(path)
 
 
+def routing(folder):
+    path = folder / "routing.json"
+    path.write_text(json.dumps({"step": 10, "load": [[5, 6, 7, 8], [1, 20, 3, 4]]}))
+    return [path], lambda: read_expert_load(str(path), 4)
+
+
 def config(folder):
-    path = write_config(folder, describe(10, simulated_devices=4), folder / "run") / "config.yaml"
+    # Relative, so that the bytes do not depend on where the folder is.
+    path = write_config(Path(), describe(10, simulated_devices=4), Path("run")) / "config.yaml"
+    assert path.absolute().parent == folder
     return [path], lambda: load_config(path)
 
 
@@ -142,8 +151,8 @@ def run(folder):
 
 
 READERS = (
-    topology, plan, config, config_json, tokens, jsonl, gzipped, parquet, tokenizer, manifest,
-    weights, published, run,
+    topology, plan, routing, config, config_json, tokens, jsonl, gzipped, parquet, tokenizer,
+    manifest, weights, published, run,
 )  # fmt: skip
 # Readers of packages that an extra installs -> the package.
 NEEDS = {"parquet": "pyarrow", "tokenizer": "tokenizers"}

@@ -89,7 +89,8 @@ def _recorded(path: Path, num_experts: int) -> ExpertLoad:
             "zipf:POWER, or a routing.json from a run directory. Check the path."
         ) from error
     good = all(
-        len(layer) == num_experts and min(layer) >= 0 and sum(layer) > 0 for layer in counts_LE
+        len(layer) == num_experts and min(layer) >= 0 and 0 < sum(layer) < math.inf
+        for layer in counts_LE
     )
     if not counts_LE or not good:
         raise InputError(
