@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.report.goodput import EVENTS, LOG, Start, event_of, goodput_of, starts_of
-from moejax.report.goodput import events_of as all_events_of
+from moejax.report.goodput import EVENTS, LOG, Start, event_of, events_of, goodput_of, starts_of
 
 READ_BYTES = 2**28  # of the logs of all processes together
 SHOWN_PROCESSES = 32
@@ -35,7 +34,7 @@ def goodput_data(run_dir: Path) -> dict[str, Any] | None:
       `read_whole`, whether all logs were. Times are in seconds since `began`.
     """
     path = run_dir / LOG
-    starts = starts_of(all_events_of(path)) if path.is_file() else []
+    starts = starts_of(events_of(path)) if path.is_file() else []
     if not starts:
         return None
     found, began = goodput_of(starts), starts[0].began
