@@ -38,7 +38,7 @@ COMMANDS = {
         "moejax.plan.command",
     ),
     "doctor": Command(
-        "say which kernels run here, and why; --smoke runs them",
+        "say which kernels run here, and why; --smoke, --mesh: checks",
         "moejax.train.doctor",
         "moejax.aot.doctor",
     ),

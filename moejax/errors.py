@@ -5,6 +5,7 @@ The codes and what they mean: docs/formats/exit.md.
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk or quota
 # Errors of a place that may not be written, as one that was mounted again read-only.
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 STOPPED = 3  # exit code of a run that was asked to stop before its last step
+LOGIN = re.compile(r"\b(\w[\w+.-]*://)[^\s/@'\"]+@")  # of a URL, with or without a password
+QUERY = re.compile(
+    r"([?&][\w.-]*(?:sig|token|key|secret|password|credential)[\w.-]*=)[^\s&'\"]+", re.IGNORECASE
+)
+# Environment variables that hold secrets, such as WANDB_API_KEY; short values are flags.
+SECRET = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
+SHORTEST_SECRET = 8
 
 
 class InputError(ValueError):
@@ -64,6 +72,19 @@ class StorageFullError(RunError):
 
 class NotWritableError(StorageFullError):
     """What the run must write can no longer be written, though there may be space."""
+
+
+def without_logins(text: str) -> str:
+    """Returns a text whose URLs have no user, no password and no token in the query."""
+    return QUERY.sub(r"\1***", LOGIN.sub(r"\1***@", text))
+
+
+def without_secrets(text: str) -> str:
+    """Returns a text of another library without logins in URLs and secrets of the environment."""
+    for name, value in os.environ.items():
+        if SECRET.search(name) and len(value) >= SHORTEST_SECRET:
+            text = text.replace(value, f"[{name}]")
+    return without_logins(text)
 
 
 @contextmanager
@@ -134,17 +155,17 @@ def exit_code(
             raise
         full = error.errno in FULL
         text = _no_space(str(error)) if full else _no_file(error)
-        print(f"moejax: error: {text}", file=sys.stderr)
+        print(f"moejax: error: {without_secrets(text)}", file=sys.stderr)
         return StorageFullError.code if full else 2
     except InputError as error:
         if debug:
             raise
-        print(f"moejax: error: {error}", file=sys.stderr)
+        print(f"moejax: error: {without_secrets(str(error))}", file=sys.stderr)
         return 2
     except RunError as error:
         if debug:
             raise
-        print(f"moejax: error: {error}", file=sys.stderr)
+        print(f"moejax: error: {without_secrets(str(error))}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         print(f"moejax: stopped; {stopped}", file=sys.stderr)

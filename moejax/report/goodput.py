@@ -6,14 +6,15 @@ that a later start did again were lost, as were those that a run rolled back.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from moejax.errors import InputError
 
-LOG = Path("events") / "0.jsonl"
+EVENTS = Path("events")
+LOG = EVENTS / "0.jsonl"
 # Class of time -> the stages in it.
 CLASSES = {
     "start": ("start", "plan"),
@@ -30,6 +31,13 @@ TRAINING, REPEATED, ROLLED_BACK, INPUT, DOWN, UNKNOWN = (
     "down between starts",
     "not told",
 )
+BEGIN = (("time", None),)
+# Event -> its numbers, and what stands for one that is absent; None: it must be there.
+NEEDED = {
+    "stage": (*BEGIN, ("seconds", None)),
+    "steps": (*BEGIN, ("first", None), ("step", None), ("step_s", 0), ("input_s", 0)),
+}
+LARGEST = 1e12  # seconds or steps: what is more is a damaged line
 
 
 @dataclass
@@ -56,6 +64,7 @@ class Start:
       began, ended: in seconds since 1970; the second of the last event.
       stages: seconds by stage.
       how: how it ended, in words.
+      outcome: "silent" without a last word, "hang", "error", or "ended".
     """
 
     began: float
@@ -63,6 +72,7 @@ class Start:
     stages: dict[str, float] = field(default_factory=dict)
     steps: list[Steps] = field(default_factory=list)
     how: str = "killed, or still running"
+    outcome: str = "silent"
     trained: float | None = None  # when its first steps were done
 
     @property
@@ -136,16 +146,32 @@ def read_goodput(run_dir: Path) -> Goodput:
     return goodput_of(starts)
 
 
-def events_of(path: Path) -> Iterable[dict[str, Any]]:
-    """Yields the events of a log; half a line, which a kill leaves, is none."""
+def events_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the events of a log; half a line, which a kill leaves, and a damaged one are none."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
-            try:
-                event = json.loads(text)
-            except (ValueError, RecursionError):  # brackets nested thousands deep
-                continue
-            if isinstance(event, dict) and isinstance(event.get("time"), int | float):
+            if (event := event_of(text)) is not None:
                 yield event
+
+
+def event_of(text: str | bytes) -> dict[str, Any] | None:
+    """Returns the event of a line; None if it holds none, or one without its fields."""
+    try:
+        event = json.loads(text)
+    except (ValueError, RecursionError):  # brackets nested thousands deep
+        return None
+    if not isinstance(event, dict):
+        return None
+    kind = event.get("event")
+    needed = NEEDED.get(kind, BEGIN) if isinstance(kind, str) else BEGIN
+    return (
+        event if all([_is_number(event.get(name, default)) for name, default in needed]) else None
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this can be seconds or a step."""
+    return type(value) in (int, float) and 0 <= value < LARGEST
 
 
 def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
@@ -160,16 +186,18 @@ def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
         now = starts[-1]
         now.ended = max(now.ended, time)
         if kind == "stage":
-            stage, seconds = str(event.get("stage")), float(event.get("seconds", 0))
+            stage, seconds = str(event.get("stage")), float(event["seconds"])
             now.stages[stage] = now.stages.get(stage, 0) + seconds
         elif kind == "steps":
             spent = [float(event.get(name, 0)) for name in ("step_s", "input_s")]
             now.steps.append(Steps(int(event["first"]), int(event["step"]), *spent))
             now.trained = now.trained or time
         elif kind == "hang":
-            now.how = str(event.get("text", "hung"))
+            now.how, now.outcome = str(event.get("text", "hung")), "hang"
         elif kind == "end":
-            now.how = f"ended by {event['error']}" if "error" in event else "ended"
+            now.how, now.outcome = "ended", "ended"
+            if "error" in event:
+                now.how, now.outcome = f"ended by {event['error']}", "error"
     return starts
 
 

@@ -294,12 +294,12 @@ function finals() {
   };
   const say = (value, format) => value == null ? "-" : format(value);
   section("Where they stand", "The last value recorded; the middle one for speed.", table(
-    names("run", "step#", "loss#", "held out, nats per token#", "least#", "bits per byte#", "tokens a second#", "share of peak#", "starts#", "skipped#"),
+    names("run", "step#", "loss#", "held out, nats per token#", "least#", "bits per byte#", "tokens a second#", "share of peak#", "goodput#", "starts#", "skipped#"),
     runs.map((run) => [el("td", {}, el("i", { class: "swatch", style: `background:${run.colour}` }), run.name),
       say(run.columns.loss?.steps.at(-1), (v) => v.toLocaleString("en")), say(last(run, "loss"), round),
       say(last(run, "held_out_nats_per_token"), round), say(best(run, "held_out_nats_per_token"), round),
       say(last(run, "held_out_bits_per_byte"), round), say(middle(run, "tokens_per_second"), (v) => round(v, 3)),
-      say(middle(run, "share_of_peak"), percent), String(run.starts.length || 1), say(last(run, "skipped"), round)])));
+      say(middle(run, "share_of_peak"), percent), say(run.goodput?.goodput, percent), String(run.starts.length || 1), say(last(run, "skipped"), round)])));
 }
 
 // Experts: layers by experts at one step, and one layer's experts over the run.
@@ -441,6 +441,7 @@ function build() {
   curves("Speed", "Over the steps between two reports; evaluation is left out, saving is not.", SPEED);
   curves("Routing", "How evenly the router spreads the tokens.", ROUTING);
   runs.forEach(experts);
+  runs.forEach(goodput);
   runs.forEach(plan);
   runs.forEach(profile);
   runs.forEach(traffic);

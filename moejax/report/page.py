@@ -1,6 +1,7 @@
 """Writes the page about runs: one HTML file that contains everything it needs.
 
-Python collects the data; `page.html`, `page.js` and Apache ECharts (`echarts.min.js`) draw it.
+Python collects the data; `page.html`, `goodput.js`, `page.js` and Apache ECharts
+(`echarts.min.js`) draw it.
 Names of users' files are embedded as JSON in which no tag can end, and shown as text, never as
 markup.
 """
@@ -17,9 +18,11 @@ from typing import Any
 from moejax.errors import InputError, write_whole
 from moejax.report.runs import Column, RunRecord, read_run
 from moejax.report.stages import stage_times
+from moejax.report.timeline import goodput_data
 
 HERE = Path(__file__).parent
-TEMPLATE, SCRIPT, LIBRARY = (HERE / name for name in ("page.html", "page.js", "echarts.min.js"))
+TEMPLATE, LIBRARY = HERE / "page.html", HERE / "echarts.min.js"
+SCRIPTS = HERE / "goodput.js", HERE / "page.js"  # one script: the second begins to draw
 SHOWN_LOADS = 400  # snapshots of experts' load that a page holds at most
 SHOWN_EVENTS = 2000  # events of a run that a page holds at most, the newest
 
@@ -69,7 +72,7 @@ def page_of(data: dict[str, Any]) -> str:
     """Returns the page of `page_data` as text."""
     parts = {
         "LIBRARY": LIBRARY.read_text("utf-8"),
-        "SCRIPT": SCRIPT.read_text("utf-8"),
+        "SCRIPT": "".join(path.read_text("utf-8") for path in SCRIPTS),
         "DATA": embed(data),
     }
     template = TEMPLATE.read_text("utf-8")
@@ -96,6 +99,7 @@ def run_data(run: RunRecord) -> dict[str, Any]:
         "config": flat(run.config),
         "experts": loads_data(run),
         "plan": plan_data(run),
+        "goodput": goodput_data(run.directory),
         "profile": stage_times(run.directory),
         "damaged": run.damaged,
     }

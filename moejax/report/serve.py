@@ -8,11 +8,12 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from moejax.errors import InputError
+from moejax.report.goodput import EVENTS
 from moejax.report.page import embed, page_data, page_of
 from moejax.report.runs import CONFIG, EXPERTS, METRICS, PLAN
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-READ = (METRICS, EXPERTS, CONFIG, PLAN)  # files that the page is made of
+READ = (METRICS, EXPERTS, CONFIG, PLAN)  # files that the page is made of, beside the logs
 
 
 class Server(ThreadingHTTPServer):
@@ -60,7 +61,8 @@ class Server(ThreadingHTTPServer):
 
 
 def _files(directory: Path) -> list[Path]:
-    return [path for name in READ if (path := directory / name).is_file()]
+    logs = sorted((directory / EVENTS).glob("*.jsonl"))
+    return [*(path for name in READ if (path := directory / name).is_file()), *logs]
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -83,7 +83,9 @@ def stage_times(run_dir: Path) -> dict[str, Any] | None:
     if not program.is_file() or program.stat().st_mtime < made or trace.stat().st_size > LARGEST:
         return found
     if kept.is_file() and kept.stat().st_mtime > made:
-        return found | json.loads(kept.read_text("utf-8"))
+        # What cannot be read is summed again; brackets nested thousands deep end json so.
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            return found | json.loads(kept.read_text("utf-8"))
     text = gzip.decompress(program.read_bytes()).decode("utf-8")
     times = read_trace(trace, text)
     with suppress(OSError):  # a directory that may only be read: the next page sums again

@@ -27,7 +27,8 @@ def check_directory(directory: Path) -> list[Finding]:
     Checks after one that fails are left out if they need it.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    trial = directory / f".moejax-doctor-{os.getpid()}"
+    # Hosts that share the directory may try it at the same time.
+    trial = directory / f".moejax-doctor-{socket.gethostname()}-{os.getpid()}"
     findings = [_try("directory is made", lambda: directory.mkdir(parents=True, exist_ok=True))]
     if findings[-1].holds:
         findings.append(_try("file is written, synced and read back", lambda: _write(trial)))

@@ -17,7 +17,14 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from moejax.errors import DivergedError, InputError, NoMeshError, ReplicasError, RunError
+from moejax.errors import (
+    DivergedError,
+    InputError,
+    NoMeshError,
+    ReplicasError,
+    RunError,
+    without_secrets,
+)
 
 T = TypeVar("T")
 Json = Any
@@ -148,7 +155,7 @@ class Processes:
             print("moejax: stopped; the last finished checkpoint is intact", file=sys.stderr)
             code = 130
         elif isinstance(error, RunError):
-            print(f"moejax: error: {error}", file=sys.stderr)
+            print(f"moejax: error: {without_secrets(str(error))}", file=sys.stderr)
             code = error.code
         else:
             traceback.print_exception(kind, error, trace)

@@ -169,7 +169,8 @@ class Watchdog:
     def _tell(self) -> None:
         """Tells this process's place and, while it waits, hears the others'."""
         beat = 0
-        while not self._over.wait(BEAT_S):
+        # The first at once: one that is never heard of cannot be named.
+        while not self._over.wait(BEAT_S if beat else 0):
             place, since = self._watch.now
             beat += 1
             with suppress(Exception):  # of JAX's client, which has no class of its own

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from moejax.errors import InputError
+from moejax.errors import InputError, without_secrets
 from moejax.train.manifest import (
     MANIFEST,
     DamagedError,
@@ -90,7 +90,7 @@ class Copies:
         try:
             told(done.result(), None)
         except Exception as error:  # each kind of store has its own
-            told([], f"{type(error).__name__}: {error}".splitlines()[0])
+            told([], without_secrets(f"{type(error).__name__}: {error}").splitlines()[0])
 
     def close(self, directory: Path, told: Callable[[list[int], str | None], None]) -> None:
         """Copies what is missing, and waits for it."""

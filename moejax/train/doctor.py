@@ -1,13 +1,17 @@
-"""The command `moejax doctor`, with what its `--smoke` runs."""
+"""The command `moejax doctor`, with what its `--smoke` and `--mesh` run."""
+
+from pathlib import Path
 
 from rich.console import Console
 
+from moejax.aot.doctor import Above
 from moejax.aot.doctor import main as doctor
+from moejax.config.schema import Config
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command. Returns the exit code."""
-    return doctor(argv, _smoke)
+    return doctor(argv, Above(_smoke, _mesh))
 
 
 def _smoke(console: Console) -> int:
@@ -15,3 +19,9 @@ def _smoke(console: Console) -> int:
     from moejax.train.smoke import smoke
 
     return smoke(console)
+
+
+def _mesh(cfg: Config | None, run_dir: Path | None, deadline_s: float, console: Console) -> int:
+    from moejax.train.mesh_doctor import check_mesh
+
+    return check_mesh(cfg, run_dir, deadline_s, console)

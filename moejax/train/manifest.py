@@ -16,6 +16,7 @@ from moejax.errors import InputError
 
 FORMAT_VERSION = 3  # 1 had no digest of its own, 2 no digests of numbers
 MANIFEST = "moejax_manifest.json"
+MANIFEST_BYTES = 256 << 20  # at most; a line for each file, and two for each expert
 BLOCK = 4096  # bytes, of most file systems
 THREADS = 4  # take digests beside each other
 # prefixes of files that operating systems leave
@@ -114,6 +115,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"finished one holds {MANIFEST}. Name a run directory or one of its checkpoints/STEP."
         )
     try:
+        if file.stat().st_size > MANIFEST_BYTES:
+            raise DamagedError(f"manifest has more than {MANIFEST_BYTES:,} bytes")
         manifest = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["format_version"]
         _check_digest(manifest, version)

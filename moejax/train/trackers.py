@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from moejax.config.fields import fields, get_value
 from moejax.config.schema import Config
-from moejax.errors import InputError, write_whole
+from moejax.errors import InputError, without_secrets, write_whole
 
 WAITING = 1000  # reports that may wait for a slow tracker
 PATIENCE_S = 30.0  # how long a run's end waits for what a tracker has not sent yet
@@ -113,7 +113,8 @@ class _Line:
             tracker.finish()
         except BaseException as error:  # whatever it raises, the run goes on
             self._failed.set()
-            text = " ".join(str(error).split())[:200]
+            # Before it is cut: half a secret would not be recognised.
+            text = " ".join(without_secrets(str(error)).split())[:200]
             self._found.put(f"{self._name} is told no more: {type(error).__name__}: {text}")
 
 

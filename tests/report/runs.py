@@ -49,6 +49,31 @@ def report_line(step: int, loss: float, **values) -> dict:
     return line("step", step, **known | values)
 
 
+def events_of_start(begin: float, first: int, last: int, **end) -> list[dict]:
+    """What a process writes in one start: a second a step, told every fifty, a save with each."""
+    known = [{"time": begin, "event": "begin", "step": 0}]
+    for stage, seconds in (("start", 2), ("compile", 8)):
+        begin += seconds
+        known.append(
+            {"time": begin, "event": "stage", "step": 0, "stage": stage, "seconds": seconds}
+        )
+    for step in range(first, last, 50):
+        begin += 50
+        told = {"first": step, "step": step + 49, "step_s": 49, "input_s": 0.5}
+        known.append({"time": begin, "event": "steps", **told})
+        saved = {"step": step + 49, "stage": "save", "seconds": 0.5}
+        known.append({"time": begin, "event": "stage", **saved})
+    return known + ([{"time": begin + 1, "step": last, **end}] if end else [])
+
+
+def write_events(folder: Path, *processes: list[dict]) -> Path:
+    """Writes the log of each process."""
+    (folder / "events").mkdir(parents=True, exist_ok=True)
+    for number, events in enumerate(processes):
+        _write_lines(folder / "events" / f"{number}.jsonl", events)
+    return folder
+
+
 def write_run(
     folder: Path, lines: list[dict], *, loads: list[dict] | None = None, plan: bool = False
 ) -> Path:
@@ -69,7 +94,10 @@ def _write_lines(path: Path, lines: list[dict]) -> None:
 
 
 def usual_run(folder: Path, *, steps: int = 500, every: int = 10) -> Path:
-    """Writes a run that was stopped once and resumed with another setting, on a plan."""
+    """Writes a run that was stopped once and resumed with another setting, on a plan.
+
+    Process 1 is killed then, and process 0 names it.
+    """
     half = steps // 2
     changed = CONFIG | {"model": {"width": 32}}
     first = [
@@ -96,4 +124,9 @@ def usual_run(folder: Path, *, steps: int = 500, every: int = 10) -> Path:
             busy = [[10 + (step + e) % 7 for e in range(16)] for _ in range(4)]
             loads.append(line("load", step, load=busy))
     lines.append(line("final_eval", steps, nats_per_token=2.0, bits_per_byte=2.9))
+    hang = {"event": "hang", "text": f"process 1 is behind: it is in {HOSTILE}."}
+    begin, again = 1.7e9, 1.7e9 + half + 60
+    told, killed = events_of_start(begin, 1, half, **hang), events_of_start(begin, 1, half)
+    second = events_of_start(again, half - 99, steps, event="end")
+    write_events(folder, told + second, killed + second)
     return write_run(folder, lines, loads=loads, plan=True)

@@ -12,7 +12,7 @@ from moejax.errors import InputError
 from moejax.report.command import main
 from moejax.report.page import (
     LIBRARY,
-    SCRIPT,
+    SCRIPTS,
     SHOWN_EVENTS,
     SHOWN_LOADS,
     TEMPLATE,
@@ -106,7 +106,7 @@ def test_nothing_of_a_users_text_ends_the_data(tmp_path):
 
 
 def test_the_page_asks_for_nothing_from_elsewhere():
-    for text in (TEMPLATE.read_text("utf-8"), SCRIPT.read_text("utf-8")):
+    for text in (path.read_text("utf-8") for path in (TEMPLATE, *SCRIPTS)):
         assert not re.search(r"https?:|//[a-z]+\.|url\(|@import|\bimport\(|innerHTML", text)
     assert "default-src 'none'" in TEMPLATE.read_text("utf-8")
 
@@ -205,8 +205,8 @@ INKED = """() => {
 def test_the_page_draws_and_hostile_text_stays_text(tab):
     opened = tab()
     headings = opened.locator("h2").all_inner_texts()
-    wanted = ["Training", "Speed", "Routing", "Experts' load", "The plan", "What travels"]
-    assert headings[:6] == wanted
+    wanted = ["Training", "Speed", "Routing", "Experts' load", "Goodput", "The plan"]
+    assert headings[:7] == [*wanted, "What travels"]
     assert opened.evaluate(INKED) > 500
     assert "null" not in opened.inner_text("main").split("Training")[0]
     opened.get_by_text(re.compile(r"The newest \d+")).click()
@@ -264,6 +264,24 @@ def test_the_heat_map_shows_another_step_and_layer(tab):
     opened.locator("section", has_text="Experts' load").locator("input").fill("0")
     assert opened.evaluate(cells) != before
     opened.locator("section", has_text="Experts' load").locator("select").select_option("2")
+
+
+def test_goodput_is_a_bar_a_timeline_and_a_table(tab):
+    opened = tab()
+    shown = opened.locator("section", has_text="Where the time went")
+    assert re.search(r"training [\d.]+ %", shown.locator(".key").inner_text())
+    cells = shown.locator("table").last.locator("tbody td").all_inner_texts()
+    assert (cells[1], cells[2], cells[5]) == ("150", "100", "process 1")
+    assert HOSTILE.split()[0] in cells[6]
+    shown.scroll_into_view_if_needed()
+    wait_until(
+        opened, "moejax.charts.filter((c) => c.node.ariaLabel?.includes('faults') && c.made)[0]"
+    )
+    chart = "moejax.charts.find((c) => c.node.ariaLabel.includes('faults')).made.getOption()"
+    assert opened.evaluate(f"{chart}.yAxis[0].data") == ["process 0", "process 1"]
+    failed = opened.evaluate(f"{chart}.series.at(-1).data.map((one) => [one.value[1], one.said])")
+    assert [row for row, _ in failed] == [0, 1], "process 1's newest start ended well"
+    assert failed[1][1].startswith("no last word")
 
 
 def test_the_planners_page_opens_inside(tab):

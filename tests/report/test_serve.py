@@ -54,6 +54,12 @@ def test_the_page_and_its_data_are_served(tmp_path):
         assert status == 200
         assert json.loads(text)["mark"] != data["mark"]
         assert ask(f"{server.url}metrics.jsonl")[0] == 404
+        mark = json.loads(text)["mark"]
+        with (folder / "events" / "1.jsonl").open("a") as file:
+            file.write(json.dumps({"time": 1.8e9, "event": "begin", "step": 0}) + "\n")
+        status, text = ask(f"{server.url}data?mark={mark}")
+        assert status == 200
+        assert json.loads(text)["runs"][0]["goodput"]["processes"][1]["starts"][2][2] == "silent"
 
 
 def test_a_page_under_another_name_is_refused(tmp_path):

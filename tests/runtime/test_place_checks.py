@@ -59,8 +59,8 @@ def test_the_way_to_process_0(monkeypatch):
 
 def test_the_command_gives_a_verdict(tmp_path, capsys):
     assert main(["--run_dir", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "fit"
+    assert capsys.readouterr().out.splitlines()[-1] == "ready"
     (tmp_path / "file").write_text("")
     assert main(["--run_dir", str(tmp_path / "file" / "run"), "--coordinator", "x"]) == 1
     verdict = capsys.readouterr().out.splitlines()[-1]
-    assert verdict == "not fit: directory is made, process 0 at x"
+    assert verdict == "not ready: directory is made, process 0 at x"

@@ -146,6 +146,14 @@ def test_two_processes_find_that_one_of_them_does_not_go_on(fast):
     one.close(), two.close()
 
 
+def test_a_process_tells_where_it_is_at_once(monkeypatch):
+    monkeypatch.setattr("moejax.runtime.watch.BEAT_S", 60)
+    client = Client()
+    _, dog = watched(client, 1, [], Deadlines({}))
+    until(lambda: "moejax/pulse/1" in client.notes)
+    dog.close()
+
+
 def test_a_coordinator_that_does_not_answer_is_named(fast):
     client, found, limits = Client(), [], Deadlines({"step": 60}, silent_s=0.4)
     watch, dog = watched(client, 1, found, limits)

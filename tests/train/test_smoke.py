@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from moejax.aot.doctor import main
 from moejax.train import smoke as command
 from moejax.train import smoke_checks as checks
+from moejax.train.doctor import main
 from moejax.train.smoke import smoke
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
@@ -89,12 +89,12 @@ def test_no_devices_are_an_error_of_input(capsys, monkeypatch):
         raise RuntimeError("Unable to initialize backend 'cuda'\nmore")
 
     monkeypatch.setattr(command.jax, "local_devices", none)
-    assert main(["--smoke"], smoke) == 2
+    assert main(["--smoke"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "JAX_PLATFORMS" in error
 
 
 def test_it_stands_alone(capsys):
-    assert main(["--smoke", "--target", "h200"], smoke) == 2
+    assert main(["--smoke", "--target", "h200"]) == 2
     assert "Leave out the others" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from moejax.config.checks.mesh import (
     check_width,
     resolve_mesh,
 )
+from moejax.config.checks.paths import check_no_secrets
 from moejax.config.checks.planned import check_plan, is_planned
 from moejax.config.checks.size import check_size
 from moejax.config.checks.text import divisors_text, require
@@ -30,6 +31,7 @@ __all__ = ["AXES", "check", "resolve_mesh"]
 
 def check(cfg: Config) -> None:
     """Raises InputError at the first rule between settings that `cfg` breaks."""
+    check_no_secrets(cfg)
     check_effects(cfg)
     check_size(cfg)
     _check_paths(cfg)

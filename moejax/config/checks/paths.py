@@ -1,9 +1,11 @@
-"""Checks that outputs can be written, before work whose result would be lost."""
+"""Checks that outputs can be written, before work whose result would be lost, and of secrets."""
 
 import tempfile
 from pathlib import Path
 
-from moejax.errors import InputError
+from moejax.config.fields import fields, get_value
+from moejax.config.schema import Config
+from moejax.errors import InputError, without_logins
 
 
 def check_output(path: Path, shown: str) -> None:
@@ -39,3 +41,20 @@ def check_folder(folder: Path, shown: str) -> None:
             f"{shown} cannot be written. {existing}: {error.strerror}. It must be a folder that "
             f"this user may write to. Choose another place."
         ) from error
+
+
+def check_no_secrets(cfg: Config) -> None:
+    """Refuses URLs with a password or token: a run writes its config down, and shows it.
+
+    Raises:
+      InputError: names the setting, and shows the URL without what is secret.
+    """
+    for name in fields():
+        value = get_value(cfg, name)
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and (shown := without_logins(text)) != text:
+                raise InputError(
+                    f"`{name}` holds a login. It is {shown}. Settings are written to config.json "
+                    f"and shown, so none is secret. Put the login into the environment, as the "
+                    f"library that opens the place reads it."
+                )

@@ -82,13 +82,15 @@ def _recorded(path: Path, num_experts: int) -> ExpertLoad:
     try:
         data = json.loads(path.read_text())
         counts_LE = [[float(n) for n in layer] for layer in data["load"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    # Brackets nested thousands deep end json with RecursionError.
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(
             f"routing {path} cannot be read: {type(error).__name__}. It must be balanced, "
             "zipf:POWER, or a routing.json from a run directory. Check the path."
         ) from error
     good = all(
-        len(layer) == num_experts and min(layer) >= 0 and sum(layer) > 0 for layer in counts_LE
+        len(layer) == num_experts and min(layer) >= 0 and 0 < sum(layer) < math.inf
+        for layer in counts_LE
     )
     if not counts_LE or not good:
         raise InputError(

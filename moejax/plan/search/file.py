@@ -9,7 +9,7 @@ from typing import Any
 from moejax.config.fields import change, check_value, fields, short
 from moejax.config.schema import Config
 from moejax.errors import InputError, write_whole
-from moejax.plan.cluster.file import PLATFORMS
+from moejax.plan.cluster.file import PLATFORMS, SIZE_LIMIT
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.terms import to_json
 from moejax.plan.search.search import SearchResult
@@ -81,8 +81,11 @@ def load_plan(path: Path) -> Plan:
       InputError: if it is no plan file, of another version, or has invalid settings.
     """
     try:
+        if path.stat().st_size > SIZE_LIMIT:
+            raise ValueError(f"{path.stat().st_size:,} bytes, no more than {SIZE_LIMIT:,} are read")
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    # Brackets nested thousands deep end json with RecursionError.
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"plan {path} cannot be read: {error}. It must be a file that moejax plan --out wrote. "
             "Check the path."
