@@ -4,19 +4,10 @@ import signal
 
 import pytest
 
-from tests.faults.lab import SECONDS, STEPS, Lab, injected, kill_in_save, seeded, send
+from tests.faults.lab import DEATHS, HANGS, STEPS, injected, kill_in_save, seeded, send
 from tests.integration.runs import assert_same_end
 
 pytestmark = pytest.mark.slow
-HANGS = SECONDS["step_s"] + 15  # seconds within which a hang has ended all processes
-DEATHS = 15  # the same of a process that is gone
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    lab = Lab(tmp_path_factory.mktemp("faults"))
-    lab.straight()
-    return lab
 
 
 def recovered(lab, name, trial, within):
