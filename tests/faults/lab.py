@@ -149,11 +149,15 @@ class Lab:
         return Trial(
             code,
             "".join(lines),
-            None if None in (began, ended) else ended - began,
-            None if None in (began, recovered) else recovered - began,
+            _between(began, ended),
+            _between(began, recovered),
             sum(one.lost for one in restarted),
             next((line.strip() for line in lines if "failed first" in line), ""),
         )
+
+
+def _between(began: float | None, ended: float | None) -> float | None:
+    return None if began is None or ended is None else ended - began
 
 
 def _follow(

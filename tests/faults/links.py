@@ -46,4 +46,3 @@ def _cable(launcher: int, host: int, state: str) -> None:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}: {done.stderr}"
-

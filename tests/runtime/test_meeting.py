@@ -100,9 +100,9 @@ def test_a_process_of_another_run_is_refused(address):
     ],
 )
 def test_what_answers_and_is_not_process_0_is_told(monkeypatch, said, reason):
-    monkeypatch.setenv("MOEJAX_MEETING_SECONDS", "1.5")
+    monkeypatch.setenv("MOEJAX_MEETING_SECONDS", "0.5")
     with socket.create_server(("127.0.0.1", 0)) as other:
-        guest = start("127.0.0.1:{}".format(other.getsockname()[1]), 1)
+        guest = start(f"127.0.0.1:{other.getsockname()[1]}", 1)
         other.settimeout(0.2)
         connections = []
         while not guest[1]:
