@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -133,22 +132,22 @@ def intruder(kind: str) -> Plan:
     """
 
     def plan(lab: Lab, name: str, seed: int) -> tuple[Trial, bool]:
-        ends: list[subprocess.CompletedProcess[str]] = []
-        if kind == "process":
-            fault, code = strangers.of_another_run(lab, f"{name}-visitor", ends), 6
-        else:
-            host = "elsewhere" if kind == "second elsewhere" else None
-            fault, code = strangers.second_run(lab, name, ends, host), 2
+        ends: list[strangers.Done] = []
         spent: list[float] = []
 
-        def timed(launcher: int) -> None:
+        def visit(launcher: int) -> None:
             began = time.monotonic()
-            fault(launcher)
+            if kind == "process":
+                ends.append(strangers.process_of_another_run(lab, f"{name}-visitor", launcher))
+            else:
+                host = "elsewhere" if kind == "second elsewhere" else None
+                ends.append(strangers.second_run(lab, name, host))
             spent.append(time.monotonic() - began)
 
-        trial, same = judged(lab, name, lab.trial(name, seeded(seed)[1], timed))
-        refused = [end.returncode for end in ends] == [code]
-        said = (ends[0].stdout + ends[0].stderr).strip().splitlines()[-1] if ends else ""
+        trial = strangers.visited(lab, name, seeded(seed)[1], visit)
+        trial, same = judged(lab, name, trial)
+        refused = [end.returncode for end in ends] == [6 if kind == "process" else 2]
+        said = "\n".join(end.stdout.strip() for end in ends)
         return replace(trial, detected_s=spent[0] if refused else None, said=said), same and refused
 
     return plan

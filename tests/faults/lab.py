@@ -113,6 +113,7 @@ class Lab:
         fault: Callable[[int], None] | None = None,
         wrapped: Sequence[str] = (),
         launcher: Sequence[str] = TWO,
+        words: Sequence[str] = (),
         *,
         begun: Callable[[int], None] = lambda _: None,
         failed: Callable[[int], None] = lambda _: None,
@@ -126,7 +127,7 @@ class Lab:
             that the run has failed.
         """
         process = subprocess.Popen(
-            self.command(name, wrapped, launcher, restarts),
+            self.command(name, wrapped, launcher, restarts, words),
             env=environment(PYTHONPATH=str(REPOSITORY)),
             cwd=self.folder,
             stdout=subprocess.PIPE,

@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
-from tests.faults.lab import REPOSITORY, TRAIN, Lab
-from tests.integration.runs import environment, find_member
+from tests.faults.lab import TRAIN, Lab, Trial, injected
+from tests.integration.runs import REPOSITORY, environment, find_member
+
+Done = subprocess.CompletedProcess[str]
 
 GREETINGS = (
     b"",
@@ -83,68 +86,55 @@ def coordinator_of(launcher: int) -> tuple[str, int]:
         time.sleep(0.02)
 
 
-def of_another_run(
-    lab: Lab, name: str, ends: list[subprocess.CompletedProcess[str]], patience_s: int = 4
-) -> Callable[[int], None]:
-    """Returns a fault: a process of a run of four comes, and is waited for.
+def visited(lab: Lab, name: str, step: int, visit: Callable[[int], None]) -> Trial:
+    """A trial whose process 0 waits after a step until somebody has been there."""
+    gone = lab.folder / f"{name}.gone"
+
+    def fault(launcher: int) -> None:
+        try:
+            visit(launcher)
+        finally:
+            gone.touch()
+
+    # A visit may take longer than the lab's deadline of a step.
+    paused, words = injected("pause", 0, step + 1, gone), ("--config.watchdog.step_s=120",)
+    return lab.trial(name, step, fault, paused, words=words)
+
+
+def process_of_another_run(lab: Lab, name: str, launcher: int, patience_s: int = 4) -> Done:
+    """Returns how a process ended that has the coordinator of a run, and is one of four.
 
     Args:
       name: of its run.
-      ends: gets how it ended.
       patience_s: for so long it looks for its own process 0.
     """
-
-    def fault(launcher: int) -> None:
-        host, port = coordinator_of(launcher)
-        ends.append(
-            subprocess.run(
-                lab.program(name),
-                env=environment(
-                    MOEJAX_COORDINATOR=f"{host}:{port}",
-                    MOEJAX_PROCESSES="4",
-                    MOEJAX_PROCESS="3",
-                    MOEJAX_MEETING_SECONDS=str(patience_s),
-                    JAX_NUM_CPU_DEVICES="1",
-                ),
-                cwd=lab.folder,
-                capture_output=True,
-                text=True,
-                timeout=100,
-            )
-        )
-
-    return fault
+    host, port = coordinator_of(launcher)
+    variables = environment(
+        MOEJAX_COORDINATOR=f"{host}:{port}",
+        MOEJAX_PROCESSES="4",
+        MOEJAX_PROCESS="3",
+        MOEJAX_MEETING_SECONDS=str(patience_s),
+        JAX_NUM_CPU_DEVICES="1",
+    )
+    return _run(lab.program(name), variables, lab.folder)
 
 
-def second_run(
-    lab: Lab,
-    name: str,
-    ends: list[subprocess.CompletedProcess[str]],
-    host: str | None = None,
-) -> Callable[[int], None]:
-    """Returns a fault: the same run is started again while it is alive, and is waited for.
+def second_run(lab: Lab, name: str, host: str | None = None) -> Done:
+    """Returns how a run ended that was started in the directory of a live one.
 
     Args:
-      ends: gets how the second one ended.
       host: a name for a host of its own: no process, link or name of the first is seen there.
     """
+    command = lab.command(name)
+    command[command.index("--logs") + 1] += "-of-the-second"
+    if host is not None:
+        script = f'hostname {host}; ip link set lo up; exec "$@"'
+        apart = ("unshare", "--uts", "--net", "--pid", "--fork", "--mount-proc")
+        command = [*apart, "sh", "-c", script, "sh", *command]
+    return _run(command, environment(PYTHONPATH=str(REPOSITORY)), lab.folder)
 
-    def fault(launcher: int) -> None:
-        command = lab.command(name)
-        command[command.index("--logs") + 1] += "-of-the-second"
-        if host is not None:
-            script = f'hostname {host}; ip link set lo up; exec "$@"'
-            apart = ("unshare", "--uts", "--net", "--pid", "--fork", "--mount-proc")
-            command = [*apart, "sh", "-c", script, "sh", *command]
-        ends.append(
-            subprocess.run(
-                command,
-                env=environment(PYTHONPATH=str(REPOSITORY)),
-                cwd=lab.folder,
-                capture_output=True,
-                text=True,
-                timeout=100,
-            )
-        )
 
-    return fault
+def _run(command: list[str], variables: dict[str, str], folder: Path) -> Done:
+    return subprocess.run(
+        command, env=variables, cwd=folder, stdout=PIPE, stderr=STDOUT, text=True, timeout=100
+    )

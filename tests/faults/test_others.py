@@ -9,7 +9,14 @@ import pytest
 from moejax.report.goodput import read_goodput
 from moejax.report.page import page_data
 from tests.faults.lab import STEPS, Lab, with_wrong_clock
-from tests.faults.strangers import LATE, LATE_S, Strangers, of_another_run, second_run
+from tests.faults.strangers import (
+    LATE,
+    LATE_S,
+    Strangers,
+    process_of_another_run,
+    second_run,
+    visited,
+)
 from tests.integration.runs import REPOSITORY, assert_same_end, environment, records
 from tests.launch.test_emulate import needs_namespaces
 
@@ -46,8 +53,8 @@ def test_a_wrong_and_jumping_clock_does_not_disturb(lab, member):
 @pytest.mark.parametrize("host", [None, pytest.param("another", marks=needs_namespaces)])
 def test_a_second_run_in_the_directory_is_refused(lab, host):
     name, ends = f"second-{host}", []
-    trial = lab.trial(name, 12, second_run(lab, name, ends, host))
-    assert ends[0].returncode == 2, ends[0].stdout + ends[0].stderr
+    trial = visited(lab, name, 12, lambda _: ends.append(second_run(lab, name, host)))
+    assert ends[0].returncode == 2, ends[0].stdout
     lines = ends[0].stdout.splitlines()
     assert [line[:4] for line in sorted(lines)] == ["[p0]", "[p1]"], lines
     assert all("moejax: error: run directory is in use." in line for line in lines), lines
@@ -59,7 +66,7 @@ def test_strangers_at_the_coordinators_port_do_not_disturb(lab):
     try:
         trial = lab.trial(
             "strangers",
-            1,
+            2,
             lambda _: met.append(len(strangers.heard)),
             wrapped=LATE,
             begun=strangers.begin,
@@ -68,21 +75,22 @@ def test_strangers_at_the_coordinators_port_do_not_disturb(lab):
         strangers.end()
     undisturbed(lab, "strangers", trial)
     assert strangers.refused > 0, "none came before the port was open"
-    assert met[0] > 0, "none came before the first step"
+    assert met[0] > 0, "none came before the first steps"
     assert len(strangers.heard) > met[0] + 20, "few came while it trained"
 
 
 def test_a_process_of_another_run_does_not_disturb_one_that_trains(lab):
     ends = []
-    trial = lab.trial("visited", 12, of_another_run(lab, "visitor", ends))
-    assert ends[0].returncode == 6, ends[0].stdout + ends[0].stderr
-    assert ends[0].stderr.count("moejax: error: ") == 1, ends[0].stderr
-    assert "a run that has begun answers there" in ends[0].stderr
+    trial = visited(
+        lab, "visited", 12, lambda run: ends.append(process_of_another_run(lab, "visitor", run))
+    )
+    assert ends[0].returncode == 6, ends[0].stdout
+    assert ends[0].stdout.count("\n") == 1, ends[0].stdout
+    assert "a run that has begun answers there" in ends[0].stdout
     undisturbed(lab, "visited", trial)
 
 
 def test_a_process_of_another_run_that_comes_to_the_start_ends_it_in_one_line(lab):
-    ends = []
     late = tuple(word.replace(f"sleep {LATE_S}", "sleep 100") for word in LATE)
     first = subprocess.Popen(
         lab.command("met", late),
@@ -93,11 +101,11 @@ def test_a_process_of_another_run_that_comes_to_the_start_ends_it_in_one_line(la
         text=True,
     )
     try:
-        of_another_run(lab, "visitor", ends, patience_s=60)(first.pid)
+        visitor = process_of_another_run(lab, "visitor", first.pid, patience_s=60)
         out = first.communicate(timeout=60)[0]
     finally:
         first.terminate()
-    assert (first.returncode, ends[0].returncode) == (2, 2), out + ends[0].stderr
+    assert (first.returncode, visitor.returncode) == (2, 2), out + visitor.stdout
     text = "moejax: error: processes do not fit together. Process 3 has a program of that many"
-    assert out.count(text) == ends[0].stderr.count(text) == 1
+    assert out.count(text) == visitor.stdout.count(text) == 1
     assert not (lab.folder / "met").exists()
