@@ -13,7 +13,7 @@ from moejax.report.goodput import read_goodput
 from moejax.train.saved import newest
 from tests.faults import disks, links, strangers, takeover
 from tests.faults.damage import damage
-from tests.faults.lab import STEPS, Lab, Trial, injected, kill_in_save, seeded, send
+from tests.faults.lab import STEPS, Lab, Trial, injected, kill_in_save, seeded, send, steps_again
 from tests.faults.lab import with_wrong_clock as wrong_clock
 from tests.integration.runs import final_state
 
@@ -82,13 +82,12 @@ def taken_over(who: str) -> Plan:
         killed = f"{name}-killed"
         trial = takeover.kill(lab, killed)
         try:
-            run_dir = takeover.take_over(lab, killed, name, takeover.OTHERS[who])
+            said = takeover.take_over(lab, killed, name, takeover.OTHERS[who])
             takeover.check_batches(lab, killed, name)
             takeover.check_losses(lab, name)
         except AssertionError as error:
             return replace(trial, out=f"{trial.out}\n{error}"), False
-        lost = sum(one.lost for one in read_goodput(run_dir).restarts)
-        return replace(trial, code=0, lost=lost), True
+        return replace(trial, code=0, lost=steps_again(trial.out, said)), True
 
     return plan
 
@@ -160,7 +159,7 @@ def disk_full(lab: Lab, name: str, seed: int) -> tuple[Trial, bool]:
         trial = lab.trial(name, seeded(seed)[1], disks.fill(folder))
         disks.empty(folder)
         done = lab.run(name)
-        lost = sum(one.lost for one in read_goodput(folder).restarts)
+        lost = steps_again(trial.out, done.stdout)
         trial = replace(trial, lost=lost, out=trial.out + done.stdout)
         trial, same = judged(lab, name, trial, code=5)
         return trial, same and done.returncode == 0

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejax.report.goodput import read_goodput
 from tests.integration.runs import REPOSITORY, describe, environment, find_member, write_config
 
 STEPS = 30
@@ -20,8 +19,11 @@ CONFIG = describe(STEPS, sample=0, simulated_devices=4)
 SECONDS = {"step_s": 15, "silent_s": 6, "save_s": 60, "evaluate_s": 60}  # deadlines
 HANGS = SECONDS["step_s"] + 15  # seconds within which a hang has ended all processes
 DEATHS = 15  # the same of a process that is gone
+MOST_LOST = 20  # steps: a save, of every tenth, is whole before the next one begins
 TRAIN = (sys.executable, "-m", "moejax.train")
 TWO = ("local", "--processes", "2", "--devices", "2")  # a launcher and its flags
+SHOWN = re.compile(r"\[\w+\] step (\d+)/")  # as a process shows a step; the launcher repeats some
+RESUMED = re.compile(r"resuming at step (\d+) from")
 LONGEST_S = 300  # after so long a launcher is killed
 
 
@@ -146,13 +148,13 @@ class Lab:
         finally:
             stuck.cancel()
         began, ended, recovered = times
-        restarted = read_goodput(self.folder / name).restarts
+        before, _, after = "".join(lines).partition("launcher: ")
         return Trial(
             code,
             "".join(lines),
             _between(began, ended),
             _between(began, recovered),
-            sum(one.lost for one in restarted),
+            steps_again(before, after),
             next((line.strip() for line in lines if "failed first" in line), ""),
         )
 
@@ -182,9 +184,22 @@ def _follow(
             elif line.startswith("launcher: ") and "failed first" in line:
                 ended = now
                 failed(process.pid)
-            elif ended is not None and recovered is None and re.search(r"step \d+/", line):
+            elif ended is not None and recovered is None and SHOWN.match(line):
                 recovered = now
     return lines, (began, ended, recovered)
+
+
+def steps_again(before: str, after: str) -> int:
+    """Returns how many steps a start did again.
+
+    Args:
+      before: what the start before it showed.
+      after: what it showed itself; nothing if there was none.
+    """
+    if not SHOWN.search(after):
+        return 0
+    resumed = RESUMED.search(after)
+    return max(map(int, SHOWN.findall(before)), default=0) - (int(resumed[1]) if resumed else 0)
 
 
 def send(number: int, member: int, after_s: float = 0.0) -> Callable[[int], None]:

@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -51,14 +50,14 @@ def kill(lab: Lab, name: str) -> Trial:
     return lab.trial(name, 15, send(signal.SIGKILL, 1), wrapped, restarts=0)
 
 
-def take_over(lab: Lab, killed: str, name: str, other: Other) -> Path:
-    """Goes on with a copy of a killed run. Returns the run's directory."""
+def take_over(lab: Lab, killed: str, name: str, other: Other) -> str:
+    """Goes on with a copy of a killed run. Returns what it said."""
     shutil.copytree(lab.folder / killed, lab.folder / name)
     wrapped = recording(lab.folder / f"{name}-batches")
     done = lab.run(name, wrapped, other.launcher, other.words)
     assert done.returncode == 0, done.stdout
     assert f"resuming at step {SAVED} from" in done.stdout
-    return lab.folder / name
+    return done.stdout
 
 
 def check_batches(lab: Lab, killed: str, name: str) -> None:

@@ -21,7 +21,7 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(lab, step):
     with small_disk(folder):
         trial = lab.trial(name, step, fill(folder))
         assert trial.code == 5, trial.out
-        assert "Traceback" not in trial.out, trial.out
+        assert "[p0] Traceback" not in trial.out, trial.out
         said = re.findall("moejax: error: (no space left|checkpoint of step 20)", trial.out)
         assert len(said) == 1, trial.out
         empty(folder)

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.faults.lab import DEATHS, HANGS, STEPS, injected, kill_in_save, seeded, send
+from tests.faults.lab import DEATHS, HANGS, MOST_LOST, STEPS, injected, kill_in_save, seeded, send
 from tests.integration.runs import assert_same_end
 
 pytestmark = pytest.mark.slow
@@ -15,7 +15,7 @@ def recovered(lab, name, trial, within):
     assert trial.code == 0, trial.out
     assert trial.detected_s is not None, trial.out
     assert trial.detected_s < within, trial.out
-    assert trial.lost <= 11
+    assert trial.lost <= MOST_LOST
     assert_same_end(lab.folder / "straight", lab.folder / name)
 
 

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from tests.faults.lab import HANGS
+from tests.faults.lab import HANGS, MOST_LOST
 from tests.faults.links import FAST, HOSTS, LINKED, SLOW, cut, plug_in, slow
 from tests.integration.runs import assert_same_end, records
 from tests.launch.test_emulate import needs_namespaces
@@ -22,7 +22,7 @@ def test_a_cut_link_ends_the_run_and_the_next_start_waits_for_it(lab, host):
     assert "hang: process 1 is behind" in trial.out, trial.out  # says process 0
     assert "hang: process 0 is behind" in trial.out, trial.out  # and the other way round
     assert "process 0 waits for process 1 of 2" in trial.out, trial.out  # in the next start
-    assert trial.lost <= 11
+    assert trial.lost <= MOST_LOST
     assert_same_end(lab.folder / "straight", lab.folder / name)
 
 

@@ -26,6 +26,6 @@ def test_another_count_or_mesh_goes_on_with_the_same_batches(lab, killed, who):
 
 
 def test_the_same_count_and_mesh_goes_on_to_the_same_bits(lab, killed):
-    run_dir = take_over(lab, killed, "the same", SAME)
+    take_over(lab, killed, "the same", SAME)
     check_batches(lab, killed, "the same")
-    assert_same_end(lab.folder / "straight", run_dir)
+    assert_same_end(lab.folder / "straight", lab.folder / "the same")
