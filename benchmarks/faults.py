@@ -3,25 +3,31 @@
 Two processes of two simulated devices each train a small model, with a checkpoint every ten steps.
 A fault meets one of them; the launcher ends both and starts them again, once. The run counts as
 recovered if its last checkpoint has the bits of a run without a fault. Writes faults.json and
-faults.md.
+faults.md. Faults of links and disks need root, ip and tc.
 
-    python -m benchmarks.faults --out benchmarks/results            # about an hour
+    python -m benchmarks.faults --out benchmarks/results            # hours
     python -m benchmarks.faults --out /tmp/faults --trials 1
+    python -m benchmarks.faults --out /tmp/faults --only link       # these rows anew, others stay
 """
 
 import argparse
 import json
-import signal
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.fault_kinds import KINDS, Kind, missing
 from benchmarks.machine import stamp
-from tests.faults.lab import SECONDS, STEPS, Lab, Trial, injected, kill_in_save, seeded, send
-from tests.integration.runs import final_state
+from tests.faults.lab import SECONDS, STEPS, Lab
 
 PAGE = """\
 # What faults cost a run
@@ -29,95 +35,52 @@ PAGE = """\
 `{command}` wrote this page. Two processes of two simulated
 devices each, on one machine; {steps} steps of a small model, a checkpoint every ten;
 {deadlines}.
-A fault meets one process after a random step; `launch/local --restarts 1` ends both and starts
-them again. Seconds are from the fault: *seen* until all processes have ended, *next step* until
-the run shows one again; median, and the largest in brackets. The machine: {where},
-JAX {jax}, {date}.
+A fault meets one process after a random step. Where processes end, `launch/local --restarts 1`
+(`launch/emulate` for links) ends all and starts them again. Seconds are from the fault: *seen*
+until all processes have ended, *next step* until the run shows one again; median, and the largest
+in brackets. The machine: {where}, JAX {jax}, {date}.
 
-| fault | trials | seen | seen after s | next step after s | steps again | same bits |
+| fault | trials | seen | seen after s | next step after s | steps again | same end |
 |---|---:|---:|---:|---:|---:|---:|
 {rows}
 
-*Same bits*: the last checkpoint equals that of a run without a fault. A process that is killed is
-seen when it ends. One that hangs is seen by the others after the deadline it falls under:
-{silent_s} s where it can say nothing (SIGSTOP, Python's lock), {step_s} s in one step where it
-can; by default 60 s and 900 s. The launcher then gives it up to 10 s to end. The rest is a new
-start: imports, data, a compiled program from the cache, the restore.
+*Same end*: the last checkpoint has the bits of that of a run without a fault. Where another count
+of processes or another mesh takes over, sums have another order: there it says that every batch
+is the same, by its digest, and each loss within 1e-4. A process that is killed is
+seen when it ends. One that hangs or is cut off is seen by the others after the deadline it falls
+under: {silent_s} s where it can say nothing (SIGSTOP, Python's lock, a link), {step_s} s in one
+step where it can; by default 60 s and 900 s. The launcher then gives it up to 10 s to end. The
+rest is a new start: imports, data, a compiled program from the cache, the restore. A run that was
+taken over, or whose disk was full, was started by hand, so there is no next step of its own.
+
+A slow link, a wrong clock and strangers do not end a run: there is nothing to see. Another run's
+process and a second run are seen when they are refused; seconds are those of their whole life, of
+which a process of another run looks for its own for 4. Damage is seen when files are compared with
+their manifest; what is not seen did no harm: a file that was added, or is as before.
 """
-Plan = Callable[[Lab, str, int], Trial]  # of a fault, the run's name and a seed
 
 
-@dataclass
-class Fault:
-    """A kind of fault, and how a trial of it is made."""
-
-    name: str
-    plan: Plan
-
-
-def signalled(number: int) -> Plan:
-    """Returns trials that send a signal to a random process after a random step."""
-
-    def plan(lab: Lab, name: str, seed: int) -> Trial:
-        member, step, delay = seeded(seed)
-        return lab.trial(name, step, send(number, member, delay))
-
-    return plan
-
-
-def in_save(lab: Lab, name: str, seed: int) -> Trial:
-    """A trial that kills a random process while a checkpoint is written."""
-    member, step, _ = seeded(seed)
-    return lab.trial(name, 8 if step < 15 else 18, kill_in_save(lab, name, member))
-
-
-def inside(fault: str) -> Plan:
-    """Returns trials whose program fails by itself in a random process after a random step."""
-
-    def plan(lab: Lab, name: str, seed: int) -> Trial:
-        member, step, _ = seeded(seed)
-        once = lab.folder / f"{name}.done"
-        return lab.trial(name, step, wrapped=injected(fault, member, step, once))
-
-    return plan
-
-
-FAULTS = (
-    Fault("SIGKILL at a random moment", signalled(signal.SIGKILL)),
-    Fault("SIGKILL while a checkpoint is written", in_save),
-    Fault("SIGSTOP at a random moment", signalled(signal.SIGSTOP)),
-    Fault("an endless loop in Python", inside("loop")),
-    Fault("a call of C that never returns and keeps Python's lock", inside("hold")),
-    Fault("an exception", inside("exception")),
-    Fault("an exit without a word", inside("exit")),
-)
-
-
-def trials(lab: Lab, count: int) -> Iterator[dict[str, Any]]:
-    """Makes the trials, fault by fault, and yields what came of each."""
-    wanted = [x.tobytes() for x in final_state(lab.straight())[1]]
-    for number, fault in enumerate(FAULTS):
-        for seed in range(count):
-            name = f"{number}-{seed}"
-            trial = fault.plan(lab, name, 1000 * number + seed)
-            same = (
-                trial.code == 0
-                and [x.tobytes() for x in final_state(lab.folder / name)[1]] == wanted
-            )
-            facts = {n: v for n, v in asdict(trial).items() if n != "out"}
-            print(fault.name, seed, facts, "same" if same else "NOT THE SAME", flush=True)
+def trials(lab: Lab, kinds: list[Kind], count: int) -> Iterator[dict[str, Any]]:
+    """Makes the trials, kind by kind, and yields what came of each."""
+    lab.straight()
+    for kind in kinds:
+        number = KINDS.index(kind)
+        for seed in range(count * kind.times):
+            trial, same = kind.plan(lab, f"{number}-{seed}", 1000 * number + seed)
+            facts = {name: value for name, value in asdict(trial).items() if name != "out"}
             if not same:
-                print(trial.out, flush=True)
-            yield {"fault": fault.name, "seed": seed, "same": same, **facts}
+                print(trial.out, file=sys.stderr, flush=True)
+            yield {"fault": kind.name, "seed": seed, "same": same, **facts}
 
 
 def page(found: list[dict[str, Any]], machine: dict[str, Any], command: str) -> str:
     """Returns the page of results."""
     rows = []
-    for fault in FAULTS:
-        mine = [one for one in found if one["fault"] == fault.name]
+    for kind in KINDS:
+        if not (mine := [one for one in found if one["fault"] == kind.name]):
+            continue
         rows.append(
-            f"| {fault.name} | {len(mine)} | {sum(one['detected_s'] is not None for one in mine)} "
+            f"| {kind.name} | {len(mine)} | {sum(one['detected_s'] is not None for one in mine)} "
             f"| {_spread(mine, 'detected_s')} | {_spread(mine, 'recovered_s')} "
             f"| {_spread(mine, 'lost')} | {sum(one['same'] for one in mine)} |"
         )
@@ -137,25 +100,104 @@ def _spread(found: list[dict[str, Any]], name: str) -> str:
     values = [one[name] for one in found if one[name] is not None]
     if not values:
         return "-"
-    return f"{statistics.median(values):.0f} ({max(values):.0f})"
+    digits = 0 if max(values) >= 1 or name == "lost" else 2
+    return f"{statistics.median(values):.{digits}f} ({max(values):.{digits}f})"
+
+
+def earlier(path: Path, machine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the trials of an earlier faults.json; none if there is none.
+
+    Raises:
+      SystemExit: if they are of another machine: one page has one.
+    """
+    if not path.is_file():
+        return []
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    if facts["machine"]["machine"] != machine["machine"]:
+        raise SystemExit(
+            f"faults.json is of another machine. {path} is of {facts['machine']['machine']['cpu']}"
+            ". Rows of one page are of one machine. Choose another --out."
+        )
+    return facts["trials"]
+
+
+def chosen(only: list[str]) -> list[Kind]:
+    """Returns the kinds of faults whose names hold one of some texts, and can be tried here.
+
+    Raises:
+      SystemExit: if there is none, or one that was asked for lacks something.
+    """
+    wanted = [kind for kind in KINDS if not only or any(text in kind.name for text in only)]
+    lacking = missing()
+    for kind in wanted:
+        if kind.name in lacking:
+            print(f"left out: {kind.name}: needs {lacking[kind.name]}", file=sys.stderr)
+    listed = "; ".join(kind.name for kind in KINDS)
+    if not (able := [kind for kind in wanted if kind.name not in lacking]):
+        raise SystemExit(
+            f"no fault to try. --only is {', '.join(only)}. It must be a part of a fault's name, "
+            f"and the machine must have what that needs. Choose of: {listed}."
+        )
+    return able
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Shows a bar on a terminal, and a line for each trial."""
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[at]}"),
+    )
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("trials", total=total, at="a run without a fault")
+
+        def told(one: dict[str, Any]) -> None:
+            seen = "-" if one["detected_s"] is None else f"{one['detected_s']:.1f} s"
+            end = "same end" if one["same"] else "NOT THE SAME END"
+            bar.update(task, advance=1, at=one["fault"])
+            text = f"{one['fault']}, {one['seed']}: seen {seen}, {one['lost']} steps again, {end}"
+            console.print(text, highlight=False, soft_wrap=True)
+
+        yield told
 
 
 def main() -> None:
-    """Makes the trials and writes the page."""
+    """Makes the trials and writes the page, after each kind of fault."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--trials", type=int, default=10, help="of each fault; 10 if not given")
+    parser.add_argument(
+        "--only",
+        metavar="ROW",
+        action="append",
+        default=[],
+        help="a part of a fault's name; its trials replace those in DIR/faults.json",
+    )
     args = parser.parse_args()
+    kinds, machine = chosen(args.only), stamp()
     args.out.mkdir(parents=True, exist_ok=True)
-    machine = stamp()
-    with tempfile.TemporaryDirectory() as folder:
-        found = list(trials(Lab(Path(folder)), args.trials))
+    # The ends of runs are read here, onto as many devices as they had.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    names = {kind.name for kind in kinds}
+    path = args.out / "faults.json"
+    found = [one for one in earlier(path, machine) if one["fault"] not in names]
     command = f"python -m benchmarks.faults --out benchmarks/results --trials {args.trials}"
-    facts = {"machine": machine, "command": command, "trials": found}
-    (args.out / "faults.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (args.out / "faults.md").write_text(page(found, machine, command))
+    total = sum(args.trials * kind.times for kind in kinds)
+    with tempfile.TemporaryDirectory() as folder, progress(total) as told:
+        for one in trials(Lab(Path(folder)), kinds, args.trials):
+            told(one)
+            found.append(one)
+            facts = {"machine": machine, "command": command, "trials": found}
+            path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            text = page(found, machine, command)
+            (args.out / "faults.md").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

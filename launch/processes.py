@@ -9,6 +9,8 @@ place in the environment, where `moejax.runtime.start.join` reads it:
 """
 
 import argparse
+import errno
+import fcntl
 import os
 import shutil
 import socket
@@ -22,6 +24,8 @@ from group import HANG, Group, Guard, Interrupts, Place, describe, say
 CRASH_LOOP = 7  # exit code, see docs/formats/exit.md
 HEALTHY_SECONDS = 600  # a start that lasts so long was no failure of the start
 LONGEST_PAUSE_SECONDS = 30
+# Errors of a file system that locks no folders, as NFS: there nobody can tell.
+NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def add_restarts(parser: argparse.ArgumentParser) -> None:
@@ -101,14 +105,8 @@ def run(
       restarts: how often all are started again after a failure that may pass (`may_pass`). After a
         start that lasted `HEALTHY_SECONDS` the count begins again.
     """
-    try:
-        logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        print(
-            f"error: --logs is {logs}, where output cannot be kept: {error.strerror}. It must be a "
-            "folder. Choose another.",
-            file=sys.stderr,
-        )
+    if wrong := _take(logs):
+        print(f"error: --logs is {logs}, {wrong}", file=sys.stderr)
         return 2
 
     def start(group: Group, again: bool) -> None:
@@ -120,6 +118,26 @@ def run(
 
     code = _run_and_restart(start, restarts)
     return code if code >= 0 else 128 - code
+
+
+def _take(logs: Path) -> str | None:
+    """Takes the folder of logs until this process ends. Returns what is wrong, if it cannot."""
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        folder = os.open(logs, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return (
+            "where another launcher keeps output now. A live launcher has a folder of its own. "
+            "Wait for it, stop it, or choose another."
+        )
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return None
+        return (
+            f"where output cannot be kept: {error.strerror}. It must be a folder. Choose another."
+        )
+    return None
 
 
 def _run_and_restart(start: Callable[[Group, bool], None], restarts: int) -> int:

@@ -161,6 +161,7 @@ def _visit(rank: Rank, until: float) -> None:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as connection:
                 connection.sendall(_line(_introduction(rank)))
                 answer = _wait_for_word(connection, rank, waiting, until)
+                reason = "a run that has begun answers there, or another program"
         except (OSError, ValueError) as error:
             answer, reason = None, str(getattr(error, "strerror", None) or error)
         if answer is not None and answer.get("go") is True:
@@ -179,14 +180,18 @@ def _visit(rank: Rank, until: float) -> None:
 def _wait_for_word(
     connection: socket.socket, rank: Rank, waiting: _Waiting, until: float
 ) -> dict[str, Any] | None:
-    """Returns process 0's answer; None if it has gone, or the time is up."""
+    """Returns process 0's answer; None if it has gone, or it is not process 0 that answers.
+
+    Raises:
+      TimeoutError: if the time is up.
+    """
     connection.settimeout(1)
     while time.monotonic() < until:
         try:
             return _read(connection)
         except TimeoutError:
             waiting.say(f"process {rank.index} is there, and waits for the others")
-    return None
+    raise TimeoutError("it has not answered")
 
 
 def _introduction(rank: Rank) -> dict[str, Any]:

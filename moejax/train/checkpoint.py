@@ -38,6 +38,9 @@ from moejax.train.manifest import (
 from moejax.train.saved import Saved, remove_half_written
 from moejax.train.stored import FILE_BYTES, PIECE_BYTES, apart
 
+# A year: `watchdog.save_s` says how long a save may take. Orbax would end one after 20 minutes, and
+# by the wall clock (orbax 0.12), so also when that is set to another hour.
+SAVE_TIMEOUT_S = 365 * 24 * 3600
 ITEMS = ("counters", "weights", "optimizer", "reduction")
 
 
@@ -64,7 +67,8 @@ class Checkpoints:
         """
         self.directory, self.keep, self._first = directory.absolute(), keep, processes.first
         self._failed, self.copies, self._copied = failed, copies, copied
-        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True)
+        waits = ocp.options.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S)
+        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True, async_options=waits)
         # Compressed, trained float32 numbers take 7 % less room and 1.7 times the CPU time.
         handlers = {name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in ITEMS}
         self._manager = ocp.CheckpointManager(

@@ -3,24 +3,31 @@
   python -m tests.faults.faulty --fault loop --process 1 --step 15 --once FILE -- --config ...
 
 `exception` raises; `loop` never returns, though other threads run; `hold` never returns and lets no
-other thread run; `exit` ends the process without a word.
+other thread run; `exit` ends the process without a word; `pause` waits until somebody else makes
+FILE, so that a run is sure to be there meanwhile.
 """
 
 import argparse
 import ctypes
 import os
 import sys
+import time
 from pathlib import Path
 
-FAULTS = ("exception", "loop", "hold", "exit")
+FAULTS = ("exception", "loop", "hold", "exit", "pause")
 
 
 class InjectedError(Exception):
     """The fault that was asked for."""
 
 
-def fail(fault: str) -> None:
+def fail(fault: str, once: Path) -> None:
     """Fails as asked."""
+    if fault == "pause":
+        while not once.exists():
+            time.sleep(0.05)
+        return
+    once.touch()
     if fault == "exception":
         raise InjectedError("a fault on one process")
     if fault == "exit":
@@ -37,7 +44,7 @@ def main() -> int:
     parser.add_argument("--fault", choices=FAULTS, required=True)
     parser.add_argument("--process", type=int, required=True)
     parser.add_argument("--step", type=int, required=True)
-    parser.add_argument("--once", type=Path, required=True, help="made when it has failed")
+    parser.add_argument("--once", type=Path, required=True, help="made when it fails")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
 
@@ -48,8 +55,7 @@ def main() -> int:
         def after(self, step, metrics):
             mine = os.environ.get("MOEJAX_PROCESS", "0") == str(args.process)
             if mine and step >= args.step and not args.once.exists():
-                args.once.touch()
-                fail(args.fault)
+                fail(args.fault, args.once)
             return super().after(step, metrics)
 
     steps.Skips = FaultySkips

@@ -8,16 +8,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejax.report.goodput import read_goodput
 from tests.integration.runs import REPOSITORY, describe, environment, find_member, write_config
 
 STEPS = 30
 CONFIG = describe(STEPS, sample=0, simulated_devices=4)
 SECONDS = {"step_s": 15, "silent_s": 6, "save_s": 60, "evaluate_s": 60}  # deadlines
+HANGS = SECONDS["step_s"] + 15  # seconds within which a hang has ended all processes
+DEATHS = 15  # the same of a process that is gone
+MOST_LOST = 20  # steps: a save, of every tenth, is whole before the next one begins
+TRAIN = (sys.executable, "-m", "moejax.train")
+TWO = ("local", "--processes", "2", "--devices", "2")  # a launcher and its flags
+SHOWN = re.compile(r"\[\w+\] step (\d+)/")  # as a process shows a step; the launcher repeats some
+RESUMED = re.compile(r"resuming at step (\d+) from")
+LONGEST_S = 300  # after so long a launcher is killed
 
 
 @dataclass
@@ -46,85 +53,153 @@ class Lab:
     def __init__(self, folder: Path):
         self.folder = write_config(folder, CONFIG, folder / "straight")
 
-    def command(self, name: str, wrapped: tuple[str, ...] = ()) -> list[str]:
-        """Returns the command of a run, started again once after a failure."""
-        launcher = [sys.executable, str(REPOSITORY / "launch" / "local"), "--processes", "2"]
-        launcher += [
-            "--devices",
-            "2",
-            "--restarts",
-            "1",
-            "--logs",
-            str(self.folder / f"{name}-logs"),
-        ]
-        program = wrapped or (sys.executable, "-m", "moejax.train")
-        words = ["--config", str(self.folder / "config.yaml")]
-        words += [f"--config.run_dir={self.folder / name}"]
-        words += [f"--config.watchdog.{key}={value}" for key, value in SECONDS.items()]
-        return [*launcher, "--", *program, *words]
+    def program(self, name: str, wrapped: Sequence[str] = (), words: Sequence[str] = ()) -> list:
+        """Returns the command of one process of a run.
+
+        Args:
+          wrapped: the program in the place of the train command.
+          words: further settings.
+        """
+        settings = ["--config", str(self.folder / "config.yaml")]
+        settings += [f"--config.run_dir={self.folder / name}"]
+        settings += [f"--config.watchdog.{key}={value}" for key, value in SECONDS.items()]
+        return [*(wrapped or TRAIN), *settings, *words]
+
+    def command(
+        self,
+        name: str,
+        wrapped: Sequence[str] = (),
+        launcher: Sequence[str] = TWO,
+        restarts: int = 1,
+        words: Sequence[str] = (),
+    ) -> list[str]:
+        """Returns the command of a run, started again after a failure, once if not said.
+
+        Args:
+          launcher: a file of launch/ and its flags.
+        """
+        file, *flags = launcher
+        flags += ["--restarts", str(restarts), "--logs", str(self.folder / f"{name}-logs")]
+        start = [sys.executable, str(REPOSITORY / "launch" / file), *flags]
+        return [*start, "--", *self.program(name, wrapped, words)]
 
     def straight(self) -> Path:
-        """Runs without a fault. Returns the run's directory."""
-        done = subprocess.run(
-            self.command("straight"),
-            env=environment(),
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        """Runs without a fault, and records the batches. Returns the run's directory."""
+        done = self.run("straight", recording(self.folder / "straight-batches"))
+        assert done.returncode == 0, done.stdout
         return self.folder / "straight"
+
+    def run(
+        self,
+        name: str,
+        wrapped: Sequence[str] = (),
+        launcher: Sequence[str] = TWO,
+        words: Sequence[str] = (),
+        restarts: int = 0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command of `command` to its end. Returns code and output."""
+        return subprocess.run(
+            self.command(name, wrapped, launcher, restarts, words),
+            env=environment(PYTHONPATH=str(REPOSITORY)),
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LONGEST_S,
+        )
 
     def trial(
         self,
         name: str,
         step: int,
         fault: Callable[[int], None] | None = None,
-        wrapped: tuple[str, ...] = (),
+        wrapped: Sequence[str] = (),
+        launcher: Sequence[str] = TWO,
+        words: Sequence[str] = (),
+        *,
+        begun: Callable[[int], None] = lambda _: None,
+        failed: Callable[[int], None] = lambda _: None,
+        restarts: int = 1,
     ) -> Trial:
         """Runs until a step is shown, calls the fault, and waits for the end.
 
         Args:
           fault: is called with the launcher's process number; None if `wrapped` fails by itself.
-          wrapped: the program in the place of the train command.
+          begun, failed: are called with the same, when the launcher was started, and when it says
+            that the run has failed.
         """
         process = subprocess.Popen(
-            self.command(name, wrapped),
+            self.command(name, wrapped, launcher, restarts, words),
             env=environment(PYTHONPATH=str(REPOSITORY)),
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        stuck = threading.Timer(240, process.kill)
+        stuck = threading.Timer(LONGEST_S, process.kill)
         stuck.start()
-        lines: list[str] = []
-        failed = ended = recovered = None
-        assert process.stdout is not None
+        try:
+            begun(process.pid)
+            lines, times = _follow(process, step, fault, failed)
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            stuck.cancel()
+        began, ended, recovered = times
+        before, _, after = "".join(lines).partition("launcher: ")
+        return Trial(
+            code,
+            "".join(lines),
+            _between(began, ended),
+            _between(began, recovered),
+            steps_again(before, after),
+            next((line.strip() for line in lines if "failed first" in line), ""),
+        )
+
+
+def _between(began: float | None, ended: float | None) -> float | None:
+    return None if began is None or ended is None else ended - began
+
+
+def _follow(
+    process: subprocess.Popen,
+    step: int,
+    fault: Callable[[int], None] | None,
+    failed: Callable[[int], None],
+) -> tuple[list[str], tuple[float | None, float | None, float | None]]:
+    """Returns a launcher's lines, and when the fault, the end of all and the next step were."""
+    lines: list[str] = []
+    began = ended = recovered = None
+    assert process.stdout is not None
+    with process.stdout:
         for line in process.stdout:
             now = time.monotonic()
             lines.append(line)
-            if failed is None and f"step {step}/" in line:
-                failed = now
+            if began is None and f"step {step}/" in line:
+                began = now
                 if fault is not None:
                     fault(process.pid)
             elif line.startswith("launcher: ") and "failed first" in line:
                 ended = now
-            elif ended is not None and recovered is None and re.search(r"step \d+/", line):
+                failed(process.pid)
+            elif ended is not None and recovered is None and SHOWN.match(line):
                 recovered = now
-        process.stdout.close()
-        code = process.wait()
-        stuck.cancel()
-        out = "".join(lines)
-        restarts = read_goodput(self.folder / name).restarts
-        return Trial(
-            code,
-            out,
-            None if None in (failed, ended) else ended - failed,
-            None if None in (failed, recovered) else recovered - failed,
-            sum(one.lost for one in restarts),
-            next((line.strip() for line in lines if "failed first" in line), ""),
-        )
+    return lines, (began, ended, recovered)
+
+
+def steps_again(before: str, after: str) -> int:
+    """Returns how many steps a start did again.
+
+    Args:
+      before: what the start before it showed.
+      after: what it showed itself; nothing if there was none.
+    """
+    if not SHOWN.search(after):
+        return 0
+    resumed = RESUMED.search(after)
+    return max(map(int, SHOWN.findall(before)), default=0) - (int(resumed[1]) if resumed else 0)
 
 
 def send(number: int, member: int, after_s: float = 0.0) -> Callable[[int], None]:
@@ -154,6 +229,17 @@ def injected(fault: str, member: int, step: int, once: Path) -> tuple[str, ...]:
     """Returns the train command with a fault in one of its processes."""
     words = ("--fault", fault, "--process", str(member), "--step", str(step), "--once", str(once))
     return (sys.executable, "-m", "tests.faults.faulty", *words, "--")
+
+
+def recording(folder: Path) -> tuple[str, ...]:
+    """Returns the train command, which records in a folder what it trains on."""
+    return (sys.executable, "-m", "tests.faults.recording", "--to", str(folder), "--")
+
+
+def with_wrong_clock(member: int, hours: float = 30) -> tuple[str, ...]:
+    """Returns the train command, in which the wall clock of one of its processes is wrong."""
+    words = ("--process", str(member), "--hours", str(hours))
+    return (sys.executable, "-m", "tests.faults.clock", *words, "--")
 
 
 def seeded(seed: int) -> tuple[int, int, float]:

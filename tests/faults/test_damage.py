@@ -13,9 +13,9 @@ from moejax.train.checkpoint import Checkpoints
 from moejax.train.restore import restore_state
 from moejax.train.saved import newest
 from tests.cases import small_config, step_for
+from tests.faults.damage import damage, files_of, spoil
 
 TRIALS = 200
-KINDS = ("flip", "cut", "delete", "add", "copy of another")
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +31,28 @@ def saved(tmp_path_factory):
     return directory, step.abstract, state._replace(step=state.step + 1)
 
 
-def damage(step, draw):
-    """Damages a file of a checkpoint. Returns what was done."""
-    files = sorted(path for path in step.rglob("*") if path.is_file())
-    path, kind = draw.choice(files), draw.choice(KINDS)
-    content = path.read_bytes()
-    if kind == "delete":
-        path.unlink()
-    elif kind == "add":
-        (path.parent / "more").write_bytes(content)
-    elif kind == "copy of another":
-        path.write_bytes(draw.choice(files).read_bytes())
-    elif kind == "cut" or not content:
-        path.write_bytes(content[: draw.randrange(len(content) or 1)])
-    else:
-        place = draw.randrange(len(content))
-        flipped = bytes([content[place] ^ (1 << draw.randrange(8))])
-        path.write_bytes(content[:place] + flipped + content[place + 1 :])
-    return f"{kind} {path.relative_to(step)}", path.is_file() and path.read_bytes() == content
-
-
 def bits(state: TrainState):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
+
+
+def outcome(copy, what, same, abstract, state):
+    """Returns whether damage to the only checkpoint was found; else its state is as it was.
+
+    Args:
+      same: whether the file is as before, so that there is nothing to find.
+    """
+    try:
+        whole, _ = newest(copy, "full")
+    except InputError as error:
+        if "no whole checkpoint" in str(error):
+            return True
+        raise
+    if whole is None:  # without its manifest it was never finished, and is set aside
+        assert (copy / "1.unfinished").is_dir(), what
+        return True
+    assert same or what.startswith("add"), f"not found: {what}"
+    assert bits(restore_state(whole, abstract)) == bits(state), what
+    return False
 
 
 @pytest.mark.parametrize(
@@ -62,22 +62,25 @@ def bits(state: TrainState):
 )
 def test_damage_is_found_or_does_no_harm(saved, tmp_path, seeds):
     directory, abstract, state = saved
-    found = harmless = 0
+    found = 0
     for seed in seeds:
         copy = tmp_path / str(seed)
         shutil.copytree(directory, copy)
         what, same = damage(copy / "1", random.Random(seed))
-        try:
-            whole, _ = newest(copy, "full")
-        except InputError as error:
-            found += "no whole checkpoint" in str(error)
-            continue
-        if whole is None:  # without its manifest it was never finished, and is set aside
-            assert (copy / "1.unfinished").is_dir(), what
-            found += 1
-            continue
-        assert same or what.startswith("add"), f"not found: {what}"
-        assert bits(restore_state(whole, abstract)) == bits(state), what
-        harmless += 1
-    assert found + harmless == len(seeds)
+        found += outcome(copy, what, same, abstract, state)
     assert found > len(seeds) // 2
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", ["flip", "cut", "delete"])
+def test_damage_to_every_file_is_found(saved, tmp_path, kind):
+    directory, abstract, state = saved
+    names = [path.relative_to(directory) for path in files_of(directory / "1")]
+    assert len(names) > 10
+    for number, name in enumerate(names):
+        copy = tmp_path / str(number)
+        shutil.copytree(directory, copy)
+        before = (copy / name).read_bytes()
+        spoil(copy / name, kind, random.Random(number))
+        same = (copy / name).is_file() and (copy / name).read_bytes() == before
+        assert outcome(copy, f"{kind} {name}", same, abstract, state) or not before, name

@@ -4,19 +4,10 @@ import signal
 
 import pytest
 
-from tests.faults.lab import SECONDS, STEPS, Lab, injected, kill_in_save, seeded, send
+from tests.faults.lab import DEATHS, HANGS, MOST_LOST, STEPS, injected, kill_in_save, seeded, send
 from tests.integration.runs import assert_same_end
 
 pytestmark = pytest.mark.slow
-HANGS = SECONDS["step_s"] + 15  # seconds within which a hang has ended all processes
-DEATHS = 15  # the same of a process that is gone
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    lab = Lab(tmp_path_factory.mktemp("faults"))
-    lab.straight()
-    return lab
 
 
 def recovered(lab, name, trial, within):
@@ -24,7 +15,7 @@ def recovered(lab, name, trial, within):
     assert trial.code == 0, trial.out
     assert trial.detected_s is not None, trial.out
     assert trial.detected_s < within, trial.out
-    assert trial.lost <= 11
+    assert trial.lost <= MOST_LOST
     assert_same_end(lab.folder / "straight", lab.folder / name)
 
 

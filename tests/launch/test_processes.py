@@ -187,6 +187,17 @@ def test_logs_that_cannot_be_kept_are_bad_input(tmp_path):
     assert "where output cannot be kept" in said
 
 
+def test_logs_of_a_live_launcher_are_left_alone(tmp_path):
+    process = begin(tmp_path, "sleep 2; echo down")
+    code, said = local(tmp_path, "echo second")
+    assert (code, said.count("\n")) == (2, 1), said
+    assert "where another launcher keeps output now" in said
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert [(tmp_path / f"p{n}.log").read_text() for n in (0, 1)] == ["up\ndown\n"] * 2
+    assert local(tmp_path, "echo next")[0] == 0
+
+
 def listening(folder, coordinator=None):
     """The addresses at which process 0 of two listens for the other one."""
     script = shlex.join([sys.executable, str(ROOT / "tests" / "launch" / "listen.py")])

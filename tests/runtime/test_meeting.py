@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -79,6 +80,42 @@ def test_another_version_is_refused(address, monkeypatch):
         answer = json.loads(guest.recv(4096))
     assert "Process 1 has version: 0.0.1" in answer["error"]
     assert isinstance(ends([host])[0], InputError)
+
+
+def test_a_process_of_another_run_is_refused(address):
+    host = start(address, 0, count=2)
+    guest = start(address, 3, count=4)
+    for error in ends([host, guest]):
+        assert isinstance(error, InputError)
+        text = "Process 3 has a program of that many processes: 4, process 0: 2"
+        assert text in str(error)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"", "a run that has begun answers there, or another program"),
+        (b"\0\0\x12\x04\0 gRPC\n", "a run that has begun answers there, or another program"),
+        (None, "it has not answered"),
+    ],
+)
+def test_what_answers_and_is_not_process_0_is_told(monkeypatch, said, reason):
+    monkeypatch.setenv("MOEJAX_MEETING_SECONDS", "0.5")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        guest = start(f"127.0.0.1:{other.getsockname()[1]}", 1)
+        other.settimeout(0.2)
+        connections = []
+        while not guest[1]:
+            with suppress(TimeoutError):
+                connections.append(other.accept()[0])
+                if said is not None:
+                    connections[-1].sendall(said)
+                    connections[-1].close()
+        for connection in connections:
+            connection.close()
+    (error,) = ends([guest])
+    assert isinstance(error, MeetingError)
+    assert f": {reason}. It must be" in str(error)
 
 
 @pytest.mark.parametrize(

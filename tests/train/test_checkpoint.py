@@ -1,6 +1,8 @@
 import functools
 import json
 import shutil
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -256,6 +258,25 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
         writer.wait()
     writer.close()
     assert finished_steps(tmp_path) == []
+
+
+def test_a_clock_that_is_set_during_a_save_does_not_end_it(tmp_path, monkeypatch):
+    """Orbax measures its timeouts on the wall clock, which jumps by 30 hours here."""
+    right, asked = time.time, []
+
+    def jumping():
+        if threading.current_thread().name == "async_save":
+            asked.append(1)
+        return right() + 30 * 3600 * (len(asked) > 2)
+
+    monkeypatch.setattr(time, "time", jumping)
+    _, state = case()
+    writer = Checkpoints(tmp_path, keep=2)
+    writer.save(1, state, {"config": {}})
+    assert writer.wait() == 1
+    writer.close()
+    assert len(asked) > 2, "the clock was not set during the save"
+    assert newest(tmp_path, "full")[0].step == 1
 
 
 def test_weights_are_located_by_run_directory_checkpoints_or_step(directory):
