@@ -162,7 +162,6 @@ def train_planned(
     Args:
       measured: newly measured links to plan with; the run then does not plan a third time.
     """
-    run_dir = Path(cfg.run_dir)
     copies = open_copies(cfg, processes)
     choosing = partial(choose_checkpoint, kept_plan(cfg), inputs.content, processes, copies)
     saved, source, notes = choosing()
@@ -177,12 +176,12 @@ def train_planned(
     notes += prepared.planned.notes
     saved, more = set_aside_wrong_steps(saved, train_step, choosing, processes)
     notes += [note for note in more if note not in notes]
-    notes += check_disk(train_step, saved, run_dir / "checkpoints", processes)
+    notes += check_disk(train_step, saved, Path(cfg.run_dir) / "checkpoints", processes)
     notes += memory_warnings(summary, prepared.limit)
     print_summary(summary, train_step, console, prepared.planned.rows())
     records = open_records(cfg, notes, console, processes)
     if processes.first:
-        keep_origin(source, run_dir)
+        keep_origin(source, Path(cfg.run_dir))
     base = base_of(cfg, source)
     with watch.during("restore"):
         told = partial(tell_note, console, records, notes)
@@ -198,8 +197,6 @@ def train_planned(
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes, watch)
     run.base, run.assignment = base, assignment
     run.memory = memory.begin(train_step, inputs.content, base, records, console)
-    if processes.first and cfg.model.has_experts:
-        run.expert_loads = ExpertLoads(run_dir, cfg.train.num_steps)
     _follow_plan(run, prepared, int(state.step), monitored=measured is None)
     return _run_to_end(run, state, meter)
 
@@ -255,6 +252,8 @@ def _meter(cfg: Config, summary: Summary, facts: Mapping[str, Any], processes: P
 
 def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
     """Runs the steps and the last evaluation. Returns the same as `train_planned`."""
+    if run.processes.first and run.cfg.model.has_experts:
+        run.expert_loads = ExpertLoads(Path(run.cfg.run_dir), run.cfg.train.num_steps)
     try:
         # One process of several fails at once here: a save under way would wait for all of them.
         with run.display, run.processes:

@@ -43,13 +43,13 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     before, shown = None, ""
     if meter.started is None:  # not after going back: it is compiled then
         compile_step(run, schedule, step, state)
-    run.watch.enter("input", step + 1)
     with (
         closing(profile),
         Interrupt() as interrupt,
         run.inputs.batches(run.train_step, step, last) as batches,
     ):
         check = StepCheck(run, Skips(int(state.skipped)), interrupt)
+        run.watch.enter("input", step + 1)
         for batch in batches:
             run.watch.enter("step", step + 1)
             run_step, codecs = schedule.step_for(step, state)
@@ -71,8 +71,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             stop = stopping.after(step, interrupt.requested or run.hosts_change)
             saves = due(step, cfg.checkpoint.save_every) and not check.suspicious
             if saves or step == last or stop:
-                with run.watch.during("save", step):
-                    save(run, step, state)
+                save(run, step, state)
             else:
                 between_saves(run, step, state, suspicious=check.suspicious)
             run.record_saved(run.checkpoints.finished())
@@ -80,8 +79,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
                 stop_early(run, step, interrupt.requested)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
-                asked = lambda: interrupt.requested or run.hosts_change  # noqa: E731
-                evaluate_part(run, state, step, meter, asked)
+                evaluate_part(run, state, step, meter, lambda: interrupt.requested)
             run.watch.enter("input", step + 1)
     return state, False
 
@@ -107,7 +105,8 @@ def evaluate_part(
     """Evaluates on a part of the held-out text; rates leave out the time it takes."""
     began = time.perf_counter()
     with run.watch.during("evaluate", step):
-        evaluate(run, state, step, run.cfg.train.eval_batches, asked)
+        given_up = lambda: asked() or run.hosts_change  # noqa: E731
+        evaluate(run, state, step, run.cfg.train.eval_batches, given_up)
     meter.pause(time.perf_counter() - began)
 
 
@@ -225,11 +224,13 @@ def between_saves(run: Run, step: int, state: TrainState, *, suspicious: bool) -
 
 def save(run: Run, step: int, state: TrainState) -> None:
     """Starts a checkpoint after the previous one is complete."""
-    run.record_saved(run.checkpoints.wait())
-    compare(run, step, state)
-    run.records.event("save", step)
-    facts = describe_run(run.train_step, run.inputs.content, run.base) | describe_data(run, step)
-    run.checkpoints.save(step, state, {**facts, "jax": jax.__version__})
+    with run.watch.during("save", step):
+        run.record_saved(run.checkpoints.wait())
+        compare(run, step, state)
+        run.records.event("save", step)
+        facts = describe_run(run.train_step, run.inputs.content, run.base)
+        facts |= describe_data(run, step)
+        run.checkpoints.save(step, state, {**facts, "jax": jax.__version__})
 
 
 def describe_data(run: Run, step: int) -> dict[str, Any]:

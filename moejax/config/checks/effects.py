@@ -166,6 +166,10 @@ def _training_effects() -> Iterator[_Effect]:
         lambda cfg: cfg.train.spike_threshold is not None and cfg.train.rollbacks > 0,
         "`train.spike_threshold` is none or `train.rollbacks` is 0",
     )
+    yield from _optimizer_effects()
+
+
+def _optimizer_effects() -> Iterator[_Effect]:
     yield (
         ("optimizer.muon_",),
         lambda cfg: cfg.optimizer.name == "muon",
