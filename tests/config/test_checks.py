@@ -298,6 +298,21 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
         ({"optimizer.muon_momentum": 0.9}, "optimizer.muon_momentum", "is not muon"),
         ({"optimizer.muon_learning_rate": 1}, "optimizer.muon_learning_rate", "is not muon"),
         (
+            {"train.rollbacks": 3, "train.max_skipped": None},
+            "train.rollbacks",
+            "so no run goes back",
+        ),
+        (
+            {"train.on_spike": "roll_back", "train.spike_threshold": None},
+            "train.on_spike",
+            "`train.spike_threshold` is none",
+        ),
+        (
+            {"train.on_spike": "roll_back", "train.rollbacks": 0},
+            "train.on_spike",
+            "or `train.rollbacks` is 0",
+        ),
+        (
             {"optimizer.schedule": "constant", "optimizer.final_fraction": 0.2},
             "optimizer.final_fraction",
             "is constant",

@@ -35,6 +35,16 @@ def test_steps_after_the_checkpoint_that_a_run_resumed_from_are_forgotten(tmp_pa
     assert loss.values == [1.0, 1.0, 2.0]
 
 
+def test_steps_that_a_run_went_back_behind_are_forgotten(tmp_path):
+    lines = [
+        *(report_line(step, 1.0) for step in (10, 20, 30, 40)),
+        line("rolled_back", 45, to=20, skipped=25),
+    ]
+    run = read_run(write_run(tmp_path, lines))
+    assert run.columns["loss"].steps == [10, 20]
+    assert [one["event"] for one in run.events] == ["rolled_back"]
+
+
 def test_of_a_step_that_stands_twice_the_later_line_counts(tmp_path):
     lines = [report_line(10, 1.0), report_line(20, 1.0), report_line(20, 3.0)]
     loss = read_run(write_run(tmp_path, lines)).columns["loss"]
