@@ -172,9 +172,9 @@ def train_planned(
     meter = _meter(cfg, summary, facts, processes)
     records.start(int(state.step), {**facts, "peak_flops_per_second": meter.peak})
     display = Display(console, cfg.train.num_steps, int(state.step))
+    kept = memory.begin(train_step, inputs.content, base, records, console)
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes, watch)
-    run.base = base
-    run.memory = memory.begin(train_step, inputs.content, base, records, console)
+    run.base, run.memory = base, kept
     if processes.first and cfg.model.has_experts:
         run.expert_loads = ExpertLoads(run_dir, cfg.train.num_steps)
     _follow_plan(run, planned, int(state.step), devices, monitored=measured is None)
