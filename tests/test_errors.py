@@ -82,4 +82,4 @@ def test_what_a_command_returns_is_its_code():
     assert exit_code(lambda: None, stopped="") == 0
     assert exit_code(lambda: STOPPED, stopped="") == STOPPED
     assert "asked to stop" in documented()[STOPPED]
-    assert set(documented()) == {0, 1, 2, 3, 4, 5, 6, CRASH_LOOP, 8, HANG, 130}
+    assert set(documented()) == {0, 1, 2, 3, 4, 5, 6, CRASH_LOOP, 8, 9, HANG, 130}

@@ -121,21 +121,18 @@ def share(seconds: list[float], step: float) -> str:
     )
 
 
-def write_page(
-    out: Path, saves: dict[str, Any], parts: dict[str, list[float]], load: float
-) -> None:
-    """Writes the results as JSON and as a page."""
+def answers(saves: dict[str, Any], parts: dict[str, list[float]], step: float) -> dict[str, str]:
+    """Returns the rows of the page.
+
+    Args:
+      step: seconds of a step without a save.
+    """
     middle = statistics.median
-    step = middle(saves["without"]) / saves["steps"]
     pairs = list(zip(saves["with"], saves["without"], strict=True))
     costs = sorted((held - free) / step for held, free in pairs)
     ratios = sorted(held / free for held, free in pairs)
-    machine = describe(sorted(os.sched_getaffinity(0)))
-    result = {"saves": saves, "parts": parts, "machine": machine, "load": load}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "memory_checkpoints.json").write_text(json.dumps(result, indent=1) + "\n")
     speed = saves["bytes"] / middle(parts["copy"]) / 1e9
-    rows = {
+    return {
         "the stall, while the state is copied": share(saves["stall"], step),
         f"the stall spread over {EVERY} steps": (
             f"{100 * middle(saves['stall']) / step / EVERY:.2f} % of their time"
@@ -165,6 +162,18 @@ def write_page(
             f"{1e3 * middle(parts['put']):.0f} ms"
         ),
     }
+
+
+def write_page(
+    out: Path, saves: dict[str, Any], parts: dict[str, list[float]], load: float
+) -> None:
+    """Writes the results as JSON and as a page."""
+    step = statistics.median(saves["without"]) / saves["steps"]
+    machine = describe(sorted(os.sched_getaffinity(0)))
+    result = {"saves": saves, "parts": parts, "machine": machine, "load": load}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "memory_checkpoints.json").write_text(json.dumps(result, indent=1) + "\n")
+    rows = answers(saves, parts, step)
     table = "\n".join(f"| {question} | {answer} |" for question, answer in rows.items())
     text = (
         f"# What a copy in memory costs\n\n`python -m benchmarks.cpu.memory_checkpoints`\n\n"
@@ -182,7 +191,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--memory_dir", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=4, help="steps of one interval")
+    parser.add_argument("--steps", type=int, default=2, help="steps of one interval")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     train_step, state, steps = prepare()

@@ -37,6 +37,7 @@ class StepCheck:
     def __init__(self, run: Run, skips: Skips, interrupt: Interrupt):
         self._run, self._skips, self._interrupt = run, skips, interrupt
         self._spikes = Spikes(run.cfg.train.spike_threshold)
+        self._running: Metrics | None = None
         # Rarer checkpoints leave one from before a spike, as two are kept at least.
         often = (run.cfg.checkpoint.save_every or STEPS) < STEPS
         self._waits_for_spikes = often and run.cfg.train.on_spike == "roll_back"
@@ -49,6 +50,16 @@ class StepCheck:
         """
         high = self._waits_for_spikes and self._spikes.suspected
         return self._skips.in_a_row > 0 or high
+
+    def before(self, step: int, metrics: Metrics) -> None:
+        """Takes what a step measures that runs now, and looks at the step before it.
+
+        At most one step runs while the next is prepared, so that a stop, a report or a save waits
+        for one step only. Raises as `after` does.
+        """
+        if self._running is not None:
+            self.after(step - 1, self._running)
+        self._running = metrics
 
     def after(self, step: int, metrics: Metrics) -> None:
         """Takes what a step measured, which waits for it; call in order.

@@ -8,7 +8,7 @@ else from `checkpoint.init_from`, else from the seed; frozen weights always come
 writes records and shows them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from moejax.train.evaluation import finish
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.memory.start import Memory
 from moejax.train.memory_check import memory_warnings
-from moejax.train.metrics import Meter
+from moejax.train.metrics import Meter, Records
 from moejax.train.opened import open_checkpoints, open_records, tell_note
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import kept_plan, measure
@@ -62,7 +62,7 @@ from moejax.train.start import (
     open_copies,
 )
 from moejax.train.start_record import ExpertLoads, describe_start, highest_peak
-from moejax.train.summary import Summary, print_summary
+from moejax.train.summary import print_summary
 from moejax.train.trackers import check_trackers
 from moejax.train.watching import watching
 
@@ -190,20 +190,20 @@ def train_planned(
         ) or resume(train_step, saved, choosing, processes, console, told)
         state = initial_state(train_step, resumed, source, console, processes)
     checkpoints = open_checkpoints(cfg, processes, records, console, copies)
-    facts = describe_start(train_step, summary, processes)
-    meter = _meter(cfg, summary, facts, processes)
-    records.start(int(state.step), {**facts, "peak_flops_per_second": meter.peak})
+    meter = _begin_records(records, int(state.step), prepared, processes)
     display = Display(console, cfg.train.num_steps, int(state.step))
+    kept = memory.begin(train_step, inputs.content, base, records, console)
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes, watch)
-    run.base, run.assignment = base, assignment
-    run.memory = memory.begin(train_step, inputs.content, base, records, console)
-    _follow_plan(run, prepared, int(state.step), monitored=measured is None)
+    run.base, run.assignment, run.memory = base, assignment, kept
+    _follow(run, prepared, int(state.step), monitored=measured is None)
     return _run_to_end(run, state, meter)
 
 
-def _follow_plan(run: Run, prepared: Prepared, step: int, *, monitored: bool) -> None:
-    """Records a planned run's prediction, and has its steps compared with it."""
+def _follow(run: Run, prepared: Prepared, step: int, *, monitored: bool) -> None:
+    """Has a run record its experts' loads, and compare its steps with what was planned."""
     planned, devices = prepared.planned, prepared.devices
+    if run.processes.first and run.cfg.model.has_experts:
+        run.expert_loads = ExpertLoads(Path(run.cfg.run_dir), run.cfg.train.num_steps)
     if planned.plan is None:
         return
     run.records.event("plan", step, seconds=planned.plan.predicted["seconds"])
@@ -237,14 +237,18 @@ def _monitor(run: Run, plan: Plan, topology: Topology, devices: Sequence[Any]) -
     return PlanMonitor(plan, topology, again if run.cfg.plan.replan else None)
 
 
-def _meter(cfg: Config, summary: Summary, facts: Mapping[str, Any], processes: Processes) -> Meter:
-    """Returns the meter, which knows the peak of all devices."""
+def _begin_records(records: Records, step: int, prepared: Prepared, processes: Processes) -> Meter:
+    """Records the start of a run. Returns its meter, which knows the peak of all devices."""
+    cfg, summary = prepared.train_step.cfg, prepared.summary
+    facts = describe_start(prepared.train_step, summary, processes)
     measured = sum(processes.gather(measure_peak(jax.local_devices(), cfg.model.dtype)))
     log = Path(cfg.run_dir) / "metrics.jsonl"
+    peak = processes.from_first(lambda: highest_peak(log, facts, measured))
+    records.start(step, {**facts, "peak_flops_per_second": peak})
     return Meter(
         tokens_per_step=summary.tokens_per_step,
         flops_per_token=summary.counts.flops_per_token,
-        peak=processes.from_first(lambda: highest_peak(log, facts, measured)),
+        peak=peak,
         num_steps=cfg.train.num_steps,
         schedule=learning_rate(cfg.optimizer, cfg.train.num_steps, cfg.optimizer.learning_rate),
     )
@@ -252,8 +256,6 @@ def _meter(cfg: Config, summary: Summary, facts: Mapping[str, Any], processes: P
 
 def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
     """Runs the steps and the last evaluation. Returns the same as `train_planned`."""
-    if run.processes.first and run.cfg.model.has_experts:
-        run.expert_loads = ExpertLoads(Path(run.cfg.run_dir), run.cfg.train.num_steps)
     try:
         # One process of several fails at once here: a save under way would wait for all of them.
         with run.display, run.processes:

@@ -40,7 +40,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     schedule = CodecSchedule(run.train_step, run.processes, run.watch)
     stopping = Stop(run.processes)
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
-    before, shown = None, ""
+    shown = ""
     if meter.started is None:  # not after going back: it is compiled then
         compile_step(run, schedule, step, state)
     with (
@@ -58,11 +58,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             state, metrics = run_step(state, batch)
             step += 1
             end_profile(run, profile, meter, step, metrics, schedule.program)
-            # At most one step runs while the next is prepared, so that a stop, a report or a save
-            # waits for one step only.
-            if before is not None:
-                check.after(step - 1, before)
-            before = metrics
+            check.before(step, metrics)
             run.display.step(step)
             if meter.started is None or step == last or step % cfg.train.log_every == 0:
                 report(run, meter, step, metrics)
