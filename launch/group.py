@@ -255,14 +255,15 @@ def _wait(processes: list[Started], interrupts: Interrupts) -> tuple[int, Starte
 def failure_of(codes: Sequence[int | None]) -> int:
     """The exit code of a failed process, or 0; where there are several, the one that says most.
 
-    The others fail within moments, because they wait for it: with 1, or as hung. A signal says
-    most, then what the program itself says, and that a process stopped as asked least.
+    The others fail within moments, because they wait for it: with 1, as hung, or by SIGABRT, by
+    which JAX ends who loses process 0. Another signal says most, then what the program itself says,
+    and that a process stopped as asked least.
     """
     failed = [code for code in codes if code]
     return min(failed, key=lambda code: (_RANK.get(code, 0), code), default=0)
 
 
-_RANK = {HANG: 1, 1: 2, STOPPED: 3}  # of codes that say less than others
+_RANK = {HANG: 1, -signal.SIGABRT: 2, 1: 3, STOPPED: 4}  # of codes that say less than others
 
 
 def _report(first: Started, started: Sequence[Started]) -> str:

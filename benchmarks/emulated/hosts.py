@@ -75,7 +75,7 @@ def killed(hosts: Hosts) -> tuple[float, str]:
     """The training process of host 1 is killed."""
     began = time.monotonic()
     hosts.signal(1, signal.SIGKILL)
-    return began, "host 1 ended with 137"
+    return began, "host 1 ended by SIGKILL"
 
 
 def lost(hosts: Hosts) -> tuple[float, str]:

@@ -22,8 +22,11 @@ def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(lab, step):
         trial = lab.trial(name, step, fill(folder))
         assert trial.code == 5, trial.out
         assert "[p0] Traceback" not in trial.out, trial.out
-        said = re.findall("moejax: error: (no space left|checkpoint of step 20)", trial.out)
+        said = re.findall(
+            r"^\[p0\] moejax: error: no space left.*Free some", trial.out, re.MULTILINE
+        )
         assert len(said) == 1, trial.out
+        assert "launcher: restart" not in trial.out, trial.out
         empty(folder)
         done = lab.run(name)
         assert done.returncode == 0, done.stdout

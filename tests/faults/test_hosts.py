@@ -56,7 +56,7 @@ def test_hosts_leave_come_back_fail_and_are_lost(tmp_path):
         hosts.next_step(changed)
 
         hosts.signal(1, signal.SIGKILL)
-        killed = hosts.wait_for("host 1 ended with 137", changed)
+        killed = hosts.wait_for("host 1 ended by SIGKILL", changed)
         hosts.next_step(killed)
 
         hosts.lose(0)

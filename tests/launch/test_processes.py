@@ -48,6 +48,10 @@ def test_how_processes_ended_is_passed_on(tmp_path, script, code):
         ((1, 124), 124),
         ((124, -9), -9),
         ((124, 5), 5),
+        ((5, -6), 5),  # JAX ends by SIGABRT who loses process 0
+        ((124, -6), 124),
+        ((1, -6), -6),
+        ((0, -6), -6),
     ],
 )
 def test_of_several_codes_the_one_that_says_most_is_passed_on(codes, code):
