@@ -4,11 +4,15 @@ import hashlib
 import os
 import platform
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax._src import compilation_cache, compiler
 
 MAX_BYTES = 8 << 30  # then JAX removes what was used least recently
+MIN_COMPILE_S = 0.1  # JAX keeps what takes a second, and a start has many small programs
 
 
 def keep_programs() -> None:
@@ -17,8 +21,12 @@ def keep_programs() -> None:
     `JAX_COMPILATION_CACHE_DIR` and `JAX_ENABLE_COMPILATION_CACHE` tell it. Where the directory
     cannot be made, programs are compiled at each start, and stderr says so.
     """
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    if not jax.config.jax_enable_compilation_cache:
         return
+    compiler._cache_write = _write
+    if jax.config.jax_compilation_cache_dir:
+        return
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
     path = cache_directory()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -27,6 +35,26 @@ def keep_programs() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+
+
+def _write(key: str, compile_s: float, name: str, backend: Any, executable: Any, *_: Any) -> None:
+    """Keeps a program that took long to compile, in JAX's place.
+
+    JAX's own function (0.10 to 0.12) does so in process 0 alone. But hosts have caches of their
+    own, and on CPU each process compiles another program: the others would always compile anew.
+    """
+    directory = jax.config.jax_compilation_cache_dir or ""
+    if "://" in directory and jax.process_index() > 0:
+        return  # a store that all processes would write to at once
+    if compile_s >= jax.config.jax_persistent_cache_min_compile_time_secs:
+        try:
+            compilation_cache.put_executable_and_time(
+                key, name, executable, backend, int(compile_s)
+            )
+        except Exception as error:
+            warnings.warn(
+                f"Error writing persistent compilation cache entry: {error}", stacklevel=2
+            )
 
 
 def cache_directory() -> Path:
