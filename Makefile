@@ -55,7 +55,7 @@ notebooks: $(VENV_NOTEBOOKS)/.installed ## execute the notebooks on CPU, with fe
 	JAX_PLATFORMS=cpu MOEJAX_NOTEBOOK_STEPS=30 MOEJAX_NOTEBOOK_TRACES=8 $(VENV_NOTEBOOKS)/bin/python -m pytest $(SPREAD) notebooks $(ARGS)
 
 faults: $(VENV)/.installed ## kill, stop and damage what can be, and see runs recover (takes long; ARGS="-k random")
-	$(VENV)/bin/python -m pytest -m "faults or not faults" tests/faults $(ARGS)
+	$(VENV)/bin/python -m pytest -m faults $(ARGS)
 
 cluster: $(VENV_CLUSTER)/.installed ## train on a real Slurm of two nodes, and through sshd, on this machine (root; slurmctld slurmd slurm-client munge openssh-server)
 	$(VENV_CLUSTER)/bin/python -m pytest -m "cluster or exhaustive" tests/launch $(ARGS)

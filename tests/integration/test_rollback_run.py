@@ -60,6 +60,7 @@ def whole(place):
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_two_processes_go_back_together_and_to_the_same_bits_after_a_kill(place, whole):
     said = "The run goes back to step 10, and leaves out 6 batches: those of steps 11 to 16"
     assert said in whole
@@ -80,6 +81,7 @@ def test_two_processes_go_back_together_and_to_the_same_bits_after_a_kill(place,
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_two_processes_run_a_step_again_and_one_process_may_not(place, whole):
     code, out, err = poisoned(place, "straight", words=["--replay_step", STEPS])
     assert code == 0, out + err
