@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 DONE, BAD_INPUT, STOPPED, MISSING, CRASH_LOOP = 0, 2, 3, 6, 7  # docs/formats/exit.md
-NO_MESH, HANG = 9, 124
+NO_MESH, HANG, SIGABRT = 9, 124, 134
 FINAL = (BAD_INPUT, 4, 5, 8, 130)  # a new start would end in the same way
 SETTLE_S = 5.0  # between a start and a planned change, so that hosts that come together join once
 HALF_S = 15.0  # the half without the lowest host waits: the other half may be there, unreachable
@@ -63,6 +63,7 @@ class Status:
       ready: whether its processes of the assignment before have ended, or wait for the new one.
       ended: exit code of its processes in this assignment; None while they run.
       running_s: seconds since they were started.
+      said: the last lines of the process that failed.
       leaving: whether the host is about to go away.
       free: address:port at which a process 0 could listen there.
     """
@@ -71,6 +72,7 @@ class Status:
     ready: bool = True
     ended: int | None = None
     running_s: float = 0.0
+    said: tuple[str, ...] = ()
     leaving: bool = False
     free: str = ""
 
@@ -86,7 +88,7 @@ def from_json(value: Any) -> Status | None:
         if given is not None:
             lists = {name: tuple(map(int, given[name])) for name in ("members", "unfit")}
             given = Assignment(**{**given, **lists})
-        return Status(**{**value, "assignment": given})
+        return Status(**{**value, "assignment": given, "said": tuple(map(str, value["said"]))})
     except (TypeError, KeyError, ValueError, AttributeError):
         return None
 
@@ -136,9 +138,10 @@ def decide(
     codes = {h: code for h, code in ended.items() if code is not None}
     if DONE in codes.values():
         return None  # the program is at its end, and the others are about to end too
-    for h, code in codes.items():
+    first = failed_first(here, now)
+    for code in codes.values():
         if code in FINAL or (code == STOPPED and not now.coordinator):
-            return _new(now, me, (), code=code, why=f"host {h} ended with {code}")
+            return _new(now, me, (), code=code, why=f"host {first} ended with {code}")
     if STOPPED in codes.values():
         return None  # as above
     if NO_MESH in codes.values():
@@ -147,9 +150,8 @@ def decide(
     lost = [h for h in now.members if h not in here]
     if lost:
         return _without(me, here, now, lost, waited_s, rules)
-    if codes:
-        failed = ", ".join(f"host {h} ended with {code}" for h, code in codes.items())
-        return _again(me, here, now, failed, rules)
+    if first is not None:
+        return _again(me, here, now, f"host {first} ended with {codes[first]}", rules)
     if not now.coordinator:
         if len(following) == len(here) and all(s.ready for s in here.values()):
             return replace(now, coordinator=here[now.members[0]].free)
@@ -157,6 +159,17 @@ def decide(
             return _again(me, here, now, "the change that was planned took too long", rules)
         return None
     return _planned(me, here, now, rules)
+
+
+def failed_first(here: Mapping[int, Status], now: Assignment) -> int | None:
+    """Returns the host whose code says most of a failure; None if none has ended.
+
+    The others end within moments, because they wait for it: with 1, by SIGABRT, or as hung.
+    """
+    ends = {h: here[h].ended for h in now.members if h in here and follows(here[h], now)}
+    codes = {h: code for h, code in ends.items() if code is not None}
+    little = {HANG: 1, SIGABRT: 2, 1: 3, STOPPED: 4, DONE: 5}
+    return min(codes, key=lambda h: little.get(codes[h], 0), default=None)
 
 
 def follows(status: Status, now: Assignment) -> bool:

@@ -127,6 +127,11 @@ class Group:
         code = failure_of(codes)
         return code if None not in codes or code not in (0, STOPPED) else None
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """The last lines of the process whose code says most."""
+        return next((tuple(one.lines) for one in self._started if one.code == self.code), ())
+
     def signal(self, number: int) -> None:
         """Sends a signal to all."""
         for one in self._started:

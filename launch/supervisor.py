@@ -10,8 +10,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from assign import DONE, STOPPED, Assignment, Rules, Status, decide, follows, newest
-from group import Interrupts, describe, say
+from assign import (
+    DONE,
+    STOPPED,
+    Assignment,
+    Rules,
+    Status,
+    decide,
+    failed_first,
+    follows,
+    newest,
+)
+from group import SAID_BY_ALL, Interrupts, describe, say
 from statuses import ASK_EVERY_S, LOST_S, Address, Statuses, free_port
 from trainers import Host, Trainers
 
@@ -20,6 +30,7 @@ LATE_S = 2.0  # a supervisor that did not run for so long first hears the others
 STOP_S = 60.0  # to save and stop
 LINGER_S = 30.0  # for the others to end, after this host has
 LONGEST_PAUSE_S = 30.0
+LONGEST_LINE = 300  # characters of a line that other hosts show
 ABSENT = 1  # as which a host ends that was restarted while it was assigned
 
 
@@ -46,12 +57,14 @@ class Place:
       since: when that, or the hosts that answer, last changed.
       began: when its processes started, or changed their places.
       ended: how they ended.
+      said: their last lines, if they failed.
     """
 
     given: Assignment | None = None
     since: float = 0.0
     began: float | None = None
     ended: int | None = None
+    said: tuple[str, ...] = ()
     ready: bool = True
 
 
@@ -101,7 +114,10 @@ class Supervisor:
             self._seen, self._place.since = seen, now
         if self._may_decide(here, now):
             waited = now - self._place.since
-            given = decide(self._host.number, here, given, waited, self._rules) or given
+            after = decide(self._host.number, here, given, waited, self._rules)
+            if after is not None:
+                _say(after, given, here)
+                given = after
         if given is not None and given != self._place.given:
             return self._follow(given, trainers)
         return self._over(here, trainers)
@@ -121,6 +137,7 @@ class Supervisor:
             if not place.ready:
                 place.ready = trainers.waits(place.given)
             return
+        place.said = tuple(line[:LONGEST_LINE] for line in trainers.said)
         trainers.kill()
         # Where a change was proposed, a host that is no longer wanted ends as if asked to stop.
         if not place.ready and code == STOPPED and self._host.number not in place.given.members:
@@ -134,8 +151,7 @@ class Supervisor:
         place, before = self._place, self._place.given
         self._place = replace(place, given=given)
         if before is None or before.key != given.key:
-            self._say(given)
-            self._place.ended = None
+            self._place.ended, self._place.said = None, ()
             if given.code is not None:
                 return self._end(given, trainers)
             if not (given.planned and trainers.running and trainers.code is None):
@@ -217,6 +233,7 @@ class Supervisor:
             assignment=place.given,
             ready=place.ready,
             ended=place.ended,
+            said=place.said,
             running_s=0.0 if place.began is None else now - place.began,
             leaving=self._asked.leaving,
         )
@@ -229,16 +246,21 @@ class Supervisor:
             return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
         return ""
 
-    def _say(self, given: Assignment) -> None:
-        if given.issuer != self._host.number:
-            return
-        if given.code is not None:
-            say(f"all hosts end with {given.code}: {given.why}")
-        elif given.members:
+
+def _say(given: Assignment, before: Assignment | None, here: dict[int, Status]) -> None:
+    """Says what was decided; where the run ends with a failure, also the last lines of it."""
+    if given.code is None:
+        if given.members and not given.coordinator:
             named = ", ".join(map(str, given.members))
             say(f"generation {given.generation} on hosts {named}: {given.why}")
-        else:
+        elif not given.members:
             say(given.why)
+        return
+    say(f"all hosts end with {given.code}: {given.why}")
+    first = None if before is None else failed_first(here, before)
+    if first is not None and given.code not in SAID_BY_ALL:
+        lines = [f"host {first} failed first and said last:", *here[first].said]
+        say("\n    ".join(lines))
 
 
 def _knows(host: int, status: Status, given: Assignment) -> bool:

@@ -66,6 +66,11 @@ class Trainers:
         """How they ended; None while they run, or if there are none."""
         return None if self._group is None else self._group.code
 
+    @property
+    def said(self) -> tuple[str, ...]:
+        """The last lines of the process that failed."""
+        return () if self._group is None else self._group.said
+
     def start(self, given: Assignment) -> None:
         """Starts the processes in their places."""
         self._write(given)

@@ -21,6 +21,7 @@ EXCHANGE = ROOT / "tests" / "launch" / "exchange_once.py"
 
 launcher = module("ssh")
 hosts = sys.modules["hosts"]
+free_port = module("statuses").free_port
 
 
 @pytest.fixture(scope="module")
@@ -265,3 +266,28 @@ def test_a_host_file_has_a_host_a_line(tmp_path):
 )
 def test_the_python_that_is_checked_is_the_one_that_runs(command, python):
     assert hosts.python_of(command) == python
+
+
+@needs_sshd
+def test_supervisors_outlive_the_loss_of_a_host(tmp_path, flags):
+    script = "echo $MOEJAX_PROCESS of $MOEJAX_PROCESSES; test $MOEJAX_PROCESSES = 1 || sleep 100"
+    command = ["--elastic", "--supervisor_port", free_port(HOSTS[0]), "--", "sh", "-c", script]
+    process = begin(tmp_path, *flags, *command)
+    logs = [tmp_path / "logs" / f"{name}.supervisor.log" for name in HOSTS]
+    wait_for(lambda: all(log.exists() and "of 2" in log.read_text() for log in logs))
+    (supervisor,) = [
+        pid
+        for pid in running(f"--me {HOSTS[1]}")
+        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1].endswith(b"launch/host")
+    ]
+    os.kill(supervisor, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    assert "generation 2 on hosts 0: host 1 does not answer" in out
+    assert "0 of 1" in out
+
+
+def test_supervisors_start_one_process_a_host(tmp_path):
+    code, _, err = launch(tmp_path, "--hosts", "a", "--elastic", "--dry_run", "--", "true")
+    assert code == 2
+    assert "--elastic starts a supervisor a host" in err
