@@ -211,3 +211,25 @@ def test_rates_are_compared_one_by_one():
     rows = compare(cluster(), cluster(slow=5e6))
     changed = {name for name, before, after in rows if before != after}
     assert changed == {f"{kind} over network, bytes" for kind in cluster().tiers[1].links}
+
+
+def test_a_run_whose_hosts_change_keeps_links_and_plans_for_other_numbers(cfg, monkeypatch):
+    monkeypatch.setenv("MOEJAX_ASSIGNMENT", "a file")
+    path = Path(cfg.run_dir)
+    first = planned(cfg)
+    half = plan_run(cfg, jax.devices()[:4], ALONE, QUIET, resuming=True)
+    assert half.plan is not None
+    assert (half.plan.devices, half.topology.devices, half.topology.nodes) == (4, 4, 1)
+    assert sorted(kept.name for kept in (path / "plans").iterdir()) == ["4.json", "8.json"]
+    # The links of the cluster that is left lie in the run's directory now.
+    monkeypatch.setattr(planning, "_search", lambda *_: pytest.fail("it was planned before"))
+    back = planned(cfg, resuming=True)
+    assert back.cfg.mesh == first.cfg.mesh
+    assert back.topology.devices == 8
+    assert json.loads((path / PLAN).read_text())["devices"] == 8
+
+
+def test_devices_that_fill_no_nodes_have_no_known_links(cfg, monkeypatch):
+    monkeypatch.setenv("MOEJAX_ASSIGNMENT", "a file")
+    with pytest.raises(InputError, match="has 8 devices, this program has 6"):
+        plan_run(cfg, jax.devices()[:6], ALONE, QUIET, resuming=False)
