@@ -20,7 +20,7 @@ def run(
     logs: Path,
     restarts: int,
     python: str = sys.executable,
-    shell: bool = False,
+    one_word: bool = False,
 ) -> int:
     """Runs the command under supervisors. Returns 0 if one of them saw its end, else a failure.
 
@@ -30,7 +30,7 @@ def run(
       names: of the hosts, by which they reach each other: an address, or ADDRESS:PORT.
       restarts: starts after failures in a row; 0: the supervisor's default.
       python: that runs the supervisors there.
-      shell: whether a place's prefix takes the command as one word, as ssh does.
+      one_word: whether a place's prefix takes the command as one word, as ssh does.
     """
     logs.mkdir(parents=True, exist_ok=True)
     flags = ["--logs", str(logs)]
@@ -43,7 +43,7 @@ def run(
                 words = [python, str(HOST), "--hosts", ",".join(names), "--me", name]
                 words += [*flags, "--", *command]
                 log = (logs / f"{place.name}.supervisor.log").open("wb")
-                started = [shlex.join(words)] if shell else words
+                started = [shlex.join(words)] if one_word else words
                 group.start(place, started, dict(os.environ, PYTHONUNBUFFERED="1"), log)
         except BaseException:
             group.kill()

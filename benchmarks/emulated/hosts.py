@@ -97,7 +97,7 @@ ROUND: tuple[Event, ...] = (
 def measure(hosts: Hosts, event: Event) -> dict[str, Any]:
     """Lets the run go on for a while, then the event happen. Returns what it cost."""
     name, happen = event
-    _steps(hosts, EVERY // 2)
+    hosts.wait_for_more(EVERY // 2)
     since = len(hosts.lines)
     began, text = happen(hosts)
     at = hosts.wait_for(text, since)
@@ -112,15 +112,6 @@ def measure(hosts: Hosts, event: Event) -> dict[str, Any]:
         "again": max(before - step + 1, 0),
         "in_process": not restarted,
     }
-
-
-def _steps(hosts: Hosts, count: int) -> None:
-    """Waits until so many steps more were shown."""
-    shown = sum(bool(STEP.search(line)) for _, _, line in hosts.lines)
-    until = time.monotonic() + 240
-    while sum(bool(STEP.search(line)) for _, _, line in hosts.lines) < shown + count:
-        assert time.monotonic() < until, hosts.text()[-5000:]
-        time.sleep(0.1)
 
 
 def _last_step(hosts: Hosts, before: int) -> int:

@@ -134,7 +134,7 @@ def test_each_collective_of_the_compiled_program_needs_the_one_before_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchanged", [True, False])
+@pytest.mark.parametrize("exchanged", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch, exchanged):
     cfg = small_config(
         (1, 2, 2, 2), model={"remat": "full"}, moe=CERTAIN, train={"micro_batches": 2}

@@ -81,6 +81,17 @@ class Hosts:
             assert time.monotonic() < until, self.text()
             time.sleep(0.02)
 
+    def wait_for_more(self, count: int) -> None:
+        """Waits until so many steps more were shown."""
+
+        def shown() -> int:
+            return sum(bool(STEP.search(line)) for _, _, line in self.lines)
+
+        until, before = time.monotonic() + 240, shown()
+        while shown() < before + count:
+            assert time.monotonic() < until, self.text()[-5000:]
+            time.sleep(0.1)
+
     def next_step(self, since: int) -> tuple[float, int]:
         """Waits for the first step that is shown after a line. Returns when, and its number."""
         at = self.wait_for(STEP.pattern, since)

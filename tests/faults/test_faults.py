@@ -28,7 +28,8 @@ def test_a_killed_process(lab, member):
     assert f"p{member} failed first: ended by SIGKILL" in trial.said
 
 
-@pytest.mark.parametrize("member", [0, pytest.param(1, marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("member", [0, 1])
 def test_a_stopped_process(lab, member):
     name = f"stop-{member}"
     trial = lab.trial(name, 15, send(signal.SIGSTOP, member))

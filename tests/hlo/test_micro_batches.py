@@ -47,6 +47,7 @@ def over_copies(parts):
     )
 
 
+@pytest.mark.exhaustive
 def test_the_compiled_step_reduces_over_copies_as_often_with_micro_batches():
     whole, cut = map(over_copies, PARTS)
     assert cut == whole

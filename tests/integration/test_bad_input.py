@@ -14,7 +14,7 @@ from moejax.data.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError
 from moejax.runtime.event_log import RunLock
-from moejax.train import loop, manifest
+from moejax.train import manifest, prepared
 from moejax.train.__main__ import main
 from moejax.train.inputs import open_inputs
 
@@ -28,7 +28,7 @@ def command(tmp_path, monkeypatch, capsys):
     def start(_):
         pytest.fail("a device was touched")
 
-    monkeypatch.setattr(loop, "start", start)
+    monkeypatch.setattr(prepared, "start", start)
 
     def run(*words, config="config.yaml"):
         code = main(["--config", config, *(f"--config.{word}" for word in words)])

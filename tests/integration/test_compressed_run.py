@@ -41,6 +41,7 @@ def test_a_run_says_which_codecs_it_takes_and_learns(straight):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_bits_with_what_codecs_remember(place, straight):
     run_dir = place / "stopped"

@@ -64,6 +64,7 @@ def test_a_failure_is_seen_behind_a_process_that_runs(tmp_path):
     assert code == 7, out
 
 
+@pytest.mark.exhaustive
 def test_who_stopped_as_asked_does_not_hurry_the_others(tmp_path):
     assert group.STOPPED == STOPPED
     # Process 0 may be longer at its end than a failure of the others would let it be.

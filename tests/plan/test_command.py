@@ -64,7 +64,13 @@ def test_a_printed_topology_is_read_back_unchanged(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["maxtext", "megatron", "torchtitan"])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        "megatron",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("maxtext", "torchtitan")),
+    ],
+)
 def test_a_published_model_is_planned_for_another_trainer(trainer, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     words = ["--hf", str(tmp_path), "--topology", "h200:1", "--traces", "2", "--as", trainer]

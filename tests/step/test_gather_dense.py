@@ -27,10 +27,10 @@ def gradients(*args, **settings):
 @pytest.mark.parametrize(
     ("mesh", "parts", "settings"),
     [
-        ((1, 2, 2, 1), 2, {}),
+        pytest.param((1, 2, 2, 1), 2, {}, marks=pytest.mark.exhaustive),
         ((2, 1, 2, 2), 1, {"remat": "full", "tie_embeddings": True}),
         ((1, 2, 2, 2), 2, {"scan_layers": False, "remat": "experts"}),
-        ((2, 2, 1, 2), 2, {"tie_embeddings": True}),
+        pytest.param((2, 2, 1, 2), 2, {"tie_embeddings": True}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_weights_gathered_once_a_step_change_no_gradient(mesh, parts, settings):
@@ -94,6 +94,7 @@ def test_dense_weights_kept_whole_cross_once_a_step():
     assert rest + dense < use <= rest + 2 * dense
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_dense_weights_kept_whole_are_reduced_once_a_step():
     def reduced(gather_dense, parts):
         return wire_bytes(gather_dense, parts, "reduce_scatter")

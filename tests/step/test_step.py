@@ -133,6 +133,7 @@ def test_a_run_on_eight_devices_follows_the_run_on_one(name, mesh):
     assert np.all(off <= steps * TERMS * np.finfo(np.float32).eps * one), off
 
 
+@pytest.mark.exhaustive
 def test_the_routers_entropy_is_that_of_one_device_on_any_mesh_and_in_parts():
     """Devices report shares of it, which must add up whoever holds which tokens."""
     router, found = {"score": "sigmoid", "jitter": 0.1}, []

@@ -209,6 +209,7 @@ def two_processes(folder, fault):
     )
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code", "verdict"),

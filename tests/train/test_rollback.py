@@ -128,7 +128,14 @@ def test_a_run_that_was_asked_to_stop_when_it_goes_back_stops_there(run, tmp_pat
 
 
 # With a checkpoint each step those of high losses must not push out the last one from before.
-@pytest.mark.parametrize(("on_spike", "every"), [("tell", 24), ("roll_back", 12), ("roll_back", 1)])
+@pytest.mark.parametrize(
+    ("on_spike", "every"),
+    [
+        pytest.param("tell", 24, marks=pytest.mark.exhaustive),
+        pytest.param("roll_back", 12, marks=pytest.mark.exhaustive),
+        ("roll_back", 1),
+    ],
+)
 def test_a_loss_that_jumps_is_told_and_left_out_if_wanted(run, tmp_path, on_spike, every):
     settings = {"on_spike": on_spike, "num_steps": 42, "every": every}
     shown, _ = run("spike", {36, 37, 38}, jump=True, **settings)

@@ -60,6 +60,7 @@ TINY_PROGRAM = probe_program.SMALL | {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_quick_probe_of_simulated_devices_can_be_read_back(monkeypatch):
     monkeypatch.setitem(probe_program.MODELS, "cpu", TINY_PROGRAM)

@@ -69,6 +69,7 @@ def quick_search():
     return look([1e-3])
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=15, deadline=None)
 @given(times=st.lists(st.floats(1e-4, 0.5), min_size=1, max_size=5))
 def test_the_same_question_gets_the_same_plans_on_a_slow_clock(times):
@@ -77,11 +78,14 @@ def test_the_same_question_gets_the_same_plans_on_a_slow_clock(times):
     assert (slow.traced, slow.cut) == (12, None)
 
 
-@pytest.mark.parametrize("traces", [2, 3, 7, 20])
+@pytest.mark.parametrize(
+    "traces", [2, 7, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 20))]
+)
 def test_a_search_makes_as_many_traces_as_it_may(traces):
     assert look([1e-3], traces=traces).traced == traces
 
 
+@pytest.mark.exhaustive
 def test_more_traces_find_nothing_worse():
     seconds = [look([1e-3], traces=traces).ranked[0].seconds for traces in (2, 4, 8, 16, 40)]
     assert seconds == sorted(seconds, reverse=True)

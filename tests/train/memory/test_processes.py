@@ -108,7 +108,8 @@ def assert_resumed_at(step, out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gone", [0, pytest.param(1, marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("gone", [0, 1])
 def test_a_host_vanishes_and_the_run_ends_with_the_same_bits(place, straight, gone):
     name = f"gone-{gone}"
     hosts = killed(place, name)
