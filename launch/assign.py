@@ -31,7 +31,8 @@ class Assignment:
       planned: whether the processes before are asked to save, and take the new place themselves.
       why: in words.
       coordinator: address:port of process 0; empty while hosts are not ready.
-      tries: starts after failures, one after the other.
+      tries: starts after failures, one after the other. A host that is lost is none; a change that
+        is planned begins anew, because only a run that makes steps is changed.
       unfit: numbers of hosts whose devices no mesh fits.
       needed: with no members, how many hosts must be there to begin again.
       code: all end with this exit code; None: they train.
@@ -210,7 +211,7 @@ def _without(
         return _new(now, me, (), needed=max(-(-all_of_them // 2), rules.min_hosts), why=why)
     if 2 * left == all_of_them and min(now.members) in lost and waited_s < HALF_S:
         return None
-    return _again(me, here, now, why, rules)
+    return _restart(me, here, now, why, rules)
 
 
 def _again(
@@ -251,7 +252,8 @@ def _planned(
         return None
     joining = [h for h in members if h not in now.members]
     texts = [f"host {h} leaves" for h in leaving] + [f"host {h} joins" for h in joining]
-    return _new(now, me, members, planned=True, why=", ".join(texts) or "other hosts fit better")
+    why = ", ".join(texts) or "other hosts fit better"
+    return _new(now, me, members, planned=True, tries=0, why=why)
 
 
 def _able(here: Mapping[int, Status]) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ def measure(hosts: Hosts, event: Event) -> dict[str, Any]:
     # The change is made when the run resumes; what is shown until then are steps before it.
     at = hosts.wait_for("resuming at step", at)
     when, step = hosts.next_step(at)
-    restarted = "ended " in hosts.text(since)
+    restarted = "a fault" in hosts.text(since) or "ended by" in hosts.text(since)
     return {
         "event": name,
         "seconds": when - began,

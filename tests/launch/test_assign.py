@@ -55,6 +55,7 @@ def test_a_lost_host_is_left_out(lost):
     assert after.generation == 4
     assert not after.planned
     assert f"host {lost} does not answer" in after.why
+    assert after.tries == RUNNING.tries, "no failure of the run"
 
 
 def test_half_goes_on_at_once_only_with_the_lowest_host():
@@ -116,6 +117,8 @@ def test_a_host_that_leaves_and_one_that_comes_change_the_run_as_planned():
     after = decide(leaves)
     assert after.planned
     assert after.members == (0, 2, 3)
+    tired = replace(RUNNING, tries=5)
+    assert decide(running(tired) | {1: replace(leaves[1], assignment=tired)}, tired).tries == 0
     three = replace(RUNNING, members=(0, 2, 3))
     comes = running(three, (0, 2, 3)) | {1: Status()}
     back = decide(comes, three)
