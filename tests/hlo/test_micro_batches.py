@@ -54,6 +54,7 @@ def test_the_compiled_step_reduces_over_copies_as_often_with_micro_batches():
     assert sum(calls for *_, calls in whole) >= 7, "each weight meets its copies"
 
 
+@pytest.mark.exhaustive
 def test_loops_are_counted_as_often_as_they_run():
     """Else four micro-batches would look like two: the loop's body, and the last one."""
     counts = []

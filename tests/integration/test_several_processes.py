@@ -172,6 +172,7 @@ def assert_one_line_each(out, fragment):
         assert fragment in line
 
 
+@pytest.mark.exhaustive
 def test_devices_of_launcher_and_config_must_agree(place):
     code, out, _ = run(place, launcher=(*LOCAL, "--devices", 3))
     assert code == 2, out

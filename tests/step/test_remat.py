@@ -33,8 +33,11 @@ def assert_near(found, wanted):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "remat",
-    ["experts", "full"]
-    + [pytest.param(n, marks=pytest.mark.exhaustive) for n in ("token_collectives", "attention")],
+    ["full"]
+    + [
+        pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in ("token_collectives", "attention", "experts")
+    ],
 )
 def test_what_is_kept_changes_no_gradient(remat):
     assert_near(gradients(remat), gradients("none"))

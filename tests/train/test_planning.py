@@ -49,6 +49,7 @@ def test_a_run_plans_and_writes_down_what_it_chose(cfg):
     check(found.cfg)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_plan(cfg):
     first = planned(cfg)

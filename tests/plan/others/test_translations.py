@@ -36,6 +36,7 @@ def wrong(trainer, translation):
     return found
 
 
+@pytest.mark.exhaustive
 @EACH
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_names_and_values_are_those_of_the_trainers_parser_on_every_mesh(trainer, name):

@@ -15,6 +15,7 @@ def config(route: str) -> Config:
     return replace(cfg, mesh=replace(cfg.mesh, nodes=2), route=route)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("route", ["split", "merge"])
 def test_a_load_that_overflows_nothing_is_priced_the_same_without_a_trace_of_rounds(route):
     every, lean = (trace_config(config(route), "cpu", load) for load in (None, BALANCED))

@@ -152,6 +152,7 @@ def test_how_late_a_collective_starts_is_what_computations_of_both_lengths_share
     assert 0 <= probe_links._late(watch, AXES[1], Link(0.0, 1e9), oversubscription=1) < 1
 
 
+@pytest.mark.exhaustive
 def test_devices_that_share_cores_take_longer_together(monkeypatch):
     watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(1, 4))
     assert 1 <= probe_links.probe_oversubscription(watch) <= 4

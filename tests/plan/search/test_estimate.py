@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from moejax.config.fields import change
 from moejax.config.schema import PlanConfig
 from moejax.plan.price.candidate import price, trace_config
@@ -31,6 +33,7 @@ def costs(hidden, batch, meshes):
     return found
 
 
+@pytest.mark.exhaustive
 def test_estimates_tell_apart_what_prices_tell_apart():
     """What is clearly slower must not stand before the faster; the rest may stand in any order.
 

@@ -166,6 +166,7 @@ def test_a_plan_that_does_not_fit_is_made_lighter_or_refused():
         found_for(cfg, cluster(memory=1000), *free)
 
 
+@pytest.mark.exhaustive
 def test_a_twentieth_of_memory_is_left_to_the_runtime(found, monkeypatch):
     best = found.ranked[0]
     # Nothing is free: the only plan and the default were traced already.

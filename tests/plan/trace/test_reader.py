@@ -158,6 +158,7 @@ def test_each_remat_step_keeps_more_products_from_being_computed_again():
     assert executed["attention"][0] < executed["token_collectives"][0] < executed["full"][0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", [(1, 2, 2, 2), (2, 1, 4, 1)])
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_an_unrolled_model_does_the_same_work(mesh, scan_layers):
