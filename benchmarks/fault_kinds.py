@@ -17,7 +17,7 @@ from tests.faults.lab import STEPS, Lab, Trial, injected, kill_in_save, seeded, 
 from tests.faults.lab import with_wrong_clock as wrong_clock
 from tests.integration.runs import final_state
 
-# Of a run's name and a seed: what came of it, and whether the end is that of a run without a fault.
+# (lab, run, seed) -> the trial, and whether its end is that of a run without a fault.
 Plan = Callable[[Lab, str, int], tuple[Trial, bool]]
 
 

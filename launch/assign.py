@@ -186,7 +186,7 @@ def _gather(
     members = _fitting(able, () if now is None else now.unfit)
     wanted = rules.hosts if now is None else now.needed
     late = waited_s > rules.gather_s
-    if len(able) >= wanted or (late and len(members) >= rules.min_hosts):
+    if len(members) >= max(rules.min_hosts, 1) and (len(able) >= wanted or late):
         return _new(now, me, members, why=f"{_hosts(len(members))} of {rules.hosts} are there")
     if late:
         why = f"{_hosts(len(able))} of {rules.hosts} came, and --min_hosts is {rules.min_hosts}"

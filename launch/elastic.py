@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import processes
 from group import Group, Guard, Interrupts, Place
 
 HOST = Path(__file__).with_name("host")
@@ -32,7 +33,9 @@ def run(
       python: that runs the supervisors there.
       one_word: whether a place's prefix takes the command as one word, as ssh does.
     """
-    logs.mkdir(parents=True, exist_ok=True)
+    if wrong := processes.take(logs):
+        print(f"error: --logs is {logs}, {wrong}", file=sys.stderr)
+        return 2
     flags = ["--logs", str(logs)]
     flags += [] if devices is None else ["--devices", str(devices)]
     flags += ["--restarts", str(restarts)] if restarts else []

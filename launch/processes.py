@@ -13,13 +13,13 @@ import errno
 import fcntl
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from group import HANG, Group, Guard, Interrupts, Place, describe, say
+from statuses import free_port
 
 CRASH_LOOP = 7  # exit code, see docs/formats/exit.md
 HEALTHY_SECONDS = 600  # a start that lasts so long was no failure of the start
@@ -61,9 +61,7 @@ def after_dashes(words: list[str]) -> list[str]:
 
 def local_coordinator() -> str:
     """An address for process 0 on this machine. Nobody listens at its port now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port('127.0.0.1')}"
 
 
 def environment(
@@ -105,7 +103,7 @@ def run(
       restarts: how often all are started again after a failure that may pass (`may_pass`). After a
         start that lasted `HEALTHY_SECONDS` the count begins again.
     """
-    if wrong := _take(logs):
+    if wrong := take(logs):
         print(f"error: --logs is {logs}, {wrong}", file=sys.stderr)
         return 2
 
@@ -120,7 +118,7 @@ def run(
     return code if code >= 0 else 128 - code
 
 
-def _take(logs: Path) -> str | None:
+def take(logs: Path) -> str | None:
     """Takes the folder of logs until this process ends. Returns what is wrong, if it cannot."""
     try:
         logs.mkdir(parents=True, exist_ok=True)

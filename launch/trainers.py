@@ -20,21 +20,24 @@ from group import Group, Guard, Interrupts, Place
 
 @dataclass(frozen=True)
 class Host:
-    """What is the same in all starts of one host.
+    """The facts that all starts of one host share.
 
     Attributes:
       number: of this host.
-      name: under which it keeps copies of the state in memory; another host's differs.
       each: processes a host.
       devices: CPU devices that each simulates; None leaves the hardware as it is.
     """
 
     number: int
-    name: str
     command: Sequence[str]
     each: int
     devices: int | None
     logs: Path
+
+    @property
+    def name(self) -> str:
+        """The name under which it keeps copies of the state in memory; another host's differs."""
+        return f"h{self.number}"
 
 
 class Trainers:
@@ -73,7 +76,7 @@ class Trainers:
 
     def start(self, given: Assignment) -> None:
         """Starts the processes in their places."""
-        self._write(given)
+        self.tell(given)
         self._group = Group(self._interrupts, self._guard)
         for local in range(self._host.each):
             count = len(given.members) * self._host.each
@@ -85,10 +88,6 @@ class Trainers:
             opened = log.open("ab" if self._started else "wb")
             self._group.start(Place(name), self._host.command, variables, opened)
         self._started += 1
-
-    def tell(self, given: Assignment) -> None:
-        """Tells the processes of a change: proposed, or made if there is a coordinator."""
-        self._write(given)
 
     def waits(self, given: Assignment) -> bool:
         """Whether all processes have saved, and wait for this change to be made."""
@@ -112,7 +111,8 @@ class Trainers:
     def _of(self, local: int) -> Path:
         return self._folder / f"{local}.json"
 
-    def _write(self, given: Assignment) -> None:
+    def tell(self, given: Assignment) -> None:
+        """Tells the processes their places: proposed, or to be taken if there is a coordinator."""
         member = self._host.number in given.members
         first = given.members.index(self._host.number) * self._host.each if member else 0
         for local in range(self._host.each):

@@ -1,4 +1,4 @@
-"""What it costs a run when its hosts change: seconds to the next step, and steps done again.
+"""The cost of a change of hosts: seconds to the next step, and steps done again.
 
 A run on four emulated hosts, of one device each, loses hosts and gets them back, round after
 round. The planner chooses the mesh for what is there. Writes hosts.json and hosts.md. Needs root,
@@ -34,7 +34,7 @@ checkpoint: {{save_every: {EVERY}, keep: 3MEMORY}}
 watchdog: {{silent_s: 6, step_s: 60}}
 """
 PAGE = """\
-# What it costs a run when its hosts change
+# The cost of a change of hosts
 
 `{command}` wrote this page. Four emulated hosts (network namespaces, links of {link}) of one
 simulated device each, on one machine of {cores} cores, a supervisor each (`launch/host`); a small

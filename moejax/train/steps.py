@@ -100,8 +100,11 @@ def evaluate_part(
 ) -> None:
     """Evaluates on a part of the held-out text; rates leave out the time it takes."""
     began = time.perf_counter()
+
+    def given_up() -> bool:
+        return asked() or run.hosts_change
+
     with run.watch.during("evaluate", step):
-        given_up = lambda: asked() or run.hosts_change  # noqa: E731
         evaluate(run, state, step, run.cfg.train.eval_batches, given_up)
     meter.pause(time.perf_counter() - began)
 

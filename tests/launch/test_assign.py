@@ -145,6 +145,16 @@ def test_the_run_stops_when_all_hosts_are_asked_to_leave():
     assert decide(running(leaving=True)).code == 3
 
 
+def test_hosts_that_no_mesh_fits_do_not_begin_again_and_again():
+    waiting = Assignment(5, 0, (), unfit=(1,), needed=1)
+    alone = {0: Status(waiting)}
+    assert decide(alone, waiting) is None
+    assert decide(alone, waiting, waited=301).code == assign.MISSING
+    three = Assignment(5, 0, (), unfit=(3,), needed=3)
+    here = {h: Status(three) for h in range(3)}
+    assert decide(here, three, rules=Rules(4, min_hosts=3)) is None, "two are too few"
+
+
 @given(st.permutations([Status(Assignment(g, i, ())) for g in (1, 2) for i in (0, 1)]))
 def test_all_hosts_take_the_same_assignment_for_the_newest(statuses):
     assert assign.newest(statuses) == Assignment(2, 0, ())

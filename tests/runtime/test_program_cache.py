@@ -20,11 +20,11 @@ print(hits.count("/jax/compilation_cache/cache_hits"))
 """
 
 
-def start_anew(home: Path, **more: str) -> tuple[str, int, str]:
+def start_anew(home: Path, first: str = "", **more: str) -> tuple[str, int, str]:
     """Returns the cache's directory, programs taken from it, and stderr."""
     given = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "XDG_"))}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", f"{first}\n{PROGRAM}"],
         env={**given, "HOME": str(home), **more},
         capture_output=True,
         text=True,
@@ -40,6 +40,12 @@ def test_a_second_start_takes_what_the_first_compiled(tmp_path):
     assert Path(directory).parent == tmp_path / ".cache" / "moejax"
     assert hits == 0
     assert start_anew(tmp_path)[1] > 0
+
+
+def test_another_process_than_the_first_keeps_what_it_compiled(tmp_path):
+    other = "from jax._src import distributed; distributed.global_state.process_id = 1"
+    assert start_anew(tmp_path, first=other)[1] == 0
+    assert start_anew(tmp_path, first=other)[1] > 0
 
 
 def test_where_jax_was_told_to_keep_programs_they_stay(tmp_path):

@@ -71,7 +71,7 @@ def test_a_run_without_a_checkpoint_from_before_goes_back_to_its_first_state(run
     assert backs == [(5, 0, 5), (6, 4, 2)]
     assert dict(seen)[1] == batch(5)
     assert dict(seen)[5] == batch(11)
-    # What was saved after the first bad step, when that was not known yet.
+    # A checkpoint from after the first bad step, when that was not known yet.
     aside = sorted(p.name for p in (tmp_path / "first" / "checkpoints").glob("*.abandoned"))
     assert aside == ["4.abandoned"]
     assert sorted(finished_steps(tmp_path / "first" / "checkpoints")) == [4, 8, STEPS]

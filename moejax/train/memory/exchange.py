@@ -46,7 +46,7 @@ class ExchangeError(Exception):
 
 
 class Inbox(NamedTuple):
-    """What is taken from one process.
+    """The slots for what one process sends.
 
     Attributes:
       nbytes: what it sends each time.
