@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -79,6 +80,7 @@ class Folder:
         self.weights = _join_quantised(find_tensors(path), block)
         self._open = ExitStack()
         self._files: dict[Path, int] = {}
+        self._opening = Lock()
 
     def __enter__(self) -> "Folder":
         return self
@@ -159,10 +161,11 @@ class Folder:
         return out
 
     def _file(self, path: Path) -> int:
-        if path not in self._files:
-            self._files[path] = os.open(path, os.O_RDONLY)
-            self._open.callback(os.close, self._files[path])
-        return self._files[path]
+        with self._opening:  # two threads would open it twice, and close one of them twice
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY)
+                self._open.callback(os.close, self._files[path])
+            return self._files[path]
 
 
 def _runs(

@@ -158,7 +158,8 @@ def test_adapters_on_an_import_and_of_multi_token_prediction(command, tmp_path):
 
 
 def test_what_has_no_effect_on_an_export_is_refused(command, tmp_path, model):
-    assert command("import", model(), "--out", "imported")[0] == 0
+    code, lines = command("import", model(), "--out", "imported")
+    assert code == 0, lines
     for words, message in (
         (["--adapter"], "no adapters in"),
         (["--config.train.num_steps=3"], "`train.num_steps` has no effect"),

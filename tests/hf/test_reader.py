@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis
 import hypothesis.strategies as st
@@ -199,3 +201,19 @@ def test_the_size_of_a_folder_is_that_of_its_tensors(tmp_path):
     folder = write_folder(tmp_path, CONFIG, TENSORS)
     with Folder(folder) as opened:
         assert opened.total_bytes == 4 * sum(math.prod(x.shape) for x in TENSORS.values())
+
+
+def test_a_file_that_many_threads_read_is_opened_once_and_closed_once(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path, CONFIG, {"x": draw("x", (8, 8))})
+    opened, plain = [], os.open
+
+    def slowly(path, *arguments):
+        time.sleep(0.05)  # the other threads come meanwhile
+        opened.append(path)
+        return plain(path, *arguments)
+
+    with Folder(folder) as weights, ThreadPoolExecutor(4) as pool:
+        monkeypatch.setattr(reader.os, "open", slowly)
+        list(pool.map(lambda row: weights.read("x", ((row, row + 1), (0, 8))), range(8)))
+        monkeypatch.undo()
+    assert len(opened) == 1
