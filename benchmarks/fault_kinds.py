@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moejax.report.goodput import read_goodput
 from moejax.train.saved import newest
-from tests.faults import disks, links, strangers, takeover
+from tests.faults import copies, disks, links, strangers, takeover
 from tests.faults.damage import damage
 from tests.faults.lab import STEPS, Lab, Trial, injected, kill_in_save, seeded, send, steps_again
 from tests.faults.lab import with_wrong_clock as wrong_clock
@@ -188,6 +188,26 @@ def damaged(lab: Lab, name: str, seed: int) -> tuple[Trial, bool]:
     return Trial(0, "", seconds if found else None, None, lost, said), same
 
 
+def copy_damaged(lab: Lab, name: str, seed: int) -> tuple[Trial, bool]:
+    """A trial that kills a process and flips a bit of a copy in memory before the next start."""
+    member, step, delay = seeded(seed)
+    flipped: list[Path] = []
+    trial = lab.trial(
+        name,
+        max(step, copies.EVERY + 2),  # a copy is whole by then
+        send(signal.SIGKILL, member, delay),
+        wrapped=copies.ON_HOSTS,
+        words=copies.settings(lab, name),
+        failed=lambda _: flipped.append(copies.flip_newest(lab, name, random.Random(seed))),
+    )
+    trial, same = judged(lab, name, trial)
+    told = [line for line in trial.out.splitlines() if "copy in memory" in line]
+    named = any(str(flipped[0].with_suffix("")) in line for line in told) if flipped else False
+    seen = trial.detected_s if named else None
+    again = "from the memory of hosts" in trial.out
+    return replace(trial, detected_s=seen, said="; ".join(told)), same and named and again
+
+
 def missing() -> dict[str, str]:
     """Returns what this machine lacks, by kind of fault that needs it."""
     lacking = {}
@@ -201,8 +221,8 @@ def missing() -> dict[str, str]:
 CUT, SLOW = "a link is cut, until all have ended", "a link is slow, a twentieth of its rate"
 ELSEWHERE, FULL = "the same from another host", "the disk is full, until the run has ended"
 KINDS = (
-    Kind("SIGKILL at a random moment", signalled(signal.SIGKILL)),
-    Kind("SIGKILL while a checkpoint is written", in_save),
+    Kind("SIGKILL at a random moment", signalled(signal.SIGKILL), times=5),
+    Kind("SIGKILL while a checkpoint is written", in_save, times=5),
     Kind("SIGSTOP at a random moment", signalled(signal.SIGSTOP)),
     Kind("an endless loop in Python", inside("loop")),
     Kind("a call of C that never returns and keeps Python's lock", inside("hold")),
@@ -211,7 +231,8 @@ KINDS = (
     *(Kind(f"SIGKILL, taken over by {who}", taken_over(who)) for who in takeover.OTHERS),
     Kind(CUT, link_cut),
     Kind(FULL, disk_full),
-    Kind("damage to a file of the newest checkpoint", damaged, times=20),
+    Kind("damage to a file of the newest checkpoint", damaged, times=70),
+    Kind("SIGKILL, and a bit flips in a copy in memory", copy_damaged),
     Kind(SLOW, link_slow),
     Kind("a wall clock that is 30 hours off, and jumps", clock),
     Kind("strangers at the coordinator's port", at_the_port),

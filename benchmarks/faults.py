@@ -56,7 +56,9 @@ taken over, or whose disk was full, was started by hand, so there is no next ste
 A slow link, a wrong clock and strangers do not end a run: there is nothing to see. Another run's
 process and a second run are seen when they are refused; seconds are those of their whole life, of
 which a process of another run looks for its own for 4. Damage is seen when files are compared with
-their manifest; what is not seen did no harm: a file that was added, or is as before.
+their manifest; what is not seen did no harm: a file that was added, or is as before. A flipped
+bit in a copy in memory is seen at the next start, which takes the neighbour's copy; seconds are
+those of the killed process.
 """
 
 
@@ -171,7 +173,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--trials", type=int, default=10, help="of each fault; 10 if not given")
+    parser.add_argument("--trials", type=int, default=3, help="of each fault; 3 if not given")
     parser.add_argument(
         "--only",
         metavar="ROW",
