@@ -221,8 +221,8 @@ def missing() -> dict[str, str]:
 CUT, SLOW = "a link is cut, until all have ended", "a link is slow, a twentieth of its rate"
 ELSEWHERE, FULL = "the same from another host", "the disk is full, until the run has ended"
 KINDS = (
-    Kind("SIGKILL at a random moment", signalled(signal.SIGKILL), times=5),
-    Kind("SIGKILL while a checkpoint is written", in_save, times=5),
+    Kind("SIGKILL at a random moment", signalled(signal.SIGKILL), times=8),
+    Kind("SIGKILL while a checkpoint is written", in_save, times=8),
     Kind("SIGSTOP at a random moment", signalled(signal.SIGSTOP)),
     Kind("an endless loop in Python", inside("loop")),
     Kind("a call of C that never returns and keeps Python's lock", inside("hold")),
@@ -231,7 +231,7 @@ KINDS = (
     *(Kind(f"SIGKILL, taken over by {who}", taken_over(who)) for who in takeover.OTHERS),
     Kind(CUT, link_cut),
     Kind(FULL, disk_full),
-    Kind("damage to a file of the newest checkpoint", damaged, times=70),
+    Kind("damage to a file of the newest checkpoint", damaged, times=100),
     Kind("SIGKILL, and a bit flips in a copy in memory", copy_damaged),
     Kind(SLOW, link_slow),
     Kind("a wall clock that is 30 hours off, and jumps", clock),

@@ -173,7 +173,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--trials", type=int, default=3, help="of each fault; 3 if not given")
+    parser.add_argument("--trials", type=int, default=2, help="of each fault; 2 if not given")
     parser.add_argument(
         "--only",
         metavar="ROW",
