@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from group import HANG, Group, Guard, Interrupts, Place, describe, say
+from group import CODES, HANG, Group, Guard, Interrupts, Place, describe, say
 from statuses import free_port
 
 CRASH_LOOP = 7  # exit code, see docs/formats/exit.md
@@ -169,5 +169,8 @@ def _run_and_restart(start: Callable[[Group, bool], None], restarts: int) -> int
 
 
 def may_pass(code: int) -> bool:
-    """Whether a failure may be gone at the next start; the run goes on from its checkpoint."""
-    return code < 0 or code in (1, 6, HANG)
+    """Whether a failure may be gone at the next start; the run goes on from its checkpoint.
+
+    A code that docs/formats/exit.md does not have is of something else that ended the process.
+    """
+    return code < 0 or code in (1, 6, HANG) or code not in CODES

@@ -103,7 +103,7 @@ def restarted(folder, script, restarts):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("code", [1, 6, 124])
+@pytest.mark.parametrize("code", [1, 6, 41, 124])
 def test_what_may_pass_is_started_again(tmp_path, code):
     script = ONCE.format(file=tmp_path / "starts", starts=2, code=code)
     ended, out = restarted(tmp_path, script, 2)
