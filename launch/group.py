@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-GRACE_SECONDS = 30  # to save and stop when another process has failed
-HUNG_SECONDS = 10  # the same when another has said that this one hangs
+# To end when another process has failed. What all save together cannot be finished then, and who
+# waits for the other while a program is compiled has no deadline of its own.
+GRACE_SECONDS = 10
 # Before the others are interrupted: what is wrong with the input, each finds and says itself.
 PATIENCE_SECONDS = 5
 STOPPED, HANG = 3, 124  # exit codes, see docs/formats/exit.md
@@ -246,8 +247,7 @@ def _wait(processes: list[Started], interrupts: Interrupts) -> tuple[int, Starte
             failed, before = time.monotonic(), interrupts.count
         seconds = time.monotonic() - failed
         # Whoever interrupts once something has failed does not want to wait for the rest.
-        grace = HUNG_SECONDS if code == HANG else GRACE_SECONDS
-        if over or seconds > grace or (first is not None and interrupts.count > before):
+        if over or seconds > GRACE_SECONDS or (first is not None and interrupts.count > before):
             return code, first
         # Who has stopped as asked has not failed: the others are about to stop as well.
         if seconds > PATIENCE_SECONDS and not interrupted:

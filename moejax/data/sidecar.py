@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moejax.config.fields import one_line
 from moejax.errors import InputError
 
 FORMAT_VERSION = 2  # the newest that is read
@@ -123,8 +124,8 @@ def _checked(file: Path, facts: dict[str, Any]) -> Sidecar:
 
 def _damaged(file: Path, wrong: str) -> InputError:
     return InputError(
-        f"sidecar is damaged. {file}: {wrong}. It must be the JSON that moejax prepare wrote. "
-        f"Prepare the text again."
+        f"sidecar is damaged. {file}: {one_line(wrong)[:200]}. It must be the JSON that moejax "
+        f"prepare wrote. Prepare the text again."
     )
 
 

@@ -1,9 +1,11 @@
 """The disk of a run becomes full: it ends in one line, and goes on when there is room again."""
 
 import re
+import time
 
 import pytest
 
+from moejax.train.manifest import finished_steps
 from tests.faults.disks import empty, fill, may_mount, small_disk
 from tests.integration.runs import assert_same_end
 
@@ -14,12 +16,25 @@ pytestmark = [
 ]
 
 
+def once_saved(folder, step, fault):
+    """Waits until a step has been saved, which goes on beside later steps; then calls the fault."""
+
+    def later(launcher):
+        until = time.monotonic() + 30
+        while step not in finished_steps(folder / "checkpoints"):
+            assert time.monotonic() < until, f"step {step} was not saved"
+            time.sleep(0.001)
+        fault(launcher)
+
+    return later
+
+
 @pytest.mark.parametrize("step", [12, 17])
 def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(lab, step):
     name = f"full-{step}"
     folder = lab.folder / name
     with small_disk(folder):
-        trial = lab.trial(name, step, fill(folder))
+        trial = lab.trial(name, step, once_saved(folder, 10, fill(folder)))
         assert trial.code == 5, trial.out
         assert "[p0] Traceback" not in trial.out, trial.out
         said = re.findall(
