@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moejax.train.manifest import finished_steps
 from tests.integration.runs import REPOSITORY, describe, environment, find_member, write_config
 
 STEPS = 30
@@ -210,6 +211,19 @@ def send(number: int, member: int, after_s: float = 0.0) -> Callable[[int], None
         os.kill(find_member(launcher, member), number)
 
     return fault
+
+
+def once_saved(run_dir: Path, step: int, fault: Callable[[int], None]) -> Callable[[int], None]:
+    """Returns a fault that waits for a checkpoint first, whose save goes on beside later steps."""
+
+    def later(launcher: int) -> None:
+        until = time.monotonic() + 30
+        while step not in finished_steps(run_dir / "checkpoints"):
+            assert time.monotonic() < until, f"step {step} was not saved"
+            time.sleep(0.001)
+        fault(launcher)
+
+    return later
 
 
 def kill_in_save(lab: Lab, name: str, member: int) -> Callable[[int], None]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.faults.lab import STEPS, Lab, Trial, recording, send
+from tests.faults.lab import STEPS, Lab, Trial, once_saved, recording, send
 from tests.faults.recording import batches_of, steps_of
 from tests.integration.runs import records
 
@@ -47,7 +47,8 @@ OTHERS = {
 def kill(lab: Lab, name: str) -> Trial:
     """A run whose second process is killed after step 15, and which is not started again."""
     wrapped = recording(lab.folder / f"{name}-batches")
-    return lab.trial(name, 15, send(signal.SIGKILL, 1), wrapped, restarts=0)
+    fault = once_saved(lab.folder / name, SAVED, send(signal.SIGKILL, 1))
+    return lab.trial(name, 15, fault, wrapped, restarts=0)
 
 
 def take_over(lab: Lab, killed: str, name: str, other: Other) -> str:
@@ -56,7 +57,7 @@ def take_over(lab: Lab, killed: str, name: str, other: Other) -> str:
     wrapped = recording(lab.folder / f"{name}-batches")
     done = lab.run(name, wrapped, other.launcher, other.words)
     assert done.returncode == 0, done.stdout
-    assert f"resuming at step {SAVED} from" in done.stdout
+    assert f"resuming at step {SAVED} from" in done.stdout, done.stdout
     return done.stdout
 
 

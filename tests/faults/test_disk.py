@@ -1,12 +1,11 @@
 """The disk of a run becomes full: it ends in one line, and goes on when there is room again."""
 
 import re
-import time
 
 import pytest
 
-from moejax.train.manifest import finished_steps
 from tests.faults.disks import empty, fill, may_mount, small_disk
+from tests.faults.lab import once_saved
 from tests.integration.runs import assert_same_end
 
 pytestmark = [
@@ -14,19 +13,6 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.skipif(not may_mount(), reason="only root may mount a file system"),
 ]
-
-
-def once_saved(folder, step, fault):
-    """Waits until a step has been saved, which goes on beside later steps; then calls the fault."""
-
-    def later(launcher):
-        until = time.monotonic() + 30
-        while step not in finished_steps(folder / "checkpoints"):
-            assert time.monotonic() < until, f"step {step} was not saved"
-            time.sleep(0.001)
-        fault(launcher)
-
-    return later
 
 
 @pytest.mark.parametrize("step", [12, 17])
