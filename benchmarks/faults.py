@@ -5,7 +5,7 @@ A fault meets one of them; the launcher ends both and starts them again, once. T
 recovered if its last checkpoint has the bits of a run without a fault. Writes faults.json and
 faults.md. Faults of links and disks need root, ip and tc.
 
-    python -m benchmarks.faults --out benchmarks/results            # hours
+    python -m benchmarks.faults --out benchmarks/results            # 40 minutes
     python -m benchmarks.faults --out /tmp/faults --trials 1
     python -m benchmarks.faults --out /tmp/faults --only link       # these rows anew, others stay
 """
@@ -49,7 +49,9 @@ of processes or another mesh takes over, sums have another order: there it says 
 is the same, by its digest, and each loss within 1e-4. A process that is killed is
 seen when it ends. One that hangs or is cut off is seen by the others after the deadline it falls
 under: {silent_s} s where it can say nothing (SIGSTOP, Python's lock, a link), {step_s} s in one
-step where it can; by default 60 s and 900 s. The launcher then gives it up to 10 s to end. The
+step where it can; by default 60 s and 900 s. While a program is compiled a process may be silent
+for long: who stops or dies then is found by JAX's heartbeat after 100 s, or by the launcher, which
+ends the others 10 s after one that died. The launcher gives a hung one 10 s to end, too. The
 rest is a new start: imports, data, a compiled program from the cache, the restore. A run that was
 taken over, or whose disk was full, was started by hand, so there is no next step of its own.
 
