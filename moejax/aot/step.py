@@ -212,7 +212,7 @@ def filled_share(train_step: TrainStep) -> float:
     cfg, layout, route = train_step.cfg, train_step.layout, train_step.spec.route
     if not route.exchanges:
         return 1.0
-    ranks = layout.size(layout.token_axes) * cfg.train.micro_batches
+    ranks = layout.size(layout.inside.token_axes) * cfg.train.micro_batches
     ranks *= 1 if route.replicated else layout.size(layout.tensor)
     tokens = math.prod(train_step.batch_shape) // ranks
     rows = usual_sizes(route, layout, cfg.moe, tokens=tokens).expert_rows * route.parts

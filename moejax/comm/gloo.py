@@ -41,10 +41,23 @@ def computes_beside(mesh: Mesh) -> bool:
     return is_gloo(mesh) and connected(mesh) is not None
 
 
-def shard_map(body: Callable, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable:
-    """`jax.shard_map` with the conventions of `comm.wire`; `in_order` on gloo."""
+def shard_map(
+    body: Callable,
+    mesh: Mesh | AbstractMesh,
+    in_specs: Any,
+    out_specs: Any,
+    *,
+    ordered: bool = False,
+) -> Callable:
+    """`jax.shard_map` with the conventions of `comm.wire`; `in_order` on gloo.
+
+    Args:
+      ordered: whether collectives run one after the other in one process too.
+    """
     if isinstance(mesh, Mesh) and is_gloo(mesh):
         body = in_order(body, connected(mesh))
+    elif ordered:
+        body = in_order(body)
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 

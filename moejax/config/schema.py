@@ -43,6 +43,14 @@ class MeshConfig:
         1, "experts spread over these devices (tokens and dense weights too)", at_least=1
     )
     tensor: int = setting(1, "heads and hidden width spread over these devices", at_least=1)
+    stage: int = setting(
+        1, "layers spread over these devices, which pass micro-batches on", at_least=1
+    )
+    schedule: str = setting(
+        "1f1b",
+        "order of micro-batches in stages: 1f1b keeps 2 x stages of them, gpipe all",
+        choices=("1f1b", "gpipe"),
+    )
     activations: str = setting(
         "sequence",
         "activations between blocks on the tensor axis",

@@ -15,12 +15,14 @@ Inside shard_map letters count what a device holds: its sequences, and under ten
 heads (H, G) and hidden width (F). `t` and `v` are its shares where T or V stand for all. Files
 that use other letters list them at their top.
 
-Mesh axes are words, slowest link first: `replica` (pure data parallel), `fsdp` (weights sharded,
-gathered on use), `expert` (experts), `tensor` (heads, hidden width and vocabulary).
+Mesh axes are words, slowest link first: `stage` (layers, one pipeline stage after the other),
+`replica` (pure data parallel), `fsdp` (weights sharded, gathered on use), `expert` (experts),
+`tensor` (heads, hidden width and vocabulary).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from jax.sharding import PartitionSpec
 
@@ -43,6 +45,9 @@ class Layout:
     fsdp: Axes = ("fsdp",)
     expert: Axes = ("expert",)
     tensor: Axes = ("tensor",)
+    # Empty without pipeline stages. What is not of a stage's layers is spread over it as data.
+    stage: Axes = ()
+    stacked: Axes = ()  # mesh axes that shard the leading dimension of stacked layers
     slow: Axes = ()  # mesh axes whose devices lie on different nodes
     sequence_sharded: bool = True
     expert_weights: str = "hidden"
@@ -50,12 +55,17 @@ class Layout:
     @property
     def mesh_axes(self) -> Axes:
         """All mesh axes, slowest link first."""
-        return self.replica + self.fsdp + self.expert + self.tensor
+        return self.stage + self.replica + self.fsdp + self.expert + self.tensor
 
     @property
     def token_axes(self) -> Axes:
         """Axes that shard the sequences."""
-        return self.replica + self.fsdp + self.expert
+        return self.stage + self.replica + self.fsdp + self.expert
+
+    @cached_property
+    def inside(self) -> "Layout":
+        """The layout inside a stage, whose devices hold its layers alone; itself without stages."""
+        return replace(self, stage=(), stacked=self.stage) if self.stage else self
 
     @property
     def expert_owner_axes(self) -> Axes:
@@ -87,6 +97,7 @@ class Layout:
           hidden: experts over the expert axis, hidden width over tensor;
           folded: experts over (expert, tensor), hidden width not sharded;
           whole: experts over the expert axis, and tensor ranks hold copies.
+        Width is over the stages too, outside of their layers.
         Other parameters: width over (fsdp, expert); heads, hidden width and vocabulary over tensor.
           Those from a latent to heads have no width: there the latent takes its axes.
         Factors of adapters: each dimension as in the weight, and the rank is not sharded.
@@ -96,10 +107,11 @@ class Layout:
             return ((),)
         if dims[0] == "E":
             hidden = self.tensor if self.hidden_over_tensor else ()
-            rules = {"E": self.expert_owner_axes, "D": self.fsdp, "F": hidden}
+            rules = {"E": self.expert_owner_axes, "D": self.stage + self.fsdp, "F": hidden}
         else:
             # A latent that a matrix ends at is not sharded, nor in a factor of its adapter.
-            rules = {"Z" if dims[0] == "Z" else "D": self.fsdp + self.expert}
+            width = self.stage + self.fsdp + self.expert
+            rules = {"Z" if dims[0] == "Z" else "D": width}
             rules |= dict.fromkeys("HGFV", self.tensor)
         return tuple(rules.get(letter, ()) for letter in dims)
 
@@ -108,9 +120,10 @@ class Layout:
         return not any(self.param_axes(dims))
 
     def param_spec(self, dims: str, ndim: int) -> PartitionSpec:
-        """The sharding of a parameter; leading dimensions of stacked layers are not sharded."""
+        """The sharding of a parameter; stacked layers are sharded over `stacked`."""
         axes = self.param_axes(dims)
-        return PartitionSpec(*([None] * (ndim - len(axes))), *(a or None for a in axes))
+        leading = [self.stacked or None, *[None] * ndim][: ndim - len(axes)]
+        return PartitionSpec(*leading, *(a or None for a in axes))
 
     def token_spec(self) -> PartitionSpec:
         """The sharding of `token_BT`: sequences over the token axes, positions not sharded."""
@@ -135,6 +148,8 @@ def build_layout(mesh: MeshConfig) -> Layout:
     """
     assert mesh.replica is not None, "resolve_mesh fills the replica axis first"
     shape = {axis: getattr(mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
+    if mesh.stage > 1:
+        shape = {"stage": mesh.stage, **shape}
     # devices of a node that no axis covers yet
     devices_left = math.prod(shape.values()) // (mesh.nodes or 1)
     sizes: list[tuple[str, int]] = []

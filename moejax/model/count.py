@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from moejax.config.pattern import block_kinds
 from moejax.config.schema import Config
 from moejax.kernels.costs import causal_pairs
 from moejax.layout.layout import is_product
-from moejax.model.pattern import block_kinds
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import enter_tensor
 from moejax.comm.weights.gather import whole_weight
 from moejax.comm.weights.residuals import without_residuals
+from moejax.config.pattern import BlockKind, layer_groups
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
@@ -24,7 +25,6 @@ from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
 from moejax.model.layers import MLP, Embedding, RMSNorm
-from moejax.model.pattern import BlockKind, layer_groups
 from moejax.model.remat import REMAT_POLICIES, in_turn
 from moejax.model.rope import Angles, tables
 from moejax.moe.layer import MoE, MoEStats
@@ -222,25 +222,72 @@ class Transformer(nnx.Module):
         stats = hidden.stats + ([] if own_stats is None else [own_stats])
         return Ahead(x_BTD, hidden.weights[1], _joined(stats), ahead_BTD)
 
+    def before_stages(
+        self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None
+    ) -> tuple[Float[Array, "B t D"], MoEStats | None]:
+        """Takes tokens through the embedding, and the blocks of all layer groups but the last."""
+        x_BtD = self.embedding.embed(token_BT, self.embedding.weights()[0])
+        before = range(len(self.groups) - 1)
+        x_BtD, stats = self._run_groups(x_BtD, segment_BT, self._angles(token_BT), noise, before)
+        return x_BtD, _joined(stats)
+
+    def in_stage(
+        self,
+        x_BtD: Float[Array, "B t D"],
+        segment_BT: Int[Array, "B T"],
+        noise: Noise | None,
+        first: jax.Array,
+    ) -> tuple[Float[Array, "B t D"], MoEStats | None]:
+        """Takes hidden states through this stage's part of the last layer group.
+
+        Args:
+          first: number of this stage's first repeat in its group.
+        """
+        last = len(self.groups) - 1
+        group_noise = None if noise is None else noise.of(last)
+        angles = self._angles(segment_BT)
+        return self._run_group(self.groups[last], x_BtD, segment_BT, angles, group_noise, 0, first)
+
+    def after_stages(
+        self, y_BtD: Float[Array, "B t D"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"]]:
+        """Returns the final hidden states, on all tensor ranks, and the output projection."""
+        return enter_tensor(self.norm(y_BtD), self.spec.layout), self.embedding.weights()[1]
+
+    def _angles(self, token_BT: jax.Array) -> Angles:
+        return tables(token_BT.shape[1], self.cfg.rotated_channels, self.cfg.rope)
+
     def _run(self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None) -> Hidden:
         """Takes tokens through embedding, blocks and final norm."""
-        cfg = self.cfg
-        angles = tables(token_BT.shape[1], cfg.rotated_channels, cfg.rope)
+        angles = self._angles(token_BT)
         with jax.named_scope("embed"):
             weights = self.embedding.weights()
             x_BtD = self.embedding.embed(token_BT, weights[0])
+        every = range(len(self.groups))
+        x_BtD, stats = self._run_groups(x_BtD, segment_BT, angles, noise, every)
+        return Hidden(self.norm(x_BtD), weights, stats, angles)
+
+    def _run_groups(
+        self,
+        x_BtD: jax.Array,
+        segment_BT: jax.Array,
+        angles: Angles,
+        noise: Noise | None,
+        indices: range,
+    ) -> tuple[jax.Array, list[MoEStats]]:
+        """Runs layer groups, from the first on; returns the statistics of those with experts."""
         stats, first_block = [], 0
-        for index, (group, (kinds, repeats)) in enumerate(
-            zip(self.groups, layer_groups(cfg, stacked=self.spec.stacked), strict=True)
-        ):
+        groups = layer_groups(self.cfg, stacked=self.spec.stacked)
+        for index in indices:
+            kinds, repeats = groups[index]
             group_noise = None if noise is None else noise.of(index)
             plain_blocks = max(0, self.spec.compression.start_layer - first_block)
             x_BtD, group_stats = self._run_group(
-                group, x_BtD, segment_BT, angles, group_noise, plain_blocks
+                self.groups[index], x_BtD, segment_BT, angles, group_noise, plain_blocks
             )
             stats += [] if group_stats is None else [group_stats]
             first_block += len(kinds) * repeats
-        return Hidden(self.norm(x_BtD), weights, stats, angles)
+        return x_BtD, stats
 
     def _run_group(
         self,
@@ -250,12 +297,14 @@ class Transformer(nnx.Module):
         angles: Angles,
         noise: Noise | None,
         plain_blocks: int,
+        first: jax.Array | int = 0,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Scans one layer group; returns statistics stacked in layer order.
 
         Args:
           plain_blocks: gradients of the first so many blocks (rounded up to a whole pattern) are
             not compressed.
+          first: number of the first repeat that is here.
         """
         graph, stacked = nnx.split(group)
         repeats, pattern = jax.tree.leaves(stacked)[0].shape[0], len(group.blocks)
@@ -273,7 +322,7 @@ class Transformer(nnx.Module):
         for start, stop in ((0, plain_repeats), (plain_repeats, repeats)):
             if start == stop:
                 continue
-            part = (jnp.arange(repeats), stacked)
+            part = (first + jnp.arange(repeats), stacked)
             if plain_repeats:
                 part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], part)
             part = without_residuals(part) if stop == plain_repeats else part

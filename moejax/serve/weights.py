@@ -9,7 +9,7 @@ from functools import partial
 import jax
 
 from moejax.comm.weights.adapters import WithAdapter, add_adapter, attach_adapters
-from moejax.model.pattern import layer_groups
+from moejax.config.pattern import layer_groups
 from moejax.step.adapters import matrices_in
 from moejax.step.state import TrainState, Tree
 from moejax.step.train_step import TrainStep

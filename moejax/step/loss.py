@@ -89,13 +89,13 @@ def next_token_loss(
     if stats is None:
         empty = jnp.zeros((0,), jnp.int32)
         return loss, LossParts(nll, jnp.zeros(()), jnp.zeros(()), empty[:, None], empty, ahead_nll)
-    router_loss, balance, load_LE, dropped_L = _router_losses(stats, moe, layout)
+    router_loss, balance, load_LE, dropped_L = router_losses(stats, moe, layout)
     entropy = jnp.mean(stats.entropy) / micro_batches
     parts = LossParts(nll, balance / micro_batches, entropy, load_LE, dropped_L, ahead_nll)
     return loss + router_loss / micro_batches, parts
 
 
-def _router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.Array, ...]:
+def router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.Array, ...]:
     """Returns shares of the weighted and the mean balance loss, and all devices' load and drops.
 
     Both losses are means over the expert layers, as in megablocks, so that a coefficient does not

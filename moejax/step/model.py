@@ -1,7 +1,8 @@
 """The model as a step sees it: its static part, and the spec that a config chooses."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from flax import nnx
@@ -9,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.weights.adapters import attach_adapters
 from moejax.config.compression import Codecs, build_compression
+from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config, MeshConfig
 from moejax.kernels.select import hardware_of, select_kernels
 from moejax.layout.layout import Layout, build_layout
@@ -28,6 +30,7 @@ class ModelDef:
     spec: StepSpec
     graph: nnx.GraphDef
     dims: Tree  # letters of the dimensions of each parameter that is trained
+    layouts: Tree  # the layout of each parameter that is trained: see `layout_at`
     frozen_dims: Tree = None  # and of each frozen weight; None if all weights are trained
 
     @property
@@ -64,9 +67,24 @@ def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, Tree, Tree]:
         nnx.from_flat_state([(path, v.replace(v.get_metadata("dims"))) for path, v in flat])
     )
     if cfg.lora.rank is None:
-        return ModelDef(cfg, spec, graph, dims), params, router_bias
+        return ModelDef(cfg, spec, graph, dims, layouts_of(params, cfg, spec)), params, router_bias
     adapters = adapters_of(cfg.lora, dims, params)
-    return ModelDef(cfg, spec, graph, adapters, dims), params, router_bias
+    layouts = layouts_of(adapters, cfg, spec)
+    return ModelDef(cfg, spec, graph, adapters, layouts, dims), params, router_bias
+
+
+def layouts_of(tree: Tree, cfg: Config, spec: StepSpec) -> Tree:
+    """Returns the layout of each leaf of a tree that is named like the model's arrays.
+
+    Stages hold the last layer group; everything else is spread over them as data.
+    """
+    last = len(layer_groups(cfg.model, stacked=spec.stacked)) - 1
+
+    def layout(path: Any, _: Any) -> Layout:
+        names = [getattr(entry, "key", None) for entry in path[:2]]
+        return spec.layout.inside if names == ["groups", last] else spec.layout
+
+    return jax.tree_util.tree_map_with_path(layout, tree)
 
 
 def check_adapters(cfg: Config) -> None:
@@ -139,7 +157,9 @@ def parameter_sizes(dims: Tree, params: Tree) -> dict[str, tuple[str, int]]:
 
 
 def _build_model(cfg: Config, spec: StepSpec) -> Transformer:
-    return Transformer(cfg.model, cfg.moe, spec, nnx.Rngs(params=cfg.train.seed))
+    # Inside a stage modules find their weights gathered: see `comm.weights.gather.enter_weights`.
+    inside = replace(spec, layout=spec.layout.inside)
+    return Transformer(cfg.model, cfg.moe, inside, nnx.Rngs(params=cfg.train.seed))
 
 
 def _split(model: Transformer) -> tuple[nnx.GraphDef, Tree, Tree]:

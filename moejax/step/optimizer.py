@@ -49,17 +49,20 @@ class Optimizer:
 
     Attributes:
       dims: letters of each parameter's dimensions, as a tree like the parameters.
+      layouts: the layout of each parameter.
       num_steps: steps of the run, for the schedule.
     """
 
     cfg: OptimizerConfig
     dims: Tree
-    layout: Layout
+    layouts: Tree
     num_steps: int
 
     def init(self, params: Tree) -> Tree:
         """Returns the first state: an optax state for each parameter."""
-        return jax.tree.map(lambda p, d: self.transform(d).init(p), params, self.dims)
+        return jax.tree.map(
+            lambda p, d, layout: self.transform(d, layout).init(p), params, self.dims, self.layouts
+        )
 
     def specs(self, params: Tree, state: Tree, param_specs: Tree) -> Tree:
         """Returns the state's sharding: moments like their parameters, counts replicated."""
@@ -84,9 +87,9 @@ class Optimizer:
         scale = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
 
         def update_one(
-            gradient: jax.Array, dims: str, param: jax.Array, state: Any
+            gradient: jax.Array, dims: str, layout: Layout, param: jax.Array, state: Any
         ) -> tuple[Any, Any]:
-            transform = self.transform(dims)
+            transform = self.transform(dims, layout)
 
             def apply(gradient: jax.Array, old: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
                 param, state = old
@@ -99,19 +102,19 @@ class Optimizer:
                 return _layer_by_layer(apply, gradient, (param, state))
             return apply(gradient, (param, state))
 
-        updated = jax.tree.map(update_one, gradients, self.dims, params, state)
+        updated = jax.tree.map(update_one, gradients, self.dims, self.layouts, params, state)
         tree = jax.tree.structure(gradients)
         new_params, new_state = zip(*tree.flatten_up_to(updated), strict=True)
         return jax.tree.unflatten(tree, new_params), jax.tree.unflatten(tree, new_state)
 
-    def transform(self, dims: str) -> optax.GradientTransformation:
+    def transform(self, dims: str, layout: Layout) -> optax.GradientTransformation:
         """Returns the optax transformation of one parameter, which follows clipping."""
         cfg = self.cfg
         if cfg.name == "muon" and is_matrix(dims):
             rate = learning_rate(cfg, self.num_steps, cfg.muon_learning_rate)
             return optax.chain(
                 optax.trace(cfg.muon_momentum, nesterov=True),
-                optax.stateless(lambda updates, _: _orthogonal_shard(updates, dims, self.layout)),
+                optax.stateless(lambda updates, _: _orthogonal_shard(updates, dims, layout)),
                 optax.add_decayed_weights(cfg.weight_decay),
                 optax.scale_by_learning_rate(rate),
             )
@@ -153,16 +156,16 @@ def is_matrix(dims: str) -> bool:
     return is_product(dims) and "V" not in dims and dims != "DE"
 
 
-def square_share(tree: Tree, dims: Tree, layout: Layout) -> jax.Array:
+def square_share(tree: Tree, dims: Tree, layouts: Tree) -> jax.Array:
     """Returns this device's share of a sharded tree's squared norm; shares sum to it."""
-    devices = layout.size(layout.mesh_axes)
 
-    def share(x: jax.Array, d: str) -> jax.Array:
+    def share(x: jax.Array, d: str, layout: Layout) -> jax.Array:
+        devices = layout.size(layout.mesh_axes)
         shards = layout.size(tuple(axis for axes in layout.param_axes(d) for axis in axes))
         # Replicas of a shard share its norm; powers of two divide exactly in float32.
         return jnp.sum(jnp.square(x.astype(jnp.float32))) * (shards / devices)
 
-    return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(share, tree, dims))))
+    return jnp.sum(jnp.stack(jax.tree.leaves(jax.tree.map(share, tree, dims, layouts))))
 
 
 def _orthogonal_shard(x: Any, dims: str, layout: Layout) -> jax.Array:

@@ -6,31 +6,34 @@ over devices is the loss. `comm.wire` explains the transposes of collectives und
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.codecs.adaptive import choose_level
-from moejax.comm.codecs.build import build_codec
-from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.gather import empty_totals, whole_weights
-from moejax.comm.weights.reduce import reduce_whole
-from moejax.comm.weights.residuals import attach_residuals, detach_residuals
-from moejax.comm.weights.states import sum_squared_errors
+from moejax.comm.weights.residuals import detach_residuals
 from moejax.comm.weights.totals import attach_totals
 from moejax.comm.weights.whole import attach_whole
-from moejax.config.compression import GRADIENTS
 from moejax.layout.layout import Layout
 from moejax.model.ahead import targets_ahead
 from moejax.model.transformer import Transformer
 from moejax.moe.router import Noise, update_bias
+from moejax.step import stages
 from moejax.step.forward import split_micro_batches
 from moejax.step.loss import AheadTargets, LossParts, next_token_loss
-from moejax.step.model import ModelDef
+from moejax.step.model import ModelDef, layouts_of
 from moejax.step.optimizer import Optimizer, square_share
 from moejax.step.state import Batch, Metrics, Reduction, TrainState, Tree
+from moejax.step.whole_batch import (
+    NumTargets,
+    choose_levels,
+    count_targets,
+    keys_of,
+    reduce_whole_gradients,
+    with_residuals,
+)
 
 
 def train_step(
@@ -38,9 +41,9 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """Runs one optimizer step. An update that is not finite is counted and not applied."""
     layout, rate = model.layout, model.cfg.moe.router.bias_update_rate
-    gradients, loss_parts, reduction = loss_gradients(model, state, batch)
+    gradients, loss_parts, reduction = gradients_of(model, state, batch)
     with jax.named_scope("update"):
-        squares = square_share(gradients, model.dims, layout)
+        squares = square_share(gradients, model.dims, model.layouts)
         loss_parts, (squares,) = sum_shares(loss_parts, [squares], layout)
         norm = jnp.sqrt(squares)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss_parts.nll)
@@ -51,7 +54,7 @@ def train_step(
         )
     router_bias = state.router_bias
     if rate:
-        router_bias = _update_router_bias(router_bias, loss_parts.load_LE, rate)
+        router_bias = _update_router_bias(model, router_bias, loss_parts.load_LE)
     router_bias, reduction = jax.tree.map(
         partial(jnp.where, finite), (router_bias, reduction), (state.router_bias, state.reduction)
     )
@@ -83,6 +86,14 @@ def sum_shares(
     return loss_parts._replace(nll=nll, balance=balance, entropy=entropy), sums
 
 
+def gradients_of(
+    model: ModelDef, state: TrainState, batch: Batch
+) -> tuple[Tree, LossParts, Reduction]:
+    """Returns gradients and all else of a step, with or without pipeline stages."""
+    of = stages.loss_gradients if model.layout.stage else loss_gradients
+    return of(model, state, batch)
+
+
 def loss_gradients(
     model: ModelDef, state: TrainState, batch: Batch
 ) -> tuple[Tree, LossParts, Reduction]:
@@ -94,8 +105,8 @@ def loss_gradients(
     whole = None
     if state.frozen is None:
         whole = whole_weights(state.params, model.dims, model.spec)
-    loss = partial(_loss_of, model, state, _num_targets(model, batch), whole)
-    params = _with_residuals(model, state)
+    loss = partial(_loss_of, model, state, count_targets(model, batch), whole)
+    params = with_residuals(model, state)
     if micro_batches == 1:
         gradients, loss_parts = jax.grad(loss, has_aux=True)(params, 0, batch)
     else:
@@ -111,8 +122,8 @@ def loss_gradients(
         gradients, loss_parts = jax.grad(last_loss, has_aux=True)(params)
         loss_parts = jax.tree.map(jnp.add, earlier, loss_parts)
     gradients, residuals = detach_residuals(gradients, model.dims)
-    gradients = _reduce_whole(model, gradients)
-    return gradients, loss_parts, _choose_levels(model, state.reduction, residuals)
+    gradients = reduce_whole_gradients(model, gradients)
+    return gradients, loss_parts, choose_levels(model, state.reduction, residuals)
 
 
 def _add_up(
@@ -153,37 +164,6 @@ def _no_parts(state: TrainState, *, ahead: bool) -> LossParts:
     return LossParts(zero, zero, zero, load_LE, dropped_L, zero if ahead else None)
 
 
-class NumTargets(NamedTuple):
-    """Numbers of valid targets of the whole batch, at least 1; float32."""
-
-    next: jax.Array
-    ahead: jax.Array | None  # of the tokens after the next; None without `model.predict_ahead`
-
-
-def _num_targets(model: ModelDef, batch: Batch) -> NumTargets:
-    def total(target_BT: jax.Array) -> jax.Array:
-        num_targets = wire.all_reduce(jnp.sum(target_BT >= 0), model.layout.token_axes)
-        return jnp.maximum(num_targets, 1).astype(jnp.float32)
-
-    if not model.cfg.model.predict_ahead:
-        return NumTargets(total(batch.target_BT), None)
-    ahead_BT = targets_ahead(batch.target_BT, batch.segment_BT)
-    return NumTargets(total(batch.target_BT), total(ahead_BT))
-
-
-def _with_residuals(model: ModelDef, state: TrainState) -> Tree:
-    """Returns the parameters, those whose gradients have a codec with its state."""
-    context = EncodeContext(state.step, _keys(model, state)[1])
-    residuals = state.reduction.residuals
-    return attach_residuals(state.params, residuals, model.dims, context, model.layout)
-
-
-def _keys(model: ModelDef, state: TrainState) -> jax.Array:
-    """Returns a step's keys: of the router's noise, and of random rounding."""
-    key = jax.random.fold_in(jax.random.key(model.cfg.train.seed), state.step)
-    return jax.random.split(key)
-
-
 def _loss_of(
     model: ModelDef,
     state: TrainState,
@@ -206,7 +186,7 @@ def _loss_of(
     # Global index of this micro-batch's first row on this device.
     device_rows = len(rows.token_BT) * cfg.train.micro_batches
     first_row = wire.index(layout.token_axes) * device_rows + index * len(rows.token_BT)
-    noise = Noise(_keys(model, state)[0], first_row) if cfg.moe.router.jitter else None
+    noise = Noise(keys_of(model, state)[0], first_row) if cfg.moe.router.jitter else None
     if whole is not None:
         params = attach_whole(params, whole)
     transformer = model.merge(params, state.router_bias, state.frozen)
@@ -246,38 +226,17 @@ def _loss(
         )
 
 
-def _reduce_whole(model: ModelDef, gradients: Tree) -> Tree:
-    """Sums the gradients of parameters that every device holds whole, such as norm scales."""
-    leaves, tree = jax.tree.flatten(gradients)
-    whole = [i for i, d in enumerate(jax.tree.leaves(model.dims)) if model.layout.is_whole(d)]
-    sums = reduce_whole([leaves[i] for i in whole], model.layout)
-    for i, total in zip(whole, sums, strict=True):
-        leaves[i] = total
-    return jax.tree.unflatten(tree, leaves)
-
-
-def _choose_levels(model: ModelDef, before: Reduction, residuals: Tree) -> Reduction:
-    """Returns the new codec state; in measuring steps adaptive codecs choose their level."""
-    if before.levels is None:
-        return Reduction(residuals, None)
-    levels = []
-    for number, traffic in enumerate(GRADIENTS):
-        codec = getattr(model.spec.codecs, traffic)
-        if codec is None or not codec.measures:
-            levels.append(before.levels[number])
-            continue
-        errors = sum_squared_errors(build_codec(codec), residuals, model.dims, traffic)
-        errors = wire.all_reduce(errors, model.layout.mesh_axes)
-        levels.append(choose_level(errors, codec.argument))
-    return Reduction(residuals, jnp.stack(levels))
-
-
-def _update_router_bias(router_bias: Tree, load_LE: jax.Array, rate: float) -> Tree:
+def _update_router_bias(model: ModelDef, router_bias: Tree, load_LE: jax.Array) -> Tree:
     """Moves each layer's selection bias; biases are stacked by layer group, in layer order."""
     leaves, tree = jax.tree.flatten(router_bias)
-    first, moved = 0, []
-    for bias_LE in leaves:
-        layers = bias_LE.shape[0]
-        moved.append(update_bias(bias_LE, load_LE[first : first + layers], rate))
+    layouts = jax.tree.leaves(layouts_of(router_bias, model.cfg, model.spec))
+    first, moved, rate = 0, [], model.cfg.moe.router.bias_update_rate
+    for bias_LE, layout in zip(leaves, layouts, strict=True):
+        here = len(bias_LE)
+        layers = here * layout.size(layout.stacked)  # in all stages
+        own = load_LE[first : first + layers]
+        if layout.stacked:
+            own = jax.lax.dynamic_slice_in_dim(own, wire.index(layout.stacked) * here, here)
+        moved.append(update_bias(bias_LE, own, rate))
         first += layers
     return jax.tree.unflatten(tree, moved)

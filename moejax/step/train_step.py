@@ -22,12 +22,18 @@ from moejax.config.schema import Config
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.runtime.compiler import Options, compiler_options, known_options
+from moejax.step import forward, staged_forward
 from moejax.step.adapters import adapter_shapes, init_adapters, matrices_in
-from moejax.step.forward import logits_after, nll_of_targets, sum_over_targets
 from moejax.step.loss import LossParts
-from moejax.step.model import ModelDef, build_spec, describe_model, parameter_sizes
+from moejax.step.model import (
+    ModelDef,
+    build_spec,
+    describe_model,
+    layouts_of,
+    parameter_sizes,
+)
 from moejax.step.optimizer import Optimizer
-from moejax.step.per_device import loss_gradients, sum_shares, train_step
+from moejax.step.per_device import gradients_of, sum_shares, train_step
 from moejax.step.state import Batch, Reduction, TrainState, Tree
 
 
@@ -191,18 +197,18 @@ class TrainStep:
 
     def gradients_of_device(self, state: TrainState, batch: Batch) -> tuple[Tree, LossParts]:
         """The per-device code of `gradients`, for use inside a shard_map with the mesh's axes."""
-        gradients, parts, _ = loss_gradients(self.model, state, batch)
+        gradients, parts, _ = gradients_of(self.model, state, batch)
         return gradients, sum_shares(parts, [], self.layout)[0]
 
     @cached_property
     def evaluate(self) -> Any:
         """The jitted (state, batch) -> summed nats over the batch's valid targets; no codecs."""
-        return self._jitted(partial(sum_over_targets, self.plain.model), P())
+        return self._jitted(partial(self._forward.sum_over_targets, self.plain.model), P())
 
     @cached_property
     def target_nll(self) -> Any:
         """The jitted (state, batch) -> nll_BT, nats of each target of the batch; no codecs."""
-        return self._jitted(partial(nll_of_targets, self.plain.model), P())
+        return self._jitted(partial(self._forward.nll_of_targets, self.plain.model), P())
 
     @cached_property
     def next_logits(self) -> Any:
@@ -210,7 +216,7 @@ class TrainStep:
         model, tokens = self.plain.model, self.layout.token_spec()
 
         def body(state: TrainState, prompt: tuple[jax.Array, jax.Array]) -> jax.Array:
-            return logits_after(model, state, *prompt)
+            return self._forward.logits_after(model, state, *prompt)
 
         return self._jitted(body, tokens, (tokens, P()))
 
@@ -229,6 +235,11 @@ class TrainStep:
         return known_options(options, self.mesh.local_devices[0])
 
     @property
+    def _forward(self) -> Any:
+        """The module with the forward pass of this layout."""
+        return staged_forward if self.layout.stage else forward
+
+    @property
     def _optimizer(self) -> Optimizer:
         return _build_optimizer(self.model)
 
@@ -239,7 +250,10 @@ class TrainStep:
     def _jitted(self, body: Any, out_specs: Any, batch: Any = None, **options: Any) -> Any:
         """Maps per-device code over the mesh: (state, batch) -> results sharded by `out_specs`."""
         in_specs = (self._state_specs, batch or self.layout.token_spec())
-        mapped = gloo.shard_map(body, self.mesh, in_specs, out_specs)
+        # Stages have collectives of several axes under way at a time. On CPU, devices that start
+        # them in different orders wait for each other for ever.
+        ordered = self.platform == "cpu" and bool(self.layout.stage)
+        mapped = gloo.shard_map(body, self.mesh, in_specs, out_specs, ordered=ordered)
         return jax.jit(mapped, compiler_options=self.options or None, **options)
 
 
@@ -276,30 +290,34 @@ def _describe_state(
     model: ModelDef, weights: Tree, router_bias: Tree
 ) -> tuple[TrainState, TrainState]:
     """Returns the state's shapes and shardings."""
-    layout, dims, adaptive = model.layout, model.dims, model.spec.compression.adaptive
+    dims, adaptive = model.dims, model.spec.compression.adaptive
     params, frozen = weights, None
     if model.frozen_dims is not None:
         params = adapter_shapes(model.cfg.lora, dims, model.frozen_dims, weights)
         frozen = matrices_in(model.cfg.lora.base_dtype, model.frozen_dims, weights)
     optimizer, scalar = _build_optimizer(model), jax.ShapeDtypeStruct((), jnp.int32)
     moments = jax.eval_shape(optimizer.init, params)
-    residuals = jax.tree.map(partial(residual_shapes, model.spec), params, dims)
+    residuals = jax.tree.map(partial(residual_shapes, model.spec), params, dims, model.layouts)
     levels = jax.ShapeDtypeStruct((len(GRADIENTS),), jnp.int32) if adaptive else None
     reduction = Reduction(residuals, levels)
     shapes = TrainState(scalar, scalar, params, router_bias, moments, reduction, frozen)
 
     def sharded(params: Tree, dims: Tree) -> Tree:
-        return jax.tree.map(lambda x, d: layout.param_spec(d, x.ndim), params, dims)
+        layouts = layouts_of(params, model.cfg, model.spec)
+        return jax.tree.map(lambda x, d, own: own.param_spec(d, x.ndim), params, dims, layouts)
 
     param_specs = sharded(params, dims)
     specs = TrainState(
         step=P(),
         skipped=P(),
         params=param_specs,
-        router_bias=jax.tree.map(lambda _: P(), router_bias),
+        router_bias=jax.tree.map(
+            lambda own: P(own.stacked) if own.stacked else P(),
+            layouts_of(router_bias, model.cfg, model.spec),
+        ),
         optimizer=optimizer.specs(params, moments, param_specs),
         reduction=Reduction(
-            residual_specs(residuals, params, dims, layout), P() if adaptive else None
+            residual_specs(residuals, params, dims, model.layouts), P() if adaptive else None
         ),
         frozen=sharded(frozen, model.frozen_dims),
     )
@@ -308,7 +326,7 @@ def _describe_state(
 
 def _build_optimizer(model: ModelDef) -> Optimizer:
     """The update of parameters that are named by the letters of their dimensions."""
-    return Optimizer(model.cfg.optimizer, model.dims, model.layout, model.cfg.train.num_steps)
+    return Optimizer(model.cfg.optimizer, model.dims, model.layouts, model.cfg.train.num_steps)
 
 
 def _shardings(abstract: Tree) -> Tree:

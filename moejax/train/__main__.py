@@ -126,10 +126,10 @@ def dry_run(cfg: Config, console: Console) -> int:
     check_adapters(cfg)
     mesh = cfg.mesh
     if mesh.replica is None:
-        others = mesh.fsdp * mesh.expert * mesh.tensor
+        others = mesh.stage * mesh.fsdp * mesh.expert * mesh.tensor
         mesh = replace(mesh, replica=max((mesh.simulated_devices or others) // others, 1))
     assert mesh.replica is not None
-    devices = mesh.replica * mesh.fsdp * mesh.expert * mesh.tensor
+    devices = mesh.stage * mesh.replica * mesh.fsdp * mesh.expert * mesh.tensor
     if is_planned(cfg):
         devices = mesh.simulated_devices or planned_devices(cfg) or devices
     planned = plan_dry(replace(cfg, mesh=mesh), devices)

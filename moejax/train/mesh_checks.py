@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo, wire
+from moejax.config.checks import AXES
 from moejax.layout.layout import Axes, Layout
 from moejax.plan.probe.links import collective
 from moejax.plan.probe.timer import Stopwatch
@@ -39,7 +40,7 @@ class Group(NamedTuple):
 
 def groups_of(layout: Layout) -> list[Group]:
     """Returns each axis of several devices, and all axes together if there are several."""
-    named = {name: getattr(layout, name) for name in ("replica", "fsdp", "expert", "tensor")}
+    named = {name: getattr(layout, name) for name in AXES}
     found = [Group(name, axes) for name, axes in named.items() if layout.size(axes) > 1]
     return [*found, Group("all devices", layout.mesh_axes)] if len(found) > 1 else found
 

@@ -185,7 +185,11 @@ def _check_mesh(cfg: Config, saved: Saved) -> None:
     Raises:
       InputError: if it is another: sums over other devices have other last bits.
     """
-    known = {**saved.manifest["mesh"], "nodes": from_dict(saved.manifest["config"]).mesh.nodes}
+    known = {
+        "stage": 1,
+        **saved.manifest["mesh"],
+        "nodes": from_dict(saved.manifest["config"]).mesh.nodes,
+    }
     own = {name: getattr(cfg.mesh, name) for name in (*AXES, "nodes")}
     if other := [name for name in own if own[name] not in (None, known[name])]:
         listed = ", ".join(f"mesh.{name} is {own[name]}, was {known[name]}" for name in other)

@@ -14,7 +14,7 @@ from moejax.config.schema import Config
 from moejax.data.sources import Content
 from moejax.data.tokens import FilePart
 from moejax.errors import InputError
-from moejax.layout.layout import Axes
+from moejax.layout.layout import Axes, Layout
 from moejax.step.train_step import TrainStep
 from moejax.train.manifest import weights_digest
 
@@ -197,17 +197,18 @@ def fingerprint(train_step: TrainStep) -> str | None:
     def spread(axes: Axes) -> Axes:
         return tuple(axis for axis in axes if layout.size((axis,)) > 1)
 
-    def facts(name: Any, param: Any, dims: str, residuals: Any) -> list[Any]:
-        path = path_of(dims, layout)
+    def facts(name: Any, param: Any, dims: str, own: Layout, residuals: Any) -> list[Any]:
+        path = path_of(dims, own)
         return [
             jax.tree_util.keystr(name, simple=True, separator="."),
-            [dims, param.shape, [spread(axes) for axes in layout.param_axes(dims)]],
+            [dims, param.shape, [spread(axes) for axes in own.param_axes(dims)]],
             [path.dim, spread(path.gather), spread(path.copies), spread(path.slow)],
             [leaf.shape for leaf in jax.tree.leaves(residuals)],
         ]
 
     state = train_step.abstract
-    trees = (state.params, train_step.dims, state.reduction.residuals)
+    model = train_step.model
+    trees = (state.params, model.dims, model.layouts, state.reduction.residuals)
     facts_of_params = jax.tree_util.tree_map_with_path(facts, *trees)
     content = {
         "meaning": CODEC_STATE,

@@ -63,7 +63,8 @@ def summarize(train_step: TrainStep) -> Summary:
 def _logit_bytes(train_step: TrainStep) -> int:
     """Bytes of the logits that exist at one time."""
     layout, cfg = train_step.layout, train_step.cfg
-    rows = cfg.train.batch_sequences // layout.size(layout.token_axes) // cfg.train.micro_batches
+    rows = cfg.train.batch_sequences // layout.size(layout.inside.token_axes)
+    rows //= cfg.train.micro_batches
     tokens = min(rows * cfg.data.sequence_length, train_step.model.chunk_tokens)
     return tokens * cfg.model.vocab_size // layout.size(layout.tensor) * 4
 

@@ -24,6 +24,11 @@ SIZES = {"V": 16, "D": 16, "H": 8, "C": 4, "E": 8, "U": 2, "F": 8, "Z": 8, "O": 
 MESHES = [(1, 1, 1, 1), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 8, 1), (1, 1, 1, 8), (8, 1, 1, 1)]
 
 
+def everywhere(layout):
+    """One layout for every parameter."""
+    return jax.tree.map(lambda _: layout, DIMS)
+
+
 def random_tree(seed=0, layers=2):
     """Arrays by name; all but the table have stacked layers in front."""
     rng = np.random.default_rng(seed)
@@ -50,11 +55,11 @@ def on_mesh(mesh, function, *trees, out=None, expert_weights="hidden"):
 
 
 def norm_of(tree, layout):
-    return jnp.sqrt(wire.all_reduce(square_share(tree, DIMS, layout), layout.mesh_axes))
+    return jnp.sqrt(wire.all_reduce(square_share(tree, DIMS, everywhere(layout)), layout.mesh_axes))
 
 
 def step(optimizer, gradients, state, params, finite=True):
-    norm = norm_of(gradients, optimizer.layout)
+    norm = norm_of(gradients, optimizer.layouts["table"])
     return optimizer.update(gradients, state, params, norm=norm, finite=jnp.asarray(finite))
 
 
@@ -64,7 +69,7 @@ def first_update(mesh, gradients, params=None, expert_weights="hidden", **settin
     params = jax.tree.map(np.zeros_like, gradients) if params is None else params
 
     def update(gradients, params, layout):
-        optimizer = Optimizer(cfg, DIMS, layout, 10)
+        optimizer = Optimizer(cfg, DIMS, everywhere(layout), 10)
         return step(optimizer, gradients, optimizer.init(params), params)[0]
 
     new = on_mesh(mesh, update, gradients, params, expert_weights=expert_weights)
@@ -197,7 +202,7 @@ def test_momentum_gathers_what_gradients_agree_on():
     """Five steps of a constant gradient leave Adam's step at the learning rate."""
     layout = build_layout(MeshConfig())
     cfg = OptimizerConfig(warmup_steps=0, schedule="constant", weight_decay=0.0, clip_norm=None)
-    optimizer = Optimizer(cfg, DIMS, layout, 10)
+    optimizer = Optimizer(cfg, DIMS, everywhere(layout), 10)
     params = jax.tree.map(jnp.zeros_like, random_tree(layers=1))
     gradients, state = jax.tree.map(jnp.ones_like, params), optimizer.init(params)
     for _ in range(5):
@@ -210,7 +215,7 @@ def test_momentum_gathers_what_gradients_agree_on():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_step_that_is_not_finite_changes_nothing(name):
     def two(gradients, broken, params, layout):
-        optimizer = Optimizer(OptimizerConfig(name=name), DIMS, layout, 10)
+        optimizer = Optimizer(OptimizerConfig(name=name), DIMS, everywhere(layout), 10)
         before = step(optimizer, gradients, optimizer.init(params), params)
         return before, step(optimizer, broken, before[1], before[0], finite=False)
 

@@ -39,6 +39,14 @@ from moejax.config.compression import Codecs
 from moejax.layout.spec import StepSpec
 
 
+@jax.tree_util.register_dataclass
+@dataclass
+class Entered:
+    """A weight that entered for a whole step: gathered, in the dtype of its product."""
+
+    whole: Any
+
+
 def gather_weight(param: Any, spec: StepSpec, dtype: str | None = None) -> jax.Array:
     """Returns the weight as this device computes with it: gathered over fsdp, cast to `dtype`.
 
@@ -48,21 +56,41 @@ def gather_weight(param: Any, spec: StepSpec, dtype: str | None = None) -> jax.A
 
     Args:
       param: an `nnx.Param` that holds this device's shard, as an array, a `WithResidual`, a
-        `WithTotal`, a `WithWhole` or a `WithAdapter`. Its metadata `dims` has the letters of its
-        dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay sharded.
+        `WithTotal`, a `WithWhole` or a `WithAdapter`; or `Entered`, the weight. Its metadata `dims`
+        has the letters of its dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay sharded.
       dtype: the dtype to compute in; None for the spec's.
     """
     dims, shard = param.get_metadata("dims"), param.get_value()
-    gather_spec = _spec_of(dims, spec, dtype)
+    if isinstance(shard, Entered):
+        return shard.whole
     with jax.named_scope("weights"):
-        if isinstance(shard, WithAdapter):
-            factors = adapter_dims(dims)
-            assert factors is not None, f"{dims} is no matrix"
-            a, b = (_spec_of(letters, spec, dtype) for letters in factors)
-            whole = _gather_adapted(shard, AdaptedSpec(dims, spec.adapter_scale, gather_spec, a, b))
-        else:
-            whole = _gather(shard, gather_spec)
-        return checkpoint_name(whole, wire.WEIGHT_WIRE)
+        return checkpoint_name(gathered(shard, dims, spec, dtype), wire.WEIGHT_WIRE)
+
+
+def gathered(shard: Any, dims: str, spec: StepSpec, dtype: str | None) -> jax.Array:
+    """The gathered weight of a shard, in any of its forms."""
+    if not isinstance(shard, WithAdapter):
+        return _gather(shard, _spec_of(dims, spec, dtype))
+    return _gather_adapted(shard, _adapted_spec(dims, spec, dtype))
+
+
+def _adapted_spec(dims: str, spec: StepSpec, dtype: str | None) -> "AdaptedSpec":
+    factors = adapter_dims(dims)
+    assert factors is not None, f"{dims} is no matrix"
+    whole, a, b = (_spec_of(letters, spec, dtype) for letters in (dims, *factors))
+    return AdaptedSpec(dims, spec.adapter_scale, whole, a, b)
+
+
+def reduced(gradient: jax.Array, entry: Any, dims: str, spec: StepSpec) -> Any:
+    """The transpose of `gathered`: the gradient of an entry.
+
+    Args:
+      gradient: of the gathered weight, on this device, in any dtype.
+      entry: the shard, in any of its forms.
+    """
+    if not isinstance(entry, WithAdapter):
+        return _reduced(gradient, _beside(entry), _spec_of(dims, spec))
+    return _gather_adapted_backward(_adapted_spec(dims, spec, None), entry.adapter, gradient)[0]
 
 
 def whole_weight(param: Any) -> jax.Array:

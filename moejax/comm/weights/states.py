@@ -17,9 +17,13 @@ from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 
 
-def residual_shapes(spec: StepSpec, param: Any, dims: str) -> Any:
-    """Shapes of the codec state of a parameter's gradient, or None; see `TrainState`."""
-    layout, policy = spec.layout, spec.compression
+def residual_shapes(spec: StepSpec, param: Any, dims: str, layout: Layout) -> Any:
+    """Shapes of the codec state of a parameter's gradient, or None; see `TrainState`.
+
+    Args:
+      layout: that of the parameter.
+    """
+    policy = spec.compression
     path = path_of(dims, layout)
     codecs = [build_codec(codec) for codec in policy.all_of(class_of(dims))]
     if not codecs or not path.slow or not compressible(dims):
@@ -35,14 +39,18 @@ def residual_shapes(spec: StepSpec, param: Any, dims: str) -> Any:
     )
 
 
-def residual_specs(states: Any, params: Any, dims: Any, layout: Layout) -> Any:
-    """Shardings of the arrays of `residual_shapes`: each device holds its own state."""
+def residual_specs(states: Any, params: Any, dims: Any, layouts: Any) -> Any:
+    """Shardings of the arrays of `residual_shapes`: each device holds its own state.
 
-    def spec(param: Any, letters: str, state: Any) -> Any:
-        leading = [None] * (param.ndim - len(letters))
+    Args:
+      layouts: the layout of each parameter.
+    """
+
+    def spec(param: Any, letters: str, layout: Layout, state: Any) -> Any:
+        leading = [layout.stacked or None, *[None] * param.ndim][: param.ndim - len(letters)]
         return jax.tree.map(lambda _: PartitionSpec(*leading, layout.mesh_axes), state)
 
-    return jax.tree.map(spec, params, dims, states)
+    return jax.tree.map(spec, params, dims, layouts, states)
 
 
 def sum_squared_errors(codec: Codec | LowRank, states: Any, dims: Any, traffic: str) -> jax.Array:

@@ -4,8 +4,8 @@
 known. Neither imports JAX. The rules on single values live with the fields in `config.schema`.
 
 Read in this order: this file, `effects` (settings that would change nothing), `mesh` (axes and
-their sizes), `size` (limits of arrays), `planned` (what a planner chooses), `paths` (files and
-folders). `text` has words that their messages share.
+their sizes), `stages` (the pipeline's), `size` (limits of arrays), `planned` (what a planner
+chooses), `paths` (files and folders). `text` has words that their messages share.
 """
 
 from moejax.config.checks.attention import check_attention
@@ -21,6 +21,7 @@ from moejax.config.checks.mesh import (
 from moejax.config.checks.paths import check_no_secrets
 from moejax.config.checks.planned import check_plan, is_planned
 from moejax.config.checks.size import check_size
+from moejax.config.checks.stages import check_stages
 from moejax.config.checks.text import divisors_text, require
 from moejax.config.compression import build_compression
 from moejax.config.fields import short
@@ -48,6 +49,7 @@ def check(cfg: Config) -> None:
     check_tensor_axis(cfg)
     check_width(cfg)
     check_batch(cfg)
+    check_stages(cfg)
     check_plan(cfg)
     if cfg.mesh.simulated_devices is not None and not is_planned(cfg):
         resolve_mesh(cfg, cfg.mesh.simulated_devices, "cpu")

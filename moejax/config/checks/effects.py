@@ -91,6 +91,12 @@ def _mesh_effects() -> Iterator[_Effect]:
         "`mesh.fsdp` and `mesh.expert` are 1, or `lora.rank` is set",
     )
     yield (
+        ("mesh.gather_dense",),
+        lambda cfg: cfg.mesh.stage == 1,
+        "`mesh.stage` is above 1, and with stages all weights are gathered once a step",
+    )
+    yield (("mesh.schedule",), lambda cfg: cfg.mesh.stage > 1, "`mesh.stage` is 1")
+    yield (
         ("mesh.simulated_devices",),
         lambda cfg: cfg.mesh.platform in (None, "cpu"),
         "only CPU devices are simulated; set `mesh.platform` to cpu",

@@ -9,7 +9,7 @@ from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.schema import Config, MeshConfig
 from moejax.errors import InputError
 
-AXES = ("replica", "fsdp", "expert", "tensor")
+AXES = ("stage", "replica", "fsdp", "expert", "tensor")
 
 
 def resolve_mesh(
@@ -115,15 +115,21 @@ def check_tensor_axis(cfg: Config) -> None:
 
 
 def check_width(cfg: Config) -> None:
-    """Checks what dense weights shard over fsdp x expert: the width, and widths of latents."""
-    model, fsdp, expert = cfg.model, cfg.mesh.fsdp, cfg.mesh.expert
+    """Checks what dense weights shard over fsdp x expert: the width, and widths of latents.
+
+    Weights outside of pipeline stages are spread over these too.
+    """
+    model, mesh = cfg.model, cfg.mesh
     sizes = {"width": model.width, "q_latent": model.q_latent, "kv_latent": model.kv_latent}
+    axes = ("stage", "fsdp", "expert") if mesh.stage > 1 else ("fsdp", "expert")
+    shards = math.prod(getattr(mesh, axis) for axis in axes)
+    names = " x ".join(f"mesh.{axis}" for axis in axes)
+    product = " x ".join(str(getattr(mesh, axis)) for axis in axes)
     for name, size in sizes.items():
         require(
-            size is None or size % (fsdp * expert) == 0,
-            f"`model.{name}` = {size} is not divisible by mesh.fsdp x mesh.expert = {fsdp} x "
-            f"{expert} = {fsdp * expert}. Choose {multiples(size or 0, fsdp * expert)} for "
-            f"model.{name}, or smaller axes.",
+            size is None or size % shards == 0,
+            f"`model.{name}` = {size} is not divisible by {names} = {product} = {shards}. Choose "
+            f"{multiples(size or 0, shards)} for model.{name}, or smaller axes.",
         )
 
 
@@ -145,7 +151,7 @@ def check_batch(cfg: Config) -> None:
 
 def _fill_replica(cfg: Config, num_devices: int, platform: str) -> Config:
     mesh = cfg.mesh
-    others = mesh.fsdp * mesh.expert * mesh.tensor
+    others = mesh.stage * mesh.fsdp * mesh.expert * mesh.tensor
     replica = mesh.replica if mesh.replica is not None else max(1, num_devices // others)
     needed = replica * others
     if needed != num_devices:
@@ -155,13 +161,13 @@ def _fill_replica(cfg: Config, num_devices: int, platform: str) -> Config:
 
 def _describe_misfit(cfg: Config, num_devices: int, platform: str, needed: int) -> str:
     mesh = cfg.mesh
-    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    sizes = {axis: getattr(mesh, axis) for axis in AXES if axis != "stage" or mesh.stage > 1}
     shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size is not None)
     remedies = [
         f"choose axis sizes that multiply to {num_devices} (each one of "
         f"{divisors_text(num_devices)})"
     ]
-    others = mesh.fsdp * mesh.expert * mesh.tensor
+    others = mesh.stage * mesh.fsdp * mesh.expert * mesh.tensor
     if mesh.replica is not None and num_devices % others == 0:
         remedies.append("set mesh.replica=none to use all")
     if platform == "cpu":

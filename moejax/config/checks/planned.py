@@ -23,6 +23,8 @@ def pinned(cfg: Config) -> frozenset[str]:
     names = {name for name in CHOSEN if get_value(cfg, name) != fields()[name].default}
     if cfg.compression.preset != "none":
         names |= set(CODECS)
+    if cfg.mesh.stage > 1:
+        names.add("mesh.stage")
     return frozenset(names)
 
 

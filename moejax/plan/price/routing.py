@@ -120,7 +120,7 @@ def bucket_fills(
 
 def tokens_of(cfg: Config, layout: Layout, route: Route) -> int:
     """Returns N: tokens that a device routes at one time."""
-    ranks = layout.size(layout.token_axes) * cfg.train.micro_batches
+    ranks = layout.size(layout.inside.token_axes) * cfg.train.micro_batches
     ranks *= 1 if route.replicated else layout.size(layout.tensor)
     return max(1, cfg.train.batch_sequences * cfg.data.sequence_length // ranks)
 
@@ -136,7 +136,7 @@ def _layer(
     gathers = [layout.size(hop.axes) for hop in route.hops if hop.kind == "gather"]
     copies = [layout.size(hop.copies) for hop in route.exchanges if hop.copies]
     ranks = math.prod(gathers + copies)
-    devices = layout.size(layout.mesh_axes)
+    devices = layout.size(layout.inside.mesh_axes)
     # The busiest device: rows from all devices that send to it, for the experts it owns.
     owned = _grouped(rows_E, senders)
     busiest = fullest([senders * ranks * rows for rows in owned], devices)

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moejax.config.checks import AXES
 from moejax.config.checks.planned import CHOSEN
 from moejax.config.compression import PRESETS, build_compression, describe_codecs
 from moejax.config.fields import change, get_value
@@ -20,7 +21,7 @@ from moejax.plan.search.search import MEMORY_SHARE, SAME, SearchResult
 
 def mesh_text(cfg: Config) -> str:
     """Returns the mesh as text: axes above one."""
-    sizes = {axis: getattr(cfg.mesh, axis) for axis in ("replica", "fsdp", "expert", "tensor")}
+    sizes = {axis: getattr(cfg.mesh, axis) for axis in AXES}
     parts = [f"{axis} {size}" for axis, size in sizes.items() if size and size > 1]
     if cfg.mesh.tensor > 1:
         parts += [cfg.mesh.activations, f"experts {cfg.mesh.expert_weights}"]

@@ -52,7 +52,7 @@ def gradients(step, dims, parts):
     """The gradient and the codec's state of every device, [devices, ...], in one and in parts."""
     layout, spec = step.layout, step.model.spec
     param = jnp.ones([SIZES[letter] for letter in dims])
-    shape = residual_shapes(spec, param, dims)
+    shape = residual_shapes(spec, param, dims, spec.layout)
 
     def enter(entry):
         held = nnx.Param(entry, dims=dims)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moejax.config.pattern import BlockKind, block_kinds, layer_groups
 from moejax.config.schema import ModelConfig
-from moejax.model.pattern import BlockKind, block_kinds, layer_groups
 
 DENSE, MOE = BlockKind("dense"), BlockKind("moe")
 

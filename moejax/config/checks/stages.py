@@ -1,0 +1,60 @@
+"""Rules of pipeline stages: what divides by them, and what they cannot hold."""
+
+from moejax.config.checks.planned import is_planned
+from moejax.config.checks.text import divisors_text, multiples, require
+from moejax.config.pattern import layer_groups
+from moejax.config.schema import Config
+
+
+def check_stages(cfg: Config) -> None:
+    """Checks that stages get equally many layers, micro-batches and positions."""
+    stages, model, train = cfg.mesh.stage, cfg.model, cfg.train
+    if stages == 1:
+        return
+    kinds, repeats = layer_groups(model)[-1]
+    blocks = "" if len(kinds) == 1 else f" of {len(kinds)} blocks"
+    require(
+        repeats % stages == 0,
+        f"`mesh.stage` = {stages} does not divide the last {repeats} equal layers{blocks}, which "
+        f"stages share. Each holds as many. Choose {divisors_text(repeats)}, or another "
+        "model.num_layers.",
+    )
+    require(
+        train.micro_batches % stages == 0,
+        f"`train.micro_batches` = {train.micro_batches} is not divisible by `mesh.stage` = "
+        f"{stages}. Each stage feeds as many. Choose {multiples(train.micro_batches, stages)}; "
+        "more micro-batches leave stages less idle.",
+    )
+    pieces = cfg.mesh.tensor * stages
+    require(
+        cfg.data.sequence_length % pieces == 0,
+        f"`data.sequence_length` = {cfg.data.sequence_length} is not divisible by mesh.tensor x "
+        f"mesh.stage = {pieces}. Stages share the positions of the loss. Choose "
+        f"{multiples(cfg.data.sequence_length, pieces)}.",
+    )
+    _check_absent(cfg)
+
+
+def _check_absent(cfg: Config) -> None:
+    """Refuses what has not been brought together with stages."""
+    stages = f"`mesh.stage` is {cfg.mesh.stage}"
+    require(
+        cfg.lora.rank is None,
+        f"`lora.rank` is {cfg.lora.rank}, and {stages}. Stages train all weights. Set "
+        "mesh.stage=1.",
+    )
+    require(
+        cfg.model.predict_ahead == 0,
+        f"`model.predict_ahead` is {cfg.model.predict_ahead}, and {stages}. Its block would follow "
+        "the last stage, where only the loss is computed. Set one of them to its default.",
+    )
+    require(
+        cfg.compression.start_layer == 0,
+        f"`compression.start_layer` is {cfg.compression.start_layer}, and {stages}. All stages "
+        "run one program, so their layers have one codec. Set compression.start_layer=0.",
+    )
+    require(
+        not is_planned(cfg),
+        f"`plan` is {cfg.plan.mode}, and {stages}. The planner does not choose stages. Set "
+        "plan=hand and the mesh, or leave mesh.stage=1.",
+    )

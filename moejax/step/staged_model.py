@@ -1,0 +1,192 @@
+"""A model whose last layer group is spread over pipeline stages, as one stage sees it.
+
+Per device, inside the shard_map of the training mesh. Three functions take a micro-batch from
+tokens to its loss: `before`, `in_stage`, `answer`. `step.stages` says at which tick each is called.
+
+Embedding and the layers before the stages' run on each stage's own micro-batches, M / P of them.
+The loss of a micro-batch is computed by all stages, each for a share of the positions. So none of
+the two is computed more than once.
+
+Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
+stages work on them, j one of a stage's own.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moejax.comm import stages, wire
+from moejax.model.transformer import Transformer
+from moejax.moe.layer import MoEStats
+from moejax.moe.router import Noise
+from moejax.step.forward import split_micro_batches
+from moejax.step.loss import next_token_loss, router_losses
+from moejax.step.model import ModelDef
+from moejax.step.state import Batch, TrainState, Tree
+from moejax.step.whole_batch import keys_of
+
+
+class RouterParts(NamedTuple):
+    """What some expert layers add to the loss's parts; shares, as in `LossParts`."""
+
+    balance: jax.Array
+    entropy: jax.Array
+    load_LE: jax.Array
+    dropped_L: jax.Array
+
+
+class StagedModel:
+    """A model's weights and rows on this device.
+
+    Attributes:
+      outer: weights of everything but the stages' layers.
+      layers: weights of this stage's layers.
+      own: this device's rows, by its own micro-batches.
+      segment_MBT, target_MBT: of all stages' micro-batches, in the order of ranks.
+    """
+
+    def __init__(
+        self, model: ModelDef, state: TrainState, batch: Batch, entered: Tree, micro_batches: int
+    ):
+        self.model, self.state, self.layout = model, state, model.layout
+        self.stages = self.layout.size(self.layout.stage)
+        self.stage = wire.index(self.layout.stage)
+        self.micro_batches = micro_batches
+        self.each = micro_batches // self.stages
+        self.group = max(entered["groups"])
+        self.layers = entered["groups"][self.group]
+        others = {g: w for g, w in entered["groups"].items() if g != self.group}
+        self.outer = {**entered, "groups": others}
+        self.own = split_micro_batches(batch, self.each)
+        gather = partial(wire.all_gather, axes=self.layout.stage, dim=0, tag=None)
+        self.segment_MBT = gather(self.own.segment_BT)
+        self.target_MBT = gather(self.own.target_BT)
+        biases = state.router_bias.get("groups", {})
+        here = sum(map(len, jax.tree.leaves(biases.get(self.group, {}))))
+        self.expert_layers = sum(map(len, jax.tree.leaves(biases))) + here * (self.stages - 1)
+
+    def join(self, outer: Tree, layers: Tree) -> Tree:
+        """Returns a tree like the parameters."""
+        return {**outer, "groups": {**outer["groups"], self.group: layers}}
+
+    def head_of(self, outer: Tree) -> Tree:
+        """Returns the part of `outer` that answers what the last stage left."""
+        tied = self.model.cfg.model.tie_embeddings
+        name = "table" if tied else "project"
+        return {"norm": outer["norm"], "embedding": {name: outer["embedding"][name]}}
+
+    def transformer(self, outer: Tree, layers: Tree) -> Transformer:
+        """Returns the model with these weights."""
+        return self.model.merge(self.join(outer, layers), self.state.router_bias, self.state.frozen)
+
+    def rank(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns whose the k-th micro-batch is, and which of its own: each stage's in turn."""
+        return k % self.stages, k // self.stages
+
+    def row_of(self, array_MBT: jax.Array, k: jax.Array) -> jax.Array:
+        """Returns a micro-batch's part of `segment_MBT` or `target_MBT`."""
+        owner, j = self.rank(k)
+        return lax.dynamic_index_in_dim(array_MBT, owner * self.each + j, keepdims=False)
+
+    def noise(self, owner: jax.Array, j: jax.Array) -> Noise | None:
+        """Returns the router's noise for a micro-batch: the same on every mesh."""
+        if not self.model.cfg.moe.router.jitter:
+            return None
+        inside = self.layout.inside.token_axes
+        ranks = self.layout.size(inside)
+        rank = owner * ranks + (wire.index(inside) if ranks > 1 else 0)
+        rows = self.own.token_BT.shape[1]
+        return Noise(keys_of(self.model, self.state)[0], (rank * self.each + j) * rows)
+
+    def numbered(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the nearest micro-batch to the k-th, and whether it is the k-th."""
+        nearest = jnp.clip(k, 0, self.micro_batches - 1)
+        return nearest, nearest == k
+
+    def run_before(self, outer: Tree, j: jax.Array) -> tuple[jax.Array, MoEStats | None]:
+        """Takes an own micro-batch through what comes before the stages."""
+        rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), self.own)
+        model, noise = self.transformer(outer, self.layers), self.noise(self.stage, j)
+        with jax.named_scope("embed"):
+            return model.before_stages(rows.token_BT, rows.segment_BT, noise)
+
+    def run_stage(
+        self, layers: Tree, x_BtD: jax.Array, k: jax.Array
+    ) -> tuple[jax.Array, MoEStats | None]:
+        """Takes a micro-batch through this stage's layers."""
+        first = self.stage * len(jax.tree.leaves(layers)[0])
+        model, noise = self.transformer(self.outer, layers), self.noise(*self.rank(k))
+        return model.in_stage(x_BtD, self.row_of(self.segment_MBT, k), noise, first)
+
+    def before(self, outer: Tree, j: jax.Array) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
+        """Returns ((hidden states, share of the routers' losses), parts) of `run_before`."""
+        x_BtD, stats = self.run_before(outer, j)
+        loss, parts = self.router_parts(stats)
+        return (x_BtD, loss), parts
+
+    def in_stage(
+        self, layers: Tree, x_BtD: jax.Array, k: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
+        """Returns ((hidden states, share of the routers' losses), parts) of `run_stage`."""
+        y_BtD, stats = self.run_stage(layers, x_BtD, k)
+        loss, parts = self.router_parts(stats)
+        return (y_BtD, loss), parts
+
+    def answer(
+        self, head: Tree, y_BtD: jax.Array, k: jax.Array, num_targets: jax.Array
+    ) -> jax.Array:
+        """Returns this device's share of the loss of what the last stage left.
+
+        Args:
+          y_BtD: this stage's share of the positions.
+          num_targets: of the whole batch.
+        """
+        x_BTD, w_Dv = self.end(head, y_BtD)
+        with jax.named_scope("loss"):
+            loss, _ = next_token_loss(
+                x_BTD,
+                w_Dv,
+                self.targets(k),
+                None,
+                moe=self.model.cfg.moe,
+                num_targets=num_targets,
+                micro_batches=self.micro_batches,
+                layout=self.layout,
+                chunk_tokens=self.model.chunk_tokens,
+            )
+        return loss
+
+    def end(self, head: Tree, y_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns final hidden states x_BTD of this stage's positions, and the projection w_Dv."""
+        model = self.transformer(put_head(self.outer, head), self.layers)
+        return model.after_stages(y_BtD)
+
+    def targets(self, k: jax.Array) -> jax.Array:
+        """Returns the targets of this stage's share of the positions."""
+        return stages.own_positions(self.row_of(self.target_MBT, k), self.layout)
+
+    def router_parts(self, stats: MoEStats | None) -> tuple[jax.Array, RouterParts]:
+        """Returns a micro-batch's share of the routers' losses, and what it adds to the parts."""
+        zero = jnp.zeros(())
+        if stats is None:
+            return zero, RouterParts(zero, zero, *_no_layers())
+        loss, balance, load_LE, dropped_L = router_losses(
+            stats, self.model.cfg.moe, self.layout.inside
+        )
+        share = len(load_LE) / self.expert_layers / self.micro_batches
+        entropy = jnp.mean(stats.entropy)
+        return loss * share, RouterParts(balance * share, entropy * share, load_LE, dropped_L)
+
+
+def put_head(outer: Tree, head: Tree) -> Tree:
+    """Returns `outer` with the weights of `Pipeline.head_of` replaced."""
+    embedding = {**outer["embedding"], **head["embedding"]}
+    return {**outer, "norm": head["norm"], "embedding": embedding}
+
+
+def _no_layers() -> tuple[jax.Array, jax.Array]:
+    """`load_LE` and `dropped_L` of no layers."""
+    return jnp.zeros((0, 1), jnp.int32), jnp.zeros((0,), jnp.int32)

@@ -1,0 +1,82 @@
+"""What a step does once for all of its micro-batches, around their losses and gradients.
+
+Per device, inside the shard_map of the training mesh.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moejax.comm import wire
+from moejax.comm.codecs.adaptive import choose_level
+from moejax.comm.codecs.build import build_codec
+from moejax.comm.codecs.codec import EncodeContext
+from moejax.comm.weights.reduce import reduce_whole
+from moejax.comm.weights.residuals import attach_residuals
+from moejax.comm.weights.states import sum_squared_errors
+from moejax.config.compression import GRADIENTS
+from moejax.model.ahead import targets_ahead
+from moejax.step.model import ModelDef
+from moejax.step.state import Batch, Reduction, TrainState, Tree
+
+
+class NumTargets(NamedTuple):
+    """Numbers of valid targets of the whole batch, at least 1; float32."""
+
+    next: jax.Array
+    ahead: jax.Array | None  # of the tokens after the next; None without `model.predict_ahead`
+
+
+def count_targets(model: ModelDef, batch: Batch) -> NumTargets:
+    """Counts the targets of all devices."""
+
+    def total(target_BT: jax.Array) -> jax.Array:
+        num_targets = wire.all_reduce(jnp.sum(target_BT >= 0), model.layout.token_axes)
+        return jnp.maximum(num_targets, 1).astype(jnp.float32)
+
+    if not model.cfg.model.predict_ahead:
+        return NumTargets(total(batch.target_BT), None)
+    ahead_BT = targets_ahead(batch.target_BT, batch.segment_BT)
+    return NumTargets(total(batch.target_BT), total(ahead_BT))
+
+
+def with_residuals(model: ModelDef, state: TrainState) -> Tree:
+    """Returns the parameters, those whose gradients have a codec with its state."""
+    context = EncodeContext(state.step, keys_of(model, state)[1])
+    residuals = state.reduction.residuals
+    return attach_residuals(state.params, residuals, model.dims, context, model.layout)
+
+
+def keys_of(model: ModelDef, state: TrainState) -> jax.Array:
+    """Returns a step's keys: of the router's noise, and of random rounding."""
+    key = jax.random.fold_in(jax.random.key(model.cfg.train.seed), state.step)
+    return jax.random.split(key)
+
+
+def reduce_whole_gradients(model: ModelDef, gradients: Tree) -> Tree:
+    """Sums the gradients of parameters that every device holds whole, such as norm scales."""
+    leaves, tree = jax.tree.flatten(gradients)
+    both = list(zip(jax.tree.leaves(model.dims), jax.tree.leaves(model.layouts), strict=True))
+    for layout in dict.fromkeys((model.layout, model.layout.inside)):
+        whole = [i for i, (d, own) in enumerate(both) if own == layout and own.is_whole(d)]
+        sums = reduce_whole([leaves[i] for i in whole], layout)
+        for i, total in zip(whole, sums, strict=True):
+            leaves[i] = total
+    return jax.tree.unflatten(tree, leaves)
+
+
+def choose_levels(model: ModelDef, before: Reduction, residuals: Tree) -> Reduction:
+    """Returns the new codec state; in measuring steps adaptive codecs choose their level."""
+    if before.levels is None:
+        return Reduction(residuals, None)
+    levels = []
+    for number, traffic in enumerate(GRADIENTS):
+        codec = getattr(model.spec.codecs, traffic)
+        if codec is None or not codec.measures:
+            levels.append(before.levels[number])
+            continue
+        errors = sum_squared_errors(build_codec(codec), residuals, model.dims, traffic)
+        errors = wire.all_reduce(errors, model.layout.mesh_axes)
+        levels.append(choose_level(errors, codec.argument))
+    return Reduction(residuals, jnp.stack(levels))

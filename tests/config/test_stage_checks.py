@@ -1,0 +1,47 @@
+"""Rules of pipeline stages."""
+
+import pytest
+
+from moejax.config.checks import check, resolve_mesh
+from moejax.config.load import from_dict
+from tests.config.test_checks import error_of
+
+STAGES = {"mesh.stage": 2, "train.micro_batches": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "fragments"),
+    [
+        ({"mesh.stage": 8}, ["`mesh.stage` = 8 does not divide the last 4 equal layers", "1, 2"]),
+        (
+            {"model.moe_every": 2, "mesh.stage": 4},
+            ["`mesh.stage` = 4 does not divide the last 2 equal layers of 2 blocks"],
+        ),
+        ({"train.micro_batches": 1}, ["`train.micro_batches` = 1", "`mesh.stage` = 2", "Choose 2"]),
+        ({"data.sequence_length": 129}, ["`data.sequence_length` = 129", "mesh.stage = 2"]),
+        ({"lora.rank": 4, "checkpoint.init_from": "a"}, ["`lora.rank` is 4, and `mesh.stage` is"]),
+        ({"model.predict_ahead": 1}, ["`model.predict_ahead` is 1, and `mesh.stage` is 2"]),
+        (
+            {"compression.preset": "hybrid", "compression.start_layer": 1},
+            ["`compression.start_layer` is 1, and `mesh.stage` is 2"],
+        ),
+        ({"plan.mode": "auto"}, ["`plan` is auto, and `mesh.stage` is 2", "plan=hand"]),
+        ({"model.width": 130, "mesh.fsdp": 4}, ["`model.width` = 130", "2 x 4 x 1 = 8"]),
+    ],
+)
+def test_what_stages_cannot_share_is_refused(values, fragments):
+    message = error_of(check, from_dict({**STAGES, **values}))
+    for fragment in fragments:
+        assert fragment in message
+
+
+def test_stages_alone_are_a_choice_by_hand():
+    """So the planner, which does not know stages, leaves the rest alone."""
+    check(from_dict(STAGES))
+
+
+def test_stages_are_counted_among_the_devices():
+    cfg = from_dict({**STAGES, "mesh.replica": None, "mesh.expert": 2})
+    assert resolve_mesh(cfg, 8, "gpu").mesh.replica == 2
+    message = error_of(resolve_mesh, cfg, 6, "gpu")
+    assert "mesh stage=2 x fsdp=1 x expert=2 x tensor=1 needs a multiple of 4 devices" in message

@@ -1,0 +1,242 @@
+"""A model in pipeline stages: loss, gradients, steps and evaluation as on one device."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.config.schema import CompressionConfig
+from moejax.step.state import Batch
+from moejax.train.checkpoint import Checkpoints
+from moejax.train.restore import restore_state
+from moejax.train.saved import newest
+from tests.cases import CERTAIN, random_batch, small_config, step_for
+
+NO_BALANCE = {"balance_loss": 0.0}
+
+
+def config(mesh, stages, micro_batches, *, schedule="1f1b", layers=None, rows=1, **changes):
+    """`mesh` is of one stage; each of its devices has `rows` sequences of a micro-batch."""
+    model = {"num_layers": layers or 2 * stages, **changes.pop("model", {})}
+    train = {
+        "batch_sequences": rows * math.prod(mesh[:3]) * micro_batches,
+        "micro_batches": micro_batches,
+        **changes.pop("train", {}),
+    }
+    cfg = small_config(mesh, model=model, train=train, **{"moe": CERTAIN, **changes})
+    return with_mesh(cfg, stage=stages, schedule=schedule)
+
+
+def with_mesh(cfg, **changes):
+    return dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **changes))
+
+
+def on_one_device(cfg):
+    return with_mesh(cfg, stage=1, replica=1, fsdp=1, expert=1, tensor=1)
+
+
+def as_one_device_sees_it(cfg, batch):
+    """The rows of a batch in an order whose micro-batches are those of the stages.
+
+    Balance is counted over a micro-batch, so it matters which rows are in one.
+    """
+    mesh, count = cfg.mesh, cfg.train.micro_batches
+    ranks = mesh.replica * mesh.fsdp * mesh.expert
+    each = count // mesh.stage
+    rows = np.arange(cfg.train.batch_sequences).reshape(mesh.stage, ranks, each, -1)
+    order = rows.swapaxes(1, 2).reshape(-1)
+    return Batch(*(x[order] for x in batch))
+
+
+def assert_same_gradients(cfg, tolerance=2e-5):
+    batch = random_batch(cfg)
+    one = on_one_device(cfg)
+    staged, whole = step_for(cfg), step_for(one)
+    got, parts = staged.gradients(staged.init(), batch)
+    wanted, wanted_parts = whole.gradients(whole.init(), as_one_device_sees_it(cfg, batch))
+    for (path, g), w in zip(
+        jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        assert np.linalg.norm(w) > 0, f"{name} has no gradient"
+        error = np.linalg.norm(np.asarray(g) - np.asarray(w)) / np.linalg.norm(w)
+        assert error < tolerance, f"{name}: {error}"
+    for name in ("nll", "balance", "entropy"):
+        np.testing.assert_allclose(getattr(parts, name), getattr(wanted_parts, name), rtol=1e-5)
+    np.testing.assert_array_equal(parts.load_LE, wanted_parts.load_LE)
+    np.testing.assert_array_equal(parts.dropped_L, wanted_parts.dropped_L)
+
+
+ANY = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("stages", "times", "mesh", "schedule"),
+    [
+        pytest.param(2, 1, (1, 1, 2, 2), "1f1b", marks=ANY),
+        (4, 2, (2, 1, 1, 1), "gpipe"),
+        pytest.param(2, 1, (1, 1, 2, 2), "gpipe", marks=ANY),
+        pytest.param(2, 2, (2, 1, 2, 1), "gpipe", marks=ANY),
+        pytest.param(2, 4, (1, 2, 1, 2), "1f1b", marks=ANY),
+        pytest.param(4, 1, (1, 1, 2, 1), "1f1b", marks=ANY),
+        pytest.param(4, 2, (2, 1, 1, 1), "1f1b", marks=ANY),
+        pytest.param(4, 4, (1, 2, 1, 1), "1f1b", marks=ANY),
+    ],
+)
+def test_gradients_are_those_of_one_device(stages, times, mesh, schedule):
+    assert_same_gradients(config(mesh, stages, stages * times, schedule=schedule))
+
+
+CASES = {
+    "untied": {"model": {"tie_embeddings": False}},
+    "z-loss": {"router": {"z_loss": 0.1}},
+    "dense": {"model": {"moe_every": None}},
+    "dense before": {"model": {"first_dense_layers": 1, "tie_embeddings": False}, "layers": 5},
+    "experts in each second block": {"model": {"moe_every": 2}, "layers": 8},
+    "balance over sequences": {"router": {"balance_over": "sequence"}},
+    "sigmoid scores": {"router": {"score": "sigmoid"}},
+    "overflow rounds": {"moe": {}},
+    "remat": {"model": {"remat": "full"}},
+    "activations replicated": {"activations": "replicated"},
+    "experts folded": {"expert_weights": "folded"},
+    "experts whole": {"expert_weights": "whole"},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_other_models_are_those_of_one_device(case):
+    changes = dict(CASES[case])
+    assert_same_gradients(config((1, 1, 2, 2), 2, 4, **changes))
+
+
+ROUTES = ("duplicate", "split", "spread", "gather_home", "merge")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("route", ROUTES)
+def test_gradients_on_every_route_are_those_of_one_device(route):
+    cfg = config((1, 1, 2, 2), 2, 4)
+    assert_same_gradients(dataclasses.replace(cfg, route=route))
+
+
+@pytest.mark.exhaustive
+def test_jitter_is_that_of_one_device():
+    """It goes by a row's place in the batch, so rows have to lie as they do there."""
+    router = {"jitter": 0.1, **NO_BALANCE}
+    cfg = config((1, 1, 2, 1), 2, 4, router=router)
+    batch, one = random_batch(cfg), on_one_device(cfg)
+    staged, whole = step_for(cfg), step_for(one)
+    got, _ = staged.gradients(staged.init(), batch)
+    wanted, _ = whole.gradients(whole.init(), batch)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(g, w, atol=2e-5 * np.abs(w).max())
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=ANY)])
+def test_steps_are_those_of_one_device(name):
+    """Clipping, moments and selection biases see all stages."""
+    cfg = config(
+        (1, 2, 1, 2),
+        2,
+        4,
+        optimizer={"name": name, "clip_norm": 0.5},
+        router={"bias_update_rate": 0.01},
+    )
+    batch = random_batch(cfg)
+    staged, whole = step_for(cfg), step_for(on_one_device(cfg))
+    got, wanted = staged.init(), whole.init()
+    for _ in range(3):
+        got, metrics = staged.step(got, batch)
+        wanted, wanted_metrics = whole.step(wanted, as_one_device_sees_it(cfg, batch))
+        np.testing.assert_allclose(metrics.loss, wanted_metrics.loss, rtol=1e-5)
+        np.testing.assert_allclose(metrics.gradient_norm, wanted_metrics.gradient_norm, rtol=1e-4)
+    for g, w in zip(jax.tree.leaves(got.params), jax.tree.leaves(wanted.params), strict=True):
+        np.testing.assert_allclose(g, w, atol=2e-3)
+    for g, w in zip(
+        jax.tree.leaves(got.router_bias), jax.tree.leaves(wanted.router_bias), strict=True
+    ):
+        assert np.any(w)
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.parametrize("activations", ["sequence", pytest.param("replicated", marks=ANY)])
+def test_evaluation_and_sampling_are_those_of_one_device(activations):
+    cfg = config((1, 1, 2, 2), 2, 4, activations=activations)
+    batch = random_batch(cfg)
+    staged, whole = step_for(cfg), step_for(on_one_device(cfg))
+    got, wanted = staged.init(), whole.init()
+    np.testing.assert_allclose(
+        staged.evaluate(got, batch), whole.evaluate(wanted, batch), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        staged.target_nll(got, batch), whole.target_nll(wanted, batch), rtol=1e-4, atol=1e-5
+    )
+    prompt = batch.token_BT[:4]
+    logits = staged.next_logits(got, (prompt, jnp.int32(5)))
+    one = np.concatenate([whole.next_logits(wanted, (row[None], jnp.int32(5))) for row in prompt])
+    np.testing.assert_allclose(logits, one, rtol=1e-4, atol=1e-4)
+
+
+def test_the_state_of_a_stage_lies_on_it():
+    staged = step_for(config((1, 2, 1, 1), 4, 4))
+    state = staged.init()
+    layers = jax.tree.leaves(state.params["groups"])
+    for leaf in layers:
+        assert len(leaf) == 8
+        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {2}
+    table = state.params["embedding"]["table"]
+    assert {shard.data.shape for shard in table.addressable_shards} == {(64, 32 // 8)}
+    whole = step_for(on_one_device(staged.cfg)).init()
+    for g, w in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@functools.cache
+def resumed_case(stages):
+    return step_for(config((1, 2, 1, 1), stages, 4, layers=4, router={"bias_update_rate": 0.01}))
+
+
+@pytest.mark.parametrize("stages", [4, pytest.param(1, marks=ANY)])
+def test_a_checkpoint_of_two_stages_restores_on_any_number_of_them(tmp_path, stages):
+    before, train_step = resumed_case(2), resumed_case(stages)
+    state, _ = before.step(before.init(), random_batch(before.cfg))
+    writer = Checkpoints(tmp_path, keep=1)
+    writer.save(1, state, {})
+    writer.close()
+    restored = restore_state(newest(tmp_path, "full")[0], train_step.abstract)
+    for got, wanted, abstract in zip(
+        *map(jax.tree.leaves, (restored, state, train_step.abstract)), strict=True
+    ):
+        assert np.asarray(got).tobytes() == np.asarray(wanted).tobytes()
+        assert got.sharding == abstract.sharding
+
+
+@pytest.mark.exhaustive
+def test_codecs_reduce_once_a_step_and_keep_what_they_left_out_where_it_belongs():
+    """Four nodes: the weights of a stage cross two of them, all others cross four."""
+    cfg = with_mesh(config((1, 2, 1, 1), 2, 8), nodes=4)
+    policy = CompressionConfig(
+        dense_gradient="int8+feedback", expert_gradient="int8+feedback", block=16
+    )
+    batch = random_batch(cfg)
+    plain, coded = step_for(cfg), step_for(dataclasses.replace(cfg, compression=policy))
+    wanted, _ = plain.gradients(plain.init(), batch)
+    got, _ = coded.gradients(coded.init(), batch)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert np.linalg.norm(np.asarray(g) - np.asarray(w)) < 0.02 * np.linalg.norm(w)
+    state, _ = coded.step(coded.init(), batch)
+    kept = jax.tree_util.tree_flatten_with_path(state.reduction.residuals)[0]
+    assert {"groups" in jax.tree_util.keystr(path) for path, _ in kept} == {True, False}
+    for path, residual in kept:
+        devices = {shard.data.shape for shard in residual.addressable_shards}
+        if "groups" in jax.tree_util.keystr(path):
+            assert residual.shape[:2] == (4, 2), "layers, and the devices of a stage"
+            assert {shape[:2] for shape in devices} == {(2, 1)}
+        else:
+            assert residual.shape[0] == 4, "all devices"
+        assert np.any(np.asarray(residual))
