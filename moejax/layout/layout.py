@@ -122,8 +122,11 @@ class Layout:
     def param_spec(self, dims: str, ndim: int) -> PartitionSpec:
         """The sharding of a parameter; stacked layers are sharded over `stacked`."""
         axes = self.param_axes(dims)
-        leading = [self.stacked or None, *[None] * ndim][: ndim - len(axes)]
-        return PartitionSpec(*leading, *(a or None for a in axes))
+        return PartitionSpec(*self.stack_spec(ndim - len(axes)), *(a or None for a in axes))
+
+    def stack_spec(self, count: int) -> list[Axes | None]:
+        """The sharding of `count` leading dimensions of stacked layers."""
+        return [self.stacked or None, *[None] * count][:count]
 
     def token_spec(self) -> PartitionSpec:
         """The sharding of `token_BT`: sequences over the token axes, positions not sharded."""

@@ -68,8 +68,3 @@ def schedule_of(name: str, stages: int, micro_batches: int) -> Schedule:
         return Schedule(stages, micro_batches, begins, micro_batches, micro_batches)
     assert name == "1f1b", name
     return Schedule(stages, micro_batches, stages, min(2 * stages, micro_batches), 1)
-
-
-def forward_only(stages: int, micro_batches: int) -> Schedule:
-    """Returns the schedule of a forward pass, which keeps nothing."""
-    return Schedule(stages, micro_batches, micro_batches + stages, 1, 1)

@@ -48,9 +48,7 @@ def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Arra
     nll = stages.join_positions(forward_through_stages(staged, answer), layout)  # [M, rows, T]
     # Stages have the micro-batches in turn.
     nll = nll.reshape(staged.each, staged.stages, -1, T).swapaxes(0, 1).reshape(staged.stages, B, T)
-    ranks = layout.inside.token_axes
-    whole = wire.all_gather(nll[:, None], ranks, dim=1) if ranks else nll
-    return whole.reshape(-1, T)
+    return wire.all_gather(nll[:, None], layout.inside.token_axes, dim=1).reshape(-1, T)
 
 
 def logits_after(

@@ -47,7 +47,7 @@ def test_nothing_runs_before_its_input(schedule):
     at, last = ticks(schedule), schedule.stages - 1
     for k in range(schedule.micro_batches):
         for s in range(last):
-            # What is sent at the end of a tick has arrived at the next.
+            # A stage sends at the end of a tick; the next tick has it.
             assert at["forward", s, k] < at["forward", s + 1, k]
             assert at["backward", s + 1, k] < at["backward", s, k]
         assert at["forward", last, k] < at["answer", k]

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from moejax.comm.weights.gather import Entered, gathered, reduced
+from moejax.comm.weights.gather import Entered, gathered, reduced, shard_of
 from moejax.comm.weights.path import compressible
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
@@ -62,10 +62,7 @@ def leave_gradients(gradients: Any, params: Any, dims: Any, layouts: Any, spec: 
 
 def _by_layer(one: Callable, entry: Any, letters: str) -> Callable:
     """Maps a function of one layer over the layers that are stacked in an entry."""
-    weight = entry
-    while not isinstance(weight, jax.Array):
-        weight = weight.weight
-    for _ in range(weight.ndim - len(letters)):
+    for _ in range(shard_of(entry).ndim - len(letters)):
         one = _mapped(one)
     return one
 

@@ -71,26 +71,19 @@ def gathered(shard: Any, dims: str, spec: StepSpec, dtype: str | None) -> jax.Ar
     """The gathered weight of a shard, in any of its forms."""
     if not isinstance(shard, WithAdapter):
         return _gather(shard, _spec_of(dims, spec, dtype))
-    return _gather_adapted(shard, _adapted_spec(dims, spec, dtype))
-
-
-def _adapted_spec(dims: str, spec: StepSpec, dtype: str | None) -> "AdaptedSpec":
     factors = adapter_dims(dims)
     assert factors is not None, f"{dims} is no matrix"
     whole, a, b = (_spec_of(letters, spec, dtype) for letters in (dims, *factors))
-    return AdaptedSpec(dims, spec.adapter_scale, whole, a, b)
+    return _gather_adapted(shard, AdaptedSpec(dims, spec.adapter_scale, whole, a, b))
 
 
 def reduced(gradient: jax.Array, entry: Any, dims: str, spec: StepSpec) -> Any:
-    """The transpose of `gathered`: the gradient of an entry.
+    """The transpose of `gathered`: the gradient of an entry without an adapter.
 
     Args:
       gradient: of the gathered weight, on this device, in any dtype.
-      entry: the shard, in any of its forms.
     """
-    if not isinstance(entry, WithAdapter):
-        return _reduced(gradient, _beside(entry), _spec_of(dims, spec))
-    return _gather_adapted_backward(_adapted_spec(dims, spec, None), entry.adapter, gradient)[0]
+    return _reduced(gradient, _beside(entry), _spec_of(dims, spec))
 
 
 def whole_weight(param: Any) -> jax.Array:
@@ -132,7 +125,7 @@ def whole_weights(params: Any, dims: Any, spec: StepSpec) -> Any:
 Entry = Any
 
 
-def _shard_of(w: Entry) -> jax.Array:
+def shard_of(w: Entry) -> jax.Array:
     """The array inside."""
     while not isinstance(w, jax.Array):
         w = w.weight
@@ -143,7 +136,7 @@ def _shard_of(w: Entry) -> jax.Array:
 def _gather(w: Entry, spec: GatherSpec) -> jax.Array:
     if isinstance(w, WithWhole):
         return w.whole
-    shard, path = _shard_of(w), spec.path
+    shard, path = shard_of(w), spec.path
     if path.dim is None:
         return shard.astype(spec.dtype)
     if spec.weight_codec is None:
@@ -270,7 +263,7 @@ class AdaptedSpec:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather_adapted(w: WithAdapter, spec: AdaptedSpec) -> jax.Array:
-    plain = WithAdapter(w.weight, Adapter(*map(_shard_of, w.adapter)))
+    plain = WithAdapter(w.weight, Adapter(*map(shard_of, w.adapter)))
     return _gather(add_adapter(plain, spec.dims, spec.scale), spec.weight)
 
 
@@ -284,9 +277,7 @@ def _gather_adapted_backward(spec, adapter, gradient):
     Wire: the factor that shares the weight's gathered dimension, and both reductions.
     """
     with jax.named_scope("weights"):
-        whole = Adapter(
-            _gather(_shard_of(adapter.a), spec.a), _gather(_shard_of(adapter.b), spec.b)
-        )
+        whole = Adapter(_gather(shard_of(adapter.a), spec.a), _gather(shard_of(adapter.b), spec.b))
     own = factor_gradients(gradient, whole, spec.dims, spec.scale)
     factors = Adapter(
         _reduced(own.a, _beside(adapter.a), spec.a), _reduced(own.b, _beside(adapter.b), spec.b)

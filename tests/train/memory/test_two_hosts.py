@@ -102,15 +102,20 @@ def save_in_turn(kept, state, step):
     kept._members.processes.gather(step)  # as the steps of a run hold processes together
 
 
+def saved_on_hosts(tmp_path, processes, arrays):
+    """This process's members and copies, after a state was kept at step 2."""
+    members, state = member(tmp_path, processes), Of(arrays, processes.index)
+    kept = MemoryCheckpoints(members, state, {}, partial(_tell, []))
+    save_in_turn(kept, state, 2)
+    return members, kept
+
+
 @pytest.mark.parametrize("gone", [None, 0, 1])
 def test_a_state_is_read_from_the_host_that_is_left(tmp_path, monkeypatch, gone):
     arrays = two_hosts(monkeypatch)
 
     def run(processes):
-        members = member(tmp_path, processes)
-        state = Of(arrays, processes.index)
-        kept = MemoryCheckpoints(members, state, {}, partial(_tell, []))
-        save_in_turn(kept, state, 2)
+        members, kept = saved_on_hosts(tmp_path, processes, arrays)
         if processes.first and gone is not None:
             shutil.rmtree(tmp_path / f"host-{gone}")
             (tmp_path / f"host-{gone}").mkdir()
@@ -137,10 +142,7 @@ def test_what_two_hosts_of_two_lost_is_not_whole(tmp_path, monkeypatch):
     arrays = two_hosts(monkeypatch)
 
     def run(processes):
-        members = member(tmp_path, processes)
-        state = Of(arrays, processes.index)
-        kept = MemoryCheckpoints(members, state, {}, partial(_tell, []))
-        save_in_turn(kept, state, 2)
+        members, kept = saved_on_hosts(tmp_path, processes, arrays)
         kept.close()
         (members.folder / f"{processes.index}-from-{1 - processes.index}-0.json").unlink()
         if processes.first:
