@@ -13,10 +13,11 @@ VENV_PARITY := .venv-parity
 VENV_NOTEBOOKS := .venv-notebooks
 VENV_DOCS := .venv-docs
 VENV_CLUSTER := .venv-cluster
+VENV_STORES := .venv-stores
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity cluster faults docs notebooks package lint format clean
+.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity cluster faults stores docs notebooks package lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +61,9 @@ faults: $(VENV)/.installed ## kill, stop and damage what can be, and see runs re
 cluster: $(VENV_CLUSTER)/.installed ## train on a real Slurm of two nodes, and through sshd, on this machine (root; slurmctld slurmd slurm-client munge openssh-server)
 	$(VENV_CLUSTER)/bin/python -m pytest -m "cluster or exhaustive" tests/launch $(ARGS)
 
+stores: $(VENV_STORES)/.installed ## copy checkpoints to servers of S3 and Google Cloud Storage on this machine
+	$(VENV_STORES)/bin/python -m pytest tests/train/test_copies.py $(ARGS)
+
 package: $(VENV)/.installed ## build wheel and sdist, install each in an empty environment, and use it there
 	$(VENV)/bin/python -m pytest -m package tests/packaging $(ARGS)
 
@@ -76,7 +80,7 @@ format: $(VENV)/.installed ## rewrite the code in the project's style
 	$(VENV)/bin/ruff format
 
 clean: ## remove environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) $(VENV_NOTEBOOKS) $(VENV_DOCS) $(VENV_CLUSTER) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV_311) $(VENV_AOT) $(VENV_TPU) $(VENV_PARITY) $(VENV_NOTEBOOKS) $(VENV_DOCS) $(VENV_CLUSTER) $(VENV_STORES) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find moejax tests configs launch benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are written last, so an interrupted install is taken up again.
@@ -117,6 +121,13 @@ $(VENV_CLUSTER)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	"$(PYTHON)" -m venv $(VENV_CLUSTER)
 	$(VENV_CLUSTER)/bin/python -m pip install --quiet --editable '.[dev,cluster]' --constraint constraints.txt
+	@touch $@
+
+# Of its own: the clients and servers of two clouds are a hundred packages.
+$(VENV_STORES)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv $(VENV_STORES)
+	$(VENV_STORES)/bin/python -m pip install --quiet --editable '.[dev,object-store]' 'moto[server]' gcp-storage-emulator --constraint constraints.txt
 	@touch $@
 
 # Of its own: a Jupyter kernel is thirty packages that nothing else needs.

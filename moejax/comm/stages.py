@@ -6,50 +6,135 @@ permutes lets zeros arrive where a permute has more than one cycle (openxla/xla#
 Letters: those of `layout.layout`; P stages.
 """
 
+from dataclasses import dataclass
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from moejax.comm import wire
+from moejax.comm.codecs.build import build_plain_codec
+from moejax.comm.codecs.codec import Codec, Payload
+from moejax.comm.codecs.pack import pack, unpack
+from moejax.config.compression import Codecs, CodecSpec
 from moejax.layout.layout import Layout
 
 
-def to_next(x_BtD: jax.Array, layout: Layout) -> jax.Array:
-    """Sends hidden states to the next stage; zeros arrive at the first. Wire: all of x."""
-    last = layout.size(layout.stage) - 1
-    with jax.named_scope("stage"):
-        return wire.ppermute(x_BtD, layout.stage, [(i, i + 1) for i in range(last)])
+@dataclass(frozen=True)
+class Link:
+    """The links between stages, for one class of traffic.
 
+    Arrays are encoded before they travel; without a codec an encoded array is the array. The
+    methods that send take encoded arrays and return decoded ones.
 
-def to_previous(x_BtD: jax.Array, layout: Layout) -> jax.Array:
-    """Sends to the stage before; zeros arrive at the last. Wire: all of x."""
-    last = layout.size(layout.stage) - 1
-    with jax.named_scope("stage"):
-        return wire.ppermute(x_BtD, layout.stage, [(i + 1, i) for i in range(last)])
-
-
-def spread_positions(y_BtD: jax.Array, layout: Layout) -> jax.Array:
-    """Gives each stage its share of the positions of the last stage's hidden states.
-
-    Wire: (P - 1) / P of y.
+    Attributes:
+      traffic: class of traffic.
+      codec: None: nothing is compressed.
+      feedback: whether the error of an encoding is added to what is encoded next.
+      like: shapes and dtypes of the codec's payload of an array [B, t, D].
     """
-    stages = layout.size(layout.stage)
-    B, t, D = y_BtD.shape
-    y_PBtD = jnp.moveaxis(y_BtD.reshape(B, stages, t // stages, D), 1, 0)
-    with jax.named_scope("stage"):
-        return wire.all_to_all(y_PBtD, layout.stage, tag=None)[-1]
+
+    layout: Layout
+    traffic: Literal["stage", "stage_gradient"]
+    width: int
+    dtype: DTypeLike
+    codec: Codec | None
+    feedback: bool
+    like: Payload
+
+    @property
+    def size(self) -> int:
+        """Number of stages."""
+        return self.layout.size(self.layout.stage)
+
+    def first_error(self, x_BtD: jax.Array) -> jax.Array | None:
+        """Returns the error before anything was encoded; None: errors are not kept."""
+        return jnp.zeros(x_BtD.shape, jnp.float32) if self.feedback else None
+
+    def encode(
+        self, x_BtD: jax.Array, error: jax.Array | None, valid: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Encodes hidden states or gradients, with the error so far added to them.
+
+        Args:
+          valid: whether they count; what does not count leaves the error as it is.
+        Returns:
+          The encoded array and the next error.
+        """
+        if error is None:
+            return self.encode_once(x_BtD), None
+        corrected = x_BtD.astype(jnp.float32) + error
+        encoded = self.encode_once(corrected)
+        left = corrected - self._decode(encoded, jnp.float32)
+        return encoded, jnp.where(valid, left, error)
+
+    def encode_once(self, x_BtD: jax.Array) -> jax.Array:
+        """Encodes hidden states or gradients whose error is not kept."""
+        if self.codec is None:
+            return x_BtD
+        return pack(self.codec.encode_once(x_BtD), x_BtD.ndim - 1)
+
+    def _decode(self, encoded: jax.Array, dtype: DTypeLike) -> jax.Array:
+        if self.codec is None:
+            return encoded
+        return self.codec.decode_as(unpack(encoded, self.like), self.width, dtype)
+
+    def to_next(self, encoded: jax.Array) -> jax.Array:
+        """Sends to the next stage; zeros arrive at the first. Wire: all of the encoded array."""
+        return self._permute(encoded, [(i, i + 1) for i in range(self.size - 1)])
+
+    def to_previous(self, encoded: jax.Array) -> jax.Array:
+        """Sends to the stage before; zeros arrive at the last. Wire: all of the encoded array."""
+        return self._permute(encoded, [(i + 1, i) for i in range(self.size - 1)])
+
+    def _permute(self, encoded: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+        with jax.named_scope(self.traffic):
+            moved = wire.ppermute(encoded, self.layout.stage, pairs)
+            return self._decode(moved, self.dtype)
+
+    def spread_positions(self, y_BtD: jax.Array) -> jax.Array:
+        """Gives each stage its share of the positions of the last stage's hidden states.
+
+        Wire: (P - 1) / P of the encoded array.
+        """
+        B, t, D = y_BtD.shape
+        y_PBtD = jnp.moveaxis(y_BtD.reshape(B, self.size, t // self.size, D), 1, 0)
+        with jax.named_scope(self.traffic):
+            encoded = self.encode_once(y_PBtD)
+            encoded = wire.all_to_all(encoded, self.layout.stage, tag=None)[-1]
+            return self._decode(encoded, self.dtype)
+
+    def collect_positions(self, encoded_BtX: jax.Array) -> jax.Array:
+        """The transpose of `spread_positions`: the last stage gets all, others get zeros.
+
+        Wire: (P - 1) / P of the encoded result.
+        """
+        B, t, X = encoded_BtX.shape
+        zeros = jnp.zeros((self.size, B, t, X), encoded_BtX.dtype)
+        with jax.named_scope(self.traffic):
+            every = wire.all_to_all(zeros.at[-1].set(encoded_BtX), self.layout.stage, tag=None)
+            dy_BtD = self._decode(every.reshape(-1, t, X), self.dtype)
+        dy_PBtD = dy_BtD.reshape(self.size, B, t, self.width)
+        return jnp.moveaxis(dy_PBtD, 0, 1).reshape(B, -1, self.width)
 
 
-def collect_positions(dy_BtD: jax.Array, layout: Layout) -> jax.Array:
-    """The transpose of `spread_positions`: the last stage gets all positions, others get zeros.
+def build_link(
+    traffic: Literal["stage", "stage_gradient"], layout: Layout, codecs: Codecs, x_BtD: jax.Array
+) -> Link:
+    """Returns the links between stages for one class of traffic.
 
-    Wire: (P - 1) / P of the result.
+    Args:
+      codecs: the step's; between stages of one node nothing is compressed.
+      x_BtD: an array as it travels; only its shape and dtype count.
     """
-    stages = layout.size(layout.stage)
-    dy_PBtD = jnp.zeros((stages, *dy_BtD.shape), dy_BtD.dtype).at[-1].set(dy_BtD)
-    with jax.named_scope("stage"):
-        dy_PBtD = wire.all_to_all(dy_PBtD, layout.stage, tag=None)
-    B, _, D = dy_BtD.shape
-    return jnp.moveaxis(dy_PBtD, 0, 1).reshape(B, -1, D)
+    spec: CodecSpec | None = getattr(codecs, traffic)
+    if not layout.between_nodes(layout.stage):
+        spec = None
+    codec = build_plain_codec(spec)
+    like = None if codec is None else jax.eval_shape(codec.encode_once, x_BtD)
+    feedback = spec is not None and spec.feedback
+    return Link(layout, traffic, x_BtD.shape[-1], x_BtD.dtype, codec, feedback, like)
 
 
 def own_positions(target_BT: jax.Array, layout: Layout) -> jax.Array:

@@ -13,6 +13,7 @@ the loss and the optimizer state are compressed nowhere. Nothing here imports JA
 """
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moejax.config.schema import CompressionConfig
@@ -22,6 +23,7 @@ BLOCKS = ("int8", "e4m3", "e5m2", "int4")
 NAMES = ("bfloat16", *BLOCKS, "loco", "topk", "powersgd", "adaptive")
 GRADIENTS = ("dense_gradient", "expert_gradient")
 TOKENS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
+STAGES = ("stage", "stage_gradient")
 # Presets.
 PRESETS: dict[str, dict[str, str]] = {
     "none": {},
@@ -30,6 +32,8 @@ PRESETS: dict[str, dict[str, str]] = {
         "expert_gradient": "int8+feedback",
         "dispatch": "int8",
         "combine": "int8",
+        "stage": "int8",
+        "stage_gradient": "int8+feedback",
     },
     "strong": {
         "dense_gradient": "int4+feedback",
@@ -39,6 +43,8 @@ PRESETS: dict[str, dict[str, str]] = {
         "dispatch_backward": "int8",
         "combine_backward": "int8",
         "weights": "int8",
+        "stage": "int8",
+        "stage_gradient": "int8+feedback",
     },
 }
 
@@ -80,6 +86,8 @@ class Codecs:
     dispatch_backward: CodecSpec | None = None
     combine_backward: CodecSpec | None = None
     weights: CodecSpec | None = None
+    stage: CodecSpec | None = None
+    stage_gradient: CodecSpec | None = None
 
 
 NO_CODECS = Codecs()
@@ -125,15 +133,15 @@ class Compression:
                 codecs = dataclasses.replace(codecs, **{kind: spec})
         return codecs
 
-    def without_gradients(self) -> "Compression":
-        """Returns the same codecs without those of gradients."""
-        none = dict.fromkeys(GRADIENTS)
+    def without(self, kinds: Iterable[str]) -> "Compression":
+        """Returns the same codecs without those of some classes."""
+        none = dict.fromkeys(kinds)
         stages = tuple(
             (start, dataclasses.replace(codecs, **none)) for start, codecs in self.stages
         )
         if all(codecs == NO_CODECS for _, codecs in stages):
             return NO_COMPRESSION
-        return Compression(stages)
+        return dataclasses.replace(self, stages=stages)
 
     def with_kernels(self, kernel: str, rows_kernel: str) -> "Compression":
         """Returns the same codecs with other implementations; see `CodecSpec`."""
@@ -219,7 +227,11 @@ def _read_codec(kind: str, text: str, cfg: CompressionConfig) -> CodecSpec | Non
         _refuse(kind, text, f"It must be none or one of {', '.join(NAMES)}")
     if unknown := set(flags) - {"feedback", "stochastic"}:
         _refuse(kind, text, f"It has no flag {min(unknown)}: they are feedback and stochastic")
-    if kind not in GRADIENTS and (flags or name not in ("bfloat16", *BLOCKS)):
+    plain_name = name in ("bfloat16", *BLOCKS)
+    if kind == "stage_gradient" and ("stochastic" in flags or not plain_name):
+        rule = "Gradients between stages have a codec that may remember, with +feedback. Choose "
+        _refuse(kind, text, rule + f"bfloat16, {', '.join(BLOCKS)}")
+    if kind not in (*GRADIENTS, "stage_gradient") and (flags or not plain_name):
         rule = "Only gradients of weights have a codec that remembers or rounds at random. Choose "
         _refuse(kind, text, rule + f"bfloat16, {', '.join(BLOCKS)}")
     if "stochastic" in flags and name not in BLOCKS:

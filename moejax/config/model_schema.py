@@ -75,6 +75,12 @@ class ModelConfig:
     )
     mlp_hidden: int = setting(384, "F of dense (non-expert) blocks", at_least=1)
     first_dense_layers: int = setting(0, "blocks at the start that use a dense MLP", at_least=0)
+    layers_before_stages: int = setting(
+        0,
+        "blocks after those that pipeline stages do not share, so that the rest divides by them; "
+        "a group of its own in checkpoints",
+        at_least=0,
+    )
     moe_every: int | None = setting(
         1, "after those, each n-th block has experts; none: dense model", at_least=1
     )

@@ -31,7 +31,8 @@ def layer_groups(
 ) -> list[tuple[tuple[BlockKind, ...], int]]:
     """Returns the blocks as (pattern, repeats): each pattern is scanned `repeats` times.
 
-    The dense blocks at the start are groups of their own. A pattern is as long as both kinds take
+    The dense blocks at the start, and those before pipeline stages, are groups of their own. A
+    pattern is as long as both kinds take
     to repeat: that of MLPs `moe_every` blocks, that of windows `full_attention_every`.
 
     Args:
@@ -39,9 +40,10 @@ def layer_groups(
     """
     kinds, start = block_kinds(cfg), cfg.first_dense_layers
     every = cfg.full_attention_every or 1
-    groups = _groups(kinds[:start], every) + _groups(
-        kinds[start:], math.lcm(cfg.moe_every or 1, every)
-    )
+    length = math.lcm(cfg.moe_every or 1, every)
+    stop = start + cfg.layers_before_stages
+    groups = _groups(kinds[:start], every)
+    groups += _groups(kinds[start:stop], length) + _groups(kinds[stop:], length)
     if stacked:
         return groups
     return [(pattern, 1) for pattern, repeats in groups for _ in range(repeats)]

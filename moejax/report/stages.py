@@ -32,6 +32,8 @@ STAGES = (
     "weights",
     "dense_gradient",
     "expert_gradient",
+    "stage",
+    "stage_gradient",
     "loss",
     "predict_ahead",
     "update",

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.weights.adapters import attach_adapters
-from moejax.config.compression import Codecs, build_compression
+from moejax.config.compression import GRADIENTS, STAGES, Codecs, build_compression
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config, MeshConfig
 from moejax.kernels.select import hardware_of, select_kernels
@@ -118,7 +118,9 @@ def build_spec(
         rows = chosen.get("quantized_rows", "separate")
         compression = compression.with_kernels(chosen["quantize"], rows)
     if cfg.lora.rank is not None:
-        compression = compression.without_gradients()
+        compression = compression.without(GRADIENTS)
+    if cfg.mesh.stage == 1:
+        compression = compression.without(STAGES)
     codecs = codecs or compression.at(0)
     return StepSpec(
         layout=layout,

@@ -3,16 +3,17 @@
 Per device, inside the shard_map of the training mesh. Three functions take a micro-batch from
 tokens to its loss: `before`, `in_stage`, `answer`. `step.stages` says at which tick each is called.
 
-Embedding and the layers before the stages' run on each stage's own micro-batches, M / P of them.
-The loss of a micro-batch is computed by all stages, each for a share of the positions. So none of
-the two is computed more than once.
+Layers before the stages' run on each stage's own micro-batches, M / P of them. The loss of a
+micro-batch is computed by all stages, each for a share of the positions. So none of the two is
+computed more than once. Where the embedding alone is before the stages, its rows are looked up at
+the stage: `step.feed`.
 
 Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
 stages work on them, j one of a stage's own.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from moejax.moe.router import Noise
 from moejax.step.forward import split_micro_batches
 from moejax.step.loss import next_token_loss, router_losses
 from moejax.step.model import ModelDef
+from moejax.step.schedule import schedule_of
 from moejax.step.state import Batch, TrainState, Tree
 from moejax.step.whole_batch import keys_of
 
@@ -45,7 +47,8 @@ class StagedModel:
       outer: weights of everything but the stages' layers.
       layers: weights of this stage's layers.
       own: this device's rows, by its own micro-batches.
-      segment_MBT, target_MBT: of all stages' micro-batches, in the order of ranks.
+      segment_MBT, target_MBT, token_MBT: of all stages' micro-batches, in the order of ranks; the
+        last is None where layers are before the stages.
     """
 
     def __init__(
@@ -62,6 +65,10 @@ class StagedModel:
         self.outer = {**entered, "groups": others}
         self.own = split_micro_batches(batch, self.each)
         gather = partial(wire.all_gather, axes=self.layout.stage, dim=0, tag=None)
+        self.schedule = schedule_of(model.cfg.mesh.schedule, self.stages, micro_batches)
+        # Whether nothing but the embedding is before the stages.
+        self.embeds_alone = not others
+        self.token_MBT = gather(self.own.token_BT) if self.embeds_alone else None
         self.segment_MBT = gather(self.own.segment_BT)
         self.target_MBT = gather(self.own.target_BT)
         biases = state.router_bias.get("groups", {})
@@ -71,6 +78,10 @@ class StagedModel:
     def join(self, outer: Tree, layers: Tree) -> Tree:
         """Returns a tree like the parameters."""
         return {**outer, "groups": {**outer["groups"], self.group: layers}}
+
+    def link(self, traffic: Literal["stage", "stage_gradient"], x_BtD: jax.Array) -> stages.Link:
+        """Returns the links to other stages for arrays like x."""
+        return stages.build_link(traffic, self.layout, self.model.spec.codecs, x_BtD)
 
     def head_of(self, outer: Tree) -> Tree:
         """Returns the part of `outer` that answers what the last stage left."""
@@ -87,7 +98,7 @@ class StagedModel:
         return k % self.stages, k // self.stages
 
     def row_of(self, array_MBT: jax.Array, k: jax.Array) -> jax.Array:
-        """Returns a micro-batch's part of `segment_MBT` or `target_MBT`."""
+        """Returns a micro-batch's part of `segment_MBT`, `target_MBT` or `token_MBT`."""
         owner, j = self.rank(k)
         return lax.dynamic_index_in_dim(array_MBT, owner * self.each + j, keepdims=False)
 
@@ -112,6 +123,14 @@ class StagedModel:
         model, noise = self.transformer(outer, self.layers), self.noise(self.stage, j)
         with jax.named_scope("embed"):
             return model.before_stages(rows.token_BT, rows.segment_BT, noise)
+
+    def embed(self, table: jax.Array, k: jax.Array) -> jax.Array:
+        """Looks up a micro-batch's hidden states, where nothing else is before the stages."""
+        assert self.token_MBT is not None
+        outer = put_table(self.outer, table)
+        rows = self.row_of(self.token_MBT, k), self.row_of(self.segment_MBT, k)
+        with jax.named_scope("embed"):
+            return self.transformer(outer, self.layers).before_stages(*rows, None)[0]
 
     def run_stage(
         self, layers: Tree, x_BtD: jax.Array, k: jax.Array
@@ -172,7 +191,7 @@ class StagedModel:
         """Returns a micro-batch's share of the routers' losses, and what it adds to the parts."""
         zero = jnp.zeros(())
         if stats is None:
-            return zero, RouterParts(zero, zero, *_no_layers())
+            return zero, no_parts()
         loss, balance, load_LE, dropped_L = router_losses(
             stats, self.model.cfg.moe, self.layout.inside
         )
@@ -182,11 +201,17 @@ class StagedModel:
 
 
 def put_head(outer: Tree, head: Tree) -> Tree:
-    """Returns `outer` with the weights of `Pipeline.head_of` replaced."""
+    """Returns `outer` with the weights of `StagedModel.head_of` replaced."""
     embedding = {**outer["embedding"], **head["embedding"]}
     return {**outer, "norm": head["norm"], "embedding": embedding}
 
 
-def _no_layers() -> tuple[jax.Array, jax.Array]:
-    """`load_LE` and `dropped_L` of no layers."""
-    return jnp.zeros((0, 1), jnp.int32), jnp.zeros((0,), jnp.int32)
+def put_table(outer: Tree, table: jax.Array) -> Tree:
+    """Returns `outer` with the embedding's table replaced."""
+    return {**outer, "embedding": {**outer["embedding"], "table": table}}
+
+
+def no_parts() -> RouterParts:
+    """Returns the parts of no expert layers."""
+    zero = jnp.zeros(())
+    return RouterParts(zero, zero, jnp.zeros((0, 1), jnp.int32), jnp.zeros((0,), jnp.int32))

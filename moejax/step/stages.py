@@ -10,8 +10,8 @@ stage computes with real tokens, and what comes of it counts nothing.
 Weights enter once and gradients leave once a step (`comm.weights.enter`). Of a micro-batch only the
 input of each stage is kept: backward runs the stage's layers again.
 
-Embedding and the layers before the stages' run before the first tick (`step.staged_model`); what
-they return moves down to the first stage, one stage a tick.
+What the first stage starts from, and where its gradients go: `step.feed`. A gradient is sent at the
+start of the tick after the one that made it, so that it travels while that tick computes forward.
 
 Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
 stages work on them, j one of a stage's own.
@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm import stages, wire
+from moejax.comm import wire
 from moejax.comm.weights.enter import enter_weights, leave_gradients
 from moejax.comm.weights.residuals import detach_residuals
+from moejax.step.feed import add, build_feed, get, put, sums_like
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
-from moejax.step.schedule import Phase, schedule_of
+from moejax.step.schedule import Phase
 from moejax.step.staged_model import RouterParts, StagedModel, put_head
 from moejax.step.state import Batch, Reduction, TrainState, Tree
 from moejax.step.whole_batch import (
@@ -41,6 +42,20 @@ from moejax.step.whole_batch import (
 )
 
 
+class Moving(NamedTuple):
+    """Hidden states on their way forward.
+
+    Attributes:
+      arrived: from the stage before, for the next forward.
+      fed: what else moves towards the first stage.
+      left: what the last forward returned.
+    """
+
+    arrived: jax.Array
+    fed: Any
+    left: jax.Array
+
+
 class Carried(NamedTuple):
     """What a stage holds between ticks.
 
@@ -48,20 +63,20 @@ class Carried(NamedTuple):
       moving: hidden states on their way forward.
       kept: inputs of the stage that backward still needs, a slot each.
       answers: gradients of the last stage's hidden states, a slot each; zeros elsewhere.
-      gradient: of the hidden states that this stage returned, from the stage after.
-      returned: gradients of what the layers before the stages returned, on their way back.
-      own_gradients: what came back, for each of this stage's own micro-batches.
+      gradient: of the stage's last input, encoded: it is sent at the next tick.
+      errors: of what was encoded before, by backward and by answers; None without feedback.
+      back: gradients on their way back to what is before the stages.
       layers, head: sums of the weights' gradients, float32.
       nll: share of the loss.
       parts: sums over micro-batches.
     """
 
-    moving: "Moving"
+    moving: Moving
     kept: jax.Array
     answers: jax.Array
     gradient: jax.Array
-    returned: jax.Array
-    own_gradients: jax.Array
+    errors: tuple[jax.Array | None, jax.Array | None]
+    back: Any
     layers: Tree
     head: Tree
     nll: jax.Array
@@ -78,8 +93,9 @@ def loss_gradients(
     params = with_residuals(model, state)
     entered = enter_weights(params, model.dims, model.layouts, model.spec)
     staged = StagedModel(model, state, batch, entered, model.cfg.train.micro_batches)
-    end = Ticks(staged, count_targets(model, batch).next).run()
-    outer, before = backward_before(staged, end.own_gradients)
+    ticks = Ticks(staged, count_targets(model, batch).next)
+    end = ticks.run()
+    outer, before = ticks.feed.finish(end.back)
     outer = put_head(outer, jax.tree.map(jnp.add, staged.head_of(outer), end.head))
     summed = staged.join(outer, end.layers)
     gradients = leave_gradients(summed, params, model.dims, model.layouts, model.spec)
@@ -97,162 +113,118 @@ class Ticks:
 
     def __init__(self, staged: StagedModel, num_targets: jax.Array):
         self.staged, self.num_targets = staged, num_targets
-        name = staged.model.cfg.mesh.schedule
-        self.schedule = schedule_of(name, staged.stages, staged.micro_batches)
+        self.schedule, self.feed = staged.schedule, build_feed(staged)
+        x_BtD, fed = self.feed.first()
+        self.start = Moving(x_BtD, fed, x_BtD)
+        self.ahead = staged.link("stage", x_BtD)
+        self.behind = staged.link("stage_gradient", x_BtD)
 
     def run(self) -> Carried:
         """Runs all ticks. Returns what the last one left."""
-        feed = Feed(self.staged)
-        carried = self.first(feed)
+        carried = self.first()
         for phase in self.schedule.phases:
 
             def tick(carried: Carried, t: jax.Array, phase: Phase = phase) -> tuple[Carried, None]:
-                if phase.answer:
-                    carried = self.answer_tick(carried, t)
-                if phase.forward:
-                    carried = self.forward_tick(carried, t, feed)
-                if phase.backward:
-                    carried = self.backward_tick(carried, t)
-                return carried, None
+                return self.tick(carried, t, phase), None
 
             carried, _ = lax.scan(tick, carried, jnp.arange(phase.start, phase.stop))
+        return carried
 
-        def bring_back(carried: Carried, t: jax.Array) -> tuple[Carried, None]:
-            return self.return_gradients(carried, t), None
+    def tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
+        """Does what a phase does at tick t."""
+        arrived = None
+        if phase.backward:
+            arrived = self.behind.to_previous(carried.gradient)
+            carried = carried._replace(back=self.feed.pass_on(carried.back))
+        if phase.answer:
+            carried = self.answer_tick(carried, t)
+        if phase.forward:
+            carried = self.forward_tick(carried, t)
+        if arrived is not None:
+            carried = self.backward_tick(carried, arrived, t)
+        return carried
 
-        end = self.schedule.phases[-1].stop
-        return lax.scan(bring_back, carried, jnp.arange(end, end + self.staged.stages - 1))[0]
-
-    def first(self, feed: "Feed") -> Carried:
+    def first(self) -> Carried:
         """Returns what a stage holds before the first tick."""
-        staged, x_BtD = self.staged, feed.x_JBtD[0]
+        staged, x_BtD = self.staged, self.start.arrived
         parts = jax.eval_shape(staged.in_stage, staged.layers, x_BtD, jnp.int32(0))[1]
+        share_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages]
 
         def slots(count: int) -> jax.Array:
             return jnp.zeros((count, *x_BtD.shape), x_BtD.dtype)
 
         return Carried(
-            moving=feed.first(),
+            moving=self.start,
             kept=slots(self.schedule.kept),
             answers=slots(self.schedule.answers),
-            gradient=jnp.zeros_like(x_BtD),
-            returned=jnp.zeros_like(x_BtD),
-            own_gradients=jnp.zeros_like(feed.x_JBtD),
-            layers=_sums(staged.layers),
-            head=_sums(staged.head_of(staged.outer)),
+            gradient=self.behind.encode_once(jnp.zeros_like(x_BtD)),
+            errors=(self.behind.first_error(x_BtD), self.behind.first_error(share_BtD)),
+            back=self.feed.first_back(),
+            layers=sums_like(staged.layers),
+            head=sums_like(staged.head_of(staged.outer)),
             nll=jnp.zeros(()),
             parts=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts),
         )
 
-    def forward_tick(self, carried: Carried, t: jax.Array, feed: "Feed") -> Carried:
+    def forward_tick(self, carried: Carried, t: jax.Array) -> Carried:
         """Runs this stage's layers on a micro-batch, and keeps its input."""
-        x_BtD, k, valid = feed.input(carried.moving, t)
-        slot = (self.staged.stage + k) % self.schedule.kept
-        return carried._replace(
-            kept=_put(carried.kept, x_BtD, slot, valid), moving=feed.forward(carried.moving, t)
-        )
+        staged = self.staged
+        x_BtD, fed = stage_input(staged, self.feed, carried.moving, t)
+        k, valid = staged.numbered(t - staged.stage)
+        kept = put(carried.kept, x_BtD, (staged.stage + k) % self.schedule.kept, valid)
+        y_BtD, _ = staged.run_stage(staged.layers, x_BtD, k)
+        arrived = self.ahead.to_next(self.ahead.encode_once(y_BtD))
+        return carried._replace(kept=kept, moving=Moving(arrived, fed, y_BtD))
 
     def answer_tick(self, carried: Carried, t: jax.Array) -> Carried:
         """Computes the loss of what the last stage left, each stage that of some positions."""
         staged, k = self.staged, t - self.staged.stages
-        y_BtD = stages.spread_positions(carried.moving.left, staged.layout)
+        y_BtD = self.ahead.spread_positions(carried.moving.left)
         answer = jax.value_and_grad(staged.answer, argnums=(0, 1))
         head = staged.head_of(staged.outer)
         nll, (head, dy_BtD) = answer(head, y_BtD, k, self.num_targets)
-        dy_BtD = stages.collect_positions(dy_BtD, staged.layout)
+        encoded, error = self.behind.encode(dy_BtD, carried.errors[1], jnp.bool_(True))
+        dy_BtD = self.behind.collect_positions(encoded)
         slot = k % self.schedule.answers
         return carried._replace(
             answers=lax.dynamic_update_index_in_dim(carried.answers, dy_BtD, slot, 0),
-            head=_add(carried.head, head),
+            errors=(carried.errors[0], error),
+            head=add(carried.head, head),
             nll=carried.nll + nll,
         )
 
-    def backward_tick(self, carried: Carried, t: jax.Array) -> Carried:
-        """Runs a micro-batch through this stage's layers again, and its gradient back."""
+    def backward_tick(self, carried: Carried, arrived: jax.Array, t: jax.Array) -> Carried:
+        """Runs a micro-batch through this stage's layers again, and its gradient back.
+
+        Args:
+          arrived: gradient from the stage after.
+        """
         staged, schedule = self.staged, self.schedule
         behind = staged.stages - 1 - staged.stage
         k, valid = staged.numbered(t - schedule.begins - behind)
-        x_BtD = _get(carried.kept, (staged.stage + k) % schedule.kept)
-        answer = _get(carried.answers, k % schedule.answers)
-        dy_BtD = jnp.where(behind == 0, answer, carried.gradient)
+        x_BtD = get(carried.kept, (staged.stage + k) % schedule.kept)
+        answer = get(carried.answers, k % schedule.answers)
+        dy_BtD = jnp.where(behind == 0, answer, arrived)
         dy_BtD = jnp.where(valid, dy_BtD, 0)
         run = partial(staged.in_stage, k=k)
         _, pull, parts = jax.vjp(run, staged.layers, x_BtD, has_aux=True)
         layers, dx_BtD = pull((dy_BtD, valid.astype(jnp.float32)))
-        carried = carried._replace(
-            gradient=stages.to_previous(dx_BtD, staged.layout),
-            returned=jnp.where(staged.stage == 0, dx_BtD, carried.returned),
-            layers=_add(carried.layers, layers),
+        gradient, error = self.behind.encode(dx_BtD, carried.errors[0], valid)
+        return carried._replace(
+            gradient=gradient,
+            errors=(error, carried.errors[1]),
+            back=self.feed.take(carried.back, dx_BtD, t),
+            layers=add(carried.layers, layers),
             parts=jax.tree.map(lambda x, y: x + jnp.where(valid, y, 0), carried.parts, parts),
         )
-        return self.return_gradients(carried, t)
-
-    def return_gradients(self, carried: Carried, t: jax.Array) -> Carried:
-        """Keeps the gradient that has come back to where its micro-batch is from, and moves on.
-
-        What the first stage returns at tick u reaches stage s at tick u + s.
-        """
-        staged = self.staged
-        u = t - self.schedule.begins - (staged.stages - 1) - 2 * staged.stage
-        j, here = u // staged.stages, u % staged.stages == 0
-        here &= (j >= 0) & (j < staged.each)
-        slot = jnp.clip(j, 0, staged.each - 1)
-        return carried._replace(
-            own_gradients=_put(carried.own_gradients, carried.returned, slot, here),
-            returned=stages.to_next(carried.returned, staged.layout),
-        )
 
 
-class Moving(NamedTuple):
-    """Hidden states on their way forward.
-
-    Attributes:
-      arrived: from the stage before, for the next forward.
-      fed: what the layers before the stages returned, on its way to the first stage.
-      left: what the last forward returned.
-    """
-
-    arrived: jax.Array
-    fed: jax.Array
-    left: jax.Array
-
-
-class Feed:
-    """Inputs of the stages: what the layers before them returned, and what stages pass on.
-
-    Each stage in turn has the next micro-batch. At every P-th tick all put their next one on a
-    chain that ends at the first stage.
-
-    Attributes:
-      x_JBtD: hidden states of this stage's own micro-batches.
-    """
-
-    def __init__(self, staged: StagedModel):
-        self.staged = staged
-        each = jnp.arange(staged.each)
-        self.x_JBtD = lax.map(lambda j: staged.run_before(staged.outer, j)[0], each)
-
-    def first(self) -> Moving:
-        """Returns what a stage holds before the first tick: real tokens, so that none is idle."""
-        return Moving(self.x_JBtD[0], self.x_JBtD[0], self.x_JBtD[0])
-
-    def _fed(self, moving: Moving, t: jax.Array) -> jax.Array:
-        staged = self.staged
-        new = _get(self.x_JBtD, jnp.minimum(t // staged.stages, staged.each - 1))
-        return jnp.where(t % staged.stages == 0, new, moving.fed)
-
-    def input(self, moving: Moving, t: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns this stage's input at a tick, its micro-batch, and whether there is one."""
-        k, valid = self.staged.numbered(t - self.staged.stage)
-        return jnp.where(self.staged.stage == 0, self._fed(moving, t), moving.arrived), k, valid
-
-    def forward(self, moving: Moving, t: jax.Array) -> Moving:
-        """Runs this stage's layers on its input, and sends the result on."""
-        staged = self.staged
-        x_BtD, k, _ = self.input(moving, t)
-        y_BtD, _ = staged.run_stage(staged.layers, x_BtD, k)
-        fed = stages.to_previous(self._fed(moving, t), staged.layout)
-        return Moving(stages.to_next(y_BtD, staged.layout), fed, y_BtD)
+def stage_input(
+    staged: StagedModel, feed: Any, moving: Moving, t: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Returns this stage's input at a tick, and what moves on towards the first stage."""
+    first, fed = feed.input(moving.fed, t)
+    return jnp.where(staged.stage == 0, first, moving.arrived), fed
 
 
 def forward_through_stages(
@@ -263,32 +235,21 @@ def forward_through_stages(
     Args:
       answer: of (this stage's share of the positions of what the last stage left, k).
     """
-    feed, P = Feed(staged), staged.stages
+    feed, P = build_feed(staged), staged.stages
+    x_BtD, fed = feed.first()
+    ahead = staged.link("stage", x_BtD)
 
     def forward(moving: Moving, t: jax.Array) -> tuple[Moving, None]:
-        return feed.forward(moving, t), None
+        x_BtD, fed = stage_input(staged, feed, moving, t)
+        y_BtD, _ = staged.run_stage(staged.layers, x_BtD, staged.numbered(t - staged.stage)[0])
+        return Moving(ahead.to_next(ahead.encode_once(y_BtD)), fed, y_BtD), None
 
     def both(moving: Moving, t: jax.Array) -> tuple[Moving, Any]:
-        y_BtD = stages.spread_positions(moving.left, staged.layout)
-        return feed.forward(moving, t), answer(y_BtD, t - P)
+        y_BtD = ahead.spread_positions(moving.left)
+        return forward(moving, t)[0], answer(y_BtD, t - P)
 
-    moving, _ = lax.scan(forward, feed.first(), jnp.arange(P))
+    moving, _ = lax.scan(forward, Moving(x_BtD, fed, x_BtD), jnp.arange(P))
     return lax.scan(both, moving, jnp.arange(P, P + staged.micro_batches))[1]
-
-
-def backward_before(staged: StagedModel, own_gradients: jax.Array) -> tuple[Tree, RouterParts]:
-    """Returns the gradients of `outer`, without those of the loss, and the parts' sums."""
-
-    def add(sums: Any, scanned: Any) -> tuple[Any, None]:
-        j, dx_BtD = scanned
-        _, pull, parts = jax.vjp(partial(staged.before, j=j), staged.outer, has_aux=True)
-        (outer,) = pull((dx_BtD, jnp.ones(())))
-        return (_add(sums[0], outer), jax.tree.map(jnp.add, sums[1], parts)), None
-
-    zeros = _sums(staged.outer)
-    parts = jax.eval_shape(staged.before, staged.outer, jnp.int32(0))[1]
-    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts)
-    return lax.scan(add, (zeros, none), (jnp.arange(staged.each), own_gradients))[0]
 
 
 def loss_parts(staged: StagedModel, before: RouterParts, end: Carried) -> LossParts:
@@ -307,23 +268,3 @@ def loss_parts(staged: StagedModel, before: RouterParts, end: Carried) -> LossPa
         joined(before.load_LE, end.parts.load_LE),
         joined(before.dropped_L, end.parts.dropped_L),
     )
-
-
-def _get(slots: jax.Array, slot: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(slots, slot, keepdims=False)
-
-
-def _sums(tree: Tree) -> Tree:
-    """Returns zeros to which gradients of weights are added."""
-    return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)
-
-
-def _put(slots: jax.Array, x: jax.Array, slot: jax.Array, valid: jax.Array) -> jax.Array:
-    """Writes to a slot, if valid."""
-    x = jnp.where(valid, x, _get(slots, slot))
-    return lax.dynamic_update_index_in_dim(slots, x, slot, 0)
-
-
-def _add(sums: Tree, more: Tree) -> Tree:
-    """Adds to float32 sums."""
-    return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums, more)

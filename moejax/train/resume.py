@@ -52,6 +52,7 @@ SHAPES = (
     "model.value_width",
     "model.mlp_hidden",
     "model.first_dense_layers",
+    "model.layers_before_stages",
     "model.moe_every",
     "model.qk_norm",
     "model.attention_bias",

@@ -3,7 +3,7 @@
 import pytest
 
 from moejax.config.checks import check
-from moejax.config.compression import NO_COMPRESSION, build_compression
+from moejax.config.compression import GRADIENTS, NO_COMPRESSION, build_compression
 from moejax.config.load import from_dict, load_config
 from moejax.config.schema import CompressionConfig, Config, LoraConfig
 from moejax.errors import InputError
@@ -47,9 +47,9 @@ def test_the_scale_is_alpha_over_rank_and_two_by_default():
 
 
 def test_a_preset_keeps_its_codecs_of_tokens_alone():
-    policy = build_compression(CompressionConfig(preset="strong")).without_gradients()
+    policy = build_compression(CompressionConfig(preset="strong")).without(GRADIENTS)
     now = policy.at(0)
     assert (now.dense_gradient, now.expert_gradient, policy.adaptive) == (None, None, False)
     assert now.dispatch == build_compression(CompressionConfig(preset="strong")).at(0).dispatch
     gradients = CompressionConfig(dense_gradient="none,adaptive:0.9:int8|int4@5")
-    assert build_compression(gradients).without_gradients() == NO_COMPRESSION
+    assert build_compression(gradients).without(GRADIENTS) == NO_COMPRESSION

@@ -3,7 +3,9 @@
 import pytest
 
 from moejax.config.checks import check, resolve_mesh
+from moejax.config.fields import change
 from moejax.config.load import from_dict
+from moejax.config.pattern import layer_groups
 from tests.config.test_checks import error_of
 
 STAGES = {"mesh.stage": 2, "train.micro_batches": 4}
@@ -25,7 +27,15 @@ STAGES = {"mesh.stage": 2, "train.micro_batches": 4}
             {"compression.preset": "hybrid", "compression.start_layer": 1},
             ["`compression.start_layer` is 1, and `mesh.stage` is 2"],
         ),
-        ({"plan.mode": "auto"}, ["`plan` is auto, and `mesh.stage` is 2", "plan=hand"]),
+        (
+            {"model.num_layers": 7, "mesh.stage": 4, "train.micro_batches": 8},
+            ["Choose 1, 7, or set model.layers_before_stages=3"],
+        ),
+        (
+            {"model.layers_before_stages": 1, "model.moe_every": 2},
+            ["`model.layers_before_stages` = 1 does not fit 4 layers", "a multiple of 2"],
+        ),
+        ({"model.layers_before_stages": 4}, ["`model.layers_before_stages` = 4 does not fit"]),
         ({"model.width": 130, "mesh.fsdp": 4}, ["`model.width` = 130", "2 x 4 x 1 = 8"]),
     ],
 )
@@ -36,8 +46,19 @@ def test_what_stages_cannot_share_is_refused(values, fragments):
 
 
 def test_stages_alone_are_a_choice_by_hand():
-    """So the planner, which does not know stages, leaves the rest alone."""
     check(from_dict(STAGES))
+
+
+def test_with_a_plan_stages_may_be_chosen_without_their_micro_batches():
+    check(from_dict({"mesh.stage": 2, "plan.mode": "auto"}))
+
+
+def test_layers_before_the_stages_are_a_group_of_their_own():
+    cfg = from_dict({"model.num_layers": 7, "model.first_dense_layers": 1})
+    assert [repeats for _, repeats in layer_groups(cfg.model)] == [1, 6]
+    cfg = change(cfg, {"model.layers_before_stages": 2, "mesh.stage": 4, "train.micro_batches": 4})
+    assert [repeats for _, repeats in layer_groups(cfg.model)] == [1, 2, 4]
+    check(cfg)
 
 
 def test_stages_are_counted_among_the_devices():

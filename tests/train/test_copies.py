@@ -1,4 +1,4 @@
-"""Copies of checkpoints at a second place: in memory, in a directory, and in an S3 server."""
+"""Copies of checkpoints at a second place: memory, a directory, servers of S3 and of GCS."""
 
 import contextlib
 import dataclasses
@@ -26,40 +26,62 @@ from tests.threads import everywhere
 from tests.train.test_manifest import write_step
 from tests.train.test_start import NO_DATA
 
-INSTALLED = all(importlib.util.find_spec(name) for name in ("moto", "s3fs"))
 
 
-@pytest.fixture(scope="module")
-def s3():
-    """The address of a bucket of a server on this machine, of the package moto."""
-    if not INSTALLED:
-        pytest.skip("needs pip install 'moto[server]' s3fs")
+@contextlib.contextmanager
+def serving(*words):
+    """Runs a module as a server on a free port of this machine, whose number is its last word."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "testing")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen([sys.executable, "-m", *words, str(port)], **quiet)
+    try:
         for _ in range(200):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.1)
+        yield port
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def needs(*modules):
+    if not all(map(importlib.util.find_spec, modules)):
+        pytest.skip("needs the packages that `make stores` installs")
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """The address of a bucket of a server of the package moto."""
+    needs("moto", "s3fs")
+    with serving("moto.server", "-p") as port, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         import s3fs
 
         s3fs.S3FileSystem().mkdir("bucket")
         yield "s3://bucket"
-    server.terminate()
-    server.wait()
 
 
-@pytest.fixture(params=["memory", "directory", "s3"])
+@pytest.fixture(scope="module")
+def gs():
+    """The address of a bucket of a server of the package gcp-storage-emulator."""
+    needs("gcp_storage_emulator", "gcsfs")
+    words = ("start", "--in-memory", "--default-bucket=bucket", "--host=127.0.0.1", "--port")
+    command = ("gcp_storage_emulator", *words)
+    with serving(*command) as port, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+        yield "gs://bucket"
+
+
+@pytest.fixture(params=["memory", "directory", "s3", "gs"])
 def place(request, tmp_path):
-    if request.param == "s3":
-        return f"{request.getfixturevalue('s3')}/{uuid.uuid4()}/run"
+    if request.param in ("s3", "gs"):
+        return f"{request.getfixturevalue(request.param)}/{uuid.uuid4()}/run"
     return f"memory://{uuid.uuid4()}/run" if request.param == "memory" else str(tmp_path / "second")
 
 

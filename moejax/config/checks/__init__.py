@@ -8,6 +8,8 @@ their sizes), `stages` (the pipeline's), `size` (limits of arrays), `planned` (w
 chooses), `paths` (files and folders). `text` has words that their messages share.
 """
 
+import math
+
 from moejax.config.checks.attention import check_attention
 from moejax.config.checks.effects import check_effects
 from moejax.config.checks.mesh import (
@@ -74,6 +76,16 @@ def _check_paths(cfg: Config) -> None:
 
 def _check_blocks(cfg: Config) -> None:
     model = cfg.model
+    pattern = math.lcm(model.moe_every or 1, model.full_attention_every or 1)
+    before = model.layers_before_stages
+    require(
+        before == 0
+        or (before % pattern == 0 and before + model.first_dense_layers < model.num_layers),
+        f"`model.layers_before_stages` = {before} does not fit {model.num_layers} layers, of which "
+        f"{model.first_dense_layers} are dense ones at the start. It is a multiple of {pattern}, "
+        "the layers until both kinds repeat, and leaves layers for the stages. Choose such a "
+        "number, or 0.",
+    )
     if model.moe_every is None:
         return
     rest = model.num_layers - model.first_dense_layers

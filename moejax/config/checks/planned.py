@@ -5,9 +5,9 @@ from moejax.config.fields import fields, get_value, short
 from moejax.config.schema import Config
 from moejax.errors import InputError
 
-MESH = ("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
+MESH = ("mesh.stage", "mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
 # Settings of layout and communication, which do not change the result of training.
-LAYOUT = (*MESH, "mesh.activations", "mesh.expert_weights")
+LAYOUT = (*MESH, "mesh.schedule", "mesh.activations", "mesh.expert_weights")
 EXCHANGE = ("route", "route_chunks", "route_chunks_backward")
 REDUCTION = ("train.reduction_bytes", "mesh.gather_dense")
 # The same sums in another order, or recomputed.
@@ -23,8 +23,6 @@ def pinned(cfg: Config) -> frozenset[str]:
     names = {name for name in CHOSEN if get_value(cfg, name) != fields()[name].default}
     if cfg.compression.preset != "none":
         names |= set(CODECS)
-    if cfg.mesh.stage > 1:
-        names.add("mesh.stage")
     return frozenset(names)
 
 

@@ -13,14 +13,15 @@ def check_stages(cfg: Config) -> None:
         return
     kinds, repeats = layer_groups(model)[-1]
     blocks = "" if len(kinds) == 1 else f" of {len(kinds)} blocks"
+    before = model.layers_before_stages + repeats % stages * len(kinds)
+    more = f", or set model.layers_before_stages={before}" if repeats > stages else ""
     require(
         repeats % stages == 0,
         f"`mesh.stage` = {stages} does not divide the last {repeats} equal layers{blocks}, which "
-        f"stages share. Each holds as many. Choose {divisors_text(repeats)}, or another "
-        "model.num_layers.",
+        f"stages share. Each holds as many. Choose {divisors_text(repeats)}{more}.",
     )
     require(
-        train.micro_batches % stages == 0,
+        train.micro_batches % stages == 0 or (is_planned(cfg) and train.micro_batches == 1),
         f"`train.micro_batches` = {train.micro_batches} is not divisible by `mesh.stage` = "
         f"{stages}. Each stage feeds as many. Choose {multiples(train.micro_batches, stages)}; "
         "more micro-batches leave stages less idle.",
@@ -52,9 +53,4 @@ def _check_absent(cfg: Config) -> None:
         cfg.compression.start_layer == 0,
         f"`compression.start_layer` is {cfg.compression.start_layer}, and {stages}. All stages "
         "run one program, so their layers have one codec. Set compression.start_layer=0.",
-    )
-    require(
-        not is_planned(cfg),
-        f"`plan` is {cfg.plan.mode}, and {stages}. The planner does not choose stages. Set "
-        "plan=hand and the mesh, or leave mesh.stage=1.",
     )

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from moejax.config.compression import Codecs, build_compression
+from moejax.config.compression import STAGES, Codecs, build_compression
 from moejax.config.schema import Config
 from moejax.plan.others.translation import Gap, has_chunks
 
@@ -15,25 +15,36 @@ CLASSES = {
     "dispatch_backward": "gradients of what was dispatched",
     "combine_backward": "gradients of results",
     "weights": "gathered weights",
+    "stage": "hidden states between pipeline stages",
+    "stage_gradient": "gradients between pipeline stages",
 }
 
 
 def codec_gaps(cfg: Config) -> list[Gap]:
     """Returns a gap for each class of traffic that the plan compresses between nodes."""
     policy, gaps = build_compression(cfg.compression), []
-    for entry in fields(Codecs):
-        specs = list(dict.fromkeys(map(str, policy.all_of(entry.name))))
+    sent = [entry.name for entry in fields(Codecs)]
+    for name in sent if cfg.mesh.stage > 1 else [n for n in sent if n not in STAGES]:
+        specs = list(dict.fromkeys(map(str, policy.all_of(name))))
         if specs:
-            levels = any(spec.levels for spec in policy.all_of(entry.name))
+            levels = any(spec.levels for spec in policy.all_of(name))
             when = ", chosen anew during the run" if levels else ""
             when = ", changed at steps of the run" if len(specs) > 1 else when
             gaps.append(
                 Gap(
-                    f"codec of {CLASSES[entry.name]} between nodes: {' then '.join(specs)}{when}",
+                    f"codec of {CLASSES[name]} between nodes: {' then '.join(specs)}{when}",
                     "sends them uncompressed, so more bytes cross nodes",
                 )
             )
     return gaps
+
+
+def stage_gaps(cfg: Config) -> list[Gap]:
+    """Returns the gap of what is no stage's: it is spread over the stages as data."""
+    if cfg.mesh.stage == 1:
+        return []
+    what = "embedding and loss are spread over the stages"
+    return [Gap(what, "has the embedding on the first stage and the loss on the last")]
 
 
 def reduction_gaps(cfg: Config, instead: str) -> list[Gap]:

@@ -5,6 +5,7 @@ Its mesh axes data, fsdp, expert and tensor_sequence shard weights and tokens as
 expert and tensor do here: dense weights over fsdp and expert, experts' hidden width over tensor.
 """
 
+from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
     chunk_gaps,
@@ -23,6 +24,7 @@ from moejax.plan.others.translation import (
     Value,
     has_exchange,
     sizes_of,
+    stages_text,
 )
 
 PACKAGE = "maxtext 0.2.5"
@@ -137,6 +139,8 @@ def _mesh(cfg: Config, sizes: Sizes, platform: str) -> list[Option]:
     """Returns sizes inside a slice (ici) and between slices (dcn); a slice is a node here."""
     tensor = "tensor_sequence" if cfg.mesh.activations == "sequence" else "tensor"
     names = {"replica": "data", "fsdp": "fsdp", "expert": "expert", "tensor": tensor}
+    if sizes.stage > 1:
+        names = {"stage": "pipeline"} | names
     whole = platform == "cpu"  # there MaxText counts one slice, whatever joins the processes
     across = {axis: 1 if whole else sizes.across[axis] for axis in names}
     options = [
@@ -147,18 +151,34 @@ def _mesh(cfg: Config, sizes: Sizes, platform: str) -> list[Option]:
             own = across[axis] if kind == "dcn" else getattr(sizes, axis) // across[axis]
             text = f"{axis} {getattr(sizes, axis)}: {own} of it {share}"
             options.append(Option(f"{kind}_{theirs}_parallelism", own, text))
-    return options
+    return options + _stages(cfg, sizes)
+
+
+def _stages(cfg: Config, sizes: Sizes) -> list[Option]:
+    """Returns layers and micro-batches of pipeline stages."""
+    if sizes.stage == 1:
+        return []
+    kinds, repeats = layer_groups(cfg.model)[-1]
+    staged, text = len(kinds) * repeats, stages_text(cfg)
+    return [
+        Option("pipeline_parallel_layers", staged, "the layers that stages share"),
+        Option("num_layers_per_pipeline_stage", staged // sizes.stage, text),
+        Option("num_pipeline_microbatches", sizes.micro_batches, text),
+        Option("pipeline_fsdp_ag_once", True, "weights are gathered once a step"),
+    ]
 
 
 def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
     """Returns batch, sequence length and dtypes."""
-    share = sizes.batch / (sizes.devices * sizes.micro_batches)
+    # The micro-batches of a pipeline are no accumulation there.
+    steps = sizes.micro_batches if sizes.stage == 1 else 1
+    share = sizes.batch / (sizes.devices * steps)
     size: Value = int(share) if share == int(share) else share
-    text = f"{sizes.batch} sequences / ({sizes.devices} devices x {sizes.micro_batches})"
+    text = f"{sizes.batch} sequences / ({sizes.devices} devices x {steps})"
     options = [
         Option("max_target_length", cfg.data.sequence_length, "data.sequence_length"),
         Option("per_device_batch_size", size, text),
-        Option("gradient_accumulation_steps", sizes.micro_batches, "micro-batches"),
+        Option("gradient_accumulation_steps", steps, "micro-batches"),
         Option("dtype", cfg.model.dtype, "model.dtype"),
         Option("weight_dtype", "float32", "masters are float32"),
         Option("grad_dtype", cfg.train.gradient_dtype, "train.gradient_dtype"),
@@ -215,6 +235,9 @@ def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
         )
     gaps += reduction_gaps(cfg, "leaves the size of reductions to XLA")
     gaps += codec_gaps(cfg)
+    if cfg.mesh.stage > 1 and cfg.mesh.schedule != "gpipe":
+        what = f"the schedule {cfg.mesh.schedule}"
+        gaps.append(Gap(what, "runs all forward passes first, so keeps more"))
     if cfg.model.remat == "none":
         gaps.append(Gap("no recomputation", "recomputes what lies between matrix products"))
     if cfg.model.remat == "collectives":

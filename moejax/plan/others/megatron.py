@@ -10,6 +10,7 @@ from moejax.plan.others.gaps import (
     chunk_gaps,
     codec_gaps,
     reduction_gaps,
+    stage_gaps,
     trim_gaps,
     whole_experts_gaps,
 )
@@ -24,6 +25,7 @@ from moejax.plan.others.translation import (
     has_chunks,
     has_exchange,
     sizes_of,
+    stages_text,
     torchrun,
 )
 
@@ -95,7 +97,9 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
     options = [
         Option("tensor-model-parallel-size", sizes.tensor, f"tensor {sizes.tensor}"),
         Option(
-            "pipeline-model-parallel-size", 1, f"no pipeline; the rest is data parallel: {ranks}"
+            "pipeline-model-parallel-size",
+            sizes.stage,
+            f"{stages_text(cfg)}; the rest is data parallel: {ranks}",
         ),
         Option("context-parallel-size", 1, "sequences stay whole"),
     ]
@@ -116,6 +120,8 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
 
 def _sharded_once(cfg: Config, sizes: Sizes) -> bool:
     """Whether all weights are gathered, and gradients reduced, once a step."""
+    if sizes.stage > 1:
+        return True
     return sizes.fsdp == 1 and (sizes.expert == 1 or cfg.mesh.gather_dense == "step")
 
 
@@ -228,6 +234,9 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     gaps += trim_gaps(cfg)
     gaps += reduction_gaps(cfg, "reduces buckets of its own size (ddp-bucket-size: parameters)")
     gaps += codec_gaps(cfg)
+    gaps += stage_gaps(cfg)
+    if cfg.mesh.stage > 1 and cfg.mesh.schedule != "1f1b":
+        gaps.append(Gap(f"the schedule {cfg.mesh.schedule}", "has 1F1B, which keeps less"))
     gaps += _remat_gaps(cfg)
     return gaps
 

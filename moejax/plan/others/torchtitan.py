@@ -12,6 +12,7 @@ from moejax.plan.others.gaps import (
     chunk_gaps,
     codec_gaps,
     reduction_gaps,
+    stage_gaps,
     trim_gaps,
     whole_experts_gaps,
 )
@@ -24,6 +25,7 @@ from moejax.plan.others.translation import (
     experts_text,
     has_exchange,
     sizes_of,
+    stages_text,
     torchrun,
 )
 
@@ -41,6 +43,7 @@ REMATS: dict[str, tuple[str, str]] = {
     "attention": ("selective", "tokens and results of attention are kept, and more"),
     "experts": ("selective", "tokens, results of attention and products are kept"),
 }
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 # What backward has without another gather.
 KEEPS_WEIGHTS = ("none", "collectives")
 
@@ -98,8 +101,14 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
         ),
         ("tensor_parallel_degree", sizes.tensor, f"tensor {sizes.tensor}"),
         ("context_parallel_degree", 1, "sequences stay whole"),
-        ("pipeline_parallel_degree", 1, "no pipeline"),
+        ("pipeline_parallel_degree", sizes.stage, stages_text(cfg)),
     ]
+    if sizes.stage > 1:
+        schedule = SCHEDULES[cfg.mesh.schedule]
+        options += [
+            ("pipeline_parallel_schedule", schedule, stages_text(cfg)),
+            ("pipeline_parallel_microbatch_size", sizes.rows, "sequences of a micro-batch"),
+        ]
     degree = expert_degree(cfg, sizes)
     text = experts_text(cfg)
     options.append(("expert_parallel_degree", degree, text))
@@ -115,9 +124,13 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
 
 def _batch(cfg: Config, sizes: Sizes) -> list[Option]:
     text = f"{sizes.batch} sequences / ({sizes.data} ranks x {sizes.micro_batches} micro-batches)"
+    local = sizes.rows
+    if sizes.stage > 1:  # it cuts the local batch into the pipeline's micro-batches
+        local *= sizes.micro_batches
+        text = f"{sizes.batch} sequences / {sizes.data} ranks of a stage"
     return [
         Option("training.seq_len", cfg.data.sequence_length, "data.sequence_length"),
-        Option("training.local_batch_size", sizes.rows, text),
+        Option("training.local_batch_size", local, text),
         Option("training.global_batch_size", sizes.batch, "train.batch_sequences"),
         Option("training.mixed_precision_param", cfg.model.dtype, "model.dtype"),
         Option("training.mixed_precision_reduce", "float32", "gradients are reduced in float32"),
@@ -148,6 +161,7 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     if cfg.train.gradient_dtype != "float32":
         gaps.append(Gap(f"gradients reduced in {cfg.train.gradient_dtype}", "reduces in float32"))
     gaps += codec_gaps(cfg)
+    gaps += stage_gaps(cfg)
     if cfg.model.remat not in ("none", "full"):
         what = f"what remat {cfg.model.remat} keeps"
         gaps.append(Gap(what, "keeps what its own list of operations says, so memory differs"))

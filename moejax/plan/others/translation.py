@@ -7,7 +7,7 @@ from typing import Literal
 from moejax.config.schema import Config
 from moejax.layout.layout import build_layout
 
-AXES = ("replica", "fsdp", "expert", "tensor")
+AXES = ("stage", "replica", "fsdp", "expert", "tensor")
 
 SHAPE = "shape of the model"  # why a setting has its value
 
@@ -97,13 +97,14 @@ class Sizes:
     """Sizes of a plan's mesh and batch.
 
     Attributes:
-      replica, fsdp, expert, tensor: devices along the mesh axes; their product is all devices.
+      stage, replica, fsdp, expert, tensor: devices along the mesh axes; their product is all.
       nodes: nodes of the cluster.
       across: devices along each axis that lie on different nodes; by axis.
       batch: sequences of one step, over all devices.
       micro_batches: micro-batches of one step.
     """
 
+    stage: int
     replica: int
     fsdp: int
     expert: int
@@ -116,11 +117,11 @@ class Sizes:
     @property
     def devices(self) -> int:
         """Devices of the mesh."""
-        return self.data * self.tensor
+        return self.stage * self.data * self.tensor
 
     @property
     def data(self) -> int:
-        """Devices, or groups of tensor ranks, that have sequences of their own."""
+        """Devices of a stage, or groups of tensor ranks, that have sequences of their own."""
         return self.replica * self.fsdp * self.expert
 
     @property
@@ -145,6 +146,13 @@ def sizes_of(cfg: Config) -> Sizes:
         batch=cfg.train.batch_sequences,
         micro_batches=cfg.train.micro_batches,
     )
+
+
+def stages_text(cfg: Config) -> str:
+    """Returns the part of the plan that says how layers are spread over pipeline stages."""
+    if cfg.mesh.stage == 1:
+        return "no pipeline"
+    return f"stage {cfg.mesh.stage}, schedule {cfg.mesh.schedule}"
 
 
 HOST_GPUS = 8  # most GPUs of one host; a node of more is several hosts that NVLink joins

@@ -1,6 +1,7 @@
 """A rough estimate of every mesh, which decides only which meshes are traced.
 
-Closed formulas for the bytes that a step moves and a device holds; microseconds per mesh.
+Closed formulas for the bytes that a step moves and a device holds; microseconds per mesh. With
+pipeline stages all layers count as the stages'.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from moejax.config.checks.size import attention_matrices, attention_parameters
 from moejax.config.schema import Config
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.plan.cluster.topology import Topology
+from moejax.step.schedule import schedule_of
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 # Bytes of activations that a block keeps for backward, by recomputation; rough.
@@ -35,8 +37,13 @@ class Estimate:
     def tokens(self) -> float:
         """Tokens of a micro-batch on one tensor group."""
         train, layout = self.cfg.train, self.layout
-        ranks = layout.size(layout.token_axes) * train.micro_batches
+        ranks = layout.size(layout.inside.token_axes) * train.micro_batches
         return train.batch_sequences * self.cfg.data.sequence_length / ranks
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.cfg.mesh.stage
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -88,8 +95,8 @@ class Estimate:
     def _of_device(self, dense: float, experts: float, tables: float) -> float:
         """Returns a device's share of all blocks' parameters, and of the tables'."""
         layout, layers = self.layout, self.cfg.model.blocks
-        over = layout.size(layout.fsdp + layout.expert + layout.tensor)
-        shards = self.expert_share * layout.size(layout.fsdp)
+        over = layout.size(layout.stage + layout.fsdp + layout.expert + layout.tensor)
+        shards = self.expert_share * layout.size(layout.stage + layout.fsdp)
         return (layers * dense + tables) / over + layers * experts / shards
 
     @property
@@ -104,10 +111,14 @@ class Estimate:
         layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
         width = WIDTHS[model.dtype]
         dense, experts = self.weights
+        block_weights = dense / layout.size(layout.tensor) + experts / self.expert_share
         # In float32: masters, two moments, two copies of gradients, and their sum over
         # micro-batches. In the dtype of compute: one block's gathered weights.
         held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + self.frozen_bytes
-        held += width * (dense / layout.size(layout.tensor) + experts / self.expert_share)
+        if self.stages == 1:
+            held += width * block_weights
+        else:  # all of a stage's, and float32 sums of their gradients
+            held += (width + 4) * block_weights * self.cfg.model.blocks / self.stages
         local = self.tokens / layout.size(layout.tensor)
         kept_tokens = self.tokens if self.cfg.mesh.activations == "replicated" else local
         rows = local * moe.experts_per_token * (1.5 if model.has_experts else 0)
@@ -115,28 +126,57 @@ class Estimate:
         channels = 2 * model.num_heads * (model.head_width + model.value_channels)
         attention = self.tokens * channels / layout.size(layout.tensor)
         block = width * (hidden + attention + 6 * kept_tokens * model.width)
-        activations = block * KEPT[model.remat] + width * kept_tokens * model.width
-        return held + activations * model.blocks + 2 * block
+        passed = width * kept_tokens * model.width
+        activations = (block * KEPT[model.remat] + passed) * model.blocks / self.stages
+        return held + activations + 2 * block + self._slots() * passed
+
+    def _slots(self) -> int:
+        """Returns how many micro-batches' hidden states a stage keeps or has in hand."""
+        if self.stages == 1:
+            return 0
+        micro, own = self.cfg.train.micro_batches, self.cfg.train.micro_batches // self.stages
+        schedule = schedule_of(self.cfg.mesh.schedule, self.stages, micro)
+        return schedule.kept + schedule.answers + 2 * own + 6
 
     def seconds(self) -> float:
         """Returns the time of a step: compute, plus communication that cannot be hidden."""
         compute, exchange, weights = self._compute(), self._exchange(), self._weights()
         micro = self.cfg.train.micro_batches
+        if self.stages > 1:
+            return self._staged_seconds(compute, exchange, weights)
         # On CPU collectives take the cores that compute; elsewhere weights travel beside compute.
         hidden = 0.0 if self.topology.device.platform == "cpu" else 0.5 * compute
         block = compute + exchange + max(0.0, weights - hidden)
-        return micro * (self.cfg.model.blocks * block + self._ends()) + self._update()
+        ends = self._ends() + self._tables()
+        return micro * (self.cfg.model.blocks * block + ends) + self._update()
+
+    def _staged_seconds(self, compute: float, exchange: float, weights: float) -> float:
+        """Returns the time of a step with pipeline stages, whose weights move once."""
+        model, micro, layout = self.cfg.model, self.cfg.train.micro_batches, self.layout
+        share = model.blocks / self.stages
+        passed = self.tokens * model.width * WIDTHS[model.dtype] / layout.size(layout.tensor)
+        # Forward and backward travel in opposite directions.
+        sent = self._cost("ppermute", passed, layout.stage)
+        sent += self._cost("all_to_all", passed, layout.stage)
+        tick = share * (compute + exchange) + sent
+        moved = share * weights + self._tables()
+        ends = micro * self._ends() / self.stages
+        return (micro + self.stages - 1) * tick + ends + moved + self._update()
 
     def _ends(self) -> float:
-        """Returns the seconds of embedding and loss in one micro-batch."""
+        """Returns the compute seconds of embedding and loss in one micro-batch."""
         layout, model = self.layout, self.cfg.model
         flops = 6.0 * self.tokens * model.width * model.vocab_size / layout.size(layout.tensor)
         flops *= 1 + model.predict_ahead
         rate = self.topology.device.product_rate(model.dtype, flops / 3)
+        return self.topology.device.program_overhead * flops / max(rate, 1.0)
+
+    def _tables(self) -> float:
+        """Returns the seconds of gathering embedding and output projection, and reducing them."""
+        layout = self.layout
         table = self.tables / layout.size(layout.tensor)
         reduced = table if self.cfg.lora.rank is None else 0.0
-        compute = self.topology.device.program_overhead * flops / max(rate, 1.0)
-        return compute + self._moved(table, reduced, layout.fsdp + layout.expert)
+        return self._moved(table, reduced, layout.stage + layout.fsdp + layout.expert)
 
     def _update(self) -> float:
         """Returns the update's seconds: reads masters, moments, gradients; writes the first two."""
@@ -149,6 +189,7 @@ class Estimate:
         dense, experts = self.weights
         active = dense + experts * moe.experts_per_token / moe.num_experts
         recomputed = 0 if model.remat in ("none", "dots", "experts") else 1
+        recomputed += self.stages > 1  # of a stage its input alone is kept
         channels = model.num_heads * (model.head_width + model.value_channels)
         positions = channels * self.cfg.data.sequence_length / 2
         flops = (

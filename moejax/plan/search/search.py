@@ -142,10 +142,11 @@ class _Search:
 
     def _promising(self, estimates: list[Estimate]) -> Iterator[Config]:
         """Yields meshes that fit by estimate, as they are or made lighter, fastest first."""
-        seen: Counter[tuple[int, int]] = Counter()
+        seen: Counter[tuple[int, int, int]] = Counter()
         fitting = [cfg for cfg in map(self._estimate_that_fits, estimates) if cfg is not None]
         for estimate in sorted(fitting, key=Estimate.seconds):
-            alike = (estimate.cfg.mesh.expert, estimate.cfg.mesh.tensor)
+            mesh = estimate.cfg.mesh
+            alike = (mesh.stage, mesh.expert, mesh.tensor)
             seen[alike] += 1
             if seen[alike] <= 2:
                 yield estimate.cfg
@@ -228,7 +229,8 @@ class _Search:
           chunks: whether to try what comes after codecs and routes too.
         """
         best = start
-        for neighbours in (self._heavier, self._coded, self._dense_gathers, self._routes):
+        first = (self._heavier, self._schedules, self._coded, self._dense_gathers, self._routes)
+        for neighbours in first:
             best = self._best_of(best, neighbours(best.cfg))
         if not chunks:
             return
@@ -271,6 +273,9 @@ class _Search:
 
     def _routes(self, cfg: Config) -> Iterable[Config]:
         return space.exchanges(cfg, self.limits)
+
+    def _schedules(self, cfg: Config) -> Iterable[Config]:
+        return space.schedules(cfg, self.limits)
 
     def _dense_gathers(self, cfg: Config) -> Iterable[Config]:
         return space.dense_gathers(cfg, self.limits)

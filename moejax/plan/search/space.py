@@ -7,11 +7,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from moejax.config.checks import check, resolve_mesh
 from moejax.config.checks.planned import CHOSEN, CODECS, EXCHANGE, MESH, REDUCTION
-from moejax.config.compression import GRADIENTS, PRESETS
+from moejax.config.compression import GRADIENTS, PRESETS, STAGES
 from moejax.config.fields import change, fields, get_value
 from moejax.config.schema import Config, PlanConfig
 from moejax.errors import InputError
@@ -20,7 +21,10 @@ from moejax.layout.route import ROUTES
 # Settings of a plan: all that a search chooses, and the preset that its codecs replace.
 SETTINGS = (*CHOSEN, "compression.preset")
 MAX_CHUNKS = 8
+MOST_TURNS = 8  # micro-batches for each stage; then stages are idle for an eighth of a step
+ROWS = ("mesh.replica", "mesh.fsdp", "mesh.expert")  # axes that share a stage's sequences
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
+SCHEDULES = ("1f1b", "gpipe")
 # From no recomputation to all, which saves the most memory.
 REMATS = ("none", "dots", "experts", "collectives", "attention", "token_collectives", "full")
 
@@ -61,21 +65,44 @@ def resolve(cfg: Config, limits: Limits) -> Config | None:
 
 def meshes(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields every mesh, with the simplest route."""
-    for sizes in _factorings(limits.devices, 4):
+    # A free replica axis takes the devices that the other axes leave.
+    fixed = [n for n in MESH if not limits.free(n) and get_value(cfg, n) is not None]
+    for sizes in _factorings(limits.devices, len(MESH)):
         values: dict[str, Any] = dict(zip(MESH, sizes, strict=True))
-        # A free replica axis takes the devices that the other axes leave.
-        fixed = [n for n in MESH if not limits.free(n) and get_value(cfg, n) is not None]
         if any(get_value(cfg, name) != values[name] for name in fixed):
             continue
         tensor, experts = values["mesh.tensor"], cfg.model.has_experts
         layouts = ("sequence", "replicated") if tensor > 1 else ("sequence",)
         weights = ("hidden", "folded", "whole") if tensor > 1 and experts else ("hidden",)
-        for activations in _values(cfg, limits, "mesh.activations", layouts):
-            for kind in _values(cfg, limits, "mesh.expert_weights", weights):
-                own = {"mesh.activations": activations, "mesh.expert_weights": kind}
-                candidate = resolve(_plain_exchange(change(cfg, values | own), limits), limits)
-                if candidate is not None:
-                    yield candidate
+        choices = product(
+            _values(cfg, limits, "mesh.activations", layouts),
+            _values(cfg, limits, "mesh.expert_weights", weights),
+            _micro_batches(cfg, limits, values),
+        )
+        for activations, kind, parts in choices:
+            own = {"mesh.activations": activations, "mesh.expert_weights": kind}
+            own |= {"train.micro_batches": parts}
+            candidate = resolve(_plain_exchange(change(cfg, values | own), limits), limits)
+            if candidate is not None:
+                yield candidate
+
+
+def _micro_batches(cfg: Config, limits: Limits, mesh: dict[str, Any]) -> list[int]:
+    """Returns the numbers of micro-batches to estimate on a mesh.
+
+    With stages they decide how long stages are idle: all numbers that divide the batch, up to
+    `MOST_TURNS` for each stage. Without stages fewer are faster, and memory may ask for more.
+    """
+    stages, fewest = mesh["mesh.stage"], cfg.train.micro_batches
+    if stages == 1 or not limits.free("train.micro_batches"):
+        return [fewest]
+    rows = _rows(cfg, math.prod(mesh[name] for name in MESH if name in ROWS))
+    return [n for n in divisors(rows) if n % stages == 0 and fewest <= n <= MOST_TURNS * stages]
+
+
+def _rows(cfg: Config, ranks: int) -> int:
+    """Returns the sequences of a step on one of `ranks` devices or groups that share them."""
+    return max(1, cfg.train.batch_sequences // ranks)
 
 
 def _plain_exchange(cfg: Config, limits: Limits) -> Config:
@@ -126,7 +153,8 @@ def codecs(cfg: Config, limits: Limits) -> Iterator[Config]:
     allowed = {name: codec for name, codec in allowed.items() if limits.free(name)}
     gradients = [name for name in allowed if name.rpartition(".")[2] in GRADIENTS]
     groups = [list(allowed), gradients, [name for name in allowed if name not in gradients]]
-    groups += [[name] for name in allowed]
+    stages = {f"compression.{kind}" for kind in STAGES if cfg.mesh.stage == 1}
+    groups += [[name] for name in allowed if name not in stages]
     seen: list[list[str]] = []
     for group in groups:
         if group and group not in seen:
@@ -157,13 +185,29 @@ def dense_gathers(cfg: Config, limits: Limits) -> Iterator[Config]:
             yield candidate
 
 
+def schedules(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Yields the other schedule of pipeline stages, then half and twice the micro-batches."""
+    if cfg.mesh.stage == 1:
+        return
+    parts = cfg.train.micro_batches
+    changes = [{"mesh.schedule": s} for s in _values(cfg, limits, "mesh.schedule", SCHEDULES)]
+    changes += [
+        {"train.micro_batches": n}
+        for n in (2 * parts, parts // 2)
+        if limits.free("train.micro_batches")
+    ]
+    for values in changes:
+        candidate = resolve(change(cfg, values), limits)
+        if candidate is not None and candidate != cfg:
+            yield candidate
+
+
 def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields plans with more recomputation and micro-batches, the smallest change first.
 
     Not resolved, because that is slow and most of them are only estimated.
     """
-    ranks = cfg.mesh.fsdp * cfg.mesh.expert * (cfg.mesh.replica or 1)
-    rows = max(1, cfg.train.batch_sequences // ranks)
+    rows = _rows(cfg, cfg.mesh.fsdp * cfg.mesh.expert * (cfg.mesh.replica or 1))
     micro = [n for n in divisors(rows) if n >= cfg.train.micro_batches]
     for parts in _values(cfg, limits, "train.micro_batches", tuple(micro)):
         at = REMATS.index(cfg.model.remat)
@@ -179,7 +223,7 @@ def baseline(cfg: Config, limits: Limits) -> Config | None:
     This is DeepSpeed's layout: expert parallelism across nodes, data parallelism for the rest.
     """
     expert = math.gcd(cfg.moe.num_experts, limits.devices) if cfg.model.has_experts else 1
-    sizes = (limits.devices // expert, 1, expert, 1)
+    sizes = (1, limits.devices // expert, 1, expert, 1)
     values = dict(zip(MESH, sizes, strict=True)) | {"compression.preset": "none"}
     values |= {name: fields()[name].default for name in (*EXCHANGE, *REDUCTION, *CODECS)}
     values |= {"mesh.activations": "sequence", "mesh.expert_weights": "hidden"}

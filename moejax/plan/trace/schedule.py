@@ -26,6 +26,8 @@ TRAFFIC = (
     "dispatch_backward",
     "combine_backward",
     "weights",
+    "stage",
+    "stage_gradient",
     "activations",
     "routing",
     "loss",

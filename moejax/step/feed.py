@@ -1,0 +1,183 @@
+"""Inputs of pipeline stages: what is before them, and gradients back to it.
+
+Per device, inside the shard_map of the training mesh. Two ways:
+
+- `Lookup`, where nothing but the embedding is before the stages. Tokens are a thousandth of hidden
+  states, so every stage has those of all micro-batches, and the first looks up its input at each
+  tick. All stages do, because they run one program: a read of as many bytes as a slot has.
+- `Chain`, where layers are before the stages. They run on each stage's own micro-batches, before
+  the first tick; what they return moves down to the first stage, one stage a tick, and gradients
+  move up.
+
+Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
+stages work on them, j one of a stage's own.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moejax.comm.stages import Link
+from moejax.step.staged_model import RouterParts, StagedModel, no_parts, put_table
+from moejax.step.state import Tree
+
+
+class Lookup:
+    """The embedding, at the first stage.
+
+    The state of gradients is the float32 sum of the table's.
+    """
+
+    def __init__(self, staged: StagedModel):
+        self.staged = staged
+        self.table = staged.outer["embedding"]["table"]
+
+    def first(self) -> tuple[jax.Array, None]:
+        """Returns hidden states of real tokens, and what moves besides: nothing."""
+        return self.staged.embed(self.table, jnp.int32(0)), None
+
+    def input(self, fed: None, t: jax.Array) -> tuple[jax.Array, None]:
+        """Returns the first stage's input at a tick."""
+        return self.staged.embed(self.table, self.staged.numbered(t)[0]), None
+
+    def first_back(self) -> jax.Array:
+        """Returns the state of gradients before the first tick."""
+        return jnp.zeros(self.table.shape, jnp.float32)
+
+    def pass_on(self, back: jax.Array) -> jax.Array:
+        """Moves gradients on by one stage."""
+        return back
+
+    def take(self, back: jax.Array, dx_BtD: jax.Array, t: jax.Array) -> jax.Array:
+        """Adds the gradient of an input of the first stage, which backward left at tick t."""
+        staged = self.staged
+        k = staged.numbered(t - staged.schedule.begins - (staged.stages - 1))[0]
+        _, pull = jax.vjp(partial(staged.embed, k=k), self.table)
+        (table,) = pull(jnp.where(staged.stage == 0, dx_BtD, 0))
+        return back + table.astype(jnp.float32)
+
+    def finish(self, back: jax.Array) -> tuple[Tree, RouterParts]:
+        """Returns the gradients of `outer`, without those of the loss, and the parts' sums."""
+        zeros = sums_like(self.staged.outer)
+        return put_table(zeros, back), no_parts()
+
+
+class Returning(NamedTuple):
+    """Gradients on their way back to the layers before the stages.
+
+    Attributes:
+      moving: one on its way up.
+      own: what came back, for each of this stage's own micro-batches.
+    """
+
+    moving: jax.Array
+    own_JBtD: jax.Array
+
+
+class Chain:
+    """Layers before the stages, on each stage's own micro-batches.
+
+    Each stage in turn has the next micro-batch. At every P-th tick all put their next one on a
+    chain that ends at the first stage.
+
+    Attributes:
+      x_JBtD: hidden states of this stage's own micro-batches.
+    """
+
+    def __init__(self, staged: StagedModel):
+        self.staged = staged
+        each = jnp.arange(staged.each)
+        self.x_JBtD = lax.map(lambda j: staged.run_before(staged.outer, j)[0], each)
+        self.ahead: Link = staged.link("stage", self.x_JBtD[0])
+        self.behind: Link = staged.link("stage_gradient", self.x_JBtD[0])
+
+    def first(self) -> tuple[jax.Array, jax.Array]:
+        """Returns hidden states of real tokens, and what moves down the chain."""
+        return self.x_JBtD[0], self.x_JBtD[0]
+
+    def input(self, fed: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the first stage's input at a tick, and moves the chain on."""
+        staged = self.staged
+        new = get(self.x_JBtD, jnp.minimum(t // staged.stages, staged.each - 1))
+        fed = jnp.where(t % staged.stages == 0, new, fed)
+        return fed, self.ahead.to_previous(self.ahead.encode_once(fed))
+
+    def first_back(self) -> Returning:
+        """Returns the state of gradients before the first tick."""
+        return Returning(jnp.zeros_like(self.x_JBtD[0]), jnp.zeros_like(self.x_JBtD))
+
+    def pass_on(self, back: Returning) -> Returning:
+        """Moves gradients on by one stage."""
+        moving = self.behind.to_next(self.behind.encode_once(back.moving))
+        return back._replace(moving=moving)
+
+    def take(self, back: Returning, dx_BtD: jax.Array, t: jax.Array) -> Returning:
+        """Puts on the chain what backward left at tick t on the first stage."""
+        moving = jnp.where(self.staged.stage == 0, dx_BtD, back.moving)
+        return self._keep(back._replace(moving=moving), t)
+
+    def _keep(self, back: Returning, t: jax.Array) -> Returning:
+        """Keeps the gradient that has come back to where its micro-batch is from.
+
+        What the first stage returns at tick u reaches stage s at tick u + s.
+        """
+        staged = self.staged
+        u = t - staged.schedule.begins - (staged.stages - 1) - 2 * staged.stage
+        j, here = u // staged.stages, u % staged.stages == 0
+        here &= (j >= 0) & (j < staged.each)
+        slot = jnp.clip(j, 0, staged.each - 1)
+        return back._replace(own_JBtD=put(back.own_JBtD, back.moving, slot, here))
+
+    def finish(self, back: Returning) -> tuple[Tree, RouterParts]:
+        """Brings back what is under way, and runs backward through the layers before the stages.
+
+        Returns:
+          The gradients of `outer`, without those of the loss, and the parts' sums.
+        """
+        staged = self.staged
+
+        def bring_back(back: Returning, t: jax.Array) -> tuple[Returning, None]:
+            return self._keep(self.pass_on(back), t), None
+
+        end = staged.schedule.phases[-1].stop
+        back, _ = lax.scan(bring_back, back, jnp.arange(end, end + staged.stages - 1))
+
+        def add_one(sums: Any, scanned: Any) -> tuple[Any, None]:
+            j, dx_BtD = scanned
+            _, pull, parts = jax.vjp(partial(staged.before, j=j), staged.outer, has_aux=True)
+            (outer,) = pull((dx_BtD, jnp.ones(())))
+            return (add(sums[0], outer), jax.tree.map(jnp.add, sums[1], parts)), None
+
+        parts = jax.eval_shape(staged.before, staged.outer, jnp.int32(0))[1]
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts)
+        first = sums_like(staged.outer), none
+        return lax.scan(add_one, first, (jnp.arange(staged.each), back.own_JBtD))[0]
+
+
+def build_feed(staged: StagedModel) -> Lookup | Chain:
+    """Returns the way in which a model's stages get their inputs."""
+    return Lookup(staged) if staged.embeds_alone else Chain(staged)
+
+
+def get(slots: jax.Array, slot: jax.Array) -> jax.Array:
+    """Reads a slot."""
+    return lax.dynamic_index_in_dim(slots, slot, keepdims=False)
+
+
+def put(slots: jax.Array, x: jax.Array, slot: jax.Array, valid: jax.Array) -> jax.Array:
+    """Writes to a slot, if valid."""
+    x = jnp.where(valid, x, get(slots, slot))
+    return lax.dynamic_update_index_in_dim(slots, x, slot, 0)
+
+
+def sums_like(tree: Tree) -> Tree:
+    """Returns zeros to which gradients of weights are added."""
+    return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)
+
+
+def add(sums: Tree, more: Tree) -> Tree:
+    """Adds to float32 sums."""
+    return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums, more)
