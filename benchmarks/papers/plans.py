@@ -39,7 +39,8 @@ from moejax.plan.price.candidate import PricedPlan, price, trace_config
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.terms import tokens_per_second
 from moejax.plan.report.tables import plan_text, sentence
-from moejax.plan.search.search import SearchResult, search
+from moejax.plan.search.result import SearchResult
+from moejax.plan.search.search import search
 from moejax.plan.search.space import Limits, resolve
 
 PATIENCE = 45  # traces of a search, where it is not itself what is shown

@@ -52,11 +52,12 @@ def shard_map(
     """`jax.shard_map` with the conventions of `comm.wire`; `in_order` on gloo.
 
     Args:
-      ordered: whether collectives run one after the other in one process too.
+      ordered: whether collectives run one after the other in one process too. Not on an abstract
+        mesh, whose programs are read and never run.
     """
     if isinstance(mesh, Mesh) and is_gloo(mesh):
         body = in_order(body, connected(mesh))
-    elif ordered:
+    elif ordered and isinstance(mesh, Mesh):
         body = in_order(body)
     return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

@@ -66,7 +66,7 @@ class Link:
             return self.encode_once(x_BtD), None
         corrected = x_BtD.astype(jnp.float32) + error
         encoded = self.encode_once(corrected)
-        left = corrected - self._decode(encoded, jnp.float32)
+        left = corrected - self.decode(encoded, jnp.float32)
         return encoded, jnp.where(valid, left, error)
 
     def encode_once(self, x_BtD: jax.Array) -> jax.Array:
@@ -75,7 +75,8 @@ class Link:
             return x_BtD
         return pack(self.codec.encode_once(x_BtD), x_BtD.ndim - 1)
 
-    def _decode(self, encoded: jax.Array, dtype: DTypeLike) -> jax.Array:
+    def decode(self, encoded: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Decodes what `encode` made."""
         if self.codec is None:
             return encoded
         return self.codec.decode_as(unpack(encoded, self.like), self.width, dtype)
@@ -91,7 +92,7 @@ class Link:
     def _permute(self, encoded: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
         with jax.named_scope(self.traffic):
             moved = wire.ppermute(encoded, self.layout.stage, pairs)
-            return self._decode(moved, self.dtype)
+            return self.decode(moved, self.dtype)
 
     def spread_positions(self, y_BtD: jax.Array) -> jax.Array:
         """Gives each stage its share of the positions of the last stage's hidden states.
@@ -103,7 +104,7 @@ class Link:
         with jax.named_scope(self.traffic):
             encoded = self.encode_once(y_PBtD)
             encoded = wire.all_to_all(encoded, self.layout.stage, tag=None)[-1]
-            return self._decode(encoded, self.dtype)
+            return self.decode(encoded, self.dtype)
 
     def collect_positions(self, encoded_BtX: jax.Array) -> jax.Array:
         """The transpose of `spread_positions`: the last stage gets all, others get zeros.
@@ -114,7 +115,7 @@ class Link:
         zeros = jnp.zeros((self.size, B, t, X), encoded_BtX.dtype)
         with jax.named_scope(self.traffic):
             every = wire.all_to_all(zeros.at[-1].set(encoded_BtX), self.layout.stage, tag=None)
-            dy_BtD = self._decode(every.reshape(-1, t, X), self.dtype)
+            dy_BtD = self.decode(every.reshape(-1, t, X), self.dtype)
         dy_PBtD = dy_BtD.reshape(self.size, B, t, self.width)
         return jnp.moveaxis(dy_PBtD, 0, 1).reshape(B, -1, self.width)
 

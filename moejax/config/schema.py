@@ -51,6 +51,11 @@ class MeshConfig:
         "order of micro-batches in stages: 1f1b keeps 2 x stages of them, gpipe all",
         choices=("1f1b", "gpipe"),
     )
+    stage_keeps: str = setting(
+        "residuals",
+        "of a micro-batch for backward: what model.remat keeps; or a stage's input alone",
+        choices=("residuals", "input"),
+    )
     activations: str = setting(
         "sequence",
         "activations between blocks on the tensor axis",

@@ -20,7 +20,7 @@ from moejax.errors import InputError, exit_code
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.published import Published, read_published
-from moejax.plan.search.search import SearchResult
+from moejax.plan.search.result import SearchResult
 
 EPILOG = """\
 examples:

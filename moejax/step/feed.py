@@ -43,23 +43,23 @@ class Lookup:
         """Returns the first stage's input at a tick."""
         return self.staged.embed(self.table, self.staged.numbered(t)[0]), None
 
-    def first_back(self) -> jax.Array:
+    def first_back(self) -> Tree:
         """Returns the state of gradients before the first tick."""
-        return jnp.zeros(self.table.shape, jnp.float32)
+        return sums_like(self.table)
 
-    def pass_on(self, back: jax.Array) -> jax.Array:
+    def pass_on(self, back: Tree) -> Tree:
         """Moves gradients on by one stage."""
         return back
 
-    def take(self, back: jax.Array, dx_BtD: jax.Array, t: jax.Array) -> jax.Array:
+    def take(self, back: Tree, dx_BtD: jax.Array, t: jax.Array) -> Tree:
         """Adds the gradient of an input of the first stage, which backward left at tick t."""
         staged = self.staged
         k = staged.numbered(t - staged.schedule.begins - (staged.stages - 1))[0]
         _, pull = jax.vjp(partial(staged.embed, k=k), self.table)
         (table,) = pull(jnp.where(staged.stage == 0, dx_BtD, 0))
-        return back + table.astype(jnp.float32)
+        return add(back, table)
 
-    def finish(self, back: jax.Array) -> tuple[Tree, RouterParts]:
+    def finish(self, back: Tree) -> tuple[Tree, RouterParts]:
         """Returns the gradients of `outer`, without those of the loss, and the parts' sums."""
         zeros = sums_like(self.staged.outer)
         return put_table(zeros, back), no_parts()

@@ -124,7 +124,7 @@ class StagedModel:
         with jax.named_scope("embed"):
             return model.before_stages(rows.token_BT, rows.segment_BT, noise)
 
-    def embed(self, table: jax.Array, k: jax.Array) -> jax.Array:
+    def embed(self, table: Tree, k: jax.Array) -> jax.Array:
         """Looks up a micro-batch's hidden states, where nothing else is before the stages."""
         assert self.token_MBT is not None
         outer = put_table(self.outer, table)
@@ -206,7 +206,7 @@ def put_head(outer: Tree, head: Tree) -> Tree:
     return {**outer, "norm": head["norm"], "embedding": embedding}
 
 
-def put_table(outer: Tree, table: jax.Array) -> Tree:
+def put_table(outer: Tree, table: Tree) -> Tree:
     """Returns `outer` with the embedding's table replaced."""
     return {**outer, "embedding": {**outer["embedding"], "table": table}}
 

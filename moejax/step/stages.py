@@ -7,8 +7,8 @@ answered one tick later by the loss, of which each stage computes a share of the
 backward runs the same way back (`schedule_of`). Ticks outside of 0 <= k < M are the bubble: there a
 stage computes with real tokens, and what comes of it counts nothing.
 
-Weights enter once and gradients leave once a step (`comm.weights.enter`). Of a micro-batch only the
-input of each stage is kept: backward runs the stage's layers again.
+Weights enter once and gradients leave once a step (`comm.weights.enter`). What is kept of a
+micro-batch between its two passes: `step.kept`.
 
 What the first stage starts from, and where its gradients go: `step.feed`. A gradient is sent at the
 start of the tick after the one that made it, so that it travels while that tick computes forward.
@@ -18,7 +18,6 @@ stages work on them, j one of a stage's own.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +28,7 @@ from moejax.comm import wire
 from moejax.comm.weights.enter import enter_weights, leave_gradients
 from moejax.comm.weights.residuals import detach_residuals
 from moejax.step.feed import add, build_feed, get, put, sums_like
+from moejax.step.kept import build_keeper, empty_slots
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
 from moejax.step.schedule import Phase
@@ -61,7 +61,7 @@ class Carried(NamedTuple):
 
     Attributes:
       moving: hidden states on their way forward.
-      kept: inputs of the stage that backward still needs, a slot each.
+      kept: what backward still needs of micro-batches, a slot each.
       answers: gradients of the last stage's hidden states, a slot each; zeros elsewhere.
       gradient: of the stage's last input, encoded: it is sent at the next tick.
       errors: of what was encoded before, by backward and by answers; None without feedback.
@@ -72,7 +72,7 @@ class Carried(NamedTuple):
     """
 
     moving: Moving
-    kept: jax.Array
+    kept: list[jax.Array]
     answers: jax.Array
     gradient: jax.Array
     errors: tuple[jax.Array | None, jax.Array | None]
@@ -114,6 +114,7 @@ class Ticks:
     def __init__(self, staged: StagedModel, num_targets: jax.Array):
         self.staged, self.num_targets = staged, num_targets
         self.schedule, self.feed = staged.schedule, build_feed(staged)
+        self.keeper = build_keeper(staged)
         x_BtD, fed = self.feed.first()
         self.start = Moving(x_BtD, fed, x_BtD)
         self.ahead = staged.link("stage", x_BtD)
@@ -150,13 +151,10 @@ class Ticks:
         parts = jax.eval_shape(staged.in_stage, staged.layers, x_BtD, jnp.int32(0))[1]
         share_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages]
 
-        def slots(count: int) -> jax.Array:
-            return jnp.zeros((count, *x_BtD.shape), x_BtD.dtype)
-
         return Carried(
             moving=self.start,
-            kept=slots(self.schedule.kept),
-            answers=slots(self.schedule.answers),
+            kept=empty_slots(self.keeper, self.schedule.kept, x_BtD),
+            answers=jnp.zeros((self.schedule.answers, *x_BtD.shape), x_BtD.dtype),
             gradient=self.behind.encode_once(jnp.zeros_like(x_BtD)),
             errors=(self.behind.first_error(x_BtD), self.behind.first_error(share_BtD)),
             back=self.feed.first_back(),
@@ -167,14 +165,16 @@ class Ticks:
         )
 
     def forward_tick(self, carried: Carried, t: jax.Array) -> Carried:
-        """Runs this stage's layers on a micro-batch, and keeps its input."""
+        """Runs this stage's layers on a micro-batch."""
         staged = self.staged
         x_BtD, fed = stage_input(staged, self.feed, carried.moving, t)
         k, valid = staged.numbered(t - staged.stage)
-        kept = put(carried.kept, x_BtD, (staged.stage + k) % self.schedule.kept, valid)
-        y_BtD, _ = staged.run_stage(staged.layers, x_BtD, k)
+        y_BtD, arrays, parts = self.keeper.forward(x_BtD, k)
+        slot = (staged.stage + k) % self.schedule.kept
+        kept = [put(*both, slot, valid) for both in zip(carried.kept, arrays, strict=True)]
         arrived = self.ahead.to_next(self.ahead.encode_once(y_BtD))
-        return carried._replace(kept=kept, moving=Moving(arrived, fed, y_BtD))
+        carried = carried._replace(kept=kept, moving=Moving(arrived, fed, y_BtD))
+        return _counted(carried, parts, valid)
 
     def answer_tick(self, carried: Carried, t: jax.Array) -> Carried:
         """Computes the loss of what the last stage left, each stage that of some positions."""
@@ -194,7 +194,7 @@ class Ticks:
         )
 
     def backward_tick(self, carried: Carried, arrived: jax.Array, t: jax.Array) -> Carried:
-        """Runs a micro-batch through this stage's layers again, and its gradient back.
+        """Runs a micro-batch's gradients back through this stage's layers.
 
         Args:
           arrived: gradient from the stage after.
@@ -202,21 +202,28 @@ class Ticks:
         staged, schedule = self.staged, self.schedule
         behind = staged.stages - 1 - staged.stage
         k, valid = staged.numbered(t - schedule.begins - behind)
-        x_BtD = get(carried.kept, (staged.stage + k) % schedule.kept)
+        kept = [get(slots, (staged.stage + k) % schedule.kept) for slots in carried.kept]
         answer = get(carried.answers, k % schedule.answers)
         dy_BtD = jnp.where(behind == 0, answer, arrived)
         dy_BtD = jnp.where(valid, dy_BtD, 0)
-        run = partial(staged.in_stage, k=k)
-        _, pull, parts = jax.vjp(run, staged.layers, x_BtD, has_aux=True)
-        layers, dx_BtD = pull((dy_BtD, valid.astype(jnp.float32)))
+        share = valid.astype(jnp.float32)
+        layers, dx_BtD, parts = self.keeper.backward(kept, k, dy_BtD, share)
         gradient, error = self.behind.encode(dx_BtD, carried.errors[0], valid)
-        return carried._replace(
+        carried = carried._replace(
             gradient=gradient,
             errors=(error, carried.errors[1]),
             back=self.feed.take(carried.back, dx_BtD, t),
             layers=add(carried.layers, layers),
-            parts=jax.tree.map(lambda x, y: x + jnp.where(valid, y, 0), carried.parts, parts),
         )
+        return _counted(carried, parts, valid)
+
+
+def _counted(carried: Carried, parts: RouterParts | None, valid: jax.Array) -> Carried:
+    """Adds the parts of a micro-batch's loss, where there are any and they count."""
+    if parts is None:
+        return carried
+    sums = jax.tree.map(lambda x, y: x + jnp.where(valid, y, 0), carried.parts, parts)
+    return carried._replace(parts=sums)
 
 
 def stage_input(

@@ -8,8 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from moejax.comm.stages import build_link
+from moejax.config.compression import build_compression
 from moejax.config.schema import CompressionConfig
+from moejax.layout.layout import build_layout
+from moejax.plan.price.candidate import trace_config
+from moejax.plan.trace.reader import collectives
 from moejax.step.state import Batch
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.restore import restore_state
@@ -19,8 +26,11 @@ from tests.cases import CERTAIN, random_batch, small_config, step_for
 NO_BALANCE = {"balance_loss": 0.0}
 
 
-def config(mesh, stages, micro_batches, *, schedule="1f1b", layers=None, rows=1, **changes):
-    """`mesh` is of one stage; each of its devices has `rows` sequences of a micro-batch."""
+def config(mesh, stages, micro_batches, *, layers=None, rows=1, axis=None, **changes):
+    """`mesh` is of one stage; each of its devices has `rows` sequences of a micro-batch.
+
+    `axis` has more settings of the mesh.
+    """
     model = {"num_layers": layers or 2 * stages, **changes.pop("model", {})}
     train = {
         "batch_sequences": rows * math.prod(mesh[:3]) * micro_batches,
@@ -28,7 +38,7 @@ def config(mesh, stages, micro_batches, *, schedule="1f1b", layers=None, rows=1,
         **changes.pop("train", {}),
     }
     cfg = small_config(mesh, model=model, train=train, **{"moe": CERTAIN, **changes})
-    return with_mesh(cfg, stage=stages, schedule=schedule)
+    return with_mesh(cfg, stage=stages, **(axis or {}))
 
 
 def with_mesh(cfg, **changes):
@@ -75,20 +85,21 @@ ANY = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
-    ("stages", "times", "mesh", "schedule"),
+    ("stages", "times", "mesh", "schedule", "keeps"),
     [
-        pytest.param(2, 1, (1, 1, 2, 2), "1f1b", marks=ANY),
-        (4, 2, (2, 1, 1, 1), "gpipe"),
-        pytest.param(2, 1, (1, 1, 2, 2), "gpipe", marks=ANY),
-        pytest.param(2, 2, (2, 1, 2, 1), "gpipe", marks=ANY),
-        pytest.param(2, 4, (1, 2, 1, 2), "1f1b", marks=ANY),
-        pytest.param(4, 1, (1, 1, 2, 1), "1f1b", marks=ANY),
-        pytest.param(4, 2, (2, 1, 1, 1), "1f1b", marks=ANY),
-        pytest.param(4, 4, (1, 2, 1, 1), "1f1b", marks=ANY),
+        pytest.param(2, 1, (1, 1, 2, 2), "1f1b", "input", marks=ANY),
+        (4, 2, (2, 1, 1, 1), "gpipe", "residuals"),
+        pytest.param(2, 1, (1, 1, 2, 2), "gpipe", "input", marks=ANY),
+        pytest.param(2, 2, (2, 1, 2, 1), "gpipe", "residuals", marks=ANY),
+        pytest.param(2, 4, (1, 2, 1, 2), "1f1b", "residuals", marks=ANY),
+        pytest.param(4, 1, (1, 1, 2, 1), "1f1b", "residuals", marks=ANY),
+        pytest.param(4, 2, (2, 1, 1, 1), "1f1b", "input", marks=ANY),
+        pytest.param(4, 4, (1, 2, 1, 1), "1f1b", "residuals", marks=ANY),
     ],
 )
-def test_gradients_are_those_of_one_device(stages, times, mesh, schedule):
-    assert_same_gradients(config(mesh, stages, stages * times, schedule=schedule))
+def test_gradients_are_those_of_one_device(stages, times, mesh, schedule, keeps):
+    axis = {"schedule": schedule, "stage_keeps": keeps}
+    assert_same_gradients(config(mesh, stages, stages * times, axis=axis))
 
 
 CASES = {
@@ -96,11 +107,15 @@ CASES = {
     "z-loss": {"router": {"z_loss": 0.1}},
     "dense": {"model": {"moe_every": None}},
     "dense before": {"model": {"first_dense_layers": 1, "tie_embeddings": False}, "layers": 5},
+    "layers before": {"model": {"layers_before_stages": 1}, "layers": 5},
     "experts in each second block": {"model": {"moe_every": 2}, "layers": 8},
     "balance over sequences": {"router": {"balance_over": "sequence"}},
     "sigmoid scores": {"router": {"score": "sigmoid"}},
     "overflow rounds": {"moe": {}},
     "remat": {"model": {"remat": "full"}},
+    "remat, inputs kept": {"model": {"remat": "dots"}, "axis": {"stage_keeps": "input"}},
+    "products kept": {"model": {"remat": "dots"}},
+    "exchanges kept": {"model": {"remat": "token_collectives"}},
     "activations replicated": {"activations": "replicated"},
     "experts folded": {"expert_weights": "folded"},
     "experts whole": {"expert_weights": "whole"},
@@ -216,6 +231,71 @@ def test_a_checkpoint_of_two_stages_restores_on_any_number_of_them(tmp_path, sta
         assert got.sharding == abstract.sharding
 
 
+BETWEEN = ("stage", "stage_gradient")
+
+
+def between_nodes(cfg, stage="none", stage_gradient="none"):
+    """A config whose stages lie on two nodes, with these codecs between them."""
+    policy = CompressionConfig(stage=stage, stage_gradient=stage_gradient, block=16)
+    return dataclasses.replace(with_mesh(cfg, nodes=2), compression=policy)
+
+
+@pytest.mark.parametrize(
+    ("codecs", "case"),
+    [
+        (("int8", "int8+feedback"), "untied"),
+        pytest.param(("bfloat16", "e4m3"), "untied", marks=ANY),
+        pytest.param(("int8", "int8+feedback"), "dense before", marks=ANY),
+    ],
+)
+def test_codecs_between_stages_change_gradients_by_their_error(codecs, case):
+    plain = config((1, 1, 2, 2), 2, 4, **dict(CASES[case]))
+    batch = random_batch(plain)
+    whole, coded = step_for(plain), step_for(between_nodes(plain, *codecs))
+    wanted, _ = whole.gradients(whole.init(), batch)
+    got, _ = coded.gradients(coded.init(), batch)
+    errors = [
+        np.linalg.norm(np.asarray(g) - np.asarray(w)) / np.linalg.norm(w)
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    ]
+    # A token near the border between two experts may change sides.
+    assert 1e-5 < max(errors) < 0.1
+
+
+def test_between_stages_encoded_bytes_travel_and_nothing_else():
+    plain = config((1, 1, 2, 2), 2, 4)
+    sent = {}
+    for name, cfg in (("plain", plain), ("int8", between_nodes(plain, "int8", "int8"))):
+        sent[name] = [
+            (one.dtype, one.bytes, one.calls, one.kind)
+            for one in collectives(trace_config(cfg, "cpu").jaxpr)
+            if one.traffic in BETWEEN
+        ]
+    assert {dtype for dtype, *_ in sent["plain"]} == {"float32"}
+    assert {dtype for dtype, *_ in sent["int8"]} == {"uint8"}
+    for (_, before, calls, kind), (_, after, *same) in zip(*sent.values(), strict=True):
+        assert [calls, kind] == same
+        assert after == before * (16 + 4) / 64, "16 values share a scale of float32"
+
+
+@pytest.mark.exhaustive
+def test_one_micro_batch_that_is_not_finite_skips_the_update():
+    """In bubbles stages compute with it too, which must neither hide nor spread it."""
+    cfg = config((1, 1, 2, 1), 2, 4)
+    staged, batch = step_for(cfg), random_batch(cfg)
+    state = staged.init()
+    token = np.minimum(batch.token_BT, 30)
+    token[0, 3] = 31
+    table = np.array(state.params["embedding"]["table"])
+    table[31] = np.nan
+    sharding = state.params["embedding"]["table"].sharding
+    state.params["embedding"]["table"] = jax.device_put(table, sharding)
+    before = [np.asarray(x).tobytes() for x in jax.tree.leaves(state.params)]
+    state, metrics = staged.step(state, batch._replace(token_BT=token))
+    assert not np.isfinite(metrics.loss)
+    assert [np.asarray(x).tobytes() for x in jax.tree.leaves(state.params)] == before
+
+
 @pytest.mark.exhaustive
 def test_codecs_reduce_once_a_step_and_keep_what_they_left_out_where_it_belongs():
     """Four nodes: the weights of a stage cross two of them, all others cross four."""
@@ -240,3 +320,21 @@ def test_codecs_reduce_once_a_step_and_keep_what_they_left_out_where_it_belongs(
         else:
             assert residual.shape[0] == 4, "all devices"
         assert np.any(np.asarray(residual))
+
+
+@given(st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_what_an_encoding_left_out_is_added_to_the_next(count, seed):
+    """So all that arrived, and the last error, add up to all that was to be sent."""
+    cfg = between_nodes(config((1, 1, 1, 1), 2, 2), stage_gradient="int4+feedback")
+    codecs = build_compression(cfg.compression).at(0)
+    drawn = np.random.default_rng(seed).normal(size=(count, 1, 2, 32))
+    x_MBtD = jnp.asarray(drawn, jnp.float32)
+    link = build_link("stage_gradient", build_layout(cfg.mesh), codecs, x_MBtD[0])
+    arrived, error = np.zeros_like(x_MBtD[0]), link.first_error(x_MBtD[0])
+    for number, x_BtD in enumerate(x_MBtD):
+        skipped = link.encode(x_BtD, error, jnp.bool_(False))[1]
+        np.testing.assert_array_equal(skipped, error, "a bubble leaves the error as it is")
+        encoded, error = link.encode(x_BtD, error, jnp.bool_(True))
+        arrived += link.decode(encoded, jnp.float32)
+        assert np.any(np.asarray(error)), number
+    np.testing.assert_allclose(arrived + error, x_MBtD.sum(0), atol=1e-5)

@@ -27,7 +27,6 @@ from tests.train.test_manifest import write_step
 from tests.train.test_start import NO_DATA
 
 
-
 @contextlib.contextmanager
 def serving(*words):
     """Runs a module as a server on a free port of this machine, whose number is its last word."""

@@ -95,7 +95,11 @@ def _mesh_effects() -> Iterator[_Effect]:
         lambda cfg: cfg.mesh.stage == 1,
         "`mesh.stage` is above 1, and with stages all weights are gathered once a step",
     )
-    yield (("mesh.schedule",), lambda cfg: cfg.mesh.stage > 1, "`mesh.stage` is 1")
+    yield (
+        ("mesh.schedule", "mesh.stage_keeps"),
+        lambda cfg: cfg.mesh.stage > 1,
+        "`mesh.stage` is 1",
+    )
     yield (
         ("mesh.simulated_devices",),
         lambda cfg: cfg.mesh.platform in (None, "cpu"),

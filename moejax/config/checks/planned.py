@@ -7,13 +7,14 @@ from moejax.errors import InputError
 
 MESH = ("mesh.stage", "mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
 # Settings of layout and communication, which do not change the result of training.
-LAYOUT = (*MESH, "mesh.schedule", "mesh.activations", "mesh.expert_weights")
+LAYOUT = (*MESH, "mesh.activations", "mesh.expert_weights")
 EXCHANGE = ("route", "route_chunks", "route_chunks_backward")
 REDUCTION = ("train.reduction_bytes", "mesh.gather_dense")
+STAGES = ("mesh.schedule", "mesh.stage_keeps")
 # The same sums in another order, or recomputed.
 MEMORY = ("model.remat", "train.micro_batches")
 CODECS = tuple(f"compression.{kind}" for kind in PRESETS["strong"])
-CHOSEN = (*LAYOUT, *EXCHANGE, *REDUCTION, *MEMORY, *CODECS)
+CHOSEN = (*LAYOUT, *STAGES, *EXCHANGE, *REDUCTION, *MEMORY, *CODECS)
 
 MODES = ("default", "auto", "hand")
 

@@ -16,7 +16,8 @@ from moejax.config.schema import CompressionConfig, Config
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.terms import terms, why
-from moejax.plan.search.search import MEMORY_SHARE, SAME, SearchResult
+from moejax.plan.search.result import SearchResult
+from moejax.plan.search.search import MEMORY_SHARE, SAME
 
 
 def mesh_text(cfg: Config) -> str:

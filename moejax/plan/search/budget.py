@@ -54,6 +54,10 @@ class Budget:
         self.traced += 1
         self.slowest = max(self.slowest, seconds)
 
+    def another(self) -> "Budget":
+        """Returns a budget of as many traces, in the time that is left."""
+        return Budget(self.traces, max(0.0, self.seconds - self.elapsed), slowest=self.slowest)
+
     def cut_text(self) -> str | None:
         """Returns one line about the time cap; None if it did not end the search."""
         if not self.cut:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moejax.config.checks.size import attention_matrices, attention_parameters
+from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.plan.cluster.topology import Topology
-from moejax.step.schedule import schedule_of
+from moejax.step.schedule import Schedule, schedule_of
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 # Bytes of activations that a block keeps for backward, by recomputation; rough.
@@ -128,15 +129,21 @@ class Estimate:
         block = width * (hidden + attention + 6 * kept_tokens * model.width)
         passed = width * kept_tokens * model.width
         activations = (block * KEPT[model.remat] + passed) * model.blocks / self.stages
-        return held + activations + 2 * block + self._slots() * passed
+        if self.stages > 1:
+            kept = activations if self.cfg.mesh.stage_keeps == "residuals" else passed
+            held += self.schedule.kept * kept + self._in_hand() * passed
+        return held + activations + 2 * block
 
-    def _slots(self) -> int:
-        """Returns how many micro-batches' hidden states a stage keeps or has in hand."""
-        if self.stages == 1:
-            return 0
-        micro, own = self.cfg.train.micro_batches, self.cfg.train.micro_batches // self.stages
-        schedule = schedule_of(self.cfg.mesh.schedule, self.stages, micro)
-        return schedule.kept + schedule.answers + 2 * own + 6
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of stages."""
+        mesh = self.cfg.mesh
+        return schedule_of(mesh.schedule, mesh.stage, self.cfg.train.micro_batches)
+
+    def _in_hand(self) -> int:
+        """Returns how many micro-batches' hidden states a stage has in hand, besides the kept."""
+        before = 2 * self.cfg.train.micro_batches // self.stages
+        return self.schedule.answers + 6 + before * (len(layer_groups(self.cfg.model)) > 1)
 
     def seconds(self) -> float:
         """Returns the time of a step: compute, plus communication that cannot be hidden."""
@@ -189,7 +196,7 @@ class Estimate:
         dense, experts = self.weights
         active = dense + experts * moe.experts_per_token / moe.num_experts
         recomputed = 0 if model.remat in ("none", "dots", "experts") else 1
-        recomputed += self.stages > 1  # of a stage its input alone is kept
+        recomputed += self.stages > 1 and self.cfg.mesh.stage_keeps == "input"
         channels = model.num_heads * (model.head_width + model.value_channels)
         positions = channels * self.cfg.data.sequence_length / 2
         flops = (

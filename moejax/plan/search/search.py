@@ -3,8 +3,13 @@
 A plan that needs more memory than a device has is never chosen. It is first made lighter with more
 recomputation and more micro-batches. The search ends after a number of traces, so that the same
 question gets the same answer however fast the machine is; only the time cap depends on it.
+
+Meshes with pipeline stages are searched apart, with as many traces, and only if the best of them is
+estimated to be clearly faster than the best without: their estimates and those of the others are
+wrong in different ways, so in one list one kind would hide the other.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -23,39 +28,15 @@ from moejax.plan.search import space
 from moejax.plan.search.budget import Budget, default_budget
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.refusal import why_none
+from moejax.plan.search.result import SearchResult
 from moejax.plan.search.space import Limits
 
 MEMORY_SHARE = 0.95  # share of a device's memory that a plan may use; the rest is for fragmentation
 ROUGH = 1.3  # times that budget: a plan estimated above it is made lighter before it is traced
 FIRST = 4  # meshes traced before the best of them is refined
 OTHERS = 6  # meshes then traced with the best plan's settings, before chunks and again after
+CLEARLY = 0.85  # of the best estimate without pipeline stages: meshes with them below it are traced
 SAME = 0.002  # relative difference below which two steps count as equal
-
-
-@dataclass
-class SearchResult:
-    """The result of a search.
-
-    Attributes:
-      ranked: plans that fit: the chosen one, which is the plainest of the equally fast, then the
-        others, fastest first.
-      baseline: the usual default without planning; None if it breaks a rule.
-      meshes: number of valid meshes.
-      traced: number of traced programs.
-      too_large: number of traced plans that need too much memory.
-      memory_budget: bytes of a device that a plan may use.
-      seconds: time of the search.
-      cut: one line about the time cap if it ended the search; None: another search finds the same.
-    """
-
-    ranked: list[PricedPlan]
-    baseline: PricedPlan | None
-    meshes: int
-    traced: int
-    too_large: int
-    memory_budget: float
-    seconds: float
-    cut: str | None = None
 
 
 @dataclass
@@ -70,6 +51,8 @@ class _Search:
     progress: Callable[[str], None]
     priced: dict[Config, PricedPlan] = field(default_factory=dict)
     too_large: int = 0
+    staged: bool = False  # whether the meshes that are searched now have pipeline stages
+    traced_before: int = 0
 
     @property
     def memory_budget(self) -> float:
@@ -88,11 +71,13 @@ class _Search:
         Raises:
           InputError: if no plan is valid, or none fits into memory.
         """
+        began = time.perf_counter()
         meshes = list(space.meshes(self.cfg, self.limits))
         estimates = sorted((Estimate(cfg, self.topology) for cfg in meshes), key=Estimate.seconds)
         self.progress(f"{len(estimates):,} meshes estimated")
         with frozen_garbage():
-            baseline = self._choose(estimates)
+            baseline = self._baseline()
+            cut = self._choose_both(estimates)
         ranked = self._ranked()
         if not ranked:
             peaks = [plan.peak.bytes for plan in self.priced.values()]
@@ -101,30 +86,46 @@ class _Search:
             ranked=ranked,
             baseline=baseline,
             meshes=len(estimates),
-            traced=self.budget.traced,
+            traced=self.traced_before + self.budget.traced,
             too_large=self.too_large,
             memory_budget=self.memory_budget,
-            seconds=self.budget.elapsed,
-            cut=self.budget.cut_text(),
+            seconds=time.perf_counter() - began,
+            cut=cut,
         )
 
-    def _choose(self, estimates: list[Estimate]) -> PricedPlan | None:
-        """Prices plans, likely ones first, until the budget is spent. Returns the baseline's.
+    def _choose_both(self, estimates: list[Estimate]) -> str | None:
+        """Searches meshes without stages, then those with. Returns why it was cut short."""
+        alone = [one for one in estimates if one.stages == 1]
+        cut, fastest = None, math.inf
+        if alone:
+            self._choose(alone)
+            cut = self.budget.cut_text()
+            fastest = min(map(Estimate.seconds, self._fitting(alone)), default=math.inf)
+        limit = CLEARLY * fastest
+        staged = [one for one in estimates if one.stages > 1 and one.seconds() < limit]
+        staged = [one for one in self._fitting(staged) if one.seconds() < limit]
+        if staged or not self._ranked():
+            self.staged = True
+            self.traced_before, self.budget = self.budget.traced, self.budget.another()
+            self._choose(staged)
+            cut = cut or self.budget.cut_text()
+        return cut
+
+    def _choose(self, estimates: list[Estimate]) -> None:
+        """Prices plans, likely ones first, until the budget is spent.
 
         Refines the best of the first meshes, then tries other meshes with its routes and codecs,
         because most of what is best for one mesh is best for others. Chunks come after the first
         of these, because programs with chunks take several times as long to trace.
         """
-        baseline = self._baseline()
         promising = self._promising(estimates)
         self._try_all(islice(promising, FIRST))
-        if not self._ranked():
+        if not self._alike():
             self._try_all(self._smallest(estimates))
         for parts in ("exchange", "all", "all"):
-            for start in self._ranked()[:1]:
+            for start in self._alike()[:1]:
                 self._refine(start, chunks=parts == "all")
             self._try_all(self._as_best(cfg) for cfg in islice(promising, OTHERS))
-        return baseline
 
     def _try_all(self, configs: Iterable[Config]) -> None:
         for cfg in configs:
@@ -140,16 +141,23 @@ class _Search:
         plainest = min(same, key=lambda plan: len(pinned(plan.cfg)), default=None)
         return sorted(ranked, key=lambda plan: plan is not plainest)
 
+    def _alike(self) -> list[PricedPlan]:
+        """Returns the ranked plans of the kind that is searched now."""
+        return [plan for plan in self._ranked() if (plan.cfg.mesh.stage > 1) == self.staged]
+
     def _promising(self, estimates: list[Estimate]) -> Iterator[Config]:
         """Yields meshes that fit by estimate, as they are or made lighter, fastest first."""
         seen: Counter[tuple[int, int, int]] = Counter()
-        fitting = [cfg for cfg in map(self._estimate_that_fits, estimates) if cfg is not None]
-        for estimate in sorted(fitting, key=Estimate.seconds):
+        for estimate in sorted(self._fitting(estimates), key=Estimate.seconds):
             mesh = estimate.cfg.mesh
             alike = (mesh.stage, mesh.expert, mesh.tensor)
             seen[alike] += 1
             if seen[alike] <= 2:
                 yield estimate.cfg
+
+    def _fitting(self, estimates: Iterable[Estimate]) -> list[Estimate]:
+        fitting = map(self._estimate_that_fits, estimates)
+        return [estimate for estimate in fitting if estimate is not None]
 
     def _estimate_that_fits(self, estimate: Estimate) -> Estimate | None:
         if estimate.bytes() <= ROUGH * self.memory_budget:
@@ -166,7 +174,7 @@ class _Search:
         for estimate in least:
             fits = estimate.bytes() <= self.memory_budget
             yield estimate.cfg if fits else self._lighter(estimate.cfg) or estimate.cfg
-        for estimate in least if not self._ranked() else ():
+        for estimate in least if not self._alike() else ():
             configs = space.lighter(estimate.cfg, self.limits)
             every = [estimate, *(Estimate(cfg, self.topology) for cfg in configs)]
             lightest = min(every, key=Estimate.bytes).cfg
@@ -252,7 +260,7 @@ class _Search:
 
     def _as_best(self, cfg: Config) -> Config:
         """Returns a mesh with the best plan's routes, codecs and reductions, where valid."""
-        ranked = self._ranked()
+        ranked = self._alike()
         parts = (*space.EXCHANGE, *space.REDUCTION, *space.CODECS)
         fewer = ((), space.EXCHANGE, (*space.EXCHANGE, *space.REDUCTION))
         for left in fewer if ranked else ():

@@ -14,6 +14,7 @@ from moejax.config.checks import check, resolve_mesh
 from moejax.config.checks.planned import CHOSEN, CODECS, EXCHANGE, MESH, REDUCTION
 from moejax.config.compression import GRADIENTS, PRESETS, STAGES
 from moejax.config.fields import change, fields, get_value
+from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config, PlanConfig
 from moejax.errors import InputError
 from moejax.layout.route import ROUTES
@@ -21,10 +22,11 @@ from moejax.layout.route import ROUTES
 # Settings of a plan: all that a search chooses, and the preset that its codecs replace.
 SETTINGS = (*CHOSEN, "compression.preset")
 MAX_CHUNKS = 8
-MOST_TURNS = 8  # micro-batches for each stage; then stages are idle for an eighth of a step
+TURNS = (2, 8)  # micro-batches for each stage; a search then tries half and twice as many
 ROWS = ("mesh.replica", "mesh.fsdp", "mesh.expert")  # axes that share a stage's sequences
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
 SCHEDULES = ("1f1b", "gpipe")
+KEEPS = ("residuals", "input")
 # From no recomputation to all, which saves the most memory.
 REMATS = ("none", "dots", "experts", "collectives", "attention", "token_collectives", "full")
 
@@ -67,9 +69,12 @@ def meshes(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields every mesh, with the simplest route."""
     # A free replica axis takes the devices that the other axes leave.
     fixed = [n for n in MESH if not limits.free(n) and get_value(cfg, n) is not None]
+    repeats = layer_groups(cfg.model)[-1][1]
     for sizes in _factorings(limits.devices, len(MESH)):
         values: dict[str, Any] = dict(zip(MESH, sizes, strict=True))
         if any(get_value(cfg, name) != values[name] for name in fixed):
+            continue
+        if repeats % values["mesh.stage"]:  # found soon, as most are left out by it
             continue
         tensor, experts = values["mesh.tensor"], cfg.model.has_experts
         layouts = ("sequence", "replicated") if tensor > 1 else ("sequence",)
@@ -90,14 +95,15 @@ def meshes(cfg: Config, limits: Limits) -> Iterator[Config]:
 def _micro_batches(cfg: Config, limits: Limits, mesh: dict[str, Any]) -> list[int]:
     """Returns the numbers of micro-batches to estimate on a mesh.
 
-    With stages they decide how long stages are idle: all numbers that divide the batch, up to
-    `MOST_TURNS` for each stage. Without stages fewer are faster, and memory may ask for more.
+    With stages they decide how long stages are idle: `TURNS` for each stage, as far as they divide
+    the batch. Without stages fewer are faster, and memory may ask for more.
     """
     stages, fewest = mesh["mesh.stage"], cfg.train.micro_batches
     if stages == 1 or not limits.free("train.micro_batches"):
         return [fewest]
     rows = _rows(cfg, math.prod(mesh[name] for name in MESH if name in ROWS))
-    return [n for n in divisors(rows) if n % stages == 0 and fewest <= n <= MOST_TURNS * stages]
+    numbers = [turns * stages for turns in TURNS]
+    return [n for n in numbers if rows % n == 0 and n >= fewest]
 
 
 def _rows(cfg: Config, ranks: int) -> int:
@@ -186,16 +192,17 @@ def dense_gathers(cfg: Config, limits: Limits) -> Iterator[Config]:
 
 
 def schedules(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Yields the other schedule of pipeline stages, then half and twice the micro-batches."""
+    """Yields other schedules of stages: what they keep, their order, and micro-batches."""
     if cfg.mesh.stage == 1:
         return
     parts = cfg.train.micro_batches
-    changes = [{"mesh.schedule": s} for s in _values(cfg, limits, "mesh.schedule", SCHEDULES)]
-    changes += [
-        {"train.micro_batches": n}
-        for n in (2 * parts, parts // 2)
-        if limits.free("train.micro_batches")
+    changes: list[dict[str, Any]] = [
+        {name: value}
+        for name, choices in (("mesh.stage_keeps", KEEPS), ("mesh.schedule", SCHEDULES))
+        for value in _values(cfg, limits, name, choices)
     ]
+    if limits.free("train.micro_batches"):
+        changes += [{"train.micro_batches": n} for n in (2 * parts, parts // 2)]
     for values in changes:
         candidate = resolve(change(cfg, values), limits)
         if candidate is not None and candidate != cfg:
@@ -209,12 +216,15 @@ def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
     """
     rows = _rows(cfg, cfg.mesh.fsdp * cfg.mesh.expert * (cfg.mesh.replica or 1))
     micro = [n for n in divisors(rows) if n >= cfg.train.micro_batches]
-    for parts in _values(cfg, limits, "train.micro_batches", tuple(micro)):
-        at = REMATS.index(cfg.model.remat)
-        for remat in _values(cfg, limits, "model.remat", REMATS[at:]):
-            candidate = change(cfg, {"train.micro_batches": parts, "model.remat": remat})
-            if candidate != cfg:
-                yield candidate
+    names = ("train.micro_batches", "model.remat", "mesh.stage_keeps")
+    at = REMATS.index(cfg.model.remat)
+    keeps = KEEPS[KEEPS.index(cfg.mesh.stage_keeps) :] if cfg.mesh.stage > 1 else KEEPS[:1]
+    choices = (tuple(micro), REMATS[at:], keeps)
+    wanted = (_values(cfg, limits, n, values) for n, values in zip(names, choices, strict=True))
+    for values in product(*wanted):
+        candidate = change(cfg, dict(zip(names, values, strict=True)))
+        if candidate != cfg:
+            yield candidate
 
 
 def baseline(cfg: Config, limits: Limits) -> Config | None:
