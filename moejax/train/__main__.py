@@ -152,6 +152,7 @@ def dry_run(cfg: Config, console: Console) -> int:
 def _dry_notes(train_step: "TrainStep", summary: "Summary", planned: "RunPlan") -> list[str]:
     """Returns what the table of a dry run leaves out, takes for granted, or warns of."""
     from moejax.config.compression import NO_COMPRESSION
+    from moejax.train.gathers import gather_note
     from moejax.train.memory_check import memory_warnings
 
     notes, mesh = [], train_step.cfg.mesh
@@ -168,7 +169,8 @@ def _dry_notes(train_step: "TrainStep", summary: "Summary", planned: "RunPlan") 
         )
     if planned.device_memory is not None and train_step.platform == planned.platform:
         notes += memory_warnings(summary, planned.device_memory)
-    return notes
+    note = gather_note(train_step, summary, planned.topology)
+    return notes if note is None else [*notes, note]
 
 
 def print_settings(console: Console) -> None:

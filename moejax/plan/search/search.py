@@ -223,7 +223,8 @@ class _Search:
         self.budget.count(time.perf_counter() - began)
         self.priced[cfg] = plan
         self.too_large += not self._fits(plan)
-        self.progress(f"{self.budget.traced} plans traced, best so far {self._best()}")
+        traced = self.traced_before + self.budget.traced
+        self.progress(f"{traced} plans traced, best so far {self._best()}")
         return plan
 
     def _best(self) -> str:

@@ -1,5 +1,6 @@
 """Plans of published models to translate, and what the trainers' packages know."""
 
+import dataclasses
 import json
 from functools import cache
 from pathlib import Path
@@ -38,5 +39,9 @@ def plan(name: str, **values: Any) -> Config:
 
 @cache
 def every_mesh(name: str, **values: Any) -> tuple[Config, ...]:
-    """All valid meshes of 64 GPUs on 8 nodes, with the simplest route."""
-    return tuple(meshes(model(name, **values), LIMITS))
+    """All valid meshes of 64 GPUs on 8 nodes, with the simplest route, on one stage or four."""
+    found = []
+    for stages in (1, 4):
+        limits = dataclasses.replace(LIMITS, pinned=frozenset({"mesh.stage"}))
+        found += meshes(model(name, mesh__stage=stages, **values), limits)
+    return tuple(found)

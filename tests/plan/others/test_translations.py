@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from moejax.config.compression import PRESETS
+from moejax.config.compression import PRESETS, STAGES
 from moejax.layout.route import ROUTES
 from moejax.plan.others import maxtext, megatron, torchtitan
 from moejax.plan.others.gaps import CLASSES
@@ -83,7 +83,7 @@ def test_sizes_multiply_to_all_devices_and_batches_to_the_batch(name, micro):
     for cfg in every_mesh(name, train__micro_batches=micro):
         sizes = sizes_of(cfg)
         assert sizes.devices == 64
-        assert sizes.rows * sizes.data * micro == 1024
+        assert sizes.rows * sizes.data * sizes.micro_batches == 1024
         assert math.prod(sizes.across.values()) == 8
         check_maxtext(cfg)
         check_megatron(cfg)
@@ -105,15 +105,17 @@ def check_megatron(cfg):
     """Expert sizes must divide the devices; what they leave holds copies or shards."""
     its = TO["megatron"](cfg)
     tensor = its.value("tensor-model-parallel-size")
+    assert its.value("pipeline-model-parallel-size") == cfg.mesh.stage
+    stage = 64 // cfg.mesh.stage
     experts = its.value("expert-model-parallel-size") * its.value("expert-tensor-parallel-size")
-    assert 64 % tensor == 0
-    assert 64 % experts == 0
+    assert stage % tensor == 0
+    assert stage % experts == 0
     assert cfg.moe.num_experts % its.value("expert-model-parallel-size") == 0
     assert its.value("global-batch-size") == 1024
-    assert 1024 % (its.value("micro-batch-size") * 64 // tensor) == 0
+    assert 1024 % (its.value("micro-batch-size") * stage // tensor) == 0
     copies = {option.name: option.value for option in its.options}
     copies = copies.get("num-distributed-optimizer-instances", 1)
-    assert 64 // experts % copies == 0
+    assert stage // experts % copies == 0
 
 
 def check_torchtitan(cfg):
@@ -122,7 +124,7 @@ def check_torchtitan(cfg):
     copies, shard = (its.value(f"{prefix}{kind}_degree") for kind in ("replicate", "shard"))
     tensor = its.value("parallelism.tensor_parallel_degree")
     expert = its.value("parallelism.expert_parallel_degree")
-    assert copies * shard * tensor == 64
+    assert copies * shard * tensor * its.value("parallelism.pipeline_parallel_degree") == 64
     assert shard * tensor % expert == 0
     assert cfg.moe.num_experts % expert == 0
     assert 1024 % (its.value("training.local_batch_size") * copies * shard) == 0
@@ -133,7 +135,26 @@ def test_every_codec_is_named_as_lost(trainer):
     cfg = plan("Qwen3-30B-A3B", mesh__fsdp=8, mesh__expert=8, compression__preset="strong")
     lost = " ".join(gap.what for gap in TO[trainer](cfg).gaps)
     for kind, codec in PRESETS["strong"].items():
+        if kind in STAGES:
+            continue
         assert f"codec of {CLASSES[kind]} between nodes: {codec}" in lost
+
+
+@EACH
+def test_stages_are_the_trainers_pipeline(trainer):
+    values = {"mesh__stage": 4, "mesh__expert": 8, "mesh__fsdp": 2, "train__micro_batches": 16}
+    cfg = plan("Qwen3-30B-A3B", compression__stage="int8", **values)
+    its = TO[trainer](cfg)
+    command, lost = its.command(), " ".join(gap.what for gap in its.gaps)
+    words = {
+        "maxtext": ["dcn_pipeline_parallelism=4", "num_pipeline_microbatches=16"],
+        "megatron": ["--pipeline-model-parallel-size 4", "--micro-batch-size 4"],
+        "torchtitan": ["pipeline_parallel_degree 4", "pipeline_parallel_schedule 1F1B"],
+    }
+    for word in words[trainer]:
+        assert word in command
+    assert "codec of hidden states between pipeline stages" in lost
+    assert ("the schedule 1f1b" in lost) == (trainer == "maxtext")
 
 
 @EACH

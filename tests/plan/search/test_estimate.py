@@ -40,7 +40,7 @@ def test_estimates_tell_apart_what_prices_tell_apart():
     Where tokens are many, they should not cross a slow network; where experts are large, their
     weights should not.
     """
-    across, inside, nowhere = (1, 1, 8, 1), (2, 1, 4, 1), (8, 1, 1, 1)
+    across, inside, nowhere = (1, 1, 1, 8, 1), (1, 2, 1, 4, 1), (1, 8, 1, 1, 1)
     orders = []
     for hidden, batch in ((64, 2048), (2048, 32)):
         found = costs(hidden, batch, (across, inside, nowhere))

@@ -1,6 +1,7 @@
 """The search: what it may choose, what it never chooses, and why it says so."""
 
 import dataclasses
+import math
 import sys
 from io import StringIO
 from types import SimpleNamespace
@@ -62,7 +63,7 @@ def test_every_mesh_is_a_mesh():
     for one in found:
         sizes = [get_value(one, name) for name in space.MESH]
         assert resolve_mesh(one, 8, "cpu") == one
-        assert sizes[0] * sizes[1] * sizes[2] * sizes[3] == 8
+        assert math.prod(sizes) == 8
 
 
 def test_what_is_pinned_stays():
@@ -213,7 +214,7 @@ def test_no_mesh_is_said_in_one_line():
 
 @pytest.mark.parametrize(
     ("experts", "sizes"),
-    [(8, (2, 1, 8, 1)), (16, (1, 1, 16, 1)), (12, (4, 1, 4, 1)), (64, (1, 1, 16, 1))],
+    [(8, (1, 2, 1, 8, 1)), (16, (1, 1, 1, 16, 1)), (12, (1, 4, 1, 4, 1)), (64, (1, 1, 1, 16, 1))],
 )
 def test_the_baseline_copies_what_is_not_experts(experts, sizes):
     """As many expert ranks as divide both; what is left of the devices holds copies."""

@@ -1,0 +1,121 @@
+"""Pipeline stages in the search: where they are chosen, and where they are not."""
+
+import dataclasses
+
+import pytest
+
+from moejax.config.checks.planned import pinned
+from moejax.config.fields import change, get_value
+from moejax.config.schema import PlanConfig
+from moejax.plan.price.candidate import price, trace_config
+from moejax.plan.price.routing import read_expert_load
+from moejax.plan.search import space
+from moejax.plan.search.estimate import Estimate
+from moejax.plan.search.search import search
+from moejax.plan.search.space import Limits
+from tests.cases import small_config
+from tests.plan.clusters import cluster
+
+LOAD = read_expert_load("balanced", 8)
+
+
+def model(hidden=32, length=16, **changes):
+    shapes = {"vocab_size": 264, "mlp_hidden": 384, "num_layers": 4, **changes}
+    experts = {"capacity_factor": 1.25, "num_experts": 8, "expert_hidden": hidden}
+    cfg = small_config(model=shapes, moe=experts, train={"batch_sequences": 64})
+    cfg = change(cfg, {"data.sequence_length": length})
+    return dataclasses.replace(cfg, plan=PlanConfig(mode="auto"))
+
+
+def limits_of(cfg, topology):
+    return Limits(topology.devices, topology.nodes, "cpu", pinned=pinned(cfg))
+
+
+def priced(cfg, topology, **values):
+    changes = {f"mesh.{name}": value for name, value in values.items()}
+    one = space.resolve(change(cfg, changes), limits_of(cfg, topology))
+    assert one is not None
+    return price(trace_config(one, "cpu"), topology, LOAD)
+
+
+def test_meshes_with_stages_divide_layers_and_micro_batches():
+    cfg, topology = model(num_layers=6), cluster(nodes=3, inside=4)
+    found = [one for one in space.meshes(cfg, limits_of(cfg, topology)) if one.mesh.stage > 1]
+    assert {one.mesh.stage for one in found} == {2, 3, 6}
+    for one in found:
+        assert one.train.micro_batches in (2 * one.mesh.stage, 8 * one.mesh.stage)
+    cfg = change(cfg, {"train.micro_batches": 4})
+    assert {one.mesh.stage for one in space.meshes(cfg, limits_of(cfg, topology))} == {1, 2}
+
+
+def test_a_search_changes_what_stages_keep_their_order_and_micro_batches():
+    cfg, topology = model(), cluster()
+    limits = limits_of(cfg, topology)
+    values = {"mesh.stage": 2, "mesh.expert": 4, "train.micro_batches": 8}
+    one = space.resolve(change(cfg, values), limits)
+    found = list(space.schedules(one, limits))
+    names = ("mesh.stage_keeps", "mesh.schedule", "train.micro_batches")
+    changed = [[n for n in names if get_value(a, n) != get_value(one, n)] for a in found]
+    assert [name for (name,) in changed] == [*names, "train.micro_batches"]
+    alone = space.resolve(change(cfg, {"mesh.expert": 8}), limits)
+    assert list(space.schedules(alone, limits)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hidden", "length", "topology", "stages"),
+    [
+        # Many weights, few tokens, a slow network: gradients would be most of what crosses it.
+        (2048, 16, cluster(slow=1e5, startup=1e-6), True),
+        # Many tokens, few weights.
+        (8, 256, cluster(slow=1e5, startup=1e-6), False),
+        # One node.
+        (2048, 16, cluster(inside=8, nodes=1), False),
+    ],
+)
+def test_stages_are_chosen_where_gradients_cost_more_than_hidden_states(
+    hidden, length, topology, stages
+):
+    cfg = model(hidden, length)
+    limits = limits_of(cfg, topology)
+    found = search(cfg, topology, limits, LOAD, traces=6)
+    assert (found.ranked[0].cfg.mesh.stage > 1) == stages
+    best = {True: float("inf"), False: float("inf")}
+    for mesh in ({"stage": 2, "expert": 4}, {"replica": 2, "expert": 4}):
+        cfg = change(cfg, {"train.micro_batches": 8 if "stage" in mesh else 1})
+        one = priced(cfg, topology, **mesh)
+        best["stage" in mesh] = one.seconds
+    assert (best[True] < best[False]) == stages
+
+
+@pytest.mark.slow
+def test_estimates_of_stages_are_near_their_prices():
+    cfg, topology = model(512), cluster(slow=1e6, memory=2**40)
+    for values in ({"stage": 2, "expert": 4}, {"stage": 4, "fsdp": 2}):
+        one = priced(change(cfg, {"train.micro_batches": 8}), topology, **values)
+        estimate = Estimate(one.cfg, topology)
+        assert 0.4 < estimate.seconds() / one.seconds < 2.5
+        assert 0.3 < estimate.bytes() / one.peak.bytes < 3
+
+
+def test_a_schedule_that_keeps_fewer_micro_batches_needs_less_memory():
+    """1F1B keeps as many however many there are; GPipe keeps all."""
+    cfg, topology = model(length=64), cluster()
+    peaks = {}
+    for schedule in ("1f1b", "gpipe"):
+        for parts in (8, 32):
+            own = change(cfg, {"train.micro_batches": parts, "train.batch_sequences": parts * 4})
+            one = priced(own, topology, stage=2, expert=4, schedule=schedule)
+            peaks[schedule, parts] = one.steps.temporary
+    assert peaks["1f1b", 32] < 1.05 * peaks["1f1b", 8]
+    assert peaks["gpipe", 32] > 2 * peaks["1f1b", 32]
+
+
+def test_a_stage_that_keeps_its_input_alone_needs_less_memory_and_more_time():
+    cfg, topology = change(model(length=64), {"train.micro_batches": 8}), cluster()
+    kept, less = (
+        priced(cfg, topology, stage=2, expert=4, stage_keeps=keeps)
+        for keeps in ("residuals", "input")
+    )
+    assert less.steps.temporary < kept.steps.temporary
+    assert less.seconds > 1.1 * kept.seconds
