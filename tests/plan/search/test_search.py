@@ -242,7 +242,7 @@ def test_the_baseline_spreads_experts_over_all_devices(found):
 def test_skew_costs_what_a_plan_exchanges():
     dropless, routings = model(moe={"capacity_factor": None}), ("balanced", "zipf:1.5")
     seconds = []
-    for sizes in ((1, 1, 8, 1), (8, 1, 1, 1)):
+    for sizes in ((1, 1, 1, 8, 1), (1, 8, 1, 1, 1)):
         cfg = change(dropless, dict(zip(space.MESH, sizes, strict=True)))
         step = trace_config(space.resolve(cfg, limits(cfg, cluster())), "cpu")
         seconds.append([price(step, cluster(), read_expert_load(r, 8)).seconds for r in routings])
