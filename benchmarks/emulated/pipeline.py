@@ -91,6 +91,7 @@ SETUPS = (
     Setup(1, 8, None, stages=False),
     Setup(2, 4, 50, small=True, stages=False),
 )
+ONCE = "once"
 SECOND = "without stages, second"
 TICKS = (2, 4, 8)  # micro-batches of `bubble`, on two stages
 
@@ -168,7 +169,10 @@ def differing(cfg: Config) -> dict[str, Any]:
 
 
 def bubble(rounds: int, folder: Path) -> dict[str, Any]:
-    """Seconds of steps of more and more micro-batches of one size, on two stages."""
+    """Seconds of steps of more and more micro-batches of one size, on two stages.
+
+    And of a step of next to no tokens: what a step does once, with weights and optimizer.
+    """
     setup = Setup(2, 2, None)
     rows = 4  # sequences of a micro-batch on a device
     mesh = {"mesh.stage": 2, "mesh.expert": 2}
@@ -179,17 +183,22 @@ def bubble(rounds: int, folder: Path) -> dict[str, Any]:
         )
         for parts in TICKS
     }
+    few = {"data.sequence_length": 16, "train.micro_batches": 2, "train.batch_sequences": 4}
+    variants[ONCE] = ("step", mesh | few)
     return {n: row["seconds"] for n, row in run(case_of(setup, variants, rounds), folder).items()}
 
 
 def bubble_rows(seconds: dict[str, list[float]]) -> list[str]:
     """The table of idle shares. A tick is the least-squares slope over micro-batches."""
-    middle = {int(n): median(values) for n, values in seconds.items()}
+    once = median(seconds[ONCE])
+    middle = {int(n): median(values) - once for n, values in seconds.items() if n != ONCE}
     parts, times = list(middle), list(middle.values())
     mean = sum(parts) / len(parts)
     slope = sum((n - mean) * s for n, s in middle.items()) / sum((n - mean) ** 2 for n in parts)
     lines = [
-        f"A micro-batch takes {slope:.2f} s more (slope of the medians).",
+        f"A micro-batch takes {slope:.2f} s more (slope of the medians). A step of next to no "
+        f"tokens takes {once:.2f} s, which are left out of the shares: weights are gathered, "
+        "gradients reduced and the optimizer run once, however many micro-batches there are.",
         "",
         "| micro-batches | step, s (range) | idle share measured | (P - 1) / (M + P - 1) |",
         "|---:|---:|---:|---:|",
@@ -197,7 +206,7 @@ def bubble_rows(seconds: dict[str, list[float]]) -> list[str]:
     for n, time in zip(parts, times, strict=True):
         own = seconds[str(n)]
         lines.append(
-            f"| {n} | {time:.2f} ({min(own):.2f} to {max(own):.2f}) | {1 - n * slope / time:.3f} | "
+            f"| {n} | {median(own):.2f} ({min(own):.2f} to {max(own):.2f}) | {1 - n * slope / time:.3f} | "
             f"{1 / (n + 1):.3f} |"
         )
     return lines
