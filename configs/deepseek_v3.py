@@ -1,6 +1,8 @@
 """DeepSeek-V3: 256 experts, top 8 in 4 of 8 groups, one shared, sigmoid, loss-free balance.
 
-Hardware: 256 GPUs of 160 GB or more.
+Hardware: 256 H200s of 141 GB, 32 nodes of 8.
+Mesh:     as the planner chose it for h200:32. To look again: moejax plan --topology h200:32
+          --free mesh,route,route_chunks,train,model.remat --config this file.
 Command:  moejax train --config configs/deepseek_v3.py --dry_run
 All blocks have the published shapes (DeepSeek-AI 2024), latent attention included: 671,026,404,352
 parameters, and 14,848 selection biases. Multi-token prediction is left out.
@@ -17,13 +19,22 @@ def get_config() -> ConfigDict:
     """Returns the settings of the run."""
     config = default_config()
     config.run_dir = "runs/deepseek_v3"
-    config.mesh.fsdp = 32
+    config.mesh.nodes = 32
+    config.mesh.stage = 8
+    config.mesh.stage_keeps = "input"
+    config.mesh.fsdp = 2
     config.mesh.expert = 8
+    config.mesh.tensor = 2
+    config.mesh.expert_weights = "folded"
+    config.route = "two_level_merge"
+    config.route_chunks = 4
+    config.route_chunks_backward = 1
 
     config.model.vocab_size = 129280
     config.model.width = 7168
     config.model.num_layers = 61
     config.model.first_dense_layers = 3
+    config.model.layers_before_stages = 2  # so that 8 stages share 56
     config.model.mlp_hidden = 18432
     config.model.attention = "latent"
     config.model.num_heads = 128
@@ -33,8 +44,8 @@ def get_config() -> ConfigDict:
     config.model.q_latent = 1536
     config.model.kv_latent = 512
     config.model.tie_embeddings = False
+    config.model.remat = "experts"
     config.model.dtype = "bfloat16"
-    config.model.remat = "token_collectives"
     config.model.rope.scaling = "yarn"
     config.model.rope.factor = 40.0
     config.model.rope.trained_length = 4096
@@ -55,7 +66,7 @@ def get_config() -> ConfigDict:
 
     config.data.sequence_length = 4096
     config.train.batch_sequences = 2048
-    config.train.micro_batches = 8
+    config.train.micro_batches = 64
     config.train.num_steps = 100_000
     config.optimizer.learning_rate = 2.2e-4
     config.optimizer.warmup_steps = 2000

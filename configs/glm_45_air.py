@@ -1,7 +1,9 @@
 """GLM-4.5-Air: 107 B parameters, 13 B active, 128 experts, top 8, one shared, sigmoid.
 
-Hardware: 64 GPUs of 80 GB or more (8 nodes of 8: fsdp across nodes, experts inside a node).
-Memory:   49 GiB a device, as --dry_run says.
+Hardware: 64 H100s of 80 GB, 8 nodes of 8.
+Mesh:     as the planner chose it for dgx_h100:8. To look again: moejax plan --topology dgx_h100:8
+          --free mesh,route,route_chunks,train,model.remat --config this file.
+Memory:   54 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/glm_45_air.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was
 downloaded or one that `moejax hf import` wrote; the numbers of steps and the rates are a choice for
@@ -19,8 +21,13 @@ def get_config() -> ConfigDict:
     """Returns the settings of the run."""
     config = default_config()
     config.run_dir = "runs/glm_45_air"
-    config.mesh.fsdp = 8
-    config.mesh.expert = 8
+    config.mesh.nodes = 8
+    config.mesh.fsdp = 4
+    config.mesh.expert = 4
+    config.mesh.tensor = 4
+    config.mesh.expert_weights = "folded"
+    config.mesh.gather_dense = "step"
+    config.route = "two_level_merge"
 
     config.model.vocab_size = 151552
     config.model.width = 4096
@@ -34,8 +41,8 @@ def get_config() -> ConfigDict:
     config.model.norm_epsilon = 1e-5
     config.model.attention_bias = True
     config.model.tie_embeddings = False
-    config.model.dtype = "bfloat16"
     config.model.remat = "full"
+    config.model.dtype = "bfloat16"
     config.model.rope.theta = 1e6
     config.moe.num_experts = 128
     config.moe.experts_per_token = 8
@@ -48,7 +55,6 @@ def get_config() -> ConfigDict:
 
     config.data.sequence_length = 4096
     config.train.batch_sequences = 256
-    config.train.micro_batches = 4
     config.train.num_steps = 1000
     config.optimizer.learning_rate = 1e-5
     config.optimizer.warmup_steps = 50

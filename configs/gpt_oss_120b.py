@@ -1,7 +1,9 @@
 """gpt-oss-120b: 117 B parameters, 5.7 B active, 128 experts, top 4, attention sinks, windows.
 
-Hardware: 64 GPUs of 80 GB or more (8 nodes of 8: fsdp across nodes, experts inside a node).
-Memory:   58 GiB a device, as --dry_run says.
+Hardware: 64 H100s of 80 GB, 8 nodes of 8.
+Mesh:     as the planner chose it for dgx_h100:8. To look again: moejax plan --topology dgx_h100:8
+          --free mesh,route,route_chunks,train,model.remat --config this file.
+Memory:   55 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/gpt_oss_120b.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was
 downloaded or one that `moejax hf import` wrote; the numbers of steps and the rates are a choice for
@@ -19,8 +21,10 @@ def get_config() -> ConfigDict:
     """Returns the settings of the run."""
     config = default_config()
     config.run_dir = "runs/gpt_oss_120b"
-    config.mesh.fsdp = 8
-    config.mesh.expert = 8
+    config.mesh.nodes = 8
+    config.mesh.fsdp = 2
+    config.mesh.expert = 32
+    config.mesh.gather_dense = "step"
 
     config.model.vocab_size = 201088
     config.model.width = 2880
@@ -36,8 +40,8 @@ def get_config() -> ConfigDict:
     config.model.sliding_window = 128
     config.model.full_attention_every = 2
     config.model.tie_embeddings = False
+    config.model.remat = "full"
     config.model.dtype = "bfloat16"
-    config.model.remat = "token_collectives"
     config.model.rope.theta = 150_000.0
     config.model.rope.scaling = "yarn"
     config.model.rope.factor = 32.0
@@ -51,7 +55,6 @@ def get_config() -> ConfigDict:
 
     config.data.sequence_length = 4096
     config.train.batch_sequences = 256
-    config.train.micro_batches = 4
     config.train.num_steps = 1000
     config.optimizer.learning_rate = 1e-5
     config.optimizer.warmup_steps = 50

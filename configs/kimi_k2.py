@@ -1,7 +1,9 @@
 """Kimi-K2: 1.03 T parameters, 33 B active, 384 experts, top 8, sigmoid, latent attention.
 
-Hardware: 512 GPUs of 80 GB or more (64 nodes of 8: fsdp across nodes, experts inside a node).
-Memory:   64 GiB a device, as --dry_run says.
+Hardware: 512 H100s of 80 GB, 64 nodes of 8.
+Mesh:     as the planner chose it for dgx_h100:64. To look again: moejax plan --topology dgx_h100:64
+          --free mesh,route,route_chunks,train,model.remat --config this file.
+Memory:   66 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/kimi_k2.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was
 downloaded or one that `moejax hf import` wrote; the numbers of steps and the rates are a choice for
@@ -19,8 +21,11 @@ def get_config() -> ConfigDict:
     """Returns the settings of the run."""
     config = default_config()
     config.run_dir = "runs/kimi_k2"
-    config.mesh.fsdp = 64
-    config.mesh.expert = 8
+    config.mesh.nodes = 64
+    config.mesh.fsdp = 4
+    config.mesh.expert = 32
+    config.mesh.tensor = 4
+    config.mesh.expert_weights = "folded"
 
     config.model.vocab_size = 163840
     config.model.width = 7168
@@ -35,8 +40,8 @@ def get_config() -> ConfigDict:
     config.model.q_latent = 1536
     config.model.kv_latent = 512
     config.model.tie_embeddings = False
-    config.model.dtype = "bfloat16"
     config.model.remat = "full"
+    config.model.dtype = "bfloat16"
     config.model.rope.theta = 50_000.0
     config.model.rope.scaling = "yarn"
     config.model.rope.factor = 32.0
@@ -56,7 +61,6 @@ def get_config() -> ConfigDict:
 
     config.data.sequence_length = 4096
     config.train.batch_sequences = 2048
-    config.train.micro_batches = 4
     config.train.num_steps = 1000
     config.optimizer.learning_rate = 1e-5
     config.optimizer.warmup_steps = 50

@@ -1,7 +1,9 @@
 """MiniMax-M2: 229 B parameters, 11 B active, 256 experts, top 8, sigmoid, QK-norm over all heads.
 
-Hardware: 128 GPUs of 80 GB or more (16 nodes of 8: fsdp across nodes, experts inside a node).
-Memory:   48 GiB a device, as --dry_run says.
+Hardware: 128 H100s of 80 GB, 16 nodes of 8.
+Mesh:     as the planner chose it for dgx_h100:16. To look again: moejax plan --topology dgx_h100:16
+          --free mesh,route,route_chunks,train,model.remat --config this file.
+Memory:   50 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/minimax_m2.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was
 downloaded or one that `moejax hf import` wrote; the numbers of steps and the rates are a choice for
@@ -19,8 +21,12 @@ def get_config() -> ConfigDict:
     """Returns the settings of the run."""
     config = default_config()
     config.run_dir = "runs/minimax_m2"
-    config.mesh.fsdp = 16
-    config.mesh.expert = 8
+    config.mesh.nodes = 16
+    config.mesh.fsdp = 2
+    config.mesh.expert = 32
+    config.mesh.tensor = 2
+    config.mesh.expert_weights = "folded"
+    config.mesh.gather_dense = "step"
 
     config.model.vocab_size = 200064
     config.model.width = 3072
@@ -31,8 +37,8 @@ def get_config() -> ConfigDict:
     config.model.rope_width = 64  # half of a head rotates
     config.model.qk_norm = "full"
     config.model.tie_embeddings = False
-    config.model.dtype = "bfloat16"
     config.model.remat = "full"
+    config.model.dtype = "bfloat16"
     config.model.rope.theta = 5e6
     config.moe.num_experts = 256
     config.moe.experts_per_token = 8
@@ -41,7 +47,6 @@ def get_config() -> ConfigDict:
 
     config.data.sequence_length = 4096
     config.train.batch_sequences = 512
-    config.train.micro_batches = 4
     config.train.num_steps = 1000
     config.optimizer.learning_rate = 1e-5
     config.optimizer.warmup_steps = 50

@@ -1,7 +1,9 @@
 """Qwen3-235B-A22B: 235 B parameters, 22 B active, 128 experts, top 8, QK-norm by head.
 
-Hardware: 128 GPUs of 80 GB or more (16 nodes of 8: fsdp across nodes, experts inside a node).
-Memory:   52 GiB a device, as --dry_run says.
+Hardware: 128 H100s of 80 GB, 16 nodes of 8.
+Mesh:     as the planner chose it for dgx_h100:16. To look again: moejax plan --topology dgx_h100:16
+          --free mesh,route,route_chunks,train,model.remat --config this file.
+Memory:   56 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/qwen3_235b_a22b.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was
 downloaded or one that `moejax hf import` wrote; the numbers of steps and the rates are a choice for
@@ -19,8 +21,11 @@ def get_config() -> ConfigDict:
     """Returns the settings of the run."""
     config = default_config()
     config.run_dir = "runs/qwen3_235b_a22b"
-    config.mesh.fsdp = 16
-    config.mesh.expert = 8
+    config.mesh.nodes = 16
+    config.mesh.fsdp = 2
+    config.mesh.expert = 32
+    config.mesh.tensor = 2
+    config.mesh.expert_weights = "folded"
 
     config.model.vocab_size = 151936
     config.model.width = 4096
@@ -30,8 +35,8 @@ def get_config() -> ConfigDict:
     config.model.head_width = 128
     config.model.qk_norm = "head"
     config.model.tie_embeddings = False
-    config.model.dtype = "bfloat16"
     config.model.remat = "full"
+    config.model.dtype = "bfloat16"
     config.model.rope.theta = 1e6
     config.moe.num_experts = 128
     config.moe.experts_per_token = 8
@@ -41,7 +46,6 @@ def get_config() -> ConfigDict:
 
     config.data.sequence_length = 4096
     config.train.batch_sequences = 512
-    config.train.micro_batches = 4
     config.train.num_steps = 1000
     config.optimizer.learning_rate = 1e-5
     config.optimizer.warmup_steps = 50

@@ -206,8 +206,8 @@ def bubble_rows(seconds: dict[str, list[float]]) -> list[str]:
     for n, time in zip(parts, times, strict=True):
         own = seconds[str(n)]
         lines.append(
-            f"| {n} | {median(own):.2f} ({min(own):.2f} to {max(own):.2f}) | {1 - n * slope / time:.3f} | "
-            f"{1 / (n + 1):.3f} |"
+            f"| {n} | {median(own):.2f} ({min(own):.2f} to {max(own):.2f}) | "
+            f"{1 - n * slope / time:.3f} | {1 / (n + 1):.3f} |"
         )
     return lines
 

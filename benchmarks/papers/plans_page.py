@@ -15,7 +15,9 @@ def page(record: dict[str, Any], intro: str) -> str:
         ]
         lines += [
             f"- Chosen: {row['plan']}; {row['seconds'] * 1e3:,.1f} ms, {row['gib']:.1f} GiB.",
-            f"- {row['baseline_name'].capitalize()}: {row['baseline']}.",
+            f"- {row['baseline_name'].capitalize()}: {row['baseline']}."
+            if row["baseline"] != "none"
+            else "",
             f"- Why: {row['why']}." if row["why"] else "",
             f"- What differs: {row['differs']}.",
             "",

@@ -89,7 +89,8 @@ def test_latent_attention_has_the_published_sizes(model, moe, total):
 
 def test_deepseek_v3s_module_for_multi_token_prediction_is_a_layer_and_what_joins():
     """Published with latent attention; here its attention is that of the config's layers."""
-    cfg = load_config(CONFIGS / "deepseek_v3.py", ["model.predict_ahead=1"])
+    alone = ["mesh.stage=1", "model.layers_before_stages=0"]
+    cfg = load_config(CONFIGS / "deepseek_v3.py", ["model.predict_ahead=1", *alone])
     train_step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
     sizes = train_step.parameter_sizes()
 

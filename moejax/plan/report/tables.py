@@ -65,6 +65,10 @@ def rest_parts(cfg: Config) -> list[str]:
         parts.append(f"remat {cfg.model.remat}")
     if cfg.train.micro_batches > 1:
         parts.append(f"{cfg.train.micro_batches} micro-batches")
+    if cfg.mesh.stage > 1 and cfg.mesh.schedule != "1f1b":
+        parts.append(f"schedule {cfg.mesh.schedule}")
+    if cfg.mesh.stage > 1 and cfg.mesh.stage_keeps == "input":
+        parts.append("stages keep inputs alone")
     return parts
 
 

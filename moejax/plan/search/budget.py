@@ -55,8 +55,10 @@ class Budget:
         self.slowest = max(self.slowest, seconds)
 
     def another(self) -> "Budget":
-        """Returns a budget of as many traces, in the time that is left."""
-        return Budget(self.traces, max(0.0, self.seconds - self.elapsed), slowest=self.slowest)
+        """Returns a budget of half as many traces, in the time that is left."""
+        return Budget(
+            -(-self.traces // 2), max(0.0, self.seconds - self.elapsed), slowest=self.slowest
+        )
 
     def cut_text(self) -> str | None:
         """Returns one line about the time cap; None if it did not end the search."""

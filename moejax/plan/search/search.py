@@ -4,9 +4,9 @@ A plan that needs more memory than a device has is never chosen. It is first mad
 recomputation and more micro-batches. The search ends after a number of traces, so that the same
 question gets the same answer however fast the machine is; only the time cap depends on it.
 
-Meshes with pipeline stages are searched apart, with as many traces, and only if the best of them is
-estimated to be clearly faster than the best without: their estimates and those of the others are
-wrong in different ways, so in one list one kind would hide the other.
+Meshes with pipeline stages are searched apart, with half as many traces, and only if the best of
+them is estimated to be clearly faster than the best without: their estimates and those of the
+others are wrong in different ways, so in one list one kind would hide the other.
 """
 
 import math
@@ -103,8 +103,8 @@ class _Search:
             fastest = min(map(Estimate.seconds, self._fitting(alone)), default=math.inf)
         limit = CLEARLY * fastest
         staged = [one for one in estimates if one.stages > 1 and one.seconds() < limit]
-        staged = [one for one in self._fitting(staged) if one.seconds() < limit]
-        if staged or not self._ranked():
+        likely = any(one.seconds() < limit for one in self._fitting(staged))
+        if likely or not self._ranked():
             self.staged = True
             self.traced_before, self.budget = self.budget.traced, self.budget.another()
             self._choose(staged)
