@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from moejax.config.fields import change
 from moejax.errors import InputError
 from moejax.hf.config import config_of
 from moejax.hf.families import family_of
@@ -22,9 +23,9 @@ def annotations(unchecked_annotations):
 def model(tmp_path):
     """Makes the family, the parameters and the model's settings of a golden case."""
 
-    def build(family, name):
+    def build(family, name, **values):
         with Folder(golden_folder(tmp_path, cases_of(family)[name])) as folder:
-            cfg = config_of(folder)
+            cfg = change(config_of(folder), {f"model.{key}": x for key, x in values.items()})
             described = describe_anywhere(cfg)
             table = family_of(folder.config)
         parameters = parameters_of(*described)
@@ -59,6 +60,19 @@ def test_every_form_of_experts_holds_each_number_once(model, family, name):
             tensor.view.fill(once, box, lambda r: np.ones([b - a for a, b in r], int))
             place += once
         assert all((count == 1).all() for count in filled.values())
+
+
+def test_layers_before_pipeline_stages_have_the_same_names(model):
+    """They are a group of their own in a checkpoint, which files of weights do not know."""
+    found = []
+    for before in (0, 1):
+        case = ("deepseek_v3", "even, groups, yarn")
+        table, parameters, cfg = model(*case, num_layers=4, layers_before_stages=before)
+        tensors = tensors_of((*table.rules, *table.experts[0]), parameters, cfg)
+        found.append({tensor.name: tensor.view.shape for tensor in tensors})
+        stacks = {path.split(".")[1] for path in parameters if path.startswith("groups.")}
+        assert len(stacks) == 2 + before
+    assert found[0] == found[1]
 
 
 def test_layers_are_in_the_order_of_their_numbers(model):

@@ -17,6 +17,7 @@ TRAINING = (
     "model.dtype",
     "model.remat",
     "model.scan_layers",
+    "model.layers_before_stages",
     "model.predict_ahead",
     "moe.capacity_factor",
     "moe.implementation",
