@@ -62,14 +62,18 @@ def test_a_search_changes_what_stages_keep_their_order_and_micro_batches():
     assert list(space.schedules(alone, limits)) == []
 
 
+ANY = pytest.mark.exhaustive
+SLOW = cluster(slow=1e5, startup=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "length", "topology", "stages"),
     [
         # Many weights, few tokens, a slow network: gradients would be most of what crosses it.
-        (2048, 16, cluster(slow=1e5, startup=1e-6), True),
+        pytest.param(2048, 16, SLOW, True, marks=ANY),
         # Many tokens, few weights.
-        (8, 256, cluster(slow=1e5, startup=1e-6), False),
+        pytest.param(8, 256, SLOW, False, marks=ANY),
         # One node.
         (2048, 16, cluster(inside=8, nodes=1), False),
     ],
@@ -89,7 +93,7 @@ def test_stages_are_chosen_where_gradients_cost_more_than_hidden_states(
     assert (best[True] < best[False]) == stages
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_estimates_of_stages_are_near_their_prices():
     cfg, topology = model(2048, 64), cluster(slow=1e6, memory=2**40)
     for values in ({"stage": 2, "expert": 4}, {"stage": 4, "fsdp": 2}):
@@ -99,6 +103,7 @@ def test_estimates_of_stages_are_near_their_prices():
         assert 0.3 < estimate.bytes() / one.peak.bytes < 3
 
 
+@pytest.mark.exhaustive
 def test_a_schedule_that_keeps_fewer_micro_batches_needs_less_memory():
     """1F1B keeps as many however many there are; GPipe keeps all."""
     cfg, topology = model(length=64), cluster()

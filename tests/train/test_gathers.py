@@ -1,0 +1,50 @@
+"""Whether a dry run says that a step waits for its weights."""
+
+import dataclasses
+
+import pytest
+
+from moejax.config.fields import change
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_abstract_mesh
+from moejax.step.train_step import build_step
+from moejax.train.gathers import gather_note
+from moejax.train.summary import summarize
+from tests.cases import small_config
+from tests.plan.clusters import cluster
+
+
+def note(topology=None, **settings):
+    """What is said of the small model on two nodes of four, with weights sharded across them."""
+    values = {"mesh.nodes": 2, "mesh.fsdp": 8, "model.vocab_size": 264} | settings
+    cfg = change(small_config(train={"batch_sequences": 32}), values)
+    step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
+    return gather_note(step, summarize(step), topology)
+
+
+def test_gathers_that_take_longer_than_products_are_told():
+    text = note(**{"train.micro_batches": 4})
+    assert text is not None
+    assert text.startswith("the step is bound by its gathers: ")
+    assert "400 TFLOP/s and 50 GB/s" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mesh.nodes": 1},
+        # Copies on both nodes, shards inside.
+        {"mesh.replica": 2, "mesh.fsdp": 4},
+    ],
+)
+def test_gathers_inside_a_node_are_no_reason(settings):
+    assert note(**{"train.micro_batches": 4, **settings}) is None
+
+
+def test_the_links_of_a_named_cluster_count():
+    fast = dataclasses.replace(cluster(slow=1e12, startup=1e-9), name="quick")
+    assert note(fast) is None
+    text = note(cluster(slow=1e4))
+    assert text is not None
+    assert "(test)" in text
