@@ -27,6 +27,7 @@ NOT_RUN = {
     "docs/models.md:*": "docs/guide/model.md and tests/convert run them",
     "*sbatch *": "needs Slurm; tests/launch/test_clusters.py starts one",
     "*launch/ssh *": "needs hosts; tests/launch/test_ssh.py starts an sshd",
+    "*launch/host *": "needs hosts; tests/launch/test_host.py starts four",
     "*launch/kubernetes *": "a manifest; tests/launch/test_kubernetes.py",
     "*kubectl *": "needs a cluster",
     "*launch/tpu_pod *": "needs TPUs; tests/launch/test_tpu_pod.py has stand-ins",
