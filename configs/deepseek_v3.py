@@ -3,6 +3,7 @@
 Hardware: 256 H200s of 141 GB, 32 nodes of 8.
 Mesh:     as the planner chose it for h200:32. To look again: moejax plan --topology h200:32
           --free mesh,route,route_chunks,train,model.remat --config this file.
+Memory:   108 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/deepseek_v3.py --dry_run
 All blocks have the published shapes (DeepSeek-AI 2024), latent attention included: 671,026,404,352
 parameters, and 14,848 selection biases. Multi-token prediction is left out.

@@ -15,13 +15,13 @@ def page(record: dict[str, Any], intro: str) -> str:
         ]
         lines += [
             f"- Chosen: {row['plan']}; {row['seconds'] * 1e3:,.1f} ms, {row['gib']:.1f} GiB.",
-            f"- {row['baseline_name'].capitalize()}: {row['baseline']}."
-            if row["baseline"] != "none"
-            else "",
-            f"- Why: {row['why']}." if row["why"] else "",
-            f"- What differs: {row['differs']}.",
-            "",
         ]
+        if row["baseline"] != "none":
+            lines.append(f"- {row['baseline_name'].capitalize()}: {row['baseline']}.")
+        lines += [f"- Why: {row['why']}."] if row["why"] else []
+        lines += [f"- What differs: {row['differs']}."]
+        lines += [f"- Priced {row['date']}."] if "date" in row else []
+        lines.append("")
     lines += ["## The bound on splitting tokens over tensor ranks", ""]
     lines += ["| cluster | tensor | all-to-all alone | with the gather | overlapped |"]
     lines += ["|---|---:|---:|---:|---:|"]
