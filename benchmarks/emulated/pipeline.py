@@ -7,8 +7,8 @@ their order wrong. The model has 60 million parameters and a step 16,384 tokens.
 where stages must not be chosen: a link that is not shaped, one node, and a small model. `bubble` is
 one mesh with micro-batches of one size and more and more of them: what share of a step is idle.
 
-Needs root, ip and tc; about ten minutes a rate. Writes pipeline.json and pipeline.md after each
-set-up, and leaves out those that it has.
+Needs root, ip and tc; six to eighteen minutes a set-up. Writes pipeline.json and pipeline.md after
+each set-up, and leaves out those that it has. What the page does not show was not measured yet.
 
     python -m benchmarks.emulated.pipeline --out benchmarks/results
     python -m benchmarks.emulated.pipeline --only "2 x 4, 50 Mbit/s" --out benchmarks/results
@@ -56,7 +56,7 @@ LARGE: dict[str, Any] = {  # 60 million parameters, 16,384 tokens
     "train.batch_sequences": 64,
     "data.sequence_length": 256,
 }
-# 2 million parameters: their gradients are fewer bytes than the hidden states.
+# 3.7 million parameters: their gradients are fewer bytes than the hidden states.
 SMALL = LARGE | {"model.width": 128, "model.num_heads": 4, "model.num_kv_heads": 4}
 SMALL |= {"model.head_width": 32, "moe.expert_hidden": 64}
 

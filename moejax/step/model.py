@@ -30,7 +30,7 @@ class ModelDef:
     spec: StepSpec
     graph: nnx.GraphDef
     dims: Tree  # letters of the dimensions of each parameter that is trained
-    layouts: Tree  # the layout of each parameter that is trained: see `layout_at`
+    layouts: Tree  # the layout of each parameter that is trained: see `layouts_of`
     frozen_dims: Tree = None  # and of each frozen weight; None if all weights are trained
 
     @property

@@ -8,8 +8,8 @@ all devices. Stage s is s ticks behind the first on the way forward and ahead of
     backward(s, k) at tick  begins + (P - 1 - s) + k
 
 With `begins` = P, backward starts as soon as the first answer is there: 1F1B with an eager warm-up,
-whose transfers have a tick of other work to hide behind; a stage keeps at most 2 P inputs. With
-`begins` = M + P all forward passes come first: GPipe, which keeps M.
+whose transfers have a tick of other work to hide behind; a stage keeps at most 2 P micro-batches.
+With `begins` = M + P all forward passes come first: GPipe, which keeps M.
 
 In both a stage is idle for P - 1 of M + P - 1 ticks of each kind.
 
@@ -35,7 +35,7 @@ class Schedule(NamedTuple):
 
     Attributes:
       begins: the first tick of backward, on the last stage.
-      kept: slots for inputs of a stage; that of forward(s, k) is (s + k) % kept.
+      kept: slots for what a stage keeps of micro-batches; that of forward(s, k) is (s + k) % kept.
       answers: slots for gradients of what the last stage left; that of answer(k) is k % answers.
     """
 

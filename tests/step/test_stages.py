@@ -17,6 +17,7 @@ from moejax.config.schema import CompressionConfig
 from moejax.layout.layout import build_layout
 from moejax.plan.price.candidate import trace_config
 from moejax.plan.trace.reader import collectives
+from moejax.step.kept import Residuals
 from moejax.step.state import Batch
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.restore import restore_state
@@ -338,3 +339,21 @@ def test_what_an_encoding_left_out_is_added_to_the_next(count, seed):
         arrived += link.decode(encoded, jnp.float32)
         assert np.any(np.asarray(error)), number
     np.testing.assert_allclose(arrived + error, x_MBtD.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=ANY)])
+def test_what_a_stage_keeps_of_a_micro_batch_are_not_its_weights(remat, monkeypatch):
+    """They are recognised as the arrays that went in, which JAX hands on."""
+    seen = []
+    forward = Residuals.forward
+
+    def noted(self, x_BtD, k):
+        found = forward(self, x_BtD, k)
+        matrices = {n for n, weight in enumerate(self.weights) if weight.ndim > 2}
+        seen.append(matrices - set(self.places))
+        return found
+
+    monkeypatch.setattr(Residuals, "forward", noted)
+    trace_config(config((1, 1, 2, 1), 2, 4, model={"remat": remat}), "cpu")
+    assert seen
+    assert not any(seen), "a matrix would be kept anew for each micro-batch"

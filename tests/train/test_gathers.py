@@ -15,7 +15,7 @@ from tests.plan.clusters import cluster
 
 
 def note(topology=None, **settings):
-    """What is said of the small model on two nodes of four, with weights sharded across them."""
+    """Returns the note about the small model on two nodes of four that share its weights."""
     values = {"mesh.nodes": 2, "mesh.fsdp": 8, "model.vocab_size": 264} | settings
     cfg = change(small_config(train={"batch_sequences": 32}), values)
     step = build_step(cfg, build_abstract_mesh(build_layout(cfg.mesh)), "cpu")
