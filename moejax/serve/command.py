@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.console import Console
 from moejax.config.checks import resolve_mesh
 from moejax.config.command_line import Parser
 from moejax.config.load import parse_overrides, split_overrides
+from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, on_all_devices, read_weights
 from moejax.layout.layout import build_layout
@@ -162,6 +164,16 @@ def _run(
     console.print(f"{count:,} tokens in {seconds:.1f} s, compilation included", highlight=False)
 
 
+def without_stages(cfg: Config) -> Config:
+    """Returns a config whose pipeline stages are shards: one token at a time fills no pipeline."""
+    mesh, stages = cfg.mesh, cfg.mesh.stage
+    if stages == 1:
+        return cfg
+    mesh = replace(mesh, stage=1, fsdp=mesh.fsdp * stages, schedule="1f1b", stage_keeps="residuals")
+    train = replace(cfg.train, micro_batches=cfg.train.micro_batches // stages)
+    return replace(cfg, mesh=mesh, train=train)
+
+
 def _continue(
     texts: list[Text],
     chosen: Chosen,
@@ -174,7 +186,7 @@ def _continue(
     """Starts devices, reads the weights, and appends tokens to the texts; returns the seconds."""
     devices = start(chosen.cfg.mesh)
     platform = platform_of(devices)
-    cfg = on_all_devices(chosen.cfg, len(devices))
+    cfg = without_stages(on_all_devices(chosen.cfg, len(devices)))
     cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
     engine = build_engine(
         cfg,

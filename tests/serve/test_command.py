@@ -6,8 +6,10 @@ import json
 import pytest
 
 from moejax.__main__ import main as moejax
-from moejax.config.schema import PlanConfig
-from moejax.serve.command import main
+from moejax.config.checks import check, resolve_mesh
+from moejax.config.fields import change
+from moejax.config.schema import Config, PlanConfig
+from moejax.serve.command import main, without_stages
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.resume import describe_run
 from tests.cases import CERTAIN, small_config, step_for
@@ -109,3 +111,14 @@ def test_the_command_is_one_of_moejax(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "--top-p" in out
     assert "moejax generate --run runs/tiny" in out
+
+
+def test_a_run_with_pipeline_stages_generates_on_shards_in_their_place():
+    cfg = change(Config(), {"mesh.stage": 2, "mesh.expert": 2, "train.micro_batches": 4})
+    cfg = change(cfg, {"mesh.schedule": "gpipe", "mesh.stage_keeps": "input"})
+    check(cfg)
+    alone = without_stages(cfg)
+    check(alone)
+    assert (alone.mesh.stage, alone.mesh.fsdp, alone.mesh.expert) == (1, 2, 2)
+    assert resolve_mesh(alone, 4, "cpu").mesh == alone.mesh
+    assert without_stages(alone) == alone
