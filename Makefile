@@ -127,7 +127,9 @@ $(VENV_CLUSTER)/.installed: pyproject.toml constraints.txt
 $(VENV_STORES)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)"
 	"$(PYTHON)" -m venv $(VENV_STORES)
-	$(VENV_STORES)/bin/python -m pip install --quiet --editable '.[dev,object-store]' 'moto[server]' gcp-storage-emulator --constraint constraints.txt
+	$(VENV_STORES)/bin/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	@# Apart: together with the constraints pip takes an s3fs that is years old.
+	$(VENV_STORES)/bin/python -m pip install --quiet --upgrade gcsfs s3fs 'moto[server]' gcp-storage-emulator
 	@touch $@
 
 # Of its own: a Jupyter kernel is thirty packages that nothing else needs.
