@@ -41,6 +41,7 @@ def _head(result: dict[str, Any]) -> list[str]:
         f"`python -m benchmarks.gpu`, {result['date']}. Times are medians of rounds in which all "
         "forms of a row took turns; quartiles in brackets.",
         "",
+        *(line for note in result.get("notes", []) for line in (note, "")),
     ]
 
 

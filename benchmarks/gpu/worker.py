@@ -5,6 +5,7 @@ Says what it is about to try before it tries it, and what came of it: see `case`
 
 import argparse
 import os
+import sys
 import time
 from typing import Any
 
@@ -52,6 +53,8 @@ def main() -> None:
     section = sections.SECTIONS[args.section]
     report = Reporter(args.section, set(args.skip), small=args.small)
     report.say(versions=sections.versions())
+    if not (report.gpu or report.small):
+        sys.exit("JAX found no GPU here; --small runs anywhere")
     if section.torch:
         report.case = "torch"
         report.torch = report.attempt("import", "torch", load_torch)

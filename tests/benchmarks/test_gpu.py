@@ -1,6 +1,7 @@
 """The GPU benchmark from end to end where there is no GPU, and with workers that hang or die."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,23 @@ def test_everything_runs_small_on_any_machine(tmp_path):
     assert wanted <= timed
     assert SMALL in page
     assert "Targets" not in page
+
+
+@pytest.mark.exhaustive
+def test_steps_are_probed_priced_and_run_small_on_any_machine(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu.predicted", "--small", "--out", str(tmp_path)]
+    one_device = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=one_device)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "predicted.json").read_text())
+    assert len(result["rows"]) == 2
+    for row in result["rows"]:
+        assert len(row["seconds"]) == 8
+        assert all(seconds > 0 for seconds in row["predicted"].values())
+    command += ["--first", "1", "--topology", str(tmp_path / "topology.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=one_device)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "predicted.json").read_text())["rows"]) == 1
 
 
 # Says what it is about to do, and then hangs, dies, or does it; what it skips it does not try.

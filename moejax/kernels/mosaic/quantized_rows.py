@@ -25,6 +25,8 @@ from moejax.kernels.mosaic.quantize import (
     widen,
 )
 
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+
 
 def permute_quantize(
     x_NBC: jax.Array, source_M: jax.Array, weight_M: jax.Array | None, *, name: str
@@ -107,12 +109,17 @@ def dequantize_combine(
                 row, into = slot_gmem[first + r, k], pl.ds(r * width, width)
                 copy = partial(plgpu.copy_gmem_to_smem, barrier=arrived.at[k])
                 copy(values_gmem.at[row, piece], values_smem.at[k, into])
-                copy(scale_gmem.at[row, piece], scale_smem.at[k, into])
+                # Scales of a row may begin at 16 bytes past the last row's, and a copy that fills
+                # in zeros where there is no row needs 128. So none fills in, and `add` does.
+                scale = scale_gmem.at[jnp.minimum(row, M - 1), piece]
+                copy(scale, scale_smem.at[k, into], oob_mode=IN_BOUNDS)
 
         def add(k, total):
             plgpu.barrier_wait(arrived.at[k])
+            slots = [slot_gmem[first + r, k] for r in range(rows)]
             weights = [weight_gmem[first + r, k] for r in range(rows)]
-            scale = scale_smem[k] * _of_rows(weights, width)
+            there = jnp.broadcast_to(_of_rows(slots, width), (TILE,)) < M
+            scale = jnp.where(there, scale_smem[k], 0) * _of_rows(weights, width)
             y = widen(plgpu.layout_cast(values_smem[k], LAYOUT))
             return total + y * jax.lax.broadcast_in_dim(scale, y.shape, (0,))
 

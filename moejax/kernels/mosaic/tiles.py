@@ -264,8 +264,12 @@ def store_rows(
     for start in range(0, HALF, PIECE):
         piece = part[:, start : start + PIECE].astype(stores.whole.dtype)
         columns = (*between, pl.ds(column + start, PIECE))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        _store_piece(stores, rows, piece, y_gmem, columns)
+        store = partial(_store_piece, stores, rows, piece, y_gmem, columns)
+        if y_gmem.shape[-1] % COLUMNS:
+            # Single rows are copied as plain bytes: past the last column lies the next row.
+            pl.when(column + start < y_gmem.shape[-1])(store)
+        else:
+            store()
 
 
 def _store_piece(
@@ -273,6 +277,7 @@ def _store_piece(
 ) -> None:
     wg, first, above, below = rows
     count = below - above
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(count == OWN)
     def _():

@@ -146,7 +146,8 @@ def loop(operate: Callable[[Tree], Tree], start: Callable[[], Tree], mesh: Mesh)
         def again(_: Any, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             for _ in range(unrolled(mesh)):
                 x = _after(*both)
-                both = x, operate(x)
+                # Else XLA computes of each result but the last only the element that is read.
+                both = jax.lax.optimization_barrier((x, operate(x)))
             return both
 
         _, y = jax.lax.fori_loop(0, times, again, (x, y))
@@ -162,15 +163,16 @@ def _first(tree: Tree) -> jax.Array:
 
 
 def _after(x: Tree, y: Tree) -> Tree:
-    """Returns x with first elements that depend on y, so that nothing is hoisted from the loop."""
+    """Returns x with first elements that depend on y, so that nothing is hoisted from the loop.
+
+    They do not depend on x: what is read and written by one fusion of XLA is copied whole.
+    """
     never = _first(y) > 1e30
 
     def touch(leaf: jax.Array) -> jax.Array:
         if not leaf.size:
             return leaf
-        start = (0,) * leaf.ndim
-        corner = jax.lax.slice(leaf, start, (1,) * leaf.ndim)
-        corner = jnp.where(never, jnp.ones_like(corner), corner)
-        return jax.lax.dynamic_update_slice(leaf, corner, start)
+        corner = never.astype(leaf.dtype).reshape((1,) * leaf.ndim)
+        return jax.lax.dynamic_update_slice(leaf, corner, (0,) * leaf.ndim)
 
     return jax.tree.map(touch, x)
