@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     topologies = {"probed": probed, "described": described}
     about = stamp() | {"device": jax.devices()[0].device_kind, "known": args.known}
     result = about | {"clusters": list(topologies), "rows": []}
-    for case in SMALL_CASES if args.small else CASES[args.first :]:
+    for case in (SMALL_CASES if args.small else CASES)[args.first :]:
         if time.monotonic() - began > args.seconds:
             found: dict[str, Any] = {"error": "there was no time left"}
         else:

@@ -42,6 +42,7 @@ def command(folder):
     return [sys.executable, "-m", "moejax.train", "--config", folder / "config.yaml"]
 
 
+@pytest.mark.faults
 def test_hosts_leave_come_back_fail_and_are_lost(tmp_path):
     folder = place(tmp_path)
     with on_this_machine(folder, 3, command(folder)) as hosts:

@@ -66,6 +66,7 @@ def test_loops_are_counted_as_often_as_they_run():
     assert counts[1] == 4 * counts[0] > 0
 
 
+@pytest.mark.slow
 def test_the_planner_prices_what_copies_send_once_a_step():
     found = []
     for parts in PARTS:
@@ -85,6 +86,7 @@ def test_the_planner_prices_what_copies_send_once_a_step():
         assert found[1][1][key] == (pytest.approx(sent), pytest.approx(seconds))
 
 
+@pytest.mark.slow
 def test_the_predicted_peak_of_micro_batches_is_what_the_compiler_says_within_a_tenth():
     said = compiled(4)[1].memory_analysis()
     traced = trace_config(config(4), "cpu")

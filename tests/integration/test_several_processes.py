@@ -179,6 +179,7 @@ def test_devices_of_launcher_and_config_must_agree(place):
     assert_one_line_each(out, "2 processes of 3 devices were started, mesh.simulated_devices is 4")
 
 
+@pytest.mark.slow
 def test_a_directory_in_use_is_refused_by_all(place, tmp_path):
     lock = RunLock(tmp_path)
     try:
@@ -201,6 +202,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow
 def test_processes_of_different_configs_are_refused(place, tmp_path):
     config = tmp_path / "differ.py"
     config.write_text(DIFFERENT_SEEDS.format(place / "config.yaml"))

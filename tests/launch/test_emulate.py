@@ -106,6 +106,7 @@ def test_hosts_are_apart_and_nothing_is_left(tmp_path):
     assert namespaces_of(process.pid) == []
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_failing_host_ends_the_others(tmp_path):
     script = "test $MOEJAX_PROCESS = 0 && exit 7; sleep 300"

@@ -86,6 +86,7 @@ def test_bad_input_ends_all_hosts_at_once(cluster):
     assert "all hosts end with 2: host 1 ended with 2" in hosts.text()
 
 
+@pytest.mark.slow
 def test_a_failure_starts_all_again_and_too_many_end_the_run_with_the_last_words(cluster):
     hosts = cluster(2)
     script = "test $MOEJAX_PROCESS = 0 && exec sleep 100; echo the reason; kill -9 $$"
@@ -99,6 +100,7 @@ def test_a_failure_starts_all_again_and_too_many_end_the_run_with_the_last_words
     assert said[1] == "    the reason"
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_is_left_out_and_leaves_nothing_behind(cluster):
     hosts = cluster(3)
     hosts.start(
@@ -135,6 +137,7 @@ while now["processes"] != int(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_a_host_that_leaves_and_one_that_comes_change_the_running_processes(cluster, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     hosts = cluster(3)
@@ -150,6 +153,7 @@ def test_a_host_that_leaves_and_one_that_comes_change_the_running_processes(clus
     assert text.count("begins") == 3
 
 
+@pytest.mark.slow
 def test_a_stranger_learns_the_state_and_changes_nothing(cluster):
     hosts = cluster(1)
     hosts.start("echo begun; sleep 3")

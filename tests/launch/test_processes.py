@@ -58,6 +58,7 @@ def test_of_several_codes_the_one_that_says_most_is_passed_on(codes, code):
     assert group.failure_of(codes) == code
 
 
+@pytest.mark.slow
 def test_a_failure_is_seen_behind_a_process_that_runs(tmp_path):
     script = "test $MOEJAX_PROCESS = 0 && exec sleep 100; exit 7"
     code, out = local(tmp_path, script)  # gives up after a minute

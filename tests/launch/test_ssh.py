@@ -268,6 +268,7 @@ def test_the_python_that_is_checked_is_the_one_that_runs(command, python):
     assert hosts.python_of(command) == python
 
 
+@pytest.mark.slow
 @needs_sshd
 def test_supervisors_outlive_the_loss_of_a_host(tmp_path, flags):
     script = "echo $MOEJAX_PROCESS of $MOEJAX_PROCESSES; test $MOEJAX_PROCESSES = 1 || sleep 100"

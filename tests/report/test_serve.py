@@ -93,6 +93,7 @@ def browser():
         yield opened
 
 
+@pytest.mark.slow
 def test_the_open_page_follows_the_run(tmp_path, browser):
     folder = usual_run(tmp_path / "a")
     with serving(folder) as server:

@@ -153,6 +153,7 @@ def test_jitter_is_that_of_one_device():
         np.testing.assert_allclose(g, w, atol=2e-5 * np.abs(w).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=ANY)])
 def test_steps_are_those_of_one_device(name):
     """Clipping, moments and selection biases see all stages."""
@@ -217,6 +218,7 @@ def resumed_case(stages):
     return step_for(config((1, 2, 1, 1), stages, 4, layers=4, router={"bias_update_rate": 0.01}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [4, pytest.param(1, marks=ANY)])
 def test_a_checkpoint_of_two_stages_restores_on_any_number_of_them(tmp_path, stages):
     before, train_step = resumed_case(2), resumed_case(stages)
@@ -241,6 +243,7 @@ def between_nodes(cfg, stage="none", stage_gradient="none"):
     return dataclasses.replace(with_mesh(cfg, nodes=2), compression=policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codecs", "case"),
     [
@@ -263,6 +266,7 @@ def test_codecs_between_stages_change_gradients_by_their_error(codecs, case):
     assert 1e-5 < max(errors) < 0.1
 
 
+@pytest.mark.slow
 def test_between_stages_encoded_bytes_travel_and_nothing_else():
     plain = config((1, 1, 2, 2), 2, 4)
     sent = {}

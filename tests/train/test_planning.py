@@ -38,6 +38,7 @@ def planned(cfg, **options):
     return plan_run(cfg, jax.devices()[:8], ALONE, QUIET, **({"resuming": False} | options))
 
 
+@pytest.mark.slow
 def test_a_run_plans_and_writes_down_what_it_chose(cfg):
     found = planned(cfg)
     mesh = found.cfg.mesh
@@ -130,6 +131,7 @@ def test_a_dry_run_needs_known_links(cfg):
         plan_dry(change(cfg, {"plan.topology": None}), 8)
 
 
+@pytest.mark.slow
 def test_links_that_an_earlier_start_measured_are_not_measured_again(cfg, monkeypatch):
     cfg = change(cfg, {"plan.topology": None})
     fits = dataclasses.replace(cluster(), device=dataclasses.replace(cluster().device, name="cpu"))
@@ -216,6 +218,7 @@ def test_rates_are_compared_one_by_one():
     assert changed == {f"{kind} over network, bytes" for kind in cluster().tiers[1].links}
 
 
+@pytest.mark.slow
 def test_a_run_whose_hosts_change_keeps_links_and_plans_for_other_numbers(cfg, monkeypatch):
     monkeypatch.setenv("MOEJAX_ASSIGNMENT", "a file")
     path = Path(cfg.run_dir)

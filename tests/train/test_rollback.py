@@ -34,6 +34,7 @@ def end_of(run_dir):
     return saved, [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_and_leaves_out_exactly_the_bad_batches_also_if_it_is_killed(run, tmp_path):
     # Batches 5 and 6 are those of steps 6 and 7: from the checkpoint of step 4 on they are left out
     # with batch 4, of step 5, which is not in that checkpoint.
@@ -128,6 +129,7 @@ def test_a_run_that_was_asked_to_stop_when_it_goes_back_stops_there(run, tmp_pat
 
 
 # With a checkpoint each step those of high losses must not push out the last one from before.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_spike", "every"),
     [

@@ -27,6 +27,7 @@ def named(*words):
     return [one for one in found if one.name.startswith(words)]
 
 
+@pytest.mark.slow
 def test_everything_holds_on_two_devices(capsys):
     assert run(lambda: checks.smoke_checks(jax.local_devices()[:2])) == 0
     text = said(capsys)

@@ -117,6 +117,7 @@ def test_a_schedule_that_keeps_fewer_micro_batches_needs_less_memory():
     assert peaks["gpipe", 32] > 2 * peaks["1f1b", 32]
 
 
+@pytest.mark.slow
 def test_a_stage_that_keeps_its_input_alone_needs_less_memory_and_more_time():
     cfg, topology = change(model(length=64), {"train.micro_batches": 8}), cluster()
     kept, less = (
