@@ -66,8 +66,8 @@ MANY_MAPPINGS = 25_000
 # JAX writes entries in place: one that another process has not finished, or that a killed one never
 # did, is compiled again. Neither is an error of a test.
 UNREADABLE = "Error (reading|writing) persistent compilation cache entry"
-# Orbax forgets the rest of a save that fails, in tests whose disk is full: Python says so whenever it
-# next looks for garbage, which can be in any test.
+# Orbax forgets the rest of a save that fails, in tests whose disk is full: Python says so whenever
+# it next looks for garbage, which can be in any test.
 FORGOTTEN = "coroutine 'async_serialize_from_host"
 
 

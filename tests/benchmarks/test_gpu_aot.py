@@ -46,6 +46,7 @@ def test_the_layer_compiles_with_our_kernels():
     assert "mosaic_gpu" in text
 
 
+@pytest.mark.exhaustive
 def test_each_chunk_has_its_own_products():
     """Forward two kernels, backward four; where gate and up are kept, none runs twice."""
     devices = describe_devices(TARGETS["h200"], 1)

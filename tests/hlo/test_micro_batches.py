@@ -86,6 +86,7 @@ def test_the_planner_prices_what_copies_send_once_a_step():
         assert found[1][1][key] == (pytest.approx(sent), pytest.approx(seconds))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_predicted_peak_of_micro_batches_is_what_the_compiler_says_within_a_tenth():
     said = compiled(4)[1].memory_analysis()

@@ -56,7 +56,7 @@ def wait_for(condition, seconds=30):
 
 @needs_namespaces
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("hosts", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_bytes_and_rate_of_an_exchange(tmp_path, hosts):
     per_host, size = 2, 2**16
     command = [sys.executable, ROOT / "tests" / "launch" / "exchange_once.py", size]

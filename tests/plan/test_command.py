@@ -87,7 +87,7 @@ def test_the_command_plans_for_a_file(tmp_path, capsys):
     write_topology(cluster(memory=GIB), tmp_path / "topology.json")
     words = [*COMMON, "--topology", str(tmp_path / "topology.json"), "--fewer"]
     words += ["--config.model.num_layers=1", "--config.mesh.tensor=2", "--top", "2"]
-    assert main([*words, "--out", str(tmp_path / "plan.json")]) == 0
+    assert main([*words, "--traces", "2", "--out", str(tmp_path / "plan.json")]) == 0
     out = capsys.readouterr().out
     assert "x as fast as" in out
     nodes = [line.split(":")[0] for line in out.splitlines() if re.match(r"\d+ nodes?:", line)]

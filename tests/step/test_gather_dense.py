@@ -78,6 +78,7 @@ def wire_bytes(gather_dense, parts, kind):
     return sum(one.bytes * one.calls for one in calls if one.axes == ("fsdp",))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_dense_weights_kept_whole_cross_once_a_step():
     """The gathers of more parts and of recomputed layers are those of one part."""

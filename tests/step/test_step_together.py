@@ -56,6 +56,9 @@ CASES = [
     Case((2, 1, 4, 1), 4, route="two_level", k=8, path="usual"),
 ]
 
+# Routes and kinds of which others have a case; for `make test-all`.
+RARE = [CASES[number] for number in (10, 11, 12)]
+
 
 # Annotations are checked once with each layout, and where buckets overflow.
 CHECKED = {case.layout: case for case in CASES if case.path == "certain"}.values()
@@ -70,7 +73,11 @@ def annotations(case):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("annotations")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.route}-{case.mesh}-{case.path}")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.exhaustive if case in RARE else ()) for case in CASES],
+    ids=lambda case: f"{case.route}-{case.mesh}-{case.path}",
+)
 def test_the_step_gives_the_oracles_loss_and_gradients(case):
     # Expert 0 is chosen by nobody; 16 experts are more than any axis here has devices.
     moe = {"num_experts": 16, "experts_per_token": case.k, "implementation": "reference"}

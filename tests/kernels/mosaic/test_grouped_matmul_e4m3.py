@@ -82,6 +82,7 @@ def test_drawn_products(sizes, spare, K, N, seed):
     check_product(sizes, spare, K, N, seed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_gradients_are_those_of_the_product_of_what_was_rounded():
     rng, K, N = np.random.default_rng(0), 64, 192

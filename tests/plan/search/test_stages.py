@@ -83,7 +83,7 @@ def test_stages_are_chosen_where_gradients_cost_more_than_hidden_states(
 ):
     cfg = model(hidden, length)
     limits = limits_of(cfg, topology)
-    found = search(cfg, topology, limits, LOAD, traces=6)
+    found = search(cfg, topology, limits, LOAD, traces=4)
     assert (found.ranked[0].cfg.mesh.stage > 1) == stages
     best = {True: float("inf"), False: float("inf")}
     for mesh in ({"stage": 2, "expert": 4}, {"replica": 2, "expert": 4}):
