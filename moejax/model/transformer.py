@@ -248,6 +248,27 @@ class Transformer(nnx.Module):
         angles = self._angles(segment_BT)
         return self._run_group(self.groups[last], x_BtD, segment_BT, angles, group_noise, 0, first)
 
+    def in_layer(
+        self,
+        x_BtD: Float[Array, "B t D"],
+        segment_BT: Int[Array, "B T"],
+        noise: Noise | None,
+        number: jax.Array,
+    ) -> tuple[Float[Array, "B t D"], MoEStats | None]:
+        """Takes hidden states through one repeat of the last layer group.
+
+        The group's weights are those of the repeat, not stacked.
+
+        Args:
+          number: of the repeat in its group.
+        """
+        last = len(self.groups) - 1
+        own_noise = None if noise is None else noise.of(last).of(number)
+        x_BtD, stats = self.groups[last](x_BtD, segment_BT, self._angles(segment_BT), own_noise)
+        if not stats:
+            return x_BtD, None
+        return x_BtD, jax.tree.map(lambda *blocks: jnp.stack(blocks), *stats)
+
     def after_stages(
         self, y_BtD: Float[Array, "B t D"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"]]:

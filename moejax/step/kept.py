@@ -1,19 +1,26 @@
-"""What a pipeline stage keeps of a micro-batch from its forward pass until its backward pass.
+"""A stage's layers, run one after the other, and what is kept of a micro-batch until its backward.
 
-Per device, inside the shard_map of the training mesh. `mesh.stage_keeps` chooses:
+Per device, inside the shard_map of the training mesh. Backward is written out: forward calls
+`jax.vjp` on a layer, and the arrays of the function that it returns are kept. Those that are the
+layer's weights are left out: JAX hands on the very arrays, which are recognised. Gradients of
+weights are added to their sums layer by layer, so those of a whole stage never exist beside them.
 
-- `residuals`: what `model.remat` keeps of the stage's layers. Backward recomputes what it says.
+`mesh.stage_keeps` chooses what is kept:
+
+- `residuals`: what `model.remat` keeps of each layer. Backward recomputes what it says.
 - `input`: the stage's input alone. Backward runs the stage forward again, a third more products,
   and then holds one micro-batch's residuals.
 
-Letters: those of `layout.layout`; k a micro-batch in the order in which stages work on them.
+A layer here is one repeat of the layer group. Letters: those of `layout.layout`; L the layers of
+this stage, S slots; k a micro-batch in the order in which stages work on them.
 """
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from moejax.step.staged_model import RouterParts, StagedModel
 from moejax.step.state import Tree
@@ -21,59 +28,180 @@ from moejax.step.state import Tree
 Arrays = list[jax.Array]
 
 
-class Input:
-    """Keeps the stage's input."""
+class Visit(NamedTuple):
+    """A micro-batch at this stage.
+
+    Attributes:
+      slot: where what is kept of it is.
+      valid: whether it counts; in a bubble it does not.
+    """
+
+    k: jax.Array
+    slot: jax.Array
+    valid: jax.Array
+
+
+class Back(NamedTuple):
+    """Backward through some layers.
+
+    Attributes:
+      dy_BtD: gradients of what the layer before this one, on the way back, took in.
+      sums: of the weights' gradients, float32, over micro-batches.
+    """
+
+    dy_BtD: jax.Array
+    sums: Tree
+
+
+class Layers:
+    """Single layers of the stage, forward and backward."""
 
     def __init__(self, staged: StagedModel):
-        self.staged = staged
-
-    def forward(self, x_BtD: jax.Array, k: jax.Array) -> tuple[jax.Array, Arrays, None]:
-        """Runs a micro-batch through the stage. Returns the result, and what is kept of it."""
-        return self.staged.run_stage(self.staged.layers, x_BtD, k)[0], [x_BtD], None
-
-    def backward(
-        self, kept: Arrays, k: jax.Array, dy_BtD: jax.Array, share: jax.Array
-    ) -> tuple[Tree, jax.Array, RouterParts]:
-        """Runs a micro-batch's gradients back.
-
-        Args:
-          dy_BtD: gradients of the stage's result.
-          share: gradient of the routers' losses: 1, or 0 in a bubble.
-        Returns:
-          Gradients of the weights, gradients of the input, and parts of the loss.
-        """
-        run = partial(self.staged.in_stage, k=k)
-        _, pull, parts = jax.vjp(run, self.staged.layers, *kept, has_aux=True)
-        return *pull((dy_BtD, share)), parts
-
-
-class Residuals:
-    """Keeps what `model.remat` keeps, but for the weights, which are the same for all."""
-
-    def __init__(self, staged: StagedModel):
-        self.staged = staged
-        self.weights = jax.tree.leaves(staged.layers)
+        self.staged, self.count = staged, staged.repeats
         self.tree: Any = None  # of the function that runs back, and of its arrays:
         self.places: list[int | None] = []  # which weight each is; None: one that is kept
 
-    def forward(self, x_BtD: jax.Array, k: jax.Array) -> tuple[jax.Array, Arrays, RouterParts]:
-        """As `Input.forward`, and the parts of the loss."""
-        run = partial(self.staged.in_stage, k=k)
-        (y_BtD, _), pull, parts = jax.vjp(run, self.staged.layers, x_BtD, has_aux=True)
+    def scan(self, body: Callable, carry: Any) -> Any:
+        """Scans over the numbers of layers, as `model.scan_layers` says."""
+        unroll = 1 if self.staged.model.cfg.model.scan_layers else self.count
+        return lax.scan(body, carry, jnp.arange(self.count), unroll=unroll)
+
+    def forward(
+        self, x_BtD: jax.Array, k: jax.Array, index: jax.Array
+    ) -> tuple[jax.Array, Arrays, RouterParts]:
+        """Runs a layer. Returns its result, what backward needs, and its parts of the loss."""
+        weights = self.staged.layer(index)
+
+        def run(weights: Tree, x_BtD: jax.Array) -> Any:
+            return self.staged.in_layer(weights, x_BtD, k, index)
+
+        (y_BtD, _), pull, parts = jax.vjp(run, weights, x_BtD, has_aux=True)
         arrays, self.tree = jax.tree.flatten(pull)
-        number = {id(weight): n for n, weight in enumerate(self.weights)}
+        number = {id(weight): n for n, weight in enumerate(jax.tree.leaves(weights))}
         self.places = [number.get(id(array)) for array in arrays]
         kept = [a for a, place in zip(arrays, self.places, strict=True) if place is None]
         return y_BtD, kept, parts
 
-    def backward(
-        self, kept: Arrays, k: jax.Array, dy_BtD: jax.Array, share: jax.Array
-    ) -> tuple[Tree, jax.Array, None]:
-        """As `Input.backward`, without parts."""
-        own = iter(kept)
-        arrays = [next(own) if place is None else self.weights[place] for place in self.places]
-        pull = jax.tree.unflatten(self.tree, arrays)
-        return *pull((dy_BtD, share)), None
+    def backward(self, kept: Arrays, index: jax.Array, back: Back, share: jax.Array) -> Back:
+        """Runs gradients back through a layer, after a `forward` that kept as many arrays.
+
+        Args:
+          share: gradient of the routers' losses: 1, or 0 in a bubble.
+        """
+        own, weights = iter(kept), jax.tree.leaves(self.staged.layer(index))
+        arrays = [next(own) if place is None else weights[place] for place in self.places]
+        gradients, dx_BtD = jax.tree.unflatten(self.tree, arrays)((back.dy_BtD, share))
+        return Back(dx_BtD, jax.tree.map(lambda s, g: _add_at(s, g, index), back.sums, gradients))
+
+    def keep_nothing(self, x_BtD: jax.Array, k: jax.Array) -> jax.Array:
+        """Runs all layers."""
+        return self.scan(lambda x, i: (self.forward(x, k, i)[0], None), x_BtD)[0]
+
+    def keep_all(self, x_BtD: jax.Array, k: jax.Array) -> tuple[jax.Array, Arrays, RouterParts]:
+        """Runs all layers. Returns the result, the kept arrays [L, ...], and parts of the loss."""
+
+        def layer(x_BtD: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
+            y_BtD, kept, parts = self.forward(x_BtD, k, index)
+            return y_BtD, (kept, parts)
+
+        y_BtD, (kept, parts) = self.scan(layer, x_BtD)
+        return y_BtD, kept, together(parts)
+
+
+class Residuals:
+    """Keeps what `model.remat` keeps: slots [S, L, ...]."""
+
+    def __init__(self, staged: StagedModel):
+        self.layers = Layers(staged)
+
+    def empty(self, count: int, x_BtD: jax.Array) -> Arrays:
+        """Returns slots for `count` micro-batches.
+
+        Args:
+          x_BtD: an input of the stage; only its shape and dtype count.
+        """
+        shapes = jax.eval_shape(lambda x, k: self.layers.keep_all(x, k)[1], x_BtD, jnp.int32(0))
+        return [jnp.zeros((count, *array.shape), array.dtype) for array in shapes]
+
+    def forward(
+        self, slots: Arrays, x_BtD: jax.Array, visit: Visit
+    ) -> tuple[Arrays, jax.Array, RouterParts]:
+        """Runs a micro-batch through the stage. Returns the slots, its result, and its parts."""
+
+        def layer(carry: Any, index: jax.Array) -> Any:
+            slots, y_BtD = carry
+            slots, y_BtD, parts = self._forward(slots, y_BtD, visit, index)
+            return (slots, y_BtD), parts
+
+        (slots, y_BtD), parts = self.layers.scan(layer, (slots, x_BtD))
+        return slots, y_BtD, together(parts)
+
+    def backward(self, slots: Arrays, visit: Visit, back: Back) -> tuple[Back, None]:
+        """Runs a micro-batch's gradients back through the stage. Returns them, and no parts."""
+
+        def layer(back: Back, index: jax.Array) -> tuple[Back, None]:
+            return self._backward(slots, visit, back, index), None
+
+        return self.layers.scan(layer, back)[0], None
+
+    def both(
+        self, slots: Arrays, x_BtD: jax.Array, ahead: Visit, behind: Visit, back: Back
+    ) -> tuple[Arrays, jax.Array, RouterParts, Back]:
+        """Runs one micro-batch forward and another back, in each turn a layer of each.
+
+        Neither needs the other, so exchanges of one hide behind products of the other.
+        """
+
+        def layer(carry: Any, index: jax.Array) -> Any:
+            slots, y_BtD, back = carry
+            slots, y_BtD, parts = self._forward(slots, y_BtD, ahead, index)
+            return (slots, y_BtD, self._backward(slots, behind, back, index)), parts
+
+        (slots, y_BtD, back), parts = self.layers.scan(layer, (slots, x_BtD, back))
+        return slots, y_BtD, together(parts), back
+
+    def _forward(self, slots: Arrays, x_BtD: jax.Array, visit: Visit, index: jax.Array) -> Any:
+        y_BtD, kept, parts = self.layers.forward(x_BtD, visit.k, index)
+        slots = [_put(*both, visit, index) for both in zip(slots, kept, strict=True)]
+        return slots, y_BtD, parts
+
+    def _backward(self, slots: Arrays, visit: Visit, back: Back, index: jax.Array) -> Back:
+        """Of the layer that is `index` before the last."""
+        index = self.layers.count - 1 - index
+        kept = [_get(array, visit, index) for array in slots]
+        return self.layers.backward(kept, index, back, visit.valid.astype(jnp.float32))
+
+
+class Input:
+    """Keeps the stage's input: one slot array [S, B, t, D]."""
+
+    def __init__(self, staged: StagedModel):
+        self.layers = Layers(staged)
+
+    def empty(self, count: int, x_BtD: jax.Array) -> Arrays:
+        """As `Residuals.empty`."""
+        return [jnp.zeros((count, *x_BtD.shape), x_BtD.dtype)]
+
+    def forward(
+        self, slots: Arrays, x_BtD: jax.Array, visit: Visit
+    ) -> tuple[Arrays, jax.Array, None]:
+        """As `Residuals.forward`, without parts."""
+        (kept,) = slots
+        x = jnp.where(visit.valid, x_BtD, _at(kept, visit.slot))
+        kept = lax.dynamic_update_index_in_dim(kept, x, visit.slot, 0)
+        return [kept], self.layers.keep_nothing(x_BtD, visit.k), None
+
+    def backward(self, slots: Arrays, visit: Visit, back: Back) -> tuple[Back, RouterParts]:
+        """As `Residuals.backward`, with the parts."""
+        _, kept, parts = self.layers.keep_all(_at(slots[0], visit.slot), visit.k)
+
+        def layer(back: Back, index: jax.Array) -> tuple[Back, None]:
+            index = self.layers.count - 1 - index
+            arrays = [_at(array, index) for array in kept]
+            share = visit.valid.astype(jnp.float32)
+            return self.layers.backward(arrays, index, back, share), None
+
+        return self.layers.scan(layer, back)[0], parts
 
 
 def build_keeper(staged: StagedModel) -> Input | Residuals:
@@ -81,11 +209,37 @@ def build_keeper(staged: StagedModel) -> Input | Residuals:
     return {"input": Input, "residuals": Residuals}[staged.model.cfg.mesh.stage_keeps](staged)
 
 
-def empty_slots(keeper: Input | Residuals, count: int, x_BtD: jax.Array) -> Arrays:
-    """Returns slots for what is kept of `count` micro-batches.
+def together(parts: RouterParts) -> RouterParts:
+    """Adds up what layers add to the loss's parts; loads and drops stay apart, in layer order."""
+    return RouterParts(
+        jnp.sum(parts.balance),
+        jnp.sum(parts.entropy),
+        parts.load_LE.reshape(-1, parts.load_LE.shape[-1]),
+        parts.dropped_L.reshape(-1),
+    )
 
-    Args:
-      x_BtD: an input of the stage; only its shape and dtype count.
-    """
-    shapes = jax.eval_shape(lambda x, k: keeper.forward(x, k)[1], x_BtD, jnp.int32(0))
-    return [jnp.zeros((count, *array.shape), array.dtype) for array in shapes]
+
+def _at(stacked: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
+
+
+def _place(slots: jax.Array, visit: Visit, index: jax.Array) -> tuple[Any, ...]:
+    return (visit.slot, index, *(0 for _ in slots.shape[2:]))
+
+
+def _get(slots: jax.Array, visit: Visit, index: jax.Array) -> jax.Array:
+    """Reads what a slot has of a layer."""
+    found = lax.dynamic_slice(slots, _place(slots, visit, index), (1, 1, *slots.shape[2:]))
+    return found.reshape(slots.shape[2:])
+
+
+def _put(slots: jax.Array, x: jax.Array, visit: Visit, index: jax.Array) -> jax.Array:
+    """Writes a layer's array to a slot, if it counts."""
+    x = jnp.where(visit.valid, x, _get(slots, visit, index))
+    return lax.dynamic_update_slice(slots, x[None, None], _place(slots, visit, index))
+
+
+def _add_at(sums: jax.Array, gradient: jax.Array, index: jax.Array) -> jax.Array:
+    """Adds a layer's gradient to the sum that is stacked with those of the others."""
+    more = _at(sums, index) + gradient.astype(jnp.float32)
+    return lax.dynamic_update_index_in_dim(sums, more, index, 0)

@@ -11,7 +11,12 @@ With `begins` = P, backward starts as soon as the first answer is there: 1F1B wi
 whose transfers have a tick of other work to hide behind; a stage keeps at most 2 P micro-batches.
 With `begins` = M + P all forward passes come first: GPipe, which keeps M.
 
-In both a stage is idle for P - 1 of M + P - 1 ticks of each kind.
+Combined 1F1B has the ticks of 1F1B, and in one that has both a layer forward and a layer backward
+take turns, so that exchanges of one hide behind products of the other. Both end together, and so a
+tick ends with the transfers, and beside them the answer: one tick earlier, P - 1 + k.
+Source of the idea: DualPipe (DeepSeek-AI 2024), which has two micro-batches of its own for it.
+
+In all a stage is idle for P - 1 of M + P - 1 ticks of each kind.
 
 Letters: P stages, M micro-batches, s a stage, k a micro-batch.
 """
@@ -37,6 +42,7 @@ class Schedule(NamedTuple):
       begins: the first tick of backward, on the last stage.
       kept: slots for what a stage keeps of micro-batches; that of forward(s, k) is (s + k) % kept.
       answers: slots for gradients of what the last stage left; that of answer(k) is k % answers.
+      combined: whether layers forward and backward take turns in a tick, which the answer ends.
     """
 
     stages: int
@@ -44,6 +50,12 @@ class Schedule(NamedTuple):
     begins: int
     kept: int
     answers: int
+    combined: bool = False
+
+    @property
+    def answered(self) -> int:
+        """The tick of the first answer."""
+        return self.stages - self.combined
 
     @property
     def phases(self) -> list[Phase]:
@@ -51,7 +63,7 @@ class Schedule(NamedTuple):
         P, M = self.stages, self.micro_batches
         spans = {
             "forward": range(M + P - 1),
-            "answer": range(P, P + M),
+            "answer": range(self.answered, self.answered + M),
             "backward": range(self.begins, self.begins + M + P - 1),
         }
         cuts = sorted({edge for span in spans.values() for edge in (span.start, span.stop)})
@@ -66,5 +78,6 @@ def schedule_of(name: str, stages: int, micro_batches: int) -> Schedule:
     if name == "gpipe":
         begins = micro_batches + stages
         return Schedule(stages, micro_batches, begins, micro_batches, micro_batches)
-    assert name == "1f1b", name
-    return Schedule(stages, micro_batches, stages, min(2 * stages, micro_batches), 1)
+    assert name in ("1f1b", "combined_1f1b"), name
+    kept, combined = min(2 * stages, micro_batches), name == "combined_1f1b"
+    return Schedule(stages, micro_batches, stages, kept, 1, combined)

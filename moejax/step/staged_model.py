@@ -1,7 +1,8 @@
 """A model whose last layer group is spread over pipeline stages, as one stage sees it.
 
 Per device, inside the shard_map of the training mesh. Three functions take a micro-batch from
-tokens to its loss: `before`, `in_stage`, `answer`. `step.stages` says at which tick each is called.
+tokens to its loss: `before`, `in_layer` for each layer of a stage, `answer`. `step.stages` says at
+which tick each is called.
 
 Layers before the stages' run on each stage's own micro-batches, M / P of them. The loss of a
 micro-batch is computed by all stages, each for a share of the positions. So none of the two is
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import stages, wire
+from moejax.model.remat import REMAT_POLICIES
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
@@ -136,7 +138,7 @@ class StagedModel:
         self, layers: Tree, x_BtD: jax.Array, k: jax.Array
     ) -> tuple[jax.Array, MoEStats | None]:
         """Takes a micro-batch through this stage's layers."""
-        first = self.stage * len(jax.tree.leaves(layers)[0])
+        first = self.stage * self.repeats
         model, noise = self.transformer(self.outer, layers), self.noise(*self.rank(k))
         return model.in_stage(x_BtD, self.row_of(self.segment_MBT, k), noise, first)
 
@@ -146,13 +148,45 @@ class StagedModel:
         loss, parts = self.router_parts(stats)
         return (x_BtD, loss), parts
 
-    def in_stage(
-        self, layers: Tree, x_BtD: jax.Array, k: jax.Array
+    @property
+    def repeats(self) -> int:
+        """Repeats of the layer group on this stage: what runs, and is kept, one after the other."""
+        return len(jax.tree.leaves(self.layers)[0])
+
+    def layer(self, index: jax.Array) -> Tree:
+        """Returns the weights of one of this stage's repeats."""
+        return jax.tree.map(partial(_at, index=index), self.layers)
+
+    def in_layer(
+        self, weights: Tree, x_BtD: jax.Array, k: jax.Array, index: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
-        """Returns ((hidden states, share of the routers' losses), parts) of `run_stage`."""
-        y_BtD, stats = self.run_stage(layers, x_BtD, k)
+        """Takes a micro-batch through one of this stage's repeats; `model.remat` says what is kept.
+
+        Returns:
+          ((hidden states, share of the routers' losses), parts).
+        """
+        segment_BT, noise = self.row_of(self.segment_MBT, k), self.noise(*self.rank(k))
+        biases, number = self._biases(index), self.stage * self.repeats + index
+
+        def run(weights: Tree, x_BtD: jax.Array) -> tuple[jax.Array, MoEStats | None]:
+            merged = self.join(self.outer, weights)
+            model = self.model.merge(merged, biases, self.state.frozen)
+            return model.in_layer(x_BtD, segment_BT, noise, number)
+
+        remat = self.model.cfg.model.remat
+        if remat != "none":
+            run = jax.checkpoint(run, policy=REMAT_POLICIES[remat])
+        y_BtD, stats = run(weights, x_BtD)
         loss, parts = self.router_parts(stats)
         return (y_BtD, loss), parts
+
+    def _biases(self, index: jax.Array) -> Tree:
+        """Returns the selection biases, of the stages' group those of one repeat."""
+        groups = self.state.router_bias.get("groups", {})
+        if self.group not in groups:
+            return self.state.router_bias
+        own = jax.tree.map(partial(_at, index=index), groups[self.group])
+        return {**self.state.router_bias, "groups": {**groups, self.group: own}}
 
     def answer(
         self, head: Tree, y_BtD: jax.Array, k: jax.Array, num_targets: jax.Array
@@ -198,6 +232,10 @@ class StagedModel:
         share = len(load_LE) / self.expert_layers / self.micro_batches
         entropy = jnp.mean(stats.entropy)
         return loss * share, RouterParts(balance * share, entropy * share, load_LE, dropped_L)
+
+
+def _at(stacked: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
 
 
 def put_head(outer: Tree, head: Tree) -> Tree:

@@ -11,7 +11,8 @@ Weights enter once and gradients leave once a step (`comm.weights.enter`). What 
 micro-batch between its two passes: `step.kept`.
 
 What the first stage starts from, and where its gradients go: `step.feed`. A gradient is sent at the
-start of the tick after the one that made it, so that it travels while that tick computes forward.
+start of the tick after the one that made it, so that it travels while that tick computes forward;
+in a combined schedule all is sent at the end of a tick, and travels while the loss is computed.
 
 Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
 stages work on them, j one of a stage's own.
@@ -27,8 +28,8 @@ from jax import lax
 from moejax.comm import wire
 from moejax.comm.weights.enter import enter_weights, leave_gradients
 from moejax.comm.weights.residuals import detach_residuals
-from moejax.step.feed import add, build_feed, get, put, sums_like
-from moejax.step.kept import build_keeper, empty_slots
+from moejax.step.feed import add, build_feed, get, sums_like
+from moejax.step.kept import Back, Residuals, Visit, build_keeper
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
 from moejax.step.schedule import Phase
@@ -63,7 +64,8 @@ class Carried(NamedTuple):
       moving: hidden states on their way forward.
       kept: what backward still needs of micro-batches, a slot each.
       answers: gradients of the last stage's hidden states, a slot each; zeros elsewhere.
-      gradient: of the stage's last input, encoded: it is sent at the next tick.
+      gradient: of the stage's last input, encoded: it is sent at the next tick. In a combined
+        schedule the one that arrived from the stage after.
       errors: of what was encoded before, by backward and by answers; None without feedback.
       back: gradients on their way back to what is before the stages.
       layers, head: sums of the weights' gradients, float32.
@@ -133,10 +135,11 @@ class Ticks:
 
     def tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
         """Does what a phase does at tick t."""
-        arrived = None
         if phase.backward:
-            arrived = self.behind.to_previous(carried.gradient)
             carried = carried._replace(back=self.feed.pass_on(carried.back))
+        if self.schedule.combined:
+            return self.combined_tick(carried, t, phase)
+        arrived = self.behind.to_previous(carried.gradient) if phase.backward else None
         if phase.answer:
             carried = self.answer_tick(carried, t)
         if phase.forward:
@@ -145,17 +148,29 @@ class Ticks:
             carried = self.backward_tick(carried, arrived, t)
         return carried
 
+    def combined_tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
+        """Does forward and backward, a layer of each in turn, and then the answer."""
+        if phase.forward and phase.backward:
+            carried = self.both_tick(carried, t)
+        elif phase.forward:
+            carried = self.forward_tick(carried, t)
+        elif phase.backward:
+            carried = self.backward_tick(carried, carried.gradient, t)
+        if phase.backward:
+            carried = carried._replace(gradient=self.behind.to_previous(carried.gradient))
+        return self.answer_tick(carried, t) if phase.answer else carried
+
     def first(self) -> Carried:
         """Returns what a stage holds before the first tick."""
         staged, x_BtD = self.staged, self.start.arrived
-        parts = jax.eval_shape(staged.in_stage, staged.layers, x_BtD, jnp.int32(0))[1]
-        share_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages]
-
+        parts = jax.eval_shape(self.keeper.layers.keep_all, x_BtD, jnp.int32(0))[2]
+        share_BtD, none_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages], jnp.zeros_like(x_BtD)
+        combined = self.schedule.combined
         return Carried(
             moving=self.start,
-            kept=empty_slots(self.keeper, self.schedule.kept, x_BtD),
+            kept=self.keeper.empty(self.schedule.kept, x_BtD),
             answers=jnp.zeros((self.schedule.answers, *x_BtD.shape), x_BtD.dtype),
-            gradient=self.behind.encode_once(jnp.zeros_like(x_BtD)),
+            gradient=none_BtD if combined else self.behind.encode_once(none_BtD),
             errors=(self.behind.first_error(x_BtD), self.behind.first_error(share_BtD)),
             back=self.feed.first_back(),
             layers=sums_like(staged.layers),
@@ -166,19 +181,62 @@ class Ticks:
 
     def forward_tick(self, carried: Carried, t: jax.Array) -> Carried:
         """Runs this stage's layers on a micro-batch."""
-        staged = self.staged
-        x_BtD, fed = stage_input(staged, self.feed, carried.moving, t)
-        k, valid = staged.numbered(t - staged.stage)
-        y_BtD, arrays, parts = self.keeper.forward(x_BtD, k)
-        slot = (staged.stage + k) % self.schedule.kept
-        kept = [put(*both, slot, valid) for both in zip(carried.kept, arrays, strict=True)]
-        arrived = self.ahead.to_next(self.ahead.encode_once(y_BtD))
-        carried = carried._replace(kept=kept, moving=Moving(arrived, fed, y_BtD))
-        return _counted(carried, parts, valid)
+        x_BtD, fed = stage_input(self.staged, self.feed, carried.moving, t)
+        visit = self.visit(t - self.staged.stage)
+        kept, y_BtD, parts = self.keeper.forward(carried.kept, x_BtD, visit)
+        carried = carried._replace(kept=kept, moving=self.sent(y_BtD, fed))
+        return _counted(carried, parts, visit.valid)
+
+    def backward_tick(self, carried: Carried, arrived: jax.Array, t: jax.Array) -> Carried:
+        """Runs a micro-batch's gradients back through this stage's layers.
+
+        Args:
+          arrived: gradient from the stage after.
+        """
+        visit, back = self.way_back(carried, arrived, t)
+        back, parts = self.keeper.backward(carried.kept, visit, back)
+        return _counted(self.backed(carried, back, visit, t), parts, visit.valid)
+
+    def both_tick(self, carried: Carried, t: jax.Array) -> Carried:
+        """Runs layers forward on one micro-batch and backward on another, in turns."""
+        assert isinstance(self.keeper, Residuals)  # see `config.checks`
+        x_BtD, fed = stage_input(self.staged, self.feed, carried.moving, t)
+        ahead = self.visit(t - self.staged.stage)
+        behind, back = self.way_back(carried, carried.gradient, t)
+        kept, y_BtD, parts, back = self.keeper.both(carried.kept, x_BtD, ahead, behind, back)
+        carried = carried._replace(kept=kept, moving=self.sent(y_BtD, fed))
+        return _counted(self.backed(carried, back, behind, t), parts, ahead.valid)
+
+    def visit(self, k: jax.Array) -> Visit:
+        """Returns the visit of micro-batch k, or in a bubble of another that does not count."""
+        k, valid = self.staged.numbered(k)
+        return Visit(k, (self.staged.stage + k) % self.schedule.kept, valid)
+
+    def sent(self, y_BtD: jax.Array, fed: Any) -> Moving:
+        """Sends what forward returned to the next stage."""
+        return Moving(self.ahead.to_next(self.ahead.encode_once(y_BtD)), fed, y_BtD)
+
+    def way_back(self, carried: Carried, arrived: jax.Array, t: jax.Array) -> tuple[Visit, Back]:
+        """Returns which micro-batch goes back at tick t, and what its way back starts from."""
+        behind = self.staged.stages - 1 - self.staged.stage
+        visit = self.visit(t - self.schedule.begins - behind)
+        answer = get(carried.answers, visit.k % self.schedule.answers)
+        dy_BtD = jnp.where(behind == 0, answer, arrived)
+        return visit, Back(jnp.where(visit.valid, dy_BtD, 0), carried.layers)
+
+    def backed(self, carried: Carried, back: Back, visit: Visit, t: jax.Array) -> Carried:
+        """Returns what is held when a micro-batch has gone back."""
+        gradient, error = self.behind.encode(back.dy_BtD, carried.errors[0], visit.valid)
+        return carried._replace(
+            gradient=gradient,
+            errors=(error, carried.errors[1]),
+            back=self.feed.take(carried.back, back.dy_BtD, t),
+            layers=back.sums,
+        )
 
     def answer_tick(self, carried: Carried, t: jax.Array) -> Carried:
         """Computes the loss of what the last stage left, each stage that of some positions."""
-        staged, k = self.staged, t - self.staged.stages
+        staged, k = self.staged, t - self.schedule.answered
         y_BtD = self.ahead.spread_positions(carried.moving.left)
         answer = jax.value_and_grad(staged.answer, argnums=(0, 1))
         head = staged.head_of(staged.outer)
@@ -192,30 +250,6 @@ class Ticks:
             head=add(carried.head, head),
             nll=carried.nll + nll,
         )
-
-    def backward_tick(self, carried: Carried, arrived: jax.Array, t: jax.Array) -> Carried:
-        """Runs a micro-batch's gradients back through this stage's layers.
-
-        Args:
-          arrived: gradient from the stage after.
-        """
-        staged, schedule = self.staged, self.schedule
-        behind = staged.stages - 1 - staged.stage
-        k, valid = staged.numbered(t - schedule.begins - behind)
-        kept = [get(slots, (staged.stage + k) % schedule.kept) for slots in carried.kept]
-        answer = get(carried.answers, k % schedule.answers)
-        dy_BtD = jnp.where(behind == 0, answer, arrived)
-        dy_BtD = jnp.where(valid, dy_BtD, 0)
-        share = valid.astype(jnp.float32)
-        layers, dx_BtD, parts = self.keeper.backward(kept, k, dy_BtD, share)
-        gradient, error = self.behind.encode(dx_BtD, carried.errors[0], valid)
-        carried = carried._replace(
-            gradient=gradient,
-            errors=(error, carried.errors[1]),
-            back=self.feed.take(carried.back, dx_BtD, t),
-            layers=add(carried.layers, layers),
-        )
-        return _counted(carried, parts, valid)
 
 
 def _counted(carried: Carried, parts: RouterParts | None, valid: jax.Array) -> Carried:

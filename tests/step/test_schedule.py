@@ -11,7 +11,8 @@ from moejax.step.schedule import schedule_of
 def schedules(draw):
     stages = draw(st.integers(2, 8))
     micro_batches = stages * draw(st.integers(1, 8))
-    return schedule_of(draw(st.sampled_from(["gpipe", "1f1b"])), stages, micro_batches)
+    names = ["gpipe", "1f1b", "combined_1f1b"]
+    return schedule_of(draw(st.sampled_from(names)), stages, micro_batches)
 
 
 def ticks(schedule):
@@ -19,7 +20,7 @@ def ticks(schedule):
     P, M = schedule.stages, schedule.micro_batches
     at = {}
     for k in range(M):
-        at["answer", k] = P + k
+        at["answer", k] = P - schedule.combined + k
         for s in range(P):
             at["forward", s, k] = s + k
             at["backward", s, k] = schedule.begins + P - 1 - s + k
@@ -47,11 +48,13 @@ def test_nothing_runs_before_its_input(schedule):
     at, last = ticks(schedule), schedule.stages - 1
     for k in range(schedule.micro_batches):
         for s in range(last):
-            # A stage sends at the end of a tick; the next tick has it.
+            # What is sent at the end of a tick or the start of the next one, the next one has.
             assert at["forward", s, k] < at["forward", s + 1, k]
             assert at["backward", s + 1, k] < at["backward", s, k]
-        assert at["forward", last, k] < at["answer", k]
-        assert at["answer", k] <= at["backward", last, k]  # answers come first in a tick
+        if schedule.combined:  # answers come last in a tick
+            assert at["forward", last, k] <= at["answer", k] < at["backward", last, k]
+        else:  # answers come first
+            assert at["forward", last, k] < at["answer", k] <= at["backward", last, k]
 
 
 @hypothesis.given(schedules())
@@ -69,13 +72,15 @@ def test_no_slot_is_overwritten_before_it_is_read(schedule):
     for k in range(schedule.micro_batches):
         slot = k % schedule.answers
         if slot in answers:
-            assert at["backward", P - 1, answers[slot]] < at["answer", k]
+            read = at["backward", P - 1, answers[slot]]
+            assert read <= at["answer", k] if schedule.combined else read < at["answer", k]
         answers[slot] = k
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 8), (4, 8), (4, 32)])
 def test_1f1b_keeps_inputs_by_stages_and_gpipe_by_micro_batches(stages, micro_batches):
-    assert schedule_of("1f1b", stages, micro_batches).kept <= 2 * stages
+    for name in ("1f1b", "combined_1f1b"):
+        assert schedule_of(name, stages, micro_batches).kept <= 2 * stages
     assert schedule_of("gpipe", stages, micro_batches).kept == micro_batches
 
 

@@ -17,7 +17,7 @@ from moejax.config.schema import CompressionConfig
 from moejax.layout.layout import build_layout
 from moejax.plan.price.candidate import trace_config
 from moejax.plan.trace.reader import collectives
-from moejax.step.kept import Residuals
+from moejax.step.kept import Layers
 from moejax.step.state import Batch
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.restore import restore_state
@@ -89,7 +89,11 @@ ANY = pytest.mark.exhaustive
     ("stages", "times", "mesh", "schedule", "keeps"),
     [
         pytest.param(2, 1, (1, 1, 2, 2), "1f1b", "input", marks=ANY),
-        (4, 2, (2, 1, 1, 1), "gpipe", "residuals"),
+        (4, 2, (2, 1, 1, 1), "combined_1f1b", "residuals"),
+        pytest.param(2, 2, (1, 1, 2, 2), "combined_1f1b", "residuals", marks=ANY),
+        pytest.param(4, 1, (1, 2, 1, 1), "combined_1f1b", "residuals", marks=ANY),
+        pytest.param(2, 4, (2, 1, 2, 1), "combined_1f1b", "residuals", marks=ANY),
+        pytest.param(4, 2, (2, 1, 1, 1), "gpipe", "residuals", marks=ANY),
         pytest.param(2, 1, (1, 1, 2, 2), "gpipe", "input", marks=ANY),
         pytest.param(2, 2, (2, 1, 2, 1), "gpipe", "residuals", marks=ANY),
         pytest.param(2, 4, (1, 2, 1, 2), "1f1b", "residuals", marks=ANY),
@@ -349,15 +353,16 @@ def test_what_an_encoding_left_out_is_added_to_the_next(count, seed):
 def test_what_a_stage_keeps_of_a_micro_batch_are_not_its_weights(remat, monkeypatch):
     """They are recognised as the arrays that went in, which JAX hands on."""
     seen = []
-    forward = Residuals.forward
+    forward = Layers.forward
 
-    def noted(self, x_BtD, k):
-        found = forward(self, x_BtD, k)
-        matrices = {n for n, weight in enumerate(self.weights) if weight.ndim > 2}
+    def noted(self, x_BtD, k, index):
+        found = forward(self, x_BtD, k, index)
+        weights = jax.tree.leaves(self.staged.layers)
+        matrices = {n for n, stacked in enumerate(weights) if stacked.ndim > 2}
         seen.append(matrices - set(self.places))
         return found
 
-    monkeypatch.setattr(Residuals, "forward", noted)
+    monkeypatch.setattr(Layers, "forward", noted)
     trace_config(config((1, 1, 2, 1), 2, 4, model={"remat": remat}), "cpu")
     assert seen
     assert not any(seen), "a matrix would be kept anew for each micro-batch"

@@ -235,7 +235,10 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     gaps += reduction_gaps(cfg, "reduces buckets of its own size (ddp-bucket-size: parameters)")
     gaps += codec_gaps(cfg)
     gaps += stage_gaps(cfg)
-    if cfg.mesh.stage > 1 and cfg.mesh.schedule != "1f1b":
+    if cfg.mesh.stage > 1 and cfg.mesh.schedule == "combined_1f1b":
+        what = "layers forward and backward in turns, for their exchanges"
+        gaps.append(Gap(what, "is written as 1F1B; see its --overlap-moe-expert-parallel-comm"))
+    if cfg.mesh.stage > 1 and cfg.mesh.schedule == "gpipe":
         gaps.append(Gap(f"the schedule {cfg.mesh.schedule}", "has 1F1B, which keeps less"))
     gaps += _remat_gaps(cfg)
     return gaps

@@ -43,7 +43,7 @@ REMATS: dict[str, tuple[str, str]] = {
     "attention": ("selective", "tokens and results of attention are kept, and more"),
     "experts": ("selective", "tokens, results of attention and products are kept"),
 }
-SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+SCHEDULES = {"1f1b": "1F1B", "combined_1f1b": "1F1B", "gpipe": "GPipe"}
 # What backward has without another gather.
 KEEPS_WEIGHTS = ("none", "collectives")
 

@@ -165,7 +165,10 @@ class Estimate:
         # Forward and backward travel in opposite directions.
         sent = self._cost("ppermute", passed, layout.stage)
         sent += self._cost("all_to_all", passed, layout.stage)
-        tick = share * (compute + exchange) + sent
+        layers = compute + exchange
+        if self.schedule.combined and self.topology.device.platform != "cpu":
+            layers = max(compute, exchange)  # of the other pass
+        tick = share * layers + sent
         moved = share * weights + self._tables()
         ends = micro * self._ends() / self.stages
         return (micro + self.stages - 1) * tick + ends + moved + self._update()

@@ -25,7 +25,7 @@ MAX_CHUNKS = 8
 TURNS = (2, 8)  # micro-batches for each stage; a search then tries half and twice as many
 ROWS = ("mesh.replica", "mesh.fsdp", "mesh.expert")  # axes that share a stage's sequences
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "combined_1f1b", "gpipe")
 KEEPS = ("residuals", "input")
 # From no recomputation to all, which saves the most memory.
 REMATS = ("none", "dots", "experts", "collectives", "attention", "token_collectives", "full")
