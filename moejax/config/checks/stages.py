@@ -35,7 +35,7 @@ def check_stages(cfg: Config) -> None:
     )
     require(
         cfg.mesh.schedule != "combined_1f1b" or cfg.mesh.stage_keeps == "residuals",
-        "`mesh.schedule` is combined_1f1b and `mesh.stage_keeps` is input. Layers of the two passes "
+        "`mesh.schedule` is combined_1f1b and `mesh.stage_keeps` is input. Layers of both passes "
         "take turns, and a stage that keeps its input alone would run three of them. Set "
         "mesh.stage_keeps=residuals, with model.remat=full to keep little, or another schedule.",
     )
