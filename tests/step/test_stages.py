@@ -63,12 +63,24 @@ def as_one_device_sees_it(cfg, batch):
     return Batch(*(x[order] for x in batch))
 
 
-def assert_same_gradients(cfg, tolerance=2e-5):
+def biased(state, layers, experts, bias):
+    """The state with another selection bias of some experts in some layers."""
+
+    def change(bias_LE):
+        changed_LE = np.array(bias_LE)
+        changed_LE[layers, experts] = bias
+        return jax.device_put(changed_LE, bias_LE.sharding)
+
+    return state._replace(router_bias=jax.tree.map(change, state.router_bias))
+
+
+def assert_same_gradients(cfg, tolerance=2e-5, change=lambda state: state):
+    """Returns the loss's parts."""
     batch = random_batch(cfg)
     one = on_one_device(cfg)
     staged, whole = step_for(cfg), step_for(one)
-    got, parts = staged.gradients(staged.init(), batch)
-    wanted, wanted_parts = whole.gradients(whole.init(), as_one_device_sees_it(cfg, batch))
+    got, parts = staged.gradients(change(staged.init()), batch)
+    wanted, wanted_parts = whole.gradients(change(whole.init()), as_one_device_sees_it(cfg, batch))
     for (path, g), w in zip(
         jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(wanted), strict=True
     ):
@@ -80,6 +92,7 @@ def assert_same_gradients(cfg, tolerance=2e-5):
         np.testing.assert_allclose(getattr(parts, name), getattr(wanted_parts, name), rtol=1e-5)
     np.testing.assert_array_equal(parts.load_LE, wanted_parts.load_LE)
     np.testing.assert_array_equal(parts.dropped_L, wanted_parts.dropped_L)
+    return parts
 
 
 ANY = pytest.mark.exhaustive
@@ -142,6 +155,37 @@ ROUTES = ("duplicate", "split", "spread", "gather_home", "merge")
 def test_gradients_on_every_route_are_those_of_one_device(route):
     cfg = config((1, 1, 2, 2), 2, 4)
     assert_same_gradients(dataclasses.replace(cfg, route=route))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["1f1b", "combined_1f1b"])
+@pytest.mark.parametrize("route", ["two_level", "two_level_merge"])
+def test_gradients_on_routes_through_nodes_are_those_of_one_device(route, schedule):
+    """Each stage has two nodes, and experts on both."""
+    cfg = config((1, 1, 4, 1), 2, 4, axis={"nodes": 4, "schedule": schedule})
+    assert_same_gradients(dataclasses.replace(cfg, route=route))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["1f1b", "combined_1f1b"])
+def test_an_expert_that_nobody_chooses_changes_no_gradient(schedule):
+    cfg = config((1, 1, 2, 2), 2, 4, axis={"schedule": schedule})
+    parts = assert_same_gradients(cfg, change=lambda state: biased(state, slice(None), 0, -10))
+    assert not np.any(parts.load_LE[:, 0])
+    assert np.all(np.sum(parts.load_LE, axis=1) > 0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", ["1f1b", "combined_1f1b"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_rounds_in_one_stage_alone_change_no_gradient(stage, schedule):
+    """All its tokens choose the experts of one device, which its buckets do not hold."""
+    cfg = config((1, 1, 4, 1), 2, 4, moe={}, axis={"schedule": schedule})
+    layers, half = slice(2 * stage, 2 * stage + 2), cfg.moe.num_experts // 4
+    parts = assert_same_gradients(cfg, change=lambda state: biased(state, layers, slice(half), 10))
+    chosen = np.sum(parts.load_LE[:, :half], axis=1) / np.sum(parts.load_LE, axis=1)
+    assert np.all(chosen[layers] > 0.9)
+    assert np.all(np.delete(chosen, range(*layers.indices(4))) < 0.6)
 
 
 @pytest.mark.exhaustive
