@@ -19,7 +19,7 @@ import matplotlib as mpl
 
 from benchmarks.learning.training import held_out
 from benchmarks.machine import stamp
-from moejax.config.compression import PRESETS
+from moejax.config.compression import PRESETS, STAGES
 from moejax.config.schema import (
     CheckpointConfig,
     CompressionConfig,
@@ -46,12 +46,23 @@ HARSH = {
         ("dispatch", "combine", "dispatch_backward", "combine_backward"), "int4"
     ),
 }
+# With two pipeline stages, whose micro-batches make them another run without codecs too.
+STAGED = {
+    "stages": {},
+    "stages, codecs of strong": {kind: PRESETS["strong"][kind] for kind in STAGES},
+    "stages, int4 without feedback": dict.fromkeys(STAGES, "int4"),
+}
 POLICIES: dict[str, dict[str, str]] = {
     "none": {},
     "hybrid": {"preset": "hybrid"},
     "strong": {"preset": "strong"},
-    **{f"{kind} {codec} alone": {kind: codec} for kind, codec in PRESETS["strong"].items()},
+    **{
+        f"{kind} {codec} alone": {kind: codec}
+        for kind, codec in PRESETS["strong"].items()
+        if kind not in STAGES
+    },
     **HARSH,
+    **STAGED,
 }
 CONFIG = Config(
     model=ModelConfig(width=128, num_layers=4, num_heads=4, num_kv_heads=2, head_width=32),
@@ -77,6 +88,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=CONFIG.train.num_steps)
+    parser.add_argument("--only", choices=list(POLICIES), nargs="+", default=list(POLICIES))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "convergence.json"
@@ -84,13 +96,17 @@ def main() -> None:
     if record["steps"] != args.steps:
         parser.error(f"{path} holds runs of {record['steps']} steps. Name another --out.")
     for seed in range(args.seeds):
-        for name, policy in POLICIES.items():
-            runs = record["runs"].setdefault(name, {})
+        for name in args.only:
+            policy, runs = POLICIES[name], record["runs"].setdefault(name, {})
             if str(seed) in runs:
                 continue
             settings = dataclasses.replace(CONFIG.train, num_steps=args.steps)
             compression = CompressionConfig(**policy)
-            cfg = dataclasses.replace(CONFIG, train=settings, compression=compression)
+            mesh = CONFIG.mesh
+            if name in STAGED:
+                mesh = dataclasses.replace(mesh, stage=2, replica=1)
+                settings = dataclasses.replace(settings, micro_batches=4)
+            cfg = dataclasses.replace(CONFIG, train=settings, compression=compression, mesh=mesh)
             runs[str(seed)] = held_out(cfg, seed)
             print(f"seed {seed}  {name}  {runs[str(seed)]['final']:.4f} bits per byte", flush=True)
             record |= stamp()
@@ -115,10 +131,11 @@ def page(record: dict[str, Any]) -> str:
             continue
         inside = sum(value <= high for value in found)
         # Seeds are drawn alike in all policies: pairs differ by the policy alone.
+        same = record["runs"]["stages" if name in STAGED else "none"]
         pairs = [
-            run["final"] - record["runs"]["none"][seed]["final"]
+            run["final"] - same[seed]["final"]
             for seed, run in record["runs"][name].items()
-            if seed in record["runs"]["none"]
+            if seed in same
         ]
         each = ", ".join(f"{value:.3f}" for value in found)
         rows.append(
