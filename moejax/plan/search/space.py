@@ -191,6 +191,16 @@ def dense_gathers(cfg: Config, limits: Limits) -> Iterator[Config]:
             yield candidate
 
 
+def orders(cfg: Config, limits: Limits) -> tuple[str, ...]:
+    """Returns the values of `mesh.schedule` that may pay.
+
+    What hides behind another pass must be able to travel beside it, which on CPU nothing is, and
+    must not lie in a branch: rows that overflow take one, and its price would not say so.
+    """
+    hides = limits.platform != "cpu" and cfg.moe.capacity_factor is not None
+    return tuple(name for name in SCHEDULES if hides or name != "combined_1f1b")
+
+
 def schedules(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields other schedules of stages: what they keep, their order, and micro-batches."""
     if cfg.mesh.stage == 1:
@@ -198,7 +208,7 @@ def schedules(cfg: Config, limits: Limits) -> Iterator[Config]:
     parts = cfg.train.micro_batches
     changes: list[dict[str, Any]] = [
         {name: value}
-        for name, choices in (("mesh.stage_keeps", KEEPS), ("mesh.schedule", SCHEDULES))
+        for name, choices in (("mesh.stage_keeps", KEEPS), ("mesh.schedule", orders(cfg, limits)))
         for value in _values(cfg, limits, name, choices)
     ]
     if limits.free("train.micro_batches"):

@@ -58,6 +58,12 @@ def test_a_search_changes_what_stages_keep_their_order_and_micro_batches():
     names = ("mesh.stage_keeps", "mesh.schedule", "train.micro_batches")
     changed = [[n for n in names if get_value(a, n) != get_value(one, n)] for a in found]
     assert [name for (name,) in changed] == [*names, "train.micro_batches"]
+    # With a capacity no exchange lies in a branch, so that on a GPU it hides behind another pass.
+    gpu = dataclasses.replace(limits, platform="gpu")
+    assert space.orders(one, gpu) == space.SCHEDULES
+    without = change(one, {"moe.capacity_factor": None})
+    for asked in (space.orders(one, limits), space.orders(without, gpu)):
+        assert asked == ("1f1b", "gpipe")
     alone = space.resolve(change(cfg, {"mesh.expert": 8}), limits)
     assert list(space.schedules(alone, limits)) == []
 
