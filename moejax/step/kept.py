@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from moejax.step.feed import get
 from moejax.step.staged_model import RouterParts, StagedModel
 from moejax.step.state import Tree
 
@@ -187,17 +188,17 @@ class Input:
     ) -> tuple[Arrays, jax.Array, None]:
         """As `Residuals.forward`, without parts."""
         (kept,) = slots
-        x = jnp.where(visit.valid, x_BtD, _at(kept, visit.slot))
+        x = jnp.where(visit.valid, x_BtD, get(kept, visit.slot))
         kept = lax.dynamic_update_index_in_dim(kept, x, visit.slot, 0)
         return [kept], self.layers.keep_nothing(x_BtD, visit.k), None
 
     def backward(self, slots: Arrays, visit: Visit, back: Back) -> tuple[Back, RouterParts]:
         """As `Residuals.backward`, with the parts."""
-        _, kept, parts = self.layers.keep_all(_at(slots[0], visit.slot), visit.k)
+        _, kept, parts = self.layers.keep_all(get(slots[0], visit.slot), visit.k)
 
         def layer(back: Back, index: jax.Array) -> tuple[Back, None]:
             index = self.layers.count - 1 - index
-            arrays = [_at(array, index) for array in kept]
+            arrays = [get(array, index) for array in kept]
             share = visit.valid.astype(jnp.float32)
             return self.layers.backward(arrays, index, back, share), None
 
@@ -219,10 +220,6 @@ def together(parts: RouterParts) -> RouterParts:
     )
 
 
-def _at(stacked: jax.Array, index: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
-
-
 def _place(slots: jax.Array, visit: Visit, index: jax.Array) -> tuple[Any, ...]:
     return (visit.slot, index, *(0 for _ in slots.shape[2:]))
 
@@ -241,5 +238,5 @@ def _put(slots: jax.Array, x: jax.Array, visit: Visit, index: jax.Array) -> jax.
 
 def _add_at(sums: jax.Array, gradient: jax.Array, index: jax.Array) -> jax.Array:
     """Adds a layer's gradient to the sum that is stacked with those of the others."""
-    more = _at(sums, index) + gradient.astype(jnp.float32)
+    more = get(sums, index) + gradient.astype(jnp.float32)
     return lax.dynamic_update_index_in_dim(sums, more, index, 0)

@@ -109,8 +109,8 @@ def dequantize_combine(
                 row, into = slot_gmem[first + r, k], pl.ds(r * width, width)
                 copy = partial(plgpu.copy_gmem_to_smem, barrier=arrived.at[k])
                 copy(values_gmem.at[row, piece], values_smem.at[k, into])
-                # Scales of a row may begin at 16 bytes past the last row's, and a copy that fills
-                # in zeros where there is no row needs 128. So none fills in, and `add` does.
+                # A copy that fills in zeros where there is no row needs an address of a multiple of
+                # 128 bytes; scales of narrow rows have 32. So none is filled in, and `add` does it.
                 scale = scale_gmem.at[jnp.minimum(row, M - 1), piece]
                 copy(scale, scale_smem.at[k, into], oob_mode=IN_BOUNDS)
 
