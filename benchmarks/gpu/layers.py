@@ -29,14 +29,14 @@ from moejax.step.train_step import TrainStep, build_step
 
 LAYER, STEP = "MoE layer, forward + backward", "train step"
 CONFIG = Path(__file__).with_name("config.yaml")
+SMALL = ["model.width=64", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1"]
+SMALL += ["model.head_width=32", "model.vocab_size=512", "moe.expert_hidden=64"]
+SMALL += ["data.sequence_length=32", "train.batch_sequences=4", "train.micro_batches=1"]
 
 
 def small_config() -> Config:
     """The step's config, of a size for a CPU."""
-    words = ["model.width=64", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1"]
-    words += ["model.head_width=32", "model.vocab_size=512", "moe.expert_hidden=64"]
-    words += ["data.sequence_length=32", "train.batch_sequences=4", "train.micro_batches=1"]
-    return load_config(CONFIG, words)
+    return load_config(CONFIG, SMALL)
 
 
 def one_device_step(cfg: Config, devices: Any) -> TrainStep:
@@ -143,14 +143,9 @@ def time_steps(report: Reporter) -> None:
     cfg = small_config() if report.small else load_config(CONFIG)
     train_step = one_device_step(cfg, jax.devices())
     B, T = cfg.train.batch_sequences, cfg.data.sequence_length
-    rng = np.random.default_rng(0)
-    token_BT = rng.integers(0, cfg.model.vocab_size, (B, T), dtype=np.int32)
-    target_BT = np.roll(token_BT, -1, axis=1)
-    batch = Batch(token_BT, target_BT, np.zeros((B, T), np.int32))
-    batch = jax.device_put(batch, train_step.batch_sharding)
 
     def run() -> dict[str, Any]:
-        return _timed_steps(train_step, batch, count=2 if report.small else 12)
+        return timed_steps(train_step, count=2 if report.small else 12)
 
     found = report.attempt(STEP, train_step.spec.experts, run)
     if found is None:
@@ -168,8 +163,18 @@ def time_steps(report: Reporter) -> None:
     )
 
 
-def _timed_steps(train_step: TrainStep, batch: Batch, count: int) -> dict[str, Any]:
-    """Seconds of each of `count` steps, of compilation, and what the losses were."""
+def noise(train_step: TrainStep) -> Batch:
+    """A batch of tokens drawn at random, on the devices."""
+    cfg = train_step.cfg
+    shape = cfg.train.batch_sequences, cfg.data.sequence_length
+    token_BT = np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
+    batch = Batch(token_BT, np.roll(token_BT, -1, axis=1), np.zeros(shape, np.int32))
+    return jax.device_put(batch, train_step.batch_sharding)
+
+
+def timed_steps(train_step: TrainStep, count: int) -> dict[str, Any]:
+    """Seconds of each of `count` steps on noise, of compilation, and what the losses were."""
+    batch = noise(train_step)
     began = time.perf_counter()
     step = train_step.step.lower(train_step.abstract, train_step.abstract_batch()).compile()
     compiled = time.perf_counter() - began

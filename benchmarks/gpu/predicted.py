@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from benchmarks.gpu.case import first_lines
-from benchmarks.gpu.layers import CONFIG, one_device_step
+from benchmarks.gpu.layers import CONFIG, SMALL, one_device_step, timed_steps
 from benchmarks.gpu.page import table
 from benchmarks.machine import ROOT, stamp
 from moejax.config.load import load_config
@@ -32,8 +32,6 @@ from moejax.plan.cluster.file import load_topology, read_topology
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import price, trace_step
 from moejax.plan.price.routing import read_expert_load
-from moejax.step.state import Batch
-from moejax.step.train_step import TrainStep
 
 MANY_EXPERTS = ["moe.num_experts=64", "moe.experts_per_token=8", "moe.expert_hidden=1024"]
 CASES = (
@@ -45,9 +43,6 @@ CASES = (
     ["train.batch_sequences=2"],
     ["model.remat=experts", "train.batch_sequences=8"],
 )
-SMALL = ["model.width=64", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1"]
-SMALL += ["model.head_width=32", "model.vocab_size=512", "moe.expert_hidden=64"]
-SMALL += ["data.sequence_length=32", "train.batch_sequences=4"]
 SMALL_CASES = ([], ["train.micro_batches=2", "model.remat=full"])
 STEPS = 8  # timed, after two that are not
 
@@ -76,34 +71,7 @@ def run_case(settings: list[str], topologies: dict[str, Topology]) -> dict[str, 
         "priced_in_s": time.perf_counter() - began,
         "tokens": cfg.train.batch_sequences * cfg.data.sequence_length,
     }
-    return row | time_steps(train_step, noise(train_step))
-
-
-def noise(train_step: TrainStep) -> Batch:
-    """A batch of tokens drawn at random, on the devices."""
-    cfg = train_step.cfg
-    shape = cfg.train.batch_sequences, cfg.data.sequence_length
-    token_BT = np.random.default_rng(0).integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
-    batch = Batch(token_BT, np.roll(token_BT, -1, axis=1), np.zeros(shape, np.int32))
-    return jax.device_put(batch, train_step.batch_sharding)
-
-
-def time_steps(train_step: TrainStep, batch: Batch) -> dict[str, Any]:
-    """Seconds of each of STEPS steps and of compilation, and what the compiler says of memory."""
-    began = time.perf_counter()
-    step = train_step.step.lower(train_step.abstract, train_step.abstract_batch()).compile()
-    compiled, memory = time.perf_counter() - began, step.memory_analysis()
-    state, seconds = train_step.init(), []
-    for number in range(2 + STEPS):
-        began = time.perf_counter()
-        state, metrics = step(state, batch)
-        loss = float(metrics.loss)
-        if number >= 2:
-            seconds.append(time.perf_counter() - began)
-        if not np.isfinite(loss):
-            raise RuntimeError(f"the loss of step {number} is {loss}")
-    peak = memory.peak_memory_in_bytes if memory else None
-    return {"seconds": seconds, "peak_bytes": peak, "compile_s": compiled, "loss": loss}
+    return row | timed_steps(train_step, STEPS)
 
 
 def to_markdown(result: dict[str, Any]) -> str:

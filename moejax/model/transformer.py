@@ -231,23 +231,6 @@ class Transformer(nnx.Module):
         x_BtD, stats = self._run_groups(x_BtD, segment_BT, self._angles(token_BT), noise, before)
         return x_BtD, _joined(stats)
 
-    def in_stage(
-        self,
-        x_BtD: Float[Array, "B t D"],
-        segment_BT: Int[Array, "B T"],
-        noise: Noise | None,
-        first: jax.Array,
-    ) -> tuple[Float[Array, "B t D"], MoEStats | None]:
-        """Takes hidden states through this stage's part of the last layer group.
-
-        Args:
-          first: number of this stage's first repeat in its group.
-        """
-        last = len(self.groups) - 1
-        group_noise = None if noise is None else noise.of(last)
-        angles = self._angles(segment_BT)
-        return self._run_group(self.groups[last], x_BtD, segment_BT, angles, group_noise, 0, first)
-
     def in_layer(
         self,
         x_BtD: Float[Array, "B t D"],
@@ -318,14 +301,12 @@ class Transformer(nnx.Module):
         angles: Angles,
         noise: Noise | None,
         plain_blocks: int,
-        first: jax.Array | int = 0,
     ) -> tuple[jax.Array, MoEStats | None]:
         """Scans one layer group; returns statistics stacked in layer order.
 
         Args:
           plain_blocks: gradients of the first so many blocks (rounded up to a whole pattern) are
             not compressed.
-          first: number of the first repeat that is here.
         """
         graph, stacked = nnx.split(group)
         repeats, pattern = jax.tree.leaves(stacked)[0].shape[0], len(group.blocks)
@@ -343,7 +324,7 @@ class Transformer(nnx.Module):
         for start, stop in ((0, plain_repeats), (plain_repeats, repeats)):
             if start == stop:
                 continue
-            part = (first + jnp.arange(repeats), stacked)
+            part = (jnp.arange(repeats), stacked)
             if plain_repeats:
                 part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], part)
             part = without_residuals(part) if stop == plain_repeats else part

@@ -96,7 +96,12 @@ class Layers:
 
     def keep_nothing(self, x_BtD: jax.Array, k: jax.Array) -> jax.Array:
         """Runs all layers."""
-        return self.scan(lambda x, i: (self.forward(x, k, i)[0], None), x_BtD)[0]
+
+        def layer(x_BtD: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+            weights = self.staged.layer(index)
+            return self.staged.run_layer(weights, x_BtD, k, index)[0], None
+
+        return self.scan(layer, x_BtD)[0]
 
     def keep_all(self, x_BtD: jax.Array, k: jax.Array) -> tuple[jax.Array, Arrays, RouterParts]:
         """Runs all layers. Returns the result, the kept arrays [L, ...], and parts of the loss."""
@@ -106,7 +111,7 @@ class Layers:
             return y_BtD, (kept, parts)
 
         y_BtD, (kept, parts) = self.scan(layer, x_BtD)
-        return y_BtD, kept, together(parts)
+        return y_BtD, kept, _together(parts)
 
 
 class Residuals:
@@ -135,7 +140,7 @@ class Residuals:
             return (slots, y_BtD), parts
 
         (slots, y_BtD), parts = self.layers.scan(layer, (slots, x_BtD))
-        return slots, y_BtD, together(parts)
+        return slots, y_BtD, _together(parts)
 
     def backward(self, slots: Arrays, visit: Visit, back: Back) -> tuple[Back, None]:
         """Runs a micro-batch's gradients back through the stage. Returns them, and no parts."""
@@ -159,7 +164,7 @@ class Residuals:
             return (slots, y_BtD, self._backward(slots, behind, back, index)), parts
 
         (slots, y_BtD, back), parts = self.layers.scan(layer, (slots, x_BtD, back))
-        return slots, y_BtD, together(parts), back
+        return slots, y_BtD, _together(parts), back
 
     def _forward(self, slots: Arrays, x_BtD: jax.Array, visit: Visit, index: jax.Array) -> Any:
         y_BtD, kept, parts = self.layers.forward(x_BtD, visit.k, index)
@@ -167,7 +172,7 @@ class Residuals:
         return slots, y_BtD, parts
 
     def _backward(self, slots: Arrays, visit: Visit, back: Back, index: jax.Array) -> Back:
-        """Of the layer that is `index` before the last."""
+        """Runs gradients back through the layer that is `index` before the last."""
         index = self.layers.count - 1 - index
         kept = [_get(array, visit, index) for array in slots]
         return self.layers.backward(kept, index, back, visit.valid.astype(jnp.float32))
@@ -210,7 +215,7 @@ def build_keeper(staged: StagedModel) -> Input | Residuals:
     return {"input": Input, "residuals": Residuals}[staged.model.cfg.mesh.stage_keeps](staged)
 
 
-def together(parts: RouterParts) -> RouterParts:
+def _together(parts: RouterParts) -> RouterParts:
     """Adds up what layers add to the loss's parts; loads and drops stay apart, in layer order."""
     return RouterParts(
         jnp.sum(parts.balance),

@@ -134,14 +134,6 @@ class StagedModel:
         with jax.named_scope("embed"):
             return self.transformer(outer, self.layers).before_stages(*rows, None)[0]
 
-    def run_stage(
-        self, layers: Tree, x_BtD: jax.Array, k: jax.Array
-    ) -> tuple[jax.Array, MoEStats | None]:
-        """Takes a micro-batch through this stage's layers."""
-        first = self.stage * self.repeats
-        model, noise = self.transformer(self.outer, layers), self.noise(*self.rank(k))
-        return model.in_stage(x_BtD, self.row_of(self.segment_MBT, k), noise, first)
-
     def before(self, outer: Tree, j: jax.Array) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
         """Returns ((hidden states, share of the routers' losses), parts) of `run_before`."""
         x_BtD, stats = self.run_before(outer, j)
@@ -160,10 +152,17 @@ class StagedModel:
     def in_layer(
         self, weights: Tree, x_BtD: jax.Array, k: jax.Array, index: jax.Array
     ) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
-        """Takes a micro-batch through one of this stage's repeats; `model.remat` says what is kept.
+        """Returns ((hidden states, share of the routers' losses), parts) of `run_layer`."""
+        y_BtD, stats = self.run_layer(weights, x_BtD, k, index)
+        loss, parts = self.router_parts(stats)
+        return (y_BtD, loss), parts
 
-        Returns:
-          ((hidden states, share of the routers' losses), parts).
+    def run_layer(
+        self, weights: Tree, x_BtD: jax.Array, k: jax.Array, index: jax.Array
+    ) -> tuple[jax.Array, MoEStats | None]:
+        """Takes a micro-batch through one of this stage's repeats.
+
+        A function that runs it back keeps what `model.remat` says.
         """
         segment_BT, noise = self.row_of(self.segment_MBT, k), self.noise(*self.rank(k))
         biases, number = self._biases(index), self.stage * self.repeats + index
@@ -176,9 +175,7 @@ class StagedModel:
         remat = self.model.cfg.model.remat
         if remat != "none":
             run = jax.checkpoint(run, policy=REMAT_POLICIES[remat])
-        y_BtD, stats = run(weights, x_BtD)
-        loss, parts = self.router_parts(stats)
-        return (y_BtD, loss), parts
+        return run(weights, x_BtD)
 
     def _biases(self, index: jax.Array) -> Tree:
         """Returns the selection biases, of the stages' group those of one repeat."""

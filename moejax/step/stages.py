@@ -29,7 +29,7 @@ from moejax.comm import wire
 from moejax.comm.weights.enter import enter_weights, leave_gradients
 from moejax.comm.weights.residuals import detach_residuals
 from moejax.step.feed import add, build_feed, get, sums_like
-from moejax.step.kept import Back, Residuals, Visit, build_keeper
+from moejax.step.kept import Back, Layers, Residuals, Visit, build_keeper
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
 from moejax.step.schedule import Phase
@@ -276,13 +276,13 @@ def forward_through_stages(
     Args:
       answer: of (this stage's share of the positions of what the last stage left, k).
     """
-    feed, P = build_feed(staged), staged.stages
+    feed, layers, P = build_feed(staged), Layers(staged), staged.stages
     x_BtD, fed = feed.first()
     ahead = staged.link("stage", x_BtD)
 
     def forward(moving: Moving, t: jax.Array) -> tuple[Moving, None]:
         x_BtD, fed = stage_input(staged, feed, moving, t)
-        y_BtD, _ = staged.run_stage(staged.layers, x_BtD, staged.numbered(t - staged.stage)[0])
+        y_BtD = layers.keep_nothing(x_BtD, staged.numbered(t - staged.stage)[0])
         return Moving(ahead.to_next(ahead.encode_once(y_BtD)), fed, y_BtD), None
 
     def both(moving: Moving, t: jax.Array) -> tuple[Moving, Any]:

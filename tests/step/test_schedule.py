@@ -48,7 +48,7 @@ def test_nothing_runs_before_its_input(schedule):
     at, last = ticks(schedule), schedule.stages - 1
     for k in range(schedule.micro_batches):
         for s in range(last):
-            # What is sent at the end of a tick or the start of the next one, the next one has.
+            # It is sent at the end of a tick or at the start of the next, which has it.
             assert at["forward", s, k] < at["forward", s + 1, k]
             assert at["backward", s + 1, k] < at["backward", s, k]
         if schedule.combined:  # answers come last in a tick
