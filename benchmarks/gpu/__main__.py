@@ -38,7 +38,8 @@ SECTIONS = {
     "chunks": 70,
     "sweep": 60,
 }
-SILENCE = {"training": 150}  # seconds without a word after which a process is taken to hang
+# Seconds without a word after which a process is taken to hang.
+SILENCE = {"check": 150, "training": 150}
 USUAL_SILENCE = 45
 STRIKES = 2  # after so many hangs or deaths of an implementation it is not tried again
 RESTARTS = 8  # of a section

@@ -74,7 +74,8 @@ def worst_of(have: Any, want: Any, allowed: Any) -> float:
     have, want, allowed = (np.asarray(x, np.float64) for x in (have, want, allowed))
     if have.shape != want.shape or not np.array_equal(np.isnan(have), np.isnan(want)):
         return float("inf")
-    error, known = np.abs(have - want), ~np.isnan(want)
+    with np.errstate(invalid="ignore"):  # equal infinities
+        error, known = np.abs(have - want), ~np.isnan(want)
     where = known & (error > 0)
     return float(np.max((error / np.maximum(allowed, 1e-300))[where], initial=0.0))
 
@@ -153,7 +154,11 @@ def check_mlp(report: Reporter, sizes: tuple[int, ...], spare: int, D: int, F: i
         arrays = x, w_in, w_out, dy, counts
         wanted = jax.tree.leaves(mlp_both_ways("reference_e4m3")(*arrays))
         got = jax.tree.leaves(mlp_both_ways("mosaic_e4m3")(*arrays))
-        return max(_of_largest(have, want) for have, want in zip(got, wanted, strict=True))
+        # The hidden layer is rounded to e4m3 too, for y and the gradient of w_out: where its last
+        # bit of bfloat16 differs, so may the scale of a block, and all roundings in it.
+        of_hidden = (2, 1, 1, 2, 1)
+        each = zip(got, wanted, of_hidden, strict=True)
+        return max(_of_largest(have, want) / share for have, want, share in each)
 
     check(report, "gate, up and SwiGLU", fused)
     check(report, "expert MLP, forward + backward", whole)
@@ -268,7 +273,10 @@ def check_rows(report: Reporter, shape: Shape, tokens: int, name: str) -> None:
         parts = np.asarray(plainly(dequantize, name, D)(q), np.float64)[np.asarray(place)]
         parts = parts * np.asarray(weight, np.float64)[:, :, None]
         allowed = 2 * K * EPS * np.sum(np.abs(parts), axis=1)
-        return worst_of(jax.jit(run)(q), np.sum(parts, axis=1), allowed)
+        # Beyond float32 a sum is infinite.
+        with np.errstate(over="ignore"):
+            want = np.sum(parts, axis=1).astype(np.float32)
+        return worst_of(jax.jit(run)(q), want, allowed + np.abs(want) * EPS)
 
     check(report, f"permute + quantise {name}", out)
     check(report, f"permute + weight + quantise {name}", weighted)
@@ -299,18 +307,25 @@ def check_cases(*, small: bool) -> list[Case]:
         found.append(_case(name, check_e4m3, sizes, spare, K, N))
     for sizes, spare, D, F in mlps:
         found.append(_case(f"groups of {sizes}, D={D}, F={F}", check_mlp, sizes, spare, D, F))
-    for shape, tokens in ((SMALL, 12),) if small else ((OLMOE, 1024), (QWEN3, 4096)):
-        name = f"{shape.model}, {tokens} tokens"
-        found += [_case(name, check_layer, shape, tokens, n) for n in ((4,) if small else (1, 4))]
     narrow = Shape("", 1024, 0, 4, 2)
     if small:
-        return [*found, *_quantiser_cases(("int8",), (9, 300), ("bfloat16",), 2, narrow, 16)]
+        found += _quantiser_cases(("int8",), (9, 300), ("bfloat16",), 2, narrow, 16)
+        return [*found, *_layer_cases(((SMALL, 12),), (4,))]
     rows = (3001, 1000)
     found += _quantiser_cases(tuple(FORMATS), rows, ("bfloat16", "float32"), 8, narrow, 500)
     for width in (7168, 2048, 4096):
         wide = Shape("", width, 0, 16, 8)
         found += _quantiser_cases(("e4m3", "int8", "int4"), rows, (), 0, wide, 500)
-    return found
+    return [*found, *_layer_cases(((OLMOE, 1024), (QWEN3, 4096)), (1, 4))]
+
+
+def _layer_cases(sizes: tuple[tuple[Shape, int], ...], chunks: tuple[int, ...]) -> list[Case]:
+    """Of each shape and number of tokens, in each number of chunks."""
+    return [
+        _case(f"{shape.model}, {tokens} tokens", check_layer, shape, tokens, n)
+        for shape, tokens in sizes
+        for n in chunks
+    ]
 
 
 def _quantiser_cases(

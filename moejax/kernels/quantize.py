@@ -67,6 +67,8 @@ def _quantize(x: jax.Array, kind: Format, key: jax.Array | None) -> Quantized:
     y = x * jnp.where(scale >= TINY, 1 / scale, 0)[..., None]
     y = jnp.clip(_rounded(y, kind, key), -kind.largest, kind.largest).astype(kind.dtype)
     values = jax.lax.bitcast_convert_type(y, jnp.uint8)
+    # Without it XLA for GPUs takes rounding to a float format and back for nothing at all.
+    values = jax.lax.optimization_barrier(values) if kind.relative else values
     if kind.bits == 4:
         halves = values.reshape(*values.shape[:-1], -1, 2) & 15
         values = halves[..., 0] | (halves[..., 1] << 4)
