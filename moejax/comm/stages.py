@@ -81,17 +81,28 @@ class Link:
             return encoded
         return self.codec.decode_as(unpack(encoded, self.like), self.width, dtype)
 
-    def to_next(self, encoded: jax.Array) -> jax.Array:
-        """Sends to the next stage; zeros arrive at the first. Wire: all of the encoded array."""
-        return self._permute(encoded, [(i, i + 1) for i in range(self.size - 1)])
+    def to_next(self, encoded: jax.Array, *, around: bool = False) -> jax.Array:
+        """Sends to the next stage. Wire: all of the encoded array.
 
-    def to_previous(self, encoded: jax.Array) -> jax.Array:
-        """Sends to the stage before; zeros arrive at the last. Wire: all of the encoded array."""
-        return self._permute(encoded, [(i + 1, i) for i in range(self.size - 1)])
+        Args:
+          around: whether the last stage sends to the first, where else zeros arrive.
+        """
+        chain = [(i, i + 1) for i in range(self.size - 1)]
+        return self._permute(encoded, chain, (self.size - 1, 0) if around else None)
 
-    def _permute(self, encoded: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    def to_previous(self, encoded: jax.Array, *, around: bool = False) -> jax.Array:
+        """Sends to the stage before: `to_next` the other way."""
+        chain = [(i + 1, i) for i in range(self.size - 1)]
+        return self._permute(encoded, chain, (0, self.size - 1) if around else None)
+
+    def _permute(
+        self, encoded: jax.Array, chain: list[tuple[int, int]], around: tuple[int, int] | None
+    ) -> jax.Array:
         with jax.named_scope(self.traffic):
-            moved = wire.ppermute(encoded, self.layout.stage, pairs)
+            moved = wire.ppermute(encoded, self.layout.stage, chain)
+            if around is not None:
+                other = wire.ppermute(encoded, self.layout.stage, [around])
+                moved = jnp.where(wire.index(self.layout.stage) == around[1], other, moved)
             return self.decode(moved, self.dtype)
 
     def spread_positions(self, y_BtD: jax.Array) -> jax.Array:

@@ -81,6 +81,12 @@ class ModelConfig:
         "a group of its own in checkpoints",
         at_least=0,
     )
+    stage_chunks: int = setting(
+        1,
+        "equal parts of the layers behind those, each shared by all pipeline stages: a micro-batch "
+        "visits a stage so often (interleaved stages); groups of their own in checkpoints",
+        at_least=1,
+    )
     moe_every: int | None = setting(
         1, "after those, each n-th block has experts; none: dense model", at_least=1
     )

@@ -31,9 +31,9 @@ def layer_groups(
 ) -> list[tuple[tuple[BlockKind, ...], int]]:
     """Returns the blocks as (pattern, repeats): each pattern is scanned `repeats` times.
 
-    The dense blocks at the start, and those before pipeline stages, are groups of their own. A
-    pattern is as long as both kinds take
-    to repeat: that of MLPs `moe_every` blocks, that of windows `full_attention_every`.
+    The dense blocks at the start, those before pipeline stages, and each of the stages' chunks are
+    groups of their own. A pattern is as long as both kinds take to repeat: that of MLPs `moe_every`
+    blocks, that of windows `full_attention_every`.
 
     Args:
       stacked: False makes each repeat a group of its own.
@@ -44,6 +44,8 @@ def layer_groups(
     stop = start + cfg.layers_before_stages
     groups = _groups(kinds[:start], every)
     groups += _groups(kinds[start:stop], length) + _groups(kinds[stop:], length)
+    pattern, repeats = groups.pop()
+    groups += [(pattern, repeats // cfg.stage_chunks)] * cfg.stage_chunks
     if stacked:
         return groups
     return [(pattern, 1) for pattern, repeats in groups for _ in range(repeats)]

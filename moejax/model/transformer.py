@@ -225,9 +225,9 @@ class Transformer(nnx.Module):
     def before_stages(
         self, token_BT: jax.Array, segment_BT: jax.Array, noise: Noise | None
     ) -> tuple[Float[Array, "B t D"], MoEStats | None]:
-        """Takes tokens through the embedding, and the blocks of all layer groups but the last."""
+        """Takes tokens through the embedding, and the layer groups that stages do not share."""
         x_BtD = self.embedding.embed(token_BT, self.embedding.weights()[0])
-        before = range(len(self.groups) - 1)
+        before = range(len(self.groups) - self.cfg.stage_chunks)
         x_BtD, stats = self._run_groups(x_BtD, segment_BT, self._angles(token_BT), noise, before)
         return x_BtD, _joined(stats)
 
@@ -236,18 +236,15 @@ class Transformer(nnx.Module):
         x_BtD: Float[Array, "B t D"],
         segment_BT: Int[Array, "B T"],
         noise: Noise | None,
-        number: jax.Array,
     ) -> tuple[Float[Array, "B t D"], MoEStats | None]:
         """Takes hidden states through one repeat of the last layer group.
 
         The group's weights are those of the repeat, not stacked.
 
         Args:
-          number: of the repeat in its group.
+          noise: of the repeat.
         """
-        last = len(self.groups) - 1
-        own_noise = None if noise is None else noise.of(last).of(number)
-        x_BtD, stats = self.groups[last](x_BtD, segment_BT, self._angles(segment_BT), own_noise)
+        x_BtD, stats = self.groups[-1](x_BtD, segment_BT, self._angles(segment_BT), noise)
         if not stats:
             return x_BtD, None
         return x_BtD, jax.tree.map(lambda *blocks: jnp.stack(blocks), *stats)

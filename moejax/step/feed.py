@@ -40,28 +40,38 @@ class Lookup:
         return self.staged.embed(self.table, jnp.int32(0)), None
 
     def input(self, fed: None, t: jax.Array) -> tuple[jax.Array, None]:
-        """Returns the first stage's input at a tick."""
-        return self.staged.embed(self.table, self.staged.numbered(t)[0]), None
+        """Returns the first stage's input at a tick at which micro-batches enter."""
+        k = self.staged.schedule.micro_batch(t)
+        return self.staged.embed(self.table, self.staged.numbered(k)[0]), None
 
     def first_back(self) -> Tree:
         """Returns the state of gradients before the first tick."""
         return sums_like(self.table)
 
-    def pass_on(self, back: Tree) -> Tree:
-        """Moves gradients on by one stage."""
-        return back
+    def move(self, back: Tree, dx_BtD: jax.Array, t: jax.Array, *, leave: bool) -> Tree:
+        """Moves gradients on by one stage; where nothing moves, adds that of the first's input.
 
-    def take(self, back: Tree, dx_BtD: jax.Array, t: jax.Array) -> Tree:
-        """Adds the gradient of an input of the first stage, which backward left at tick t."""
-        staged = self.staged
-        k = staged.numbered(t - staged.schedule.begins - (staged.stages - 1))[0]
+        Args:
+          dx_BtD: what backward left one tick before tick t.
+          leave: whether micro-batches leave at tick t, and the first stage's is that of an input.
+        """
+        if not leave:
+            return back
+        staged, schedule = self.staged, self.staged.schedule
+        k = schedule.micro_batch(t - schedule.begins - schedule.chunks * staged.stages)
+        k, valid = staged.numbered(k)
         _, pull = jax.vjp(partial(staged.embed, k=k), self.table)
-        (table,) = pull(jnp.where(staged.stage == 0, dx_BtD, 0))
+        (table,) = pull(jnp.where((staged.stage == 0) & valid, dx_BtD, 0))
         return add(back, table)
 
-    def finish(self, back: Tree) -> tuple[Tree, RouterParts]:
-        """Returns the gradients of `outer`, without those of the loss, and the parts' sums."""
+    def finish(self, back: Tree, dx_BtD: jax.Array) -> tuple[Tree, RouterParts]:
+        """Takes what the last tick left.
+
+        Returns:
+          The gradients of `outer`, without those of the loss, and the parts' sums.
+        """
         zeros = sums_like(self.staged.outer)
+        back = self.move(back, dx_BtD, jnp.int32(self.staged.schedule.end), leave=True)
         return put_table(zeros, back), no_parts()
 
 
@@ -80,8 +90,8 @@ class Returning(NamedTuple):
 class Chain:
     """Layers before the stages, on each stage's own micro-batches.
 
-    Each stage in turn has the next micro-batch. At every P-th tick all put their next one on a
-    chain that ends at the first stage.
+    Each stage in turn has the next micro-batch. Before the first stage begins with P of them all
+    put their next one on a chain that ends at it.
 
     Attributes:
       x_JBtD: hidden states of this stage's own micro-batches.
@@ -99,9 +109,10 @@ class Chain:
         return self.x_JBtD[0], self.x_JBtD[0]
 
     def input(self, fed: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the first stage's input at a tick, and moves the chain on."""
+        """Returns the first stage's input at a tick at which they enter, and moves the chain on."""
         staged = self.staged
-        new = get(self.x_JBtD, jnp.minimum(t // staged.stages, staged.each - 1))
+        j = t // (staged.stages * staged.schedule.chunks)
+        new = get(self.x_JBtD, jnp.minimum(j, staged.each - 1))
         fed = jnp.where(t % staged.stages == 0, new, fed)
         return fed, self.ahead.to_previous(self.ahead.encode_once(fed))
 
@@ -109,41 +120,34 @@ class Chain:
         """Returns the state of gradients before the first tick."""
         return Returning(jnp.zeros_like(self.x_JBtD[0]), jnp.zeros_like(self.x_JBtD))
 
-    def pass_on(self, back: Returning) -> Returning:
-        """Moves gradients on by one stage."""
-        moving = self.behind.to_next(self.behind.encode_once(back.moving))
-        return back._replace(moving=moving)
+    def move(self, back: Returning, dx_BtD: jax.Array, t: jax.Array, *, leave: bool) -> Returning:
+        """Moves gradients on by one stage, and keeps one that has come back to where it is from.
 
-    def take(self, back: Returning, dx_BtD: jax.Array, t: jax.Array) -> Returning:
-        """Puts on the chain what backward left at tick t on the first stage."""
-        moving = jnp.where(self.staged.stage == 0, dx_BtD, back.moving)
-        return self._keep(back._replace(moving=moving), t)
-
-    def _keep(self, back: Returning, t: jax.Array) -> Returning:
-        """Keeps the gradient that has come back to where its micro-batch is from.
-
-        What the first stage returns at tick u reaches stage s at tick u + s.
+        Of micro-batches that enter together, that of stage s leaves s ticks after the first, and
+        reaches stage s as many later. Arguments as of `Lookup.move`.
         """
-        staged = self.staged
-        u = t - staged.schedule.begins - (staged.stages - 1) - 2 * staged.stage
-        j, here = u // staged.stages, u % staged.stages == 0
+        moving = self.behind.to_next(self.behind.encode_once(back.moving))
+        if leave:
+            moving = jnp.where(self.staged.stage == 0, dx_BtD, moving)
+        staged, turn = self.staged, self.staged.stages * self.staged.schedule.chunks
+        u = t - staged.schedule.begins - turn - 2 * staged.stage
+        j, here = u // turn, u % turn == 0
         here &= (j >= 0) & (j < staged.each)
         slot = jnp.clip(j, 0, staged.each - 1)
-        return back._replace(own_JBtD=put(back.own_JBtD, back.moving, slot, here))
+        return Returning(moving, put(back.own_JBtD, moving, slot, here))
 
-    def finish(self, back: Returning) -> tuple[Tree, RouterParts]:
+    def finish(self, back: Returning, dx_BtD: jax.Array) -> tuple[Tree, RouterParts]:
         """Brings back what is under way, and runs backward through the layers before the stages.
 
-        Returns:
-          The gradients of `outer`, without those of the loss, and the parts' sums.
+        Arguments and results as of `Lookup.finish`.
         """
-        staged = self.staged
+        staged, end = self.staged, self.staged.schedule.end
+        back = self.move(back, dx_BtD, jnp.int32(end), leave=True)
 
         def bring_back(back: Returning, t: jax.Array) -> tuple[Returning, None]:
-            return self._keep(self.pass_on(back), t), None
+            return self.move(back, dx_BtD, t, leave=False), None
 
-        end = staged.schedule.phases[-1].stop
-        back, _ = lax.scan(bring_back, back, jnp.arange(end, end + staged.stages - 1))
+        back, _ = lax.scan(bring_back, back, jnp.arange(end + 1, end + staged.stages))
 
         def add_one(sums: Any, scanned: Any) -> tuple[Any, None]:
             j, dx_BtD = scanned

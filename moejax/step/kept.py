@@ -11,8 +11,8 @@ weights are added to their sums layer by layer, so those of a whole stage never 
 - `input`: the stage's input alone. Backward runs the stage forward again, a third more products,
   and then holds one micro-batch's residuals.
 
-A layer here is one repeat of the layer group. Letters: those of `layout.layout`; L the layers of
-this stage, S slots; k a micro-batch in the order in which stages work on them.
+A layer here is one repeat of a layer group. Letters: those of `layout.layout`; L the layers of one
+chunk on this stage, S slots; k a micro-batch in the order in which stages work on them.
 """
 
 from collections.abc import Callable
@@ -30,14 +30,18 @@ Arrays = list[jax.Array]
 
 
 class Visit(NamedTuple):
-    """A micro-batch at this stage.
+    """A micro-batch in one of this stage's chunks.
 
     Attributes:
+      chunk: its number.
+      first: number of its first layer among those of all chunks here.
       slot: where what is kept of it is.
       valid: whether it counts; in a bubble it does not.
     """
 
     k: jax.Array
+    chunk: jax.Array
+    first: jax.Array
     slot: jax.Array
     valid: jax.Array
 
@@ -63,14 +67,18 @@ class Layers:
         self.places: list[int | None] = []  # which weight each is; None: one that is kept
 
     def scan(self, body: Callable, carry: Any) -> Any:
-        """Scans over the numbers of layers, as `model.scan_layers` says."""
+        """Scans over the numbers of a chunk's layers, as `model.scan_layers` says."""
         unroll = 1 if self.staged.model.cfg.model.scan_layers else self.count
         return lax.scan(body, carry, jnp.arange(self.count), unroll=unroll)
 
     def forward(
         self, x_BtD: jax.Array, k: jax.Array, index: jax.Array
     ) -> tuple[jax.Array, Arrays, RouterParts]:
-        """Runs a layer. Returns its result, what backward needs, and its parts of the loss."""
+        """Runs a layer. Returns its result, what backward needs, and its parts of the loss.
+
+        Args:
+          index: among the layers of all chunks, as everywhere here.
+        """
         weights = self.staged.layer(index)
 
         def run(weights: Tree, x_BtD: jax.Array) -> Any:
@@ -94,20 +102,21 @@ class Layers:
         gradients, dx_BtD = jax.tree.unflatten(self.tree, arrays)((back.dy_BtD, share))
         return Back(dx_BtD, jax.tree.map(lambda s, g: _add_at(s, g, index), back.sums, gradients))
 
-    def keep_nothing(self, x_BtD: jax.Array, k: jax.Array) -> jax.Array:
-        """Runs all layers."""
+    def keep_nothing(self, x_BtD: jax.Array, visit: Visit) -> jax.Array:
+        """Runs a chunk's layers."""
 
         def layer(x_BtD: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+            index = visit.first + index
             weights = self.staged.layer(index)
-            return self.staged.run_layer(weights, x_BtD, k, index)[0], None
+            return self.staged.run_layer(weights, x_BtD, visit.k, index)[0], None
 
         return self.scan(layer, x_BtD)[0]
 
-    def keep_all(self, x_BtD: jax.Array, k: jax.Array) -> tuple[jax.Array, Arrays, RouterParts]:
-        """Runs all layers. Returns the result, the kept arrays [L, ...], and parts of the loss."""
+    def keep_all(self, x_BtD: jax.Array, visit: Visit) -> tuple[jax.Array, Arrays, RouterParts]:
+        """Runs a chunk's layers. Returns the result, the kept [L, ...], and parts of the loss."""
 
         def layer(x_BtD: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
-            y_BtD, kept, parts = self.forward(x_BtD, k, index)
+            y_BtD, kept, parts = self.forward(x_BtD, visit.k, visit.first + index)
             return y_BtD, (kept, parts)
 
         y_BtD, (kept, parts) = self.scan(layer, x_BtD)
@@ -126,13 +135,13 @@ class Residuals:
         Args:
           x_BtD: an input of the stage; only its shape and dtype count.
         """
-        shapes = jax.eval_shape(lambda x, k: self.layers.keep_all(x, k)[1], x_BtD, jnp.int32(0))
+        shapes = jax.eval_shape(lambda x: self.layers.keep_all(x, any_visit())[1], x_BtD)
         return [jnp.zeros((count, *array.shape), array.dtype) for array in shapes]
 
     def forward(
         self, slots: Arrays, x_BtD: jax.Array, visit: Visit
     ) -> tuple[Arrays, jax.Array, RouterParts]:
-        """Runs a micro-batch through the stage. Returns the slots, its result, and its parts."""
+        """Runs a micro-batch through a chunk. Returns the slots, its result, and its parts."""
 
         def layer(carry: Any, index: jax.Array) -> Any:
             slots, y_BtD = carry
@@ -143,7 +152,7 @@ class Residuals:
         return slots, y_BtD, _together(parts)
 
     def backward(self, slots: Arrays, visit: Visit, back: Back) -> tuple[Back, None]:
-        """Runs a micro-batch's gradients back through the stage. Returns them, and no parts."""
+        """Runs a micro-batch's gradients back through a chunk. Returns them, and no parts."""
 
         def layer(back: Back, index: jax.Array) -> tuple[Back, None]:
             return self._backward(slots, visit, back, index), None
@@ -167,7 +176,7 @@ class Residuals:
         return slots, y_BtD, _together(parts), back
 
     def _forward(self, slots: Arrays, x_BtD: jax.Array, visit: Visit, index: jax.Array) -> Any:
-        y_BtD, kept, parts = self.layers.forward(x_BtD, visit.k, index)
+        y_BtD, kept, parts = self.layers.forward(x_BtD, visit.k, visit.first + index)
         slots = [_put(*both, visit, index) for both in zip(slots, kept, strict=True)]
         return slots, y_BtD, parts
 
@@ -175,7 +184,8 @@ class Residuals:
         """Runs gradients back through the layer that is `index` before the last."""
         index = self.layers.count - 1 - index
         kept = [_get(array, visit, index) for array in slots]
-        return self.layers.backward(kept, index, back, visit.valid.astype(jnp.float32))
+        share = visit.valid.astype(jnp.float32)
+        return self.layers.backward(kept, visit.first + index, back, share)
 
 
 class Input:
@@ -195,19 +205,25 @@ class Input:
         (kept,) = slots
         x = jnp.where(visit.valid, x_BtD, get(kept, visit.slot))
         kept = lax.dynamic_update_index_in_dim(kept, x, visit.slot, 0)
-        return [kept], self.layers.keep_nothing(x_BtD, visit.k), None
+        return [kept], self.layers.keep_nothing(x_BtD, visit), None
 
     def backward(self, slots: Arrays, visit: Visit, back: Back) -> tuple[Back, RouterParts]:
         """As `Residuals.backward`, with the parts."""
-        _, kept, parts = self.layers.keep_all(get(slots[0], visit.slot), visit.k)
+        _, kept, parts = self.layers.keep_all(get(slots[0], visit.slot), visit)
 
         def layer(back: Back, index: jax.Array) -> tuple[Back, None]:
             index = self.layers.count - 1 - index
             arrays = [get(array, index) for array in kept]
             share = visit.valid.astype(jnp.float32)
-            return self.layers.backward(arrays, index, back, share), None
+            return self.layers.backward(arrays, visit.first + index, back, share), None
 
         return self.layers.scan(layer, back)[0], parts
+
+
+def any_visit() -> Visit:
+    """Returns a visit of which only shapes count."""
+    zero = jnp.int32(0)
+    return Visit(zero, zero, zero, zero, jnp.bool_(True))
 
 
 def build_keeper(staged: StagedModel) -> Input | Residuals:

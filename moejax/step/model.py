@@ -76,13 +76,14 @@ def describe_model(cfg: Config, spec: StepSpec) -> tuple[ModelDef, Tree, Tree]:
 def layouts_of(tree: Tree, cfg: Config, spec: StepSpec) -> Tree:
     """Returns the layout of each leaf of a tree that is named like the model's arrays.
 
-    Stages hold the last layer group; everything else is spread over them as data.
+    Stages hold the last layer groups, one a chunk; everything else is spread over them as data.
     """
-    last = len(layer_groups(cfg.model, stacked=spec.stacked)) - 1
+    groups = len(layer_groups(cfg.model, stacked=spec.stacked))
+    staged = [["groups", group] for group in range(groups - cfg.model.stage_chunks, groups)]
 
     def layout(path: Any, _: Any) -> Layout:
         names = [getattr(entry, "key", None) for entry in path[:2]]
-        return spec.layout.inside if names == ["groups", last] else spec.layout
+        return spec.layout.inside if names in staged else spec.layout
 
     return jax.tree_util.tree_map_with_path(layout, tree)
 

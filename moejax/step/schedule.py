@@ -1,38 +1,62 @@
 """Schedules of pipeline stages, as data: which tick does what, and where its inputs are kept.
 
 All stages do the same at a tick, each with a micro-batch of its own or with none: one program for
-all devices. Stage s is s ticks behind the first on the way forward and ahead of it on the way back.
+all devices. With `model.stage_chunks` = V each stage has V chunks of the layers, the first of every
+stage before the second of any, and a micro-batch visits each stage V times: interleaved stages.
+The visits of a stage are numbered: P micro-batches pass through one chunk, the same P through the
+next, and after the last chunk the next P begin. Stage s is s ticks behind the first on the way
+forward and ahead of it on the way back, where chunks are visited in the opposite order.
 
-    forward(s, k)  at tick  s + k
-    answer(k)      at tick  P + k                       the loss of what the last stage left
-    backward(s, k) at tick  begins + (P - 1 - s) + k
+    forward(s, n)   at tick  s + n
+    answer          of visit n of the last chunk, one tick after the last stage made it
+    backward(s, n)  at tick  begins + (P - 1 - s) + n
 
-With `begins` = P, backward starts as soon as the first answer is there: 1F1B with an eager warm-up,
-whose transfers have a tick of other work to hide behind; a stage keeps at most 2 P micro-batches.
-With `begins` = M + P all forward passes come first: GPipe, which keeps M.
+So what the last stage leaves arrives at the first in time for its next chunk. In every V-th P ticks
+micro-batches enter the first stage, answers the last, and gradients leave the first.
+
+With `begins` = V P, backward starts as soon as the first answer is there: 1F1B with an eager
+warm-up, whose transfers have a tick of other work to hide behind; a stage keeps at most 2 P
+micro-batches of one chunk. With `begins` = M + P all forward passes come first: GPipe, of one
+chunk, which keeps M.
 
 Combined 1F1B has the ticks of 1F1B, and in one that has both a layer forward and a layer backward
 take turns, so that exchanges of one hide behind products of the other. Both end together, and so a
-tick ends with the transfers, and beside them the answer: one tick earlier, P - 1 + k.
-Source of the idea: DualPipe (DeepSeek-AI 2024), which has two micro-batches of its own for it.
+tick ends with the transfers, and beside them the answer: one tick earlier.
+Source of the idea: DualPipe (DeepSeek-AI 2024), which has two micro-batches of its own for it. That
+of interleaved stages: Narayanan et al. 2021.
 
-In all a stage is idle for P - 1 of M + P - 1 ticks of each kind.
+In all a stage is idle for P - 1 of V M + P - 1 ticks of each kind.
 
-Letters: P stages, M micro-batches, s a stage, k a micro-batch.
+Letters: P stages, V chunks, M micro-batches, s a stage, k a micro-batch, n a visit of a stage.
 """
 
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
 
 
 class Phase(NamedTuple):
-    """Ticks start <= t < stop, which all do the same."""
+    """Ticks start <= t < stop, which all do the same.
+
+    Attributes:
+      ends: whether micro-batches enter and leave the stages: the first stage begins with new ones
+        and has done with others, and the last begins with answers.
+    """
 
     start: int
     stop: int
     forward: bool
     answer: bool
     backward: bool
+    ends: bool
+
+
+class Turn(NamedTuple):
+    """Phases in order, `times` times, each time `length` ticks later."""
+
+    times: int
+    length: int
+    phases: tuple[Phase, ...]
 
 
 class Schedule(NamedTuple):
@@ -40,44 +64,111 @@ class Schedule(NamedTuple):
 
     Attributes:
       begins: the first tick of backward, on the last stage.
-      kept: slots for what a stage keeps of micro-batches; that of forward(s, k) is (s + k) % kept.
-      answers: slots for gradients of what the last stage left; that of answer(k) is k % answers.
+      groups: of each chunk, how many times P micro-batches a stage keeps.
+      answers: slots for gradients of what the last stage left; that of micro-batch k is
+        k % answers.
       combined: whether layers forward and backward take turns in a tick, which the answer ends.
     """
 
     stages: int
     micro_batches: int
     begins: int
-    kept: int
+    groups: tuple[int, ...]
     answers: int
     combined: bool = False
 
     @property
-    def answered(self) -> int:
-        """The tick of the first answer."""
-        return self.stages - self.combined
+    def chunks(self) -> int:
+        """Chunks of layers on each stage."""
+        return len(self.groups)
 
     @property
-    def phases(self) -> list[Phase]:
-        """The ticks in order, cut where something begins or ends."""
-        P, M = self.stages, self.micro_batches
-        spans = {
-            "forward": range(M + P - 1),
-            "answer": range(self.answered, self.answered + M),
-            "backward": range(self.begins, self.begins + M + P - 1),
-        }
-        cuts = sorted({edge for span in spans.values() for edge in (span.start, span.stop)})
-        return [
-            Phase(start, stop, *(start in span for span in spans.values()))
-            for start, stop in pairwise(cuts)
-        ]
+    def visits(self) -> int:
+        """Visits of each stage on the way forward, and on the way back."""
+        return self.chunks * self.micro_batches
+
+    @property
+    def kept(self) -> int:
+        """Slots for what a stage keeps of micro-batches, each of one chunk."""
+        return sum(self.groups) * self.stages
+
+    @property
+    def answered(self) -> int:
+        """The tick of the first answer."""
+        return self.chunks * self.stages - self.combined
+
+    @property
+    def end(self) -> int:
+        """The tick after the last."""
+        return self.begins + self.visits + self.stages - 1
+
+    def micro_batch(self, n: Any) -> Any:
+        """Returns the micro-batch of a visit, in their order; below 0 or from M on there is none.
+
+        Args:
+          n: a number, or an array of them, as everywhere here.
+        """
+        return n // (self.stages * self.chunks) * self.stages + n % self.stages
+
+    def chunk(self, n: Any) -> Any:
+        """Returns the chunk of a visit on the way forward."""
+        return n // self.stages % self.chunks
+
+    def slot(self, k: Any, base: Any, groups: Any) -> Any:
+        """Returns where a micro-batch is kept.
+
+        Args:
+          base, groups: of its chunk, from `bases` and `groups`.
+        """
+        return (base + k // self.stages % groups) * self.stages + k % self.stages
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """Of each chunk, how many times P slots are before its own."""
+        return tuple(sum(self.groups[:chunk]) for chunk in range(self.chunks))
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The ticks in order. Of interleaved stages the same phases come again and again."""
+        turn = self.chunks * self.stages if self.chunks > 1 else self.end
+        every = [self._phases(range(t, min(t + turn, self.end))) for t in range(0, self.end, turn)]
+        return [Turn(len(list(same)), turn, phases) for phases, same in groupby(every)]
+
+    def _phases(self, ticks: range) -> tuple[Phase, ...]:
+        """Returns the phases of some ticks, counted from the first of them."""
+
+        def runs() -> Iterator[Phase]:
+            start = 0
+            for what, same in groupby(ticks, self._what):
+                stop = start + len(list(same))
+                yield Phase(start, stop, *what)
+                start = stop
+
+        return tuple(runs())
+
+    def _what(self, t: int) -> tuple[bool, bool, bool, bool]:
+        """Returns what a tick does, as `Phase` has it."""
+        ends = t // self.stages % self.chunks == 0
+        return (
+            t < self.visits + self.stages - 1,
+            ends and 0 <= t - self.answered < self.visits,
+            self.begins <= t,
+            ends,
+        )
 
 
-def schedule_of(name: str, stages: int, micro_batches: int) -> Schedule:
-    """Returns a schedule by the name that `mesh.schedule` has for it."""
+def schedule_of(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """Returns a schedule by the name that `mesh.schedule` has for it.
+
+    Args:
+      micro_batches: a multiple of the stages.
+      chunks: `model.stage_chunks`; only of 1F1B more than one.
+    """
+    most = micro_batches // stages
     if name == "gpipe":
         begins = micro_batches + stages
-        return Schedule(stages, micro_batches, begins, micro_batches, micro_batches)
+        return Schedule(stages, micro_batches, begins, (most,), micro_batches)
     assert name in ("1f1b", "combined_1f1b"), name
-    kept, combined = min(2 * stages, micro_batches), name == "combined_1f1b"
-    return Schedule(stages, micro_batches, stages, kept, 1, combined)
+    # Chunk c of the first stage comes back 2 (V - c) P ticks later, and after V P ticks again.
+    groups = tuple(min(2 if 2 * chunk < chunks else 1, most) for chunk in range(chunks))
+    return Schedule(stages, micro_batches, chunks * stages, groups, 1, name == "combined_1f1b")

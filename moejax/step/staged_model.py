@@ -1,4 +1,4 @@
-"""A model whose last layer group is spread over pipeline stages, as one stage sees it.
+"""A model whose last layer groups are spread over pipeline stages, as one stage sees it.
 
 Per device, inside the shard_map of the training mesh. Three functions take a micro-batch from
 tokens to its loss: `before`, `in_layer` for each layer of a stage, `answer`. `step.stages` says at
@@ -47,7 +47,7 @@ class StagedModel:
 
     Attributes:
       outer: weights of everything but the stages' layers.
-      layers: weights of this stage's layers.
+      layers: weights of this stage's layers, those of its chunks one after the other.
       own: this device's rows, by its own micro-batches.
       segment_MBT, target_MBT, token_MBT: of all stages' micro-batches, in the order of ranks; the
         last is None where layers are before the stages.
@@ -61,25 +61,42 @@ class StagedModel:
         self.stage = wire.index(self.layout.stage)
         self.micro_batches = micro_batches
         self.each = micro_batches // self.stages
-        self.group = max(entered["groups"])
-        self.layers = entered["groups"][self.group]
-        others = {g: w for g, w in entered["groups"].items() if g != self.group}
+        self.chunks = model.cfg.model.stage_chunks
+        self.groups = sorted(entered["groups"])[-self.chunks :]
+        self.layers = self._stacked(entered["groups"])
+        others = {g: w for g, w in entered["groups"].items() if g not in self.groups}
         self.outer = {**entered, "groups": others}
         self.own = split_micro_batches(batch, self.each)
         gather = partial(wire.all_gather, axes=self.layout.stage, dim=0, tag=None)
-        self.schedule = schedule_of(model.cfg.mesh.schedule, self.stages, micro_batches)
+        name = model.cfg.mesh.schedule
+        self.schedule = schedule_of(name, self.stages, micro_batches, self.chunks)
         # Whether nothing but the embedding is before the stages.
         self.embeds_alone = not others
         self.token_MBT = gather(self.own.token_BT) if self.embeds_alone else None
         self.segment_MBT = gather(self.own.segment_BT)
         self.target_MBT = gather(self.own.target_BT)
         biases = state.router_bias.get("groups", {})
-        here = sum(map(len, jax.tree.leaves(biases.get(self.group, {}))))
+        self.biases = self._stacked(biases) if self.groups[-1] in biases else {}
+        here = sum(map(len, jax.tree.leaves(self.biases)))
         self.expert_layers = sum(map(len, jax.tree.leaves(biases))) + here * (self.stages - 1)
+
+    def _stacked(self, groups: Tree) -> Tree:
+        """Returns arrays of the stages' groups, those of the chunks one after the other."""
+        own = [groups[group] for group in self.groups]
+        return own[0] if len(own) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *own)
 
     def join(self, outer: Tree, layers: Tree) -> Tree:
         """Returns a tree like the parameters."""
-        return {**outer, "groups": {**outer["groups"], self.group: layers}}
+        if self.chunks == 1:
+            parts = [layers]
+        else:
+            cut = [jnp.split(x, self.chunks) for x in jax.tree.leaves(layers)]
+            parts = [
+                jax.tree.unflatten(jax.tree.structure(layers), own)
+                for own in zip(*cut, strict=True)
+            ]
+        own = dict(zip(self.groups, parts, strict=True))
+        return {**outer, "groups": {**outer["groups"], **own}}
 
     def link(self, traffic: Literal["stage", "stage_gradient"], x_BtD: jax.Array) -> stages.Link:
         """Returns the links to other stages for arrays like x."""
@@ -91,9 +108,10 @@ class StagedModel:
         name = "table" if tied else "project"
         return {"norm": outer["norm"], "embedding": {name: outer["embedding"][name]}}
 
-    def transformer(self, outer: Tree, layers: Tree) -> Transformer:
-        """Returns the model with these weights."""
-        return self.model.merge(self.join(outer, layers), self.state.router_bias, self.state.frozen)
+    def transformer(self, outer: Tree) -> Transformer:
+        """Returns the model with these weights outside of the stages."""
+        params = self.join(outer, self.layers)
+        return self.model.merge(params, self.state.router_bias, self.state.frozen)
 
     def rank(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns whose the k-th micro-batch is, and which of its own: each stage's in turn."""
@@ -122,7 +140,7 @@ class StagedModel:
     def run_before(self, outer: Tree, j: jax.Array) -> tuple[jax.Array, MoEStats | None]:
         """Takes an own micro-batch through what comes before the stages."""
         rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), self.own)
-        model, noise = self.transformer(outer, self.layers), self.noise(self.stage, j)
+        model, noise = self.transformer(outer), self.noise(self.stage, j)
         with jax.named_scope("embed"):
             return model.before_stages(rows.token_BT, rows.segment_BT, noise)
 
@@ -132,7 +150,7 @@ class StagedModel:
         outer = put_table(self.outer, table)
         rows = self.row_of(self.token_MBT, k), self.row_of(self.segment_MBT, k)
         with jax.named_scope("embed"):
-            return self.transformer(outer, self.layers).before_stages(*rows, None)[0]
+            return self.transformer(outer).before_stages(*rows, None)[0]
 
     def before(self, outer: Tree, j: jax.Array) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
         """Returns ((hidden states, share of the routers' losses), parts) of `run_before`."""
@@ -142,11 +160,11 @@ class StagedModel:
 
     @property
     def repeats(self) -> int:
-        """Repeats of the layer group on this stage: what runs, and is kept, one after the other."""
-        return len(jax.tree.leaves(self.layers)[0])
+        """Repeats of a chunk on this stage: what runs, and is kept, one after the other."""
+        return len(jax.tree.leaves(self.layers)[0]) // self.chunks
 
     def layer(self, index: jax.Array) -> Tree:
-        """Returns the weights of one of this stage's repeats."""
+        """Returns the weights of one of this stage's repeats, of all its chunks."""
         return jax.tree.map(partial(_at, index=index), self.layers)
 
     def in_layer(
@@ -165,12 +183,15 @@ class StagedModel:
         A function that runs it back keeps what `model.remat` says.
         """
         segment_BT, noise = self.row_of(self.segment_MBT, k), self.noise(*self.rank(k))
-        biases, number = self._biases(index), self.stage * self.repeats + index
+        if noise is not None:
+            chunk, number = index // self.repeats, self.stage * self.repeats + index % self.repeats
+            noise = noise.of(self.groups[0] + chunk).of(number)
+        biases = self._biases(index)
 
         def run(weights: Tree, x_BtD: jax.Array) -> tuple[jax.Array, MoEStats | None]:
-            merged = self.join(self.outer, weights)
+            merged = self._in_every_chunk(self.outer, weights)
             model = self.model.merge(merged, biases, self.state.frozen)
-            return model.in_layer(x_BtD, segment_BT, noise, number)
+            return model.in_layer(x_BtD, segment_BT, noise)
 
         remat = self.model.cfg.model.remat
         if remat != "none":
@@ -178,12 +199,18 @@ class StagedModel:
         return run(weights, x_BtD)
 
     def _biases(self, index: jax.Array) -> Tree:
-        """Returns the selection biases, of the stages' group those of one repeat."""
-        groups = self.state.router_bias.get("groups", {})
-        if self.group not in groups:
+        """Returns the selection biases, of the stages' groups those of one repeat."""
+        if not self.biases:
             return self.state.router_bias
-        own = jax.tree.map(partial(_at, index=index), groups[self.group])
-        return {**self.state.router_bias, "groups": {**groups, self.group: own}}
+        own = jax.tree.map(partial(_at, index=index), self.biases)
+        return self._in_every_chunk(self.state.router_bias, own)
+
+    def _in_every_chunk(self, tree: Tree, own: Tree) -> Tree:
+        """Returns a tree like the model's, with one repeat's arrays for each of the stages' groups.
+
+        Chunks are alike, so whichever runs has them.
+        """
+        return {**tree, "groups": {**tree["groups"], **dict.fromkeys(self.groups, own)}}
 
     def answer(
         self, head: Tree, y_BtD: jax.Array, k: jax.Array, num_targets: jax.Array
@@ -211,7 +238,7 @@ class StagedModel:
 
     def end(self, head: Tree, y_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns final hidden states x_BTD of this stage's positions, and the projection w_Dv."""
-        model = self.transformer(put_head(self.outer, head), self.layers)
+        model = self.transformer(put_head(self.outer, head))
         return model.after_stages(y_BtD)
 
     def targets(self, k: jax.Array) -> jax.Array:

@@ -1,11 +1,11 @@
 """The gradients of a step whose layers are spread over pipeline stages.
 
 Per device, inside the shard_map of the training mesh. Every device runs one program. At each tick a
-stage runs its layers forward on one micro-batch, backward on another, or both, and passes on what
-it has. Stage s works on micro-batch k forward at tick s + k; the last stage's hidden states are
-answered one tick later by the loss, of which each stage computes a share of the positions; and
-backward runs the same way back (`schedule_of`). Ticks outside of 0 <= k < M are the bubble: there a
-stage computes with real tokens, and what comes of it counts nothing.
+stage runs a chunk of its layers forward on one micro-batch, backward on another, or both, and
+passes on what it has. The last stage's hidden states are answered one tick later by the loss, of
+which each stage computes a share of the positions; and backward runs the same way back
+(`step.schedule`). Ticks at which a stage has no micro-batch are the bubble: there it computes with
+real tokens, and what comes of it counts nothing.
 
 Weights enter once and gradients leave once a step (`comm.weights.enter`). What is kept of a
 micro-batch between its two passes: `step.kept`.
@@ -19,6 +19,7 @@ stages work on them, j one of a stage's own.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,13 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import wire
+from moejax.comm.stages import Link
 from moejax.comm.weights.enter import enter_weights, leave_gradients
 from moejax.comm.weights.residuals import detach_residuals
 from moejax.step.feed import add, build_feed, get, sums_like
-from moejax.step.kept import Back, Layers, Residuals, Visit, build_keeper
+from moejax.step.kept import Back, Layers, Residuals, Visit, any_visit, build_keeper
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
-from moejax.step.schedule import Phase
+from moejax.step.schedule import Phase, Turn
 from moejax.step.staged_model import RouterParts, StagedModel, put_head
 from moejax.step.state import Batch, Reduction, TrainState, Tree
 from moejax.step.whole_batch import (
@@ -64,9 +66,11 @@ class Carried(NamedTuple):
       moving: hidden states on their way forward.
       kept: what backward still needs of micro-batches, a slot each.
       answers: gradients of the last stage's hidden states, a slot each; zeros elsewhere.
-      gradient: of the stage's last input, encoded: it is sent at the next tick. In a combined
-        schedule the one that arrived from the stage after.
-      errors: of what was encoded before, by backward and by answers; None without feedback.
+      input_gradient: of the stage's last input.
+      gradient: the same, encoded: it is sent at the next tick. In a combined schedule the one that
+        arrived from the stage after.
+      errors: of what was encoded before, by backward, of each chunk, and by answers; None without
+        feedback.
       back: gradients on their way back to what is before the stages.
       layers, head: sums of the weights' gradients, float32.
       nll: share of the loss.
@@ -76,6 +80,7 @@ class Carried(NamedTuple):
     moving: Moving
     kept: list[jax.Array]
     answers: jax.Array
+    input_gradient: jax.Array
     gradient: jax.Array
     errors: tuple[jax.Array | None, jax.Array | None]
     back: Any
@@ -97,7 +102,7 @@ def loss_gradients(
     staged = StagedModel(model, state, batch, entered, model.cfg.train.micro_batches)
     ticks = Ticks(staged, count_targets(model, batch).next)
     end = ticks.run()
-    outer, before = ticks.feed.finish(end.back)
+    outer, before = ticks.feed.finish(end.back, end.input_gradient)
     outer = put_head(outer, jax.tree.map(jnp.add, staged.head_of(outer), end.head))
     summed = staged.join(outer, end.layers)
     gradients = leave_gradients(summed, params, model.dims, model.layouts, model.spec)
@@ -116,7 +121,7 @@ class Ticks:
     def __init__(self, staged: StagedModel, num_targets: jax.Array):
         self.staged, self.num_targets = staged, num_targets
         self.schedule, self.feed = staged.schedule, build_feed(staged)
-        self.keeper = build_keeper(staged)
+        self.keeper, self.around = build_keeper(staged), staged.chunks > 1
         x_BtD, fed = self.feed.first()
         self.start = Moving(x_BtD, fed, x_BtD)
         self.ahead = staged.link("stage", x_BtD)
@@ -124,119 +129,167 @@ class Ticks:
 
     def run(self) -> Carried:
         """Runs all ticks. Returns what the last one left."""
-        carried = self.first()
-        for phase in self.schedule.phases:
+        carried, first = self.first(), 0
+        for turn in self.schedule.turns:
+            starts = first + turn.length * jnp.arange(turn.times)
+            if turn.times == 1:
+                carried = self.turn(carried, starts[0], turn.phases)
+            else:
+
+                def again(carried: Carried, start: jax.Array, turn: Turn = turn) -> Any:
+                    return self.turn(carried, start, turn.phases), None
+
+                carried, _ = lax.scan(again, carried, starts)
+            first += turn.length * turn.times
+        return carried
+
+    def turn(self, carried: Carried, start: jax.Array, phases: tuple[Phase, ...]) -> Carried:
+        """Does phases one after the other, their ticks counted from `start`."""
+        for phase in phases:
 
             def tick(carried: Carried, t: jax.Array, phase: Phase = phase) -> tuple[Carried, None]:
                 return self.tick(carried, t, phase), None
 
-            carried, _ = lax.scan(tick, carried, jnp.arange(phase.start, phase.stop))
+            carried, _ = lax.scan(tick, carried, start + jnp.arange(phase.start, phase.stop))
         return carried
 
     def tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
         """Does what a phase does at tick t."""
         if phase.backward:
-            carried = carried._replace(back=self.feed.pass_on(carried.back))
+            left = carried.input_gradient
+            back = self.feed.move(carried.back, left, t, leave=phase.ends)
+            carried = carried._replace(back=back)
         if self.schedule.combined:
             return self.combined_tick(carried, t, phase)
-        arrived = self.behind.to_previous(carried.gradient) if phase.backward else None
+        arrived = self.to_previous(carried.gradient) if phase.backward else None
         if phase.answer:
             carried = self.answer_tick(carried, t)
         if phase.forward:
-            carried = self.forward_tick(carried, t)
+            carried = self.forward_tick(carried, t, phase)
         if arrived is not None:
-            carried = self.backward_tick(carried, arrived, t)
+            carried = self.backward_tick(carried, arrived, t, phase)
         return carried
 
     def combined_tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
         """Does forward and backward, a layer of each in turn, and then the answer."""
         if phase.forward and phase.backward:
-            carried = self.both_tick(carried, t)
+            carried = self.both_tick(carried, t, phase)
         elif phase.forward:
-            carried = self.forward_tick(carried, t)
+            carried = self.forward_tick(carried, t, phase)
         elif phase.backward:
-            carried = self.backward_tick(carried, carried.gradient, t)
+            carried = self.backward_tick(carried, carried.gradient, t, phase)
         if phase.backward:
-            carried = carried._replace(gradient=self.behind.to_previous(carried.gradient))
+            carried = carried._replace(gradient=self.to_previous(carried.gradient))
         return self.answer_tick(carried, t) if phase.answer else carried
 
     def first(self) -> Carried:
         """Returns what a stage holds before the first tick."""
         staged, x_BtD = self.staged, self.start.arrived
-        parts = jax.eval_shape(self.keeper.layers.keep_all, x_BtD, jnp.int32(0))[2]
+        parts = jax.eval_shape(lambda x: self.keeper.layers.keep_all(x, any_visit())[2], x_BtD)
+        every = parts._replace(
+            load_LE=_of_chunks(parts.load_LE, staged.chunks),
+            dropped_L=_of_chunks(parts.dropped_L, staged.chunks),
+        )
         share_BtD, none_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages], jnp.zeros_like(x_BtD)
         combined = self.schedule.combined
+        each_BtD = jnp.broadcast_to(x_BtD, (staged.chunks, *x_BtD.shape))
         return Carried(
             moving=self.start,
             kept=self.keeper.empty(self.schedule.kept, x_BtD),
             answers=jnp.zeros((self.schedule.answers, *x_BtD.shape), x_BtD.dtype),
+            input_gradient=none_BtD,
             gradient=none_BtD if combined else self.behind.encode_once(none_BtD),
-            errors=(self.behind.first_error(x_BtD), self.behind.first_error(share_BtD)),
+            errors=(self.behind.first_error(each_BtD), self.behind.first_error(share_BtD)),
             back=self.feed.first_back(),
             layers=sums_like(staged.layers),
             head=sums_like(staged.head_of(staged.outer)),
             nll=jnp.zeros(()),
-            parts=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts),
+            parts=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), every),
         )
 
-    def forward_tick(self, carried: Carried, t: jax.Array) -> Carried:
-        """Runs this stage's layers on a micro-batch."""
-        x_BtD, fed = stage_input(self.staged, self.feed, carried.moving, t)
-        visit = self.visit(t - self.staged.stage)
+    def forward_tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
+        """Runs a chunk of this stage's layers on a micro-batch."""
+        x_BtD, fed = stage_input(self.staged, self.feed, carried.moving, t, enter=phase.ends)
+        visit = visit_forward(self.staged, t)
         kept, y_BtD, parts = self.keeper.forward(carried.kept, x_BtD, visit)
-        carried = carried._replace(kept=kept, moving=self.sent(y_BtD, fed))
-        return _counted(carried, parts, visit.valid)
+        carried = carried._replace(kept=kept, moving=sent(self.ahead, y_BtD, fed, self.around))
+        return self.counted(carried, parts, visit)
 
-    def backward_tick(self, carried: Carried, arrived: jax.Array, t: jax.Array) -> Carried:
-        """Runs a micro-batch's gradients back through this stage's layers.
+    def backward_tick(
+        self, carried: Carried, arrived: jax.Array, t: jax.Array, phase: Phase
+    ) -> Carried:
+        """Runs a micro-batch's gradients back through a chunk of this stage's layers.
 
         Args:
           arrived: gradient from the stage after.
         """
-        visit, back = self.way_back(carried, arrived, t)
+        visit, back = self.way_back(carried, arrived, t, phase)
         back, parts = self.keeper.backward(carried.kept, visit, back)
-        return _counted(self.backed(carried, back, visit, t), parts, visit.valid)
+        return self.counted(self.backed(carried, back, visit), parts, visit)
 
-    def both_tick(self, carried: Carried, t: jax.Array) -> Carried:
+    def both_tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
         """Runs layers forward on one micro-batch and backward on another, in turns."""
         assert isinstance(self.keeper, Residuals)  # see `config.checks`
-        x_BtD, fed = stage_input(self.staged, self.feed, carried.moving, t)
-        ahead = self.visit(t - self.staged.stage)
-        behind, back = self.way_back(carried, carried.gradient, t)
+        x_BtD, fed = stage_input(self.staged, self.feed, carried.moving, t, enter=phase.ends)
+        ahead = visit_forward(self.staged, t)
+        behind, back = self.way_back(carried, carried.gradient, t, phase)
         kept, y_BtD, parts, back = self.keeper.both(carried.kept, x_BtD, ahead, behind, back)
-        carried = carried._replace(kept=kept, moving=self.sent(y_BtD, fed))
-        return _counted(self.backed(carried, back, behind, t), parts, ahead.valid)
+        carried = carried._replace(kept=kept, moving=sent(self.ahead, y_BtD, fed, self.around))
+        return self.counted(self.backed(carried, back, behind), parts, ahead)
 
-    def visit(self, k: jax.Array) -> Visit:
-        """Returns the visit of micro-batch k, or in a bubble of another that does not count."""
-        k, valid = self.staged.numbered(k)
-        return Visit(k, (self.staged.stage + k) % self.schedule.kept, valid)
+    def to_previous(self, encoded: jax.Array) -> jax.Array:
+        """Sends a gradient to where its chunk's input is from."""
+        return self.behind.to_previous(encoded, around=self.around)
 
-    def sent(self, y_BtD: jax.Array, fed: Any) -> Moving:
-        """Sends what forward returned to the next stage."""
-        return Moving(self.ahead.to_next(self.ahead.encode_once(y_BtD)), fed, y_BtD)
-
-    def way_back(self, carried: Carried, arrived: jax.Array, t: jax.Array) -> tuple[Visit, Back]:
+    def way_back(
+        self, carried: Carried, arrived: jax.Array, t: jax.Array, phase: Phase
+    ) -> tuple[Visit, Back]:
         """Returns which micro-batch goes back at tick t, and what its way back starts from."""
-        behind = self.staged.stages - 1 - self.staged.stage
-        visit = self.visit(t - self.schedule.begins - behind)
-        answer = get(carried.answers, visit.k % self.schedule.answers)
-        dy_BtD = jnp.where(behind == 0, answer, arrived)
+        behind, schedule = self.staged.stages - 1 - self.staged.stage, self.schedule
+        n = t - schedule.begins - behind
+        visit = build_visit(self.staged, n, schedule.chunks - 1 - schedule.chunk(n))
+        dy_BtD = arrived
+        if phase.ends:
+            answer = get(carried.answers, visit.k % schedule.answers)
+            dy_BtD = jnp.where(behind == 0, answer, arrived)
         return visit, Back(jnp.where(visit.valid, dy_BtD, 0), carried.layers)
 
-    def backed(self, carried: Carried, back: Back, visit: Visit, t: jax.Array) -> Carried:
+    def backed(self, carried: Carried, back: Back, visit: Visit) -> Carried:
         """Returns what is held when a micro-batch has gone back."""
-        gradient, error = self.behind.encode(back.dy_BtD, carried.errors[0], visit.valid)
+        errors, answers = carried.errors
+        error = None if errors is None else get(errors, visit.chunk)
+        gradient, error = self.behind.encode(back.dy_BtD, error, visit.valid)
+        if errors is not None:
+            errors = lax.dynamic_update_index_in_dim(errors, error, visit.chunk, 0)
         return carried._replace(
+            input_gradient=back.dy_BtD,
             gradient=gradient,
-            errors=(error, carried.errors[1]),
-            back=self.feed.take(carried.back, back.dy_BtD, t),
+            errors=(errors, answers),
             layers=back.sums,
         )
 
+    def counted(self, carried: Carried, parts: RouterParts | None, visit: Visit) -> Carried:
+        """Adds the parts of a micro-batch's loss, where there are any and they count."""
+        if parts is None:
+            return carried
+        old = carried.parts
+
+        def of_chunk(sums: jax.Array, own: jax.Array) -> jax.Array:
+            first = visit.chunk * len(own)
+            more = lax.dynamic_slice_in_dim(sums, first, len(own)) + jnp.where(visit.valid, own, 0)
+            return lax.dynamic_update_slice_in_dim(sums, more, first, 0)
+
+        sums = RouterParts(
+            old.balance + jnp.where(visit.valid, parts.balance, 0),
+            old.entropy + jnp.where(visit.valid, parts.entropy, 0),
+            of_chunk(old.load_LE, parts.load_LE),
+            of_chunk(old.dropped_L, parts.dropped_L),
+        )
+        return carried._replace(parts=sums)
+
     def answer_tick(self, carried: Carried, t: jax.Array) -> Carried:
         """Computes the loss of what the last stage left, each stage that of some positions."""
-        staged, k = self.staged, t - self.schedule.answered
+        staged, k = self.staged, self.schedule.micro_batch(t - self.schedule.answered)
         y_BtD = self.ahead.spread_positions(carried.moving.left)
         answer = jax.value_and_grad(staged.answer, argnums=(0, 1))
         head = staged.head_of(staged.outer)
@@ -252,20 +305,42 @@ class Ticks:
         )
 
 
-def _counted(carried: Carried, parts: RouterParts | None, valid: jax.Array) -> Carried:
-    """Adds the parts of a micro-batch's loss, where there are any and they count."""
-    if parts is None:
-        return carried
-    sums = jax.tree.map(lambda x, y: x + jnp.where(valid, y, 0), carried.parts, parts)
-    return carried._replace(parts=sums)
+def _of_chunks(own: Any, chunks: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array that has the layers of all chunks."""
+    return jax.ShapeDtypeStruct((chunks * own.shape[0], *own.shape[1:]), own.dtype)
+
+
+def build_visit(staged: StagedModel, n: jax.Array, chunk: jax.Array) -> Visit:
+    """Returns a stage's n-th visit, or in a bubble another that does not count."""
+    schedule = staged.schedule
+    k, valid = staged.numbered(schedule.micro_batch(n))
+    base, groups = (jnp.asarray(x)[chunk] for x in (schedule.bases, schedule.groups))
+    return Visit(k, chunk, chunk * staged.repeats, schedule.slot(k, base, groups), valid)
+
+
+def visit_forward(staged: StagedModel, t: jax.Array) -> Visit:
+    """Returns this stage's visit on the way forward at a tick."""
+    n = t - staged.stage
+    return build_visit(staged, n, staged.schedule.chunk(n))
 
 
 def stage_input(
-    staged: StagedModel, feed: Any, moving: Moving, t: jax.Array
+    staged: StagedModel, feed: Any, moving: Moving, t: jax.Array, *, enter: bool
 ) -> tuple[jax.Array, Any]:
-    """Returns this stage's input at a tick, and what moves on towards the first stage."""
+    """Returns this stage's input at a tick, and what moves on towards the first stage.
+
+    Args:
+      enter: whether the first stage begins with a micro-batch.
+    """
+    if not enter:
+        return moving.arrived, moving.fed
     first, fed = feed.input(moving.fed, t)
     return jnp.where(staged.stage == 0, first, moving.arrived), fed
+
+
+def sent(ahead: Link, y_BtD: jax.Array, fed: Any, around: bool) -> Moving:
+    """Sends what forward returned to where its next chunk is."""
+    return Moving(ahead.to_next(ahead.encode_once(y_BtD), around=around), fed, y_BtD)
 
 
 def forward_through_stages(
@@ -278,28 +353,42 @@ def forward_through_stages(
     """
     feed, layers, P = build_feed(staged), Layers(staged), staged.stages
     x_BtD, fed = feed.first()
-    ahead = staged.link("stage", x_BtD)
+    ahead, chunks = staged.link("stage", x_BtD), staged.chunks
 
-    def forward(moving: Moving, t: jax.Array) -> tuple[Moving, None]:
-        x_BtD, fed = stage_input(staged, feed, moving, t)
-        y_BtD = layers.keep_nothing(x_BtD, staged.numbered(t - staged.stage)[0])
-        return Moving(ahead.to_next(ahead.encode_once(y_BtD)), fed, y_BtD), None
+    def forward(moving: Moving, t: jax.Array, *, enter: bool) -> tuple[Moving, None]:
+        x_BtD, fed = stage_input(staged, feed, moving, t, enter=enter)
+        y_BtD = layers.keep_nothing(x_BtD, visit_forward(staged, t))
+        return sent(ahead, y_BtD, fed, chunks > 1), None
 
     def both(moving: Moving, t: jax.Array) -> tuple[Moving, Any]:
         y_BtD = ahead.spread_positions(moving.left)
-        return forward(moving, t)[0], answer(y_BtD, t - P)
+        k = staged.schedule.micro_batch(t) - P
+        return forward(moving, t, enter=True)[0], answer(y_BtD, k)
 
-    moving, _ = lax.scan(forward, Moving(x_BtD, fed, x_BtD), jnp.arange(P))
-    return lax.scan(both, moving, jnp.arange(P, P + staged.micro_batches))[1]
+    def turn(moving: Moving, start: jax.Array) -> tuple[Moving, Any]:
+        # Other chunks, and then what the last one of them left.
+        ticks = start + jnp.arange(P, chunks * P)
+        moving, _ = lax.scan(partial(forward, enter=False), moving, ticks)
+        return lax.scan(both, moving, start + chunks * P + jnp.arange(P))
+
+    moving, _ = lax.scan(partial(forward, enter=True), Moving(x_BtD, fed, x_BtD), jnp.arange(P))
+    if chunks == 1:
+        return lax.scan(both, moving, jnp.arange(P, P + staged.micro_batches))[1]
+    answers = lax.scan(turn, moving, chunks * P * jnp.arange(staged.each))[1]
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), answers)
 
 
 def loss_parts(staged: StagedModel, before: RouterParts, end: Carried) -> LossParts:
     """Returns the parts of the loss, those of expert layers in layer order."""
-    stage = staged.layout.stage
+    stage, stages, chunks = staged.layout.stage, staged.stages, staged.chunks
 
     def joined(own: jax.Array, staged: jax.Array) -> jax.Array:
         both = [wire.all_reduce(own, stage, tag=None)] if len(own) else []
-        both += [wire.all_gather(staged, stage, dim=0, tag=None)] if len(staged) else []
+        if len(staged):
+            every = wire.all_gather(staged, stage, dim=0, tag=None)
+            # A chunk's layers are those of all stages.
+            by_chunk = every.reshape(stages, chunks, -1, *every.shape[1:]).swapaxes(0, 1)
+            both.append(by_chunk.reshape(every.shape))
         return jnp.concatenate(both) if both else own
 
     return LossParts(

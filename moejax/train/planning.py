@@ -29,6 +29,7 @@ from moejax.runtime.processes import Processes
 from moejax.runtime.start import platform_of
 
 PLAN, TOPOLOGY, PAGE = "plan.json", "topology.json", "plan.html"  # in the run directory
+CHUNKS = "model.stage_chunks"  # checkpoints have a layer group for each
 PLANS = "plans"  # of a run whose hosts change: its plans, by devices
 
 
@@ -108,6 +109,10 @@ def plan_run(
         kept = processes.from_first(lambda: _vars(_plan_before(cfg, len(devices))))
         if kept is not None:
             return _planned(Plan(**kept), cfg, _topology_before(run_dir, len(devices)), ())
+    kept = pinned(cfg)
+    if resuming or cfg.checkpoint.init_from is not None:  # arrays are there already
+        cfg = change(cfg, {CHUNKS: processes.from_first(lambda: _chunks_before(cfg))})
+        kept |= {CHUNKS}
     if len(devices) == 1:
         return RunPlan(change(cfg, {"mesh.replica": 1}))
     topology, notes = _topology(cfg, devices, processes, measured)
@@ -119,7 +124,7 @@ def plan_run(
         nodes=cfg.mesh.nodes or topology.nodes,
         platform=platform_of(list(devices)),
         codecs=cfg.plan.codecs,
-        pinned=pinned(cfg),
+        pinned=kept,
     )
     plan = processes.from_first(
         lambda: vars(_search(cfg, topology, limits, console, run_dir / PAGE))
@@ -148,6 +153,13 @@ def _plan_before(cfg: Config, devices: int) -> Plan | None:
                 save_plan(plan, run_dir / PLAN)
             return plan
     return None
+
+
+def _chunks_before(cfg: Config) -> int:
+    """Returns the chunks of layers that an earlier plan of the run chose, or the config's."""
+    path = Path(cfg.run_dir) / PLAN
+    settings = load_plan(path).settings if path.exists() else {}
+    return settings.get(CHUNKS, get_value(cfg, CHUNKS))
 
 
 def _vars(plan: Plan | None) -> dict[str, Any] | None:

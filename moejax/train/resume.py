@@ -53,6 +53,7 @@ SHAPES = (
     "model.mlp_hidden",
     "model.first_dense_layers",
     "model.layers_before_stages",
+    "model.stage_chunks",
     "model.moe_every",
     "model.qk_norm",
     "model.attention_bias",

@@ -95,6 +95,7 @@ FIELD_NAMES = [
     "model.rope_width",
     "model.scan_layers",
     "model.sliding_window",
+    "model.stage_chunks",
     "model.tie_embeddings",
     "model.value_width",
     "model.vocab_size",

@@ -11,50 +11,95 @@ from moejax.step.schedule import schedule_of
 def schedules(draw):
     stages = draw(st.integers(2, 8))
     micro_batches = stages * draw(st.integers(1, 8))
-    names = ["gpipe", "1f1b", "combined_1f1b"]
-    return schedule_of(draw(st.sampled_from(names)), stages, micro_batches)
+    chunks = draw(st.integers(1, 5))
+    names = ["gpipe", "1f1b", "combined_1f1b"] if chunks == 1 else ["1f1b"]
+    return schedule_of(draw(st.sampled_from(names)), stages, micro_batches, chunks)
+
+
+def visits(schedule, *, backward=False):
+    """(micro-batch, chunk) of a stage's visits: P micro-batches through each chunk in turn."""
+    P, V = schedule.stages, schedule.chunks
+    order = reversed(range(V)) if backward else range(V)
+    chunks = list(order)
+    turns = range(0, schedule.micro_batches, P)
+    return [(first + m, c) for first in turns for c in chunks for m in range(P)]
 
 
 def ticks(schedule):
-    """{("forward", s, k) or ("answer", k) or ("backward", s, k): tick}, by the documented rule."""
-    P, M = schedule.stages, schedule.micro_batches
-    at = {}
-    for k in range(M):
-        at["answer", k] = P - schedule.combined + k
-        for s in range(P):
-            at["forward", s, k] = s + k
-            at["backward", s, k] = schedule.begins + P - 1 - s + k
+    """{("forward", s, k, c) or ("answer", k) or ("backward", s, k, c): tick}, by the rule."""
+    P, at = schedule.stages, {}
+    for s in range(P):
+        for n, (k, c) in enumerate(visits(schedule)):
+            at["forward", s, k, c] = s + n
+            if (s, c) == (P - 1, schedule.chunks - 1):
+                at["answer", k] = s + n + 1 - schedule.combined
+        for n, (k, c) in enumerate(visits(schedule, backward=True)):
+            at["backward", s, k, c] = schedule.begins + P - 1 - s + n
     return at
+
+
+def phases(schedule):
+    """All phases in order, with the ticks that they have in a run."""
+    found, first = [], 0
+    for turn in schedule.turns:
+        for _ in range(turn.times):
+            found += [
+                phase._replace(start=first + phase.start, stop=first + phase.stop)
+                for phase in turn.phases
+            ]
+            first += turn.length
+    return found
 
 
 @hypothesis.given(schedules())
 def test_every_tick_of_the_rule_is_in_a_phase_that_does_it(schedule):
     does = {
         (name, t)
-        for phase in schedule.phases
+        for phase in phases(schedule)
         for name in ("forward", "answer", "backward")
         if getattr(phase, name)
         for t in range(phase.start, phase.stop)
     }
-    wanted = {(what[0], tick) for what, tick in ticks(schedule).items()}
-    assert does == wanted
-    edges = [edge for phase in schedule.phases for edge in (phase.start, phase.stop)]
+    at = ticks(schedule)
+    assert does == {(what[0], tick) for what, tick in at.items()}
+    edges = [edge for phase in phases(schedule) for edge in (phase.start, phase.stop)]
     assert edges == sorted(edges)
-    assert edges[0] == 0
+    assert (edges[0], edges[-1]) == (0, schedule.end)
+    # Where stages begin and end is where the ends of the pipeline have something to do.
+    ends = {t for phase in phases(schedule) if phase.ends for t in range(phase.start, phase.stop)}
+    last = schedule.stages - 1, schedule.chunks - 1
+    for k in range(schedule.micro_batches):
+        assert at["forward", 0, k, 0] in ends
+        assert at["backward", last[0], k, last[1]] in ends
+        # The first stage's gradient is taken at the next tick, at the latest after all.
+        assert at["backward", 0, k, 0] + 1 in ends | {schedule.end}
+
+
+@hypothesis.given(schedules())
+def test_a_visit_has_the_number_of_its_place_in_the_order(schedule):
+    for n, (k, c) in enumerate(visits(schedule)):
+        assert (schedule.micro_batch(n), schedule.chunk(n)) == (k, c)
+    for n in (-1, -schedule.stages, schedule.visits, schedule.visits + schedule.stages - 1):
+        assert not 0 <= schedule.micro_batch(n) < schedule.micro_batches
 
 
 @hypothesis.given(schedules())
 def test_nothing_runs_before_its_input(schedule):
-    at, last = ticks(schedule), schedule.stages - 1
+    at, last, V = ticks(schedule), schedule.stages - 1, schedule.chunks
     for k in range(schedule.micro_batches):
-        for s in range(last):
-            # It is sent at the end of a tick or at the start of the next, which has it.
-            assert at["forward", s, k] < at["forward", s + 1, k]
-            assert at["backward", s + 1, k] < at["backward", s, k]
+        for c in range(V):
+            for s in range(last):
+                # It is sent at the end of a tick or at the start of the next, which has it.
+                assert at["forward", s + 1, k, c] - at["forward", s, k, c] == 1
+                assert at["backward", s, k, c] - at["backward", s + 1, k, c] == 1
+            if c:
+                assert at["forward", 0, k, c] - at["forward", last, k, c - 1] == 1
+                assert at["backward", last, k, c - 1] - at["backward", 0, k, c] == 1
+        end = last, k, V - 1
         if schedule.combined:  # answers come last in a tick
-            assert at["forward", last, k] <= at["answer", k] < at["backward", last, k]
+            assert at["forward", *end] <= at["answer", k] < at["backward", *end]
         else:  # answers come first
-            assert at["forward", last, k] < at["answer", k] <= at["backward", last, k]
+            assert at["forward", *end] < at["answer", k] <= at["backward", *end]
 
 
 @hypothesis.given(schedules())
@@ -62,17 +107,18 @@ def test_no_slot_is_overwritten_before_it_is_read(schedule):
     at, P = ticks(schedule), schedule.stages
     for s in range(P):
         written = {}
-        for k in range(schedule.micro_batches):
-            slot = (s + k) % schedule.kept
+        for k, c in visits(schedule):
+            slot = schedule.slot(k, schedule.bases[c], schedule.groups[c])
+            assert 0 <= slot < schedule.kept
             if slot in written:
                 # In a tick forward writes before backward reads.
-                assert at["backward", s, written[slot]] < at["forward", s, k]
-            written[slot] = k
+                assert at["backward", s, *written[slot]] < at["forward", s, k, c]
+            written[slot] = k, c
     answers = {}
     for k in range(schedule.micro_batches):
         slot = k % schedule.answers
         if slot in answers:
-            read = at["backward", P - 1, answers[slot]]
+            read = at["backward", P - 1, answers[slot], schedule.chunks - 1]
             assert read <= at["answer", k] if schedule.combined else read < at["answer", k]
         answers[slot] = k
 
@@ -82,10 +128,19 @@ def test_1f1b_keeps_inputs_by_stages_and_gpipe_by_micro_batches(stages, micro_ba
     for name in ("1f1b", "combined_1f1b"):
         assert schedule_of(name, stages, micro_batches).kept <= 2 * stages
     assert schedule_of("gpipe", stages, micro_batches).kept == micro_batches
+    # Half of a stage's layers each: 1.5 P in place of 2 P micro-batches of all.
+    assert schedule_of("1f1b", stages, micro_batches, 2).kept <= 3 * stages
 
 
 @hypothesis.given(schedules())
 def test_the_bubble_is_stages_less_one(schedule):
     for name in ("forward", "backward"):
-        taken = sum(p.stop - p.start for p in schedule.phases if getattr(p, name))
-        assert taken - schedule.micro_batches == schedule.stages - 1
+        taken = sum(p.stop - p.start for p in phases(schedule) if getattr(p, name))
+        assert taken - schedule.chunks * schedule.micro_batches == schedule.stages - 1
+
+
+@hypothesis.given(st.integers(2, 8), st.integers(2, 6), st.integers(2, 20))
+def test_the_program_of_interleaved_stages_does_not_grow_with_micro_batches(stages, chunks, times):
+    few = schedule_of("1f1b", stages, 4 * stages, chunks).turns
+    many = schedule_of("1f1b", stages, (4 + times) * stages, chunks).turns
+    assert [turn.phases for turn in few] == [turn.phases for turn in many]

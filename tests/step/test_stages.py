@@ -120,6 +120,32 @@ def test_gradients_are_those_of_one_device(stages, times, mesh, schedule, keeps)
     assert_same_gradients(config(mesh, stages, stages * times, axis=axis))
 
 
+@pytest.mark.parametrize(
+    ("stages", "chunks", "times", "mesh", "keeps"),
+    [
+        (2, 2, 2, (1, 1, 2, 1), "residuals"),
+        pytest.param(2, 2, 1, (1, 2, 1, 2), "input", marks=ANY),
+        pytest.param(2, 3, 4, (2, 1, 1, 2), "residuals", marks=ANY),
+        pytest.param(4, 2, 2, (1, 1, 2, 1), "residuals", marks=ANY),
+        pytest.param(4, 3, 1, (1, 2, 1, 1), "input", marks=ANY),
+    ],
+)
+def test_gradients_of_interleaved_stages_are_those_of_one_device(
+    stages, chunks, times, mesh, keeps
+):
+    assert_same_gradients(
+        config(
+            mesh,
+            stages,
+            stages * times,
+            layers=stages * chunks,
+            model={"stage_chunks": chunks},
+            axis={"stage_keeps": keeps},
+        )
+    )
+
+
+INTERLEAVED = {"stage_chunks": 2}
 CASES = {
     "untied": {"model": {"tie_embeddings": False}},
     "z-loss": {"router": {"z_loss": 0.1}},
@@ -137,6 +163,18 @@ CASES = {
     "activations replicated": {"activations": "replicated"},
     "experts folded": {"expert_weights": "folded"},
     "experts whole": {"expert_weights": "whole"},
+    "interleaved, untied": {"model": {"tie_embeddings": False, **INTERLEAVED}},
+    "interleaved, layers before": {
+        "model": {"layers_before_stages": 1, **INTERLEAVED},
+        "layers": 9,
+    },
+    "interleaved, experts in each second block": {
+        "model": {"moe_every": 2, **INTERLEAVED},
+        "layers": 8,
+    },
+    "interleaved, dense": {"model": {"moe_every": None, **INTERLEAVED}},
+    "interleaved, overflow rounds": {"moe": {}, "model": INTERLEAVED},
+    "interleaved, remat": {"model": {"remat": "full", **INTERLEAVED}},
 }
 
 
@@ -189,10 +227,11 @@ def test_rounds_in_one_stage_alone_change_no_gradient(stage, schedule):
 
 
 @pytest.mark.exhaustive
-def test_jitter_is_that_of_one_device():
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_jitter_is_that_of_one_device(chunks):
     """It goes by a row's place in the batch, so rows have to lie as they do there."""
     router = {"jitter": 0.1, **NO_BALANCE}
-    cfg = config((1, 1, 2, 1), 2, 4, router=router)
+    cfg = config((1, 1, 2, 1), 2, 4, router=router, model={"stage_chunks": chunks})
     batch, one = random_batch(cfg), on_one_device(cfg)
     staged, whole = step_for(cfg), step_for(one)
     got, _ = staged.gradients(staged.init(), batch)
@@ -202,13 +241,17 @@ def test_jitter_is_that_of_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=ANY)])
-def test_steps_are_those_of_one_device(name):
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("adamw", 1), pytest.param("muon", 1, marks=ANY), pytest.param("adamw", 2, marks=ANY)],
+)
+def test_steps_are_those_of_one_device(name, chunks):
     """Clipping, moments and selection biases see all stages."""
     cfg = config(
         (1, 2, 1, 2),
         2,
         4,
+        model={"stage_chunks": chunks},
         optimizer={"name": name, "clip_norm": 0.5},
         router={"bias_update_rate": 0.01},
     )
@@ -229,9 +272,17 @@ def test_steps_are_those_of_one_device(name):
         np.testing.assert_array_equal(g, w)
 
 
-@pytest.mark.parametrize("activations", ["sequence", pytest.param("replicated", marks=ANY)])
-def test_evaluation_and_sampling_are_those_of_one_device(activations):
-    cfg = config((1, 1, 2, 2), 2, 4, activations=activations)
+@pytest.mark.parametrize(
+    ("activations", "chunks"),
+    [
+        ("sequence", 1),
+        pytest.param("replicated", 1, marks=ANY),
+        pytest.param("sequence", 2, marks=ANY),
+    ],
+)
+def test_evaluation_and_sampling_are_those_of_one_device(activations, chunks):
+    model = {"stage_chunks": chunks}
+    cfg = config((1, 1, 2, 2), 2, 4, activations=activations, model=model)
     batch = random_batch(cfg)
     staged, whole = step_for(cfg), step_for(on_one_device(cfg))
     got, wanted = staged.init(), whole.init()
@@ -262,14 +313,24 @@ def test_the_state_of_a_stage_lies_on_it():
 
 
 @functools.cache
-def resumed_case(stages):
-    return step_for(config((1, 2, 1, 1), stages, 4, layers=4, router={"bias_update_rate": 0.01}))
+def resumed_case(stages, chunks):
+    model, router = {"stage_chunks": chunks}, {"bias_update_rate": 0.01}
+    cfg = config((1, 2, 1, 1), stages, 4, layers=4 * chunks, model=model, router=router)
+    return step_for(cfg)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [4, pytest.param(1, marks=ANY)])
-def test_a_checkpoint_of_two_stages_restores_on_any_number_of_them(tmp_path, stages):
-    before, train_step = resumed_case(2), resumed_case(stages)
+@pytest.mark.parametrize(
+    ("stages", "chunks"),
+    [
+        (4, 1),
+        pytest.param(1, 1, marks=ANY),
+        pytest.param(4, 2, marks=ANY),
+        pytest.param(1, 2, marks=ANY),
+    ],
+)
+def test_a_checkpoint_of_two_stages_restores_on_any_number_of_them(tmp_path, stages, chunks):
+    before, train_step = resumed_case(2, chunks), resumed_case(stages, chunks)
     state, _ = before.step(before.init(), random_batch(before.cfg))
     writer = Checkpoints(tmp_path, keep=1)
     writer.save(1, state, {})
@@ -298,6 +359,7 @@ def between_nodes(cfg, stage="none", stage_gradient="none"):
         (("int8", "int8+feedback"), "untied"),
         pytest.param(("bfloat16", "e4m3"), "untied", marks=ANY),
         pytest.param(("int8", "int8+feedback"), "dense before", marks=ANY),
+        pytest.param(("int8", "int8+feedback"), "interleaved, dense", marks=ANY),
     ],
 )
 def test_codecs_between_stages_change_gradients_by_their_error(codecs, case):

@@ -34,6 +34,7 @@ def changed(name, value, cfg=None):
 # What another value of a setting is, where it is not twice the number or the other truth.
 OTHER = {
     "model.layers_before_stages": 1,
+    "model.stage_chunks": 2,
     "model.attention": "latent",
     "model.rope_width": 4,
     "model.q_latent": 16,

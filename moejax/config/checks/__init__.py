@@ -23,7 +23,7 @@ from moejax.config.checks.mesh import (
 from moejax.config.checks.paths import check_no_secrets
 from moejax.config.checks.planned import check_plan, is_planned
 from moejax.config.checks.size import check_size
-from moejax.config.checks.stages import check_stages
+from moejax.config.checks.stages import check_chunks, check_stages
 from moejax.config.checks.text import divisors_text, require
 from moejax.config.compression import build_compression
 from moejax.config.fields import short
@@ -86,6 +86,7 @@ def _check_blocks(cfg: Config) -> None:
         "the layers until both kinds repeat, and leaves layers for the stages. Choose such a "
         "number, or 0.",
     )
+    check_chunks(model)
     if model.moe_every is None:
         return
     rest = model.num_layers - model.first_dense_layers

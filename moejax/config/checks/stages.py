@@ -1,9 +1,23 @@
 """Rules of pipeline stages: what divides by them, and what they cannot hold."""
 
+from dataclasses import replace
+
 from moejax.config.checks.planned import is_planned
 from moejax.config.checks.text import divisors_text, multiples, require
 from moejax.config.pattern import layer_groups
-from moejax.config.schema import Config
+from moejax.config.schema import Config, ModelConfig
+
+
+def check_chunks(model: ModelConfig) -> None:
+    """Checks that chunks of layers are equal."""
+    chunks = model.stage_chunks
+    kinds, repeats = layer_groups(replace(model, stage_chunks=1))[-1]
+    blocks = "" if len(kinds) == 1 else f" of {len(kinds)} blocks"
+    require(
+        repeats % chunks == 0,
+        f"`model.stage_chunks` = {chunks} does not divide the last {repeats} equal layers{blocks}. "
+        f"All chunks are equal. Choose {divisors_text(repeats)}.",
+    )
 
 
 def check_stages(cfg: Config) -> None:
@@ -11,14 +25,21 @@ def check_stages(cfg: Config) -> None:
     stages, model, train = cfg.mesh.stage, cfg.model, cfg.train
     if stages == 1:
         return
+    chunks = model.stage_chunks
     kinds, repeats = layer_groups(model)[-1]
     blocks = "" if len(kinds) == 1 else f" of {len(kinds)} blocks"
-    before = model.layers_before_stages + repeats % stages * len(kinds)
+    before = model.layers_before_stages + repeats % stages * len(kinds) * chunks
     more = f", or set model.layers_before_stages={before}" if repeats > stages else ""
+    part = "" if chunks == 1 else f" of each of {chunks} chunks (`model.stage_chunks`)"
     require(
         repeats % stages == 0,
-        f"`mesh.stage` = {stages} does not divide the last {repeats} equal layers{blocks}, which "
-        f"stages share. Each holds as many. Choose {divisors_text(repeats)}{more}.",
+        f"`mesh.stage` = {stages} does not divide the last {repeats} equal layers{blocks}{part}, "
+        f"which stages share. Each holds as many. Choose {divisors_text(repeats)}{more}.",
+    )
+    require(
+        chunks == 1 or cfg.mesh.schedule == "1f1b",
+        f"`model.stage_chunks` is {chunks} and `mesh.schedule` is {cfg.mesh.schedule}. Stages are "
+        "interleaved in 1f1b alone. Set mesh.schedule=1f1b, or model.stage_chunks=1.",
     )
     require(
         train.micro_batches % stages == 0 or (is_planned(cfg) and train.micro_batches == 1),

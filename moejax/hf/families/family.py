@@ -18,6 +18,7 @@ TRAINING = (
     "model.remat",
     "model.scan_layers",
     "model.layers_before_stages",
+    "model.stage_chunks",
     "model.predict_ahead",
     "moe.capacity_factor",
     "moe.implementation",

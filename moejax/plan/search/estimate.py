@@ -130,6 +130,7 @@ class Estimate:
         passed = width * kept_tokens * model.width
         activations = (block * KEPT[model.remat] + passed) * model.blocks / self.stages
         if self.stages > 1:
+            activations /= model.stage_chunks
             kept = activations if self.cfg.mesh.stage_keeps == "residuals" else passed
             held += self.schedule.kept * kept + self._in_hand() * passed
         return held + activations + 2 * block
@@ -138,12 +139,14 @@ class Estimate:
     def schedule(self) -> Schedule:
         """The schedule of stages."""
         mesh = self.cfg.mesh
-        return schedule_of(mesh.schedule, mesh.stage, self.cfg.train.micro_batches)
+        micro, chunks = self.cfg.train.micro_batches, self.cfg.model.stage_chunks
+        return schedule_of(mesh.schedule, mesh.stage, micro, chunks)
 
     def _in_hand(self) -> int:
         """Returns how many micro-batches' hidden states a stage has in hand, besides the kept."""
-        before = 2 * self.cfg.train.micro_batches // self.stages
-        return self.schedule.answers + 6 + before * (len(layer_groups(self.cfg.model)) > 1)
+        model, before = self.cfg.model, 2 * self.cfg.train.micro_batches // self.stages
+        groups = len(layer_groups(model)) - model.stage_chunks
+        return self.schedule.answers + 7 + before * (groups > 0)
 
     def seconds(self) -> float:
         """Returns the time of a step: compute, plus communication that cannot be hidden."""
@@ -160,18 +163,18 @@ class Estimate:
     def _staged_seconds(self, compute: float, exchange: float, weights: float) -> float:
         """Returns the time of a step with pipeline stages, whose weights move once."""
         model, micro, layout = self.cfg.model, self.cfg.train.micro_batches, self.layout
-        share = model.blocks / self.stages
+        share, chunks = model.blocks / self.stages, model.stage_chunks
         passed = self.tokens * model.width * WIDTHS[model.dtype] / layout.size(layout.tensor)
-        # Forward and backward travel in opposite directions.
-        sent = self._cost("ppermute", passed, layout.stage)
-        sent += self._cost("all_to_all", passed, layout.stage)
+        # Forward and backward travel in opposite directions; interleaved, both also the way around.
+        sent = self._cost("ppermute", passed, layout.stage) * (1 + (chunks > 1))
+        answer = self._cost("all_to_all", passed, layout.stage)
         layers = compute + exchange
         if self.schedule.combined and self.topology.device.platform != "cpu":
             layers = max(compute, exchange)  # of the other pass
-        tick = share * layers + sent
+        tick = share / chunks * layers + sent
         moved = share * weights + self._tables()
-        ends = micro * self._ends() / self.stages
-        return (micro + self.stages - 1) * tick + ends + moved + self._update()
+        ends = micro * (self._ends() / self.stages + answer)
+        return (chunks * micro + self.stages - 1) * tick + ends + moved + self._update()
 
     def _ends(self) -> float:
         """Returns the compute seconds of embedding and loss in one micro-batch."""

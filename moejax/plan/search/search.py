@@ -284,7 +284,11 @@ class _Search:
         return space.exchanges(cfg, self.limits)
 
     def _schedules(self, cfg: Config) -> Iterable[Config]:
-        return space.schedules(cfg, self.limits)
+        yield from space.schedules(cfg, self.limits)
+        now = Estimate(cfg, self.topology).seconds()
+        for other in space.interleaved(cfg, self.limits):
+            if Estimate(other, self.topology).seconds() < now:
+                yield other
 
     def _dense_gathers(self, cfg: Config) -> Iterable[Config]:
         return space.dense_gathers(cfg, self.limits)

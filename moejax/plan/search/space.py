@@ -219,6 +219,17 @@ def schedules(cfg: Config, limits: Limits) -> Iterator[Config]:
             yield candidate
 
 
+def interleaved(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Yields twice and half as many chunks of layers for each stage."""
+    chunks, name = cfg.model.stage_chunks, "model.stage_chunks"
+    if cfg.mesh.stage == 1 or not limits.free(name):
+        return
+    for count in (2 * chunks, chunks // 2):
+        candidate = resolve(change(cfg, {name: count}), limits) if count else None
+        if candidate is not None:
+            yield candidate
+
+
 def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields plans with more recomputation and micro-batches, the smallest change first.
 
