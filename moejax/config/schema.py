@@ -57,6 +57,12 @@ class MeshConfig:
         "of a micro-batch for backward: what model.remat keeps; or a stage's input alone",
         choices=("residuals", "input"),
     )
+    stage_slices: int = setting(
+        1,
+        "slices of a micro-batch's positions that follow one another through stages; experts' "
+        "balance is counted over one",
+        at_least=1,
+    )
     activations: str = setting(
         "sequence",
         "activations between blocks on the tensor axis",

@@ -34,7 +34,7 @@ def attention(
     q_BTHC: Float[Array, "B T H C"],
     k_BSGC: Float[Array, "B S G C"],
     v_BSGV: Float[Array, "B S G V"],
-    segment_BT: Int[Array, "B T"],
+    segment_BS: Int[Array, "B S"],
     *,
     window: int | None,
     implementation: str,
@@ -43,27 +43,37 @@ def attention(
 ) -> Float[Array, "B T H V"]:
     """Returns each query's mean of the values, weighted by the softmax of its scores.
 
-    Head h reads keys and values h // (H / G). FLOPs: 2 * B * H * (C + V) * (pairs of positions
-    visited); for cuDNN, C and V are the wider of both.
+    Queries are of the last T of S positions. Head h reads keys and values h // (H / G).
+    FLOPs: 2 * B * H * (C + V) * (pairs of positions visited); for cuDNN, C and V are the wider of
+    both.
 
     Args:
-      segment_BT: document of each position. A query sees the keys of its own document that are not
+      segment_BS: document of each position. A query sees the keys of its own document that are not
         later and not `window` or more back.
       implementation: "blocked"; "splash", on TPUs, or "splash_whole", which takes all of a sequence
         for one document; "cudnn", which does too; "cudnn_masked", for which a mask [B, 1, T, S] is
-        made; or "reference" (the whole batch at once, scores kept). `kernels.select` chooses.
+        made; or "reference" (the whole batch at once, scores kept). `kernels.select` chooses. Those
+        of Splash, and "cudnn", take queries of all positions alone.
       scale: factor of the scores; None for 1 / sqrt(C).
       sinks_H: logits that take part in the softmax of each of a head's queries and have no value,
         so that the weights of keys sum to less than one; None for none. cuDNN takes none.
     """
     scale = 1 / math.sqrt(q_BTHC.shape[-1]) if scale is None else scale
     if implementation == "blocked":
-        return _attention(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window, scale)
-    if implementation in ("splash", "splash_whole"):
-        told_BT = segment_BT if implementation == "splash" else None
-        options = {"window": window, "scale": scale, "sinks_H": sinks_H}
-        return splash_attention(q_BTHC, k_BSGC, v_BSGV, told_BT, **options)
-    form: dict[str, Any] = _library_form(implementation, segment_BT, window)
+        return _attention(q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, window, scale)
+    form: dict[str, Any]
+    T = q_BTHC.shape[1]
+    if implementation in ("cudnn_masked", "reference"):
+        form = _masked_form(segment_BS, window, T)
+    else:
+        assert segment_BS.shape[1] == T, f"{implementation} takes queries of all positions"
+        if implementation in ("splash", "splash_whole"):
+            told_BT = segment_BS if implementation == "splash" else None
+            options = {"window": window, "scale": scale, "sinks_H": sinks_H}
+            return splash_attention(q_BTHC, k_BSGC, v_BSGV, told_BT, **options)
+        assert implementation == "cudnn", implementation
+        form = {"is_causal": True}
+        form["local_window_size"] = None if window is None else (window - 1, 0)
     form["scale"] = scale
     V, widest = v_BSGV.shape[-1], max(q_BTHC.shape[-1], v_BSGV.shape[-1])
     # The library takes heads of one width: channels of zeros change no score and are cut off again.
@@ -78,17 +88,13 @@ def attention(
     return y_BTHV[..., :V] if widest > V else y_BTHV
 
 
-def _library_form(
-    implementation: str, segment_BT: Int[Array, "B T"], window: int | None
-) -> dict[str, Any]:
+def _masked_form(segment_BS: Int[Array, "B S"], window: int | None, queries: int) -> dict[str, Any]:
     """What tells `jax.nn.dot_product_attention` which keys a query sees."""
-    if implementation == "cudnn":
-        window_size = None if window is None else (window - 1, 0)
-        return {"is_causal": True, "local_window_size": window_size}
-    assert implementation in ("cudnn_masked", "reference"), implementation
-    mask_BST = attention_mask(segment_BT, window)
-    # Causal besides, so that the kernel leaves out what is later; it takes no window here.
-    return {"mask": mask_BST.swapaxes(1, 2)[:, None], "is_causal": True}
+    mask_BST = attention_mask(segment_BS, window, queries)
+    # Causal besides, so that the kernel leaves out what is later; it takes no window here. What it
+    # calls causal counts queries from the first key.
+    causal = queries == segment_BS.shape[1]
+    return {"mask": mask_BST.swapaxes(1, 2)[:, None], "is_causal": causal}
 
 
 def _widened(x_BTHC: jax.Array, width: int) -> jax.Array:
@@ -115,44 +121,62 @@ def _reference(
     return jax.nn.dot_product_attention(q_BTHC, k_BSGC, v_BSGC, implementation="xla", **form)
 
 
-def attention_mask(segment_BT: Int[Array, "B T"], window: int | None) -> Bool[Array, "B S T"]:
-    """Returns whether query t may see key s; T x S for each sequence."""
-    T = segment_BT.shape[1]
-    seen = partial(_seen, queries=slice(0, T), keys=slice(0, T), window=window)
-    return jax.vmap(seen)(segment_BT)
+def attention_mask(
+    segment_BS: Int[Array, "B S"], window: int | None, queries: int | None = None
+) -> Bool[Array, "B S T"]:
+    """Returns whether query t may see key s; T x S for each sequence.
+
+    Args:
+      queries: number of them, at the last positions; None: at all.
+    """
+    S = segment_BS.shape[1]
+    first = 0 if queries is None else S - queries
+    seen = partial(_seen, places=slice(first, S), keys=slice(0, S), window=window)
+    return jax.vmap(seen)(segment_BS)
 
 
-def _seen(segment_T: jax.Array, queries: slice, keys: slice, window: int | None) -> jax.Array:
-    """Which keys of a block [S] each of its queries [Q] may see."""
-    back_SQ = jnp.arange(queries.start, queries.stop) - jnp.arange(keys.start, keys.stop)[:, None]
+def _seen(segment_S: jax.Array, places: slice, keys: slice, window: int | None) -> jax.Array:
+    """Which keys of a block [S] each of the queries at some places [Q] may see."""
+    back_SQ = jnp.arange(places.start, places.stop) - jnp.arange(keys.start, keys.stop)[:, None]
     near_SQ = back_SQ >= 0
     if window is not None:
         near_SQ &= back_SQ < window
     # Found once for all heads: inside a loop over scores it would take up to half of the time.
-    return lax.optimization_barrier(near_SQ & (segment_T[keys, None] == segment_T[queries]))
+    return lax.optimization_barrier(near_SQ & (segment_S[keys, None] == segment_S[places]))
 
 
-def _blocks(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that any of them may see."""
-    rows = max(64, min(length // 4, 256))
-    starts = range(0, length, rows)
-    ends = [min(start + rows, length) for start in starts]
-    firsts = [0 if window is None else max(0, start - window + 1) for start in starts]
-    return [(slice(a, b), slice(c, b)) for a, b, c in zip(starts, ends, firsts, strict=True)]
+def _blocks(queries: int, length: int, window: int | None) -> list[tuple[slice, slice, slice]]:
+    """Blocks of queries, each with their places and the keys that any of them may see."""
+    rows, first = max(64, min(queries // 4, 256)), length - queries
+    found = []
+    for start in range(0, queries, rows):
+        stop = min(start + rows, queries)
+        places = slice(first + start, first + stop)
+        nearest = 0 if window is None else max(0, places.start - window + 1)
+        found.append((slice(start, stop), places, slice(nearest, places.stop)))
+    return found
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window: int | None, scale: float):
-    return _forward(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window, scale)[0]
+def _attention(q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, window: int | None, scale: float):
+    return _forward(q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, window, scale)[0]
 
 
-def _forward(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window: int | None, scale: float):
+def _forward(q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, window: int | None, scale: float):
+    y_BTHV, log_BGRT = blocked(q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, window, scale)
+    y_BTHV, log_BGRT = (checkpoint_name(x, ATTENDED) for x in (y_BTHV, log_BGRT))
+    return y_BTHV, (q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, y_BTHV, log_BGRT)
+
+
+def blocked(q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, window: int | None, scale: float):
+    """Returns what `attention` does, and the log of the softmax's denominators [B, G, R, T]."""
+
     def sequence(arrays):
-        q_GRTC, k_GSC, v_GVS, segment_T = arrays
-        G, R = q_GRTC.shape[:2]
+        q_GRTC, k_GSC, v_GVS, segment_S = arrays
+        G, R, T = q_GRTC.shape[:3]
         y_blocks, log_blocks = [], []
-        for queries, keys in _blocks(segment_T.shape[0], window):
-            seen_SQ = _seen(segment_T, queries, keys, window)
+        for queries, places, keys in _blocks(T, segment_S.shape[0], window):
+            seen_SQ = _seen(segment_S, places, keys, window)
             score_GSQ = _scores(q_GRTC[:, :, queries], k_GSC[:, keys], seen_SQ)
             top_G1Q = jnp.max(score_GSQ, axis=1, keepdims=True)
             sink_G1Q = None if sinks_H is None else _by_query(sinks_H, G, queries)
@@ -168,24 +192,34 @@ def _forward(q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, window: int | None, sc
 
     G = k_BSGC.shape[2]
     arrays = (_by_head(q_BTHC * scale, G), k_BSGC.transpose(0, 2, 1, 3))
-    arrays += (v_BSGV.transpose(0, 2, 3, 1), segment_BT)
+    arrays += (v_BSGV.transpose(0, 2, 3, 1), segment_BS)
     y_BGVRT, log_BGRT = lax.map(sequence, arrays)
     y_BTHV = y_BGVRT.transpose(0, 4, 1, 3, 2).reshape(*q_BTHC.shape[:3], v_BSGV.shape[-1])
-    y_BTHV, log_BGRT = (checkpoint_name(x, ATTENDED) for x in (y_BTHV, log_BGRT))
-    return y_BTHV, (q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, y_BTHV, log_BGRT)
+    return y_BTHV, log_BGRT
 
 
 def _backward(window: int | None, scale: float, saved, dy_BTHV):
+    dq_BTHC, dk_BSGC, dv_BSGV, dsinks_H = blocked_gradients(window, scale, saved, dy_BTHV)
+    return dq_BTHC, dk_BSGC, dv_BSGV, None, dsinks_H
+
+
+def blocked_gradients(window: int | None, scale: float, saved, dy_BTHV):
+    """Returns the gradients of q, k, v and sinks.
+
+    Args:
+      saved: the arguments of `blocked` without the last two, and what it returned.
+    """
+
     def sequence(arrays):
-        q_GRTC, k_GSC, v_GSV, segment_T, log_GRT, dot_GRT, dy_GRTV = arrays
-        G, R, _, C = q_GRTC.shape
+        q_GRTC, k_GSC, v_GSV, segment_S, log_GRT, dot_GRT, dy_GRTV = arrays
+        G, R, T, C = q_GRTC.shape
         dk_GSC = jnp.zeros(k_GSC.shape, jnp.float32)
         dv_GSV, dq_blocks = jnp.zeros(v_GSV.shape, jnp.float32), []
-        for queries, keys in _blocks(segment_T.shape[0], window):
+        for queries, places, keys in _blocks(T, segment_S.shape[0], window):
             q_GQC = q_GRTC[:, :, queries].reshape(G, -1, C)
             dy_GQV = dy_GRTV[:, :, queries].reshape(G, -1, dy_GRTV.shape[-1])
             log_G1Q, dot_G1Q = (x[:, :, queries].reshape(G, 1, -1) for x in (log_GRT, dot_GRT))
-            seen_SQ = _seen(segment_T, queries, keys, window)
+            seen_SQ = _seen(segment_S, places, keys, window)
             score_GSQ = _scores(q_GRTC[:, :, queries], k_GSC[:, keys], seen_SQ)
             p_GSQ = jnp.exp(score_GSQ - log_G1Q)
             dscore_GSQ = p_GSQ * (_multiply_transposed(v_GSV[:, keys], dy_GQV) - dot_G1Q)
@@ -196,18 +230,18 @@ def _backward(window: int | None, scale: float, saved, dy_BTHV):
             dq_blocks.append(dq_GCQ.reshape(G, C, R, -1))
         return jnp.concatenate(dq_blocks, axis=3), dk_GSC, dv_GSV
 
-    q_BTHC, k_BSGC, v_BSGV, segment_BT, sinks_H, y_BTHV, log_BGRT = saved
+    q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, y_BTHV, log_BGRT = saved
     G = k_BSGC.shape[2]
     dot_BTH1 = jnp.sum(y_BTHV.astype(jnp.float32) * dy_BTHV, axis=-1, keepdims=True)
     arrays = (_by_head(q_BTHC * scale, G), k_BSGC.transpose(0, 2, 1, 3))
-    arrays += (v_BSGV.transpose(0, 2, 1, 3), segment_BT, log_BGRT)
+    arrays += (v_BSGV.transpose(0, 2, 1, 3), segment_BS, log_BGRT)
     dot_BGRT = _by_head(dot_BTH1, G)[..., 0]
     arrays += (dot_BGRT, _by_head(dy_BTHV, G))
     dq_BGCRT, dk_BGSC, dv_BGSV = lax.map(sequence, arrays)
     dq_BTHC = dq_BGCRT.transpose(0, 4, 1, 3, 2).reshape(q_BTHC.shape) * scale
     dk_BSGC, dv_BSGV = (x.transpose(0, 2, 1, 3).astype(k_BSGC.dtype) for x in (dk_BGSC, dv_BGSV))
     dsinks_H = None if sinks_H is None else _sinks_gradient(sinks_H, log_BGRT, dot_BGRT)
-    return dq_BTHC.astype(q_BTHC.dtype), dk_BSGC, dv_BSGV, None, dsinks_H
+    return dq_BTHC.astype(q_BTHC.dtype), dk_BSGC, dv_BSGV, dsinks_H
 
 
 _attention.defvjp(_forward, _backward)

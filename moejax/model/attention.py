@@ -14,6 +14,7 @@ from moejax.comm.weights.gather import gather_weight, whole_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
 from moejax.kernels.cached_attention import cached_attention, put
+from moejax.kernels.sliced_attention import sliced_attention
 from moejax.layout.spec import StepSpec
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import Angles, rotate, score_factor
@@ -70,6 +71,40 @@ class Attention(nnx.Module):
             **self._form(),
         )
         return self._leave(y_BTHC), (k_BSGC, v_BSGC)
+
+    def keys(self, x_BtD: Float[Array, "B t D"], angles: Angles) -> tuple[jax.Array, ...]:
+        """Returns the keys and values of these positions, [B, T, G, C] each."""
+        return self._project(x_BtD, angles)[1:]
+
+    def in_slice(
+        self,
+        x_BtD: Float[Array, "B t D"],
+        segment_BS: Int[Array, "B S"],
+        angles: Angles,
+        past: tuple[jax.Array, jax.Array],
+        number: jax.Array,
+    ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
+        """As a call, for one slice of the sequences.
+
+        Args:
+          angles: of the slice's positions.
+          past: keys and values of earlier slices, [B, S, G, C] each.
+          number: of the slice.
+        Returns:
+          What a call returns, and the keys and values of the slice's own positions.
+        """
+        q_BTHC, k_BTGC, v_BTGC = self._project(x_BtD, angles)
+        y_BTHC = sliced_attention(
+            q_BTHC,
+            k_BTGC,
+            v_BTGC,
+            past,
+            segment_BS,
+            number,
+            implementation=self.spec.attention,
+            **self._form(),
+        )
+        return self._leave(y_BTHC), (k_BTGC, v_BTGC)
 
     def decode(
         self,

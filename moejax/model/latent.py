@@ -17,6 +17,7 @@ from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
 from moejax.kernels.cached_attention import cached_attention, put
+from moejax.kernels.sliced_attention import sliced_attention
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import project_from_heads, project_to_heads
 from moejax.model.layers import RMSNorm
@@ -76,6 +77,34 @@ class LatentAttention(nnx.Module):
         projected = self._project(x_BtD, angles)
         return self._expand(projected, segment_BT, angles), (_kept(projected, angles),)
 
+    def keys(self, x_BtD: Float[Array, "B t D"], angles: Angles) -> tuple[jax.Array, ...]:
+        """Returns the keys and values of these positions, [B, T, H, C] and [B, T, H, V]."""
+        return self._keys(self._project(x_BtD, angles), angles)
+
+    def in_slice(
+        self,
+        x_BtD: Float[Array, "B t D"],
+        segment_BS: Int[Array, "B S"],
+        angles: Angles,
+        past: tuple[jax.Array, jax.Array],
+        number: jax.Array,
+    ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
+        """As `Attention.in_slice`; keys and values are kept expanded."""
+        projected = self._project(x_BtD, angles)
+        k_BTHC, v_BTHV = self._keys(projected, angles)
+        y_BTHV = sliced_attention(
+            projected.q_BTHC,
+            k_BTHC,
+            v_BTHV,
+            past,
+            segment_BS,
+            number,
+            window=self.window,
+            scale=self._scale,
+            implementation=self.spec.attention,
+        )
+        return project_from_heads(y_BTHV, self.w_o, self.spec), (k_BTHC, v_BTHV)
+
     def decode(
         self,
         x_1tD: Float[Array, "1 t D"],
@@ -127,18 +156,21 @@ class LatentAttention(nnx.Module):
 
     def _expand(self, projected: "Projected", segment_BT: jax.Array, angles: Angles) -> jax.Array:
         """Expands keys and values for every head, and attends."""
-        expanded_BSHC = project_to_heads(projected.latent_BTZ, self.w_ukv, self.spec)
-        k_BSHC, v_BSHC = split_last(expanded_BSHC, self.cfg.value_channels)
         y_BTHC = attention(
             projected.q_BTHC,
-            join_rotated(k_BSHC, projected.rotated_BTR, angles),
-            v_BSHC,
+            *self._keys(projected, angles),
             segment_BT,
             window=self.window,
             scale=self._scale,
             implementation=self.spec.attention,
         )
         return project_from_heads(y_BTHC, self.w_o, self.spec)
+
+    def _keys(self, projected: "Projected", angles: Angles) -> tuple[jax.Array, jax.Array]:
+        """Expands keys, rotated, and values for every head."""
+        expanded_BSHC = project_to_heads(projected.latent_BTZ, self.w_ukv, self.spec)
+        k_BSHC, v_BSHV = split_last(expanded_BSHC, self.cfg.value_channels)
+        return join_rotated(k_BSHC, projected.rotated_BTR, angles), v_BSHV
 
     def _query_source(self, x_BtD: jax.Array) -> jax.Array:
         """What queries are projected from: their latent, at own positions, or x itself."""

@@ -26,7 +26,7 @@ from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
 from moejax.model.layers import MLP, Embedding, RMSNorm
 from moejax.model.remat import REMAT_POLICIES, in_turn
-from moejax.model.rope import Angles, tables
+from moejax.model.rope import Angles, angles_at, tables
 from moejax.moe.layer import MoE, MoEStats
 from moejax.moe.router import Noise
 
@@ -113,6 +113,26 @@ def scale_by_gate(
     return (y_BtD * jax.nn.sigmoid(logit_Bt)[..., None]).astype(y_BtD.dtype)
 
 
+class Slice(NamedTuple):
+    """A slice of sequences, which run through the layers one after the other.
+
+    Attributes:
+      number: its number.
+      length: its positions.
+      past: of each block keys and values of earlier slices, [B, S, ...]; see
+        `kernels.sliced_attention`.
+    """
+
+    number: jax.Array
+    length: int
+    past: list[jax.Array]
+
+    def angles(self, cfg: ModelConfig) -> Angles:
+        """Returns the angles of its positions."""
+        position_T = self.number * self.length + jnp.arange(self.length)
+        return angles_at(position_T, cfg.rotated_channels, cfg.rope)
+
+
 class Pattern(nnx.Module):
     """The blocks of one repeat of a layer group."""
 
@@ -136,6 +156,22 @@ class Pattern(nnx.Module):
             x_BtD, block_stats = block(x_BtD, segment_BT, angles, block_noise)
             stats += [] if block_stats is None else [block_stats]
         return x_BtD, stats
+
+    def in_slice(
+        self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, part: Slice
+    ) -> tuple[jax.Array, list[MoEStats], list[jax.Array]]:
+        """As a call, for a slice of the sequences; returns its own keys and values too."""
+        stats, own = [], []
+        pairs = zip(part.past[::2], part.past[1::2], strict=True)
+        for block, past in zip(self.blocks, pairs, strict=True):
+
+            def attend(attention: Any, h_BtD: jax.Array, past: Any = past) -> tuple[jax.Array, Any]:
+                return attention.in_slice(h_BtD, segment_BT, angles, past, part.number)
+
+            x_BtD, block_stats, kept = block.run(x_BtD, attend)
+            stats += [] if block_stats is None else [block_stats]
+            own += kept
+        return x_BtD, stats, own
 
 
 class Hidden(NamedTuple):
@@ -236,18 +272,31 @@ class Transformer(nnx.Module):
         x_BtD: Float[Array, "B t D"],
         segment_BT: Int[Array, "B T"],
         noise: Noise | None,
-    ) -> tuple[Float[Array, "B t D"], MoEStats | None]:
+        part: Slice | None,
+    ) -> tuple[Float[Array, "B t D"], MoEStats | None, list[jax.Array]]:
         """Takes hidden states through one repeat of the last layer group.
 
         The group's weights are those of the repeat, not stacked.
 
         Args:
-          noise: of the repeat.
+          noise: of the repeat; None for slices.
+          part: the slice that the hidden states are of; None: they are of whole sequences.
+        Returns:
+          Hidden states, the experts' statistics, and keys and values of a slice, as `Slice.past`.
         """
-        x_BtD, stats = self.groups[-1](x_BtD, segment_BT, self._angles(segment_BT), noise)
+        group, own = self.groups[-1], []
+        if part is None:
+            x_BtD, stats = group(x_BtD, segment_BT, self._angles(segment_BT), noise)
+        else:
+            x_BtD, stats, own = group.in_slice(x_BtD, segment_BT, part.angles(self.cfg), part)
         if not stats:
-            return x_BtD, None
-        return x_BtD, jax.tree.map(lambda *blocks: jnp.stack(blocks), *stats)
+            return x_BtD, None, own
+        return x_BtD, jax.tree.map(lambda *blocks: jnp.stack(blocks), *stats), own
+
+    def keys(self, x_BtD: Float[Array, "B t D"], part: Slice) -> list[jax.Array]:
+        """Returns what `in_layer` returns last, of which only shapes and dtypes count."""
+        blocks, angles = self.groups[-1].blocks, part.angles(self.cfg)
+        return [array for block in blocks for array in block.attention.keys(x_BtD, angles)]
 
     def after_stages(
         self, y_BtD: Float[Array, "B t D"]

@@ -37,12 +37,13 @@ class Lookup:
 
     def first(self) -> tuple[jax.Array, None]:
         """Returns hidden states of real tokens, and what moves besides: nothing."""
-        return self.staged.embed(self.table, jnp.int32(0)), None
+        return self.staged.embed(self.table, jnp.int32(0), jnp.int32(0)), None
 
     def input(self, fed: None, t: jax.Array) -> tuple[jax.Array, None]:
         """Returns the first stage's input at a tick at which micro-batches enter."""
-        k = self.staged.schedule.micro_batch(t)
-        return self.staged.embed(self.table, self.staged.numbered(k)[0]), None
+        schedule = self.staged.schedule
+        k, _ = self.staged.numbered(schedule.micro_batch(t))
+        return self.staged.embed(self.table, k, schedule.kind(t)), None
 
     def first_back(self) -> Tree:
         """Returns the state of gradients before the first tick."""
@@ -58,9 +59,12 @@ class Lookup:
         if not leave:
             return back
         staged, schedule = self.staged, self.staged.schedule
-        k = schedule.micro_batch(t - schedule.begins - schedule.chunks * staged.stages)
-        k, valid = staged.numbered(k)
-        _, pull = jax.vjp(partial(staged.embed, k=k), self.table)
+        n = t - schedule.begins - schedule.chunks * staged.stages
+        (k, valid), piece = (
+            staged.numbered(schedule.micro_batch(n)),
+            schedule.kind(n, backward=True),
+        )
+        _, pull = jax.vjp(partial(staged.embed, k=k, piece=piece), self.table)
         (table,) = pull(jnp.where((staged.stage == 0) & valid, dx_BtD, 0))
         return add(back, table)
 

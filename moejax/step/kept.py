@@ -23,27 +23,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.step.feed import get
-from moejax.step.staged_model import RouterParts, StagedModel
+from moejax.step.schedule import Schedule
+from moejax.step.staged_model import Past, RouterParts, StagedModel, Visit
 from moejax.step.state import Tree
 
 Arrays = list[jax.Array]
 
 
-class Visit(NamedTuple):
-    """A micro-batch in one of this stage's chunks.
+class Slots(NamedTuple):
+    """What a stage keeps of micro-batches.
 
     Attributes:
-      chunk: its number.
-      first: number of its first layer among those of all chunks here.
-      slot: where what is kept of it is.
-      valid: whether it counts; in a bubble it does not.
+      arrays: what backward needs of visits.
+      past: of micro-batches whose slices are under way, keys and values [S, L, B, T, ...].
     """
 
-    k: jax.Array
-    chunk: jax.Array
-    first: jax.Array
-    slot: jax.Array
-    valid: jax.Array
+    arrays: Arrays
+    past: Arrays
 
 
 class Back(NamedTuple):
@@ -52,10 +48,12 @@ class Back(NamedTuple):
     Attributes:
       dy_BtD: gradients of what the layer before this one, on the way back, took in.
       sums: of the weights' gradients, float32, over micro-batches.
+      past: gradients of keys and values by later slices, float32 [L, B, T, ...].
     """
 
     dy_BtD: jax.Array
     sums: Tree
+    past: Arrays
 
 
 class Layers:
@@ -72,35 +70,45 @@ class Layers:
         return lax.scan(body, carry, jnp.arange(self.count), unroll=unroll)
 
     def forward(
-        self, x_BtD: jax.Array, k: jax.Array, index: jax.Array
-    ) -> tuple[jax.Array, Arrays, RouterParts]:
-        """Runs a layer. Returns its result, what backward needs, and its parts of the loss.
+        self, x_BtD: jax.Array, visit: Visit, local: jax.Array, past: Past
+    ) -> tuple[jax.Array, Past, Arrays, RouterParts]:
+        """Runs a layer.
 
         Args:
-          index: among the layers of all chunks, as everywhere here.
+          local: the layer's number in its chunk.
+          past: of the layer; as of `StagedModel.run_layer`.
+        Returns:
+          Its result, a slice's own keys and values, what backward needs, and parts of the loss.
         """
+        index = visit.first + local
         weights = self.staged.layer(index)
 
-        def run(weights: Tree, x_BtD: jax.Array) -> Any:
-            return self.staged.in_layer(weights, x_BtD, k, index)
+        def run(weights: Tree, past: Past, x_BtD: jax.Array) -> Any:
+            return self.staged.in_layer(weights, past, x_BtD, visit, index)
 
-        (y_BtD, _), pull, parts = jax.vjp(run, weights, x_BtD, has_aux=True)
+        (y_BtD, _, new), pull, parts = jax.vjp(run, weights, past, x_BtD, has_aux=True)
         arrays, self.tree = jax.tree.flatten(pull)
-        number = {id(weight): n for n, weight in enumerate(jax.tree.leaves(weights))}
+        number = {id(array): n for n, array in enumerate(jax.tree.leaves((weights, past)))}
         self.places = [number.get(id(array)) for array in arrays]
         kept = [a for a, place in zip(arrays, self.places, strict=True) if place is None]
-        return y_BtD, kept, parts
+        return y_BtD, new, kept, parts
 
-    def backward(self, kept: Arrays, index: jax.Array, back: Back, share: jax.Array) -> Back:
-        """Runs gradients back through a layer, after a `forward` that kept as many arrays.
-
-        Args:
-          share: gradient of the routers' losses: 1, or 0 in a bubble.
-        """
-        own, weights = iter(kept), jax.tree.leaves(self.staged.layer(index))
-        arrays = [next(own) if place is None else weights[place] for place in self.places]
-        gradients, dx_BtD = jax.tree.unflatten(self.tree, arrays)((back.dy_BtD, share))
-        return Back(dx_BtD, jax.tree.map(lambda s, g: _add_at(s, g, index), back.sums, gradients))
+    def backward(
+        self, kept: Arrays, visit: Visit, local: jax.Array, past: Past, back: Back
+    ) -> Back:
+        """Runs gradients back through a layer, after a `forward` that kept as many arrays."""
+        index = visit.first + local
+        own, inputs = iter(kept), jax.tree.leaves((self.staged.layer(index), past))
+        arrays = [next(own) if place is None else inputs[place] for place in self.places]
+        share = visit.valid.astype(jnp.float32)  # the gradient of the routers' losses
+        of_keys = [get(x, local) for x in back.past]
+        new = [self.staged.piece_of(x, visit.piece) for x in of_keys]
+        new = [x.astype(like.dtype) for x, like in zip(new, past, strict=True)]
+        pull = jax.tree.unflatten(self.tree, arrays)
+        gradients, earlier, dx_BtD = pull((back.dy_BtD, share, new))
+        sums = jax.tree.map(lambda s, g: _add_at(s, g, index), back.sums, gradients)
+        more = zip(back.past, earlier, strict=True)
+        return Back(dx_BtD, sums, [_add_at(x, g, local) for x, g in more])
 
     def keep_nothing(self, x_BtD: jax.Array, visit: Visit) -> jax.Array:
         """Runs a chunk's layers."""
@@ -108,15 +116,16 @@ class Layers:
         def layer(x_BtD: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
             index = visit.first + index
             weights = self.staged.layer(index)
-            return self.staged.run_layer(weights, x_BtD, visit.k, index)[0], None
+            return self.staged.run_layer(weights, [], x_BtD, visit, index)[0], None
 
         return self.scan(layer, x_BtD)[0]
 
     def keep_all(self, x_BtD: jax.Array, visit: Visit) -> tuple[jax.Array, Arrays, RouterParts]:
         """Runs a chunk's layers. Returns the result, the kept [L, ...], and parts of the loss."""
+        past = [jnp.zeros(x.shape, x.dtype) for x in self.staged.past_of(x_BtD)]
 
         def layer(x_BtD: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
-            y_BtD, kept, parts = self.forward(x_BtD, visit.k, visit.first + index)
+            y_BtD, _, kept, parts = self.forward(x_BtD, visit, index, past)
             return y_BtD, (kept, parts)
 
         y_BtD, (kept, parts) = self.scan(layer, x_BtD)
@@ -129,18 +138,21 @@ class Residuals:
     def __init__(self, staged: StagedModel):
         self.layers = Layers(staged)
 
-    def empty(self, count: int, x_BtD: jax.Array) -> Arrays:
-        """Returns slots for `count` micro-batches.
+    def empty(self, schedule: Schedule, x_BtD: jax.Array) -> Slots:
+        """Returns slots for the micro-batches that a schedule keeps.
 
         Args:
           x_BtD: an input of the stage; only its shape and dtype count.
         """
         shapes = jax.eval_shape(lambda x: self.layers.keep_all(x, any_visit())[1], x_BtD)
-        return [jnp.zeros((count, *array.shape), array.dtype) for array in shapes]
+        arrays = [jnp.zeros((schedule.kept, *array.shape), array.dtype) for array in shapes]
+        each = schedule.groups[0], self.layers.count
+        past = self.layers.staged.past_of(x_BtD)
+        return Slots(arrays, [jnp.zeros((*each, *x.shape), x.dtype) for x in past])
 
     def forward(
-        self, slots: Arrays, x_BtD: jax.Array, visit: Visit
-    ) -> tuple[Arrays, jax.Array, RouterParts]:
+        self, slots: Slots, x_BtD: jax.Array, visit: Visit
+    ) -> tuple[Slots, jax.Array, RouterParts]:
         """Runs a micro-batch through a chunk. Returns the slots, its result, and its parts."""
 
         def layer(carry: Any, index: jax.Array) -> Any:
@@ -151,7 +163,7 @@ class Residuals:
         (slots, y_BtD), parts = self.layers.scan(layer, (slots, x_BtD))
         return slots, y_BtD, _together(parts)
 
-    def backward(self, slots: Arrays, visit: Visit, back: Back) -> tuple[Back, None]:
+    def backward(self, slots: Slots, visit: Visit, back: Back) -> tuple[Back, None]:
         """Runs a micro-batch's gradients back through a chunk. Returns them, and no parts."""
 
         def layer(back: Back, index: jax.Array) -> tuple[Back, None]:
@@ -160,8 +172,8 @@ class Residuals:
         return self.layers.scan(layer, back)[0], None
 
     def both(
-        self, slots: Arrays, x_BtD: jax.Array, ahead: Visit, behind: Visit, back: Back
-    ) -> tuple[Arrays, jax.Array, RouterParts, Back]:
+        self, slots: Slots, x_BtD: jax.Array, ahead: Visit, behind: Visit, back: Back
+    ) -> tuple[Slots, jax.Array, RouterParts, Back]:
         """Runs one micro-batch forward and another back, in each turn a layer of each.
 
         Neither needs the other, so exchanges of one hide behind products of the other.
@@ -175,17 +187,25 @@ class Residuals:
         (slots, y_BtD, back), parts = self.layers.scan(layer, (slots, x_BtD, back))
         return slots, y_BtD, _together(parts), back
 
-    def _forward(self, slots: Arrays, x_BtD: jax.Array, visit: Visit, index: jax.Array) -> Any:
-        y_BtD, kept, parts = self.layers.forward(x_BtD, visit.k, visit.first + index)
-        slots = [_put(*both, visit, index) for both in zip(slots, kept, strict=True)]
-        return slots, y_BtD, parts
+    def _forward(self, slots: Slots, x_BtD: jax.Array, visit: Visit, index: jax.Array) -> Any:
+        past = [_get(array, visit.past_slot, index) for array in slots.past]
+        y_BtD, new, kept, parts = self.layers.forward(x_BtD, visit, index, past)
+        arrays = [
+            _put(old, x, visit.valid, (visit.slot, index))
+            for old, x in zip(slots.arrays, kept, strict=True)
+        ]
+        past = [
+            _put(old, x, visit.valid, (visit.past_slot, index, 0, visit.piece * x.shape[1]))
+            for old, x in zip(slots.past, new, strict=True)
+        ]
+        return Slots(arrays, past), y_BtD, parts
 
-    def _backward(self, slots: Arrays, visit: Visit, back: Back, index: jax.Array) -> Back:
+    def _backward(self, slots: Slots, visit: Visit, back: Back, index: jax.Array) -> Back:
         """Runs gradients back through the layer that is `index` before the last."""
         index = self.layers.count - 1 - index
-        kept = [_get(array, visit, index) for array in slots]
-        share = visit.valid.astype(jnp.float32)
-        return self.layers.backward(kept, visit.first + index, back, share)
+        kept = [_get(array, visit.slot, index) for array in slots.arrays]
+        past = [_get(array, visit.past_slot, index) for array in slots.past]
+        return self.layers.backward(kept, visit, index, past, back)
 
 
 class Input:
@@ -194,28 +214,27 @@ class Input:
     def __init__(self, staged: StagedModel):
         self.layers = Layers(staged)
 
-    def empty(self, count: int, x_BtD: jax.Array) -> Arrays:
+    def empty(self, schedule: Schedule, x_BtD: jax.Array) -> Slots:
         """As `Residuals.empty`."""
-        return [jnp.zeros((count, *x_BtD.shape), x_BtD.dtype)]
+        return Slots([jnp.zeros((schedule.kept, *x_BtD.shape), x_BtD.dtype)], [])
 
     def forward(
-        self, slots: Arrays, x_BtD: jax.Array, visit: Visit
-    ) -> tuple[Arrays, jax.Array, None]:
+        self, slots: Slots, x_BtD: jax.Array, visit: Visit
+    ) -> tuple[Slots, jax.Array, None]:
         """As `Residuals.forward`, without parts."""
-        (kept,) = slots
+        (kept,) = slots.arrays
         x = jnp.where(visit.valid, x_BtD, get(kept, visit.slot))
         kept = lax.dynamic_update_index_in_dim(kept, x, visit.slot, 0)
-        return [kept], self.layers.keep_nothing(x_BtD, visit), None
+        return Slots([kept], []), self.layers.keep_nothing(x_BtD, visit), None
 
-    def backward(self, slots: Arrays, visit: Visit, back: Back) -> tuple[Back, RouterParts]:
+    def backward(self, slots: Slots, visit: Visit, back: Back) -> tuple[Back, RouterParts]:
         """As `Residuals.backward`, with the parts."""
-        _, kept, parts = self.layers.keep_all(get(slots[0], visit.slot), visit)
+        _, kept, parts = self.layers.keep_all(get(slots.arrays[0], visit.slot), visit)
 
         def layer(back: Back, index: jax.Array) -> tuple[Back, None]:
             index = self.layers.count - 1 - index
             arrays = [get(array, index) for array in kept]
-            share = visit.valid.astype(jnp.float32)
-            return self.layers.backward(arrays, visit.first + index, back, share), None
+            return self.layers.backward(arrays, visit, index, [], back), None
 
         return self.layers.scan(layer, back)[0], parts
 
@@ -223,7 +242,7 @@ class Input:
 def any_visit() -> Visit:
     """Returns a visit of which only shapes count."""
     zero = jnp.int32(0)
-    return Visit(zero, zero, zero, zero, jnp.bool_(True))
+    return Visit(zero, zero, zero, zero, zero, zero, jnp.bool_(True))
 
 
 def build_keeper(staged: StagedModel) -> Input | Residuals:
@@ -241,20 +260,21 @@ def _together(parts: RouterParts) -> RouterParts:
     )
 
 
-def _place(slots: jax.Array, visit: Visit, index: jax.Array) -> tuple[Any, ...]:
-    return (visit.slot, index, *(0 for _ in slots.shape[2:]))
-
-
-def _get(slots: jax.Array, visit: Visit, index: jax.Array) -> jax.Array:
+def _get(slots: jax.Array, slot: jax.Array, index: jax.Array) -> jax.Array:
     """Reads what a slot has of a layer."""
-    found = lax.dynamic_slice(slots, _place(slots, visit, index), (1, 1, *slots.shape[2:]))
-    return found.reshape(slots.shape[2:])
+    start = (slot, index, *(0 for _ in slots.shape[2:]))
+    return lax.dynamic_slice(slots, start, (1, 1, *slots.shape[2:])).reshape(slots.shape[2:])
 
 
-def _put(slots: jax.Array, x: jax.Array, visit: Visit, index: jax.Array) -> jax.Array:
-    """Writes a layer's array to a slot, if it counts."""
-    x = jnp.where(visit.valid, x, _get(slots, visit, index))
-    return lax.dynamic_update_slice(slots, x[None, None], _place(slots, visit, index))
+def _put(slots: jax.Array, x: jax.Array, valid: jax.Array, start: tuple[Any, ...]) -> jax.Array:
+    """Writes a layer's array, or a part of it, to a slot, if it counts.
+
+    Args:
+      start: slot, layer, and the first indices of a part.
+    """
+    x, start = x[None, None], (*start, *(0 for _ in slots.shape[len(start) :]))
+    x = jnp.where(valid, x, lax.dynamic_slice(slots, start, x.shape))
+    return lax.dynamic_update_slice(slots, x, start)
 
 
 def _add_at(sums: jax.Array, gradient: jax.Array, index: jax.Array) -> jax.Array:

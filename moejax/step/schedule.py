@@ -14,20 +14,24 @@ forward and ahead of it on the way back, where chunks are visited in the opposit
 So what the last stage leaves arrives at the first in time for its next chunk. In every V-th P ticks
 micro-batches enter the first stage, answers the last, and gradients leave the first.
 
-With `begins` = V P, backward starts as soon as the first answer is there: 1F1B with an eager
-warm-up, whose transfers have a tick of other work to hide behind; a stage keeps at most 2 P
-micro-batches of one chunk. With `begins` = M + P all forward passes come first: GPipe, of one
-chunk, which keeps M.
+With `mesh.stage_slices` = N a visit is one of N slices of a micro-batch's positions, which follow
+one another, on the way back from the last to the first: each slice attends to those before it.
+Then V is 1. Chunks and slices are the kinds of visits that a micro-batch makes.
+
+With `begins` = V P + N - 1, backward starts as soon as the first answer that it needs is there:
+1F1B with an eager warm-up, whose transfers have a tick of other work to hide behind; a stage keeps
+at most 2 P micro-batches of one kind. With `begins` = M + P all forward passes come first: GPipe,
+of one kind, which keeps M.
 
 Combined 1F1B has the ticks of 1F1B, and in one that has both a layer forward and a layer backward
 take turns, so that exchanges of one hide behind products of the other. Both end together, and so a
 tick ends with the transfers, and beside them the answer: one tick earlier.
 Source of the idea: DualPipe (DeepSeek-AI 2024), which has two micro-batches of its own for it. That
-of interleaved stages: Narayanan et al. 2021.
+of interleaved stages: Narayanan et al. 2021; of slices: TeraPipe (Li et al. 2021).
 
-In all a stage is idle for P - 1 of V M + P - 1 ticks of each kind.
+In all a stage is idle for P - 1 of V N M + P - 1 ticks of each pass.
 
-Letters: P stages, V chunks, M micro-batches, s a stage, k a micro-batch, n a visit of a stage.
+Letters: P stages, V chunks, N slices, M micro-batches, s a stage, k a micro-batch, n a visit.
 """
 
 from collections.abc import Iterator
@@ -64,10 +68,11 @@ class Schedule(NamedTuple):
 
     Attributes:
       begins: the first tick of backward, on the last stage.
-      groups: of each chunk, how many times P micro-batches a stage keeps.
-      answers: slots for gradients of what the last stage left; that of micro-batch k is
-        k % answers.
+      groups: of each kind of visits, how many times `together` micro-batches a stage keeps.
+      answers: slots for gradients of what the last stage left.
       combined: whether layers forward and backward take turns in a tick, which the answer ends.
+      chunks: of layers on each stage.
+      slices: of positions.
     """
 
     stages: int
@@ -76,21 +81,23 @@ class Schedule(NamedTuple):
     groups: tuple[int, ...]
     answers: int
     combined: bool = False
+    chunks: int = 1
+    slices: int = 1
 
     @property
-    def chunks(self) -> int:
-        """Chunks of layers on each stage."""
-        return len(self.groups)
+    def together(self) -> int:
+        """Micro-batches that make visits of one kind in turn, before those of the next."""
+        return self.stages if self.slices == 1 else 1
 
     @property
     def visits(self) -> int:
         """Visits of each stage on the way forward, and on the way back."""
-        return self.chunks * self.micro_batches
+        return len(self.groups) * self.micro_batches
 
     @property
     def kept(self) -> int:
-        """Slots for what a stage keeps of micro-batches, each of one chunk."""
-        return sum(self.groups) * self.stages
+        """Slots for what a stage keeps of micro-batches, each of one kind of visits."""
+        return sum(self.groups) * self.together
 
     @property
     def answered(self) -> int:
@@ -108,24 +115,29 @@ class Schedule(NamedTuple):
         Args:
           n: a number, or an array of them, as everywhere here.
         """
-        return n // (self.stages * self.chunks) * self.stages + n % self.stages
+        return n // (self.together * len(self.groups)) * self.together + n % self.together
 
-    def chunk(self, n: Any) -> Any:
-        """Returns the chunk of a visit on the way forward."""
-        return n // self.stages % self.chunks
+    def kind(self, n: Any, *, backward: bool = False) -> Any:
+        """Returns the chunk or slice of a visit."""
+        kind = n // self.together % len(self.groups)
+        return len(self.groups) - 1 - kind if backward else kind
 
     def slot(self, k: Any, base: Any, groups: Any) -> Any:
         """Returns where a micro-batch is kept.
 
         Args:
-          base, groups: of its chunk, from `bases` and `groups`.
+          base, groups: of its kind of visit, from `bases` and `groups`.
         """
-        return (base + k // self.stages % groups) * self.stages + k % self.stages
+        return (base + k // self.together % groups) * self.together + k % self.together
+
+    def answer_slot(self, k: Any, piece: Any) -> Any:
+        """Returns where the answer of a micro-batch's slice is."""
+        return (k * self.slices + piece) % self.answers
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """Of each chunk, how many times P slots are before its own."""
-        return tuple(sum(self.groups[:chunk]) for chunk in range(self.chunks))
+        """Of each kind, how many times `together` slots are before its own."""
+        return tuple(sum(self.groups[:kind]) for kind in range(len(self.groups)))
 
     @property
     def turns(self) -> list[Turn]:
@@ -157,18 +169,29 @@ class Schedule(NamedTuple):
         )
 
 
-def schedule_of(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def schedule_of(
+    name: str, stages: int, micro_batches: int, chunks: int = 1, slices: int = 1
+) -> Schedule:
     """Returns a schedule by the name that `mesh.schedule` has for it.
 
     Args:
       micro_batches: a multiple of the stages.
       chunks: `model.stage_chunks`; only of 1F1B more than one.
+      slices: `mesh.stage_slices`; only of 1F1B with one chunk more than one.
     """
     most = micro_batches // stages
     if name == "gpipe":
         begins = micro_batches + stages
         return Schedule(stages, micro_batches, begins, (most,), micro_batches)
     assert name in ("1f1b", "combined_1f1b"), name
+    if slices > 1:
+        # Slice n of the first stage comes back after so many ticks less one, and N ticks after each
+        # micro-batch comes the next.
+        ticks = (2 * (stages + slices - 1 - piece) for piece in range(slices))
+        groups = tuple(min(-(-t // slices), micro_batches) for t in ticks)
+        begins, answers = stages + slices - 1, 2 * slices - 1
+        return Schedule(stages, micro_batches, begins, groups, answers, slices=slices)
     # Chunk c of the first stage comes back 2 (V - c) P ticks later, and after V P ticks again.
     groups = tuple(min(2 if 2 * chunk < chunks else 1, most) for chunk in range(chunks))
-    return Schedule(stages, micro_batches, chunks * stages, groups, 1, name == "combined_1f1b")
+    combined = name == "combined_1f1b"
+    return Schedule(stages, micro_batches, chunks * stages, groups, 1, combined, chunks)

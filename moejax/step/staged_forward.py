@@ -29,7 +29,9 @@ def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Ar
     def answer(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
         x_BTD, w_Dv = staged.end(staged.head_of(staged.outer), y_BtD)
         chunk_tokens = model.chunk_tokens
-        return sum_nll(x_BTD, w_Dv, staged.targets(k), model.layout, chunk_tokens=chunk_tokens)
+        return sum_nll(
+            x_BTD, w_Dv, staged.targets(k, jnp.int32(0)), model.layout, chunk_tokens=chunk_tokens
+        )
 
     total = jnp.sum(forward_through_stages(staged, answer))
     return wire.all_reduce(total, model.layout.token_axes)
@@ -43,7 +45,9 @@ def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Arra
     def answer(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
         x_BTD, w_Dv = staged.end(staged.head_of(staged.outer), y_BtD)
         chunk_tokens = model.chunk_tokens
-        return target_nll(x_BTD, w_Dv, staged.targets(k), layout, chunk_tokens=chunk_tokens)
+        return target_nll(
+            x_BTD, w_Dv, staged.targets(k, jnp.int32(0)), layout, chunk_tokens=chunk_tokens
+        )
 
     nll = stages.join_positions(forward_through_stages(staged, answer), layout)  # [M, rows, T]
     # Stages have the micro-batches in turn.

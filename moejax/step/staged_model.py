@@ -14,7 +14,7 @@ stages work on them, j one of a stage's own.
 """
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax import lax
 
 from moejax.comm import stages, wire
 from moejax.model.remat import REMAT_POLICIES
-from moejax.model.transformer import Transformer
+from moejax.model.transformer import Slice, Transformer
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
 from moejax.step.forward import split_micro_batches
@@ -31,6 +31,29 @@ from moejax.step.model import ModelDef
 from moejax.step.schedule import schedule_of
 from moejax.step.state import Batch, TrainState, Tree
 from moejax.step.whole_batch import keys_of
+
+Past = list[jax.Array]  # keys and values: `Slice.past`
+
+
+class Visit(NamedTuple):
+    """A micro-batch in one of this stage's chunks, or one of its slices.
+
+    Attributes:
+      chunk: its number.
+      piece: the slice's number.
+      first: number of the chunk's first layer among those of all chunks here.
+      slot: where what is kept of it is.
+      past_slot: where keys and values of its slices are.
+      valid: whether it counts; in a bubble it does not.
+    """
+
+    k: jax.Array
+    chunk: jax.Array
+    piece: jax.Array
+    first: jax.Array
+    slot: jax.Array
+    past_slot: jax.Array
+    valid: jax.Array
 
 
 class RouterParts(NamedTuple):
@@ -54,7 +77,13 @@ class StagedModel:
     """
 
     def __init__(
-        self, model: ModelDef, state: TrainState, batch: Batch, entered: Tree, micro_batches: int
+        self,
+        model: ModelDef,
+        state: TrainState,
+        batch: Batch,
+        entered: Tree,
+        micro_batches: int,
+        slices: int = 1,
     ):
         self.model, self.state, self.layout = model, state, model.layout
         self.stages = self.layout.size(self.layout.stage)
@@ -69,7 +98,8 @@ class StagedModel:
         self.own = split_micro_batches(batch, self.each)
         gather = partial(wire.all_gather, axes=self.layout.stage, dim=0, tag=None)
         name = model.cfg.mesh.schedule
-        self.schedule = schedule_of(name, self.stages, micro_batches, self.chunks)
+        self.slices = slices
+        self.schedule = schedule_of(name, self.stages, micro_batches, self.chunks, slices)
         # Whether nothing but the embedding is before the stages.
         self.embeds_alone = not others
         self.token_MBT = gather(self.own.token_BT) if self.embeds_alone else None
@@ -144,13 +174,20 @@ class StagedModel:
         with jax.named_scope("embed"):
             return model.before_stages(rows.token_BT, rows.segment_BT, noise)
 
-    def embed(self, table: Tree, k: jax.Array) -> jax.Array:
-        """Looks up a micro-batch's hidden states, where nothing else is before the stages."""
+    def piece_of(self, array_BT: jax.Array, piece: jax.Array) -> jax.Array:
+        """Returns the positions of a slice."""
+        if self.slices == 1:
+            return array_BT
+        length = array_BT.shape[1] // self.slices
+        return lax.dynamic_slice_in_dim(array_BT, piece * length, length, axis=1)
+
+    def embed(self, table: Tree, k: jax.Array, piece: jax.Array) -> jax.Array:
+        """Looks up a slice's hidden states, where nothing else is before the stages."""
         assert self.token_MBT is not None
         outer = put_table(self.outer, table)
-        rows = self.row_of(self.token_MBT, k), self.row_of(self.segment_MBT, k)
+        rows = [self.piece_of(self.row_of(x, k), piece) for x in (self.token_MBT, self.segment_MBT)]
         with jax.named_scope("embed"):
-            return self.transformer(outer).before_stages(*rows, None)[0]
+            return self.transformer(outer).before_stages(rows[0], rows[1], None)[0]
 
     def before(self, outer: Tree, j: jax.Array) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
         """Returns ((hidden states, share of the routers' losses), parts) of `run_before`."""
@@ -168,35 +205,64 @@ class StagedModel:
         return jax.tree.map(partial(_at, index=index), self.layers)
 
     def in_layer(
-        self, weights: Tree, x_BtD: jax.Array, k: jax.Array, index: jax.Array
-    ) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
-        """Returns ((hidden states, share of the routers' losses), parts) of `run_layer`."""
-        y_BtD, stats = self.run_layer(weights, x_BtD, k, index)
+        self, weights: Tree, past: Past, x_BtD: jax.Array, visit: Visit, index: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array, Past], RouterParts]:
+        """Returns ((hidden states, routers' share of the loss, keys and values), parts).
+
+        Arguments and the first and last of three as of `run_layer`.
+        """
+        y_BtD, stats, own = self.run_layer(weights, past, x_BtD, visit, index)
         loss, parts = self.router_parts(stats)
-        return (y_BtD, loss), parts
+        return (y_BtD, loss, own), parts
+
+    def past_of(self, x_BtD: jax.Array) -> list[jax.ShapeDtypeStruct]:
+        """Returns shapes of a layer's keys and values of whole sequences; nothing without slices.
+
+        Args:
+          x_BtD: a slice's hidden states; only shape and dtype count.
+        """
+        if self.slices == 1:
+            return []
+        length = self.segment_MBT.shape[2] // self.slices
+
+        def keys(x_BtD: jax.Array) -> Past:
+            merged = self._in_every_chunk(self.outer, self.layer(jnp.int32(0)))
+            model = self.model.merge(merged, self._biases(jnp.int32(0)), self.state.frozen)
+            return model.keys(x_BtD, Slice(jnp.int32(0), length, []))
+
+        own = jax.eval_shape(keys, x_BtD)
+        whole = self.segment_MBT.shape[2]
+        return [jax.ShapeDtypeStruct((x.shape[0], whole, *x.shape[2:]), x.dtype) for x in own]
 
     def run_layer(
-        self, weights: Tree, x_BtD: jax.Array, k: jax.Array, index: jax.Array
-    ) -> tuple[jax.Array, MoEStats | None]:
-        """Takes a micro-batch through one of this stage's repeats.
+        self, weights: Tree, past: Past, x_BtD: jax.Array, visit: Visit, index: jax.Array
+    ) -> tuple[jax.Array, MoEStats | None, Past]:
+        """Takes a micro-batch, or a slice, through one of this stage's repeats.
 
         A function that runs it back keeps what `model.remat` says.
+
+        Args:
+          past: keys and values of earlier slices: `Slice.past`. Empty: x is of whole sequences.
+        Returns:
+          Hidden states, statistics of the experts, and the slice's own keys and values.
         """
+        k = visit.k
         segment_BT, noise = self.row_of(self.segment_MBT, k), self.noise(*self.rank(k))
         if noise is not None:
             chunk, number = index // self.repeats, self.stage * self.repeats + index % self.repeats
             noise = noise.of(self.groups[0] + chunk).of(number)
-        biases = self._biases(index)
+        biases, length = self._biases(index), segment_BT.shape[1] // self.slices
 
-        def run(weights: Tree, x_BtD: jax.Array) -> tuple[jax.Array, MoEStats | None]:
+        def run(weights: Tree, past: Past, x_BtD: jax.Array) -> Any:
             merged = self._in_every_chunk(self.outer, weights)
             model = self.model.merge(merged, biases, self.state.frozen)
-            return model.in_layer(x_BtD, segment_BT, noise)
+            part = Slice(visit.piece, length, past) if past else None
+            return model.in_layer(x_BtD, segment_BT, noise, part)
 
         remat = self.model.cfg.model.remat
         if remat != "none":
             run = jax.checkpoint(run, policy=REMAT_POLICIES[remat])
-        return run(weights, x_BtD)
+        return run(weights, past, x_BtD)
 
     def _biases(self, index: jax.Array) -> Tree:
         """Returns the selection biases, of the stages' groups those of one repeat."""
@@ -213,7 +279,7 @@ class StagedModel:
         return {**tree, "groups": {**tree["groups"], **dict.fromkeys(self.groups, own)}}
 
     def answer(
-        self, head: Tree, y_BtD: jax.Array, k: jax.Array, num_targets: jax.Array
+        self, head: Tree, y_BtD: jax.Array, k: jax.Array, piece: jax.Array, num_targets: jax.Array
     ) -> jax.Array:
         """Returns this device's share of the loss of what the last stage left.
 
@@ -226,7 +292,7 @@ class StagedModel:
             loss, _ = next_token_loss(
                 x_BTD,
                 w_Dv,
-                self.targets(k),
+                self.targets(k, piece),
                 None,
                 moe=self.model.cfg.moe,
                 num_targets=num_targets,
@@ -241,9 +307,10 @@ class StagedModel:
         model = self.transformer(put_head(self.outer, head))
         return model.after_stages(y_BtD)
 
-    def targets(self, k: jax.Array) -> jax.Array:
-        """Returns the targets of this stage's share of the positions."""
-        return stages.own_positions(self.row_of(self.target_MBT, k), self.layout)
+    def targets(self, k: jax.Array, piece: jax.Array) -> jax.Array:
+        """Returns the targets of this stage's share of a slice's positions."""
+        target_BT = self.piece_of(self.row_of(self.target_MBT, k), piece)
+        return stages.own_positions(target_BT, self.layout)
 
     def router_parts(self, stats: MoEStats | None) -> tuple[jax.Array, RouterParts]:
         """Returns a micro-batch's share of the routers' losses, and what it adds to the parts."""
@@ -253,7 +320,7 @@ class StagedModel:
         loss, balance, load_LE, dropped_L = router_losses(
             stats, self.model.cfg.moe, self.layout.inside
         )
-        share = len(load_LE) / self.expert_layers / self.micro_batches
+        share = len(load_LE) / self.expert_layers / self.micro_batches / self.slices
         entropy = jnp.mean(stats.entropy)
         return loss * share, RouterParts(balance * share, entropy * share, load_LE, dropped_L)
 

@@ -31,11 +31,11 @@ from moejax.comm.stages import Link
 from moejax.comm.weights.enter import enter_weights, leave_gradients
 from moejax.comm.weights.residuals import detach_residuals
 from moejax.step.feed import add, build_feed, get, sums_like
-from moejax.step.kept import Back, Layers, Residuals, Visit, any_visit, build_keeper
+from moejax.step.kept import Back, Layers, Residuals, Slots, any_visit, build_keeper
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
 from moejax.step.schedule import Phase, Turn
-from moejax.step.staged_model import RouterParts, StagedModel, put_head
+from moejax.step.staged_model import RouterParts, StagedModel, Visit, put_head
 from moejax.step.state import Batch, Reduction, TrainState, Tree
 from moejax.step.whole_batch import (
     choose_levels,
@@ -73,18 +73,20 @@ class Carried(NamedTuple):
         feedback.
       back: gradients on their way back to what is before the stages.
       layers, head: sums of the weights' gradients, float32.
+      past: gradients of keys and values by later slices: `Back.past`.
       nll: share of the loss.
       parts: sums over micro-batches.
     """
 
     moving: Moving
-    kept: list[jax.Array]
+    kept: Slots
     answers: jax.Array
     input_gradient: jax.Array
     gradient: jax.Array
     errors: tuple[jax.Array | None, jax.Array | None]
     back: Any
     layers: Tree
+    past: list[jax.Array]
     head: Tree
     nll: jax.Array
     parts: RouterParts
@@ -99,7 +101,8 @@ def loss_gradients(
     """
     params = with_residuals(model, state)
     entered = enter_weights(params, model.dims, model.layouts, model.spec)
-    staged = StagedModel(model, state, batch, entered, model.cfg.train.micro_batches)
+    micro_batches, slices = model.cfg.train.micro_batches, model.cfg.mesh.stage_slices
+    staged = StagedModel(model, state, batch, entered, micro_batches, slices)
     ticks = Ticks(staged, count_targets(model, batch).next)
     end = ticks.run()
     outer, before = ticks.feed.finish(end.back, end.input_gradient)
@@ -193,15 +196,17 @@ class Ticks:
         share_BtD, none_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages], jnp.zeros_like(x_BtD)
         combined = self.schedule.combined
         each_BtD = jnp.broadcast_to(x_BtD, (staged.chunks, *x_BtD.shape))
+        past = [(staged.repeats, *x.shape) for x in staged.past_of(x_BtD)]
         return Carried(
             moving=self.start,
-            kept=self.keeper.empty(self.schedule.kept, x_BtD),
+            kept=self.keeper.empty(self.schedule, x_BtD),
             answers=jnp.zeros((self.schedule.answers, *x_BtD.shape), x_BtD.dtype),
             input_gradient=none_BtD,
             gradient=none_BtD if combined else self.behind.encode_once(none_BtD),
             errors=(self.behind.first_error(each_BtD), self.behind.first_error(share_BtD)),
             back=self.feed.first_back(),
             layers=sums_like(staged.layers),
+            past=[jnp.zeros(shape, jnp.float32) for shape in past],
             head=sums_like(staged.head_of(staged.outer)),
             nll=jnp.zeros(()),
             parts=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), every),
@@ -247,12 +252,15 @@ class Ticks:
         """Returns which micro-batch goes back at tick t, and what its way back starts from."""
         behind, schedule = self.staged.stages - 1 - self.staged.stage, self.schedule
         n = t - schedule.begins - behind
-        visit = build_visit(self.staged, n, schedule.chunks - 1 - schedule.chunk(n))
+        visit = build_visit(self.staged, n, schedule.kind(n, backward=True))
         dy_BtD = arrived
         if phase.ends:
-            answer = get(carried.answers, visit.k % schedule.answers)
+            answer = get(carried.answers, schedule.answer_slot(visit.k, visit.piece))
             dy_BtD = jnp.where(behind == 0, answer, arrived)
-        return visit, Back(jnp.where(visit.valid, dy_BtD, 0), carried.layers)
+        # The last slice comes first, and no later one has told of its keys.
+        first = visit.piece == schedule.slices - 1
+        past = [jnp.where(first, 0, x) for x in carried.past]
+        return visit, Back(jnp.where(visit.valid, dy_BtD, 0), carried.layers, past)
 
     def backed(self, carried: Carried, back: Back, visit: Visit) -> Carried:
         """Returns what is held when a micro-batch has gone back."""
@@ -266,6 +274,7 @@ class Ticks:
             gradient=gradient,
             errors=(errors, answers),
             layers=back.sums,
+            past=back.past,
         )
 
     def counted(self, carried: Carried, parts: RouterParts | None, visit: Visit) -> Carried:
@@ -289,14 +298,18 @@ class Ticks:
 
     def answer_tick(self, carried: Carried, t: jax.Array) -> Carried:
         """Computes the loss of what the last stage left, each stage that of some positions."""
-        staged, k = self.staged, self.schedule.micro_batch(t - self.schedule.answered)
+        staged, schedule, n = self.staged, self.schedule, t - self.schedule.answered
+        k, piece = (
+            schedule.micro_batch(n),
+            schedule.kind(n) if schedule.slices > 1 else jnp.int32(0),
+        )
         y_BtD = self.ahead.spread_positions(carried.moving.left)
         answer = jax.value_and_grad(staged.answer, argnums=(0, 1))
         head = staged.head_of(staged.outer)
-        nll, (head, dy_BtD) = answer(head, y_BtD, k, self.num_targets)
+        nll, (head, dy_BtD) = answer(head, y_BtD, k, piece, self.num_targets)
         encoded, error = self.behind.encode(dy_BtD, carried.errors[1], jnp.bool_(True))
         dy_BtD = self.behind.collect_positions(encoded)
-        slot = k % self.schedule.answers
+        slot = schedule.answer_slot(k, piece)
         return carried._replace(
             answers=lax.dynamic_update_index_in_dim(carried.answers, dy_BtD, slot, 0),
             errors=(carried.errors[0], error),
@@ -310,18 +323,31 @@ def _of_chunks(own: Any, chunks: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((chunks * own.shape[0], *own.shape[1:]), own.dtype)
 
 
-def build_visit(staged: StagedModel, n: jax.Array, chunk: jax.Array) -> Visit:
-    """Returns a stage's n-th visit, or in a bubble another that does not count."""
-    schedule = staged.schedule
+def build_visit(staged: StagedModel, n: jax.Array, kind: jax.Array) -> Visit:
+    """Returns a stage's n-th visit, or in a bubble another that does not count.
+
+    Args:
+      kind: the chunk, or the slice.
+    """
+    schedule, zero = staged.schedule, jnp.int32(0)
     k, valid = staged.numbered(schedule.micro_batch(n))
-    base, groups = (jnp.asarray(x)[chunk] for x in (schedule.bases, schedule.groups))
-    return Visit(k, chunk, chunk * staged.repeats, schedule.slot(k, base, groups), valid)
+    base, groups = (jnp.asarray(x)[kind] for x in (schedule.bases, schedule.groups))
+    chunk, piece = (zero, kind) if schedule.slices > 1 else (kind, zero)
+    return Visit(
+        k=k,
+        chunk=chunk,
+        piece=piece,
+        first=chunk * staged.repeats,
+        slot=schedule.slot(k, base, groups),
+        past_slot=k % schedule.groups[0],
+        valid=valid,
+    )
 
 
 def visit_forward(staged: StagedModel, t: jax.Array) -> Visit:
     """Returns this stage's visit on the way forward at a tick."""
     n = t - staged.stage
-    return build_visit(staged, n, staged.schedule.chunk(n))
+    return build_visit(staged, n, staged.schedule.kind(n))
 
 
 def stage_input(

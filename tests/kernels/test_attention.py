@@ -217,8 +217,9 @@ def test_bfloat16_stays_near_float32():
 
 @pytest.mark.parametrize("length", [1, 100, 1024, 4097])
 def test_blocks_visit_little_more_than_they_must(length):
-    visited = sum((q.stop - q.start) * (k.stop - k.start) for q, k in _blocks(length, None))
-    rows = max(q.stop - q.start for q, _ in _blocks(length, None))
+    blocks = _blocks(length, length, None)
+    visited = sum((q.stop - q.start) * (k.stop - k.start) for q, _, k in blocks)
+    rows = max(q.stop - q.start for q, *_ in blocks)
     assert visited <= (length + rows) * length // 2 + rows * rows
-    near = _blocks(length, 16)
-    assert all(k.start == max(0, q.start - 15) and k.stop == q.stop for q, k in near)
+    near = _blocks(length, length, 16)
+    assert all(k.start == max(0, q.start - 15) and k.stop == q.stop for q, _, k in near)

@@ -1,0 +1,66 @@
+"""Attention of slices of a sequence against that of the whole, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moejax.kernels.attention import attention
+from moejax.kernels.sliced_attention import sliced_attention
+from tests.cases import few
+from tests.kernels.test_attention import operands
+
+
+def by_slices(arrays, segment, slices, sinks, **form):
+    """As `attention`, slice by slice; what later positions hold of past keys is junk."""
+    q, k, v = arrays
+    T = q.shape[1] // slices
+    past = [jnp.full(x.shape, 7.0, x.dtype) for x in (k, v)]
+    results = []
+    for number in range(slices):
+        own = [x[:, number * T : (number + 1) * T] for x in (q, k, v)]
+        results.append(
+            sliced_attention(*own, tuple(past), segment, jnp.int32(number), sinks_H=sinks, **form)
+        )
+        here = slice(number * T, (number + 1) * T)
+        past = [x.at[:, here].set(y) for x, y in zip(past, own[1:], strict=True)]
+    return jnp.concatenate(results, axis=1)
+
+
+@few(8)
+@given(
+    slices=st.sampled_from([1, 2, 3, 4]),
+    own=st.sampled_from([1, 6, 70]),
+    window=st.sampled_from([None, 1, 5, 90]),
+    sinks=st.booleans(),
+    implementation=st.sampled_from(["blocked", "reference"]),
+    seed=st.integers(0, 99),
+)
+def test_slices_are_the_whole_in_parts(slices, own, window, sinks, implementation, seed):
+    (*arrays, dy), segment = operands(slices * own, 4, 2, seed=seed, values=4)
+    sinks = jnp.asarray(np.random.default_rng(seed).standard_normal(4)) if sinks else None
+    form = {"window": window, "scale": 0.7, "implementation": implementation}
+
+    def whole(arrays, sinks):
+        return attention(*arrays, segment, sinks_H=sinks, **form | {"implementation": "reference"})
+
+    def parts(arrays, sinks):
+        return by_slices(arrays, segment, slices, sinks, **form)
+
+    @jax.jit
+    def both(arrays, sinks, dy):
+        return [(y, pull(dy)) for y, pull in (jax.vjp(f, arrays, sinks) for f in (whole, parts))]
+
+    wanted, got = both(arrays, sinks, dy)
+    for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        bound = 8 * slices * own * np.finfo(np.float32).eps * max(np.abs(want).max(), 1)
+        np.testing.assert_allclose(have, want, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("implementation", ["splash", "splash_whole", "cudnn"])
+def test_kernels_that_want_whole_sequences_say_so(implementation):
+    (q, k, v, _), segment = operands(8, 4, 2)
+    with pytest.raises(AssertionError, match="takes queries of all positions"):
+        attention(q[:, :4], k, v, segment, window=None, implementation=implementation)
