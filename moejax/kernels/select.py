@@ -48,6 +48,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
         length=cfg.data.sequence_length,
         sequences=max(1, train.batch_sequences // ranks // train.micro_batches),
         isolated=cfg.data.isolate_documents,
+        slices=mesh.stage_slices,
     )
     if model.has_experts:
         choices["experts"] = select_experts(
@@ -191,6 +192,7 @@ def select_attention(
     isolated: bool,
     value_width: int | None = None,
     sinks: bool = False,
+    slices: int = 1,
 ) -> Choice:
     """Returns the implementation of `kernels.attention`.
 
@@ -200,14 +202,16 @@ def select_attention(
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
       value_width: of a head's values; None for `width`.
       sinks: whether a learned logit takes part in each softmax.
+      slices: of the positions: `kernels.sliced_attention`. More than one need a mask too.
     """
-    widest = max(width, value_width or width)
+    widest, queries = max(width, value_width or width), length // slices
     if hardware.platform == "tpu":
-        return select_splash(dtype, width, value_width or width, length, isolated)
+        return select_splash(dtype, width, value_width or width, length, isolated, slices)
     why_not = _cudnn_declines(hardware, dtype, widest, sinks)
-    mask_bytes = 2 * sequences * length**2 if isolated else 0
-    if why_not is None and isolated and length % 2:
-        why_not = f"with a mask it takes an even number of positions, this is {length}"
+    masked = isolated or slices > 1
+    mask_bytes = 2 * sequences * queries * length if masked else 0
+    if why_not is None and masked and queries % 2:
+        why_not = f"with a mask it takes an even number of positions, this is {queries}"
     if why_not is None and mask_bytes > MASK_BYTES:
         why_not = (
             f"documents would be kept apart by a mask of {mask_bytes / 2**30:.1f} GiB. At most "
@@ -220,9 +224,10 @@ def select_attention(
     if value_width not in (None, width):
         both = f"{width} channels of keys and {value_width} of values"
         padded = f"; heads of {both} are padded to {widest}"
-    if isolated:
-        taken = f"cuDNN's fused attention; a mask of {mask_bytes / 2**20:.0f} MiB keeps documents"
-        return Choice("cudnn_masked", f"{taken} apart{padded}")
+    if masked:
+        kept = "documents apart" if isolated else "slices in order"
+        taken = f"cuDNN's fused attention; a mask of {mask_bytes / 2**20:.0f} MiB keeps {kept}"
+        return Choice("cudnn_masked", f"{taken}{padded}")
     taken = "cuDNN's fused attention, causal by itself: no mask is made"
     return Choice("cudnn", f"{taken}{padded}")
 

@@ -4,11 +4,15 @@ from moejax.kernels.choice import Choice, Hardware
 from moejax.kernels.splash import LANES
 
 
-def select_splash(dtype: str, width: int, value_width: int, length: int, isolated: bool) -> Choice:
+def select_splash(
+    dtype: str, width: int, value_width: int, length: int, isolated: bool, slices: int = 1
+) -> Choice:
     """Returns the choice of attention on TPUs; sinks and heads of two widths are taken."""
     why_not = None
     if dtype != "bfloat16":
         why_not = f"it takes bfloat16, this is {dtype}"
+    elif slices > 1:
+        why_not = f"it takes all positions of a sequence at once, here are {slices} slices"
     elif length % LANES:
         why_not = f"it takes multiples of {LANES} positions, this is {length}"
     elif wrong := [size for size in (width, value_width) if size % 8 or size > 256]:

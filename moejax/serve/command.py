@@ -12,7 +12,7 @@ from rich.console import Console
 from moejax.config.checks import resolve_mesh
 from moejax.config.command_line import Parser
 from moejax.config.load import parse_overrides, split_overrides
-from moejax.config.schema import Config
+from moejax.config.schema import Config, MeshConfig
 from moejax.errors import InputError, exit_code
 from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, on_all_devices, read_weights
 from moejax.layout.layout import build_layout
@@ -169,7 +169,10 @@ def without_stages(cfg: Config) -> Config:
     mesh, stages = cfg.mesh, cfg.mesh.stage
     if stages == 1:
         return cfg
-    mesh = replace(mesh, stage=1, fsdp=mesh.fsdp * stages, schedule="1f1b", stage_keeps="residuals")
+    usual = {
+        name: getattr(MeshConfig(), name) for name in ("schedule", "stage_keeps", "stage_slices")
+    }
+    mesh = replace(mesh, stage=1, fsdp=mesh.fsdp * stages, **usual)
     train = replace(cfg.train, micro_batches=cfg.train.micro_batches // stages)
     return replace(cfg, mesh=mesh, train=train)
 

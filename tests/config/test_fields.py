@@ -56,6 +56,7 @@ FIELD_NAMES = [
     "mesh.simulated_devices",
     "mesh.stage",
     "mesh.stage_keeps",
+    "mesh.stage_slices",
     "mesh.tensor",
     "model.activation",
     "model.activation_limit",

@@ -36,6 +36,46 @@ STAGES = {"mesh.stage": 2, "train.micro_batches": 4}
             ["`model.layers_before_stages` = 1 does not fit 4 layers", "a multiple of 2"],
         ),
         ({"model.layers_before_stages": 4}, ["`model.layers_before_stages` = 4 does not fit"]),
+        (
+            {"model.stage_chunks": 3},
+            ["`model.stage_chunks` = 3 does not divide the last 4", "1, 2"],
+        ),
+        (
+            {"model.stage_chunks": 4},
+            ["does not divide the last 1 equal layers of each of 4 chunks (`model.stage_chunks`)"],
+        ),
+        (
+            {"model.stage_chunks": 2, "mesh.schedule": "gpipe"},
+            ["`model.stage_chunks` is 2 and `mesh.schedule` is gpipe"],
+        ),
+        (
+            {"mesh.stage_slices": 3},
+            ["`data.sequence_length` = 256", "mesh.stage x mesh.stage_slices = 6"],
+        ),
+        (
+            {"mesh.stage_slices": 2, "mesh.schedule": "combined_1f1b"},
+            ["`mesh.schedule` is combined_1f1b, and `mesh.stage_slices` is 2"],
+        ),
+        (
+            {"mesh.stage_slices": 2, "mesh.stage_keeps": "input"},
+            ["`mesh.stage_keeps` is input, and `mesh.stage_slices` is 2"],
+        ),
+        (
+            {"mesh.stage_slices": 2, "model.stage_chunks": 2},
+            ["`model.stage_chunks` is 2, and `mesh.stage_slices` is 2"],
+        ),
+        (
+            {"mesh.stage_slices": 2, "moe.router.balance_over": "sequence"},
+            ["`moe.router.balance_over` is sequence, and `mesh.stage_slices` is 2"],
+        ),
+        (
+            {"mesh.stage_slices": 2, "moe.router.jitter": 0.1},
+            ["`moe.router.jitter` is 0.1, and `mesh.stage_slices` is 2"],
+        ),
+        (
+            {"mesh.stage_slices": 2, "model.layers_before_stages": 2},
+            ["`mesh.stage_slices` is 2, and layers come before the stages"],
+        ),
         ({"model.width": 130, "mesh.fsdp": 4}, ["`model.width` = 130", "2 x 4 x 1 = 8"]),
     ],
 )
@@ -58,6 +98,13 @@ def test_layers_before_the_stages_are_a_group_of_their_own():
     assert [repeats for _, repeats in layer_groups(cfg.model)] == [1, 6]
     cfg = change(cfg, {"model.layers_before_stages": 2, "mesh.stage": 4, "train.micro_batches": 4})
     assert [repeats for _, repeats in layer_groups(cfg.model)] == [1, 2, 4]
+    check(cfg)
+
+
+def test_chunks_of_stages_are_groups_of_their_own():
+    cfg = from_dict({"model.num_layers": 9, "model.layers_before_stages": 1})
+    cfg = change(cfg, {"model.stage_chunks": 2, "mesh.stage": 4, "train.micro_batches": 4})
+    assert [repeats for _, repeats in layer_groups(cfg.model)] == [1, 4, 4]
     check(cfg)
 
 

@@ -47,7 +47,7 @@ def with_mesh(cfg, **changes):
 
 
 def on_one_device(cfg):
-    return with_mesh(cfg, stage=1, replica=1, fsdp=1, expert=1, tensor=1)
+    return with_mesh(cfg, stage=1, replica=1, fsdp=1, expert=1, tensor=1, stage_slices=1)
 
 
 def as_one_device_sees_it(cfg, batch):
@@ -74,7 +74,7 @@ def biased(state, layers, experts, bias):
     return state._replace(router_bias=jax.tree.map(change, state.router_bias))
 
 
-def assert_same_gradients(cfg, tolerance=2e-5, change=lambda state: state):
+def assert_same_gradients(cfg, tolerance=2e-5, change=lambda state: state, balance=True):
     """Returns the loss's parts."""
     batch = random_batch(cfg)
     one = on_one_device(cfg)
@@ -88,7 +88,7 @@ def assert_same_gradients(cfg, tolerance=2e-5, change=lambda state: state):
         assert np.linalg.norm(w) > 0, f"{name} has no gradient"
         error = np.linalg.norm(np.asarray(g) - np.asarray(w)) / np.linalg.norm(w)
         assert error < tolerance, f"{name}: {error}"
-    for name in ("nll", "balance", "entropy"):
+    for name in ("nll", "entropy", *["balance"] * balance):
         np.testing.assert_allclose(getattr(parts, name), getattr(wanted_parts, name), rtol=1e-5)
     np.testing.assert_array_equal(parts.load_LE, wanted_parts.load_LE)
     np.testing.assert_array_equal(parts.dropped_L, wanted_parts.dropped_L)
@@ -143,6 +143,59 @@ def test_gradients_of_interleaved_stages_are_those_of_one_device(
             axis={"stage_keeps": keeps},
         )
     )
+
+
+SLICED = {
+    "plain": {},
+    "untied": {"model": {"tie_embeddings": False, "remat": "attention"}},
+    "dense": {"model": {"moe_every": None, "remat": "dots"}},
+    "window": {"model": {"sliding_window": 5, "full_attention_every": 2}, "layers": 8},
+    "sinks": {"model": {"attention_sinks": True, "attention_bias": True}},
+    "norm of queries": {"model": {"qk_norm": "full"}},
+    "latent": {"model": {"attention": "latent", "kv_latent": 16, "rope_width": 4}},
+    "z-loss, overflow rounds": {"moe": {}, "router": {"z_loss": 0.1}},
+    "remat": {"model": {"remat": "full"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("stages", "slices", "times", "mesh", "case"),
+    [
+        (2, 2, 2, (1, 1, 2, 1), "untied"),
+        *(
+            pytest.param(*numbers, mesh, case, marks=ANY)
+            for numbers, mesh, case in [
+                ((2, 4, 1), (1, 1, 2, 2), "plain"),
+                ((4, 2, 1), (1, 2, 1, 1), "plain"),
+                ((2, 8, 2), (1, 1, 1, 1), "remat"),
+                ((4, 4, 2), (2, 1, 1, 1), "dense"),
+                ((2, 4, 1), (1, 1, 2, 1), "window"),
+                ((2, 2, 1), (1, 1, 1, 2), "sinks"),
+                ((2, 4, 1), (1, 1, 1, 2), "norm of queries"),
+                ((2, 4, 1), (1, 1, 1, 2), "latent"),
+                ((2, 2, 2), (1, 1, 4, 1), "z-loss, overflow rounds"),
+            ]
+        ),
+    ],
+)
+def test_gradients_of_slices_are_those_of_one_device(stages, slices, times, mesh, case):
+    changes = dict(SLICED[case])
+    router = {**NO_BALANCE, **changes.pop("router", {})}
+    axis = {"stage_slices": slices}
+    cfg = config(mesh, stages, stages * times, axis=axis, router=router, **changes)
+    assert_same_gradients(cfg, balance=False)
+
+
+@pytest.mark.exhaustive
+def test_balance_is_counted_over_slices():
+    """Of fewer tokens loads are less even."""
+    cfg = config((1, 1, 1, 1), 2, 2, axis={"stage_slices": 2})
+    batch, staged = random_batch(cfg), step_for(cfg)
+    _, parts = staged.gradients(staged.init(), batch)
+    whole = step_for(on_one_device(cfg))
+    _, wanted = whole.gradients(whole.init(), as_one_device_sees_it(cfg, batch))
+    assert float(parts.balance) > 1.05 * float(wanted.balance)
+    np.testing.assert_allclose(parts.nll, wanted.nll, rtol=1e-5)
 
 
 INTERLEAVED = {"stage_chunks": 2}
@@ -273,16 +326,16 @@ def test_steps_are_those_of_one_device(name, chunks):
 
 
 @pytest.mark.parametrize(
-    ("activations", "chunks"),
+    ("activations", "chunks", "slices"),
     [
-        ("sequence", 1),
-        pytest.param("replicated", 1, marks=ANY),
-        pytest.param("sequence", 2, marks=ANY),
+        ("sequence", 1, 2),
+        pytest.param("replicated", 1, 1, marks=ANY),
+        pytest.param("sequence", 2, 1, marks=ANY),
     ],
 )
-def test_evaluation_and_sampling_are_those_of_one_device(activations, chunks):
-    model = {"stage_chunks": chunks}
-    cfg = config((1, 1, 2, 2), 2, 4, activations=activations, model=model)
+def test_evaluation_and_sampling_are_those_of_one_device(activations, chunks, slices):
+    model, axis = {"stage_chunks": chunks}, {"stage_slices": slices}
+    cfg = config((1, 1, 2, 2), 2, 4, activations=activations, model=model, axis=axis)
     batch = random_batch(cfg)
     staged, whole = step_for(cfg), step_for(on_one_device(cfg))
     got, wanted = staged.init(), whole.init()
@@ -360,10 +413,12 @@ def between_nodes(cfg, stage="none", stage_gradient="none"):
         pytest.param(("bfloat16", "e4m3"), "untied", marks=ANY),
         pytest.param(("int8", "int8+feedback"), "dense before", marks=ANY),
         pytest.param(("int8", "int8+feedback"), "interleaved, dense", marks=ANY),
+        pytest.param(("int8", "int8+feedback"), "slices", marks=ANY),
     ],
 )
 def test_codecs_between_stages_change_gradients_by_their_error(codecs, case):
-    plain = config((1, 1, 2, 2), 2, 4, **dict(CASES[case]))
+    changes = {"axis": {"stage_slices": 4}} if case == "slices" else dict(CASES[case])
+    plain = config((1, 1, 2, 2), 2, 4, **changes)
     batch = random_batch(plain)
     whole, coded = step_for(plain), step_for(between_nodes(plain, *codecs))
     wanted, _ = whole.gradients(whole.init(), batch)

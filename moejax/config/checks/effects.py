@@ -96,7 +96,7 @@ def _mesh_effects() -> Iterator[_Effect]:
         "`mesh.stage` is above 1, and with stages all weights are gathered once a step",
     )
     yield (
-        ("mesh.schedule", "mesh.stage_keeps"),
+        ("mesh.schedule", "mesh.stage_keeps", "mesh.stage_slices"),
         lambda cfg: cfg.mesh.stage > 1,
         "`mesh.stage` is 1",
     )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from moejax.config.checks.planned import is_planned
 from moejax.config.checks.text import divisors_text, multiples, require
+from moejax.config.fields import get_value
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config, ModelConfig
 
@@ -47,11 +48,13 @@ def check_stages(cfg: Config) -> None:
         f"{stages}. Each stage feeds as many. Choose {multiples(train.micro_batches, stages)}; "
         "more micro-batches leave stages less idle.",
     )
-    pieces = cfg.mesh.tensor * stages
+    slices = cfg.mesh.stage_slices
+    pieces = cfg.mesh.tensor * stages * slices
+    product = "mesh.tensor x mesh.stage" + " x mesh.stage_slices" * (slices > 1)
     require(
         cfg.data.sequence_length % pieces == 0,
-        f"`data.sequence_length` = {cfg.data.sequence_length} is not divisible by mesh.tensor x "
-        f"mesh.stage = {pieces}. Stages share the positions of the loss. Choose "
+        f"`data.sequence_length` = {cfg.data.sequence_length} is not divisible by {product} = "
+        f"{pieces}. Stages share the positions of the loss. Choose "
         f"{multiples(cfg.data.sequence_length, pieces)}.",
     )
     require(
@@ -60,7 +63,32 @@ def check_stages(cfg: Config) -> None:
         "take turns, and a stage that keeps its input alone would run three of them. Set "
         "mesh.stage_keeps=residuals, with model.remat=full to keep little, or another schedule.",
     )
+    if slices > 1:
+        _check_slices(cfg)
     _check_absent(cfg)
+
+
+def _check_slices(cfg: Config) -> None:
+    """Refuses what slices of a sequence are not made for."""
+    slices = f"`mesh.stage_slices` is {cfg.mesh.stage_slices}"
+    usual = (
+        ("mesh.schedule", "1f1b", "Slices go back in the opposite order, in 1f1b alone."),
+        ("mesh.stage_keeps", "residuals", "Backward of a slice needs keys that forward made."),
+        ("model.stage_chunks", 1, "A micro-batch visits a stage for each slice, or each chunk."),
+        ("moe.router.jitter", 0.0, "Its noise is drawn for whole sequences."),
+        ("moe.router.balance_over", "batch", "No expert layer sees a whole sequence."),
+    )
+    for name, value, why in usual:
+        require(
+            get_value(cfg, name) == value,
+            f"`{name}` is {get_value(cfg, name)}, and {slices}. {why} Set {name}={value}, or "
+            "mesh.stage_slices=1.",
+        )
+    require(
+        len(layer_groups(cfg.model)) == 1,
+        f"{slices}, and layers come before the stages. They run on whole sequences. Set "
+        "mesh.stage_slices=1, or leave model.first_dense_layers and model.layers_before_stages 0.",
+    )
 
 
 def _check_absent(cfg: Config) -> None:

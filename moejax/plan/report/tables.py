@@ -69,6 +69,8 @@ def rest_parts(cfg: Config) -> list[str]:
         parts.append(f"schedule {cfg.mesh.schedule}")
     if cfg.model.stage_chunks > 1:
         parts.append(f"{cfg.model.stage_chunks} chunks a stage")
+    if cfg.mesh.stage_slices > 1:
+        parts.append(f"{cfg.mesh.stage_slices} slices")
     if cfg.mesh.stage > 1 and cfg.mesh.stage_keeps == "input":
         parts.append("stages keep inputs alone")
     return parts

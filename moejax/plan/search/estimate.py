@@ -130,9 +130,10 @@ class Estimate:
         passed = width * kept_tokens * model.width
         activations = (block * KEPT[model.remat] + passed) * model.blocks / self.stages
         if self.stages > 1:
-            activations /= model.stage_chunks
+            schedule, passed = self.schedule, passed / self.schedule.slices
+            activations /= len(schedule.groups)
             kept = activations if self.cfg.mesh.stage_keeps == "residuals" else passed
-            held += self.schedule.kept * kept + self._in_hand() * passed
+            held += schedule.kept * kept + self._in_hand() * passed + self._keys()
         return held + activations + 2 * block
 
     @property
@@ -140,7 +141,18 @@ class Estimate:
         """The schedule of stages."""
         mesh = self.cfg.mesh
         micro, chunks = self.cfg.train.micro_batches, self.cfg.model.stage_chunks
-        return schedule_of(mesh.schedule, mesh.stage, micro, chunks)
+        return schedule_of(mesh.schedule, mesh.stage, micro, chunks, mesh.stage_slices)
+
+    def _keys(self) -> float:
+        """Returns the bytes of keys and values, and of their gradients, that slices leave."""
+        model, schedule = self.cfg.model, self.schedule
+        if schedule.slices == 1:
+            return 0.0
+        heads = model.num_heads if model.is_latent else model.num_kv_heads
+        channels = heads * (model.head_width + model.value_channels)
+        each = self.tokens * channels * model.blocks / self.stages
+        each /= self.layout.size(self.layout.tensor)
+        return each * (WIDTHS[model.dtype] * schedule.groups[0] + 4)
 
     def _in_hand(self) -> int:
         """Returns how many micro-batches' hidden states a stage has in hand, besides the kept."""
@@ -163,18 +175,19 @@ class Estimate:
     def _staged_seconds(self, compute: float, exchange: float, weights: float) -> float:
         """Returns the time of a step with pipeline stages, whose weights move once."""
         model, micro, layout = self.cfg.model, self.cfg.train.micro_batches, self.layout
-        share, chunks = model.blocks / self.stages, model.stage_chunks
+        share, schedule = model.blocks / self.stages, self.schedule
         passed = self.tokens * model.width * WIDTHS[model.dtype] / layout.size(layout.tensor)
         # Forward and backward travel in opposite directions; interleaved, both also the way around.
-        sent = self._cost("ppermute", passed, layout.stage) * (1 + (chunks > 1))
-        answer = self._cost("all_to_all", passed, layout.stage)
+        passed /= schedule.slices
+        sent = self._cost("ppermute", passed, layout.stage) * (1 + (schedule.chunks > 1))
+        answer = schedule.slices * self._cost("all_to_all", passed, layout.stage)
         layers = compute + exchange
-        if self.schedule.combined and self.topology.device.platform != "cpu":
+        if schedule.combined and self.topology.device.platform != "cpu":
             layers = max(compute, exchange)  # of the other pass
-        tick = share / chunks * layers + sent
+        tick = share / len(schedule.groups) * layers + sent
         moved = share * weights + self._tables()
         ends = micro * (self._ends() / self.stages + answer)
-        return (chunks * micro + self.stages - 1) * tick + ends + moved + self._update()
+        return (schedule.visits + self.stages - 1) * tick + ends + moved + self._update()
 
     def _ends(self) -> float:
         """Returns the compute seconds of embedding and loss in one micro-batch."""

@@ -286,7 +286,7 @@ class _Search:
     def _schedules(self, cfg: Config) -> Iterable[Config]:
         yield from space.schedules(cfg, self.limits)
         now = Estimate(cfg, self.topology).seconds()
-        for other in space.interleaved(cfg, self.limits):
+        for other in space.shorter_visits(cfg, self.limits):
             if Estimate(other, self.topology).seconds() < now:
                 yield other
 

@@ -219,15 +219,16 @@ def schedules(cfg: Config, limits: Limits) -> Iterator[Config]:
             yield candidate
 
 
-def interleaved(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Yields twice and half as many chunks of layers for each stage."""
-    chunks, name = cfg.model.stage_chunks, "model.stage_chunks"
-    if cfg.mesh.stage == 1 or not limits.free(name):
+def shorter_visits(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Yields twice and half as many slices of positions, and chunks of layers for each stage."""
+    if cfg.mesh.stage == 1:
         return
-    for count in (2 * chunks, chunks // 2):
-        candidate = resolve(change(cfg, {name: count}), limits) if count else None
-        if candidate is not None:
-            yield candidate
+    for name in ("mesh.stage_slices", "model.stage_chunks"):
+        now = get_value(cfg, name)
+        for count in (2 * now, now // 2) if limits.free(name) else ():
+            candidate = resolve(change(cfg, {name: count}), limits) if count else None
+            if candidate is not None:
+                yield candidate
 
 
 def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
