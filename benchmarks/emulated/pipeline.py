@@ -5,7 +5,8 @@ aside. Measured are the best by price without stages and with them, without code
 `strong`, all in turns; without stages and codecs the second best mesh too, in case the price has
 their order wrong. The model has 60 million parameters and a step 16,384 tokens. Three set-ups show
 where stages must not be chosen: a link that is not shaped, one node, and a small model. `bubble` is
-one mesh with micro-batches of one size and more and more of them: what share of a step is idle.
+one mesh with micro-batches of one size and more and more of them: what share of a step is idle,
+also with two chunks of layers on each stage, and with four slices of the positions.
 
 Needs root, ip and tc; six to eighteen minutes a set-up. Writes pipeline.json and pipeline.md after
 each set-up, and leaves out those that it has. What the page does not show was not measured yet.
@@ -94,6 +95,11 @@ SETUPS = (
 ONCE = "once"
 SECOND = "without stages, second"
 TICKS = (2, 4, 8)  # micro-batches of `bubble`, on two stages
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # visits of a stage by a micro-batch, and settings
+    "": (1, {}),
+    "2 chunks": (2, {"model.stage_chunks": 2}),
+    "4 slices": (4, {"mesh.stage_slices": 4}),
+}
 
 
 def config_of(setup: Setup) -> Config:
@@ -176,39 +182,40 @@ def bubble(rounds: int, folder: Path) -> dict[str, Any]:
     setup = Setup(2, 2, None)
     rows = 4  # sequences of a micro-batch on a device
     mesh = {"mesh.stage": 2, "mesh.expert": 2}
-    variants: Variants = {
-        str(parts): (
-            "step",
-            mesh | {"train.micro_batches": parts, "train.batch_sequences": 2 * rows * parts},
-        )
-        for parts in TICKS
-    }
+    variants: Variants = {}
+    for name, (_, kind) in KINDS.items():
+        for parts in TICKS:
+            batch = {"train.micro_batches": parts, "train.batch_sequences": 2 * rows * parts}
+            variants[f"{parts} {name}".strip()] = ("step", mesh | batch | kind)
     few = {"data.sequence_length": 16, "train.micro_batches": 2, "train.batch_sequences": 4}
     variants[ONCE] = ("step", mesh | few)
     return {n: row["seconds"] for n, row in run(case_of(setup, variants, rounds), folder).items()}
 
 
 def bubble_rows(seconds: dict[str, list[float]]) -> list[str]:
-    """The table of idle shares. A tick is the least-squares slope over micro-batches."""
+    """The table of idle shares. A micro-batch's time is the least-squares slope over them."""
     once = median(seconds[ONCE])
-    middle = {int(n): median(values) - once for n, values in seconds.items() if n != ONCE}
-    parts, times = list(middle), list(middle.values())
-    mean = sum(parts) / len(parts)
-    slope = sum((n - mean) * s for n, s in middle.items()) / sum((n - mean) ** 2 for n in parts)
     lines = [
-        f"A micro-batch takes {slope:.2f} s more (slope of the medians). A step of next to no "
-        f"tokens takes {once:.2f} s, which are left out of the shares: weights are gathered, "
-        "gradients reduced and the optimizer run once, however many micro-batches there are.",
+        f"A step of next to no tokens takes {once:.2f} s, which are left out of the shares: "
+        "weights are gathered, gradients reduced and the optimizer run once, however many "
+        "micro-batches there are. A micro-batch visits a stage V times: for each chunk or slice.",
         "",
-        "| micro-batches | step, s (range) | idle share measured | (P - 1) / (M + P - 1) |",
-        "|---:|---:|---:|---:|",
+        "| micro-batches | visits, V | one more micro-batch, s | step, s (range) | "
+        "idle share measured | (P - 1) / (V M + P - 1) |",
+        "|---:|---:|---:|---:|---:|---:|",
     ]
-    for n, time in zip(parts, times, strict=True):
-        own = seconds[str(n)]
-        lines.append(
-            f"| {n} | {median(own):.2f} ({min(own):.2f} to {max(own):.2f}) | "
-            f"{1 - n * slope / time:.3f} | {1 / (n + 1):.3f} |"
-        )
+    for name, (visits, _) in KINDS.items():
+        own = {n: seconds[f"{n} {name}".strip()] for n in TICKS}
+        middle = {n: median(values) - once for n, values in own.items()}
+        mean = sum(TICKS) / len(TICKS)
+        slope = sum((n - mean) * s for n, s in middle.items())
+        slope /= sum((n - mean) ** 2 for n in TICKS)
+        for n, values in own.items():
+            lines.append(
+                f"| {n}{f', {name}' * bool(name)} | {visits} | {slope:.2f} | {median(values):.2f} "
+                f"({min(values):.2f} to {max(values):.2f}) | {1 - n * slope / middle[n]:.3f} | "
+                f"{1 / (visits * n + 1):.3f} |"
+            )
     return lines
 
 

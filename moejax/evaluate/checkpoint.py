@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from moejax.config.checks import check
 from moejax.config.checks.mesh import check_batch
-from moejax.config.checks.planned import EXCHANGE, LAYOUT, MESH
+from moejax.config.checks.planned import EXCHANGE, LAYOUT, MESH, STAGES
 from moejax.config.fields import change, fields, get_value
 from moejax.config.load import from_dict, parse_overrides
 from moejax.config.schema import CompressionConfig, Config, PlanConfig
@@ -30,7 +30,7 @@ FORWARD += ("train.batch_sequences", "checkpoint.init_from")
 READ = (*FORWARD, "data.eval_files", "data.sequence_length", "data.isolate_documents")
 READ += ("train.micro_batches",)
 # Settings that another mesh begins anew: those of the run may not fit it.
-OF_MESH = (*LAYOUT, *EXCHANGE, "route_trim", "mesh.nodes")
+OF_MESH = (*LAYOUT, *STAGES, *EXCHANGE, "route_trim", "mesh.nodes")
 
 
 class Chosen(NamedTuple):

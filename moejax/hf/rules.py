@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moejax.config.pattern import layer_groups
 from moejax.config.schema import ModelConfig
 from moejax.errors import InputError
 from moejax.hf.views import View
-from moejax.model.transformer import layer_groups
 
 FLAT = "*"  # of a rule: one dimension of all letters
 BLOCK = re.compile(r"(?P<stack>groups\.(\d+)\.blocks\.(\d+)\.)(?P<own>.+)")

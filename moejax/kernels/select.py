@@ -36,8 +36,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
       InputError: if the config names a kernel that declines, or if `kernels` is "required" and any
         kernel declines.
     """
-    model, choices = cfg.model, {}
-    mesh, train = cfg.mesh, cfg.train
+    model, mesh, train, choices = cfg.model, cfg.mesh, cfg.train, {}
     ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert
     choices["attention"] = select_attention(
         hardware,

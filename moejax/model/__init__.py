@@ -1,6 +1,6 @@
 """The language model around the expert layers.
 
-Read in this order: `transformer` (blocks, scanned), `pattern` (kinds of blocks), `attention` and
-`latent` with `rope`, `layers` (norm, dense MLP, embedding), `cached` (decoding
-with a cache), `count` (parameters and FLOPs).
+Read in this order: `transformer` (blocks, scanned), `block`, `attention` and `latent` with `rope`,
+`layers` (norm, dense MLP, embedding), `cached` (decoding with a cache), `count` (parameters and
+FLOPs).
 """

@@ -17,8 +17,9 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
+from moejax.model.block import Pattern
 from moejax.model.rope import angles_at, tables
-from moejax.model.transformer import Pattern, Transformer
+from moejax.model.transformer import Transformer
 
 # For each layer group, of one repeat, and each block of its pattern: arrays [B, S, ...].
 Cache = list[list[tuple[jax.Array, ...]]]

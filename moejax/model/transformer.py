@@ -4,174 +4,26 @@ Per device, inside shard_map. Modules hold this device's shards of the parameter
 their dimensions are metadata (`dims`), from which `Layout` derives every sharding.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import enter_tensor
-from moejax.comm.weights.gather import whole_weight
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.pattern import BlockKind, layer_groups
 from moejax.config.schema import ModelConfig, MoEConfig
-from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.model.ahead import PredictAhead, next_tokens
-from moejax.model.attention import Attention
-from moejax.model.latent import LatentAttention
-from moejax.model.layers import MLP, Embedding, RMSNorm
+from moejax.model.block import Pattern, Slice
+from moejax.model.layers import Embedding, RMSNorm
 from moejax.model.remat import REMAT_POLICIES, in_turn
-from moejax.model.rope import Angles, angles_at, tables
-from moejax.moe.layer import MoE, MoEStats
+from moejax.model.rope import Angles, tables
+from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
-
-# Calls a block's attention; returns its output, and what a cache keeps.
-Attend = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
-
-
-class Block(nnx.Module):
-    """Attention, then an MLP or experts, each on a normalised copy of the residual stream."""
-
-    def __init__(
-        self, kind: BlockKind, cfg: ModelConfig, moe: MoEConfig, spec: StepSpec, rngs: nnx.Rngs
-    ):
-        self.barriers = spec.barriers
-        self.attention_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
-        build_attention = LatentAttention if cfg.is_latent else Attention
-        self.attention = build_attention(cfg, kind.window, spec, rngs)
-        self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
-        self.moe = MoE(cfg, moe, spec, rngs) if kind.mlp == "moe" else None
-        shared = moe.num_shared_experts * moe.expert_hidden
-        hidden = cfg.mlp_hidden if kind.mlp == "dense" else shared
-        self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None
-        normal = jax.nn.initializers.normal(cfg.init_deviation)
-        self.shared_gate = (
-            nnx.Param(normal(rngs.params(), (cfg.width,)), dims="D")
-            if kind.mlp == "moe" and moe.shared_gate
-            else None
-        )
-
-    def __call__(
-        self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
-    ) -> tuple[jax.Array, MoEStats | None]:
-        """Returns the new residual stream and the statistics of the experts."""
-
-        def attend(attention: Any, h_BtD: jax.Array) -> tuple[jax.Array, None]:
-            return attention(h_BtD, segment_BT, angles), None
-
-        x_BtD, stats, _ = self.run(x_BtD, attend, noise)
-        return x_BtD, stats
-
-    def run(
-        self, x_BtD: jax.Array, attend: Attend, noise: Noise | None = None
-    ) -> tuple[jax.Array, MoEStats | None, Any]:
-        """Runs the block around a call of its attention.
-
-        Args:
-          attend: takes the attention and its input; returns its output, and what a cache keeps.
-        Returns:
-          The new residual stream, the statistics of the experts, and what a cache keeps.
-        """
-        # Gathered here, the weights of the MLP and experts arrive while attention runs.
-        stats = None
-        moe_weights = None if self.moe is None else self.moe.weights()
-        mlp_weights = None if self.mlp is None else self.mlp.weights()
-        with jax.named_scope("attention"):
-            y_BtD, kept = attend(self.attention, self.attention_norm(x_BtD))
-            x_BtD = x_BtD + y_BtD
-            if self.barriers and moe_weights is not None:
-                # In backward too they arrive while attention's projections are computed again.
-                x_BtD, moe_weights = jax.lax.optimization_barrier((x_BtD, moe_weights))
-            else:
-                x_BtD = checkpoint_name(x_BtD, ATTENDED)
-        h_BtD = self.mlp_norm(x_BtD)
-        if self.moe is not None and moe_weights is not None:
-            y_BtD, stats = self.moe(h_BtD, moe_weights, noise)
-            x_BtD = x_BtD + y_BtD
-        if self.mlp is not None and mlp_weights is not None:
-            with jax.named_scope("mlp"):
-                y_BtD = self.mlp(h_BtD, mlp_weights)
-                if self.shared_gate is not None:
-                    y_BtD = scale_by_gate(y_BtD, h_BtD, whole_weight(self.shared_gate))
-                x_BtD = x_BtD + y_BtD
-        return x_BtD, stats, kept
-
-
-def scale_by_gate(
-    y_BtD: Float[Array, "B t D"], h_BtD: Float[Array, "B t D"], gate_D: Float[Array, " D"]
-) -> Float[Array, "B t D"]:
-    """Scales y of each position by sigmoid(h . gate), in float32.
-
-    Source: Qwen2-MoE (Yang et al. 2024), whose shared experts have such a gate.
-    """
-    logit_Bt = jnp.dot(h_BtD.astype(jnp.float32), gate_D, precision="highest")
-    return (y_BtD * jax.nn.sigmoid(logit_Bt)[..., None]).astype(y_BtD.dtype)
-
-
-class Slice(NamedTuple):
-    """A slice of sequences, which run through the layers one after the other.
-
-    Attributes:
-      number: its number.
-      length: its positions.
-      past: of each block keys and values of earlier slices, [B, S, ...]; see
-        `kernels.sliced_attention`.
-    """
-
-    number: jax.Array
-    length: int
-    past: list[jax.Array]
-
-    def angles(self, cfg: ModelConfig) -> Angles:
-        """Returns the angles of its positions."""
-        position_T = self.number * self.length + jnp.arange(self.length)
-        return angles_at(position_T, cfg.rotated_channels, cfg.rope)
-
-
-class Pattern(nnx.Module):
-    """The blocks of one repeat of a layer group."""
-
-    def __init__(
-        self,
-        kinds: tuple[BlockKind, ...],
-        cfg: ModelConfig,
-        moe: MoEConfig,
-        spec: StepSpec,
-        rngs: nnx.Rngs,
-    ):
-        self.blocks = nnx.List([Block(kind, cfg, moe, spec, rngs) for kind in kinds])
-
-    def __call__(
-        self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, noise: Noise | None
-    ) -> tuple[jax.Array, list[MoEStats]]:
-        """Runs the blocks in order; returns the statistics of each expert block."""
-        stats = []
-        for index, block in enumerate(self.blocks):
-            block_noise = None if noise is None else noise.of(index)
-            x_BtD, block_stats = block(x_BtD, segment_BT, angles, block_noise)
-            stats += [] if block_stats is None else [block_stats]
-        return x_BtD, stats
-
-    def in_slice(
-        self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, part: Slice
-    ) -> tuple[jax.Array, list[MoEStats], list[jax.Array]]:
-        """As a call, for a slice of the sequences; returns its own keys and values too."""
-        stats, own = [], []
-        pairs = zip(part.past[::2], part.past[1::2], strict=True)
-        for block, past in zip(self.blocks, pairs, strict=True):
-
-            def attend(attention: Any, h_BtD: jax.Array, past: Any = past) -> tuple[jax.Array, Any]:
-                return attention.in_slice(h_BtD, segment_BT, angles, past, part.number)
-
-            x_BtD, block_stats, kept = block.run(x_BtD, attend)
-            stats += [] if block_stats is None else [block_stats]
-            own += kept
-        return x_BtD, stats, own
 
 
 class Hidden(NamedTuple):

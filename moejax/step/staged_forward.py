@@ -5,21 +5,63 @@ Per device, inside the shard_map of the training mesh.
 Letters: those of `layout.layout`; P stages, M micro-batches.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from moejax.comm import stages, wire
 from moejax.comm.weights.enter import enter_weights
+from moejax.step.feed import build_feed
+from moejax.step.kept import Layers
 from moejax.step.loss import sum_nll, target_nll
 from moejax.step.model import ModelDef
 from moejax.step.staged_model import StagedModel
-from moejax.step.stages import forward_through_stages
 from moejax.step.state import Batch, TrainState
+from moejax.step.visits import Moving, sent, stage_input, visit_forward
 
 
 def _staged(model: ModelDef, state: TrainState, batch: Batch, micro_batches: int) -> StagedModel:
     entered = enter_weights(state.params, model.dims, model.layouts, model.spec)
     return StagedModel(model, state, batch, entered, micro_batches)
+
+
+def forward_through_stages(
+    staged: StagedModel, answer: Callable[[jax.Array, jax.Array], Any]
+) -> Any:
+    """Runs all micro-batches forward alone. Returns their answers, stacked in the order of k.
+
+    Args:
+      answer: of (this stage's share of the positions of what the last stage left, k).
+    """
+    feed, layers, P = build_feed(staged), Layers(staged), staged.stages
+    x_BtD, fed = feed.first()
+    ahead, chunks = staged.link("stage", x_BtD), staged.chunks
+
+    def forward(moving: Moving, t: jax.Array, *, enter: bool) -> tuple[Moving, None]:
+        x_BtD, fed = stage_input(staged, feed, moving, t, enter=enter)
+        y_BtD = layers.keep_nothing(x_BtD, visit_forward(staged, t))
+        return sent(ahead, y_BtD, fed, chunks > 1), None
+
+    def both(moving: Moving, t: jax.Array) -> tuple[Moving, Any]:
+        y_BtD = ahead.spread_positions(moving.left)
+        k = staged.schedule.micro_batch(t) - P
+        return forward(moving, t, enter=True)[0], answer(y_BtD, k)
+
+    def turn(moving: Moving, start: jax.Array) -> tuple[Moving, Any]:
+        # Other chunks, and then what the last one of them left.
+        ticks = start + jnp.arange(P, chunks * P)
+        moving, _ = lax.scan(partial(forward, enter=False), moving, ticks)
+        return lax.scan(both, moving, start + chunks * P + jnp.arange(P))
+
+    moving, _ = lax.scan(partial(forward, enter=True), Moving(x_BtD, fed, x_BtD), jnp.arange(P))
+    if chunks == 1:
+        return lax.scan(both, moving, jnp.arange(P, P + staged.micro_batches))[1]
+    answers = lax.scan(turn, moving, chunks * P * jnp.arange(staged.each))[1]
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), answers)
 
 
 def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:

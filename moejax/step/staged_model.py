@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import stages, wire
+from moejax.model.block import Slice
 from moejax.model.remat import REMAT_POLICIES
-from moejax.model.transformer import Slice, Transformer
+from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
 from moejax.step.forward import split_micro_batches

@@ -18,8 +18,6 @@ Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in
 stages work on them, j one of a stage's own.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,36 +25,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import wire
-from moejax.comm.stages import Link
 from moejax.comm.weights.enter import enter_weights, leave_gradients
 from moejax.comm.weights.residuals import detach_residuals
 from moejax.step.feed import add, build_feed, get, sums_like
-from moejax.step.kept import Back, Layers, Residuals, Slots, any_visit, build_keeper
+from moejax.step.kept import Back, Residuals, Slots, any_visit, build_keeper
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
 from moejax.step.schedule import Phase, Turn
 from moejax.step.staged_model import RouterParts, StagedModel, Visit, put_head
 from moejax.step.state import Batch, Reduction, TrainState, Tree
+from moejax.step.visits import Moving, build_visit, sent, stage_input, visit_forward
 from moejax.step.whole_batch import (
     choose_levels,
     count_targets,
     reduce_whole_gradients,
     with_residuals,
 )
-
-
-class Moving(NamedTuple):
-    """Hidden states on their way forward.
-
-    Attributes:
-      arrived: from the stage before, for the next forward.
-      fed: what else moves towards the first stage.
-      left: what the last forward returned.
-    """
-
-    arrived: jax.Array
-    fed: Any
-    left: jax.Array
 
 
 class Carried(NamedTuple):
@@ -321,87 +305,6 @@ class Ticks:
 def _of_chunks(own: Any, chunks: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array that has the layers of all chunks."""
     return jax.ShapeDtypeStruct((chunks * own.shape[0], *own.shape[1:]), own.dtype)
-
-
-def build_visit(staged: StagedModel, n: jax.Array, kind: jax.Array) -> Visit:
-    """Returns a stage's n-th visit, or in a bubble another that does not count.
-
-    Args:
-      kind: the chunk, or the slice.
-    """
-    schedule, zero = staged.schedule, jnp.int32(0)
-    k, valid = staged.numbered(schedule.micro_batch(n))
-    base, groups = (jnp.asarray(x)[kind] for x in (schedule.bases, schedule.groups))
-    chunk, piece = (zero, kind) if schedule.slices > 1 else (kind, zero)
-    return Visit(
-        k=k,
-        chunk=chunk,
-        piece=piece,
-        first=chunk * staged.repeats,
-        slot=schedule.slot(k, base, groups),
-        past_slot=k % schedule.groups[0],
-        valid=valid,
-    )
-
-
-def visit_forward(staged: StagedModel, t: jax.Array) -> Visit:
-    """Returns this stage's visit on the way forward at a tick."""
-    n = t - staged.stage
-    return build_visit(staged, n, staged.schedule.kind(n))
-
-
-def stage_input(
-    staged: StagedModel, feed: Any, moving: Moving, t: jax.Array, *, enter: bool
-) -> tuple[jax.Array, Any]:
-    """Returns this stage's input at a tick, and what moves on towards the first stage.
-
-    Args:
-      enter: whether the first stage begins with a micro-batch.
-    """
-    if not enter:
-        return moving.arrived, moving.fed
-    first, fed = feed.input(moving.fed, t)
-    return jnp.where(staged.stage == 0, first, moving.arrived), fed
-
-
-def sent(ahead: Link, y_BtD: jax.Array, fed: Any, around: bool) -> Moving:
-    """Sends what forward returned to where its next chunk is."""
-    return Moving(ahead.to_next(ahead.encode_once(y_BtD), around=around), fed, y_BtD)
-
-
-def forward_through_stages(
-    staged: StagedModel, answer: Callable[[jax.Array, jax.Array], Any]
-) -> Any:
-    """Runs all micro-batches forward alone. Returns their answers, stacked in the order of k.
-
-    Args:
-      answer: of (this stage's share of the positions of what the last stage left, k).
-    """
-    feed, layers, P = build_feed(staged), Layers(staged), staged.stages
-    x_BtD, fed = feed.first()
-    ahead, chunks = staged.link("stage", x_BtD), staged.chunks
-
-    def forward(moving: Moving, t: jax.Array, *, enter: bool) -> tuple[Moving, None]:
-        x_BtD, fed = stage_input(staged, feed, moving, t, enter=enter)
-        y_BtD = layers.keep_nothing(x_BtD, visit_forward(staged, t))
-        return sent(ahead, y_BtD, fed, chunks > 1), None
-
-    def both(moving: Moving, t: jax.Array) -> tuple[Moving, Any]:
-        y_BtD = ahead.spread_positions(moving.left)
-        k = staged.schedule.micro_batch(t) - P
-        return forward(moving, t, enter=True)[0], answer(y_BtD, k)
-
-    def turn(moving: Moving, start: jax.Array) -> tuple[Moving, Any]:
-        # Other chunks, and then what the last one of them left.
-        ticks = start + jnp.arange(P, chunks * P)
-        moving, _ = lax.scan(partial(forward, enter=False), moving, ticks)
-        return lax.scan(both, moving, start + chunks * P + jnp.arange(P))
-
-    moving, _ = lax.scan(partial(forward, enter=True), Moving(x_BtD, fed, x_BtD), jnp.arange(P))
-    if chunks == 1:
-        return lax.scan(both, moving, jnp.arange(P, P + staged.micro_batches))[1]
-    answers = lax.scan(turn, moving, chunks * P * jnp.arange(staged.each))[1]
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), answers)
 
 
 def loss_parts(staged: StagedModel, before: RouterParts, end: Carried) -> LossParts:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from moejax.config.checks.planned import MODES, check_nodes, is_planned, pinned
+from moejax.config.checks.planned import CHUNKS, MODES, check_nodes, is_planned, pinned
 from moejax.config.fields import change, get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError, write_whole
@@ -29,7 +29,6 @@ from moejax.runtime.processes import Processes
 from moejax.runtime.start import platform_of
 
 PLAN, TOPOLOGY, PAGE = "plan.json", "topology.json", "plan.html"  # in the run directory
-CHUNKS = "model.stage_chunks"  # checkpoints have a layer group for each
 PLANS = "plans"  # of a run whose hosts change: its plans, by devices
 
 
@@ -109,10 +108,7 @@ def plan_run(
         kept = processes.from_first(lambda: _vars(_plan_before(cfg, len(devices))))
         if kept is not None:
             return _planned(Plan(**kept), cfg, _topology_before(run_dir, len(devices)), ())
-    kept = pinned(cfg)
-    if resuming or cfg.checkpoint.init_from is not None:  # arrays are there already
-        cfg = change(cfg, {CHUNKS: processes.from_first(lambda: _chunks_before(cfg))})
-        kept |= {CHUNKS}
+    cfg, kept = _with_pins(cfg, processes, resuming=resuming)
     if len(devices) == 1:
         return RunPlan(change(cfg, {"mesh.replica": 1}))
     topology, notes = _topology(cfg, devices, processes, measured)
@@ -153,6 +149,19 @@ def _plan_before(cfg: Config, devices: int) -> Plan | None:
                 save_plan(plan, run_dir / PLAN)
             return plan
     return None
+
+
+def _with_pins(
+    cfg: Config, processes: Processes, *, resuming: bool
+) -> tuple[Config, frozenset[str]]:
+    """Returns the config, and settings that keep their values.
+
+    Where arrays are there already, so are their layer groups.
+    """
+    if not resuming and cfg.checkpoint.init_from is None:
+        return cfg, pinned(cfg)
+    cfg = change(cfg, {CHUNKS: processes.from_first(lambda: _chunks_before(cfg))})
+    return cfg, pinned(cfg) | {CHUNKS}
 
 
 def _chunks_before(cfg: Config) -> int:

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from moejax.config.checks import check
+from moejax.config.fields import change
 from moejax.config.load import to_dict
 from moejax.config.schema import CompressionConfig, Config, MeshConfig, PlanConfig
 from moejax.errors import InputError
@@ -108,6 +109,9 @@ def test_a_named_axis_describes_the_whole_mesh():
     assert (found.route, found.route_trim) == ("merge", False)
     assert evaluation_config(cfg, {"train.micro_batches": 2}).mesh == cfg.mesh
     assert evaluation_config(cfg, {"mesh.platform": "cpu"}).mesh.fsdp == cfg.mesh.fsdp
+    staged = change(cfg, {"mesh.stage": 2, "mesh.stage_slices": 2, "train.micro_batches": 2})
+    assert evaluation_config(staged, {}).mesh == staged.mesh
+    assert evaluation_config(staged, {"mesh.expert": 4}).mesh.stage_slices == 1
 
 
 @pytest.mark.parametrize(

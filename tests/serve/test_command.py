@@ -122,3 +122,5 @@ def test_a_run_with_pipeline_stages_generates_on_shards_in_their_place():
     assert (alone.mesh.stage, alone.mesh.fsdp, alone.mesh.expert) == (1, 2, 2)
     assert resolve_mesh(alone, 4, "cpu").mesh == alone.mesh
     assert without_stages(alone) == alone
+    sliced = change(cfg, {"mesh.schedule": "1f1b", "mesh.stage_keeps": "residuals"})
+    check(without_stages(change(sliced, {"mesh.stage_slices": 2, "model.num_layers": 4})))

@@ -173,6 +173,26 @@ def plan_of(seconds):
     return Plan("test", 8, 2, "balanced", {}, predicted)
 
 
+def test_a_run_that_plans_anew_keeps_its_chunks_of_layers(cfg, monkeypatch):
+    """Its checkpoints have a layer group for each."""
+    asked = []
+
+    def search(cfg, topology, limits, *_):
+        asked.append((cfg.model.stage_chunks, limits.free("model.stage_chunks")))
+        raise InputError("enough")
+
+    monkeypatch.setattr(planning, "_search", search)
+    old = dataclasses.replace(plan_of(1.0), devices=16, settings={"model.stage_chunks": 2})
+    Path(cfg.run_dir).mkdir()
+    save_plan(old, Path(cfg.run_dir) / PLAN)
+    for resuming in (True, False):
+        with pytest.raises(InputError, match="enough"):
+            planned(cfg, resuming=resuming)
+    assert asked == [(2, False), (1, True)]
+    one = plan_run(cfg, jax.devices()[:1], ALONE, QUIET, resuming=True).cfg
+    assert one.model.stage_chunks == 2
+
+
 def test_steps_inside_the_window_are_not_doubted():
     monitor = PlanMonitor(plan_of(1.0), cluster(), measure=lambda _: cluster())
     assert not any(monitor.off(seconds) for seconds in (0.81, 1.24, 1.0) * WINDOW)

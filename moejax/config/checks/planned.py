@@ -10,11 +10,12 @@ MESH = ("mesh.stage", "mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor")
 LAYOUT = (*MESH, "mesh.activations", "mesh.expert_weights")
 EXCHANGE = ("route", "route_chunks", "route_chunks_backward")
 REDUCTION = ("train.reduction_bytes", "mesh.gather_dense")
-STAGES = ("mesh.schedule", "mesh.stage_keeps", "mesh.stage_slices", "model.stage_chunks")
+STAGES = ("mesh.schedule", "mesh.stage_keeps", "mesh.stage_slices")
+CHUNKS = "model.stage_chunks"  # arrays have a layer group for each
 # The same sums in another order, or recomputed.
 MEMORY = ("model.remat", "train.micro_batches")
 CODECS = tuple(f"compression.{kind}" for kind in PRESETS["strong"])
-CHOSEN = (*LAYOUT, *STAGES, *EXCHANGE, *REDUCTION, *MEMORY, *CODECS)
+CHOSEN = (*LAYOUT, *STAGES, CHUNKS, *EXCHANGE, *REDUCTION, *MEMORY, *CODECS)
 
 MODES = ("default", "auto", "hand")
 

@@ -55,7 +55,7 @@ class SparseStep:
 
 
 def _blocks(layers: int, dense: int, every: int) -> list[bool]:
-    """Returns whether each block has experts, as `model.transformer.layer_groups` orders them."""
+    """Returns whether each block has experts, as `config.pattern.layer_groups` orders them."""
     return [i >= dense and (i - dense + 1) % every == 0 for i in range(layers)]
 
 

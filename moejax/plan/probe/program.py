@@ -50,6 +50,7 @@ LARGE = {
     "data.sequence_length": 2048,
     "train.batch_sequences": 4,
 }
+SECONDS = 1.5  # approximate time of a timed run
 SCATTER = 7919  # a prime, so that neighbouring tokens have distant ids
 MODELS = {"cpu": SMALL, "gpu": LARGE, "tpu": LARGE}
 
@@ -70,7 +71,7 @@ def probe_program(watch: Stopwatch, device: Device) -> float:
     def operate(arguments: Any) -> Any:
         return train_step.gradients_of_device(*arguments)
 
-    measured = inside.seconds(operate, lambda: _arguments(train_step))
+    measured = inside.seconds(operate, lambda: _arguments(train_step), aim_s=SECONDS)
     if not watch.processes.first:
         return 0.0
     traced = train_step.gradients.trace(train_step.abstract, train_step.abstract_batch())

@@ -22,6 +22,7 @@ Tree = Any  # a tree of arrays
 ProgressFn = Callable[[str], None]  # called with a text before each measurement
 AXES = ("nodes", "devices")
 MAX_TIMES = 4096
+SHORT_S, SHARED_S = 0.04, 0.3
 LONG_S = 0.06
 BUSY_S = 0.25  # approximate time of a run whose CPU seconds are counted
 ROUNDS = 7  # timings of each operation
@@ -45,15 +46,18 @@ class Stopwatch:
         operate: Callable[[Tree], Tree],
         start: Callable[[], Tree],
         *,
-        aim_s: float = 0.04,
+        aim_s: float | None = None,
     ) -> float:
         """Returns the seconds of one operation in the fastest run: other work only slows runs down.
 
         Args:
           operate: function of one device, run inside shard_map; may communicate over `AXES`.
           start: function that makes its argument on each device.
-          aim_s: approximate time of a timed run; longer if one operation takes longer.
+          aim_s: approximate time of a timed run, longer if one operation takes longer; None: short,
+            or where devices share cores long enough that each gets its share of them.
         """
+        if aim_s is None:
+            aim_s = SHARED_S if self.mesh.devices.flat[0].platform == "cpu" else SHORT_S
         run = self._ready(operate, start)
         none = min(self._time(run, 0) for _ in range(3))
         # Must be longer than twice the empty run, because that varies from run to run.

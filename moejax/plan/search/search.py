@@ -285,10 +285,8 @@ class _Search:
 
     def _schedules(self, cfg: Config) -> Iterable[Config]:
         yield from space.schedules(cfg, self.limits)
-        now = Estimate(cfg, self.topology).seconds()
-        for other in space.shorter_visits(cfg, self.limits):
-            if Estimate(other, self.topology).seconds() < now:
-                yield other
+        now, others = Estimate(cfg, self.topology), space.shorter_visits(cfg, self.limits)
+        yield from (c for c in others if Estimate(c, self.topology).seconds() < now.seconds())
 
     def _dense_gathers(self, cfg: Config) -> Iterable[Config]:
         return space.dense_gathers(cfg, self.limits)

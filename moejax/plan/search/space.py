@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from moejax.config.checks import check, resolve_mesh
-from moejax.config.checks.planned import CHOSEN, CODECS, EXCHANGE, MESH, REDUCTION
+from moejax.config.checks.planned import CHOSEN, CHUNKS, CODECS, EXCHANGE, MESH, REDUCTION
 from moejax.config.compression import GRADIENTS, PRESETS, STAGES
 from moejax.config.fields import change, fields, get_value
 from moejax.config.pattern import layer_groups
@@ -223,7 +223,7 @@ def shorter_visits(cfg: Config, limits: Limits) -> Iterator[Config]:
     """Yields twice and half as many slices of positions, and chunks of layers for each stage."""
     if cfg.mesh.stage == 1:
         return
-    for name in ("mesh.stage_slices", "model.stage_chunks"):
+    for name in ("mesh.stage_slices", CHUNKS):
         now = get_value(cfg, name)
         for count in (2 * now, now // 2) if limits.free(name) else ():
             candidate = resolve(change(cfg, {name: count}), limits) if count else None

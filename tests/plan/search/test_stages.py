@@ -68,6 +68,40 @@ def test_a_search_changes_what_stages_keep_their_order_and_micro_batches():
     assert list(space.schedules(alone, limits)) == []
 
 
+def test_a_search_makes_visits_of_a_stage_shorter_and_longer():
+    cfg, topology = model(), cluster()
+    limits = limits_of(cfg, topology)
+    values = {"mesh.stage": 2, "mesh.expert": 4, "train.micro_batches": 8}
+
+    def others(**more):
+        one = space.resolve(change(cfg, values | more), limits)
+        found = space.shorter_visits(one, limits)
+        return [(other.mesh.stage_slices, other.model.stage_chunks) for other in found]
+
+    assert others() == [(2, 1), (1, 2)]
+    assert others(**{"mesh.stage_slices": 4}) == [(8, 1), (2, 1)], "no chunks beside slices"
+    assert others(**{"model.stage_chunks": 2}) == [(1, 1)], "four layers, and no slices beside"
+    pinned_chunks = dataclasses.replace(limits, pinned=frozenset({"model.stage_chunks"}))
+    one = space.resolve(change(cfg, values), limits)
+    assert [o.mesh.stage_slices for o in space.shorter_visits(one, pinned_chunks)] == [2]
+    alone = space.resolve(change(cfg, {"mesh.expert": 8}), limits)
+    assert list(space.shorter_visits(alone, limits)) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mesh.stage_slices", "model.stage_chunks"])
+def test_visits_are_shorter_where_micro_batches_are_few(name):
+    """Two of them on two stages leave a stage idle for a third of its ticks."""
+    cfg, topology = model(2048, 64), cluster(slow=1e9)
+    fixed = {"mesh.stage": 2, "mesh.expert": 4, "train.micro_batches": 2}
+    cfg = change(cfg, fixed)
+    other = {"mesh.stage_slices", "model.stage_chunks"} - {name}
+    limits = dataclasses.replace(limits_of(cfg, topology), pinned=frozenset(fixed) | other)
+    found = search(cfg, topology, limits, LOAD, traces=8).ranked[0]
+    assert get_value(found.cfg, name) > 1
+    assert found.seconds < 0.95 * priced(cfg, topology, stage=2, expert=4).seconds
+
+
 ANY = pytest.mark.exhaustive
 SLOW = cluster(slow=1e5, startup=1e-6)
 
