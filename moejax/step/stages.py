@@ -283,10 +283,7 @@ class Ticks:
     def answer_tick(self, carried: Carried, t: jax.Array) -> Carried:
         """Computes the loss of what the last stage left, each stage that of some positions."""
         staged, schedule, n = self.staged, self.schedule, t - self.schedule.answered
-        k, piece = (
-            schedule.micro_batch(n),
-            schedule.kind(n) if schedule.slices > 1 else jnp.int32(0),
-        )
+        k, piece = schedule.micro_batch(n), n % schedule.slices
         y_BtD = self.ahead.spread_positions(carried.moving.left)
         answer = jax.value_and_grad(staged.answer, argnums=(0, 1))
         head = staged.head_of(staged.outer)

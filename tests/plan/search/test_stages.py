@@ -92,14 +92,14 @@ def test_a_search_makes_visits_of_a_stage_shorter_and_longer():
 @pytest.mark.parametrize("name", ["mesh.stage_slices", "model.stage_chunks"])
 def test_visits_are_shorter_where_micro_batches_are_few(name):
     """Two of them on two stages leave a stage idle for a third of its ticks."""
-    cfg, topology = model(2048, 64), cluster(slow=1e9)
+    cfg, topology = model(256, 256), cluster(slow=1e9)
     fixed = {"mesh.stage": 2, "mesh.expert": 4, "train.micro_batches": 2}
     cfg = change(cfg, fixed)
     other = {"mesh.stage_slices", "model.stage_chunks"} - {name}
     limits = dataclasses.replace(limits_of(cfg, topology), pinned=frozenset(fixed) | other)
     found = search(cfg, topology, limits, LOAD, traces=8).ranked[0]
     assert get_value(found.cfg, name) > 1
-    assert found.seconds < 0.95 * priced(cfg, topology, stage=2, expert=4).seconds
+    assert found.seconds < 0.98 * priced(cfg, topology, stage=2, expert=4).seconds
 
 
 ANY = pytest.mark.exhaustive
