@@ -189,7 +189,7 @@ def _check_attention(choice: Choice, cfg: Config) -> None:
     shape = 2, cfg.data.sequence_length, model.num_heads, model.head_width
     arrays = [_draw(seed, *shape, dtype=dtype) for seed in range(3)]
     segment_BT = jnp.zeros(shape[:2], jnp.int32)
-    options = {"segment_BT": segment_BT, "window": None}
+    options = {"segment_BS": segment_BT, "window": None}
     have = _both_ways(partial(attention, implementation=choice.implementation, **options), arrays)
     exact = [a.astype(jnp.float32) for a in arrays]
     want = _both_ways(partial(attention, implementation="reference", **options), exact)

@@ -123,7 +123,7 @@ def test_gradients_are_those_of_one_device(stages, times, mesh, schedule, keeps)
 @pytest.mark.parametrize(
     ("stages", "chunks", "times", "mesh", "keeps"),
     [
-        (2, 2, 2, (1, 1, 2, 1), "residuals"),
+        pytest.param(2, 2, 2, (1, 1, 2, 1), "residuals", marks=ANY),
         pytest.param(2, 2, 1, (1, 2, 1, 2), "input", marks=ANY),
         pytest.param(2, 3, 4, (2, 1, 1, 2), "residuals", marks=ANY),
         pytest.param(4, 2, 2, (1, 1, 2, 1), "residuals", marks=ANY),
@@ -328,9 +328,9 @@ def test_steps_are_those_of_one_device(name, chunks):
 @pytest.mark.parametrize(
     ("activations", "chunks", "slices"),
     [
-        ("sequence", 1, 2),
+        ("sequence", 2, 1),
         pytest.param("replicated", 1, 1, marks=ANY),
-        pytest.param("sequence", 2, 1, marks=ANY),
+        pytest.param("sequence", 1, 2, marks=ANY),
     ],
 )
 def test_evaluation_and_sampling_are_those_of_one_device(activations, chunks, slices):
@@ -409,7 +409,7 @@ def between_nodes(cfg, stage="none", stage_gradient="none"):
 @pytest.mark.parametrize(
     ("codecs", "case"),
     [
-        (("int8", "int8+feedback"), "untied"),
+        pytest.param(("int8", "int8+feedback"), "untied", marks=ANY),
         pytest.param(("bfloat16", "e4m3"), "untied", marks=ANY),
         pytest.param(("int8", "int8+feedback"), "dense before", marks=ANY),
         pytest.param(("int8", "int8+feedback"), "interleaved, dense", marks=ANY),
@@ -516,8 +516,8 @@ def test_what_a_stage_keeps_of_a_micro_batch_are_not_its_weights(remat, monkeypa
     seen = []
     forward = Layers.forward
 
-    def noted(self, x_BtD, k, index):
-        found = forward(self, x_BtD, k, index)
+    def noted(self, *arguments):
+        found = forward(self, *arguments)
         weights = jax.tree.leaves(self.staged.layers)
         matrices = {n for n, stacked in enumerate(weights) if stacked.ndim > 2}
         seen.append(matrices - set(self.places))

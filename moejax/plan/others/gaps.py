@@ -40,11 +40,18 @@ def codec_gaps(cfg: Config) -> list[Gap]:
 
 
 def stage_gaps(cfg: Config) -> list[Gap]:
-    """Returns the gap of what is no stage's: it is spread over the stages as data."""
+    """Returns the gaps of slices, and of what is no stage's: it is spread over them as data."""
     if cfg.mesh.stage == 1:
         return []
     what = "embedding and loss are spread over the stages"
-    return [Gap(what, "has the embedding on the first stage and the loss on the last")]
+    alone = Gap(what, "has the embedding on the first stage and the loss on the last")
+    return [alone, *slice_gaps(cfg)]
+
+
+def slice_gaps(cfg: Config) -> list[Gap]:
+    """Returns the gap of slices of sequences that follow one another through stages."""
+    count = cfg.mesh.stage_slices
+    return [Gap(f"{count} slices of a sequence", "passes whole sequences on")] if count > 1 else []
 
 
 def reduction_gaps(cfg: Config, instead: str) -> list[Gap]:

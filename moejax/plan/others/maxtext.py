@@ -11,6 +11,7 @@ from moejax.plan.others.gaps import (
     chunk_gaps,
     codec_gaps,
     reduction_gaps,
+    slice_gaps,
     trim_gaps,
     whole_experts_gaps,
 )
@@ -159,10 +160,10 @@ def _stages(cfg: Config, sizes: Sizes) -> list[Option]:
     if sizes.stage == 1:
         return []
     kinds, repeats = layer_groups(cfg.model)[-1]
-    staged, text = len(kinds) * repeats, stages_text(cfg)
+    staged, text = len(kinds) * repeats * cfg.model.stage_chunks, stages_text(cfg)
     return [
         Option("pipeline_parallel_layers", staged, "the layers that stages share"),
-        Option("num_layers_per_pipeline_stage", staged // sizes.stage, text),
+        Option("num_layers_per_pipeline_stage", len(kinds) * repeats // sizes.stage, text),
         Option("num_pipeline_microbatches", sizes.micro_batches, text),
         Option("pipeline_fsdp_ag_once", True, "weights are gathered once a step"),
     ]
@@ -235,6 +236,7 @@ def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
         )
     gaps += reduction_gaps(cfg, "leaves the size of reductions to XLA")
     gaps += codec_gaps(cfg)
+    gaps += slice_gaps(cfg)
     if cfg.mesh.stage > 1 and cfg.mesh.schedule != "gpipe":
         what = f"the schedule {cfg.mesh.schedule}"
         gaps.append(Gap(what, "runs all forward passes first, so keeps more"))

@@ -103,6 +103,9 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
         ),
         Option("context-parallel-size", 1, "sequences stay whole"),
     ]
+    if sizes.stage > 1 and cfg.model.stage_chunks > 1:
+        name = "num-virtual-stages-per-pipeline-rank"
+        options.append(Option(name, cfg.model.stage_chunks, stages_text(cfg)))
     if sizes.tensor > 1 and (cfg.mesh.activations == "sequence" or cfg.model.has_experts):
         text = f"activations between blocks: {cfg.mesh.activations}"
         if cfg.mesh.activations != "sequence":

@@ -104,7 +104,16 @@ def _mesh(cfg: Config, sizes: Sizes) -> list[Option]:
         ("pipeline_parallel_degree", sizes.stage, stages_text(cfg)),
     ]
     if sizes.stage > 1:
-        schedule = SCHEDULES[cfg.mesh.schedule]
+        schedule, chunks = SCHEDULES[cfg.mesh.schedule], cfg.model.stage_chunks
+        if chunks > 1:
+            each = cfg.model.num_layers // (sizes.stage * chunks)
+            schedule = "Interleaved1F1B"
+            # It counts embedding and loss as a layer each.
+            options += [
+                ("pipeline_parallel_layers_per_stage", each, stages_text(cfg)),
+                ("pipeline_parallel_first_stage_less_layers", 0, "chunks are equal"),
+                ("pipeline_parallel_last_stage_less_layers", 0, "chunks are equal"),
+            ]
         options += [
             ("pipeline_parallel_schedule", schedule, stages_text(cfg)),
             ("pipeline_parallel_microbatch_size", sizes.rows, "sequences of a micro-batch"),

@@ -152,7 +152,9 @@ def stages_text(cfg: Config) -> str:
     """Returns the part of the plan that says how layers are spread over pipeline stages."""
     if cfg.mesh.stage == 1:
         return "no pipeline"
-    return f"stage {cfg.mesh.stage}, schedule {cfg.mesh.schedule}"
+    chunks = cfg.model.stage_chunks
+    several = f", {chunks} chunks a stage" if chunks > 1 else ""
+    return f"stage {cfg.mesh.stage}, schedule {cfg.mesh.schedule}{several}"
 
 
 HOST_GPUS = 8  # most GPUs of one host; a node of more is several hosts that NVLink joins

@@ -158,6 +158,26 @@ def test_stages_are_the_trainers_pipeline(trainer):
 
 
 @EACH
+def test_chunks_and_slices_are_translated_or_named(trainer):
+    values = {"mesh__stage": 4, "mesh__expert": 8, "mesh__fsdp": 2, "train__micro_batches": 16}
+    its = TO[trainer](plan("Qwen3-30B-A3B", model__stage_chunks=2, **values))
+    command = its.command()
+    assert not wrong(trainer, its)
+    words = {  # of 48 layers
+        "maxtext": ["pipeline_parallel_layers=48", "num_layers_per_pipeline_stage=6"],
+        "megatron": ["--num-virtual-stages-per-pipeline-rank 2"],
+        "torchtitan": [
+            "pipeline_parallel_layers_per_stage 6",
+            "pipeline_parallel_schedule Interleaved1F1B",
+        ],
+    }
+    for word in words[trainer]:
+        assert word in command
+    its = TO[trainer](plan("Qwen3-30B-A3B", mesh__stage_slices=2, **values))
+    assert "2 slices of a sequence" in " ".join(gap.what for gap in its.gaps)
+
+
+@EACH
 def test_codecs_that_change_are_named_as_such(trainer):
     codecs = {
         "expert_gradient": "none,int4+feedback@200",
