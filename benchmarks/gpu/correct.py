@@ -320,7 +320,7 @@ def check_cases(*, small: bool) -> list[Case]:
 
 
 def _layer_cases(sizes: tuple[tuple[Shape, int], ...], chunks: tuple[int, ...]) -> list[Case]:
-    """Of each shape and number of tokens, in each number of chunks."""
+    """Returns the checks of layers: each shape with its tokens, in each number of chunks."""
     return [
         _case(f"{shape.model}, {tokens} tokens", check_layer, shape, tokens, n)
         for shape, tokens in sizes

@@ -61,19 +61,14 @@ def attention(
     scale = 1 / math.sqrt(q_BTHC.shape[-1]) if scale is None else scale
     if implementation == "blocked":
         return _attention(q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, window, scale)
-    form: dict[str, Any]
-    T = q_BTHC.shape[1]
-    if implementation in ("cudnn_masked", "reference"):
-        form = _masked_form(segment_BS, window, T)
-    else:
-        assert segment_BS.shape[1] == T, f"{implementation} takes queries of all positions"
-        if implementation in ("splash", "splash_whole"):
-            told_BT = segment_BS if implementation == "splash" else None
-            options = {"window": window, "scale": scale, "sinks_H": sinks_H}
-            return splash_attention(q_BTHC, k_BSGC, v_BSGV, told_BT, **options)
-        assert implementation == "cudnn", implementation
-        form = {"is_causal": True}
-        form["local_window_size"] = None if window is None else (window - 1, 0)
+    if implementation in ("splash", "splash_whole"):
+        assert q_BTHC.shape[1] == segment_BS.shape[1], (
+            f"{implementation} takes queries of all positions"
+        )
+        told_BT = segment_BS if implementation == "splash" else None
+        options = {"window": window, "scale": scale, "sinks_H": sinks_H}
+        return splash_attention(q_BTHC, k_BSGC, v_BSGV, told_BT, **options)
+    form: dict[str, Any] = _library_form(implementation, segment_BS, window, q_BTHC.shape[1])
     form["scale"] = scale
     V, widest = v_BSGV.shape[-1], max(q_BTHC.shape[-1], v_BSGV.shape[-1])
     # The library takes heads of one width: channels of zeros change no score and are cut off again.
@@ -88,13 +83,20 @@ def attention(
     return y_BTHV[..., :V] if widest > V else y_BTHV
 
 
-def _masked_form(segment_BS: Int[Array, "B S"], window: int | None, queries: int) -> dict[str, Any]:
+def _library_form(
+    implementation: str, segment_BS: Int[Array, "B S"], window: int | None, queries: int
+) -> dict[str, Any]:
     """What tells `jax.nn.dot_product_attention` which keys a query sees."""
+    whole = queries == segment_BS.shape[1]
+    if implementation == "cudnn":
+        assert whole, f"{implementation} takes queries of all positions"
+        window_size = None if window is None else (window - 1, 0)
+        return {"is_causal": True, "local_window_size": window_size}
+    assert implementation in ("cudnn_masked", "reference"), implementation
     mask_BST = attention_mask(segment_BS, window, queries)
-    # Causal besides, so that the kernel leaves out what is later; it takes no window here. What it
-    # calls causal counts queries from the first key.
-    causal = queries == segment_BS.shape[1]
-    return {"mask": mask_BST.swapaxes(1, 2)[:, None], "is_causal": causal}
+    # Causal besides, so that the kernel leaves out what is later; it takes no window here. The
+    # library counts queries from the first key, so not for those of the last positions alone.
+    return {"mask": mask_BST.swapaxes(1, 2)[:, None], "is_causal": whole}
 
 
 def _widened(x_BTHC: jax.Array, width: int) -> jax.Array:

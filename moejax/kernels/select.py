@@ -212,10 +212,11 @@ def select_attention(
     if why_not is None and masked and queries % 2:
         why_not = f"with a mask it takes an even number of positions, this is {queries}"
     if why_not is None and mask_bytes > MASK_BYTES:
+        what = "documents would be kept apart" if isolated else "slices would be kept in order"
+        none = "It needs none with data.isolate_documents=False, and" if slices == 1 else "It needs"
         why_not = (
-            f"documents would be kept apart by a mask of {mask_bytes / 2**30:.1f} GiB. At most "
-            f"{MASK_BYTES / 2**30:.0f} is given to it. It needs none with "
-            f"data.isolate_documents=False, and less with more train.micro_batches"
+            f"{what} by a mask of {mask_bytes / 2**30:.1f} GiB. At most "
+            f"{MASK_BYTES / 2**30:.0f} is given to it. {none} less with more train.micro_batches"
         )
     if why_not is not None:
         return Choice("blocked", "attention of our own runs everywhere", (("cudnn", why_not),))

@@ -3,7 +3,7 @@
 Per device. Legend: that of `kernels.attention`; S positions of the sequence in N slices of T.
 
 Which slice it is differs from device to device, so each has a branch of its own, over the keys that
-it may see: all slices together visit as many pairs of positions as a whole sequence does. Backward
+it may see: all slices together visit about as many pairs of positions as a whole one. Backward
 computes from the keys and values of earlier slices as they went in, which nobody has to keep twice.
 Source of the idea: TeraPipe (Li et al. 2021).
 """

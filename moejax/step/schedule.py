@@ -136,7 +136,7 @@ class Schedule(NamedTuple):
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """Of each kind, how many times `together` slots are before its own."""
+        """How many times `together` slots are before those of each kind."""
         return tuple(sum(self.groups[:kind]) for kind in range(len(self.groups)))
 
     @property

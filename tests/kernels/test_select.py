@@ -229,6 +229,21 @@ def test_why_cudnn_does_not_run_attention(place, change, said):
 
 
 @pytest.mark.parametrize("isolated", [True, False])
+def test_slices_take_a_mask_of_their_queries_alone(isolated):
+    change = {"isolated": isolated, "slices": 4}
+    choice = select_attention(HOPPER, **(ATTENTION | change))
+    assert choice.implementation == "cudnn_masked"
+    assert ("keeps documents apart" in choice.reason) == isolated
+    ((_, reason),) = select_attention(
+        HOPPER, **(ATTENTION | change | {"sequences": 2**20})
+    ).declined
+    assert ("slices would be kept in order" in reason) == (not isolated)
+    assert "isolate_documents" not in reason
+    ((name, reason),) = select_attention(Hardware("tpu"), **(ATTENTION | change)).declined
+    assert (name, reason.endswith("here are 4 slices")) == ("splash", True)
+
+
+@pytest.mark.parametrize("isolated", [True, False])
 def test_values_of_another_width_are_padded_for_cudnn_and_it_is_said(isolated):
     """DeepSeek-V3's heads: 192 channels of queries and keys, 128 of values."""
     change = {"width": 192, "value_width": 128, "isolated": isolated}
