@@ -60,10 +60,8 @@ class Lookup:
             return back
         staged, schedule = self.staged, self.staged.schedule
         n = t - schedule.begins - schedule.chunks * staged.stages
-        (k, valid), piece = (
-            staged.numbered(schedule.micro_batch(n)),
-            schedule.kind(n, backward=True),
-        )
+        k, valid = staged.numbered(schedule.micro_batch(n))
+        piece = schedule.kind(n, backward=True)
         _, pull = jax.vjp(partial(staged.embed, k=k, piece=piece), self.table)
         (table,) = pull(jnp.where((staged.stage == 0) & valid, dx_BtD, 0))
         return add(back, table)

@@ -44,8 +44,8 @@ def expected_text(quick: bool) -> str:
     """Returns about how long a probe takes, and what disturbs it.
 
     On two cores of an Intel Xeon with eight simulated devices, beside other programs, a quick probe
-    took 156 s and a whole one 338 s (2026-11-26); either computed for 53 s. Operations are timed for
-    longer since; of two emulated hosts at 200 Mbit/s a whole probe then took about 90 s.
+    took 156 s and a whole one 338 s (2026-11-26); either computed for 53 s. Operations are timed
+    for longer since; of two emulated hosts at 200 Mbit/s a whole probe then took about 90 s.
     """
     how_long = "one to three minutes" if quick else "one to six minutes"
     return f"this takes {how_long}; another program on these machines makes it longer and wrong"
