@@ -7,7 +7,8 @@ Mesh:     one of the planner's two best for h200:32. By price the other, without
 Memory:   108 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/deepseek_v3.py --dry_run
 All blocks have the published shapes (DeepSeek-AI 2024), latent attention included: 671,026,404,352
-parameters, and 14,848 selection biases. Multi-token prediction is left out.
+parameters, and 14,848 selection biases. Multi-token prediction is left out;
+--config.model.predict_ahead=1 trains it too.
 The data is Python's own library until data.source, train_files and eval_files name token files
 that `moejax prepare` made with the model's tokenizer.json.
 """

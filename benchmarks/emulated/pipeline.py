@@ -8,8 +8,8 @@ where stages must not be chosen: a link that is not shaped, one node, and a smal
 one mesh with micro-batches of one size and more and more of them: what share of a step is idle,
 also with two chunks of layers on each stage, and with four slices of the positions.
 
-Needs root, ip and tc; six to eighteen minutes a set-up. Writes pipeline.json and pipeline.md after
-each set-up, and leaves out those that it has. What the page does not show was not measured yet.
+Needs root, ip and tc; five to 23 minutes a set-up. Writes pipeline.json and pipeline.md after each
+set-up, and leaves out those that it has. What the page does not show was not measured yet.
 
     python -m benchmarks.emulated.pipeline --out benchmarks/results
     python -m benchmarks.emulated.pipeline --only "2 x 4, 50 Mbit/s" --out benchmarks/results

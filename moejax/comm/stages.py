@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moejax.comm import wire
+from moejax.comm.activations import enter_tensor
 from moejax.comm.codecs.build import build_plain_codec
 from moejax.comm.codecs.codec import Codec, Payload
 from moejax.comm.codecs.pack import pack, unpack
@@ -149,25 +150,52 @@ def build_link(
     return Link(layout, traffic, x_BtD.shape[-1], x_BtD.dtype, codec, feedback, like)
 
 
+def parts_of_share(layout: Layout) -> int:
+    """Number of the parts of a sequence that `spread_positions` gives each stage.
+
+    Where tensor ranks have positions each a part of their own is cut in as many as there are
+    stages: the n-th part of stage s is the (n * P + s)-th of the sequence.
+    """
+    return layout.size(layout.tensor) if layout.sequence_sharded else 1
+
+
 def own_positions(target_BT: jax.Array, layout: Layout) -> jax.Array:
     """Cuts out of all positions those that `spread_positions` gives this stage.
 
     They are in the order in which `comm.activations.enter_tensor` joins those of tensor ranks.
     """
-    stages = layout.size(layout.stage)
-    ranks = layout.size(layout.tensor) if layout.sequence_sharded else 1
+    stages, ranks = layout.size(layout.stage), parts_of_share(layout)
     B, T = target_BT.shape
     split = target_BT.reshape(B, ranks, stages, T // ranks // stages)
     own = jax.lax.dynamic_index_in_dim(split, wire.index(layout.stage), axis=2, keepdims=False)
     return own.reshape(B, -1)
 
 
-def join_positions(x_MBT: jax.Array, layout: Layout) -> jax.Array:
-    """Undoes `own_positions`, with all stages' shares. Wire: x of each stage, gathered."""
-    stages = layout.size(layout.stage)
-    ranks = layout.size(layout.tensor) if layout.sequence_sharded else 1
-    M, B, length = x_MBT.shape
+def in_slices(x_BtD: jax.Array, slices: int, layout: Layout) -> jax.Array:
+    """Orders positions by slices of the sequence, each in the layout between blocks.
+
+    Where tensor ranks have positions each they have those of a part of the sequence before, and of
+    a part of every slice after. Wire: x, gathered over tensor; nothing for one slice.
+    """
+    if slices == 1 or parts_of_share(layout) == 1:
+        return x_BtD
+    x_BTD = enter_tensor(x_BtD, layout)
+    B, T, D = x_BTD.shape
+    ranks = layout.size(layout.tensor)
+    split = x_BTD.reshape(B, slices, ranks, T // slices // ranks, D)
+    own = jax.lax.dynamic_index_in_dim(split, wire.index(layout.tensor), axis=2, keepdims=False)
+    return own.reshape(B, -1, D)
+
+
+def join_positions(x_BT: jax.Array, layout: Layout) -> jax.Array:
+    """Undoes `own_positions`, with all stages' shares. Wire: x of each stage, gathered.
+
+    Args:
+      x_BT: any dimensions may follow.
+    """
+    stages, ranks = layout.size(layout.stage), parts_of_share(layout)
+    B, length, *rest = x_BT.shape
     with jax.named_scope("stage"):
-        x_PMBT = wire.all_gather(x_MBT[None], layout.stage, dim=0, tag=None)
-    split = x_PMBT.reshape(stages, M, B, ranks, length // ranks)
-    return jnp.moveaxis(split, 0, 3).reshape(M, B, -1)
+        x_PBT = wire.all_gather(x_BT[None], layout.stage, dim=0, tag=None)
+    split = x_PBT.reshape(stages, B, ranks, length // ranks, *rest)
+    return jnp.moveaxis(split, 0, 2).reshape(B, stages * length, *rest)

@@ -22,11 +22,21 @@ from moejax.kernels.kept import ATTENDED
 
 
 class Form(NamedTuple):
-    """What a branch takes besides arrays, as `attention` does."""
+    """What a branch takes besides arrays, as `attention` does, and which slices have one."""
 
     window: int | None
     scale: float
     implementation: str
+    numbers: range
+
+    @property
+    def of_attention(self) -> dict[str, Any]:
+        """What `attention` takes."""
+        return {"window": self.window, "scale": self.scale, "implementation": self.implementation}
+
+    def ends(self, length: int) -> list[int]:
+        """Returns the number of positions that each of the slices, of so many, may see."""
+        return [(number + 1) * length for number in self.numbers]
 
 
 def sliced_attention(
@@ -41,14 +51,17 @@ def sliced_attention(
     implementation: str,
     scale: float,
     sinks_H: Float[Array, " H"] | None = None,
+    numbers: range | None = None,
 ) -> Float[Array, "B T H V"]:
     """Returns what `attention` does for the queries of slice `number`.
 
     Args:
       past: keys and values of earlier slices, at their positions; all others count for nothing, and
         have gradients of zero.
+      numbers: those that `number` may be; None: all.
     """
-    form = Form(window, scale, implementation)
+    numbers = numbers or range(segment_BS.shape[1] // q_BTHC.shape[1])
+    form = Form(window, scale, implementation, numbers)
     return _sliced(form, q_BTHC, k_BTGC, v_BTGV, past, segment_BS, number, sinks_H)
 
 
@@ -66,12 +79,12 @@ def _forward(form: Form, q_BTHC, k_BTGC, v_BTGV, past, segment_BS, number, sinks
             arrays = q_BTHC, k_BSGC, v_BSGV, segment_BS[:, :end]
             if form.implementation == "blocked":
                 return blocked(*arrays, sinks_H, form.window, form.scale)
-            return attention(*arrays, sinks_H=sinks_H, **form._asdict()), None
+            return attention(*arrays, sinks_H=sinks_H, **form.of_attention), None
 
         return run
 
-    ends = range(q_BTHC.shape[1], segment_BS.shape[1] + 1, q_BTHC.shape[1])
-    results = _of_slice(number, [branch(end) for end in ends], q_BTHC, keys, segment_BS, sinks_H)
+    branches = [branch(end) for end in form.ends(q_BTHC.shape[1])]
+    results = _of_slice(number - form.numbers[0], branches, q_BTHC, keys, segment_BS, sinks_H)
     results = jax.tree.map(lambda x: checkpoint_name(x, ATTENDED), results)
     saved = q_BTHC, k_BTGC, v_BTGV, past, segment_BS, number, sinks_H, results
     return results[0], saved
@@ -89,7 +102,7 @@ def _backward(form: Form, saved, dy_BTHV):
                 kept = *arrays, segment_BS, sinks_H, *results
                 gradients = blocked_gradients(form.window, form.scale, kept, dy_BTHV)
             else:
-                told = partial(attention, segment_BS=segment_BS, **form._asdict())
+                told = partial(attention, segment_BS=segment_BS, **form.of_attention)
                 pull = jax.vjp(lambda *x: told(*x[:3], sinks_H=x[3]), *arrays, sinks_H)[1]
                 gradients = pull(dy_BTHV)
             dq_BTHC, *of_keys, dsinks_H = gradients
@@ -97,9 +110,9 @@ def _backward(form: Form, saved, dy_BTHV):
 
         return run
 
-    ends = range(T, S + 1, T)
+    branches = [branch(end) for end in form.ends(T)]
     arrays = q_BTHC, keys, segment_BS, sinks_H, results, dy_BTHV
-    dq_BTHC, of_keys, dsinks_H = _of_slice(number, [branch(end) for end in ends], *arrays)
+    dq_BTHC, of_keys, dsinks_H = _of_slice(number - form.numbers[0], branches, *arrays)
     own = [lax.dynamic_slice_in_dim(x, number * T, T, axis=1) for x in of_keys]
     before = [
         lax.dynamic_update_slice_in_dim(x, jnp.zeros_like(part), number * T, axis=1)

@@ -1,6 +1,7 @@
 """Grouped-query attention: causal, inside each document, heads sharded over tensor."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ from moejax.comm.weights.gather import gather_weight, whole_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
 from moejax.kernels.cached_attention import cached_attention, put
-from moejax.kernels.sliced_attention import sliced_attention
 from moejax.layout.spec import StepSpec
 from moejax.model.layers import RMSNorm
 from moejax.model.rope import Angles, rotate, score_factor
@@ -79,31 +79,19 @@ class Attention(nnx.Module):
     def in_slice(
         self,
         x_BtD: Float[Array, "B t D"],
-        segment_BS: Int[Array, "B S"],
         angles: Angles,
-        past: tuple[jax.Array, jax.Array],
-        number: jax.Array,
+        attend: Callable[..., jax.Array],
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
-        """As a call, for one slice of the sequences.
+        """As a call, for a part of the positions of the sequences.
 
         Args:
-          angles: of the slice's positions.
-          past: keys and values of earlier slices, [B, S, G, C] each.
-          number: of the slice.
+          angles: of these positions.
+          attend: as `sliced_attention`, with what it takes of other positions.
         Returns:
-          What a call returns, and the keys and values of the slice's own positions.
+          What a call returns, and the keys and values of these positions.
         """
         q_BTHC, k_BTGC, v_BTGC = self._project(x_BtD, angles)
-        y_BTHC = sliced_attention(
-            q_BTHC,
-            k_BTGC,
-            v_BTGC,
-            past,
-            segment_BS,
-            number,
-            implementation=self.spec.attention,
-            **self._form(),
-        )
+        y_BTHC = attend(q_BTHC, k_BTGC, v_BTGC, implementation=self.spec.attention, **self._form())
         return self._leave(y_BTHC), (k_BTGC, v_BTGC)
 
     def decode(

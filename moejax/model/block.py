@@ -4,6 +4,7 @@ Per device, inside shard_map.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from moejax.comm.weights.gather import whole_weight
 from moejax.config.pattern import BlockKind
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.kernels.kept import ATTENDED
+from moejax.kernels.sliced_attention import sliced_attention
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
@@ -121,10 +123,21 @@ class Slice(NamedTuple):
     length: int
     past: list[jax.Array]
 
+    @property
+    def position_T(self) -> jax.Array:
+        """Its positions in the sequence."""
+        return self.number * self.length + jnp.arange(self.length)
+
     def angles(self, cfg: ModelConfig) -> Angles:
         """Returns the angles of its positions."""
-        position_T = self.number * self.length + jnp.arange(self.length)
-        return angles_at(position_T, cfg.rotated_channels, cfg.rope)
+        return angles_at(self.position_T, cfg.rotated_channels, cfg.rope)
+
+    def attends(self, segment_BS: jax.Array) -> list[Any]:
+        """Returns for each block its attention to this slice and those before it."""
+        return [
+            partial(sliced_attention, past=past, segment_BS=segment_BS, number=self.number)
+            for past in zip(self.past[::2], self.past[1::2], strict=True)
+        ]
 
 
 class Pattern(nnx.Module):
@@ -152,17 +165,21 @@ class Pattern(nnx.Module):
         return x_BtD, stats
 
     def in_slice(
-        self, x_BtD: jax.Array, segment_BT: jax.Array, angles: Angles, part: Slice
+        self, x_BtD: jax.Array, angles: Angles, attends: list[Any], noise: Noise | None
     ) -> tuple[jax.Array, list[MoEStats], list[jax.Array]]:
-        """As a call, for a slice of the sequences; returns its own keys and values too."""
+        """As a call, for a part of the positions; returns their keys and values too.
+
+        Args:
+          attends: for each block, as of `Attention.in_slice`.
+        """
         stats, own = [], []
-        pairs = zip(part.past[::2], part.past[1::2], strict=True)
-        for block, past in zip(self.blocks, pairs, strict=True):
+        for index, (block, told) in enumerate(zip(self.blocks, attends, strict=True)):
 
-            def attend(attention: Any, h_BtD: jax.Array, past: Any = past) -> tuple[jax.Array, Any]:
-                return attention.in_slice(h_BtD, segment_BT, angles, past, part.number)
+            def attend(attention: Any, h_BtD: jax.Array, told: Any = told) -> tuple[jax.Array, Any]:
+                return attention.in_slice(h_BtD, angles, told)
 
-            x_BtD, block_stats, kept = block.run(x_BtD, attend)
+            block_noise = None if noise is None else noise.of(index)
+            x_BtD, block_stats, kept = block.run(x_BtD, attend, block_noise)
             stats += [] if block_stats is None else [block_stats]
             own += kept
         return x_BtD, stats, own

@@ -5,6 +5,7 @@ decoding attends in the latent. One key of R channels that rotate is shared by a
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,6 @@ from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
 from moejax.kernels.cached_attention import cached_attention, put
-from moejax.kernels.sliced_attention import sliced_attention
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import project_from_heads, project_to_heads
 from moejax.model.layers import RMSNorm
@@ -84,21 +84,16 @@ class LatentAttention(nnx.Module):
     def in_slice(
         self,
         x_BtD: Float[Array, "B t D"],
-        segment_BS: Int[Array, "B S"],
         angles: Angles,
-        past: tuple[jax.Array, jax.Array],
-        number: jax.Array,
+        attend: Callable[..., jax.Array],
     ) -> tuple[Float[Array, "B t D"], tuple[jax.Array, ...]]:
         """As `Attention.in_slice`; keys and values are kept expanded."""
         projected = self._project(x_BtD, angles)
         k_BTHC, v_BTHV = self._keys(projected, angles)
-        y_BTHV = sliced_attention(
+        y_BTHV = attend(
             projected.q_BTHC,
             k_BTHC,
             v_BTHV,
-            past,
-            segment_BS,
-            number,
             window=self.window,
             scale=self._scale,
             implementation=self.spec.attention,

@@ -5,7 +5,7 @@ their dimensions are metadata (`dims`), from which `Layout` derives every shardi
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.block import Pattern, Slice
 from moejax.model.layers import Embedding, RMSNorm
 from moejax.model.remat import REMAT_POLICIES, in_turn
-from moejax.model.rope import Angles, tables
+from moejax.model.rope import Angles, angles_at, tables
+from moejax.model.share import Share
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
 
@@ -131,7 +132,7 @@ class Transformer(nnx.Module):
         The group's weights are those of the repeat, not stacked.
 
         Args:
-          noise: of the repeat; None for slices.
+          noise: of the repeat.
           part: the slice that the hidden states are of; None: they are of whole sequences.
         Returns:
           Hidden states, the experts' statistics, and keys and values of a slice, as `Slice.past`.
@@ -140,10 +141,11 @@ class Transformer(nnx.Module):
         if part is None:
             x_BtD, stats = group(x_BtD, segment_BT, self._angles(segment_BT), noise)
         else:
-            x_BtD, stats, own = group.in_slice(x_BtD, segment_BT, part.angles(self.cfg), part)
-        if not stats:
-            return x_BtD, None, own
-        return x_BtD, jax.tree.map(lambda *blocks: jnp.stack(blocks), *stats), own
+            if noise is not None:
+                noise = noise._replace(position_T=part.position_T)
+            attends, angles = part.attends(segment_BT), part.angles(self.cfg)
+            x_BtD, stats, own = group.in_slice(x_BtD, angles, attends, noise)
+        return x_BtD, _stacked(stats), own
 
     def keys(self, x_BtD: Float[Array, "B t D"], part: Slice) -> list[jax.Array]:
         """Returns what `in_layer` returns last, of which only shapes and dtypes count."""
@@ -155,6 +157,41 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"]]:
         """Returns the final hidden states, on all tensor ranks, and the output projection."""
         return enter_tensor(self.norm(y_BtD), self.spec.layout), self.embedding.weights()[1]
+
+    def look_ahead_in_share(
+        self,
+        y_BtD: Float[Array, "B t D"],
+        next_BT: Int[Array, "B T"],
+        share: Share,
+        noise: Noise | None,
+    ) -> tuple[Float[Array, "B T D"], MoEStats | None]:
+        """Runs the module for multi-token prediction on a stage's share of the positions.
+
+        Args:
+          y_BtD: what the stages left; as of `after_stages`.
+          next_BT: `next_tokens` of the share.
+        Returns:
+          As the last of `Ahead`, and the statistics of the module's experts.
+        """
+        module, position_T = self.predict_ahead, share.position_T
+        assert module is not None, "model.predict_ahead is 0"
+        graph, stacked = nnx.split(module.group)
+        if noise is not None:
+            noise = noise.of(len(self.groups)).of(0)._replace(position_T=position_T)
+        angles = angles_at(position_T, self.cfg.rotated_channels, self.cfg.rope)
+
+        def run(state: Any, x_BtD: jax.Array) -> Any:
+            group = nnx.merge(graph, state)
+            attends = [share.attend] * len(group.blocks)
+            return group.in_slice(x_BtD, angles, attends, noise)[:2]
+
+        if self.cfg.remat != "none":
+            run = jax.checkpoint(run, policy=REMAT_POLICIES[self.cfg.remat])
+        with jax.named_scope("predict_ahead"):
+            next_BtD = self.embedding.embed(next_BT, self.embedding.weights()[0])
+            x_BtD = module.join(next_BtD, self.norm(y_BtD))
+            x_BtD, stats = run(jax.tree.map(lambda x: x[0], stacked), x_BtD)
+            return enter_tensor(module.norm(x_BtD), self.spec.layout), _stacked(stats)
 
     def _angles(self, token_BT: jax.Array) -> Angles:
         return tables(token_BT.shape[1], self.cfg.rotated_channels, self.cfg.rope)
@@ -235,6 +272,11 @@ class Transformer(nnx.Module):
         # [repeats, ...] for each expert block of a pattern -> [repeats * blocks, ...], ordered.
         flat = jax.tree.map(lambda *p: jnp.stack(p, axis=1).reshape(-1, *p[0].shape[1:]), *joined)
         return x_BtD, flat
+
+
+def _stacked(stats: list[MoEStats]) -> MoEStats | None:
+    """Returns the statistics of single expert layers, stacked in order."""
+    return jax.tree.map(lambda *blocks: jnp.stack(blocks), *stats) if stats else None
 
 
 def _joined(stats: list[MoEStats]) -> MoEStats | None:

@@ -168,9 +168,12 @@ class MoE(nnx.Module):
         t = x_BtD.shape[1]
         if noise is not None:
             replicated = self.spec.route.replicated
-            first_position = 0 if replicated else wire.index(self.spec.layout.tensor) * t
+            first = 0 if replicated else wire.index(self.spec.layout.tensor) * t
+            position_t = first + jnp.arange(t)
+            if noise.position_T is not None:
+                position_t = noise.position_T[position_t]
             x_BtD *= router.jitter_noise(
-                x_BtD.shape, self.moe.router.jitter, noise, first_position=first_position
+                x_BtD.shape, self.moe.router.jitter, noise, position_t=position_t
             )
         x_ND = x_BtD.reshape(-1, x_BtD.shape[2])
         logit_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE, precision="highest")

@@ -157,6 +157,8 @@ class Noise(NamedTuple):
 
     key: jax.Array  # the same on every device; differs by step and layer
     first_sequence: jax.Array | int  # index in the global batch of the first routed sequence
+    # Positions in the sequence of what all tensor ranks route; None: whole sequences.
+    position_T: jax.Array | None = None
 
     def of(self, index: jax.Array | int) -> "Noise":
         """The noise of one layer, or of one group of layers, by its index."""
@@ -164,7 +166,7 @@ class Noise(NamedTuple):
 
 
 def jitter_noise(
-    shape: tuple[int, ...], amount: float, noise: Noise, *, first_position: jax.Array | int
+    shape: tuple[int, ...], amount: float, noise: Noise, *, position_t: jax.Array
 ) -> Float[Array, "B t D"]:
     """Factors for the router's input, uniform in 1 - amount .. 1 + amount.
 
@@ -173,14 +175,14 @@ def jitter_noise(
 
     Args:
       shape: [B, t, D], of the input.
-      first_position: index in the sequence of this device's first position.
+      position_t: this device's positions in the sequence.
     Source: Switch Transformer (Fedus et al. 2021), section 2.2.
     """
-    B, t, D = shape
+    B, _, D = shape
 
     def factors(b: jax.Array, s: jax.Array) -> jax.Array:
         sequence = jax.random.fold_in(noise.key, noise.first_sequence + b)
-        key = jax.random.fold_in(sequence, first_position + s)
+        key = jax.random.fold_in(sequence, s)
         return jax.random.uniform(key, (D,), minval=1 - amount, maxval=1 + amount)
 
-    return jax.vmap(lambda b: jax.vmap(lambda s: factors(b, s))(jnp.arange(t)))(jnp.arange(B))
+    return jax.vmap(lambda b: jax.vmap(lambda s: factors(b, s))(position_t))(jnp.arange(B))

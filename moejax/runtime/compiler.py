@@ -18,21 +18,27 @@ from jax.sharding import SingleDeviceSharding
 Options = dict[str, str | int]
 
 
-def compiler_options(platform: str, *, hops: int, reduction_hops: int = 1) -> Options:
+def compiler_options(
+    platform: str, *, hops: int, reduction_hops: int = 1, stages: int = 1
+) -> Options:
     """Returns the options of a run's programs.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
       hops: number of hops of the route.
       reduction_hops: number of collectives, one after the other, that sum a dense gradient.
+      stages: number of pipeline stages.
     """
-    if hops and platform == "gpu":
+    if platform == "gpu" and (hops or stages > 1):
         # By default one collective runs at a time, so half of the exchanges stay exposed. The
         # pipeline has two collectives in flight per hop (dispatch and combine); one more slot is
         # for weights and their gradients. XLA runs the reductions of a layer in the next turn of
         # the loop, behind attention. There the first of three in a row finds the slots taken by
         # those of experts, and is waited for; hence a second slot (docs/log.md, 2026-11-25).
         slots = 2 * hops + max(1, reduction_hops - 1)
+        # What travels between stages is under way beside a whole loop over layers, and such a loop
+        # starts only where slots are left for all that it has under way (docs/log.md, 2026-11-26).
+        slots += stages > 1
         return {"xla_gpu_experimental_parallel_collective_overlap_limit": slots}
     if platform == "tpu":
         # By default every collective is synchronous. SparseCores, where a TPU has them, gather

@@ -21,19 +21,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm.stages import Link
-from moejax.step.staged_model import RouterParts, StagedModel, no_parts, put_table
+from moejax.step.staged_model import RouterParts, StagedModel, no_parts
+from moejax.step.staged_weights import put_part
 from moejax.step.state import Tree
 
 
 class Lookup:
     """The embedding, at the first stage.
 
-    The state of gradients is the float32 sum of the table's.
+    The state of gradients is the float32 sum of the table's; None if it is not trained.
     """
 
     def __init__(self, staged: StagedModel):
         self.staged = staged
-        self.table = staged.outer["embedding"]["table"]
+        self.table = staged.weights.outer["embedding"]["table"]
+        self.trained = staged.weights.trains("embedding", "table")
 
     def first(self) -> tuple[jax.Array, None]:
         """Returns hidden states of real tokens, and what moves besides: nothing."""
@@ -45,18 +47,20 @@ class Lookup:
         k, _ = self.staged.numbered(schedule.micro_batch(t))
         return self.staged.embed(self.table, k, schedule.kind(t)), None
 
-    def first_back(self) -> Tree:
+    def first_back(self) -> Tree | None:
         """Returns the state of gradients before the first tick."""
-        return sums_like(self.table)
+        return sums_like(self.table) if self.trained else None
 
-    def move(self, back: Tree, dx_BtD: jax.Array, t: jax.Array, *, leave: bool) -> Tree:
+    def move(
+        self, back: Tree | None, dx_BtD: jax.Array, t: jax.Array, *, leave: bool
+    ) -> Tree | None:
         """Moves gradients on by one stage; where nothing moves, adds that of the first's input.
 
         Args:
           dx_BtD: what backward left one tick before tick t.
           leave: whether micro-batches leave at tick t, and the first stage's is that of an input.
         """
-        if not leave:
+        if not leave or not self.trained:
             return back
         staged, schedule = self.staged, self.staged.schedule
         n = t - schedule.begins - schedule.chunks * staged.stages
@@ -72,9 +76,11 @@ class Lookup:
         Returns:
           The gradients of `outer`, without those of the loss, and the parts' sums.
         """
-        zeros = sums_like(self.staged.outer)
+        zeros = sums_like(self.staged.weights.outer)
+        if not self.trained:
+            return zeros, no_parts()
         back = self.move(back, dx_BtD, jnp.int32(self.staged.schedule.end), leave=True)
-        return put_table(zeros, back), no_parts()
+        return put_part(zeros, {"embedding": {"table": back}}), no_parts()
 
 
 class Returning(NamedTuple):
@@ -92,51 +98,62 @@ class Returning(NamedTuple):
 class Chain:
     """Layers before the stages, on each stage's own micro-batches.
 
-    Each stage in turn has the next micro-batch. Before the first stage begins with P of them all
-    put their next one on a chain that ends at it.
+    Each stage in turn has the next micro-batch. Stage s puts it, or its slices, on a chain to the
+    first stage, s ticks before they begin there.
 
     Attributes:
-      x_JBtD: hidden states of this stage's own micro-batches.
+      x_JBtD: hidden states of this stage's own micro-batches, positions by slices.
     """
 
     def __init__(self, staged: StagedModel):
         self.staged = staged
         each = jnp.arange(staged.each)
-        self.x_JBtD = lax.map(lambda j: staged.run_before(staged.outer, j)[0], each)
-        self.ahead: Link = staged.link("stage", self.x_JBtD[0])
-        self.behind: Link = staged.link("stage_gradient", self.x_JBtD[0])
+        self.x_JBtD = lax.map(lambda j: staged.run_before(staged.weights.outer, j)[0], each)
+        like = self.first()[0]
+        self.ahead: Link = staged.link("stage", like)
+        self.behind: Link = staged.link("stage_gradient", like)
 
     def first(self) -> tuple[jax.Array, jax.Array]:
         """Returns hidden states of real tokens, and what moves down the chain."""
-        return self.x_JBtD[0], self.x_JBtD[0]
+        x_BtD = self.staged.piece_of(self.x_JBtD[0], jnp.int32(0))
+        return x_BtD, x_BtD
 
     def input(self, fed: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the first stage's input at a tick at which they enter, and moves the chain on."""
-        staged = self.staged
-        j = t // (staged.stages * staged.schedule.chunks)
-        new = get(self.x_JBtD, jnp.minimum(j, staged.each - 1))
-        fed = jnp.where(t % staged.stages == 0, new, fed)
+        staged, n = self.staged, t + self.staged.stage
+        k, _ = staged.numbered(staged.schedule.micro_batch(n))
+        owner, j = staged.rank(k)
+        new = staged.piece_of(get(self.x_JBtD, j), staged.schedule.kind(n))
+        fed = jnp.where(owner == staged.stage, new, fed)
         return fed, self.ahead.to_previous(self.ahead.encode_once(fed))
 
     def first_back(self) -> Returning:
         """Returns the state of gradients before the first tick."""
-        return Returning(jnp.zeros_like(self.x_JBtD[0]), jnp.zeros_like(self.x_JBtD))
+        return Returning(jnp.zeros_like(self.first()[0]), jnp.zeros_like(self.x_JBtD))
 
     def move(self, back: Returning, dx_BtD: jax.Array, t: jax.Array, *, leave: bool) -> Returning:
         """Moves gradients on by one stage, and keeps one that has come back to where it is from.
 
-        Of micro-batches that enter together, that of stage s leaves s ticks after the first, and
-        reaches stage s as many later. Arguments as of `Lookup.move`.
+        What the first stage leaves at a tick reaches stage s s ticks later. Arguments as of
+        `Lookup.move`.
         """
         moving = self.behind.to_next(self.behind.encode_once(back.moving))
         if leave:
             moving = jnp.where(self.staged.stage == 0, dx_BtD, moving)
-        staged, turn = self.staged, self.staged.stages * self.staged.schedule.chunks
-        u = t - staged.schedule.begins - turn - 2 * staged.stage
-        j, here = u // turn, u % turn == 0
-        here &= (j >= 0) & (j < staged.each)
-        slot = jnp.clip(j, 0, staged.each - 1)
-        return Returning(moving, put(back.own_JBtD, moving, slot, here))
+        staged, schedule = self.staged, self.staged.schedule
+        n = t - staged.stage - schedule.begins - schedule.chunks * staged.stages
+        k, here = staged.numbered(schedule.micro_batch(n))
+        owner, j = staged.rank(k)
+        kind = schedule.kind(n, backward=True)
+        first_chunk = n // staged.stages % schedule.chunks == 0
+        here &= (owner == staged.stage) & first_chunk
+        piece = kind if schedule.slices > 1 else 0
+        start = (j, 0, piece * moving.shape[1], 0)
+        old = lax.dynamic_slice(back.own_JBtD, start, (1, *moving.shape))
+        own_JBtD = lax.dynamic_update_slice(
+            back.own_JBtD, jnp.where(here, moving[None], old), start
+        )
+        return Returning(moving, own_JBtD)
 
     def finish(self, back: Returning, dx_BtD: jax.Array) -> tuple[Tree, RouterParts]:
         """Brings back what is under way, and runs backward through the layers before the stages.
@@ -151,16 +168,19 @@ class Chain:
 
         back, _ = lax.scan(bring_back, back, jnp.arange(end + 1, end + staged.stages))
 
+        weights = staged.before_of(staged.weights.outer)
+
         def add_one(sums: Any, scanned: Any) -> tuple[Any, None]:
             j, dx_BtD = scanned
-            _, pull, parts = jax.vjp(partial(staged.before, j=j), staged.outer, has_aux=True)
-            (outer,) = pull((dx_BtD, jnp.ones(())))
-            return (add(sums[0], outer), jax.tree.map(jnp.add, sums[1], parts)), None
+            _, pull, parts = jax.vjp(partial(staged.before, j=j), weights, has_aux=True)
+            (more,) = pull((dx_BtD, jnp.ones(())))
+            return (add(sums[0], more), jax.tree.map(jnp.add, sums[1], parts)), None
 
-        parts = jax.eval_shape(staged.before, staged.outer, jnp.int32(0))[1]
+        parts = jax.eval_shape(staged.before, weights, jnp.int32(0))[1]
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts)
-        first = sums_like(staged.outer), none
-        return lax.scan(add_one, first, (jnp.arange(staged.each), back.own_JBtD))[0]
+        each = jnp.arange(staged.each), back.own_JBtD
+        (sums, parts), _ = lax.scan(add_one, (sums_like(weights), none), each)
+        return put_part(sums_like(staged.weights.outer), sums), parts
 
 
 def build_feed(staged: StagedModel) -> Lookup | Chain:
@@ -171,12 +191,6 @@ def build_feed(staged: StagedModel) -> Lookup | Chain:
 def get(slots: jax.Array, slot: jax.Array) -> jax.Array:
     """Reads a slot."""
     return lax.dynamic_index_in_dim(slots, slot, keepdims=False)
-
-
-def put(slots: jax.Array, x: jax.Array, slot: jax.Array, valid: jax.Array) -> jax.Array:
-    """Writes to a slot, if valid."""
-    x = jnp.where(valid, x, get(slots, slot))
-    return lax.dynamic_update_index_in_dim(slots, x, slot, 0)
 
 
 def sums_like(tree: Tree) -> Tree:

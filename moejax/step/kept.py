@@ -81,7 +81,7 @@ class Layers:
           Its result, a slice's own keys and values, what backward needs, and parts of the loss.
         """
         index = visit.first + local
-        weights = self.staged.layer(index)
+        weights = self.staged.weights.layer(index)
 
         def run(weights: Tree, past: Past, x_BtD: jax.Array) -> Any:
             return self.staged.in_layer(weights, past, x_BtD, visit, index)
@@ -98,7 +98,7 @@ class Layers:
     ) -> Back:
         """Runs gradients back through a layer, after a `forward` that kept as many arrays."""
         index = visit.first + local
-        own, inputs = iter(kept), jax.tree.leaves((self.staged.layer(index), past))
+        own, inputs = iter(kept), jax.tree.leaves((self.staged.weights.layer(index), past))
         arrays = [next(own) if place is None else inputs[place] for place in self.places]
         share = visit.valid.astype(jnp.float32)  # the gradient of the routers' losses
         of_keys = [get(x, local) for x in back.past]
@@ -106,7 +106,8 @@ class Layers:
         new = [x.astype(like.dtype) for x, like in zip(new, past, strict=True)]
         pull = jax.tree.unflatten(self.tree, arrays)
         gradients, earlier, dx_BtD = pull((back.dy_BtD, share, new))
-        sums = jax.tree.map(lambda s, g: _add_at(s, g, index), back.sums, gradients)
+        trained = self.staged.weights.trained_of_layer(gradients, index)
+        sums = jax.tree.map(lambda s, g: _add_at(s, g, index), back.sums, trained)
         more = zip(back.past, earlier, strict=True)
         return Back(dx_BtD, sums, [_add_at(x, g, local) for x, g in more])
 
@@ -115,7 +116,7 @@ class Layers:
 
         def layer(x_BtD: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
             index = visit.first + index
-            weights = self.staged.layer(index)
+            weights = self.staged.weights.layer(index)
             return self.staged.run_layer(weights, [], x_BtD, visit, index)[0], None
 
         return self.scan(layer, x_BtD)[0]

@@ -12,6 +12,7 @@ from moejax.comm.weights.adapters import attach_adapters
 from moejax.config.compression import GRADIENTS, STAGES, Codecs, build_compression
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config, MeshConfig
+from moejax.errors import InputError
 from moejax.kernels.select import hardware_of, select_kernels
 from moejax.layout.layout import Layout, build_layout
 from moejax.layout.route import build_route
@@ -94,9 +95,19 @@ def check_adapters(cfg: Config) -> None:
     Raises:
       InputError: if it does not fit.
     """
-    if cfg.lora.rank is not None:
-        layout = build_layout(MeshConfig())
-        describe_model(cfg, StepSpec(layout, build_route("split", layout)))
+    if cfg.lora.rank is None:
+        return
+    layout = build_layout(MeshConfig())
+    model, _, _ = describe_model(cfg, StepSpec(layout, build_route("split", layout)))
+    chunks = cfg.model.stage_chunks
+    groups = model.dims["groups"]
+    first, *others = (groups[group] for group in sorted(groups)[-chunks:])
+    if any(group != first for group in others):
+        raise InputError(
+            f"`lora.targets` fits other matrices in some of the {chunks} chunks of "
+            "`model.stage_chunks` than in others. All chunks run one program. Name matrices "
+            "without their place, such as attention.w_*, or set model.stage_chunks=1."
+        )
 
 
 def build_spec(

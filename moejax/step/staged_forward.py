@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import stages, wire
-from moejax.comm.weights.enter import enter_weights
+from moejax.step.answer import Answers
 from moejax.step.feed import build_feed
 from moejax.step.kept import Layers
 from moejax.step.loss import sum_nll, target_nll
@@ -25,8 +25,7 @@ from moejax.step.visits import Moving, sent, stage_input, visit_forward
 
 
 def _staged(model: ModelDef, state: TrainState, batch: Batch, micro_batches: int) -> StagedModel:
-    entered = enter_weights(state.params, model.dims, model.layouts, model.spec)
-    return StagedModel(model, state, batch, entered, micro_batches)
+    return StagedModel(model, state, batch, state.params, micro_batches)
 
 
 def forward_through_stages(
@@ -67,13 +66,12 @@ def forward_through_stages(
 def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
     """As `step.forward.sum_over_targets`."""
     staged = _staged(model, state, batch, model.cfg.train.micro_batches)
+    answers = Answers(staged)
 
     def answer(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
-        x_BTD, w_Dv = staged.end(staged.head_of(staged.outer), y_BtD)
-        chunk_tokens = model.chunk_tokens
-        return sum_nll(
-            x_BTD, w_Dv, staged.targets(k, jnp.int32(0)), model.layout, chunk_tokens=chunk_tokens
-        )
+        x_BTD, w_Dv = answers.end(y_BtD)
+        target_BT, chunk_tokens = answers.targets(k, jnp.int32(0)), model.chunk_tokens
+        return sum_nll(x_BTD, w_Dv, target_BT, model.layout, chunk_tokens=chunk_tokens)
 
     total = jnp.sum(forward_through_stages(staged, answer))
     return wire.all_reduce(total, model.layout.token_axes)
@@ -83,15 +81,15 @@ def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Arra
     """As `step.forward.nll_of_targets`."""
     staged, layout = _staged(model, state, batch, model.cfg.train.micro_batches), model.layout
     B, T = batch.target_BT.shape
+    answers = Answers(staged)
 
     def answer(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
-        x_BTD, w_Dv = staged.end(staged.head_of(staged.outer), y_BtD)
-        chunk_tokens = model.chunk_tokens
-        return target_nll(
-            x_BTD, w_Dv, staged.targets(k, jnp.int32(0)), layout, chunk_tokens=chunk_tokens
-        )
+        x_BTD, w_Dv = answers.end(y_BtD)
+        target_BT, chunk_tokens = answers.targets(k, jnp.int32(0)), model.chunk_tokens
+        return target_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
 
-    nll = stages.join_positions(forward_through_stages(staged, answer), layout)  # [M, rows, T]
+    nll = forward_through_stages(staged, answer)  # [M, rows, a share of T]
+    nll = stages.join_positions(nll.reshape(-1, nll.shape[-1]), layout)
     # Stages have the micro-batches in turn.
     nll = nll.reshape(staged.each, staged.stages, -1, T).swapaxes(0, 1).reshape(staged.stages, B, T)
     return wire.all_gather(nll[:, None], layout.inside.token_axes, dim=1).reshape(-1, T)
@@ -104,11 +102,12 @@ def logits_after(
     layout, none = model.layout, jnp.zeros_like(token_BT)
     batch = Batch(token_BT, none, none)
     staged = _staged(model, state, batch, layout.size(layout.stage))
+    answers = Answers(staged)
     every = jnp.broadcast_to(jnp.arange(token_BT.shape[1]), token_BT.shape)
     here_BT = stages.own_positions(every, layout) == length - 1
 
     def answer(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
-        x_BTD, w_Dv = staged.end(staged.head_of(staged.outer), y_BtD)
+        x_BTD, w_Dv = answers.end(y_BtD)
         last_BD = jnp.sum(jnp.where(here_BT[..., None], x_BTD, 0), axis=1)
         return wire.all_reduce(last_BD, layout.stage, tag=None) @ w_Dv
 

@@ -1,8 +1,8 @@
 """A model whose last layer groups are spread over pipeline stages, as one stage sees it.
 
 Per device, inside the shard_map of the training mesh. Three functions take a micro-batch from
-tokens to its loss: `before`, `in_layer` for each layer of a stage, `answer`. `step.stages` says at
-which tick each is called.
+tokens to its loss: `before`, `in_layer` for each layer of a stage, and `step.answer`.
+`step.stages` says at which tick each is called.
 
 Layers before the stages' run on each stage's own micro-batches, M / P of them. The loss of a
 micro-batch is computed by all stages, each for a share of the positions. So none of the two is
@@ -21,15 +21,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import stages, wire
+from moejax.layout.layout import Layout
 from moejax.model.block import Slice
 from moejax.model.remat import REMAT_POLICIES
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
 from moejax.step.forward import split_micro_batches
-from moejax.step.loss import next_token_loss, router_losses
+from moejax.step.loss import router_losses
 from moejax.step.model import ModelDef
 from moejax.step.schedule import schedule_of
+from moejax.step.staged_weights import StagedWeights, at, put_part
 from moejax.step.state import Batch, TrainState, Tree
 from moejax.step.whole_batch import keys_of
 
@@ -70,11 +72,10 @@ class StagedModel:
     """A model's weights and rows on this device.
 
     Attributes:
-      outer: weights of everything but the stages' layers.
-      layers: weights of this stage's layers, those of its chunks one after the other.
+      weights: that this device computes with.
       own: this device's rows, by its own micro-batches.
       segment_MBT, target_MBT, token_MBT: of all stages' micro-batches, in the order of ranks; the
-        last is None where layers are before the stages.
+        last is None where no stage looks a micro-batch of another up.
     """
 
     def __init__(
@@ -82,67 +83,44 @@ class StagedModel:
         model: ModelDef,
         state: TrainState,
         batch: Batch,
-        entered: Tree,
+        params: Tree,
         micro_batches: int,
         slices: int = 1,
     ):
+        """Takes what is trained as `params`; see `StagedWeights`."""
         self.model, self.state, self.layout = model, state, model.layout
+        self.weights = StagedWeights(model, state, params)
         self.stages = self.layout.size(self.layout.stage)
         self.stage = wire.index(self.layout.stage)
         self.micro_batches = micro_batches
         self.each = micro_batches // self.stages
-        self.chunks = model.cfg.model.stage_chunks
-        self.groups = sorted(entered["groups"])[-self.chunks :]
-        self.layers = self._stacked(entered["groups"])
-        others = {g: w for g, w in entered["groups"].items() if g not in self.groups}
-        self.outer = {**entered, "groups": others}
+        self.chunks, self.repeats = self.weights.chunks, self.weights.repeats
         self.own = split_micro_batches(batch, self.each)
         gather = partial(wire.all_gather, axes=self.layout.stage, dim=0, tag=None)
         name = model.cfg.mesh.schedule
         self.slices = slices
         self.schedule = schedule_of(name, self.stages, micro_batches, self.chunks, slices)
         # Whether nothing but the embedding is before the stages.
-        self.embeds_alone = not others
-        self.token_MBT = gather(self.own.token_BT) if self.embeds_alone else None
+        self.embeds_alone = not self.weights.outer["groups"]
+        looked_up = self.embeds_alone or model.cfg.model.predict_ahead
+        self.token_MBT = gather(self.own.token_BT) if looked_up else None
         self.segment_MBT = gather(self.own.segment_BT)
         self.target_MBT = gather(self.own.target_BT)
         biases = state.router_bias.get("groups", {})
-        self.biases = self._stacked(biases) if self.groups[-1] in biases else {}
+        has_experts = self.weights.groups[-1] in biases
+        self.biases = self.weights.stacked(biases) if has_experts else {}
         here = sum(map(len, jax.tree.leaves(self.biases)))
-        self.expert_layers = sum(map(len, jax.tree.leaves(biases))) + here * (self.stages - 1)
-
-    def _stacked(self, groups: Tree) -> Tree:
-        """Returns arrays of the stages' groups, those of the chunks one after the other."""
-        own = [groups[group] for group in self.groups]
-        return own[0] if len(own) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *own)
-
-    def join(self, outer: Tree, layers: Tree) -> Tree:
-        """Returns a tree like the parameters."""
-        if self.chunks == 1:
-            parts = [layers]
-        else:
-            cut = [jnp.split(x, self.chunks) for x in jax.tree.leaves(layers)]
-            parts = [
-                jax.tree.unflatten(jax.tree.structure(layers), own)
-                for own in zip(*cut, strict=True)
-            ]
-        own = dict(zip(self.groups, parts, strict=True))
-        return {**outer, "groups": {**outer["groups"], **own}}
+        every = sum(map(len, jax.tree.leaves(state.router_bias)))
+        self.expert_layers = every + here * (self.stages - 1)
 
     def link(self, traffic: Literal["stage", "stage_gradient"], x_BtD: jax.Array) -> stages.Link:
         """Returns the links to other stages for arrays like x."""
         return stages.build_link(traffic, self.layout, self.model.spec.codecs, x_BtD)
 
-    def head_of(self, outer: Tree) -> Tree:
-        """Returns the part of `outer` that answers what the last stage left."""
-        tied = self.model.cfg.model.tie_embeddings
-        name = "table" if tied else "project"
-        return {"norm": outer["norm"], "embedding": {name: outer["embedding"][name]}}
-
     def transformer(self, outer: Tree) -> Transformer:
         """Returns the model with these weights outside of the stages."""
-        params = self.join(outer, self.layers)
-        return self.model.merge(params, self.state.router_bias, self.state.frozen)
+        params = self.weights.join(outer, self.weights.layers)
+        return self.model.merge(params, self.state.router_bias)
 
     def rank(self, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns whose the k-th micro-batch is, and which of its own: each stage's in turn."""
@@ -173,7 +151,8 @@ class StagedModel:
         rows = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, keepdims=False), self.own)
         model, noise = self.transformer(outer), self.noise(self.stage, j)
         with jax.named_scope("embed"):
-            return model.before_stages(rows.token_BT, rows.segment_BT, noise)
+            x_BtD, stats = model.before_stages(rows.token_BT, rows.segment_BT, noise)
+        return stages.in_slices(x_BtD, self.slices, self.layout), stats
 
     def piece_of(self, array_BT: jax.Array, piece: jax.Array) -> jax.Array:
         """Returns the positions of a slice."""
@@ -185,25 +164,25 @@ class StagedModel:
     def embed(self, table: Tree, k: jax.Array, piece: jax.Array) -> jax.Array:
         """Looks up a slice's hidden states, where nothing else is before the stages."""
         assert self.token_MBT is not None
-        outer = put_table(self.outer, table)
+        outer = put_part(self.weights.outer, {"embedding": {"table": table}})
         rows = [self.piece_of(self.row_of(x, k), piece) for x in (self.token_MBT, self.segment_MBT)]
         with jax.named_scope("embed"):
             return self.transformer(outer).before_stages(rows[0], rows[1], None)[0]
 
-    def before(self, outer: Tree, j: jax.Array) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
-        """Returns ((hidden states, share of the routers' losses), parts) of `run_before`."""
-        x_BtD, stats = self.run_before(outer, j)
+    def before_of(self, outer: Tree) -> Tree:
+        """Returns the part of `outer` that is before the stages."""
+        table = outer["embedding"]["table"]
+        return {"groups": outer["groups"], "embedding": {"table": table}}
+
+    def before(self, part: Tree, j: jax.Array) -> tuple[tuple[jax.Array, jax.Array], RouterParts]:
+        """Returns ((hidden states, share of the routers' losses), parts) of `run_before`.
+
+        Args:
+          part: the weights of `before_of`.
+        """
+        x_BtD, stats = self.run_before(put_part(self.weights.outer, part), j)
         loss, parts = self.router_parts(stats)
         return (x_BtD, loss), parts
-
-    @property
-    def repeats(self) -> int:
-        """Repeats of a chunk on this stage: what runs, and is kept, one after the other."""
-        return len(jax.tree.leaves(self.layers)[0]) // self.chunks
-
-    def layer(self, index: jax.Array) -> Tree:
-        """Returns the weights of one of this stage's repeats, of all its chunks."""
-        return jax.tree.map(partial(_at, index=index), self.layers)
 
     def in_layer(
         self, weights: Tree, past: Past, x_BtD: jax.Array, visit: Visit, index: jax.Array
@@ -213,7 +192,7 @@ class StagedModel:
         Arguments and the first and last of three as of `run_layer`.
         """
         y_BtD, stats, own = self.run_layer(weights, past, x_BtD, visit, index)
-        loss, parts = self.router_parts(stats)
+        loss, parts = self.router_parts(stats, self.slices)
         return (y_BtD, loss, own), parts
 
     def past_of(self, x_BtD: jax.Array) -> list[jax.ShapeDtypeStruct]:
@@ -224,12 +203,12 @@ class StagedModel:
         """
         if self.slices == 1:
             return []
-        length = self.segment_MBT.shape[2] // self.slices
+        length, zero = self.segment_MBT.shape[2] // self.slices, jnp.int32(0)
 
         def keys(x_BtD: jax.Array) -> Past:
-            merged = self._in_every_chunk(self.outer, self.layer(jnp.int32(0)))
-            model = self.model.merge(merged, self._biases(jnp.int32(0)), self.state.frozen)
-            return model.keys(x_BtD, Slice(jnp.int32(0), length, []))
+            merged = self._in_every_chunk(self.weights.outer, self.weights.layer(zero))
+            model = self.model.merge(merged, self._biases(zero))
+            return model.keys(x_BtD, Slice(zero, length, []))
 
         own = jax.eval_shape(keys, x_BtD)
         whole = self.segment_MBT.shape[2]
@@ -251,12 +230,12 @@ class StagedModel:
         segment_BT, noise = self.row_of(self.segment_MBT, k), self.noise(*self.rank(k))
         if noise is not None:
             chunk, number = index // self.repeats, self.stage * self.repeats + index % self.repeats
-            noise = noise.of(self.groups[0] + chunk).of(number)
+            noise = noise.of(self.weights.groups[0] + chunk).of(number)
         biases, length = self._biases(index), segment_BT.shape[1] // self.slices
 
         def run(weights: Tree, past: Past, x_BtD: jax.Array) -> Any:
-            merged = self._in_every_chunk(self.outer, weights)
-            model = self.model.merge(merged, biases, self.state.frozen)
+            merged = self._in_every_chunk(self.weights.outer, weights)
+            model = self.model.merge(merged, biases)
             part = Slice(visit.piece, length, past) if past else None
             return model.in_layer(x_BtD, segment_BT, noise, part)
 
@@ -269,7 +248,7 @@ class StagedModel:
         """Returns the selection biases, of the stages' groups those of one repeat."""
         if not self.biases:
             return self.state.router_bias
-        own = jax.tree.map(partial(_at, index=index), self.biases)
+        own = at(self.biases, index)
         return self._in_every_chunk(self.state.router_bias, own)
 
     def _in_every_chunk(self, tree: Tree, own: Tree) -> Tree:
@@ -277,68 +256,26 @@ class StagedModel:
 
         Chunks are alike, so whichever runs has them.
         """
-        return {**tree, "groups": {**tree["groups"], **dict.fromkeys(self.groups, own)}}
+        return {**tree, "groups": {**tree["groups"], **dict.fromkeys(self.weights.groups, own)}}
 
-    def answer(
-        self, head: Tree, y_BtD: jax.Array, k: jax.Array, piece: jax.Array, num_targets: jax.Array
-    ) -> jax.Array:
-        """Returns this device's share of the loss of what the last stage left.
+    def router_parts(
+        self, stats: MoEStats | None, slices: int = 1, layout: Layout | None = None
+    ) -> tuple[jax.Array, RouterParts]:
+        """Returns a micro-batch's share of the routers' losses, and what it adds to the parts.
 
         Args:
-          y_BtD: this stage's share of the positions.
-          num_targets: of the whole batch.
+          slices: of which the statistics are those of one.
+          layout: of the tokens that the experts saw; None: that inside a stage.
         """
-        x_BTD, w_Dv = self.end(head, y_BtD)
-        with jax.named_scope("loss"):
-            loss, _ = next_token_loss(
-                x_BTD,
-                w_Dv,
-                self.targets(k, piece),
-                None,
-                moe=self.model.cfg.moe,
-                num_targets=num_targets,
-                micro_batches=self.micro_batches,
-                layout=self.layout,
-                chunk_tokens=self.model.chunk_tokens,
-            )
-        return loss
-
-    def end(self, head: Tree, y_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns final hidden states x_BTD of this stage's positions, and the projection w_Dv."""
-        model = self.transformer(put_head(self.outer, head))
-        return model.after_stages(y_BtD)
-
-    def targets(self, k: jax.Array, piece: jax.Array) -> jax.Array:
-        """Returns the targets of this stage's share of a slice's positions."""
-        target_BT = self.piece_of(self.row_of(self.target_MBT, k), piece)
-        return stages.own_positions(target_BT, self.layout)
-
-    def router_parts(self, stats: MoEStats | None) -> tuple[jax.Array, RouterParts]:
-        """Returns a micro-batch's share of the routers' losses, and what it adds to the parts."""
         zero = jnp.zeros(())
         if stats is None:
             return zero, no_parts()
         loss, balance, load_LE, dropped_L = router_losses(
-            stats, self.model.cfg.moe, self.layout.inside
+            stats, self.model.cfg.moe, layout or self.layout.inside
         )
-        share = len(load_LE) / self.expert_layers / self.micro_batches / self.slices
+        share = len(load_LE) / self.expert_layers / self.micro_batches / slices
         entropy = jnp.mean(stats.entropy)
         return loss * share, RouterParts(balance * share, entropy * share, load_LE, dropped_L)
-
-
-def _at(stacked: jax.Array, index: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
-
-
-def put_head(outer: Tree, head: Tree) -> Tree:
-    """Returns `outer` with the weights of `StagedModel.head_of` replaced."""
-    embedding = {**outer["embedding"], **head["embedding"]}
-    return {**outer, "norm": head["norm"], "embedding": embedding}
-
-
-def put_table(outer: Tree, table: Tree) -> Tree:
-    """Returns `outer` with the embedding's table replaced."""
-    return {**outer, "embedding": {**outer["embedding"], "table": table}}
 
 
 def no_parts() -> RouterParts:

@@ -18,6 +18,7 @@ Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in
 stages work on them, j one of a stage's own.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,17 +26,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import wire
-from moejax.comm.weights.enter import enter_weights, leave_gradients
+from moejax.comm.weights.enter import leave_gradients
 from moejax.comm.weights.residuals import detach_residuals
+from moejax.step.answer import AnswerParts, Answers
 from moejax.step.feed import add, build_feed, get, sums_like
 from moejax.step.kept import Back, Residuals, Slots, any_visit, build_keeper
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
 from moejax.step.schedule import Phase, Turn
-from moejax.step.staged_model import RouterParts, StagedModel, Visit, put_head
+from moejax.step.staged_model import RouterParts, StagedModel, Visit
+from moejax.step.staged_weights import put_part
 from moejax.step.state import Batch, Reduction, TrainState, Tree
 from moejax.step.visits import Moving, build_visit, sent, stage_input, visit_forward
 from moejax.step.whole_batch import (
+    NumTargets,
     choose_levels,
     count_targets,
     reduce_whole_gradients,
@@ -58,8 +62,8 @@ class Carried(NamedTuple):
       back: gradients on their way back to what is before the stages.
       layers, head: sums of the weights' gradients, float32.
       past: gradients of keys and values by later slices: `Back.past`.
-      nll: share of the loss.
-      parts: sums over micro-batches.
+      answered: sums of what answers add to the loss's parts.
+      parts: sums of what the stage's layers add.
     """
 
     moving: Moving
@@ -72,7 +76,7 @@ class Carried(NamedTuple):
     layers: Tree
     past: list[jax.Array]
     head: Tree
-    nll: jax.Array
+    answered: AnswerParts
     parts: RouterParts
 
 
@@ -84,14 +88,13 @@ def loss_gradients(
     `nll`, `balance` and `entropy` are this device's shares. The caller sums them over devices.
     """
     params = with_residuals(model, state)
-    entered = enter_weights(params, model.dims, model.layouts, model.spec)
     micro_batches, slices = model.cfg.train.micro_batches, model.cfg.mesh.stage_slices
-    staged = StagedModel(model, state, batch, entered, micro_batches, slices)
-    ticks = Ticks(staged, count_targets(model, batch).next)
+    staged = StagedModel(model, state, batch, params, micro_batches, slices)
+    ticks = Ticks(staged, count_targets(model, batch))
     end = ticks.run()
     outer, before = ticks.feed.finish(end.back, end.input_gradient)
-    outer = put_head(outer, jax.tree.map(jnp.add, staged.head_of(outer), end.head))
-    summed = staged.join(outer, end.layers)
+    outer = put_part(outer, jax.tree.map(jnp.add, ticks.answers.head_of(outer), end.head))
+    summed = staged.weights.join(staged.weights.trained_of_outer(outer), end.layers)
     gradients = leave_gradients(summed, params, model.dims, model.layouts, model.spec)
     gradients, residuals = detach_residuals(gradients, model.dims)
     gradients = reduce_whole_gradients(model, gradients)
@@ -105,8 +108,8 @@ def loss_gradients(
 class Ticks:
     """The ticks of a step."""
 
-    def __init__(self, staged: StagedModel, num_targets: jax.Array):
-        self.staged, self.num_targets = staged, num_targets
+    def __init__(self, staged: StagedModel, num_targets: NumTargets):
+        self.staged, self.answers = staged, Answers(staged, num_targets)
         self.schedule, self.feed = staged.schedule, build_feed(staged)
         self.keeper, self.around = build_keeper(staged), staged.chunks > 1
         x_BtD, fed = self.feed.first()
@@ -189,12 +192,17 @@ class Ticks:
             gradient=none_BtD if combined else self.behind.encode_once(none_BtD),
             errors=(self.behind.first_error(each_BtD), self.behind.first_error(share_BtD)),
             back=self.feed.first_back(),
-            layers=sums_like(staged.layers),
+            layers=sums_like(staged.weights.trained_layers),
             past=[jnp.zeros(shape, jnp.float32) for shape in past],
-            head=sums_like(staged.head_of(staged.outer)),
-            nll=jnp.zeros(()),
-            parts=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), every),
+            head=sums_like(self.answers.head),
+            answered=_zeros_of(self._shapes_of_answer(share_BtD)),
+            parts=_zeros_of(every),
         )
+
+    def _shapes_of_answer(self, share_BtD: jax.Array) -> AnswerParts:
+        k = jnp.int32(0)
+        answer = partial(self.answers.loss, k=k, piece=k)
+        return jax.eval_shape(answer, self.answers.head, share_BtD)[1]
 
     def forward_tick(self, carried: Carried, t: jax.Array, phase: Phase) -> Carried:
         """Runs a chunk of this stage's layers on a micro-batch."""
@@ -282,12 +290,11 @@ class Ticks:
 
     def answer_tick(self, carried: Carried, t: jax.Array) -> Carried:
         """Computes the loss of what the last stage left, each stage that of some positions."""
-        staged, schedule, n = self.staged, self.schedule, t - self.schedule.answered
+        schedule, n = self.schedule, t - self.schedule.answered
         k, piece = schedule.micro_batch(n), n % schedule.slices
         y_BtD = self.ahead.spread_positions(carried.moving.left)
-        answer = jax.value_and_grad(staged.answer, argnums=(0, 1))
-        head = staged.head_of(staged.outer)
-        nll, (head, dy_BtD) = answer(head, y_BtD, k, piece, self.num_targets)
+        answer = jax.value_and_grad(self.answers.loss, argnums=(0, 1), has_aux=True)
+        (_, parts), (head, dy_BtD) = answer(self.answers.head, y_BtD, k, piece)
         encoded, error = self.behind.encode(dy_BtD, carried.errors[1], jnp.bool_(True))
         dy_BtD = self.behind.collect_positions(encoded)
         slot = schedule.answer_slot(k, piece)
@@ -295,8 +302,12 @@ class Ticks:
             answers=lax.dynamic_update_index_in_dim(carried.answers, dy_BtD, slot, 0),
             errors=(carried.errors[0], error),
             head=add(carried.head, head),
-            nll=carried.nll + nll,
+            answered=jax.tree.map(jnp.add, carried.answered, parts),
         )
+
+
+def _zeros_of(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _of_chunks(own: Any, chunks: int) -> jax.ShapeDtypeStruct:
@@ -308,19 +319,22 @@ def loss_parts(staged: StagedModel, before: RouterParts, end: Carried) -> LossPa
     """Returns the parts of the loss, those of expert layers in layer order."""
     stage, stages, chunks = staged.layout.stage, staged.stages, staged.chunks
 
-    def joined(own: jax.Array, staged: jax.Array) -> jax.Array:
-        both = [wire.all_reduce(own, stage, tag=None)] if len(own) else []
+    def joined(own: jax.Array, staged: jax.Array, ahead: jax.Array) -> jax.Array:
+        parts = [wire.all_reduce(own, stage, tag=None)] if len(own) else []
         if len(staged):
             every = wire.all_gather(staged, stage, dim=0, tag=None)
             # A chunk's layers are those of all stages.
             by_chunk = every.reshape(stages, chunks, -1, *every.shape[1:]).swapaxes(0, 1)
-            both.append(by_chunk.reshape(every.shape))
-        return jnp.concatenate(both) if both else own
+            parts.append(by_chunk.reshape(every.shape))
+        parts += [ahead] if len(ahead) else []
+        return jnp.concatenate(parts) if parts else own
 
+    ahead = end.answered.router
     return LossParts(
-        end.nll,
-        before.balance + end.parts.balance,
-        before.entropy + end.parts.entropy,
-        joined(before.load_LE, end.parts.load_LE),
-        joined(before.dropped_L, end.parts.dropped_L),
+        end.answered.nll,
+        before.balance + end.parts.balance + ahead.balance,
+        before.entropy + end.parts.entropy + ahead.entropy,
+        joined(before.load_LE, end.parts.load_LE, ahead.load_LE),
+        joined(before.dropped_L, end.parts.dropped_L, ahead.dropped_L),
+        end.answered.ahead,
     )

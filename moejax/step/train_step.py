@@ -231,6 +231,7 @@ class TrainStep:
             self.platform,
             hops=len(self.spec.route.hops),
             reduction_hops=reduction_hops("DHC", self.layout) if once else 1,
+            stages=self.layout.size(self.layout.stage),
         )
         return known_options(options, self.mesh.local_devices[0])
 

@@ -21,8 +21,6 @@ STAGES = {"mesh.stage": 2, "train.micro_batches": 4}
         ),
         ({"train.micro_batches": 1}, ["`train.micro_batches` = 1", "`mesh.stage` = 2", "Choose 2"]),
         ({"data.sequence_length": 129}, ["`data.sequence_length` = 129", "mesh.stage = 2"]),
-        ({"lora.rank": 4, "checkpoint.init_from": "a"}, ["`lora.rank` is 4, and `mesh.stage` is"]),
-        ({"model.predict_ahead": 1}, ["`model.predict_ahead` is 1, and `mesh.stage` is 2"]),
         (
             {"compression.preset": "hybrid", "compression.start_layer": 1},
             ["`compression.start_layer` is 1, and `mesh.stage` is 2"],
@@ -69,12 +67,8 @@ STAGES = {"mesh.stage": 2, "train.micro_batches": 4}
             ["`moe.router.balance_over` is sequence, and `mesh.stage_slices` is 2"],
         ),
         (
-            {"mesh.stage_slices": 2, "moe.router.jitter": 0.1},
-            ["`moe.router.jitter` is 0.1, and `mesh.stage_slices` is 2"],
-        ),
-        (
-            {"mesh.stage_slices": 2, "model.layers_before_stages": 2},
-            ["`mesh.stage_slices` is 2, and layers come before the stages"],
+            {"mesh.stage_slices": 2, "model.predict_ahead": 1},
+            ["`model.predict_ahead` is 1, and `mesh.stage_slices` is 2"],
         ),
         ({"model.width": 130, "mesh.fsdp": 4}, ["`model.width` = 130", "2 x 4 x 1 = 8"]),
     ],

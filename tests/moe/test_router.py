@@ -172,7 +172,8 @@ def test_the_bias_moves_towards_idle_experts_by_its_rate():
 def test_jitter_depends_on_the_global_position_alone():
     key = jax.random.key(0)
     whole = in_one_device_map(
-        lambda k: router.jitter_noise((4, 6, 2), 0.1, router.Noise(k, 0), first_position=0), key
+        lambda k: router.jitter_noise((4, 6, 2), 0.1, router.Noise(k, 0), position_t=jnp.arange(6)),
+        key,
     )
     mesh_cfg = MeshConfig(replica=2, expert=2, tensor=2)
     layout = build_layout(mesh_cfg)
@@ -183,7 +184,7 @@ def test_jitter_depends_on_the_global_position_alone():
             (1, 3, 2),
             0.1,
             router.Noise(k, jax.lax.axis_index(layout.token_axes)),
-            first_position=3 * jax.lax.axis_index("tensor"),
+            position_t=3 * jax.lax.axis_index("tensor") + jnp.arange(3),
         ),
         mesh=mesh,
         in_specs=spec(),

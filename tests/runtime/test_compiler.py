@@ -42,6 +42,11 @@ def test_a_reduction_of_three_hops_has_a_second_slot_beside_the_exchanges():
         assert limit == 2 + more
 
 
+def test_what_stages_send_has_a_slot_beside_the_loops_over_layers():
+    for hops, limit in ((0, 2), (1, 4), (2, 6)):
+        assert list(compiler_options("gpu", hops=hops, stages=2).values()) == [limit]
+
+
 def test_without_hops_nothing_is_asked_of_gpus_and_of_tpus_only_what_moves_weights():
     assert compiler_options("gpu", hops=0) == {}
     offload = "xla_tpu_enable_sparse_core_collective_offload"

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.comm.stages import build_link
+from moejax.comm.weights.adapters import Adapter
 from moejax.config.compression import build_compression
-from moejax.config.schema import CompressionConfig
+from moejax.config.schema import CompressionConfig, LoraConfig
 from moejax.layout.layout import build_layout
 from moejax.plan.price.candidate import trace_config
 from moejax.plan.trace.reader import collectives
@@ -90,6 +91,8 @@ def assert_same_gradients(cfg, tolerance=2e-5, change=lambda state: state, balan
         assert error < tolerance, f"{name}: {error}"
     for name in ("nll", "entropy", *["balance"] * balance):
         np.testing.assert_allclose(getattr(parts, name), getattr(wanted_parts, name), rtol=1e-5)
+    if parts.ahead is not None:
+        np.testing.assert_allclose(parts.ahead, wanted_parts.ahead, rtol=1e-5)
     np.testing.assert_array_equal(parts.load_LE, wanted_parts.load_LE)
     np.testing.assert_array_equal(parts.dropped_L, wanted_parts.dropped_L)
     return parts
@@ -155,6 +158,8 @@ SLICED = {
     "latent": {"model": {"attention": "latent", "kv_latent": 16, "rope_width": 4}},
     "z-loss, overflow rounds": {"moe": {}, "router": {"z_loss": 0.1}},
     "remat": {"model": {"remat": "full"}},
+    "layers before": {"model": {"layers_before_stages": 1}, "layers": 5},
+    "dense before": {"model": {"first_dense_layers": 2, "tie_embeddings": False}, "layers": 10},
 }
 
 
@@ -174,6 +179,8 @@ SLICED = {
                 ((2, 4, 1), (1, 1, 1, 2), "norm of queries"),
                 ((2, 4, 1), (1, 1, 1, 2), "latent"),
                 ((2, 2, 2), (1, 1, 4, 1), "z-loss, overflow rounds"),
+                ((2, 4, 2), (1, 1, 2, 2), "layers before"),
+                ((4, 2, 2), (1, 1, 1, 2), "dense before"),
             ]
         ),
     ],
@@ -199,6 +206,8 @@ def test_balance_is_counted_over_slices():
 
 
 INTERLEAVED = {"stage_chunks": 2}
+AHEAD = {"predict_ahead": 1}
+LATENT = {"attention": "latent", "kv_latent": 16, "q_latent": 8, "rope_width": 4}
 CASES = {
     "untied": {"model": {"tie_embeddings": False}},
     "z-loss": {"router": {"z_loss": 0.1}},
@@ -228,6 +237,21 @@ CASES = {
     "interleaved, dense": {"model": {"moe_every": None, **INTERLEAVED}},
     "interleaved, overflow rounds": {"moe": {}, "model": INTERLEAVED},
     "interleaved, remat": {"model": {"remat": "full", **INTERLEAVED}},
+    "ahead": {"model": AHEAD, "train": {"predict_ahead_loss": 0.7}},
+    "ahead, dense before, latent": {
+        "model": {"first_dense_layers": 1, "tie_embeddings": False, **LATENT, **AHEAD},
+        "layers": 5,
+        "router": {"balance_over": "sequence", "z_loss": 0.1},
+    },
+    "ahead, dense, replicated": {
+        "model": {"moe_every": None, "remat": "full", **AHEAD},
+        "activations": "replicated",
+    },
+    "ahead, window": {"model": {"sliding_window": 5, "qk_norm": "full", **AHEAD}},
+    "interleaved, ahead": {
+        "model": {"layers_before_stages": 1, **AHEAD, **INTERLEAVED},
+        "layers": 9,
+    },
 }
 
 
@@ -236,6 +260,36 @@ CASES = {
 def test_gradients_of_other_models_are_those_of_one_device(case):
     changes = dict(CASES[case])
     assert_same_gradients(config((1, 1, 2, 2), 2, 4, **changes))
+
+
+def with_adapters(state):
+    """The state with adapters that are not zero."""
+    rng = np.random.default_rng(1)
+
+    def moved(adapter):
+        b = rng.normal(0, 0.2, adapter.b.shape).astype(np.float32)
+        return adapter._replace(b=jax.device_put(b, adapter.b.sharding))
+
+    params = jax.tree.map(moved, state.params, is_leaf=lambda x: isinstance(x, Adapter))
+    return state._replace(params=params)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("mesh", "targets", "model", "axis"),
+    [
+        ((1, 1, 2, 2), None, {}, {}),
+        ((1, 2, 1, 1), ("*",), {"first_dense_layers": 1, **LATENT, **AHEAD}, {}),
+        ((1, 2, 2, 1), ("attention.*",), {"tie_embeddings": False, **INTERLEAVED}, {}),
+        ((1, 1, 2, 1), ("groups.0.*",), {"layers_before_stages": 1}, {"stage_keeps": "input"}),
+        ((1, 1, 2, 1), ("moe.*",), {"remat": "full"}, {"stage_slices": 2}),
+    ],
+)
+def test_gradients_of_adapters_are_those_of_one_device(mesh, targets, model, axis):
+    layers = 4 + model.get("layers_before_stages", 0) + model.get("first_dense_layers", 0)
+    cfg = config(mesh, 2, 4, layers=layers, axis=axis, model=model, router=NO_BALANCE)
+    cfg = dataclasses.replace(cfg, lora=LoraConfig(rank=4, alpha=6.0, targets=targets))
+    assert_same_gradients(cfg, change=with_adapters, balance=False)
 
 
 ROUTES = ("duplicate", "split", "spread", "gather_home", "merge")
@@ -280,11 +334,16 @@ def test_rounds_in_one_stage_alone_change_no_gradient(stage, schedule):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_jitter_is_that_of_one_device(chunks):
-    """It goes by a row's place in the batch, so rows have to lie as they do there."""
+@pytest.mark.parametrize(
+    ("model", "slices"),
+    [({}, 1), (INTERLEAVED, 1), ({}, 2), ({"layers_before_stages": 1}, 4), (AHEAD, 1)],
+)
+def test_jitter_is_that_of_one_device(model, slices):
+    """It goes by a token's place in the batch, so rows have to lie as they do there."""
     router = {"jitter": 0.1, **NO_BALANCE}
-    cfg = config((1, 1, 2, 1), 2, 4, router=router, model={"stage_chunks": chunks})
+    layers = 4 + model.get("layers_before_stages", 0)
+    axis = {"stage_slices": slices}
+    cfg = config((1, 1, 2, 2), 2, 4, layers=layers, axis=axis, router=router, model=model)
     batch, one = random_batch(cfg), on_one_device(cfg)
     staged, whole = step_for(cfg), step_for(one)
     got, _ = staged.gradients(staged.init(), batch)
@@ -518,7 +577,7 @@ def test_what_a_stage_keeps_of_a_micro_batch_are_not_its_weights(remat, monkeypa
 
     def noted(self, *arguments):
         found = forward(self, *arguments)
-        weights = jax.tree.leaves(self.staged.layers)
+        weights = jax.tree.leaves(self.staged.weights.layers)
         matrices = {n for n, stacked in enumerate(weights) if stacked.ndim > 2}
         seen.append(matrices - set(self.places))
         return found

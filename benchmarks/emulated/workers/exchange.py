@@ -51,6 +51,9 @@ class Variant(NamedTuple):
 
     run: Callable[[], Any]
     facts: dict[str, float]
+    # What comes before and after a run and is not timed.
+    prepare: Callable[[], Any] = lambda: None
+    forget: Callable[[], Any] = lambda: None
 
 
 def build(case: dict, measure: str, settings: dict) -> Variant:
@@ -153,19 +156,21 @@ def step_variant(train_step: TrainStep) -> Variant:
     )
     arrays = (token_BT, np.roll(token_BT, -1, axis=1), np.zeros_like(token_BT))
     batch = Batch(*(place(x, train_step.mesh, train_step.layout.token_spec()) for x in arrays))
-    state = train_step.init()
     unordered = build_step(train_step.cfg, train_step.mesh.abstract_mesh, "cpu")
     traced = unordered.step.trace(unordered.abstract, unordered.abstract_batch())
-    program = compiled_once(train_step.step.lower(state, batch))
+    program = compiled_once(train_step.step.lower(train_step.abstract, batch))
     facts = count(traced, program, train_step)
     facts["tokens"] = float(np.prod(shape))
-    kept = [state]
+    kept = []  # the state: those of all variants at a time would fill the memory
+
+    def prepare() -> None:
+        kept.append(jax.block_until_ready(train_step.init()))
 
     def run() -> Any:
         kept[0], metrics = program(kept[0], batch)
         return metrics
 
-    return Variant(run, facts)
+    return Variant(run, facts, prepare, kept.clear)
 
 
 def build_codecs(train_step: TrainStep) -> Variant:
@@ -298,11 +303,13 @@ def measure(
         for name in names[turn:] + names[:turn]:
             if name in seldom and number > 0 and number % 3:
                 continue
+            variants[name].prepare()
             jax.block_until_ready(meet(1.0))
             before, began = int(SENT.read_text()), time.perf_counter()
             jax.block_until_ready(variants[name].run())
             seconds = time.perf_counter() - began
             jax.block_until_ready(meet(1.0))  # what left here has arrived there
+            variants[name].forget()
             if number >= 0:
                 found[name]["seconds"].append(seconds)
                 found[name]["sent"].append(int(SENT.read_text()) - before)

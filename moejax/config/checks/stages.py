@@ -75,8 +75,8 @@ def _check_slices(cfg: Config) -> None:
         ("mesh.schedule", "1f1b", "Slices go back in the opposite order, in 1f1b alone."),
         ("mesh.stage_keeps", "residuals", "Backward of a slice needs keys that forward made."),
         ("model.stage_chunks", 1, "A micro-batch visits a stage for each slice, or each chunk."),
-        ("moe.router.jitter", 0.0, "Its noise is drawn for whole sequences."),
         ("moe.router.balance_over", "batch", "No expert layer sees a whole sequence."),
+        ("model.predict_ahead", 0, "Its block attends to keys that later slices have."),
     )
     for name, value, why in usual:
         require(
@@ -84,26 +84,11 @@ def _check_slices(cfg: Config) -> None:
             f"`{name}` is {get_value(cfg, name)}, and {slices}. {why} Set {name}={value}, or "
             "mesh.stage_slices=1.",
         )
-    require(
-        len(layer_groups(cfg.model)) == 1,
-        f"{slices}, and layers come before the stages. They run on whole sequences. Set "
-        "mesh.stage_slices=1, or leave model.first_dense_layers and model.layers_before_stages 0.",
-    )
 
 
 def _check_absent(cfg: Config) -> None:
     """Refuses what has not been brought together with stages."""
     stages = f"`mesh.stage` is {cfg.mesh.stage}"
-    require(
-        cfg.lora.rank is None,
-        f"`lora.rank` is {cfg.lora.rank}, and {stages}. Stages train all weights. Set "
-        "mesh.stage=1.",
-    )
-    require(
-        cfg.model.predict_ahead == 0,
-        f"`model.predict_ahead` is {cfg.model.predict_ahead}, and {stages}. Its block would follow "
-        "the last stage, where only the loss is computed. Set one of them to its default.",
-    )
     require(
         cfg.compression.start_layer == 0,
         f"`compression.start_layer` is {cfg.compression.start_layer}, and {stages}. All stages "

@@ -118,8 +118,9 @@ class Estimate:
         held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + self.frozen_bytes
         if self.stages == 1:
             held += width * block_weights
-        else:  # all of a stage's, and float32 sums of their gradients
-            held += (width + 4) * block_weights * self.cfg.model.blocks / self.stages
+        else:  # all of a stage's, and float32 sums of the gradients of what is trained
+            trained = sum(self.trained) / sum(self.weights)
+            held += (width + 4 * trained) * block_weights * self.cfg.model.blocks / self.stages
         local = self.tokens / layout.size(layout.tensor)
         kept_tokens = self.tokens if self.cfg.mesh.activations == "replicated" else local
         rows = local * moe.experts_per_token * (1.5 if model.has_experts else 0)

@@ -1,0 +1,118 @@
+"""A stage's view of the weights of a model whose last layer groups are spread over stages.
+
+Per device, inside the shard_map of the training mesh. All weights enter once a step
+(`comm.weights.enter`). Adapters are trained alone, where there are any. They are added to weights
+outside of the stages' layers once a step, and to a layer's where it runs. Forward and backward see
+whole weights, and gradients of a layer's become those of its factors before they are added up.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moejax.comm.weights.enter import add_entered, enter_weights, entered_factor_gradients
+from moejax.step.model import ModelDef, layouts_of
+from moejax.step.state import TrainState, Tree
+
+
+class StagedWeights:
+    """The weights that this device computes with.
+
+    Attributes:
+      chunks: number of chunks of layers on a stage, each a layer group.
+      groups: names of these groups.
+      trained: what is trained of all weights: the weights, or adapters.
+      outer: weights of everything but the stages' layers.
+      layers: weights of this stage's layers, those of its chunks one after the other.
+      adapters: of these layers; None if all weights are trained.
+    """
+
+    def __init__(self, model: ModelDef, state: TrainState, params: Tree):
+        """Takes what is trained as `params`, which may have the states of codecs beside it."""
+        self.chunks, self.scale = model.cfg.model.stage_chunks, model.spec.adapter_scale
+        self.trained = every = enter_weights(params, model.dims, model.layouts, model.spec)
+        self.dims = model.dims if model.frozen_dims is None else model.frozen_dims
+        if state.frozen is not None:
+            layouts = layouts_of(state.frozen, model.cfg, model.spec)
+            every = enter_weights(state.frozen, self.dims, layouts, model.spec)
+        self.groups = sorted(every["groups"])[-self.chunks :]
+        self.outer, self.layers = self.outer_of(every), self.stacked(every["groups"])
+        self.adapters = None
+        if state.frozen is not None:
+            self.adapters = self.stacked(self.trained["groups"])
+            adapters, dims = self.outer_of(self.trained), self.outer_of(self.dims)
+            self.outer = add_entered(self.outer, adapters, dims, self.scale)
+
+    def stacked(self, groups: Tree) -> Tree:
+        """Returns arrays of the stages' groups, those of the chunks one after the other."""
+        own = [groups[group] for group in self.groups]
+        return own[0] if len(own) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *own)
+
+    def outer_of(self, tree: Tree) -> Tree:
+        """Returns the part of a tree like the parameters that is outside of the stages' layers."""
+        others = {g: own for g, own in tree["groups"].items() if g not in self.groups}
+        return {**tree, "groups": others}
+
+    def join(self, outer: Tree, layers: Tree) -> Tree:
+        """Returns a tree like the parameters."""
+        count = self.chunks
+
+        def part(chunk: int) -> Tree:
+            return jax.tree.map(lambda x: x if count == 1 else jnp.split(x, count)[chunk], layers)
+
+        own = {group: part(chunk) for chunk, group in enumerate(self.groups)}
+        return {**outer, "groups": {**outer["groups"], **own}}
+
+    @property
+    def repeats(self) -> int:
+        """Repeats of a chunk on this stage: what runs, and is kept, one after the other."""
+        return len(jax.tree.leaves(self.layers)[0]) // self.chunks
+
+    @property
+    def trained_layers(self) -> Tree:
+        """What is trained of `layers`."""
+        return self.layers if self.adapters is None else self.adapters
+
+    def layer(self, index: jax.Array) -> Tree:
+        """Returns the weights of one of this stage's repeats, of all its chunks."""
+        weights = at(self.layers, index)
+        if self.adapters is None:
+            return weights
+        return add_entered(weights, at(self.adapters, index), self._layer_dims, self.scale)
+
+    def trained_of_layer(self, gradients: Tree, index: jax.Array) -> Tree:
+        """Returns the gradients of what is trained, from those of a layer's weights."""
+        if self.adapters is None:
+            return gradients
+        own = at(self.adapters, index)
+        return entered_factor_gradients(gradients, own, self._layer_dims, self.scale)
+
+    def trained_of_outer(self, gradients: Tree) -> Tree:
+        """Returns the gradients of what is trained, from those of `outer`."""
+        if self.adapters is None:
+            return gradients
+        adapters, dims = self.outer_of(self.trained), self.outer_of(self.dims)
+        return entered_factor_gradients(gradients, adapters, dims, self.scale)
+
+    def trains(self, *names: str) -> bool:
+        """Whether anything is trained of a part of `outer`."""
+        part = self.trained
+        for name in names:
+            part = part[name]
+        return bool(jax.tree.leaves(part))
+
+    @property
+    def _layer_dims(self) -> Tree:
+        return self.dims["groups"][self.groups[0]]
+
+
+def at(stacked: Tree, index: jax.Array) -> Tree:
+    """Returns one entry of stacked arrays."""
+    return jax.tree.map(partial(lax.dynamic_index_in_dim, index=index, keepdims=False), stacked)
+
+
+def put_part(outer: Tree, part: Tree) -> Tree:
+    """Returns a tree like `StagedWeights.outer` with a part of it replaced."""
+    return {**outer, **part, "embedding": {**outer["embedding"], **part["embedding"]}}
