@@ -29,7 +29,12 @@ def gradients(*args, **settings):
     [
         pytest.param((1, 2, 2, 1), 2, {}, marks=pytest.mark.exhaustive),
         ((2, 1, 2, 2), 1, {"remat": "full", "tie_embeddings": True}),
-        ((1, 2, 2, 2), 2, {"scan_layers": False, "remat": "experts"}),
+        pytest.param(
+            (1, 2, 2, 2),
+            2,
+            {"scan_layers": False, "remat": "experts"},
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param((2, 2, 1, 2), 2, {"tie_embeddings": True}, marks=pytest.mark.exhaustive),
     ],
 )
