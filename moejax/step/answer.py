@@ -45,7 +45,6 @@ class Answers:
 
     def __init__(self, staged: StagedModel, num_targets: NumTargets | None = None):
         self.staged, self.num_targets = staged, num_targets
-        self.looks_ahead = num_targets is not None and num_targets.ahead is not None
 
     @property
     def head(self) -> Tree:
@@ -56,7 +55,7 @@ class Answers:
         """Returns their part of a tree like `StagedWeights.outer`."""
         tables = {"table" if self.staged.model.cfg.model.tie_embeddings else "project"}
         others = {"norm"}
-        if self.looks_ahead:
+        if self.num_targets is not None and self.num_targets.ahead is not None:
             tables.add("table")
             others.add("predict_ahead")
         trains, own = self.staged.weights.trains, outer["embedding"]

@@ -72,7 +72,7 @@ class StagedWeights:
 
     @property
     def trained_layers(self) -> Tree:
-        """What is trained of `layers`."""
+        """The layers' weights if they are trained, else their adapters."""
         return self.layers if self.adapters is None else self.adapters
 
     def layer(self, index: jax.Array) -> Tree:
