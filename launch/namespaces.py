@@ -19,8 +19,11 @@ from pathlib import Path
 PREFIX = "moejax-"
 HOSTS_FILES = Path("/etc/netns")  # `ip netns exec` mounts these over /etc
 RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)$")
-# The largest, on the loopback: 64 KiB and headers. What the bucket cannot hold is never sent.
+# The largest: 64 KiB and headers.
 PACKET = 2**16 + 2**12
+# What a bucket holds at least. The loopback sends a packet whole and never one that is larger; for
+# a network card the kernel cuts it into frames.
+FRAMES = 4 * 1514
 # A training network neither forgets its rate between messages nor drops packets to find it.
 LIKE_A_FABRIC = {"tcp_slow_start_after_idle": 0, "tcp_congestion_control": "reno"}
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -129,9 +132,10 @@ class Cluster:
 
 
 def _shape(namespace: str, device: str, rate: str) -> None:
-    """Limits what leaves a device. The bucket holds 4 ms, the queue 4 s, or whole packets."""
+    """Limits what leaves a device. The bucket holds 4 ms, the queue 4 s, or a few packets."""
     bytes_per_second = bits_per_second(rate) / 8
-    burst, limit = (max(int(bytes_per_second * s), n * PACKET) for s, n in ((0.004, 1), (4.0, 256)))
+    burst = max(int(0.004 * bytes_per_second), PACKET if device == "lo" else FRAMES)
+    limit = max(int(4 * bytes_per_second), 256 * PACKET)
     sizes = ("rate", rate, "burst", str(burst), "limit", str(limit))
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *sizes)
 

@@ -12,7 +12,7 @@ ADDED = (
     "MOEJAX_PROCESSES",
     "MOEJAX_PROCESS",
 )
-SIMULATED = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+SIMULATED = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "GLIBC_TUNABLES")
 
 
 def added(coordinator: str, process: int, count: int, devices: int | None) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 Each cluster is probed, and the planner searches: as it does, and with stages where it left them
 aside. Measured are the best by price without stages and with them, without codecs and with those of
-`strong`, all in turns; without stages and codecs the second best mesh too, in case the price has
-their order wrong. The model has 60 million parameters and a step 16,384 tokens. Three set-ups show
+`strong` where that is another plan, all in turns; without stages and codecs the second best mesh
+too, in case the price has their order wrong. The model has 60 million parameters and a step 16,384 tokens. Three set-ups show
 where stages must not be chosen: a link that is not shaped, one node, and a small model. `bubble` is
 one mesh with micro-batches of one size and more and more of them: what share of a step is idle,
 also with two chunks of layers on each stage, and with four slices of the positions.
@@ -139,7 +139,8 @@ def chosen(setup: Setup, topology: Topology) -> tuple[dict[str, PricedPlan], dic
         staged = [one for one in found if one.cfg.mesh.stage > 1]
         if not staged:
             staged = plans(setup, topology, codecs, max(2, setup.hosts))
-        wanted[f"stages{coded}"] = staged[0]
+        if not coded or plan_of(staged[0].cfg) != plan_of(wanted["stages"].cfg):
+            wanted[f"stages{coded}"] = staged[0]
     return wanted, picks
 
 

@@ -23,13 +23,17 @@ def test_what_is_no_rate_is_told(rate):
 
 
 @pytest.mark.parametrize(
-    ("rate", "burst", "limit"),
-    # 4 ms and 4 s of bytes; at least one packet, and 256 of them.
-    [("1gbit", 500_000, 500_000_000), ("8mbit", 69_632, 256 * 69_632)],
+    ("device", "rate", "burst", "limit"),
+    # 4 ms and 4 s of bytes; at least four frames, or a packet, and 256 packets.
+    [
+        ("net0", "1gbit", 500_000, 500_000_000),
+        ("net0", "8mbit", 6_056, 256 * 69_632),
+        ("lo", "8mbit", 69_632, 256 * 69_632),
+    ],
 )
-def test_a_bucket_holds_some_milliseconds_or_a_packet(monkeypatch, rate, burst, limit):
+def test_a_bucket_holds_some_milliseconds_or_a_packet(monkeypatch, device, rate, burst, limit):
     ran = []
     monkeypatch.setattr(namespaces, "_run", lambda *words: ran.append(words))
-    namespaces._shape("there", "net0", rate)
+    namespaces._shape("there", device, rate)
     sizes = ("rate", rate, "burst", str(burst), "limit", str(limit))
-    assert ran == [("tc", "-n", "there", "qdisc", "add", "dev", "net0", "root", "tbf", *sizes)]
+    assert ran == [("tc", "-n", "there", "qdisc", "add", "dev", device, "root", "tbf", *sizes)]

@@ -235,3 +235,26 @@ def test_process_0_listens_at_the_address_that_it_was_given(tmp_path):
         free.bind(("127.0.0.2", 0))
         port = free.getsockname()[1]
     assert listening(tmp_path, f"127.0.0.2:{port}") == ["127.0.0.2"]
+
+
+def test_simulated_devices_keep_freed_memory(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    script = """
+import resource
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    pages = bytearray(2**26)
+    for at in range(0, 2**26, 4096):
+        pages[at] = 1
+    del pages
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    variables = processes.environment("localhost:1", 0, 1, 2)
+    faults = subprocess.check_output([sys.executable, "-c", script], env=variables, text=True)
+    assert int(faults) < 2**26 / 4096 / 10  # all 2**26 / 4096 else, in pages of the usual size
+
+
+def test_the_users_tunables_stay(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
+    variables = processes.environment("localhost:1", 0, 1, 2)
+    assert variables["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
