@@ -3,10 +3,11 @@
 Each cluster is probed, and the planner searches: as it does, and with stages where it left them
 aside. Measured are the best by price without stages and with them, without codecs and with those of
 `strong` where that is another plan, all in turns; without stages and codecs the second best mesh
-too, in case the price has their order wrong. The model has 60 million parameters and a step 16,384 tokens. Three set-ups show
-where stages must not be chosen: a link that is not shaped, one node, and a small model. `bubble` is
-one mesh with micro-batches of one size and more and more of them: what share of a step is idle,
-also with two chunks of layers on each stage, and with four slices of the positions.
+too, in case the price has their order wrong. The model has 60 million parameters and a step 16,384
+tokens. Three set-ups show where stages must not be chosen: a link that is not shaped, one node, and
+a small model. `bubble` is one mesh with micro-batches of one size and more and more of them: what
+share of a step is idle, also with two chunks of layers on each stage, and with four slices of the
+positions.
 
 Needs root, ip and tc; five to 23 minutes a set-up. Writes pipeline.json and pipeline.md after each
 set-up, and leaves out those that it has. What the page does not show was not measured yet.
