@@ -5,6 +5,7 @@ in rotated order, all hosts in step; what this host put on its link meanwhile is
 kernel. Takes the file of a case and writes its own measurements beside it.
 """
 
+import ctypes
 import json
 import math
 import sys
@@ -44,6 +45,7 @@ from moejax.step.train_step import TrainStep, build_step  # noqa: E402
 # JAX's cache keeps a program by process as well. All hosts are on this machine: they share it.
 cache_key._hash_accelerator_config = lambda hashed, devices: None
 SENT = Path("/sys/class/net/net0/statistics/tx_bytes")
+LIBC = ctypes.CDLL(None)
 
 
 class Variant(NamedTuple):
@@ -54,6 +56,7 @@ class Variant(NamedTuple):
     # What comes before and after a run and is not timed.
     prepare: Callable[[], Any] = lambda: None
     forget: Callable[[], Any] = lambda: None
+    warm: bool = False  # whether `prepare` runs it once
 
 
 def build(case: dict, measure: str, settings: dict) -> Variant:
@@ -164,13 +167,20 @@ def step_variant(train_step: TrainStep) -> Variant:
     kept = []  # the state: those of all variants at a time would fill the memory
 
     def prepare() -> None:
+        """Makes the state and runs a step, whose memory the next one finds mapped."""
         kept.append(jax.block_until_ready(train_step.init()))
+        run()
+
+    def forget() -> None:
+        """Gives the memory back, which launch/processes.py keeps: others are of other sizes."""
+        kept.clear()
+        LIBC.malloc_trim(0)
 
     def run() -> Any:
         kept[0], metrics = program(kept[0], batch)
-        return metrics
+        return jax.block_until_ready(metrics)
 
-    return Variant(run, facts, prepare, kept.clear)
+    return Variant(run, facts, prepare, forget, warm=True)
 
 
 def build_codecs(train_step: TrainStep) -> Variant:
@@ -301,7 +311,9 @@ def measure(
     for number in range(-1, rounds):  # the first connects and warms up
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            if name in seldom and number > 0 and number % 3:
+            if (name in seldom and number > 0 and number % 3) or (
+                number < 0 and variants[name].warm
+            ):
                 continue
             variants[name].prepare()
             jax.block_until_ready(meet(1.0))
