@@ -24,12 +24,9 @@ from statuses import free_port
 CRASH_LOOP = 7  # exit code, see docs/formats/exit.md
 HEALTHY_SECONDS = 600  # a start that lasts so long was no failure of the start
 LONGEST_PAUSE_SECONDS = 30
-# Simulated devices keep the memory that a step frees for the next, as an accelerator does, in large
-# pages: glibc would give it back to the kernel, which takes seconds of each step.
-KEEP_MEMORY = ":".join(
-    f"glibc.malloc.{name}"
-    for name in ("mmap_max=0", f"trim_threshold={2**62}", "arena_max=1", "hugetlb=1")
-)
+# Each step of simulated devices takes new memory from the kernel: gigabytes, in seconds where pages
+# are small.
+LARGE_PAGES = "glibc.malloc.hugetlb=1"
 # Errors of a file system that locks no folders, as NFS: there nobody can tell.
 NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -86,7 +83,7 @@ def environment(
     }
     if devices is not None:
         found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-        found.setdefault("GLIBC_TUNABLES", KEEP_MEMORY)
+        found.setdefault("GLIBC_TUNABLES", LARGE_PAGES)
     return found
 
 

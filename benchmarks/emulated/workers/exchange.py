@@ -5,7 +5,6 @@ in rotated order, all hosts in step; what this host put on its link meanwhile is
 kernel. Takes the file of a case and writes its own measurements beside it.
 """
 
-import ctypes
 import json
 import math
 import sys
@@ -45,7 +44,6 @@ from moejax.step.train_step import TrainStep, build_step  # noqa: E402
 # JAX's cache keeps a program by process as well. All hosts are on this machine: they share it.
 cache_key._hash_accelerator_config = lambda hashed, devices: None
 SENT = Path("/sys/class/net/net0/statistics/tx_bytes")
-LIBC = ctypes.CDLL(None)
 
 
 class Variant(NamedTuple):
@@ -167,20 +165,15 @@ def step_variant(train_step: TrainStep) -> Variant:
     kept = []  # the state: those of all variants at a time would fill the memory
 
     def prepare() -> None:
-        """Makes the state and runs a step, whose memory the next one finds mapped."""
+        """Makes the state and runs a step, whose memory the next finds at hand, as in training."""
         kept.append(jax.block_until_ready(train_step.init()))
         run()
-
-    def forget() -> None:
-        """Gives the memory back, which launch/processes.py keeps: others are of other sizes."""
-        kept.clear()
-        LIBC.malloc_trim(0)
 
     def run() -> Any:
         kept[0], metrics = program(kept[0], batch)
         return jax.block_until_ready(metrics)
 
-    return Variant(run, facts, prepare, forget, warm=True)
+    return Variant(run, facts, prepare, kept.clear, warm=True)
 
 
 def build_codecs(train_step: TrainStep) -> Variant:
