@@ -44,6 +44,7 @@ class Case:
     variants: Variants
     rounds: int = 3
     seldom: tuple[str, ...] = ()  # variants that run in every third round
+    pinned: bool = False  # each host to a core of its own
 
 
 def cases() -> Iterator[Case]:

@@ -5,9 +5,9 @@ aside. Measured are the best by price without stages and with them, without code
 `strong` where that is another plan, all in turns; without stages and codecs the second best mesh
 too, in case the price has their order wrong. The model has 60 million parameters and a step 16,384
 tokens. Three set-ups show where stages must not be chosen: a link that is not shaped, one node, and
-a small model. `bubble` is one mesh with micro-batches of one size and more and more of them: what
-share of a step is idle, also with two chunks of layers on each stage, and with four slices of the
-positions.
+a small model. `bubble` is two stages of a core each, with micro-batches of one size and more and
+more of them: what share of a step is idle, also with two chunks of layers on each stage, and with
+four slices of the positions.
 
 Needs root, ip and tc; five to 23 minutes a set-up. Writes pipeline.json and pipeline.md after each
 set-up, and leaves out those that it has. What the page does not show was not measured yet.
@@ -19,7 +19,7 @@ set-up, and leaves out those that it has. What the page does not show was not me
 import argparse
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -93,7 +93,7 @@ SETUPS = (
     Setup(1, 8, None, stages=False),
     Setup(2, 4, 50, small=True, stages=False),
 )
-ONCE = "once"
+FEW = "of next to no tokens"
 SECOND = "without stages, second"
 TICKS = (2, 4, 8)  # micro-batches of `bubble`, on two stages
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {  # visits of a stage by a micro-batch, and settings
@@ -179,28 +179,33 @@ def differing(cfg: Config) -> dict[str, Any]:
 def bubble(rounds: int, folder: Path) -> dict[str, Any]:
     """Seconds of steps of more and more micro-batches of one size, on two stages.
 
-    And of a step of next to no tokens: what a step does once, with weights and optimizer.
+    And of steps of next to no tokens, for what a step does once, with weights and optimizer. Each
+    stage has a core of its own: one that is idle must not make the other faster.
     """
-    setup = Setup(2, 2, None)
-    rows = 4  # sequences of a micro-batch on a device
-    mesh = {"mesh.stage": 2, "mesh.expert": 2}
+    setup = Setup(2, 1, None)
+    rows = 8  # sequences of a micro-batch
+    mesh = {"mesh.stage": 2}
     variants: Variants = {}
     for name, (_, kind) in KINDS.items():
         for parts in TICKS:
-            batch = {"train.micro_batches": parts, "train.batch_sequences": 2 * rows * parts}
+            batch = {"train.micro_batches": parts, "train.batch_sequences": rows * parts}
             variants[f"{parts} {name}".strip()] = ("step", mesh | batch | kind)
-    few = {"data.sequence_length": 16, "train.micro_batches": 2, "train.batch_sequences": 4}
-    variants[ONCE] = ("step", mesh | few)
-    return {n: row["seconds"] for n, row in run(case_of(setup, variants, rounds), folder).items()}
+    for parts in TICKS[:2]:
+        few = {"data.sequence_length": 16, "train.micro_batches": parts}
+        variants[f"{parts} {FEW}"] = ("step", mesh | few | {"train.batch_sequences": 2 * parts})
+    case = replace(case_of(setup, variants, rounds), pinned=True)
+    return {name: row["seconds"] for name, row in run(case, folder).items()}
 
 
 def bubble_rows(seconds: dict[str, list[float]]) -> list[str]:
     """The table of idle shares. A micro-batch's time is the least-squares slope over them."""
-    once = median(seconds[ONCE])
+    few, more = (median(seconds[f"{n} {FEW}"]) for n in TICKS[:2])
+    once = few - (TICKS[0] + 1) * (more - few) / (TICKS[1] - TICKS[0])
     lines = [
-        f"A step of next to no tokens takes {once:.2f} s, which are left out of the shares: "
-        "weights are gathered, gradients reduced and the optimizer run once, however many "
-        "micro-batches there are. A micro-batch visits a stage V times: for each chunk or slice.",
+        f"Steps of {TICKS[0]} and {TICKS[1]} micro-batches of next to no tokens take {few:.2f} and "
+        f"{more:.2f} s, so that {once:.2f} s of a step do not depend on micro-batches: weights are "
+        "gathered, gradients reduced and the optimizer run once. They are left out of the shares. "
+        "A micro-batch visits a stage V times: for each chunk or slice.",
         "",
         "| micro-batches | visits, V | one more micro-batch, s | step, s (range) | "
         "idle share measured | (P - 1) / (V M + P - 1) |",
