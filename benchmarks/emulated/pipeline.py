@@ -9,8 +9,9 @@ a small model. `bubble` is two stages of a core each, with micro-batches of one 
 more of them: what share of a step is idle, also with two chunks of layers on each stage, and with
 four slices of the positions.
 
-Needs root, ip and tc; five to 23 minutes a set-up. Writes pipeline.json and pipeline.md after each
-set-up, and leaves out those that it has. What the page does not show was not measured yet.
+Needs root, ip and tc; with two rounds six to 24 minutes a set-up. Writes pipeline.json and
+pipeline.md after each set-up, and leaves out those that it has. What the page does not show was not
+measured yet.
 
     python -m benchmarks.emulated.pipeline --out benchmarks/results
     python -m benchmarks.emulated.pipeline --only "2 x 4, 50 Mbit/s" --out benchmarks/results
@@ -180,7 +181,7 @@ def bubble(rounds: int, folder: Path) -> dict[str, Any]:
     """Seconds of steps of more and more micro-batches of one size, on two stages.
 
     And of steps of next to no tokens, for what a step does once, with weights and optimizer. Each
-    stage has a core of its own: one that is idle must not make the other faster.
+    stage has a core of its own, so that a tick takes what its own work takes.
     """
     setup = Setup(2, 1, None)
     rows = 8  # sequences of a micro-batch

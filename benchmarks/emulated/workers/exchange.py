@@ -1,8 +1,9 @@
 """One host of `exchange.py`: builds one expert layer on several routes and times them in turns.
 
-Started by launch/emulate on every host of the emulated cluster. Each round runs every variant once,
-in rotated order, all hosts in step; what this host put on its link meanwhile is read from the
-kernel. Takes the file of a case and writes its own measurements beside it.
+Started by launch/emulate on every host of the emulated cluster. Each round runs every variant
+twice, in rotated order, all hosts in step, and times the second run, which finds its memory at hand
+as in training; what this host put on its link meanwhile is read from the kernel. Takes the file of
+a case and writes its own measurements beside it.
 """
 
 import json
@@ -57,7 +58,6 @@ class Variant(NamedTuple):
     # What comes before and after a run and is not timed.
     prepare: Callable[[], Any] = lambda: None
     forget: Callable[[], Any] = lambda: None
-    warm: bool = False  # whether `prepare` runs it once
 
 
 def build(case: dict, measure: str, settings: dict) -> Variant:
@@ -168,15 +168,13 @@ def step_variant(train_step: TrainStep) -> Variant:
     kept = []  # the state: those of all variants at a time would fill the memory
 
     def prepare() -> None:
-        """Makes the state and runs a step, whose memory the next finds at hand, as in training."""
         kept.append(jax.block_until_ready(train_step.init()))
-        run()
 
     def run() -> Any:
         kept[0], metrics = program(kept[0], batch)
-        return jax.block_until_ready(metrics)
+        return metrics
 
-    return Variant(run, facts, prepare, kept.clear, warm=True)
+    return Variant(run, facts, prepare, kept.clear)
 
 
 def build_codecs(train_step: TrainStep) -> Variant:
@@ -304,23 +302,21 @@ def measure(
     meet = jax.jit(gloo.shard_map(lambda x: wire.all_reduce(x, ("all",)), every, P(), P()))
     names = list(variants)
     found: dict[str, dict[str, list]] = {name: {"seconds": [], "sent": []} for name in names}
-    for number in range(-1, rounds):  # the first connects and warms up
+    for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            if (name in seldom and number > 0 and number % 3) or (
-                number < 0 and variants[name].warm
-            ):
+            if name in seldom and number % 3:
                 continue
             variants[name].prepare()
+            jax.block_until_ready(variants[name].run())
             jax.block_until_ready(meet(1.0))
             before, began = int(SENT.read_text()), time.perf_counter()
             jax.block_until_ready(variants[name].run())
             seconds = time.perf_counter() - began
             jax.block_until_ready(meet(1.0))  # what left here has arrived there
             variants[name].forget()
-            if number >= 0:
-                found[name]["seconds"].append(seconds)
-                found[name]["sent"].append(int(SENT.read_text()) - before)
+            found[name]["seconds"].append(seconds)
+            found[name]["sent"].append(int(SENT.read_text()) - before)
     return found
 
 
