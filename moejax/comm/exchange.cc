@@ -46,6 +46,7 @@ struct Stream {
   Peer* peer;
   int64_t device;
   char* data;
+  bool send;  // or receive
   Header header, expected;
   size_t bytes, done = 0;
 
@@ -53,7 +54,7 @@ struct Stream {
   bool finished() const { return done == total(); }
 
   // Moves what the socket takes or has now; returns what went wrong, or nothing.
-  std::string Move(bool send) {
+  std::string Move() {
     while (!finished()) {
       bool head = done < sizeof(Header);
       char* at = head ? reinterpret_cast<char*>(&header) + done : data + (done - sizeof(Header));
@@ -78,11 +79,16 @@ struct Stream {
   std::string Name() const { return std::to_string(device); }
 };
 
+// What goes to a device, or comes from it.
+struct Part {
+  int64_t device;
+  char* data;
+};
+
 struct Task {
-  std::vector<int64_t> group;  // devices, in the order of the parts
-  char *send, *receive;
-  size_t bytes;  // of a part
-  bool gather;   // the same part goes to all
+  char* receive;  // where the first part comes
+  size_t bytes;   // of a part
+  std::vector<Part> sends, receives;
   uint32_t number = 0;
 };
 
@@ -182,29 +188,35 @@ class Device {
   }
 
   std::string Exchange(Task& task) {
-    std::vector<Stream> sends, receives;
-    for (size_t i = 0; i < task.group.size(); ++i) {
-      char* out = task.send + (task.gather ? 0 : i * task.bytes);
-      char* in = task.receive + i * task.bytes;
-      if (task.group[i] == id_) {
-        std::memcpy(in, out, task.bytes);
+    std::vector<Stream> streams;
+    char* own = nullptr;
+    for (auto [device, data] : task.sends) {
+      if (device == id_) {
+        own = data;
         continue;
       }
-      auto found = peers_.find(task.group[i]);
-      if (found == peers_.end()) return "no connection to device " + std::to_string(task.group[i]);
-      Peer* peer = &found->second;
-      Header header{peer->sent++, task.bytes}, expected{peer->received++, task.bytes};
-      sends.push_back({peer, task.group[i], out, header, {}, task.bytes});
-      receives.push_back({peer, task.group[i], in, {}, expected, task.bytes});
+      auto peer = peers_.find(device);
+      if (peer == peers_.end()) return "no connection to device " + std::to_string(device);
+      Header header{peer->second.sent++, task.bytes};
+      streams.push_back({&peer->second, device, data, true, header, {}, task.bytes});
+    }
+    for (auto [device, data] : task.receives) {
+      if (device == id_) {
+        std::memcpy(data, own, task.bytes);
+        continue;
+      }
+      auto peer = peers_.find(device);
+      if (peer == peers_.end()) return "no connection to device " + std::to_string(device);
+      Header expected{peer->second.received++, task.bytes};
+      streams.push_back({&peer->second, device, data, false, {}, expected, task.bytes});
     }
     while (true) {
       std::vector<pollfd> waits;
-      for (size_t i = 0; i < sends.size(); ++i) {
-        std::string wrong = sends[i].Move(true);
-        if (wrong.empty()) wrong = receives[i].Move(false);
+      for (Stream& stream : streams) {
+        std::string wrong = stream.Move();
         if (!wrong.empty()) return wrong;
-        int events = (sends[i].finished() ? 0 : POLLOUT) | (receives[i].finished() ? 0 : POLLIN);
-        if (events) waits.push_back({sends[i].peer->fd, static_cast<short>(events), 0});
+        short event = stream.send ? POLLOUT : POLLIN;
+        if (!stream.finished()) waits.push_back({stream.peer->fd, event, 0});
       }
       if (waits.empty()) return "";
       if (poll(waits.data(), waits.size(), -1) < 0 && errno != EINTR) return strerror(errno);
@@ -237,14 +249,36 @@ ffi::Error Start(int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer after,
     std::vector<int64_t> group(groups.begin() + start, groups.begin() + start + size);
     for (int64_t member : group) {
       if (found == Devices().end() || member != found->second->id()) continue;
-      *number->typed_data() = found->second->Begin(
-          {std::move(group), static_cast<char*>(x.untyped_data()),
-           static_cast<char*>(y->untyped_data()), y->size_bytes() / static_cast<size_t>(size),
-           gather});
+      char *out = static_cast<char*>(x.untyped_data()), *in = static_cast<char*>(y->untyped_data());
+      Task task{in, y->size_bytes() / static_cast<size_t>(size)};
+      for (size_t i = 0; i < group.size(); ++i) {
+        task.sends.push_back({group[i], out + (gather ? 0 : i * task.bytes)});
+        task.receives.push_back({group[i], in + i * task.bytes});
+      }
+      *number->typed_data() = found->second->Begin(std::move(task));
       return ffi::Error::Success();
     }
   }
   return ffi::Error::Internal("this device is not connected");
+}
+
+// The same where a device sends to one other and receives from one, or neither: `pairs` are the
+// senders and receivers in turns. Zeros come to who receives nothing.
+ffi::Error StartPairs(int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer after,
+                      ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::U32>> number,
+                      ffi::Span<const int64_t> pairs) {
+  auto found = Devices().find(ordinal);
+  if (found == Devices().end()) return ffi::Error::Internal("this device is not connected");
+  int64_t id = found->second->id();
+  Task task{static_cast<char*>(y->untyped_data()), y->size_bytes()};
+  for (size_t i = 0; i < pairs.size(); i += 2) {
+    int64_t sender = pairs[i], receiver = pairs[i + 1];
+    if (sender == id) task.sends.push_back({receiver, static_cast<char*>(x.untyped_data())});
+    if (receiver == id) task.receives.push_back({sender, task.receive});
+  }
+  if (task.receives.empty()) std::memset(task.receive, 0, task.bytes);
+  *number->typed_data() = found->second->Begin(std::move(task));
+  return ffi::Error::Success();
 }
 
 // Waits for an exchange, and keeps until then the memory that it reads and writes.
@@ -277,6 +311,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_start, Start,
                                   .Attr<ffi::Span<const int64_t>>("groups")
                                   .Attr<int64_t>("size")
                                   .Attr<bool>("gather"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_start_pairs, StartPairs,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::U32>>()
+                                  .Attr<ffi::Span<const int64_t>>("pairs"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_done, Done,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::DeviceOrdinal>()

@@ -29,6 +29,12 @@ from jax.sharding import Mesh
 
 SOURCE = Path(__file__).with_name("exchange.cc")
 WAIT_MILLISECONDS = 600_000  # how long a process may take to reach its first program
+CALLS = (
+    "moejax_exchange_start",
+    "moejax_exchange_start_pairs",
+    "moejax_exchange_done",
+    "moejax_hold",
+)
 NO_LIBRARY = "none"  # in place of an address
 PAIR = struct.Struct("!qq")  # the device that connects, and the one that it connects to
 
@@ -45,7 +51,7 @@ class Exchange(NamedTuple):
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
 
-    carries = ("all_to_all", "all_gather", "reduce_scatter", "psum", "psum_invariant")
+    carries = ("all_to_all", "all_gather", "reduce_scatter", "psum", "psum_invariant", "ppermute")
 
     def run(
         self, name: str, x: jax.Array, after: jax.Array, **params: Any
@@ -65,6 +71,8 @@ class Exchange(NamedTuple):
             assert params["tiled"]
             assert params["split_axis"] == params["concat_axis"] == 0
             return self._swap(x, axes, after)
+        if name == "ppermute":
+            return self._send(x, self._pairs(axes, params["perm"]), after)
         if name == "all_gather":
             assert params["tiled"]
             x_P, number = self._gather(x, axes, after)
@@ -101,21 +109,41 @@ class Exchange(NamedTuple):
         gather: bool,
     ) -> tuple[jax.Array, jax.Array]:
         groups = self._groups(axes)
-        results = (jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct((), jnp.uint32))
-        start = jax.ffi.ffi_call("moejax_exchange_start", results, has_side_effect=True)
-        members = groups.reshape(-1).astype(np.int64)
-        y, number = start(x, after, groups=members, size=np.int64(groups.shape[1]), gather=gather)
-        # What has begun must end, whether or not anything needs the result.
-        done = jax.ffi.ffi_call(
-            "moejax_exchange_done", results[0], has_side_effect=True, input_output_aliases={0: 0}
+        members, size = groups.reshape(-1).astype(np.int64), np.int64(groups.shape[1])
+        return _begin(
+            "moejax_exchange_start", x, after, shape, groups=members, size=size, gather=gather
         )
-        return done(y, x, number), number
+
+    def _send(
+        self, x: jax.Array, pairs: np.ndarray, after: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sends x from the first to the second device of each pair; zeros where nothing arrives."""
+        members = pairs.reshape(-1).astype(np.int64)
+        return _begin("moejax_exchange_start_pairs", x, after, x.shape, pairs=members)
+
+    def _pairs(self, axes: Sequence[str], places: Sequence[tuple[int, int]]) -> np.ndarray:
+        """The pairs of devices that places along the axes stand for: [pairs, 2]."""
+        return self._groups(axes)[:, np.array(places, int).reshape(-1, 2)]
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
         """The devices [groups, members] that communicate along the axes, in the order of parts."""
         ids = np.array(self.device_ids).reshape(self.axis_sizes)
         ids = np.moveaxis(ids, [self.axis_names.index(axis) for axis in axes], range(-len(axes), 0))
         return ids.reshape(-1, lax.axis_size(axes))
+
+
+def _begin(
+    call: str, x: jax.Array, after: jax.Array, shape: tuple[int, ...], **attributes: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Begins an exchange and waits for it where the result is used. Returns result and number."""
+    results = (jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct((), jnp.uint32))
+    start = jax.ffi.ffi_call(call, results, has_side_effect=True)
+    y, number = start(x, after, **attributes)
+    # What has begun must end, whether or not anything needs the result.
+    done = jax.ffi.ffi_call(
+        "moejax_exchange_done", results[0], has_side_effect=True, input_output_aliases={0: 0}
+    )
+    return done(y, x, number), number
 
 
 def hold(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
@@ -169,7 +197,7 @@ def _connect() -> bool:
 def _register() -> None:
     """Tells XLA of the calls, once in a process."""
     library = _load()
-    for name in ("moejax_exchange_start", "moejax_exchange_done", "moejax_hold"):
+    for name in CALLS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
 
 

@@ -193,6 +193,7 @@ class _Rewriter:
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values |= dict(zip(jaxpr.invars, arguments, strict=True))
         held = _Held([], [], {}, [])
+        passed: list[jax.Array] = []  # sent to another stage
         after = token  # the next exchange begins when this exists
 
         def read(atom: Any) -> Any:
@@ -205,7 +206,10 @@ class _Rewriter:
                 result, after = exchange.run(name, inputs[0], after, **eqn.params)
                 if name == "all_to_all":
                     held.sent([inputs[0], result], values.values())
-                results, token = [result], _token(result)
+                elif name == "ppermute":
+                    passed.append(inputs[0])
+                # Stages compute while a transfer is under way, also in loops with exchanges.
+                results, token = [result], _token(after if name == "ppermute" else result)
             elif name not in KINDS and not any(map(communicates, inner_jaxprs(eqn))):
                 inputs = held.in_turn(eqn, inputs)
                 results = _bind(eqn, inputs)
@@ -214,8 +218,8 @@ class _Rewriter:
                 results, token = self._in_order(eqn, inputs, token)
                 after = token
             values |= dict(zip(eqn.outvars, results, strict=True))
-        if held.arrays:
-            token = hold(token, held.arrays)
+        if held.arrays or passed:
+            token = hold(token, [*held.arrays, *passed])
         return [read(atom) for atom in jaxpr.outvars], token
 
     def _in_order(self, eqn: Any, inputs: list[Any], token: jax.Array) -> Results:
