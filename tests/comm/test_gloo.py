@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.comm.exchange import Exchange
 from moejax.comm.gloo import in_order
+from moejax.config.fields import change
 from tests.cases import CERTAIN, place, random_batch, small_config, step_for
 
 MESH = Mesh(np.array(jax.devices()[:4]), ("d",))
@@ -134,11 +135,19 @@ def test_each_collective_of_the_compiled_program_needs_the_one_before_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchanged", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch, exchanged):
-    cfg = small_config(
-        (1, 2, 2, 2), model={"remat": "full"}, moe=CERTAIN, train={"micro_batches": 2}
-    )
+@pytest.mark.parametrize(
+    ("stages", "exchanged"),
+    [
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.exhaustive),
+        pytest.param(1, True, marks=pytest.mark.exhaustive),
+        pytest.param(1, False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_train_step_stays_right_and_its_collectives_are_replaced(monkeypatch, stages, exchanged):
+    mesh, model = (1, 2, 2, 2 // stages), {"remat": "full", "num_layers": stages}
+    cfg = small_config(mesh, model=model, moe=CERTAIN, train={"micro_batches": 2})
+    cfg = change(cfg, {"mesh.stage": stages})
     plain, ordered = step_for(cfg), step_for(cfg)
     state, batch = plain.init(), place(plain, random_batch(cfg))
     wanted = plain.gradients(state, batch)
@@ -146,11 +155,14 @@ def test_a_train_step_stays_right_and_reduce_scatters_are_gone(monkeypatch, exch
     monkeypatch.setattr("moejax.comm.gloo.LARGE", 0)
     if not exchanged:
         monkeypatch.setattr("moejax.comm.gloo.connected", lambda mesh: None)
-    got = ordered.gradients(state, batch)
+    compiled = ordered.gradients.lower(state, batch).compile()
+    got = compiled(state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), wanted, got)
-    text = ordered.gradients.lower(state, batch).compile().as_text()
+    text = compiled.as_text()
     assert "reduce-scatter(" not in text
     assert ("moejax_exchange" in text) == exchanged
+    assert ("moejax_exchange_start_pairs" in text) == (exchanged and stages > 1)
+    assert ("collective-permute(" in text) == (not exchanged and stages > 1)
     assert unordered(text) == []
 
 
