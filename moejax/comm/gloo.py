@@ -179,7 +179,9 @@ class _Rewriter:
     """Evaluates jaxprs with their collectives in order.
 
     A token is a zero computed from the last collective's result: using it makes the next
-    collective wait. Every method takes the token before it and returns the token after it.
+    collective wait. That of an exchanged transfer between stages is computed from its number, so
+    that the next waits for its beginning alone. Every method takes the token before it and returns
+    the token after it.
     """
 
     def __init__(self, exchange: Exchange | None):
@@ -208,7 +210,6 @@ class _Rewriter:
                     held.sent([inputs[0], result], values.values())
                 elif name == "ppermute":
                     passed.append(inputs[0])
-                # Stages compute while a transfer is under way, also in loops with exchanges.
                 results, token = [result], _token(after if name == "ppermute" else result)
             elif name not in KINDS and not any(map(communicates, inner_jaxprs(eqn))):
                 inputs = held.in_turn(eqn, inputs)
