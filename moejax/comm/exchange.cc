@@ -299,26 +299,25 @@ ffi::Error Hold(ffi::RemainingArgs arguments, ffi::Result<ffi::AnyBuffer> result
   return ffi::Error::Success();
 }
 
+// What both calls that begin an exchange take and return.
+auto Begins() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::Buffer<ffi::U32>>();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_start, Start,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::U32>>()
+                              Begins()
                                   .Attr<ffi::Span<const int64_t>>("groups")
                                   .Attr<int64_t>("size")
                                   .Attr<bool>("gather"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_start_pairs, StartPairs,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::U32>>()
-                                  .Attr<ffi::Span<const int64_t>>("pairs"));
+                              Begins().Attr<ffi::Span<const int64_t>>("pairs"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_done, Done,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::DeviceOrdinal>()

@@ -226,6 +226,13 @@ def test_what_experts_read_and_make_between_exchanges_is_held_but_not_what_they_
     assert shapes.count(ROWS) == 5
 
 
+def test_what_a_stage_sends_is_held_and_what_it_computes_meanwhile_is_not():
+    def tick(rows, hidden):
+        return lax.ppermute(rows, "d", [(0, 1)]), hidden @ hidden.T
+
+    assert held(tick, ROWS, HIDDEN) == [(), ROWS]
+
+
 def test_without_an_exchange_of_tokens_nothing_is_held():
     assert held(lambda x: lax.psum(x, "d") + (x.T @ x).sum(), ROWS) == []
 
