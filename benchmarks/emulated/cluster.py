@@ -14,7 +14,8 @@ def run_case(case: dict[str, Any], worker: Path, folder: Path) -> list[dict[str,
     """Starts `worker CASE.json` on each host; returns what each wrote beside it.
 
     Args:
-      case: at least hosts, devices (of each host) and rate (Mbit/s; None: not shaped).
+      case: at least hosts, devices (of each host) and rate (Mbit/s; None: not shaped); own_cores:
+        whether each host has cores of its own.
       folder: for the case, logs and compiled programs.
     """
     path = folder / "case.json"
@@ -27,6 +28,7 @@ def run_case(case: dict[str, Any], worker: Path, folder: Path) -> list[dict[str,
     command = [ROOT / "launch" / "emulate", "--hosts", case["hosts"]]
     command += ["--devices-per-host", case["devices"], "--logs", folder]
     command += ["--link", f"{case['rate']}mbit"] if case["rate"] else []
+    command += ["--own-cores"] if case.get("own_cores") else []
     command += ["--", sys.executable, worker, path]
     subprocess.run(list(map(str, command)), env=environment, check=True)
     return [json.loads(path.with_suffix(f".h{n}").read_text()) for n in range(case["hosts"])]

@@ -44,7 +44,7 @@ class Case:
     variants: Variants
     rounds: int = 3
     seldom: tuple[str, ...] = ()  # variants that run in every third round
-    pinned: bool = False  # each host to a core of its own
+    own_cores: bool = False  # of each host
 
 
 def cases() -> Iterator[Case]:

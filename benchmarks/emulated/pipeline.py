@@ -1,13 +1,14 @@
 """Do pipeline stages pay over a slow link, does the planner know, and does it leave them elsewhere?
 
-Each cluster is probed, and the planner searches: as it does, and with stages where it left them
-aside. Measured are the best by price without stages and with them, without codecs and with those of
-`strong` where that is another plan, all in turns; without stages and codecs the second best mesh
-too, in case the price has their order wrong. The model has 60 million parameters and a step 16,384
-tokens. Three set-ups show where stages must not be chosen: a link that is not shaped, one node, and
-a small model. `bubble` is two stages of a core each, with micro-batches of one size and more and
-more of them: what share of a step is idle, also with two chunks of layers on each stage, and with
-four slices of the positions.
+Each host has cores of its own (of four hosts, two share a core), as real ones have: else a stage
+would compute faster while another idles. Each cluster is probed, and the planner searches: as it
+does, and with stages where it left them aside. Measured are the best by price without stages and
+with them, without codecs and with those of `strong` where that is another plan, all in turns;
+without stages and codecs the second best mesh too, in case the price has their order wrong. The
+model has 60 million parameters and a step 16,384 tokens. Three set-ups show where stages must not
+be chosen: a link that is not shaped, one node, and a small model. `bubble` is two stages, with
+micro-batches of one size and more and more of them: what share of a step is idle, also with two
+chunks of layers on each stage, and with four slices of the positions.
 
 Needs root, ip and tc; with two rounds six to 24 minutes a set-up. Writes pipeline.json and
 pipeline.md after each set-up, and leaves out those that it has. What the page does not show was not
@@ -20,7 +21,7 @@ measured yet.
 import argparse
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -169,7 +170,8 @@ def case_of(setup: Setup, variants: Variants, rounds: int) -> Case:
     """Variants of one set-up."""
     model = setup.settings | {"mesh.nodes": setup.hosts, "plan.mode": "hand"}
     shape = (model["train.batch_sequences"], model["data.sequence_length"])
-    return Case("pipeline", setup.hosts, setup.devices, setup.rate, model, shape, variants, rounds)
+    about = (setup.hosts, setup.devices, setup.rate, model, shape, variants, rounds)
+    return Case("pipeline", *about, own_cores=setup.hosts > 1)
 
 
 def differing(cfg: Config) -> dict[str, Any]:
@@ -180,8 +182,7 @@ def differing(cfg: Config) -> dict[str, Any]:
 def bubble(rounds: int, folder: Path) -> dict[str, Any]:
     """Seconds of steps of more and more micro-batches of one size, on two stages.
 
-    And of steps of next to no tokens, for what a step does once, with weights and optimizer. Each
-    stage has a core of its own, so that a tick takes what its own work takes.
+    And of steps of next to no tokens, for what a step does once, with weights and optimizer.
     """
     setup = Setup(2, 1, None)
     rows = 8  # sequences of a micro-batch
@@ -194,8 +195,8 @@ def bubble(rounds: int, folder: Path) -> dict[str, Any]:
     for parts in TICKS[:2]:
         few = {"data.sequence_length": 16, "train.micro_batches": parts}
         variants[f"{parts} {FEW}"] = ("step", mesh | few | {"train.batch_sequences": 2 * parts})
-    case = replace(case_of(setup, variants, rounds), pinned=True)
-    return {name: row["seconds"] for name, row in run(case, folder).items()}
+    found = run(case_of(setup, variants, rounds), folder)
+    return {name: row["seconds"] for name, row in found.items()}
 
 
 def bubble_rows(seconds: dict[str, list[float]]) -> list[str]:
@@ -315,7 +316,8 @@ def set_up(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     if name == "bubble":
         return {"seconds": bubble(rounds, folder)}
     setup = next(one for one in SETUPS if str(one) == name)
-    facts, _ = probe(setup, folder / "topology.json", quick=False)
+    own_cores = setup.hosts > 1
+    facts, _ = probe(setup, folder / "topology.json", quick=False, own_cores=own_cores)
     wanted, picks = chosen(setup, from_json(facts, name))
     rows = measure(setup, wanted, rounds, folder)
     return {"topology": facts, "picks": picks, "wanted": setup.stages, "rows": rows}

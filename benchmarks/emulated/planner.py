@@ -64,13 +64,15 @@ SLOW = 3.0  # over the chosen plan's seconds, by price: such a plan runs in ever
 BOOT = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def probe(setup: Setup, path: Path, *, quick: bool) -> tuple[dict[str, Any], float]:
+def probe(
+    setup: Setup, path: Path, *, quick: bool, own_cores: bool = False
+) -> tuple[dict[str, Any], float]:
     """Measures the emulated cluster as a user would; the topology, and seconds of the command."""
     command = [ROOT / "launch/emulate", "--hosts", setup.hosts]
     command += ["--devices-per-host", setup.devices]
     command += ["--link", f"{setup.rate}mbit"] if setup.rate else []
-    command += ["--"]
-    command += [sys.executable, "-m", "moejax.plan", "probe", "--out", path]
+    command += ["--own-cores"] if own_cores else []
+    command += ["--", sys.executable, "-m", "moejax.plan", "probe", "--out", path]
     command += ["--quick"] if quick else []
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT)}

@@ -8,7 +8,6 @@ a case and writes its own measurements beside it.
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from typing import Any, NamedTuple
 
 from moejax.runtime.start import join
 
-if json.loads(Path(sys.argv[1]).read_text())["pinned"]:  # before XLA counts the cores
-    os.sched_setaffinity(0, {int(os.environ["MOEJAX_PROCESS"]) % (os.cpu_count() or 1)})
 processes = join()
 
 import jax  # noqa: E402

@@ -22,7 +22,7 @@ from moejax.plan.trace.reader import read
 from moejax.plan.trace.schedule import walk
 from moejax.step.train_step import TrainStep, build_step
 
-# Large enough to fill a device and its caches, small enough to compile quickly.
+# Large enough to fill a device, with attention larger than its caches, and quickly compiled.
 SMALL = {
     "model.vocab_size": 512,
     "model.width": 256,
@@ -33,8 +33,8 @@ SMALL = {
     "moe.num_experts": 2,
     "moe.experts_per_token": 2,
     "moe.expert_hidden": 512,
-    "data.sequence_length": 128,
-    "train.batch_sequences": 2,
+    "data.sequence_length": 256,
+    "train.batch_sequences": 4,
 }
 LARGE = {
     "model.vocab_size": 8192,
