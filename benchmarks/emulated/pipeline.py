@@ -265,7 +265,7 @@ def page(record: dict[str, Any]) -> str:
         "",
     ]
     for name, one in record["results"].items():
-        lines += [f"## {name}", "", stamp_text(one), ""]
+        lines += [f"## {name}", "", stamp_text(one), *one.get("notes", []), ""]
         if name == "bubble":
             lines += [*bubble_rows(one["seconds"]), ""]
             continue

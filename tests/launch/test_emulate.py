@@ -106,6 +106,21 @@ def test_hosts_are_apart_and_nothing_is_left(tmp_path):
     assert namespaces_of(process.pid) == []
 
 
+@pytest.mark.parametrize("hosts", [2, 64])
+def test_hosts_have_cores_of_their_own(tmp_path, hosts):
+    script = "import os; print('cores', *os.sched_getaffinity(0))"
+    flags = ["--unshaped", "--own-cores", "--hosts", hosts, "--logs", tmp_path]
+    code, output = emulate(*flags, "--", sys.executable, "-c", script)
+    assert code == 0, output
+    found = [line.split()[2:] for line in output.splitlines() if "] cores" in line]
+    assert len(found) == hosts
+    assert all(found), output
+    there = len(os.sched_getaffinity(0))
+    used = [core for cores in found for core in cores]
+    assert len(set(used)) == min(len(used), there)  # shared only by hosts that are more than cores
+    assert max(map(used.count, used)) == -(-hosts // there)
+
+
 @pytest.mark.slow
 @needs_namespaces
 def test_a_failing_host_ends_the_others(tmp_path):
