@@ -1,6 +1,7 @@
 """Small clusters for tests."""
 
-from moejax.plan.cluster.topology import CodecRates, Device, Link, Tier, Topology, same_links
+from moejax.plan.cluster.device import CodecRates, Device
+from moejax.plan.cluster.topology import Link, Tier, Topology, same_links
 
 GIB = 2**30
 

@@ -13,16 +13,9 @@ from typing import Any
 
 from moejax.config.fields import one_line, short
 from moejax.errors import InputError, write_whole
+from moejax.plan.cluster.device import CodecRates, Device
 from moejax.plan.cluster.json_object import JsonObject
-from moejax.plan.cluster.topology import (
-    KINDS,
-    CodecRates,
-    Device,
-    Link,
-    Tier,
-    Topology,
-    same_links,
-)
+from moejax.plan.cluster.topology import KINDS, Link, Tier, Topology, same_links
 
 VERSION = 1
 SIZE_LIMIT = 16 << 20
@@ -113,6 +106,8 @@ def to_text(topology: Topology) -> str:
     for name in ("pairs", "node_names", "asymmetric"):
         if not facts[name]:
             del facts[name]
+    if not facts["device"]["copies"]:
+        del facts["device"]["copies"]
     return _laid_out(facts, "\n") + "\n"
 
 
@@ -165,16 +160,16 @@ def from_json(facts: Any, file: str) -> Topology:
 
 
 def _device(part: JsonObject) -> Device:
-    part.keys(Device, optional=("codecs", "program", "sharing"), keys=KEYS)
+    part.keys(Device, optional=("copies", "codecs", "program", "sharing"), keys=KEYS)
     products = part.inner("products")
     curves = {dtype: products.curve(dtype) for dtype in products.facts}
     for dtype, curve in curves.items():
-        sizes = [size for size, _ in curve]
-        if not sizes or sizes != sorted(set(sizes)):
-            where = f"`{products.at(one_line(dtype[:80]))}` is wrong"
-            products.refuse(where, sizes, "sizes that grow, at least one", "Sort them")
+        _check_sizes(products, one_line(dtype[:80]), curve)
     if not curves:
         part.refuse("`device.products` is empty", {}, "rates of at least one dtype", "Add float32")
+    copies = part.curve("copies") if "copies" in part.facts else ()
+    if "copies" in part.facts:
+        _check_sizes(part, "copies", copies)
     codecs = part.inner("codecs") if "codecs" in part.facts else None
     return Device(
         name=part.text("name"),
@@ -184,10 +179,18 @@ def _device(part: JsonObject) -> Device:
         copy_bytes_per_s=part.rate("copy_bytes_per_s"),
         gather_bytes_per_s=part.rate("gather_bytes_per_s"),
         startup_s=part.share("startup_s", 1),
+        copies=copies,
         codecs={name: _codec(codecs.inner(name)) for name in codecs.facts} if codecs else {},
         program_overhead=part.rate("program") if "program" in part.facts else 1.0,
         oversubscription=part.rate("sharing") if "sharing" in part.facts else 1.0,
     )
+
+
+def _check_sizes(part: JsonObject, field: str, curve: tuple[tuple[Any, float], ...]) -> None:
+    sizes = [size for size, _ in curve]
+    if not sizes or sizes != sorted(set(sizes)):
+        where = f"`{part.at(field)}` is wrong"
+        part.refuse(where, sizes, "sizes that grow, at least one", "Sort them")
 
 
 def _codec(part: JsonObject) -> CodecRates:

@@ -16,6 +16,8 @@ import operator
 import statistics
 from dataclasses import dataclass
 
+from moejax.plan.cluster.device import Device
+
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 # Other kinds of collective are priced like one of `KINDS`.
 SAME = {"all_max": "all_reduce", "all_min": "all_reduce"}
@@ -77,63 +79,6 @@ class Tier:
     contention: float = 1.0
     compute_share: float = 0.0
     sync_delay_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class CodecRates:
-    """Rates of a codec in bytes of float32 input (output, for decoding) a second."""
-
-    encode: float
-    decode: float
-
-
-@dataclass(frozen=True)
-class Device:
-    """The rates of one device while its neighbours are as busy.
-
-    Attributes:
-      name: JAX's `device_kind`.
-      platform: "cpu", "gpu" or "tpu".
-      products: dtype -> (FLOPs of a matrix product, FLOP/s), smallest product first.
-      copy_bytes_per_s: bytes read and written a second by an elementwise operation.
-      gather_bytes_per_s: the same for a gather of rows by index.
-      startup_s: time of one small operation.
-      codecs: rates of each codec, by name.
-      program_overhead: compute time of a whole program over the sum of its operations' times.
-      oversubscription: devices of a node that share the same cores; 1: no sharing.
-    """
-
-    name: str
-    platform: str
-    memory_bytes: int
-    products: dict[str, tuple[tuple[float, float], ...]]
-    copy_bytes_per_s: float
-    gather_bytes_per_s: float
-    startup_s: float
-    codecs: dict[str, CodecRates] = dataclasses.field(default_factory=dict)
-    program_overhead: float = 1.0
-    oversubscription: float = 1.0
-
-    def curve(self, dtype: str) -> tuple[tuple[float, float], ...]:
-        """Returns a dtype's curve, or its stand-in's: bfloat16 for eight bits, else float32."""
-        near = "bfloat16" if dtype.startswith("float8") else "float32"
-        slowest = min(self.products.values(), key=lambda points: points[-1][1])
-        return self.products.get(dtype) or self.products.get(near) or slowest
-
-    def product_rate(self, dtype: str, flops: float) -> float:
-        """Returns the FLOP/s of a matrix product of `flops` FLOPs.
-
-        Linear in logarithms; the largest's rate stays above it, the smallest's time below.
-        """
-        curve = self.curve(dtype)
-        index = bisect.bisect_right([size for size, _ in curve], flops)
-        if index == 0:
-            return curve[0][1] * flops / curve[0][0]
-        if index == len(curve):
-            return curve[-1][1]
-        (low, low_rate), (high, high_rate) = curve[index - 1 : index + 1]
-        fraction = math.log(flops / low) / math.log(high / low)
-        return low_rate * (high_rate / low_rate) ** fraction
 
 
 @dataclass(frozen=True)

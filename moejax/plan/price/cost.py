@@ -12,7 +12,8 @@ from functools import partial
 from moejax.comm.tokens.rounds import ROUNDS
 from moejax.kernels.blocked_mlp import rows_computed
 from moejax.layout.layout import Layout
-from moejax.plan.cluster.topology import Device, Tier, Topology
+from moejax.plan.cluster.device import Device
+from moejax.plan.cluster.topology import Tier, Topology
 from moejax.plan.price.simulate import COMPUTE, Task, Timeline, simulate
 from moejax.plan.trace.schedule import Collective, Op, Schedule
 
@@ -137,12 +138,12 @@ def alone(op: Op, device: Device, share: float = 1.0) -> float:
     if op.kind == "product":
         flops = op.flops * (share if op.blocks is None else _share_computed(*op.blocks, share))
         product = flops / max(device.product_rate(op.dtype, flops), 1.0)
-        moved = op.bytes / device.copy_bytes_per_s
+        moved = op.bytes / device.copy_rate(op.bytes)
         # Elementwise work of a block comes before and after its products.
         both = max(product, moved * share) if op.blocks is None else product + moved
         return device.startup_s + both
     if op.kind == "region":
-        return op.passes * device.startup_s + op.bytes / device.copy_bytes_per_s
+        return op.passes * device.startup_s + op.bytes / device.copy_rate(op.bytes)
     if op.kind == "gather":
         return device.startup_s + op.bytes / device.gather_bytes_per_s
     return 0.0

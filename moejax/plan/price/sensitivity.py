@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from moejax.plan.cluster.topology import Device, Tier, Topology
+from moejax.plan.cluster.device import Device
+from moejax.plan.cluster.topology import Tier, Topology
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import Costs, simulate_step
 from moejax.plan.price.routing import ExpertLoad, bucket_fills
@@ -139,7 +140,8 @@ def _products(device: Device, factor: float) -> Device:
 
 def _memory(device: Device, factor: float) -> Device:
     copied, gathered = device.copy_bytes_per_s * factor, device.gather_bytes_per_s * factor
-    return replace(device, copy_bytes_per_s=copied, gather_bytes_per_s=gathered)
+    copies = tuple((size, rate * factor) for size, rate in device.copies)
+    return replace(device, copy_bytes_per_s=copied, gather_bytes_per_s=gathered, copies=copies)
 
 
 def _starts(device: Device, factor: float) -> Device:

@@ -9,7 +9,7 @@ import numpy as np
 from moejax.comm.codecs.build import build_codec
 from moejax.comm.codecs.codec import Codec, EncodeContext
 from moejax.config.compression import CodecSpec
-from moejax.plan.cluster.topology import CodecRates, Device
+from moejax.plan.cluster.device import CodecRates, Device
 from moejax.plan.probe.timer import ProgressFn, Stopwatch
 
 # CPUs are slow and have small caches; other devices need large sizes to be filled.
@@ -19,6 +19,7 @@ DTYPES = ("float32", "bfloat16")
 ROWS = 512  # floats of a gathered row
 # An H200 has 60 MB of cache.
 MEMORY = {"cpu": 2**25, "gpu": 2**30, "tpu": 2**28}  # bytes of a copy, larger than any cache
+CACHED = {"cpu": (2**21, 2**22, 2**23, 2**24)}  # of arrays that a cache may hold
 CODED = {"cpu": 2**18, "gpu": 2**28, "tpu": 2**26}  # bytes of float32 to encode
 SMALL = 16  # dependent small operations
 CODECS = {
@@ -58,7 +59,8 @@ def probe_device(
         products[dtype] = tuple(_product(watch, size, dtype) for size in sizes)
     progress("memory")
     copy_bytes = MEMORY[platform]
-    copying = watch.seconds(lambda x: x * 1.0001 + 0.1, lambda: jnp.zeros(copy_bytes // 4))
+    cached = () if quick else CACHED.get(platform, ())
+    copies = tuple((2.0 * size, _copy_rate(watch, size)) for size in cached)
     gathering = _gather_seconds(watch, copy_bytes)
     progress("small operations")
     startup_s = _small_seconds(watch)
@@ -71,9 +73,10 @@ def probe_device(
         platform=platform,
         memory_bytes=memory_bytes,
         products=products,
-        copy_bytes_per_s=2 * copy_bytes / copying,
+        copy_bytes_per_s=_copy_rate(watch, copy_bytes),
         gather_bytes_per_s=2 * copy_bytes / gathering,
         startup_s=startup_s,
+        copies=copies,
         codecs=codecs,
     )
 
@@ -88,6 +91,12 @@ def _product(watch: Stopwatch, size: int, dtype: str) -> tuple[float, float]:
 
     flops = 2.0 * size**3
     return flops, flops / watch.seconds(lambda both: both[0] @ both[1], start)
+
+
+def _copy_rate(watch: Stopwatch, size: int) -> float:
+    """Returns the bytes a second that an elementwise operation on an array reads and writes."""
+    seconds = watch.seconds(lambda x: x * 1.0001 + 0.1, lambda: jnp.zeros(size // 4))
+    return 2 * size / seconds
 
 
 def _gather_seconds(watch: Stopwatch, size: int) -> float:

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
+from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.file import ASYMMETRY, VERSION, from_json, to_text
-from moejax.plan.cluster.topology import KINDS, Device, Tier, Topology
+from moejax.plan.cluster.topology import KINDS, Tier, Topology
 from moejax.plan.probe.device import probe_device
 from moejax.plan.probe.links import probe_oversubscription, probe_pairs, probe_tier
 from moejax.plan.probe.nodes import Nodes, find_nodes, memory_of

@@ -15,7 +15,7 @@ from moejax.config.fields import change
 from moejax.config.schema import Config, PlanConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
-from moejax.plan.cluster.topology import Device
+from moejax.plan.cluster.device import Device
 from moejax.plan.price.cost import alone
 from moejax.plan.probe.timer import Stopwatch
 from moejax.plan.trace.reader import read

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from moejax.plan.cluster.topology import Device
+from moejax.plan.cluster.device import Device
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.cost import SimulatedStep, alone
 

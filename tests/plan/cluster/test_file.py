@@ -34,6 +34,7 @@ FULL = replace(
     TWO,
     pairs=((0.0, 5.0), (6.0, 0.0)),
     node_names=("a", "b"),
+    device=replace(TWO.device, copies=((1e3, 4e9), (1e6, 2e9))),
     tiers=(
         Tier(
             "host",
@@ -120,6 +121,9 @@ REFUSED = [
     (change("device.products", {}), "products` is empty", "float32"),
     (change("device.products.float32", []), "products.float32` is wrong", "at least one"),
     (change("device.products.float32", [[2, 1], [1, 1]]), "products.float32` is wrong", "Sort"),
+    (change("device.copies", []), "device.copies` is wrong", "at least one"),
+    (change("device.copies", [[2, 1], [1, 1]]), "device.copies` is wrong", "Sort"),
+    (change("device.copies.0", [2]), "device.copies` is wrong", "pairs"),
     (change("device.codecs.int8.decode", 0), "codecs.int8.decode` is wrong", "above 0"),
     (change("device.program", 0), "device.program` is wrong", "above 0"),
     (change("device.sharing", -1), "device.sharing` is wrong", "above 0"),

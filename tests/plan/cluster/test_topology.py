@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.plan.cluster.topology import (
-    SIZES,
-    CodecRates,
-    Device,
-    Link,
-    Tier,
-    Topology,
-    same_links,
-)
+from moejax.plan.cluster.device import CodecRates, Device
+from moejax.plan.cluster.topology import SIZES, Link, Tier, Topology, same_links
 
 MIB = 2**20
 DEVICE = Device(
@@ -250,6 +243,15 @@ def test_product_rates_between_and_beyond_what_was_measured():
     assert DEVICE.product_rate("float8_e4m3fn", 1e12) == 4e9
     wide = {**DEVICE.products, "bfloat16": ((1e6, 7e9),)}
     assert replace(DEVICE, products=wide).product_rate("float8_e4m3fn", 1e12) == 7e9
+
+
+def test_copies_that_a_cache_may_hold_have_rates_of_their_own():
+    assert DEVICE.copy_rate(1e3) == DEVICE.copy_bytes_per_s == 1e9
+    cached = replace(DEVICE, copies=((1e4, 8e9), (1e6, 2e9)))
+    assert cached.copy_rate(1e2) == cached.copy_rate(1e4) == 8e9
+    assert cached.copy_rate(1e5) == pytest.approx(4e9)  # half-way in logarithms
+    assert cached.copy_rate(1e6) == 2e9
+    assert cached.copy_rate(1.1e6) == 1e9
 
 
 # -- files

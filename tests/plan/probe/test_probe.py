@@ -24,6 +24,7 @@ from moejax.plan.probe import links as probe_links
 from moejax.plan.probe import measure as probe_module
 from moejax.plan.probe import program as probe_program
 from moejax.plan.probe.command import main
+from moejax.plan.probe.device import CACHED, MEMORY, probe_device
 from moejax.plan.probe.links import collective, probe_pairs, tournament
 from moejax.plan.probe.measure import Effort, probe
 from moejax.plan.probe.nodes import find_nodes
@@ -92,10 +93,25 @@ def test_a_quick_probe_of_simulated_devices_can_be_read_back(monkeypatch):
     assert any("all_to_all" in words for words in said)
 
 
+def test_copies_are_timed_at_sizes_that_caches_hold_and_at_one_that_they_do_not():
+    class Watch:
+        """Two seconds for everything: arrays are read and written at their size a second."""
+
+        def seconds(self, *_):
+            return 2.0
+
+    facts = {"name": "toy", "memory_bytes": 1, "progress": lambda _: None}
+    found = probe_device(Watch(), platform="cpu", quick=False, **facts)
+    assert found.copies == tuple((2.0 * size, size) for size in CACHED["cpu"])
+    assert found.copy_bytes_per_s == MEMORY["cpu"] > found.copies[-1][0] / 2
+    assert not probe_device(Watch(), platform="cpu", quick=True, **facts).copies
+    assert not probe_device(Watch(), platform="gpu", quick=False, **facts).copies
+
+
 def test_a_whole_program_runs_beside_its_price(monkeypatch):
     monkeypatch.setitem(probe_program.MODELS, "cpu", TINY_PROGRAM)
     watch = Stopwatch(Processes(), np.array(jax.devices()[:4]).reshape(2, 2))
-    device = cluster().device
+    device = dataclasses.replace(cluster().device, copies=((1e4, 4e9), (1e7, 2e9)))
     found = probe_program.probe_program(watch, device)
     assert 0 < found < 1e6
     monkeypatch.setattr(Stopwatch, "seconds", lambda *_, **__: 1.0)
@@ -104,6 +120,7 @@ def test_a_whole_program_runs_beside_its_price(monkeypatch):
         "products": {"float32": tuple((n, 2 * rate) for n, rate in device.products["float32"])},
         "copy_bytes_per_s": 2 * device.copy_bytes_per_s,
         "gather_bytes_per_s": 2 * device.gather_bytes_per_s,
+        "copies": tuple((size, 2 * rate) for size, rate in device.copies),
         "startup_s": device.startup_s / 2,
     }
     faster = dataclasses.replace(device, **twice)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from moejax.config.fields import change
-from moejax.plan.cluster.topology import Device, Tier, Topology, same_links
+from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.topology import Link as Rate
+from moejax.plan.cluster.topology import Tier, Topology, same_links
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.sensitivity import break_even, changes
@@ -34,6 +35,7 @@ CPU = Device(
     copy_bytes_per_s=4e9,
     gather_bytes_per_s=2e9,
     startup_s=1e-5,
+    copies=((1e3, 8e9),),
 )
 CLUSTER = Topology(
     version=1,
@@ -221,6 +223,7 @@ def test_twice_as_good_is_twice_the_rate_or_half_the_time():
     assert faster.product_rate("float32", 1e9) == 2 * before.product_rate("float32", 1e9)
     wider = changes(CLUSTER)["memory bandwidth"](2.0).device
     assert wider.copy_bytes_per_s == 2 * before.copy_bytes_per_s
+    assert wider.copy_rate(1e3) == 2 * before.copy_rate(1e3)
     assert wider.gather_bytes_per_s == 2 * before.gather_bytes_per_s
     assert changes(CLUSTER)["start of an operation"](2.0).device.startup_s == before.startup_s / 2
 
