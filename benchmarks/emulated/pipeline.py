@@ -171,7 +171,7 @@ def case_of(setup: Setup, variants: Variants, rounds: int) -> Case:
     model = setup.settings | {"mesh.nodes": setup.hosts, "plan.mode": "hand"}
     shape = (model["train.batch_sequences"], model["data.sequence_length"])
     about = (setup.hosts, setup.devices, setup.rate, model, shape, variants, rounds)
-    return Case("pipeline", *about, own_cores=setup.hosts > 1)
+    return Case("pipeline", *about, own_cores=True)
 
 
 def differing(cfg: Config) -> dict[str, Any]:
@@ -316,8 +316,7 @@ def set_up(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     if name == "bubble":
         return {"seconds": bubble(rounds, folder)}
     setup = next(one for one in SETUPS if str(one) == name)
-    own_cores = setup.hosts > 1
-    facts, _ = probe(setup, folder / "topology.json", quick=False, own_cores=own_cores)
+    facts, _ = probe(setup, folder / "topology.json", quick=False, own_cores=True)
     wanted, picks = chosen(setup, from_json(facts, name))
     rows = measure(setup, wanted, rounds, folder)
     return {"topology": facts, "picks": picks, "wanted": setup.stages, "rows": rows}

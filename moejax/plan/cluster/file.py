@@ -167,8 +167,9 @@ def _device(part: JsonObject) -> Device:
         _check_sizes(products, one_line(dtype[:80]), curve)
     if not curves:
         part.refuse("`device.products` is empty", {}, "rates of at least one dtype", "Add float32")
-    copies = part.curve("copies") if "copies" in part.facts else ()
+    copies: tuple[tuple[Any, float], ...] = ()
     if "copies" in part.facts:
+        copies = part.curve("copies")
         _check_sizes(part, "copies", copies)
     codecs = part.inner("codecs") if "codecs" in part.facts else None
     return Device(
