@@ -3,18 +3,21 @@
 // XLA calls gloo from the thread that runs the program, which then computes nothing until the bytes
 // have arrived, and gloo uses a link between two devices in one direction after the other. Here each
 // device has a thread that sends and receives: one call begins an exchange, and another hands XLA a
-// future of its end. comm/exchange.py connects the sockets and says what is sent to whom.
+// future of its end. What a device sends to another keeps the order in which exchanges began;
+// otherwise they run at the same time, as two that use a link in opposite directions.
+// comm/exchange.py connects the sockets and says what is sent to whom.
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,19 +39,16 @@ struct Header {
   uint64_t bytes;
 };
 
-struct Peer {
-  int fd = -1;
-  uint64_t sent = 0, received = 0;  // messages
-};
-
 // One way of one exchange with one peer: the header, then the payload.
 struct Stream {
-  Peer* peer;
+  int fd;
   int64_t device;
   char* data;
   bool send;  // or receive
   Header header, expected;
-  size_t bytes, done = 0;
+  size_t bytes;
+  size_t* open;  // streams of the exchange that have not ended
+  size_t done = 0;
 
   size_t total() const { return sizeof(Header) + bytes; }
   bool finished() const { return done == total(); }
@@ -59,7 +59,7 @@ struct Stream {
       bool head = done < sizeof(Header);
       char* at = head ? reinterpret_cast<char*>(&header) + done : data + (done - sizeof(Header));
       size_t left = (head ? sizeof(Header) : total()) - done;
-      ssize_t n = send ? ::send(peer->fd, at, left, MSG_NOSIGNAL) : ::recv(peer->fd, at, left, 0);
+      ssize_t n = send ? ::send(fd, at, left, MSG_NOSIGNAL) : ::recv(fd, at, left, 0);
       if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return "";
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) return std::string(strerror(errno)) + ", exchange with device " + Name();
@@ -79,6 +79,13 @@ struct Stream {
   std::string Name() const { return std::to_string(device); }
 };
 
+// What goes to a peer and what comes from it, each in order.
+struct Peer {
+  int fd = -1;
+  uint64_t sent = 0, received = 0;  // messages
+  std::deque<Stream> ways[2];       // receives, sends
+};
+
 // What goes to a device, or comes from it.
 struct Part {
   int64_t device;
@@ -90,6 +97,7 @@ struct Task {
   size_t bytes;   // of a part
   std::vector<Part> sends, receives;
   uint32_t number = 0;
+  size_t open = 0;  // streams that have not ended
 };
 
 // An exchange that has begun. Whichever comes first, its end or the call that waits for it, leaves
@@ -110,10 +118,10 @@ void Set(ffi::Promise& promise, const std::string& failed) {
   }
 }
 
-// Sends and receives for one device, one exchange after the other.
+// Sends and receives for one device.
 class Device {
  public:
-  explicit Device(int64_t id) : id_(id), thread_([this] { Run(); }) {}
+  explicit Device(int64_t id) : id_(id), wake_(eventfd(0, EFD_NONBLOCK)), thread_([this] { Run(); }) {}
 
   void Add(int64_t peer, int fd) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -126,9 +134,10 @@ class Device {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       over_ = true;
-      ready_.notify_one();
     }
+    eventfd_write(wake_, 1);
     thread_.join();
+    close(wake_);
     for (auto& peer : peers_) close(peer.second.fd);
   }
 
@@ -137,11 +146,11 @@ class Device {
   // Queues an exchange, behind those that have begun before; returns its number.
   uint32_t Begin(Task task) {
     std::lock_guard<std::mutex> lock(mutex_);
-    task.number = next_++;
-    begun_[task.number].receive = task.receive;
+    uint32_t number = task.number = next_++;
+    begun_[number].receive = task.receive;
     tasks_.push_back(std::move(task));
-    ready_.notify_one();
-    return next_ - 1;
+    eventfd_write(wake_, 1);
+    return number;
   }
 
   // The end of an exchange whose rows come to `receive`.
@@ -163,69 +172,103 @@ class Device {
 
  private:
   void Run() {
+    std::list<Task> running;
     std::string failed;
     while (true) {
       std::unique_lock<std::mutex> lock(mutex_);
-      ready_.wait(lock, [this] { return over_ || !tasks_.empty(); });
-      if (tasks_.empty()) return;
-      Task task = std::move(tasks_.front());
-      tasks_.pop_front();
+      if (over_ && tasks_.empty() && running.empty()) return;
+      std::deque<Task> added = std::move(tasks_);
+      tasks_.clear();
       lock.unlock();
-      if (failed.empty()) failed = Exchange(task);
-      lock.lock();
-      auto found = begun_.find(task.number);
-      if (!found->second.promise) {
-        found->second.ended = true;
-        found->second.failed = failed;
-        continue;
+      for (Task& task : added) {
+        running.push_back(std::move(task));
+        if (failed.empty()) failed = Take(running.back());
       }
-      // A thread of its own goes on with the program, and this one with the next exchange.
-      std::thread([promise = std::move(*found->second.promise), failed]() mutable {
-        Set(promise, failed);
-      }).detach();
-      begun_.erase(found);
+      if (failed.empty() && !running.empty()) failed = Move();
+      for (auto task = running.begin(); task != running.end();) {
+        if (task->open > 0 && failed.empty()) {
+          ++task;
+          continue;
+        }
+        End(task->number, failed);
+        task = running.erase(task);
+      }
+      Wait(failed.empty() && !running.empty());  // else peers may be added meanwhile
     }
   }
 
-  std::string Exchange(Task& task) {
-    std::vector<Stream> streams;
+  // Queues the streams of an exchange; returns what is wrong, or nothing.
+  std::string Take(Task& task) {
     char* own = nullptr;
     for (auto [device, data] : task.sends) {
-      if (device == id_) {
-        own = data;
-        continue;
-      }
-      auto peer = peers_.find(device);
-      if (peer == peers_.end()) return "no connection to device " + std::to_string(device);
-      Header header{peer->second.sent++, task.bytes};
-      streams.push_back({&peer->second, device, data, true, header, {}, task.bytes});
+      if (device == id_) own = data;
     }
-    for (auto [device, data] : task.receives) {
-      if (device == id_) {
-        std::memcpy(data, own, task.bytes);
-        continue;
+    for (bool send : {true, false}) {
+      for (auto [device, data] : send ? task.sends : task.receives) {
+        if (device == id_) {
+          if (!send) std::memcpy(data, own, task.bytes);
+          continue;
+        }
+        ++task.open;
+        auto found = peers_.find(device);
+        if (found == peers_.end()) return "no connection to device " + std::to_string(device);
+        Peer& peer = found->second;
+        Header header{send ? peer.sent++ : peer.received++, task.bytes};
+        peer.ways[send].push_back(
+            {peer.fd, device, data, send, header, header, task.bytes, &task.open});
       }
-      auto peer = peers_.find(device);
-      if (peer == peers_.end()) return "no connection to device " + std::to_string(device);
-      Header expected{peer->second.received++, task.bytes};
-      streams.push_back({&peer->second, device, data, false, {}, expected, task.bytes});
     }
-    while (true) {
-      std::vector<pollfd> waits;
-      for (Stream& stream : streams) {
-        std::string wrong = stream.Move();
-        if (!wrong.empty()) return wrong;
-        short event = stream.send ? POLLOUT : POLLIN;
-        if (!stream.finished()) waits.push_back({stream.peer->fd, event, 0});
+    return "";
+  }
+
+  // Moves what can be moved now, the first stream of each way; returns what went wrong, or nothing.
+  std::string Move() {
+    for (auto& [device, peer] : peers_) {
+      for (auto& way : peer.ways) {
+        while (!way.empty()) {
+          std::string wrong = way.front().Move();
+          if (!wrong.empty()) return wrong;
+          if (!way.front().finished()) break;
+          --*way.front().open;
+          way.pop_front();
+        }
       }
-      if (waits.empty()) return "";
-      if (poll(waits.data(), waits.size(), -1) < 0 && errno != EINTR) return strerror(errno);
     }
+    return "";
+  }
+
+  // Waits until a task comes or, if `peers`, something can be moved.
+  void Wait(bool peers) {
+    std::vector<pollfd> waits{{wake_, POLLIN, 0}};
+    for (auto& [device, peer] : peers_) {
+      if (!peers) break;
+      short receives = peer.ways[0].empty() ? 0 : POLLIN, sends = peer.ways[1].empty() ? 0 : POLLOUT;
+      if (receives || sends) waits.push_back({peer.fd, static_cast<short>(receives | sends), 0});
+    }
+    poll(waits.data(), waits.size(), -1);
+    eventfd_t count;
+    eventfd_read(wake_, &count);
+  }
+
+  // Tells whoever waits for an exchange, now or later, that it has ended.
+  void End(uint32_t number, const std::string& failed) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = begun_.find(number);
+    if (!found->second.promise) {
+      found->second.ended = true;
+      found->second.failed = failed;
+      return;
+    }
+    // A thread of its own goes on with the program, and this one with the other exchanges.
+    std::thread([promise = std::move(*found->second.promise), failed]() mutable {
+      Set(promise, failed);
+    }).detach();
+    begun_.erase(found);
   }
 
   int64_t id_;
+  int wake_;
   std::mutex mutex_;
-  std::condition_variable ready_;
   std::deque<Task> tasks_;
   std::map<uint32_t, Begun> begun_;
   uint32_t next_ = 0;

@@ -109,25 +109,30 @@ class Link:
     def spread_positions(self, y_BtD: jax.Array) -> jax.Array:
         """Gives each stage its share of the positions of the last stage's hidden states.
 
-        Wire: (P - 1) / P of the encoded array.
+        Wire: (P - 1) / P of the encoded array, from the last stage alone.
         """
         B, t, D = y_BtD.shape
         y_PBtD = jnp.moveaxis(y_BtD.reshape(B, self.size, t // self.size, D), 1, 0)
         with jax.named_scope(self.traffic):
             encoded = self.encode_once(y_PBtD)
-            encoded = wire.all_to_all(encoded, self.layout.stage, tag=None)[-1]
-            return self.decode(encoded, self.dtype)
+            share, last = encoded[-1], self.size - 1
+            for stage in range(last):
+                moved = wire.ppermute(encoded[stage], self.layout.stage, [(last, stage)])
+                share = jnp.where(wire.index(self.layout.stage) == stage, moved, share)
+            return self.decode(share, self.dtype)
 
     def collect_positions(self, encoded_BtX: jax.Array) -> jax.Array:
-        """The transpose of `spread_positions`: the last stage gets all, others get zeros.
+        """The transpose of `spread_positions`: the last stage gets all. Others get what is no use.
 
-        Wire: (P - 1) / P of the encoded result.
+        Wire: (P - 1) / P of the encoded result, to the last stage alone.
         """
-        B, t, X = encoded_BtX.shape
-        zeros = jnp.zeros((self.size, B, t, X), encoded_BtX.dtype)
+        B, t, _ = encoded_BtX.shape
         with jax.named_scope(self.traffic):
-            every = wire.all_to_all(zeros.at[-1].set(encoded_BtX), self.layout.stage, tag=None)
-            dy_BtD = self.decode(every.reshape(-1, t, X), self.dtype)
+            every = [
+                wire.ppermute(encoded_BtX, self.layout.stage, [(stage, self.size - 1)])
+                for stage in range(self.size - 1)
+            ]
+            dy_BtD = self.decode(jnp.concatenate([*every, encoded_BtX]), self.dtype)
         dy_PBtD = dy_BtD.reshape(self.size, B, t, self.width)
         return jnp.moveaxis(dy_PBtD, 0, 1).reshape(B, -1, self.width)
 

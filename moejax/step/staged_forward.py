@@ -21,7 +21,14 @@ from moejax.step.loss import sum_nll, target_nll
 from moejax.step.model import ModelDef
 from moejax.step.staged_model import StagedModel
 from moejax.step.state import Batch, TrainState
-from moejax.step.visits import Moving, sent, stage_input, visit_forward
+from moejax.step.visits import (
+    Moving,
+    first_moving,
+    sent,
+    stage_input,
+    to_answer,
+    visit_forward,
+)
 
 
 def _staged(model: ModelDef, state: TrainState, batch: Batch, micro_batches: int) -> StagedModel:
@@ -39,14 +46,15 @@ def forward_through_stages(
     feed, layers, P = build_feed(staged), Layers(staged), staged.stages
     x_BtD, fed = feed.first()
     ahead, chunks = staged.link("stage", x_BtD), staged.chunks
+    interleaved = chunks > 1
 
     def forward(moving: Moving, t: jax.Array, *, enter: bool) -> tuple[Moving, None]:
         x_BtD, fed = stage_input(staged, feed, moving, t, enter=enter)
         y_BtD = layers.keep_nothing(x_BtD, visit_forward(staged, t))
-        return sent(ahead, y_BtD, fed, chunks > 1), None
+        return sent(ahead, y_BtD, fed, interleaved=interleaved), None
 
     def both(moving: Moving, t: jax.Array) -> tuple[Moving, Any]:
-        y_BtD = ahead.spread_positions(moving.left)
+        y_BtD = to_answer(ahead, moving, interleaved=interleaved)
         k = staged.schedule.micro_batch(t) - P
         return forward(moving, t, enter=True)[0], answer(y_BtD, k)
 
@@ -56,7 +64,8 @@ def forward_through_stages(
         moving, _ = lax.scan(partial(forward, enter=False), moving, ticks)
         return lax.scan(both, moving, start + chunks * P + jnp.arange(P))
 
-    moving, _ = lax.scan(partial(forward, enter=True), Moving(x_BtD, fed, x_BtD), jnp.arange(P))
+    start = first_moving(x_BtD, fed, P, interleaved=interleaved)
+    moving, _ = lax.scan(partial(forward, enter=True), start, jnp.arange(P))
     if chunks == 1:
         return lax.scan(both, moving, jnp.arange(P, P + staged.micro_batches))[1]
     answers = lax.scan(turn, moving, chunks * P * jnp.arange(staged.each))[1]

@@ -37,7 +37,15 @@ from moejax.step.schedule import Phase, Turn
 from moejax.step.staged_model import RouterParts, StagedModel, Visit
 from moejax.step.staged_weights import put_part
 from moejax.step.state import Batch, Reduction, TrainState, Tree
-from moejax.step.visits import Moving, build_visit, sent, stage_input, visit_forward
+from moejax.step.visits import (
+    Moving,
+    build_visit,
+    first_moving,
+    sent,
+    stage_input,
+    to_answer,
+    visit_forward,
+)
 from moejax.step.whole_batch import (
     NumTargets,
     choose_levels,
@@ -111,9 +119,9 @@ class Ticks:
     def __init__(self, staged: StagedModel, num_targets: NumTargets):
         self.staged, self.answers = staged, Answers(staged, num_targets)
         self.schedule, self.feed = staged.schedule, build_feed(staged)
-        self.keeper, self.around = build_keeper(staged), staged.chunks > 1
+        self.keeper, self.interleaved = build_keeper(staged), staged.chunks > 1
         x_BtD, fed = self.feed.first()
-        self.start = Moving(x_BtD, fed, x_BtD)
+        self.start = first_moving(x_BtD, fed, staged.stages, interleaved=self.interleaved)
         self.ahead = staged.link("stage", x_BtD)
         self.behind = staged.link("stage_gradient", x_BtD)
 
@@ -209,8 +217,8 @@ class Ticks:
         x_BtD, fed = stage_input(self.staged, self.feed, carried.moving, t, enter=phase.ends)
         visit = visit_forward(self.staged, t)
         kept, y_BtD, parts = self.keeper.forward(carried.kept, x_BtD, visit)
-        carried = carried._replace(kept=kept, moving=sent(self.ahead, y_BtD, fed, self.around))
-        return self.counted(carried, parts, visit)
+        moving = sent(self.ahead, y_BtD, fed, interleaved=self.interleaved)
+        return self.counted(carried._replace(kept=kept, moving=moving), parts, visit)
 
     def backward_tick(
         self, carried: Carried, arrived: jax.Array, t: jax.Array, phase: Phase
@@ -231,12 +239,13 @@ class Ticks:
         ahead = visit_forward(self.staged, t)
         behind, back = self.way_back(carried, carried.gradient, t, phase)
         kept, y_BtD, parts, back = self.keeper.both(carried.kept, x_BtD, ahead, behind, back)
-        carried = carried._replace(kept=kept, moving=sent(self.ahead, y_BtD, fed, self.around))
-        return self.counted(self.backed(carried, back, behind), parts, ahead)
+        moving = sent(self.ahead, y_BtD, fed, interleaved=self.interleaved)
+        carried = self.backed(carried._replace(kept=kept, moving=moving), back, behind)
+        return self.counted(carried, parts, ahead)
 
     def to_previous(self, encoded: jax.Array) -> jax.Array:
         """Sends a gradient to where its chunk's input is from."""
-        return self.behind.to_previous(encoded, around=self.around)
+        return self.behind.to_previous(encoded, around=self.interleaved)
 
     def way_back(
         self, carried: Carried, arrived: jax.Array, t: jax.Array, phase: Phase
@@ -292,7 +301,7 @@ class Ticks:
         """Computes the loss of what the last stage left, each stage that of some positions."""
         schedule, n = self.schedule, t - self.schedule.answered
         k, piece = schedule.micro_batch(n), n % schedule.slices
-        y_BtD = self.ahead.spread_positions(carried.moving.left)
+        y_BtD = to_answer(self.ahead, carried.moving, interleaved=self.interleaved)
         answer = jax.value_and_grad(self.answers.loss, argnums=(0, 1), has_aux=True)
         (_, parts), (head, dy_BtD) = answer(self.answers.head, y_BtD, k, piece)
         encoded, error = self.behind.encode(dy_BtD, carried.errors[1], jnp.bool_(True))

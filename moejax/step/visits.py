@@ -18,7 +18,9 @@ class Moving(NamedTuple):
     Attributes:
       arrived: from the stage before, for the next forward.
       fed: what else moves towards the first stage.
-      left: what the last forward returned.
+      left: what the last forward returned. Each stage has its share of the positions of what the
+        last stage returned, except with interleaved stages, where it is spread when it is answered:
+        mostly the last stage has only been through one of several chunks.
     """
 
     arrived: jax.Array
@@ -67,6 +69,18 @@ def stage_input(
     return jnp.where(staged.stage == 0, first, moving.arrived), fed
 
 
-def sent(ahead: Link, y_BtD: jax.Array, fed: Any, around: bool) -> Moving:
-    """Sends what forward returned to where its next chunk is."""
-    return Moving(ahead.to_next(ahead.encode_once(y_BtD), around=around), fed, y_BtD)
+def sent(ahead: Link, y_BtD: jax.Array, fed: Any, *, interleaved: bool) -> Moving:
+    """Sends what forward returned to where its next chunk is, and to where it is answered."""
+    arrived = ahead.to_next(ahead.encode_once(y_BtD), around=interleaved)
+    return Moving(arrived, fed, y_BtD if interleaved else ahead.spread_positions(y_BtD))
+
+
+def first_moving(x_BtD: jax.Array, fed: Any, stages: int, *, interleaved: bool) -> Moving:
+    """Returns what moves before the first tick: real tokens."""
+    share = x_BtD.shape[1] // stages
+    return Moving(x_BtD, fed, x_BtD if interleaved else x_BtD[:, :share])
+
+
+def to_answer(ahead: Link, moving: Moving, *, interleaved: bool) -> jax.Array:
+    """Returns this stage's share of the positions of what the last stage left."""
+    return ahead.spread_positions(moving.left) if interleaved else moving.left
