@@ -39,6 +39,24 @@ NO_LIBRARY = "none"  # in place of an address
 PAIR = struct.Struct("!qq")  # the device that connects, and the one that it connects to
 
 
+class Begun(NamedTuple):
+    """An exchange that has begun: what it receives, what it sends, its number."""
+
+    y: jax.Array
+    x: jax.Array
+    number: jax.Array
+
+    def end(self) -> jax.Array:
+        """Waits for it where the result is used. What has begun must end, whatever is needed."""
+        done = jax.ffi.ffi_call(
+            "moejax_exchange_done",
+            jax.ShapeDtypeStruct(self.y.shape, self.y.dtype),
+            has_side_effect=True,
+            input_output_aliases={0: 0},
+        )
+        return done(self.y, self.x, self.number)
+
+
 class Exchange(NamedTuple):
     """The connected devices of a mesh, and the collectives that are made of exchanges.
 
@@ -72,7 +90,8 @@ class Exchange(NamedTuple):
             assert params["split_axis"] == params["concat_axis"] == 0
             return self._swap(x, axes, after)
         if name == "ppermute":
-            return self._send(x, self._pairs(axes, params["perm"]), after)
+            begun = self.begin_transfer(x, after, **params)
+            return begun.end(), begun.number
         if name == "all_gather":
             assert params["tiled"]
             x_P, number = self._gather(x, axes, after)
@@ -110,20 +129,25 @@ class Exchange(NamedTuple):
     ) -> tuple[jax.Array, jax.Array]:
         groups = self._groups(axes)
         members, size = groups.reshape(-1).astype(np.int64), np.int64(groups.shape[1])
-        return _begin(
+        begun = _begin(
             "moejax_exchange_start", x, after, shape, groups=members, size=size, gather=gather
         )
+        return begun.end(), begun.number
 
-    def _send(
-        self, x: jax.Array, pairs: np.ndarray, after: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Sends x from the first to the second device of each pair; zeros where nothing arrives."""
+    def begin_transfer(
+        self,
+        x: jax.Array,
+        after: jax.Array,
+        *,
+        axis_name: Any,
+        perm: Sequence[tuple[int, int]],
+        **_: Any,
+    ) -> Begun:
+        """Begins a ppermute. Arguments as of `run`."""
+        axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        pairs = self._groups(axes)[:, np.array(perm, int).reshape(-1, 2)]
         members = pairs.reshape(-1).astype(np.int64)
         return _begin("moejax_exchange_start_pairs", x, after, x.shape, pairs=members)
-
-    def _pairs(self, axes: Sequence[str], places: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The pairs of devices that places along the axes stand for: [pairs, 2]."""
-        return self._groups(axes)[:, np.array(places, int).reshape(-1, 2)]
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
         """The devices [groups, members] that communicate along the axes, in the order of parts."""
@@ -134,16 +158,11 @@ class Exchange(NamedTuple):
 
 def _begin(
     call: str, x: jax.Array, after: jax.Array, shape: tuple[int, ...], **attributes: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Begins an exchange and waits for it where the result is used. Returns result and number."""
+) -> Begun:
     results = (jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct((), jnp.uint32))
     start = jax.ffi.ffi_call(call, results, has_side_effect=True)
     y, number = start(x, after, **attributes)
-    # What has begun must end, whether or not anything needs the result.
-    done = jax.ffi.ffi_call(
-        "moejax_exchange_done", results[0], has_side_effect=True, input_output_aliases={0: 0}
-    )
-    return done(y, x, number), number
+    return Begun(y, x, number)
 
 
 def hold(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:

@@ -14,8 +14,8 @@ through every loop, conditional and call, and so that large ones go through `com
 Decisions 0008 and 0022 say what was measured.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.exchange import Exchange, connected, hold
-from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, opened, scan_operands
+from moejax.comm.held import Held
+from moejax.comm.jaxprs import CALLS, KINDS, communicates, inner_jaxprs, scan_operands
+from moejax.comm.transfers import Transfers, bind
 
 MOVES = ("all_to_all", "all_gather", "ppermute")  # collectives without arithmetic
 LARGE = 2**16  # bytes from which a collective goes through the exchange
@@ -80,99 +82,6 @@ def in_order(function: Callable, exchange: Exchange | None = None) -> Callable:
 
 
 Results = tuple[list[Any], jax.Array]  # of what was evaluated, and the next token
-LONG = ("dot_general", "ffi_call", "ragged_dot", "scan", "while")  # what computes for long
-
-
-class _Held(NamedTuple):
-    """The arrays that stay in memory until a scope's last exchange of tokens has ended.
-
-    XLA gives the memory of an array that was sent, or computed with, to what the program makes
-    next, which then waits until all that reads it has ended. The order of rows counts as well: a
-    chunk's results would come to where the next chunk's order lies, and wait for its experts.
-
-    Attributes:
-      arrays: that were sent and received, and that were computed with between exchanges.
-      since: what was computed with since the last exchange.
-      orders: integers that were there before the first exchange, by id, until something reads them.
-      last: the results of what was computed last.
-    """
-
-    arrays: list[jax.Array]
-    since: list[jax.Array]
-    orders: dict[int, jax.Array]
-    last: list[jax.Array]
-
-    def sent(self, arrays: list[jax.Array], known: Iterable[Any]) -> None:
-        """Takes what an exchange sends and receives; `known`: all values of the scope so far."""
-        if not self.arrays:
-            self.orders.update({id(x): x for x in known if _is_order(x)})
-        self.arrays.extend([*self.since, *arrays])
-        self.since.clear()
-
-    def in_turn(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        """Returns the inputs of an equation, of which one waits for what was computed before.
-
-        Chunks whose rows have arrived would otherwise be computed with at the same time, each
-        slower, and the first results would be late for the link. Several devices of a process
-        share its threads, and fill each other's gaps if none waits. A small input waits, as it may
-        have to be copied.
-        """
-        if not self.last or jax.local_device_count() > 1 or not _runs_long(eqn):
-            return inputs
-        places = _carried(eqn)
-        small = [
-            (x.nbytes, n)
-            for n, x in enumerate(inputs)
-            if n not in places and isinstance(x, jax.Array) and 0 < x.nbytes < LARGE
-        ]
-        if not small:
-            return inputs
-        _, n = min(small)
-        return [*inputs[:n], hold(inputs[n], self.last), *inputs[n + 1 :]]
-
-    def computed(self, eqn: Any, inputs: list[Any], results: list[Any]) -> None:
-        """Takes what an equation reads and makes, if it runs for long beside an exchange.
-
-        What it writes in place is left out: held, it would have to be copied.
-        """
-        if not self.arrays:
-            return
-        read_now = [self.orders.pop(id(x)) for x in inputs if id(x) in self.orders]
-        self.arrays.extend(read_now)
-        if not _runs_long(eqn):
-            return
-        places = _carried(eqn)
-        in_place = {(eqn.invars[n].aval.shape, eqn.invars[n].aval.dtype) for n in places}
-        read = [x for n, x in enumerate(inputs) if n not in places]
-        made = [x for x in results if (x.shape, x.dtype) not in in_place]
-        self.since.extend(x for x in [*read, *made] if isinstance(x, jax.Array) and x.size)
-        self.last[:] = [x for x in results if x.size]
-
-
-def _is_order(x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.size > 1 and jnp.issubdtype(x.dtype, jnp.integer)
-
-
-def _runs_long(eqn: Any) -> bool:
-    if eqn.primitive.name in LONG:
-        return True
-    return any(_runs_long(inner) for jaxpr in inner_jaxprs(eqn) for inner in opened(jaxpr).eqns)
-
-
-def _carried(eqn: Any) -> set[int]:
-    """The places of inputs that loops write to."""
-    name, params, count = eqn.primitive.name, eqn.params, len(eqn.invars)
-    if name == "while":
-        return set(range(params["cond_nconsts"] + params["body_nconsts"], count))
-    if name == "scan":
-        _, carry, _ = scan_operands(params, list(range(count)))
-        return set(carry)
-    found = set()
-    for jaxpr in map(opened, inner_jaxprs(eqn)):
-        written = {id(inner.invars[n]) for inner in jaxpr.eqns for n in _carried(inner)}
-        before = count - len(jaxpr.invars)  # a conditional's index
-        found |= {before + n for n, var in enumerate(jaxpr.invars) if id(var) in written}
-    return found
 
 
 class _Rewriter:
@@ -194,34 +103,36 @@ class _Rewriter:
         """Evaluates an open jaxpr."""
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values |= dict(zip(jaxpr.invars, arguments, strict=True))
-        held = _Held([], [], {}, [])
-        passed: list[jax.Array] = []  # sent to another stage
+        held, transfers = Held([], [], {}, []), Transfers(values)
         after = token  # the next exchange begins when this exists
-
-        def read(atom: Any) -> Any:
-            return atom.val if hasattr(atom, "val") else values[atom]
-
         for eqn in jaxpr.eqns:
-            inputs = [read(atom) for atom in eqn.invars]
-            name = eqn.primitive.name
-            if exchange := self._exchange(eqn, inputs):
+            if transfers.defer(eqn):
+                continue
+            transfers.bring(eqn.invars)
+            inputs, name = transfers.read(eqn.invars), eqn.primitive.name
+            exchange = self._exchange(eqn, inputs)
+            if exchange and name == "ppermute":
+                after = transfers.begin(eqn, exchange, inputs[0], after)
+                token = _token(after)
+                continue
+            if exchange:
                 result, after = exchange.run(name, inputs[0], after, **eqn.params)
                 if name == "all_to_all":
                     held.sent([inputs[0], result], values.values())
-                elif name == "ppermute":
-                    passed.append(inputs[0])
-                results, token = [result], _token(after if name == "ppermute" else result)
+                results, token = [result], _token(result)
             elif name not in KINDS and not any(map(communicates, inner_jaxprs(eqn))):
-                inputs = held.in_turn(eqn, inputs)
-                results = _bind(eqn, inputs)
+                inputs = transfers.begun_before(eqn, held.in_turn(eqn, inputs))
+                results = bind(eqn, inputs)
                 held.computed(eqn, inputs, results)
             else:
                 results, token = self._in_order(eqn, inputs, token)
                 after = token
+            transfers.computed(eqn, results)
             values |= dict(zip(eqn.outvars, results, strict=True))
-        if held.arrays or passed:
-            token = hold(token, [*held.arrays, *passed])
-        return [read(atom) for atom in jaxpr.outvars], token
+        transfers.end_all()
+        if held.arrays:
+            token = hold(token, held.arrays)
+        return transfers.read(jaxpr.outvars), token
 
     def _in_order(self, eqn: Any, inputs: list[Any], token: jax.Array) -> Results:
         """Evaluates a collective of gloo's, or an equation with collectives inside."""
@@ -251,10 +162,10 @@ class _Rewriter:
         if name == "reduce_scatter":
             results = [_reduce_scatter(inputs[0], **params)]
         elif name in MOVES:
-            both = zip(_bind(eqn, list(map(_as_bits, inputs))), inputs, strict=True)
+            both = zip(bind(eqn, list(map(_as_bits, inputs))), inputs, strict=True)
             results = [lax.bitcast_convert_type(y, x.dtype) for y, x in both]
         else:
-            results = _bind(eqn, inputs)
+            results = bind(eqn, inputs)
         return results, _token(results[0])
 
     def _cond(self, params: Any, inputs: list[Any], token: jax.Array) -> Results:
@@ -304,11 +215,6 @@ class _Rewriter:
             # Without it the compiler would keep values that the backward pass is to recompute.
             inputs = lax.optimization_barrier(inputs)
         return self._closed(inner_jaxprs(eqn)[0], list(inputs), token)
-
-
-def _bind(eqn: Any, inputs: list[Any]) -> list[Any]:
-    results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def _as_bits(x: jax.Array) -> jax.Array:

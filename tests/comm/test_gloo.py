@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.exchange import Exchange
+from moejax.comm.exchange import Exchange, connected
 from moejax.comm.gloo import in_order
 from moejax.config.fields import change
 from tests.cases import CERTAIN, place, random_batch, small_config, step_for
@@ -226,11 +226,52 @@ def test_what_experts_read_and_make_between_exchanges_is_held_but_not_what_they_
     assert shapes.count(ROWS) == 5
 
 
-def test_what_a_stage_sends_is_held_and_what_it_computes_meanwhile_is_not():
-    def tick(rows, hidden):
-        return lax.ppermute(rows, "d", [(0, 1)]), hidden @ hidden.T
+def test_a_stage_computes_between_the_beginning_of_a_transfer_and_what_needs_it():
+    """One hold makes a product wait for the number of the transfer before it, the other the
+    transfer's end for the product; nothing else does, not even an addition of what arrives."""
 
-    assert held(tick, ROWS, HIDDEN) == [(), ROWS]
+    def product(rows, hidden):
+        return jax.jit(lambda x, y: x.T @ x + y.sum())(rows, hidden)
+
+    def tick(rows, hidden):
+        arrived = lax.ppermute(rows, "d", [(0, 1)]) + 1
+        first = product(rows, hidden)
+        unread = lax.ppermute(rows, "d", [(1, 0)])
+        return first, product(arrived, hidden), arrived, unread
+
+    product_of_rows = (16384, 16384)
+    first, first_end, second, second_end = holds(tick, ROWS, HIDDEN)
+    assert first == second == [HIDDEN, ()]
+    assert first_end == second_end == [(), product_of_rows]
+
+
+def test_a_loop_with_collectives_waits_for_the_beginning_of_a_transfer_and_the_end_for_the_loop():
+    def tick(rows, hidden):
+        arrived = lax.ppermute(rows, "d", [(0, 1)])
+        return arrived * lax.fori_loop(0, 3, lambda _, x: lax.psum(x, "d"), hidden).sum()
+
+    assert holds(tick, ROWS, HIDDEN) == [[(), ()]]
+
+
+def test_what_waits_for_transfers_is_computed_once_and_in_order():
+    """Results of a chain of additions to what arrives, of which some are needed early."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    x = np.random.default_rng(0).standard_normal((4, 2**15), np.float32)
+
+    def body(x):
+        arrived = lax.ppermute(x, "d", [(0, 1)])
+        one = arrived + 1
+        two = one * 3
+        other = lax.ppermute(x * 2, "d", [(1, 0)]) + two
+        product = two @ x.T
+        return one, two + product.sum(), other, product, lax.psum(other, "d")
+
+    def of(body):
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+        return jax.jit(mapped)(x)
+
+    for got, wanted in zip(of(in_order(body, connected(mesh))), of(body), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_without_an_exchange_of_tokens_nothing_is_held():
