@@ -1,12 +1,15 @@
 """An expert layer in 1, 2 and 4 chunks on one GPU: what chunks cost where nothing is hidden.
 
-The device exchanges tokens with itself, which moves nothing. All else is the trainer's: the plan of
-the parts, one schedule of tiles for all chunks, experts chunk by chunk, weight gradients added up,
-and the router's weight gradients from the hidden layer.
+The device exchanges tokens with itself, which moves nothing: a barrier stands where the exchange
+would be. Without it XLA takes rows of one chunk from their tokens straight to their experts, which
+no exchange allows. All else is the trainer's: the plan of the parts, one schedule of tiles for all
+chunks, experts chunk by chunk, weight gradients added up, and the router's weight gradients from
+the hidden layer.
 """
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 
@@ -20,6 +23,7 @@ from benchmarks.gpu.layers import (
 )
 from benchmarks.gpu.shapes import DEEPSEEK, MIXTRAL, QWEN3, TINY, Shape
 from benchmarks.gpu.timing import jax_form
+from moejax.comm import wire
 from moejax.layout.layout import Layout
 from moejax.layout.route import Hop, Route
 
@@ -44,6 +48,12 @@ def layer_in_chunks(shape: Shape, devices: Any, chunks: int, remat: str) -> Laye
     return build_layer(train_step, route=route, remat=remat)
 
 
+def stay_here(x_P: jax.Array, axes: Any, *, tag: str | None = None) -> jax.Array:
+    """Stands in for `wire.all_to_all`: results stay where they are, but are not known before."""
+    return jax.lax.optimization_barrier(x_P)
+
+
+@mock.patch.object(wire, "all_to_all", stay_here)
 def compare_chunks(report: Reporter, shape: Shape, tokens: int, remat: str | None) -> None:
     """Times the layer in each number of chunks, in turns.
 
