@@ -2,6 +2,10 @@
 
 A device computes in program order while the links carry collectives. Trips of a loop do not
 overlap, as in XLA, so a loop costs one trip times its trip count.
+
+Links carry both directions at once. With pipeline stages what one stage sends does not wait for
+what another sends, so the link between them is a stream of each: of the first stage, of one in the
+middle, of the last.
 """
 
 import math
@@ -87,8 +91,12 @@ class Costs:
     def __init__(self, topology: Topology, layout: Layout, fill: BucketFill):
         self.topology, self.layout, self.fill = topology, layout, fill
         self.device = topology.device
-        # Gloo carries one collective at a time (comm.gloo).
+        # On CPU a collective waits for the one before it, a transfer between stages for its
+        # beginning (comm.gloo).
         self.in_order = self.device.platform == "cpu" and topology.nodes > 1
+        self.stages = layout.size(layout.stage)
+        between = self.links(Collective("ppermute", layout.stage, "", 1, 1))
+        self.between_stages = between[0][0] if between else None
 
     def compute(self, op: Op, filled: float) -> float:
         """Returns the seconds of an operation that computes."""
@@ -104,6 +112,24 @@ class Costs:
         shares = self.topology.shares(collective.kind, collective.bytes, *group)
         times = zip(self.topology.tiers, seconds, shares, strict=True)
         return [(tier, cost, size) for tier, cost, size in times if cost > 0]
+
+    def streams(self, collective: Collective, tier: Tier) -> list[tuple[str, float]]:
+        """Returns the streams that a collective occupies on a tier, each with a share of its time.
+
+        A stage in the middle stands for all those that send, each its own part.
+        """
+        if tier is not self.between_stages:
+            return [(tier.name, 1.0)]
+        last, senders = self.stages - 1, set(range(self.stages))
+        if collective.kind == "ppermute" and collective.axes == self.layout.stage:
+            senders = set(collective.senders)
+        middle = len(senders - {0, last}) / max(1, last - 1)
+        shares = [
+            (tier.name, float(0 in senders)),
+            (f"{tier.name}, stages in the middle", middle),
+            (f"{tier.name}, last stage", float(last in senders)),
+        ]
+        return [(name, share) for name, share in shares if share]
 
     def left(self, tier: Tier, seconds: float, computed: float, *, behind: bool = False) -> float:
         """Returns the seconds that a device waits for a collective after `computed` seconds.
@@ -187,8 +213,10 @@ class _TaskBuilder:
         self.totals = Totals()
         self.inside: dict[int, tuple[SimulatedStep, int]] = {}
         self.ends: list[tuple[int, ...]] = []  # tasks that finish each operation
-        self.sending: tuple[int, ...] = ()  # tasks of the last collective
-        self.computed = 0.0  # seconds since then
+        self.sending: tuple[int, ...] = ()  # tasks of the last collective that others wait for
+        self.begun: tuple[int, ...] = ()  # what the last collective waited for
+        self.first = True  # whether there was no collective yet
+        self.computed = 0.0  # seconds since the last collective
 
     def take(self, op: Op) -> None:
         """Adds the next operation."""
@@ -212,20 +240,30 @@ class _TaskBuilder:
 
     def _send(self, op: Op, collective: Collective, after: tuple[int, ...]) -> tuple[int, ...]:
         """Adds a collective: one task on each link that it uses."""
+        transfer = collective.kind == "ppermute"
         if self.costs.in_order:
-            after = tuple(sorted({*after, *self.sending}))
+            after = self._last({*after, *self.begun, *(() if transfer else self.sending)})
         own: tuple[int, ...] = ()
         name = collective.traffic or op.scope
-        behind = bool(self.sending) and self.computed == 0.0
+        behind = not self.first and self.computed == 0.0
         for tier, seconds, size in self.costs.links(collective):
             waited = self.costs.left(tier, seconds, self.computed, behind=behind)
-            task = Task(name, tier.name, waited, after, compute_share=tier.compute_share)
-            own += self._add(op, size, task)
+            taken = tier.compute_share
+            for stream, share in self.costs.streams(collective, tier):
+                task = Task(name, stream, share * waited, after, compute_share=taken)
+                own += self._add(op, size, task)
+                taken = 0.0  # once, on whichever stage
             self.totals.sent[tier.name, name] += seconds
             self.totals.bytes_sent[tier.name, name] += size
         if own:
-            self.sending, self.computed = own, 0.0
+            self.begun, self.first, self.computed = after, False, 0.0
+            self.sending = self.sending if transfer else own
         return own
+
+    def _last(self, tasks: set[int]) -> tuple[int, ...]:
+        """Returns the last of some tasks on each stream; those before it there end earlier."""
+        last = {self.tasks[task].stream: task for task in sorted(tasks)}
+        return tuple(sorted(last.values()))
 
     def _repeat(self, op: Op, body: Schedule, after: tuple[int, ...]) -> tuple[int, ...]:
         """Adds a loop as one task; its totals count once per trip."""

@@ -178,16 +178,20 @@ class Estimate:
         model, micro, layout = self.cfg.model, self.cfg.train.micro_batches, self.layout
         share, schedule = model.blocks / self.stages, self.schedule
         passed = self.tokens * model.width * WIDTHS[model.dtype] / layout.size(layout.tensor)
-        # Forward and backward travel in opposite directions; interleaved, both also the way around.
         passed /= schedule.slices
-        sent = self._cost("ppermute", passed, layout.stage) * (1 + (schedule.chunks > 1))
-        answer = schedule.slices * self._cost("all_to_all", passed, layout.stage)
+        # A stage in the middle sends both ways; interleaved, the first and the last do too.
+        both_ways = self.stages > 2 or schedule.chunks > 1
+        sent = self._cost("ppermute", passed, layout.stage) * (1 + both_ways)
+        answered = passed / self.stages  # by each stage but the last, to it and from it
+        sent += self._cost("ppermute", answered, layout.stage) * (self.stages - 1)
         layers = compute + exchange
         if schedule.combined and self.topology.device.platform != "cpu":
             layers = max(compute, exchange)  # of the other pass
-        tick = share / len(schedule.groups) * layers + sent
+        layers *= share / len(schedule.groups)
+        # What a tick sends travels beside its computing where it has forward and backward.
+        tick = layers + sent if schedule.begins > schedule.visits else max(layers, sent)
         moved = share * weights + self._tables()
-        ends = micro * (self._ends() / self.stages + answer)
+        ends = micro * self._ends() / self.stages
         return (schedule.visits + self.stages - 1) * tick + ends + moved + self._update()
 
     def _ends(self) -> float:

@@ -161,10 +161,12 @@ class _Reader:
         axes = eqn.params.get("axes") or eqn.params.get("axis_name")
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         kind, written = KINDS[eqn.primitive.name], []
+        senders = tuple(sorted(sender for sender, _ in eqn.params.get("perm", ())))
         traffic = next((name for name in reversed(scope) if name in TRAFFIC), "")
         for value, before, after in zip(operands, eqn.invars, eqn.outvars, strict=True):
             counted = after.aval if kind == "all_gather" else before.aval
-            collective = Collective(kind, axes, str(counted.dtype), _bytes(counted), 1, traffic)
+            about = (kind, axes, str(counted.dtype), _bytes(counted))
+            collective = Collective(*about, 1, traffic, senders)
             written.append(self.storage.new(_bytes(after.aval)))
             where = _labels(scope)
             self.nodes.append(

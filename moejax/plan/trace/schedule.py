@@ -46,6 +46,7 @@ class Collective:
       bytes: size of one device's operand (all_gather: of its result) in one call.
       calls: calls in a step.
       traffic: its class, one of `TRAFFIC`; or empty.
+      senders: of a ppermute, the places along the axes that send; else empty: all do.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Collective:
     bytes: int
     calls: int
     traffic: str = ""
+    senders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from moejax.config.schema import MeshConfig
 from moejax.layout.layout import build_layout
 from moejax.plan.price.cost import BucketFill, Costs, alone, simulate_step
 from moejax.plan.trace.reader import read
@@ -218,3 +219,51 @@ def test_the_terms_are_the_step():
     found = simulate_step(Schedule((all_to_all(2_000_000), work), ()), costs())
     total = sum(found.totals.computed.values()) + sum(found.totals.exposed.values())
     assert total == pytest.approx(found.seconds)
+
+
+def transfer(size, senders):
+    one = Collective("ppermute", ("stage",), "float32", size, 1, "stage", senders)
+    return Op("collective", collective=one)
+
+
+def of_stages(stages, nodes):
+    mesh = MeshConfig(stage=stages, expert=8 // stages, nodes=nodes)
+    return Costs(cluster(nodes=nodes), build_layout(mesh), BucketFill())
+
+
+@pytest.mark.parametrize(
+    ("stages", "senders", "beside", "together"),
+    [
+        (2, (0,), (1,), 1.0),  # opposite directions
+        (2, (0,), (0,), 2.0),
+        (4, (0, 1, 2), (3,), 1.0),  # to the next, and the share of the last
+        (4, (0, 1, 2), (1, 2, 3), 2.0),  # a stage in the middle sends both ways
+        (4, (1,), (2,), 1.0),  # other links
+        (4, (0,), (1, 2, 3), 1.0),
+    ],
+)
+def test_what_stages_send_waits_for_what_the_same_stages_send(stages, senders, beside, together):
+    own = of_stages(stages, nodes=stages)
+    one = simulate_step(Schedule((transfer(10**6, (0,)),), ()), own)
+    both = simulate_step(Schedule((transfer(10**6, senders), transfer(10**6, beside)), ()), own)
+    assert both.seconds == pytest.approx(together * one.seconds)
+    assert both.totals.bytes_sent["network", "stage"] == 2e6
+
+
+def test_on_links_between_stages_other_collectives_wait_for_transfers_of_all():
+    own = of_stages(2, nodes=2)
+    every = all_to_all(10**6, ("stage",))
+    first, last = transfer(10**6, (0,)), transfer(10**6, (1,))
+    alone = [simulate_step(Schedule((op,), ()), own).seconds for op in (every, first)]
+    found = simulate_step(Schedule((first, last, every), ()), own)
+    assert found.seconds == pytest.approx(sum(alone))
+
+
+def test_on_cpu_a_transfer_begins_only_when_those_before_it_have_begun():
+    """The second could travel while the first waits for a product."""
+    product = Op("product", flops=2e9, dtype="float32")
+    waits = dataclasses.replace(transfer(10**6, (0,)), after=(0,))
+    own = of_stages(2, nodes=2)
+    ops = (product, waits, transfer(10**6, (1,)))
+    found = simulate_step(Schedule(ops, ()), own).timeline
+    assert found.start_s[2] == found.end_s[0] == found.start_s[1]
