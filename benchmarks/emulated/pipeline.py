@@ -6,9 +6,10 @@ does, and with stages where it left them aside. Measured are the best by price w
 with them, without codecs and with those of `strong` where that is another plan, all in turns;
 without stages and codecs the second best mesh too, in case the price has their order wrong. The
 model has 60 million parameters and a step 16,384 tokens. Three set-ups show where stages must not
-be chosen: a link that is not shaped, one node, and a small model. `bubble` is two stages, with
-micro-batches of one size and more and more of them: what share of a step is idle, also with two
-chunks of layers on each stage, and with four slices of the positions.
+be chosen: a link that is not shaped, one node, and a small model of two layers, whose gradients are
+fewer bytes than its hidden states; a small model of eight layers lies between. `bubble` is two
+stages, with micro-batches of one size and more and more of them: what share of a step is idle, also
+with two chunks of layers on each stage, and with four slices of the positions.
 
 Needs root, ip and tc; with two rounds six to 24 minutes a set-up. Writes pipeline.json and
 pipeline.md after each set-up, and leaves out those that it has. What the page does not show was not
@@ -60,9 +61,14 @@ LARGE: dict[str, Any] = {  # 60 million parameters, 16,384 tokens
     "train.batch_sequences": 64,
     "data.sequence_length": 256,
 }
-# 3.7 million parameters: their gradients are fewer bytes than the hidden states.
+# 3.7 million parameters: their gradients are as many bytes as the hidden states.
 SMALL = LARGE | {"model.width": 128, "model.num_heads": 4, "model.num_kv_heads": 4}
 SMALL |= {"model.head_width": 32, "moe.expert_hidden": 64}
+MODELS = {
+    "": LARGE,
+    "small model": SMALL,
+    "small model of two layers": SMALL | {"model.num_layers": 2},  # a quarter of the gradients
+}
 
 
 @dataclass(frozen=True)
@@ -72,17 +78,17 @@ class Setup:
     hosts: int
     devices: int  # of each host
     rate: int | None  # Mbit/s; None: not shaped
-    small: bool = False
+    model: str = ""
     stages: bool | None = None
 
     def __str__(self) -> str:
         rate = f"{self.rate} Mbit/s" if self.rate else "not shaped"
-        return f"{self.hosts} x {self.devices}, {rate}" + ", small model" * self.small
+        return ", ".join(filter(None, (f"{self.hosts} x {self.devices}", rate, self.model)))
 
     @property
     def settings(self) -> dict[str, Any]:
         """The model's settings."""
-        return SMALL if self.small else LARGE
+        return MODELS[self.model]
 
 
 SETUPS = (
@@ -93,7 +99,8 @@ SETUPS = (
     Setup(4, 2, 200),
     Setup(2, 4, None, stages=False),
     Setup(1, 8, None, stages=False),
-    Setup(2, 4, 50, small=True, stages=False),
+    Setup(2, 4, 50, "small model"),
+    Setup(2, 4, 50, "small model of two layers", stages=False),
 )
 FEW = "of next to no tokens"
 SECOND = "without stages, second"

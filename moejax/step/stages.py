@@ -12,7 +12,8 @@ micro-batch between its two passes: `step.kept`.
 
 What the first stage starts from, and where its gradients go: `step.feed`. A gradient is sent at the
 start of the tick after the one that made it, so that it travels while that tick computes forward;
-in a combined schedule all is sent at the end of a tick, and travels while the loss is computed.
+hidden states are sent when they are made, and travel while backward is computed; in a combined
+schedule all is sent at the end of a tick, and travels while the loss is computed.
 
 Letters: those of `layout.layout`; P stages, M micro-batches, k a micro-batch in the order in which
 stages work on them, j one of a stage's own.

@@ -20,6 +20,7 @@ KEPT = {"none": 1.0, "dots": 0.7, "experts": 0.6, "collectives": 0.35, "attentio
 KEPT |= {"token_collectives": 0.3, "full": 0.05}
 
 SMALL_OPS = 100  # small operations of an expert block: counts of rows, sorts, comparisons
+HIDDEN = 0.75  # of what stages send, or of their computing, beside the other: as by price
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,9 @@ class Estimate:
         if schedule.combined and self.topology.device.platform != "cpu":
             layers = max(compute, exchange)  # of the other pass
         layers *= share / len(schedule.groups)
-        # What a tick sends travels beside its computing where it has forward and backward.
-        tick = layers + sent if schedule.begins > schedule.visits else max(layers, sent)
+        tick = layers + sent
+        if schedule.begins <= schedule.visits:  # a tick has forward and backward
+            tick -= HIDDEN * min(layers, sent)
         moved = share * weights + self._tables()
         ends = micro * self._ends() / self.stages
         return (schedule.visits + self.stages - 1) * tick + ends + moved + self._update()
