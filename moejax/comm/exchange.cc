@@ -121,7 +121,8 @@ void Set(ffi::Promise& promise, const std::string& failed) {
 // Sends and receives for one device.
 class Device {
  public:
-  explicit Device(int64_t id) : id_(id), wake_(eventfd(0, EFD_NONBLOCK)), thread_([this] { Run(); }) {}
+  explicit Device(int64_t id)
+      : id_(id), wake_(eventfd(0, EFD_NONBLOCK)), thread_([this] { Run(); }) {}
 
   void Add(int64_t peer, int fd) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -242,8 +243,8 @@ class Device {
     std::vector<pollfd> waits{{wake_, POLLIN, 0}};
     for (auto& [device, peer] : peers_) {
       if (!peers) break;
-      short receives = peer.ways[0].empty() ? 0 : POLLIN, sends = peer.ways[1].empty() ? 0 : POLLOUT;
-      if (receives || sends) waits.push_back({peer.fd, static_cast<short>(receives | sends), 0});
+      int events = (peer.ways[0].empty() ? 0 : POLLIN) | (peer.ways[1].empty() ? 0 : POLLOUT);
+      if (events) waits.push_back({peer.fd, static_cast<short>(events), 0});
     }
     poll(waits.data(), waits.size(), -1);
     eventfd_t count;

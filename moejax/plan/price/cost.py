@@ -10,6 +10,7 @@ middle, of the last.
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -242,7 +243,8 @@ class _TaskBuilder:
         """Adds a collective: one task on each link that it uses."""
         transfer = collective.kind == "ppermute"
         if self.costs.in_order:
-            after = self._last({*after, *self.begun, *(() if transfer else self.sending)})
+            before = self.begun if transfer else self.begun + self.sending
+            after = tuple(sorted({*after, *self._last(before)}))
         own: tuple[int, ...] = ()
         name = collective.traffic or op.scope
         behind = not self.first and self.computed == 0.0
@@ -260,10 +262,9 @@ class _TaskBuilder:
             self.sending = self.sending if transfer else own
         return own
 
-    def _last(self, tasks: set[int]) -> tuple[int, ...]:
-        """Returns the last of some tasks on each stream; those before it there end earlier."""
-        last = {self.tasks[task].stream: task for task in sorted(tasks)}
-        return tuple(sorted(last.values()))
+    def _last(self, tasks: tuple[int, ...]) -> Iterable[int]:
+        """Returns the last of some tasks on each stream, which stands for those before it there."""
+        return {self.tasks[task].stream: task for task in sorted(tasks)}.values()
 
     def _repeat(self, op: Op, body: Schedule, after: tuple[int, ...]) -> tuple[int, ...]:
         """Adds a loop as one task; its totals count once per trip."""
