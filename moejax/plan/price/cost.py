@@ -165,12 +165,16 @@ def alone(op: Op, device: Device, share: float = 1.0) -> float:
     if op.kind == "product":
         flops = op.flops * (share if op.blocks is None else _share_computed(*op.blocks, share))
         product = flops / max(device.product_rate(op.dtype, flops), 1.0)
-        moved = op.bytes / device.copy_rate(op.bytes)
-        # Elementwise work of a block comes before and after its products.
-        both = max(product, moved * share) if op.blocks is None else product + moved
-        return device.startup_s + both
+        if op.blocks is None:
+            moved = op.bytes / device.copy_rate(op.bytes)
+            return device.startup_s + max(product, moved * share)
+        # A group's weights are moved at a time, before and after its products.
+        _, groups = op.blocks
+        return device.startup_s + product + op.bytes / device.copy_rate(op.bytes / groups)
     if op.kind == "region":
         return op.passes * device.startup_s + op.bytes / device.copy_rate(op.bytes)
+    if op.kind == "write":
+        return device.startup_s + op.bytes / device.copy_rate(op.bytes)
     if op.kind == "gather":
         return device.startup_s + op.bytes / device.gather_bytes_per_s
     return 0.0

@@ -153,7 +153,8 @@ class _Reader:
             written = [self.storage.alias(operands[0])]
         else:
             written = [self.storage.new(_bytes(var.aval)) for var in eqn.outvars]
-        node = Node("gather", *_labels(scope), _reads(operands), tuple(written), bytes=moved)
+        kind = "write" if name == "dynamic_update_slice" else "gather"
+        node = Node(kind, *_labels(scope), _reads(operands), tuple(written), bytes=moved)
         self.nodes.append(node)
         return written
 

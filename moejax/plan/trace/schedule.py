@@ -11,11 +11,12 @@ from typing import Literal
 # How an operation spends its time.
 #   product     matrix products: FLOPs
 #   region      elementwise work that a compiler fuses: bytes read and written once
-#   gather      rows by index, sorts, writes in place: bytes, slower than a copy
+#   gather      rows by index, sorts: bytes, slower than a copy
+#   write       a part of an array, in place: bytes, like a copy
 #   collective  bytes on a link
 #   loop        its body, `trip_count` times
 #   join        no time: it waits for all its operands
-Kind = Literal["product", "region", "gather", "collective", "loop", "join"]
+Kind = Literal["product", "region", "gather", "write", "collective", "loop", "join"]
 
 # Classes of traffic, as the program's scopes name them; traffic outside of them is small.
 TRAFFIC = (

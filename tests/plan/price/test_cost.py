@@ -61,6 +61,7 @@ def test_axes_inside_a_node_leave_the_network_alone():
         (Op("region", bytes=2e8, passes=3), 1.0, 3e-5 + 0.2),
         (Op("gather", bytes=1e8), 1.0, 1e-5 + 0.2),
         (Op("gather"), 1.0, 1e-5),
+        (Op("write", bytes=2e8), 1.0, 1e-5 + 0.2),
     ],
 )
 def test_a_single_operation_costs_what_it_does_by_hand(op, share, seconds):
@@ -128,6 +129,14 @@ def test_a_collective_takes_as_long_as_devices_need_to_meet_unless_it_is_right_b
         assert seconds(after, axis, 8_000, 1e6, 0) == pytest.approx(sync_delay_s + alone)
         long = 8_000 * math.ceil(3 * sync_delay_s / alone)
         assert seconds(after, axis, long, 1e6) == seconds(before, axis, long, 1e6)
+
+
+def test_an_experts_weights_are_moved_at_the_rate_of_their_size():
+    """A small array's rate: a cache may hold one expert's weights, not those of all."""
+    device = dataclasses.replace(cluster().device, copies=((1e6, 4e9), (1e8, 1e9)))
+    op = Op("product", flops=1e9, dtype="float32", bytes=1.6e7, blocks=(1024, 16))
+    moved = alone(op, device) - alone(dataclasses.replace(op, bytes=0.0), device)
+    assert moved == pytest.approx(1.6e7 / 4e9)
 
 
 def test_experts_in_chunks_compute_whole_blocks_and_move_their_weights_each_time():
