@@ -31,6 +31,8 @@ class Device:
       gather_bytes_per_s: the same for a gather of rows by index.
       startup_s: time of one small operation.
       copies: (bytes read and written, bytes a second) of smaller operations, smallest first.
+      exponentials_per_s: values of exponentials a second; infinite if memory alone counts.
+      reductions_per_s: values that a sum over rows goes over a second; the same.
       codecs: rates of each codec, by name.
       program_overhead: compute time of a whole program over the sum of its operations' times.
       oversubscription: devices of a node that share the same cores; 1: no sharing.
@@ -44,6 +46,8 @@ class Device:
     gather_bytes_per_s: float
     startup_s: float
     copies: tuple[tuple[float, float], ...] = ()
+    exponentials_per_s: float = math.inf
+    reductions_per_s: float = math.inf
     codecs: dict[str, CodecRates] = dataclasses.field(default_factory=dict)
     program_overhead: float = 1.0
     oversubscription: float = 1.0

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ KEYS = {
     "program_overhead": "program",
     "oversubscription": "sharing",
 }
+VALUES = ("exponentials_per_s", "reductions_per_s")
+# Values of a device's optional fields that are left out of a file.
+MISSING = {"copies": ()} | dict.fromkeys(VALUES, math.inf)
 
 
 def load_topology(name: str) -> Topology:
@@ -106,8 +110,9 @@ def to_text(topology: Topology) -> str:
     for name in ("pairs", "node_names", "asymmetric"):
         if not facts[name]:
             del facts[name]
-    if not facts["device"]["copies"]:
-        del facts["device"]["copies"]
+    for name, missing in MISSING.items():
+        if facts["device"][name] == missing:
+            del facts["device"][name]
     return _laid_out(facts, "\n") + "\n"
 
 
@@ -160,7 +165,7 @@ def from_json(facts: Any, file: str) -> Topology:
 
 
 def _device(part: JsonObject) -> Device:
-    part.keys(Device, optional=("copies", "codecs", "program", "sharing"), keys=KEYS)
+    part.keys(Device, optional=(*MISSING, "codecs", "program", "sharing"), keys=KEYS)
     products = part.inner("products")
     curves = {dtype: products.curve(dtype) for dtype in products.facts}
     for dtype, curve in curves.items():
@@ -181,6 +186,7 @@ def _device(part: JsonObject) -> Device:
         gather_bytes_per_s=part.rate("gather_bytes_per_s"),
         startup_s=part.share("startup_s", 1),
         copies=copies,
+        **{name: part.rate(name) for name in VALUES if name in part.facts},
         codecs={name: _codec(codecs.inner(name)) for name in codecs.facts} if codecs else {},
         program_overhead=part.rate("program") if "program" in part.facts else 1.0,
         oversubscription=part.rate("sharing") if "sharing" in part.facts else 1.0,

@@ -172,7 +172,10 @@ def alone(op: Op, device: Device, share: float = 1.0) -> float:
         _, groups = op.blocks
         return device.startup_s + product + op.bytes / device.copy_rate(op.bytes / groups)
     if op.kind == "region":
-        return op.passes * device.startup_s + op.bytes / device.copy_rate(op.bytes)
+        computed = op.exponentials / device.exponentials_per_s
+        computed += op.reduced / device.reductions_per_s
+        moved = op.bytes / device.copy_rate(op.bytes)
+        return op.passes * device.startup_s + max(moved, computed)
     if op.kind == "write":
         return device.startup_s + op.bytes / device.copy_rate(op.bytes)
     if op.kind == "gather":

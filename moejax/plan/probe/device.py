@@ -1,5 +1,6 @@
 """Measures a device's rates while all others are as busy: products, memory, codecs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ PRODUCTS = {"cpu": (64, 128, 256, 512), "gpu": (256, 512, 1024, 2048, 4096, 8192
 PRODUCTS["tpu"] = PRODUCTS["gpu"]
 DTYPES = ("float32", "bfloat16")
 ROWS = 512  # floats of a gathered row
+VALUES, COLUMNS = 2**19, 256  # of exponentials and sums
 # An H200 has 60 MB of cache.
 MEMORY = {"cpu": 2**25, "gpu": 2**30, "tpu": 2**28}  # bytes of a copy, larger than any cache
 CACHED = {"cpu": (2**21, 2**22, 2**23, 2**24)}  # of arrays that a cache may hold
@@ -61,6 +63,11 @@ def probe_device(
     copy_bytes = MEMORY[platform]
     cached = () if quick else CACHED.get(platform, ())
     copies = tuple((2.0 * size, _copy_rate(watch, size)) for size in cached)
+    computed = {}
+    if cached:
+        progress("exponentials and sums")
+        computed["exponentials_per_s"] = _values_rate(watch, lambda x: jnp.exp(-x))
+        computed["reductions_per_s"] = _values_rate(watch, _less_sums)
     gathering = _gather_seconds(watch, copy_bytes)
     progress("small operations")
     startup_s = _small_seconds(watch)
@@ -77,6 +84,7 @@ def probe_device(
         gather_bytes_per_s=2 * copy_bytes / gathering,
         startup_s=startup_s,
         copies=copies,
+        **computed,
         codecs=codecs,
     )
 
@@ -97,6 +105,15 @@ def _copy_rate(watch: Stopwatch, size: int) -> float:
     """Returns the bytes a second that an elementwise operation on an array reads and writes."""
     seconds = watch.seconds(lambda x: x * 1.0001 + 0.1, lambda: jnp.zeros(size // 4))
     return 2 * size / seconds
+
+
+def _values_rate(watch: Stopwatch, operate: Callable[[jax.Array], jax.Array]) -> float:
+    """Returns the values a second of an operation on rows, an array that a cache holds."""
+    return VALUES / watch.seconds(operate, lambda: jnp.full((VALUES // COLUMNS, COLUMNS), 0.1))
+
+
+def _less_sums(x: jax.Array) -> jax.Array:
+    return x - 1e-3 * jnp.sum(x * x, axis=-1, keepdims=True)
 
 
 def _gather_seconds(watch: Stopwatch, size: int) -> float:

@@ -20,6 +20,7 @@ class Node:
     Attributes:
       reads: (value, bytes of it that are read; None: all).
       writes: values.
+      exponentials, reduced: as of `Op`.
       unread: share of its FLOPs and bytes that remains if nothing reads its first result.
     """
 
@@ -31,6 +32,8 @@ class Node:
     flops: float = 0.0
     bytes: float = 0.0
     dtype: str = ""
+    exponentials: float = 0.0
+    reduced: float = 0.0
     scales_with_fill: bool = False
     blocks: tuple[int, int] | None = None
     unread: float = 1.0
@@ -232,7 +235,11 @@ def _op(
         "bytes": (last.bytes + moved) if last.blocks else (last.bytes or moved),
     }
     if last.kind == "region":
-        return fields | {"passes": max(1, len(written))}
+        return fields | {
+            "passes": max(1, len(written)),
+            "exponentials": sum(node.exponentials for node in own),
+            "reduced": sum(node.reduced for node in own),
+        }
     if last.unread != 1 and last.writes[0] not in used:
         last = replace(last, flops=last.unread * last.flops)
         fields["bytes"] *= last.unread

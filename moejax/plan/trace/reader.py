@@ -24,6 +24,9 @@ VIEWS = ("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "copy", "
 CONSTANTS = ("iota", "axis_index", "random_seed", "empty2", "empty")
 # Primitives that read no more of the first operand than they return.
 SLICES = ("slice", "dynamic_slice", "split", "unstack")
+EXPONENTIALS = ("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "sin", "cos")
+EXPONENTIALS += ("pow",)
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin")
 GATHERS = ("gather", "scatter", "scatter-add", "scatter_add", "dynamic_update_slice", "sort")
 GATHERS += ("top_k", "cumsum", "cummax", "cumlogsumexp", "reduce_window")
 WORKING = ("while", "pallas_call", "core_map", "mpmd_map")
@@ -114,7 +117,12 @@ class _Reader:
             return aliases
         if name in GATHERS:
             return self._gather(eqn, operands, scope)
-        return self._add("region", eqn, operands, scope)
+        computed = {}
+        if name in EXPONENTIALS:
+            computed["exponentials"] = float(eqn.outvars[0].aval.size)
+        if name in REDUCTIONS:
+            computed["reduced"] = float(eqn.invars[0].aval.size)
+        return self._add("region", eqn, operands, scope, **computed)
 
     def _inline(self, jaxpr: Any, operands: list, scope: tuple[str, ...]) -> list[int | None]:
         inner = opened(jaxpr)

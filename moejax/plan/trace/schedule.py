@@ -72,6 +72,8 @@ class Op:
       bytes: bytes read and written in memory.
       dtype: dtype of a product's operands.
       passes: arrays that a region writes; each is one loop over memory.
+      exponentials: values of exponentials and the like that a region computes.
+      reduced: values that its sums and maxima go over.
       scales_with_fill: whether FLOPs and bytes are those of full buckets; the filled share counts.
       blocks: (rows, groups) of a bucket buffer whose groups are computed in whole blocks.
       body: one iteration of a loop, or `unrolled` iterations that may overlap.
@@ -89,6 +91,8 @@ class Op:
     bytes: float = 0.0
     dtype: str = ""
     passes: int = 1
+    exponentials: float = 0.0
+    reduced: float = 0.0
     scales_with_fill: bool = False
     blocks: tuple[int, int] | None = None
     collective: Collective | None = None

@@ -34,7 +34,7 @@ FULL = replace(
     TWO,
     pairs=((0.0, 5.0), (6.0, 0.0)),
     node_names=("a", "b"),
-    device=replace(TWO.device, copies=((1e3, 4e9), (1e6, 2e9))),
+    device=replace(TWO.device, copies=((1e3, 4e9), (1e6, 2e9)), exponentials_per_s=1e9),
     tiers=(
         Tier(
             "host",

@@ -131,6 +131,17 @@ def test_a_collective_takes_as_long_as_devices_need_to_meet_unless_it_is_right_b
         assert seconds(after, axis, long, 1e6) == seconds(before, axis, long, 1e6)
 
 
+def test_a_region_takes_the_longer_of_its_memory_and_its_exponentials_and_sums():
+    """A softmax: one exponential and two reductions of each value, read and written once."""
+    shape = jax.ShapeDtypeStruct((10, 100), jnp.float32)
+    (op,) = read(jax.make_jaxpr(jax.nn.softmax)(shape)).ops
+    assert (op.exponentials, op.reduced, op.bytes) == (1000, 2000, 8000)
+    device = dataclasses.replace(cluster().device, startup_s=0.0)
+    assert alone(op, device) == pytest.approx(8000 / device.copy_bytes_per_s)
+    slow = dataclasses.replace(device, exponentials_per_s=1e6, reductions_per_s=1e7)
+    assert alone(op, slow) == pytest.approx(1000 / 1e6 + 2000 / 1e7)
+
+
 def test_an_experts_weights_are_moved_at_the_rate_of_their_size():
     """A small array's rate: a cache may hold one expert's weights, not those of all."""
     device = dataclasses.replace(cluster().device, copies=((1e6, 4e9), (1e8, 1e9)))

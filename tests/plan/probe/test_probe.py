@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ from moejax.plan.probe import links as probe_links
 from moejax.plan.probe import measure as probe_module
 from moejax.plan.probe import program as probe_program
 from moejax.plan.probe.command import main
-from moejax.plan.probe.device import CACHED, MEMORY, probe_device
+from moejax.plan.probe.device import CACHED, MEMORY, VALUES, probe_device
 from moejax.plan.probe.links import collective, probe_pairs, tournament
 from moejax.plan.probe.measure import Effort, probe
 from moejax.plan.probe.nodes import find_nodes
@@ -93,7 +94,7 @@ def test_a_quick_probe_of_simulated_devices_can_be_read_back(monkeypatch):
     assert any("all_to_all" in words for words in said)
 
 
-def test_copies_are_timed_at_sizes_that_caches_hold_and_at_one_that_they_do_not():
+def test_a_cpu_is_timed_with_arrays_that_caches_hold_and_with_exponentials_and_sums():
     class Watch:
         """Two seconds for everything: arrays are read and written at their size a second."""
 
@@ -104,8 +105,11 @@ def test_copies_are_timed_at_sizes_that_caches_hold_and_at_one_that_they_do_not(
     found = probe_device(Watch(), platform="cpu", quick=False, **facts)
     assert found.copies == tuple((2.0 * size, size) for size in CACHED["cpu"])
     assert found.copy_bytes_per_s == MEMORY["cpu"] > found.copies[-1][0] / 2
-    assert not probe_device(Watch(), platform="cpu", quick=True, **facts).copies
-    assert not probe_device(Watch(), platform="gpu", quick=False, **facts).copies
+    assert found.exponentials_per_s == found.reductions_per_s == VALUES / 2
+    for other in ({"platform": "cpu", "quick": True}, {"platform": "gpu", "quick": False}):
+        device = probe_device(Watch(), **other, **facts)
+        assert not device.copies
+        assert device.exponentials_per_s == device.reductions_per_s == math.inf
 
 
 def test_a_whole_program_runs_beside_its_price(monkeypatch):
