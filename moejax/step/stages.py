@@ -62,7 +62,7 @@ class Carried(NamedTuple):
     Attributes:
       moving: hidden states on their way forward.
       kept: what backward still needs of micro-batches, a slot each.
-      answers: gradients of the last stage's hidden states, a slot each; zeros elsewhere.
+      answers: gradients of the last stage's hidden states, a slot each; of no use elsewhere.
       input_gradient: of the stage's last input.
       gradient: the same, encoded: it is sent at the next tick. In a combined schedule the one that
         arrived from the stage after.

@@ -171,13 +171,11 @@ def alone(op: Op, device: Device, share: float = 1.0) -> float:
         # A group's weights are moved at a time, before and after its products.
         _, groups = op.blocks
         return device.startup_s + product + op.bytes / device.copy_rate(op.bytes / groups)
-    if op.kind == "region":
+    if op.kind in ("region", "write"):
         computed = op.exponentials / device.exponentials_per_s
         computed += op.reduced / device.reductions_per_s
         moved = op.bytes / device.copy_rate(op.bytes)
         return op.passes * device.startup_s + max(moved, computed)
-    if op.kind == "write":
-        return device.startup_s + op.bytes / device.copy_rate(op.bytes)
     if op.kind == "gather":
         return device.startup_s + op.bytes / device.gather_bytes_per_s
     return 0.0
