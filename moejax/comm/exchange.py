@@ -77,7 +77,7 @@ class Exchange(NamedTuple):
         """Returns the collective's result, sums in the order of the devices, and its number.
 
         Args:
-          name: one of `carries`.
+          name: one of `carries`, but a ppermute: that is `begin_transfer`.
           after: the number of the exchange before, or any scalar that this one waits for. It
             begins when that one has begun.
           params: of JAX's primitive.
@@ -89,9 +89,6 @@ class Exchange(NamedTuple):
             assert params["tiled"]
             assert params["split_axis"] == params["concat_axis"] == 0
             return self._swap(x, axes, after)
-        if name == "ppermute":
-            begun = self.begin_transfer(x, after, **params)
-            return begun.end(), begun.number
         if name == "all_gather":
             assert params["tiled"]
             x_P, number = self._gather(x, axes, after)
