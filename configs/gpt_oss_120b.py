@@ -2,8 +2,8 @@
 
 Hardware: 64 H100s of 80 GB, 8 nodes of 8.
 Mesh:     as the planner chose it for dgx_h100:8. To look again: moejax plan --topology dgx_h100:8
-          --free mesh,route,route_chunks,train,model.remat --config this file.
-Memory:   55 GiB a device, as --dry_run says with mesh.platform=gpu.
+          --free mesh,route,route_chunks,train,model.remat --traces 46 --config this file.
+Memory:   54 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/gpt_oss_120b.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was
 downloaded or one that `moejax hf import` wrote; the numbers of steps and the rates are a choice for
@@ -25,6 +25,7 @@ def get_config() -> ConfigDict:
     config.mesh.fsdp = 2
     config.mesh.expert = 32
     config.mesh.gather_dense = "step"
+    config.route_chunks = 4
 
     config.model.vocab_size = 201088
     config.model.width = 2880

@@ -3,7 +3,7 @@
 Hardware: 128 H100s of 80 GB, 16 nodes of 8.
 Mesh:     as the planner chose it for dgx_h100:16. To look again: moejax plan --topology dgx_h100:16
           --free mesh,route,route_chunks,train,model.remat --config this file.
-Memory:   56 GiB a device, as --dry_run says with mesh.platform=gpu.
+Memory:   61 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/qwen3_235b_a22b.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was
 downloaded or one that `moejax hf import` wrote; the numbers of steps and the rates are a choice for
@@ -26,6 +26,8 @@ def get_config() -> ConfigDict:
     config.mesh.expert = 32
     config.mesh.tensor = 2
     config.mesh.expert_weights = "folded"
+    config.mesh.gather_dense = "step"
+    config.route_chunks = 2
 
     config.model.vocab_size = 151936
     config.model.width = 4096

@@ -254,7 +254,7 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
             "no codec of `compression` is adaptive",
         ),
         ({"route_chunks_backward": 2}, "route_chunks_backward", "nothing is exchanged"),
-        ({"route_trim": True}, "route_trim", "nothing is exchanged"),
+        ({"plan.mode": "hand", "route_trim": True}, "route_trim", "nothing is exchanged"),
         *(
             ({"plan.mode": "hand", name: value}, name, "the planner is off")
             for name, value in [
@@ -353,6 +353,21 @@ def test_a_setting_without_effect_is_refused(values, name, reason):
     assert message.startswith(f"`{name}` = ")
     assert "has no effect" in message
     assert reason in message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"route_chunks": 4},
+        {"route_chunks_backward": 2},
+        {"route_trim": True},
+        {"mesh.gather_dense": "step"},
+        {"mesh.expert_weights": "folded"},
+        {"mesh.stage_keeps": "input"},
+    ],
+)
+def test_what_takes_effect_on_a_mesh_that_the_planner_may_choose_is_not_refused(values):
+    check(from_dict({"plan.mode": "auto"} | values))
 
 
 @pytest.mark.parametrize(
