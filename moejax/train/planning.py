@@ -3,15 +3,16 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from moejax.config.checks.effects import check_effects
 from moejax.config.checks.planned import CHUNKS, MODES, check_nodes, is_planned, pinned
 from moejax.config.fields import change, get_value
-from moejax.config.schema import Config
+from moejax.config.schema import Config, PlanConfig
 from moejax.errors import InputError, write_whole
 from moejax.plan.cluster.file import from_json, load_topology, to_text, write_topology
 from moejax.plan.cluster.topology import Topology
@@ -110,7 +111,7 @@ def plan_run(
             return _planned(Plan(**kept), cfg, _topology_before(run_dir, len(devices)), ())
     cfg, kept = _with_pins(cfg, processes, resuming=resuming)
     if len(devices) == 1:
-        return RunPlan(change(cfg, {"mesh.replica": 1}))
+        return _of_one_device(cfg)
     topology, notes = _topology(cfg, devices, processes, measured)
     if processes.first:  # before the search, so that the next start need not measure
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -129,6 +130,12 @@ def plan_run(
     if processes.first:
         _keep(chosen, run_dir)
     return _planned(chosen, cfg, topology, notes)
+
+
+def _of_one_device(cfg: Config) -> RunPlan:
+    """Returns the config of one device; refuses what takes effect on other meshes alone."""
+    check_effects(replace(cfg, plan=PlanConfig(mode="hand")))
+    return RunPlan(change(cfg, {"mesh.replica": 1}))
 
 
 def _keep(plan: Plan, run_dir: Path) -> None:
@@ -204,8 +211,10 @@ def plan_dry(cfg: Config, devices: int) -> RunPlan:
     Raises:
       InputError: as `plan_run`, or if the links are unknown.
     """
-    if not is_planned(cfg) or devices == 1:
+    if not is_planned(cfg):
         return RunPlan(cfg)
+    if devices == 1:
+        return _of_one_device(cfg)
     if cfg.plan.mode not in MODES:
         return _from_file(cfg, devices)
     if cfg.plan.topology is None:

@@ -254,7 +254,7 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
             "no codec of `compression` is adaptive",
         ),
         ({"route_chunks_backward": 2}, "route_chunks_backward", "nothing is exchanged"),
-        ({"plan.mode": "hand", "route_trim": True}, "route_trim", "nothing is exchanged"),
+        ({"route_trim": True}, "route_trim", "nothing is exchanged"),
         *(
             ({"plan.mode": "hand", name: value}, name, "the planner is off")
             for name, value in [

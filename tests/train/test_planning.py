@@ -80,6 +80,16 @@ def test_one_device_has_nothing_to_choose(cfg):
     assert (found.plan, found.cfg.mesh.replica) == (None, 1)
 
 
+def test_on_one_device_what_needs_others_is_refused(cfg):
+    mine = change(cfg, {"route_chunks": 2})
+    for plan in (
+        lambda: plan_run(mine, jax.devices()[:1], ALONE, QUIET, resuming=False),
+        lambda: plan_dry(mine, 1),
+    ):
+        with pytest.raises(InputError, match="`route_chunks` = 2 has no effect"):
+            plan()
+
+
 def test_a_hand_made_mesh_is_left_alone(cfg):
     mine = change(cfg, {"plan.mode": "default", "plan.topology": None, "mesh.expert": 8})
     assert planned(mine).cfg is mine

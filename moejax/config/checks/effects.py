@@ -32,7 +32,7 @@ def _effects() -> Iterator[_Effect]:
     yield from _mesh_effects()
     yield (
         ("route_chunks", "route_chunks_backward", "route_trim"),
-        lambda cfg: is_planned(cfg) or expert_owners(cfg.mesh) > 1 or cfg.route == "spread",
+        lambda cfg: _is_open(cfg) or expert_owners(cfg.mesh) > 1 or cfg.route == "spread",
         "one device owns all experts, so nothing is exchanged",
     )
     yield (
@@ -79,17 +79,21 @@ def _expert_effects() -> Iterator[_Effect]:
     )
 
 
+def _is_open(cfg: Config) -> bool:
+    """Whether a search chooses the axes that are at their defaults, and refuses misfits."""
+    return cfg.plan.mode == "auto"
+
+
 def _mesh_effects() -> Iterator[_Effect]:
-    # The planner may choose axes that are at their defaults, and refuses meshes that do not fit.
     yield (
         ("mesh.expert_weights", "mesh.activations"),
-        lambda cfg: is_planned(cfg) or cfg.mesh.tensor > 1,
+        lambda cfg: _is_open(cfg) or cfg.mesh.tensor > 1,
         "`mesh.tensor` is 1",
     )
     yield (
         ("mesh.gather_dense",),
         lambda cfg: (
-            (is_planned(cfg) or cfg.mesh.fsdp * cfg.mesh.expert > 1) and cfg.lora.rank is None
+            (_is_open(cfg) or cfg.mesh.fsdp * cfg.mesh.expert > 1) and cfg.lora.rank is None
         ),
         "`mesh.fsdp` and `mesh.expert` are 1, or `lora.rank` is set",
     )
@@ -100,7 +104,7 @@ def _mesh_effects() -> Iterator[_Effect]:
     )
     yield (
         ("mesh.schedule", "mesh.stage_keeps", "mesh.stage_slices"),
-        lambda cfg: is_planned(cfg) or cfg.mesh.stage > 1,
+        lambda cfg: _is_open(cfg) or cfg.mesh.stage > 1,
         "`mesh.stage` is 1",
     )
     yield (
