@@ -135,7 +135,7 @@ def plan_run(
 def _of_one_device(cfg: Config) -> RunPlan:
     """Returns the config of one device; refuses what takes effect on other meshes alone."""
     check_effects(replace(cfg, plan=PlanConfig(mode="hand")))
-    return RunPlan(change(cfg, {"mesh.replica": 1}))
+    return RunPlan(cfg)
 
 
 def _keep(plan: Plan, run_dir: Path) -> None:
@@ -213,10 +213,10 @@ def plan_dry(cfg: Config, devices: int) -> RunPlan:
     """
     if not is_planned(cfg):
         return RunPlan(cfg)
-    if devices == 1:
-        return _of_one_device(cfg)
     if cfg.plan.mode not in MODES:
         return _from_file(cfg, devices)
+    if devices == 1:
+        return _of_one_device(cfg)
     if cfg.plan.topology is None:
         raise InputError(
             "links are not known. `plan.topology` is none, and a dry run measures nothing. Name a "

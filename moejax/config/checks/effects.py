@@ -18,7 +18,7 @@ PLANNER_SETTINGS = tuple(
 _Effect = tuple[tuple[str, ...], Callable[[Config], bool], str]
 
 
-def _effects() -> Iterator[_Effect]:
+def _effects(cfg: Config) -> Iterator[_Effect]:
     yield (
         ("moe.", "model.first_dense_layers", "mesh.expert_weights", "mesh.expert", *ROUTE_SETTINGS),
         lambda cfg: cfg.model.has_experts,
@@ -29,12 +29,9 @@ def _effects() -> Iterator[_Effect]:
         lambda cfg: cfg.model.has_dense_blocks,
         "every block has experts (`model.moe_every` is 1, `model.first_dense_layers` is 0)",
     )
+    if cfg.plan.mode != "auto":  # else a search chooses the axes, and refuses what does not fit
+        yield from _axis_effects()
     yield from _mesh_effects()
-    yield (
-        ("route_chunks", "route_chunks_backward", "route_trim"),
-        lambda cfg: _is_open(cfg) or expert_owners(cfg.mesh) > 1 or cfg.route == "spread",
-        "one device owns all experts, so nothing is exchanged",
-    )
     yield (
         ("compression.block", "compression.start_layer"),
         lambda cfg: build_compression(cfg.compression) != NO_COMPRESSION,
@@ -79,33 +76,39 @@ def _expert_effects() -> Iterator[_Effect]:
     )
 
 
-def _is_open(cfg: Config) -> bool:
-    """Whether a search chooses the axes that are at their defaults, and refuses misfits."""
-    return cfg.plan.mode == "auto"
-
-
-def _mesh_effects() -> Iterator[_Effect]:
+def _axis_effects() -> Iterator[_Effect]:
     yield (
         ("mesh.expert_weights", "mesh.activations"),
-        lambda cfg: _is_open(cfg) or cfg.mesh.tensor > 1,
+        lambda cfg: cfg.mesh.tensor > 1,
         "`mesh.tensor` is 1",
     )
     yield (
         ("mesh.gather_dense",),
-        lambda cfg: (
-            (_is_open(cfg) or cfg.mesh.fsdp * cfg.mesh.expert > 1) and cfg.lora.rank is None
-        ),
-        "`mesh.fsdp` and `mesh.expert` are 1, or `lora.rank` is set",
+        lambda cfg: cfg.mesh.fsdp * cfg.mesh.expert > 1,
+        "`mesh.fsdp` and `mesh.expert` are 1",
+    )
+    yield (
+        ("mesh.schedule", "mesh.stage_keeps", "mesh.stage_slices"),
+        lambda cfg: cfg.mesh.stage > 1,
+        "`mesh.stage` is 1",
+    )
+    yield (
+        ("route_chunks", "route_chunks_backward", "route_trim"),
+        lambda cfg: expert_owners(cfg.mesh) > 1 or cfg.route == "spread",
+        "one device owns all experts, so nothing is exchanged",
+    )
+
+
+def _mesh_effects() -> Iterator[_Effect]:
+    yield (
+        ("mesh.gather_dense",),
+        lambda cfg: cfg.lora.rank is None,
+        "`lora.rank` is set",
     )
     yield (
         ("mesh.gather_dense",),
         lambda cfg: cfg.mesh.stage == 1,
         "`mesh.stage` is above 1, and with stages all weights are gathered once a step",
-    )
-    yield (
-        ("mesh.schedule", "mesh.stage_keeps", "mesh.stage_slices"),
-        lambda cfg: _is_open(cfg) or cfg.mesh.stage > 1,
-        "`mesh.stage` is 1",
     )
     yield (
         ("mesh.simulated_devices",),
@@ -236,7 +239,7 @@ def check_effects(cfg: Config) -> None:
     """
     values = {field: get_value(cfg, field.name) for field in fields().values()}
     changed = [field for field, value in values.items() if value not in (field.default, None)]
-    for names, used, reason in _effects():
+    for names, used, reason in _effects(cfg):
         if used(cfg):
             continue
         groups = tuple(name for name in names if name.endswith((".", "_")))
