@@ -2,9 +2,9 @@
 
 Hardware: 256 H200s of 141 GB, 32 nodes of 8.
 Mesh:     as the planner chose it for h200:32, with the rest as it is here. To look again:
-          moejax plan --topology h200:32 --free mesh --config this file. With --free
-          mesh,route,route_chunks,route_chunks_backward,train,model.remat its best has no stages:
-          4 % faster by price, with 23 GiB more.
+          moejax plan --topology h200:32 --config this file
+          --config.plan.keep=route,route_chunks,route_chunks_backward,model.remat,train.micro_batches
+          Without plan.keep its best has no stages: 4 % faster by price, with 23 GiB more.
 Memory:   97 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/deepseek_v3.py --dry_run
 All blocks have the published shapes (DeepSeek-AI 2024), latent attention included: 671,026,404,352

@@ -2,7 +2,7 @@
 
 Hardware: 64 H100s of 80 GB, 8 nodes of 8.
 Mesh:     as the planner chose it for dgx_h100:8. To look again: moejax plan --topology dgx_h100:8
-          --free mesh,route,route_chunks,train,model.remat --traces 46 --config this file.
+          --traces 46 --config this file.
 Memory:   54 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/gpt_oss_120b.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was

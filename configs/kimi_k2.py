@@ -2,7 +2,7 @@
 
 Hardware: 512 H100s of 80 GB, 64 nodes of 8.
 Mesh:     as the planner chose it for dgx_h100:64. To look again: moejax plan --topology dgx_h100:64
-          --free mesh,route,route_chunks,train,model.remat --config this file.
+          --config this file.
 Memory:   65 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/kimi_k2.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was

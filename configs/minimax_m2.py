@@ -2,7 +2,7 @@
 
 Hardware: 128 H100s of 80 GB, 16 nodes of 8.
 Mesh:     as the planner chose it for dgx_h100:16. To look again: moejax plan --topology dgx_h100:16
-          --free mesh,route,route_chunks,train,model.remat --config this file.
+          --config this file.
 Memory:   49 GiB a device, as --dry_run says with mesh.platform=gpu.
 Command:  moejax train --config configs/minimax_m2.py --dry_run
 Begins from released weights with --config.checkpoint.init_from=FOLDER, a folder as it was

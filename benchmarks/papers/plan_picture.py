@@ -1,7 +1,6 @@
 r"""The README's picture: how busy compute and links are over a step, for the default and the plan.
 
-    python -m moejax.plan --config configs/olmoe_1b_7b.py --topology h200:8 \
-        --free mesh,model.remat,train.micro_batches --report plan.html
+    python -m moejax.plan --config configs/olmoe_1b_7b.py --topology h200:8 --report plan.html
     python -m benchmarks.papers.plan_picture plan.html --out docs/pictures/plan.svg
 
 Reads the timelines from the page. Each loop over layers is laid out turn after turn; a column of

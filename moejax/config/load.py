@@ -7,10 +7,11 @@ Every way in ends at `from_dict`'s check: unknown names and values of a wrong ty
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moejax.config.checks.planned import ANSWER, CHOSEN, CODECS, by_hand, chosen_names, pinned
 from moejax.config.fields import (
     Field,
     change,
@@ -64,8 +65,29 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
       path: a local file.
       overrides: texts such as `train.num_steps=5`, with or without `--config.` in front; later
         ones win over earlier ones and over the file.
+    An override `plan=auto` asks for a new plan, so what the file holds for one cluster is left to
+    the planner (`load_with_notes`).
+
     Raises:
       InputError: the file cannot be read, or a field is unknown or has a wrong value.
+    """
+    return load_with_notes(path, overrides)[0]
+
+
+def load_with_notes(
+    path: str | os.PathLike[str], overrides: Iterable[str] = (), free: Collection[str] = ()
+) -> tuple[Config, list[str]]:
+    """Reads a config file as `load_config`, and says what a planner may and may not change of it.
+
+    If an override asks for a plan and the file does not, the mesh and the rest that the file sets
+    (`ANSWER`) belong to another plan, and go back to their defaults; `plan.keep` keeps some.
+    Overrides are pinned, also where they repeat a default.
+
+    Args:
+      free: more settings of the file that go back to their defaults.
+
+    Returns:
+      The config, and lines for the user: settings that were freed, and those that are pinned.
     """
     values: dict[str, Any] = {}
     for entry in read_entries(path):
@@ -73,7 +95,71 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
             _add(values, entry)
         except InputError as error:
             raise InputError(f"{entry.where}: {error}") from None
-    return _build(values | parse_overrides(overrides))
+    given = parse_overrides(overrides)
+    freed = _of_another_plan(values, given, free)
+    rest = {name: value for name, value in values.items() if name not in freed}
+    cfg = keep_given(_build(rest | given), given)
+    return cfg, [*_freed_notes(freed, given), *pin_notes(cfg, given)]
+
+
+def _of_another_plan(
+    values: Mapping[str, Any], given: Mapping[str, Any], free: Collection[str]
+) -> dict[str, Any]:
+    """Returns the file's settings, by name, that belong to another plan than the one asked for."""
+    mode, names = given.get("plan.mode", "default"), {*free}
+    if mode not in ("default", "hand") and values.get("plan.mode") != mode:
+        names |= {*ANSWER} if mode == "auto" else {"mesh.nodes"}  # a plan file says its nodes
+    kept = given.get("plan.keep", values.get("plan.keep", ()))
+    names -= {*given, *(name for group in kept for name in chosen_names(group))}
+    return {
+        name: value
+        for name, value in values.items()
+        if name in names and value != fields()[name].default
+    }
+
+
+def keep_given(cfg: Config, given: Mapping[str, Any]) -> Config:
+    """Returns the config with overrides pinned that repeat a default, if a plan is asked for."""
+    names = [name for name in given if name in CHOSEN and name not in by_hand(cfg)]
+    if cfg.plan.mode != "auto" or not names:
+        return cfg
+    return change(cfg, {"plan.keep": tuple(dict.fromkeys((*cfg.plan.keep, *names)))})
+
+
+def _freed_notes(freed: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Returns a line about settings of a file that are not used, if there are any."""
+    if not freed:
+        return []
+    if (mode := given["plan.mode"]) != "auto":
+        return [f"{mode} replaces {_shown(freed)} of the config file"]
+    return [
+        f"free, although the config file sets it: {_shown(freed)}. --config.plan.keep=NAMES keeps "
+        "what it names."
+    ]
+
+
+def pin_notes(cfg: Config, given: Mapping[str, Any]) -> list[str]:
+    """Returns a line about what a search must not change, if there is anything.
+
+    Args:
+      given: overrides by name; other settings are the file's.
+    """
+    if cfg.plan.mode != "auto":
+        return []
+    names = {*pinned(cfg)}
+    if cfg.compression.preset != "none":  # pins all codecs
+        names = {*names - {*CODECS}, *by_hand(cfg) & {*given}, "compression.preset"}
+    parts = []
+    for source, here in (("command line", True), ("config file", False)):
+        wanted = [name for name in fields() if name in names and (name in given) is here]
+        if wanted:
+            parts.append(f"{_shown({n: get_value(cfg, n) for n in wanted})} ({source})")
+    return [f"pinned: {', '.join(parts)}"] if parts else []
+
+
+def _shown(values: Mapping[str, Any]) -> str:
+    words = ((name, "none" if value is None else value) for name, value in values.items())
+    return ", ".join(f"{name} = {value}" for name, value in words)
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:

@@ -293,6 +293,9 @@ class PlanConfig:
         "than 64 devices",
         above=0,
     )
+    keep: tuple[str, ...] = setting(
+        (), "settings or groups that the planner must not change, defaults too: mesh.expert,route"
+    )
     replan: bool = setting(
         False, "plan again at a checkpoint when steps take longer or shorter than predicted"
     )

@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
@@ -11,10 +12,16 @@ from rich.console import Console
 
 from moejax.config.checks import check
 from moejax.config.checks.paths import check_output
-from moejax.config.checks.planned import CHOSEN, check_nodes, pinned
+from moejax.config.checks.planned import check_chosen, check_nodes, chosen_names, pinned
 from moejax.config.command_line import Parser
-from moejax.config.fields import change, fields
-from moejax.config.load import load_config, split_overrides
+from moejax.config.fields import change
+from moejax.config.load import (
+    keep_given,
+    load_with_notes,
+    parse_overrides,
+    pin_notes,
+    split_overrides,
+)
 from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
 from moejax.plan.cluster.topology import Topology
@@ -24,15 +31,19 @@ from moejax.plan.search.result import SearchResult
 
 EPILOG = """\
 examples:
+  moejax plan --config configs/mixtral_8x7b.py --topology h200:8
   moejax plan --config configs/mixtral_8x7b.py --topology h200:8 \\
-      --free mesh,route_chunks
+      --config.mesh.expert=8
   moejax plan --config tiny --topology topology.json --out plan.json
   moejax plan --hf downloads/Qwen3-30B-A3B --topology h200:8 --as megatron
   moejax plan --topology h200:2 --print_topology > mine.json
   moejax plan probe --out topology.json     # measures the links here
 
-What a config sets stays, unless --free names it or its group. With --as the
-output ends in settings for that trainer, and what it cannot express.
+A mesh in a config file is an answer for one cluster: mesh, route, chunks,
+micro-batches and recomputation are chosen anew. What the command line sets stays,
+and so does what --config.plan.keep=NAMES names. Codecs of a file stay, because they
+change what is trained, unless --free names them. With --as the output ends in
+settings for that trainer, and what it cannot express.
 """
 
 
@@ -90,7 +101,7 @@ def _add_search_flags(command: argparse.ArgumentParser) -> None:
         "--free",
         default="",
         metavar="NAMES",
-        help="settings to choose although set: a,b",
+        help="more settings of the file to choose anew: compression, model.stage_chunks",
     )
     command.add_argument(
         "--fewer", action="store_true", help="also plan for half the nodes, a quarter, and so on"
@@ -123,13 +134,9 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
     _check_flags(args)
     topology = load_topology(args.topology)
     published = None
-    if args.hf is None:
-        cfg = load_config(args.config, overrides)
-    else:
+    if args.hf is not None:
         published = read_published(args.hf, topology.devices, overrides)
-        cfg = published.cfg
-    check_nodes(cfg, topology.nodes, f"--topology {args.topology}")
-    cfg = planned_config(cfg, args)
+    cfg, notes = config_to_plan(args, overrides, topology, published)
     check(cfg)
     if args.trainer is not None:
         from moejax.plan.others.show import check_trainer
@@ -139,8 +146,8 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # tracing needs no accelerator
     if published is not None:
-        print(published.describe())
-    _plan(cfg, topology, args)
+        notes = [published.describe(), *notes]
+    _plan(cfg, topology, args, notes)
     if published is not None:
         print(how_to_go_on(published, cfg, args))
 
@@ -221,25 +228,40 @@ def _check_flags(args: argparse.Namespace) -> None:
             check_output(path, f"--{flag}")
 
 
-def planned_config(cfg: Config, args: argparse.Namespace) -> Config:
-    """Returns the config with the flags applied and the freed settings at their defaults."""
+def config_to_plan(
+    args: argparse.Namespace,
+    overrides: list[str],
+    topology: Topology,
+    published: Published | None = None,
+) -> tuple[Config, list[str]]:
+    """Returns the config of a search, and lines about what is free and what is pinned.
+
+    Args:
+      published: the model of --hf; None: the config file of --config.
+    Raises:
+      InputError: for a file, setting or name that is wrong, and other nodes than the topology's.
+    """
+    freed = [name for name in args.free.split(",") if name]
+    for name in freed:
+        check_chosen(name, "--free")
+    free = [setting for name in freed for setting in chosen_names(name)]
+    overrides = [*overrides, "plan.mode=auto"]
+    given = parse_overrides(overrides)
+    if published is None:
+        cfg, notes = load_with_notes(args.config, overrides, free)
+    else:
+        cfg = keep_given(change(published.cfg, {"plan.mode": "auto"}), given)
+        notes = pin_notes(cfg, given)
+    if "mesh.nodes" in given:  # nodes of a file are those of its own cluster
+        check_nodes(cfg, topology.nodes, f"--topology {args.topology}")
     flags = {name: getattr(args, name) for name in ("routing", "codecs", "traces", "seconds")}
     wishes = {f"plan.{name}": value for name, value in flags.items() if value is not None}
-    freed = {}
-    for name in filter(None, args.free.split(",")):
-        names = [known for known in CHOSEN if known == name or known.startswith(f"{name}.")]
-        if not names:
-            raise InputError(
-                f"--free has `{name}`, which no plan chooses. It must be among "
-                f"{', '.join(CHOSEN)}, or a group of them. Correct it."
-            )
-        freed |= {known: fields()[known].default for known in names}
     mesh = replace(cfg.mesh, simulated_devices=None, nodes=None, platform=None)
-    cfg = change(replace(cfg, mesh=mesh), freed | wishes)
-    return replace(cfg, plan=replace(cfg.plan, mode="auto", topology=None))
+    return change(replace(cfg, mesh=mesh), wishes | {"plan.topology": None}), notes
 
 
-def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
+def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequence[str]) -> None:
+    """Searches, and shows what was found; `notes` come before it."""
     from moejax.plan.price.routing import read_expert_load
     from moejax.plan.report.doubts import small_products
     from moejax.plan.report.tables import print_ranked, print_why
@@ -249,6 +271,8 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace) -> None:
 
     load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
     console, shown = Console(), Console(stderr=True)
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
 
     def find(cluster: Topology) -> SearchResult:
         device = cluster.device

@@ -10,7 +10,7 @@ from rich.console import Console
 from moejax.config.checks import check, resolve_mesh
 from moejax.config.checks.planned import is_planned
 from moejax.config.command_line import Parser
-from moejax.config.load import describe_fields, load_config, split_overrides, to_dict
+from moejax.config.load import describe_fields, load_with_notes, split_overrides, to_dict
 from moejax.config.schema import Config
 from moejax.errors import STOPPED, InputError, exit_code
 
@@ -89,11 +89,12 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
             "no config. Got none. A run needs one. "
             "Add --config tiny, or a file such as configs/tiny.py."
         )
-    cfg = load_config(args.config, overrides)
+    cfg, notes = load_with_notes(args.config, overrides)
     check(cfg)
     if args.print_config:
         console.print_json(data=to_dict(cfg))
         return 0
+    _show_notes(notes, console)
     if args.dry_run:
         return dry_run(cfg, console)
     # Imported late, so that everything above works without JAX.
@@ -104,6 +105,16 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     from moejax.train.loop import train
 
     return STOPPED if train(cfg, console).stopped else 0
+
+
+def _show_notes(notes: list[str], console: Console) -> None:
+    """Shows lines about the config, on the first process alone."""
+    if not notes:
+        return
+    from moejax.runtime.processes import find_rank
+
+    for note in notes if find_rank().index == 0 else ():
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
 def dry_run(cfg: Config, console: Console) -> int:

@@ -41,6 +41,6 @@ def gather_note(train_step: TrainStep, summary: Summary, topology: Topology | No
     return (
         f"the step is bound by its gathers: {human_bytes(sent)} of weights cross nodes for each "
         f"device, {gathers:,.3g} s, and all products take {products:,.3g} s ({where}). Fewer "
-        "micro-batches, shards inside a node or pipeline stages send less; moejax plan --free mesh "
-        "chooses them."
+        "micro-batches, shards inside a node or pipeline stages send less; moejax plan chooses "
+        "them."
     )

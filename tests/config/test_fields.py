@@ -133,6 +133,7 @@ FIELD_NAMES = [
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
     "plan.codecs",
+    "plan.keep",
     "plan.mode",
     "plan.replan",
     "plan.routing",

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from moejax.config.checks import check
+from moejax.config.checks.planned import pinned
 from moejax.config.fields import (
     Field,
     check_value,
@@ -22,6 +24,7 @@ from moejax.config.load import (
     diff,
     from_dict,
     load_config,
+    load_with_notes,
     save_json,
     to_dict,
 )
@@ -91,6 +94,31 @@ def test_overrides_win_over_the_file_and_the_last_one_wins(config_file):
     path = config_file("a.yaml", "train: {num_steps: 7, seed: 5}")
     cfg = load_config(path, ["train.num_steps=8", "--config.train.num_steps=9"])
     assert (cfg.train.num_steps, cfg.train.seed) == (9, 5)
+
+
+def test_a_plan_asked_for_on_the_command_line_replaces_what_the_file_holds(config_file):
+    """The same as `moejax plan`: a run by `plan=auto` kept the mesh of another cluster."""
+    values = {"mesh": {"expert": 4, "nodes": 8}, "model": {"remat": "full"}, "route_chunks": 2}
+    file = config_file("a.json", json.dumps(values))
+    kept = load_config(file)
+    assert (kept.mesh.expert, kept.model.remat, kept.plan.keep) == (4, "full", ())
+    cfg, notes = load_with_notes(file, ["plan=auto", "mesh.fsdp=1", "route_chunks=4"])
+    assert (cfg.mesh.expert, cfg.mesh.fsdp, cfg.model.remat) == (1, 1, "none")
+    assert pinned(cfg) == {"mesh.fsdp", "route_chunks"}
+    assert notes == [
+        "free, although the config file sets it: mesh.expert = 4, model.remat = full. "
+        "--config.plan.keep=NAMES keeps what it names.",
+        "pinned: route_chunks = 4, mesh.fsdp = 1 (command line)",
+    ]
+    cfg, notes = load_with_notes(file, ["plan=mine.json"])
+    assert (cfg.mesh.expert, cfg.mesh.nodes) == (4, None)
+    assert notes == ["mine.json replaces mesh.nodes = 8 of the config file"]
+    assert load_config(file, ["plan=mine.json", "mesh.nodes=4"]).mesh.nodes == 4
+
+
+def test_a_name_to_keep_that_no_plan_chooses_is_refused():
+    with pytest.raises(InputError, match=r"`plan.keep` has `model.width`, which no plan chooses"):
+        check(from_dict({"plan": {"mode": "auto", "keep": ("model.width",)}}))
 
 
 def test_json_text_keeps_escapes_and_pairs_of_surrogates(config_file):

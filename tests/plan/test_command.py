@@ -2,11 +2,16 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from moejax.config.checks import check
+from moejax.config.checks.planned import pinned
+from moejax.config.fields import get_value
+from moejax.config.load import split_overrides
 from moejax.plan.cluster.file import load_topology, write_topology
-from moejax.plan.command import main
+from moejax.plan.command import config_to_plan, main, parser
 from moejax.plan.search.file import load_plan
 from tests.plan.clusters import GIB, cluster
 from tests.plan.others.plans import KNOWN, PUBLISHED
@@ -48,6 +53,76 @@ def test_the_command_refuses_in_one_line(words, said, capsys):
     assert (out, err.count("\n")) == ("", 1)
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(err)
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
+LONG = "mesh,route,route_chunks,route_chunks_backward,train,model.remat"
+
+
+def asked(*words):
+    """Returns the config of a search and the lines about it, for the words of a command line."""
+    rest, overrides = split_overrides(words)
+    args = parser().parse_args(rest)
+    return config_to_plan(args, overrides, load_topology(args.topology))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("cluster", ["h200:16", "dgx_a100:4", "tpu_v5p:1"])
+def test_a_search_chooses_all_that_a_shipped_config_holds_for_its_cluster(path, cluster):
+    """`mesh.nodes` 16 was refused on other clusters, and the mesh of 128 H100s stayed."""
+    words = ["--config", str(path), "--topology", cluster]
+    cfg, notes = asked(*words)
+    check(cfg)
+    assert pinned(cfg) == frozenset()
+    assert (cfg.mesh.expert, cfg.mesh.fsdp, cfg.mesh.stage) == (1, 1, 1)
+    assert (cfg.model.remat, cfg.train.micro_batches) == ("none", 1)
+    assert cfg == asked(*words, "--free", LONG)[0]
+    assert [note.split(":")[0] for note in notes] == ["free, although the config file sets it"]
+    assert "mesh.expert = " in notes[0]
+
+
+QWEN = ("--config", "configs/qwen3_235b_a22b.py", "--topology", "h200:4")
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "said"),
+    [
+        (
+            ["--config.mesh.expert=8", "--config.mesh.tensor=1", "--free", "mesh"],
+            {"mesh.expert": 8, "mesh.tensor": 1},
+            "pinned: mesh.expert = 8, mesh.tensor = 1 (command line)",
+        ),
+        (
+            ["--config.plan.keep=route_chunks,model.remat", "--config.mesh.expert=8"],
+            {"mesh.expert": 8, "route_chunks": 2, "model.remat": "full"},
+            "pinned: mesh.expert = 8 (command line), "
+            "route_chunks = 2, model.remat = full (config file)",
+        ),
+    ],
+)
+def test_what_the_command_line_sets_stays_and_is_told(words, names, said):
+    cfg, notes = asked(*QWEN, *words)
+    assert pinned(cfg) == names.keys()
+    assert {name: get_value(cfg, name) for name in names} == names
+    assert notes[-1] == said
+
+
+def test_codecs_of_a_file_stay_and_are_told(tmp_path):
+    settings = {"compression": {"dispatch": "int8"}, "mesh": {"expert": 4}}
+    (tmp_path / "mine.json").write_text(json.dumps(settings))
+    words = ["--config", str(tmp_path / "mine.json"), "--topology", "h200:2"]
+    cfg, notes = asked(*words)
+    assert (cfg.compression.dispatch, cfg.mesh.expert) == ("int8", 1)
+    assert notes[-1] == "pinned: compression.dispatch = int8 (config file)"
+    assert asked(*words, "--free", "compression")[0].compression.dispatch != "int8"
+
+
+def test_a_file_that_asks_for_a_plan_pins_what_it_sets(tmp_path):
+    settings = {"plan": {"mode": "auto"}, "mesh": {"tensor": 2}}
+    (tmp_path / "mine.json").write_text(json.dumps(settings))
+    words = ["--config", str(tmp_path / "mine.json"), "--topology", "h200:2"]
+    assert asked(*words) == (asked(*words)[0], ["pinned: mesh.tensor = 2 (config file)"])
+    assert pinned(asked(*words, "--free", "mesh")[0]) == frozenset()
 
 
 def test_an_unknown_trainer_is_refused(capsys):

@@ -11,7 +11,8 @@ from moejax.errors import InputError
 
 ROUTE_SETTINGS = ("route", "route_chunks", "route_chunks_backward", "route_trim")
 PLANNER_SETTINGS = tuple(
-    f"plan.{name}" for name in ("topology", "routing", "codecs", "traces", "seconds", "replan")
+    f"plan.{name}"
+    for name in ("topology", "routing", "codecs", "traces", "seconds", "keep", "replan")
 )
 
 # A rule: settings (a name or a prefix), whether `cfg` uses them, and the reason if not.

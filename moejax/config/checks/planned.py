@@ -1,7 +1,7 @@
 """The settings that the planner may choose, and whether it does."""
 
 from moejax.config.compression import PRESETS
-from moejax.config.fields import fields, get_value, short
+from moejax.config.fields import fields, get_value, one_line, short
 from moejax.config.schema import Config
 from moejax.errors import InputError
 
@@ -17,10 +17,14 @@ MEMORY = ("model.remat", "train.micro_batches")
 CODECS = tuple(f"compression.{kind}" for kind in PRESETS["strong"])
 CHOSEN = (*LAYOUT, *STAGES, CHUNKS, *EXCHANGE, *REDUCTION, *MEMORY, *CODECS)
 
+# What a file holds for one cluster. Codecs change what is trained, and chunks of layers what a
+# checkpoint holds, so those of a file stay.
+ANSWER = (*LAYOUT, *STAGES, *EXCHANGE, *REDUCTION, *MEMORY)
+
 MODES = ("default", "auto", "hand")
 
 
-def pinned(cfg: Config) -> frozenset[str]:
+def by_hand(cfg: Config) -> frozenset[str]:
     """Returns the settings among `CHOSEN` that are not at their defaults."""
     names = {name for name in CHOSEN if get_value(cfg, name) != fields()[name].default}
     if cfg.compression.preset != "none":
@@ -28,19 +32,44 @@ def pinned(cfg: Config) -> frozenset[str]:
     return frozenset(names)
 
 
+def pinned(cfg: Config) -> frozenset[str]:
+    """Returns the settings that a search must not change: those set by hand, and `plan.keep`."""
+    return by_hand(cfg).union(*map(chosen_names, cfg.plan.keep))
+
+
+def chosen_names(name: str) -> tuple[str, ...]:
+    """Returns a setting that plans choose, or all of a group such as `mesh`; empty if neither."""
+    return tuple(known for known in CHOSEN if known == name or known.startswith(f"{name}."))
+
+
 def is_planned(cfg: Config) -> bool:
     """Whether the planner chooses the mesh and the rest."""
     if cfg.plan.mode == "default":
-        return not pinned(cfg)
+        return not by_hand(cfg)
     return cfg.plan.mode != "hand"
 
 
-def check_plan(cfg: Config) -> None:
-    """Refuses a plan that is neither a mode nor a file.
+def check_chosen(name: str, source: str) -> None:
+    """Refuses a name that is neither a setting that plans choose nor a group of them.
 
     Raises:
-      InputError: if it is neither.
+      InputError: if it is neither; `source` says where the name stands.
     """
+    if not chosen_names(name):
+        raise InputError(
+            f"{source} has `{one_line(name)}`, which no plan chooses. It must be among "
+            f"{', '.join(CHOSEN)}, or a group of them. Correct it."
+        )
+
+
+def check_plan(cfg: Config) -> None:
+    """Refuses a plan that is neither a mode nor a file, and unknown names to keep.
+
+    Raises:
+      InputError: for either.
+    """
+    for name in cfg.plan.keep:
+        check_chosen(name, "`plan.keep`")
     mode = cfg.plan.mode
     if mode not in MODES and not mode.endswith(".json"):
         raise InputError(
