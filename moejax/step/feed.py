@@ -198,6 +198,7 @@ def sums_like(tree: Tree) -> Tree:
     return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)
 
 
+@jax.named_scope("stage_sums")
 def add(sums: Tree, more: Tree) -> Tree:
     """Adds to float32 sums."""
     return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), sums, more)

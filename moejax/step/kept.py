@@ -261,12 +261,14 @@ def _together(parts: RouterParts) -> RouterParts:
     )
 
 
+@jax.named_scope("stage_slots")
 def _get(slots: jax.Array, slot: jax.Array, index: jax.Array) -> jax.Array:
     """Reads what a slot has of a layer."""
     start = (slot, index, *(0 for _ in slots.shape[2:]))
     return lax.dynamic_slice(slots, start, (1, 1, *slots.shape[2:])).reshape(slots.shape[2:])
 
 
+@jax.named_scope("stage_slots")
 def _put(slots: jax.Array, x: jax.Array, valid: jax.Array, start: tuple[Any, ...]) -> jax.Array:
     """Writes a layer's array, or a part of it, to a slot, if it counts.
 
@@ -278,6 +280,7 @@ def _put(slots: jax.Array, x: jax.Array, valid: jax.Array, start: tuple[Any, ...
     return lax.dynamic_update_slice(slots, x, start)
 
 
+@jax.named_scope("stage_sums")
 def _add_at(sums: jax.Array, gradient: jax.Array, index: jax.Array) -> jax.Array:
     """Adds a layer's gradient to the sum that is stacked with those of the others."""
     more = get(sums, index) + gradient.astype(jnp.float32)

@@ -9,6 +9,7 @@ from moejax.config.fields import change, get_value
 from moejax.config.schema import PlanConfig
 from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_expert_load
+from moejax.plan.price.terms import terms
 from moejax.plan.search import space
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.search import search
@@ -144,6 +145,15 @@ def test_estimates_of_stages_are_near_their_prices():
 
 
 @pytest.mark.exhaustive
+def test_what_stages_add_has_names():
+    """A fifth of a step stood under "the rest", where reasons of plans with stages ended."""
+    cfg = change(model(hidden=256, length=64), {"train.micro_batches": 8})
+    found = terms(priced(cfg, cluster(), stage=2, expert=4))
+    assert found["stage_slots"] > 0
+    assert found["stage_sums"] > 0
+    assert found["the rest"] < 0.1 * sum(found.values())
+
+
 def test_a_schedule_that_keeps_fewer_micro_batches_needs_less_memory():
     """1F1B keeps as many however many there are; GPipe keeps all."""
     cfg, topology = model(length=64), cluster()
