@@ -25,6 +25,7 @@ class Budget:
       traced: traces so far.
       slowest: seconds of the slowest of them.
       cut: whether the time cap ended the search.
+      before: the budget of the part of the search before this one; None: this is the first.
     """
 
     traces: int
@@ -32,6 +33,7 @@ class Budget:
     traced: int = 0
     slowest: float = 0.0
     cut: bool = False
+    before: "Budget | None" = None
 
     def __post_init__(self) -> None:
         self.began = time.perf_counter()
@@ -56,17 +58,20 @@ class Budget:
 
     def another(self) -> "Budget":
         """Returns a budget of half as many traces, in the time that is left."""
-        return Budget(
-            -(-self.traces // 2), max(0.0, self.seconds - self.elapsed), slowest=self.slowest
-        )
+        left = max(0.0, self.seconds - self.elapsed)
+        return Budget(-(-self.traces // 2), left, slowest=self.slowest, before=self)
 
     def cut_text(self) -> str | None:
         """Returns one line about the time cap; None if it did not end the search."""
         if not self.cut:
             return None
+        first, traced, traces = self.before or self, self.traced, self.traces
+        if first is not self:
+            traced, traces = traced + first.traced, traces + first.traced
+        cap = f"{first.seconds:.0f}" if first.seconds >= 1 else f"{first.seconds:g}"
         return (
-            f"the time cap of {self.seconds:g} s ended the search after {self.traced} of "
-            f"{self.traces} traces, so another search may find another plan; raise `plan.seconds`"
+            f"the time cap of {cap} s ended the search after {traced} of {traces} traces, so "
+            "another search may find another plan; raise `plan.seconds`"
         )
 
 

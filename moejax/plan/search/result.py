@@ -13,6 +13,8 @@ class SearchResult:
       ranked: plans that fit: the chosen one, which is the plainest of the equally fast, then the
         others, fastest first.
       baseline: the usual default without planning; None if it breaks a rule.
+      simple: the faster of FSDP over all devices, and experts inside a node with FSDP across nodes,
+        each made lighter until it fits; None if neither does.
       meshes: number of valid meshes.
       traced: number of traced programs.
       too_large: number of traced plans that need too much memory.
@@ -29,3 +31,4 @@ class SearchResult:
     memory_budget: float
     seconds: float
     cut: str | None = None
+    simple: PricedPlan | None = None

@@ -78,20 +78,28 @@ class _Search:
         with frozen_garbage():
             baseline = self._baseline()
             cut = self._choose_both(estimates)
-        ranked = self._ranked()
-        if not ranked:
-            peaks = [plan.peak.bytes for plan in self.priced.values()]
-            raise InputError(why_none(self.cfg, self.limits, peaks, self.memory_budget))
+            self._check_found(len(estimates))
+            traced = self.traced_before + self.budget.traced
+            ranked, simple = self._ranked_beside_simple()
         return SearchResult(
             ranked=ranked,
             baseline=baseline,
             meshes=len(estimates),
-            traced=self.traced_before + self.budget.traced,
+            traced=traced,
             too_large=self.too_large,
             memory_budget=self.memory_budget,
             seconds=time.perf_counter() - began,
             cut=cut,
+            simple=simple,
         )
+
+    def _check_found(self, meshes: int) -> None:
+        """Refuses if no plan fits."""
+        if self._ranked():
+            return
+        peaks = [plan.peak.bytes for plan in self.priced.values()]
+        traces = self.budget.traces if self.budget.spent else None
+        raise InputError(why_none(self.cfg, self.limits, peaks, self.memory_budget, meshes, traces))
 
     def _choose_both(self, estimates: list[Estimate]) -> str | None:
         """Searches meshes without stages, then those with. Returns why it was cut short."""
@@ -168,13 +176,16 @@ class _Search:
     def _smallest(self, estimates: list[Estimate]) -> Iterator[Config]:
         """Yields the meshes that need the least memory, made lighter until they fit.
 
-        Used if no promising plan fits, because estimates are too rough to refuse anything.
+        Used if no promising plan fits, because estimates are too rough to refuse anything. Goes on
+        until one fits or the budget is spent.
         """
         least = sorted(estimates, key=lambda e: e.own)[:FIRST]
         for estimate in least:
             fits = estimate.bytes() <= self.memory_budget
             yield estimate.cfg if fits else self._lighter(estimate.cfg) or estimate.cfg
-        for estimate in least if not self._alike() else ():
+        for number, estimate in enumerate(sorted(estimates, key=lambda e: e.own)):
+            if self._alike() or (number >= FIRST and self.budget.spent):
+                return
             configs = space.lighter(estimate.cfg, self.limits)
             every = [estimate, *(Estimate(cfg, self.topology) for cfg in configs)]
             lightest = min(every, key=Estimate.bytes).cfg
@@ -321,6 +332,33 @@ class _Search:
         if self.limits.pinned - set(MEMORY):
             self.priced.clear()
         return plan
+
+    def _ranked_beside_simple(self) -> tuple[list[PricedPlan], PricedPlan | None]:
+        """Returns the ranked plans, and the faster of `space.simple`.
+
+        The two are candidates like others, unless they break the pins. They are traced whatever the
+        number of traces, but not after the time cap.
+        """
+        ranked = self._ranked()
+        plans = [self._fitted(cfg) for cfg in space.simple(self.cfg, self.limits)]
+        fitting = [plan for plan in plans if plan is not None]
+        if not self.limits.pinned - set(MEMORY):
+            ranked = self._ranked()
+        return ranked, min(fitting, key=lambda plan: plan.seconds, default=None)
+
+    def _fitted(self, cfg: Config) -> PricedPlan | None:
+        """Prices a plan, made lighter until it fits; None if it does not, or time is up."""
+        fits = self._estimate_that_fits(Estimate(cfg, self.topology))
+        lighter = fits.cfg if fits is not None else None
+        for _ in range(3):
+            if lighter is None or (self.budget.cut and lighter not in self.priced):
+                return None
+            plan = self.priced.get(lighter) or self._price(lighter)
+            assert plan is not None, "priced twice"
+            if self._fits(plan):
+                return plan
+            lighter = self._lighter(lighter, plan)
+        return None
 
 
 def search(

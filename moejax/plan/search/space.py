@@ -255,8 +255,23 @@ def baseline(cfg: Config, limits: Limits) -> Config | None:
     This is DeepSpeed's layout: expert parallelism across nodes, data parallelism for the rest.
     """
     expert = math.gcd(cfg.moe.num_experts, limits.devices) if cfg.model.has_experts else 1
-    sizes = (1, limits.devices // expert, 1, expert, 1)
-    values = dict(zip(MESH, sizes, strict=True)) | {"compression.preset": "none"}
+    return _by_rule(cfg, limits, {"mesh.replica": limits.devices // expert, "mesh.expert": expert})
+
+
+def simple(cfg: Config, limits: Limits) -> list[Config]:
+    """Returns FSDP over all devices, and experts inside a node with FSDP across; flat, no codec."""
+    inside = math.gcd(cfg.moe.num_experts, limits.devices // limits.nodes)
+    experts = {1, inside} if cfg.model.has_experts else {1}
+    plans = (
+        _by_rule(cfg, limits, {"mesh.fsdp": limits.devices // n, "mesh.expert": n})
+        for n in sorted(experts)
+    )
+    return [plan for plan in plans if plan is not None]
+
+
+def _by_rule(cfg: Config, limits: Limits, sizes: dict[str, int]) -> Config | None:
+    """Returns a mesh of these axes with all else at its default; None if it breaks a rule."""
+    values = dict.fromkeys(MESH, 1) | sizes | {"compression.preset": "none"}
     values |= {name: fields()[name].default for name in (*EXCHANGE, *REDUCTION, *CODECS)}
     values |= {"mesh.activations": "sequence", "mesh.expert_weights": "hidden"}
     return resolve(change(cfg, values), limits)

@@ -107,6 +107,19 @@ def test_a_time_cap_that_ends_a_search_is_told(tmp_path, monkeypatch):
         assert (said in console.export_text()) == (found is capped)
 
 
+def test_a_time_cap_is_told_of_the_whole_search_in_whole_seconds():
+    """It was told of the second part: `the time cap of 93.7977 s` where --seconds was 300."""
+    budget = Budget(traces=17, seconds=300.0)
+    for _ in range(11):
+        budget.count(1.0)
+    rest = budget.another()
+    rest.seconds = 93.7977
+    rest.count(60.0)
+    assert rest.spent
+    said = "the time cap of 300 s ended the search after 12 of 20 traces, so"
+    assert rest.cut_text().startswith(said)
+
+
 def test_a_file_from_before_time_caps_were_told_is_read(tmp_path):
     path = tmp_path / "plan.json"
     save_plan(Plan("test", 8, 2, "balanced", {"mesh.expert": 8}, {"seconds": 1.0}), path)

@@ -315,10 +315,33 @@ def test_every_traced_plan_that_does_not_fit_is_counted(monkeypatch):
 
 
 @pytest.mark.parametrize("peaks", [[], [2**40]])
-def test_a_search_without_a_plan_names_the_flag_that_frees(peaks):
+def test_a_search_without_a_plan_names_what_is_pinned(peaks):
     bound = Limits(8, 1, "cpu", pinned=frozenset({"mesh.expert", "mesh.fsdp", "model.remat"}))
     text = why_none(model(), bound, peaks, 1.0)
     assert "8 devices on 1 node." in text
-    assert text.endswith("--free mesh,model.remat of moejax plan.")
-    assert ("The smallest plan needs 1024.0 GiB of a device; " in text) == bool(peaks)
-    assert "--free" not in why_none(model(), Limits(8, 1, "cpu"), peaks, 1.0)
+    assert "or pin less: mesh.expert, mesh.fsdp, model.remat keep their values" in text
+    assert ("needs 1024.0 GiB of a device; " in text) == bool(peaks)
+    assert "pin less" not in why_none(model(), Limits(8, 1, "cpu"), peaks, 1.0)
+
+
+def test_a_search_that_ran_out_of_traces_says_how_many_and_what_to_raise():
+    bound, one = Limits(8, 1, "cpu"), [2**40, 2**41]
+    assert "--traces" not in why_none(model(), bound, one, 1.0, meshes=90)
+    text = why_none(model(), bound, one, 1.0, meshes=90, traces=2)
+    assert "The smallest of 2 traced plans, of 90 meshes, needs 1024.0 GiB" in text
+    assert text.endswith("or look at more plans: --traces 4.")
+
+
+def test_simple_plans_cut_weights_and_leave_experts_in_their_node():
+    cfg = change(model(), {"mesh.tensor": 2, "route": "two_level", "compression.preset": "strong"})
+    plans = space.simple(cfg, Limits(8, 2, "cpu"))
+    meshes = [(p.mesh.replica, p.mesh.fsdp, p.mesh.expert, p.mesh.tensor) for p in plans]
+    assert meshes == [(1, 8, 1, 1), (1, 2, 4, 1)]
+    assert {(p.route, p.compression.preset) for p in plans} == {("split", "none")}
+
+
+def test_the_faster_simple_plan_is_given_and_never_beats_what_was_chosen(found):
+    assert found.simple is not None
+    assert (found.simple.cfg.mesh.fsdp, found.simple.cfg.mesh.expert) in ((8, 1), (2, 4))
+    free = found_for(model(), cluster(), *CHOSEN, traces=2)
+    assert free.ranked[0].seconds <= free.simple.seconds
