@@ -254,6 +254,13 @@ def config_to_plan(
         notes = pin_notes(cfg, given)
     if "mesh.nodes" in given:  # nodes of a file are those of its own cluster
         check_nodes(cfg, topology.nodes, f"--topology {args.topology}")
+    simulated = cfg.mesh.simulated_devices
+    ours = topology.devices if topology.device.platform == "cpu" else None
+    if simulated not in (None, ours):
+        notes.append(
+            f"note: the config simulates {simulated} devices, this plan is for {topology.devices}: "
+            f"train with --config.mesh.simulated_devices={'none' if ours is None else ours}."
+        )
     flags = {name: getattr(args, name) for name in ("routing", "codecs", "traces", "seconds")}
     wishes = {f"plan.{name}": value for name, value in flags.items() if value is not None}
     mesh = replace(cfg.mesh, simulated_devices=None, nodes=None, platform=None)
@@ -264,7 +271,7 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
     """Searches, and shows what was found; `notes` come before it."""
     from moejax.plan.price.routing import read_expert_load
     from moejax.plan.report.doubts import small_products
-    from moejax.plan.report.tables import print_ranked, print_why
+    from moejax.plan.report.tables import print_ranked, print_why, speed_text
     from moejax.plan.search.refusal import nodes_text
     from moejax.plan.search.search import search
     from moejax.plan.search.space import Limits
@@ -302,6 +309,8 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
         highlight=False,
     )
     print_ranked(result, topology, console, args.top)
+    chosen = f"the chosen plan: {speed_text(result.ranked[0], topology)}"
+    console.print(chosen, highlight=False, soft_wrap=True)
     print_why(result, console)
     if (doubt := small_products(result.ranked[0], topology.device)) is not None:
         console.print(doubt, highlight=False, soft_wrap=True)
@@ -328,7 +337,8 @@ def _write(
 
     if args.out is not None:
         save_plan(plan_from(result, topology, routing), args.out)
-        console.print(f"wrote {args.out}; train with --config.plan={args.out}", highlight=False)
+        text = f"wrote {args.out}; train with --config.plan={args.out}"
+        console.print(text, highlight=False, soft_wrap=True)
     if args.report is not None:
         from moejax.plan.report.page import write_report
 

@@ -58,6 +58,10 @@ class Device:
         slowest = min(self.products.values(), key=lambda points: points[-1][1])
         return self.products.get(dtype) or self.products.get(near) or slowest
 
+    def peak(self, dtype: str) -> float:
+        """Returns the FLOP/s of the fastest matrix product that is known."""
+        return max(rate for _, rate in self.curve(dtype))
+
     def product_rate(self, dtype: str, flops: float) -> float:
         """Returns the FLOP/s of a matrix product of `flops` FLOPs.
 

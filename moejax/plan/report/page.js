@@ -32,7 +32,7 @@ const percent = (share) => (share > 0 && share < 0.001 ? "under 0.1 %" : `${roun
 const times = (factor) => factor >= 1 ? `${round(factor)} \u00d7 better` : `${round(1 / factor)} \u00d7 worse`;
 
 const WAITING = "waiting for ";
-const WORDS = { step: "the rest of the step", counters: "counters and biases", loss: "loss and logits",
+const WORDS = { stage_slots: "kept by stages", stage_sums: "sums of gradients in stages", step: "the rest of the step", counters: "counters and biases", loss: "loss and logits",
   "waiting for step": "waiting for small sums" };
 const words = (name) => WORDS[name] ?? name.replaceAll("_", " ");
 const sent = (name) => (name === "step" ? "small sums" : words(name));
@@ -70,7 +70,8 @@ function headline() {
   const experts = model.experts ? `, ${model.experts} experts of hidden width ${model.expert_hidden}, ` +
     `${model.experts_per_token} for each token (${many(model.active)} parameters active)` : "";
   const standard = data.plans.find((one) => one.name.includes("default"));
-  const runner = others.find((one) => one.name !== "default");
+  const simple = data.plans.find((one) => one.name.includes("simple"));
+  const runner = others.find((one) => /^\d/.test(one.name));
   const tile = (value, ...lines) => el("div", {}, el("b", {}, value), lines.map((line) => el("span", {}, line)));
   const over = (other, name) => !other || other === best ? null
     : !other.fits ? tile("does not fit", name, `would need ${bytes(other.memory_bytes)} of a device`)
@@ -81,11 +82,12 @@ function headline() {
       `${cluster.nodes === 1 ? "node" : "nodes"}, joined by ${cluster.links.join(", then ")}. Routing ${routing.name}: the busiest expert gets ` +
       `${routing.skew.toFixed(2)} times the mean.`),
     el("div", { class: "tiles" }, tile(time(best.seconds), "a step, predicted"),
-      tile(many(best.tokens_per_second), "tokens a second"),
+      tile(many(best.tokens_per_second), "tokens a second", `${percent(best.tokens_per_second * model.flops_per_token /
+        cluster.devices / cluster.peak_flops_per_s)} of the fastest matrix product (MFU)`),
       tile(bytes(best.memory_bytes), `of ${bytes(cluster.memory_bytes)} a device`),
-      over(standard, "the default"), over(runner, "the runner-up")),
+      over(simple, "the simple plan"), over(standard, "the default"), over(runner, "the runner-up")),
     el("dl", { class: "plan" }, meaning().map(([name, said]) => [el("dt", {}, name), el("dd", {}, said)])));
-  const compared = [[standard, "the default"], [runner, "the runner-up"]].filter(([one]) => one && one !== best);
+  const compared = [[simple, "the simple plan"], [standard, "the default"], [runner, "the runner-up"]].filter(([one]) => one && one !== best);
   main.append(el("div", { class: "pair" }, compared.map(([one, name]) => el("div", {},
     el("h3", {}, `Against ${name}: ${one.mesh}${one.route === "-" ? "" : `, ${one.route}`}`), against(one, 5)))));
 }
@@ -95,6 +97,7 @@ function meaning() {
     fsdp: (n) => `weights cut into ${n} parts, gathered when they are used`,
     expert: (n) => `experts spread over ${n} groups of devices; tokens travel to them`,
     tensor: (n) => `every matrix cut over ${n} devices, which work on it together`,
+    stage: (n) => `layers cut into ${n} stages; micro-batches go from one to the next`,
   };
   const layouts = {
     "one device": "nothing is cut",
@@ -111,6 +114,11 @@ function meaning() {
   rows.push(["route", best.route_text]);
   const said = (part) => /^remat full/.test(part) ? "the backward pass computes anew what it needs of a layer"
     : /^remat/.test(part) ? "the backward pass computes anew a part of what it needs"
+    : part === "stages keep inputs alone" ? "of a micro-batch a stage keeps its input, and computes the rest again for backward"
+    : /^schedule /.test(part) ? (part.endsWith("gpipe") ? "all micro-batches go forward, then all go back"
+      : "one micro-batch goes forward while another goes back, so that each hides the other's exchanges")
+    : /chunks a stage$/.test(part) ? "each stage has several parts of the model, so that it waits less at the start and the end"
+    : /slices$/.test(part) ? "parts of a micro-batch's positions follow one another through the stages"
     : /micro-batches$/.test(part) ? "one after the other, so that less lives at one time"
     : /^pieces/.test(part) ? "gradients travel in pieces while the next are made"
     : /^dense weights/.test(part) ? "of attention, MLPs and vocabulary: kept until the step ends, and their gradients reduced once" : "";
@@ -415,7 +423,8 @@ function plans() {
   section("The plans it was chosen from", `${meshes.toLocaleString("en")} ways to spread the model were estimated, ` +
     `${traced} programs traced and priced, ${large} of them too large, in ${round(seconds)} s. ` +
     `${cut ? `Note: ${cut}. ` : ""}Press a heading to sort, a plan to ` +
-    "open it. The default is what people take who do not plan: experts over all devices, one exchange, no codecs.",
+    "open it. The default has experts over all devices, one exchange, no codecs. The simple plan is the faster of two that people " +
+    "write by hand: FSDP over all devices, and experts inside a node with FSDP across; each was made to fit.",
     el("table", { class: "plans" }, el("thead", {}, el("tr", {}, headers)), body));
 }
 function details(one) {

@@ -51,12 +51,15 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
     """Returns the page's data. Seconds of a step, bytes of one device."""
     best, device = result.ranked[0], topology.device
     shown = {str(index + 1): plan for index, plan in enumerate(result.ranked[:MAX_PLANS])}
-    if result.baseline is not None:
-        same = next((name for name, plan in shown.items() if plan.cfg == result.baseline.cfg), "")
-        shown.pop(same, None)
-        shown[f"{same} default".strip()] = result.baseline
+    compared = [("default", result.baseline), ("simple", result.simple)]
+    for word, one in compared:
+        if one is not None:
+            same = next((name for name, plan in shown.items() if plan.cfg == one.cfg), "")
+            shown.pop(same, None)
+            shown[f"{same} {word}".strip()] = one
     order = [best, *(plan for plan in shown.values() if plan is not best)]
-    asked = [plan for plan in order[1:] if plan in result.ranked[:ASKED] or plan is result.baseline]
+    named = (result.baseline, result.simple)
+    asked = [plan for plan in order[1:] if plan in result.ranked[:ASKED] or plan in named]
     steps = {id(plan): Steps(plan, topology, load) for plan in (best, *asked)}
     changes = {id(plan): sensitivity(steps[id(best)], steps[id(plan)]) for plan in asked}
     names = {id(plan): name for name, plan in shown.items()}
@@ -70,6 +73,7 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
             "devices": topology.devices,
             "nodes": topology.nodes,
             "memory_bytes": device.memory_bytes,
+            "peak_flops_per_s": device.peak(best.cfg.model.dtype),
             "links": [tier.name for tier in topology.tiers],
         },
         "routing": {"name": load.name, "skew": load.skew},

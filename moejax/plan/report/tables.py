@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from moejax.config.checks import AXES
-from moejax.config.checks.planned import CHOSEN
+from moejax.config.checks.planned import CHOSEN, CODECS
 from moejax.config.compression import PRESETS, build_compression, describe_codecs
 from moejax.config.fields import change, get_value
 from moejax.config.schema import CompressionConfig, Config
+from moejax.model.count import count
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan
-from moejax.plan.price.terms import terms, why
+from moejax.plan.price.terms import terms, tokens_per_second, why
 from moejax.plan.search.result import SearchResult
 from moejax.plan.search.search import MEMORY_SHARE, SAME
 
@@ -86,8 +87,8 @@ def print_ranked(
     for name in ("GiB", "ms", "x best"):
         table.add_column(name, justify="right", no_wrap=True)
     rows, folded = shown_rows(result.ranked, max_rows)
-    if result.baseline is not None:
-        rows.append(("default", result.baseline))
+    named = (("simple", result.simple), ("default", result.baseline))
+    rows += [(name, plan) for name, plan in named if plan is not None]
     for name, plan in rows:
         fits = plan.peak.bytes <= result.memory_budget
         gib = f"{plan.peak.bytes / 2**30:.2f}" + "!" * (not fits)
@@ -101,11 +102,29 @@ def print_ranked(
         f"{result.meshes:,} meshes estimated, {result.traced} plans traced, {result.too_large} of "
         f"them too large (!): more than {MEMORY_SHARE:.0%} of a device's {memory:.1f} GiB; in "
         f"{result.seconds:.1f} s. GiB is per device, ms per step. default: experts over all "
-        "devices, flat exchange, no codecs.",
+        "devices, flat exchange, no codecs. simple: the faster of FSDP over all devices, and "
+        "experts inside a node with FSDP across.",
         highlight=False,
     )
     if result.cut is not None:
         console.print(f"note: {result.cut}", highlight=False, soft_wrap=True)
+
+
+def speed_text(plan: PricedPlan, topology: Topology) -> str:
+    """Returns a plan's tokens a second, FLOP/s of a device, and their share of the peak (MFU)."""
+    tokens = tokens_per_second(plan)
+    rate = tokens * model_flops(plan) / topology.devices
+    peak = topology.device.peak(plan.cfg.model.dtype)
+    return (
+        f"{tokens:,.0f} tokens/s; {rate / 1e12:,.4g} TFLOP/s a device, {rate / peak:.0%} of its "
+        f"fastest {plan.cfg.model.dtype} matrix product (MFU by measured peak)"
+    )
+
+
+def model_flops(plan: PricedPlan) -> int:
+    """Returns the FLOPs that the model needs for a token, without recomputation."""
+    step = plan.traced.train_step
+    return count(plan.cfg, step.parameter_sizes(), step.adapter_sizes()).flops_per_token
 
 
 def shown_rows(
@@ -173,8 +192,8 @@ def print_why(result: SearchResult, console: Console) -> None:
             table.add_row(name, f"{seconds * 1e3:,.2f}", f"{seconds / best.seconds:.0%}")
     console.print(table)
     others = [("the runner-up", plan) for plan in result.ranked[1:2]]
-    if result.baseline is not None:
-        others.append(("the default", result.baseline))
+    named = (("the simple plan", result.simple), ("the default", result.baseline))
+    others += [(name, plan) for name, plan in named if plan is not None]
     for name, compared in others:
         if compared.cfg != best.cfg:
             text = sentence(best, compared, name, result.memory_budget)
@@ -211,9 +230,14 @@ def different_text(cfg: Config, other: Config) -> str:
     if mesh != mesh_text(other):
         return mesh
     names = [name for name in CHOSEN if get_value(cfg, name) != get_value(other, name)]
-    shown = (f"{name} = {_shown(get_value(cfg, name))}" for name in names)
+    shown = (f"{name} = {_shown(cfg, name)}" for name in names)
     return f"{mesh}, as here, but {', '.join(shown)}" if names else mesh
 
 
-def _shown(value: Any) -> str:
+def _shown(cfg: Config, name: str) -> str:
+    """Returns a setting's value; of a codec that the preset chooses, what it chooses."""
+    value: Any = get_value(cfg, name)
+    if name in CODECS and value == "preset":
+        value = PRESETS[cfg.compression.preset].get(name.rpartition(".")[2])
+        return "no codec" if value is None else str(value)
     return "none" if value is None else str(value)

@@ -101,6 +101,14 @@ def test_a_default_that_was_ranked_is_one_row(found, tmp_path, monkeypatch):
     assert '"name":"2"' not in _text(tmp_path / "plan.html")
 
 
+def test_a_simple_plan_has_its_row(found, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "sensitivity", lambda best, other: [])
+    write_report(replace(found, simple=found.baseline), CLUSTER, LOAD, tmp_path / "plan.html")
+    assert '"name":"default simple"' in _text(tmp_path / "plan.html")
+    write_report(replace(found, simple=found.ranked[1]), CLUSTER, LOAD, tmp_path / "plan.html")
+    assert '"name":"2 simple"' in _text(tmp_path / "plan.html")
+
+
 def test_what_is_no_codec_is_not_listed_as_one():
     cfg = change(_config(MESHES[0]), {"mesh.gather_dense": "step"})
     assert tables.codec_text(cfg) == "none"

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from moejax.config.fields import change
-from moejax.plan.report.tables import print_ranked, print_why
+from moejax.plan.report import tables
+from moejax.plan.report.tables import print_ranked, print_why, speed_text
 from moejax.plan.search.result import SearchResult
 from tests.cases import small_config
 from tests.plan.clusters import GIB, cluster
@@ -23,8 +24,8 @@ def pretend(seconds, gib=1.0, mesh=(1, 8, 1, 1), **values):
     return SimpleNamespace(cfg=cfg, parts=((1.0, main),), seconds=seconds, peak=peak, main=main)
 
 
-def shown(ranked, baseline=None):
-    result = SearchResult(ranked, baseline, 9, 5, 1, 8 * 0.95 * GIB, 1.0)
+def shown(ranked, baseline=None, simple=None):
+    result = SearchResult(ranked, baseline, 9, 5, 1, 8 * 0.95 * GIB, 1.0, simple=simple)
     text = StringIO()
     console = Console(file=text, width=150)
     print_ranked(result, cluster(), console)
@@ -59,3 +60,31 @@ def test_a_default_that_does_not_fit_is_not_compared():
     assert "the default (replica 8) does not fit: it needs 700.0 GiB of a device, 7.6" in text
     assert "0.93" not in text
     assert "700.00!" in text
+
+
+def test_the_simple_plan_stands_beside_the_default():
+    """8.01 x of a default that nobody takes over slow links, and 1.16 x of plain FSDP."""
+    text = shown([pretend(1.0)], pretend(8.01, mesh=(1, 1, 8, 1)), pretend(1.16, mesh=(2, 4, 1, 1)))
+    assert "1.16 x as fast as the simple plan (replica 2, fsdp 4)" in text
+    assert "8.01 x as fast as the default (expert 8)" in text
+    assert "simple: the faster of FSDP over all devices" in " ".join(text.split())
+
+
+def test_a_preset_without_codecs_is_called_no_codec():
+    ours, coded = pretend(1.0), pretend(1.5, **{"compression.dispatch": "int8"})
+    assert "as here, but compression.dispatch = no codec)" in shown([coded, ours])
+    assert "as here, but compression.dispatch = int8)" in shown([ours, coded])
+    preset = pretend(1.5, **{"compression.preset": "hybrid"})
+    assert tables.different_text(preset.cfg, coded.cfg) == "fsdp 8, as here, but " + (
+        f"compression.dispatch = {tables.PRESETS['hybrid']['dispatch']}"
+    )
+
+
+def test_speed_is_told_as_tokens_and_as_a_share_of_the_fastest_product(monkeypatch):
+    plan, there = pretend(0.5), cluster()
+    monkeypatch.setattr(tables, "model_flops", lambda plan: 10**9)
+    tokens = plan.cfg.train.batch_sequences * plan.cfg.data.sequence_length / 0.5
+    share = tokens * 1e9 / there.devices / max(rate for _, rate in there.device.products["float32"])
+    text = speed_text(plan, there)
+    assert text.startswith(f"{tokens:,.0f} tokens/s; ")
+    assert f" {share:.0%} of its fastest float32 matrix product" in text
