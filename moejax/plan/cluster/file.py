@@ -23,6 +23,9 @@ SIZE_LIMIT = 16 << 20
 CLUSTERS = Path(__file__).parent / "known"
 PLATFORMS = ("cpu", "gpu", "tpu")
 FASTEST = 4e12  # bytes a second; no link of a device comes near
+# No cluster is slower: whoever writes less forgot an exponent. Bytes a second of a link, of memory,
+# FLOP/s of a product, and bytes of a device.
+SLOWEST, SLOWEST_COPY, SLOWEST_PRODUCT, SMALLEST = 1e4, 1e6, 1e6, 2**20
 FAR_OFF = 4.0  # times the known rate of the same device; bits for bytes would be 8 times
 ASYMMETRY = 1.25
 # Attribute -> its key in the file, where they differ.
@@ -170,6 +173,8 @@ def _device(part: JsonObject) -> Device:
     curves = {dtype: products.curve(dtype) for dtype in products.facts}
     for dtype, curve in curves.items():
         _check_sizes(products, one_line(dtype[:80]), curve)
+        fastest = max(rate for _, rate in curve)
+        _check_unit(products, one_line(dtype[:80]), fastest, SLOWEST_PRODUCT, "FLOP/s")
     if not curves:
         part.refuse("`device.products` is empty", {}, "rates of at least one dtype", "Add float32")
     copies: tuple[tuple[Any, float], ...] = ()
@@ -177,6 +182,9 @@ def _device(part: JsonObject) -> Device:
         copies = part.curve("copies")
         _check_sizes(part, "copies", copies)
     codecs = part.inner("codecs") if "codecs" in part.facts else None
+    for name in ("copy_bytes_per_s", "gather_bytes_per_s"):
+        _check_unit(part, name, part.rate(name), SLOWEST_COPY, "bytes a second")
+    _check_unit(part, "memory_bytes", part.count("memory_bytes"), SMALLEST, "bytes")
     return Device(
         name=part.text("name"),
         platform=part.value("platform", "one of " + ", ".join(PLATFORMS), PLATFORMS.__contains__),
@@ -191,6 +199,13 @@ def _device(part: JsonObject) -> Device:
         program_overhead=part.rate("program") if "program" in part.facts else 1.0,
         oversubscription=part.rate("sharing") if "sharing" in part.facts else 1.0,
     )
+
+
+def _check_unit(part: JsonObject, field: str, value: float, least: float, unit: str) -> None:
+    """Checks that a number is not so low that its exponent was forgotten."""
+    if value < least:
+        where, rule = f"`{part.at(field)}` is too low", f"at least {least:g}, in {unit}"
+        part.refuse(where, value, rule, "Write all of it: 12.5 GB/s is 12.5e9")
 
 
 def _check_sizes(part: JsonObject, field: str, curve: tuple[tuple[Any, float], ...]) -> None:
@@ -230,6 +245,7 @@ def _link(part: JsonObject) -> Link:
     if rate > FASTEST:
         where, rule = f"`{part.at('bytes_per_s')}` is too fast", f"below {FASTEST:g} bytes a second"
         part.refuse(where, rate, rule, "Divide by 8 if it is in bits")
+    _check_unit(part, "bytes_per_s", rate, SLOWEST, "bytes a second")
     return Link(
         startup_s=part.share("startup_s", 60),
         bytes_per_s=rate,

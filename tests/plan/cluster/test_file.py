@@ -139,6 +139,11 @@ REFUSED = [
     (change("asymmetric", 1), "`asymmetric` is wrong", "true or false"),
     (change("name", ""), "`name` is wrong", "text"),
     (change("name", "a\nb"), "`name` is wrong", "text"),
+    (change("tiers.1.links.all.bytes_per_s", 12.5), "bytes_per_s` is too low", "12.5e9"),
+    (change("device.products.float32", [[1e8, 56.8]]), "float32` is too low", "FLOP/s"),
+    (change("device.copy_bytes_per_s", 4.3), "copy_bytes_per_s` is too low", "bytes a second"),
+    (change("device.gather_bytes_per_s", 2.4), "gather_bytes_per_s` is too low", "bytes a second"),
+    (change("device.memory_bytes", 141), "memory_bytes` is too low", "in bytes"),
     (known_gpu(8 * 300e9), "too fast", "Divide by 8"),
 ]
 
@@ -204,7 +209,20 @@ def test_known_clusters_load_and_are_plausible(name):
 
 def test_known_clusters_are_those_that_were_promised():
     wanted = "a800 dgx_a100 dgx_h100 fsmoe_2080ti gb200_nvl72 h200 lassen lina_a100"
-    assert known_clusters() == (*wanted.split(), "tpu_v5e", "tpu_v5p", "tpu_v6e")
+    slices = "tpu_v5e tpu_v5e_4x4 tpu_v5e_8x8 tpu_v5p tpu_v6e tpu_v6e_8x8"
+    assert known_clusters() == (*wanted.split(), *slices.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "port"),
+    [("tpu_v5e_4x4", 4, 50e9), ("tpu_v5e_8x8", 8, 50e9), ("tpu_v6e_8x8", 8, 100e9)],
+)
+def test_a_slice_that_does_not_wrap_around_has_half_a_toruses_links(name, side, port):
+    """A row of `side` links crosses its middle each way; a quarter of all pairs is on each half."""
+    found = load_topology(f"{name}:1")
+    assert found.devices == side**2
+    assert found.tiers[0].links["all_to_all"].bytes_per_s == 0.9 * 4 * side * port / side**2
+    assert found.tiers[0].links["all_gather"].bytes_per_s == 0.9 * 2 * port
 
 
 def test_known_clusters_take_a_number_of_nodes():

@@ -15,7 +15,7 @@ from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.plan.trace.reader import collectives, read
-from moejax.plan.trace.schedule import walk
+from moejax.plan.trace.schedule import Collective, Op, Schedule, collectives_of, walk
 from moejax.step.train_step import build_step
 from tests.cases import small_config, step_for
 
@@ -174,6 +174,20 @@ def test_an_unrolled_model_does_the_same_work(mesh, scan_layers):
         for one in [op.collective for op, n in walk(other) for _ in range(n)]
         if one is not None
     )
+
+
+def test_loops_run_their_trips_times_the_iterations_of_one():
+    """A loop of 2 trips with 3 iterations in each runs its operation 6 times; nested, 12 times."""
+    sent = Collective("all_to_all", ("expert",), "float32", 8, 1)
+    body = Schedule((Op("product", flops=5.0), Op("collective", collective=sent)), ())
+    loop = Op("loop", body=body, trip_count=2, unrolled=3)
+    outer = Op("loop", body=Schedule((loop,), ()), trip_count=2)
+    for schedule, times in ((Schedule((loop,), ()), 6), (Schedule((outer,), ()), 12)):
+        assert [(op.kind, n) for op, n in walk(schedule)] == [
+            ("product", times),
+            ("collective", times),
+        ]
+        assert [one.calls for one in collectives_of(schedule)] == [times]
 
 
 def test_every_class_of_traffic_is_named():
