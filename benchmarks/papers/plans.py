@@ -350,6 +350,7 @@ def for_every_cluster() -> list[dict[str, Any]]:
                 "gib": best.peak.bytes / 2**30,
                 "tokens_a_second": tokens_per_second(best),
                 "over_default": found.baseline.seconds / best.seconds if found.baseline else None,
+                "over_simple": found.simple.seconds / best.seconds if found.simple else None,
                 "search_seconds": found.seconds,
             }
         except InputError as error:

@@ -304,3 +304,33 @@ def test_a_line_without_program_among_commands_is_told():
     (block,) = blocks_of("page.md", "Text.\n\n    make train\n    mak test\n")
     with pytest.raises(ValueError, match="begins with no known program"):
         commands_of(block)
+
+
+# What older pages said of GPUs, each in its own words and no longer true.
+OUTDATED = re.compile(
+    r"no accelerator has|nothing here ran on|None of this has run on a GPU|"
+    r"timed on GPUs or TPUs in moejax|run there: moejax has not|trained on GPUs[^|]*\| no \|"
+)
+
+
+def test_one_page_says_what_ran_where_and_the_others_point_there():
+    """Four pages said that no GPU had run moejax, beside a page of an H200's times."""
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md"]
+    pages += [ROOT / "README.md"]
+    said = {
+        str(p.relative_to(ROOT)): OUTDATED.findall(" ".join(p.read_text().split())) for p in pages
+    }
+    assert {page: found for page, found in said.items() if found} == {}
+    for page in (
+        "README.md",
+        "features.md",
+        "models.md",
+        "rates.md",
+        "index.md",
+        "guide/cluster.md",
+    ):
+        text = (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text()
+        assert "status.md" in text, page
+    status = (ROOT / "docs/status.md").read_text()
+    for word in ("one H200", "one H100", "TPU", "emulated hosts", "released weights", "## Never"):
+        assert word in status, word
