@@ -14,7 +14,7 @@ function goodput(run) {
   const total = Object.values(known.seconds).reduce((sum, s) => sum + s, 0);
   const sorted = Object.entries(known.seconds).sort(([, a], [, b]) => b - a);
   const share = (s) => percent(total ? s / total : 0), of = (one, format) => one == null ? "-" : format(one);
-  const summary = table(names("goodput#", "wall time#", "starts#", "steps lost#", "time to recover, middle#", "longest#"), [[percent(known.goodput), seconds(total),
+  const summary = table(names("goodput#", "wall time#", "starts#", "steps lost#", "time to recover, median#", "longest#"), [[percent(known.goodput), seconds(total),
     (known.number + 1).toLocaleString("en"), known.lost.toLocaleString("en"), of(known.recovery?.[0], seconds), of(known.recovery?.[1], seconds)]]);
   section(`Goodput${runs.length > 1 ? `: ${run.name}` : ""}`, "The share of time in steps that count; steps that a later start did again do not. " +
     "To recover is from the last word of a start until the next one has done steps.", summary,

@@ -18,9 +18,14 @@ function el(tag, attributes, ...children) {
   return node;
 }
 function table(head, rows) {
-  const cell = (tag) => (value, place) => value instanceof Element && value.matches("td") ? value
+  const made = (tag, value, place) => value instanceof Element && value.matches("td") ? value
     : el(tag, { class: head[place].number ? "num" : null }, value);
-  return el("div", { class: "wide" }, el("table", {},
+  const cell = (tag) => (value, place) => {
+    const node = made(tag, value, place);
+    if (tag === "td" && (place || head[0].number)) node.dataset.name = head[place].name; // what a narrow screen shows before it
+    return node;
+  };
+  return el("div", { class: head.length > 4 ? "wide many" : "wide" }, el("table", {},
     el("thead", {}, el("tr", {}, head.map((one, place) => cell("th")(one.name, place)))),
     el("tbody", {}, rows.map((row) => el("tr", {}, row.map(cell("td")))))));
 }
@@ -42,7 +47,8 @@ const bytes = (value) => scaled(value, ["B", "KiB", "MiB", "GiB", "TiB"], 1024);
 const many = (value) => scaled(value, ["", "thousand", "million", "billion", "trillion"], 1000);
 const seconds = (value) => value < 1 ? `${round(value * 1e3, 3)} ms` : value < 120 ? `${round(value, 3)} s`
   : value < 7200 ? `${round(value / 60, 3)} min` : `${round(value / 3600, 3)} h`;
-const percent = (share) => `${round(share * 100, 3)} %`;
+const percent = (share) => share > 0 && share < 0.001 ? "under 0.1 %" : `${round(share * 100, 3)} %`;
+const exponent = (value) => value === 0 ? "0" : value.toExponential(2).replace(/\.?0+e/, "e"); // one form for all of an axis
 
 function numbers(text, kind) {
   const raw = atob(text), data = new Uint8Array(raw.length);
@@ -157,7 +163,7 @@ function tip(all, format) {
   return [safe(head), ...shown.map((one) => `${one.marker} ${safe(one.seriesName)}: <b>${safe(format(one.value[1]))}</b>`)].join("<br>");
 }
 
-// One chart; it is made when it comes into view, and knows how to draw itself again.
+// One chart; it is made when it comes into view, when the page has time, or before it is printed, and knows how to draw itself again.
 const coming = new IntersectionObserver((entries) => entries.filter((one) => one.isIntersecting).forEach(({ target }) => {
   coming.unobserve(target);
   target.chart.open();
@@ -172,6 +178,8 @@ class Chart {
     coming.observe(this.node);
   }
   open() {
+    if (this.made || !this.node.isConnected) return;
+    coming.unobserve(this.node);
     this.made = echarts.init(this.node, null, { renderer: "canvas" });
     this.draw();
     if (!this.zooms) return;
@@ -188,6 +196,15 @@ class Chart {
     }
   }
 }
+// Whoever captures the whole page, or prints it, never scrolls.
+const openAll = () => shownCharts.forEach((one) => one.open());
+function openLater() {
+  const next = shownCharts.find((one) => !one.made && one.node.isConnected);
+  if (!next) return;
+  next.open();
+  setTimeout(openLater, 0);
+}
+addEventListener("beforeprint", openAll);
 function zoomed(event) {
   const full = extent();
   view.from = event.start ?? (100 * event.startValue) / full;
@@ -214,9 +231,38 @@ function headline() {
   const unread = damaged.length ? el("details", {}, el("summary", { class: "warning" }, `${damaged.length} records could not be read`),
     el("ul", {}, damaged.slice(0, 100).map((what) => el("li", {}, what)))) : "";
   main.append(el("p", { class: "eyebrow" }, "moejax report"), el("h1", {}, title),
-    el("p", { class: "soft" }, far, el("span", { id: "news" })), unread, tools());
+    el("p", { class: "soft" }, far, el("span", { id: "news" })), runs.length === 1 ? tiles(run) : null, unread, tools());
   if (runs.length > 1) main.append(el("ul", { class: "key" }, runs.map((one) => el("li", {},
     el("i", { style: `background:${one.colour}` }), one.name))));
+}
+// How a run stands: by its steps, its last words, and whether it is being followed.
+function state(run) {
+  const wanted = run.config["train.num_steps"], last = run.columns.loss?.steps.at(-1);
+  if (wanted && last >= wanted) return "finished";
+  const said = run.events.findLast((one) => ["start", "first_step", "stopped", "diverged"].includes(one.event))?.event;
+  if (said === "stopped" || said === "diverged") return said;
+  const newest = run.goodput?.processes.map((one) => one.starts.at(-1)?.[2]) ?? [];
+  if (newest.includes("hang")) return "hung";
+  if (newest.includes("error")) return "failed";
+  return given.live ? "running" : "not finished";
+}
+function tiles(run) {
+  const last = (name) => run.columns[name]?.values.at(-1), start = run.starts.at(-1), known = run.goodput;
+  const step = run.columns.loss?.steps.at(-1), wanted = run.config["train.num_steps"];
+  const tile = (value, ...lines) => el("div", {}, el("strong", {}, value), lines.filter(Boolean).map((one) => el("span", {}, one)));
+  const when = (value, make) => value == null || Number.isNaN(value) ? null : make(value);
+  const sizes = Object.fromEntries(["stage", "replica", "fsdp", "expert", "tensor"].map((axis) => [axis, run.config[`mesh.${axis}`] ?? 1]));
+  const named = Object.values(sizes).reduce((all, size) => all * size, 1);
+  if (run.config["mesh.replica"] == null && start?.devices) sizes.replica = start.devices / named; // what the other axes leave
+  const mesh = Object.entries(sizes).filter(([, size]) => size > 1);
+  return el("div", { class: "tiles" }, tile(state(run), step == null ? "no step reported" : `step ${step.toLocaleString("en")}${wanted ? ` of ${wanted.toLocaleString("en")}` : ""}`),
+    when(last("loss"), (v) => tile(round(v), "loss, last report")),
+    when(last("held_out_bits_per_byte"), (v) => tile(round(v), "bits per byte, held out", when(last("held_out_nats_per_token"), (nats) => `${round(nats)} nats per token`))),
+    when(median(run, "tokens_per_second"), (v) => tile(scaled(v, ["", "k", "M", "G"], 1000), "tokens/s, median", when(median(run, "share_of_peak"), (share) => `${percent(share)} of the measured peak`))),
+    when(start?.parameters, (v) => tile(many(v), "parameters")),
+    when(start?.devices, (v) => tile(mesh.map(([axis, size]) => `${axis} ${size}`).join(", ") || "one device", `mesh of ${v} x ${start.device ?? "devices"}`)),
+    when(known, () => tile(seconds(Object.values(known.seconds).reduce((sum, s) => sum + s, 0)), "wall time", `${known.number + 1} ${known.number ? "starts" : "start"}`)),
+    when(known?.goodput, (v) => tile(percent(v), "goodput")));
 }
 const reset = el("button", { onclick: () => zoomTo(0, 100), hidden: "" }, "whole run");
 function tools() {
@@ -232,7 +278,7 @@ function tools() {
 const TRAINING = [
   { name: "loss", title: "Loss", unit: "nats per target", also: [["held_out_nats_per_token", "held out"], ["ahead_loss", "tokens ahead"]] },
   { name: "held_out_bits_per_byte", title: "Held-out text", unit: "bits per byte" },
-  { name: "learning_rate", title: "Learning rate", format: small, exact: true },
+  { name: "learning_rate", title: "Learning rate", format: exponent, exact: true },
   { name: "gradient_norm", title: "Gradient norm before clipping", log: true, format: small },
 ];
 const SPEED = [
@@ -244,7 +290,7 @@ const ROUTING = [
   { name: "balance", title: "Load-balance loss (1 is even)" },
   { name: "router_entropy", title: "Router entropy (1: it tells no experts apart)" },
   { name: "busiest_expert", title: "Busiest expert over the mean, worst layer", format: (v) => `${round(v, 3)} x` },
-  { name: "dropped", title: "Assignments dropped in a step", exact: true },
+  { name: "dropped", title: "Assignments dropped in a step", exact: true, none: "None were dropped." },
 ];
 // Runs whose values are the same as far as both go take turns in one dashed line.
 function turns(run, column) {
@@ -260,10 +306,13 @@ function legend(labels) {
     : place ? `repeating-linear-gradient(90deg, ${style("soft")} 0 3px, transparent 3px 6px)` : style("soft");
   return el("ul", { class: "key line" }, labels.map(([place, label]) => el("li", {}, el("i", { style: `background:${stroke(place)}` }), label)));
 }
-function curve({ name, title, unit = "", also = [], format = round, log = false, exact = false }) {
+function curve({ name, title, unit = "", also = [], format = round, log = false, exact = false, none = null }) {
   const all = [[name, title.split(",")[0].toLowerCase()], ...also];
   const known = (run) => all.filter(([column]) => run.columns[column]?.steps.length);
   if (!runs.some((run) => known(run).length)) return null;
+  if (none && runs.every((run) => run.columns[name]?.values.every((value) => value === 0) ?? true)) {
+    return el("div", {}, el("h3", {}, title), el("p", { class: "soft" }, none));
+  }
   const option = () => {
     const weight = exact ? 0 : view.smooth, series = [];
     for (const run of runs) known(run).forEach(([column, label]) => {
@@ -285,21 +334,21 @@ function curves(title, caption, charts) {
   if (made.length) section(title, caption, el("div", { class: "grid" }, made));
 }
 
+function median(run, name) {
+  const sorted = run.columns[name]?.values.filter(Number.isFinite).sort();
+  return sorted?.length ? sorted[sorted.length >> 1] : undefined;
+}
 function finals() {
   const last = (run, name) => run.columns[name]?.values.at(-1);
   const best = (run, name) => run.columns[name] && run.columns[name].values.reduce((least, v) => v < least ? v : least, Infinity);
-  const middle = (run, name) => {
-    const sorted = run.columns[name]?.values.filter(Number.isFinite).sort();
-    return sorted?.length ? sorted[sorted.length >> 1] : undefined;
-  };
   const say = (value, format) => value == null ? "-" : format(value);
-  section("Where they stand", "The last value recorded; the middle one for speed.", table(
+  section("Where they stand", "The last value recorded; the median for speed.", table(
     names("run", "step#", "loss#", "held out, nats per token#", "least#", "bits per byte#", "tokens a second#", "share of peak#", "goodput#", "starts#", "skipped#"),
     runs.map((run) => [el("td", {}, el("i", { class: "swatch", style: `background:${run.colour}` }), run.name),
       say(run.columns.loss?.steps.at(-1), (v) => v.toLocaleString("en")), say(last(run, "loss"), round),
       say(last(run, "held_out_nats_per_token"), round), say(best(run, "held_out_nats_per_token"), round),
-      say(last(run, "held_out_bits_per_byte"), round), say(middle(run, "tokens_per_second"), (v) => round(v, 3)),
-      say(middle(run, "share_of_peak"), percent), say(run.goodput?.goodput, percent), String(run.starts.length || 1), say(last(run, "skipped"), round)])));
+      say(last(run, "held_out_bits_per_byte"), round), say(median(run, "tokens_per_second"), (v) => round(v, 3)),
+      say(median(run, "share_of_peak"), percent), say(run.goodput?.goodput, percent), String(run.starts.length || 1), say(last(run, "skipped"), round)])));
 }
 
 // Experts: layers by experts at one step, and one layer's experts over the run.
@@ -312,18 +361,19 @@ function experts(run) {
     pieces: [{ max: 0.25, color: "#2166ac", label: "under 0.25" }, { gt: 0.25, max: 0.5, color: "#67a9cf", label: "0.5" },
       { gt: 0.5, max: 0.8, color: "#c3dbe8", label: "0.8" }, { gt: 0.8, max: 1.25, color: dark.matches ? "#3a4048" : "#efefec", label: "1.25" },
       { gt: 1.25, max: 2, color: "#f6c6a8", label: "2" }, { gt: 2, max: 4, color: "#e0794f", label: "4" }, { gt: 4, color: "#a3182c", label: "over 4" }] });
+  const called = (nameGap) => ({ nameLocation: "middle", nameGap, nameTextStyle: { color: style("soft") } });
   const grid = (rows, columns, rowName, columnName, data, about) => ({
-    animation: false, textStyle: { fontFamily: "system-ui, sans-serif" }, grid: { left: 8, right: 14, top: 44, bottom: 4, containLabel: true },
+    animation: false, textStyle: { fontFamily: "system-ui, sans-serif" }, grid: { left: 26, right: 14, top: 44, bottom: 24, containLabel: true },
     tooltip: { confine: true, backgroundColor: style("card"), borderColor: style("line"), textStyle: { color: style("ink"), fontSize: 12 },
       formatter: ({ value }) => safe(about(value)) },
-    xAxis: { type: "category", data: columns, name: "", axisLabel: { color: style("soft"), hideOverlap: true }, splitArea: { show: false } },
-    yAxis: { type: "category", data: rows, inverse: true, axisLabel: { color: style("soft"), hideOverlap: true } },
+    xAxis: { type: "category", data: columns, name: columnName, ...called(26), axisLabel: { color: style("soft"), hideOverlap: true }, splitArea: { show: false } },
+    yAxis: { type: "category", data: rows, name: rowName, ...called(34), inverse: true, axisLabel: { color: style("soft"), hideOverlap: true } },
     visualMap: colours(), series: [{ name: rowName + columnName, type: "heatmap", data, progressive: 20000, emphasis: { itemStyle: { borderColor: style("ink"), borderWidth: 1 } } }] });
   const count = (n) => Array.from({ length: n }, (_, i) => i);
-  const now = new Chart(L > 16 ? "tall" : "", () => {
+  const now = new Chart(E > 32 ? "tall" : "", () => {
     const data = [];
-    for (let layer = 0; layer < L; layer += 1) for (let e = 0; e < E; e += 1) data.push([e, layer, load(state.shot, layer, e)]);
-    return grid(count(L), count(E), "layer", "expert", data, ([e, layer, value]) => `layer ${layer}, expert ${e}: ${round(value, 3)} of the mean`);
+    for (let layer = 0; layer < L; layer += 1) for (let e = 0; e < E; e += 1) data.push([layer, e, load(state.shot, layer, e)]);
+    return grid(count(E), count(L), "expert", "layer", data, ([layer, e, value]) => `layer ${layer}, expert ${e}: ${round(value, 3)} of the mean`);
   }, { zooms: false, label: "Load of each expert, by layer" });
   const over = new Chart(E > 32 ? "tall" : "", () => {
     const data = [];
@@ -342,7 +392,7 @@ function experts(run) {
   section(`Experts' load${runs.length > 1 ? `: ${run.name}` : ""}`,
     "What each expert was given, over the mean of its layer. Layers count the expert layers alone.",
     el("div", { class: "grid" },
-      el("div", {}, el("h3", {}, "Layers by experts"), el("label", { class: "soft" }, "at step ", said, " ", slide), now.node),
+      el("div", {}, el("h3", {}, "Experts by layers"), el("label", { class: "soft" }, "at step ", said, " ", slide), now.node),
       el("div", {}, el("h3", {}, "Experts over the run"), el("label", { class: "soft" }, "of ", choose), over.node)));
 }
 
@@ -369,7 +419,7 @@ function plan(run) {
     if (box.open && !box.querySelector("iframe")) box.append(el("iframe", { sandbox: "allow-scripts", srcdoc: run.plan.page, title: "the planner's page" }));
   } }, el("summary", {}, "The planner's page, with its timeline"));
   section(`The plan${runs.length > 1 ? `: ${run.name}` : ""}`, `Predicted on ${run.plan.topology}: ${seconds(predicted.seconds)} a step` +
-    `${measured ? `; measured ${seconds(measured)} (the middle report), ${round(measured / predicted.seconds, 3)} x` : ""}.`, chart.node,
+    `${measured ? `; measured ${seconds(measured)} (the median report), ${round(measured / predicted.seconds, 3)} x` : ""}.`, chart.node,
     el("details", {}, el("summary", {}, "Parts of the predicted step"), table(names("part", "time#", "share#"),
       terms.map(([name, value]) => [words(name), seconds(value), percent(value / predicted.seconds)]))), page);
 }
@@ -447,6 +497,7 @@ function build() {
   runs.forEach(traffic);
   runs.forEach(events);
   settings();
+  setTimeout(openLater, 0);
 }
 // While a run goes on, its server is asked for news; what was chosen on the page stays.
 async function follow() {

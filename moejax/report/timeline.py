@@ -29,7 +29,7 @@ def goodput_data(run_dir: Path) -> dict[str, Any] | None:
     Returns:
       `goodput`, a share; `seconds` by class; `restarts`, the newest, with the process that failed
       `first` (None where no log tells), and `how`; `restarts_left_out`; over all restarts their
-      `number`, the steps `lost` and `recovery`, the middle and the longest; `processes`, of which
+      `number`, the steps `lost` and `recovery`, the median and the longest; `processes`, of which
       each has `starts` [began, ended, outcome, how] and `saves`; `processes_left_out`; and
       `read_whole`, whether all logs were. Times are in seconds since `began`.
     """

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moejax.errors import InputError
+from moejax.plan.report import page as plan_page
 from moejax.report.command import main
 from moejax.report.page import (
     LIBRARY,
@@ -212,6 +213,53 @@ def test_the_page_draws_and_hostile_text_stays_text(tab):
     opened.get_by_text(re.compile(r"The newest \d+")).click()
     assert HOSTILE.split()[0] in opened.inner_text("main")
     assert opened.locator("main script, main b").count() == 0
+
+
+def test_tiles_say_how_the_run_stands(tab):
+    tiles = tab().locator(".tiles div")
+    said = [tile.inner_text().split("\n") for tile in tiles.all()]
+    assert said[0] == ["not finished", "step 500 of 1,000"]
+    named = {tile[1]: tile[0] for tile in said}
+    assert {"loss, last report", "bits per byte, held out", "tokens/s, median"} <= named.keys()
+    assert {"wall time", "goodput"} <= named.keys()
+    assert named["tokens/s, median"].startswith("4 k")
+
+
+def test_the_look_of_tiles_is_the_planners():
+    looks = [
+        re.findall(r"^\.tiles.*?}$", template.read_text(), re.DOTALL | re.MULTILINE)
+        for template in (TEMPLATE, plan_page.TEMPLATE)
+    ]
+    assert looks[0] == looks[1]
+    assert len(looks[0]) == 4
+
+
+def test_every_chart_is_drawn_without_scrolling(tab):
+    """A full-page picture, as bots and previews take it, was white below the first screen."""
+    opened = tab()
+    wait_until(opened, "moejax.charts.length > 8 && moejax.charts.every((chart) => chart.made)")
+
+
+def test_a_phone_shows_all_columns_of_what_travels(tab):
+    """Calls and bytes were behind a sideways scroll that nothing hinted at."""
+    opened = tab(390, 800)
+    row = opened.locator("section", has_text="What travels").locator("tbody tr").first
+    for cell in row.locator("td").all():
+        box = cell.bounding_box()
+        assert 0 <= box["x"] < box["x"] + box["width"] <= 390
+    assert row.locator("td").nth(4).get_attribute("data-name") == "calls a step"
+
+
+def test_numbers_are_said_in_words_and_in_one_form(browser, tmp_path):
+    lines = [report_line(step, 3.0, dropped=0.0, learning_rate=step * 5e-4) for step in (1, 2)]
+    write_report([write_run(tmp_path / "a", lines)], tmp_path / "page.html")
+    with opened_pages(browser, tmp_path / "page.html", ".chart canvas") as open_page:
+        opened = open_page()
+        assert "Assignments dropped in a step\n\nNone were dropped." in opened.inner_text("main")
+        assert opened.evaluate("[0, 5e-4, 1e-3, 2.5e-4].map(exponent)") == [
+            *("0", "5e-4", "1e-3", "2.5e-4")
+        ]
+        assert opened.evaluate("[0, 5.67e-6, 0.5].map(percent)") == ["0 %", "under 0.1 %", "50 %"]
 
 
 def test_pointing_at_a_curve_says_its_values(tab):

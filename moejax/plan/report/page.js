@@ -72,7 +72,7 @@ function headline() {
   const standard = data.plans.find((one) => one.name.includes("default"));
   const simple = data.plans.find((one) => one.name.includes("simple"));
   const runner = others.find((one) => /^\d/.test(one.name));
-  const tile = (value, ...lines) => el("div", {}, el("b", {}, value), lines.map((line) => el("span", {}, line)));
+  const tile = (value, ...lines) => el("div", {}, el("strong", {}, value), lines.map((line) => el("span", {}, line)));
   const over = (other, name) => !other || other === best ? null
     : !other.fits ? tile("does not fit", name, `would need ${bytes(other.memory_bytes)} of a device`)
     : tile(`${(other.seconds / best.seconds).toFixed(2)} \u00d7`, `as fast as ${name}`, `which takes ${time(other.seconds)}`);
@@ -87,7 +87,7 @@ function headline() {
       tile(bytes(best.memory_bytes), `of ${bytes(cluster.memory_bytes)} a device`),
       over(simple, "the simple plan"), over(standard, "the default"), over(runner, "the runner-up")),
     el("dl", { class: "plan" }, meaning().map(([name, said]) => [el("dt", {}, name), el("dd", {}, said)])));
-  const compared = [[simple, "the simple plan"], [standard, "the default"], [runner, "the runner-up"]].filter(([one]) => one && one !== best);
+  const compared = [[simple, "the simple plan"], [standard, "the default"], [runner, "the runner-up"]].filter(([one]) => one && one !== best && one.fits);
   main.append(el("div", { class: "pair" }, compared.map(([one, name]) => el("div", {},
     el("h3", {}, `Against ${name}: ${one.mesh}${one.route === "-" ? "" : `, ${one.route}`}`), against(one, 5)))));
 }
