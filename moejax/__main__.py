@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 
 from moejax.commands import COMMANDS
+from moejax.errors import located
 from moejax.version import __version__
 
 
@@ -35,7 +36,7 @@ def main() -> int:
         print(f"moejax {__version__}")
         return 0
     if command in ("", "-h", "--help", "help"):
-        print(usage())
+        print(located(usage()))
         return 0
     known, close = ", ".join(COMMANDS), difflib.get_close_matches(command, COMMANDS, 1)
     hint = f"Did you mean {close[0]}?" if close else "moejax --help says what each does."

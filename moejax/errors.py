@@ -22,6 +22,7 @@ QUERY = re.compile(
 # Environment variables that hold secrets, such as WANDB_API_KEY; short values are flags.
 SECRET = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 SHORTEST_SECRET = 8
+PAGE = re.compile(r"(?<![\w/.-])docs/[\w/]+\.md")  # as texts name pages
 
 
 class InputError(ValueError):
@@ -137,6 +138,22 @@ def write_whole(path: Path, text: str) -> None:
             raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def located(text: str) -> str:
+    """Returns a text in which pages such as `docs/rates.md` are paths that can be opened from here.
+
+    A wheel brings the pages that texts name, beside its modules.
+    """
+    package = Path(__file__).parent
+
+    def where(match: re.Match[str]) -> str:
+        name = match[0]
+        folders = (Path(), package, package.parent)
+        found = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        return name if found is None else str(found)
+
+    return PAGE.sub(where, text)
+
+
 def exit_code(
     run: Callable[[], int | None], *, stopped: str, debug: bool = False, files: bool = False
 ) -> int:
@@ -155,17 +172,17 @@ def exit_code(
             raise
         full = error.errno in FULL
         text = _no_space(str(error)) if full else _no_file(error)
-        print(f"moejax: error: {without_secrets(text)}", file=sys.stderr)
+        print(f"moejax: error: {located(without_secrets(text))}", file=sys.stderr)
         return StorageFullError.code if full else 2
     except InputError as error:
         if debug:
             raise
-        print(f"moejax: error: {without_secrets(str(error))}", file=sys.stderr)
+        print(f"moejax: error: {located(without_secrets(str(error)))}", file=sys.stderr)
         return 2
     except RunError as error:
         if debug:
             raise
-        print(f"moejax: error: {without_secrets(str(error))}", file=sys.stderr)
+        print(f"moejax: error: {located(without_secrets(str(error)))}", file=sys.stderr)
         return error.code
     except KeyboardInterrupt:
         print(f"moejax: stopped; {stopped}", file=sys.stderr)

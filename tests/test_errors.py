@@ -1,10 +1,14 @@
 import errno
 import os
 import re
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from moejax.__main__ import usage
+from moejax.config.load import describe_fields
 from moejax.errors import (
     STOPPED,
     DivergedError,
@@ -13,6 +17,7 @@ from moejax.errors import (
     ReplicasError,
     StorageFullError,
     exit_code,
+    located,
     write_whole,
 )
 from moejax.runtime.watch import HANG
@@ -83,3 +88,26 @@ def test_what_a_command_returns_is_its_code():
     assert exit_code(lambda: STOPPED, stopped="") == STOPPED
     assert "asked to stop" in documented()[STOPPED]
     assert set(documented()) == {0, 1, 2, 3, 4, 5, 6, CRASH_LOOP, 8, 9, HANG, 130}
+
+
+HELPS = ("train.__main__", "plan.command", "plan.probe.command", "evaluate.command")
+HELPS += ("report.command", "report.goodput_command", "data.flags", "serve.command")
+
+
+def test_pages_that_helps_name_can_be_opened_from_anywhere(tmp_path, monkeypatch):
+    """`docs/formats/exit.md` is no path where somebody runs an installed moejax."""
+    root = Path(__file__).parents[1]
+    wheel = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    shipped = wheel["targets"]["wheel"]["force-include"]
+    monkeypatch.chdir(tmp_path)
+    texts = [import_module(f"moejax.{name}").parser().format_help() for name in HELPS]
+    texts += [located(text) for _, _, _, text, _ in describe_fields()] + [located(usage())]
+    pages = {page for text in texts for page in re.findall(r"[^\s(]*docs/[\w/]+\.md", text)}
+    assert len(pages) > 4
+    for page in pages:
+        assert Path(page).is_file(), page
+        name = Path(page).relative_to(root).as_posix()
+        assert any(name == one or name.startswith(f"{one}/") for one in shipped), name
+    assert located("see docs/nowhere.md") == "see docs/nowhere.md"
+    monkeypatch.chdir(root)
+    assert located("docs/rates.md") == "docs/rates.md"

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from moejax.config.fields import fields, one_line
 from moejax.config.files import named_configs
+from moejax.errors import located
 
 # What argparse says.
 UNKNOWN = "unrecognized arguments: "
@@ -30,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Returns the help, whose usage is that one line."""
         self.usage = self.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
-        return super().format_help()
+        return located(super().format_help())
 
     def _needed(self) -> Iterable[str]:
         """Yields the words that must be given, as the help shows them."""

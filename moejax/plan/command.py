@@ -32,18 +32,14 @@ from moejax.plan.search.result import SearchResult
 EPILOG = """\
 examples:
   moejax plan --config configs/mixtral_8x7b.py --topology h200:8
-  moejax plan --config configs/mixtral_8x7b.py --topology h200:8 \\
-      --config.mesh.expert=8
   moejax plan --config tiny --topology topology.json --out plan.json
   moejax plan --hf downloads/Qwen3-30B-A3B --topology h200:8 --as megatron
   moejax plan --topology h200:2 --print_topology > mine.json
   moejax plan probe --out topology.json     # measures the links here
 
-A mesh in a config file is an answer for one cluster: mesh, route, chunks,
-micro-batches and recomputation are chosen anew. What the command line sets stays,
-and so does what --config.plan.keep=NAMES names. Codecs of a file stay, because they
-change what is trained, unless --free names them. With --as the output ends in
-settings for that trainer, and what it cannot express.
+Mesh, route and memory settings of a file are chosen anew: they are for one cluster.
+The command line pins (--config.mesh.expert=8), and so does --config.plan.keep=NAMES.
+With --as the output ends in settings for that trainer, and what it cannot express.
 """
 
 

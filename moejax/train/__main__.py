@@ -12,7 +12,7 @@ from moejax.config.checks.planned import is_planned
 from moejax.config.command_line import Parser
 from moejax.config.load import describe_fields, load_with_notes, split_overrides, to_dict
 from moejax.config.schema import Config
-from moejax.errors import STOPPED, InputError, exit_code
+from moejax.errors import STOPPED, InputError, exit_code, located
 
 if TYPE_CHECKING:
     from moejax.step.train_step import TrainStep
@@ -189,7 +189,7 @@ def print_settings(console: Console) -> None:
     for name, kind, default, help_text, allowed in describe_fields():
         shown = f"{name}  ({kind}, default {default}{', ' + allowed if allowed else ''})"
         console.print(shown, highlight=False, markup=False, style="bold", soft_wrap=True)
-        console.print(f"    {help_text}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"    {located(help_text)}", highlight=False, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,10 @@ def in_sdist(built):
 
 def test_the_wheel_has_the_package_and_the_configs_and_nothing_else(built):
     wanted = files_of("moejax") | {f"moejax/{path}" for path in files_of("configs")}
+    wanted |= {
+        f"moejax/{path}" for name in ("formats", "guide") for path in files_of(f"docs/{name}")
+    }
+    wanted |= {"moejax/docs/architecture.md", "moejax/docs/rates.md"}
     assert in_wheel(built) == wanted
     assert {"moejax/py.typed", "moejax/comm/exchange.cc", "moejax/configs/tiny.py"} <= wanted
 
@@ -148,6 +152,15 @@ def test_a_run_trains_and_its_page_and_export_are_written(installed, trained):
     assert "echarts" in (trained / "report.html").read_text()
     run(command, "hf", "export", "run", "--out", "exported", cwd=trained)
     assert (trained / "exported" / "model.safetensors").is_file()
+
+
+def test_pages_that_a_help_names_are_there(installed, tmp_path):
+    """A wheel's help pointed at `docs/formats/exit.md` of a checkout."""
+    for words in ((), ("train",), ("eval",), ("report",), ("plan", "probe"), ("prepare",)):
+        text = run(installed / "moejax", *words, "--help", cwd=tmp_path)
+        pages = re.findall(r"[^\s(]*docs/[\w/]+\.md", text)
+        assert pages, words
+        assert [page for page in pages if not Path(page).is_file()] == [], words
 
 
 def test_a_packaged_config_is_planned_on_a_known_cluster(installed, tmp_path):

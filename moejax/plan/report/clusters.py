@@ -2,6 +2,7 @@
 
 from rich.console import Console
 
+from moejax.errors import located
 from moejax.plan.cluster.file import known_clusters, load_topology
 from moejax.plan.cluster.topology import Topology
 
@@ -21,7 +22,7 @@ def print_clusters(console: Console) -> None:
         "Where the rates come from: --clusters NAME, and docs/rates.md.",
     ]
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(located(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def _line(name: str, size: str, device: str, links: str) -> str:
