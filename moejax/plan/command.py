@@ -97,7 +97,7 @@ def _add_search_flags(command: argparse.ArgumentParser) -> None:
         "--free",
         default="",
         metavar="NAMES",
-        help="more settings of the file to choose anew: compression, model.stage_chunks",
+        help="also choose anew, of the file: compression,...",
     )
     command.add_argument(
         "--fewer", action="store_true", help="also plan for half the nodes, a quarter, and so on"
