@@ -37,9 +37,9 @@ examples:
   moejax plan --topology h200:2 --print_topology > mine.json
   moejax plan probe --out topology.json     # measures the links here
 
-Mesh, route and memory settings of a file are chosen anew: they are for one cluster.
-The command line pins (--config.mesh.expert=8), and so does --config.plan.keep=NAMES.
-With --as the output ends in settings for that trainer, and what it cannot express.
+Mesh, route and memory settings of a file are for one cluster: chosen anew.
+The command line pins (--config.mesh.expert=8), and --config.plan.keep=NAMES.
+With --as the output ends in settings for that trainer, and what it lacks.
 """
 
 
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--print_topology",
         action="store_true",
-        help="print the topology file of --topology, to change by hand, and exit",
+        help="print the file of --topology, to change, and exit",
     )
     _add_search_flags(command)
     command.add_argument(

@@ -20,20 +20,22 @@ def why_none(
       peaks: bytes of a device that each traced plan needs; none: no mesh obeys the rules.
       memory_budget: bytes of a device that a plan may use.
       meshes: number of meshes that obey the rules.
-      traces: number of traces that ended the search; None: nothing was left to trace.
+      traces: number of traces of the search, if they were spent; else None.
     """
     where = f"{limits.devices} devices on {nodes_text(limits.nodes)}"
     names = ", ".join(sorted(limits.pinned))
-    free = f", or pin less: {names} keep their values" if names else ""
+    free = f", or leave {names} to the planner" if names else ""
     if not peaks:
         return (
             f"no plan for {where}. No mesh obeys all rules with train.batch_sequences = "
             f"{cfg.train.batch_sequences} and what is pinned ({names or 'nothing'}). Change the "
             f"batch{free}."
         )
-    more = f", or look at more plans: --traces {2 * traces}" if traces is not None else ""
+    untried = traces is not None and meshes > len(peaks)
+    more = f", or look at more plans: --traces {2 * (traces or 0)}" if untried else ""
+    of = "1 mesh" if meshes == 1 else f"{meshes:,} meshes"
     return (
-        f"no plan fits {where}. The smallest of {len(peaks)} traced plans, of {meshes:,} meshes, "
+        f"no plan fits {where}. The smallest of {len(peaks)} traced plans, of {of}, "
         f"needs {min(peaks) / 2**30:.1f} GiB of a device; {memory_budget / 2**30:.1f} GiB may be "
         f"used. Offer more devices, a smaller train.batch_sequences or shorter sequences"
         f"{free}{more}."

@@ -98,7 +98,8 @@ class _Search:
         if self._ranked():
             return
         peaks = [plan.peak.bytes for plan in self.priced.values()]
-        traces = self.budget.traces if self.budget.spent else None
+        first = self.budget.before or self.budget
+        traces = first.traces if first.traced >= first.traces else None
         raise InputError(why_none(self.cfg, self.limits, peaks, self.memory_budget, meshes, traces))
 
     def _choose_both(self, estimates: list[Estimate]) -> str | None:

@@ -319,9 +319,9 @@ def test_a_search_without_a_plan_names_what_is_pinned(peaks):
     bound = Limits(8, 1, "cpu", pinned=frozenset({"mesh.expert", "mesh.fsdp", "model.remat"}))
     text = why_none(model(), bound, peaks, 1.0)
     assert "8 devices on 1 node." in text
-    assert "or pin less: mesh.expert, mesh.fsdp, model.remat keep their values" in text
+    assert "or leave mesh.expert, mesh.fsdp, model.remat to the planner" in text
     assert ("needs 1024.0 GiB of a device; " in text) == bool(peaks)
-    assert "pin less" not in why_none(model(), Limits(8, 1, "cpu"), peaks, 1.0)
+    assert "to the planner" not in why_none(model(), Limits(8, 1, "cpu"), peaks, 1.0)
 
 
 def test_a_search_that_ran_out_of_traces_says_how_many_and_what_to_raise():
@@ -330,6 +330,17 @@ def test_a_search_that_ran_out_of_traces_says_how_many_and_what_to_raise():
     text = why_none(model(), bound, one, 1.0, meshes=90, traces=2)
     assert "The smallest of 2 traced plans, of 90 meshes, needs 1024.0 GiB" in text
     assert text.endswith("or look at more plans: --traces 4.")
+    assert "--traces" not in why_none(model(), bound, one, 1.0, meshes=2, traces=2)
+
+
+def test_a_search_that_finds_nothing_says_that_its_traces_were_few(monkeypatch):
+    """Four plans of ten meshes were traced, and the user was told to buy more devices."""
+    axes = {"mesh.replica", "mesh.fsdp", "mesh.expert"}
+    monkeypatch.setattr(sys.modules[_Search.__module__], "MEMORY_SHARE", 1e-9)
+    how = Limits(8, 2, "cpu", pinned=frozenset(CHOSEN) - axes)
+    load = read_expert_load("balanced", 8)
+    with pytest.raises(InputError, match=r"4 traced plans, of 10 meshes, needs .* --traces 4\.$"):
+        search(model(), cluster(), how, load, traces=2, seconds=1e6)
 
 
 def test_simple_plans_cut_weights_and_leave_experts_in_their_node():
