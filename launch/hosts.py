@@ -110,7 +110,7 @@ def reach(options: Sequence[str], port: int | None) -> tuple[str, ...]:
 def address(ssh: Sequence[str], host: str) -> str:
     """Returns the name or address that ssh would connect to: a Host of ssh_config is no name."""
     words = [*ssh, "-G", "--", host]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
     found = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
     if found is None:
         raise BadHostsError(
@@ -163,6 +163,7 @@ def _ask(there: Reach, host: str, coordinator: str) -> dict[str, str | None] | s
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=CHECK_SECONDS,
             check=False,
         )

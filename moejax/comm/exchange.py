@@ -285,7 +285,13 @@ def compile_library(source: Path, library: Path) -> str | None:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / library.name
-            subprocess.run([*command, str(built)], check=True, capture_output=True, text=True)
+            subprocess.run(
+                [*command, str(built)],
+                check=True,
+                capture_output=True,
+                text=True,
+                errors="replace",  # of a compiler whose language is not ours
+            )
             built.replace(library)
     except subprocess.CalledProcessError as error:
         return f"g++ failed: {error.stderr.strip().splitlines()[0]}"

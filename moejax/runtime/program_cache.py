@@ -66,7 +66,7 @@ def cache_directory() -> Path:
 def _kind_of_processor() -> str:
     """Returns a short hash of the processor's name and instruction sets."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = [platform.machine(), platform.processor()]
     kept = {line for line in lines if line.startswith(("model name", "flags", "CPU", "Features"))}

@@ -83,7 +83,7 @@ def load_plan(path: Path) -> Plan:
     try:
         if path.stat().st_size > SIZE_LIMIT:
             raise ValueError(f"{path.stat().st_size:,} bytes, no more than {SIZE_LIMIT:,} are read")
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
     # Brackets nested thousands deep end json with RecursionError.
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
