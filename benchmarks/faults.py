@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from benchmarks.fault_kinds import KINDS, Kind, missing
 from benchmarks.machine import stamp
+from moejax.screen import screen, text_column
 from tests.faults.lab import SECONDS, STEPS, Lab
 
 PAGE = """\
@@ -148,12 +148,12 @@ def chosen(only: list[str]) -> list[Kind]:
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Shows a bar on a terminal, and a line for each trial."""
-    console = Console(stderr=True)
+    console = screen(stderr=True)
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[at]}"),
+        text_column("{task.fields[at]}"),
     )
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with bar:

@@ -5,11 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from moejax.config.load import load_config, override
 from moejax.config.schema import Config
 from moejax.report.runs import Column, read_run
+from moejax.screen import screen
 from moejax.step.state import TrainState
 from moejax.train.loop import train
 
@@ -52,6 +51,6 @@ def run_training(
         cfg = override(config, overrides)
     else:
         cfg = load_config(config, overrides)
-    ended = train(cfg, Console(quiet=quiet))
+    ended = train(cfg, screen(quiet=quiet))
     run_dir = Path(cfg.run_dir)
     return TrainedRun(ended.state, ended.stopped, run_dir, read_run(run_dir, run_dir.name).columns)

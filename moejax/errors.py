@@ -4,12 +4,14 @@ The codes and what they mean: docs/formats/exit.md.
 """
 
 import errno
+import io
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk or quota
 # Errors of a place that may not be written, as one that was mounted again read-only.
@@ -154,6 +156,15 @@ def located(text: str) -> str:
     return PAGE.sub(where, text)
 
 
+def let_print(stream: Any) -> None:
+    """Lets a stream take every text: letters that its encoding has not come as backslash codes.
+
+    Names of files and texts of a model may hold any, and a run must not end because of them.
+    """
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+
+
 def exit_code(
     run: Callable[[], int | None], *, stopped: str, debug: bool = False, files: bool = False
 ) -> int:
@@ -165,6 +176,8 @@ def exit_code(
       debug: raise InputErrors, to show their tracebacks.
       files: treat errors of the file system as bad input.
     """
+    let_print(sys.stdout)
+    let_print(sys.stderr)
     try:
         return run() or 0
     except OSError as error:

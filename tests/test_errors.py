@@ -1,6 +1,8 @@
 import errno
+import io
 import os
 import re
+import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -111,3 +113,18 @@ def test_pages_that_helps_name_can_be_opened_from_anywhere(tmp_path, monkeypatch
     assert located("see docs/nowhere.md") == "see docs/nowhere.md"
     monkeypatch.chdir(root)
     assert located("docs/rates.md") == "docs/rates.md"
+
+
+def test_a_command_prints_letters_that_the_output_has_not(monkeypatch):
+    raw, errors = io.BytesIO(), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "ascii", "strict"))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(errors, "latin-1", "strict"))
+
+    def run():
+        print("r\u00e9sum\u00e9 \u2028")
+        raise InputError("no file. \u00e9\u2028 is missing.")
+
+    assert exit_code(run, stopped="all is safe") == 2
+    sys.stdout.flush(), sys.stderr.flush()
+    assert raw.getvalue() == b"r\\xe9sum\\xe9 \\u2028\n"
+    assert errors.getvalue() == b"moejax: error: no file. \xe9\\u2028 is missing.\n"

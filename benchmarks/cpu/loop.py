@@ -10,7 +10,6 @@ a save takes than the median interval. Writes loop.json and loop.md.
 
 import argparse
 import dataclasses
-import io
 import json
 import os
 import statistics
@@ -19,7 +18,6 @@ import time
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from benchmarks.machine import describe
 from moejax.config.schema import (
@@ -32,6 +30,7 @@ from moejax.config.schema import (
 )
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
+from moejax.screen import screen
 from moejax.step.state import TrainState
 from moejax.step.train_step import build_step
 from moejax.train.checkpoint import Checkpoints
@@ -54,7 +53,7 @@ class Clock(Display):
     """A display that shows nothing and notes when each step ended."""
 
     def __init__(self) -> None:
-        super().__init__(Console(file=io.StringIO()), 1, 0)
+        super().__init__(screen(quiet=True), 1, 0)
         self.ends: list[float] = []
 
     def step(self, step: int) -> None:

@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from moejax.config.schema import Config
+from moejax.screen import screen
 from moejax.train.loop import train
 
 
@@ -19,7 +18,7 @@ def held_out(cfg: Config, seed: int) -> dict[str, Any]:
         settings = dataclasses.replace(cfg.train, seed=seed)
         cfg = dataclasses.replace(cfg, run_dir=directory, train=settings)
         began = time.perf_counter()
-        train(cfg, Console(stderr=True, force_terminal=False))
+        train(cfg, screen(stderr=True))
         lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     curve = {str(e["step"]): e["bits_per_byte"] for e in events if e["event"] == "eval"}

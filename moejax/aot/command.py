@@ -28,6 +28,7 @@ from moejax.config.command_line import Parser
 from moejax.config.load import load_config, split_overrides
 from moejax.errors import InputError, exit_code
 from moejax.runtime.compiler import Options
+from moejax.screen import screen
 from moejax.step.train_step import TrainStep
 
 EPILOG = """\
@@ -203,9 +204,11 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
     own = steps["the trainer's"]
     _progress("compiling evaluation and sampling")
     steps["the trainer's"] = replace(own, other_peaks=other_peaks(train_step, own))
-    console = Console()
+    console = screen()
     if args.json:
-        console.print_json(data={name: to_json(step) for name, step in steps.items()})
+        console.print_json(
+            data={name: to_json(step) for name, step in steps.items()}, ensure_ascii=True
+        )
         return
     print_compiled(steps["the trainer's"], f"{args.config} on {cluster}", target, console)
     if args.compare:

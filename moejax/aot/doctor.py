@@ -27,6 +27,7 @@ from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code
 from moejax.kernels.select import HOPPER, Choice, Hardware, select_kernels
 from moejax.runtime.place_checks import Finding, check_coordinator, check_directory
+from moejax.screen import screen
 from moejax.version import __version__
 
 EPILOG = """\
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None, above: Above | None = None) -> int:
 def _run(args: argparse.Namespace, overrides: list[str], above: Above | None) -> int | None:
     """Runs what the flags ask for. Returns the exit code; None for 0."""
     _check_flags(args, overrides)
-    console = Console()
+    console = screen()
     if args.mesh:
         assert above is not None
         cfg = None if args.config is None else load_config(args.config, overrides)

@@ -1,7 +1,6 @@
 """A folder that is written beside its place and renamed at the end, and progress that is shown."""
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,6 @@ from rich.progress import (
     BarColumn,
     Progress,
     TaskProgressColumn,
-    TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
@@ -19,6 +17,7 @@ from rich.progress import (
 from moejax.config.checks.paths import check_folder
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import Processes
+from moejax.screen import screen, text_column
 
 
 def check_new_folder(out: Path, flag: str) -> None:
@@ -94,7 +93,7 @@ def bar(console: Console, text: str, total: int) -> Iterator[Callable[[int], Non
     if not console.is_terminal:
         console.print(text, highlight=False, soft_wrap=True)
     columns = (
-        TextColumn("{task.description}"),
+        text_column(),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
@@ -108,7 +107,7 @@ def bar(console: Console, text: str, total: int) -> Iterator[Callable[[int], Non
 
 def console_of(processes: Processes) -> Console:
     """Returns the console of process 0, and a silent one elsewhere."""
-    return Console(file=sys.stderr) if processes.first else Console(quiet=True)
+    return screen(stderr=True) if processes.first else screen(quiet=True)
 
 
 def plural(number: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from moejax.config.checks.paths import check_folder
 from moejax.data.chat import chat_reader
@@ -30,6 +30,7 @@ from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, diges
 from moejax.data.tokens import open_files, verify
 from moejax.data.writers import ArrayRecordWriter, BinWriter, Writer
 from moejax.errors import InputError, exit_code
+from moejax.screen import screen, text_column
 
 SECONDS_BETWEEN_LINES = 10  # of progress without a terminal
 DEFAULT_FRACTION = 0.01  # of documents are held out
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.verify:
             verify_files(args.files)
         else:
-            prepare(args, Console(stderr=True))
+            prepare(args, screen(stderr=True))
 
     return exit_code(run, stopped="unfinished files were removed", files=True)
 
@@ -246,7 +247,7 @@ def _write_documents(
 
     Returns the lowest rank of a document (`documents.rank_of`).
     """
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), text_column(), TimeElapsedColumn())
     last_update = time.monotonic()
     told, lowest = tokenizer.cuts, 1.0
     drawn = console.is_terminal

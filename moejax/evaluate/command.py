@@ -25,6 +25,7 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, platform_of, start
+from moejax.screen import screen
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep, build_step
 from moejax.train.evaluation import Score, score
@@ -98,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, overrides: list[str], processes: Processes) -> None:
     """Evaluates and prints; process 0 alone prints."""
-    console = Console(stderr=True, quiet=not processes.first)
+    console = screen(stderr=True, quiet=not processes.first)
     chosen = choose(args.run, args.step, overrides, processes)
     check_simulated_devices(chosen.cfg)
     check_same_config(chosen.cfg, processes)
@@ -110,7 +111,7 @@ def _run(args: argparse.Namespace, overrides: list[str], processes: Processes) -
     if processes.first and args.json:
         print_json(result)
     elif processes.first:
-        print_tables(result, Console())
+        print_tables(result, screen())
 
 
 def _evaluate(

@@ -28,6 +28,7 @@ from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.published import Published, read_published
 from moejax.plan.search.result import SearchResult
+from moejax.screen import screen, waiting
 
 EPILOG = """\
 examples:
@@ -160,9 +161,9 @@ def _show_clusters(args: argparse.Namespace) -> None:
             )
         print(to_text(load_topology(args.topology)), end="")
     elif args.clusters:
-        print_cluster(args.clusters, Console())
+        print_cluster(args.clusters, screen())
     else:
-        print_clusters(Console())
+        print_clusters(screen())
 
 
 def how_to_go_on(published: Published, cfg: Config, args: argparse.Namespace) -> str:
@@ -273,19 +274,19 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
     from moejax.plan.search.space import Limits
 
     load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
-    console, shown = Console(), Console(stderr=True)
+    console, shown = screen(), screen(stderr=True)
     for note in notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        console.print(note, highlight=False, soft_wrap=True)
 
     def find(cluster: Topology) -> SearchResult:
         device = cluster.device
         limits = Limits(
             cluster.devices, cluster.nodes, device.platform, cfg.plan.codecs, pinned(cfg)
         )
-        with shown.status("planning") as status:
+        with waiting(shown, "planning") as say:
 
             def progress(text: str) -> None:
-                status.update(f"planning for {cluster.devices} devices: {text}")
+                say(f"planning for {cluster.devices} devices: {text}")
 
             return search(
                 cfg,

@@ -11,6 +11,7 @@ from rich.table import Table
 from moejax.config.command_line import Parser
 from moejax.errors import exit_code
 from moejax.report.goodput import Goodput, read_goodput
+from moejax.screen import screen
 
 EPILOG = """\
 examples:
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"goodput": found.share, **asdict(found)}))
     else:
-        show(found, Console())
+        show(found, screen())
 
 
 def show(found: Goodput, console: Console) -> None:

@@ -7,8 +7,6 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
-from rich.console import Console
-
 from moejax.config.checks import resolve_mesh
 from moejax.config.command_line import Parser
 from moejax.config.load import parse_overrides, split_overrides
@@ -19,6 +17,7 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, platform_of, start
+from moejax.screen import screen
 from moejax.serve.engine import build_engine
 from moejax.serve.generate import generate
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
@@ -141,7 +140,7 @@ def _run(
     args: argparse.Namespace, sampling: Sampling, overrides: list[str], processes: Processes
 ) -> None:
     """Reads what is asked, continues the prompts, and prints; process 0 alone prints."""
-    console = Console(stderr=True, quiet=not processes.first)
+    console = screen(stderr=True, quiet=not processes.first)
     _check_overrides(overrides)
     texts = read_prompts(args.prompt, args.prompts)
     chosen = choose(args.run, args.step, overrides, processes, FORWARD)

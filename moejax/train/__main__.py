@@ -13,6 +13,7 @@ from moejax.config.command_line import Parser
 from moejax.config.load import describe_fields, load_with_notes, split_overrides, to_dict
 from moejax.config.schema import Config
 from moejax.errors import STOPPED, InputError, exit_code, located
+from moejax.screen import screen
 
 if TYPE_CHECKING:
     from moejax.step.train_step import TrainStep
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, overrides: list[str]) -> int:
     """Trains, or does what another flag asks."""
-    console = Console()
+    console = screen()
     if args.settings:
         print_settings(console)
         return 0
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
     cfg, notes = load_with_notes(args.config, overrides)
     check(cfg)
     if args.print_config:
-        console.print_json(data=to_dict(cfg))
+        console.print_json(data=to_dict(cfg), ensure_ascii=True)
         return 0
     _show_notes(notes, console)
     if args.dry_run:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
+from moejax.screen import text_column
 from moejax.train.metrics import Report
 
 
@@ -19,7 +20,7 @@ class Display:
 
     def __enter__(self) -> "Display":
         if self.console.is_terminal:
-            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"))
+            columns = (BarColumn(bar_width=20), text_column())
             self._progress = Progress(*columns, TimeElapsedColumn(), console=self.console)
             self._task = self._progress.add_task(
                 self._far(self._first_step), total=self.num_steps, completed=self._first_step
@@ -70,7 +71,7 @@ class Display:
             yield lambda far: live.update(task, description=f"{what}, {far}")
             live.update(task, description=before)
         else:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            columns = (SpinnerColumn(), text_column(), TimeElapsedColumn())
             with Progress(*columns, console=self.console, transient=True) as alone:
                 task = alone.add_task(what)
                 yield lambda far: alone.update(task, description=f"{what}, {far}")

@@ -27,6 +27,7 @@ from moejax.runtime.assignment import Assignment, find_assignment
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, leave, measure_peak
 from moejax.runtime.watch import Watch
+from moejax.screen import screen
 from moejax.step.model import check_adapters
 from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
@@ -119,7 +120,7 @@ def train_together(
         patience_s = LOCK_S if assignment is not None else 0.0
         lock = processes.together(lambda: claim(run_dir, patience_s) if processes.first else None)
         try:
-            shown = console if processes.first else Console(quiet=True)
+            shown = console if processes.first else screen(quiet=True)
             with watching(cfg, processes) as watch:
                 ended = train_claimed(cfg, inputs, shown, processes, watch, assignment)
                 # Process 0 may write digests for long, and JAX's own shutdown waits only minutes.

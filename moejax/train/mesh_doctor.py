@@ -29,6 +29,7 @@ from moejax.runtime.place_checks import Finding, check_directory
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, platform_of, start
 from moejax.runtime.watch import Deadlines, Watch, Watchdog, end_process
+from moejax.screen import screen
 from moejax.train.mesh_checks import (
     WrongError,
     check_exchange,
@@ -83,7 +84,7 @@ class Checks:
     def __init__(self, processes: Processes, watch: Watch, console: Console):
         self.processes, self.watch = processes, watch
         self.findings: list[Finding] = []
-        self._console = console if processes.first else Console(quiet=True)
+        self._console = console if processes.first else screen(quiet=True)
         self._apart = False  # whether the processes can no longer do the same
 
     def run(self, name: str, stage: str, make: Callable[[], str]) -> None:

@@ -28,6 +28,7 @@ from moejax.plan.search.space import Limits
 from moejax.runtime.assignment import changes_hosts
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import platform_of
+from moejax.screen import screen, waiting
 
 PLAN, TOPOLOGY, PAGE = "plan.json", "topology.json", "plan.html"  # in the run directory
 PLANS = "plans"  # of a run whose hosts change: its plans, by devices
@@ -225,7 +226,7 @@ def plan_dry(cfg: Config, devices: int) -> RunPlan:
     topology = load_topology(cfg.plan.topology)
     _check_topology(cfg, topology, devices)
     limits = Limits(devices, topology.nodes, topology.device.platform, cfg.plan.codecs, pinned(cfg))
-    plan = _search(cfg, topology, limits, Console(stderr=True))
+    plan = _search(cfg, topology, limits, screen(stderr=True))
     return _planned(plan, cfg, topology, ())
 
 
@@ -234,10 +235,10 @@ def _search(
 ) -> Plan:
     """Returns the best plan, and writes a page about the search if `page` is a path."""
     load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
-    with console.status("planning") as status:
+    with waiting(console, "planning") as say:
 
         def progress(text: str) -> None:
-            status.update(f"planning: {text}")
+            say(f"planning: {text}")
 
         result = search(
             cfg,

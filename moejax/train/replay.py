@@ -24,6 +24,7 @@ from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, platform_of, start
 from moejax.runtime.watch import Watch, Watchdog
+from moejax.screen import screen
 from moejax.step.model import check_adapters
 from moejax.step.state import Metrics, TrainState
 from moejax.step.train_step import TrainStep, build_step
@@ -74,7 +75,7 @@ def replay(cfg: Config, step: int, console: Console) -> bool:
         watchdog = Watchdog(watch, deadlines_of(cfg.watchdog), processes)
         try:
             with processes:
-                shown = console if processes.first else Console(quiet=True)
+                shown = console if processes.first else screen(quiet=True)
                 return _replay(cfg, step, inputs, shown, processes, watch)
         finally:
             watchdog.close()

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moejax.errors import InputError
+from moejax.screen import waiting
 from moejax.train.smoke_checks import Check, SkippedError, smoke_checks
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
@@ -43,7 +44,7 @@ def smoke(console: Console, make_checks: Callable[[], Sequence[Check]] | None = 
     console.print(f"{len(devices)} x {devices[0].device_kind}", highlight=False)
     outcomes = []
     for check in (make_checks or (lambda: smoke_checks(devices)))():
-        with console.status(check.name):
+        with waiting(console, check.name):
             outcomes.append(_run(check))
     console.print(_table(outcomes))
     failed = [one for one in outcomes if one.outcome == FAILED]

@@ -8,8 +8,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from moejax.config.checks.paths import check_output
 from moejax.config.command_line import Parser
 from moejax.config.fields import short
@@ -20,6 +18,7 @@ from moejax.plan.probe.measure import QUICK_SECONDS, SECONDS, Effort, expected_t
 from moejax.plan.probe.show import ProgressLine, print_probe
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join, start
+from moejax.screen import screen
 
 EPILOG = """\
 examples:
@@ -115,6 +114,6 @@ def _run(args: argparse.Namespace, out: Path, processes: Processes) -> None:
         )
     if processes.first:
         write_topology(topology, out)
-        print_probe(topology, odd, Console())
+        print_probe(topology, odd, screen())
         print(f"wrote {out}; now: moejax plan --topology {out} --config FILE")
     processes.gather("written")

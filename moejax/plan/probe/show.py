@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.probe.timer import ProgressFn
 from moejax.runtime.processes import Processes
+from moejax.screen import screen, text_column
 
 UNSTEADY = 0.25  # fit error above which a link's times are doubted
 
@@ -20,8 +21,8 @@ class ProgressLine:
     """Shows on process 0's terminal what is being measured. A context manager."""
 
     def __init__(self, processes: Processes):
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        console = Console(stderr=True)
+        columns = (SpinnerColumn(), text_column(), TimeElapsedColumn())
+        console = screen(stderr=True)
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task("starting", total=None)
         # Without a terminal, one line per measurement.
