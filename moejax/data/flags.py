@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         "--eval-fraction",
         type=float,
         metavar="SHARE",
-        help="of documents that are held out (default: 0.01, at least one)",
+        help="of the text to hold out, as whole documents (default: 0.01)",
     )
     command.add_argument("--overwrite", action="store_true", help="replace existing files")
     _add_chat_options(command)

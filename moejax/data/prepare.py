@@ -8,7 +8,6 @@ Files are written under temporary names and renamed when they are complete.
 """
 
 import argparse
-import math
 import shutil
 import sys
 import tempfile
@@ -21,11 +20,12 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from moejax.config.checks.paths import check_folder
 from moejax.data.chat import chat_reader
-from moejax.data.documents import AnyDocument, Skipped, rank_of, read_documents
+from moejax.data.documents import AnyDocument, Skipped, read_documents
 from moejax.data.flags import SUFFIXES, parser
 from moejax.data.inputs import STDIN, InputFiles, find_inputs, kind_of
 from moejax.data.marks import MarkedDocument, marks_of
 from moejax.data.sidecar import is_plain_name, sidecar_of
+from moejax.data.split import Split
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import open_files, verify
 from moejax.data.writers import ArrayRecordWriter, BinWriter, Writer
@@ -33,7 +33,7 @@ from moejax.errors import InputError, exit_code
 from moejax.screen import screen, text_column
 
 SECONDS_BETWEEN_LINES = 10  # of progress without a terminal
-DEFAULT_FRACTION = 0.01  # of documents are held out
+DEFAULT_FRACTION = 0.01  # of the text is held out
 LARGE_BYTES = 64 << 20  # size above which a document that must be encoded whole is reported
 CHAT_OPTIONS = ("chat_template", "answers", "date")  # without --chat no effect
 
@@ -57,7 +57,7 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
     if args.eval_fraction is not None and not 0 <= args.eval_fraction < 1:
         raise InputError(
             f"`--eval-fraction` is out of range. Got {args.eval_fraction}. It must be at least 0 "
-            f"and below 1. Use 0.01 to hold one document in a hundred out."
+            f"and below 1. Use 0.01 to hold one part in a hundred out."
         )
     _check_output(args)
     with tempfile.TemporaryDirectory(prefix="moejax-") as scratch:
@@ -72,12 +72,9 @@ def _prepare_files(args: argparse.Namespace, files: InputFiles, console: Console
         tokenizer = FileTokenizer(Path(args.tokenizer), args.eos)
     fraction = DEFAULT_FRACTION if args.eval_fraction is None else args.eval_fraction
     try:
-        notes = _write_splits(args, files, tokenizer, fraction, console)
-    except _NothingHeldOutError as error:
-        if args.eval_fraction is not None:
-            raise
-        text = f"no document fell into the {fraction:.0%} to hold out: the one next to it is taken"
-        notes = [text, *_write_splits(args, files, tokenizer, error.enough, console)]
+        notes = _write_splits(args, files, tokenizer, Split(fraction), console)
+    except _ShareMissedError as missed:
+        notes = _write_splits(args, files, tokenizer, missed.nearer, console)
     if files.num_left_out:
         notes.append(f"files left out, for their endings: {files.num_left_out:,}")
     for note in notes:
@@ -88,27 +85,28 @@ def _write_splits(
     args: argparse.Namespace,
     files: InputFiles,
     tokenizer: Tokenizer,
-    fraction: float,
+    split: Split,
     console: Console,
 ) -> list[str]:
-    """Reads all documents once and writes each to its split. Returns notes.
+    """Reads all documents once and writes each to its side. Returns notes.
 
     Raises:
-      InputError: if a split has no document; nothing is left of the files.
+      InputError: if a side has no document; nothing is left of the files.
+      _ShareMissedError: if another split comes nearer to the share; the same holds.
     """
-    splits = ["train", "eval"] if fraction else ["train"]
     chat = chat_reader(args) if args.chat else None
     skipped = Skipped()
     writers: dict[str, Writer] = {}
     try:
-        for split in splits:
-            writers[split] = _open_writer(args, split, tokenizer)
+        for side in ("train", "eval") if split.share else ("train",):
+            writers[side] = _open_writer(args, side, tokenizer)
         documents = (
-            chat.read(files.paths) if chat else _documents(args, files.paths, skipped, fraction)
+            chat.read(files.paths) if chat else _documents(args, files.paths, skipped, split.share)
         )
-        lowest = _write_documents(documents, fraction, tokenizer, writers, console)
-        num_skipped = chat.num_skipped if chat else skipped.count
-        _check_splits(writers, len(files.paths), num_skipped, lowest)
+        _write_documents(documents, split, tokenizer, writers, console)
+        if (nearer := split.nearer()) is not None:
+            raise _ShareMissedError(nearer)
+        _check_splits(writers, len(files.paths), chat.num_skipped if chat else skipped.count)
         _remove_replaced(args)
         if args.tokenizer is not None:
             # A copy beside the tokens, because sampling needs it and the original may move.
@@ -119,7 +117,12 @@ def _write_splits(
         for writer in writers.values():
             writer.abandon()
         raise
-    notes = [_summary(split, writer, args.chat) for split, writer in writers.items()]
+    notes = [_summary(side, writer, args.chat) for side, writer in writers.items()]
+    if split.share and not split.is_near:
+        notes.append(
+            f"held out: {100 * split.held_out_bytes / split.num_bytes:.4g} % of the text, the "
+            f"nearest to {100 * split.share:.4g} %: documents stay whole, and equal ones together"
+        )
     notes += chat.notes() if chat else []
     if skipped.count:
         notes.append(f"rows left out as broken: {skipped.count:,}. The first: {skipped.first}")
@@ -238,30 +241,28 @@ def verify_files(patterns: list[str]) -> None:
 
 def _write_documents(
     documents: Iterator[AnyDocument | MarkedDocument] | Iterator[AnyDocument],
-    fraction: float,
+    split: Split,
     tokenizer: Tokenizer,
     writers: dict[str, Writer],
     console: Console,
-) -> float:
-    """Streams every document to its split, with progress on a terminal.
-
-    Returns the lowest rank of a document (`documents.rank_of`).
-    """
+) -> None:
+    """Streams every document to its side, with progress on a terminal."""
     columns = (SpinnerColumn(), text_column(), TimeElapsedColumn())
     last_update = time.monotonic()
-    told, lowest = tokenizer.cuts, 1.0
+    told = tokenizer.cuts
     drawn = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not drawn) as progress:
         task = progress.add_task("reading")
         for number, document in enumerate(documents):
             told = told or _tell_of_large(document, console)
-            rank = rank_of(document) if "eval" in writers else 1.0
-            lowest = min(lowest, rank)
-            writer = writers["eval" if rank < fraction else "train"]
+            held_out = split.holds_out(document)
+            writer = writers["eval" if held_out else "train"]
+            before = writer.num_bytes
             if isinstance(document, MarkedDocument):
                 writer.add_marked(document)
             else:
                 writer.add(document, tokenizer)
+            split.count(writer.num_bytes - before, held_out)
             if number % 200 == 0:
                 tokens = sum(writer.num_tokens for writer in writers.values())
                 text = f"{document.source}  {number:,} documents, {tokens:,} tokens"
@@ -272,37 +273,29 @@ def _write_documents(
                 ):
                     console.print(text, highlight=False, soft_wrap=True)
                     last_update = time.monotonic()
-    return lowest
 
 
-class _NothingHeldOutError(InputError):
-    """No document was held out; with the fraction `enough` one is."""
+class _ShareMissedError(Exception):
+    """Another split comes nearer to the share to hold out."""
 
-    def __init__(self, message: str, enough: float):
-        super().__init__(message)
-        self.enough = enough
+    def __init__(self, nearer: Split):
+        super().__init__("the documents are written again")
+        self.nearer = nearer
 
 
-def _check_splits(
-    writers: dict[str, Writer], num_files: int, num_skipped: int, lowest: float
-) -> None:
-    """Refuses a split without documents."""
+def _check_splits(writers: dict[str, Writer], num_files: int, num_skipped: int) -> None:
+    """Refuses a side without documents."""
     total = sum(writer.num_documents for writer in writers.values())
     for split, writer in writers.items():
         if writer.num_documents:
             continue
         skipped = f" and {counted(num_skipped, 'broken row')}" if num_skipped else ""
-        text = (
+        same = ", all of one text" if total > 1 else ""
+        raise InputError(
             f"no {split} documents. {counted(num_files, 'file')} gave "
-            f"{counted(total, 'document')}{skipped}. Each split needs one. "
+            f"{counted(total, 'document')}{same}{skipped}. Each side needs one. Give more "
+            f"documents, or add --eval-fraction 0 (none held out)."
         )
-        enough = math.nextafter(lowest, 1)
-        if split == "eval" and total > 1:
-            shown = math.ceil(enough * 1000) / 1000
-            raise _NothingHeldOutError(
-                f"{text}Add --eval-fraction {shown:g}, or 0 for none.", enough
-            )
-        raise InputError(f"{text}Give more documents, or add --eval-fraction 0 (none held out).")
 
 
 def counted(number: int, noun: str) -> str:

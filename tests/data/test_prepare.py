@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from moejax.config.schema import DataConfig
 from moejax.data import prepare, tokens
-from moejax.data.documents import Document, rank_of
 from moejax.data.sources import open_sources
 from moejax.errors import InputError
 
@@ -111,8 +110,9 @@ def test_jsonl_keeps_any_text(tmp_path_factory, texts):
 
 
 def test_a_document_is_held_out_by_its_text_alone(tmp_path):
-    splits = []
-    for number, texts in enumerate((TEXTS, [*TEXTS[::-1], "one more"])):
+    """Of few, their sizes decide as well."""
+    splits, many = [], [f"{text} {number}" for number in range(20) for text in TEXTS]
+    for number, texts in enumerate((many, [*many[::-1], "one more"])):
         folder = tmp_path / str(number)
         folder.mkdir()
         _run(*_inputs(folder, "jsonl", texts), "--out", folder / "x", "--eval-fraction", "0.3")
@@ -324,26 +324,57 @@ def test_verify_tells_damage_from_health(tmp_path, capsys, format):
     assert path.name in capsys.readouterr().err
 
 
-def test_of_few_documents_one_is_held_out(tmp_path, capsys):
-    """By default; of 27 texts a hundredth is none in three cases of four."""
-    texts = [f"text {number}" for number in range(7)]
-    ranks = {text: rank_of(Document(text, "")) for text in texts}
-    assert min(ranks.values()) > prepare.DEFAULT_FRACTION
-    assert _run(*_inputs(tmp_path, "jsonl", texts), "--out", tmp_path / "x") == 0
-    assert "no document fell into the 1% to hold out" in capsys.readouterr().err
-    found = _open(tmp_path / "x", "bin")
-    held_out, train = (
-        [bytes(document).decode() for document in _documents(source, 256)]
+def _sides(folder, texts, *fraction):
+    """The texts that are held out and those that are learned."""
+    out = folder / "x"
+    assert _run(*_inputs(folder, "jsonl", texts), "--out", out, "--overwrite", *fraction) == 0
+    found = _open(out, "bin")
+    return tuple(
+        sorted(bytes(document).decode() for document in _documents(source, 256))
         for source in (found.held_out, found.train)
     )
-    assert held_out == [min(texts, key=ranks.__getitem__)]
-    assert sorted(held_out + train) == texts
 
 
-def test_a_fraction_that_holds_nothing_out_is_refused_with_one_that_does(tmp_path, capsys):
-    files = _inputs(tmp_path, "jsonl", [f"text {number}" for number in range(7)])
-    command = (*files, "--out", tmp_path / "out" / "x", "--eval-fraction")
-    assert _run(*command, "0.01") == 2
+@pytest.mark.parametrize("fraction", [(), ("--eval-fraction", "0.01")])
+def test_of_few_documents_one_is_held_out(tmp_path, capsys, fraction):
+    """Of 27 texts a hundredth is none in three cases of four; the smallest comes nearest to it."""
+    texts = [f"text {number} " * (3 + number) for number in (4, 0, 1, 2, 3)]
+    held_out, train = _sides(tmp_path, texts, *fraction)
+    assert held_out == ["text 0 " * 3]
+    assert sorted(held_out + train) == sorted(texts)
+    assert "held out: 12 % of the text, the nearest to 1 %" in capsys.readouterr().err  # 3 of 25
+
+
+@pytest.mark.parametrize("fraction", [(), ("--eval-fraction", "0.01"), ("--eval-fraction", "0.99")])
+@pytest.mark.parametrize("large", ["a", "b", "c", "d"])
+def test_next_to_nothing_is_never_left_to_train_on(tmp_path, capsys, fraction, large):
+    """Whichever of both has the lower hash."""
+    held_out, train = _sides(tmp_path, [large * 80_000, "twelve bytes"], *fraction)
+    assert (held_out, train) == (["twelve bytes"], [large * 80_000])
+    assert "held out: 0.015 % of the text" in capsys.readouterr().err
+
+
+def test_equal_documents_stay_together_at_a_share_of_a_half(tmp_path, capsys):
+    texts = ["same", "same", "one.", "same", "two.", "same"]
+    held_out, train = _sides(tmp_path, texts, "--eval-fraction", "0.5")
+    assert sorted(held_out + train) == sorted(texts)
+    assert not set(held_out) & set(train)
+    assert len(held_out) in (2, 4)  # of 6: both are one document from the half
+    assert "% of the text, the nearest to 50 %" in capsys.readouterr().err
+
+
+def test_few_documents_come_near_to_any_share(tmp_path, capsys):
+    texts = [f"{number:02}" * 5 for number in range(10)]
+    for tenths in range(1, 10):
+        held_out, _ = _sides(tmp_path, texts, "--eval-fraction", f"0.{tenths}")
+        assert len(held_out) == tenths
+    assert "nearest" not in capsys.readouterr().err
+
+
+def test_documents_of_one_text_cannot_be_shared_out(tmp_path, capsys):
+    files = _inputs(tmp_path, "jsonl", ["same"] * 4)
+    assert _run(*files, "--out", tmp_path / "out" / "x", "--eval-fraction", "0.5") == 2
     assert os.listdir(tmp_path / "out") == []
-    enough = re.search(r"Add --eval-fraction (\S+), or 0", capsys.readouterr().err)[1]
-    assert _run(*command, enough) == 0
+    error = capsys.readouterr().err
+    assert "1 file gave 4 documents, all of one text" in error
+    assert "--eval-fraction 0 (none held out)" in error

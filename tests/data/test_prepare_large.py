@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moejax.data import documents, prepare
+from moejax.data import documents, prepare, split
 from tests.data.test_prepare import FORMATS, _documents, _inputs, _open, _run
 
 
@@ -69,7 +69,7 @@ def test_a_file_that_changes_between_its_digest_and_its_text_is_refused(
         file.write_text("behind")
         return found
 
-    monkeypatch.setattr(prepare, "rank_of", change_after)
+    monkeypatch.setattr(split, "rank_of", change_after)
     assert _run(file, "--out", tmp_path / "out" / "x", "--eval-fraction", "0.5") == 2
     assert "a file was changed" in capsys.readouterr().err
     assert os.listdir(tmp_path / "out") == []
