@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moejax.data.chat_template import CLOSE, OPEN, ChatTemplate
+from moejax.data.chat_template import CLOSE, OPEN, ChatTemplate, Rendered
 from moejax.data.control_tokens import ControlEncoder, Encoded
-from moejax.data.conversations import Conversation
+from moejax.data.conversations import Conversation, Message, as_json
 from moejax.data.marks import BEGIN, CONTEXT, TARGET, MarkedDocument
 from moejax.data.rows import BadRowError, check_unicode
-from moejax.errors import InputError
 
 Span = tuple[int, int]  # characters: first, stop
 SHOWN = 30  # characters of a text in a message
@@ -38,8 +37,7 @@ class ChatEncoder:
         """Returns the tokens of a conversation; the answers are targets.
 
         Raises:
-          BadRowError: if the row cannot be used.
-          InputError: if the template does not let answers be found.
+          BadRowError: if the row cannot be used, or the template does not let answers be found.
         """
         self._check_texts(conversation)
         text, spans = self._render(conversation)
@@ -79,13 +77,15 @@ class ChatEncoder:
 
     def _render(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Returns the whole text, and the characters of the wanted answers."""
-        messages, tools, source = conversation.messages, conversation.tools, conversation.source
-        whole, spans = self.template.render(messages, tools, source)
+        tools, source = conversation.tools, conversation.source
+        messages, (whole, spans) = self._written(conversation)
         wanted = conversation.answers()
         if self._answers == "last":
             wanted = wanted[-1:]
-        if self.template.is_tagged and self._answers == "all":
-            return whole, spans
+        if self.template.is_tagged:
+            if self._answers == "all" and not conversation.has_given_answers():
+                return whole, spans
+            wanted = wanted[:1]
         found = []
         for index in wanted:
             prompt = self.template.render(messages[:index], tools, source, prompt=True).text
@@ -101,6 +101,37 @@ class ChatEncoder:
             return whole, [span for span in spans if span[0] >= found[0][0]]
         return whole, found
 
+    def _written(self, conversation: Conversation) -> tuple[list[Message], Rendered]:
+        """Returns messages as the template reads them, and what it writes.
+
+        It reads arguments of calls as objects, as transformers wants them, or as text: with objects
+        it then fails, or writes them as Python does.
+        """
+        messages, arguments = conversation.messages, conversation.arguments()
+        of_python = {str(one) for one in arguments} - {as_json(one) for one in arguments}
+
+        def of_python_in(rendered: Rendered) -> int:
+            return sum(rendered.text.count(text) for text in of_python)
+
+        def tried(messages: list[Message]) -> Rendered | BadRowError:
+            try:
+                return self.template.render(messages, conversation.tools, conversation.source)
+            except BadRowError as error:
+                return error
+
+        rendered = tried(messages)
+        if arguments and (isinstance(rendered, BadRowError) or of_python_in(rendered)):
+            as_text = conversation.with_arguments_as_text()
+            other = tried(as_text)
+            # A message may hold what Python writes as well, whatever the template reads.
+            if isinstance(other, Rendered) and (
+                isinstance(rendered, BadRowError) or of_python_in(other) < of_python_in(rendered)
+            ):
+                return as_text, other
+        if isinstance(rendered, BadRowError):
+            raise rendered
+        return messages, rendered
+
     def _shared(self, upto: str, whole: str, what: str, source: str) -> str:
         """Returns the text of the first messages as it stands within the whole.
 
@@ -108,7 +139,7 @@ class ChatEncoder:
         the turn.
 
         Raises:
-          InputError: if the template writes these messages otherwise when more follow.
+          BadRowError: if the template writes these messages otherwise when more follow.
         """
         shared = upto
         while not whole.startswith(shared):
@@ -126,7 +157,7 @@ class ChatEncoder:
         longest = max(names, key=len, default=None)
         return None if longest is None else text.removesuffix(longest)
 
-    def _parting(self, part: str, whole: str, what: str, source: str) -> InputError:
+    def _parting(self, part: str, whole: str, what: str, source: str) -> BadRowError:
         """Returns the error about a template that writes messages otherwise when more follow.
 
         Args:
@@ -137,8 +168,9 @@ class ChatEncoder:
         at = next((i for i, (a, b) in pairs if a != b), min(len(part), len(whole)))
         remedy = "name a template that marks answers with generation tags (--chat-template FILE)"
         if self._answers != "last":
-            remedy = f"learn last answers only (--answers last), or {remedy}"
-        return InputError(
+            remedy = f"learn last answers only (--answers last), {remedy}"
+        remedy += ", or leave such rows out with --skip-bad"
+        return BadRowError(
             f"answers cannot be found. {source}: {self.template.name} writes {what} otherwise "
             f"when more follow: from character {at}, {part[at : at + SHOWN]!r} alone and "
             f"{whole[at : at + SHOWN]!r} in the whole. The model would be taught what it never "

@@ -1,8 +1,12 @@
 """Conversations out of the rows of JSONL and Parquet files.
 
 A row has `messages`, or `prompt` and `completion`, or `instruction` (with `input`) and `output`.
+However it is spelled, there is one form inside. Fields that are null are left out at any depth:
+Parquet and `datasets` give every row the fields of all others, as null. Arguments of calls are
+objects, whether a row has objects or their JSON; in that text a null is the author's, and stays.
 """
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +17,7 @@ from moejax.data.inputs import kind_of
 from moejax.data.rows import BadRowError, Line, ParquetRow, read_lines, read_parquet
 from moejax.errors import InputError
 
+DEEPEST = 100  # levels of lists and objects in a message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PAIRS = (("prompt", "completion"), ("instruction", "output"))  # of a question and its answer
 COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output", "system", "tools")
@@ -26,10 +31,31 @@ class Conversation:
     messages: list[Message]
     tools: list[Any] | None
     source: str
+    given: int = 0  # messages of `prompt`, which are context
 
     def answers(self) -> list[int]:
-        """Returns the indices of the assistant's messages."""
+        """Returns the indices of the assistant's messages behind those that are given."""
+        return [i for i in self._of_assistant() if i >= self.given]
+
+    def has_given_answers(self) -> bool:
+        """Whether there are messages of the assistant that are context."""
+        return len(self.answers()) < len(self._of_assistant())
+
+    def _of_assistant(self) -> list[int]:
         return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def arguments(self) -> list[dict[str, Any]]:
+        """Returns the arguments of all calls of tools."""
+        calls = [call for message in self.messages for call in _calls(message)]
+        return [call["arguments"] for call in calls if "arguments" in call]
+
+    def with_arguments_as_text(self) -> list[Message]:
+        """Returns the messages with the arguments of calls as JSON, which some templates read."""
+        messages = copy.deepcopy(self.messages)
+        for call in (call for message in messages for call in _calls(message)):
+            if "arguments" in call:
+                call["arguments"] = as_json(call["arguments"])
+        return messages
 
     def key(self) -> str:
         """Returns a text that is the same for the same conversation, however a row spells it."""
@@ -69,21 +95,20 @@ def conversation_of(row: Line | ParquetRow) -> Conversation:
     value, source = row.value(), row.source
     if not isinstance(value, dict):
         raise _no_conversation(source, type(value).__name__)
-    messages = [
-        _message(message, index, source) for index, message in enumerate(_listed(value, source))
-    ]
-    conversation = Conversation(messages, _tools(value.get("tools"), source), source)
+    listed, given = _listed(value, source)
+    messages = [_message(message, index, source) for index, message in enumerate(listed)]
+    conversation = Conversation(messages, _tools(value.get("tools"), source), source, given)
     if not conversation.answers():
         roles = ", ".join(message["role"] for message in messages[:8]) or "no message"
         raise _bad(source, f"it has no assistant turn ({roles})", "An answer is what is learned")
     return conversation
 
 
-def _listed(value: dict[str, Any], source: str) -> list[Any]:
-    """Returns the messages of a row in any of the three forms."""
+def _listed(value: dict[str, Any], source: str) -> tuple[list[Any], int]:
+    """Returns the messages of a row in any of the three forms, and how many are given."""
     if value.get("messages") is not None:
         if isinstance(value["messages"], list):
-            return value["messages"]
+            return value["messages"], 0
         raise _bad(source, f"messages is {type(value['messages']).__name__}", "It must be a list")
     for question, answer in PAIRS:
         if question in value and answer in value:
@@ -91,19 +116,31 @@ def _listed(value: dict[str, Any], source: str) -> list[Any]:
             if question == "instruction" and isinstance(asked, str) and value.get("input"):
                 asked = f"{asked}\n\n{value['input']}"
             system = [{"role": "system", "content": value["system"]}] if value.get("system") else []
-            return [
-                *system,
-                {"role": "user", "content": asked},
-                {"role": "assistant", "content": value[answer]},
-            ]
+            before = [*system, *_turns(asked, "user")]
+            return [*before, *_turns(value[answer], "assistant")], len(before)
     raise _no_conversation(source, ", ".join(sorted(value)[:8]) or "no field")
 
 
+def _turns(value: Any, role: str) -> list[Any]:
+    """Returns the messages of a prompt or completion: a list of some, or the content of one."""
+    if isinstance(value, list) and any(isinstance(one, dict) and "role" in one for one in value):
+        return value
+    return [{"role": role, "content": value}]
+
+
 def _message(message: Any, index: int, source: str) -> Message:
-    """Returns a checked message; fields without a value are left out, as templates expect."""
+    """Returns a checked message in the form of this module."""
     if not isinstance(message, dict):
         raise _bad(source, f"message {index} is {type(message).__name__}", "It must be an object")
-    kept = {name: value for name, value in message.items() if value is not None}
+    for call in _calls(message):
+        if "arguments" in call and call["arguments"] is None:
+            call["arguments"] = {}  # Parquet has no object without fields
+    kept = _without_nulls(message, source)
+    if isinstance(kept.get("tool_calls"), str):
+        kept["tool_calls"] = _from_json(kept["tool_calls"], list, "tool_calls", source)
+    for call in _calls(kept):
+        if "arguments" in call:
+            call["arguments"] = _arguments(call["arguments"], f"message {index}", source)
     role, content = kept.get("role"), kept.get("content")
     if role not in ROLES:
         raise _bad(source, f"message {index} has role {role!r}", f"Roles are {', '.join(ROLES)}")
@@ -127,16 +164,65 @@ def _joined(parts: list[Any], index: int, source: str) -> str:
     return "".join(map(str, texts))
 
 
+def _calls(message: Message) -> Iterator[dict[str, Any]]:
+    """Yields what a message calls: objects that may have `arguments`."""
+    calls = message.get("tool_calls")
+    for call in (*(calls if isinstance(calls, list) else ()), message.get("function_call")):
+        inner = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(inner, dict):
+            yield inner
+
+
+def _arguments(arguments: Any, where: str, source: str) -> dict[str, Any]:
+    """Returns the arguments of a call, an object or the JSON of one."""
+    if isinstance(arguments, str):
+        arguments = _from_json(arguments, dict, f"{where}, arguments of a call", source)
+    if not isinstance(arguments, dict):
+        seen = type(arguments).__name__
+        raise _bad(source, f"{where}, arguments of a call: {seen}", "They must be an object")
+    return arguments
+
+
 def _tools(tools: Any, source: str) -> list[Any] | None:
     """Returns a row's tools, a list or the JSON of one."""
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise _bad(source, f"tools is not JSON ({error})", "It must be a list") from error
+        return _from_json(tools, list, "tools", source) or None
     if tools is not None and not isinstance(tools, list):
         raise _bad(source, f"tools is {type(tools).__name__}", "It must be a list")
-    return tools or None
+    return _without_nulls(tools, source) or None
+
+
+def _from_json(text: str, kind: type, name: str, source: str) -> Any:
+    """Returns the list or object that a text spells, an empty one for a blank text."""
+    rule = f"It must be {'a list' if kind is list else 'an object'}"
+    try:
+        value = json.loads(text) if text.strip() else kind()
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _bad(source, f"{name} is not JSON ({error})", rule) from error
+    if not isinstance(value, kind):
+        raise _bad(source, f"{name} is the JSON of {type(value).__name__}", rule)
+    _without_nulls(value, source)  # for its depth
+    return value
+
+
+def as_json(value: Any) -> str:
+    """Returns the JSON that templates write."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _without_nulls(value: Any, source: str, depth: int = 0) -> Any:
+    """Returns a copy without the fields that are null."""
+    if depth > DEEPEST:
+        raise _bad(source, f"it is nested more than {DEEPEST} deep", "Templates write less")
+    if isinstance(value, dict):
+        return {
+            name: _without_nulls(inner, source, depth + 1)
+            for name, inner in value.items()
+            if inner is not None
+        }
+    if isinstance(value, list):
+        return [_without_nulls(inner, source, depth + 1) for inner in value]
+    return value
 
 
 def _texts(value: Any) -> Iterator[str]:

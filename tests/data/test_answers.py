@@ -139,10 +139,10 @@ def test_bytes_are_of_text_without_control_tokens(models, name):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_template_that_writes_earlier_turns_otherwise_is_refused_by_row(models, name):
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(BadRowError) as refused:
         encode(models[name], TEMPLATES["thinking"], SEVERAL)
-    assert not isinstance(refused.value, BadRowError), "--skip-bad does not hide it"
-    for part in ("x.jsonl, line 1", "first 2 messages", "--answers last", "generation", "<think>"):
+    said = ("x.jsonl, line 1", "first 2 messages", "--answers last", "generation", "<think>")
+    for part in (*said, "--skip-bad"):
         assert part in str(refused.value)
     _, runs = encode(models[name], TEMPLATES["thinking"], SEVERAL, answers="last")
     assert [run.startswith("<think>") for run in runs] == [True]
@@ -165,6 +165,53 @@ def test_a_prompt_that_the_whole_does_not_begin_with_is_refused(models):
         with pytest.raises(InputError, match="answers cannot be found") as refused:
             encode(models["byte_level"], template, ONE, answers=answers)
         assert ("--answers last" in str(refused.value)) == (answers == "all")
+
+
+# How templates of released models write arguments: as JSON of an object (gpt-oss), of an object or
+# as the text that they are (Qwen3), pair by pair (GLM-4.5), as a text alone (DeepSeek-V3), as both
+# come.
+WRITES = {
+    "json": "{{ c.arguments | tojson }}",
+    "either": "{{ c.arguments if c.arguments is string else c.arguments | tojson }}",
+    "pairs": "{% for k, v in c.arguments | items %}{{ k }}={{ v }};{% endfor %}",
+    "text": "{{ '' + c.arguments }}",
+    "as it comes": "{{ c.arguments }}",
+}
+CALLING = """\
+{% for m in messages %}{{ '<|im_start|>' + (m.content or '') }}
+{%- for c in m.tool_calls or [] %}{{ c.name }}:WRITTEN{% endfor %}{{ '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"""
+SAYS_PYTHON = {"role": "user", "content": "In Python: {'city': 'Ulm', 'n': 1}"}
+
+
+@pytest.mark.parametrize("first", [ONE[0], SAYS_PYTHON], ids=["plain", "of Python"])
+@pytest.mark.parametrize("spelled", [{"city": "Ulm", "n": 1}, '{"city":"Ulm",  "n":1}'], ids=type)
+@pytest.mark.parametrize("writes", WRITES)
+def test_arguments_are_written_in_one_form_by_every_template(models, writes, spelled, first):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": spelled}]}
+    template = CALLING.replace("WRITTEN", WRITES[writes])
+    _, runs = encode(models["byte_level"], template, [first, call, *ONE])
+    written = "city=Ulm;n=1;" if writes == "pairs" else '{"city":\u0120"Ulm",\u0120"n":\u01201}'
+    assert runs[0] == f"f:{written}<|im_end|>"
+
+
+def test_a_template_that_takes_no_form_of_arguments_says_why(models):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
+    template = CALLING.replace("WRITTEN", "{{ raise_exception('no tools') }}")
+    with pytest.raises(BadRowError, match="no tools"):
+        encode(models["byte_level"], template, [ONE[0], call])
+
+
+@pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["prefixes", "tags"])
+@pytest.mark.parametrize("answers", ["all", "last"])
+def test_answers_of_a_prompt_are_not_learned(models, template, answers):
+    path, turns = models["byte_level"], [{"role": "user", "content": "q"}]
+    said = [{"role": "assistant", "content": text} for text in ("one", "two", "three")]
+    row = {"prompt": [*turns, said[0], *turns], "completion": [said[1], *turns, said[2]]}
+    encoder = ChatEncoder(load_template(path, _as_file(path, template)), FileEncoder(path), answers)
+    document = encoder.encode(conversation_of(Line(json.dumps(row).encode(), "")))
+    wanted = ["two<|im_end|>", "three<|im_end|>"]
+    assert _runs(path, document) == (wanted[-1:] if answers == "last" else wanted)
 
 
 @pytest.mark.parametrize(

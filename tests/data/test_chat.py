@@ -199,3 +199,67 @@ def test_without_jinja_the_extra_is_named(command, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert run(*command) == 2
     assert "moejax[hf]" in capsys.readouterr().err
+
+
+def test_arguments_of_calls_are_learned_as_they_were_given(tmp_path):
+    """Arrow gives each call the arguments of all others, as null; a text of JSON is the same."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def row(arguments):
+        properties = {name: {"type": "string"} for name in arguments}
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        return {
+            "tools": [{"function": {"name": "f", "parameters": {"properties": properties}}}],
+            "messages": [
+                {"role": "user", "content": "Go"},
+                {"role": "assistant", "content": "", "tool_calls": calls},
+                {"role": "assistant", "content": "Ok."},
+            ],
+        }
+
+    given = [{"city": "Ulm"}, {"a": "1", "b": "2"}]
+    objects = [row(one) for one in given]
+    texts = [row(one) for one in given]
+    for one in texts:
+        function = one["messages"][1]["tool_calls"][0]["function"]
+        function["arguments"] = json.dumps(function["arguments"], separators=(",", ":"))
+    parquet.write_table(pyarrow.Table.from_pylist(objects), tmp_path / "a.parquet")
+    assert parquet.read_table(tmp_path / "a.parquet").to_pylist() != objects  # it has nulls
+    (tmp_path / "t.jinja").write_text(
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    found = []
+    for number, file in enumerate(
+        (
+            tmp_path / "a.parquet",
+            write_rows(tmp_path, objects, "objects.jsonl"),
+            write_rows(tmp_path, texts, "texts.jsonl"),
+        )
+    ):
+        options = ("--chat", "--chat-template", tmp_path / "t.jinja", "--eval-fraction", "0")
+        assert run(file, *options, "--out", tmp_path / f"x{number}") == 0
+        found.append(conversations(tmp_path / f"x{number}.train.bin"))
+    learned = ['{"city": "Ulm"}Ok.', '{"a": "1", "b": "2"}Ok.']
+    for one in found:
+        assert [targets for _, targets in one] == learned
+        assert not any("null" in text for text, _ in one)
+    assert found[0] == found[1] == found[2]
+
+
+def test_rows_that_the_template_rewrites_can_be_left_out(tmp_path, capsys):
+    """A template that leaves earlier answers out takes conversations of one answer alone."""
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}"
+        "{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    )
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = write_rows(tmp_path, [{"messages": turns * 2}, {"messages": turns}])
+    options = ("--chat", "--chat-template", tmp_path / "t.jinja", "--out", tmp_path / "out/x")
+    assert run(path, *options, "--eval-fraction", "0") == 2
+    assert "answers cannot be found" in capsys.readouterr().err
+    assert run(path, *options, "--eval-fraction", "0", "--skip-bad") == 0
+    assert "rows left out as broken: 1. The first: answers cannot" in capsys.readouterr().err
+    assert conversations(tmp_path / "out/x.train.bin") == [("qa", "a")]

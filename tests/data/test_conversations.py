@@ -10,6 +10,11 @@ USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
 
 
+def nested(depth):
+    """A list in a list, and so on."""
+    return json.loads("[" * depth + "]" * depth)
+
+
 def parse(row):
     raw = row if isinstance(row, bytes) else json.dumps(row).encode()
     return conversation_of(Line(raw, "x.jsonl, line 7"))
@@ -47,6 +52,71 @@ def parse(row):
 )
 def test_three_forms_of_rows_become_messages(row, wanted):
     assert parse(row).messages == wanted
+
+
+def called(arguments, **more):
+    """A message that calls a tool."""
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", **more, **arguments}}]}
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        (called({"arguments": {"city": "Ulm", "a": None}}), {"city": "Ulm"}),
+        (
+            called({"arguments": {"a": {"b": None, "c": [None, {"d": None}]}}}),
+            {"a": {"c": [None, {}]}},
+        ),
+        (called({"arguments": '{"city": "Ulm"}'}), {"city": "Ulm"}),
+        (called({"arguments": '{"city":"Ulm","a":null}'}), {"city": "Ulm", "a": None}),
+        (called({"arguments": None}), {}),
+        (called({"arguments": " "}), {}),
+        (called({"arguments": {"a": None}}, strict=None), {}),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]}, {}),
+        ({"role": "assistant", "tool_calls": '[{"name": "f", "arguments": {"a": 1}}]'}, {"a": 1}),
+        ({**ANSWER, "function_call": {"name": "f", "arguments": '{"a": 1}'}}, {"a": 1}),
+    ],
+)
+def test_arguments_have_one_form(message, wanted):
+    """An object, without what Parquet adds; a null in a text of JSON is the author's."""
+    conversation = parse({"messages": [USER, message]})
+    assert conversation.arguments() == [wanted]
+    assert "strict" not in conversation.key()
+    (text,) = conversation.with_arguments_as_text()[1:]
+    assert json.dumps(json.dumps(wanted)) in json.dumps(text)
+    assert conversation.arguments() == [wanted]  # the copy alone was changed
+
+
+def test_nulls_in_tools_are_left_out_but_for_those_of_a_text():
+    tool = {"name": "f", "parameters": {"a": {"type": "string"}, "b": None}, "strict": None}
+    kept = {"name": "f", "parameters": {"a": {"type": "string"}}}
+    assert parse({"messages": [USER, ANSWER], "tools": [tool]}).tools == [kept]
+    assert parse({"messages": [USER, ANSWER], "tools": json.dumps([tool])}).tools == [tool]
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted", "answers"),
+    [
+        ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER], [1]),
+        ({"prompt": [USER], "completion": "a"}, [USER, ANSWER], [1]),
+        ({"prompt": "q", "completion": [ANSWER]}, [USER, ANSWER], [1]),
+        (
+            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER, USER, ANSWER]},
+            [USER, ANSWER, USER, ANSWER, USER, ANSWER],
+            [3, 5],
+        ),
+        (
+            {"prompt": [{**USER, "name": None}], "completion": [ANSWER], "system": "s"},
+            [{"role": "system", "content": "s"}, USER, ANSWER],
+            [2],
+        ),
+    ],
+)
+def test_prompt_and_completion_may_be_lists_of_messages(row, wanted, answers):
+    conversation = parse(row)
+    assert conversation.messages == wanted
+    assert conversation.answers() == answers
+    assert conversation.has_given_answers() == (len(wanted) == 6)
 
 
 def test_the_key_does_not_depend_on_the_form():
@@ -91,6 +161,19 @@ def test_tools_are_a_list_or_its_json(tools, wanted):
         ({"prompt": "q", "completion": None}, "content null"),
         ({"prompt": ["q"], "completion": "a"}, "no texts"),
         ({"messages": [USER, ANSWER], "tools": "{"}, "tools is not JSON"),
+        ({"messages": [USER, ANSWER], "tools": "{}"}, "tools is the JSON of dict"),
+        (
+            {"messages": [USER, called({"arguments": '{"a"'})]},
+            "message 1, arguments of a call is not",
+        ),
+        ({"messages": [USER, called({"arguments": "[1]"})]}, "message 1.* the JSON of list"),
+        ({"messages": [USER, called({"arguments": [1]})]}, "message 1, arguments of a call: list"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": "f()"}]}, "tool_calls is not JSON"),
+        ({"messages": [USER, {**ANSWER, "x": nested(200)}]}, "nested more than 100 deep"),
+        ({"messages": [USER, ANSWER], "tools": nested(200)}, "nested more than 100 deep"),
+        ({"prompt": [USER], "completion": [USER]}, r"no assistant turn \(user, user\)"),
+        ({"prompt": [USER, ANSWER], "completion": [USER]}, "no assistant turn"),
+        ({"prompt": [USER, "text"], "completion": "a"}, "message 1 is str"),
         ({"messages": [USER, ANSWER], "tools": {"a": 1}}, "tools is dict"),
     ],
 )
