@@ -5,6 +5,8 @@ CONFIG ?= configs/tiny.py
 WORKERS ?= 2
 # A file stays with one worker; tests/conftest.py says which come first.
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# For tests of which one may take long: its limit.
+LONG := -o faulthandler_timeout=3600
 VENV := .venv
 VENV_311 := .venv-311
 VENV_AOT := .venv-aot
@@ -34,19 +36,19 @@ test-models: $(VENV)/.installed ## run the tests of import, export, adapters, ev
 	$(VENV)/bin/python -m pytest $(SPREAD) -m "models and not exhaustive" $(ARGS)
 
 test-all: $(VENV)/.installed ## the same, with all cases of every grid; takes longer
-	$(VENV)/bin/python -m pytest $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity and not package and not cluster and not faults" $(ARGS)
+	$(VENV)/bin/python -m pytest $(LONG) $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity and not package and not cluster and not faults" $(ARGS)
 
 test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
 	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not models and not package and not cluster and not faults and not exhaustive" $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile step and kernels for described H200s and test what came out (ARGS="-m aot": all cases)
-	$(VENV_AOT)/bin/python -m pytest $(SPREAD) -m "aot and not exhaustive" tests/hlo tests/kernels tests/benchmarks $(ARGS)
+	$(VENV_AOT)/bin/python -m pytest $(LONG) $(SPREAD) -m "aot and not exhaustive" tests/hlo tests/kernels tests/benchmarks $(ARGS)
 
 aot-tpu: $(VENV_TPU)/.installed ## the same for TPU v5p and v6e; takes long, so not in CI
-	$(VENV_TPU)/bin/python -m pytest -m aot_tpu tests/hlo $(ARGS)
+	$(VENV_TPU)/bin/python -m pytest $(LONG) -m aot_tpu tests/hlo $(ARGS)
 
 parity: $(VENV_PARITY)/.installed ## compare exported models with transformers, two families (ARGS="-m parity": all)
-	$(VENV_PARITY)/bin/python -m pytest $(SPREAD) -m "parity and not exhaustive" tests/parity $(ARGS)
+	$(VENV_PARITY)/bin/python -m pytest $(LONG) $(SPREAD) -m "parity and not exhaustive" tests/parity $(ARGS)
 
 docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/site; a broken link fails
 	@# Not quiet: mkdocs counts the warnings that it shows, and fails if there is one.
@@ -56,16 +58,16 @@ notebooks: $(VENV_NOTEBOOKS)/.installed ## execute the notebooks on CPU, with fe
 	JAX_PLATFORMS=cpu MOEJAX_NOTEBOOK_STEPS=30 MOEJAX_NOTEBOOK_TRACES=8 $(VENV_NOTEBOOKS)/bin/python -m pytest $(SPREAD) notebooks $(ARGS)
 
 faults: $(VENV)/.installed ## kill, stop and damage what can be, and see runs recover (takes long; ARGS="-k random")
-	$(VENV)/bin/python -m pytest -m faults $(ARGS)
+	$(VENV)/bin/python -m pytest $(LONG) -m faults $(ARGS)
 
 cluster: $(VENV_CLUSTER)/.installed ## train on a real Slurm of two nodes, and through sshd, on this machine (root; slurmctld slurmd slurm-client munge openssh-server)
-	$(VENV_CLUSTER)/bin/python -m pytest -m "cluster or exhaustive" tests/launch $(ARGS)
+	$(VENV_CLUSTER)/bin/python -m pytest $(LONG) -m "cluster or exhaustive" tests/launch $(ARGS)
 
 stores: $(VENV_STORES)/.installed ## copy checkpoints to servers of S3 and Google Cloud Storage on this machine
 	$(VENV_STORES)/bin/python -m pytest tests/train/test_copies.py $(ARGS)
 
 package: $(VENV)/.installed ## build wheel and sdist, install each in an empty environment, and use it there
-	$(VENV)/bin/python -m pytest -m package tests/packaging $(ARGS)
+	$(VENV)/bin/python -m pytest $(LONG) -m package tests/packaging $(ARGS)
 
 lint: $(VENV)/.installed ## check style, Dockerfile, layers, spelling and types
 	$(VENV)/bin/ruff check

@@ -49,6 +49,8 @@ import pytest
 
 from tests.annotations import without_annotations
 
+pytest_plugins = ["tests.crashes"]
+
 # Every annotated function of the package checks its arguments and results, shapes included. As in
 # Python's own typing rules, an int may stand where a float is asked for.
 check_types = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))
