@@ -166,6 +166,21 @@ def test_a_coordinator_that_does_not_answer_is_named(fast):
     client.open.set()
 
 
+def test_a_process_that_has_stopped_telling_is_named(fast):
+    """What it said last is still there, and read again and again."""
+    client, found, limits = Client(), ([], []), Deadlines({"step": 60}, silent_s=0.4)
+    (first, one), (second, two) = (watched(client, n, found[n], limits) for n in (0, 1))
+    for watch in (first, second):
+        watch.enter("step", 3)
+    until(lambda: 1 in one._heard)
+    time.sleep(0.5)
+    assert not any(found)  # both tell
+    two.close()
+    until(lambda: found[0])
+    assert found[0][0].startswith("process 1 is behind: it is in step 3")
+    one.close()
+
+
 def test_a_stage_without_a_deadline_may_take_any_time(fast):
     found = []
     watch = Watch()
