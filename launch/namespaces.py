@@ -87,7 +87,7 @@ class Cluster:
         self._remover.wait()
 
     def prefix(self, host: int) -> tuple[str, ...]:
-        """What starts a command on a host. gloo binds to what the host's name resolves to."""
+        """What starts a command on a host, which has a name of its own."""
         name = self.hosts[host]
         shell = f'hostname {name}; exec "$@"'
         return ("ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", shell, "sh")

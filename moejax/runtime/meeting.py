@@ -2,15 +2,18 @@
 
 JAX would wait for all of them without a word, and end the process from C++ when some have not come.
 Process 0 listens at the coordinator's address, hears who the others are, and lets all go on at
-once; then JAX's coordination service takes over the same address.
+once; then JAX's coordination service takes over the same address. From its connection each process
+knows the address at which the others reach it.
 """
 
+import ipaddress
 import json
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -24,8 +27,8 @@ LONGEST = 1024  # bytes that a stranger may send
 ANSWER_S = 10.0  # for a connection's first line
 
 
-def meet(rank: Rank, listens_at: str) -> None:
-    """Returns when all processes of the program are there.
+def meet(rank: Rank, listens_at: str) -> str:
+    """Returns when all processes of the program are there: the address of this one for the others.
 
     Raises:
       MeetingError: if some have not come in time; it names them.
@@ -33,9 +36,8 @@ def meet(rank: Rank, listens_at: str) -> None:
     """
     until = time.monotonic() + patience()
     if rank.index == 0:
-        _Host(rank, listens_at).wait(until)
-    else:
-        _visit(rank, until)
+        return _Host(rank, listens_at).wait(until)
+    return _visit(rank, until)
 
 
 def patience() -> float:
@@ -78,11 +80,10 @@ class _Host:
         self._lock = threading.Lock()
         self._wrong: str | None = None
         host, _, port = listens_at.rpartition(":")
-        family, *_, address = socket.getaddrinfo(host.strip("[]"), None)[0]
-        self._server = socket.create_server((str(address[0]), int(port)), family=family)
+        self._server = listen(host, int(port))
         self._server.settimeout(0.2)
 
-    def wait(self, until: float) -> None:
+    def wait(self, until: float) -> str:
         waiting = _Waiting()
         try:
             with self._server:
@@ -101,7 +102,9 @@ class _Host:
         except (InputError, MeetingError) as error:
             self._answer({"error": str(error), "input": isinstance(error, InputError)})
             raise
-        self._answer({"go": True})
+        address = _reached_at(self._guests.values())
+        self._answer({"go": True, "address": address})
+        return address
 
     def _missing(self) -> list[int]:
         with self._lock:
@@ -111,7 +114,7 @@ class _Host:
             return [n for n in range(1, self._rank.count) if n not in self._guests]
 
     def _accept(self) -> None:
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, ConnectionAbortedError):
             connection, address = self._server.accept()
             # A stranger that sends nothing must not keep the others waiting.
             hears = threading.Thread(target=self._hear, args=(connection, address), daemon=True)
@@ -151,7 +154,21 @@ class _Host:
                     connection.sendall(_line(answer))
 
 
-def _visit(rank: Rank, until: float) -> None:
+def listen(host: str, port: int) -> socket.socket:
+    """Listens at an address of this machine, in brackets or not; [::] is all, of IPv4 too."""
+    family, *_, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address[:2], family=family, backlog=1024, dualstack_ipv6=both)
+
+
+def _reached_at(connections: Iterable[socket.socket]) -> str:
+    """Returns this machine's address in connections, one that is not the loopback if any is."""
+    found = [ipaddress.ip_address(connection.getsockname()[0]) for connection in connections]
+    plain = [getattr(address, "ipv4_mapped", None) or address for address in found]
+    return str(min(plain, key=lambda address: address.is_loopback))
+
+
+def _visit(rank: Rank, until: float) -> str:
     """Every other process: tells process 0 that it is there, and waits for its word."""
     assert rank.coordinator is not None
     host, _, port = rank.coordinator.rpartition(":")
@@ -160,12 +177,14 @@ def _visit(rank: Rank, until: float) -> None:
         try:
             with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as connection:
                 connection.sendall(_line(_introduction(rank)))
+                own = _reached_at([connection])
                 answer = _wait_for_word(connection, rank, waiting, until)
                 reason = "a run that has begun answers there, or another program"
         except (OSError, ValueError) as error:
-            answer, reason = None, str(getattr(error, "strerror", None) or error)
+            own, answer, reason = "", None, str(getattr(error, "strerror", None) or error)
         if answer is not None and answer.get("go") is True:
-            return
+            # Over the loopback process 0 is on this machine, and has heard how others reach it.
+            return str(answer["address"]) if ipaddress.ip_address(own).is_loopback else own
         if answer is not None:
             kind = InputError if answer.get("input") else MeetingError
             raise kind(str(answer.get("error", "process 0 ended the start")))

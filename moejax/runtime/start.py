@@ -10,29 +10,39 @@ from typing import Any
 import jax
 import jax.extend.backend
 import jax.numpy as jnp
-from jax._src import distributed
+from jax._src import distributed, xla_bridge
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.runtime.assignment import changes_hosts
 from moejax.runtime.interrupt import interruptible
-from moejax.runtime.meeting import meet
+from moejax.runtime.meeting import listen, meet
 from moejax.runtime.memory import take_share
 from moejax.runtime.processes import Processes, find_rank
 from moejax.runtime.program_cache import keep_programs
+
+_address = "127.0.0.1"  # see `own_address`
+
+
+def own_address() -> str:
+    """Returns the address at which the program's other processes reach this one."""
+    return _address
 
 
 def join() -> Processes:
     """Joins the program of several processes that a launcher of `launch/` started, if any.
 
-    Must run before anything else touches a device. On CPU the processes talk through gloo.
-    Process 0 listens at the coordinator's address alone, see `coordinator_listens_at`.
+    Must run before anything else touches a device. On CPU the processes talk through gloo, at
+    `own_address`. Process 0 listens at the coordinator's address alone, see
+    `coordinator_listens_at`.
 
     Raises:
       InputError: if the launcher's variables contradict each other, or the coordinator's address
         is not one of process 0's machine.
       MeetingError: if some processes do not come.
     """
+    global _address
     rank = find_rank()
     if rank.count == 1:
         if changes_hosts():  # this process may have been one of several
@@ -44,7 +54,8 @@ def join() -> Processes:
     listens_at = coordinator_listens_at(rank.coordinator or "")
     if rank.index == 0:
         check_can_listen(listens_at)
-    meet(rank, listens_at)
+    _address = meet(rank, listens_at)
+    xla_bridge.register_backend_factory("cpu", _make_cpu_client, fail_quietly=False)
     with interruptible():
         jax.distributed.initialize(
             coordinator_address=rank.coordinator,
@@ -56,6 +67,19 @@ def join() -> Processes:
         )
     # JAX keeps the client that sends messages to itself; Orbax takes it from here too.
     return Processes(rank.index, rank.count, distributed.global_state.client)
+
+
+def _make_cpu_client() -> Any:
+    """Makes JAX's CPU client, whose gloo listens at `own_address`.
+
+    JAX (0.10 to 0.12) lets it listen at the address of the host's name, which may have none, or one
+    that leads back to the host itself.
+    """
+    client = distributed.global_state.client
+    if client is None:  # this process was one of several, and has left them
+        return xla_bridge.make_cpu_client()
+    gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=own_address())
+    return xla_bridge.make_cpu_client(gloo)
 
 
 def leave() -> None:
@@ -85,7 +109,8 @@ def coordinator_listens_at(coordinator: str) -> str:
     except OSError:  # only process 0 must have this address
         return coordinator
     inside = all(ipaddress.ip_address(address).is_loopback for address in addresses)
-    return f"[::]:{port}" if inside and _is_name_of_a_machine(host) else coordinator
+    everywhere = "[::]" if socket.has_dualstack_ipv6() else "0.0.0.0"
+    return f"{everywhere}:{port}" if inside and _is_name_of_a_machine(host) else coordinator
 
 
 def check_can_listen(listen_at: str) -> None:
@@ -98,8 +123,7 @@ def check_can_listen(listen_at: str) -> None:
     try:
         if not 0 < int(port) < 1 << 16:
             raise ValueError("a port is between 1 and 65535")
-        family, *_, address = socket.getaddrinfo(host.strip("[]"), None)[0]
-        with socket.create_server((address[0], int(port)), family=family):
+        with listen(host, int(port)):
             return
     except (OSError, ValueError) as error:
         raise InputError(

@@ -22,14 +22,13 @@ def address(monkeypatch):
     return f"127.0.0.1:{port}"
 
 
-def start(address, index, count=3):
-    """Starts a process of the program in a thread. Returns the thread and what it raised."""
+def start(address, index, count=3, listens_at=None):
+    """Starts a process of the program in a thread. Returns the thread and how it ended."""
     ended = []
 
     def run():
         try:
-            meet(Rank(address, count, index), address)
-            ended.append(None)
+            ended.append(meet(Rank(address, count, index), listens_at or address))
         except Exception as error:
             ended.append(error)
 
@@ -39,7 +38,7 @@ def start(address, index, count=3):
 
 
 def ends(started):
-    """Returns how each ended."""
+    """Returns the address that each was told, or its error."""
     for thread, _ in started:
         thread.join(30)
     return [ended[0] for _, ended in started]
@@ -47,7 +46,30 @@ def ends(started):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_all_go_on_once_all_are_there(address, order):
-    assert ends([start(address, index) for index in order]) == [None, None, None]
+    assert ends([start(address, index) for index in order]) == ["127.0.0.1"] * 3
+
+
+def machine_address():
+    """An address of this machine that is not its loopback; None: it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial, suppress(OSError):
+        trial.connect(("192.0.2.1", 9))  # sends nothing
+        return trial.getsockname()[0]
+
+
+@pytest.mark.skipif(machine_address() is None, reason="a machine with an address")
+def test_each_knows_where_the_others_reach_it(address):
+    """Process 0 listens everywhere, as on Debian, where its own name is the loopback's. Who is on
+    its machine comes by that, and must be told where others reach the machine."""
+    port, outside = address.rpartition(":")[2], machine_address()
+    host = start(f"127.0.0.1:{port}", 0, listens_at=f"[::]:{port}")
+    beside, other = start(f"127.0.0.1:{port}", 1), start(f"{outside}:{port}", 2)
+    assert ends([host, beside, other]) == [outside] * 3
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
+def test_processes_meet_by_ipv6(address):
+    place = f"[::1]:{address.rpartition(':')[2]}"
+    assert ends([start(place, index) for index in range(3)]) == ["::1"] * 3
 
 
 def test_the_missing_ones_are_named_everywhere(address, monkeypatch, capfd):
@@ -125,16 +147,27 @@ def test_a_stranger_does_not_disturb_the_meeting(address, said):
     host = start(address, 0, count=2)
     with connect(address) as stranger:
         stranger.sendall(said)
-        assert ends([host, start(address, 1, count=2)]) == [None, None]
+        assert ends([host, start(address, 1, count=2)]) == ["127.0.0.1"] * 2
+
+
+def come(address, index):
+    """Comes as a process of three, and returns the connection."""
+    connection = connect(address)
+    connection.sendall(meeting._line(meeting._introduction(Rank(address, 3, index))))
+    return connection
 
 
 def test_a_process_that_came_and_died_is_waited_for_again(address):
-    host = start(address, 0, count=3)
-    said = {**meeting._introduction(Rank(address, 3, 1))}
-    with connect(address) as gone:
-        gone.sendall(json.dumps(said).encode() + b"\n")
-        time.sleep(0.3)
-    assert ends([host, start(address, 1), start(address, 2)]) == [None, None, None]
+    """Whoever comes meanwhile must not go on without it."""
+    host = start(address, 0)
+    come(address, 1).close()
+    time.sleep(0.3)
+    with come(address, 2) as second:
+        second.settimeout(0.7)
+        with pytest.raises(TimeoutError):
+            second.recv(1)
+        assert ends([host, start(address, 1)]) == ["127.0.0.1"] * 2
+        assert json.loads(second.recv(1024))["go"] is True
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "0", "nan"])

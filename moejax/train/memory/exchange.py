@@ -19,8 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from moejax.runtime.processes import find_rank
-from moejax.runtime.start import coordinator_listens_at
+from moejax.runtime.meeting import listen
 from moejax.train.memory.placement import Piece
 from moejax.train.memory.slots import (
     CHUNK,
@@ -39,6 +38,7 @@ from moejax.train.memory.slots import (
 LINE_BYTES = 1 << 16  # of a line of JSON
 PATIENCE_S = 30.0  # without any byte; then the other side counts as gone
 FIRST_LINE_S = 10.0
+RETRY_S = 0.1  # after the system refused a connection
 
 
 class ExchangeError(Exception):
@@ -66,16 +66,14 @@ class Server:
         """Listens at an address (port 0: any port) and serves the slots of a folder."""
         self._token, self._folder = token, folder
         self.inboxes: Mapping[int, Inbox] = {}  # by sender; empty before the first save
-        found = socket.getaddrinfo(listen_at[0], listen_at[1], type=socket.SOCK_STREAM)[0]
-        both = found[0] == socket.AF_INET6 and listen_at[0] == "::"
-        self._socket = socket.create_server(
-            found[4][:2], family=found[0], backlog=128, dualstack_ipv6=both
-        )
+        self._closed = threading.Event()
+        self._socket = listen(*listen_at)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="memory server", daemon=True).start()
 
     def close(self) -> None:
         """Stops listening."""
+        self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept that waits
         self._socket.close()
@@ -84,10 +82,15 @@ class Server:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._closed.wait(RETRY_S):
+                    return
+                continue  # too many files are open, or who came has gone
             served = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            served.start()
+            try:
+                served.start()
+            except RuntimeError:  # too many threads: whoever came is told by the end
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         """Answers one connection. What breaks off, or is no member of the run, is closed."""
@@ -268,23 +271,3 @@ def read_into(reader: BinaryIO, out: np.ndarray) -> str:
         digest.update(whole[at : at + count])
         at += count
     return digest.hexdigest()
-
-
-def listening_address() -> tuple[str, str]:
-    """Returns where this process listens, and where the others reach it.
-
-    It is the address by which it reaches the coordinator. Process 0 listens where the coordinator
-    does, and is reached as the coordinator is.
-    """
-    rank = find_rank()
-    assert rank.coordinator is not None, "a program of one process exchanges nothing"
-    host, _, port = rank.coordinator.rpartition(":")
-    host = host.strip("[]")
-    if rank.index == 0:
-        listens_at = coordinator_listens_at(rank.coordinator).rpartition(":")[0].strip("[]")
-        return listens_at, host
-    family, kind, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as trial:
-        trial.connect(address)  # sends nothing
-        own = str(trial.getsockname()[0])
-    return own, own

@@ -11,7 +11,8 @@ from pathlib import Path
 from moejax.config.schema import Config
 from moejax.errors import write_whole
 from moejax.runtime.processes import Processes
-from moejax.train.memory.exchange import Server, listening_address
+from moejax.runtime.start import own_address
+from moejax.train.memory.exchange import Server
 from moejax.train.memory.folder import folder_of, host_name, open_folder
 
 # In `checkpoints`, so that a run whose checkpoints somebody has removed is another run.
@@ -74,9 +75,8 @@ def open_members(cfg: Config, processes: Processes) -> Members:
     folder = processes.together(opened)
     server, address = None, ("", 0)
     if processes.count > 1:
-        listens_at, reached_at = listening_address()
-        server = Server((listens_at, 0), facts["token"], folder)
-        address = (reached_at, server.port)
+        server = Server((own_address(), 0), facts["token"], folder)
+        address = (own_address(), server.port)
     known = processes.gather([host_name(), *address])
     return Members(
         processes,

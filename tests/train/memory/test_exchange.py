@@ -15,7 +15,6 @@ from moejax.train.memory.exchange import (
     RemoteSlot,
     Server,
     line,
-    listening_address,
     put,
 )
 from moejax.train.memory.placement import Piece
@@ -175,6 +174,22 @@ def test_a_record_of_something_else_is_refused(server, tmp_path, wrong, seen):
     assert names_in(tmp_path) == []
 
 
+def test_a_process_listens_on_when_the_system_has_no_more_threads(server, tmp_path, monkeypatch):
+    start, refused = threading.Thread.start, []
+
+    def start_second(thread):
+        if not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_second)
+    assert said(server, line(FIRST)) == b""
+    put(address(server), TOKEN, 0, DATA, record())
+    assert refused
+    check_slot(tmp_path, "0-from-1-0", read_record(tmp_path, "0-from-1-0"))
+
+
 def test_before_the_first_save_nothing_is_taken(server, tmp_path):
     server.inboxes = {}
     with pytest.raises(ExchangeError, match="nothing is expected"):
@@ -185,11 +200,3 @@ def test_a_process_that_has_gone_is_an_error(server):
     server.close()
     with pytest.raises(OSError, match="refused"):
         put(address(server), TOKEN, 0, DATA, record())
-
-
-@pytest.mark.parametrize(("index", "wanted"), [(0, "127.0.0.1"), (1, "127.0.0.1")])
-def test_a_process_listens_where_it_reaches_the_coordinator(monkeypatch, index, wanted):
-    monkeypatch.setenv("MOEJAX_COORDINATOR", "127.0.0.1:1234")
-    monkeypatch.setenv("MOEJAX_PROCESSES", "2")
-    monkeypatch.setenv("MOEJAX_PROCESS", str(index))
-    assert listening_address() == (wanted, wanted)
