@@ -5,7 +5,7 @@
 // device has a thread that sends and receives: one call begins an exchange, and another hands XLA a
 // future of its end. What a device sends to another keeps the order in which exchanges began;
 // otherwise they run at the same time, as two that use a link in opposite directions.
-// comm/exchange.py connects the sockets and says what is sent to whom.
+// comm/peers.py connects the sockets, and comm/exchange.py says what is sent to whom.
 
 #include <fcntl.h>
 #include <poll.h>
@@ -22,7 +22,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -62,8 +64,10 @@ struct Stream {
       ssize_t n = send ? ::send(fd, at, left, MSG_NOSIGNAL) : ::recv(fd, at, left, 0);
       if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return "";
       if (n < 0 && errno == EINTR) continue;
+      if (n == 0 || (n < 0 && (errno == ECONNRESET || errno == EPIPE))) {
+        return "device " + Name() + " has gone: it closed its connection";
+      }
       if (n < 0) return std::string(strerror(errno)) + ", exchange with device " + Name();
-      if (n == 0) return "device " + Name() + " has gone: it closed its connection";
       done += static_cast<size_t>(n);
       if (!send && done == sizeof(Header) &&
           (header.number != expected.number || header.bytes != expected.bytes)) {
@@ -118,16 +122,38 @@ void Set(ffi::Promise& promise, const std::string& failed) {
   }
 }
 
-// Sends and receives for one device.
+// What the system refuses, in words.
+std::system_error Refused(const char* what) {
+  return std::system_error(errno, std::generic_category(), what);
+}
+
+// Where a device wakes its thread.
+int OpenWake() {
+  int wake = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+  if (wake < 0) throw Refused("eventfd");
+  return wake;
+}
+
+// Sends and receives for one device. What the system refuses is thrown.
 class Device {
  public:
-  explicit Device(int64_t id)
-      : id_(id), wake_(eventfd(0, EFD_NONBLOCK)), thread_([this] { Run(); }) {}
+  explicit Device(int64_t id) : id_(id), wake_(OpenWake()) {
+    try {
+      thread_ = std::thread([this] { Run(); });
+    } catch (const std::system_error&) {
+      close(wake_);
+      throw;
+    }
+  }
 
+  // Takes the connection to a peer, unless it throws.
   void Add(int64_t peer, int fd) {
     std::lock_guard<std::mutex> lock(mutex_);
-    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
-    peers_[peer].fd = fd;
+    int flags = fcntl(fd, F_GETFL);
+    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) throw Refused("fcntl");
+    if (!peers_.emplace(peer, Peer{fd}).second) {
+      throw std::runtime_error("device " + std::to_string(peer) + " is connected already");
+    }
   }
 
   // Ends the thread, once nothing is under way, and closes the connections.
@@ -194,7 +220,8 @@ class Device {
         End(task->number, failed);
         task = running.erase(task);
       }
-      Wait(failed.empty() && !running.empty());  // else peers may be added meanwhile
+      std::string wrong = Wait(failed.empty() && !running.empty());
+      if (failed.empty()) failed = wrong;
     }
   }
 
@@ -238,33 +265,46 @@ class Device {
     return "";
   }
 
-  // Waits until a task comes or, if `peers`, something can be moved.
-  void Wait(bool peers) {
+  // Waits until a task comes or, if `peers`, something can be moved; returns what went wrong, or
+  // nothing. Without `peers`, some may be added meanwhile.
+  std::string Wait(bool peers) {
     std::vector<pollfd> waits{{wake_, POLLIN, 0}};
     for (auto& [device, peer] : peers_) {
       if (!peers) break;
       int events = (peer.ways[0].empty() ? 0 : POLLIN) | (peer.ways[1].empty() ? 0 : POLLOUT);
       if (events) waits.push_back({peer.fd, static_cast<short>(events), 0});
     }
-    poll(waits.data(), waits.size(), -1);
+    if (poll(waits.data(), waits.size(), -1) < 0 && errno != EINTR) {
+      std::string wrong = Refused("poll").what();
+      usleep(1000);  // a failure that stays must not keep a core busy
+      return wrong;
+    }
     eventfd_t count;
     eventfd_read(wake_, &count);
+    return "";
   }
 
   // Tells whoever waits for an exchange, now or later, that it has ended.
   void End(uint32_t number, const std::string& failed) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto found = begun_.find(number);
-    if (!found->second.promise) {
-      found->second.ended = true;
-      found->second.failed = failed;
-      return;
+    std::shared_ptr<ffi::Promise> promise;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto found = begun_.find(number);
+      if (!found->second.promise) {
+        found->second.ended = true;
+        found->second.failed = failed;
+        return;
+      }
+      promise = std::make_shared<ffi::Promise>(std::move(*found->second.promise));
+      begun_.erase(found);
     }
     // A thread of its own goes on with the program, and this one with the other exchanges.
-    std::thread([promise = std::move(*found->second.promise), failed]() mutable {
-      Set(promise, failed);
-    }).detach();
-    begun_.erase(found);
+    try {
+      std::thread([promise, failed] { Set(*promise, failed); }).detach();
+    } catch (const std::system_error& error) {
+      // The program cannot go on here: it might wait for what only this thread can send.
+      Set(*promise, std::string("no thread goes on with the program: ") + error.what());
+    }
   }
 
   int64_t id_;
@@ -330,7 +370,14 @@ ffi::Future Done(int32_t ordinal, ffi::AnyBuffer y, ffi::AnyBuffer x,
                  ffi::Buffer<ffi::U32> number, ffi::Result<ffi::AnyBuffer> result) {
   char* receive = static_cast<char*>(y.untyped_data());
   bool moved = receive != result->untyped_data();
-  return Devices()[ordinal]->End(*number.typed_data(), moved ? nullptr : receive);
+  auto found = Devices().find(ordinal);
+  if (found != Devices().end()) {
+    return found->second->End(*number.typed_data(), moved ? nullptr : receive);
+  }
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  Set(promise, "this device is not connected");
+  return future;
 }
 
 // Reads its arguments after all that makes them, and so keeps their memory from being used again.
@@ -372,13 +419,38 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_done, Done,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_hold, Hold,
                               ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>());
 
-extern "C" void moejax_device(int64_t device) { Devices()[device] = new Device(device); }
+// Does something and returns what went wrong, or null. The text is good until the next call.
+template <typename Act>
+const char* Told(Act act) {
+  static auto* wrong = new std::string();
+  try {
+    act();
+  } catch (const std::exception& error) {
+    *wrong = error.what();
+    return wrong->c_str();
+  }
+  return nullptr;
+}
+
+// Begins to send and receive for a device of this process; returns what went wrong, or null.
+extern "C" const char* moejax_device(int64_t device) {
+  return Told([=] {
+    if (Devices().count(device)) throw std::runtime_error("the device has begun already");
+    Devices()[device] = new Device(device);
+  });
+}
 
 extern "C" void moejax_disconnect() {
   for (auto& device : Devices()) delete device.second;
   Devices().clear();
 }
 
-extern "C" void moejax_connect(int64_t device, int64_t peer, int fd) {
-  Devices()[device]->Add(peer, fd);
+// Gives a device the connection to a peer; returns what went wrong, or null. The connection is
+// closed with the device, and stays the caller's if something went wrong.
+extern "C" const char* moejax_connect(int64_t device, int64_t peer, int fd) {
+  return Told([=] {
+    auto found = Devices().find(device);
+    if (found == Devices().end()) throw std::runtime_error("the device is not of this process");
+    found->second->Add(peer, fd);
+  });
 }

@@ -3,16 +3,16 @@
 XLA's CPU runtime calls gloo from the thread that runs the program: nothing computes until the bytes
 have arrived. `exchange.cc` sends and receives in a thread of each device: one call begins an
 exchange, another waits for it. It is compiled when it is first needed and kept in the user's cache;
-`comm.gloo` puts it in place of large collectives.
+`comm.peers` connects the devices, and `comm.gloo` puts exchanges in place of large collectives.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
-import os
+import platform
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -24,19 +24,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src import distributed
 from jax.sharding import Mesh
 
+from moejax.comm.peers import NotConnectedError, connect_all
+from moejax.runtime.program_cache import user_cache
+
 SOURCE = Path(__file__).with_name("exchange.cc")
-WAIT_MILLISECONDS = 600_000  # how long a process may take to reach its first program
 CALLS = (
     "moejax_exchange_start",
     "moejax_exchange_start_pairs",
     "moejax_exchange_done",
     "moejax_hold",
 )
-NO_LIBRARY = "none"  # in place of an address
-PAIR = struct.Struct("!qq")  # the device that connects, and the one that it connects to
 
 
 class Begun(NamedTuple):
@@ -192,27 +191,44 @@ def connected(mesh: Mesh) -> Exchange | None:
 def _connect() -> bool:
     """Connects each device of this process to each other device, and registers the calls.
 
-    Returns False, and says so, if any process has no library: all processes then go without.
+    Returns False, and says why, if any process could not: all processes then go without.
     """
-    library = _load()
-    host = socket.gethostbyname(socket.gethostname())
-    with socket.create_server((host, 0), backlog=1024) as server:
-        address = f"{host}:{server.getsockname()[1]}" if library else NO_LIBRARY
-        addresses = _addresses(address)
-        if NO_LIBRARY in addresses:
-            if library:  # else `_load` has said why
-                who = addresses.index(NO_LIBRARY)
-                _say(f"process {who} has no library for it")
-            return False
-        _connect_devices(library, server, addresses)
+    try:
+        connect_all(_begin_devices, _hand_over)
+    except NotConnectedError as error:
+        print(
+            f"Collectives do not run beside compute: {error}. gloo carries them.", file=sys.stderr
+        )
+        with contextlib.suppress(NotConnectedError):
+            _library().moejax_disconnect()
+        return False
     _register()
     return True
+
+
+def _begin_devices() -> None:
+    library = _library()
+    for device in jax.local_devices():
+        _check(library.moejax_device(ctypes.c_int64(device.id)))
+
+
+def _hand_over(own: int, peer: int, connection: socket.socket) -> None:
+    """Gives a connection to the device whose it is."""
+    connection.setblocking(False)
+    numbers = ctypes.c_int64(own), ctypes.c_int64(peer), ctypes.c_int(connection.fileno())
+    _check(_library().moejax_connect(*numbers))
+    connection.detach()
+
+
+def _check(wrong: bytes | None) -> None:
+    if wrong is not None:
+        raise NotConnectedError(wrong.decode())
 
 
 @functools.cache
 def _register() -> None:
     """Tells XLA of the calls, once in a process."""
-    library = _load()
+    library = _library()
     for name in CALLS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
 
@@ -220,58 +236,44 @@ def _register() -> None:
 def disconnect() -> None:
     """Ends the connections, because this process leaves its program. Nothing is under way then."""
     if _connect.cache_info().currsize and _connect():
-        _load().moejax_disconnect()
+        _library().moejax_disconnect()
     _connect.cache_clear()
 
 
-def _addresses(own: str) -> list[str]:
-    """Where each process listens."""
-    client = distributed.global_state.client
-    if client is None:
-        return [own]
-    key = "moejax/exchange/{}"
-    client.key_value_set(key.format(jax.process_index()), own)
-    processes = range(jax.process_count())
-    return [client.blocking_key_value_get(key.format(n), WAIT_MILLISECONDS) for n in processes]
+@functools.cache
+def _library() -> Any:
+    return load_library()
 
 
-def _connect_devices(library: Any, server: socket.socket, addresses: list[str]) -> None:
-    """The device with the higher id connects to the other, and says who it is."""
-    here = [device.id for device in jax.local_devices()]
+def load_library() -> Any:
+    """Loads the library from the user's cache; compiles it if it is not there or does not load.
 
-    def hand_over(own: int, peer: int, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        numbers = ctypes.c_int64(own), ctypes.c_int64(peer)
-        library.moejax_connect(*numbers, ctypes.c_int(connection.detach()))
+    Without a home directory it is compiled at each start.
 
-    for own in here:
-        library.moejax_device(ctypes.c_int64(own))
-    for device in jax.devices():
-        host, port = addresses[device.process_index].rsplit(":", 1)
-        for own in here:
-            if own > device.id:
-                connection = socket.create_connection((host, int(port)))
-                connection.sendall(PAIR.pack(own, device.id))
-                hand_over(own, device.id, connection)
-    for _ in range(sum(device.id > own for own in here for device in jax.devices())):
-        connection, _ = server.accept()
-        peer, own = PAIR.unpack(connection.recv(PAIR.size, socket.MSG_WAITALL))
-        hand_over(own, peer, connection)
+    Raises:
+      NotConnectedError: if it cannot be compiled or loaded.
+    """
+    made_of = SOURCE.read_bytes() + f"{jax.__version__} {platform.machine()}".encode()
+    name = f"exchange-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        path = (user_cache() or Path(folder)) / name
+        with contextlib.suppress(OSError, AttributeError):  # another system's, or damaged
+            return _open(path)
+        if (reason := compile_library(SOURCE, path)) is not None:
+            raise NotConnectedError(reason)
+        try:
+            return _open(path)
+        except (OSError, AttributeError) as error:
+            raise NotConnectedError(f"the library cannot be loaded: {error}") from error
 
 
-def _load() -> Any:
-    """Compiles the library unless the cache has it; None, with a line, if it cannot."""
-    digest = hashlib.sha256(SOURCE.read_bytes() + jax.__version__.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moejax"
-    library = cache / f"exchange-{digest}.so"
-    if not library.exists() and (reason := compile_library(SOURCE, library)) is not None:
-        _say(reason)
-        return None
-    return ctypes.CDLL(str(library))
-
-
-def _say(reason: str) -> None:
-    print(f"Collectives do not run beside compute: {reason}. gloo carries them.", file=sys.stderr)
+def _open(path: Path) -> Any:
+    library = ctypes.CDLL(str(path))
+    for name in CALLS:
+        getattr(library, name)
+    for tells in (library.moejax_device, library.moejax_connect):
+        tells.restype = ctypes.c_char_p  # what went wrong
+    return library
 
 
 def compile_library(source: Path, library: Path) -> str | None:

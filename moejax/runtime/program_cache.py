@@ -28,6 +28,13 @@ def keep_programs() -> None:
         return
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
     path = cache_directory()
+    if path is None:
+        print(
+            "moejax: compiled programs are not kept: this user has no home directory. Name a "
+            "directory in XDG_CACHE_HOME to keep them.",
+            file=sys.stderr,
+        )
+        return
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,10 +64,26 @@ def _write(key: str, compile_s: float, name: str, backend: Any, executable: Any,
             )
 
 
-def cache_directory() -> Path:
-    """Returns the directory of this kind of processor: others may lack its instructions."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "moejax" / f"programs-{_kind_of_processor()}"
+def cache_directory() -> Path | None:
+    """Returns the directory of this kind of processor: others may lack its instructions.
+
+    None: the user has no home directory.
+    """
+    base = user_cache()
+    return None if base is None else base / f"programs-{_kind_of_processor()}"
+
+
+def user_cache() -> Path | None:
+    """Returns moejax's folder in the user's cache; None if the user has no home directory.
+
+    A container may run as a user without an entry in its passwd file, and without HOME.
+    """
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "moejax"
+    try:
+        return Path.home() / ".cache" / "moejax"
+    except RuntimeError:
+        return None
 
 
 def _kind_of_processor() -> str:

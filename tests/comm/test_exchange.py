@@ -1,6 +1,11 @@
 """Exchanges between devices: the same results as JAX's collectives, and what goes wrong is told."""
 
 import re
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +15,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm import exchange
+from moejax.comm import exchange, peers
 from moejax.comm.gloo import in_order
+from moejax.comm.peers import NotConnectedError
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("a", "b", "c"))
 COLLECTIVES = {
@@ -84,20 +90,128 @@ def test_messages_far_larger_than_a_sockets_buffer_arrive():
     np.testing.assert_array_equal(np.asarray(ours(x)), wanted)
 
 
-def test_a_missing_compiler_is_told(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("said", [b"", struct.pack("!qq", 3, 99), struct.pack("!qq", 7, 0)])
+def test_strangers_at_the_port_change_nothing(monkeypatch, everything_exchanged, said):
+    """While devices connect: one who says nothing, a device that is not here, or one that is."""
+    share, strangers = peers._share, []
+
+    def shared(name, value):
+        if name == "places":
+            for _ in range(3):
+                strangers.append(socket.create_connection(value[0][:2]))
+                strangers[-1].sendall(said)
+        return share(name, value)
+
+    monkeypatch.setattr(peers, "_share", shared)
+    exchange.disconnect()
+    x = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
+    ours = exchanged(lambda x: COLLECTIVES["all_to_all"](x, ("a", "b", "c")))
+    wanted = x.reshape(8, 8, -1).swapaxes(0, 1).reshape(x.shape)
+    np.testing.assert_array_equal(np.asarray(ours(x)), wanted)
+    assert len(strangers) == 3
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_what_the_library_refuses_is_text_and_no_crash():
+    exchange.connected(MESH)
+    library = exchange._library()
+    assert library.moejax_connect(99, 0, 0) == b"the device is not of this process"
+    assert library.moejax_connect(0, 1, 0) == b"device 1 is connected already"
+    assert library.moejax_device(0) == b"the device has begun already"
+    assert b"Bad file descriptor" in library.moejax_connect(0, 98, 10**6)
+
+
+LOST = """
+import resource, socket, struct, threading, time
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from moejax.comm import exchange
+
+library = exchange._library()
+exchange._register()
+
+def begin(x, wait_s):
+    groups, size = np.array([0, 1]), np.int64(2)
+    call, after = "moejax_exchange_start", jnp.uint32(0)
+    begun = exchange._begin(call, x, after, x.shape, groups=groups, size=size, gather=False)
+    late = jax.pure_callback(lambda n: time.sleep(wait_s) or n, begun.number, begun.number)
+    return begun._replace(number=late).end()
+
+# Gone, a message of another size, another message; before the program waits for it, and after.
+for said in (b"", struct.pack("=QQ", 0, 99), struct.pack("=QQ", 7, 16)):
+    for ends_s, wait_s in ((0.0, 0.3), (0.3, 0.0)):
+        mine, other = socket.socketpair()
+        assert library.moejax_device(0) is None
+        assert library.moejax_connect(0, 1, mine.detach()) is None
+        threading.Timer(ends_s, lambda: (other.sendall(said), other.close())).start()
+        try:
+            print("arrived", jax.jit(begin, static_argnums=1)(jnp.ones((2, 4)), wait_s))
+        except jax.errors.JaxRuntimeError as error:
+            print(str(error).splitlines()[0])
+        library.moejax_disconnect()
+
+def refused(limit, number):
+    # What the library says when the system gives no more of something.
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (number, before[1]))
+    told = next(filter(None, map(library.moejax_device, range(100))))
+    resource.setrlimit(limit, before)
+    library.moejax_disconnect()
+    return told.decode()
+
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+print("refused:", refused(resource.RLIMIT_NOFILE, 3))
+print("refused:", refused(resource.RLIMIT_AS, pages * resource.getpagesize() + 2**27))
+"""
+
+
+def test_a_failure_is_told_before_an_exchange_is_waited_for_and_after():
+    command = [sys.executable, "-c", LOST]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    gone, size, number = (
+        "device 1 has gone: it closed its connection",
+        "device 1 sends message 0 of 99 bytes where message 0 of 16 bytes was expected: the "
+        "processes do not run the same program",
+        "device 1 sends message 7 of 16 bytes where message 0 of 16 bytes was expected: the "
+        "processes do not run the same program",
+    )
+    assert said[:6] == [gone, gone, size, size, number, number], done.stdout + done.stderr
+    assert said[6:] == ["eventfd: Too many open files", "Resource temporarily unavailable"]
+
+
+def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(exchange.shutil, "which", lambda name: None)
-    assert exchange._load() is None
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("Collectives do not run beside compute: there is no C++ compiler")
+    with pytest.raises(NotConnectedError, match=r"^there is no C\+\+ compiler"):
+        exchange.load_library()
 
 
-def test_what_the_compiler_complains_of_is_told(monkeypatch, tmp_path, capsys):
+def test_what_the_compiler_complains_of_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     broken = tmp_path / "exchange.cc"
     broken.write_text("#error no such thing\n")
     monkeypatch.setattr(exchange, "SOURCE", broken)
-    assert exchange._load() is None
-    assert "g++ failed" in (told := capsys.readouterr().err)
-    assert "no such thing" in told
+    with pytest.raises(NotConnectedError, match=r"^g\+\+ failed: .*no such thing"):
+        exchange.load_library()
     assert not list((tmp_path / "cache" / "moejax").iterdir())
+
+
+@pytest.mark.parametrize("damaged", [b"", b"no library"])
+def test_a_cached_library_that_does_not_load_is_compiled_anew(monkeypatch, tmp_path, damaged):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled = []
+
+    def compile_library(source, library):
+        compiled.append(library)
+        library.parent.mkdir(exist_ok=True)
+        whole = exchange._library()._name
+        library.write_bytes(damaged if len(compiled) == 1 else Path(whole).read_bytes())
+
+    monkeypatch.setattr(exchange, "compile_library", compile_library)
+    with pytest.raises(NotConnectedError, match="the library cannot be loaded"):
+        exchange.load_library()
+    assert exchange.load_library()._name == str(compiled[1])
+    assert exchange.load_library()._name == str(compiled[0])
+    assert len(compiled) == 2

@@ -55,6 +55,22 @@ def test_where_jax_was_told_to_keep_programs_they_stay(tmp_path):
     assert start_anew(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")[0] == "None"
 
 
+# As a user whom a container's passwd file does not know.
+NOBODY = """
+import os, pwd
+del os.environ["HOME"]
+def getpwuid(uid):
+    raise KeyError(uid)
+pwd.getpwuid = getpwuid
+"""
+
+
+def test_a_user_without_a_home_directory_is_told(tmp_path):
+    directory, _, said = start_anew(tmp_path, first=NOBODY)
+    assert directory == "None"
+    assert "compiled programs are not kept: this user has no home directory" in said
+
+
 def test_a_home_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / ".cache").write_text("a file where a directory would be")
     directory, _, said = start_anew(tmp_path)

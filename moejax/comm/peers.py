@@ -1,0 +1,258 @@
+"""Connections between the devices of several CPU processes, with nobody else at their ends.
+
+Every process listens at the address at which the others reach it. The coordination service hands
+out a token that process 0 draws, and tells each process where the others listen. A connection
+begins with the token, the device that connects and the one that it connects to; the other side
+answers. Whoever says anything else, or nothing in time, is closed and does not count. What goes
+wrong in one process is known to all of them before any of them computes.
+"""
+
+import contextlib
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import distributed
+
+from moejax.errors import MeetingError
+from moejax.runtime.meeting import listen
+from moejax.runtime.start import own_address
+
+WAIT_S = 600.0  # how long a process may take to reach its first program
+POLL_MILLISECONDS = 1000  # waits are cut into intervals, so that Ctrl-C gets through
+CONNECT_S = 120.0  # for all connections, once every process listens
+HELLO_S = 10.0  # for what a connection begins with
+HELLO = struct.Struct("!32sqq")  # token, the device that connects, the one that it connects to
+ANSWER = b"moejax"
+
+Pair = tuple[int, int]  # a device of this process, and its peer
+HandOver = Callable[[int, int, socket.socket], None]
+
+
+class NotConnectedError(Exception):
+    """Devices cannot be connected, or their library is missing. The message says why."""
+
+
+class Place(NamedTuple):
+    """Where a process listens, and the token that it drew."""
+
+    host: str
+    port: int
+    token: str
+
+
+def connect_all(begin: Callable[[], None], hand_over: HandOver) -> None:
+    """Connects each device of this process to each other device; every process calls it.
+
+    Args:
+      begin: runs before; what it raises, all processes are told.
+      hand_over: takes a device of this process, its peer, and their connection.
+    Raises:
+      NotConnectedError: in all processes, if anything went wrong in any of them.
+      MeetingError: if another process does not come.
+    """
+    with contextlib.ExitStack() as opened:
+        servers: list[socket.socket] = []
+
+        def place() -> Place:
+            begin()
+            server = opened.enter_context(listen(own_address(), 0))
+            servers.append(server)
+            return Place(own_address(), server.getsockname()[1], secrets.token_hex(16))
+
+        places = [Place(*found) for found in _agree("places", place)]
+        _agree("connections", lambda: _connect(servers[0], places, hand_over))
+
+
+def _agree(name: str, make: Callable[[], Any]) -> list[Any]:
+    """Returns what `make`, JSON values, gave in each process.
+
+    Raises:
+      NotConnectedError: in all processes, if it could not in some.
+    """
+    value, failed, index = None, None, jax.process_index()
+    try:
+        value = make()
+    # The system refuses sockets by OSError, and threads by RuntimeError.
+    except (NotConnectedError, OSError, RuntimeError) as error:
+        failed = str(error)
+    answers = _share(name, [value, failed])
+    for number, (_, failed) in enumerate(answers):
+        if failed is not None:
+            raise NotConnectedError(failed if number == index else f"process {number}: {failed}")
+    return [value for value, _ in answers]
+
+
+def _share(name: str, value: Any) -> list[Any]:
+    """Returns the JSON values of all processes, in the order of their numbers."""
+    client = distributed.global_state.client
+    if client is None:
+        return [value]
+    folder, until = f"moejax/exchange/{name}", time.monotonic() + WAIT_S
+    client.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(value))
+    found: list[Any] = []
+    while len(found) < jax.process_count():
+        key = f"{folder}/{len(found)}"
+        try:
+            found.append(json.loads(client.blocking_key_value_get(key, POLL_MILLISECONDS)))
+        except Exception as error:  # JAX has no class for it
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            if time.monotonic() > until:
+                raise MeetingError(
+                    f"not all processes came to their first program. Process {len(found)} did not "
+                    f"in {WAIT_S:.0f} s. All must run the same command. Look at its log."
+                ) from error
+    return found
+
+
+def _connect(server: socket.socket, places: list[Place], hand_over: HandOver) -> None:
+    """The device with the higher id connects to the other, and says who it is."""
+    here = [device.id for device in jax.local_devices()]
+    token, until = places[0].token.encode(), time.monotonic() + CONNECT_S
+    expected = {(own, peer.id) for own in here for peer in jax.devices() if peer.id > own}
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept_peers, server, token, expected, until)
+        try:
+            for peer in jax.devices():
+                for own in (own for own in here if own > peer.id):
+                    place = places[peer.process_index]
+                    hand_over(own, peer.id, _call(place, token, (own, peer.id), until))
+            came = accepted.result()
+        except BaseException:
+            expected.clear()  # nobody is waited for any more
+            raise
+    for (own, peer), connection in came.items():
+        hand_over(own, peer, connection)
+
+
+def _call(place: Place, token: bytes, pair: Pair, until: float) -> socket.socket:
+    """Connects to a device of another process.
+
+    Raises:
+      NotConnectedError: if it cannot be reached, or does not answer.
+    """
+    who = f"device {pair[0]} to device {pair[1]} at {place.host} port {place.port}"
+    with contextlib.ExitStack() as unless_done:
+        try:
+            seconds = max(until - time.monotonic(), 0.01)
+            connection = socket.create_connection((place.host, place.port), timeout=seconds)
+            unless_done.push(connection)
+            connection.sendall(HELLO.pack(token, *pair))
+            answer = connection.recv(len(ANSWER), socket.MSG_WAITALL)
+        except OSError as error:
+            reason = error.strerror or error
+            raise NotConnectedError(f"no connection of {who}: {reason}") from error
+        if answer != ANSWER:
+            raise NotConnectedError(f"no connection of {who}: the other side closed it")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        unless_done.pop_all()
+    return connection
+
+
+def accept_peers(
+    server: socket.socket, token: bytes, expected: set[Pair], until: float
+) -> dict[Pair, Any]:
+    """Returns the connections of the expected pairs, which are taken out of the set.
+
+    Args:
+      expected: emptied by another thread, it ends the wait.
+      until: on the monotonic clock.
+    Raises:
+      NotConnectedError: if some have not come by then.
+    """
+    found: dict[Pair, Any] = {}
+    server.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while expected and time.monotonic() < until:
+            for key, _ in selector.select(0.2):
+                if key.fileobj is server:
+                    _welcome(server, selector)
+                elif (pair := _read_hello(key, selector, token)) is None:
+                    continue
+                elif pair in expected:
+                    found[pair] = key.fileobj
+                    expected.discard(pair)
+                    _answer(found[pair])
+                else:
+                    _close(key)
+            for key in _guests(selector):
+                if time.monotonic() > key.data.until:
+                    selector.unregister(key.fileobj)
+                    _close(key)
+        for key in _guests(selector):
+            _close(key)
+    if expected:
+        for connection in found.values():
+            connection.close()
+        own, peer = min(expected)
+        raise NotConnectedError(
+            f"{len(expected)} connections were not made within {CONNECT_S:.0f} s, the first from "
+            f"device {peer} to device {own}"
+        )
+    return found
+
+
+class _Guest:
+    """A connection that has not said yet who it is."""
+
+    def __init__(self) -> None:
+        self.said, self.until = b"", time.monotonic() + HELLO_S
+
+
+def _welcome(server: socket.socket, selector: selectors.BaseSelector) -> None:
+    with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+        connection, _ = server.accept()
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ, _Guest())
+
+
+def _read_hello(
+    key: selectors.SelectorKey, selector: selectors.BaseSelector, token: bytes
+) -> Pair | None:
+    """Reads what a connection begins with: its pair, once all is there and the token is right.
+
+    What has another token, or ends, is closed.
+    """
+    connection: Any = key.fileobj
+    try:
+        part = connection.recv(HELLO.size - len(key.data.said))
+    except BlockingIOError:
+        return None
+    except OSError:
+        part = b""
+    key.data.said += part
+    if part and len(key.data.said) < HELLO.size:
+        return None
+    selector.unregister(connection)
+    if part:
+        said, peer, own = HELLO.unpack(key.data.said)
+        if hmac.compare_digest(said, token):
+            return own, peer
+    connection.close()
+    return None
+
+
+def _answer(connection: socket.socket) -> None:
+    """Tells the other side that it is expected. One that has gone is found when it is used."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):
+        connection.sendall(ANSWER)
+
+
+def _guests(selector: selectors.BaseSelector) -> list[selectors.SelectorKey]:
+    return [key for key in selector.get_map().values() if key.data is not None]
+
+
+def _close(key: selectors.SelectorKey) -> None:
+    connection: Any = key.fileobj
+    connection.close()
