@@ -42,12 +42,19 @@ class Rank:
 
 
 NAMES = ("MOEJAX_COORDINATOR", "MOEJAX_PROCESSES", "MOEJAX_PROCESS")
-# What a scheduler tells each process that it starts: how many there are, and which one this is.
-# Slurm's are of the step, which `srun` starts; a job's script has none.
+# What launchers and schedulers tell each process that they start: how many there are, and which one
+# this is. Slurm's are of the step, which `srun` starts; a job's script has none.
 SCHEDULERS = {
     "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "mpirun": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "mpiexec": ("PMI_SIZE", "PMI_RANK"),  # of MPICH and Intel MPI, and of PALS with PMI
+    "mpirun of MVAPICH": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    "flux run": ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    "jsrun": ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    "torchrun": ("WORLD_SIZE", "RANK"),
 }
+# HPE's launcher says without PMI how many are on this host alone, and which one this is of all.
+PALS = ("PALS_LOCAL_SIZE", "PALS_RANKID")
 
 
 def find_rank() -> Rank:
@@ -91,12 +98,17 @@ def _check_alone() -> None:
     Raises:
       InputError: if so.
     """
-    for name, count in _tasks().items():
+    found = [(f"{count}", name, SCHEDULERS[name][0]) for name, count in _tasks().items()]
+    beside, number = (os.environ.get(name, "") for name in PALS)
+    if beside.isdecimal() and number.isdecimal() and (int(beside) > 1 or int(number) > 0):
+        count = max(int(beside), int(number) + 1)
+        found.append((f"{count} or more", "mpiexec of PALS", PALS[0]))
+    for count, name, variable in found:
         raise InputError(
             f"each of {count} processes would run alone. {name} has started them, "
             f"{_seen(NAMES[0])}. Processes of one program must know each other. Start with "
             f"launch/slurm.sbatch, or set {', '.join(NAMES)} in each; for a run of its own unset "
-            f"{SCHEDULERS[name][0]}."
+            f"{variable}."
         )
 
 

@@ -163,7 +163,35 @@ SRUN, MPIRUN = (
 )
 
 
-@pytest.mark.parametrize("names", [SRUN, MPIRUN])
+# What MPICH's and Intel's mpiexec (Hydra), MVAPICH, Flux, jsrun and torchrun set in each process.
+OTHERS = (
+    ("PMI_SIZE", "PMI_RANK"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    ("FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    ("WORLD_SIZE", "RANK"),
+)
+
+
+@pytest.mark.parametrize(
+    ("beside", "number", "said"),
+    [("4", "1", "4 or more"), ("1", "1", "2 or more"), ("2", "0", "2 or more")],
+)
+def test_tasks_of_pals_that_do_not_know_each_other_are_refused(monkeypatch, beside, number, said):
+    """It says how many are on one host, and a number in the whole program."""
+    monkeypatch.setenv("PALS_LOCAL_SIZE", beside)
+    monkeypatch.setenv("PALS_RANKID", number)
+    with pytest.raises(InputError, match=f"each of {said} processes would run alone"):
+        find_rank()
+    monkeypatch.setenv("PALS_RANKID", "0")
+    monkeypatch.setenv("PALS_LOCAL_SIZE", "1")
+    assert find_rank() == Rank(None, 1, 0)
+    in_program(monkeypatch, processes=2)
+    monkeypatch.setenv("PALS_LOCAL_SIZE", beside)
+    assert find_rank() == Rank("127.0.0.1:1", 2, 0)
+
+
+@pytest.mark.parametrize("names", [SRUN, MPIRUN, *OTHERS])
 def test_tasks_that_do_not_know_each_other_are_refused(monkeypatch, names):
     for name, value in zip(names, "41", strict=True):
         monkeypatch.setenv(name, value)
@@ -173,7 +201,7 @@ def test_tasks_that_do_not_know_each_other_are_refused(monkeypatch, names):
     assert find_rank() == Rank(None, 1, 0)
 
 
-@pytest.mark.parametrize("names", [SRUN, MPIRUN])
+@pytest.mark.parametrize("names", [SRUN, MPIRUN, *OTHERS])
 @pytest.mark.parametrize(("tasks", "task"), [("4", "0"), ("2", "1")])
 def test_a_scheduler_that_says_otherwise_is_a_clash(monkeypatch, names, tasks, task):
     in_program(monkeypatch, processes=2)
