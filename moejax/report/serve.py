@@ -2,6 +2,7 @@
 
 import hmac
 import secrets
+import socket
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -36,7 +37,9 @@ class Server(ThreadingHTTPServer):
         self.directories = directories
         self.token = "" if host in LOOPBACK else secrets.token_urlsafe(16)
         try:
-            super().__init__((host, port), Handler)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self.address_family = found[0]
+            super().__init__(found[4][:2], Handler)
         except OSError as error:
             raise InputError(
                 f"cannot listen. {host}:{port}: {error.strerror}. The address must be this "
@@ -47,6 +50,7 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         """The address to open, with the token where one is needed."""
         host, port = self.server_address[:2]
+        host = f"[{host}]" if self.address_family == socket.AF_INET6 else host
         return f"http://{host}:{port}/" + (f"?token={self.token}" if self.token else "")
 
     def mark(self) -> str:
@@ -70,6 +74,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     protocol_version = "HTTP/1.1"
+    timeout = 60  # seconds for a request, so that who says nothing keeps no thread
 
     def do_GET(self) -> None:
         """Sends the page, its data, or why not."""

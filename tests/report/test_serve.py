@@ -1,4 +1,5 @@
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -6,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from moejax.report.serve import Server
+from moejax.report.serve import Handler, Server
 from tests.browser import open_browser, wait_until
 from tests.report.runs import report_line, usual_run
 
@@ -106,3 +107,18 @@ def test_the_open_page_follows_the_run(tmp_path, browser):
         assert opened.evaluate("moejax.view.smooth") == 0.5
         assert opened.locator("input[type=range]").first.input_value() == "0.5"
         opened.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
+def test_the_loopback_of_ipv6_is_one_too(tmp_path):
+    with serving(usual_run(tmp_path / "a"), "::1") as server:
+        assert server.url.startswith("http://[::1]:")
+        assert ask(server.url)[0] == 200
+
+
+def test_who_says_nothing_is_closed(tmp_path, monkeypatch):
+    run = usual_run(tmp_path / "a")
+    monkeypatch.setattr(Handler, "timeout", 0.2)
+    with serving(run) as server, socket.create_connection(server.server_address) as silent:
+        silent.settimeout(10)
+        assert silent.recv(1) == b""
