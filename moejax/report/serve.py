@@ -39,7 +39,7 @@ class Server(ThreadingHTTPServer):
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self.address_family = found[0]
-            super().__init__(found[4][:2], Handler)
+            super().__init__((str(found[4][0]), port), Handler)
         except OSError as error:
             raise InputError(
                 f"cannot listen. {host}:{port}: {error.strerror}. The address must be this "
