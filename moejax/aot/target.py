@@ -15,6 +15,7 @@ import jax
 from jax.experimental import topologies
 
 from moejax.errors import InputError
+from moejax.runtime.jax_settings import fix_settings
 from moejax.runtime.memory import SHARE
 
 NODE = 8  # devices
@@ -80,6 +81,7 @@ def describe_devices(target: Target, nodes: int) -> list[Any]:
     """
     # Before JAX loads its plugins: the CUDA plugin fails without its libraries.
     jax.config.update("jax_platforms", "cpu")
+    fix_settings()
     # Compilers warn at length about missing accelerators.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:

@@ -141,7 +141,10 @@ def run(args: argparse.Namespace, overrides: list[str]) -> None:
         check_trainer(args.trainer, cfg, topology)
     import jax
 
+    from moejax.runtime.jax_settings import fix_settings
+
     jax.config.update("jax_platforms", "cpu")  # tracing needs no accelerator
+    fix_settings()
     if published is not None:
         notes = [published.describe(), *notes]
     _plan(cfg, topology, args, notes)

@@ -17,6 +17,7 @@ from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
 from moejax.runtime.assignment import changes_hosts
 from moejax.runtime.interrupt import interruptible
+from moejax.runtime.jax_settings import fix_settings
 from moejax.runtime.meeting import listen, meet
 from moejax.runtime.memory import take_share
 from moejax.runtime.processes import Processes, find_rank
@@ -43,6 +44,7 @@ def join() -> Processes:
       MeetingError: if some processes do not come.
     """
     global _address
+    fix_settings()
     rank = find_rank()
     if rank.count == 1:
         if changes_hosts():  # this process may have been one of several
@@ -177,6 +179,7 @@ def start(mesh: MeshConfig) -> list[Any]:
       InputError: if the hardware is missing, if JAX has already simulated other devices,
         or if some processes have more devices than others.
     """
+    fix_settings()
     if mesh.platform is not None:
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(mesh.platform, mesh.platform))
     if (simulated := simulated_here(mesh)) is not None:

@@ -125,6 +125,7 @@ def dry_run(cfg: Config, console: Console) -> int:
     from moejax.layout.layout import build_layout
     from moejax.layout.mesh import build_abstract_mesh
     from moejax.runtime.compiler import described_cudnn
+    from moejax.runtime.jax_settings import fix_settings
     from moejax.runtime.processes import find_rank
     from moejax.step.model import check_adapters
     from moejax.step.train_step import build_step
@@ -135,6 +136,7 @@ def dry_run(cfg: Config, console: Console) -> int:
 
     # Describing the optimizer makes a few scalars: on the CPU, to start no accelerator.
     jax.config.update("jax_platforms", "cpu")
+    fix_settings()
     check_adapters(cfg)
     mesh = cfg.mesh
     if mesh.replica is None:

@@ -15,6 +15,7 @@ from moejax.data.sources import Content
 from moejax.data.tokens import FilePart
 from moejax.errors import InputError
 from moejax.layout.layout import Axes, Layout
+from moejax.runtime.jax_settings import NUMBERS
 from moejax.step.train_step import TrainStep
 from moejax.train.manifest import weights_digest
 
@@ -157,6 +158,7 @@ def describe_run(
         "mesh": dict(train_step.layout.sizes),
         "reduction": fingerprint(train_step),
         "data": content,
+        "jax_settings": NUMBERS,
         **({} if base is None else {"base": base}),
     }
 

@@ -116,13 +116,13 @@ def run(place, *words, launcher=(), **variables):
     return process.returncode, out, err
 
 
-def run_until(place, step, number, *words, launcher=(), member=None):
+def run_until(place, step, number, *words, launcher=(), member=None, **variables):
     """Runs the command, sends a signal once it has shown `step`, and returns as `run` does.
 
     Args:
       member: which process of the program gets the signal; None: the one that was started.
     """
-    process, lines = begin(place, *words, launcher=launcher), []
+    process, lines = begin(place, *words, launcher=launcher, **variables), []
     for line in process.stdout:
         lines.append(line)
         if f"step {step}/" in line:

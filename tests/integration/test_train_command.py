@@ -17,6 +17,7 @@ from moejax.train.manifest import finished_steps, read_manifest
 from moejax.train.saved import newest
 from tests.cases import step_for
 from tests.integration.runs import (
+    REPOSITORY,
     assert_same_end,
     begin,
     describe,
@@ -25,6 +26,7 @@ from tests.integration.runs import (
     run,
     run_until,
 )
+from tests.runtime.test_jax_settings import HOSTILE
 from tests.train.test_restore import rewrite
 
 STEPS = 40
@@ -78,6 +80,34 @@ def test_a_stopped_run_goes_on_to_the_same_bits(place, straight, number, code):
     assert got == 0, err
     assert "resuming at step" in out
     assert_same_end(straight[0], run_dir)
+
+
+# As of a user whom a container's passwd file does not know.
+NOBODY = """
+import os, pwd
+os.environ.pop("HOME", None)
+def getpwuid(uid):
+    raise KeyError(uid)
+pwd.getpwuid = getpwuid
+"""
+
+
+@pytest.mark.slow
+def test_the_environment_changes_no_bit_of_a_run_that_is_saved_stopped_and_goes_on(place, straight):
+    """JAX's variables, set for another program, and no home directory."""
+    (place / "sitecustomize.py").write_text(NOBODY)
+    variables = HOSTILE | {"PYTHONPATH": f"{place}:{REPOSITORY}"}
+    words = [f"--config.run_dir={place / 'hostile'}"]
+    code, _, err = run_until(place, 24, signal.SIGINT, *words, **variables)
+    assert code == STOPPED, err
+    code, out, err = run(place, *words, **variables)
+    assert code == 0, err
+    assert "resuming at step" in out
+    assert "Traceback" not in err
+    assert_same_end(straight[0], place / "hostile")
+    kept = read_manifest(place / "hostile" / "checkpoints" / str(STEPS))
+    assert kept["jax_settings"]["jax_enable_x64"] is False
+    assert kept["jax_settings"]["jax_default_prng_impl"] == "threefry2x32"
 
 
 @pytest.mark.slow
