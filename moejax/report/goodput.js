@@ -1,7 +1,7 @@
 "use strict";
 // Where a run's time went, and what happened to its processes. page.js calls `goodput`, and has all that this uses.
 const CLASSES = {
-  training: "#468f35", "steps done again": "#c2452d", "waiting for data": "#d9822b", start: "#8656c4", restore: "#c0458f", compile: "#2b78d4",
+  training: "#468f35", "steps done again": "#c2452d", "steps rolled back": "#e58fa2", "waiting for data": "#d9822b", start: "#8656c4", restore: "#c0458f", compile: "#2b78d4",
   evaluation: "#12908f", saving: "#a8812f", "down between starts": "#7a2318", "not told": "#8a9099" };
 // An axis has one unit: its seconds, its name, and up to how many seconds it is good for.
 const UNITS = [[1, "s", 300], [60, "min", 18e3], [3600, "h", 4e5], [86400, "d", Infinity]];
@@ -16,7 +16,7 @@ function goodput(run) {
   const share = (s) => percent(total ? s / total : 0), of = (one, format) => one == null ? "-" : format(one);
   const summary = table(names("goodput#", "wall time#", "starts#", "steps lost#", "time to recover, median#", "longest#"), [[percent(known.goodput), seconds(total),
     (known.number + 1).toLocaleString("en"), known.lost.toLocaleString("en"), of(known.recovery?.[0], seconds), of(known.recovery?.[1], seconds)]]);
-  section(`Goodput${runs.length > 1 ? `: ${run.name}` : ""}`, "The share of time in steps that count; steps that a later start did again do not. " +
+  section(`Goodput${runs.length > 1 ? `: ${run.name}` : ""}`, "The share of time in steps that count; steps that a later start did again, or that the run rolled back, do not. " +
     "To recover is from the last word of a start until the next one has done steps.", summary,
     el("h3", {}, "Where the time went"), el("ul", { class: "key" }, sorted.map(([name, s]) => el("li", {}, el("i", { style: `background:${CLASSES[name]}` }), `${name} ${share(s)}`))),
     timeBar(sorted, share, total), el("h3", {}, "Processes over time"), starts(run, known), restarts(known));

@@ -2,11 +2,13 @@
 
 Reads `events/0.jsonl`, the log of process 0 (docs/formats/events.md). A run is a row of starts; of
 each it is known when it began, which stages it went through, and when it was last heard of. Steps
-that a later start did again were lost, as were those that a run rolled back.
+that a later start did again were lost, as were those that a run rolled back. A killed start has
+told its last steps in `metrics.jsonl` alone.
 """
 
+import bisect
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from moejax.errors import InputError
 
 EVENTS = Path("events")
 LOG = EVENTS / "0.jsonl"
+METRICS = "metrics.jsonl"
 # Class of time -> the stages in it.
 CLASSES = {
     "start": ("start", "plan"),
@@ -36,13 +39,22 @@ BEGIN = (("time", None),)
 NEEDED = {
     "stage": (*BEGIN, ("seconds", None)),
     "steps": (*BEGIN, ("first", None), ("step", None), ("step_s", 0), ("input_s", 0)),
+    # of metrics
+    "first_step": (*BEGIN, ("step", None)),
+    "step": (*BEGIN, ("step", None)),
+    "start": (*BEGIN, ("step", None)),
+    "rolled_back": (*BEGIN, ("to", None)),
 }
+IN_METRICS = ("first_step", "step", "start", "rolled_back")
 LARGEST = 1e12  # seconds or steps: what is more is a damaged line
 
 
 @dataclass
 class Steps:
-    """Steps that were reported together: the first and the last of them, and their seconds."""
+    """Steps that were reported together: the first and the last of them, and their seconds.
+
+    Where `first` is one more than `last`, they are what was left of the last step.
+    """
 
     first: int
     last: int
@@ -52,7 +64,8 @@ class Steps:
     def shared(self, kept: float) -> tuple[float, float]:
         """Returns the seconds of steps up to `kept`, which count, and of those behind it."""
         number = self.last - self.first + 1
-        share = min(max((kept - self.first + 1) / number, 0), 1) if number > 0 else 1.0
+        share = (kept - self.first + 1) / number if number > 0 else float(self.last <= kept)
+        share = min(max(share, 0), 1)
         return self.seconds * share, self.seconds * (1 - share)
 
 
@@ -74,6 +87,7 @@ class Start:
     how: str = "killed, or still running"
     outcome: str = "silent"
     trained: float | None = None  # when its first steps were done
+    went_back: bool = False  # since its last steps
 
     @property
     def first(self) -> int | None:
@@ -85,6 +99,15 @@ class Start:
         """Its last step that was reported, since it last went back."""
         return self.steps[-1].last if self.steps else 0
 
+    def add(self, steps: Steps, time: float) -> None:
+        """Adds steps that were told at a time; they follow the last ones, unless it went back.
+
+        Older logs have `first` one too low behind a save, and a last step of 0 at a stop.
+        """
+        first = steps.first if self.went_back else max(steps.first, self.last + 1)
+        self.steps.append(replace(steps, first=first, last=max(steps.last, first - 1)))
+        self.trained, self.went_back = self.trained or time, False
+
 
 @dataclass
 class Restart:
@@ -92,7 +115,7 @@ class Restart:
 
     Attributes:
       step: from which the next one went on.
-      lost: steps done again, as far as they were reported.
+      lost: steps done again, as far as events or metrics tell of them.
       down: seconds until it began; recovered: until its first steps were done, if they were.
     """
 
@@ -137,13 +160,42 @@ def read_goodput(run_dir: Path) -> Goodput:
             f"no log of events. {run_dir} has no {LOG}. A run writes it from its start on. Name a "
             "run directory, as runs/tiny."
         )
-    starts = starts_of(events_of(path))
+    starts = starts_of_run(run_dir)
     if not starts:
         raise InputError(
             f"log of events is empty. {path} tells of no start. A run begins with one. Name "
             "another run."
         )
     return goodput_of(starts)
+
+
+def starts_of_run(run_dir: Path) -> list[Start]:
+    """Returns the starts of a run by the log of process 0, and by metrics behind its last words."""
+    starts = starts_of(events_of(run_dir / LOG))
+    if (metrics := run_dir / METRICS).is_file():
+        _add_metrics(starts, metrics)
+    return starts
+
+
+def _add_metrics(starts: Sequence[Start], metrics: Path) -> None:
+    """Adds to each start the steps that only metrics tell of: events of steps are rarer."""
+    names = tuple(f'"event": "{name}"' for name in IN_METRICS)
+    began = [start.began for start in starts]
+    behind = 0  # the step from which the start goes on, or to which it went back
+    with metrics.open(encoding="utf-8", errors="replace") as file:
+        for event in map(event_of, (text for text in file if any(name in text for name in names))):
+            number = -1 if event is None else bisect.bisect(began, float(event["time"])) - 1
+            if event is None or number < 0:
+                continue
+            kind, time, start = event["event"], float(event["time"]), starts[number]
+            if kind in ("start", "rolled_back"):
+                behind = int(event["step" if kind == "start" else "to"])
+                start.went_back = start.went_back or (kind != "start" and time > start.ended)
+                continue
+            first = start.last + 1 if start.steps and not start.went_back else behind + 1
+            if time > start.ended and (step := int(event["step"])) >= first:
+                start.add(Steps(first, step, time - start.ended, 0), time)
+                start.ended = time
 
 
 def events_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -188,10 +240,10 @@ def starts_of(events: Iterable[Mapping[str, Any]]) -> list[Start]:
         if kind == "stage":
             stage, seconds = str(event.get("stage")), float(event["seconds"])
             now.stages[stage] = now.stages.get(stage, 0) + seconds
+            now.went_back = now.went_back or stage == "restore"
         elif kind == "steps":
             spent = [float(event.get(name, 0)) for name in ("step_s", "input_s")]
-            now.steps.append(Steps(int(event["first"]), int(event["step"]), *spent))
-            now.trained = now.trained or time
+            now.add(Steps(int(event["first"]), int(event["step"]), *spent), time)
         elif kind == "hang":
             now.how, now.outcome = str(event.get("text", "hung")), "hang"
         elif kind == "end":

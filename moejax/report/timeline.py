@@ -10,7 +10,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moejax.report.goodput import EVENTS, LOG, Start, event_of, events_of, goodput_of, starts_of
+from moejax.report.goodput import (
+    EVENTS,
+    LOG,
+    Start,
+    event_of,
+    goodput_of,
+    starts_of,
+    starts_of_run,
+)
 
 READ_BYTES = 2**28  # of the logs of all processes together
 SHOWN_PROCESSES = 32
@@ -33,8 +41,7 @@ def goodput_data(run_dir: Path) -> dict[str, Any] | None:
       each has `starts` [began, ended, outcome, how] and `saves`; `processes_left_out`; and
       `read_whole`, whether all logs were. Times are in seconds since `began`.
     """
-    path = run_dir / LOG
-    starts = starts_of(events_of(path)) if path.is_file() else []
+    starts = starts_of_run(run_dir) if (run_dir / LOG).is_file() else []
     if not starts:
         return None
     found, began = goodput_of(starts), starts[0].began

@@ -29,7 +29,8 @@ class ProcessLog:
         self._log = EventLog(directory / f"{index}.jsonl")
         self._last: tuple[str, int, float] | None = None  # a stage that may go on
         self._sums: dict[str, float] = {}
-        self._first_step: int | None = None
+        self._first: int | None = None  # the first step that the sums are of
+        self._done = 0  # the last step that is done
         self._told = time.monotonic()
 
     def write(self, event: str, step: int, **values: Any) -> None:
@@ -39,7 +40,7 @@ class ProcessLog:
     def ended(self, stage: str, step: int, seconds: float) -> None:
         """Records a stage that has ended; those of steps are summed."""
         if stage not in STEPPING:
-            self._tell_steps(step)
+            self._tell_steps()
             if self._last is not None and self._last[:2] == (stage, step):
                 seconds += self._last[2]  # such as the batches of an evaluation
             else:
@@ -48,9 +49,14 @@ class ProcessLog:
             return
         self._tell_stage()
         self._sums[stage] = self._sums.get(stage, 0) + seconds
-        self._first_step = self._first_step or step
-        if stage == "step" and time.monotonic() - self._told > TOLD_EVERY_S:
-            self._tell_steps(step)
+        if stage == "input":
+            self._done = step - 1
+        # A step goes on after a save or an evaluation: its rest belongs to the next report.
+        self._first = self._first or self._done + 1
+        if stage == "step":
+            self._done = step
+            if time.monotonic() - self._told > TOLD_EVERY_S:
+                self._tell_steps()
 
     def _tell_stage(self) -> None:
         if self._last is not None:
@@ -58,15 +64,15 @@ class ProcessLog:
             self.write("stage", step, stage=stage, seconds=round(seconds, 3))
         self._last = None
 
-    def _tell_steps(self, step: int) -> None:
-        if self._first_step is not None:
+    def _tell_steps(self) -> None:
+        if self._first is not None:
             sums = {f"{stage}_s": round(seconds, 3) for stage, seconds in self._sums.items()}
-            self.write("steps", step, first=self._first_step, **sums)
-        self._sums, self._first_step, self._told = {}, None, time.monotonic()
+            self.write("steps", self._done, first=self._first, **sums)
+        self._sums, self._first, self._told = {}, None, time.monotonic()
 
-    def tell(self, step: int) -> None:
+    def tell(self) -> None:
         """Records what is still kept back."""
-        self._tell_steps(step)
+        self._tell_steps()
         self._tell_stage()
 
     def close(self) -> None:
@@ -106,7 +112,7 @@ def watching(cfg: Config, processes: Processes) -> Iterator[Watch]:
 def _say_end(watch: Watch, log: ProcessLog, **values: str) -> None:
     step = watch.now[0].step
     watch.enter("end", step)
-    log.tell(step)
+    log.tell()
     log.write("end", step, **values)
 
 
@@ -127,6 +133,6 @@ def deadlines_of(cfg: WatchdogConfig) -> Deadlines:
 def _end(watch: Watch, log: ProcessLog, found: str) -> None:
     """Records a hang, and ends the process."""
     place = watch.now[0]
-    log.tell(place.step)
+    log.tell()
     log.write("hang", place.step, stage=place.stage, text=found)
     end_process(found, log.hang_file)

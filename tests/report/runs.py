@@ -106,7 +106,7 @@ def usual_run(folder: Path, *, steps: int = 500, every: int = 10) -> Path:
         line("plan", 0, seconds=0.5),
         line("first_step", 1, loss=5.0),
     ]
-    again = [
+    again_lines = [
         line("stopped", half),
         line("start", half, config=CONFIG, devices=8, jax="0.12.0", traffic=TRAFFIC),
         line("first_step", half + 1, loss=2.0),
@@ -114,7 +114,7 @@ def usual_run(folder: Path, *, steps: int = 500, every: int = 10) -> Path:
     lines, loads = list(first), []
     for step in range(every, steps + 1, every):
         if step - every < half <= step:
-            lines += again
+            lines += again_lines
         lines.append(report_line(step, 5 / (1 + step / 100) + 0.1 * math.sin(step)))
         lines.append(line("predicted", step, ratio=1.1))
         if step % (10 * every) == 0:
@@ -129,4 +129,7 @@ def usual_run(folder: Path, *, steps: int = 500, every: int = 10) -> Path:
     told, killed = events_of_start(begin, 1, half, **hang), events_of_start(begin, 1, half)
     second = events_of_start(again, half - 99, steps, event="end")
     write_events(folder, told + second, killed + second)
+    # The second start does a hundred steps again, of which metrics here do not tell.
+    late, resumed = again + 10 + 100 - begin - half, lines.index(again_lines[1])
+    lines[resumed:] = [one | {"time": one["time"] + late} for one in lines[resumed:]]
     return write_run(folder, lines, loads=loads, plan=True)

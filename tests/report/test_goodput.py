@@ -1,12 +1,15 @@
 """Goodput: the arithmetic on logs that are made up, and what a log cannot tell."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.errors import InputError
+from moejax.report import goodput
 from moejax.report.goodput import (
     DOWN,
     INPUT,
@@ -17,6 +20,7 @@ from moejax.report.goodput import (
     read_goodput,
 )
 from moejax.report.goodput_command import main
+from moejax.report.timeline import goodput_data
 
 
 def write(run_dir, *events):
@@ -76,15 +80,100 @@ def test_steps_that_a_run_rolled_back_are_lost(tmp_path):
     more, time = start(time - 5, 7, 12)
     two, _ = start(time + 30, 9, 14)
     three, _ = start(time + 70, 4, 20, end={})
-    events = [*one, restored, *more[3:], *two, *three[3:]]
+    again = (time + 79, "stage", {"stage": "restore", "seconds": 5})
+    events = [*one, restored, *more[3:], *two, again, *three[3:]]
     found = read_goodput(write(tmp_path, *events))
     # 7 to 10; then 9 to 14, and of what was before 4 to 8.
     assert found.seconds[ROLLED_BACK] == 4 + 6 + 5
     assert found.seconds[REPEATED] == 4, "9 to 12"
     assert found.seconds[TRAINING] == 3 + 16
-    assert found.seconds["restore"] == 5
+    assert found.seconds["restore"] == 10
     (restart,) = found.restarts
     assert (restart.step, restart.lost) == (8, 4)
+
+
+def test_logs_whose_first_steps_are_one_too_low_tell_of_nothing_rolled_back(tmp_path):
+    """As moejax wrote them at first: behind a save, and at a stop."""
+    events, time = start(100, 1, 4)
+    events += [
+        (time + 1, "stage", {"stage": "save", "step": 4, "seconds": 1}),
+        (time + 4, "steps", {"first": 4, "step": 6, "step_s": 3}),  # of steps 5 and 6
+        (time + 5, "stage", {"stage": "save", "step": 6, "seconds": 1}),
+        (time + 6, "steps", {"first": 6, "step": 0, "step_s": 1}),  # the rest of step 6
+        (time + 6, "end", {"step": 0}),
+    ]
+    more, _ = start(time + 16, 7, 8, end={})
+    found = read_goodput(write(tmp_path, *events, *more))
+    assert (found.seconds[ROLLED_BACK], found.seconds[REPEATED]) == (0, 0)
+    assert found.seconds[TRAINING] == 4 + 3 + 1 + 2
+    (restart,) = found.restarts
+    assert (restart.step, restart.lost) == (6, 0)
+
+
+def test_what_is_left_of_a_step_is_lost_with_it(tmp_path):
+    one, time = start(100, 1, 4)
+    one.append((time + 2, "steps", {"first": 5, "step": 4, "step_s": 2}))
+    two, _ = start(time + 12, 3, 4, end={})
+    found = read_goodput(write(tmp_path, *one, *two))
+    assert found.seconds[REPEATED] == 2 + 2, "steps 3 and 4, and the rest of 4"
+    assert found.seconds[TRAINING] == 2 + 2
+
+
+def test_steps_that_metrics_tell_of_behind_the_last_event_are_lost_too(tmp_path):
+    """A kill leaves metrics of each step, and events every ten seconds."""
+    one, time = start(100, 1, 10)
+    two, _ = start(time + 34, 6, 15, end={})
+    run_dir = write(tmp_path, *one, *two)
+    lines = [(time + step - 10, "step", step) for step in (9, 10, 12, 14)]
+    lines += [(time + 34 + 10 + 2 + step - 6, "step", step) for step in (7, 8, 15)]
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for when, event, step in (*lines, (time + 2, "note", 0)):
+            file.write(json.dumps({"time": when, "event": event, "step": step}) + "\n")
+        file.write('{"time": 1e9, "event": "st')
+    found = read_goodput(run_dir)
+    (restart,) = found.restarts
+    assert (restart.step, restart.lost) == (5, 9), "6 to 14, though events end at 10"
+    assert restart.down == 30, "four seconds of 34 were steps 11 to 14"
+    assert found.seconds[REPEATED] == 5 + 4
+    assert found.seconds[TRAINING] == 5 + 10
+    assert goodput_data(run_dir)["lost"] == 9, "the page says the same"
+
+
+def test_metrics_of_steps_that_a_run_rolled_back_are_no_last_word(tmp_path):
+    one, time = start(100, 1, 10)
+    two, _ = start(time + 30, 7, 8, end={})
+    run_dir = write(tmp_path, *one, *two)
+    lines = [(100, "start", 0), (time + 2, "step", 12), (time + 3, "rolled_back", 12)]
+    lines.append((time + 9, "step", 7))
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for when, event, step in lines:
+            told = {"time": when, "event": event, "step": step, "to": 6}
+            file.write(json.dumps(told) + "\n")
+    (restart,) = read_goodput(run_dir).restarts
+    assert (restart.step, restart.lost) == (6, 1), "7 was done again; 7 to 12 were rolled back"
+
+
+def test_a_start_that_was_killed_before_its_first_report_lost_what_metrics_tell(tmp_path):
+    one, time = start(100, 1, 10)
+    two, killed = start(time + 30, 9, 9)  # its first step is 9, and no event tells of it
+    three, _ = start(killed + 20, 9, 10, end={})
+    run_dir = write(tmp_path, *one, *two, *three)
+    lines = [(killed - 1, "start", 8), (killed + 1, "first_step", 9), (killed + 2, "step", 10)]
+    with (run_dir / "metrics.jsonl").open("w") as file:
+        for when, event, step in lines:
+            file.write(json.dumps({"time": when, "event": event, "step": step}) + "\n")
+    found = read_goodput(run_dir)
+    assert [(r.step, r.lost) for r in found.restarts] == [(8, 2), (8, 2)]
+    assert found.seconds[REPEATED] == 2 + 2
+
+
+def test_every_class_of_time_has_a_colour_of_its_own():
+    script = (Path(goodput.__file__).parent / "goodput.js").read_text()
+    classes = re.search(r"const CLASSES = \{(.*?)\}", script, re.DOTALL)[1]
+    known = dict(re.findall(r'"?([a-z][a-z ]+)"?: "(#[0-9a-f]{6})"', classes))
+    wanted = {TRAINING, REPEATED, ROLLED_BACK, INPUT, DOWN, UNKNOWN, *goodput.CLASSES}
+    assert set(known) == wanted
+    assert len(set(known.values())) == len(wanted)
 
 
 def test_a_hang_and_an_error_are_told(tmp_path):
