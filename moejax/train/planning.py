@@ -76,9 +76,12 @@ class RunPlan:
 
 
 def kept_plan(cfg: Config) -> Config:
-    """Returns the config with the plan of the run directory's checkpoint, if there is one."""
-    path = Path(cfg.run_dir) / PLAN
-    if not is_planned(cfg) or not path.exists():
+    """Returns the config with the plan of its file, else that of the run directory, if any.
+
+    A checkpoint's config has its plan's settings, and is compared with this.
+    """
+    path = Path(cfg.run_dir) / PLAN if cfg.plan.mode in MODES else Path(cfg.plan.mode)
+    if not is_planned(cfg) or (cfg.plan.mode in MODES and not path.exists()):
         return cfg
     return _applied(load_plan(path), cfg)
 

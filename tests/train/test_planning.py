@@ -10,6 +10,7 @@ from rich.console import Console
 
 from moejax.config.checks import check
 from moejax.config.fields import change
+from moejax.config.load import to_dict
 from moejax.config.schema import PlanConfig
 from moejax.errors import InputError
 from moejax.plan.cluster.file import write_topology
@@ -18,6 +19,7 @@ from moejax.runtime.processes import ALONE
 from moejax.train import planning
 from moejax.train.plan_monitor import WINDOW, PlanMonitor, compare
 from moejax.train.planning import PLAN, kept_plan, plan_dry, plan_run, save_expert_load
+from moejax.train.resume import check_resumable
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 
@@ -106,6 +108,18 @@ def test_a_plan_file_is_taken_whole(cfg, tmp_path):
     replaced = planned(change(mine, {"mesh.expert": 128}))
     assert replaced.cfg.mesh == planned(mine).cfg.mesh
     assert any("replaces mesh.expert = 128" in note for note in replaced.notes)
+
+
+def test_a_restart_with_a_plan_file_tells_of_no_setting_that_changed(cfg, tmp_path):
+    chosen = {"mesh.tensor": 2, "mesh.expert": 4, "compression.dispatch": "int8"}
+    save_plan(dataclasses.replace(plan_of(1.0), settings=chosen), tmp_path / "mine.json")
+    mine = change(cfg, {"plan.mode": str(tmp_path / "mine.json"), "plan.topology": None})
+    at_save = planned(mine).cfg
+    assert (at_save.mesh.tensor, at_save.compression.dispatch) == (2, "int8")
+    assert check_resumable(to_dict(at_save), kept_plan(mine), step=1) == []
+    other = change(mine, {"train.log_every": 7})
+    told = check_resumable(to_dict(at_save), kept_plan(other), step=1)
+    assert told == ["train.log_every: 10 -> 7"]
 
 
 def test_a_topology_of_another_size_is_refused(cfg):

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moejax.config.load import to_dict
+from moejax.config.load import describe_fields, to_dict
 from moejax.config.schema import CheckpointConfig, TrainConfig
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE
@@ -231,6 +232,8 @@ def test_a_run_keeps_a_checkpoint_to_fall_back_to():
     check_keep(dataclasses.replace(cfg, checkpoint=CheckpointConfig(keep=2)))
     with pytest.raises(InputError, match=r"`checkpoint\.keep` is 1\. .* at least 2 .* Set 2 or"):
         check_keep(dataclasses.replace(cfg, checkpoint=CheckpointConfig(keep=1)))
+    (said,) = [one[3:] for one in describe_fields() if one[0] == "checkpoint.keep"]
+    assert re.findall(r"at least (\d+)", " ".join(said)) == ["2"], "--settings says the same"
 
 
 def test_a_save_that_fails_is_in_the_metrics_under_its_step(tmp_path, monkeypatch):
