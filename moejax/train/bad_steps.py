@@ -3,7 +3,8 @@
 All processes see the same numbers, so all come to the same end at the same step.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from moejax.errors import DivergedError
 from moejax.runtime.interrupt import Interrupt
@@ -12,6 +13,8 @@ from moejax.train.manifest import finished_steps
 from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
 from moejax.train.spikes import STEPS, Spike, Spikes
+
+RECENT = "recent_losses"  # an entry of manifests: `Run.recent`
 
 
 class BadSteps(NamedTuple):
@@ -31,12 +34,20 @@ class GoBackError(Exception):
         self.bad, self.interrupt = bad, interrupt
 
 
+def recent_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a manifest tells of the losses before it; older ones tell nothing."""
+    return facts.get(RECENT, {})
+
+
 class StepCheck:
     """Reports bad steps of a run; has it go back, or ends it."""
 
-    def __init__(self, run: Run, skips: Skips, interrupt: Interrupt):
-        self._run, self._skips, self._interrupt = run, skips, interrupt
-        self._spikes = Spikes(run.cfg.train.spike_threshold)
+    def __init__(self, run: Run, skipped: int, interrupt: Interrupt):
+        """Takes how many updates were skipped so far; goes on from what `run.recent` tells."""
+        recent, self._run, self._interrupt = run.recent, run, interrupt
+        self._skips = Skips(skipped, recent.get("skipped_in_a_row", 0))
+        known = recent.get("losses", []), recent.get("high_in_a_row", 0)
+        self._spikes = Spikes(run.cfg.train.spike_threshold, *known)
         self._running: Metrics | None = None
         # Rarer checkpoints leave one from before a spike, as two are kept at least.
         often = (run.cfg.checkpoint.save_every or STEPS) < STEPS
@@ -60,6 +71,19 @@ class StepCheck:
         if self._running is not None:
             self.after(step - 1, self._running)
         self._running = metrics
+
+    def settle(self, step: int, metrics: Metrics) -> None:
+        """Looks at a step before it is saved, and has `run.recent` tell what was seen up to it.
+
+        So a start that goes on from there decides as this one would. Raises as `after` does.
+        """
+        self._running = None
+        self.after(step, metrics)
+        self._run.recent = {
+            "losses": self._spikes.losses,
+            "high_in_a_row": self._spikes.in_a_row,
+            "skipped_in_a_row": self._skips.in_a_row,
+        }
 
     def after(self, step: int, metrics: Metrics) -> None:
         """Takes what a step measured, which waits for it; call in order.

@@ -31,6 +31,7 @@ from moejax.screen import screen
 from moejax.step.model import check_adapters
 from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
+from moejax.train.bad_steps import recent_of
 from moejax.train.checkpoint import join_orbax
 from moejax.train.digests import forget_places
 from moejax.train.display import Display
@@ -189,13 +190,15 @@ def train_planned(
         resumed = memory.resume(
             train_step, inputs.content, inputs.skipped, base, console, told
         ) or resume(train_step, saved, choosing, processes, console, told)
-        state = initial_state(train_step, resumed, source, console, processes)
+        known = None if resumed is None else resumed.state
+        state = initial_state(train_step, known, source, console, processes)
     checkpoints = open_checkpoints(cfg, processes, records, console, copies)
     meter = _begin_records(records, int(state.step), prepared, processes)
     display = Display(console, cfg.train.num_steps, int(state.step))
     kept = memory.begin(train_step, inputs.content, base, records, console)
     run = Run(cfg, train_step, inputs, checkpoints, records, display, console, processes, watch)
     run.base, run.assignment, run.memory = base, assignment, kept
+    run.recent = {} if resumed is None else recent_of(resumed.facts)
     _follow(run, prepared, int(state.step), monitored=measured is None)
     return _run_to_end(run, state, meter)
 

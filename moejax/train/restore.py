@@ -4,8 +4,8 @@ A checkpoint whose files are as they were written may still be of another step, 
 numbers than were saved. Then it is set aside as damaged files are, and the one before it is taken.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -17,6 +17,14 @@ from moejax.train.checkpoint import arrays_of, restore_state, step_of_state
 from moejax.train.numbers import wrong_numbers
 from moejax.train.resume import remembers, same_reduction
 from moejax.train.saved import Saved, set_aside
+
+
+class Resumed(NamedTuple):
+    """A state that a run goes on from, and the entries of the manifest that came with it."""
+
+    state: TrainState
+    facts: Mapping[str, Any]
+
 
 # Chooses among the checkpoints that are left. Returns one, something else, and notes.
 Choose = Callable[[], tuple[Saved | None, Any, list[str]]]
@@ -48,7 +56,7 @@ def resume(
     processes: Processes,
     console: Console,
     note: Callable[[str], None],
-) -> TrainState | None:
+) -> Resumed | None:
     """Returns the state of the newest checkpoint whose numbers are those that were saved.
 
     It is None where there is no checkpoint at first.
@@ -65,7 +73,7 @@ def resume(
         state = _read(train_step, saved, console)
         wrong = wrong_numbers(saved.manifest, arrays_of(state), processes)
         if wrong is None:
-            return _with_reduction(state, train_step)
+            return Resumed(_with_reduction(state, train_step), saved.manifest)
         jax.tree.map(lambda x: x.delete(), state)
         notes = set_aside(
             saved.path, f"its numbers are not those that were saved: {wrong}", processes

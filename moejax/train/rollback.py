@@ -7,11 +7,12 @@ again goes on to the same bits.
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moejax.data.skipped import SkippedData, skip_to
 from moejax.errors import DivergedError, InputError
 from moejax.step.state import TrainState
-from moejax.train.bad_steps import BadSteps, GoBackError
+from moejax.train.bad_steps import BadSteps, GoBackError, recent_of
 from moejax.train.metrics import Meter
 from moejax.train.restore import resume, set_aside_wrong_steps
 from moejax.train.run import Run
@@ -53,7 +54,7 @@ def go_back(run: Run, bad: BadSteps) -> TrainState:
     run.watch.enter("restore", run.watch.now[0].step)  # one step more may have run
     run.record_saved(run.checkpoints.settle())
     try:
-        state = _state_before(run, bad)
+        state, run.recent = _state_before(run, bad)
         step = int(state.step)
         skipped = skip_to(step, bad.last, run.inputs.skipped)
         run.inputs.skipped = skipped
@@ -68,8 +69,11 @@ def go_back(run: Run, bad: BadSteps) -> TrainState:
     return state
 
 
-def _state_before(run: Run, bad: BadSteps) -> TrainState:
-    """Returns the state of the newest whole checkpoint before bad steps, else the first state."""
+def _state_before(run: Run, bad: BadSteps) -> tuple[TrainState, dict[str, Any]]:
+    """Returns the state of the newest whole checkpoint before bad steps, else the first state.
+
+    With it comes what was seen of the losses up to it (`Run.recent`).
+    """
     cfg, processes, train_step = run.cfg, run.processes, run.train_step
     choosing = partial(
         choose_checkpoint,
@@ -89,7 +93,8 @@ def _state_before(run: Run, bad: BadSteps) -> TrainState:
     for text in dict.fromkeys((*notes, *more)):
         told(text)
     resumed = resume(train_step, saved, choosing, processes, run.console, told)
-    return initial_state(train_step, resumed, source, run.console, processes)
+    state, recent = (None, {}) if resumed is None else (resumed.state, recent_of(resumed.facts))
+    return initial_state(train_step, state, source, run.console, processes), recent
 
 
 def _tell(run: Run, bad: BadSteps, entry: SkippedData) -> None:

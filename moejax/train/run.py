@@ -1,6 +1,7 @@
 """The objects that the stages of a run share."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 
@@ -32,6 +33,9 @@ class Run:
     processes: Processes = ALONE
     watch: Watch = field(default_factory=Watch)
     memory: MemoryCheckpoints | None = None  # with `checkpoint.memory_every`
+    # What was seen of losses and skipped updates up to the state that the run goes on from, or
+    # that it saves (`bad_steps`): an entry of manifests.
+    recent: dict[str, Any] = field(default_factory=dict)
     base: dict[str, str] | None = None  # identity of the frozen weights, with adapters
     expert_loads: ExpertLoads | None = None  # in process 0, of a model with experts
     monitor: PlanMonitor | None = None  # if the run has a plan with known links

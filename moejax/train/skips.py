@@ -25,9 +25,9 @@ class Skipped(NamedTuple):
 class Skips:
     """Counts skipped updates in a row."""
 
-    def __init__(self, total: int):
-        """Takes the number of updates that the run has skipped so far."""
-        self._total, self.in_a_row = total, 0
+    def __init__(self, total: int, in_a_row: int = 0):
+        """Takes how many updates the run has skipped so far, and how many of its last ones."""
+        self._total, self.in_a_row = total, in_a_row
 
     def after(self, step: int, metrics: Metrics) -> Skipped | None:
         """Returns the step's skipped update, if any. Waits for the step; call in order."""

@@ -10,6 +10,7 @@ False alarms and delays are measured by `python -m benchmarks.learning.spikes`.
 
 import statistics
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 STEPS = 3  # high losses in a row
@@ -33,11 +34,26 @@ class Spike(NamedTuple):
 class Spikes:
     """Looks at the losses of a run, step after step."""
 
-    def __init__(self, threshold: float | None):
-        """Takes how many standard deviations above the median a loss is high; None: never."""
+    def __init__(self, threshold: float | None, losses: Iterable[float] = (), in_a_row: int = 0):
+        """Takes how many standard deviations above the median a loss is high; None: never.
+
+        Args:
+          losses: `losses` of an earlier start, whose next loss comes first.
+          in_a_row: its `in_a_row`.
+        """
         self._threshold = threshold
-        self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._in_a_row = 0
+        self._losses = deque(losses, maxlen=WINDOW)
+        self._in_a_row = in_a_row
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of which the median is taken."""
+        return list(self._losses)
+
+    @property
+    def in_a_row(self) -> int:
+        """How many of the last losses were high."""
+        return self._in_a_row
 
     @property
     def suspected(self) -> bool:

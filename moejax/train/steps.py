@@ -14,7 +14,7 @@ from moejax.errors import ReplicasError
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Stop
 from moejax.step.state import TrainState
-from moejax.train.bad_steps import StepCheck
+from moejax.train.bad_steps import RECENT, StepCheck
 from moejax.train.checkpoint import arrays_of
 from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate
@@ -26,7 +26,6 @@ from moejax.train.replicas import check_replicas
 from moejax.train.resume import describe_run
 from moejax.train.run import Run
 from moejax.train.skipped_data import ENTRY, to_json
-from moejax.train.skips import Skips
 
 
 def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
@@ -40,7 +39,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     schedule = CodecSchedule(run.train_step, run.processes, run.watch)
     stopping = Stop(run.processes)
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
-    shown = ""
+    shown, saving = "", (cfg.checkpoint.save_every, cfg.checkpoint.memory_every)
     if meter.started is None:  # not after going back: it is compiled then
         compile_step(run, schedule, step, state)
     with (
@@ -48,7 +47,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
         Interrupt() as interrupt,
         run.inputs.batches(run.train_step, step, last) as batches,
     ):
-        check = StepCheck(run, Skips(int(state.skipped)), interrupt)
+        check = StepCheck(run, int(state.skipped), interrupt)
         run.watch.enter("input", step + 1)
         for batch in batches:
             run.watch.enter("step", step + 1)
@@ -62,9 +61,9 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             run.display.step(step)
             if meter.started is None or step == last or step % cfg.train.log_every == 0:
                 report(run, meter, step, metrics)
-            if step == last:
-                check.after(step, metrics)
             stop = stopping.after(step, interrupt.requested or run.hosts_change)
+            if step == last or stop or due(step, *saving):
+                check.settle(step, metrics)
             saves = due(step, cfg.checkpoint.save_every) and not check.suspicious
             if saves or step == last or stop:
                 save(run, step, state)
@@ -152,9 +151,9 @@ def note(run: Run, event: str, step: int, text: str, **values: str) -> None:
     run.records.event(event, step, **values)
 
 
-def due(step: int, every: int | None) -> bool:
-    """Whether `step` is a multiple of `every`."""
-    return every is not None and step % every == 0
+def due(step: int, *every: int | None) -> bool:
+    """Whether `step` is a multiple of one of these."""
+    return any(one is not None and step % one == 0 for one in every)
 
 
 def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
@@ -233,6 +232,7 @@ def save(run: Run, step: int, state: TrainState) -> None:
 
 
 def describe_data(run: Run, step: int) -> dict[str, Any]:
-    """Returns a manifest's entries about the position in the data after a step."""
+    """Returns a manifest's entries about the position in the data, and the losses up to a step."""
     skipped = run.inputs.skipped
-    return {"data_position": data_position(step, skipped), ENTRY: to_json(skipped)}
+    position = data_position(step, skipped)
+    return {"data_position": position, ENTRY: to_json(skipped), RECENT: run.recent}

@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
 
-    from moejax.train import skips, steps
+    from moejax.train import bad_steps, skips
     from moejax.train.__main__ import main as train
 
     class FaultySkips(skips.Skips):
@@ -58,7 +58,7 @@ def main() -> int:
                 fail(args.fault, args.once)
             return super().after(step, metrics)
 
-    steps.Skips = FaultySkips
+    bad_steps.Skips = FaultySkips
     return train(args.command[1:])
 
 

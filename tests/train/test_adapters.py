@@ -66,7 +66,7 @@ def start(cfg):
     train_step, out = step_for(cfg), io.StringIO()
     console = Console(file=out, width=200)
     resumed = resume(train_step, saved, choose, ALONE, console, console.print)
-    state = initial_state(train_step, resumed, source, console)
+    state = initial_state(train_step, resumed and resumed.state, source, console)
     checkpoints = Checkpoints(path_of(cfg), keep=2)
     return state, train_step, checkpoints, base_of(cfg, source), out.getvalue()
 

@@ -94,9 +94,9 @@ def test_too_many_skipped_in_a_row_end_the_run_and_the_last_good_checkpoint_is_n
     assert "Updates of steps 7 to 9 were skipped: the loss is nan. " in text
     assert f"from before them is {tmp_path / 'checkpoints' / '6'}. " in text
     assert "train.max_skipped" in text
-    # A save that was due while updates were skipped would have pushed a good one out; at step 2 it
-    # was not known yet, and the weights were those of step 1.
-    assert run.checkpoints.steps == [2, 6]
+    # A save that was due while updates were skipped would have pushed a good one out: a step is
+    # looked at before it is saved.
+    assert run.checkpoints.steps == [4, 6]
     assert [event["step"] for event in events(tmp_path, "diverged")] == [9]
 
 

@@ -83,7 +83,8 @@ def resumed(directory, mesh=MESHES[0]):
         return found, None, more
 
     console = Console(file=io.StringIO())
-    return resume(train_step, saved, again, ALONE, console, notes.append), notes
+    found = resume(train_step, saved, again, ALONE, console, notes.append)
+    return found and found.state, notes
 
 
 @pytest.mark.parametrize("mesh", MESHES)

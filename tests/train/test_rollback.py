@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from moejax.errors import DivergedError, InputError
-from moejax.train import rollback
+from moejax.train import rollback, spikes
 from moejax.train.bad_steps import StepCheck
 from moejax.train.checkpoint import restore_state
-from moejax.train.manifest import finished_steps, read_manifest
+from moejax.train.manifest import MANIFEST, finished_steps, read_manifest, write_manifest
 from moejax.train.saved import newest
 from tests.cases import step_for
 from tests.train.small_runs import STEPS, batch, config, events, train
@@ -72,9 +72,8 @@ def test_a_run_without_a_checkpoint_from_before_goes_back_to_its_first_state(run
     assert backs == [(5, 0, 5), (6, 4, 2)]
     assert dict(seen)[1] == batch(5)
     assert dict(seen)[5] == batch(11)
-    # A checkpoint from after the first bad step, when that was not known yet.
-    aside = sorted(p.name for p in (tmp_path / "first" / "checkpoints").glob("*.abandoned"))
-    assert aside == ["4.abandoned"]
+    # Step 4 was looked at before it would have been saved.
+    assert aside(tmp_path / "first") == []
     assert sorted(finished_steps(tmp_path / "first" / "checkpoints")) == [4, 8, STEPS]
 
 
@@ -90,6 +89,11 @@ def test_a_run_that_went_back_often_enough_ends_and_says_so(run, tmp_path):
     (tmp_path / "ends" / "skipped_data.json").write_text('[{"after_step": 1, "skip": 3}]')
     with pytest.raises(InputError, match="lists of skipped data contradict each other"):
         run("ends", {}, rollbacks=1, num_steps=STEPS + 1)
+
+
+def aside(run_dir):
+    """The checkpoints that a run went back behind."""
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("*.abandoned"))
 
 
 def tables():
@@ -147,3 +151,60 @@ def test_a_loss_that_jumps_is_told_and_left_out_if_wanted(run, tmp_path, on_spik
     assert shown.count("the loss jumped at step 37: it is 100.0000 at step 39") == 1
     backs = [(e["to"], e["skipped"]) for e in events(tmp_path / "spike", "rolled_back")]
     assert backs == ([(36, 3)] if on_spike == "roll_back" else [])
+
+
+def stop_at(step, monkeypatch):
+    """Has a run be asked to stop when it has looked at a step."""
+    asked = StepCheck.after
+
+    def signalled(self, number, metrics):
+        asked(self, number, metrics)
+        if number == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(StepCheck, "after", signalled)
+
+
+@pytest.mark.parametrize("stopped_at", [5, 9])
+def test_a_run_that_was_stopped_goes_back_where_one_that_was_not_does(
+    run, tmp_path, monkeypatch, stopped_at
+):
+    """Stopped before the losses jump at step 9, and among the high ones."""
+    monkeypatch.setattr(spikes, "LEAST", 6)  # more than either start sees by itself
+    settings = {"jump": True, "on_spike": "roll_back", "every": 3}
+    run("straight", {8, 9, 10}, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(stopped_at, patch)
+        shown, _ = run("stopped", {8, 9, 10}, **settings)
+    assert f"stopped at step {stopped_at + 1}" in shown
+    run("stopped", {8, 9, 10}, **settings)
+    (straight,) = events(tmp_path / "straight", "rolled_back")
+    (resumed,) = events(tmp_path / "stopped", "rolled_back")
+    assert (straight["step"], straight["to"], straight["skipped"]) == (11, 6, 5)
+    assert aside(tmp_path / "straight") == ["9.abandoned"], "of the first high loss"
+    assert [resumed[name] for name in ("step", "to", "text")] == [
+        straight[name] for name in ("step", "to", "text")
+    ]
+    assert end_of(tmp_path / "stopped")[1] == end_of(tmp_path / "straight")[1]
+
+
+def test_updates_that_were_skipped_before_a_stop_count_after_it(run, tmp_path, monkeypatch):
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(5, patch)
+        run("stopped", {5, 6, 7}, max_skipped=3)
+    run("stopped", {5, 6, 7}, max_skipped=3)
+    (told,) = events(tmp_path / "stopped", "rolled_back")
+    assert (told["step"], told["to"], told["skipped"]) == (8, 4, 4)
+
+
+def test_checkpoints_from_before_losses_were_kept_are_read(run, tmp_path):
+    run("old", {}, num_steps=8)
+    step = tmp_path / "old" / "checkpoints" / "8"
+    facts = read_manifest(step)
+    for name in ("digest", "format_version", "files"):
+        del facts[name]
+    assert len(facts.pop("recent_losses")["losses"]) == 8
+    (step / MANIFEST).unlink()
+    write_manifest(step, facts)
+    _, seen = run("old", {})
+    assert [number for number, _ in seen] == [9, 10, 11, 12]

@@ -1,5 +1,7 @@
 """Losses that jump are found, and noise is not."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -73,3 +75,15 @@ def test_a_spike_that_ends_is_forgotten_and_none_is_looked_for_without_a_thresho
     losses = [*noise(0, 100), 20, 20, *noise(1, 50), 20, 20, 20, *noise(2, 50), 30, 30, 30]
     assert [spike.step for spike in told(spikes, losses)] == [155, 208]
     assert told(Spikes(None), losses) == []
+
+
+@given(st.integers(0, 99), st.integers(0, 300))
+def test_who_goes_on_from_what_was_seen_decides_as_if_nothing_had_been_between(seed, cut):
+    rng = np.random.default_rng(seed)
+    losses = noise(seed, 300)
+    losses[rng.integers(0, 290, 6)[:, None] + np.arange(4)] += 5
+    straight, first = Spikes(6.0), Spikes(6.0)
+    expected = told(straight, losses)
+    found = told(first, losses[:cut])
+    kept = json.loads(json.dumps([first.losses, first.in_a_row]))  # as in a manifest
+    assert [*found, *told(Spikes(6.0, *kept), losses[cut:], cut + 1)] == expected

@@ -122,8 +122,8 @@ def resumed(directory, cfg):
     saved, _ = newest(directory, "full")
     console = Console(file=out, width=200)
     choose = partial(newest, directory, "full")
-    state = resume(train_step, saved, choose, ALONE, console, console.print)
-    return state, train_step, out.getvalue()
+    found = resume(train_step, saved, choose, ALONE, console, console.print)
+    return found.state, train_step, out.getvalue()
 
 
 @pytest.mark.parametrize("written_as", ["format 2", "format 1"])

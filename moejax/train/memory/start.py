@@ -19,6 +19,7 @@ from moejax.train.memory.find import Found, find, set_aside
 from moejax.train.memory.members import Members, open_members
 from moejax.train.memory.restore import read_state
 from moejax.train.metrics import Records
+from moejax.train.restore import Resumed
 from moejax.train.resume import (
     check_resumable,
     check_same_base,
@@ -64,7 +65,7 @@ class Memory:
         base: dict[str, str] | None,
         console: Console,
         note: Callable[[str], None],
-    ) -> TrainState | None:
+    ) -> Resumed | None:
         """Returns the state of the newest step in memory that fits this run; None without one.
 
         Whatever is wrong with it, the run goes on from what is left, and says so.
@@ -86,7 +87,7 @@ class Memory:
             state, wrong = read_state(found, train_step, self._members)
             if state is not None:
                 self._held = found.slot
-                return _with_reduction(state, train_step, found, note)
+                return Resumed(_with_reduction(state, train_step, found, note), found.facts)
             note(f"step {found.step} in memory is not taken: {wrong}")
             for one in found.held:
                 if one.holder == self._members.processes.index:
