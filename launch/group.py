@@ -277,8 +277,8 @@ def _report(first: Started, started: Sequence[Started]) -> str:
         f"{one.place.name} {describe(one.code or 0)}" for one in started if one is not first
     )
     name = first.place.name
-    head = f"{name} failed first: {describe(first.code or 0)}; then {others}. {name} said last:"
-    return "\n".join([head, *(f"    {line}" for line in first.lines)])
+    head = f"{name} failed first: {describe(first.code or 0)}; then {others}. {name} said "
+    return "\n    ".join([head + ("last:" if first.lines else "nothing."), *first.lines])
 
 
 def describe(code: int) -> str:

@@ -259,8 +259,9 @@ def _say(given: Assignment, before: Assignment | None, here: dict[int, Status]) 
     say(f"all hosts end with {given.code}: {given.why}")
     first = None if before is None else failed_first(here, before)
     if first is not None and given.code not in SAID_BY_ALL:
-        lines = [f"host {first} failed first and said last:", *here[first].said]
-        say("\n    ".join(lines))
+        said = here[first].said
+        head = f"host {first} failed first and said {'last:' if said else 'nothing.'}"
+        say("\n    ".join([head, *said]))
 
 
 def _knows(host: int, status: Status, given: Assignment) -> bool:

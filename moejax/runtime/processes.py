@@ -30,6 +30,14 @@ T = TypeVar("T")
 Json = Any
 # Waits are cut into intervals so that Ctrl-C gets through.
 POLL_MILLISECONDS = 1000
+# In errors of gloo, of our exchanges (`comm/exchange.cc`) and of NCCL.
+PEER_GONE = (
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Broken pipe",
+    "it closed its connection",
+    "remote process exited",
+)
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,9 @@ class Processes:
         elif isinstance(error, RunError):
             print(f"moejax: error: {without_secrets(str(error))}", file=sys.stderr)
             code = error.code
+        elif (lost := _lost_peer(error)) is not None:
+            text = f"process {self.index} lost another one, which failed before it: {lost}"
+            print(f"moejax: error: {without_secrets(text)}", file=sys.stderr)
         else:
             traceback.print_exception(kind, error, trace)
         sys.stdout.flush()
@@ -258,6 +269,16 @@ class Processes:
             except Exception as error:  # JAX has no class for it
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+
+
+def _lost_peer(error: BaseException) -> str | None:
+    """Returns what JAX says of a process that is gone; None for any other error.
+
+    Its stack would tell where this process waited, and hide who failed.
+    """
+    text = str(error)
+    told = isinstance(error, jax.errors.JaxRuntimeError) and any(x in text for x in PEER_GONE)
+    return text.partition("\n")[0] if told else None
 
 
 def _signature(arguments: Any) -> tuple[Any, ...]:

@@ -190,8 +190,7 @@ def train_planned(
         resumed = memory.resume(
             train_step, inputs.content, inputs.skipped, base, console, told
         ) or resume(train_step, saved, choosing, processes, console, told)
-        known = None if resumed is None else resumed.state
-        state = initial_state(train_step, known, source, console, processes)
+        state = initial_state(train_step, resumed and resumed.state, source, console, processes)
     checkpoints = open_checkpoints(cfg, processes, records, console, copies)
     meter = _begin_records(records, int(state.step), prepared, processes)
     display = Display(console, cfg.train.num_steps, int(state.step))

@@ -89,6 +89,16 @@ def test_who_failed_first_is_said_last_with_its_last_lines(tmp_path):
     ]
 
 
+def test_of_a_process_that_said_nothing_that_is_said(tmp_path):
+    script = "test $MOEJAX_PROCESS = 1 && kill -9 $$; sleep 0.5; exit 1"
+    code, out = local(tmp_path, script)
+    assert code == 137
+    assert out[out.index("launcher: ") :].splitlines() == [
+        "launcher: p1 failed first: ended by SIGKILL; then p0 ended with 1 (a fault). "
+        "p1 said nothing."
+    ]
+
+
 linux = pytest.mark.skipif(
     not Path("/proc/self/net/tcp").exists(), reason="reads who listens from Linux"
 )

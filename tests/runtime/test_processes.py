@@ -1,5 +1,6 @@
 import time
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +117,30 @@ def test_who_ends_alone_ends_at_once_with_its_code(monkeypatch, capsys, error, c
         raise error
     assert left == codes
     assert len(capsys.readouterr().err.splitlines()) == len(codes)
+
+
+GLOO = (
+    "UNKNOWN: Gloo all-reduce failed: [external/gloo/transport/tcp/pair.cc:538] Read error "
+    "[127.0.0.1]:4304: Connection reset by peer"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"), [(GLOO, 1), ("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.", None)]
+)
+def test_who_loses_another_process_says_so_in_one_line_and_not_where_it_waited(
+    monkeypatch, capsys, text, lines
+):
+    left = []
+    monkeypatch.setattr("os._exit", left.append)
+    error = jax.errors.JaxRuntimeError(text)
+    with pytest.raises(type(error)), Processes(0, 2):
+        raise error
+    said = capsys.readouterr().err
+    assert left == [1]
+    assert text in said
+    assert ("Traceback" in said) == (lines is None)
+    assert lines is None or len(said.splitlines()) == lines
 
 
 def test_a_loop_does_not_find_the_notes_of_the_one_before():
