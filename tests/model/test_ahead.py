@@ -47,6 +47,27 @@ def test_a_document_is_predicted_to_its_end_and_no_further():
     assert next_tokens(token_BT, one).tolist() == [[2, 3, 9, 4, 9, 5, 6, 6]]
 
 
+def test_the_embedding_is_joined_before_the_hidden_state():
+    """Against the formula in NumPy: [norm(embedding), norm(hidden)] @ w, in this order."""
+    cfg = config()
+    train_step = step_for(cfg)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), train_step.abstract.params
+    )
+    module = train_step.model.merge(params, train_step.abstract.router_bias).predict_ahead
+    embedding_BtD, h_BtD = rng.normal(size=(2, 1, 3, 32)).astype(np.float32)
+    own = jax.tree.map(np.asarray, params["predict_ahead"])
+
+    def norm(x_BtD, scale_D):
+        squares = np.mean(x_BtD**2, axis=-1, keepdims=True)
+        return x_BtD / np.sqrt(squares + cfg.model.norm_epsilon) * scale_D
+
+    wanted = norm(embedding_BtD, own["embedding_norm"]["scale"]) @ own["w_join"][0]
+    wanted += norm(h_BtD, own["hidden_norm"]["scale"]) @ own["w_join"][1]
+    np.testing.assert_allclose(module.join(embedding_BtD, h_BtD), wanted, rtol=1e-4, atol=1e-4)
+
+
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(0, 99))
 def test_targets_ahead_are_targets_of_the_next_position(B, T, seed):
     rng = np.random.default_rng(seed)

@@ -84,6 +84,14 @@ def test_adapters_are_added_to_their_weights():
     check_cached(dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=("moe.w_*", "*.w_q"))))
 
 
+def test_no_row_loses_tokens_to_a_training_capacity():
+    """A capacity drops what an expert has too much of, so a row's text would hang on the others."""
+    cfg = small_config(moe={"capacity_factor": 1.0})
+    engine = engine_for(cfg, [[1, 2, 3]] * 4, 2)
+    assert engine.train_step.cfg.moe.capacity_factor is None
+    assert engine.train_step.plain.cfg.moe.capacity_factor is None
+
+
 def check_cached(cfg):
     """Compares logits with a cache to those of whole forward passes."""
     state = random_state(cfg)

@@ -218,6 +218,19 @@ def test_an_adapter_starts_from_the_seed_and_its_name_alone():
             assert 0.9 < np.max(np.abs(value)) * 32**0.5 <= 1  # uniform, for 32 inputs
 
 
+def test_no_two_adapters_start_alike():
+    """Neither those of two blocks nor those of two matrices of one block."""
+    cfg = adapted(lora={"targets": ("attention.w_[qk]",)})
+    train_step = step_for(cfg)
+    drawn = flat(init_adapters(cfg.train.seed, train_step.dims, train_step.abstract.params))
+    first = {name: np.asarray(value) for name, value in drawn.items() if name.endswith(".a")}
+    assert len(first) == 4  # of w_q and w_k in the dense block and in the other
+    assert len({value.tobytes() for value in first.values()}) == len(first)
+    # A name decides the values for good: a saved seed must draw them again.
+    value = first["groups.1.blocks.0.attention.w_q.a"]
+    np.testing.assert_allclose(value[0, 0, :2], [0.00464812, 0.11272094], rtol=1e-5)
+
+
 def test_frozen_matrices_may_take_half_the_memory():
     cfg = adapted((1, 2, 2, 2), lora={"base_dtype": "bfloat16"})
     train_step = step_for(cfg)
