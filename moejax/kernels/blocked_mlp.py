@@ -169,17 +169,21 @@ def _few_rows(x_MD: jax.Array, weights: Weights, sizes_G: jax.Array, limit) -> j
 
 
 def _in_pieces(x_BX: jax.Array, w_GXY: jax.Array, group: jax.Array) -> jax.Array:
-    """Returns x @ w[group], summed in float32 over pieces of P of X."""
+    """Returns x @ w[group], summed in float32 over pieces of P of X; the last begins earlier."""
     (B, X), Y = x_BX.shape, w_GXY.shape[2]
-    most = max(1, PIECE_BYTES // (Y * w_GXY.dtype.itemsize))
-    piece = next(size for size in range(min(most, X), 0, -1) if X % size == 0)
+    most = min(X, max(1, PIECE_BYTES // (Y * w_GXY.dtype.itemsize)))
+    pieces = -(-X // most)
+    P = -(-X // pieces)
 
     def add(number, y_BY):
-        w_PY = lax.dynamic_slice(w_GXY, (group, number * piece, 0), (1, piece, Y))[0]
-        x_BP = lax.dynamic_slice(x_BX, (0, number * piece), (B, piece))
+        start = jnp.minimum(number * P, X - P)
+        w_PY = lax.dynamic_slice(w_GXY, (group, start, 0), (1, P, Y))[0]
+        x_BP = lax.dynamic_slice(x_BX, (0, start), (B, P))
+        if X % P:  # what the piece before has summed counts once
+            x_BP = jnp.where(start + jnp.arange(P) >= number * P, x_BP, 0)
         return y_BY + jnp.dot(x_BP, w_PY, preferred_element_type=jnp.float32)
 
-    y_BY = lax.fori_loop(0, X // piece, add, jnp.zeros((B, Y), jnp.float32))
+    y_BY = lax.fori_loop(0, pieces, add, jnp.zeros((B, Y), jnp.float32))
     return y_BY.astype(x_BX.dtype)
 
 

@@ -151,7 +151,8 @@ def target_nll(
     def of_chunk(_: None, chunk: Chunks) -> tuple[None, jax.Array]:
         return None, _chunk_nll(chunk, w_Dv, layout.tensor)[0]
 
-    return lax.scan(of_chunk, None, chunks)[1].reshape(target_BT.shape)
+    nll_N = lax.scan(of_chunk, None, chunks)[1].reshape(-1)
+    return nll_N[: target_BT.size].reshape(target_BT.shape)
 
 
 Chunks = tuple[jax.Array, jax.Array, jax.Array]
@@ -160,17 +161,36 @@ Chunks = tuple[jax.Array, jax.Array, jax.Array]
 def _cut_in_chunks(
     x_BTD: jax.Array, w_Dv: jax.Array, target_BT: jax.Array, layout: Layout, chunk_tokens: int
 ) -> Chunks:
-    """Returns hidden states, targets in this rank's slice of the vocabulary, and their validity."""
+    """Returns hidden states, targets in this rank's slice of the vocabulary, and their validity.
+
+    Rows without a target fill the last chunk up where no chunk size divides the tokens.
+    """
     N, v = target_BT.size, w_Dv.shape[1]
     first = wire.index(layout.tensor) * v if layout.size(layout.tensor) > 1 else 0
+    count, rows = _chunk_sizes(N, chunk_tokens)
+    missing = count * rows - N
+
+    def cut(x_N: jax.Array, fill: int | bool = 0) -> jax.Array:
+        if missing:
+            widths = ((0, missing), *((0, 0),) * (x_N.ndim - 1))
+            x_N = jnp.pad(x_N, widths, constant_values=fill)
+        return x_N.reshape(count, rows, *x_N.shape[1:])
+
     target_N = target_BT.reshape(N)
-    rows = next(r for r in range(min(N, chunk_tokens), 0, -1) if N % r == 0)
     local_N = jnp.where(target_N >= 0, target_N - first, -1)
-    return (
-        x_BTD.reshape(N // rows, rows, -1),
-        local_N.reshape(N // rows, rows),
-        (target_N >= 0).reshape(N // rows, rows),
-    )
+    return cut(x_BTD.reshape(N, -1)), cut(local_N, -1), cut(target_N >= 0, fill=False)
+
+
+def _chunk_sizes(N: int, most: int) -> tuple[int, int]:
+    """Returns the number of chunks, and the tokens of each: at most `most`.
+
+    A size that divides N is taken if it is more than half of the most. Otherwise the fewest chunks
+    are filled up, by less than a token each.
+    """
+    most = min(N, most)
+    fewest = -(-N // most)
+    divisor = next((rows for rows in range(most, most // 2, -1) if N % rows == 0), None)
+    return (fewest, -(-N // fewest)) if divisor is None else (N // divisor, divisor)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

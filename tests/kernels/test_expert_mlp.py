@@ -86,6 +86,19 @@ def test_few_rows_without_gradients_read_the_weights_of_their_groups_alone(
     np.testing.assert_allclose(have, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("most", [2, 3, 5, 6, 7, 100])
+def test_weights_of_a_prime_width_are_read_in_few_pieces(most, monkeypatch):
+    """The last piece begins earlier, and counts nothing twice."""
+    monkeypatch.setattr(blocked_mlp, "PIECE_BYTES", most * 3 * 4)
+    rng = np.random.default_rng(0)
+    x_BX, w_GXY = rng.standard_normal((2, 7)), rng.standard_normal((2, 7, 3))
+    arrays = jnp.asarray(x_BX, jnp.float32), jnp.asarray(w_GXY, jnp.float32), jnp.int32(1)
+    np.testing.assert_allclose(blocked_mlp._in_pieces(*arrays), x_BX @ w_GXY[1], atol=1e-5)
+    traced = jax.make_jaxpr(lambda *given: blocked_mlp._in_pieces(*given))(*arrays)
+    (loop,) = [eqn for eqn in traced.eqns if "jaxpr" in eqn.params]
+    assert loop.params["length"] == -(-7 // most)
+
+
 def test_blocked_takes_groups_larger_than_its_largest_block(monkeypatch):
     monkeypatch.setattr(blocked_mlp, "BLOCK_ROWS", (4, 8))
     value_and_gradients.cache_clear()  # traced with the blocks of before

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
+from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.config.schema import MeshConfig, MoEConfig, RouterConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
@@ -81,26 +82,65 @@ def test_the_sum_and_its_gradients_are_those_of_log_softmax(tensor, chunk_tokens
     assert_close(sharded(tensor, chunk_tokens)(*case), wanted(*case), terms=B * T * V)
 
 
-@pytest.mark.parametrize(("tensor", "chunk_tokens"), [(1, 5), (2, 4), (8, 1000)])
-def test_nats_of_each_target_are_those_of_log_softmax(tensor, chunk_tokens):
+@functools.cache
+def nats(tensor, chunk_tokens):
+    """(x, w, target) -> nats of each target, the vocabulary over `tensor` devices."""
     layout = layout_of(tensor)
-    body = functools.partial(target_nll, layout=layout, chunk_tokens=chunk_tokens)
     mapped = jax.shard_map(
-        body,
+        functools.partial(target_nll, layout=layout, chunk_tokens=chunk_tokens),
         mesh=build_mesh(layout, jax.devices()[:tensor]),
         in_specs=(P(), P(None, "tensor"), P()),
         out_specs=P(),
         check_vma=False,
     )
+    return jax.jit(mapped)
+
+
+@pytest.mark.parametrize(("tensor", "chunk_tokens"), [(1, 5), (2, 4), (8, 1000)])
+def test_nats_of_each_target_are_those_of_log_softmax(tensor, chunk_tokens):
     x_BTD, w_DV, target_BT = random_case()
     target_BT[1, 3] = -1
-    nll_BT = jax.jit(mapped)(x_BTD, w_DV, target_BT)
+    nll_BT = nats(tensor, chunk_tokens)(x_BTD, w_DV, target_BT)
     assert not np.any(nll_BT[target_BT < 0])
     alone = [
         plain(x_BTD[b : b + 1, t : t + 1], w_DV, target_BT[b : b + 1, t : t + 1])
         for b, t in np.ndindex(B, T)
     ]
     assert_close(nll_BT, np.array(alone).reshape(B, T), terms=B * T * V)
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, 3, 4, 5, 6])
+def test_tokens_of_a_prime_number_are_cut_in_chunks_too(chunk_tokens):
+    """The last chunk has fewer; what fills it up changes no sum and no gradient."""
+    case = random_case(shape=(1, 7, D, V))
+    assert_close(sharded(1, chunk_tokens)(*case), wanted(*case), terms=7 * V)
+    x_BTD, w_DV, target_BT = case
+    nll_BT = nats(1, chunk_tokens)(*case)
+    alone = [plain(x_BTD[:, t : t + 1], w_DV, target_BT[:, t : t + 1]) for t in range(7)]
+    assert_close(nll_BT, np.array(alone)[None], terms=7 * V)
+
+
+def equations(jaxpr):
+    """Every equation of a program, those of loops and calls too."""
+    for eqn in opened(jaxpr).eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(509, 128), (8191, 128), (8191, 4096)])
+def test_no_number_of_tokens_goes_token_by_token(tokens, chunk_tokens):
+    """At most twice as many chunks as the fewest, and at most so many rows for nothing."""
+    fewest = -(-tokens // chunk_tokens)
+    floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, tokens, D), (D, V))]
+    targets = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+    for function in (sharded(1, chunk_tokens), nats(1, chunk_tokens)):
+        traced = jax.make_jaxpr(function)(*floats, targets)
+        (scan,) = [eqn for eqn in equations(traced) if eqn.primitive.name == "scan"]
+        count, rows = scan.outvars[-1].aval.shape[:2]  # of gradients of rows, or of nats
+        assert fewest <= count == scan.params["length"] < 2 * fewest
+        assert rows <= chunk_tokens
+        assert tokens <= count * rows < tokens + fewest
 
 
 @settings(max_examples=10)
