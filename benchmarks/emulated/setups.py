@@ -52,7 +52,8 @@ UNEVEN: dict[str, Any] = {
     "data.sequence_length": 128,
 }
 ODD: dict[str, dict[str, Any]] = {
-    "top-1": UNEVEN | {"moe.num_experts": 6, "moe.experts_per_token": 1},
+    "top-1": UNEVEN
+    | {"moe.num_experts": 6, "moe.experts_per_token": 1, "moe.router.renormalize": False},
     "top-3": UNEVEN | {"moe.num_experts": 12, "moe.experts_per_token": 3},
     "heavy": UNEVEN
     | {

@@ -14,6 +14,7 @@ TWO_70B = BFLOAT16 | {
     "model.head_width": 128,
     "moe.num_experts": 2,
     "moe.experts_per_token": 1,
+    "moe.router.renormalize": False,  # else no loss reaches the router
     "moe.expert_hidden": 28672,
     "data.sequence_length": 8192,
     "train.batch_sequences": 16,

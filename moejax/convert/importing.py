@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from moejax.config.checks import check
+from moejax.config.checks.gradients import has_fixed_weight
 from moejax.config.fields import fields, get_value
 from moejax.config.load import override, to_dict
 from moejax.config.schema import Config
@@ -61,7 +62,7 @@ def import_folder(
     check_new_folder(out, "--out")
     with Folder(path) as folder:
         cfg = config_for(folder, out, overrides)
-        check(cfg)
+        check(cfg, trained=False)
         small_files(path)
         with join() as processes:
             console = console_of(processes)
@@ -73,7 +74,7 @@ def import_folder(
                 if processes.first:
                     copy_small_files(path, beside / ORIGIN)
                     write_whole(beside / "config.json", config_text(cfg))
-            _say_done(folder, plan, out, console)
+            _say_done(folder, plan, cfg, out, console)
             processes.gather("done")
 
 
@@ -185,7 +186,7 @@ def config_text(cfg: Config) -> str:
     return json.dumps(nested, indent=2) + "\n"
 
 
-def _say_done(folder: Folder, plan: LoadPlan, out: Path, console: Console) -> None:
+def _say_done(folder: Folder, plan: LoadPlan, cfg: Config, out: Path, console: Console) -> None:
     """Says what was written, what was left out, and what to do next."""
     lines = [
         f"imported {elements_of(plan):,} parameters to {out}; family "
@@ -193,6 +194,12 @@ def _say_done(folder: Folder, plan: LoadPlan, out: Path, console: Console) -> No
     ]
     for reason, names in plan.left_out.items():
         lines.append(f"left out {len(names):,} tensors, {reason}: {names[0]}, ...")
+    if has_fixed_weight(cfg):
+        lines.append(
+            "note:          the weight of a token's only expert is always one, so no loss reaches "
+            "the router: train with --config.moe.router.renormalize=false, which changes the "
+            "model, or adapters (--config.lora.rank=16); evaluation and generation are as published"
+        )
     tokenizer = out / ORIGIN / "tokenizer.json"
     if tokenizer.is_file():
         lines.append(

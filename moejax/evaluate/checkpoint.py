@@ -80,7 +80,7 @@ def choose(
                 f"Leave it out."
             )
     cfg = evaluation_config(trained, values)
-    check(cfg)
+    check(cfg, trained=False)
     base = frozen_source(saved, cfg, values.get("checkpoint.init_from"), processes)
     if base is not None:
         notes.append(f"adapters from {saved.path}, frozen weights from {base.path}")

@@ -164,6 +164,21 @@ def test_settings_that_fit_together_pass(values):
             ["`route` = spread", "`mesh.expert_weights` is whole"],
         ),
         (
+            {"moe.experts_per_token": 1},
+            ["`moe.experts_per_token` = 1", "renormalize` = true", "router no gradient"],
+        ),
+        (
+            {
+                "moe.experts_per_token": 1,
+                "model.first_dense_layers": 1,
+                "lora.rank": 2,
+                "lora.targets": ["groups.1.*"],
+            },
+            ["`moe.experts_per_token` = 1", "renormalize=false"],
+        ),
+        ({"model.sliding_window": 1}, ["`model.sliding_window` = 1", "itself alone"]),
+        ({"data.sequence_length": 1}, ["`data.sequence_length` = 1", "itself alone"]),
+        (
             {"route": "two_level_merge", "mesh.expert": 4, "moe.experts_per_token": 1},
             ["`moe.experts_per_token` is 1", "Choose two_level."],
         ),
@@ -388,3 +403,25 @@ def test_reading_and_checking_a_config_does_not_import_jax():
         "check(from_dict({})); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"moe.experts_per_token": 1, "moe.router.renormalize": False},
+        {"moe.experts_per_token": 1, "lora.rank": 2},
+        {"moe.experts_per_token": 1, "lora.rank": 2, "lora.targets": ["attention.*", "moe.w_in"]},
+        {"model.sliding_window": 1, "model.attention_sinks": True},
+        {"model.sliding_window": 2, "data.sequence_length": 2},
+    ],
+)
+def test_what_has_a_gradient_or_needs_none_is_accepted(values):
+    check(from_dict(values))
+
+
+@pytest.mark.parametrize(
+    "values", [{"moe.experts_per_token": 1}, {"data.sequence_length": 1}], ids=["router", "queries"]
+)
+def test_weights_that_are_not_trained_need_no_gradient(values):
+    """What was imported or saved is evaluated, and computes what it did."""
+    check(from_dict(values), trained=False)

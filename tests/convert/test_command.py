@@ -31,6 +31,26 @@ def assert_same_tensors(folder, wanted):
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
+def test_a_model_of_one_expert_a_token_is_imported_and_its_training_refused(
+    command, model, tmp_path, capsys
+):
+    """Where the weight of the only expert is one, as Mixtral's code makes it."""
+    folder = model()
+    config = json.loads((folder / "config.json").read_text())
+    config["num_experts_per_tok"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    code, lines = command("import", folder, "--out", "imported")
+    assert code == 0, lines
+    (note,) = [line for line in lines if line.startswith("note: ")]
+    assert "--config.moe.router.renormalize=false" in note
+    cfg = load_config("imported/config.json")
+    assert (cfg.moe.experts_per_token, cfg.moe.router.renormalize) == (1, True)
+    capsys.readouterr()
+    assert train(["--config", "imported/config.json", "--dry_run"]) == 2
+    said = capsys.readouterr()
+    assert "router no gradient" in said.out + said.err
+
+
 def test_import_then_export_gives_the_folder_back(command, model, tmp_path):
     folder = model()
     code, lines = command("import", folder, "--out", "imported")

@@ -202,6 +202,20 @@ def test_of_equal_experts_the_first_is_chosen_with_weight_one():
     np.testing.assert_array_equal(routing.expert_NK, 0)  # of equals the first
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_a_weight_that_is_always_one_gives_the_router_no_gradient(score, renormalize):
+    """Rounding alone is left of it, which `config.checks.gradients` refuses to train by."""
+    rng, cfg = np.random.default_rng(0), RouterConfig(score=score, renormalize=renormalize)
+    logit_NE, factor_N1 = jnp.asarray(rng.normal(size=(9, 4))), jnp.asarray(rng.normal(size=(9, 1)))
+
+    def loss(logit_NE):
+        return jnp.sum(router.route(logit_NE, jnp.zeros(4), cfg, k=1).weight_NK * factor_N1)
+
+    largest = float(jnp.max(jnp.abs(jax.grad(loss)(logit_NE))))
+    assert largest < 1e-6 if renormalize else largest > 0.1
+
+
 def test_entropy_is_one_where_scores_are_even_and_zero_where_one_expert_has_all():
     def found(score_NE):
         score_NE = jnp.asarray(score_NE, jnp.float32)

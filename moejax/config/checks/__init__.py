@@ -3,7 +3,8 @@
 `check` is for a config as it was written; `resolve_mesh` follows once the number of devices is
 known. Neither imports JAX. The rules on single values live with the fields in `config.schema`.
 
-Read in this order: this file, `effects` (settings that would change nothing), `mesh` (axes and
+Read in this order: this file, `effects` (settings that would change nothing), `gradients`
+(settings that leave a parameter without a gradient), `mesh` (axes and
 their sizes), `stages` (the pipeline's), `size` (limits of arrays), `planned` (what a planner
 chooses), `paths` (files and folders). `text` has words that their messages share.
 """
@@ -12,6 +13,7 @@ import math
 
 from moejax.config.checks.attention import check_attention
 from moejax.config.checks.effects import check_effects
+from moejax.config.checks.gradients import check_gradients
 from moejax.config.checks.mesh import (
     AXES,
     check_batch,
@@ -32,8 +34,12 @@ from moejax.config.schema import Config
 __all__ = ["AXES", "check", "resolve_mesh"]
 
 
-def check(cfg: Config) -> None:
-    """Raises InputError at the first rule between settings that `cfg` breaks."""
+def check(cfg: Config, *, trained: bool = True) -> None:
+    """Raises InputError at the first rule between settings that `cfg` breaks.
+
+    Args:
+      trained: whether the config is of training, not of weights that are evaluated or imported.
+    """
     check_no_secrets(cfg)
     check_effects(cfg)
     check_size(cfg)
@@ -52,6 +58,8 @@ def check(cfg: Config) -> None:
     check_width(cfg)
     check_batch(cfg)
     check_stages(cfg)
+    if trained:
+        check_gradients(cfg)
     check_plan(cfg)
     if cfg.mesh.simulated_devices is not None and not is_planned(cfg):
         resolve_mesh(cfg, cfg.mesh.simulated_devices, "cpu")

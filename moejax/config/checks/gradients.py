@@ -1,0 +1,49 @@
+"""Refuses settings that leave a trained parameter without a gradient.
+
+What is left of such a gradient is rounding noise. Adam divides by its size, so the parameter walks
+at random in full steps, and no loss tells.
+"""
+
+from fnmatch import fnmatchcase
+
+from moejax.config.checks.text import require
+from moejax.config.pattern import layer_groups
+from moejax.config.schema import Config
+
+ROUTER = "moe.w_router"
+
+
+def check_gradients(cfg: Config) -> None:
+    """Raises InputError at a setting with which a parameter that is trained has no gradient."""
+    moe, model = cfg.moe, cfg.model
+    require(
+        not (has_fixed_weight(cfg) and _trains_router(cfg)),
+        f"`moe.experts_per_token` = {moe.experts_per_token} and `moe.router.renormalize` = true "
+        "make the weight of a token's only expert one, whatever the router says. The loss then "
+        "gives the router no gradient. Set moe.router.renormalize=false, so that the weight is the "
+        "expert's probability (Switch), choose more experts, or train adapters that leave the "
+        "router out.",
+    )
+    length, window = cfg.data.sequence_length, model.sliding_window
+    name = "data.sequence_length" if length == 1 else "model.sliding_window"
+    require(
+        model.attention_sinks or (length > 1 and window != 1),
+        f"`{name}` = 1 lets a position attend to itself alone, with a weight of one, whatever "
+        "query and key are. The loss then gives them no gradient. Choose at least 2.",
+    )
+
+
+def has_fixed_weight(cfg: Config) -> bool:
+    """Whether the weight of each token's expert is one."""
+    moe = cfg.moe
+    return cfg.model.has_experts and moe.experts_per_token == 1 and moe.router.renormalize
+
+
+def _trains_router(cfg: Config) -> bool:
+    """Whether the router is trained, or an adapter of it."""
+    if cfg.lora.rank is None:
+        return True
+    groups = enumerate(layer_groups(cfg.model))
+    places = [f"groups.{g}.blocks.{b}." for g, (kinds, _) in groups for b in range(len(kinds))]
+    names = [f"{place}{ROUTER}" for place in ("", "predict_ahead.group.blocks.0.", *places)]
+    return any(fnmatchcase(name, pattern) for name in names for pattern in cfg.lora.targets or ())
