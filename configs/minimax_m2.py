@@ -45,6 +45,7 @@ def get_config() -> ConfigDict:
     config.moe.experts_per_token = 8
     config.moe.expert_hidden = 1536
     config.moe.router.score = "sigmoid"
+    config.moe.router.balance_loss = 0.001 * 8  # where the file says none, transformers takes 0.001
 
     config.data.sequence_length = 4096
     config.train.batch_sequences = 512

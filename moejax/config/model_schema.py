@@ -52,7 +52,8 @@ class ModelConfig:
 
     vocab_size: int = setting(264, "V: token ids are 0 .. V-1", at_least=2)
     width: int = setting(128, "D: width of the residual stream", at_least=1)
-    num_layers: int = setting(4, "number of blocks", at_least=1)
+    # The most layers are some fifty times what is published: lists of layers stay short.
+    num_layers: int = setting(4, "number of blocks", at_least=1, at_most=10_000)
     attention: str = setting(
         "grouped",
         "grouped: heads share keys and values; latent: both come from a narrow latent (DeepSeek)",
@@ -222,7 +223,7 @@ class RouterConfig:
 class MoEConfig:
     """The expert layers."""
 
-    num_experts: int = setting(8, "E: routed experts of a layer", at_least=1)
+    num_experts: int = setting(8, "E: routed experts of a layer", at_least=1, at_most=100_000)
     experts_per_token: int = setting(2, "K: experts a token visits", at_least=1)
     expert_hidden: int = setting(192, "F: hidden width of an expert", at_least=1)
     num_shared_experts: int = setting(

@@ -1,34 +1,45 @@
 """The config of a folder of weights, as settings of a run."""
 
-from moejax.config.fields import short
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moejax.config.fields import find_field, short
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.hf.families import family_of
-from moejax.hf.families.family import differences, from_settings
+from moejax.hf.families.family import Family, differences, from_settings
 from moejax.hf.files import CONFIG
 from moejax.hf.reader import Folder
 
-MAX_LAYERS = 10_000  # some fifty times what is published
 
+def read_config(path: Path, keys: Mapping[str, Any]) -> tuple[Family, Config]:
+    """Returns the family and the settings that a `config.json` says; others have their defaults.
 
-def config_of(folder: Folder) -> Config:
-    """Returns the settings that a folder's `config.json` says; others have their defaults.
-
+    Args:
+      path: of the file, for messages.
     Raises:
       InputError: names the key that cannot be computed here.
     """
     try:
-        _check_layers(folder.config.get("num_hidden_layers"))
-        return from_settings(family_of(folder.config).read(folder.config))
+        _check_layers(keys.get("num_hidden_layers"))
+        family = family_of(keys)
+        return family, from_settings(family.read(keys))
     except InputError as error:
-        raise InputError(f"{folder.path / CONFIG}: {error}") from None
+        raise InputError(f"{path}: {error}") from None
+
+
+def config_of(folder: Folder) -> Config:
+    """Returns the settings that a folder's `config.json` says; see `read_config`."""
+    return read_config(folder.path / CONFIG, folder.config)[1]
 
 
 def _check_layers(number: object) -> None:
     """Refuses a number of layers for which lists of layers would fill the memory."""
-    if isinstance(number, int) and number > MAX_LAYERS:
+    most = find_field("model.num_layers").at_most
+    if isinstance(number, int) and most is not None and number > most:
         raise InputError(
-            f"`num_hidden_layers` is {short(number)}. It may be {MAX_LAYERS}. Correct config.json."
+            f"`num_hidden_layers` is {short(number)}. It may be {most:g}. Correct config.json."
         )
 
 

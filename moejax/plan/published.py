@@ -9,8 +9,8 @@ from moejax.config.fields import change, fields, get_value
 from moejax.config.load import parse_overrides
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.hf.families import family_of
-from moejax.hf.families.family import differences, from_settings
+from moejax.hf.config import read_config
+from moejax.hf.families.family import differences
 from moejax.hf.files import CONFIG, SMALL_BYTES, read_json
 
 LENGTH = 4096  # positions of a sequence, or what the model was made for if that is fewer
@@ -56,11 +56,7 @@ def read_published(path: Path, devices: int, overrides: Sequence[str] = ()) -> P
     file = path / CONFIG if path.is_dir() else path
     _check_there(path, file)
     config = read_json(file, SMALL_BYTES)
-    try:
-        family = family_of(config)
-        model = from_settings(family.read(config))
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from None
+    family, model = read_config(file, config)
     given = parse_overrides(overrides)
     values, taken = _step(config, devices, given)
     cfg = change(model, values | given)

@@ -189,7 +189,7 @@ def test_describe_fields_lists_each_setting_with_its_type_and_range():
     rows = {name: rest for name, *rest in describe_fields()}
     assert list(rows) == list(fields())
     assert rows["moe.num_experts"][:2] == ["int", 8]
-    assert rows["moe.num_experts"][3] == "at least 1"
+    assert rows["moe.num_experts"][3] == "at least 1 and at most 100000"
     assert rows["moe.capacity_factor"][0] == "float | None"
     assert rows["data.train_files"][0] == "tuple[str, ...]"
     assert rows["data.train_weights"][0] == "tuple[float, ...]"

@@ -20,3 +20,9 @@ def theirs():
 def make_models():
     """The script that wrote the golden files."""
     return importlib.import_module("tests.golden.make_models")
+
+
+@pytest.fixture(scope="module")
+def config_defaults():
+    """The script that wrote what transformers makes of missing and null keys."""
+    return importlib.import_module("tests.golden.config_defaults")

@@ -72,3 +72,19 @@ def test_overrides_that_change_the_model_are_refused(tmp_path):
     file = written(tmp_path, "Mixtral-8x7B")
     text = refused(file, ["model.num_layers=3"])
     assert "--config.model.num_layers changes the model. It is 3" in text
+
+
+def test_layers_without_bound_are_refused_before_they_are_listed(tmp_path):
+    file = written(tmp_path, "Qwen3-30B-A3B", num_hidden_layers=2_000_000_000)
+    assert "`num_hidden_layers` is 2000000000. It may be 10000." in refused(file)
+
+
+def test_keys_that_are_missing_are_noticed_as_an_import_does(tmp_path):
+    config = dict(PUBLISHED["DeepSeek-V3"])
+    del config["routed_scaling_factor"], config["q_lora_rank"], config["num_key_value_heads"]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    cfg = read_published(file, 64).cfg
+    assert (cfg.moe.router.weight_scale, cfg.model.q_latent) == (2.5, 1536)
+    file = written(tmp_path, "DeepSeek-V3", num_attention_heads=64)
+    assert "`num_key_value_heads` is 128" in refused(file)

@@ -61,18 +61,13 @@ def _blocks(layers: int, dense: int, every: int) -> list[bool]:
 
 @dataclass(frozen=True)
 class FirstDense:
-    """The first blocks are dense, and all others have experts (DeepSeek, GLM).
+    """The first blocks are dense, and all others have experts (DeepSeek, GLM)."""
 
-    Attributes:
-      default: their number where the key is missing.
-    """
-
-    default: int
     keys: tuple[str, ...] = ("first_k_dense_replace",)
 
     def read(self, config: Config) -> dict[str, Any]:
         """Returns the settings."""
-        dense = value_of(config, self.keys, self.default)
+        dense = value_of(config, self.keys)
         return {"model.first_dense_layers": dense, "model.moe_every": 1}
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
@@ -133,6 +128,11 @@ class LayerTypes:
         types = self._types(config)
         if SLIDING not in types:
             return {"model.sliding_window": None}
+        if self.switch and not config.get(self.switch, False):
+            raise InputError(
+                f"`layer_types` has {SLIDING}, and `{self.switch}` is false or missing. They say "
+                "the opposite. Correct config.json."
+            )
         window = whole_number(config, "sliding_window")
         every = types.index(FULL) + 1 if FULL in types else None
         if types != layer_types(len(types), every):

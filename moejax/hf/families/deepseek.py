@@ -18,7 +18,7 @@ from moejax.hf.families.parts import (
     value_of,
     whole_number,
 )
-from moejax.hf.families.rope import Rope
+from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import (
     AHEAD,
     DENSE,
@@ -128,8 +128,8 @@ class Groups:
                     "group_limited_greedy. Choose another model."
                 )
         return {
-            "moe.router.num_groups": value_of(config, ("n_group",), 1),
-            "moe.router.groups_per_token": value_of(config, ("topk_group",), 1),
+            "moe.router.num_groups": value_of(config, ("n_group",)),
+            "moe.router.groups_per_token": value_of(config, ("topk_group",)),
         }
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
@@ -159,9 +159,9 @@ class SequenceBalance:
         alpha = value_of(config, ("aux_loss_alpha",), self.default)
         layers = whole_number(config, "num_hidden_layers")
         span = "sequence" if value_of(config, ("seq_aux",), True) else "batch"
-        dense = value_of(config, ("first_k_dense_replace",), 0)
+        dense = value_of(config, ("first_k_dense_replace",))
         return {
-            "moe.router.balance_loss": alpha * (layers - dense),
+            "moe.router.balance_loss": alpha * max(0, layers - dense),
             "moe.router.balance_over": span,
         }
 
@@ -182,25 +182,31 @@ MLA = (
     Rope(latent=True),
     Same("n_routed_experts", "moe.num_experts", also=("num_local_experts", "num_experts")),
     Same("moe_intermediate_size", "moe.expert_hidden"),
-    Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
     Always("attention_bias", False),
     Always("moe_layer_freq", 1),
 )
+
+# Heads that follow from others, and queries that are projected directly.
+NULLS = dict.fromkeys(("head_dim", "num_key_value_heads", "q_lora_rank", "qk_head_dim"), None)
+NULLS |= POSITIONS
 
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     parts=(
         *MLA,
-        FirstDense(default=0),
+        FirstDense(),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
         Groups(switch=True),
         SequenceBalance(default=0.001),
         Implied((("moe.router.renormalize", False),)),
         # DeepSeek's code does not scale weights that it normalises, transformers ignores the key.
-        Always("norm_topk_prob", False),
+        Always("norm_topk_prob", False, others=(None,)),
         Always("scoring_func", "softmax"),
         Always("mlp_bias", False),
     ),
+    missing={"q_lora_rank": 1536, "first_k_dense_replace": 0},
+    null={**NULLS, "n_group": None, "topk_group": None},
     rules=(*ROOT, *NORMS, *LATENT, *DENSE, *SHARED, *router("mlp.")),
     experts=(EXPERTS, FUSED),
 )
@@ -211,7 +217,8 @@ DEEPSEEK_V3 = Family(
     model_types=("kimi_k2",),
     parts=(
         *MLA,
-        FirstDense(default=3),
+        FirstDense(),
+        Same("routed_scaling_factor", "moe.router.weight_scale", default=2.5),
         Groups(),
         SequenceBalance(default=PAPER),
         Same("norm_topk_prob", "moe.router.renormalize", default=True),
@@ -221,6 +228,14 @@ DEEPSEEK_V3 = Family(
         Always("rope_interleave", True),
         Unused(("num_mtp_layers",)),
     ),
+    missing={
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "topk_group": 4,
+    },
+    null={**NULLS, "norm_topk_prob": False, "num_nextn_predict_layers": 0},
     rules=(
         *ROOT,
         *NORMS,

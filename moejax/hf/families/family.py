@@ -1,7 +1,7 @@
 """A family of models: what its `config.json` says, and which tensors its files hold."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moejax.config.fields import fields, get_value, short
@@ -9,6 +9,7 @@ from moejax.config.load import from_dict
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.hf.families.parts import Always, Part, Same, Unused, has_dense_blocks
+from moejax.hf.families.stated import stated
 from moejax.hf.rules import Rule
 
 # Settings that no file of weights decides: how to train, and how to compute the same.
@@ -63,6 +64,7 @@ STORAGE = (
     "torch_dtype",
     "transformers_version",
 )
+AHEAD = "num_mtp_layers"  # name of `Family.ahead` in transformers; one layer where it is missing
 COMMON: tuple[Part, ...] = (
     Same("vocab_size", "model.vocab_size"),
     Same("hidden_size", "model.width"),
@@ -90,6 +92,8 @@ class Family:
       rules: rules of tensors, without those of experts.
       experts: rules of experts, in each form that files have; the first is written.
       model_types: other values of `model_type`.
+      missing: what a key stands for that is not there, where its part has no default.
+      null: what a null stands for, by key; any other null of a key that counts is refused.
       ahead: key with the number of layers after the last that predict further tokens; "": none.
     """
 
@@ -99,6 +103,8 @@ class Family:
     rules: tuple[Rule, ...]
     experts: tuple[tuple[Rule, ...], ...]
     model_types: tuple[str, ...] = ()
+    missing: Mapping[str, Any] = field(default_factory=dict)
+    null: Mapping[str, Any] = field(default_factory=dict)
     ahead: str = ""
 
     @property
@@ -116,30 +122,75 @@ class Family:
         """Returns the settings of a `config.json`, by dotted name.
 
         Raises:
-          InputError: for a key that is not known, or a value that cannot be computed here.
+          InputError: for keys that are not known, and values that cannot be computed here.
         """
-        known = {key for part in self.all_parts for key in part.keys} | set(STORAGE)
-        if self.ahead:
-            known |= {self.ahead, "num_mtp_layers"}
-        for key in config:
-            if key not in known:
-                raise InputError(
-                    f"`{key}` = {short(config[key])} is a key whose meaning for {self.name} is not "
-                    "known here. Remove it from config.json, if the model's logits do not depend "
-                    "on it."
-                )
+        config = self._completed(config)
+        always = [part for part in self.all_parts if isinstance(part, Always)]
+        refused = [text for part in always if (text := part.refusal(config))]
         settings: dict[str, Any] = {}
         for part in self.all_parts:
-            settings |= part.read(config)
+            if part not in always:
+                settings |= part.read(config)
         if not has_dense_blocks(settings):
             settings.pop("model.mlp_hidden", None)
         if settings.get("moe.router.num_groups", 1) == 1:
             settings.pop("moe.router.groups_per_token", None)
+        refused += self._refused_others(config, settings)
+        if refused:
+            raise InputError(" ".join(refused))
         return settings
+
+    def _completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a `config.json` with what missing keys and nulls stand for in this family.
+
+        Raises:
+          InputError: lists the nulls that stand for nothing.
+        """
+        counted: set[str] = set()
+        for part in self.all_parts:
+            said = isinstance(part, Same) and any(config.get(k) is not None for k in part.keys)
+            # Parts of the first two kinds judge nulls; another name of a key may say its value.
+            if not isinstance(part, Always | Unused) and not said:
+                counted |= set(part.keys)
+        counted -= set(self.null)
+        nulls = [f"`{key}`" for key, value in config.items() if value is None and key in counted]
+        if nulls:
+            raise InputError(
+                f"null stands for no value of {self.name}'s {', '.join(nulls)}, or for another "
+                "than a missing key. Write the value into config.json."
+            )
+        means = self.null.get
+        given = {key: means(key) if value is None else value for key, value in config.items()}
+        return {**self.missing, **given}
+
+    def _refused_others(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+        """Returns why keys without a part are refused: those that do not state what is computed."""
+        known = {key for part in self.all_parts for key in part.keys} | set(STORAGE)
+        if self.ahead:
+            known |= {self.ahead, AHEAD}
+        others = {key: value for key, value in config.items() if key not in known}
+        if not others:
+            return []
+        says, wrong = stated(flat_settings(from_settings(settings))), []
+        for key in [key for key in others if key in says]:
+            if not _equal(value := others.pop(key), says[key]):
+                wrong.append(f"`{key}` is {short(value)}, {self.name} computes {short(says[key])}.")
+        reasons = [*wrong, "Choose another model."] if wrong else []
+        if others:
+            listed = ", ".join(f"`{key}` = {short(value)}" for key, value in others.items())
+            are, them = ("are keys", "them") if len(others) > 1 else ("is a key", "it")
+            reasons.append(
+                f"{listed} {are} whose meaning for {self.name} is not known here. Remove {them} "
+                f"from config.json, if the model's logits do not depend on {them}."
+            )
+        return reasons
 
     def layers_ahead(self, config: Mapping[str, Any]) -> int:
         """Returns how many layers after the last predict further tokens."""
-        layers = config.get(self.ahead) if self.ahead else 0
+        if not self.ahead:
+            return 0
+        names = [name for name in (self.ahead, AHEAD) if name in config]
+        layers = config[names[0]] if names else 1
         return layers if type(layers) is int else 0
 
     def write(self, cfg: Config, base: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,6 +213,11 @@ class Family:
             listed = ", ".join(f"`{name}` = {short(ours)}" for name, _, ours in lost)
             raise InputError(f"it has no key for {listed}")
         return config
+
+
+def _equal(value: Any, known: Any) -> bool:
+    """Whether JSON says the same; 1 is 1.0, but neither is true."""
+    return value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
 def from_settings(settings: Mapping[str, Any]) -> Config:

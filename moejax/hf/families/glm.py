@@ -16,7 +16,7 @@ from moejax.hf.families.parts import (
     Same,
     Settings,
 )
-from moejax.hf.families.rope import Rope
+from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import (
     AHEAD,
     DENSE,
@@ -56,7 +56,7 @@ GLM4_MOE = Family(
         HeadWidth(),
         HeadNorm(),
         Rope(partial="partial_rotary_factor", rotated=0.5),
-        FirstDense(default=1),
+        FirstDense(),
         DenseHidden(),
         SharedExperts(),
         Groups(),
@@ -68,6 +68,13 @@ GLM4_MOE = Family(
         Same("routed_scaling_factor", "moe.router.weight_scale", default=1.0),
         Implied((("moe.router.score", "sigmoid"),)),
     ),
+    missing={
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "num_key_value_heads": 8,
+        "topk_group": 1,
+    },
+    null={"partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0, **POSITIONS},
     rules=(
         *ROOT,
         *NORMS,

@@ -11,7 +11,7 @@ from moejax.hf.families.parts import (
     Same,
     Unused,
 )
-from moejax.hf.families.rope import Rope
+from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import GROUPED, NORMS, ROOT
 from moejax.hf.rules import Rule
 
@@ -42,6 +42,8 @@ GPT_OSS = Family(
         # The coefficient of a loss that only transformers' training has; 0.9 in released files.
         Unused(("router_aux_loss_coef", "initial_context_length")),
     ),
+    missing={"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128},
+    null={"layer_types": None, **POSITIONS},
     rules=(
         *ROOT,
         *NORMS,

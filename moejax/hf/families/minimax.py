@@ -17,7 +17,7 @@ from moejax.hf.families.parts import (
     Settings,
     Unused,
 )
-from moejax.hf.families.rope import Rope
+from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import (
     GROUPED,
     NORMS,
@@ -93,6 +93,8 @@ MINIMAX_M2 = Family(
         ),
         Balance("choices"),
     ),
+    missing={"head_dim": 128, "num_key_value_heads": 8},
+    null={"attn_type_list": None, "rotary_dim": None, **POSITIONS},
     rules=(
         *ROOT,
         *NORMS,

@@ -3,7 +3,7 @@
 from moejax.hf.families.blocks import OneWindow
 from moejax.hf.families.family import Family
 from moejax.hf.families.parts import Always, Balance, HeadWidth, Implied, KeyValueHeads, Same
-from moejax.hf.families.rope import Rope
+from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import (
     GROUPED,
     NORMS,
@@ -27,6 +27,8 @@ MIXTRAL = Family(
         Always("router_jitter_noise", 0.0),
         Balance("choices"),
     ),
+    missing={"num_key_value_heads": 8},
+    null={"head_dim": None, "sliding_window": None, **POSITIONS},
     rules=(*ROOT, *NORMS, *GROUPED, *router("block_sparse_moe.")),
     experts=(
         experts("block_sparse_moe.", gate="w1", up="w3", down="w2"),

@@ -10,7 +10,7 @@ from moejax.hf.families.parts import (
     KeyValueHeads,
     Same,
 )
-from moejax.hf.families.rope import Rope
+from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import EXPERTS, FUSED, GROUPED, NORMS, ROOT, router
 
 OLMOE = Family(
@@ -26,8 +26,9 @@ OLMOE = Family(
         Same("norm_topk_prob", "moe.router.renormalize", default=False),
         Implied((("model.qk_norm", "full"), ("model.moe_every", 1))),
         Always("clip_qkv", None),
-        Balance("one"),
+        Balance("one", default=0.01),
     ),
+    null={"num_key_value_heads": None, **POSITIONS},
     rules=(*ROOT, *NORMS, *GROUPED, *router("mlp.")),
     experts=(EXPERTS, FUSED),
 )

@@ -93,14 +93,20 @@ class Always:
 
     def read(self, config: Config) -> dict[str, Any]:
         """Refuses other values."""
-        value = config.get(self.key, self.value)
-        if not any(value == known and type(value) is type(known) for known in self._known()):
-            wanted = " or ".join(short(known) for known in (self.value, *self.others))
-            raise InputError(
-                f"`{self.key}` is {short(value)}. moejax computes it as {wanted} only. Choose a "
-                "model without it."
-            )
+        if text := self.refusal(config):
+            raise InputError(text)
         return {}
+
+    def refusal(self, config: Config) -> str | None:
+        """Returns why a value is refused; None for one that means what is computed."""
+        value = config.get(self.key, self.value)
+        if any(value == known and type(value) is type(known) for known in self._known()):
+            return None
+        wanted = " or ".join(short(known) for known in (self.value, *self.others))
+        return (
+            f"`{self.key}` is {short(value)}. moejax computes it as {wanted} only. Choose a "
+            "model without it."
+        )
 
     def _known(self) -> tuple[Any, ...]:
         known = (self.value, *self.others)
@@ -154,7 +160,7 @@ class Unused:
 
 @dataclass(frozen=True)
 class KeyValueHeads:
-    """Key and value heads: as many as query heads where the key is missing or null."""
+    """Key and value heads: as many as query heads where nothing says their number."""
 
     keys: tuple[str, ...] = ("num_key_value_heads",)
 
@@ -247,9 +253,11 @@ class Balance:
 
     Attributes:
       times: what their coefficient is multiplied by: docs/architecture.md has the table.
+      default: their coefficient where the key is missing.
     """
 
     times: str  # "choices" (transformers' loss) or "one" (megablocks')
+    default: float = 0.001
     key: str = "router_aux_loss_coef"
 
     @property
@@ -258,10 +266,8 @@ class Balance:
         return (self.key,)
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Returns the setting; none where the key is missing."""
-        given = config.get(self.key)
-        if given is None:
-            return {}
+        """Returns the setting."""
+        given = value_of(config, self.keys, self.default)
         choices = whole_number(config, "num_experts_per_tok")
         return {"moe.router.balance_loss": given * (choices if self.times == "choices" else 1)}
 
@@ -308,7 +314,7 @@ def value_of(config: Config, names: tuple[str, ...], default: Any = REQUIRED) ->
         return next(iter(given.values()))
     if isinstance(default, _Required):
         raise InputError(
-            f"`{names[0]}` is missing. The model's shape depends on it. Copy config.json again."
+            f"`{names[0]}` is missing. The model depends on it. Write it into config.json."
         )
     return default
 

@@ -19,7 +19,7 @@ from moejax.hf.families.parts import (
     Unused,
     whole_number,
 )
-from moejax.hf.families.rope import Rope
+from moejax.hf.families.rope import POSITIONS, Rope
 from moejax.hf.families.tensors import DENSE, EXPERTS, FUSED, GROUPED, NORMS, ROOT, mlp, router
 from moejax.hf.rules import Rule
 
@@ -79,6 +79,8 @@ QWEN2_MOE = Family(
         SharedExpert(),
         Same("qkv_bias", "model.attention_bias", default=True),
     ),
+    missing={"num_key_value_heads": 16, "sliding_window": 4096, "max_window_layers": 28},
+    null={"layer_types": None, "mlp_only_layers": None, "sliding_window": None, **POSITIONS},
     rules=(
         *ROOT,
         *NORMS,
@@ -101,6 +103,8 @@ QWEN3_MOE = Family(
         Implied((("model.qk_norm", "head"),)),
         Unused(("max_window_layers",)),
     ),
+    missing={"num_key_value_heads": 4, "sliding_window": 4096},
+    null={"mlp_only_layers": None, "sliding_window": None, **POSITIONS},
     rules=(*ROOT, *NORMS, *GROUPED, *DENSE, *router("mlp.")),
     experts=(EXPERTS, FUSED),
 )

@@ -14,6 +14,14 @@ from moejax.errors import InputError
 from moejax.hf.families.parts import Config, Settings, head_width
 
 NUMBERS = (int, float)
+POSITIONS = {"rope_scaling": None, "rope_parameters": None}  # nulls that families read as missing
+NULLS = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)  # the same inside
 # Keys of each kind of scaling, besides those of any kind.
 ANY = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 KINDS = {
@@ -72,6 +80,11 @@ class Rope:
                 f"{', '.join(KINDS)}. Choose a model with one of them."
             )
         for key in given:
+            if given[key] is None and key not in NULLS:
+                raise InputError(
+                    f"`{key}` of `rope_scaling` is null, which stands for no value. Correct "
+                    "config.json."
+                )
             if key not in ANY + KINDS[kind]:
                 raise InputError(
                     f"`rope_scaling` of kind {kind} has `{key}` = {short(given[key])}, whose "
@@ -94,8 +107,8 @@ class Rope:
             )
         if not given and self.named:
             raise InputError(
-                "`rope_scaling` is missing. Without it transformers would assume a scaling. Copy "
-                "config.json again."
+                "`rope_scaling` is missing. Without it transformers would assume a scaling. Write "
+                "it into config.json."
             )
         return given[0] if given else {}
 

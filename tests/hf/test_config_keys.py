@@ -1,0 +1,94 @@
+"""Keys of `config.json` that are missing, null, or state what a family computes anyway."""
+
+import json
+
+import numpy as np
+import pytest
+
+from moejax.errors import InputError
+from moejax.hf.families import family_named, family_of
+from moejax.hf.families.family import STORAGE, flat_settings, from_settings
+from moejax.hf.families.parts import Unused
+from moejax.hf.families.stated import stated
+from moejax.model.rope import frequencies, score_factor
+from tests.hf.config_keys import GOLDEN, of_positions, released, without
+from tests.hf.golden import cases_of
+from tests.hf.test_families import KNOWN, PUBLISHED, read
+
+DEFAULTS = json.loads(GOLDEN.read_text())["cases"]
+
+
+def outcome(config):
+    """The settings that a file says, and layers that predict ahead; the message of a refusal."""
+    try:
+        family = family_of(config)
+        return from_settings(family.read(config)), family.layers_ahead(config)
+    except InputError as error:
+        return str(error)
+
+
+def rope_of(cfg):
+    """Frequencies, the factor of cos and sin, and that of scores, as the golden file has them."""
+    model = cfg.model
+    pairs_R, factor = frequencies(model.rotated_channels, model.rope)
+    return [*pairs_R.tolist(), factor, score_factor(model.rope) * model.head_width**-0.5]
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_missing_keys_and_nulls_mean_what_transformers_takes_them_for(name):
+    case = DEFAULTS[name]
+    family, golden = name.split(": ", 1)
+    config = released(cases_of(family)[golden]["config"])
+    table = family_named(family)
+    free = {key for part in table.all_parts if isinstance(part, Unused) for key in part.keys}
+    free |= {*STORAGE, *(("head_dim", "qk_head_dim") if "deepseek" in family else ())}  # follow
+    compared = 0
+    for change, file in without(config).items():
+        theirs, key = case["changes"][change], change.split()[-1].split(".")[-1]
+        ours = outcome(file)
+        if isinstance(ours, str):
+            assert any(f"`{k}" in ours for k in (key, "num_experts", "rope_scaling", "model.")), (
+                ours
+            )
+            continue
+        if key in free:
+            continue
+        assert not isinstance(theirs, str), f"{change}: transformers makes no model: {theirs}"
+        whole = {**case["whole"], **theirs}
+        gone, rope = whole.pop("absent", ()), whole.pop("rope")
+        if of_positions(change):  # a null may be gone from what transformers made of the file
+            np.testing.assert_allclose(rope_of(ours[0]), rope, rtol=2e-6, err_msg=change)
+        else:
+            assert ours == outcome({k: v for k, v in whole.items() if k not in gone}), change
+        compared += 1
+    assert compared >= 10
+
+
+def test_missing_keys_of_the_reported_file_are_those_of_deepseek_v3():
+    config = dict(PUBLISHED["DeepSeek-V3"])
+    for key in ("n_group", "topk_group", "routed_scaling_factor"):
+        del config[key]
+    settings = read(config)
+    assert settings["moe.router.weight_scale"] == 2.5
+    assert settings["moe.router.num_groups"] == 8
+    assert settings["moe.router.groups_per_token"] == 4
+
+
+def test_keys_that_state_what_the_family_computes_pass():
+    stating = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+    config = PUBLISHED["Qwen3-30B-A3B"]
+    assert read({**config, **stating}) == read(config)
+    stating |= {"n_group": 1, "scoring_func": "softmax", "n_routed_experts": 128}
+    assert read({**config, **stating}) == read(config)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_family_takes_its_own_constants_and_lists_the_others_together(name):
+    config = PUBLISHED[name]
+    known = {key for part in family_of(config).all_parts for key in part.keys}
+    says = stated(flat_settings(from_settings(read(config))))
+    assert outcome({**says, **config}) == outcome(config)
+    wrong = {"qkv_bias": 3, "mlp_bias": 1, "n_group": 77, "some": 1, "other": [2]}
+    wrong = {key: value for key, value in wrong.items() if key not in known}
+    message = outcome({**config, **wrong})
+    assert all(f"`{key}`" in message for key in wrong)
