@@ -31,7 +31,9 @@ class CheckpointConfig:
         100, "steps between checkpoints; none: only at the end", at_least=1
     )
     # No range of its own: configs of older runs may keep one, and are read.
-    keep: int = setting(3, "newest checkpoints to keep; a run keeps at least 2, one to fall back to")
+    keep: int = setting(
+        3, "newest checkpoints to keep; a run keeps at least 2, one to fall back to"
+    )
     copy_to: str | None = setting(
         None, "second place of finished checkpoints, such as s3://bucket/run; none: no copies"
     )

@@ -24,7 +24,8 @@ from moejax.convert.output import (
     plural,
     written_beside,
 )
-from moejax.data.sources import end_of_document, tokenizer_file
+from moejax.data.sources import describe_tokens
+from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError, write_whole
 from moejax.hf.families import FAMILIES, family_named, family_of
 from moejax.hf.families.family import Family
@@ -205,16 +206,19 @@ def _config_of(
 
 def _write_small_files(beside: Path, export: _Export, dtype: str) -> None:
     """Writes the configs, and copies tokenizer and texts."""
-    config, origin = export.config, export.origin
+    config, origin, data = export.config, export.origin, export.cfg.data
+    described = describe_tokens(data, export.saved.path.parents[:2])
     if origin is None:
         # Libraries have tokens of a family by default, which are others in this vocabulary.
-        own = {"bos_token_id": None, "eos_token_id": end_of_document(export.cfg.data)}
+        eos_id = ByteTokenizer.eos_id if data.source == "stdlib" else None
+        eos_id = eos_id if described is None else described.sidecar.eos_id
+        own = {"bos_token_id": None, "eos_token_id": eos_id}
         config = {"pad_token_id": None, **own, **config}
     text = json.dumps({**config, "torch_dtype": dtype}, indent=2, sort_keys=True) + "\n"
     write_whole(beside / CONFIG, text)
     if origin is not None:
         copy_small_files(origin, beside, config=False)
-    elif (tokenizer := tokenizer_file(export.cfg.data)) is not None:
+    elif described and (tokenizer := described.tokenizer_file) is not None:
         shutil.copyfile(tokenizer, beside / "tokenizer.json")
     if not (beside / GENERATION).is_file():
         known = {name: config[name] for name in SPECIAL if config.get(name) is not None}

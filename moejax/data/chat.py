@@ -5,23 +5,27 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
+
 from moejax.data.answers import ChatEncoder
-from moejax.data.chat_template import load_template
-from moejax.data.control_tokens import ByteEncoder, FileEncoder
+from moejax.data.chat_template import ChatTemplate, load_template
+from moejax.data.control_tokens import ByteEncoder, ControlEncoder, FileEncoder
 from moejax.data.conversations import conversation_of, read_chat_rows
 from moejax.data.marks import MarkedDocument
 from moejax.data.rows import BadRowError
+from moejax.data.sidecar import ChatForm
 from moejax.errors import InputError
 
 ANSWERS = ("all", "last")
+SHOWN = "answer"  # of a conversation that shows how a template ends one
 
 
 class ChatReader:
     """Reads conversations, and counts the rows that it leaves out."""
 
-    def __init__(self, encoder: ChatEncoder, *, skip_bad: bool, dated: bool = True):
+    def __init__(self, encoder: ChatEncoder, form: ChatForm, *, skip_bad: bool, dated: bool = True):
         """Takes whether broken rows are left out, and whether a given day may be written."""
-        self._encoder, self._skip_bad, self._dated = encoder, skip_bad, dated
+        self._encoder, self.form, self._skip_bad, self._dated = encoder, form, skip_bad, dated
         self.num_skipped, self._first_skipped = 0, ""
 
     def read(self, files: list[Path]) -> Iterator[MarkedDocument]:
@@ -73,7 +77,32 @@ def chat_reader(args: argparse.Namespace) -> ChatReader:
     template = load_template(tokenizer, named, today)
     encoder = ByteEncoder() if tokenizer is None else FileEncoder(tokenizer)
     chat = ChatEncoder(template, encoder, args.answers or ANSWERS[0])
-    return ChatReader(chat, skip_bad=args.skip_bad, dated=today is not None)
+    form = form_of(template, encoder)
+    return ChatReader(chat, form, skip_bad=args.skip_bad, dated=today is not None)
+
+
+def form_of(template: ChatTemplate, encoder: ControlEncoder) -> ChatForm:
+    """Returns what token files remember of a template, so that a model's texts get its form."""
+    try:
+        ends = sorted(ends_of_answers(template, encoder))
+    except BadRowError:  # It takes other conversations than one question and its answer.
+        ends = []
+    return ChatForm(template.source, template.variables, ends)
+
+
+def ends_of_answers(template: ChatTemplate, encoder: ControlEncoder) -> frozenset[int]:
+    """Returns the first control token that a template writes behind an answer, if there is one.
+
+    Raises:
+      BadRowError: if the template does not take a question and an answer.
+    """
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": SHOWN}]
+    text = template.render(messages, None, "an example").text
+    encoded, place = encoder.encode(text), text.rfind(SHOWN)
+    if place < 0:
+        return frozenset()
+    behind_N = encoded.control_N & (encoded.first_N >= place + len(SHOWN))
+    return frozenset(encoded.token_N[np.flatnonzero(behind_N)[:1]].tolist())
 
 
 def _day(text: str) -> datetime:

@@ -13,20 +13,21 @@ from typing import Any, NamedTuple
 
 from moejax.data.control_tokens import BYTES_EOS
 from moejax.data.conversations import Message
+from moejax.data.named_tokens import (
+    CONFIG,
+    MESSAGE_LIMIT,
+    check_size,
+    named_tokens,
+    read_settings,
+)
 from moejax.data.rows import BadRowError
 from moejax.errors import InputError
 
-TEMPLATE, CONFIG, SPECIAL = (
-    "chat_template.jinja",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-)
+TEMPLATE = "chat_template.jinja"
 SAFE_JINJA = (3, 1, 6)  # earlier ones let templates out of the sandbox
 # What {% generation %} and {% endgeneration %} write: characters that no text may contain.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
-MAX_BYTES = 64 << 20  # of a template's or settings' file; large vocabularies have one of megabytes
-MESSAGE_LIMIT = 160  # characters of another program's message
 
 
 class Rendered(NamedTuple):
@@ -37,7 +38,13 @@ class Rendered(NamedTuple):
 
 
 class ChatTemplate:
-    """A chat template, compiled."""
+    """A chat template, compiled.
+
+    Attributes:
+      name: its origin, for messages.
+      source: its text.
+      variables: texts of control tokens by the names that it may write.
+    """
 
     def __init__(
         self,
@@ -56,7 +63,7 @@ class ChatTemplate:
         Raises:
           InputError: if it is not a template, or Jinja is missing.
         """
-        self.name, self._variables, self._today = name, variables or {}, today
+        self.name, self.source, self.variables, self._today = name, source, variables or {}, today
         self.is_dated = False  # whether it has written a date
         # Tags say what the assistant wrote; without them it is found by rendering prefixes.
         self.is_tagged = re.search(r"{%[-+]?\s*generation\s*[-+]?%}", source) is not None
@@ -83,7 +90,7 @@ class ChatTemplate:
         """
         try:
             text = self._template.render(
-                **self._variables,
+                **self.variables,
                 messages=[_with_reasoning(message) for message in messages],
                 tools=tools,
                 documents=None,
@@ -110,9 +117,8 @@ def load_template(
     Raises:
       InputError: if there is none, or it is damaged.
     """
-    config = _read_json(tokenizer.with_name(CONFIG)) if tokenizer else {"eos_token": BYTES_EOS}
-    older = _read_json(tokenizer.with_name(SPECIAL)) if tokenizer else {}
-    variables = _control_tokens(older) | _control_tokens(config)
+    config = read_settings(tokenizer.with_name(CONFIG)) if tokenizer else {}
+    variables = named_tokens(tokenizer) if tokenizer else {"eos_token": BYTES_EOS}
     if file is None and tokenizer is not None and tokenizer.with_name(TEMPLATE).is_file():
         file = tokenizer.with_name(TEMPLATE)
     if file is not None:
@@ -132,17 +138,8 @@ def load_template(
     )
 
 
-def _check_size(file: Path) -> None:
-    """Refuses a file that is no template and no settings, before it is read into memory."""
-    if file.is_file() and file.stat().st_size > MAX_BYTES:
-        raise InputError(
-            f"file is too large. {file} has {file.stat().st_size:,} bytes. A chat template and a "
-            f"tokenizer's settings have at most {MAX_BYTES:,}. Copy it again."
-        )
-
-
 def _read_text(file: Path) -> str:
-    _check_size(file)
+    check_size(file)
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -150,31 +147,6 @@ def _read_text(file: Path) -> str:
             f"no chat template. {file}: {_cut(error)}. It must be a Jinja template in UTF-8. Check "
             f"the path of --chat-template."
         ) from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Returns a JSON object; an empty one if the file does not exist."""
-    if not file.is_file():
-        return {}
-    _check_size(file)
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"tokenizer's settings are damaged. {file}: {_cut(error)}. It must be a JSON object. "
-            f"Copy it again."
-        ) from error
-    return content if isinstance(content, dict) else {}
-
-
-def _control_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Returns the texts of `bos_token` and other named tokens, as templates write them."""
-    found = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
 
 
 def _with_reasoning(message: Message) -> Message:

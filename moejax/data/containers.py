@@ -25,8 +25,13 @@ class FileSource:
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens that are predicted; without marks, every one after the first."""
+        """Number of tokens that are predicted; in format 1, every one after the first."""
         return self.sidecar.num_targets or self.num_tokens - 1
+
+    @property
+    def first_is_target(self) -> bool:
+        """Whether the first token is predicted where another file comes before this one."""
+        return not self.sidecar.is_marked and self.sidecar.bos_id is None
 
     @property
     def target_bytes(self) -> int | None:
@@ -55,7 +60,7 @@ class FileSource:
         """The same tokens, and which are targets or begin documents."""
         token_N = self.read(start, length)
         if self._marks is None:
-            return without_marks(token_N, self.eos_id)
+            return without_marks(token_N, *self.sidecar.ends)
         mark_N = self._marks.read(start, length)
         return Stretch(token_N, mark_N == TARGET, mark_N == BEGIN)
 
@@ -66,13 +71,17 @@ class FileSource:
             self.read(0, 1)
             self.read(self.num_tokens - 1, 1)
             return
-        for offset in (0, self.num_tokens - 1):
+        eos, bos = self.sidecar.ends
+        for offset, name, wanted in (
+            (0, "eos" if bos is None else "bos", eos if bos is None else bos),
+            (self.num_tokens - 1, "eos", eos),
+        ):
             token = int(self.read(offset, 1)[0])
-            if token != self.eos_id:
+            if token != wanted:
                 raise InputError(
-                    f"token file has no eos at its ends. {self.path}, token {offset}: id {token}. "
-                    f"A stream begins and ends with eos = {self.eos_id}. Check the file with its "
-                    f"sha256, or prepare the text again."
+                    f"token file has no {name} at its ends. {self.path}, token {offset}: id "
+                    f"{token}. It must be {name} = {wanted}. Check the file with its sha256, or "
+                    f"prepare the text again."
                 )
 
     def _read(self, start: int, length: int) -> np.ndarray:

@@ -31,9 +31,16 @@ class Stretch(NamedTuple):
         return cls(np.empty(0, np.int32), np.empty(0, bool), np.empty(0, bool))
 
 
-def without_marks(token_N: np.ndarray, eos_id: int) -> Stretch:
-    """Returns a stretch of a stream without marks: all are targets, and eos opens documents."""
-    return Stretch(token_N, np.ones(len(token_N), bool), token_N == eos_id)
+def without_marks(token_N: np.ndarray, eos_id: int, bos_id: int | None = None) -> Stretch:
+    """Returns a stretch of a stream without marks.
+
+    Where a token of its own begins documents, it is no target. Otherwise eos opens documents, and
+    all tokens are targets.
+    """
+    if bos_id is None:
+        return Stretch(token_N, np.ones(len(token_N), bool), token_N == eos_id)
+    begin_N = token_N == bos_id
+    return Stretch(token_N, ~begin_N, begin_N)
 
 
 @dataclass(frozen=True)

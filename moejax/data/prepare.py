@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from moejax.config.checks.paths import check_folder
-from moejax.data.chat import chat_reader
+from moejax.data.chat import ChatReader, chat_reader
 from moejax.data.documents import AnyDocument, Skipped, read_documents
 from moejax.data.flags import SUFFIXES, parser
 from moejax.data.inputs import STDIN, InputFiles, find_inputs, kind_of
 from moejax.data.marks import MarkedDocument, marks_of
 from moejax.data.sidecar import is_plain_name, sidecar_of
 from moejax.data.split import Split
-from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
+from moejax.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import open_files, verify
 from moejax.data.writers import ArrayRecordWriter, BinWriter, Writer
 from moejax.errors import InputError, exit_code
@@ -99,7 +99,7 @@ def _write_splits(
     writers: dict[str, Writer] = {}
     try:
         for side in ("train", "eval") if split.share else ("train",):
-            writers[side] = _open_writer(args, side, tokenizer)
+            writers[side] = _open_writer(args, side, tokenizer, chat)
         documents = (
             chat.read(files.paths) if chat else _documents(args, files.paths, skipped, split.share)
         )
@@ -150,15 +150,18 @@ def _documents(
     )
 
 
-def _open_writer(args: argparse.Namespace, split: str, tokenizer: Tokenizer) -> Writer:
+def _open_writer(
+    args: argparse.Namespace, split: str, tokenizer: Tokenizer, chat: ChatReader | None
+) -> Writer:
     """Opens the output of one split."""
+    form = None if chat is None else chat.form
     path = Path(f"{args.out}.{split}{SUFFIXES[args.format]}")
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = BinWriter if args.format == "bin" else ArrayRecordWriter
     if args.tokenizer is None:
-        return kind(path, tokenizer, "bytes", marked=args.chat)
+        return kind(path, tokenizer, BYTES, marked=args.chat, chat=form)
     name, sha256 = _tokenizer_copy(args).name, digest(Path(args.tokenizer))
-    return kind(path, tokenizer, name, sha256, marked=args.chat)
+    return kind(path, tokenizer, name, sha256, marked=args.chat, chat=form)
 
 
 def _tokenizer_copy(args: argparse.Namespace) -> Path:

@@ -11,13 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from moejax.config.fields import one_line
+from moejax.data.tokenizer import Ends
 from moejax.errors import InputError
 
-FORMAT_VERSION = 2  # the newest that is read
-UNMARKED, MARKED = 1, 2  # versions of files without and with marks beside them
+FORMAT_VERSION = 3  # the newest that is read
+# Versions: 1 is text, 2 marked conversations, 3 either with a begin token or a chat template.
+UNMARKED, MARKED, BEGUN = 1, 2, 3
 MARKED_FIELDS = ("marks_sha256", "num_targets", "target_bytes")
+BEGUN_FIELDS = ("bos_id", "chat")
+FIELDS_OF = {UNMARKED: (), MARKED: MARKED_FIELDS, BEGUN: (*MARKED_FIELDS, *BEGUN_FIELDS)}
 SIDECAR_LIMIT = 1 << 20
 DTYPES = ("uint8", "uint16", "uint32")
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """The form in which conversations were written."""
+
+    template: str  # text of the chat template
+    tokens: dict[str, str]  # texts of `bos_token` and other names that the template may write
+    end_ids: list[int]  # tokens that end an answer
 
 
 @dataclass(frozen=True)
@@ -40,11 +53,18 @@ class Sidecar:
     marks_sha256: str | None = None
     num_targets: int | None = None
     target_bytes: int | None = None
+    bos_id: int | None = None  # begins each document; None: eos does, or a template what it will
+    chat: ChatForm | None = None  # of conversations
 
     @property
     def is_marked(self) -> bool:
         """Whether a file beside the tokens marks targets and documents."""
-        return self.format_version == MARKED
+        return self.marks_sha256 is not None
+
+    @property
+    def ends(self) -> Ends:
+        """The tokens around a document."""
+        return Ends(self.eos_id, self.bos_id)
 
     def content_digest(self) -> str:
         """Returns a digest of what a run reads: tokens, marks, and the meaning of the ids."""
@@ -52,16 +72,30 @@ class Sidecar:
         # These do not change the tokens.
         for field in ("num_bytes", "num_documents", "tokenizer", "num_targets", "target_bytes"):
             facts.pop(field, None)
+        if self.format_version == BEGUN and self.is_marked:
+            # Marks say where documents begin, so the digest is that of the format without.
+            facts = {name: x for name, x in facts.items() if name not in BEGUN_FIELDS}
+            facts["format_version"] = MARKED
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def write(self, path: Path) -> None:
-        """Writes the sidecar of a token file."""
+        """Writes the sidecar of a token file.
+
+        Raises:
+          InputError: if a chat template makes it too large to be read.
+        """
         text = json.dumps(self._facts(), indent=1) + "\n"
+        if len(text) > SIDECAR_LIMIT:
+            raise InputError(
+                f"chat template is too large. The sidecar of {path} would have {len(text):,} "
+                f"bytes, of which {SIDECAR_LIMIT:,} are read. Name another --chat-template."
+            )
         sidecar_of(path).write_text(text, encoding="utf-8")
 
     def _facts(self) -> dict[str, Any]:
         """Returns the fields that the file has in its format version."""
-        left_out = () if self.is_marked else MARKED_FIELDS
+        own = FIELDS_OF[self.format_version]
+        left_out = [name for name in FIELDS_OF[BEGUN] if name not in own]
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
@@ -111,12 +145,17 @@ def is_plain_name(name: str) -> bool:
 
 def _checked(file: Path, facts: dict[str, Any]) -> Sidecar:
     """Builds the sidecar; refuses missing and unknown fields and wrong types."""
+    version = facts.get("format_version")
+    if type(version) is not int or version not in FIELDS_OF:
+        raise _damaged(file, f"format_version {version!r} is unknown")
+    if extra := [x for x in FIELDS_OF[BEGUN] if x in facts and x not in FIELDS_OF[version]]:
+        raise _damaged(file, f"format {version} has no field {extra[0]}")
     try:
+        if facts.get("chat") is not None:
+            facts = {**facts, "chat": ChatForm(**facts["chat"])}
         sidecar = Sidecar(**facts)
     except TypeError as error:
         raise _damaged(file, str(error)) from error
-    if not sidecar.is_marked and (extra := [name for name in MARKED_FIELDS if name in facts]):
-        raise _damaged(file, f"format {sidecar.format_version} has no field {extra[0]}")
     if wrong := _find_wrong(sidecar):
         raise _damaged(file, wrong)
     return sidecar
@@ -133,15 +172,13 @@ def _find_wrong(sidecar: Sidecar) -> str | None:
     """Returns what contradicts the format. No asserts: `python -O` would leave them out."""
     digest, name = sidecar.tokenizer_sha256, sidecar.tokenizer
     # `type`, because True is an int to isinstance.
-    for field in ("format_version", "vocab_size", "eos_id", "num_tokens"):
+    for field in ("vocab_size", "eos_id", "num_tokens"):
         if type(getattr(sidecar, field)) is not int or getattr(sidecar, field) < 0:
             return f"{field} is {getattr(sidecar, field)!r}, not a count"
     for field in ("num_bytes", "num_documents", "chunk_tokens"):
         value = getattr(sidecar, field)
         if value is not None and (type(value) is not int or value < 0):
             return f"{field} is {value!r}, not a count"
-    if sidecar.format_version not in (UNMARKED, MARKED):
-        return f"format_version {sidecar.format_version} is unknown"
     if sidecar.dtype not in DTYPES:
         return f"dtype {sidecar.dtype!r} is not one of {DTYPES}"
     if not sidecar.eos_id < sidecar.vocab_size < 2**31:
@@ -156,18 +193,40 @@ def _find_wrong(sidecar: Sidecar) -> str | None:
         return f"tokenizer {name!r} is not a plain name"
     if not _is_digest(sidecar.sha256) or (digest is not None and not _is_digest(digest)):
         return "a sha256 is not 64 hexadecimal digits"
-    return _find_wrong_marks(sidecar) if sidecar.is_marked else None
+    if sidecar.format_version == UNMARKED:
+        return None
+    return _find_wrong_marks(sidecar) or _find_wrong_begin(sidecar)
 
 
 def _find_wrong_marks(sidecar: Sidecar) -> str | None:
-    """Returns what contradicts the format in the fields about marks."""
-    if not _is_digest(sidecar.marks_sha256):
+    """Returns what contradicts the format in the fields about marks and targets."""
+    is_marked = sidecar.is_marked or sidecar.format_version == MARKED
+    if is_marked and not _is_digest(sidecar.marks_sha256):
         return "marks_sha256 is not 64 hexadecimal digits"
     targets, text = sidecar.num_targets, sidecar.target_bytes
     if type(targets) is not int or not 0 < targets < sidecar.num_tokens:
         return f"num_targets is {targets!r}, not between 1 and num_tokens - 1"
     if text is not None and (type(text) is not int or text < 0):
         return f"target_bytes is {text!r}, not a count"
+    return None
+
+
+def _find_wrong_begin(sidecar: Sidecar) -> str | None:
+    """Returns what contradicts the format in the fields about begin token and chat template."""
+    bos, chat, known = sidecar.bos_id, sidecar.chat, range(sidecar.vocab_size)
+    if bos is not None and (type(bos) is not int or bos not in known or bos == sidecar.eos_id):
+        return f"bos_id is {bos!r}, not another id of the vocabulary than eos_id"
+    if chat is None:
+        return None
+    if not isinstance(chat.template, str):
+        return "the template of chat is no text"
+    if not isinstance(chat.tokens, dict) or not all(
+        isinstance(text, str) for text in chat.tokens.values()
+    ):
+        return "the tokens of chat are not texts by name"
+    ids = chat.end_ids
+    if not isinstance(ids, list) or not all(type(id) is int and id in known for id in ids):
+        return f"the end_ids of chat are {ids!r}, not ids of the vocabulary"
     return None
 
 

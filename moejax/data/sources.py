@@ -1,22 +1,26 @@
 """Opens the data of a run's settings: training stream, held-out stream, tokenizer."""
 
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from moejax.config.schema import DataConfig
 from moejax.data import corpus
-from moejax.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_beside
+from moejax.data.sidecar import Sidecar, read_sidecar, sidecar_of
+from moejax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, tokenizer_beside
 from moejax.data.tokens import (
     FilePart,
-    FileSource,
     TokenSource,
     check_apart,
+    find_files,
     from_documents,
     open_files,
 )
-from moejax.errors import InputError
+from moejax.errors import InputError, writing
 
 Content = dict[str, list[FilePart]]  # "train" and "held_out" -> their files
+KEPT = Path("tokenizer") / "tokens"  # what a run keeps of its token files is beside this path
 
 
 class Sources(NamedTuple):
@@ -45,12 +49,7 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
         held_out = open_files(data.eval_files, wanted, model_vocab=model_vocab)
         check_apart(train, held_out)
     first = train.sources[0]
-    tokenizer = tokenizer_beside(
-        first.path,
-        first.sidecar.tokenizer,
-        eos_id=first.eos_id,
-        sha256=first.sidecar.tokenizer_sha256,
-    )
+    tokenizer = Described(first.path, first.sidecar).open_tokenizer()
     mixture = tuple(
         (open_files([entry], wanted, model_vocab=model_vocab), weight)
         for entry, weight in zip(data.train_files, data.train_weights, strict=False)
@@ -58,30 +57,64 @@ def open_sources(data: DataConfig, *, model_vocab: int) -> Sources:
     return Sources(train, held_out, tokenizer, mixture)
 
 
-def tokenizer_file(data: DataConfig) -> Path | None:
-    """Returns the tokenizer.json beside a run's token files; None where there is none any more."""
-    if (first := _first_file(data)) is None:
-        return None
-    path = first.path.parent / Path(first.sidecar.tokenizer).name
-    return path if path.is_file() else None
+class Described(NamedTuple):
+    """A token file, or what a run keeps of one: how its text became tokens.
+
+    Attributes:
+      path: its sidecar and its tokenizer are beside this path, and perhaps nothing is there.
+    """
+
+    path: Path
+    sidecar: Sidecar
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The tokenizer.json beside it; None for bytes, or if it is not there any more."""
+        path = self.path.parent / Path(self.sidecar.tokenizer).name
+        return path if self.sidecar.tokenizer != BYTES and path.is_file() else None
+
+    def open_tokenizer(self) -> Tokenizer:
+        """Opens its tokenizer.
+
+        Raises:
+          InputError: if it is missing, or differs from the one that made the tokens.
+        """
+        ends, sha256 = self.sidecar.ends, self.sidecar.tokenizer_sha256
+        return tokenizer_beside(self.path, self.sidecar.tokenizer, ends=ends, sha256=sha256)
 
 
-def end_of_document(data: DataConfig) -> int | None:
-    """Returns the token that ends a run's documents; None where its files are no more."""
+def describe_tokens(data: DataConfig, folders: Iterable[Path] = ()) -> Described | None:
+    """Returns what says how a run's text became tokens; None if nothing does any more.
+
+    Of several training files it is the first one of conversations, else the first one.
+
+    Args:
+      folders: may be the run directory, which keeps it (`keep_tokenizer`).
+    """
     if data.source == "stdlib":
-        return ByteTokenizer.eos_id
-    return None if (first := _first_file(data)) is None else first.eos_id
-
-
-def _first_file(data: DataConfig) -> FileSource | None:
-    """Returns the first of a run's token files; None without any, or where they have moved."""
-    if data.source == "stdlib":
         return None
-    wanted = "bin" if data.source == "tokens" else "array_record"
+    for folder in folders:
+        if sidecar_of(folder / KEPT).is_file():
+            return Described(folder / KEPT, read_sidecar(folder / KEPT))
     try:
-        return open_files(data.train_files, wanted, model_vocab=2**31).sources[0]
+        found = [Described(path, read_sidecar(path)) for path in find_files(data.train_files)]
     except InputError:
         return None
+    return next((one for one in found if one.sidecar.chat is not None), found[0] if found else None)
+
+
+def keep_tokenizer(data: DataConfig, run_dir: Path) -> None:
+    """Copies a sidecar and a tokenizer into a run directory: token files may move later."""
+    kept = run_dir / KEPT
+    sidecar_of(kept).unlink(missing_ok=True)
+    if (described := describe_tokens(data)) is None:
+        return
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    if (tokenizer := described.tokenizer_file) is not None:
+        with writing(kept.parent / tokenizer.name):
+            shutil.copyfile(tokenizer, kept.parent / tokenizer.name)
+    with writing(sidecar_of(kept)):
+        described.sidecar.write(kept)
 
 
 def describe_sources(sources: Sources) -> Content:

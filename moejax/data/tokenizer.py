@@ -4,15 +4,24 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from moejax.data.cuts import joined, may_cut
+from moejax.data.named_tokens import named_tokens, opening_token
 from moejax.errors import InputError
 
+BYTES = "bytes"  # the name of the tokenizer of bytes
 # End-of-document tokens of well-known tokenizers, most specific first.
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+
+
+class Ends(NamedTuple):
+    """The tokens around a document."""
+
+    eos_id: int  # ends it
+    bos_id: int | None  # begins it; None: the one that ends the document before does
 
 
 @runtime_checkable
@@ -21,6 +30,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eos_id: int
+    bos_id: int | None  # begins a document; None: eos does
     cuts: bool  # whether long texts are encoded in parts, so that memory does not grow
 
     def encode(self, text: str) -> list[int]:
@@ -32,7 +42,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the text of ids, without end-of-document tokens."""
+        """Returns the text of ids, without the tokens around documents."""
         ...
 
 
@@ -41,6 +51,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    bos_id: int | None = None
     cuts = True
 
     def encode(self, text: str) -> list[int]:
@@ -60,21 +71,37 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json`, through the `tokenizers` library; runs no code of the file's author."""
 
-    def __init__(self, path: Path, eos: str | None = None):
+    def __init__(self, path: Path, eos: str | None = None, ends: Ends | None = None):
+        """Opens a file.
+
+        Args:
+          eos: name or id of the token that ends a document; None for a usual one.
+          ends: both tokens around a document; None: looked up in the file and in those beside it.
+        Raises:
+          InputError: if a file is damaged, or no token can end a document.
+        """
         self._tokenizer = load_library(path)
         # Ids may have gaps, so the bound is the largest id, not their number.
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
-        self.eos_id = self._find_eos(path, eos)
+        self.eos_id, self.bos_id = ends or self._find_ends(path, eos)
         self.cuts = may_cut(json.loads(self._tokenizer.to_str()))
 
-    def _find_eos(self, path: Path, eos: str | None) -> int:
-        """Returns the id of the named token, else of the first usual name in the vocabulary."""
+    def _find_ends(self, path: Path, eos: str | None) -> Ends:
+        """Returns the tokens around a document, by the names that the settings beside it have."""
+        names = named_tokens(path)
+        eos_id = self._find_eos(path, eos, names.get("eos_token"))
+        bos_id = opening_token(self._tokenizer, names)
+        return Ends(eos_id, None if bos_id == eos_id else bos_id)
+
+    def _find_eos(self, path: Path, eos: str | None, named: str | None) -> int:
+        """Returns the id of the token that is asked for, else of a usual or the named one."""
         if eos is not None and eos.isdecimal():
             if int(eos) < self.vocab_size:
                 return int(eos)
         else:
-            for name in EOS_NAMES if eos is None else (eos,):
+            usual = EOS_NAMES if named is None else (*EOS_NAMES, named)
+            for name in usual if eos is None else (eos,):
                 token_id = self._tokenizer.token_to_id(name)
                 if token_id is not None:
                     return int(token_id)
@@ -94,7 +121,12 @@ class FileTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Returns the text of ids."""
-        return self._tokenizer.decode([i for i in ids if i != self.eos_id])
+        return self._tokenizer.decode([i for i in ids if i not in (self.eos_id, self.bos_id)])
+
+
+def begin_of_document(tokenizer: Tokenizer) -> int:
+    """Returns the token that every document begins with."""
+    return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 
 
 def load_library(path: Path) -> Any:
@@ -129,13 +161,15 @@ def load_library(path: Path) -> Any:
     return library
 
 
-def tokenizer_beside(token_file: Path, name: str, *, eos_id: int, sha256: str | None) -> Tokenizer:
+def tokenizer_beside(token_file: Path, name: str, *, ends: Ends, sha256: str | None) -> Tokenizer:
     """Opens the tokenizer that a token file's sidecar names, from the same folder.
 
+    Args:
+      ends: the tokens around the file's documents.
     Raises:
       InputError: if it is missing, or differs from the one that made the tokens.
     """
-    if name == "bytes":
+    if name == BYTES:
         return ByteTokenizer()
     path = token_file.parent / Path(name).name
     if sha256 is not None and path.is_file() and digest(path) != sha256:
@@ -144,7 +178,7 @@ def tokenizer_beside(token_file: Path, name: str, *, eos_id: int, sha256: str | 
             f"{token_file} says {sha256[:16]}. It must be the one that made the tokens. Copy it "
             f"again, or prepare the text again."
         )
-    return FileTokenizer(path, eos=str(eos_id))
+    return FileTokenizer(path, ends=ends)
 
 
 def digest(path: Path) -> str:

@@ -2,7 +2,9 @@
 
 A stream without marks is `eos document eos document ... eos`. An end-of-document token opens the
 next document too, so every token after the first is a target, predicted from its own document
-alone. Marks beside a file say instead what is a target and where documents begin.
+alone. Where the tokenizer has a token that begins a text, it is `bos document eos bos document eos
+...`, and bos is no target. Marks beside a file say instead what is a target and where documents
+begin.
 """
 
 import glob
@@ -126,8 +128,8 @@ class JoinedSource:
         self.vocab_size, self.eos_id = sources[0].vocab_size, sources[0].eos_id
         self.ends = np.cumsum([source.num_tokens for source in sources])
         self.num_tokens = int(self.ends[-1])
-        # Where two files without marks meet, the second one's first eos is predicted too.
-        met = sum(not source.sidecar.is_marked for source in sources[1:])
+        # Where two files meet, an eos that opens the second one is predicted too.
+        met = sum(source.first_is_target for source in sources[1:])
         self.num_targets = sum(source.num_targets for source in sources) + met
         sizes = [source.target_bytes for source in sources]
         self.target_bytes = None if None in sizes else sum(size or 0 for size in sizes)

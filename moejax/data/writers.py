@@ -8,8 +8,16 @@ import numpy as np
 
 from moejax.data.documents import AnyDocument
 from moejax.data.marks import MarkedDocument, marks_of
-from moejax.data.sidecar import MARKED, UNMARKED, Sidecar, sidecar_of
-from moejax.data.tokenizer import Tokenizer, digest
+from moejax.data.sidecar import (
+    BEGUN,
+    FIELDS_OF,
+    MARKED,
+    UNMARKED,
+    ChatForm,
+    Sidecar,
+    sidecar_of,
+)
+from moejax.data.tokenizer import Ends, Tokenizer, digest
 from moejax.errors import InputError
 
 CHUNK_TOKENS = 8192
@@ -26,31 +34,43 @@ class Writer:
         tokenizer_sha256: str | None = None,
         *,
         marked: bool = False,
+        chat: ChatForm | None = None,
     ):
-        """Takes whether documents come with marks: text has none."""
+        """Takes whether documents come with marks, as conversations do, and their form."""
         self.path, self.tokenizer_name = path, tokenizer_name
         self.tokenizer_sha256 = tokenizer_sha256
         self.partial = _partial(path)
-        self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
+        self.vocab_size, self.chat = tokenizer.vocab_size, chat
+        self.eos_id, self.bos_id = self.ends = Ends(tokenizer.eos_id, tokenizer.bos_id)
         self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self.num_tokens = self.num_bytes = self.num_documents = 0
         self.num_targets = self.target_bytes = 0
         self._marks = _partial(marks_of(path)).open("wb") if marked else None
         self._open()
-        if not marked:
+        if not marked and self.bos_id is None:
             self._store(np.array([self.eos_id]))
 
     def add(self, document: AnyDocument, tokenizer: Tokenizer) -> None:
-        """Adds a document and the token that ends it."""
+        """Adds a document, the token that begins it if there is one, and the one that ends it."""
+        first = self.num_tokens
+        if self.bos_id is not None:
+            self._store(np.array([self.bos_id]))
         for ids in tokenizer.encode_pieces(self._counted(document.pieces())):
-            if (ids == self.eos_id).any():
-                raise InputError(
-                    f"eos stands in a document. {document.source} holds token {self.eos_id}, which "
-                    f"separates documents. Choose another --eos, or take that text out."
-                )
+            self._check_inside(ids, document.source)
             self._store(ids)
         self._store(np.array([self.eos_id]))
         self.num_documents += 1
+        self.num_targets += self.num_tokens - first - (self.bos_id is not None)
+
+    def _check_inside(self, ids: np.ndarray, source: str) -> None:
+        """Refuses the tokens around documents inside of one."""
+        for name, id in zip(("eos", "bos"), self.ends, strict=True):
+            if id is not None and (ids == id).any():
+                remedy = "Choose another --eos, or take" if name == "eos" else "Take"
+                raise InputError(
+                    f"{name} stands in a document. {source} holds token {id}, which separates "
+                    f"documents. {remedy} that text out."
+                )
 
     def add_marked(self, document: MarkedDocument) -> None:
         """Adds a document whose tokens are marked."""
@@ -75,16 +95,22 @@ class Writer:
     def finish(self) -> None:
         """Closes the files, writes the sidecar, and renames them to their final names."""
         self._close()
-        marks, marked = marks_of(self.path), {}
+        marks, marks_sha256 = marks_of(self.path), None
         if self._marks is not None:
             self._marks.close()
-            marked = {
-                "marks_sha256": digest(_partial(marks)),
-                "num_targets": self.num_targets,
-                "target_bytes": self.target_bytes,
-            }
+            marks_sha256 = digest(_partial(marks))
+        version = UNMARKED if self._marks is None else MARKED
+        if self.chat is not None or self.bos_id is not None:
+            version = BEGUN
+        held = {
+            "marks_sha256": marks_sha256,
+            "num_targets": self.num_targets,
+            "target_bytes": self.num_bytes if self._marks is None else self.target_bytes,
+            "bos_id": self.bos_id,
+            "chat": self.chat,
+        }
         sidecar = Sidecar(
-            format_version=MARKED if marked else UNMARKED,
+            format_version=version,
             format=self.format,
             dtype=self.dtype,
             vocab_size=self.vocab_size,
@@ -96,11 +122,11 @@ class Writer:
             tokenizer=self.tokenizer_name,
             tokenizer_sha256=self.tokenizer_sha256,
             chunk_tokens=CHUNK_TOKENS if self.format == "array_record" else None,
-            **marked,
+            **{name: held[name] for name in FIELDS_OF[version]},
         )
         sidecar_of(self.path).unlink(missing_ok=True)
         self.partial.replace(self.path)
-        if marked:
+        if self._marks is not None:
             _partial(marks).replace(marks)
         sidecar.write(self.path)
 

@@ -6,17 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moejax.config.schema import Config
 from moejax.data import corpus
 from moejax.data.documents import read_documents
-from moejax.data.sidecar import read_sidecar, sidecar_of
-from moejax.data.tokenizer import (
-    ByteTokenizer,
-    FileTokenizer,
-    Tokenizer,
-    digest,
-    tokenizer_beside,
-)
+from moejax.data.sidecar import sidecar_of
+from moejax.data.sources import Described, describe_tokens
+from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import JoinedSource, TokenSource, find_files, from_documents, open_files
 from moejax.data.writers import BinWriter
 from moejax.errors import InputError
@@ -42,7 +36,8 @@ class HeldOut:
           InputError: if it is not beside the token files.
         """
         if isinstance(self.source, JoinedSource):
-            return _tokenizer_of(self.source.sources[0].path)
+            first = self.source.sources[0]
+            return Described(first.path, first.sidecar).open_tokenizer()
         return ByteTokenizer()
 
 
@@ -65,12 +60,11 @@ def open_held_out(wanted: Wanted, chosen: Chosen) -> Iterator[HeldOut]:
     Raises:
       InputError: if there is nothing to score, or it does not fit the model.
     """
-    cfg = chosen.cfg
     named = find_files(wanted.files, texts=True)
     texts = [path for path in named if not _is_token_file(path)]
     _check_options(wanted, texts)
     if not named:
-        yield _of_run(cfg)
+        yield _of_run(chosen)
     elif not texts:
         yield _of_token_files(chosen, list(map(str, named)))
     elif len(texts) < len(named):
@@ -109,8 +103,9 @@ def check_eos_is_used(tokenizer: str | None, eos: str | None) -> None:
         )
 
 
-def _of_run(cfg: Config) -> HeldOut:
+def _of_run(chosen: Chosen) -> HeldOut:
     """Opens the held-out data of the run's settings."""
+    cfg = chosen.cfg
     if cfg.data.source == "stdlib":
         source = from_documents(corpus.documents()[1])
         return HeldOut(source, ["held-out files of Python's standard library"])
@@ -121,13 +116,13 @@ def _of_run(cfg: Config) -> HeldOut:
         )
     wanted = "bin" if cfg.data.source == "tokens" else "array_record"
     source = open_files(cfg.data.eval_files, wanted, model_vocab=cfg.model.vocab_size)
-    return HeldOut(source, list(cfg.data.eval_files))
+    return HeldOut(source, list(cfg.data.eval_files), notes=_note_of_begins(source, chosen))
 
 
 def _of_token_files(chosen: Chosen, files: list[str]) -> HeldOut:
     """Opens token files, which must be of the model's tokenizer where that is known."""
     source = open_files(files, None, model_vocab=chosen.cfg.model.vocab_size)
-    first, notes = source.sources[0], []
+    first, notes = source.sources[0], _note_of_begins(source, chosen)
     known = _known_tokenizer(chosen)
     if known is None:
         notes.append(f"the model's tokenizer is not known here: that of {first.path} is trusted")
@@ -142,6 +137,21 @@ def _of_token_files(chosen: Chosen, files: list[str]) -> HeldOut:
         if part["digest"] in trained:
             notes.append(f"warning: {part['name']} is not held out: the run trained on it")
     return HeldOut(source, files, notes=notes)
+
+
+def _note_of_begins(source: JoinedSource, chosen: Chosen) -> list[str]:
+    """Tells of documents that begin otherwise than the texts of weights as they came."""
+    beside = tokenizer_beside_weights(chosen)
+    old = [one.path for one in source.sources if one.first_is_target]
+    if beside is None or chosen.saved.step > 0 or not old:
+        return []
+    bos_id = FileTokenizer(beside).bos_id
+    if bos_id is None:
+        return []
+    return [
+        f"warning: documents of {old[0]} begin with eos, and texts of this model with token "
+        f"{bos_id}: an earlier moejax prepared them. Prepare the text again"
+    ]
 
 
 def _of_texts(wanted: Wanted, chosen: Chosen, texts: list[Path], folder: Path) -> HeldOut:
@@ -171,28 +181,31 @@ def _trained_on(chosen: Chosen) -> list[dict[str, str]]:
     return chosen.saved.manifest.get("data", {}).get("train", [])
 
 
-def _tokenizer_of(token_file: Path) -> Tokenizer:
-    sidecar = read_sidecar(token_file)
-    sha256 = sidecar.tokenizer_sha256
-    return tokenizer_beside(token_file, sidecar.tokenizer, eos_id=sidecar.eos_id, sha256=sha256)
+def describe_training(chosen: Chosen) -> Described | None:
+    """Returns what says how the text of a checkpoint's run became tokens, if it is here."""
+    return describe_tokens(chosen.cfg.data, chosen.saved.path.parents[:2])
+
+
+def tokenizer_that_came(chosen: Chosen) -> Path | None:
+    """Returns the tokenizer.json that came with the weights, if the model has no other by now."""
+    beside = tokenizer_beside_weights(chosen)
+    if beside is None or chosen.saved.step == 0:  # at step 0 nothing was trained here yet
+        return beside
+    if chosen.cfg.data.source == "stdlib":
+        return None
+    described = describe_training(chosen)
+    is_same = described is None or described.sidecar.tokenizer_sha256 == digest(beside)
+    return beside if is_same else None
 
 
 def _known_tokenizer(chosen: Chosen) -> tuple[str | None] | None:
     """Returns the digest of the model's tokenizer, (None,) for bytes; None if it is not known."""
+    if (came := tokenizer_that_came(chosen)) is not None:
+        return (digest(came),)
     if chosen.cfg.data.source == "stdlib":
         return (None,)
-    if (path := _first_train_file(chosen.cfg)) is not None:
-        return (read_sidecar(path).tokenizer_sha256,)
-    beside = tokenizer_beside_weights(chosen)
-    return None if beside is None else (digest(beside),)
-
-
-def _first_train_file(cfg: Config) -> Path | None:
-    """Returns the run's first training file, if it is still where it was."""
-    try:
-        return find_files(cfg.data.train_files[:1])[0]
-    except (InputError, IndexError):
-        return None
+    described = describe_training(chosen)
+    return None if described is None else (described.sidecar.tokenizer_sha256,)
 
 
 def open_tokenizer(named: str | None, eos: str | None, chosen: Chosen) -> Tokenizer:
@@ -207,11 +220,14 @@ def open_tokenizer(named: str | None, eos: str | None, chosen: Chosen) -> Tokeni
     if named is not None:
         return FileTokenizer(Path(named), eos)
     check_eos_is_used(named, eos)
+    beside = tokenizer_beside_weights(chosen)
+    if beside is not None and chosen.saved.step == 0:
+        return FileTokenizer(beside)
     if chosen.cfg.data.source == "stdlib":
         return ByteTokenizer()
-    if (path := _first_train_file(chosen.cfg)) is not None:
-        return _tokenizer_of(path)
-    if (beside := tokenizer_beside_weights(chosen)) is not None:
+    if (described := describe_training(chosen)) is not None:
+        return described.open_tokenizer()
+    if beside is not None:
         return FileTokenizer(beside)
     raise InputError(
         f"no tokenizer. {chosen.saved.path} has no tokenizer.json beside it, and the training "

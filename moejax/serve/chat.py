@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-import numpy as np
-
+from moejax.data.chat import ends_of_answers
 from moejax.data.chat_template import CLOSE, OPEN, ChatTemplate, load_template
 from moejax.data.control_tokens import ByteEncoder, ControlEncoder, FileEncoder
 from moejax.data.conversations import Message
 from moejax.data.rows import BadRowError
+from moejax.data.sidecar import ChatForm
 from moejax.errors import InputError
-
-ANSWER = "answer"  # of a conversation that shows how a template ends one
 
 
 class ChatPrompts:
@@ -38,28 +36,40 @@ class ChatPrompts:
                     f"control token stands in a prompt. {message[:40]!r} holds {name!a}. Only the "
                     f"chat template writes these. Take it out."
                 )
-        text = self._render([_message("user", message)], prompt=True)
+        text = self._render([{"role": "user", "content": message}], prompt=True)
         return self._encoder.encode(text).token_N.tolist()
 
     def _find_stops(self) -> frozenset[int]:
         """Returns the first control token behind an answer."""
-        messages = [_message("user", "question"), _message("assistant", ANSWER)]
-        text = self._render(messages, prompt=False)
-        encoded, place = self._encoder.encode(text), text.rfind(ANSWER)
-        behind_N = encoded.control_N & (encoded.first_N >= place + len(ANSWER))
-        if place < 0:
-            return frozenset()
-        return frozenset(encoded.token_N[np.flatnonzero(behind_N)[:1]].tolist())
+        try:
+            return ends_of_answers(self._template, self._encoder)
+        except BadRowError as error:
+            raise self._refused(error) from error
 
     def _render(self, messages: list[Message], *, prompt: bool) -> str:
         try:
             return self._template.render(messages, None, "prompt", prompt=prompt).text
-        except BadRowError as error:  # its message is about rows of a file
-            raise InputError(
-                f"chat template does not take a prompt. {self._template.name} says: "
-                f"{error.__cause__}. It is given one message of a user. Name another template with "
-                f"--chat-template, or leave --chat out and write the prompt whole."
-            ) from error
+        except BadRowError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: BadRowError) -> InputError:
+        """Returns the error of a prompt for one whose message is about rows of a file."""
+        return InputError(
+            f"chat template does not take a prompt. {self._template.name} says: "
+            f"{error.__cause__}. It is given one message of a user. Name another template with "
+            f"--chat-template, or leave --chat out and write the prompt whole."
+        )
+
+
+def written_as(form: ChatForm, tokenizer: Path | None, name: str) -> ChatPrompts:
+    """Opens the chat template that a run's conversations were written by.
+
+    Args:
+      tokenizer: the model's tokenizer.json; None for bytes.
+      name: where the form is from, for messages.
+    """
+    encoder = ByteEncoder() if tokenizer is None else FileEncoder(tokenizer)
+    return ChatPrompts(ChatTemplate(form.template, name, form.tokens), encoder)
 
 
 def open_chat(tokenizer: Path | None, home: Path | None, template: Path | None) -> ChatPrompts:
@@ -74,7 +84,3 @@ def open_chat(tokenizer: Path | None, home: Path | None, template: Path | None) 
     """
     encoder = ByteEncoder() if tokenizer is None else FileEncoder(tokenizer)
     return ChatPrompts(load_template(home, template), encoder)
-
-
-def _message(role: str, content: str) -> Message:
-    return {"role": role, "content": content}

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from moejax.config.schema import Config
-from moejax.data.sources import tokenizer_file
-from moejax.data.tokenizer import Tokenizer, load_library
+from moejax.data.sidecar import sidecar_of
+from moejax.data.tokenizer import Tokenizer, begin_of_document, load_library
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen, tokenizer_beside_weights
-from moejax.evaluate.held_out import open_tokenizer
+from moejax.evaluate.held_out import describe_training, open_tokenizer, tokenizer_that_came
 from moejax.hf.files import SMALL_BYTES, read_json
 from moejax.hf.origin import GENERATION, origin_of, read_config
-from moejax.serve.chat import ChatPrompts, open_chat
+from moejax.serve.chat import ChatPrompts, open_chat, written_as
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Vocabulary:
     """The tokenizer of a model, and what it does with texts.
 
     Attributes:
-      library: of imported weights, which adds the special tokens that the model's prompts begin
-        with; None for a model trained here, whose documents begin with the eos before them.
+      library: of a tokenizer that came with the weights, which adds the special tokens that
+        prompts begin with, as it does in an export; None for one whose documents begin as here.
       stops: ids that end a text.
       allowed: ids from this one on have no text.
       positions: the most that the model takes, prompt and continuation; None: not known.
@@ -40,9 +40,10 @@ class Vocabulary:
         """Returns the ids of a prompt."""
         if self.chat is not None:
             return self.chat.encode(text)
+        begin = begin_of_document(self.tokenizer)
         if self.library is not None:
-            return self.library.encode(text).ids
-        return [self.tokenizer.eos_id, *self.tokenizer.encode(text)]
+            return self.library.encode(text).ids or [begin]
+        return [begin, *self.tokenizer.encode(text)]
 
     def continuation(self, prompt: list[int], ids: list[int]) -> str:
         """Returns the text of ids behind a prompt: a tokenizer may drop a space that begins one."""
@@ -71,28 +72,44 @@ def open_vocabulary(
     Raises:
       InputError: if there is none.
     """
-    origin = origin_of(chosen.saved.path)
-    beside, library = tokenizer_beside_weights(chosen), None
-    # Weights as they came: at step 0 nothing was trained here yet.
-    if tokenizer is None and beside is not None and chosen.saved.step == 0:
-        tokenizer, library = str(beside), load_library(beside)
     opened = open_tokenizer(tokenizer, eos, chosen)
+    came = None if tokenizer is not None else tokenizer_that_came(chosen)
+    origin = origin_of(chosen.saved.path)
     config = read_config(origin)
-    generation = {} if origin is None else _read_optional(origin / GENERATION)
-    stops = {opened.eos_id, *_ids(config.get("eos_token_id"))}
-    stops |= _ids(generation.get("eos_token_id"))
-    allowed = min(opened.vocab_size, chosen.cfg.model.vocab_size)
     positions = config.get("max_position_embeddings")
     positions = positions if type(positions) is int else None
+    stops = {opened.eos_id}
+    # Ids of the weights' own tokenizer, which token files of another one would give other meanings.
+    if came is not None or tokenizer_beside_weights(chosen) is None:
+        generation = {} if origin is None else _read_optional(origin / GENERATION)
+        stops |= _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
+    allowed = min(opened.vocab_size, chosen.cfg.model.vocab_size)
     prompts = None
     if chat:
-        # Beside token files is a copy of the tokenizer, without a template.
-        named = None if tokenizer is None else Path(tokenizer)
-        path = named or tokenizer_file(chosen.cfg.data) or beside
-        file = None if template is None else Path(template)
-        prompts = open_chat(path, named or beside or path, file)
+        prompts = _open_chat(chosen, tokenizer, template)
         stops |= prompts.stops
+    library = None if came is None else load_library(came)
     return Vocabulary(opened, library, frozenset(stops), allowed, positions, prompts)
+
+
+def _open_chat(chosen: Chosen, tokenizer: str | None, template: str | None) -> ChatPrompts:
+    """Opens the chat template of the command line, of the run's conversations, or of the weights.
+
+    Raises:
+      InputError: if there is none, or it is damaged.
+    """
+    beside, described = tokenizer_beside_weights(chosen), describe_training(chosen)
+    path = tokenizer_that_came(chosen)
+    if tokenizer is not None:
+        path = Path(tokenizer)
+    elif path is None and described is not None:
+        path = described.tokenizer_file
+    form = None if described is None or chosen.saved.step == 0 else described.sidecar.chat
+    if described is not None and form is not None and tokenizer is None and template is None:
+        return written_as(form, path, str(sidecar_of(described.path)))
+    file = None if template is None else Path(template)
+    # Beside token files is a copy of the tokenizer, without a template.
+    return open_chat(path, path if tokenizer is not None else beside or path, file)
 
 
 def read_prompts(text: str | None, file: str | None) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+from moejax.data.tokenizer import begin_of_document
 from moejax.data.tokens import TokenSource
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState
@@ -144,8 +145,7 @@ def finish(run: Run, state: TrainState) -> None:
 
 def _show_sample(run: Run, state: TrainState) -> None:
     length, tokenizer = run.cfg.train.sample_tokens, run.inputs.tokenizer
-    # The prompt starts with eos, as a training document does.
-    prompt = [tokenizer.eos_id, *tokenizer.encode(run.cfg.train.sample_prompt)]
+    prompt = [begin_of_document(tokenizer), *tokenizer.encode(run.cfg.train.sample_prompt)]
     with run.display.busy("sampling a text"):
         tokens = sample(
             run.train_step,

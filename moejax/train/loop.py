@@ -19,6 +19,7 @@ from rich.console import Console
 from moejax.comm.exchange import disconnect
 from moejax.config.checks import check
 from moejax.config.schema import Config
+from moejax.data.sources import keep_tokenizer
 from moejax.errors import DivergedError, ReplicasError
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.probe.timer import ProgressFn
@@ -184,6 +185,7 @@ def train_planned(
     records = open_records(cfg, notes, console, processes)
     if processes.first:
         keep_origin(source, Path(cfg.run_dir))
+        keep_tokenizer(cfg.data, Path(cfg.run_dir))
     base = base_of(cfg, source)
     with watch.during("restore"):
         told = partial(tell_note, console, records, notes)

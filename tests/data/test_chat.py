@@ -1,5 +1,6 @@
 """`moejax prepare --chat`, from rows to token files with marks."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -10,9 +11,13 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
+from moejax.config.schema import DataConfig
 from moejax.data import prepare, tokens
 from moejax.data.control_tokens import FileEncoder
 from moejax.data.marks import marks_of
+from moejax.data.sidecar import ChatForm, read_sidecar
+from moejax.data.sources import describe_tokens
+from moejax.data.tokenizer import FileTokenizer, load_library
 from tests.data.chats import BYTES, CHATML, INST, write_model
 
 FORMATS = {"bin": ".bin", "array_record": ".array_record"}
@@ -263,3 +268,31 @@ def test_rows_that_the_template_rewrites_can_be_left_out(tmp_path, capsys):
     assert run(path, *options, "--eval-fraction", "0", "--skip-bad") == 0
     assert "rows left out as broken: 1. The first: answers cannot" in capsys.readouterr().err
     assert conversations(tmp_path / "out/x.train.bin") == [("qa", "a")]
+
+
+def test_token_files_remember_the_template_and_where_answers_end(tmp_path):
+    path = write_model(tmp_path / "model", template=INST)
+    chat = write_rows(tmp_path, rows(6))
+    flags = ("--chat", "--eval-fraction", "0", "--tokenizer", path)
+    assert run(chat, *flags, "--out", tmp_path / "own") == 0
+    sidecar = read_sidecar(tmp_path / "own.train.bin")
+    ids = FileTokenizer(path)
+    assert (sidecar.format_version, sidecar.bos_id) == (3, ids.bos_id)
+    assert sidecar.chat == ChatForm(INST, {"bos_token": "<s>", "eos_token": "</s>"}, [ids.eos_id])
+    # Another template than the model's, whose answers end otherwise.
+    (tmp_path / "named.jinja").write_text(CHATML)
+    named = ("--chat-template", tmp_path / "named.jinja", "--out", tmp_path / "named")
+    assert run(chat, *flags, *named) == 0
+    form = read_sidecar(tmp_path / "named.train.bin").chat
+    ended = load_library(path).token_to_id("<|im_end|>")
+    assert (form.template, form.end_ids) == (CHATML, [ended])
+    # What identifies the data is the same as before templates were remembered.
+    found = read_sidecar(tmp_path / "named.train.bin")
+    before = dataclasses.replace(found, format_version=2, bos_id=None, chat=None)
+    assert before.content_digest() == found.content_digest()
+    # Text first, then conversations: what is remembered is theirs.
+    (tmp_path / "a.txt").write_text("all")
+    text = ("--tokenizer", path, "--eval-fraction", "0", "--out", tmp_path / "a")
+    assert run(tmp_path / "a.txt", *text) == 0
+    both = tuple(str(tmp_path / f"{name}.train.bin") for name in ("a", "named"))
+    assert describe_tokens(DataConfig("tokens", both)).sidecar == found

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from moejax.config.schema import DataConfig
 from moejax.data import prepare, tokens
+from moejax.data.batches import eval_batches
 from moejax.data.sources import open_sources
+from moejax.data.tokenizer import FileTokenizer
 from moejax.errors import InputError
 
 KINDS = ("text", "jsonl", "parquet")
@@ -45,6 +48,14 @@ def _import_parquet():
 
 def _run(*arguments):
     return prepare.main([str(argument) for argument in arguments])
+
+
+def _begins_texts(folder):
+    """Writes a tokenizer whose settings name <s> as the token that begins a text."""
+    pytest.importorskip("tokenizers")
+    from tests.data.chats import write_model
+
+    return write_model(folder)
 
 
 def _documents(source, eos_id):
@@ -119,6 +130,75 @@ def test_a_document_is_held_out_by_its_text_alone(tmp_path):
         found = _open(folder / "x", "bin")
         splits.append({bytes(d).decode() for d in _documents(found.held_out, 256)})
     assert splits[0] == splits[1] - {"one more"}
+
+
+@pytest.mark.parametrize("format", ["bin", "array_record"])
+def test_documents_begin_with_the_token_that_begins_texts(tmp_path, format):
+    path = _begins_texts(tmp_path / "model")
+    said = FileTokenizer(path)
+    bos, eos = said.bos_id, said.eos_id
+    assert None not in (bos, eos)
+    texts = ["all", "then a longer one", "x"]
+    files, out = _inputs(tmp_path, "jsonl", texts), tmp_path / "name"
+    flags = ("--tokenizer", path, "--eval-fraction", 0, "--format", format)
+    assert _run(*files, "--out", out, *flags) == 0
+    found = _open(out, format, splits=("train",))
+    ids = [[bos, *said.encode(text), eos] for text in texts]
+    stretch = found.train.stretch(0, found.train.num_tokens)
+    assert stretch.token_N.tolist() == [id for document in ids for id in document]
+    assert stretch.begin_N.tolist() == [id == bos for id in stretch.token_N]
+    assert stretch.target_N.tolist() == [id != bos for id in stretch.token_N], "bos is not learned"
+    assert found.train.num_targets == sum(len(document) - 1 for document in ids)
+    assert found.train.target_bytes == sum(map(len, texts))
+    assert (found.tokenizer.eos_id, found.tokenizer.bos_id) == (eos, bos)
+    file = Path(f"{out}.train.{format}")
+    assert json.loads(Path(f"{file}.json").read_text())["format_version"] == 3
+    # Behind another file as alone.
+    joined = tokens.JoinedSource([*found.train.sources, *found.train.sources])
+    assert joined.num_targets == 2 * found.train.num_targets
+    batches = eval_batches(joined, sequence_length=4, batch_sequences=2, limit=None)
+    targets = [batch.target_BT for batch in batches]
+    assert sum(int(np.sum(target_BT >= 0)) for target_BT in targets) == joined.num_targets
+
+
+def test_a_stream_begins_with_its_begin_token(tmp_path):
+    path, out = _begins_texts(tmp_path / "model"), tmp_path / "name"
+    flags = ("--out", out, "--tokenizer", path, "--eval-fraction", 0)
+    assert _run(*_inputs(tmp_path, "jsonl", ["all"]), *flags) == 0
+    file = Path(f"{out}.train.bin")
+    ids = np.fromfile(file, "<u2")
+    assert ids[0] == FileTokenizer(path).bos_id
+    ids[:2] = ids[1::-1]
+    ids.tofile(file)
+    with pytest.raises(InputError, match=rf"no bos at its ends\. {file}, token 0: id {ids[0]}"):
+        _open(out, "bin", splits=("train",))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bos_id": 10**6},
+        {"bos_id": True},
+        {"bos_id": "<s>"},
+        {"num_targets": None},
+        {"chat": {"template": 1, "tokens": {}, "end_ids": []}},
+        {"chat": {"template": "", "tokens": {"bos_token": 1}, "end_ids": []}},
+        {"chat": {"template": "", "tokens": {}, "end_ids": [-1]}},
+        {"chat": {"template": ""}},
+        {"chat": "x"},
+        {"format_version": 1},
+        {"format_version": 2},
+    ],
+)
+def test_a_sidecar_of_format_3_with_a_wrong_field_is_refused(tmp_path, fields):
+    path, out = _begins_texts(tmp_path / "model"), tmp_path / "name"
+    flags = ("--out", out, "--tokenizer", path, "--eval-fraction", 0)
+    assert _run(*_inputs(tmp_path, "jsonl", ["all"]), *flags) == 0
+    sidecar = Path(f"{out}.train.bin.json")
+    facts = json.loads(sidecar.read_text())
+    sidecar.write_text(json.dumps(facts | fields))
+    with pytest.raises(InputError, match=r"sidecar is damaged\. .*name\.train\.bin\.json"):
+        _open(out, "bin", splits=("train",))
 
 
 def test_a_tokenizer_file_is_copied_and_found_for_sampling(tmp_path):

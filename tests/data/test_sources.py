@@ -10,8 +10,8 @@ from moejax.config.schema import DataConfig
 from moejax.data import corpus, prepare
 from moejax.data.documents import Document
 from moejax.data.sidecar import Sidecar, sidecar_of
-from moejax.data.sources import describe_sources, open_sources
-from moejax.data.tokenizer import ByteTokenizer
+from moejax.data.sources import describe_sources, describe_tokens, keep_tokenizer, open_sources
+from moejax.data.tokenizer import ByteTokenizer, FileTokenizer
 from moejax.data.tokens import FileSource, JoinedSource, from_documents
 from moejax.errors import InputError
 
@@ -126,3 +126,32 @@ def test_joined_streams_read_as_one_across_any_ends(lengths, data):
     assert read.dtype == np.int32
     assert read.tolist() == whole[start : start + length].tolist()
     assert (joined.num_tokens, joined.target_bytes) == (len(whole), len(whole))
+
+
+def test_a_run_keeps_what_says_how_its_text_became_tokens(tmp_path):
+    pytest.importorskip("tokenizers")
+    from tests.data.chats import write_model
+
+    model, run = write_model(tmp_path / "model"), tmp_path / "run"
+    (tmp_path / "a.txt").write_text("all")
+    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "t"), "--eval-fraction", "0"]
+    assert prepare.main([*command, "--tokenizer", str(model)]) == 0
+    data = DataConfig("tokens", (str(tmp_path / "t.train.bin"),))
+    assert describe_tokens(data).path == tmp_path / "t.train.bin"
+    keep_tokenizer(data, run)
+    for file in tmp_path.glob("t.*"):
+        file.unlink()
+    assert describe_tokens(data) is None
+    described = describe_tokens(data, [tmp_path, run])
+    assert described.tokenizer_file.read_bytes() == model.read_bytes()
+    wanted = FileTokenizer(model)
+    found = described.open_tokenizer()
+    assert (found.eos_id, found.bos_id) == (wanted.eos_id, wanted.bos_id)
+    # A later start on other data keeps those; bytes have no file.
+    assert prepare.main(command) == 0
+    keep_tokenizer(data, run)
+    described = describe_tokens(data, [run])
+    assert described.tokenizer_file is None
+    assert described.open_tokenizer().vocab_size == 257
+    keep_tokenizer(DataConfig(), run)
+    assert describe_tokens(data, [run]).path == tmp_path / "t.train.bin"

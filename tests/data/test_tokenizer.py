@@ -1,10 +1,11 @@
+import json
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, digest, tokenizer_beside
+from moejax.data.tokenizer import ByteTokenizer, Ends, FileTokenizer, digest, tokenizer_beside
 from moejax.errors import InputError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -104,16 +105,18 @@ def test_a_missing_file_is_refused(tmp_path):
 
 def test_the_copy_beside_a_token_file_is_found(path):
     beside = path.parent / "a.train.bin"
-    found = tokenizer_beside(beside, path.name, eos_id=1, sha256=digest(path))
+    found = tokenizer_beside(beside, path.name, ends=Ends(1, None), sha256=digest(path))
     assert isinstance(found, FileTokenizer)
     assert found.eos_id == 1
-    found = tokenizer_beside(beside, "bytes", eos_id=256, sha256=None)
+    found = tokenizer_beside(beside, "bytes", ends=Ends(256, None), sha256=None)
     assert isinstance(found, ByteTokenizer)
 
 
 def test_a_copy_that_was_changed_is_refused(path):
     with pytest.raises(InputError, match="changed"):
-        tokenizer_beside(path.parent / "a.train.bin", path.name, eos_id=1, sha256="0" * 64)
+        tokenizer_beside(
+            path.parent / "a.train.bin", path.name, ends=Ends(1, None), sha256="0" * 64
+        )
 
 
 def test_truncation_and_padding_of_the_file_are_not_used(tmp_path):
@@ -141,3 +144,51 @@ def test_a_vocabulary_with_holes_counts_its_highest_id(tmp_path):
     tokenizer = FileTokenizer(tmp_path / "t.json")
     assert tokenizer.encode("word") == [900]
     assert tokenizer.vocab_size == 901
+
+
+def _begun(path, single, *names):
+    """A tokenizer that puts these tokens in front of a text by itself."""
+    made = _train("</s>", "<s>", "<go>")
+    ids = [(name, made.token_to_id(name)) for name in names]
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=ids
+    )
+    made.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("files", "single", "bos"),
+    [
+        ({"tokenizer_config.json": {"bos_token": "<s>"}}, None, 1),
+        ({"tokenizer_config.json": {"bos_token": {"content": "<s>"}}}, None, 1),
+        ({"special_tokens_map.json": {"bos_token": "<go>"}}, None, 2),
+        ({"tokenizer_config.json": {"bos_token": "<s>"}}, "<go> $A", 1),
+        ({}, "<s> $A </s>", 1),
+        ({}, "$A </s>", None),
+        ({}, "<go> <s> $A", None),
+        ({"tokenizer_config.json": {"bos_token": None}}, None, None),
+        ({"tokenizer_config.json": {"bos_token": "</s>"}}, None, None),
+    ],
+)
+def test_the_token_that_begins_a_text_is_the_one_that_lm_eval_takes(tmp_path, files, single, bos):
+    if single is None:
+        path = _save(tmp_path / "tokenizer.json", "</s>", "<s>", "<go>")
+    else:
+        names = [part for part in single.split() if part != "$A"]
+        path = _begun(tmp_path / "tokenizer.json", single, *names)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    found = FileTokenizer(path)
+    assert (found.eos_id, found.bos_id) == (0, bos)
+    ids = found.encode("a document")
+    assert bos not in ids
+    assert found.decode([bos or 0, *ids, 0]) == "a document"
+
+
+def test_eos_is_the_one_that_the_settings_name_where_no_usual_one_is_there(tmp_path):
+    path = _save(tmp_path / "t.json", "<begin>", "<finish>")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<finish>"}')
+    assert FileTokenizer(path).eos_id == 1
+    usual = _save(tmp_path / "u.json", "<finish>", "</s>")
+    assert FileTokenizer(usual).eos_id == 1

@@ -153,8 +153,8 @@ def test_a_wrong_dtype_is_seen_by_the_size(tmp_path):
 
 def test_a_newer_format_asks_for_an_upgrade(tmp_path):
     path = _write(tmp_path, "bin", ["text"])
-    _change(path, format_version=3)
-    with pytest.raises(InputError, match=r"newer moejax.*3.*up to 2.*Upgrade"):
+    _change(path, format_version=4)
+    with pytest.raises(InputError, match=r"newer moejax.*4.*up to 3.*Upgrade"):
         _open(path)
 
 

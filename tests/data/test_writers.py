@@ -9,7 +9,7 @@ from moejax.errors import InputError
 class Fake:
     """A tokenizer that gives the same ids for every piece."""
 
-    cuts = True
+    cuts, bos_id = True, None
 
     def __init__(self, vocab_size, ids):
         self.vocab_size, self.eos_id, self.ids = vocab_size, vocab_size - 1, ids

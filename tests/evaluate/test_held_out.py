@@ -3,13 +3,17 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from moejax.config.schema import Config, DataConfig
 from moejax.data import corpus
+from moejax.data.batches import eval_batches
 from moejax.data.sources import describe_sources, open_sources
+from moejax.data.tokenizer import FileTokenizer
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen
+from moejax.evaluate.documents import scores, sum_documents
 from moejax.evaluate.held_out import Wanted, open_held_out
 from moejax.train.saved import Saved
 from tests.data.chats import write_model
@@ -72,6 +76,66 @@ def test_texts_take_the_tokenizer_of_the_training_files(tmp_path):
     path.parent.rename(tmp_path / "run/hf")
     with open_held_out(wanted(tmp_path / "a.txt"), run) as found:
         assert found.source.read(1, len(ids)).tolist() == ids
+
+
+def imported(tmp_path, **settings):
+    """An import of step 0 with a tokenizer, without weights."""
+    path = write_model(tmp_path / "out/hf")
+    (tmp_path / "a.txt").write_text("all")
+    cfg = chosen(tmp_path, trained_on(tmp_path / "t.train.bin", **settings), vocab_size=300).cfg
+    return Chosen(Saved(0, tmp_path / "out/0", {}), cfg, []), FileTokenizer(path), path
+
+
+def test_texts_of_imported_weights_begin_with_the_token_of_their_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    model, tokenizer, path = imported(tmp_path)
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    assert bos not in (None, eos)
+    ids = [bos, *tokenizer.encode("all"), eos]
+    for named in (wanted(tmp_path / "a.txt"), wanted(tmp_path / "a.txt", tokenizer=str(path))):
+        with open_held_out(named, model) as found:
+            assert found.source.read(0, found.source.num_tokens).tolist() == ids
+            assert found.source.num_targets == len(ids) - 1
+            # As an evaluation cuts it: nothing is scored that lm-eval does not score, but eos.
+            (batch,) = eval_batches(found.source, sequence_length=8, batch_sequences=1, limit=None)
+            assert batch.token_BT[0, : len(ids) - 1].tolist() == ids[:-1]
+            assert batch.target_BT[0, : len(ids)].tolist() == [*ids[1:], -1]
+            (score,) = scores(
+                found.source,
+                sum_documents(found.source, [np.ones((1, 8))], 8),
+                tokenizer,
+                found.documents,
+            )
+            assert (score.tokens, score.bytes, score.nats) == (len(ids) - 1, 3, len(ids) - 1)
+
+
+def test_a_token_file_from_before_there_was_a_begin_token_is_told(tmp_path):
+    pytest.importorskip("tokenizers")
+    from moejax.data import prepare
+
+    model, tokenizer, path = imported(tmp_path, eval_files=(str(tmp_path / "t.train.bin"),))
+    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "t"), "--tokenizer", str(path)]
+    assert prepare.main([*command, "--eval-fraction", "0"]) == 0
+    for files in ((), (tmp_path / "t.train.bin",)):
+        with open_held_out(wanted(*files), model) as found:
+            assert found.notes == []
+    # As it was written in format 1.
+    sidecar = tmp_path / "t.train.bin.json"
+    facts = json.loads(sidecar.read_text())
+    for name in ("bos_id", "chat", "marks_sha256", "num_targets", "target_bytes"):
+        del facts[name]
+    ids = [tokenizer.eos_id, *tokenizer.encode("all"), tokenizer.eos_id]
+    assert facts["dtype"] == "uint16"
+    np.array(ids, "<u2").tofile(tmp_path / "t.train.bin")
+    sidecar.write_text(json.dumps(facts | {"format_version": 1, "num_tokens": len(ids)}))
+    for files in ((), (tmp_path / "t.train.bin",)):
+        with open_held_out(wanted(*files), model) as found:
+            (note,) = found.notes
+            assert "t.train.bin begin with eos" in note
+            assert f"token {tokenizer.bos_id}" in note
+    trained = model._replace(saved=Saved(3, tmp_path / "out/checkpoints/3", {}))
+    with open_held_out(wanted(), trained) as found:
+        assert found.notes == [], "the run was trained on such files"
 
 
 def test_token_files_must_be_of_the_models_tokenizer(tmp_path):

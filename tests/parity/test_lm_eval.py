@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from moejax.config.schema import MeshConfig
 from moejax.step.state import Batch
@@ -22,15 +22,15 @@ pytestmark = [pytest.mark.parity, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ROOT / "tests" / "parity" / "lm_eval" / "local_text.jsonl"
-EOS, VOCABULARY, LONGEST = 256, 257, 512
+BOS, EOS, PAD, VOCABULARY, LONGEST = 256, 257, 258, 259, 512
 ALLOWED = 1e-5  # of a sum of nats; float32 on both sides
 
 
 def byte_case() -> dict:
-    """A golden Mixtral whose vocabulary is the bytes and a token that ends a text."""
+    """A golden Mixtral whose vocabulary is the bytes and the tokens around a text."""
     case = cases_of("mixtral")["even, llama3 positions"]
     config = case["config"] | {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST}
-    config |= {"bos_token_id": None, "eos_token_id": EOS, "pad_token_id": None}
+    config |= {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     table = {"model.embed_tokens.weight": [VOCABULARY, config["hidden_size"]]}
     assert config["tie_word_embeddings"]
     return {**case, "config": config, "tensors": case["tensors"] | table}
@@ -42,10 +42,15 @@ def write_tokenizer(folder: Path) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab={x: i for i, x in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    assert tokenizer.token_to_id("<eos>") == EOS
+    tokenizer.add_special_tokens(["<bos>", "<eos>", "<pad>"])
+    assert (tokenizer.token_to_id("<bos>"), tokenizer.token_to_id("<eos>")) == (BOS, EOS)
+    # It begins texts by itself, as Mixtral's and DeepSeek's do.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", BOS)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return tokenizer
 
@@ -76,11 +81,12 @@ def documented(folder: Path, scores: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def nats_of(tmp_path: Path, case: dict, texts: list[list[int]]) -> tuple[float, float]:
-    """Nats of all texts, each after a token that ends one, and of the tokens that end them."""
+    """Nats of all texts, each after the token that begins one, and of the tokens that end them."""
     rows = 8
     token_BT = np.full((rows, LONGEST), EOS, np.int32)
     target_BT = np.full((rows, LONGEST), -1, np.int32)
     for row, ids in enumerate(texts):
+        token_BT[row, 0] = BOS
         token_BT[row, 1 : len(ids) + 1] = ids
         target_BT[row, : len(ids) + 1] = [*ids, EOS]
     with_tokens = case | {"tokens": token_BT.tolist()}
@@ -107,7 +113,8 @@ def test_lm_eval_scores_an_export_as_the_logits_here_do(tmp_path):
     scored = json.loads(results.read_text())["results"]["local_text"]["bits_per_byte,none"]
 
     texts = [json.loads(line)["text"] for line in TEXTS.read_text().splitlines()]
-    nats, ends = nats_of(tmp_path, case, [tokenizer.encode(text).ids for text in texts])
+    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    nats, ends = nats_of(tmp_path, case, ids)
     size = sum(len(text.encode()) for text in texts)
     assert scored * math.log(2) * size == pytest.approx(nats, rel=ALLOWED)
 

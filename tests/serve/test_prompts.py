@@ -84,12 +84,19 @@ def test_prompts_without_tokens_or_with_unknown_ones_are_refused(imported):
     vocabulary = open_vocabulary(
         imported, str(imported.saved.path.parent.parent / "hf/tokenizer.json"), "4"
     )
-    with pytest.raises(InputError, match=r"has id 4, model\.vocab_size is 4"):
-        encode_prompts(["a"], vocabulary, imported.cfg, 1)
-    empty = dataclasses.replace(vocabulary, library=vocabulary.tokenizer._tokenizer)
-    empty.library.post_processor = None
-    with pytest.raises(InputError, match=r"prompt has no token\. Got ''"):
-        encode_prompts([""], empty, imported.cfg, 1)
+    fewer = dataclasses.replace(imported.cfg.model, vocab_size=3)
+    cfg = dataclasses.replace(imported.cfg, model=fewer)
+    with pytest.raises(InputError, match=r"has id 3, model\.vocab_size is 3"):
+        encode_prompts(["b"], vocabulary, cfg, 1)
+    bare = dataclasses.replace(vocabulary, library=vocabulary.tokenizer._tokenizer)
+    bare.library.post_processor = None
+    assert encode_prompts([""], bare, imported.cfg, 1) == ([[0]], []), "<s> begins a text"
+    pytest.importorskip("jinja2")
+    nothing = imported.saved.path.parent.parent / "nothing.jinja"
+    nothing.write_text("{# writes nothing #}")
+    silent = open_vocabulary(imported, None, None, chat=True, template=str(nothing))
+    with pytest.raises(InputError, match=r"prompt has no token\. Got 'a'"):
+        encode_prompts(["a"], silent, imported.cfg, 1)
 
 
 def test_lines_of_a_file_are_prompts(tmp_path):
