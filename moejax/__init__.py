@@ -1,7 +1,7 @@
 """moejax: a JAX trainer for Mixture-of-Experts language models at the speed the network allows.
 
 Read in this order: `config`, `layout`, `comm`, `moe`, `model`, `step`, `train`; `plan` and `aot`
-stand beside. From Python: `load_config`, `run_training`, `load_checkpoint`.
+stand beside. From Python: `load_config`, `run_training`, `load_checkpoint`, `load_model`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,10 @@ from moejax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from moejax.api import run_training as run_training
+    from moejax.serve.model import load_model as load_model
     from moejax.train.weights_reader import load_checkpoint as load_checkpoint
 
-__all__ = ["load_checkpoint", "load_config", "run_training"]
+__all__ = ["load_checkpoint", "load_config", "load_model", "run_training"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +27,8 @@ def __getattr__(name: str) -> Any:
         from moejax.train.weights_reader import load_checkpoint
 
         return load_checkpoint
+    if name == "load_model":
+        from moejax.serve.model import load_model
+
+        return load_model
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,22 +4,18 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
 from typing import NamedTuple
 
-from moejax.config.checks import resolve_mesh
 from moejax.config.command_line import Parser
-from moejax.config.load import parse_overrides, split_overrides
-from moejax.config.schema import Config, MeshConfig
+from moejax.config.load import split_overrides
 from moejax.errors import InputError, exit_code
-from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, on_all_devices, read_weights
-from moejax.layout.layout import build_layout
-from moejax.layout.mesh import build_mesh
+from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
 from moejax.runtime.processes import Processes
-from moejax.runtime.start import join, platform_of, start
+from moejax.runtime.start import join
 from moejax.screen import screen
 from moejax.serve.engine import build_engine
 from moejax.serve.generate import generate
+from moejax.serve.placing import check_overrides, place
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
 from moejax.serve.sampling import Sampling
 from moejax.train.memory_check import check_memory
@@ -121,27 +117,12 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
 
 
-def _check_overrides(overrides: list[str]) -> None:
-    """Refuses settings of the forward pass that generation decides by itself."""
-    given = parse_overrides(overrides)
-    if "moe.capacity_factor" in given:
-        raise InputError(
-            "`moe.capacity_factor` has no effect. Experts take all tokens where texts are "
-            "generated, so that no text depends on others. Leave it out."
-        )
-    if "model.scan_layers" in given:
-        raise InputError(
-            "`model.scan_layers` has no effect. Texts are generated with each layer's weights "
-            "apart. Leave it out."
-        )
-
-
 def _run(
     args: argparse.Namespace, sampling: Sampling, overrides: list[str], processes: Processes
 ) -> None:
     """Reads what is asked, continues the prompts, and prints; process 0 alone prints."""
     console = screen(stderr=True, quiet=not processes.first)
-    _check_overrides(overrides)
+    check_overrides(overrides)
     texts = read_prompts(args.prompt, args.prompts)
     chosen = choose(args.run, args.step, overrides, processes, FORWARD)
     check_simulated_devices(chosen.cfg)
@@ -163,19 +144,6 @@ def _run(
     console.print(f"{count:,} tokens in {seconds:.1f} s, compilation included", highlight=False)
 
 
-def without_stages(cfg: Config) -> Config:
-    """Returns a config whose pipeline stages are shards: one token at a time fills no pipeline."""
-    mesh, stages = cfg.mesh, cfg.mesh.stage
-    if stages == 1:
-        return cfg
-    usual = {
-        name: getattr(MeshConfig(), name) for name in ("schedule", "stage_keeps", "stage_slices")
-    }
-    mesh = replace(mesh, stage=1, fsdp=mesh.fsdp * stages, **usual)
-    train = replace(cfg.train, micro_batches=cfg.train.micro_batches // stages)
-    return replace(cfg, mesh=mesh, train=train)
-
-
 def _continue(
     texts: list[Text],
     chosen: Chosen,
@@ -186,14 +154,8 @@ def _continue(
     stream: bool,
 ) -> float:
     """Starts devices, reads the weights, and appends tokens to the texts; returns the seconds."""
-    devices = start(chosen.cfg.mesh)
-    platform = platform_of(devices)
-    cfg = without_stages(on_all_devices(chosen.cfg, len(devices)))
-    cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
     engine = build_engine(
-        cfg,
-        build_mesh(build_layout(cfg.mesh), devices),
-        platform,
+        *place(chosen, processes),
         longest=max(len(text.prompt_ids) for text in texts),
         prompts=len(texts),
         tokens=tokens,

@@ -71,6 +71,19 @@ class Engine:
         return self._jitted(body, (self._states, self._rows), self._cached)
 
     @cached_property
+    def logits(self) -> Callable[[TrainState, jax.Array], jax.Array]:
+        """The jitted (state, token_BT) -> logit_BTV of every position, float32."""
+        model = self.train_step.plain.model
+
+        def body(state: TrainState, token_BT: jax.Array) -> jax.Array:
+            transformer = model.merge(state.params, state.router_bias)
+            x_BTD, w_Dv, _ = transformer(token_BT, jnp.zeros_like(token_BT))
+            logit_BTv = jnp.matmul(x_BTD, w_Dv, preferred_element_type=jnp.float32)
+            return wire.all_gather(logit_BTv, self._layout.tensor, dim=2)
+
+        return self._jitted(body, (self._states, self._rows), self._rows)
+
+    @cached_property
     def decode(self) -> Callable[[TrainState, Rows, cached.Cache], cached.Cached]:
         """The jitted (state, rows, cache) -> logits of the next token, and the cache, donated."""
         model = self.train_step.plain.model

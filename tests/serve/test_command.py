@@ -9,7 +9,8 @@ from moejax.__main__ import main as moejax
 from moejax.config.checks import check, resolve_mesh
 from moejax.config.fields import change
 from moejax.config.schema import Config, PlanConfig
-from moejax.serve.command import main, without_stages
+from moejax.serve.command import main
+from moejax.serve.placing import without_stages
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.resume import describe_run
 from tests.cases import CERTAIN, small_config, step_for

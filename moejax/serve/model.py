@@ -1,0 +1,185 @@
+"""A checkpoint's model in memory, for programs: logits of given tokens, and texts that go on."""
+
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.typing import ArrayLike
+
+from moejax.errors import InputError
+from moejax.evaluate.checkpoint import FORWARD, Chosen, choose, read_weights
+from moejax.runtime.processes import ALONE
+from moejax.serve.engine import Engine, build_engine
+from moejax.serve.generate import generate
+from moejax.serve.placing import Placed, check_overrides, place
+from moejax.serve.prompts import encode_prompts, open_vocabulary
+from moejax.serve.sampling import Sampling
+from moejax.step.state import TrainState
+from moejax.train.memory_check import check_memory
+from moejax.train.start import check_simulated_devices
+
+
+class LoadedModel:
+    """A model with its weights on the devices. B sequences, T tokens of each, V vocabulary.
+
+    A further length of prompts, rounded up to a multiple of 64, compiles further programs.
+
+    Attributes:
+      path: the checkpoint's directory.
+      step: optimizer steps that were done.
+      vocab_size: V.
+    """
+
+    def __init__(self, chosen: Chosen, placed: Placed):
+        """Reads the weights of a checkpoint; see `moejax.load_model`."""
+        self._chosen, self._placed = chosen, placed
+        self.path, self.step = Path(chosen.saved.path), chosen.saved.step
+        self.vocab_size = placed.cfg.model.vocab_size
+        self._engines: dict[tuple[Any, ...], Engine] = {}
+        engine = self._engine(1, 1, 1, Sampling(), self.vocab_size)
+        beside = engine.bytes_beside_weights()
+        check_memory(engine.train_step, ALONE, gradients=False, beside=beside)
+        self._state: TrainState = engine.take(read_weights(chosen, engine.stored))
+
+    def logits(self, token_ids: ArrayLike) -> np.ndarray:
+        """Returns the logits of the token after each position, float32.
+
+            model.logits([[1, 733, 16289]])[0, -1].argmax()
+
+        No token is put in front, and experts drop none.
+
+        Args:
+          token_ids: one sequence [T], or several of one length [B, T].
+        Returns:
+          logits [T, V] or [B, T, V].
+        Raises:
+          InputError: if they are no ids of the vocabulary.
+        """
+        token_BT = self._checked(token_ids)
+        count, length = token_BT.shape[0], token_BT.shape[1]
+        engine = self._engine(length, count, 0, Sampling(), self.vocab_size)
+        (B, T), parts = engine.batch_shape, []
+        for first in range(0, count, B):
+            rows_BT = token_BT[first : first + B]
+            # Behind a sequence nothing is seen, and other rows take part in nothing.
+            padded_BT = np.zeros((B, T), np.int32)
+            padded_BT[: len(rows_BT), :length] = rows_BT
+            logit_BTV = np.asarray(engine.logits(self._state, engine.place(padded_BT)))
+            parts.append(logit_BTV[: len(rows_BT), :length])
+        found_BTV = np.concatenate(parts)
+        return found_BTV[0] if np.ndim(token_ids) == 1 else found_BTV
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
+        chat: bool = False,
+    ) -> list[str]:
+        """Returns the texts that continue prompts, as `moejax generate` writes them.
+
+            model.generate(["The capital of France", "Once"], tokens=40)
+
+        Args:
+          prompts: one text or several.
+          tokens: the most that continue each.
+          temperature: 0 takes the likeliest token.
+          top_k: draws from so many of the likeliest tokens; None: from all.
+          top_p: then from the likeliest of this mass.
+          seed: of the draws.
+          chat: whether prompts are messages of a user, which the chat template writes.
+        Raises:
+          InputError: if an option is out of range, or the model has no place for so much text.
+          RunError: if logits are not finite.
+        """
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        sampling.check()
+        if tokens < 1:
+            raise InputError(f"`tokens` is out of range. Got {tokens}. It is at least 1. Raise it.")
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not texts:
+            return []
+        vocabulary = open_vocabulary(self._chosen, None, None, chat=chat)
+        encoded, notes = encode_prompts(texts, vocabulary, self._placed.cfg, tokens)
+        for note in notes:
+            warnings.warn(note.removeprefix("warning: "), stacklevel=2)
+        longest = max(map(len, encoded))
+        engine = self._engine(longest, len(texts), tokens, sampling, vocabulary.allowed)
+        found: list[list[int]] = [[] for _ in texts]
+        stops = vocabulary.stops
+        for token in generate(engine, self._state, encoded, tokens=tokens, stops=stops):
+            found[token.prompt].append(token.id)
+        return [vocabulary.continuation(*pair) for pair in zip(encoded, found, strict=True)]
+
+    def _engine(
+        self, longest: int, prompts: int, tokens: int, sampling: Sampling, allowed: int
+    ) -> Engine:
+        """Returns the compiled functions for some prompts; the same again for their like."""
+        engine = build_engine(
+            *self._placed,
+            longest=longest,
+            prompts=prompts,
+            tokens=tokens,
+            sampling=sampling,
+            allowed=allowed,
+        )
+        key = (engine.batch_shape, engine.capacity, sampling, allowed)
+        return self._engines.setdefault(key, engine)
+
+    def _checked(self, token_ids: ArrayLike) -> np.ndarray:
+        """Returns ids as [B, T].
+
+        Raises:
+          InputError: if they are no ids of the vocabulary.
+        """
+        rule = "Ids are one list of whole numbers, or several lists of one length."
+        try:
+            ids = np.asarray(token_ids)
+        except ValueError as error:  # lists of several lengths
+            raise InputError(
+                f"ids have several lengths. {rule} Fill the shorter lists up."
+            ) from error
+        if ids.ndim not in (1, 2) or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+            raise InputError(f"no token ids. Got {ids.dtype} of shape {ids.shape}. {rule}")
+        wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if wrong.size:
+            raise InputError(
+                f"unknown token. Got id {wrong.flat[0]}. Ids are at least 0 and below "
+                f"{self.vocab_size}, the model's vocabulary. Take the model's tokenizer."
+            )
+        return np.atleast_2d(ids).astype(np.int32)
+
+    def __repr__(self) -> str:
+        return f"<model of step {self.step} in {self.path}>"
+
+
+def load_model(
+    run: str | os.PathLike[str], *, step: int | None = None, overrides: Iterable[str] = ()
+) -> LoadedModel:
+    """Reads a model onto the devices of this process.
+
+        model = moejax.load_model("imported/olmoe")
+        logits = model.logits([[1, 733, 16289]])
+
+    Args:
+      run: a run directory, an imported folder, or one checkpoint.
+      step: its checkpoint of this step; None: the newest.
+      overrides: settings of the mesh and of computing, as `mesh.tensor=2` or
+        `model.dtype=float32`.
+
+    Raises:
+      InputError: if there is no whole checkpoint, or a setting does not fit it.
+    """
+    check_overrides(overrides := tuple(overrides))
+    chosen = choose(os.fspath(run), step, overrides, ALONE, FORWARD)
+    check_simulated_devices(chosen.cfg)
+    for note in chosen.notes:
+        warnings.warn(note.removeprefix("warning: "), stacklevel=2)
+    return LoadedModel(chosen, place(chosen))

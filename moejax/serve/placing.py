@@ -1,0 +1,62 @@
+"""The devices and the mesh on which a checkpoint's model generates."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from moejax.config.checks import resolve_mesh
+from moejax.config.load import parse_overrides
+from moejax.config.schema import Config, MeshConfig
+from moejax.errors import InputError
+from moejax.evaluate.checkpoint import Chosen, on_all_devices
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.runtime.processes import ALONE, Processes
+from moejax.runtime.start import platform_of, start
+
+
+class Placed(NamedTuple):
+    """Where a model is."""
+
+    cfg: Config  # with its mesh resolved
+    mesh: Mesh
+    platform: str
+
+
+def place(chosen: Chosen, processes: Processes = ALONE) -> Placed:
+    """Starts the devices. Returns the mesh of the run, or of all devices if it names no axis."""
+    devices = start(chosen.cfg.mesh)
+    platform = platform_of(devices)
+    cfg = without_stages(on_all_devices(chosen.cfg, len(devices)))
+    cfg = resolve_mesh(cfg, len(devices), platform, processes=processes.count)
+    return Placed(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
+
+
+def without_stages(cfg: Config) -> Config:
+    """Returns a config whose pipeline stages are shards: one token at a time fills no pipeline."""
+    mesh, stages = cfg.mesh, cfg.mesh.stage
+    if stages == 1:
+        return cfg
+    usual = {
+        name: getattr(MeshConfig(), name) for name in ("schedule", "stage_keeps", "stage_slices")
+    }
+    mesh = replace(mesh, stage=1, fsdp=mesh.fsdp * stages, **usual)
+    train = replace(cfg.train, micro_batches=cfg.train.micro_batches // stages)
+    return replace(cfg, mesh=mesh, train=train)
+
+
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Refuses settings of the forward pass that generation decides by itself."""
+    given = parse_overrides(overrides)
+    if "moe.capacity_factor" in given:
+        raise InputError(
+            "`moe.capacity_factor` has no effect. Experts take all tokens where texts are "
+            "generated, so that no text depends on others. Leave it out."
+        )
+    if "model.scan_layers" in given:
+        raise InputError(
+            "`model.scan_layers` has no effect. Texts are generated with each layer's weights "
+            "apart. Leave it out."
+        )

@@ -1,0 +1,110 @@
+"""`moejax.load_model`: an imported golden model's logits are those of transformers."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+
+import tokenizers
+
+import moejax
+from moejax.convert.importing import import_folder
+from moejax.errors import InputError
+from moejax.serve.command import main as generate
+from tests.hf.golden import cases_of, golden_folder
+
+LOGITS = 1e-5  # of the largest logit, as in tests/hf/test_parity.py
+EXPERTS = ("mesh.expert=2", "mesh.tensor=2", "mesh.replica=2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def annotations(unchecked_annotations):
+    """Leaves annotations unchecked: whole models are traced, whose layers have tests."""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """An imported Mixtral with a tokenizer of words, and its golden case."""
+    place = tmp_path_factory.mktemp("model")
+    case = cases_of("mixtral")["even, llama3 positions"]
+    folder = golden_folder(place / "mixtral", case)
+    words = {"</s>": 0} | {f"w{number}": number for number in range(1, 96)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.save(str(folder / "tokenizer.json"))
+    import_folder(folder, place / "imported")
+    return place / "imported", case
+
+
+@pytest.fixture(scope="module")
+def model(imported):
+    return moejax.load_model(imported[0], overrides=EXPERTS)
+
+
+def test_logits_are_those_of_transformers(model, imported):
+    case = imported[1]
+    logit_BTV = model.logits(case["tokens"])
+    assert logit_BTV.dtype == np.float32
+    assert logit_BTV.shape == (*np.shape(case["tokens"]), model.vocab_size)
+    found = logit_BTV[:, case["positions"]].astype(np.float64)
+    top = found.max(axis=-1, keepdims=True)
+    logsumexp = top[..., 0] + np.log(np.exp(found - top).sum(axis=-1))
+    bound = LOGITS * case["largest"]
+    np.testing.assert_allclose(found[..., case["ids"]], case["logits"], rtol=0, atol=bound)
+    np.testing.assert_allclose(logsumexp, case["logsumexp"], rtol=0, atol=bound)
+
+
+def test_one_sequence_has_the_logits_that_it_has_among_others(model, imported):
+    tokens = imported[1]["tokens"]
+    several, alone = model.logits(tokens), model.logits(tokens[1][:7])
+    assert alone.shape == (7, model.vocab_size)
+    bound = LOGITS * imported[1]["largest"]
+    np.testing.assert_allclose(alone, several[1, :7], rtol=0, atol=bound)
+    # More sequences than go at a time.
+    rows = np.array(tokens[:1] * 20)[:, :5]
+    many = model.logits(rows)
+    assert many.shape == (20, 5, model.vocab_size)
+    np.testing.assert_allclose(many, several[:1, :5].repeat(20, 0), rtol=0, atol=bound)
+
+
+def test_texts_are_those_of_the_command(model, imported, capsys):
+    words = ["--run", str(imported[0]), "--prompt", "w3 w40", "--tokens", "6", "--json"]
+    assert generate([*words, *(f"--config.{setting}" for setting in EXPERTS)]) == 0
+    (text,) = json.loads(capsys.readouterr().out)["texts"]
+    assert model.generate("w3 w40", tokens=6) == [text["text"]]
+    # The likeliest tokens, one after the other, by the logits.
+    ids = [3, 40]
+    for wanted in text["tokens"]:
+        ids.append(int(model.logits(ids)[-1].argmax()))
+        assert ids[-1] == wanted
+    assert len(ids) > 3
+    assert model.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([[1, 2], [3]], "ids have several lengths"),
+        ([], r"no token ids\. Got float64 of shape \(0,\)"),
+        ([[[1]]], r"no token ids\. Got int64 of shape \(1, 1, 1\)"),
+        ([0.5], r"no token ids\. Got float64 of shape \(1,\)"),
+        ([3, -1], r"unknown token\. Got id -1"),
+        ([3, 10**6], r"unknown token\. Got id 1000000\. Ids are at least 0 and below"),
+    ],
+)
+def test_what_is_no_sequence_of_ids_is_refused(model, ids, said):
+    with pytest.raises(InputError, match=said):
+        model.logits(ids)
+
+
+def test_options_are_checked(model, imported):
+    with pytest.raises(InputError, match="`tokens` is out of range"):
+        model.generate("a", tokens=0)
+    with pytest.raises(InputError, match="out of range"):
+        model.generate("a", top_p=2.0)
+    with pytest.raises(InputError, match=r"no finished checkpoint"):
+        moejax.load_model(imported[0].parent / "nowhere")
+    with pytest.raises(InputError, match=r"`moe\.capacity_factor` has no effect"):
+        moejax.load_model(imported[0], overrides=["moe.capacity_factor=2"])
