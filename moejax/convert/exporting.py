@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,14 +23,19 @@ from moejax.convert.output import (
     plural,
     written_beside,
 )
-from moejax.data.sources import describe_tokens
-from moejax.data.tokenizer import ByteTokenizer
+from moejax.convert.texts import (
+    special_ids,
+    texts_of,
+    without_code,
+    write_generation,
+    write_texts,
+)
 from moejax.errors import InputError, write_whole
 from moejax.hf.families import FAMILIES, family_named, family_of
 from moejax.hf.families.family import Family
-from moejax.hf.files import CONFIG
+from moejax.hf.files import CONFIG, is_folder_of_weights
 from moejax.hf.model import describe_anywhere
-from moejax.hf.origin import GENERATION, copy_small_files, origin_of, read_config
+from moejax.hf.origin import origin_of, read_config
 from moejax.hf.writer import (
     check_biases,
     files_of,
@@ -45,8 +49,6 @@ from moejax.runtime.start import join
 from moejax.train.saved import Saved, locate
 from moejax.train.source import FolderSource, Source, frozen_source
 from moejax.train.stored import StoredWeights
-
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
@@ -150,17 +152,36 @@ def _export_model(
 
 def _export_adapters(export: _Export, out: Path, processes: Processes) -> str:
     """Writes adapters alone, by the first process. Returns what to say about it."""
-    frozen = export.frozen
-    # Only folders of weights can be loaded by peft.
-    base = str(frozen.path.absolute()) if isinstance(frozen, FolderSource) else None
+    base = _base_for_peft(export.frozen)
     with written_beside(out, processes) as beside:
         written, left_out = processes.from_first(
             lambda: write_adapters(export.saved, export.cfg, export.family, base, beside)
         )
+        texts = texts_of(export.saved, export.cfg.data, export.origin)
+        if processes.first and texts.chat is not None:
+            write_texts(beside, texts)
     told = f"adapters of {plural(written, 'tensor')}"
     if left_out:
         told += f"; left out those of multi-token prediction ({plural(left_out, 'tensor')})"
+    if base is None:
+        where = "the base" if export.frozen is None else export.frozen.path
+        told += (
+            f". It names no base: peft reads folders only, and {where} came from none that "
+            f"is here. Export that (moejax hf export), and write the folder into "
+            f"adapter_config.json as base_model_name_or_path"
+        )
     return told
+
+
+def _base_for_peft(frozen: Source | None) -> str | None:
+    """Returns the folder of the weights that adapters were trained on; None if there is none.
+
+    Only folders can be loaded by peft: of a checkpoint it is the one that it was imported from.
+    """
+    if isinstance(frozen, FolderSource):
+        return str(frozen.path.absolute())
+    folder = None if frozen is None else frozen.manifest.get("imported_from")
+    return folder if folder is not None and is_folder_of_weights(Path(folder)) else None
 
 
 def _checkpoint_of(run: Path, step: int | None) -> Path:
@@ -205,22 +226,10 @@ def _config_of(
 
 
 def _write_small_files(beside: Path, export: _Export, dtype: str) -> None:
-    """Writes the configs, and copies tokenizer and texts."""
-    config, origin, data = export.config, export.origin, export.cfg.data
-    described = describe_tokens(data, export.saved.path.parents[:2])
-    if origin is None:
-        # Libraries have tokens of a family by default, which are others in this vocabulary.
-        eos_id = ByteTokenizer.eos_id if data.source == "stdlib" else None
-        eos_id = eos_id if described is None else described.sidecar.eos_id
-        own = {"bos_token_id": None, "eos_token_id": eos_id}
-        config = {"pad_token_id": None, **own, **config}
-    text = json.dumps({**config, "torch_dtype": dtype}, indent=2, sort_keys=True) + "\n"
-    write_whole(beside / CONFIG, text)
-    if origin is not None:
-        copy_small_files(origin, beside, config=False)
-    elif described and (tokenizer := described.tokenizer_file) is not None:
-        shutil.copyfile(tokenizer, beside / "tokenizer.json")
-    if not (beside / GENERATION).is_file():
-        known = {name: config[name] for name in SPECIAL if config.get(name) is not None}
-        generation = {"_from_model_config": True, **known}
-        write_whole(beside / GENERATION, json.dumps(generation, indent=2) + "\n")
+    """Writes the configs, tokenizer and texts."""
+    texts = texts_of(export.saved, export.cfg.data, export.origin)
+    changed = special_ids(texts, export.config)
+    config = {**without_code(export.config), **changed, "torch_dtype": dtype}
+    write_whole(beside / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_texts(beside, texts)
+    write_generation(beside, config, bool(changed))

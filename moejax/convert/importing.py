@@ -138,6 +138,7 @@ def _write_checkpoint(
         write_pieces(counters, stores / "counters", processes)
         facts: dict[str, Any] = {
             "config": to_dict(cfg),
+            "imported_from": str(folder.path.absolute()),
             "mesh": {},
             "reduction": None,
             "data_position": 0,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moejax.config.schema import DataConfig
 from moejax.data import corpus
 from moejax.data.sidecar import Sidecar, read_sidecar, sidecar_of
-from moejax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, tokenizer_beside
+from moejax.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, digest, tokenizer_beside
 from moejax.data.tokens import (
     FilePart,
     TokenSource,
@@ -101,6 +101,22 @@ def describe_tokens(data: DataConfig, folders: Iterable[Path] = ()) -> Described
     except InputError:
         return None
     return next((one for one in found if one.sidecar.chat is not None), found[0] if found else None)
+
+
+def is_tokenizer_of(
+    tokenizer: Path, step: int, data: DataConfig, described: Described | None
+) -> bool:
+    """Whether the tokenizer that came with weights is that of a checkpoint's texts by now.
+
+    Args:
+      step: of the checkpoint; at step 0 nothing was trained here yet.
+      described: how the text of its run became tokens, if that is known.
+    """
+    if step == 0:
+        return True
+    if described is None:
+        return data.source != "stdlib"
+    return described.sidecar.tokenizer_sha256 == digest(tokenizer)
 
 
 def keep_tokenizer(data: DataConfig, run_dir: Path) -> None:

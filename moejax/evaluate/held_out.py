@@ -9,7 +9,7 @@ from pathlib import Path
 from moejax.data import corpus
 from moejax.data.documents import read_documents
 from moejax.data.sidecar import sidecar_of
-from moejax.data.sources import Described, describe_tokens
+from moejax.data.sources import Described, describe_tokens, is_tokenizer_of
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import JoinedSource, TokenSource, find_files, from_documents, open_files
 from moejax.data.writers import BinWriter
@@ -188,14 +188,11 @@ def describe_training(chosen: Chosen) -> Described | None:
 
 def tokenizer_that_came(chosen: Chosen) -> Path | None:
     """Returns the tokenizer.json that came with the weights, if the model has no other by now."""
-    beside = tokenizer_beside_weights(chosen)
-    if beside is None or chosen.saved.step == 0:  # at step 0 nothing was trained here yet
-        return beside
-    if chosen.cfg.data.source == "stdlib":
+    beside, step = tokenizer_beside_weights(chosen), chosen.saved.step
+    if beside is None:
         return None
     described = describe_training(chosen)
-    is_same = described is None or described.sidecar.tokenizer_sha256 == digest(beside)
-    return beside if is_same else None
+    return beside if is_tokenizer_of(beside, step, chosen.cfg.data, described) else None
 
 
 def _known_tokenizer(chosen: Chosen) -> tuple[str | None] | None:

@@ -104,7 +104,8 @@ def _open_chat(chosen: Chosen, tokenizer: str | None, template: str | None) -> C
         path = Path(tokenizer)
     elif path is None and described is not None:
         path = described.tokenizer_file
-    form = None if described is None or chosen.saved.step == 0 else described.sidecar.chat
+    is_as_it_came = beside is not None and chosen.saved.step == 0
+    form = None if described is None or is_as_it_came else described.sidecar.chat
     if described is not None and form is not None and tokenizer is None and template is None:
         return written_as(form, path, str(sidecar_of(described.path)))
     file = None if template is None else Path(template)

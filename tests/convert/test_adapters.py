@@ -152,9 +152,17 @@ def test_adapters_on_an_import_and_of_multi_token_prediction(command, tmp_path):
     assert code == 0, lines
     assert any("left out those of multi-token prediction (" in line for line in lines)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] is None, "peft cannot read a checkpoint"
+    # The base is a checkpoint, which peft cannot read: it is named by the folder that it is of.
+    assert config["base_model_name_or_path"] == str(folder)
+    assert not any("names no base" in line for line in lines)
     named = [*config["target_modules"], *config["target_parameters"]]
     assert {name.split(".")[2] for name in named} == {"0", "1"}
+    shutil.rmtree(folder)
+    code, lines = command("export", "run", "--out", "alone", "--adapter")
+    assert code == 0, lines
+    assert any("It names no base" in line and "moejax hf export" in line for line in lines)
+    config = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None
 
 
 def test_what_has_no_effect_on_an_export_is_refused(command, tmp_path, model):

@@ -186,7 +186,8 @@ def test_a_config_without_an_origin_finds_its_family(command, model, tmp_path):
     assert "as mixtral" in lines[-1]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["sliding_window"]) == ("mixtral", 9)
-    assert (config["bos_token_id"], config["eos_token_id"]) == (None, 256)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
+    assert (tmp_path / "out" / "tokenizer.json").is_file(), "of bytes"
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 256
     tokens.unlink()

@@ -1,9 +1,16 @@
 """Exported models in transformers: no key too many or too few, same logits, texts and gradients."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from moejax.config.schema import MeshConfig
+from moejax.config.schema import DataConfig, MeshConfig
+from moejax.data import prepare
+from moejax.data.tokenizer import FileTokenizer
+from moejax.serve.command import main as generate
+from tests.data.chats import CHATML, ONE, write_model
 from tests.hf.golden import cases_of
 from tests.parity import ours
 
@@ -68,3 +75,38 @@ def compare_gradients(got, wanted):
     for name, values in found.items():
         bound = GRADIENTS * np.linalg.norm(gradients[name]) + rounding
         assert np.linalg.norm(values - gradients[name]) <= bound, name
+
+
+def data_of(tmp_path, kind):
+    """Settings of a run's data, and the size of its vocabulary."""
+    if kind == "bytes":
+        return DataConfig(sequence_length=SHAPE[1]), 257
+    model = write_model(tmp_path / "model", template=CHATML)
+    if kind == "eos":
+        model.with_name("tokenizer_config.json").unlink()
+    row = {"messages": ONE} if kind == "chat" else {"text": "all of it"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    words = [tmp_path / "rows.jsonl", "--tokenizer", model, "--out", tmp_path / "t"]
+    words += ["--eval-fraction", 0, *(["--chat"] if kind == "chat" else [])]
+    assert prepare.main(list(map(str, words))) == 0
+    files = (str(tmp_path / "t.train.bin"),)
+    data = DataConfig("tokens", files, sequence_length=SHAPE[1])
+    return data, FileTokenizer(model).vocab_size
+
+
+@pytest.mark.parametrize("kind", ["bytes", "eos", "bos", "chat"])
+def test_an_export_writes_the_text_that_generate_writes(tmp_path, theirs, capsys, kind):
+    data, size = data_of(tmp_path, kind)
+    case = cases_of("mixtral")["even, llama3 positions"]
+    case = case | {"config": case["config"] | {"vocab_size": size}}
+    cfg = replace(ours.config_for(case, MeshConfig(), SHAPE), data=data)
+    ours.export(ours.random_model("mixtral", cfg), tmp_path / "run", tmp_path / "out")
+    prompt, chat = "What is a mesh?", kind == "chat"
+    words = ["--run", str(tmp_path / "run"), "--prompt", prompt, "--tokens", "24", "--json"]
+    words += ["--config.mesh.replica=8", "--config.train.batch_sequences=8"]
+    capsys.readouterr()
+    assert generate([*words, *(["--chat"] if chat else [])]) == 0
+    (text,) = json.loads(capsys.readouterr().out)["texts"]
+    ids, continuation = theirs.written(tmp_path / "out", prompt, 24, chat=chat)
+    assert len(text["tokens"]) > 1
+    assert (text["prompt_tokens"], text["text"]) == (len(ids), continuation)

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpModel
 
 from tests.golden.make_models import gradient_tensors
@@ -57,6 +57,20 @@ def continued(model: torch.nn.Module, prompt: list[int], count: int) -> list[int
         pad_token_id=0,
     )
     return found[0, len(prompt) :].tolist()
+
+
+def written(folder: Path, prompt: str, count: int, *, chat: bool) -> tuple[list[int], str]:
+    """A prompt's ids and its greedy continuation, all by the settings in the folder."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    else:
+        ids = tokenizer(prompt, return_tensors="pt")
+    found = model.generate(**ids, do_sample=False, max_new_tokens=count)[0].tolist()
+    before = ids["input_ids"][0].tolist()
+    return before, tokenizer.decode(found[len(before) :], skip_special_tokens=True)
 
 
 def loss_and_gradients(

@@ -1,0 +1,235 @@
+"""The small files of an export: tokenizer, chat template, ids of the tokens around texts.
+
+Either the weights came with a tokenizer, which is copied as it is; or the tokenizer is that of the
+run's token files, and here it is made to begin texts as the run's documents begin. A chat template
+that wrote the run's conversations goes with both, and the token that ends its answers.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moejax.config.schema import DataConfig
+from moejax.data.chat_template import TEMPLATE
+from moejax.data.control_tokens import BYTES_EOS
+from moejax.data.named_tokens import CONFIG, SPECIAL, read_settings
+from moejax.data.sidecar import ChatForm
+from moejax.data.sources import describe_tokens, is_tokenizer_of
+from moejax.data.tokenizer import BYTES, ByteTokenizer, Ends
+from moejax.errors import InputError, write_whole
+from moejax.hf.origin import GENERATION, copy_small_files
+from moejax.train.saved import Saved
+
+TOKENIZER, PROCESSOR_TEMPLATE = "tokenizer.json", "chat_template.json"
+EOS, BOS = "eos_token_id", "bos_token_id"
+SPECIAL_IDS = (BOS, EOS, "pad_token_id")
+OF_CODE = ("auto_map", "custom_pipelines")  # name Python files, and code is never copied
+
+
+class Texts(NamedTuple):
+    """What an export knows of a run's texts.
+
+    Attributes:
+      origin: where the small files are that came with the first weights.
+      came: whether the tokenizer among them is the one of the run's texts.
+      ends: the tokens around documents; None if nothing says them any more.
+      tokenizer: the tokenizer.json of the run's token files; None for bytes, or if it is lost.
+      is_bytes: whether ids are bytes.
+      chat: the form of the run's conversations.
+    """
+
+    origin: Path | None
+    came: bool
+    ends: Ends | None
+    tokenizer: Path | None = None
+    is_bytes: bool = False
+    chat: ChatForm | None = None
+
+
+def texts_of(saved: Saved, data: DataConfig, origin: Path | None) -> Texts:
+    """Returns what is known of the texts of a checkpoint's run."""
+    file = None if origin is None else origin / TOKENIZER
+    file = file if file is not None and file.is_file() else None
+    described = describe_tokens(data, saved.path.parents[:2])
+    came = file is not None and is_tokenizer_of(file, saved.step, data, described)
+    if came and saved.step == 0:
+        return Texts(origin, came, None)
+    if described is not None:
+        own, is_bytes = described.sidecar, described.sidecar.tokenizer == BYTES
+        return Texts(origin, came, own.ends, described.tokenizer_file, is_bytes, own.chat)
+    if data.source == "stdlib":
+        return Texts(origin, came, Ends(ByteTokenizer.eos_id, None), is_bytes=True)
+    return Texts(origin, came, None)
+
+
+def special_ids(texts: Texts, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a `config.json` says of the tokens that begin and end texts.
+
+    Args:
+      config: the other keys of the file.
+    """
+    ends = texts.ends
+    answers = [] if texts.chat is None else texts.chat.end_ids
+    if texts.came or (texts.origin is not None and ends is None):
+        given = [*ids_in(config.get(EOS)), *ids_in(_generation(texts.origin).get(EOS))]
+        found = [*answers, *given, *(() if ends is None else (ends.eos_id,))]
+        return {EOS: _one_or_all(found)} if set(found) != set(given) else {}
+    # Libraries have tokens of a family by default, which are others in this vocabulary.
+    if ends is None:
+        return dict.fromkeys(SPECIAL_IDS)
+    begin = ends.eos_id if ends.bos_id is None else ends.bos_id
+    return {"pad_token_id": None, BOS: begin, EOS: _one_or_all([*answers, ends.eos_id])}
+
+
+def write_texts(folder: Path, texts: Texts) -> None:
+    """Writes the tokenizer and the chat template into an existing folder."""
+    if texts.origin is not None and (texts.came or texts.ends is None):
+        copy_small_files(texts.origin, folder, config=False)
+        _leave_code_out(folder)
+    elif texts.tokenizer is not None or texts.is_bytes:
+        _write_own_tokenizer(folder, texts)
+    if texts.chat is not None:
+        _write_template(folder, texts.chat)
+
+
+def write_generation(folder: Path, config: Mapping[str, Any], changed: bool) -> None:
+    """Writes `generation_config.json`, or the ids that changed into the one that was copied.
+
+    Args:
+      config: the export's `config.json`.
+      changed: whether its ids are others than those that came with the weights.
+    """
+    known = {name: config[name] for name in SPECIAL_IDS if config.get(name) is not None}
+    path = folder / GENERATION
+    if not path.is_file():
+        _write_json(path, {"_from_model_config": True, **known})
+    elif changed:
+        _write_json(path, {**read_settings(path), **known})
+
+
+def ids_in(value: Any) -> list[int]:
+    """Returns the ids of a configuration's entry: one, several, or none."""
+    values = value if isinstance(value, list) else [value]
+    return [value for value in values if type(value) is int]
+
+
+def without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration without keys that name files of code."""
+    return {name: value for name, value in config.items() if name not in OF_CODE}
+
+
+def _generation(origin: Path | None) -> dict[str, Any]:
+    return {} if origin is None else read_settings(origin / GENERATION)
+
+
+def _one_or_all(ids: Iterable[int]) -> int | list[int]:
+    """Returns the only id, or all of them once, in their order."""
+    unique = list(dict.fromkeys(ids))
+    return unique[0] if len(unique) == 1 else unique
+
+
+def _leave_code_out(folder: Path) -> None:
+    """Takes the names of a tokenizer's code out of its settings."""
+    settings = read_settings(folder / CONFIG)
+    if "auto_map" in settings:
+        kept = without_code(settings)
+        if (folder / TOKENIZER).is_file():
+            kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+        _write_json(folder / CONFIG, kept)
+
+
+def _write_own_tokenizer(folder: Path, texts: Texts) -> None:
+    """Writes the tokenizer of the run's token files, which begins texts as documents begin."""
+    assert texts.ends is not None, "token files say the tokens around documents"
+    content = bytes_tokenizer() if texts.tokenizer is None else _read_tokenizer(texts.tokenizer)
+    eos = _text_of(content, texts.ends.eos_id)
+    begin_id = texts.ends.eos_id if texts.ends.bos_id is None else texts.ends.bos_id
+    begin = _text_of(content, begin_id)
+    content["post_processor"] = _beginning_with(begin, begin_id)
+    _write_json(folder / TOKENIZER, content)
+    settings = {"bos_token": begin, "eos_token": eos, "clean_up_tokenization_spaces": False}
+    if texts.chat is not None:
+        # Its template writes these by name.
+        for name in ("bos_token", "eos_token"):
+            if name in texts.chat.template and name not in texts.chat.tokens:
+                del settings[name]
+        settings |= texts.chat.tokens
+    _write_json(folder / CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
+
+
+def _write_template(folder: Path, chat: ChatForm) -> None:
+    """Writes a chat template, and names the token that ends its answers."""
+    write_whole(folder / TEMPLATE, chat.template)
+    (folder / PROCESSOR_TEMPLATE).unlink(missing_ok=True)
+    content = _read_tokenizer(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
+    for name in (CONFIG, SPECIAL):
+        if not (settings := read_settings(folder / name)):
+            continue
+        settings.pop("chat_template", None)
+        # A template that writes eos_token means the one that it was prepared with.
+        if content and chat.end_ids and "eos_token" not in chat.template:
+            settings["eos_token"] = _text_of(content, chat.end_ids[0])
+        _write_json(folder / name, settings)
+
+
+def _read_tokenizer(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"tokenizer is damaged. {path}: {' '.join(str(error).split())[:160]}. It must be a "
+            f"tokenizer.json. Copy it again."
+        ) from error
+
+
+def _text_of(content: Mapping[str, Any], token_id: int) -> str:
+    """Returns the text of a token of a tokenizer.json."""
+    for token in content.get("added_tokens") or ():
+        if token["id"] == token_id:
+            return token["content"]
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of texts and scores
+        return vocabulary[token_id][0]
+    return next(text for text, id in vocabulary.items() if id == token_id)
+
+
+def _beginning_with(token: str, token_id: int) -> dict[str, Any]:
+    """Returns the part of a tokenizer.json that puts a token in front of texts."""
+
+    def begun(name: str, place: int) -> list[dict[str, Any]]:
+        special = {"SpecialToken": {"id": token, "type_id": place}}
+        return [special, {"Sequence": {"id": name, "type_id": place}}]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": begun("A", 0),
+        "pair": [*begun("A", 0), *begun("B", 1)],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
+    }
+
+
+def bytes_tokenizer() -> dict[str, Any]:
+    """Returns a tokenizer.json whose ids are those of `ByteTokenizer`."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printed]
+    # The letters that stand for bytes, as GPT-2 has them.
+    letters = {chr(byte): byte for byte in printed}
+    letters |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    eos = {"id": ByteTokenizer.eos_id, "content": BYTES_EOS, "special": True, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [eos | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
+        "normalizer": None,
+        "pre_tokenizer": {**level, "use_regex": False},
+        "post_processor": None,
+        "decoder": {**level, "use_regex": False},
+        "model": {"type": "BPE", "vocab": letters, "merges": []},
+    }
+
+
+def _write_json(path: Path, content: Any) -> None:
+    write_whole(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
