@@ -99,7 +99,7 @@ def print_compiled(step: CompiledStep, title: str, target: Target, console: Cons
     console.print(table)
     for schedule in step.schedules:
         line = f"{schedule.calls} x {schedule.letters}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def print_comparison(steps: dict[str, CompiledStep], console: Console) -> None:

@@ -110,7 +110,7 @@ def export_run(
         else:
             told = _export_model(export, dtype, out, processes, console)
         told = f"exported step {saved.step} of {run} as {chosen.name} to {out}: {told}"
-        console.print(told, highlight=False, markup=False, soft_wrap=True)
+        console.print(told, highlight=False, soft_wrap=True)
         processes.gather("done")
 
 

@@ -208,4 +208,4 @@ def _say_done(folder: Folder, plan: LoadPlan, cfg: Config, out: Path, console: C
         )
     lines.append(f"train:         moejax train --config {out / 'config.json'}")
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)

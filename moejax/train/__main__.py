@@ -115,7 +115,7 @@ def _show_notes(notes: list[str], console: Console) -> None:
     from moejax.runtime.processes import find_rank
 
     for note in notes if find_rank().index == 0 else ():
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        console.print(note, highlight=False, soft_wrap=True)
 
 
 def dry_run(cfg: Config, console: Console) -> int:
@@ -191,8 +191,8 @@ def print_settings(console: Console) -> None:
     """Lists every setting with its type, default, range and meaning."""
     for name, kind, default, help_text, allowed in describe_fields():
         shown = f"{name}  ({kind}, default {default}{', ' + allowed if allowed else ''})"
-        console.print(shown, highlight=False, markup=False, style="bold", soft_wrap=True)
-        console.print(f"    {located(help_text)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(shown, highlight=False, style="bold", soft_wrap=True)
+        console.print(f"    {located(help_text)}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -157,6 +157,6 @@ def _show_sample(run: Run, state: TrainState) -> None:
             processes=run.processes,
         )
     run.console.rule("sample", align="left")
-    run.console.print(tokenizer.decode(tokens), markup=False, highlight=False)
+    run.console.print(tokenizer.decode(tokens), highlight=False)
     if len(tokens) < len(prompt) + length:
         run.console.print("warning: the sample ends early: logits are not finite")

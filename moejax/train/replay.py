@@ -104,7 +104,7 @@ def _replay(
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _holder(run_dir: Path) -> str | None:

@@ -66,7 +66,7 @@ def print_translation(
     """Shows the command, what each setting stands for, what is lost, and what is assumed."""
 
     def say(text: str = "") -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
 
     say(f"\nthe best plan as settings of {translation.trainer} ({translation.package}):\n")
     say(translation.command())

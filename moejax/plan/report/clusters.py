@@ -22,7 +22,7 @@ def print_clusters(console: Console) -> None:
         "Where the rates come from: --clusters NAME, and docs/rates.md.",
     ]
     for line in lines:
-        console.print(located(line), highlight=False, markup=False, soft_wrap=True)
+        console.print(located(line), highlight=False, soft_wrap=True)
 
 
 def _line(name: str, size: str, device: str, links: str) -> str:
@@ -42,7 +42,7 @@ def print_cluster(name: str, console: Console) -> None:
         f"memory that a program may use: {known.device.memory_bytes / 2**30:.1f} GiB",
         f"source: {known.source}",
     ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def links_text(topology: Topology) -> str:
