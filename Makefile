@@ -19,7 +19,7 @@ VENV_STORES := .venv-stores
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity cluster faults stores docs notebooks package lint format clean
+.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity cluster faults stores compose docs notebooks package lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ aot-tpu: $(VENV_TPU)/.installed ## the same for TPU v5p and v6e; takes long, so 
 
 parity: $(VENV_PARITY)/.installed ## compare exported models with transformers, two families (ARGS="-m parity": all)
 	$(VENV_PARITY)/bin/python -m pytest $(LONG) $(SPREAD) -m "parity and not exhaustive" tests/parity $(ARGS)
+
+compose: $(VENV)/.installed ## train random combinations of features beside the oracle, all pairs (takes hours; ARGS="--number 5")
+	$(VENV)/bin/python -m tests.compose $(ARGS)
 
 docs: $(VENV_DOCS)/.installed ## build the pages of docs/ as a site in build/site; a broken link fails
 	@# Not quiet: mkdocs counts the warnings that it shows, and fails if there is one.

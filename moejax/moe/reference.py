@@ -24,6 +24,7 @@ def moe_reference(
     biases: tuple[jax.Array, jax.Array] | None = None,
     router_bias_E: Float[Array, " E"] | None = None,
     limit: float | None = None,
+    router_x_ND: Float[Array, "N D"] | None = None,
 ) -> tuple[Float[Array, "N D"], Float[Array, "N E"]]:
     """Returns the layer's output and the dense routing weights (zero where not chosen).
 
@@ -32,8 +33,9 @@ def moe_reference(
       biases: b_in_EUF and b_out_ED of the experts' products.
       router_bias_E: added to the logits.
       limit: of clamped SwiGLU; None for SwiGLU.
+      router_x_ND: the router's input, where it has jitter; None for `x_ND`.
     """
-    logit_NE = x_ND.astype(jnp.float32) @ w_router_DE
+    logit_NE = (x_ND if router_x_ND is None else router_x_ND).astype(jnp.float32) @ w_router_DE
     if router_bias_E is not None:
         logit_NE = logit_NE + router_bias_E
     if cfg.score == "softmax":

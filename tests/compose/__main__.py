@@ -1,0 +1,72 @@
+"""Trains random combinations of features beside the oracle, and writes what came of them.
+
+    make compose                       until every pair of features was in one: hours on two cores
+    make compose ARGS="--number 5"     five more
+
+Results are kept in a JSON file; a run goes on where the file ends, with the seed that it has.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+DEVICES = 32
+FLAGS = (
+    f"--xla_force_host_platform_device_count={DEVICES}",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+
+
+def main() -> int:
+    """Runs the combinations that are asked for; 1 if one came out wrong."""
+    parser = argparse.ArgumentParser(prog="make compose", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the combinations; default 0")
+    parser.add_argument(
+        "--number", type=int, help="combinations to run now; default: all that miss"
+    )
+    out = Path("benchmarks/results/compose.json")
+    parser.add_argument("--out", type=Path, default=out, help=f"results; default {out}")
+    args = parser.parse_args()
+    # JAX reads both when it is imported.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
+    return compose(args.seed, args.number, args.out)
+
+
+def compose(seed: int, number: int | None, out: Path) -> int:
+    """Goes on with the results in `out`, writes them, and the page beside them."""
+    import jax
+
+    from tests.compose import page
+    from tests.compose.cover import plan
+    from tests.compose.features import name
+    from tests.compose.run import run
+
+    known = json.loads(out.read_text()) if out.exists() else {"seed": seed, "results": []}
+    if known["seed"] != seed:
+        print(f"{out} has seed {known['seed']}: name it, or another --out", file=sys.stderr)
+        return 2
+    done = {tuple(map(tuple, one["combination"])): one for one in known["results"]}
+    wanted, refused = plan(seed)
+    known["refused"] = [[*sorted(pair), message] for pair, message in refused.items()]
+    left = [one for one in wanted if one not in done]
+    for combination in left[: len(left) if number is None else number]:
+        outcome = dataclasses.asdict(run(combination))
+        jax.clear_caches()
+        done[combination] = {"combination": combination, "outcome": outcome}
+        said = page.verdict(combination, outcome)
+        print(f"{said} in {outcome['seconds']:.0f} s: {name(combination)}", flush=True)
+        known["results"] = [done[one] for one in wanted if one in done]
+        out.write_text(json.dumps(known, indent=1) + "\n")
+    results = known["results"]
+    out.with_suffix(".md").write_text(page.build(results, refused, seed))
+    verdicts = [page.verdict(tuple(map(tuple, r["combination"])), r["outcome"]) for r in results]
+    return int(any(verdict not in ("right", "refused") for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Runs one combination: two steps beside the one-device oracle, and traces for other hardware.
+
+The oracle (`tests.oracle`) takes the loss of each micro-batch, with the rows that the mesh puts
+into it. Its gradients follow from JAX's differentiation of it, and its update from the optimizer on
+one device. A step's own gradients are read from the first moment, which after one step holds them
+clipped and scaled.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm.weights.adapters import Adapter
+from moejax.config.schema import Config, MeshConfig
+from moejax.errors import InputError
+from moejax.moe.router import update_bias
+from moejax.plan.price.candidate import trace_config
+from moejax.step.state import Batch
+from moejax.step.train_step import TrainStep
+from tests.cases import place, random_batch, spread, step_for
+from tests.compose.features import Combination, check_combination, enlarged
+from tests.oracle import Noise, oracle_loss
+
+PLATFORMS = ("gpu", "tpu")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a combination came to.
+
+    Attributes:
+      loss: difference of the first loss from the oracle's, over it.
+      gradient: norm of the difference of all gradients over that of the oracle's.
+      leaf: the largest difference of an array of gradients, over its largest value, and its name.
+      second: difference of the loss after an update, over it.
+      traced: platform -> "traced", or the line that refuses it.
+      error: what went wrong; empty if nothing did.
+    """
+
+    loss: float = math.nan
+    gradient: float = math.nan
+    leaf: tuple[float, str] = (math.nan, "")
+    second: float = math.nan
+    traced: dict[str, str] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    refused: str = ""
+    error: str = ""
+
+
+def run(combination: Combination) -> Outcome:
+    """Returns what a combination came to; never raises."""
+    began = time.perf_counter()
+    try:
+        outcome = _compared(check_combination(combination))
+        outcome = dataclasses.replace(outcome, traced=trace(combination))
+    except InputError as error:
+        outcome = Outcome(refused=str(error))
+    except Exception as error:  # a page says which combination broke, and how
+        outcome = Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    return dataclasses.replace(outcome, seconds=time.perf_counter() - began)
+
+
+def trace(combination: Combination) -> dict[str, str]:
+    """Traces the step in sizes for kernels, for hardware that is not here."""
+    found, cfg = {}, enlarged(check_combination(combination))
+    for platform in PLATFORMS:
+        try:
+            trace_config(cfg, platform)
+            found[platform] = "traced"
+        except InputError as error:
+            found[platform] = str(error)
+    return found
+
+
+def _compared(cfg: Config) -> Outcome:
+    train_step, oracle = step_for(cfg), Oracle(cfg)
+    state, batch = oracle.state, random_batch(cfg)
+    wanted = oracle.step(state, batch)
+    after = oracle.step(wanted.state, batch)
+    got, first = train_step.step(spread(state, train_step), place(train_step, batch))
+    gradients = first_gradients(got.optimizer, train_step)
+    _, second = train_step.step(got, place(train_step, batch))
+    leaf = max(_differences(gradients, wanted.gradients))
+    return Outcome(
+        loss=_relative(first.loss, wanted.loss),
+        gradient=_norm(jax.tree.map(np.subtract, gradients, wanted.gradients))
+        / _norm(wanted.gradients),
+        leaf=leaf,
+        second=_relative(second.loss, after.loss),
+    )
+
+
+@dataclass(frozen=True)
+class OracleStep:
+    """A step of the oracle: mean nats, clipped gradients, and the state after it."""
+
+    loss: float
+    gradients: Any
+    state: Any
+
+
+class Oracle:
+    """The train step on one device, from plain jax.numpy."""
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+        train = dataclasses.replace(cfg.train, micro_batches=1)
+        plain = {"route": "split", "route_chunks": 1, "route_chunks_backward": None}
+        moe = dataclasses.replace(cfg.moe, capacity_factor=None)
+        one = dataclasses.replace(
+            cfg,
+            **plain,
+            mesh=MeshConfig(),
+            moe=moe,
+            train=train,
+            route_trim=False,
+            compression=type(cfg.compression)(),
+            model=dataclasses.replace(cfg.model, dtype="float32"),
+        )
+        self.one: TrainStep = step_for(one)
+        self.state = jax.tree.map(np.asarray, self.one.init())
+
+    def step(self, state: Any, batch: Batch) -> OracleStep:
+        """Returns loss, gradients and the next state: a micro-batch after the other."""
+        cfg, targets, found = self.cfg, _targets(batch), None
+        for rows in micro_batch_rows(cfg):
+            part = Batch(*(x[rows] for x in batch))
+            shares = tuple(own / whole for own, whole in zip(_targets(part), targets, strict=True))
+            key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
+            one = self._graded(state.params, state, part, shares, jax.random.split(key)[0], rows)
+            found = one if found is None else jax.tree.map(jnp.add, found, one)
+        (_, (nll, load_LE)), gradients = found
+        norm, limit = _norm(gradients), cfg.optimizer.clip_norm
+        params, moments = self._updated(gradients, state, jnp.float32(norm))
+        scale = 1.0 if limit is None else min(1.0, limit / norm)
+        following = state._replace(
+            step=state.step + 1,
+            params=params,
+            optimizer=moments,
+            router_bias=_moved(state.router_bias, load_LE, cfg.moe.router.bias_update_rate),
+        )
+        clipped = jax.tree.map(lambda g: np.asarray(g) * scale, gradients)
+        return OracleStep(float(nll), clipped, jax.tree.map(np.asarray, following))
+
+    @functools.cached_property
+    def _graded(self) -> Any:
+        return jax.jit(jax.value_and_grad(self._loss, has_aux=True))
+
+    @functools.cached_property
+    def _updated(self) -> Any:
+        """The optimizer on one device: (gradients, state, their norm) -> parameters, moments."""
+
+        def update(gradients: Any, state: Any, norm: Any) -> Any:
+            kept = state.optimizer, state.params
+            return self.one._optimizer.update(gradients, *kept, norm=norm, finite=jnp.array(True))
+
+        mapped = jax.shard_map(
+            update, mesh=self.one.mesh, in_specs=P(), out_specs=P(), check_vma=False
+        )
+        return jax.jit(mapped)
+
+    def _loss(self, params: Any, state: Any, part: Batch, shares: Any, key: Any, rows: Any) -> Any:
+        """A micro-batch's part of the loss: targets count alike, router losses are means."""
+        cfg = self.cfg
+        weights = params if state.frozen is None else self._merged(state.frozen, params)
+        noise = Noise(key, rows) if cfg.moe.router.jitter else None
+        whole, parts = oracle_loss(weights, state.router_bias, part, cfg, noise)
+        ahead = 0.0 if parts.ahead is None else cfg.train.predict_ahead_loss * parts.ahead
+        router = (whole - parts.nll - ahead) / cfg.train.micro_batches
+        nll = parts.nll * shares[0]
+        return nll + ahead * shares[1] + router, (nll, parts.load)
+
+    def _merged(self, frozen: Any, adapters: Any) -> Any:
+        """The weights with their adapters added: a product over the rank, layer by layer."""
+        scale = self.cfg.lora.scale
+        letters = self.one.model.frozen_dims
+
+        def merged(weight: Any, dims: str, of: str | None, own: Adapter | None) -> Any:
+            if own is None:
+                return weight
+            product = jnp.einsum(f"...{of.a},...{of.b}->...{dims}", own.a, own.b)
+            return weight + scale * product
+
+        return jax.tree.map(merged, frozen, letters, self.one.dims, adapters)
+
+
+def micro_batch_rows(cfg: Config) -> np.ndarray:
+    """Returns the rows of the batch that each micro-batch has, [micro-batches, rows].
+
+    Devices have equal parts of the batch, stages outermost. A micro-batch takes as many rows of
+    each device; a stage feeds its own, one after the other.
+    """
+    mesh, count = cfg.mesh, cfg.train.micro_batches
+    ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert
+    rows = np.arange(cfg.train.batch_sequences).reshape(mesh.stage, ranks, count // mesh.stage, -1)
+    return rows.swapaxes(1, 2).reshape(count, -1)
+
+
+def _targets(batch: Batch) -> tuple[int, int]:
+    """Numbers of next tokens and of tokens after the next that are predicted."""
+    within = batch.segment_BT[:, 1:] == batch.segment_BT[:, :-1]
+    ahead = (batch.target_BT[:, 1:] >= 0) & within
+    return max(1, int(np.sum(batch.target_BT >= 0))), max(1, int(np.sum(ahead)))
+
+
+def _moved(router_bias: Any, load_LE: Any, rate: float) -> Any:
+    """Selection biases after a step; they are stacked by layer group, in the order of layers."""
+    leaves, tree = jax.tree.flatten(router_bias)
+    if not rate or not leaves:
+        return router_bias
+    parts = np.split(np.asarray(load_LE), np.cumsum([len(leaf) for leaf in leaves])[:-1])
+    moved = [
+        np.asarray(update_bias(leaf, part, rate)) for leaf, part in zip(leaves, parts, strict=True)
+    ]
+    return jax.tree.unflatten(tree, moved)
+
+
+def first_gradients(optimizer: Any, train_step: TrainStep) -> Any:
+    """Returns the clipped gradients of the first step, from the moments after it."""
+    kept = 1 - train_step.cfg.optimizer.beta1
+
+    def of(state: Any) -> np.ndarray:
+        for part in jax.tree.leaves(state, is_leaf=_holds_moment):
+            if isinstance(part, optax.ScaleByAdamState):
+                return np.asarray(part.mu) / kept
+            if isinstance(part, optax.TraceState):
+                return np.asarray(part.trace)
+        raise ValueError("no first moment")
+
+    structure = jax.tree.structure(train_step.abstract.params)
+    states = structure.flatten_up_to(optimizer)
+    return jax.tree.unflatten(structure, [of(state) for state in states])
+
+
+def _holds_moment(part: Any) -> bool:
+    return isinstance(part, optax.ScaleByAdamState | optax.TraceState)
+
+
+def _differences(got: Any, wanted: Any) -> list[tuple[float, str]]:
+    found = []
+    for (path, want), have in zip(
+        jax.tree_util.tree_flatten_with_path(wanted)[0], jax.tree.leaves(got), strict=True
+    ):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        size = max(float(np.max(np.abs(want))), 1e-6)
+        found.append((float(np.max(np.abs(np.asarray(have) - want))) / size, name))
+    return found
+
+
+def _relative(got: Any, wanted: float) -> float:
+    return abs(float(got) - wanted) / abs(wanted)
+
+
+def _norm(tree: Any) -> float:
+    squares = [np.sum(np.square(np.asarray(x, np.float64))) for x in jax.tree.leaves(tree)]
+    return math.sqrt(sum(squares))

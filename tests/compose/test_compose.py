@@ -1,0 +1,110 @@
+"""The tool behind benchmarks/results/compose.md, and a few of its combinations."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moejax.errors import InputError
+from tests.cases import random_batch
+from tests.compose import page
+from tests.compose.cover import all_pairs, draw, pairs_of
+from tests.compose.features import FACTORS, ROUNDED, check_combination, config_of, plain
+from tests.compose.run import Outcome, micro_batch_rows, run
+
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
+
+def combination(**features):
+    return tuple((dict(plain()) | features).items())
+
+
+# On eight devices, with what the tests of steps have apart or not at all.
+CASES = [
+    combination(
+        mesh="expert 2, tensor 2",
+        stages="2 stages, layers before",
+        blocks="experts in each second",
+        router="jitter",
+        prediction="two tokens",
+        **{"micro-batches": "4 micro-batches"},
+    ),
+    combination(
+        mesh="fsdp 2, expert 2",
+        nodes="two nodes",
+        router="sigmoid, groups, bias moved",
+        optimizer="Muon",
+        attention="latent of queries, window",
+        **{"micro-batches": "4 micro-batches", "dense weights": "gathered once a step"},
+    ),
+    combination(
+        mesh="expert 4", nodes="two nodes", codecs="strong", adapters="adapters", numbers="bfloat16"
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=page.name)
+def test_a_combination_trains_as_the_oracle_does(case):
+    outcome = run(case)
+    assert page.verdict(case, dataclasses.asdict(outcome)) == "right", outcome
+    assert outcome.traced == {"gpu": "traced", "tpu": "traced"}
+
+
+def test_every_feature_changes_the_config():
+    for factor, features in FACTORS.items():
+        configs = [config_of(combination(**{factor: feature})) for feature in features]
+        assert len(set(configs)) == len(configs), factor
+
+
+def test_combinations_hold_pairs_that_nobody_covered_and_refused_pairs_are_refused():
+    left, drawn = all_pairs(), draw(0)
+    for _ in range(20):
+        one = next(drawn)
+        if isinstance(one[1], str):
+            assert one[0] in left
+            with pytest.raises(InputError):
+                check_combination(combination(**dict(one[0])))
+            left.discard(one[0])
+            continue
+        check_combination(one)
+        assert pairs_of(one) & left
+        left -= pairs_of(one)
+
+
+def test_a_pair_that_rounds_nothing_counts_where_nothing_rounds():
+    exact = combination(mesh="fsdp 4", route="merge")
+    rounded = combination(mesh="fsdp 4", route="merge", numbers="bfloat16")
+    pair = frozenset({("mesh", "fsdp 4"), ("route", "merge")})
+    assert pair in pairs_of(exact)
+    assert pair not in pairs_of(rounded)
+    assert frozenset({("mesh", "fsdp 4"), ("numbers", "bfloat16")}) in pairs_of(rounded)
+    assert all(pair & ROUNDED for pair in pairs_of(rounded))
+
+
+def test_micro_batches_take_rows_of_every_device():
+    cfg = config_of(combination(mesh="fsdp 4", **{"micro-batches": "4 micro-batches"}))
+    # Device d has rows 8 d to 8 d + 7, two of them in each micro-batch.
+    wanted = [[8 * device + 2 * k + i for device in range(4) for i in (0, 1)] for k in range(4)]
+    np.testing.assert_array_equal(micro_batch_rows(cfg), wanted)
+    assert len(random_batch(cfg).token_BT) == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "right"),
+        ({"loss": 1e-5}, "loss 1.0e-05"),
+        ({"gradient": float("nan")}, "gradient nan"),
+        ({"error": "TypeError: x"}, "TypeError: x"),
+        ({"refused": "no"}, "refused"),
+    ],
+)
+def test_a_verdict_says_what_is_wrong(changes, said):
+    outcome = Outcome(loss=1e-7, gradient=1e-6, second=1e-6, traced={"gpu": "traced"})
+    outcome = dataclasses.asdict(dataclasses.replace(outcome, **changes))
+    assert page.verdict(plain(), outcome) == said
+    text = page.build([{"combination": plain(), "outcome": outcome}], {}, 0)
+    right = said == "right"
+    assert f"| right | {int(right)} |" in text
+    assert f"| covered | {len(pairs_of(plain())) if right else 0} |" in text
