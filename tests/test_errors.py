@@ -1,3 +1,4 @@
+import ast
 import errno
 import io
 import os
@@ -128,3 +129,26 @@ def test_a_command_prints_letters_that_the_output_has_not(monkeypatch):
     sys.stdout.flush(), sys.stderr.flush()
     assert raw.getvalue() == b"r\\xe9sum\\xe9 \\u2028\n"
     assert errors.getvalue() == b"moejax: error: no file. \xe9\\u2028 is missing.\n"
+
+
+def narrows_a_type(condition):
+    """Whether a condition tells a type checker what the next line would find out anyway."""
+    if isinstance(condition, ast.Call):
+        return isinstance(condition.func, ast.Name) and condition.func.id == "isinstance"
+    none = isinstance(condition, ast.Compare) and isinstance(condition.ops[0], ast.IsNot)
+    return none and isinstance(condition.comparators[0], ast.Constant)
+
+
+PACKAGE = Path(__file__).parents[1] / "moejax"
+COMPUTES = ("comm", "data", "kernels", "layout", "model", "moe", "step", "train")
+
+
+@pytest.mark.parametrize("folder", COMPUTES)
+def test_no_number_depends_on_an_assertion(folder):
+    """Under `python -O` there are none, so what guards numbers raises by itself."""
+    found = []
+    for path in sorted((PACKAGE / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert) and not narrows_a_type(node.test):
+                found.append(f"{path.name}:{node.lineno}: {ast.unparse(node.test)}")
+    assert found == []

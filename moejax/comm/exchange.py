@@ -84,16 +84,16 @@ class Exchange(NamedTuple):
         axes = params.get("axis_name", params.get("axes", ()))
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         size = lax.axis_size(axes)
+        if not params.get("tiled", True):
+            raise ValueError(f"{name} that makes or drops a dimension is not carried")
         if name == "all_to_all":
-            assert params["tiled"]
-            assert params["split_axis"] == params["concat_axis"] == 0
+            if not params["split_axis"] == params["concat_axis"] == 0:
+                raise ValueError(f"{name} of another dimension than the first is not carried")
             return self._swap(x, axes, after)
         if name == "all_gather":
-            assert params["tiled"]
             x_P, number = self._gather(x, axes, after)
             return jnp.concatenate(list(x_P), params["all_gather_dimension"]), number
         if name == "reduce_scatter":
-            assert params["tiled"]
             x_P = jnp.stack(jnp.split(x, size, axis=params["scatter_dimension"]))
             x_P, number = self._swap(x_P, axes, after)
             return jnp.sum(x_P, axis=0, dtype=x.dtype), number

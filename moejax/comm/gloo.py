@@ -247,7 +247,8 @@ def _reduce_scatter(
     x: jax.Array, *, axis_name: Any, scatter_dimension: int, tiled: bool, **_: Any
 ) -> jax.Array:
     """A reduce-scatter as an all-to-all of parts and a sum in rank order; sends as many bytes."""
-    assert tiled
+    if not tiled:
+        raise ValueError("a reduce-scatter that drops its dimension is not carried")
     count = lax.axis_size(axis_name)
     parts = _as_bits(jnp.stack(jnp.split(x, count, axis=scatter_dimension)))
     parts = lax.all_to_all(parts, axis_name, 0, 0, tiled=True)

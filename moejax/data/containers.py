@@ -44,7 +44,8 @@ class FileSource:
         Raises:
           InputError: for an id outside the vocabulary, with file and offset.
         """
-        assert 0 <= start <= start + length <= self.num_tokens
+        if not 0 <= start <= start + length <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {start + length} of {self.num_tokens}")
         tokens = self._read(start, length).astype(np.int64)
         wrong = np.flatnonzero(tokens >= self.vocab_size)
         if len(wrong):

@@ -146,7 +146,8 @@ class JoinedSource:
 
     def _across(self, start: int, length: int) -> Iterator[tuple[FileSource, int, int]]:
         """Yields each file that holds some of these tokens: where they start, how many."""
-        assert 0 <= start <= start + length <= self.num_tokens
+        if not 0 <= start <= start + length <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {start + length} of {self.num_tokens}")
         stop, index = start + length, int(np.searchsorted(self.ends, start, side="right"))
         while start < stop and index < len(self.sources):
             source, end = self.sources[index], int(self.ends[index])

@@ -141,7 +141,11 @@ def _check(tensor: AdaptedTensor) -> None:
             "up, not multiplied. Train without embedding.* in lora.targets, or export the merged "
             "weights."
         )
-    assert tensor.is_fused or tensor.name.endswith(WEIGHT), f"{tensor.name}: one expert of several"
+    if not (tensor.is_fused or tensor.name.endswith(WEIGHT)):
+        raise InputError(
+            f"the adapter of {tensor.name} has no place in peft's form: it adapts tensors whose "
+            f"names end in {WEIGHT}. Export the merged weights."
+        )
 
 
 def _arrays(tensors: Sequence[AdaptedTensor]) -> Iterable[tuple[str, np.ndarray]]:

@@ -183,7 +183,11 @@ def _check_covered(parameter: Parameter, tensors: list[Tensor]) -> None:
     if not tensors:
         raise InputError(f"no tensor of this family holds the parameter {parameter.path}")
     held = sum(tensor.view.elements for tensor in tensors)
-    assert held == elements, f"{parameter.path}: {held} of {elements} elements"
+    if held != elements:
+        raise InputError(
+            f"the tensors of this family hold {held:,} of the {elements:,} numbers of "
+            f"{parameter.path}. Each must be held once. Choose another family."
+        )
 
 
 def _order(name: str) -> tuple[tuple[int, int | str], ...]:

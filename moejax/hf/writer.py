@@ -219,7 +219,11 @@ class _Output:
     def write(self, place: Placed, values: np.ndarray) -> None:
         """Writes a tensor at its place; several threads may write."""
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        assert data.nbytes == place.stop - place.start
+        if data.nbytes != place.stop - place.start:
+            raise ValueError(
+                f"a tensor of {data.nbytes} bytes has a place of {place.stop - place.start} in "
+                f"{self._path}"
+            )
         with writing(self._path):
             _write_all(self._file.fileno(), data, len(self._header) + place.start)
         with self._lock:
@@ -228,7 +232,8 @@ class _Output:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         with self._file, writing(self._path):
             os.fsync(self._file.fileno())
-        assert kind is not None or not self._missing, f"{self._path} lacks {self._missing} bytes"
+        if kind is None and self._missing:
+            raise ValueError(f"{self._path} lacks {self._missing} bytes")
 
 
 def _write_all(file: int, data: Any, offset: int) -> None:

@@ -62,9 +62,7 @@ def attention(
     if implementation == "blocked":
         return _attention(q_BTHC, k_BSGC, v_BSGV, segment_BS, sinks_H, window, scale)
     if implementation in ("splash", "splash_whole"):
-        assert q_BTHC.shape[1] == segment_BS.shape[1], (
-            f"{implementation} takes queries of all positions"
-        )
+        _require_whole(implementation, q_BTHC.shape[1], segment_BS.shape[1])
         told_BT = segment_BS if implementation == "splash" else None
         options = {"window": window, "scale": scale, "sinks_H": sinks_H}
         return splash_attention(q_BTHC, k_BSGC, v_BSGV, told_BT, **options)
@@ -76,11 +74,20 @@ def attention(
     if implementation == "reference":
         y_BTHV = _reference(q_BTHC, k_BSGC, v_BSGV, sinks_H, form)
     else:
-        assert sinks_H is None, "kernels.select declines it"
+        if sinks_H is not None:
+            raise ValueError(f"{implementation} takes no sinks")
         y_BTHV = jax.nn.dot_product_attention(
             q_BTHC, k_BSGC, v_BSGV, implementation="cudnn", **form
         )
     return y_BTHV[..., :V] if widest > V else y_BTHV
+
+
+def _require_whole(implementation: str, queries: int, length: int) -> None:
+    """Refuses a part of the positions, where a kernel counts queries from the first."""
+    if queries != length:
+        raise ValueError(
+            f"{implementation} takes queries of all positions, these are {queries} of {length}"
+        )
 
 
 def _library_form(
@@ -89,10 +96,11 @@ def _library_form(
     """What tells `jax.nn.dot_product_attention` which keys a query sees."""
     whole = queries == segment_BS.shape[1]
     if implementation == "cudnn":
-        assert whole, f"{implementation} takes queries of all positions"
+        _require_whole(implementation, queries, segment_BS.shape[1])
         window_size = None if window is None else (window - 1, 0)
         return {"is_causal": True, "local_window_size": window_size}
-    assert implementation in ("cudnn_masked", "reference"), implementation
+    if implementation not in ("cudnn_masked", "reference"):
+        raise ValueError(f"no implementation {implementation}")
     mask_BST = attention_mask(segment_BS, window, queries)
     # Causal besides, so that the kernel leaves out what is later; it takes no window here. The
     # library counts queries from the first key, so not for those of the last positions alone.

@@ -42,7 +42,8 @@ def grouped_matmul(
       implementation: "mosaic" sums gradients of weights over rows that it multiplies by zero, so
         rows past the last group must be finite, and their gradients too.
     """
-    assert implementation in IMPLEMENTATIONS, implementation
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"no implementation {implementation}")
     if implementation == "mosaic":
         return _mosaic(x_MK, w_GKN, sizes_G)
     if implementation == "tokamax":
@@ -83,7 +84,8 @@ def product_gradients(
     if implementation == "reference":
         pull = jax.vjp(lambda x, w: reference.grouped_matmul(x, w, sizes_G), x_MK, w_GKN)[1]
         return *pull(gradient_MN), None
-    assert implementation == "mosaic", implementation
+    if implementation != "mosaic":
+        raise ValueError(f"no implementation {implementation}")
     schedule = schedule_experts(sizes_G, gradient_MN.shape[0])
     dx_MK = _multiply_transposed(gradient_MN, w_GKN, schedule)
     return dx_MK, _sum_outer(x_MK, gradient_MN, schedule, w_GKN), None

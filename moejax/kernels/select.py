@@ -4,6 +4,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,8 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
     """
     model, mesh, train, choices = cfg.model, cfg.mesh, cfg.train, {}
     ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert
-    choices["attention"] = select_attention(
+    attends = partial(
+        select_attention,
         hardware,
         dtype=model.dtype,
         width=model.head_width,
@@ -47,8 +49,10 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
         length=cfg.data.sequence_length,
         sequences=max(1, train.batch_sequences // ranks // train.micro_batches),
         isolated=cfg.data.isolate_documents,
-        slices=mesh.stage_slices,
     )
+    choices["attention"] = attends()
+    if (parts := _parts_of_sequence(cfg)) > 1:
+        choices["sliced_attention"] = attends(slices=parts)
     if model.has_experts:
         choices["experts"] = select_experts(
             hardware,
@@ -79,6 +83,20 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
     if cfg.kernels == "required":
         _require(choices)
     return choices
+
+
+def _parts_of_sequence(cfg: Config) -> int:
+    """In how many parts queries of a sequence attend; 1: whole sequences alone.
+
+    A part is a slice, or of the block of `model.predict_ahead` a stage's share: with tensor ranks
+    that have positions each, one of as many parts (`comm.stages.parts_of_share`).
+    """
+    mesh = cfg.mesh
+    if mesh.stage_slices > 1:
+        return mesh.stage_slices
+    if mesh.stage == 1 or not cfg.model.predict_ahead:
+        return 1
+    return mesh.stage * (mesh.tensor if mesh.activations == "sequence" else 1)
 
 
 def _hidden_is_cut(cfg: Config) -> bool:

@@ -85,7 +85,8 @@ class _Form:
 def block_of(length: int, most: int) -> int:
     """Returns the largest power of two times 128 that divides the length and is at most `most`."""
     parts = length // LANES
-    assert length == parts * LANES, length
+    if length != parts * LANES:
+        raise ValueError(f"splash takes multiples of {LANES} positions, this is {length}")
     return min(most, LANES * (parts & -parts))
 
 

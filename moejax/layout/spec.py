@@ -22,7 +22,8 @@ class StepSpec:
     micro_bytes: int | None = None  # largest piece in which a gradient is reduced; None: whole
     adapter_scale: float = 1.0  # factor of the adapters' products (LoRA)
     experts: str = "blocked"  # implementation of kernels.expert_mlp
-    attention: str = "blocked"  # implementation of kernels.attention
+    attention: str = "blocked"  # implementation of kernels.attention, for whole sequences
+    sliced_attention: str = "blocked"  # and of kernels.sliced_attention, for parts of them
     stacked: bool = True  # repeats of a layer group share arrays; else each repeat has its own
     # Whether overflow rounds hold their layer. False only where a step is traced to be priced for
     # a routing that overflows no bucket: it must not run.

@@ -91,7 +91,8 @@ class Attention(nnx.Module):
           What a call returns, and the keys and values of these positions.
         """
         q_BTHC, k_BTGC, v_BTGC = self._project(x_BtD, angles)
-        y_BTHC = attend(q_BTHC, k_BTGC, v_BTGC, implementation=self.spec.attention, **self._form())
+        implementation = self.spec.sliced_attention
+        y_BTHC = attend(q_BTHC, k_BTGC, v_BTGC, implementation=implementation, **self._form())
         return self._leave(y_BTHC), (k_BTGC, v_BTGC)
 
     def decode(

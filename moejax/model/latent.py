@@ -96,7 +96,7 @@ class LatentAttention(nnx.Module):
             v_BTHV,
             window=self.window,
             scale=self._scale,
-            implementation=self.spec.attention,
+            implementation=self.spec.sliced_attention,
         )
         return project_from_heads(y_BTHV, self.w_o, self.spec), (k_BTHC, v_BTHV)
 

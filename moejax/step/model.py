@@ -155,6 +155,7 @@ def build_spec(
         adapter_scale=cfg.lora.scale,
         experts=chosen.get("experts", "blocked"),
         attention=chosen["attention"],
+        sliced_attention=chosen.get("sliced_attention", "blocked"),
         stacked=stacked,
         rounds=rounds,
         logit_elements=2**21 if platform == "cpu" else 2**27,

@@ -183,7 +183,8 @@ def schedule_of(
     if name == "gpipe":
         begins = micro_batches + stages
         return Schedule(stages, micro_batches, begins, (most,), micro_batches)
-    assert name in ("1f1b", "combined_1f1b"), name
+    if name not in ("1f1b", "combined_1f1b"):
+        raise ValueError(f"no schedule {name}")
     if slices > 1:
         # Slice n of the first stage comes back after so many ticks less one, and N ticks after each
         # micro-batch comes the next.

@@ -251,7 +251,8 @@ def together(everywhere: Iterable[Mapping[str, Any]]) -> dict[str, ArrayDigests]
                 total[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))] += part
                 seen[key] = seen.get(key, 0) + math.prod(size) * numbers
     for key, (shape, _) in kinds.items():
-        assert seen.get(key, 0) == math.prod(shape), f"every number of {key} is added up once"
+        if (added := seen.get(key, 0)) != math.prod(shape):
+            raise ValueError(f"of {key} {added:,} of {math.prod(shape):,} numbers were added up")
     return {key: ArrayDigests(*kinds[key], _hexadecimal(total)) for key, total in sums.items()}
 
 

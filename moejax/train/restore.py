@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
+from moejax.errors import InputError
 from moejax.runtime.processes import Processes
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
@@ -82,7 +83,11 @@ def resume(
         saved, more = set_aside_wrong_steps(saved, train_step, again, processes)
         for text in dict.fromkeys((*notes, *chosen, *more)):
             note(text)
-    assert not found_one, "a run whose checkpoints are set aside does not begin anew"
+    if found_one:
+        raise InputError(
+            "no checkpoint of the run is left: the numbers of all differ from those that were "
+            "saved, so they were set aside. No run begins anew over them. Name another run_dir."
+        )
     return None
 
 

@@ -1,10 +1,14 @@
 """Which implementation each platform and shape gets, and that reasons come with it."""
 
+import random
 from dataclasses import replace
+from itertools import combinations, product
 
 import jax
 import pytest
 
+from moejax.config.checks import check
+from moejax.config.fields import change
 from moejax.config.schema import CompressionConfig, Config, MoEConfig
 from moejax.errors import InputError
 from moejax.kernels.select import (
@@ -16,6 +20,10 @@ from moejax.kernels.select import (
     select_quantize,
     select_quantized_rows,
 )
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_abstract_mesh
+from moejax.runtime.compiler import described_cudnn
+from moejax.step.train_step import build_step
 
 HOPPER = Hardware("gpu", "9.0")
 SHAPE = {"dtype": "bfloat16", "width": 2048, "hidden": 1024}
@@ -335,3 +343,148 @@ def test_required_kernels_run_where_they_can():
     taken = {name: choice.implementation for name, choice in found.items()}
     kernels = dict.fromkeys(("experts", "quantize", "quantized_rows"), "mosaic")
     assert taken == kernels | {"attention": "cudnn_masked"}
+
+
+SMALL = {
+    "model.moe_every": None,
+    "model.vocab_size": 264,
+    "model.width": 32,
+    "model.num_layers": 4,
+    "model.num_heads": 8,
+    "model.head_width": 8,
+    "model.mlp_hidden": 32,
+    "model.dtype": "bfloat16",
+    "data.sequence_length": 256,
+    "mesh.replica": 1,
+    "train.batch_sequences": 2,
+    "train.micro_batches": 2,
+}
+WHOLE = {"data.isolate_documents": False}
+PLACES = {
+    "cpu": ("cpu", {}, "blocked"),
+    "gpu": ("gpu", {}, "cudnn_masked"),
+    "gpu, whole": ("gpu", WHOLE, "cudnn"),
+    "tpu": ("tpu", {}, "splash"),
+    "tpu, whole": ("tpu", WHOLE, "splash_whole"),
+}
+# Settings that change how a program attends, as changes of a small model without experts.
+SETTINGS = {
+    "declined": {
+        "none": {},
+        "dtype": {"model.dtype": "float32"},
+        "length": {"data.sequence_length": 250},  # and in two parts an odd number of positions
+        "width": {"model.head_width": 12},
+        "sinks": {"model.attention_sinks": True, "model.attention_bias": True},
+    },
+    "spread": {
+        "one device": {},
+        "stages": {"mesh.stage": 2},
+        "chunks": {"mesh.stage": 2, "model.stage_chunks": 2},
+        "slices": {"mesh.stage": 2, "mesh.stage_slices": 2},
+        "inputs kept": {"mesh.stage": 2, "mesh.stage_keeps": "input"},
+    },
+    "tensor": {
+        "one": {},
+        "positions": {"mesh.tensor": 2},
+        "replicated": {"mesh.tensor": 2, "mesh.activations": "replicated"},
+    },
+    "ahead": {"none": {}, "one": {"model.predict_ahead": 1}},
+    "before": {"none": {}, "one": {"model.layers_before_stages": 1, "model.num_layers": 5}},
+    "heads": {
+        "grouped": {},
+        "latent": {"model.attention": "latent", "model.kv_latent": 16, "model.rope_width": 4},
+        "norms": {"model.qk_norm": "full"},
+    },
+    "window": {"none": {}, "5": {"model.sliding_window": 5}},
+    "remat": {"none": {}, "full": {"model.remat": "full"}, "kept": {"model.remat": "attention"}},
+}
+
+
+def attending_config(place, chosen):
+    settings = SMALL | PLACES[place][1]
+    for name, value in chosen.items():
+        settings |= SETTINGS[name][value]
+    settings |= {} if "model.kv_latent" in settings else {"model.num_kv_heads": 8}
+    return change(Config(), settings)
+
+
+def is_refused(place, chosen):
+    try:
+        check(attending_config(place, chosen))
+    except InputError:
+        return True
+    return False
+
+
+def seen_pairs(chosen):
+    """Pairs whose place's own kernel a run takes; where it declines, those with the reason."""
+    pairs = combinations(sorted(chosen.items()), 2)
+    return {pair for pair in pairs if chosen["declined"] == "none" or "declined" in dict(pair)}
+
+
+def covering(place):
+    """Returns runs in which every pair of settings occurs, and the pairs that are refused."""
+    rng = random.Random(0)
+    single = [[(name, value) for value in SETTINGS[name]] for name in sorted(SETTINGS)]
+    every = [pair for one, other in combinations(single, 2) for pair in product(one, other)]
+    refused = {pair for pair in every if is_refused(place, dict(pair))}
+    left, found = set(every) - refused, []
+    while left:
+        first = dict(min(left))
+        usual = {} if "declined" in first else {"declined": "none"}
+        drawn = [
+            {name: rng.choice(list(SETTINGS[name])) for name in SETTINGS} | usual | first
+            for _ in range(100)
+        ]
+        drawn.sort(key=lambda chosen: -len(seen_pairs(chosen) & left))
+        best = next(chosen for chosen in drawn if not is_refused(place, chosen))
+        left -= seen_pairs(best)
+        found.append(best)
+    return found, refused
+
+
+def trace_gradients(place, chosen):
+    """Traces gradients and evaluation; returns what was built."""
+    cfg = attending_config(place, chosen)
+    with described_cudnn():
+        mesh = build_abstract_mesh(build_layout(cfg.mesh))
+        train_step = build_step(cfg, mesh, PLACES[place][0])
+        shapes = train_step.abstract, train_step.abstract_batch()
+        train_step.gradients.trace(*shapes)
+        train_step.evaluate.trace(*shapes)
+    return train_step.spec
+
+
+AHEAD = {"spread": "stages", "ahead": "one"}
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize(
+    ("place", "chosen", "parts"),
+    [
+        ("gpu, whole", AHEAD, "cudnn_masked"),
+        ("tpu", AHEAD, "blocked"),
+        ("tpu, whole", AHEAD | {"heads": "latent"}, "blocked"),
+        ("gpu", {"spread": "slices", "before": "one"}, "cudnn_masked"),
+    ],
+)
+def test_parts_of_sequences_attend_by_a_kernel_that_takes_them(place, chosen, parts):
+    """Whole sequences of the same program keep the platform's own."""
+    spec = trace_gradients(place, chosen)
+    assert (spec.attention, spec.sliced_attention) == (PLACES[place][2], parts)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("unchecked_annotations")
+@pytest.mark.parametrize("place", PLACES)
+def test_every_pair_of_settings_that_change_attention_traces(place):
+    found, refused = covering(place)
+    assert {tuple(value for _, value in pair) for pair in refused} == {
+        ("one", "slices"),  # ahead
+        ("length", "slices"),
+        ("sinks", "latent"),
+    }
+    for chosen in found:
+        spec = trace_gradients(place, chosen)
+        own = chosen["declined"] == "none"
+        assert not own or spec.attention == PLACES[place][2], chosen

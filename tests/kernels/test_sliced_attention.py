@@ -59,8 +59,32 @@ def test_slices_are_the_whole_in_parts(slices, own, window, sinks, implementatio
         np.testing.assert_allclose(have, want, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("implementation", ["blocked", "reference"])
+def test_past_has_gradients_of_earlier_positions_alone(implementation, number):
+    """What it holds at the slice's own positions and behind counts for nothing."""
+    (q, k, v, dy), segment = operands(12, 4, 2)
+    segment, own = jnp.zeros_like(segment), slice(4 * number, 4 * number + 4)
+
+    def attend(past):
+        arrays = (x[:, own] for x in (q, k, v))
+        form = {"window": None, "scale": 0.5, "implementation": implementation}
+        return sliced_attention(*arrays, past, segment, jnp.int32(number), **form)
+
+    def attend_whole(keys):
+        kept = (x.at[:, own].set(y[:, own]) for x, y in zip(keys, (k, v), strict=True))
+        form = {"window": None, "scale": 0.5, "implementation": "reference"}
+        return attention(q, *kept, segment, **form)[:, own]
+
+    wanted = jax.vjp(attend_whole, (k, v))[1](dy[:, own])[0]
+    for have, want in zip(jax.vjp(attend, (k, v))[1](dy[:, own])[0], wanted, strict=True):
+        assert not np.any(np.asarray(have)[:, own.start :])
+        assert np.any(np.asarray(have)) == (number > 0)
+        np.testing.assert_allclose(have, want, atol=1e-5)
+
+
 @pytest.mark.parametrize("implementation", ["splash", "splash_whole", "cudnn"])
 def test_kernels_that_want_whole_sequences_say_so(implementation):
     (q, k, v, _), segment = operands(8, 4, 2)
-    with pytest.raises(AssertionError, match="takes queries of all positions"):
+    with pytest.raises(ValueError, match="takes queries of all positions"):
         attention(q[:, :4], k, v, segment, window=None, implementation=implementation)

@@ -70,7 +70,8 @@ def rank_items(
       expert_MK: the expert of each choice, if items are sorted by it; numbered peer after peer.
     """
     K = peer_MK.shape[1]
-    assert expert_MK is None or not merge, "a merged item has several experts"
+    if merge and expert_MK is not None:
+        raise ValueError("a merged item has several experts, so items cannot be sorted by expert")
     if merge:
         earlier_KK = jnp.tri(K, k=-1, dtype=bool)
         same_MKK = peer_MK[:, :, None] == peer_MK[:, None, :]

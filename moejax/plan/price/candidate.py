@@ -53,7 +53,8 @@ class TracedStep:
         return peak(read_jaxpr(self.evaluation, rounds=rounds), replaces=False)
 
     def _check(self, rounds: int) -> None:
-        assert not rounds or self.train_step.spec.rounds, "traced without overflow rounds"
+        if rounds and not self.train_step.spec.rounds:
+            raise ValueError("overflow rounds cannot be priced: traced without overflow rounds")
 
 
 @dataclass(frozen=True)

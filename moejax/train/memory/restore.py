@@ -118,7 +118,8 @@ class _Reader:
             )
             out[inside] = box
             filled += box.size
-        assert filled == out.size, f"pieces cover {key}"
+        if filled != out.size:
+            raise ValueError(f"copies in memory hold {filled:,} of {out.size:,} numbers of {key}")
         return out
 
     def _box(

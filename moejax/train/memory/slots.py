@@ -36,7 +36,8 @@ class Slot:
 
     def __init__(self, folder: Path, name: str):
         """Takes its name, without suffix; touches no file."""
-        assert NAMES.fullmatch(name), name
+        if not NAMES.fullmatch(name):
+            raise ValueError(f"{name} is no name of a slot")
         self._data, self._record = _paths(folder, name)
         self.bytes = np.empty(0, np.uint8)  # what is mapped
 

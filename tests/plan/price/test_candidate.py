@@ -28,5 +28,5 @@ def test_a_load_that_overflows_nothing_is_priced_the_same_without_a_trace_of_rou
 
 def test_a_step_without_rounds_is_priced_for_no_load_that_overflows():
     lean = trace_config(config("split"), "cpu", BALANCED)
-    with pytest.raises(AssertionError, match="without overflow rounds"):
+    with pytest.raises(ValueError, match="without overflow rounds"):
         lean.schedule(rounds=1)
