@@ -106,7 +106,8 @@ def _spec_of(dims: str, spec: StepSpec, dtype: str | None = None) -> GatherSpec:
         dtype or spec.dtype,
         spec.gradient_dtype,
         class_of(dims),
-        micro_bytes=spec.micro_bytes,
+        # What every device holds whole is summed by `reduce_whole`, in one piece.
+        micro_bytes=None if spec.layout.is_whole(dims) else spec.micro_bytes,
         rows=spec.scatter_rows,
         gradient_codec=_gradient_codec(codecs, dims) if path.slow and compressible(dims) else None,
         weight_codec=build_plain_codec(codecs.weights if compressible(dims) else None)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
@@ -28,6 +30,7 @@ PARTS = 3
 CASES = [  # mesh, nodes, codec, largest piece
     ((2, 2, 1, 2), 1, "none", None),
     ((2, 2, 2, 1), 1, "none", 64),
+    ((2, 2, 2, 1), 1, "none", 24),  # below a norm's 32 bytes
     ((2, 2, 2, 1), 2, "none", None),
     ((4, 2, 1, 1), 2, "none", 64),
     ((1, 4, 2, 1), 2, "none", None),
@@ -50,8 +53,13 @@ def train_step(mesh, nodes, codec, micro_bytes):
 
 def gradients(step, dims, parts):
     """The gradient and the codec's state of every device, [devices, ...], in one and in parts."""
-    layout, spec = step.layout, step.model.spec
     param = jnp.ones([SIZES[letter] for letter in dims])
+    return jax.jit(mapped(step, dims, parts, param))(param)
+
+
+def mapped(step, dims, parts, param):
+    """What computes `gradients`."""
+    layout, spec = step.layout, step.model.spec
     shape = residual_shapes(spec, param, dims, spec.layout)
 
     def enter(entry):
@@ -81,14 +89,13 @@ def gradients(step, dims, parts):
             found = found.weight
         return jax.tree.map(lambda x: x[None], detach_residuals(found, dims))
 
-    mapped = jax.shard_map(
+    return jax.shard_map(
         body,
         mesh=step.mesh,
         in_specs=layout.param_spec(dims, len(dims)),
         out_specs=P(layout.mesh_axes),
         check_vma=False,
     )
-    return jax.jit(mapped)(param)
 
 
 @pytest.mark.parametrize("dims", ["DHC", "EDUF", "VD", "D"])
@@ -100,3 +107,20 @@ def test_parts_give_the_bits_of_their_sum(case, dims):
     assert jax.tree.structure(one) == jax.tree.structure(several)
     for alone, summed in zip(jax.tree.leaves(one), jax.tree.leaves(several), strict=True):
         np.testing.assert_array_equal(np.asarray(summed), np.asarray(alone))
+
+
+@settings(max_examples=12)
+@given(
+    piece=st.integers(1, 80),
+    mesh=st.sampled_from([((2, 2, 2, 1), 1), ((4, 2, 1, 1), 2)]),
+    dims=st.sampled_from(["D", "HC", "DHC"]),
+)
+@example(1, ((2, 2, 2, 1), 1), "D")
+@example(31, ((4, 2, 1, 1), 2), "D")  # a byte less than it has
+def test_pieces_of_any_size_add_up(piece, mesh, dims):
+    """Tracing alone: a sum and what is added to it have the same parts."""
+    step = train_step(*mesh, "none", piece)
+    param = jax.ShapeDtypeStruct([SIZES[letter] for letter in dims], jnp.float32)
+    found = jax.eval_shape(mapped(step, dims, PARTS, param), param)[0]
+    wanted = jax.eval_shape(mapped(step, dims, 1, param), param)[0]
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
