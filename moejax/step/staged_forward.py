@@ -32,7 +32,7 @@ from moejax.step.visits import (
 
 
 def _staged(model: ModelDef, state: TrainState, batch: Batch, micro_batches: int) -> StagedModel:
-    return StagedModel(model, state, batch, state.params, micro_batches)
+    return StagedModel(model, state, batch, state.params, micro_batches, trains=False)
 
 
 def forward_through_stages(

@@ -73,6 +73,7 @@ class StagedModel:
 
     Attributes:
       weights: that this device computes with.
+      trains: whether this is a training step: evaluation and sampling have no noise.
       own: this device's rows, by its own micro-batches.
       segment_MBT, target_MBT, token_MBT: of all stages' micro-batches, in the order of ranks; the
         last is None where no stage looks a micro-batch of another up.
@@ -86,9 +87,12 @@ class StagedModel:
         params: Tree,
         micro_batches: int,
         slices: int = 1,
+        *,
+        trains: bool,
     ):
         """Takes what is trained as `params`; see `StagedWeights`."""
         self.model, self.state, self.layout = model, state, model.layout
+        self.trains = trains
         self.weights = StagedWeights(model, state, params)
         self.stages = self.layout.size(self.layout.stage)
         self.stage = wire.index(self.layout.stage)
@@ -102,7 +106,7 @@ class StagedModel:
         self.schedule = schedule_of(name, self.stages, micro_batches, self.chunks, slices)
         # Whether nothing but the embedding is before the stages.
         self.embeds_alone = not self.weights.outer["groups"]
-        looked_up = self.embeds_alone or model.cfg.model.predict_ahead
+        looked_up = self.embeds_alone or (trains and model.cfg.model.predict_ahead)
         self.token_MBT = gather(self.own.token_BT) if looked_up else None
         self.segment_MBT = gather(self.own.segment_BT)
         self.target_MBT = gather(self.own.target_BT)
@@ -133,7 +137,7 @@ class StagedModel:
 
     def noise(self, owner: jax.Array, j: jax.Array) -> Noise | None:
         """Returns the router's noise for a micro-batch: the same on every mesh."""
-        if not self.model.cfg.moe.router.jitter:
+        if not self.trains or not self.model.cfg.moe.router.jitter:
             return None
         inside = self.layout.inside.token_axes
         ranks = self.layout.size(inside)

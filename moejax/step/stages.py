@@ -98,7 +98,7 @@ def loss_gradients(
     """
     params = with_residuals(model, state)
     micro_batches, slices = model.cfg.train.micro_batches, model.cfg.mesh.stage_slices
-    staged = StagedModel(model, state, batch, params, micro_batches, slices)
+    staged = StagedModel(model, state, batch, params, micro_batches, slices, trains=True)
     ticks = Ticks(staged, count_targets(model, batch))
     end = ticks.run()
     outer, before = ticks.feed.finish(end.back, end.input_gradient)

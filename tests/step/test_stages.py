@@ -403,16 +403,19 @@ def test_steps_are_those_of_one_device(name, chunks):
 
 
 @pytest.mark.parametrize(
-    ("activations", "chunks", "slices"),
+    ("activations", "model", "slices"),
     [
-        ("replicated", 1, 1),
-        pytest.param("sequence", 2, 1, marks=ANY),
-        pytest.param("sequence", 1, 2, marks=ANY),
+        ("replicated", {}, 1),
+        pytest.param("sequence", INTERLEAVED, 1, marks=ANY),
+        pytest.param("sequence", {}, 2, marks=ANY),
+        pytest.param("sequence", {"layers_before_stages": 1, **AHEAD}, 1, marks=ANY),
     ],
 )
-def test_evaluation_and_sampling_are_those_of_one_device(activations, chunks, slices):
-    model, axis = {"stage_chunks": chunks}, {"stage_slices": slices}
-    cfg = config((1, 1, 2, 2), 2, 4, activations=activations, model=model, axis=axis)
+def test_evaluation_and_sampling_are_those_of_one_device(activations, model, slices):
+    """Which have no noise: jitter is of training alone."""
+    axis, layers = {"stage_slices": slices}, 4 + model.get("layers_before_stages", 0)
+    changes = {"activations": activations, "model": model, "axis": axis, "layers": layers}
+    cfg = config((1, 1, 2, 2), 2, 4, router={"jitter": 0.3}, **changes)
     batch = random_batch(cfg)
     staged, whole = step_for(cfg), step_for(on_one_device(cfg))
     got, wanted = staged.init(), whole.init()
