@@ -14,7 +14,8 @@ with two chunks of layers on each stage, and with four slices of the positions.
 Needs root, ip and tc; with two rounds six to 24 minutes a set-up. Writes pipeline.json and
 pipeline.md after each set-up, and leaves out those that it has. What the page does not show was not
 measured yet. Where prices are off by more than is wanted, docs/log.md says what is known of why
-(2026-11-27, all set-ups of stages).
+(2026-11-27, all set-ups of stages). `strong` had int8 with feedback between stages when these rows
+were measured; it has plain int8 since 2026-11-28, which sends the same bytes.
 
     python -m benchmarks.emulated.pipeline --out benchmarks/results
     python -m benchmarks.emulated.pipeline --only "2 x 4, 50 Mbit/s" --out benchmarks/results

@@ -46,10 +46,13 @@ HARSH = {
         ("dispatch", "combine", "dispatch_backward", "combine_backward"), "int4"
     ),
 }
+# What both presets had between stages until 2026-11-28.
+FORMER = "stages, int8 with feedback"
 # With two pipeline stages, whose micro-batches make them another run without codecs too.
 STAGED = {
     "stages": {},
     "stages, codecs of strong": {kind: PRESETS["strong"][kind] for kind in STAGES},
+    FORMER: {"stage": "int8", "stage_gradient": "int8+feedback"},
     "stages, int4 without feedback": dict.fromkeys(STAGES, "int4"),
 }
 POLICIES: dict[str, dict[str, str]] = {
@@ -161,6 +164,11 @@ def page(record: dict[str, Any]) -> str:
             "not above the band |",
             "|---|---|---|---|---|",
             *rows,
+            "",
+            f"`{FORMER}` was measured with the codecs that `hybrid` and `strong` had between "
+            "stages until 2026-11-28. They have int8 without feedback there now (decision 0027), "
+            "measured only where a row `stages, codecs of strong` stands. The rows of `hybrid` and "
+            "`strong` have no stages: they were measured before, and hold.",
             "",
             f"By their means, {len(means) - len(above)} of {len(means)} policies end no higher "
             f"than the band; above it: {', '.join(above) or 'none'}.",

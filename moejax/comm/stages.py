@@ -32,7 +32,8 @@ class Link:
     Attributes:
       traffic: class of traffic.
       codec: None: nothing is compressed.
-      feedback: whether the error of an encoding is added to what is encoded next.
+      feedback: whether the error of an encoding is added to what is encoded next. That is of
+        another micro-batch, so it makes gradients of weights worse: decision 0027.
       like: shapes and dtypes of the codec's payload of an array [B, t, D].
     """
 

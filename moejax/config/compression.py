@@ -24,7 +24,7 @@ NAMES = ("bfloat16", *BLOCKS, "loco", "topk", "powersgd", "adaptive")
 GRADIENTS = ("dense_gradient", "expert_gradient")
 TOKENS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
 STAGES = ("stage", "stage_gradient")
-# Presets.
+# Presets. No feedback between stages: it makes gradients of weights worse (decision 0027).
 PRESETS: dict[str, dict[str, str]] = {
     "none": {},
     "hybrid": {
@@ -33,7 +33,7 @@ PRESETS: dict[str, dict[str, str]] = {
         "dispatch": "int8",
         "combine": "int8",
         "stage": "int8",
-        "stage_gradient": "int8+feedback",
+        "stage_gradient": "int8",
     },
     "strong": {
         "dense_gradient": "int4+feedback",
@@ -44,7 +44,7 @@ PRESETS: dict[str, dict[str, str]] = {
         "combine_backward": "int8",
         "weights": "int8",
         "stage": "int8",
-        "stage_gradient": "int8+feedback",
+        "stage_gradient": "int8",
     },
 }
 

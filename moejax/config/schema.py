@@ -253,7 +253,7 @@ class CompressionConfig:
     combine_backward: str = setting("preset", "gradients of results")
     weights: str = setting("preset", "weights that are gathered")
     stage: str = setting("preset", "hidden states between pipeline stages")
-    stage_gradient: str = setting("preset", "their gradients; feedback: from micro-batch to next")
+    stage_gradient: str = setting("preset", "their gradients; +feedback makes weights' worse")
     block: int = setting(128, "values that share a scale; a multiple of 4", at_least=4)
     start_layer: int = setting(
         0,

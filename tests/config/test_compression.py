@@ -26,6 +26,14 @@ def test_a_preset_fills_what_is_not_set():
     assert changed.dense_gradient == CodecSpec("int8", feedback=True, block=64)
 
 
+@pytest.mark.parametrize("preset", ["hybrid", "strong"])
+def test_presets_have_no_feedback_between_stages_and_plans_that_have_it_are_read(preset):
+    """It makes gradients of weights worse. Presets had it until 2026-11-28."""
+    assert only(preset=preset).stage_gradient == CodecSpec("int8")
+    former = only(preset=preset, stage_gradient="int8+feedback")
+    assert former.stage_gradient == CodecSpec("int8", feedback=True)
+
+
 @pytest.mark.parametrize(
     "text",
     [

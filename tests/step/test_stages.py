@@ -150,6 +150,13 @@ def test_gradients_of_interleaved_stages_are_those_of_one_device(
     )
 
 
+def test_gradients_of_interleaved_stages_that_keep_inputs_after_layers_of_their_own():
+    """The cheapest with two chunks, with inputs kept, and with a chain back to what is before."""
+    model = {"moe_every": None, "stage_chunks": 2, "layers_before_stages": 1}
+    cfg = config((1, 1, 1, 1), 2, 4, layers=5, model=model, axis={"stage_keeps": "input"})
+    assert_same_gradients(cfg, balance=False)
+
+
 SLICED = {
     "plain": {},
     "untied": {"model": {"tie_embeddings": False, "remat": "attention"}},
@@ -588,6 +595,48 @@ def test_what_an_encoding_left_out_is_added_to_the_next(count, seed):
         arrived += link.decode(encoded, jnp.float32)
         assert np.any(np.asarray(error)), number
     np.testing.assert_allclose(arrived + error, x_MBtD.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_feedback_between_stages_makes_gradients_of_weights_worse(codec):
+    """The error of one micro-batch meets the tokens of the next: twice the noise, 1.41 the error.
+
+    Weights' gradients are sums over micro-batches of x^T dy; rounding has mean zero without it.
+    """
+    rng, count, errors = np.random.default_rng(0), 16, {}
+    x_MBtD, dy_MBtD = jnp.asarray(rng.normal(size=(2, count, 2, 16, 32)), jnp.float32)
+    wanted = jnp.einsum("mbtd,mbte->de", x_MBtD, dy_MBtD)
+    for flag in ("", "+feedback"):
+        cfg = between_nodes(config((1, 1, 1, 1), 2, 2), stage_gradient=codec + flag)
+        codecs = build_compression(cfg.compression).at(0)
+        link = build_link("stage_gradient", build_layout(cfg.mesh), codecs, dy_MBtD[0])
+        arrived, error = [], link.first_error(dy_MBtD[0])
+        for dy_BtD in dy_MBtD:
+            encoded, error = link.encode(dy_BtD, error, jnp.bool_(True))
+            arrived.append(link.decode(encoded, jnp.float32))
+        got = jnp.einsum("mbtd,mbte->de", x_MBtD, jnp.stack(arrived))
+        errors[flag] = np.linalg.norm(got - wanted)
+    assert 1.25 < errors["+feedback"] / errors[""] < 1.5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_feedback_between_stages_makes_gradients_of_a_step_worse(codec):
+    """By the mean over leaves that they reach. Dense, so that no choice of experts changes."""
+    cfg = config((1, 1, 1, 1), 2, 16, model={"moe_every": None, "tie_embeddings": False})
+    batch, norms = random_batch(cfg), {}
+    whole = step_for(cfg)
+    wanted, _ = whole.gradients(whole.init(), batch)
+    for flag in ("", "+feedback"):
+        coded = step_for(between_nodes(cfg, stage_gradient=codec + flag))
+        got, _ = coded.gradients(coded.init(), batch)
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+        # Of stacked layers those of the first stage.
+        norms[flag] = np.array([np.linalg.norm((np.asarray(g) - w)[:2]) for g, w in pairs])
+    reached = norms[""] > 1e-6
+    ratio = norms["+feedback"][reached] / norms[""][reached]
+    assert np.sum(reached) > 5
+    assert 1.1 < np.exp(np.mean(np.log(ratio))) < 1.6
 
 
 @pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=ANY)])
