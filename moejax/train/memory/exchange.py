@@ -28,7 +28,6 @@ from moejax.train.memory.slots import (
     Slot,
     SlotError,
     check_record,
-    chunks_of,
     open_slot,
     pieces_of,
     read_record,
@@ -140,8 +139,7 @@ class Server:
         while (wanted := read_line(reader, end=True)) != {}:
             box = source.read(wanted["piece"], tuple(wanted["start"]), tuple(wanted["shape"]))
             connection.sendall(line({"bytes": box.nbytes}))
-            for chunk in chunks_of(box.reshape(-1).view(np.uint8)):
-                connection.sendall(chunk)
+            send(connection, box.reshape(-1).view(np.uint8))
 
 
 class LocalSlot:
@@ -221,12 +219,21 @@ def put(
         answer = read_line(reader)
         if answer.get("go") is not True:
             raise ExchangeError(str(answer.get("error", "it was refused")))
-        for chunk in chunks_of(data):
-            connection.sendall(chunk)
-        connection.sendall(text)
+        send(connection, data)
+        send(connection, text)
         answer = read_line(reader)
     if answer.get("ok") is not True:
         raise ExchangeError(str(answer.get("error", "no answer")))
+
+
+def send(connection: socket.socket, data: np.ndarray | bytes) -> None:
+    """Sends bytes; the connection's timeout is of each part that the other side takes.
+
+    `sendall` would give it to all of them together.
+    """
+    left = memoryview(data)
+    while left:
+        left = left[connection.send(left[:CHUNK]) :]
 
 
 def line(value: Mapping[str, Any]) -> bytes:

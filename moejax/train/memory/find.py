@@ -5,7 +5,7 @@ that they come to the same result. Touches no device.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moejax.train.memory.members import Members
@@ -17,6 +17,7 @@ from moejax.train.memory.slots import (
     names_in,
     pieces_of,
     read_record,
+    writer_of,
 )
 
 
@@ -59,11 +60,16 @@ class Found(NamedTuple):
         return int(self.held[0].name[-1])
 
 
-def find(members: Members, newer_than: int) -> tuple[Found | None, list[str]]:
+def find(
+    members: Members, newer_than: int, passed_over: Collection[tuple[int, str]] = ()
+) -> tuple[Found | None, list[str]]:
     """Returns the newest whole step after `newer_than`, and notes about steps that are not whole.
 
     Slots that are damaged, or of another run, are removed. All processes call it, and return the
     same.
+
+    Args:
+      passed_over: (step, start that saved it) of steps that are not taken.
     """
     own, notes = _survey(members)
     listed = [
@@ -76,6 +82,8 @@ def find(members: Members, newer_than: int) -> tuple[Found | None, list[str]]:
     for known, _ in everywhere:
         steps |= {(step, begun): count for _, begun, step, _, count in known if step > newer_than}
     for (step, begun), count in sorted(steps.items(), reverse=True):
+        if (step, begun) in passed_over:
+            continue
         found, missing, damaged = _whole(members, own, step, begun, count)
         told += damaged
         if found is not None:
@@ -88,7 +96,10 @@ def _survey(members: Members) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Returns the records of this process's share of its host's slots, by name, and notes."""
     records, notes = {}, []
     turn, count = members.turn
-    for name in names_in(members.folder)[turn::count]:
+    for name in names_in(members.folder):
+        # By name, not by place in the list: others remove slots from it meanwhile.
+        if writer_of(name) % count != turn:
+            continue
         try:
             record = read_record(members.folder, name)
             if record["run"] == members.run:

@@ -6,12 +6,14 @@ import re
 import shutil
 import socket
 import stat
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
 from moejax.errors import InputError
 
 HOST = "MOEJAX_HOST"
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn at each start of Linux
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 FIX = "Name another folder in checkpoint.memory_dir, or set checkpoint.memory_every=none."
 
@@ -29,6 +31,18 @@ def host_name() -> str:
             f"and underscores, 128 at most. Set {HOST} to another name, different on each host."
         )
     return name
+
+
+def machine_of(folder: Path) -> str:
+    """Returns what tells the memory of this host from others', which may have the same name.
+
+    It is the start of this machine's system, and the folder's own number: containers of one machine
+    have folders of their own.
+    """
+    info = folder.stat()
+    with suppress(OSError):
+        return f"{BOOT.read_text().strip()} {info.st_dev} {info.st_ino}"
+    return f"{uuid.getnode()} {info.st_dev} {info.st_ino}"  # the address of a network card
 
 
 def folder_of(memory_dir: str, run_dir: str) -> Path:

@@ -13,7 +13,7 @@ from moejax.errors import write_whole
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import own_address
 from moejax.train.memory.exchange import Server
-from moejax.train.memory.folder import folder_of, host_name, open_folder
+from moejax.train.memory.folder import folder_of, host_name, machine_of, open_folder
 
 # In `checkpoints`, so that a run whose checkpoints somebody has removed is another run.
 IDENTITY = "memory.json"
@@ -24,7 +24,7 @@ class Members:
     """What each process knows of all.
 
     Attributes:
-      hosts: the host of each process.
+      hosts: the host of each process, as what tells it from others: names may be equal.
       addresses: where each listens; a program of one process does not.
       token: the secret of this start, which every connection begins with.
       folder: of this host, for this run.
@@ -77,7 +77,7 @@ def open_members(cfg: Config, processes: Processes) -> Members:
     if processes.count > 1:
         server = Server((own_address(), 0), facts["token"], folder)
         address = (own_address(), server.port)
-    known = processes.gather([host_name(), *address])
+    known = processes.gather([f"{host_name()} {machine_of(folder)}", *address])
     return Members(
         processes,
         [host for host, *_ in known],

@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +122,6 @@ def sha256_of(data: np.ndarray) -> str:
     return hashlib.sha256(memoryview(data)).hexdigest()
 
 
-def chunks_of(data: np.ndarray) -> Iterator[memoryview]:
-    """Yields bytes in parts that are hashed or sent at once."""
-    whole = memoryview(data)
-    for at in range(0, len(whole), CHUNK):
-        yield whole[at : at + CHUNK]
-
-
 def names_of(process: int) -> list[str]:
     """Returns the names of the two slots of a process."""
     return [f"{process}-{slot}" for slot in (0, 1)]
@@ -137,6 +130,13 @@ def names_of(process: int) -> list[str]:
 def names_from(process: int, sender: int) -> list[str]:
     """Returns the names of the two slots that a process keeps for one of another host."""
     return [f"{process}-from-{sender}-{slot}" for slot in (0, 1)]
+
+
+def writer_of(name: str) -> int:
+    """Returns the process that writes the slot of a name."""
+    match = NAMES.fullmatch(name)
+    assert match, name
+    return int(match[1])
 
 
 def names_in(folder: Path) -> list[str]:

@@ -47,6 +47,7 @@ class Memory:
         self._held: int | None = None
         self._members: Members | None = None
         self._found: Found | None = None
+        self._passed_over: list[tuple[int, str]] = []
         self.notes: list[str] = []
         if cfg.checkpoint.memory_every is not None:
             self._members = open_members(cfg, processes)
@@ -81,7 +82,8 @@ class Memory:
                 unfit = "the run went back to before it"
             if unfit is not None:
                 note(f"step {found.step} in memory is not taken: {unfit}")
-                return None
+                self._look_again(note, found)
+                continue
             text = f"resuming at step {found.step} from the memory of hosts"
             console.print(text, soft_wrap=True)
             state, wrong = read_state(found, train_step, self._members)
@@ -92,10 +94,17 @@ class Memory:
             for one in found.held:
                 if one.holder == self._members.processes.index:
                     set_aside(self._members, one.name, wrong)
-            self._found, notes = find(self._members, self._newer_than)
-            for text in notes:
-                note(text)
+            self._look_again(note)
         return None
+
+    def _look_again(self, note: Callable[[str], None], unfit: Found | None = None) -> None:
+        """Looks for another step, not for `unfit` any more: one behind it may fit this run."""
+        assert self._members is not None
+        if unfit is not None:
+            self._passed_over.append((unfit.step, unfit.begun))
+        self._found, notes = find(self._members, self._newer_than, self._passed_over)
+        for text in notes:
+            note(text)
 
     def begin(
         self,

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import threading
 import time
 from functools import partial
 
@@ -13,17 +14,21 @@ import pytest
 from rich.console import Console
 
 from moejax.config.schema import CheckpointConfig
+from moejax.data.skipped import SkippedData
 from moejax.errors import InputError
-from moejax.runtime.processes import ALONE
+from moejax.runtime.processes import ALONE, Processes
 from moejax.train.checkpoint import arrays_of
-from moejax.train.memory import checkpoints
+from moejax.train.memory import checkpoints, find, members
 from moejax.train.memory.checkpoints import MemoryCheckpoints
 from moejax.train.memory.members import open_members
-from moejax.train.memory.slots import names_in
+from moejax.train.memory.placement import neighbours
+from moejax.train.memory.slots import Slot, names_in
 from moejax.train.memory.start import Memory
 from moejax.train.resume import describe_run
 from moejax.train.saved import Saved
+from moejax.train.skipped_data import to_json
 from tests.cases import one_device_state, small_config, spread, step_for
+from tests.threads import everywhere
 
 MESHES = [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 4, 1)]
 CONTENT = {"train": [], "held_out": []}
@@ -83,13 +88,14 @@ def save(kept, state, *steps):
         kept._pending.result()
 
 
-def resumed(tmp_path, mesh=MESHES[1], saved=None, **model):
+def resumed(tmp_path, mesh=MESHES[1], saved=None, skipped=(), **model):
     """What a start goes on with, and what it says."""
     train_step, said = step_for(configured(tmp_path, mesh, **model)), []
     memory = Memory(train_step.cfg, ALONE, saved)
     said += memory.notes
     console = Console(file=io.StringIO())
-    return memory.resume(train_step, CONTENT, (), None, console, said.append), said
+    found = memory.resume(train_step, CONTENT, skipped, None, console, said.append)
+    return found and found.state, said
 
 
 def bits(state):
@@ -174,6 +180,35 @@ def test_wrong_numbers_with_right_digests_are_not_taken(tmp_path, monkeypatch):
     assert len(names_in(members.folder)) == 1
 
 
+def test_what_a_run_went_back_behind_does_not_hide_a_newer_copy(tmp_path):
+    """Step 8 was kept, then the run went back to 4 and kept 6, and was killed."""
+    train_step, state = case(tmp_path)
+    members, kept = saving(train_step)
+    save(kept, state, 8)
+    back = [SkippedData(4, 5)]
+    kept.save(6, arrays_of(at_step(state, 6)), {"skipped_data": to_json(back)})
+    kept._pending.result()
+    kept.close()
+    found, said = resumed(tmp_path, saved=Saved(4, tmp_path, {}), skipped=back)
+    assert bits(found) == bits(at_step(state, 6))
+    assert "step 8 in memory is not taken: the run went back to before it" in said
+    assert slot_of(members, 6).name == "0-1.slot"
+
+
+def test_processes_of_a_host_look_at_every_slot_whatever_others_remove_meanwhile(tmp_path):
+    """The second looks when the first has removed what is not as it was written."""
+    members, _ = saving(case(tmp_path)[0])
+    names = [f"{process}-{slot}" for process in range(3) for slot in (0, 1)]
+
+    def look(turn):
+        beside = dataclasses.replace(members, hosts=["one"] * 2, processes=Processes(turn, 2))
+        return set(find._survey(beside)[0])
+
+    for name in names:
+        Slot(members.folder, name).commit({"run": members.run if name != "0-0" else "another"})
+    assert look(0) | look(1) == {*names} - {"0-0"}
+
+
 def test_memory_of_other_settings_is_not_taken_and_stops_no_start(tmp_path):
     train_step, state = case(tmp_path)
     _, kept = saving(train_step)
@@ -244,10 +279,11 @@ def test_a_failed_save_is_told_and_does_not_replace_a_whole_one(tmp_path, monkey
     assert slot_of(members, 6).name == "0-1.slot"
 
 
-def test_what_a_start_resumed_is_kept_until_a_newer_step_is_whole(tmp_path):
+@pytest.mark.parametrize("steps", [(2,), (2, 4), (2, 4, 6)])
+def test_what_a_start_resumed_is_kept_until_a_newer_step_is_whole(tmp_path, steps):
     train_step, state = case(tmp_path)
     members, kept = saving(train_step)
-    save(kept, state, 2, 4)
+    save(kept, state, *steps)
     kept.close()
     memory = Memory(train_step.cfg, ALONE, None)
     console, records = Console(file=io.StringIO()), []
@@ -257,8 +293,8 @@ def test_what_a_start_resumed_is_kept_until_a_newer_step_is_whole(tmp_path):
     )
     again._slots[again._next].forget()  # a save that is killed at once
     again.close()
-    assert bits(resumed(tmp_path)[0]) == bits(at_step(state, 4))
-    assert slot_of(members, 4).name == "0-1.slot"
+    assert bits(resumed(tmp_path)[0]) == bits(at_step(state, steps[-1]))
+    assert slot_of(members, steps[-1]).name == f"0-{(len(steps) - 1) % 2}.slot"
 
 
 def test_no_room_is_refused(tmp_path, monkeypatch):
@@ -266,6 +302,28 @@ def test_no_room_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("usage", (), {"free": 1000}))
     with pytest.raises(InputError, match="memory is too small for the state"):
         saving(train_step)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_machines_of_one_name_are_hosts_of_their_own(tmp_path, monkeypatch, machines):
+    """As with nodes that are all called localhost."""
+    cfg = configured(tmp_path, MESHES[0])
+    monkeypatch.setattr("moejax.train.memory.members.listening_address", lambda: ("127.0.0.1",) * 2)
+    real, local = members.machine_of, threading.local()
+
+    def machine_of(folder):
+        return real(folder).replace(" ", f" on machine {local.process % machines} ", 1)
+
+    monkeypatch.setattr(members, "machine_of", machine_of)
+
+    def run(processes):
+        local.process = processes.index
+        found = open_members(cfg, processes)
+        found.close()
+        return found.beside, neighbours(found.hosts)
+
+    apart = [([index], [1, 0]) for index in (0, 1)]
+    assert everywhere(2, run) == ([([0, 1], [None, None])] * 2 if machines == 1 else apart)
 
 
 def test_members_agree_and_keep_the_identity_of_the_run(tmp_path):

@@ -3,10 +3,12 @@
 import json
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from moejax.train.memory import exchange
 from moejax.train.memory.exchange import (
     LINE_BYTES,
     ExchangeError,
@@ -194,6 +196,31 @@ def test_before_the_first_save_nothing_is_taken(server, tmp_path):
     server.inboxes = {}
     with pytest.raises(ExchangeError, match="nothing is expected"):
         put(address(server), TOKEN, 0, DATA, record())
+
+
+def test_a_slow_link_may_take_longer_than_the_patience_as_long_as_bytes_pass(monkeypatch):
+    monkeypatch.setattr(exchange, "PATIENCE_S", 0.5)
+    data, took = np.zeros(40 << 20, np.uint8), []  # several times what the system holds back
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+
+        def take():
+            connection, _ = listening.accept()
+            with connection, connection.makefile("rb") as reader:
+                asked, began = json.loads(reader.readline()), time.monotonic()
+                connection.sendall(line({"go": True}))
+                for _ in range(40):
+                    time.sleep(0.05)
+                    reader.read(1 << 20)
+                reader.read(asked["record"])
+                took.append(time.monotonic() - began)
+                connection.sendall(line({"ok": True}))
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        put(listening.getsockname(), TOKEN, 0, data, record(data))
+        thread.join()
+    assert took[0] > 3 * exchange.PATIENCE_S
 
 
 def test_a_process_that_has_gone_is_an_error(server):

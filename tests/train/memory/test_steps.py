@@ -25,7 +25,9 @@ class Kept:
         self.steps, self.ended, self.closed = [], False, False
 
     def save(self, step, state, facts, waiting=None):
+        seen = facts.pop("recent_losses")["losses"]
         assert facts == {"data_position": step, "skipped_data": []}
+        assert 0 < len(seen) <= step, "as a checkpoint on disk has them"
         assert int(state["counters/step"]) == step
         with waiting or nullcontext():
             self.steps.append(step)
