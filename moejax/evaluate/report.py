@@ -75,9 +75,12 @@ def print_tables(result: Result, console: Console) -> None:
     table.add_row("data", ", ".join(result.files))
     table.add_row("predicted tokens", f"{score.targets:,}")
     table.add_row("bytes of their text", "unknown" if size is None else f"{size:,}")
-    table.add_row("nats per token", f"{score.nats_per_token:.4f}")
-    table.add_row("perplexity", f"{result.perplexity:,.3f}")
-    table.add_row("bits per byte", "unknown" if bits is None else f"{bits:.4f}")
+    if score.targets:
+        table.add_row("nats per token", f"{score.nats_per_token:.4f}")
+        table.add_row("perplexity", f"{result.perplexity:,.3f}")
+        table.add_row("bits per byte", "unknown" if bits is None else f"{bits:.4f}")
+    else:
+        table.add_row("score", "none: no token of it is predicted (no targets)")
     if result.documents is not None:
         _print_documents(result.documents, console)
     console.print(table)

@@ -29,6 +29,7 @@ from moejax.step.state import Batch, Metrics, Reduction, TrainState, Tree
 from moejax.step.whole_batch import (
     NumTargets,
     choose_levels,
+    count_own_targets,
     count_targets,
     keys_of,
     reduce_whole_gradients,
@@ -44,7 +45,8 @@ def train_step(
     gradients, loss_parts, reduction = gradients_of(model, state, batch)
     with jax.named_scope("update"):
         squares = square_share(gradients, model.dims, model.layouts)
-        loss_parts, (squares,) = sum_shares(loss_parts, [squares], layout)
+        shares = [squares, *count_own_targets(model, batch)]
+        loss_parts, (squares, *targets) = sum_shares(loss_parts, shares, layout)
         norm = jnp.sqrt(squares)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss_parts.nll)
         if loss_parts.ahead is not None:
@@ -71,6 +73,7 @@ def train_step(
         gradient_norm=norm,
         skipped=skipped,
         ahead=loss_parts.ahead,
+        has_targets=jnp.stack(targets) > 0,
     )
 
 

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 class Metrics(NamedTuple):
     """Metrics of one step, over all devices."""
 
-    loss: jax.Array  # nats per target
+    loss: jax.Array  # nats per target; 0 without targets
     balance: jax.Array  # load-balance loss, 1 when even
     router_entropy: jax.Array  # of a token's scores, over its largest; mean over tokens and layers
     load_LE: jax.Array  # assignments to each expert of each expert layer
@@ -48,3 +48,5 @@ class Metrics(NamedTuple):
     gradient_norm: jax.Array  # before clipping
     skipped: Leaf  # updates skipped so far
     ahead: Leaf = None  # nats per target of `model.predict_ahead`; None without
+    # bool [1] or [2]: whether there were targets of `loss`, and of `ahead`; None: there were.
+    has_targets: Leaf = None

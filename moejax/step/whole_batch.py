@@ -41,6 +41,14 @@ def count_targets(model: ModelDef, batch: Batch) -> NumTargets:
     return NumTargets(total(batch.target_BT), total(ahead_BT))
 
 
+def count_own_targets(model: ModelDef, batch: Batch) -> list[jax.Array]:
+    """Returns this device's numbers of valid targets: of the next tokens, and of those after."""
+    targets = [batch.target_BT]
+    if model.cfg.model.predict_ahead:
+        targets.append(targets_ahead(batch.target_BT, batch.segment_BT))
+    return [jnp.sum(target_BT >= 0).astype(jnp.float32) for target_BT in targets]
+
+
 def with_residuals(model: ModelDef, state: TrainState) -> Tree:
     """Returns the parameters, those whose gradients have a codec with its state."""
     context = EncodeContext(state.step, keys_of(model, state)[1])

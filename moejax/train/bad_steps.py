@@ -10,6 +10,7 @@ from moejax.errors import DivergedError
 from moejax.runtime.interrupt import Interrupt
 from moejax.step.state import Metrics
 from moejax.train.manifest import finished_steps
+from moejax.train.metrics import has_targets
 from moejax.train.run import Run
 from moejax.train.skips import Skipped, Skips
 from moejax.train.spikes import STEPS, Spike, Spikes
@@ -97,8 +98,10 @@ class StepCheck:
             self._tell_skipped(skipped)
             if skipped.in_a_row == self._run.cfg.train.max_skipped:
                 self._go_back_or_end(skipped)
-        elif (spike := self._spikes.after(step, float(metrics.loss))) is not None:
-            self._tell_spike(spike)
+        elif has_targets(metrics):
+            spike = self._spikes.after(step, float(metrics.loss))
+            if spike is not None:
+                self._tell_spike(spike)
 
     def _rollbacks_left(self) -> int:
         return self._run.cfg.train.rollbacks - len(self._run.inputs.skipped)

@@ -117,7 +117,7 @@ def evaluate(
     except _AskedToStopError:
         run.display.note(f"step {step}  the evaluation is given up: asked to stop")
         return
-    values = {"nats_per_token": found.nats_per_token}
+    values = {"nats_per_token": found.nats_per_token} | ({} if found.targets else {"targets": 0})
     if (bits := found.bits_per_byte(held_out)) is not None:
         values["bits_per_byte"] = bits
     part = "all" if limit is None else f"{found.targets:,} tokens"

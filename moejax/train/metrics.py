@@ -24,7 +24,7 @@ class Report:
     """One logged line."""
 
     step: int
-    loss: float  # nats per target
+    loss: float  # nats per target; NaN without targets
     tokens_per_second: float
     flops_per_second: float  # of the model, without recomputation
     share_of_peak: float  # share of the measured peak of a large matrix product
@@ -36,7 +36,9 @@ class Report:
     learning_rate: float  # of this step's update
     skipped: int  # updates skipped so far because they were not finite
     seconds_left: float
-    ahead_loss: float | None = None  # of `model.predict_ahead`, nats per target; None without
+    # of `model.predict_ahead`, nats per target; None without, NaN without targets
+    ahead_loss: float | None = None
+    without_targets: bool | None = None  # whether no position of the step had a target; None: some
 
     def line(self, num_steps: int, width: int | None = None) -> str:
         """Returns the report as one line of text.
@@ -55,7 +57,7 @@ class Report:
         gigaflops = self.flops_per_second / 1e9
         parts = (
             f"step {self.step}/{num_steps}",
-            f"loss {self.loss:.4f}",
+            "no targets" if self.without_targets else f"loss {self.loss:.4f}",
             f"ahead {self.ahead_loss:.4f}" if self.ahead_loss is not None else "",
             f"{self.tokens_per_second:,.0f} tok/s",
             f"{gigaflops:,.1f} GFLOP/s ({self.share_of_peak:.0%} of peak)" if flops else "",
@@ -95,7 +97,7 @@ class Meter:
 
     def report(self, step: int, metrics: Metrics) -> Report:
         """Fetches a step's metrics, which waits for it, and computes rates since `start`."""
-        loss = float(metrics.loss)
+        loss, ahead = losses_of(metrics)
         assert self.started is not None, "start comes first"
         begin, first = self.started
         seconds = time.perf_counter() - begin - self._paused
@@ -118,12 +120,29 @@ class Meter:
             learning_rate=float(self.schedule(max(step - 1 - skipped, 0))),
             skipped=skipped,
             seconds_left=(self.num_steps - step) / per_second if per_second else 0.0,
-            ahead_loss=None if metrics.ahead is None else float(metrics.ahead),
+            ahead_loss=ahead,
+            without_targets=None if has_targets(metrics) else True,
         )
+
+
+def has_targets(metrics: Metrics) -> bool:
+    """Whether some position of a step had a target, without which it has no loss."""
+    return metrics.has_targets is None or bool(metrics.has_targets[0])
+
+
+def losses_of(metrics: Metrics) -> tuple[float, float | None]:
+    """Returns a step's loss and that of `model.predict_ahead`, NaN for one without targets."""
+    told = [True, True] if metrics.has_targets is None else [*metrics.has_targets]
+    loss = float(metrics.loss) if told[0] else math.nan
+    if metrics.ahead is None:
+        return loss, None
+    return loss, float(metrics.ahead) if told[1] else math.nan
 
 
 def held_out_text(values: Mapping[str, float | None]) -> str:
     """Returns an evaluation's recorded values as text."""
+    if values.get("targets") == 0:
+        return "no targets"
     # JSON has no NaN: it was recorded as null.
     known = {name: math.nan if value is None else value for name, value in values.items()}
     return ", ".join(
@@ -146,6 +165,7 @@ class Records:
         self._events.write("step", **values)
         scalars = {n: sum(v) if isinstance(v, list) else v for n, v in values.items()}
         del scalars["step"]
+        scalars.pop("without_targets", None)
         self._draw("train", report.step, scalars)
 
     def event(self, event: str, step: int, **values: float | int | str) -> None:

@@ -340,5 +340,5 @@ def _final_eval(path: Path, step: int) -> dict[str, float | None]:
         with suppress(ValueError):
             record = json.loads(line)
             if (record["event"], record["step"]) == ("final_eval", step):
-                values = {name: record[name] for name in EVALUATED if name in record}
+                values = {name: record[name] for name in (*EVALUATED, "targets") if name in record}
     return values

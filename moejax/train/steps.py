@@ -18,7 +18,7 @@ from moejax.train.bad_steps import RECENT, StepCheck
 from moejax.train.checkpoint import arrays_of
 from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate
-from moejax.train.metrics import Meter
+from moejax.train.metrics import Meter, losses_of
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import save_expert_load
 from moejax.train.profile import Profile
@@ -159,7 +159,7 @@ def due(step: int, *every: int | None) -> bool:
 def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
     """Shows and records the step's metrics. The first call starts the clock."""
     if meter.started is None:
-        run.records.event("first_step", step, loss=float(metrics.loss))
+        run.records.event("first_step", step, loss=losses_of(metrics)[0])
         meter.start(step)
         return
     line = meter.report(step, metrics)

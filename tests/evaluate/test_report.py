@@ -20,6 +20,12 @@ def shown(result):
     return text.get()
 
 
+def test_text_without_targets_has_no_score():
+    text = shown(Result("run/4", 4, ["a.bin"], from_documents([b"a"]), Score(0.0, 0), None))
+    assert "no targets" in text
+    assert "nan" not in text
+
+
 def test_json_has_totals_and_documents(capsys):
     print_json(Result("run/4", 4, ["a.bin"], SOURCE, Score(16.0, 8), DOCUMENTS))
     found = json.loads(capsys.readouterr().out)

@@ -185,6 +185,21 @@ def test_an_update_that_is_not_finite_is_counted_and_not_applied():
     jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.optimizer))
 
 
+@pytest.mark.parametrize("place_of_one", [None, 0, -1])
+def test_a_step_tells_whether_there_was_a_target_anywhere(place_of_one):
+    """On one device of four at most."""
+    cfg = small_config((1, 1, 2, 2), moe=CERTAIN)
+    train_step, batch = step_for(cfg), random_batch(cfg)
+    target_BT = np.full_like(batch.target_BT, -1)
+    if place_of_one is not None:
+        target_BT[place_of_one, -1] = 3
+    _, metrics = train_step.step(
+        train_step.init(), place(train_step, batch._replace(target_BT=target_BT))
+    )
+    assert np.asarray(metrics.has_targets).tolist() == [place_of_one is not None]
+    assert (float(metrics.loss) > 0) == (place_of_one is not None)
+
+
 def test_a_step_compiled_for_shapes_is_not_compiled_again():
     """Processes compile first and meet then; a second compilation would part them again."""
     cfg = small_config((1, 1, 2, 2), moe=CERTAIN)

@@ -57,7 +57,7 @@ class Saves(Checkpoints):
         return sorted(int(path.name) for path in self.directory.glob("*"))
 
 
-def metrics(*, loss=1.0, norm=1.0, skipped=0):
+def metrics(*, loss=1.0, norm=1.0, skipped=0, has_targets=None):
     """What a step gives, on the host."""
     none = np.zeros((0, 1), np.int32)
     return Metrics(
@@ -68,6 +68,7 @@ def metrics(*, loss=1.0, norm=1.0, skipped=0):
         none[:, 0],
         np.float32(norm),
         np.int32(skipped),
+        has_targets=has_targets,
     )
 
 

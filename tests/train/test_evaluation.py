@@ -64,7 +64,8 @@ def test_an_evaluation_that_meets_no_target_has_no_mean(running, tmp_path):
     evaluate(run, initial_state(), 5, limit=1)
     (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (event["nats_per_token"], event["bits_per_byte"]) == (None, None)
-    assert "(0 tokens): nan" in shown.getvalue()
+    assert event["targets"] == 0
+    assert "(0 tokens): no targets" in shown.getvalue()
 
 
 def test_all_targets_are_measured_once(running, tmp_path):

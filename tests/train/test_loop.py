@@ -41,14 +41,15 @@ def training(running):
 
 
 def _training(running, cfg, bad=None, seen=None):
-    """A run whose steps only count, and skip the updates that are named with what they measured."""
+    """A run whose steps only count; named ones measure else, and skip what is not finite."""
 
     def step(state, batch):
         number = int(state.step) + 1
         if seen is not None:
             seen.append(np.asarray(batch.token_BT))
         measured = (bad or {}).get(number)
-        skipped = state.skipped + (measured is not None)
+        finite = all(np.isfinite((measured or {}).get(name, 1.0)) for name in ("loss", "norm"))
+        skipped = state.skipped + (not finite)
         state = state._replace(step=np.int32(number), skipped=np.int32(skipped))
         return state, metrics(**(measured or {}), skipped=skipped)
 
@@ -112,6 +113,17 @@ def test_a_run_without_a_good_checkpoint_says_so_or_goes_on_if_told(training, li
     with pytest.raises(DivergedError, match="No checkpoint is from before"):
         run_steps(run, initial_state(), meter(cfg))
     assert run.checkpoints.steps == []
+
+
+def test_steps_without_targets_are_neither_losses_nor_spikes(training, tmp_path):
+    cfg = config(60, spike_threshold=6.0)
+    none = {"loss": 0.0, "has_targets": np.array([False])}
+    high = {"loss": 9.0}
+    run, _ = training(cfg, {n: high if n > 54 else none for n in (*range(2, 40, 2), 55, 56, 57)})
+    run_steps(run, initial_state(), meter(cfg))
+    (spike,) = events(tmp_path, "spike")
+    assert (spike["step"], spike["median"]) == (57, 1.0)
+    assert 0.0 not in run.recent["losses"]
 
 
 class Mailbox(Processes):

@@ -105,6 +105,26 @@ def test_the_line_shows_everything_a_reader_needs(clock):
     assert "0:08 left" in line
 
 
+def test_a_step_without_targets_has_no_loss_and_says_so(clock, tmp_path):
+    found = meter()
+    found.start(10)
+    clock.now += 2
+    none = step_metrics(loss=0.0)._replace(
+        ahead=jnp.array(0.0), has_targets=jnp.array([False, False])
+    )
+    told = found.report(14, none)
+    assert "step 14/30  no targets  ahead nan  " in told.line(30)
+    assert "0.0000" not in told.line(30)
+    records = Records(tmp_path)
+    records.report(told)
+    records.close()
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (line["loss"], line["ahead_loss"], line["without_targets"]) == (None, None, True)
+    some = found.report(14, none._replace(has_targets=jnp.array([True, False])))
+    assert "loss 0.0000  ahead nan" in some.line(30)
+    assert some.without_targets is None
+
+
 def test_records_are_json_lines_and_tensorboard_events(tmp_path, clock):
     records = Records(tmp_path)
     records.report(report(clock))
