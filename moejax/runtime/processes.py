@@ -151,6 +151,7 @@ class Processes:
         """Takes JAX's coordination client; a program of one process has none."""
         self.index, self.count, self._client = index, count, client
         self._rounds = 0
+        self._gathered: str | None = None  # name of this process's value in the last gather
         # Weak: one program, such as a notebook, may make many functions.
         self._compiled: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
@@ -197,12 +198,20 @@ class Processes:
         return self._rounds
 
     def gather(self, value: Json) -> list[Json]:
-        """Returns the values of all processes, in the order of their numbers."""
+        """Returns the values of all processes, in the order of their numbers.
+
+        The service, in process 0, holds the values of the last two gathers only.
+        """
         if self.count == 1:
             return [value]
         names = [f"moejax/{self.fresh()}/{index}" for index in range(self.count)]
         self._client.key_value_set(names[self.index], json.dumps(value))
-        return [json.loads(self._wait_for(name)) for name in names]
+        values = [json.loads(self._wait_for(name)) for name in names]
+        # Whose value is here has read all values of the gather before: nobody needs them any more.
+        if self._gathered is not None:
+            self._client.key_value_delete(self._gathered)
+        self._gathered = names[self.index]
+        return values
 
     def together(self, make: Callable[[], T]) -> T:
         """Returns the result of `make`, unless it raises InputError in some process.

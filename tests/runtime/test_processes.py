@@ -1,9 +1,12 @@
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax._src.lib import _jax
 
 from moejax.config.schema import MeshConfig
 from moejax.errors import DivergedError, InputError, StorageFullError
@@ -28,6 +31,37 @@ def test_what_process_0_makes_reaches_all_and_only_it_makes_it():
 
     assert everywhere(3, run) == [{"step": 7}] * 3
     assert made == [0]
+
+
+@pytest.fixture
+def clients():
+    """Three clients of JAX's own service, in this process."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    service = _jax.get_distributed_runtime_service(address, 3)
+    found = [_jax.get_distributed_runtime_client(address, index) for index in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda client: client.connect(), found))
+        yield found
+        list(threads.map(lambda client: client.shutdown(), found))
+    service.shutdown()
+
+
+def test_what_was_gathered_is_removed_from_jaxs_service_once_all_have_read_it(clients):
+    def kept():
+        return len(clients[0].key_value_dir_get("moejax"))
+
+    def run(index):
+        processes, most = Processes(index, 3, clients[index]), 0
+        for number in range(100):
+            assert processes.gather([index, number]) == [[n, number] for n in range(3)]
+            most = max(most, kept())
+        return most
+
+    with ThreadPoolExecutor(3) as threads:
+        most = max(threads.map(run, range(3)))
+    assert most <= 3 * 3, "two rounds, and one that has begun"
+    assert kept() == 3, "the last one: nobody knows yet that all have read it"
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
