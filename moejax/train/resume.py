@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 
 from moejax.comm.weights.path import path_of
 from moejax.config.load import diff, from_dict, to_dict
-from moejax.config.schema import Config
+from moejax.config.schema import Config, OptimizerConfig
 from moejax.data.sources import Content
 from moejax.data.tokens import FilePart
 from moejax.errors import InputError
@@ -102,6 +103,44 @@ def check_resumable(saved: dict[str, Any], cfg: Config, *, step: int) -> list[st
     open_ended = ("mesh.replica", "mesh.nodes")
     told = [c for c in changes if not c[0].startswith("plan.")]  # it does not matter who chose
     return [_listed([c]) for c in told if c[0] not in open_ended or c[2] is not None]
+
+
+def rate_notes(saved: dict[str, Any], cfg: Config, *, step: int) -> list[str]:
+    """Returns a note if the next step has another learning rate than its checkpoint's run had.
+
+    As where a run whose rate has decayed goes on with more steps, and the schedule goes up.
+
+    Args:
+      step: step of the checkpoint.
+    """
+    before = from_dict(saved)
+    steps, longer = before.train.num_steps, cfg.train.num_steps
+    old, new = rate_after(before.optimizer, step, steps), rate_after(cfg.optimizer, step, longer)
+    if math.isclose(old, new, rel_tol=1e-3, abs_tol=1e-12):
+        return []
+    text = (
+        f"learning rate after step {step}: {old:.3g} as the checkpoint's run had it, now {new:.3g}"
+    )
+    if steps != longer:
+        text += f", by its schedule over {longer:,} steps, not {steps:,}"
+    return [text]
+
+
+def rate_after(cfg: OptimizerConfig, updates: int, num_steps: int) -> float:
+    """Returns the learning rate after some updates, without a device.
+
+    The step's own is `step.optimizer.learning_rate`.
+    """
+    warmup = cfg.warmup(num_steps)
+    if updates < warmup:
+        return cfg.learning_rate * updates / warmup
+    done = min((updates - warmup) / max(num_steps - warmup, 1), 1.0)
+    left = {
+        "cosine": (1 + math.cos(math.pi * done)) / 2,
+        "linear": 1 - done,
+        "constant": 1.0,
+    }[cfg.schedule]
+    return cfg.learning_rate * (cfg.final_fraction + (1 - cfg.final_fraction) * left)
 
 
 def check_same_data(saved: dict[str, Any], content: Content, *, allowed: bool) -> list[str]:

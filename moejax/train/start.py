@@ -37,6 +37,7 @@ from moejax.train.resume import (
     check_resumable,
     check_same_base,
     check_same_data,
+    rate_notes,
 )
 from moejax.train.saved import Saved, newest
 from moejax.train.skipped_data import (
@@ -190,6 +191,7 @@ def choose_checkpoint(
     if saved is not None:
         changes = check_resumable(saved.manifest.get("config", {}), cfg, step=saved.step)
         notes += [f"setting changed since the checkpoint: {change}" for change in changes]
+        notes += rate_notes(saved.manifest.get("config", {}), cfg, step=saved.step)
         allowed = cfg.checkpoint.allow_changed_data
         changes = check_same_data(saved.manifest, content, allowed=allowed)
         notes += [f"data changed since the checkpoint: {change}" for change in changes]

@@ -2,12 +2,14 @@ import dataclasses
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 from moejax.config.fields import fields, get_value
 from moejax.config.load import from_dict, to_dict
-from moejax.config.schema import Config
+from moejax.config.schema import Config, OptimizerConfig
 from moejax.errors import InputError
+from moejax.step.optimizer import learning_rate
 from moejax.train.resume import (
     SHAPES,
     check_resumable,
@@ -15,6 +17,8 @@ from moejax.train.resume import (
     check_same_weights,
     describe_run,
     fingerprint,
+    rate_after,
+    rate_notes,
     same_reduction,
 )
 from tests.cases import on_nodes, small_config, step_for
@@ -124,6 +128,32 @@ def test_what_it_does_not_depend_on_may_change_and_is_told(name):
 def test_a_replica_axis_left_open_is_no_change():
     saved = to_dict(changed("mesh.replica", 4))
     assert check_resumable(saved, changed("mesh.replica", None), step=5) == []
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0, 7, 0.25])
+def test_rates_that_are_told_are_those_of_the_step(schedule, warmup):
+    cfg = OptimizerConfig(schedule=schedule, warmup_steps=warmup, final_fraction=0.25)
+    of_step = learning_rate(cfg, 40, cfg.learning_rate)
+    told = [rate_after(cfg, updates, 40) for updates in range(50)]
+    np.testing.assert_allclose(told, [of_step(n) for n in range(50)], rtol=1e-5, atol=1e-9)
+
+
+def test_a_decayed_run_that_goes_on_with_more_steps_tells_both_rates():
+    # Cosine from 1e-3 to a quarter at step 200; of 400 steps that is the middle: five eighths.
+    decayed = changed("optimizer.final_fraction", 0.25, changed("optimizer.learning_rate", 1e-3))
+    decayed = changed("optimizer.warmup_steps", 0, decayed)
+    longer = changed("train.num_steps", 400, decayed)
+    (told,) = rate_notes(to_dict(decayed), longer, step=200)
+    assert told == (
+        "learning rate after step 200: 0.00025 as the checkpoint's run had it, now 0.000625, by "
+        "its schedule over 400 steps, not 200"
+    )
+    assert rate_notes(to_dict(decayed), decayed, step=100) == []
+    steady = changed("optimizer.schedule", "constant", decayed)
+    assert rate_notes(to_dict(steady), changed("train.num_steps", 400, steady), step=200) == []
+    (told,) = rate_notes(to_dict(steady), changed("optimizer.learning_rate", 2e-3, steady), step=9)
+    assert told.endswith("0.001 as the checkpoint's run had it, now 0.002")
 
 
 def test_the_same_config_changes_nothing():

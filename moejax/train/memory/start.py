@@ -25,6 +25,7 @@ from moejax.train.resume import (
     check_same_base,
     check_same_data,
     describe_run,
+    rate_notes,
 )
 from moejax.train.saved import Saved
 from moejax.train.skipped_data import ENTRY, to_json
@@ -148,6 +149,8 @@ def _unfit(
     try:
         for change in check_resumable(found.facts["config"], cfg, step=found.step):
             note(f"setting changed since the checkpoint: {change}")
+        for text in rate_notes(found.facts["config"], cfg, step=found.step):
+            note(text)
         for change in check_same_data(found.facts, content, allowed=allowed):
             note(f"data changed since the checkpoint: {change}")
         if base is not None:
