@@ -25,6 +25,7 @@ from rich.filesize import decimal
 
 from moejax.config.checks import check
 from moejax.config.checks.gradients import has_fixed_weight
+from moejax.config.checks.paths import check_plain
 from moejax.config.fields import fields, get_value
 from moejax.config.load import override, to_dict
 from moejax.config.schema import Config
@@ -60,6 +61,7 @@ def import_folder(
       InputError: for anything wrong with the folder, before a device is touched.
     """
     check_new_folder(out, "--out")
+    check_plain(out, f"--out {out}")
     with Folder(path) as folder:
         cfg = config_for(folder, out, overrides)
         check(cfg, trained=False)

@@ -21,7 +21,7 @@ from orbax.checkpoint._src.futures import signaling_client, synchronization
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import Reduction, TrainState
-from moejax.train.commit import commit, prune, tell_first
+from moejax.train.commit import check_written, commit, prune, tell_first
 from moejax.train.copies import Copies
 from moejax.train.digests import DeviceSums, add_up
 from moejax.train.disk_space import (
@@ -93,11 +93,12 @@ class Checkpoints:
         with self._telling(step):
             needed = self._processes.from_first(self._taken)
             check_disk_space(self.directory, needed, step, self._processes)
-            sums = add_up(arrays_of(state))
+            arrays = arrays_of(state)
+            shapes, sums = {key: x.shape for key, x in arrays.items()}, add_up(arrays)
             args = {name: _save_args(flat(tree)) for name, tree in _items(state).items()}
             with self._naming_full_disk(step):
                 self._manager.save(step, args=ocp.args.Composite(**args), force=True)
-        self._pending = step, self._thread.submit(self._finish, step, facts, sums)
+        self._pending = step, self._thread.submit(self._finish, step, facts, shapes, sums)
 
     def _taken(self) -> int:
         """Returns the newest checkpoint's size on disk; 0 without one."""
@@ -177,13 +178,21 @@ class Checkpoints:
                 shutil.rmtree(committed, ignore_errors=True)
             raise
 
-    def _finish(self, step: int, facts: dict[str, Any], sums: DeviceSums) -> int:
+    def _finish(
+        self,
+        step: int,
+        facts: dict[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        sums: DeviceSums,
+    ) -> int:
         """After the commit: writes digests and the manifest, then removes old steps."""
         path = self.directory / str(step)
         with self._naming_full_disk(step):
             try:
                 # Returns when every process has written its files.
                 self._manager.wait_until_finished()
+                if self._first:
+                    check_written(path, shapes)
                 commit(path, {"step": step, **facts}, sums, self._processes)
             except Exception as error:
                 tell_first(path, error, self._processes)

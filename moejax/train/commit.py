@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moejax.errors import InputError
+from moejax.errors import InputError, RunError
 from moejax.runtime.processes import Processes
 from moejax.train.digests import DeviceSums, together
 from moejax.train.manifest import (
@@ -20,6 +20,23 @@ from moejax.train.manifest import (
     read_manifest,
     write_manifest,
 )
+from moejax.train.stored import missing_in
+
+
+def check_written(step: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Checks, before a manifest calls it whole, that a written step has all of its arrays.
+
+    Args:
+      shapes: of the arrays, by ITEM/KEY.
+    Raises:
+      RunError: if it lacks some.
+    """
+    if (missing := missing_in(step, shapes)) is not None:
+        raise RunError(
+            f"a checkpoint was written and cannot be read back. {step}: {missing}. It gets no "
+            f"manifest, so nothing takes it for whole; those before it are. Look at the file "
+            f"system, and run the same command again."
+        )
 
 
 class OtherProcessError(Exception):

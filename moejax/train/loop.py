@@ -18,6 +18,7 @@ from rich.console import Console
 
 from moejax.comm.exchange import disconnect
 from moejax.config.checks import check
+from moejax.config.checks.paths import check_places
 from moejax.config.schema import Config
 from moejax.data.sources import keep_tokenizer
 from moejax.errors import DivergedError, ReplicasError
@@ -97,6 +98,7 @@ def train(cfg: Config, console: Console) -> RunEnd:
     check_adapters(cfg)
     check_has_base(cfg)
     check_keep(cfg)
+    check_places(cfg)
     check_simulated_devices(cfg)
     check_trackers(cfg)
     inputs, assignment = open_inputs(cfg), find_assignment()

@@ -16,7 +16,7 @@ import jax
 from rich.console import Console
 
 from moejax.config.checks import resolve_mesh
-from moejax.config.checks.paths import check_folder
+from moejax.config.checks.paths import check_folder, check_places
 from moejax.config.checks.planned import is_planned
 from moejax.config.load import diff, from_dict, to_dict
 from moejax.config.schema import Config
@@ -100,6 +100,7 @@ def check_paths(cfg: Config) -> None:
       InputError: as the run would.
     """
     check_keep(cfg)
+    check_places(cfg)
     check_folder(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
     if cfg.checkpoint.memory_every is not None:
         place = cfg.checkpoint.memory_dir

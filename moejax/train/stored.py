@@ -9,7 +9,8 @@ import hashlib
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -146,6 +147,34 @@ class PieceWriter:
             "dtype": array.dtype,
             "store_data_equal_to_fill_value": True,
         }
+
+
+def missing_in(step: Path, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Returns what a written step lacks, in words; None if each array has its shape and all pieces.
+
+    Reads each item's index and the arrays' descriptions, not their numbers.
+
+    Args:
+      shapes: of the arrays that it must have, by ITEM/KEY.
+    """
+    for item in dict.fromkeys(name.partition("/")[0] for name in shapes):
+        base = {"driver": "file", "path": f"{step.absolute() / item}/"}
+        store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        names = [name.decode().rpartition("/") for name in store.list().result()]
+        pieces = Counter(key for key, _, last in names if last != ".zarray")
+        for name, shape in shapes.items():
+            of, _, key = name.partition("/")
+            if of != item:
+                continue
+            known = store.read(f"{key}/.zarray").result()
+            if known.state != "value":
+                return f"{name} is not there"
+            facts = json.loads(known.value)
+            cuts = zip(shape, facts["chunks"], strict=False)
+            wanted = math.prod(-(-size // cut) for size, cut in cuts)
+            if tuple(facts["shape"]) != tuple(shape) or pieces[key] != wanted:
+                return f"{name} has {pieces[key]} of {wanted} pieces, and shape {facts['shape']}"
+    return None
 
 
 class StoredWeights:

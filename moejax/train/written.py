@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import future
 
 from moejax.runtime.processes import Processes
+from moejax.train.commit import check_written
 from moejax.train.manifest import write_manifest
 from moejax.train.stored import NewArray, store_of
 
@@ -28,6 +29,8 @@ def save_written(
       stores: what `PieceWriter` wrote of them, in a directory for each item and in it one for each
         process (`store_of`). It moves into the checkpoint.
       facts: entries of the manifest.
+    Raises:
+      RunError: in process 0, if not all of them are there then.
     """
     handlers, args = {}, {}
     for name, arrays in items.items():
@@ -41,6 +44,8 @@ def save_written(
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as writer:
         writer.save(step.absolute(), args=ocp.args.Composite(**args))
     if processes.first:
+        every = ((name, array) for name, arrays in items.items() for array in arrays)
+        check_written(step, {f"{name}/{array.key}": array.shape for name, array in every})
         write_manifest(step, {"step": int(step.name), **facts})
 
 

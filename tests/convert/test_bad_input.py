@@ -177,6 +177,7 @@ def test_an_output_that_is_there_is_not_replaced(refused, model, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert "output exists. --out full" in refused("import", folder, "--out", "full")
+    assert "--out new[1] cannot hold checkpoints" in refused("import", folder, "--out", "new[1]")
     assert "output exists. --out full" in refused("export", "imported", "--out", "full")
 
 

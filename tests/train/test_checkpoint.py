@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moejax.comm.weights.compressed import ReduceState
-from moejax.errors import InputError
+from moejax.errors import InputError, RunError
 from moejax.step.state import Reduction, TrainState
 from moejax.train import checkpoint
 from moejax.train.checkpoint import Checkpoints, restore_items, restore_state
@@ -258,6 +258,25 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
         writer.wait()
     writer.close()
     assert finished_steps(tmp_path) == []
+
+
+def small_state():
+    """Counters, weights and moments of a model of two arrays."""
+    weights = {"w": jnp.arange(8.0), "b": jnp.ones((3, 2))}
+    none = Reduction({}, None)
+    return TrainState(jnp.int32(1), jnp.int32(0), weights, {"e": jnp.ones(3)}, weights, none)
+
+
+def test_what_cannot_be_read_back_is_not_called_whole(tmp_path):
+    """In such a folder Orbax commits a step without its numbers, and says nothing (0.12)."""
+    directory = tmp_path / "exp[lr=1e-3]"
+    writer = Checkpoints(directory, keep=2)
+    writer.save(1, small_state(), {})
+    with pytest.raises(RunError, match=r"cannot be read back\. .*/1: counters/skipped is not there"):
+        writer.wait()
+    writer.close()
+    assert (directory / "1").is_dir()
+    assert finished_steps(directory) == []
 
 
 def test_a_clock_that_is_set_during_a_save_does_not_end_it(tmp_path, monkeypatch):

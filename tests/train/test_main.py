@@ -34,6 +34,7 @@ def test_a_run_that_ends_early_is_one_line(tmp_path, monkeypatch, capsys, error,
     ("settings", "said"),
     [
         ({"run_dir": "/proc/none/run"}, "`run_dir` = /proc/none/run cannot be written"),
+        ({"run_dir": "runs/exp[lr=1e-3]"}, "`run_dir` = runs/exp[lr=1e-3] cannot hold"),
         ({"checkpoint": {"init_from": "nowhere"}}, "no finished checkpoint at nowhere"),
         ({"lora": {"rank": 4}}, "`lora.rank` is 4, and `checkpoint.init_from` is none"),
         ({"lora": {"rank": 4, "targets": ["w_q"]}}, "`lora.targets` has 'w_q', which fits no"),

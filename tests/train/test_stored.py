@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from moejax.hf.load import flat
 from moejax.train.checkpoint import Checkpoints
-from moejax.train.stored import StoredWeights
+from moejax.train.stored import NewArray, PieceWriter, StoredWeights, missing_in
 from tests.cases import small_config, step_for
 
 ONE, MIXED = (1, 1, 1, 1), (1, 2, 2, 2)
@@ -101,6 +101,27 @@ def test_no_piece_is_read_twice_for_tensors_that_share_it(tmp_path, before):
     for layer, expert, gate in itertools.product(range(layers), range(experts), range(gates)):
         stored.read(path, (layer, expert, ALL, gate))
     assert bytes_read() - first < 1.3 * array.nbytes + 4096
+
+
+def test_a_piece_that_is_missing_is_named_from_the_index_alone(tmp_path):
+    array = NewArray("params.groups.0.blocks.0.moe.w_in", (2, 3, 4, 5), "float32")
+    shapes = {f"weights/{array.key}": array.shape, "weights/params.norm.scale": (7,)}
+    parts = list(array.parts())
+    assert len(parts) == 6
+    with PieceWriter(tmp_path / "weights") as writer:
+        writer.create(array)
+        for part in parts[:-1]:
+            size = tuple(stop - start for start, stop in part)
+            writer.write(array, part, np.zeros(size, np.float32))
+    said = missing_in(tmp_path, shapes)
+    assert said == f"weights/{array.key} has 5 of 6 pieces, and shape [2, 3, 4, 5]"
+    with PieceWriter(tmp_path / "weights") as writer:
+        writer.write(array, parts[-1], np.zeros((1, 1, 4, 5), np.float32))
+    assert missing_in(tmp_path, shapes) == "weights/params.norm.scale is not there"
+    del shapes["weights/params.norm.scale"]
+    assert missing_in(tmp_path, shapes) is None
+    other = {f"weights/{array.key}": (2, 3, 4, 6)}
+    assert "shape [2, 3, 4, 5]" in missing_in(tmp_path, other)
 
 
 def test_an_unknown_path_is_no_array(tmp_path):

@@ -7,6 +7,8 @@ from moejax.config.fields import fields, get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError, without_logins
 
+PATTERN = "*?["  # characters of a glob
+
 
 def check_output(path: Path, shown: str) -> None:
     """Refuses a file that could not be written; leaves nothing behind.
@@ -41,6 +43,38 @@ def check_folder(folder: Path, shown: str) -> None:
             f"{shown} cannot be written. {existing}: {error.strerror}. It must be a folder that "
             f"this user may write to. Choose another place."
         ) from error
+
+
+def check_plain(path: Path | str, shown: str) -> None:
+    """Refuses a place of checkpoints whose name libraries would read as a pattern of names.
+
+    Orbax 0.12 and fsspec look for their own files with globs, and do not escape what is in front:
+    of `runs/exp[lr=1e-3]` they find nothing, or another folder's files.
+
+    Args:
+      path: of a folder, with those that it is in; or the text of a place elsewhere.
+      shown: its setting or flag.
+    Raises:
+      InputError: names the characters.
+    """
+    where = str(path.absolute() if isinstance(path, Path) else path)
+    if found := [character for character in PATTERN if character in where]:
+        raise InputError(
+            f"{shown} cannot hold checkpoints. {where} has {' and '.join(found)}. The library that "
+            f"writes them reads {' '.join(PATTERN)} as a pattern, also in folders above. Choose or "
+            f"rename to a place without them."
+        )
+
+
+def check_places(cfg: Config) -> None:
+    """Checks that checkpoints can be read back from where they are written and copied to.
+
+    Raises:
+      InputError: if the name of a place would be read as a pattern.
+    """
+    check_plain(Path(cfg.run_dir), f"`run_dir` = {cfg.run_dir}")
+    if cfg.checkpoint.copy_to is not None:
+        check_plain(cfg.checkpoint.copy_to, "`checkpoint.copy_to`")
 
 
 def check_no_secrets(cfg: Config) -> None:

@@ -308,7 +308,6 @@ def test_no_room_is_refused(tmp_path, monkeypatch):
 def test_machines_of_one_name_are_hosts_of_their_own(tmp_path, monkeypatch, machines):
     """As with nodes that are all called localhost."""
     cfg = configured(tmp_path, MESHES[0])
-    monkeypatch.setattr("moejax.train.memory.members.listening_address", lambda: ("127.0.0.1",) * 2)
     real, local = members.machine_of, threading.local()
 
     def machine_of(folder):
