@@ -19,7 +19,10 @@ def attend(w, x, segments, block: int, cfg: Config):
     model, T = cfg.model, x.shape[1]
     every = model.full_attention_every
     window = T if model.sliding_window is None else model.sliding_window
-    window = T if every is not None and block % every == every - 1 else window
+    full = every is not None and block % every == every - 1
+    if model.layer_attention:
+        full = model.layer_attention[block] == "full"
+    window = T if full else window
     back = jnp.arange(T)[:, None] - jnp.arange(T)[None]
     near = (back >= 0) & (back < window)
     seen = near[None, None] & (segments[:, None, :, None] == segments[:, None, None, :])

@@ -62,7 +62,7 @@ class Field:
     def range(self) -> str:
         """The range in words; empty without one."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            return ("a list of " if self.kind is tuple else "one of ") + ", ".join(self.choices)
         bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most}
         return " and ".join(
             f"{word} {bound}" for word, bound in bounds.items() if bound is not None
@@ -174,13 +174,19 @@ def check_value(field: Field, value: Any) -> Any:
         (field.at_least is None or converted >= field.at_least)
         and (field.above is None or converted > field.above)
         and (field.at_most is None or converted <= field.at_most)
-        and (not field.choices or converted in field.choices)
+        and (not field.choices or set(_items(converted)).issubset(field.choices))
     )
     if not inside:
-        close = difflib.get_close_matches(converted, field.choices, 1) if field.choices else []
+        wrong = [item for item in _items(converted) if field.choices and item not in field.choices]
+        close = difflib.get_close_matches(wrong[0], field.choices, 1) if wrong else []
         hint = f" Did you mean {close[0]}?" if close else ""
         raise InputError(f"`{field.name}` must be {field.range}. Got {short(value)}.{hint}")
     return converted
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    """Returns the entries of a list, or a value as the only one."""
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _convert(field: Field, value: Any) -> Any:

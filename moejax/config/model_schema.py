@@ -91,6 +91,11 @@ class ModelConfig:
     moe_every: int | None = setting(
         1, "after those, each n-th block has experts; none: dense model", at_least=1
     )
+    layer_mlps: tuple[str, ...] = setting(
+        (),
+        "each block's MLP, where first_dense_layers and moe_every do not say it; a text a layer",
+        choices=("dense", "experts"),
+    )
     activation: str = setting(
         "swiglu",
         "of MLPs and experts; clamped_swiglu: gate and up are clamped (gpt-oss)",
@@ -117,6 +122,11 @@ class ModelConfig:
     )
     full_attention_every: int | None = setting(
         None, "each n-th block sees back without the window (gpt-oss: 2)", at_least=2
+    )
+    layer_attention: tuple[str, ...] = setting(
+        (),
+        "what each block sees, where full_attention_every does not say it; a text a layer",
+        choices=("window", "full"),
     )
     tie_embeddings: bool = setting(True, "use the embedding as the output projection")
     init_deviation: float = setting(0.02, "standard deviation of initial weights", above=0)
@@ -164,11 +174,22 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         """Whether any block has experts."""
-        return self.moe_every is not None
+        return bool(self.layer_mlps) or self.moe_every is not None
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of blocks with experts, without that of `predict_ahead`."""
+        if self.layer_mlps:
+            return self.layer_mlps.count("experts")
+        if self.moe_every is None:
+            return 0
+        return max(0, self.num_layers - self.first_dense_layers) // self.moe_every
 
     @property
     def ends_in_experts(self) -> bool:
         """Whether the last block has experts; that of `predict_ahead` is like it."""
+        if self.layer_mlps:
+            return self.layer_mlps[-1] == "experts"
         if self.moe_every is None:
             return False
         return (self.num_layers - self.first_dense_layers) % self.moe_every == 0
@@ -181,6 +202,8 @@ class ModelConfig:
     @property
     def has_dense_blocks(self) -> bool:
         """Whether any block has a dense MLP."""
+        if self.layer_mlps:
+            return "dense" in self.layer_mlps
         return self.moe_every != 1 or self.first_dense_layers > 0
 
 
@@ -229,6 +252,11 @@ class MoEConfig:
     num_shared_experts: int = setting(
         0, "experts that every token visits, fused into one MLP", at_least=0
     )
+    shared_hidden: int | None = setting(
+        None,
+        "hidden width of the shared experts together; none: num_shared_experts x expert_hidden",
+        at_least=1,
+    )
     shared_gate: bool = setting(
         False, "the shared experts' output is scaled by sigmoid(h . gate), learned (Qwen2-MoE)"
     )
@@ -256,3 +284,10 @@ class MoEConfig:
         ),
     )
     router: RouterConfig = section(RouterConfig, "routing")
+
+    @property
+    def shared_width(self) -> int:
+        """Hidden width of the shared experts together; 0 without them."""
+        if self.shared_hidden is not None and self.num_shared_experts:
+            return self.shared_hidden
+        return self.num_shared_experts * self.expert_hidden

@@ -1,9 +1,12 @@
 """The kinds of blocks of a model, and the repeating patterns in which they are scanned."""
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moejax.config.schema import ModelConfig
+
+LONGEST = 64  # blocks of a pattern that is searched for in a table of layers
 
 
 class BlockKind(NamedTuple):
@@ -13,37 +16,102 @@ class BlockKind(NamedTuple):
     window: int | None = None  # positions that a query sees back; None: all
 
 
+Group = tuple[tuple[BlockKind, ...], int]  # a pattern, and how often it repeats
+
+
 def block_kinds(cfg: ModelConfig) -> list[BlockKind]:
     """Returns the kind of each block, in order."""
-    kinds = []
-    for index in range(cfg.num_layers):
-        place = index - cfg.first_dense_layers + 1
-        experts = cfg.moe_every is not None and place > 0 and place % cfg.moe_every == 0
-        every = cfg.full_attention_every
-        full = every is not None and (index + 1) % every == 0
-        window = None if full else cfg.sliding_window
-        kinds.append(BlockKind("moe" if experts else "dense", window))
-    return kinds
+    return [
+        BlockKind(
+            "moe" if mlp == "experts" else "dense",
+            None if sees == "full" else cfg.sliding_window,
+        )
+        for mlp, sees in zip(layer_mlps(cfg), layer_attention(cfg), strict=True)
+    ]
 
 
-def layer_groups(
-    cfg: ModelConfig, *, stacked: bool = True
-) -> list[tuple[tuple[BlockKind, ...], int]]:
+def layer_mlps(cfg: ModelConfig) -> tuple[str, ...]:
+    """Returns "dense" or "experts" for each block."""
+    if cfg.layer_mlps:
+        return cfg.layer_mlps
+    places = range(1 - cfg.first_dense_layers, 1 - cfg.first_dense_layers + cfg.num_layers)
+    every = cfg.moe_every
+    return tuple(
+        "experts" if every is not None and place > 0 and place % every == 0 else "dense"
+        for place in places
+    )
+
+
+def layer_attention(cfg: ModelConfig) -> tuple[str, ...]:
+    """Returns "window" or "full" for each block."""
+    if cfg.layer_attention:
+        return cfg.layer_attention
+    every = cfg.full_attention_every
+    return tuple(
+        "full" if every is not None and (index + 1) % every == 0 else "window"
+        for index in range(cfg.num_layers)
+    )
+
+
+def shortest(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns the shortest settings that say the same blocks, by name: a table only if it must be.
+
+    Equal blocks have equal settings, so that models can be compared.
+    """
+    return shortest_mlps(layer_mlps(cfg)) | shortest_attention(
+        layer_attention(cfg), cfg.sliding_window
+    )
+
+
+def shortest_mlps(mlps: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the shortest settings of blocks that are "dense" or "experts"."""
+    layers, places = len(mlps), [index for index, mlp in enumerate(mlps) if mlp == "experts"]
+    if not places:
+        return {"first_dense_layers": 0, "moe_every": None, "layer_mlps": ()}
+    first = places[0]
+    # An only one is the last, or of a pattern that begins at the start and comes once.
+    second = places[1] if len(places) > 1 else first + 1 if first == layers - 1 else 2 * first + 1
+    every = second - first
+    dense = first - every + 1
+    if dense >= 0 and places == list(range(first, layers, every)):
+        return {"first_dense_layers": dense, "moe_every": every, "layer_mlps": ()}
+    return {"first_dense_layers": 0, "moe_every": 1, "layer_mlps": mlps}
+
+
+def shortest_attention(sees: tuple[str, ...], window: int | None) -> dict[str, Any]:
+    """Returns the shortest settings of blocks that see a "window", or in "full" what was before."""
+    if window is None or "window" not in sees:
+        return {"sliding_window": None, "full_attention_every": None, "layer_attention": ()}
+    places = [index for index, seen in enumerate(sees) if seen == "full"]
+    settings = {"sliding_window": window, "full_attention_every": None, "layer_attention": ()}
+    if not places:
+        return settings
+    every = places[0] + 1
+    if every > 1 and places == list(range(every - 1, len(sees), every)):
+        return settings | {"full_attention_every": every}
+    return settings | {"layer_attention": sees}
+
+
+def layer_groups(cfg: ModelConfig, *, stacked: bool = True) -> list[Group]:
     """Returns the blocks as (pattern, repeats): each pattern is scanned `repeats` times.
 
     The dense blocks at the start, those before pipeline stages, and each of the stages' chunks are
     groups of their own. A pattern is as long as both kinds take to repeat: that of MLPs `moe_every`
-    blocks, that of windows `full_attention_every`.
+    blocks, that of windows `full_attention_every`. With a table of layers repeats are searched for.
 
     Args:
       stacked: False makes each repeat a group of its own.
     """
     kinds, start = block_kinds(cfg), cfg.first_dense_layers
-    every = cfg.full_attention_every or 1
-    length = math.lcm(cfg.moe_every or 1, every)
     stop = start + cfg.layers_before_stages
-    groups = _groups(kinds[:start], every)
-    groups += _groups(kinds[start:stop], length) + _groups(kinds[stop:], length)
+    parts = [kinds[:start], kinds[start:stop], kinds[stop:]]
+    if cfg.layer_mlps or cfg.layer_attention:
+        groups = [group for part in parts for group in _repeats(tuple(part))]
+    else:
+        every = cfg.full_attention_every or 1
+        length = math.lcm(cfg.moe_every or 1, every)
+        first, *others = parts
+        groups = _groups(first, every) + [g for part in others for g in _groups(part, length)]
     pattern, repeats = groups.pop()
     groups += [(pattern, repeats // cfg.stage_chunks)] * cfg.stage_chunks
     if stacked:
@@ -51,7 +119,7 @@ def layer_groups(
     return [(pattern, 1) for pattern, repeats in groups for _ in range(repeats)]
 
 
-def _groups(kinds: list[BlockKind], length: int) -> list[tuple[tuple[BlockKind, ...], int]]:
+def _groups(kinds: list[BlockKind], length: int) -> list[Group]:
     """Cuts blocks into repeats of `length` blocks, and a rest in the shortest pattern it has."""
     whole = len(kinds) // length * length
     groups = [(tuple(kinds[:length]), whole // length)] if whole else []
@@ -60,3 +128,39 @@ def _groups(kinds: list[BlockKind], length: int) -> list[tuple[tuple[BlockKind, 
         shortest = next(lengths)
         groups.append((tuple(rest[:shortest]), len(rest) // shortest))
     return groups
+
+
+@functools.lru_cache(maxsize=64)
+def _repeats(kinds: tuple[BlockKind, ...]) -> tuple[Group, ...]:
+    """Cuts blocks into repeating patterns, of which all together have the fewest blocks.
+
+    That many blocks are compiled. Patterns have `LONGEST` blocks at most, and repeat as often as
+    they can, or once less. Of equal cuts it is the one with the fewest groups, then that with the
+    shortest first pattern, then the fewest repeats of it. Checkpoints have these groups: another
+    choice is a new format.
+    """
+    count = len(kinds)
+    # From each block on: blocks of all patterns, groups, and the first pattern and its repeats.
+    best: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)] * (count + 1)
+    lengths = range(1, max(1, min(LONGEST, count // 2)) + 1)
+    alike = dict.fromkeys(lengths, 0)  # blocks from here on that equal the one a pattern later
+    for index in reversed(range(count)):
+        found = []
+        for length in lengths:
+            if index + length > count:
+                break
+            after = index + length
+            same = after < count and kinds[index] == kinds[after]
+            alike[length] = alike[length] + 1 if same else 0
+            most = alike[length] // length + 1
+            # One repeat less may leave a block to the pattern after it.
+            for repeats in {most, max(1, most - 1)}:
+                blocks, groups, *_ = best[index + length * repeats]
+                found.append((length + blocks, groups + 1, length, repeats))
+        best[index] = min(found)
+    cut, index = [], 0
+    while index < count:
+        _, _, length, repeats = best[index]
+        cut.append((kinds[index : index + length], repeats))
+        index += length * repeats
+    return tuple(cut)

@@ -209,7 +209,7 @@ def choose_family(
         try:
             return family, family.write(cfg, base)
         except InputError as error:
-            reasons.append(f"{family.name}: {error}")
+            reasons.append(f"{family.name}: {str(error).rstrip('.')}")
     raise InputError(f"no family holds this model. {'; '.join(reasons)}.")
 
 
@@ -220,8 +220,8 @@ def _config_of(
         return family, family.write(cfg, base)
     except InputError as error:
         raise InputError(
-            f"{family.name} does not hold this model: {error}. Name another family with --family, "
-            "or export a model without it."
+            f"{family.name} does not hold this model: {str(error).rstrip('.')}. Name another "
+            "family with --family, or export a model without it."
         ) from None
 
 

@@ -42,8 +42,7 @@ class Block(nnx.Module):
         self.attention = build_attention(cfg, kind.window, spec, rngs)
         self.mlp_norm = RMSNorm(cfg.width, cfg.norm_epsilon)
         self.moe = MoE(cfg, moe, spec, rngs) if kind.mlp == "moe" else None
-        shared = moe.num_shared_experts * moe.expert_hidden
-        hidden = cfg.mlp_hidden if kind.mlp == "dense" else shared
+        hidden = cfg.mlp_hidden if kind.mlp == "dense" else moe.shared_width
         self.mlp = MLP(cfg, hidden, spec, rngs) if hidden else None
         normal = jax.nn.initializers.normal(cfg.init_deviation)
         self.shared_gate = (

@@ -87,7 +87,7 @@ def print_summary(
     table.add_row("mesh", f"{mesh} ({cfg.mesh.activations}, experts {cfg.mesh.expert_weights})")
     for row in planned:
         table.add_row(*row)
-    if cfg.model.moe_every is not None:
+    if cfg.model.has_experts:
         table.add_row("route of tokens", explain(train_step.spec.route))
     if train_step.spec.compression != NO_COMPRESSION:
         table.add_row("codecs across nodes", describe_codecs(train_step.spec.codecs))

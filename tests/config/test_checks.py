@@ -83,6 +83,16 @@ def test_settings_that_fit_together_pass(values):
             ["`model.first_dense_layers` = 4", "none of 4 layers", "model.moe_every=none"],
         ),
         ({"model.moe_every": 5}, ["`model.moe_every` = 5", "at most", "= 4"]),
+        ({"model.layer_mlps": ("dense", "experts")}, ["has 2 entries for 4 layers"]),
+        ({"model.layer_mlps": ("dense",) * 4}, ["names no block with experts"]),
+        (
+            {"model.layer_mlps": ("dense", "experts") * 2, "model.moe_every": None},
+            ["`model.moe_every` is none"],
+        ),
+        (
+            {"model.layer_attention": ("full",) * 4, "model.sliding_window": 9},
+            ["leaves no block its window"],
+        ),
         ({"model.moe_every": 3, "model.first_dense_layers": 2}, ["`model.moe_every` = 3", "= 2"]),
         (
             {
@@ -288,6 +298,17 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
         ),
         ({"model.activation_limit": 5.0}, "model.activation_limit", "clamped_swiglu"),
         ({"moe.shared_gate": True}, "moe.shared_gate", "`moe.num_shared_experts` is 0"),
+        ({"moe.shared_hidden": 7}, "moe.shared_hidden", "`moe.num_shared_experts` is 0"),
+        (
+            {"model.layer_mlps": ("dense", "experts") * 2, "model.first_dense_layers": 1},
+            "model.first_dense_layers",
+            "`model.layer_mlps` says of each block",
+        ),
+        (
+            {"model.layer_attention": ("window", "full") * 2},
+            "model.layer_attention",
+            "`model.sliding_window` is none",
+        ),
         ({"model.moe_every": None, "moe.expert_bias": True}, "moe.expert_bias", "no block has"),
         (
             {"model.predict_ahead": 1, "data.sequence_length": 1},

@@ -70,6 +70,8 @@ FIELD_NAMES = [
     "model.head_width",
     "model.init_deviation",
     "model.kv_latent",
+    "model.layer_attention",
+    "model.layer_mlps",
     "model.layers_before_stages",
     "model.mlp_hidden",
     "model.moe_every",
@@ -120,6 +122,7 @@ FIELD_NAMES = [
     "moe.router.z_loss",
     "moe.router_bias",
     "moe.shared_gate",
+    "moe.shared_hidden",
     "optimizer.beta1",
     "optimizer.beta2",
     "optimizer.clip_norm",
@@ -195,3 +198,4 @@ def test_describe_fields_lists_each_setting_with_its_type_and_range():
     assert rows["data.train_weights"][0] == "tuple[float, ...]"
     assert rows["moe.router.jitter"][3] == "at least 0 and at most 0.5"
     assert rows["model.dtype"][3] == "one of float32, bfloat16"
+    assert rows["model.layer_mlps"][3] == "a list of dense, experts"

@@ -202,6 +202,7 @@ def values_of(field: Field) -> st.SearchStrategy:
     """Draws values that the field accepts, in the field's own type."""
     if field.choices:
         drawn = st.sampled_from(field.choices)
+        drawn = st.lists(drawn).map(tuple) if field.kind is tuple else drawn
     elif field.kind is int:
         drawn = st.integers(int(field.at_least or 0), int(field.at_most or 2**63 - 1))
     elif field.kind is float:

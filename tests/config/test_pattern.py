@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.config.pattern import BlockKind, block_kinds, layer_groups
+from moejax.config.pattern import BlockKind, block_kinds, layer_groups, shortest
 from moejax.config.schema import ModelConfig
 
 DENSE, MOE = BlockKind("dense"), BlockKind("moe")
@@ -75,3 +75,65 @@ def test_groups_are_the_blocks_in_order(layers, first_dense, moe_every, full_eve
     experts = [index for index, kind in enumerate(kinds) if kind.mlp == "moe"]
     first = layers if moe_every is None else first_dense + moe_every - 1
     assert experts == list(range(first, layers, moe_every or 1))
+
+
+def table(text, **settings):
+    """A model of which each letter is a layer: D a dense one, E one with experts."""
+    mlps = tuple("dense" if letter == "D" else "experts" for letter in text)
+    return ModelConfig(num_layers=len(text), layer_mlps=mlps, **settings)
+
+
+def letters(groups):
+    return [("".join("D" if kind == DENSE else "E" for kind in p), n) for p, n in groups]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("DDDEDE", [("D", 2), ("DE", 2)]),
+        ("EDEDEDDD", [("ED", 3), ("D", 2)]),
+        ("EDDDDE", [("E", 1), ("D", 4), ("E", 1)]),
+        ("DEEDEEEEEE", [("DEE", 2), ("E", 4)]),
+        ("D" + "E" * 60, [("D", 1), ("E", 60)]),
+    ],
+)
+def test_a_table_of_layers_is_cut_into_the_fewest_blocks_that_repeat(text, wanted):
+    assert letters(layer_groups(table(text))) == wanted
+
+
+@given(text=st.text("DE", min_size=1, max_size=24), before=st.integers(0, 5))
+def test_groups_of_any_table_are_its_blocks_in_order(text, before):
+    before = min(before, len(text) - 1)
+    groups = layer_groups(table(text, layers_before_stages=before))
+    assert "".join(pattern * repeats for pattern, repeats in letters(groups)) == text
+    ends = [sum(len(p) * n for p, n in groups[: i + 1]) for i in range(len(groups))]
+    assert before == 0 or before in ends
+
+
+def test_windows_of_any_table_are_those_of_its_blocks():
+    sees = ("full", "window", "window", "full", "full")
+    cfg = ModelConfig(num_layers=5, sliding_window=8, layer_attention=sees)
+    assert [kind.window for kind in block_kinds(cfg)] == [None, 8, 8, None, None]
+    assert shortest(cfg)["layer_attention"] == sees
+
+
+@given(
+    layers=st.integers(1, 12),
+    first_dense=st.integers(0, 5),
+    moe_every=st.none() | st.integers(1, 5),
+    full_every=st.none() | st.integers(2, 5),
+    window=st.sampled_from([None, 4]),
+)
+def test_equal_blocks_have_the_same_shortest_settings(
+    layers, first_dense, moe_every, full_every, window
+):
+    cfg = model(layers, first_dense, moe_every, full_every, window)
+    short = ModelConfig(num_layers=layers, **shortest(cfg))
+    assert block_kinds(short) == block_kinds(cfg)
+    assert shortest(short) == shortest(cfg)
+    assert (short.layer_mlps, short.layer_attention) == ((), ())
+    mlps = ["experts" if kind.mlp == "moe" else "dense" for kind in block_kinds(cfg)]
+    said = shortest(ModelConfig(num_layers=layers, layer_mlps=tuple(mlps)))
+    assert said["first_dense_layers"] == short.first_dense_layers
+    assert said["moe_every"] == short.moe_every
+    assert short.expert_layers == mlps.count("experts")

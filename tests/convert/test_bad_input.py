@@ -5,7 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from moejax.config.fields import change
 from moejax.convert import exporting, importing
+from moejax.errors import InputError
+from moejax.hf.families import family_named
+from moejax.hf.families.family import from_settings
+from tests.hf.golden import cases_of
 from tests.hf.random_models import write_file
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.13.w1.weight"
@@ -79,25 +84,10 @@ def test_an_import_keeps_the_model(refused, model):
     assert line.endswith("Leave these out; the written config may be changed later.")
 
 
-def test_patterns_of_dense_blocks_that_moejax_has_not_are_refused(refused, model):
-    folder = model("qwen3_moe", "every second block dense, yarn")
-    change_config(folder, decoder_sparse_step=1, mlp_only_layers=[1])
-    assert "pattern of dense blocks that moejax has not" in refused(
-        "import", folder, "--out", "imported"
-    )
-
-
 def test_clipped_queries_are_refused(refused, model):
     folder = model("olmoe", "top 3")
     change_config(folder, clip_qkv=8.0)
     assert "`clip_qkv` is 8.0" in refused("import", folder, "--out", "imported")
-
-
-def test_shared_experts_of_another_width_are_refused(refused, model):
-    folder = model("qwen2_moe", "first block dense, top 3")
-    change_config(folder, shared_expert_intermediate_size=21)
-    line = refused("import", folder, "--out", "imported")
-    assert "`shared_expert_intermediate_size` is 21, `moe_intermediate_size` is 10" in line
 
 
 def damage(change):
@@ -262,3 +252,23 @@ def test_links_out_of_the_folder_are_not_copied(refused, model, tmp_path):
     (folder / "tokenizer.json").symlink_to(tmp_path / "secret")
     line = refused("import", folder, "--out", "imported")
     assert "tokenizer.json is outside" in line
+
+
+def test_a_family_that_cannot_hold_a_model_is_told_in_whole_sentences():
+    case = cases_of("deepseek_v2")["even, groups, yarn"]["config"]
+    cfg = from_settings(family_named("deepseek_v2").read(case))
+    cfg = change(cfg, {"model.rope.mscale": 0.0, "model.rope.mscale_all_dim": 0.0})
+    for family in ("deepseek_v2", None):
+        with pytest.raises(InputError) as raised:
+            exporting.choose_family(cfg, {}, family)
+        assert "Both must be numbers above 0" in str(raised.value)
+        assert ".." not in str(raised.value)
+
+
+def test_a_pattern_of_blocks_that_trains_is_exported():
+    """Experts at 3 and 5 were refused as a pattern that moejax has not."""
+    case = cases_of("qwen3_moe")["even, window, tied"]["config"]
+    cfg = from_settings(family_named("qwen3_moe").read(case))
+    own = {"model.num_layers": 6, "model.first_dense_layers": 2, "model.moe_every": 2}
+    _, config = exporting.choose_family(change(cfg, own), {}, "qwen3_moe")
+    assert (config["decoder_sparse_step"], config["mlp_only_layers"]) == (1, [0, 1, 2, 4])

@@ -101,6 +101,22 @@ CASES: dict[str, dict[str, dict]] = {
             "num_hidden_layers": 4,
             "tie_word_embeddings": True,
         },
+        "blocks of no period, odd shared expert": {
+            **ODD,
+            "hidden_size": 52,
+            "intermediate_size": 14,
+            "moe_intermediate_size": 10,
+            "shared_expert_intermediate_size": 13,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [5],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", *["sliding_attention"] * 4, "full_attention"],
+            "num_hidden_layers": 6,
+        },
     },
     "qwen3_moe": {
         "every second block dense, yarn": {

@@ -8,6 +8,7 @@ import pytest
 
 from moejax.config.checks import check
 from moejax.config.fields import fields
+from moejax.config.pattern import block_kinds
 from moejax.errors import InputError
 from moejax.hf.config import config_of
 from moejax.hf.families import FAMILIES, family_named, family_of
@@ -171,9 +172,9 @@ REFUSED = [
     ("gpt-oss-20b", {"swiglu_alpha": 1.0}, "`swiglu_alpha` is 1.0"),
     ("gpt-oss-20b", {"experts_per_token": 3}, "keys disagree: `num_experts_per_tok` is 4"),
     (
-        "gpt-oss-20b",
+        "Qwen1.5-MoE-A2.7B",
         {"layer_types": ["full_attention", "sliding_attention"] * 12},
-        "must be each n-th one",
+        "`use_sliding_window` is false or missing",
     ),
     ("gpt-oss-20b", {"layer_types": ["chunked_attention"] * 24}, "`layer_types` is"),
     ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "for each of 24 layers"),
@@ -194,8 +195,7 @@ REFUSED = [
     ),
     ("OLMoE-1B-7B", {"head_dim": 64}, "`head_dim` is 64. In this family"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
-    ("Qwen3-30B-A3B", {"mlp_only_layers": [4]}, "pattern of dense blocks"),
-    ("Qwen1.5-MoE-A2.7B", {"shared_expert_intermediate_size": 5633}, "is 5633"),
+    ("Qwen3-30B-A3B", {"mlp_only_layers": list(range(48))}, "leaves none of 48 layers"),
 ]
 
 
@@ -235,8 +235,9 @@ def test_windows_by_turns_of_qwen2_need_their_switch():
     settings = read(config)
     assert settings["model.full_attention_every"] == 2
     assert settings["model.sliding_window"] == 32768
-    with pytest.raises(InputError, match="each n-th one"):
-        read({**config, "max_window_layers": 3})
+    seen = read({**config, "max_window_layers": 3})
+    assert seen["model.layer_attention"] == ("window", "full", "window", *("full",) * 21)
+    assert read(family_of(config).write(from_settings(seen), config)) == seen
 
 
 @pytest.mark.parametrize(
@@ -249,6 +250,7 @@ def test_windows_by_turns_of_qwen2_need_their_switch():
         (3, 3, [], (2, 1)),
         (6, 3, [], (0, 3)),
         (4, 2, [1], (3, 1)),
+        (6, 2, [1], (2, 2)),
     ],
 )
 def test_dense_blocks_in_every_pattern_that_moejax_has(layers, step, listed, wanted):
@@ -262,6 +264,39 @@ def test_dense_blocks_in_every_pattern_that_moejax_has(layers, step, listed, wan
     assert (settings["model.first_dense_layers"], settings["model.moe_every"]) == wanted
     written = table.write(from_settings(settings), config)
     assert read(written) | settings == read(written)
+
+
+@pytest.mark.parametrize(
+    ("step", "listed", "experts"),
+    [(2, [5], [1, 3, 7]), (1, [1, 4, 5], [0, 2, 3, 6, 7]), (3, [], [2, 5]), (1, [7], range(7))],
+)
+def test_any_blocks_may_be_dense(step, listed, experts):
+    changes = {"num_hidden_layers": 8, "decoder_sparse_step": step, "mlp_only_layers": listed}
+    config = {**PUBLISHED["Qwen1.5-MoE-A2.7B"], **changes}
+    cfg = from_settings(read(config))
+    check(cfg)
+    kinds = [kind.mlp for kind in block_kinds(cfg.model)]
+    assert kinds == ["moe" if index in experts else "dense" for index in range(8)]
+    written = family_of(config).write(cfg, config)
+    assert differences(from_settings(read(written)), cfg) == []
+
+
+def test_a_pattern_that_is_said_in_two_ways_is_one_model():
+    """A pattern that comes once was refused at export: what was written read as other settings."""
+    settings = read(
+        {**PUBLISHED["Qwen3-30B-A3B"], "num_hidden_layers": 3, "mlp_only_layers": [0, 1]}
+    )
+    own = {"model.first_dense_layers": 0, "model.moe_every": 3}
+    cfg = from_settings({**settings, **own})
+    assert differences(from_settings(settings), cfg) == []
+    assert family_named("qwen3_moe").write(cfg, {})["mlp_only_layers"] == [0, 1]
+
+
+def test_a_shared_expert_of_any_width_is_read_and_written():
+    config = {**PUBLISHED["Qwen1.5-MoE-A2.7B"], "shared_expert_intermediate_size": 5633}
+    cfg = from_settings(read(config))
+    assert (cfg.moe.num_shared_experts, cfg.moe.shared_width) == (1, 5633)
+    assert family_of(config).write(cfg, config)["shared_expert_intermediate_size"] == 5633
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

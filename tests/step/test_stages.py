@@ -224,6 +224,10 @@ CASES = {
     "dense before": {"model": {"first_dense_layers": 1, "tie_embeddings": False}, "layers": 5},
     "layers before": {"model": {"layers_before_stages": 1}, "layers": 5},
     "experts in each second block": {"model": {"moe_every": 2}, "layers": 8},
+    "a table of layers": {
+        "model": {"layer_mlps": ("experts", "dense", "dense", *("experts", "dense") * 4)},
+        "layers": 11,
+    },
     "balance over sequences": {"router": {"balance_over": "sequence"}},
     "sigmoid scores": {"router": {"score": "sigmoid"}},
     "overflow rounds": {"moe": {}},

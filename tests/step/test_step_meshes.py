@@ -175,6 +175,18 @@ def join_kinds(numbers):
     return changes
 
 
+@pytest.mark.slow
+def test_a_table_of_layers_gives_the_oracles_loss_and_gradients_on_a_mesh():
+    table = {
+        "num_layers": 5,
+        "layer_mlps": ("experts", "dense", "experts", "dense", "dense"),
+        "sliding_window": 3,
+        "layer_attention": ("full", "window", "full", "window", "window"),
+    }
+    moe = {"num_shared_experts": 1, "shared_hidden": 10, **CERTAIN}
+    check_against_oracle(small_config((1, 2, 2, 2), model=table, moe=moe), path="certain")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 1, 8, 1), (1, 2, 2, 2)])
 @pytest.mark.parametrize("changes", KINDS, ids=str)

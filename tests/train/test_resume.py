@@ -37,7 +37,10 @@ def changed(name, value, cfg=None):
 
 # What another value of a setting is, where it is not twice the number or the other truth.
 OTHER = {
+    "model.layer_attention": ["full", "window", "full", "window"],
+    "model.layer_mlps": ["experts", "dense", "experts", "experts"],
     "model.layers_before_stages": 1,
+    "moe.shared_hidden": 7,
     "model.stage_chunks": 2,
     "model.attention": "latent",
     "model.rope_width": 4,
@@ -301,7 +304,7 @@ def test_shapes_lists_what_changes_the_shapes_of_weights_and_nothing_else(name):
 @functools.cache
 def every_kind_of_layer(attention):
     """A model that has a dense layer, expert layers and shared experts; shapes of its weights."""
-    model = {"num_layers": 4, "first_dense_layers": 1, "num_kv_heads": 4}
+    model = {"num_layers": 4, "first_dense_layers": 1, "num_kv_heads": 4, "sliding_window": 5}
     model |= {"attention": attention, "head_width": 8, "rope_width": 2, "kv_latent": 8}
     cfg = small_config(model=model, moe={"num_shared_experts": 1, "num_experts": 4})
     return cfg, shapes_of_weights(cfg)

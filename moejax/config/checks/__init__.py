@@ -29,7 +29,7 @@ from moejax.config.checks.stages import check_chunks, check_stages
 from moejax.config.checks.text import divisors_text, require
 from moejax.config.compression import build_compression
 from moejax.config.fields import short
-from moejax.config.schema import Config
+from moejax.config.schema import Config, ModelConfig
 
 __all__ = ["AXES", "check", "resolve_mesh"]
 
@@ -84,7 +84,9 @@ def _check_paths(cfg: Config) -> None:
 
 def _check_blocks(cfg: Config) -> None:
     model = cfg.model
-    pattern = math.lcm(model.moe_every or 1, model.full_attention_every or 1)
+    _check_tables(model)
+    tables = model.layer_mlps or model.layer_attention
+    pattern = 1 if tables else math.lcm(model.moe_every or 1, model.full_attention_every or 1)
     before = model.layers_before_stages
     require(
         before == 0
@@ -95,7 +97,7 @@ def _check_blocks(cfg: Config) -> None:
         "number, or 0.",
     )
     check_chunks(model)
-    if model.moe_every is None:
+    if model.moe_every is None or model.layer_mlps:
         return
     rest = model.num_layers - model.first_dense_layers
     require(
@@ -108,6 +110,27 @@ def _check_blocks(cfg: Config) -> None:
         model.moe_every <= rest,
         f"`model.moe_every` = {model.moe_every} leaves no block with experts. It must be at "
         f"most num_layers - first_dense_layers = {rest}; set none for a dense model.",
+    )
+
+
+def _check_tables(model: ModelConfig) -> None:
+    """Checks the tables of layers: one entry a layer, and none that a shorter setting is for."""
+    for name in ("layer_mlps", "layer_attention"):
+        entries = len(getattr(model, name))
+        require(
+            entries in (0, model.num_layers),
+            f"`model.{name}` has {entries} entries for {model.num_layers} layers. Each layer has "
+            "one. Write as many, or none.",
+        )
+    require(
+        not model.layer_mlps or (model.expert_layers > 0 and model.moe_every is not None),
+        "`model.layer_mlps` names no block with experts, or `model.moe_every` is none. Leave the "
+        "table out for a dense model, and moe_every at 1 with a table.",
+    )
+    require(
+        not model.layer_attention or "window" in model.layer_attention,
+        "`model.layer_attention` leaves no block its window. Leave it out, and set "
+        "model.sliding_window=none.",
     )
 
 

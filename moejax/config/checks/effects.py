@@ -26,6 +26,11 @@ def _effects(cfg: Config) -> Iterator[_Effect]:
         "`model.moe_every` is none, so no block has experts",
     )
     yield (
+        ("model.first_dense_layers", "model.moe_every"),
+        lambda cfg: not cfg.model.layer_mlps,
+        "`model.layer_mlps` says of each block whether it has experts",
+    )
+    yield (
         ("model.mlp_hidden",),
         lambda cfg: cfg.model.has_dense_blocks,
         "every block has experts (`model.moe_every` is 1, `model.first_dense_layers` is 0)",
@@ -66,7 +71,7 @@ def _effects(cfg: Config) -> Iterator[_Effect]:
 
 def _expert_effects() -> Iterator[_Effect]:
     yield (
-        ("moe.shared_gate",),
+        ("moe.shared_gate", "moe.shared_hidden"),
         lambda cfg: cfg.moe.num_shared_experts > 0,
         "`moe.num_shared_experts` is 0",
     )
@@ -141,6 +146,11 @@ def _attention_effects() -> Iterator[_Effect]:
     )
     yield (
         ("model.full_attention_every",),
+        lambda cfg: not cfg.model.layer_attention,
+        "`model.layer_attention` says of each block what it sees",
+    )
+    yield (
+        ("model.full_attention_every", "model.layer_attention"),
         lambda cfg: cfg.model.sliding_window is not None,
         "`model.sliding_window` is none, so every block attends without a window",
     )

@@ -104,8 +104,9 @@ def check_tensor_axis(cfg: Config) -> None:
     if model.has_experts:
         if cfg.mesh.expert_weights == "hidden":
             sizes["moe.expert_hidden"] = moe.expert_hidden
-        shared = moe.num_shared_experts * moe.expert_hidden
-        sizes["moe.num_shared_experts x moe.expert_hidden"] = shared
+        own = moe.shared_hidden is not None
+        name = "moe.shared_hidden" if own else "moe.num_shared_experts x moe.expert_hidden"
+        sizes[name] = moe.shared_width
     for name, size in sizes.items():
         require(
             size % tensor == 0,

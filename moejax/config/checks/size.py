@@ -18,11 +18,9 @@ def parameters_of(cfg: Config) -> int:
     model, moe, D = cfg.model, cfg.moe, cfg.model.width
     attention = attention_parameters(model)
     dense = 3 * D * model.mlp_hidden
-    experts = moe.num_experts + moe.num_shared_experts
-    sparse = D * moe.num_experts + 3 * D * experts * moe.expert_hidden
-    layers = 0
-    if model.moe_every is not None:
-        layers = (model.num_layers - model.first_dense_layers) // model.moe_every
+    hidden = moe.num_experts * moe.expert_hidden + moe.shared_width
+    sparse = D * moe.num_experts + 3 * D * hidden
+    layers = model.expert_layers
     embedding = model.vocab_size * D * (1 if model.tie_embeddings else 2)
     ahead = 2 * D * D + attention + (sparse if model.ends_in_experts else dense)
     return (

@@ -5,6 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from moejax.config.fields import short
+from moejax.config.pattern import (
+    layer_attention,
+    layer_mlps,
+    shortest,
+    shortest_attention,
+    shortest_mlps,
+)
+from moejax.config.schema import ModelConfig
 from moejax.errors import InputError
 from moejax.hf.families.parts import Config, Settings, value_of, whole_number
 
@@ -21,7 +29,7 @@ class SparseStep:
         """Returns the settings.
 
         Raises:
-          InputError: if dense blocks are not the first ones, or all but each n-th.
+          InputError: if a key is not of its kind.
         """
         layers, step = whole_number(config, "num_hidden_layers"), config.get("decoder_sparse_step")
         step, listed = 1 if step is None else step, config.get("mlp_only_layers") or []
@@ -30,33 +38,36 @@ class SparseStep:
                 f"`decoder_sparse_step` is {short(step)}, `mlp_only_layers` is {short(listed)}. "
                 "They must be a positive integer and a list of layers. Correct config.json."
             )
-        has_experts = [i not in listed and (i + 1) % step == 0 for i in range(layers)]
-        first = has_experts.index(True) if any(has_experts) else layers
-        for dense, every in ((first, 1), (0, first + 1)):
-            if any(has_experts) and has_experts == _blocks(layers, dense, every):
-                return {"model.first_dense_layers": dense, "model.moe_every": every}
-        raise InputError(
-            f"`decoder_sparse_step` = {step} with `mlp_only_layers` = {short(listed)} gives a "
-            f"pattern of dense blocks that moejax has not. Dense blocks must be the first ones, "
-            "or all but each n-th. Choose another model."
+        dense = {index for index in listed if type(index) is int}
+        mlps = tuple(
+            "dense" if index in dense or (index + 1) % step else "experts"
+            for index in range(layers)
         )
+        if "experts" not in mlps:
+            raise InputError(
+                f"`decoder_sparse_step` = {step} with `mlp_only_layers` = {short(listed)} leaves "
+                f"none of {layers} layers for experts. Correct config.json."
+            )
+        return {f"model.{name}": value for name, value in shortest_mlps(mlps).items()}
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         """Returns the keys."""
-        layers, dense, every = (
-            settings[f"model.{name}"] for name in ("num_layers", "first_dense_layers", "moe_every")
-        )
-        if every is None:
+        cfg = blocks_of(settings)
+        if not cfg.has_experts:
             raise InputError("`model.moe_every` is none: the model has no experts")
-        if not dense:
-            return {"decoder_sparse_step": every, "mlp_only_layers": []}
-        listed = [i for i, experts in enumerate(_blocks(layers, dense, every)) if not experts]
+        given = {key: base[key] for key in self.keys if key in base}
+        if given and blocks_of({**settings, **self.read(base)}) == cfg:
+            return given  # two files may say the same
+        if not cfg.layer_mlps and not cfg.first_dense_layers:
+            return {"decoder_sparse_step": cfg.moe_every, "mlp_only_layers": []}
+        listed = [index for index, mlp in enumerate(layer_mlps(cfg)) if mlp == "dense"]
         return {"decoder_sparse_step": 1, "mlp_only_layers": listed}
 
 
-def _blocks(layers: int, dense: int, every: int) -> list[bool]:
-    """Returns whether each block has experts, as `config.pattern.layer_groups` orders them."""
-    return [i >= dense and (i - dense + 1) % every == 0 for i in range(layers)]
+def blocks_of(settings: Settings) -> ModelConfig:
+    """Returns a config of the settings that say which blocks a model has; others are defaults."""
+    names = ("num_layers", "sliding_window", *shortest(ModelConfig()))
+    return ModelConfig(**{name: settings[f"model.{name}"] for name in dict.fromkeys(names)})
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,7 @@ class LayerTypes:
         """Returns the settings.
 
         Raises:
-          InputError: if blocks without a window are not each n-th one.
+          InputError: if keys disagree.
         """
         types = self._types(config)
         if SLIDING not in types:
@@ -134,13 +145,9 @@ class LayerTypes:
                 "the opposite. Correct config.json."
             )
         window = whole_number(config, "sliding_window")
-        every = types.index(FULL) + 1 if FULL in types else None
-        if types != layer_types(len(types), every):
-            raise InputError(
-                f"`layer_types` is {short(types)}. Blocks that see everything must be each n-th "
-                "one. Choose another model."
-            )
-        return {"model.sliding_window": window, "model.full_attention_every": every}
+        sees = tuple("full" if kind == FULL else "window" for kind in types)
+        found = shortest_attention(sees, window)
+        return {f"model.{name}": value for name, value in found.items()}
 
     def _types(self, config: Config) -> list[str]:
         layers, given = whole_number(config, "num_hidden_layers"), config.get("layer_types")
@@ -163,15 +170,11 @@ class LayerTypes:
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         """Returns the keys."""
         layers, window = settings["model.num_layers"], settings["model.sliding_window"]
-        every = settings.get("model.full_attention_every") if window else 1
-        keys: dict[str, Any] = {"layer_types": layer_types(layers, every)}
+        sees = layer_attention(blocks_of(settings))
+        types = [FULL if window is None or seen == "full" else SLIDING for seen in sees]
+        keys: dict[str, Any] = {"layer_types": types}
         keys["sliding_window"] = window or base.get("sliding_window")
         if self.switch:
-            last = layers if window else base.get("max_window_layers", layers)
+            last = base.get("max_window_layers", layers)  # means nothing beside `layer_types`
             keys |= {self.switch: window is not None, "max_window_layers": last}
         return keys
-
-
-def layer_types(layers: int, every: int | None) -> list[str]:
-    """Returns what blocks see where each n-th one sees everything; none: no block does."""
-    return [FULL if every is not None and (i + 1) % every == 0 else SLIDING for i in range(layers)]

@@ -6,9 +6,17 @@ from typing import Any
 
 from moejax.config.fields import fields, get_value, short
 from moejax.config.load import from_dict
+from moejax.config.pattern import shortest
 from moejax.config.schema import Config
 from moejax.errors import InputError
-from moejax.hf.families.parts import Always, Part, Same, Unused, has_dense_blocks
+from moejax.hf.families.parts import (
+    Always,
+    Part,
+    Same,
+    Unused,
+    has_dense_blocks,
+    shortest_shared,
+)
 from moejax.hf.families.stated import stated
 from moejax.hf.rules import Rule
 
@@ -246,7 +254,8 @@ def flat_settings(cfg: Config) -> dict[str, Any]:
         settings["model.rope_width"] = None
     if settings.get("model.value_width") == head:
         settings["model.value_width"] = None
-    return settings
+    settings |= {f"model.{name}": value for name, value in shortest(cfg.model).items()}
+    return settings | shortest_shared(cfg.moe.shared_width, cfg.moe.expert_hidden)
 
 
 def differences(theirs: Config, ours: Config) -> list[tuple[str, Any, Any]]:

@@ -278,8 +278,28 @@ class Balance:
         return {self.key: float(f"{settings['moe.router.balance_loss'] / times:.12g}")}
 
 
+def shared_width(settings: Settings) -> int:
+    """Returns the hidden width of the shared experts together; 0 without them."""
+    count, own = settings["moe.num_shared_experts"], settings.get("moe.shared_hidden")
+    return own if count and own is not None else count * settings["moe.expert_hidden"]
+
+
+def shortest_shared(width: int, expert: int) -> dict[str, Any]:
+    """Returns the settings of shared experts: as many of an expert's width, if that is the width.
+
+    Args:
+      width: hidden width of them together; 0 without them.
+      expert: of an expert.
+    """
+    if width % expert:
+        return {"moe.num_shared_experts": 1, "moe.shared_hidden": width}
+    return {"moe.num_shared_experts": width // expert, "moe.shared_hidden": None}
+
+
 def has_dense_blocks(settings: Settings) -> bool:
     """Whether some block has no experts."""
+    if settings.get("model.layer_mlps"):
+        return "dense" in settings["model.layer_mlps"]
     return settings.get("model.first_dense_layers", 0) > 0 or settings.get("model.moe_every") != 1
 
 

@@ -17,6 +17,8 @@ from moejax.hf.families.parts import (
     Same,
     Settings,
     Unused,
+    shared_width,
+    shortest_shared,
     whole_number,
 )
 from moejax.hf.families.rope import POSITIONS, Rope
@@ -28,34 +30,22 @@ SHARED_SIZE = "shared_expert_intermediate_size"
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """One shared expert that is as wide as some experts together, behind a gate."""
+    """One shared expert of any width, behind a gate; here as several of an expert's, if it can."""
 
     keys: tuple[str, ...] = (SHARED_SIZE,)
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Returns the settings.
-
-        Raises:
-          InputError: if its width is not a multiple of an expert's.
-        """
-        shared, expert = (
-            whole_number(config, SHARED_SIZE),
-            whole_number(config, "moe_intermediate_size"),
-        )
-        if shared % expert:
-            raise InputError(
-                f"`{SHARED_SIZE}` is {shared}, `moe_intermediate_size` is {expert}. moejax has "
-                "shared experts of an expert's width, so the first must be a multiple of the "
-                "second. Choose another model."
-            )
-        return {"moe.num_shared_experts": shared // expert, "moe.shared_gate": True}
+        """Returns the settings."""
+        shared = whole_number(config, SHARED_SIZE)
+        found = shortest_shared(shared, whole_number(config, "moe_intermediate_size"))
+        return {**found, "moe.shared_gate": True}
 
     def write(self, settings: Settings, base: Config) -> dict[str, Any]:
         """Returns the key."""
-        count = settings["moe.num_shared_experts"]
-        if not count:
+        width = shared_width(settings)
+        if not width:
             raise InputError("`moe.num_shared_experts` is 0. It has at least one")
-        return {SHARED_SIZE: count * settings["moe.expert_hidden"]}
+        return {SHARED_SIZE: width}
 
 
 MOE = (

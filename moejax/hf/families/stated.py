@@ -6,7 +6,7 @@ model of the family has biases. Such a key passes if it says what the settings s
 
 from typing import Any
 
-from moejax.hf.families.parts import Settings
+from moejax.hf.families.parts import Settings, shared_width
 
 
 def stated(settings: Settings) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def stated(settings: Settings) -> dict[str, Any]:
     def moe(name: str) -> Any:
         return settings[f"moe.{name}"]
 
-    shared = moe("num_shared_experts")
+    shared = moe("num_shared_experts")  # of an expert's width, unless `shared_hidden` says another
     biases = model("attention_bias")
     keys = {
         "attention_bias": biases,
@@ -39,21 +39,20 @@ def stated(settings: Settings) -> dict[str, Any]:
         "moe_intermediate_size": moe("expert_hidden"),
         "n_shared_experts": shared,
         "num_shared_experts": shared,
-        "shared_expert_intermediate_size": shared * moe("expert_hidden"),
+        "shared_expert_intermediate_size": shared_width(settings),
         "norm_topk_prob": moe("router.renormalize"),
         "scoring_func": moe("router.score"),
         "routed_scaling_factor": moe("router.weight_scale"),
         "n_group": moe("router.num_groups"),
         "topk_group": moe("router.groups_per_token"),
         "router_jitter_noise": 0.0,
-        "first_k_dense_replace": model("first_dense_layers"),
-        "moe_layer_freq": model("moe_every"),
-        "decoder_sparse_step": model("moe_every"),
         "num_nextn_predict_layers": 0,
         "num_mtp_layers": 0,
     }
-    if not model("first_dense_layers") and model("moe_every") == 1:
-        keys["mlp_only_layers"] = []
+    if not model("layer_mlps") and model("moe_every") == 1:
+        keys |= {"first_k_dense_replace": model("first_dense_layers"), "moe_layer_freq": 1}
+        keys["decoder_sparse_step"] = 1
+        keys["mlp_only_layers"] = list(range(model("first_dense_layers")))
     if model("attention") != "latent":
         head = model("head_width")
         keys["partial_rotary_factor"] = (model("rope_width") or head) / head

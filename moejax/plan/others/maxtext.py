@@ -130,7 +130,7 @@ def _shapes(cfg: Config) -> list[Option]:
             "num_experts": moe.num_experts,
             "num_experts_per_tok": moe.experts_per_token,
             "base_moe_mlp_dim": moe.expert_hidden,
-            "shared_experts": moe.num_shared_experts,
+            "shared_experts": moe.shared_width // moe.expert_hidden,
             "first_num_dense_layers": model.first_dense_layers,
         }
     return [Option(name, value, SHAPE) for name, value in shapes.items()]
@@ -252,7 +252,14 @@ def _model_gaps(cfg: Config) -> list[Gap]:
         return []
     what = "a model of this shape by name"
     instead = "has no file of it: choose decoder_block, and check norms, rotary positions, router"
-    return [Gap(what, instead)]
+    gaps, model, moe = [Gap(what, instead)], cfg.model, cfg.moe
+    if model.has_experts and (model.layer_mlps or model.moe_every != 1):
+        what = "dense blocks between those with experts"
+        gaps.append(Gap(what, "has dense blocks at the start: set the others by hand"))
+    if moe.shared_width % moe.expert_hidden:
+        what = f"shared experts of width {moe.shared_width}"
+        gaps.append(Gap(what, "has shared experts of an expert's width"))
+    return gaps
 
 
 def _mesh_gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:

@@ -1,5 +1,7 @@
 """Shapes of a model as arguments of Megatron-LM, and which parts of it need a look by hand."""
 
+import itertools
+
 from moejax.config.schema import Config, ModelConfig
 from moejax.plan.others.translation import SHAPE, Gap, Option, Value
 
@@ -71,8 +73,7 @@ def _experts(cfg: Config) -> dict[str, Value]:
     if (pattern := layer_pattern(cfg.model)) is not None:
         values["moe-layer-freq"] = pattern
     if moe.num_shared_experts:
-        size = moe.num_shared_experts * moe.expert_hidden
-        values["moe-shared-expert-intermediate-size"] = size
+        values["moe-shared-expert-intermediate-size"] = moe.shared_width
         if moe.shared_gate:
             values["moe-shared-expert-gate"] = None
     if router.score == "sigmoid":
@@ -96,8 +97,13 @@ def _experts(cfg: Config) -> dict[str, Value]:
 
 def layer_pattern(model: ModelConfig) -> str | None:
     """Returns `--moe-layer-freq`: 1 for a layer with experts, 0 without; None: all have them."""
-    if not model.has_dense_blocks or model.moe_every is None:
+    if not model.has_dense_blocks or not model.has_experts:
         return None
+    if model.layer_mlps:
+        entries = [int(mlp == "experts") for mlp in model.layer_mlps]
+        runs = [f"[{entry}]*{len(list(run))}" for entry, run in itertools.groupby(entries)]
+        return f"({'+'.join(runs)})"
+    assert model.moe_every is not None, "it has experts"
     layers = model.num_layers - model.first_dense_layers
     groups, rest = divmod(layers, model.moe_every)
     parts = [f"[0]*{model.first_dense_layers}"] if model.first_dense_layers else []

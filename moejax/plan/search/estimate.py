@@ -49,18 +49,24 @@ class Estimate:
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Parameters of a whole block: (dense, experts)."""
-        model, moe = self.cfg.model, self.cfg.moe
-        dense = attention_parameters(model)
-        if not model.has_experts:
-            return dense + 3.0 * model.width * model.mlp_hidden, 0.0
-        shared = 3.0 * model.width * moe.num_shared_experts * moe.expert_hidden
-        return dense + shared, 3.0 * moe.num_experts * model.width * moe.expert_hidden
+        """Parameters of a whole block, (dense, experts): a mean over all blocks."""
+        model, moe, share = self.cfg.model, self.cfg.moe, self.expert_blocks
+        hidden = share * moe.shared_width + (1 - share) * model.mlp_hidden
+        dense = attention_parameters(model) + 3.0 * model.width * hidden
+        return dense, share * 3.0 * moe.num_experts * model.width * moe.expert_hidden
+
+    @property
+    def expert_blocks(self) -> float:
+        """Share of the blocks that have experts."""
+        model = self.cfg.model
+        ahead = model.predict_ahead * model.ends_in_experts
+        return (model.expert_layers + ahead) / model.blocks
 
     @property
     def trained(self) -> tuple[float, float]:
         """Parameters of a whole block that are trained: all, or adapters of all matrices."""
         model, moe, rank = self.cfg.model, self.cfg.moe, self.cfg.lora.rank
+        share = self.expert_blocks
         if rank is None:
             return self.weights
 
@@ -68,12 +74,9 @@ class Estimate:
             return rank * (2.0 * model.width + 3.0 * hidden)
 
         attention = 1.0 * rank * sum(map(sum, attention_matrices(model)))
-        if not model.has_experts:
-            return attention + mlp(model.mlp_hidden), 0.0
-        shared = moe.num_shared_experts * moe.expert_hidden
-        return attention + (mlp(shared) if shared else 0.0), moe.num_experts * mlp(
-            moe.expert_hidden
-        )
+        shared = mlp(moe.shared_width) if moe.shared_width else 0.0
+        dense = share * shared + (1 - share) * mlp(model.mlp_hidden)
+        return attention + dense, share * moe.num_experts * mlp(moe.expert_hidden)
 
     @property
     def tables(self) -> float:
@@ -118,7 +121,7 @@ class Estimate:
         # micro-batches. In the dtype of compute: one block's gathered weights.
         held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + self.frozen_bytes
         if self.stages == 1:
-            held += width * block_weights
+            held += width * self._largest_block()
         else:  # all of a stage's, and float32 sums of the gradients of what is trained
             trained = sum(self.trained) / sum(self.weights)
             held += (width + 4 * trained) * block_weights * self.cfg.model.blocks / self.stages
@@ -137,6 +140,17 @@ class Estimate:
             kept = activations if self.cfg.mesh.stage_keeps == "residuals" else passed
             held += schedule.kept * kept + self._in_hand() * passed + self._keys()
         return held + activations + 2 * block
+
+    def _largest_block(self) -> float:
+        """Returns the parameters of a block with experts, or of a dense one without any, gathered.
+
+        Experts are sharded as they are; everything else over tensor alone.
+        """
+        layout, model, moe = self.layout, self.cfg.model, self.cfg.moe
+        hidden = moe.shared_width if model.has_experts else model.mlp_hidden
+        dense = attention_parameters(model) + 3.0 * model.width * hidden
+        experts = 3.0 * moe.num_experts * model.width * moe.expert_hidden * model.has_experts
+        return dense / layout.size(layout.tensor) + experts / self.expert_share
 
     @property
     def schedule(self) -> Schedule:
@@ -246,6 +260,7 @@ class Estimate:
             if layout.hidden_over_tensor:
                 ranks = layout.size(layout.tensor)
                 total += 4 * self._cost("all_gather", rows * ranks, layout.tensor)
+            total *= self.expert_blocks
         whole = self.tokens * model.width * width
         return total + 4 * self._cost("all_gather", whole, layout.tensor)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from moejax.config.fields import change
 from moejax.plan.others.megatron import to_megatron
 from moejax.plan.others.megatron_model import layer_pattern
 from moejax.plan.search.space import resolve
@@ -97,6 +98,12 @@ def test_the_pattern_of_layers_says_which_have_experts(first, every, layers):
     assert pattern is not None
     expected = [int(at >= first and (at - first + 1) % every == 0) for at in range(layers)]
     assert eval(pattern, {"__builtins__": {}}) == expected
+
+
+def test_the_pattern_of_a_table_says_each_layer():
+    mlps = ("dense", "dense", "experts", "dense", "experts", "experts")
+    cfg = change(model("Mixtral-8x7B"), {"model.num_layers": 6, "model.layer_mlps": mlps})
+    assert layer_pattern(cfg.model) == "([0]*2+[1]*1+[0]*1+[1]*2)"
 
 
 def test_all_layers_with_experts_need_no_pattern():

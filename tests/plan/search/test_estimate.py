@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from moejax.config.checks.size import attention_parameters
 from moejax.config.fields import change
 from moejax.config.schema import PlanConfig
 from moejax.plan.price.candidate import price, trace_config
@@ -49,3 +50,20 @@ def test_estimates_tell_apart_what_prices_tell_apart():
         assert all(a[1] < b[1] for a, b in apart)
         orders.append([mesh for *_, mesh in sorted(found)])
     assert orders[0][-1] == orders[1][0] == across
+
+
+def test_only_blocks_with_experts_count_as_such():
+    """Models with half of their blocks dense were taken for twice their size."""
+    cfg = small_config(model={"num_layers": 4, "mlp_hidden": 8, "predict_ahead": 0})
+    experts = 3 * cfg.moe.num_experts * cfg.model.width * cfg.moe.expert_hidden
+    table = ("experts", "dense", "dense", "dense")
+    for changes, share in (
+        ({}, 1),
+        ({"model.moe_every": 2}, 1 / 2),
+        ({"model.first_dense_layers": 1}, 3 / 4),
+        ({"model.layer_mlps": table}, 1 / 4),
+    ):
+        of_block = Estimate(change(cfg, changes), cluster()).weights
+        assert of_block[1] == share * experts
+        hidden = (1 - share) * 8 * 3 * cfg.model.width
+        assert of_block[0] == pytest.approx(hidden + attention_parameters(cfg.model))
