@@ -18,7 +18,8 @@ from moejax.config.fields import one_line, short
 from moejax.errors import InputError
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-SMALL_BYTES, INDEX_BYTES, HEADER_BYTES = 1 << 20, 100 << 20, 100 << 20
+# A config.json may list a label for each token, or each module that is not quantised.
+SMALL_BYTES, INDEX_BYTES, HEADER_BYTES = 32 << 20, 100 << 20, 100 << 20
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PLAIN_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
@@ -56,7 +57,10 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
         raise InputError(f"no {path.name}. {path} does not exist. Copy the whole folder.")
     size = path.stat().st_size
     if size > limit:
-        raise InputError(f"{path} has {size:,} bytes. At most {limit:,} are read. Copy it again.")
+        raise InputError(
+            f"{path} has {size:,} bytes. At most {limit:,} are read, which is more than any model "
+            f"needs. Is it a {path.name}? Take out lists that do not describe the model."
+        )
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     # Brackets nested thousands deep end json with RecursionError.

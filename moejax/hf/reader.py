@@ -76,8 +76,11 @@ class Folder:
             )
         self.path = path
         self.config: dict[str, Any] = read_json(path / CONFIG, SMALL_BYTES)
-        block = _block_of(self.config.get("quantization_config"))
-        self.weights = _join_quantised(find_tensors(path), block)
+        found = find_tensors(path)
+        # The key is left behind where weights were dequantised.
+        plain = all(stored.dtype in PLAIN for stored in found.values())
+        block = (1, 1) if plain else _block_of(self.config.get("quantization_config"))
+        self.weights = _join_quantised(found, block)
         self._open = ExitStack()
         self._files: dict[Path, int] = {}
         self._opening = Lock()
@@ -256,7 +259,8 @@ def _join_quantised(found: dict[str, Stored], block: tuple[int, int]) -> dict[st
     for name, stored in found.items():
         if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in found:
             continue
-        if name.endswith(SCALE) and name.removesuffix(SCALE) in found:
+        scaled = found.get(name.removesuffix(SCALE)) if name.endswith(SCALE) else None
+        if scaled is not None and scaled.dtype == "F8_E4M3":
             continue
         if name.endswith(BLOCKS) and stored.dtype == "U8":
             own = name.removesuffix(BLOCKS)

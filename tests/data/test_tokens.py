@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from moejax.config.schema import DataConfig
 from moejax.data import corpus, prepare, sidecar, tokens, writers
 from moejax.data.documents import Document
 from moejax.data.sources import open_sources
-from moejax.data.tokenizer import ByteTokenizer
+from moejax.data.tokenizer import ByteTokenizer, FileTokenizer
 from moejax.errors import InputError
 
 FORMATS = ("bin", "array_record")
@@ -228,8 +229,22 @@ def test_a_pattern_without_matches_is_shown(tmp_path):
 def test_a_vocabulary_beyond_the_models_shows_both_numbers(tmp_path):
     path = _write(tmp_path, "bin", ["text"])
     assert _open(path, model_vocab=257).vocab_size == 257
-    with pytest.raises(InputError, match=r"257.*256"):
+    with pytest.raises(InputError, match=r"257.*256.*loaded weights are fixed.*`added_tokens`"):
         _open(path, model_vocab=256)
+
+
+def test_what_is_advised_about_a_tokenizer_larger_than_its_model_can_be_done(tmp_path):
+    """Raising model.vocab_size, as was advised, is refused for loaded weights."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "a": 1}, "<eos>"))
+    made.add_special_tokens(["<eos>"])
+    made.add_tokens(["<extra>"])
+    file = tmp_path / "tokenizer.json"
+    made.save(str(file))
+    assert FileTokenizer(file, "<eos>").vocab_size == 3
+    saved = json.loads(file.read_text())
+    saved["added_tokens"] = [token for token in saved["added_tokens"] if token["id"] < 2]
+    file.write_text(json.dumps(saved))
+    assert FileTokenizer(file, "<eos>").vocab_size == 2
 
 
 @pytest.mark.parametrize("field", [{"vocab_size": 260}, {"tokenizer_sha256": "0" * 64}])

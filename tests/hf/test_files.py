@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moejax.errors import InputError
+from moejax.hf.files import SMALL_BYTES, read_json
 from moejax.hf.reader import Folder
 from tests.hf.random_models import draw, write_file, write_folder
 
@@ -58,7 +59,7 @@ def test_a_folder_without_config_is_refused(tmp_path):
         ("[]", "no JSON object"),
         ('{"a": 1, "a": 2}', "'a'` is there twice"),
         ("[" * 100_000, "config.json is damaged"),
-        ("x" * 2_000_000, "has 2,000,000 bytes"),
+        ("x" * 40_000_000, "has 40,000,000 bytes"),
     ],
 )
 def test_a_damaged_config_is_refused(folder, text, fragment):
@@ -190,3 +191,16 @@ def test_bytes_beyond_the_tensors_are_refused(folder):
 def test_integers_are_no_weights(folder):
     write_file(folder / "model.safetensors", {"a": np.zeros((2,), np.int64)})
     refuse(folder, "tensor 'a' has dtype I64")
+
+
+def test_a_large_config_that_is_whole_is_read(folder):
+    """A label for each of 100,000 tokens takes 3 MB."""
+    labels = {str(index): f"LABEL_{index:07d}" for index in range(100_000)}
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": labels}))
+    assert path.stat().st_size > 2_500_000
+    assert read_json(path, SMALL_BYTES)["id2label"] == labels
+    with pytest.raises(InputError) as raised:
+        read_json(path, 1 << 20)
+    assert "Copy it again" not in str(raised.value)
+    assert "Take out lists" in str(raised.value)

@@ -193,8 +193,21 @@ def test_quantised_weights_without_their_scales_are_refused(tmp_path, tensors, f
     ],
 )
 def test_other_ways_to_quantise_are_refused(tmp_path, quantised):
-    write_folder(tmp_path, {**CONFIG, "quantization_config": quantised}, TENSORS)
+    packed = {**TENSORS, "packed": np.zeros((4, 4), np.uint8)}
+    write_folder(tmp_path, {**CONFIG, "quantization_config": quantised}, packed)
     refuse(tmp_path, "quantised in a way that is not read")
+    # Left behind where weights were dequantised, the key says nothing.
+    plain = write_folder(tmp_path / "plain", {**CONFIG, "quantization_config": quantised}, TENSORS)
+    with Folder(plain) as opened:
+        for name, wanted in TENSORS.items():
+            np.testing.assert_array_equal(opened.read(name, whole(wanted.shape)), wanted)
+
+
+def test_a_scale_beside_a_plain_weight_is_not_left_out_in_silence(tmp_path):
+    """Whether the weight is to be multiplied by it cannot be known, so no parameter takes it."""
+    tensors = {"w.weight": draw("w", (4, 4)), "w.weight_scale_inv": draw("s", (1, 1))}
+    with Folder(write_folder(tmp_path, CONFIG, tensors)) as opened:
+        assert set(opened.weights) == set(tensors)
 
 
 def test_the_size_of_a_folder_is_that_of_its_tensors(tmp_path):
