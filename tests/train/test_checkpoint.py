@@ -272,7 +272,8 @@ def test_what_cannot_be_read_back_is_not_called_whole(tmp_path):
     directory = tmp_path / "exp[lr=1e-3]"
     writer = Checkpoints(directory, keep=2)
     writer.save(1, small_state(), {})
-    with pytest.raises(RunError, match=r"cannot be read back\. .*/1: counters/skipped is not there"):
+    missing = r"cannot be read back\. .*/1: counters/skipped is not there"
+    with pytest.raises(RunError, match=missing):
         writer.wait()
     writer.close()
     assert (directory / "1").is_dir()
