@@ -49,7 +49,7 @@ class Field:
         """The type in words, for error messages."""
         name = _KIND_NAMES[self.kind]
         if self.kind is tuple:
-            name += " of texts" if self.item is str else " of numbers"
+            name += " of strings" if self.item is str else " of numbers"
         return name + (" or none" if self.optional else "")
 
     @property
@@ -164,6 +164,8 @@ def get_value(cfg: Config, name: str) -> Any:
 def check_value(field: Field, value: Any) -> Any:
     """Returns the value in the field's own type (int to float, list to tuple).
 
+    One string or number may stand for a list, as on the command line, where commas part a string.
+
     Raises:
       InputError: wrong type, out of range, NaN or infinite.
     """
@@ -191,6 +193,10 @@ def _items(value: Any) -> tuple[Any, ...]:
 
 def _convert(field: Field, value: Any) -> Any:
     kind = field.kind
+    if kind is tuple and field.item is str and type(value) is str:
+        value = _spell(tuple, value)
+    if kind is tuple and field.item is float and type(value) in (int, float):
+        value = (value,)
     if kind is tuple and isinstance(value, list | tuple):
         if field.item is str and all(type(v) is str for v in value):
             return tuple(value)

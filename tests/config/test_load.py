@@ -189,13 +189,32 @@ def test_a_wrong_override_is_refused(config_file, override, fragments):
         ({"train": {"seed": "5"}}, "`train.seed` must be an integer. Got '5'."),
         ({"train": {"seed": 5}, "train.seed": 6}, "set twice"),
         ({"model": {"moe_every": "none"}}, "must be an integer or none. Got 'none'."),
-        ({"data": {"train_files": "a"}}, "must be a list of texts"),
+        ({"data": {"train_files": 1}}, "must be a list of strings"),
     ],
 )
 def test_from_dict_is_strict(mapping, fragment):
     with pytest.raises(InputError) as caught:
         from_dict(mapping)
     assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "files"),
+    [
+        ("a.bin", ("a.bin",)),
+        ("a.bin, b.bin", ("a.bin", "b.bin")),
+        ("[a.bin]", ("a.bin",)),
+        ('["a,b.bin"]', ("a,b.bin",)),
+        ('""', ()),
+    ],
+)
+def test_one_string_stands_for_a_list_as_on_the_command_line(config_file, written, files):
+    config = config_file("a.yaml", f"data:\n  train_files: {written}\n  train_weights: 2\n")
+    cfg = load_config(str(config))
+    assert (cfg.data.train_files, cfg.data.train_weights) == (files, (2.0,))
+    if not written.startswith(("[", '"')):
+        shown = load_config(str(config), [f"data.train_files={written}"])
+        assert shown.data.train_files == files
 
 
 def values_of(field: Field) -> st.SearchStrategy:
