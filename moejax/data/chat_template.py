@@ -129,11 +129,11 @@ def load_template(
         source = named.get("default")
     if isinstance(source, str) and tokenizer is not None:
         return ChatTemplate(source, str(tokenizer.with_name(CONFIG)), variables, today)
-    where = "the tokenizer of bytes has none" if tokenizer is None else f"{tokenizer.parent} has no"
+    where = "The tokenizer of bytes has none"
     if tokenizer is not None:
-        where += f" {TEMPLATE}, and no default `chat_template` in {CONFIG}"
+        where = f"{tokenizer.parent} has no {TEMPLATE}, and no default `chat_template` in {CONFIG}"
     raise InputError(
-        f"no chat template. {where[0].upper()}{where[1:]}. A conversation is written as the model "
+        f"no chat template. {where}. A conversation is written as the model "
         f"was taught. Copy the file from the model's folder, or name one: --chat-template FILE."
     )
 

@@ -116,6 +116,9 @@ def _open_chat(chosen: Chosen, tokenizer: str | None, template: str | None) -> C
 def read_prompts(text: str | None, file: str | None) -> list[str]:
     """Returns the prompts of the command line: a text, or the lines of a file that are not blank.
 
+    A line ends where JSONL's do: at a line feed, and not at other characters, such as U+2028, that
+    a text may hold.
+
     Raises:
       InputError: if the file cannot be read, or has none.
     """
@@ -123,13 +126,14 @@ def read_prompts(text: str | None, file: str | None) -> list[str]:
         return [text]
     assert file is not None, "the command line names one of both"
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        content = Path(file).read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"prompts cannot be read. --prompts {file}: {error}. It must be a file of UTF-8, a "
             f"prompt a line. Correct it, or name another."
         ) from error
-    prompts = [line for line in lines if line.strip()]
+    lines = content.removesuffix("\n").split("\n")
+    prompts = [line.removesuffix("\r") for line in lines if line.strip()]
     if not prompts:
         raise InputError(
             f"no prompt. --prompts {file} has {len(lines)} lines without text. It must have a "

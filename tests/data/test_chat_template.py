@@ -1,5 +1,6 @@
 import json
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,13 @@ def test_of_several_templates_the_default_is_read(tmp_path, config, said):
         return
     with pytest.raises(InputError, match=r"no chat template.*--chat-template FILE"):
         load_template(path, None)
+
+
+def test_a_folder_keeps_the_letters_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    with pytest.raises(InputError, match=r"template\. data has no chat_template\.jinja"):
+        load_template(Path("data/tokenizer.json"), None)
 
 
 def test_bytes_have_no_template_of_their_own(tmp_path):

@@ -103,6 +103,10 @@ def test_lines_of_a_file_are_prompts(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("one\n \ntwo\n")
     assert read_prompts(None, str(path)) == ["one", "two"]
+    # What else str.splitlines takes for the end of a line stands in texts.
+    inside = "a\u2028b\u2029c\x0bd\x0ce\x1cf\x1dg\x1eh\x85i\rj"
+    path.write_bytes(f"\ufeff{inside}\r\n\r\nlast".encode())
+    assert read_prompts(None, str(path)) == [inside, "last"]
     path.write_text("\n\n")
     with pytest.raises(InputError, match="has 2 lines without text"):
         read_prompts(None, str(path))
