@@ -247,8 +247,8 @@ def _check_together(sources: Sequence[FileSource], model_vocab: int) -> None:
         raise InputError(
             f"tokenizer is larger than the model. {first.path} has vocabulary {first.vocab_size}, "
             f"model.vocab_size is {model_vocab}. Every id needs a row. For a model that begins "
-            "here raise model.vocab_size. The rows of loaded weights are fixed: prepare the text with "
-            "the tokenizer that came with them, without the tokens whose ids begin at "
+            "here raise model.vocab_size. The rows of loaded weights are fixed: prepare the text "
+            "with the tokenizer that came with them, without the tokens whose ids begin at "
             f"{model_vocab} (`added_tokens` in tokenizer.json)."
         )
 

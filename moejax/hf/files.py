@@ -19,7 +19,7 @@ from moejax.errors import InputError
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 # A config.json may list a label for each token, or each module that is not quantised.
-SMALL_BYTES, INDEX_BYTES, HEADER_BYTES = 32 << 20, 100 << 20, 100 << 20
+SMALL_BYTES, INDEX_BYTES, HEADER_BYTES = 16 << 20, 100 << 20, 100 << 20
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PLAIN_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}

@@ -59,7 +59,7 @@ def test_a_folder_without_config_is_refused(tmp_path):
         ("[]", "no JSON object"),
         ('{"a": 1, "a": 2}', "'a'` is there twice"),
         ("[" * 100_000, "config.json is damaged"),
-        ("x" * 40_000_000, "has 40,000,000 bytes"),
+        ("x" * 17_000_000, "has 17,000,000 bytes"),
     ],
 )
 def test_a_damaged_config_is_refused(folder, text, fragment):
