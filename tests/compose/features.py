@@ -1,14 +1,15 @@
 """The features that combinations are drawn from, each with the settings that it changes.
 
-A factor has several features, of which a combination takes one; the first changes nothing. The
-small model is wide enough for 16 devices, and has enough layers for four stages of two chunks.
+A factor has several features, of which a combination takes one; the first changes nothing. Layers
+are counted in patterns of blocks, which `config_of` multiplies.
 """
 
 import math
 from typing import Any
 
 from moejax.config.checks import check, resolve_mesh
-from moejax.config.fields import change
+from moejax.config.compression import GRADIENTS, STAGES, TOKENS
+from moejax.config.fields import change, fields
 from moejax.config.schema import Config, RopeConfig
 
 Changes = dict[str, Any]  # setting -> value
@@ -90,15 +91,7 @@ FACTORS: dict[str, dict[str, Changes]] = {
     },
     "recomputed": {
         name: {"model.remat": name} if name != "none" else NONE
-        for name in (
-            "none",
-            "full",
-            "dots",
-            "collectives",
-            "token_collectives",
-            "attention",
-            "experts",
-        )
+        for name in fields()["model.remat"].choices
     },
     "loop": {"layers in a loop": NONE, "layers unrolled": {"model.scan_layers": False}},
     "blocks": {
@@ -181,18 +174,7 @@ FACTORS: dict[str, dict[str, Changes]] = {
         "hybrid": {"compression.preset": "hybrid"},
         "strong": {"compression.preset": "strong"},
         "bfloat16 everywhere": {
-            f"compression.{kind}": "bfloat16"
-            for kind in (
-                "dense_gradient",
-                "expert_gradient",
-                "dispatch",
-                "combine",
-                "dispatch_backward",
-                "combine_backward",
-                "weights",
-                "stage",
-                "stage_gradient",
-            )
+            f"compression.{kind}": "bfloat16" for kind in (*GRADIENTS, *TOKENS, "weights", *STAGES)
         },
         "gradients by powersgd": {
             "compression.dense_gradient": "powersgd:4",
