@@ -137,6 +137,22 @@ def test_bytes_are_of_text_without_control_tokens(models, name):
     assert closed.target_bytes == document.target_bytes
 
 
+def test_control_tokens_outside_ascii_are_counted_in_bytes(tmp_path):
+    """DeepSeek's, of 27 bytes and 19 characters."""
+    end = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+    path = write_model(tmp_path / "model", "byte_level")
+    library = FileEncoder(path)._library
+    library.add_special_tokens([end])
+    library.save(str(path))
+    document, runs = encode(path, CHATML.replace("<|im_end|>", end), SEVERAL)
+    assert runs[0] == f"Hello{end}"
+    said = "Hi <there>", "Hello", " and \n", "", "x", "The end"
+    turns = ("user", "assistant") * 3
+    text = "".join(f"{role}\n{content}\n" for role, content in zip(turns, said, strict=True))
+    assert document.num_bytes == len(text)
+    assert document.target_bytes == len("HelloThe end")
+
+
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_template_that_writes_earlier_turns_otherwise_is_refused_by_row(models, name):
     with pytest.raises(BadRowError) as refused:
