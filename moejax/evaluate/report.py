@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,13 +88,17 @@ def print_tables(result: Result, console: Console) -> None:
 
 
 def _print_documents(documents: list[DocumentScore], console: Console) -> None:
-    table = Table("document", title="documents", title_justify="left")
+    shown = [document.name for document in documents[:SHOWN]]
+    folder = _folder(shown)
+    title = f"documents in {folder}" if folder else "documents"
+    table = Table(title=title, title_justify="left")
+    table.add_column("document", overflow="fold")  # whole: names differ at their ends
     for name in ("tokens", "bytes", "nats", "bits per byte"):
         table.add_column(name, justify="right")
-    for document in documents[:SHOWN]:
+    for name, document in zip(shown, documents, strict=False):
         size, bits = document.bytes, document.bits_per_byte
         table.add_row(
-            document.name,
+            name.removeprefix(folder),
             f"{document.tokens:,}",
             "" if size is None else f"{size:,}",
             f"{document.nats:,.2f}",
@@ -102,6 +107,13 @@ def _print_documents(documents: list[DocumentScore], console: Console) -> None:
     console.print(table)
     if len(documents) > SHOWN:
         console.print(f"and {len(documents) - SHOWN:,} more: --json has all of them")
+
+
+def _folder(names: list[str]) -> str:
+    """Returns the folder that names of documents share, with the slash behind it; "" for none."""
+    # Letters, not parts of paths: a line, a row or a number may follow a path.
+    folder, slash, _ = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071
+    return folder + slash
 
 
 def _finite(value: Any) -> Any:

@@ -13,8 +13,8 @@ SOURCE = from_documents([b"abcd", b"ef"])
 DOCUMENTS = [DocumentScore("a.txt", 5, 4, 10.0), DocumentScore("b.txt", 3, None, 6.0)]
 
 
-def shown(result):
-    console = Console(width=120)
+def shown(result, width=120):
+    console = Console(width=width)
     with console.capture() as text:
         print_tables(result, console)
     return text.get()
@@ -68,3 +68,17 @@ def test_tables_show_the_same(monkeypatch):
     monkeypatch.setattr(report, "SHOWN", 1)
     assert "b.txt" not in shown(result)
     assert "and 1 more: --json has all of them" in shown(result)
+
+
+def test_long_names_of_documents_are_told_apart():
+    """By their ends, however narrow the terminal is."""
+    folder = "/data/" + "deep/" * 20
+    names = [f"{folder}{number:04}.txt, line {number}" for number in (1, 2)]
+    documents = [DocumentScore(name, 5, 4, 10.0) for name in names]
+    text = shown(Result("run/4", 4, [], SOURCE, Score(16.0, 8), documents), width=70)
+    for number in (1, 2):
+        assert f"{number:04}.txt, line {number} " in text
+    assert "\u2026" not in text
+    other = [DocumentScore(f"{'Z' * 90}{number}", 5, 4, 10.0) for number in (1, 2)]
+    text = shown(Result("run/4", 4, [], SOURCE, Score(16.0, 8), other), width=70)
+    assert text.count("Z") == 180
