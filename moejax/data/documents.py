@@ -148,48 +148,91 @@ def rank_of(document: AnyDocument | MarkedDocument) -> float:
 
 
 class Skipped:
-    """Counts rows that are left out because they are broken."""
+    """Counts rows and files that are left out because they are broken, and files without text."""
 
     def __init__(self) -> None:
-        self.count, self.first = 0, ""
+        self.rows, self.files, self.first = 0, 0, ""
+        self.empty: list[Path] = []
 
-    def add(self, error: BadRowError) -> None:
-        """Counts a row, and keeps the first message."""
-        self.count += 1
+    def add(self, error: BadRowError, *, file: bool = False) -> None:
+        """Counts a row or a file, and keeps the first message."""
+        self.files += file
+        self.rows += not file
         self.first = self.first or str(error)
+
+    @property
+    def text(self) -> str:
+        """What was left out as broken, in words; "" if nothing was."""
+        counts = {"row": self.rows, "file": self.files}
+        return " and ".join(counted(n, f"broken {noun}") for noun, n in counts.items() if n)
+
+    def notes(self) -> list[str]:
+        """Returns what the user should know after all was read."""
+        notes = [f"left out: {self.text}. The first: {self.first}"] if self.text else []
+        if self.empty:
+            notes.append(f"files without text: {len(self.empty):,}. The first: {self.empty[0]}")
+        return notes
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns "1 file" or "2 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _is_readable(file: TextFile, skipped: Skipped) -> bool:
+    """Whether a file is UTF-8 throughout; counts it if it is not."""
+    try:
+        for _ in file.pieces():
+            pass
+    except BadRowError as error:
+        skipped.add(error, file=True)
+        return False
+    return True
 
 
 def read_documents(
-    files: list[Path], text_field: str, *, skipped: Skipped | None = None, fraction: float = 0.0
+    files: list[Path],
+    text_field: str,
+    *,
+    skipped: Skipped | None = None,
+    skip_bad: bool = False,
+    fraction: float = 0.0,
 ) -> Iterator[AnyDocument]:
     """Yields the non-empty documents of all files.
 
     Args:
       text_field: field or column of the text.
-      skipped: counts broken rows, which are then left out.
+      skipped: counts what is left out.
+      skip_bad: whether broken rows and files are left out; a text file is then read once more.
       fraction: share to hold out of a text file that is alone; 0: it stays whole.
 
     Raises:
-      BadRowError: for the first broken row, unless such rows are counted.
+      BadRowError: for the first broken row or file, unless these are left out.
     """
+    skipped = Skipped() if skipped is None else skipped
     for file in files:
         if kind_of(file) == "text":
             with open_bytes(file) as opened:
                 empty = not opened.read(1)
-            if not empty:
+            if empty:
+                skipped.empty.append(file)
+            elif not skip_bad or _is_readable(TextFile(file), skipped):
                 yield from halves(file, fraction) if fraction else [TextFile(file)]
             continue
         rows = read_lines(file) if kind_of(file) == "jsonl" else read_parquet(file, (text_field,))
+        row = None
         for row in rows:
             try:
                 document = Document(_text_of(row.value(), text_field, row.source), row.source)
             except BadRowError as error:
-                if skipped is None:
+                if not skip_bad:
                     raise
                 skipped.add(error)
                 continue
             if document.text:
                 yield document
+        if row is None:
+            skipped.empty.append(file)
 
 
 def _text_of(value: Any, text_field: str, source: str) -> str:

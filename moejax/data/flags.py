@@ -40,6 +40,13 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--eos", metavar="TOKEN", help="ends a document (default: the usual names)"
     )
+    command.add_argument(
+        "--ending",
+        metavar=".py",
+        action="append",
+        default=[],
+        help="also read files of directories that end so, as text; may be repeated",
+    )
     command.add_argument("--text-field", metavar="NAME", help="field of the text (default: text)")
     command.add_argument(
         "--stdin-format",
@@ -47,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         help="of standard input (default: text, one document)",
     )
     command.add_argument(
-        "--skip-bad", action="store_true", help="leave broken rows out, and count them"
+        "--skip-bad", action="store_true", help="leave broken rows and files out, and count them"
     )
     command.add_argument("--format", choices=sorted(SUFFIXES), default="bin", help="default: bin")
     command.add_argument(

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import re
 import shutil
 import sys
 import zlib
@@ -26,7 +27,12 @@ class InputFiles(NamedTuple):
     num_left_out: int = 0
 
 
-def find_inputs(names: Sequence[str], scratch: Path, stdin_format: str = "text") -> InputFiles:
+def find_inputs(
+    names: Sequence[str],
+    scratch: Path,
+    stdin_format: str = "text",
+    endings: Sequence[str] = (),
+) -> InputFiles:
     """Returns the files that arguments name.
 
     Args:
@@ -34,10 +40,12 @@ def find_inputs(names: Sequence[str], scratch: Path, stdin_format: str = "text")
         at most one `-`, standard input.
       scratch: directory that standard input is copied to, because text is read twice.
       stdin_format: "text" or "jsonl".
+      endings: further ones of text files that directories are searched for, such as ".py".
 
     Raises:
       InputError: if a name is no file or directory, or a directory holds nothing to read.
     """
+    _check_endings(endings, names)
     paths: list[Path] = []
     num_left_out = 0
     for name in names:
@@ -46,12 +54,12 @@ def find_inputs(names: Sequence[str], scratch: Path, stdin_format: str = "text")
             paths.append(_standard_input(scratch, stdin_format))
         elif path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file())
-            taken = [p for p in inside if _is_known(p)]
+            taken = [p for p in inside if _is_known(p, endings)]
             if not taken:
                 raise InputError(
                     f"nothing to read. {path} holds {len(inside)} files, none with an ending of "
-                    f"{', '.join((*TEXT, *ROWS))} (.gz, .zst behind). Other files are read where "
-                    f"they are named one by one."
+                    f"{', '.join((*TEXT, *ROWS, *endings))} (.gz, .zst behind). Other text is read "
+                    f"where its ending is named, such as --ending .py, or the file itself."
                 )
             num_left_out += len(inside) - len(taken)
             paths += taken
@@ -72,8 +80,25 @@ def find_inputs(names: Sequence[str], scratch: Path, stdin_format: str = "text")
     return InputFiles(paths, num_left_out)
 
 
-def _is_known(path: Path) -> bool:
-    return not path.name.startswith(".") and (kind_of(path) != "text" or _ending(path) in TEXT)
+def _check_endings(endings: Sequence[str], names: Sequence[str]) -> None:
+    """Refuses endings that are none, that stand for rows, or that no directory is searched for."""
+    for ending in endings:
+        if not re.fullmatch(r"\.[^./\s]+", ending) or ending.lower() in (*ROWS, *COMPRESSED):
+            raise InputError(
+                f"`--ending` is wrong. Got {ending!r}. It is a dot and letters, of files that are "
+                f"text: {', '.join((*ROWS, *COMPRESSED))} are read by their format. Write "
+                f"--ending .py."
+            )
+    if endings and not any(Path(name).is_dir() for name in names):
+        raise InputError(
+            f"`--ending` has no effect. Got {endings[0]!r}, but no directory. It chooses files of "
+            f"directories; a file that is named is read whatever its ending. Leave it out."
+        )
+
+
+def _is_known(path: Path, endings: Sequence[str]) -> bool:
+    known = (*TEXT, *(ending.lower() for ending in endings))
+    return not path.name.startswith(".") and (kind_of(path) != "text" or _ending(path) in known)
 
 
 def _ending(path: Path) -> str:

@@ -20,7 +20,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from moejax.config.checks.paths import check_folder
 from moejax.data.chat import ChatReader, chat_reader
-from moejax.data.documents import AnyDocument, Skipped, read_documents
+from moejax.data.documents import AnyDocument, Skipped, counted, read_documents
 from moejax.data.flags import SUFFIXES, parser
 from moejax.data.inputs import STDIN, InputFiles, find_inputs, kind_of
 from moejax.data.marks import MarkedDocument, marks_of
@@ -61,7 +61,8 @@ def prepare(args: argparse.Namespace, console: Console) -> None:
         )
     _check_output(args)
     with tempfile.TemporaryDirectory(prefix="moejax-") as scratch:
-        files = find_inputs(args.files, Path(scratch), args.stdin_format or "text")
+        stdin_format, endings = args.stdin_format or "text", tuple(args.ending)
+        files = find_inputs(args.files, Path(scratch), stdin_format, endings)
         _prepare_files(args, files, console)
 
 
@@ -106,7 +107,8 @@ def _write_splits(
         _write_documents(documents, split, tokenizer, writers, console)
         if (nearer := split.nearer()) is not None:
             raise _ShareMissedError(nearer)
-        _check_splits(writers, len(files.paths), chat.num_skipped if chat else skipped.count)
+        left_out = counted(chat.num_skipped, "broken row") if chat and chat.num_skipped else ""
+        _check_splits(writers, len(files.paths), left_out or skipped.text)
         _remove_replaced(args)
         if args.tokenizer is not None:
             # A copy beside the tokens, because sampling needs it and the original may move.
@@ -123,10 +125,7 @@ def _write_splits(
             f"held out: {100 * split.held_out_bytes / split.num_bytes:.4g} % of the text, the "
             f"nearest to {100 * split.share:.4g} %: documents stay whole, and equal ones together"
         )
-    notes += chat.notes() if chat else []
-    if skipped.count:
-        notes.append(f"rows left out as broken: {skipped.count:,}. The first: {skipped.first}")
-    return notes
+    return notes + (chat.notes() if chat else skipped.notes())
 
 
 def _summary(split: str, writer: Writer, chat: bool) -> str:
@@ -145,7 +144,8 @@ def _documents(
     return read_documents(
         files,
         args.text_field or "text",
-        skipped=skipped if args.skip_bad else None,
+        skipped=skipped,
+        skip_bad=args.skip_bad,
         fraction=fraction if alone else 0.0,
     )
 
@@ -286,24 +286,19 @@ class _ShareMissedError(Exception):
         self.nearer = nearer
 
 
-def _check_splits(writers: dict[str, Writer], num_files: int, num_skipped: int) -> None:
+def _check_splits(writers: dict[str, Writer], num_files: int, left_out: str) -> None:
     """Refuses a side without documents."""
     total = sum(writer.num_documents for writer in writers.values())
     for split, writer in writers.items():
         if writer.num_documents:
             continue
-        skipped = f" and {counted(num_skipped, 'broken row')}" if num_skipped else ""
         same = ", all of one text" if total > 1 else ""
+        without = f" and {left_out}" if left_out else ""
         raise InputError(
             f"no {split} documents. {counted(num_files, 'file')} gave "
-            f"{counted(total, 'document')}{same}{skipped}. Each side needs one. Give more "
+            f"{counted(total, 'document')}{same}{without}. Each side needs one. Give more "
             f"documents, or add --eval-fraction 0 (none held out)."
         )
-
-
-def counted(number: int, noun: str) -> str:
-    """Returns "1 file" or "2 files"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _tell_of_large(document: AnyDocument | MarkedDocument, console: Console) -> bool:

@@ -63,7 +63,8 @@ def in_utf_8(source: str, start: int = 0) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise BadRowError(
             f"text is not UTF-8. {source}, byte {start + error.start}: "
-            f"0x{error.object[error.start]:02x}. All text must be UTF-8. Convert it with iconv."
+            f"0x{error.object[error.start]:02x}. All text must be UTF-8. Convert "
+            f"it with iconv, or leave it out (moejax prepare --skip-bad)."
         ) from error
 
 

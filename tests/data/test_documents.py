@@ -34,7 +34,7 @@ def _whole(raw, source):
     except UnicodeDecodeError as error:
         return (
             f"text is not UTF-8. {source}, byte {error.start}: 0x{raw[error.start]:02x}. All text "
-            f"must be UTF-8. Convert it with iconv."
+            f"must be UTF-8. Convert it with iconv, or leave it out (moejax prepare --skip-bad)."
         )
 
 
@@ -55,6 +55,24 @@ def test_a_text_file_in_pieces_is_what_it_is_as_a_whole(tmp_path_factory, parts,
         patch.setattr(documents, "PIECE", piece)
         found = [_joined(document) for document in read_documents([file], "text")]
         assert found == [text for text in [_whole(raw, file)] if text]  # no text, no document
+
+
+@pytest.mark.parametrize("piece", [1, 3, 8, 64])
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.9])
+def test_both_parts_of_a_file_are_the_file(tmp_path, monkeypatch, piece, fraction):
+    """The first is never longer, or held-out text would be learned."""
+    monkeypatch.setattr(documents, "PIECE", piece)
+    raw = "".join(f"line {number} caf\u00e9\n" for number in range(12)).encode()
+    (tmp_path / "a.txt").write_bytes(raw)
+    learned, held_out = read_documents([tmp_path / "a.txt"], "text", fraction=fraction)
+    assert (learned.held_out, held_out.held_out) == (False, True)
+    first, second = (_joined(part).encode() for part in (learned, held_out))
+    assert first + second == raw
+    assert first.endswith(b"\n")
+    # Cut at the first end of a line behind the share that is learned.
+    wanted = int(len(raw) * (1 - fraction))
+    assert wanted <= len(first) < wanted + 14
+    assert learned.digest() == hashlib.sha256(first).hexdigest()
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16])

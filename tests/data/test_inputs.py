@@ -144,7 +144,7 @@ def test_rows_without_text_are_named_or_counted(tmp_path, capsys):
     assert "line 2: field 'text' is null" in said
     assert "--skip-bad" in said
     assert run(*given, "--skip-bad") == 0
-    assert "rows left out as broken: 3. The first: " in capsys.readouterr().err
+    assert "left out: 3 broken rows. The first: " in capsys.readouterr().err
     assert read(tmp_path / "out", "train") == ["a", "b"]
 
 
@@ -162,3 +162,65 @@ def test_bytes_are_read_as_they_are(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf\xef\xbb\xbfab")
     with open_bytes(path) as opened:
         assert opened.read() == b"\xef\xbb\xbfab"  # one mark alone is a mark
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_files_that_are_not_utf_8_can_be_left_out_and_empty_ones_are_told(tmp_path, capsys, ending):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, raw in {
+        "a.txt": b"one",
+        "b.txt": b"caf\xe9",
+        "c.txt": b"half a character \xc3",
+        "d.txt": b"",
+        "e.jsonl": b"\n",
+        "f.jsonl": b'{"text": "two"}\n{"text": "\xff"}\n',
+    }.items():
+        compressed(folder / f"{name}{ending}", raw)
+    command = (folder, "--out", tmp_path / "out/x", "--eval-fraction", 0)
+    assert run(*command) == 2
+    assert f"b.txt{ending}, byte 3: 0xe9" in capsys.readouterr().err
+    assert run(*command, "--skip-bad") == 0
+    assert read(tmp_path / "out/x", "train") == ["one", "two"]
+    said = capsys.readouterr().err
+    assert (
+        f"left out: 1 broken row and 2 broken files. The first: text is not UTF-8. {folder}" in said
+    )
+    assert f"files without text: 2. The first: {folder / f'd.txt{ending}'}" in said
+
+
+def test_a_file_alone_that_is_not_utf_8_leaves_nothing(tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9\nmore\n")
+    assert run(tmp_path / "a.txt", "--out", tmp_path / "x", "--skip-bad") == 2
+    assert "1 file gave 0 documents and 1 broken file" in capsys.readouterr().err
+
+
+def test_directories_are_searched_for_other_endings_too(tmp_path, capsys):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.py", "b.PY", "c.txt", "d.rs", ".e.py", "f"):
+        (folder / name).write_text(name)
+    compressed(folder / "g.py.gz", b"g.py.gz")
+    command = (folder, "--out", tmp_path / "x", "--eval-fraction", 0, "--overwrite")
+    assert run(*command, "--ending", ".py") == 0
+    assert read(tmp_path / "x", "train") == ["a.py", "b.PY", "c.txt", "g.py.gz"]
+    assert "files left out, for their endings: 3" in capsys.readouterr().err
+    assert run(*command, "--ending", ".py", "--ending", ".rs") == 0
+    assert "d.rs" in read(tmp_path / "x", "train")
+
+
+@pytest.mark.parametrize(
+    ("endings", "said"),
+    [(["py"], "Got 'py'"), ([".jsonl"], "read by their format"), ([".GZ"], "by their format")],
+)
+def test_an_ending_that_is_none_is_refused(tmp_path, endings, said):
+    with pytest.raises(InputError, match=said):
+        find_inputs([str(tmp_path)], tmp_path, endings=endings)
+
+
+def test_an_ending_without_a_directory_is_refused(tmp_path):
+    (tmp_path / "a.py").write_text("a")
+    with pytest.raises(InputError, match=r"`--ending` has no effect\. Got '\.py'"):
+        find_inputs([str(tmp_path / "a.py")], tmp_path, endings=[".py"])
+    with pytest.raises(InputError, match=r"--ending \.py, or the file itself"):
+        find_inputs([str(tmp_path)], tmp_path)
