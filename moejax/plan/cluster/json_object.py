@@ -79,10 +79,10 @@ class JsonObject:
         )
 
     def texts(self, field: str) -> tuple[str, ...]:
-        """Returns a list of texts; () if the field is missing."""
+        """Returns a list of strings; () if the field is missing."""
         if field not in self.facts:
             return ()
-        rule = "a list of texts"
+        rule = "a list of strings"
         return tuple(self.value(field, rule, lambda v: _all(v, lambda x: isinstance(x, str))))
 
     def flag(self, field: str) -> bool:
