@@ -18,6 +18,7 @@ from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
 from moejax.model.block import Pattern
+from moejax.model.layers import logits
 from moejax.model.rope import angles_at, tables
 from moejax.model.transformer import Transformer
 
@@ -94,8 +95,7 @@ def _only_repeat(group: Pattern) -> Pattern:
 
 def _logits(model: Transformer, x_BD: jax.Array, w_Dv: jax.Array) -> jax.Array:
     """Wire: logits in float32, gathered over tensor."""
-    logit_Bv = (x_BD @ w_Dv).astype(jnp.float32)
-    return wire.all_gather(logit_Bv, model.spec.layout.tensor, dim=1)
+    return wire.all_gather(logits(x_BD, w_Dv), model.spec.layout.tensor, dim=1)
 
 
 def _widened(a_BT: jax.Array, capacity: int) -> jax.Array:

@@ -94,6 +94,11 @@ class Embedding(nnx.Module):
         return leave_tensor(jnp.where(here_BT[..., None], x_BTD, 0), layout)
 
 
+def logits(x_ND: Float[Array, "N D"], w_Dv: Float[Array, "D v"]) -> Float[Array, "N v"]:
+    """Returns logits by this tensor rank's slice of the projection, summed in float32."""
+    return jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
+
+
 @jax.custom_vjp
 def look_up(table_vD: Float[Array, "v D"], token_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Returns `x_BTD` with `x[b, t] = table[token[b, t]]`.

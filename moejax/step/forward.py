@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
+from moejax.model.layers import logits
 from moejax.step.loss import sum_nll, target_nll
 from moejax.step.model import ModelDef
 from moejax.step.state import Batch, TrainState
@@ -61,5 +62,4 @@ def logits_after(
     transformer = model.merge(state.params, state.router_bias, state.frozen)
     x_BTD, w_Dv, _ = transformer(token_BT, jnp.zeros_like(token_BT))
     last_BD = jax.lax.dynamic_index_in_dim(x_BTD, length - 1, axis=1, keepdims=False)
-    logits_Bv = last_BD @ w_Dv
-    return wire.all_gather(logits_Bv.astype(jnp.float32), model.layout.tensor, dim=1)
+    return wire.all_gather(logits(last_BD, w_Dv), model.layout.tensor, dim=1)

@@ -18,6 +18,7 @@ from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.config.schema import MoEConfig
 from moejax.layout.layout import Axes, Layout
+from moejax.model.layers import logits
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import balance_loss
 
@@ -205,7 +206,7 @@ def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array,
     """Returns one chunk's nats, logits, and logarithm of the softmax's denominator."""
     x_ND, local_N, valid_N = chunk
     v = w_Dv.shape[1]
-    logit_Nv = jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
+    logit_Nv = logits(x_ND, w_Dv)
     here_N = (local_N >= 0) & (local_N < v)
     safe_N = jnp.where(here_N, local_N, 0)
     chosen_N = jnp.take_along_axis(logit_Nv, safe_N[:, None], axis=1)[:, 0]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.comm import stages, wire
+from moejax.model.layers import logits
 from moejax.step.answer import Answers
 from moejax.step.feed import build_feed
 from moejax.step.kept import Layers
@@ -118,8 +119,8 @@ def logits_after(
     def answer(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
         x_BTD, w_Dv = answers.end(y_BtD)
         last_BD = jnp.sum(jnp.where(here_BT[..., None], x_BTD, 0), axis=1)
-        return wire.all_reduce(last_BD, layout.stage, tag=None) @ w_Dv
+        return logits(wire.all_reduce(last_BD, layout.stage, tag=None), w_Dv)
 
     logits_PBv = forward_through_stages(staged, answer)
     logits_Bv = jax.lax.dynamic_index_in_dim(logits_PBv, staged.stage, keepdims=False)
-    return wire.all_gather(logits_Bv.astype(jnp.float32), layout.tensor, dim=1)
+    return wire.all_gather(logits_Bv, layout.tensor, dim=1)

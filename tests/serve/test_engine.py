@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.config.schema import LoraConfig, MeshConfig, RopeConfig
 from moejax.serve.engine import Rows
 from moejax.serve.generate import generate, padded
@@ -82,6 +83,37 @@ def test_cached_decoding_is_the_forward_pass(mesh, activations, model):
 def test_adapters_are_added_to_their_weights():
     cfg = small_config((1, 1, 2, 2), model=GROUPED | {"num_kv_heads": 4}, moe=CERTAIN)
     check_cached(dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=("moe.w_*", "*.w_q"))))
+
+
+def test_logits_in_bfloat16_are_summed_in_float32():
+    """Rounded, the largest of some rows would be equal, and the lowest id would win.
+
+    Read from the programs: what is rounded between two operations, CPUs may leave unrounded.
+    """
+    V = 1000
+    cfg = small_config(model=GROUPED | {"dtype": "bfloat16", "vocab_size": V}, moe=CERTAIN)
+    engine = engine_for(cfg, [[1, 2, 3]] * 8, 2)
+    state, (prompts, rows, made) = engine.train_step.abstract, engine.abstract()
+    whole = step_for(cfg)
+    programs = [
+        engine.prefill.trace(state, prompts),
+        engine.decode.trace(state, rows, made.cache),
+        whole.next_logits.trace(whole.abstract, whole.abstract_prompt()),
+    ]
+    for program in programs:
+        logits = [
+            e.outvars[0].aval for e in products(program.jaxpr) if e.outvars[0].aval.shape[-1] == V
+        ]
+        assert [str(x.dtype) for x in logits] == ["float32"]
+
+
+def products(jaxpr):
+    """Every matrix product of a program, those of loops and calls too."""
+    for eqn in opened(jaxpr).eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from products(inner)
 
 
 def test_no_row_loses_tokens_to_a_training_capacity():
