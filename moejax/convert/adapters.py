@@ -72,7 +72,7 @@ class MergedWeights:
 
 
 def merged_weights(saved: Saved, cfg: Config, frozen: Source) -> MergedWeights:
-    """Returns the weights of a checkpoint with adapters, added as its run adds them.
+    """Returns the weights of a checkpoint with adapters, added in float32.
 
     Args:
       frozen: the weights that the adapters were trained on; a folder is open.

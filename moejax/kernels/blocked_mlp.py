@@ -21,6 +21,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from moejax.kernels.activation import activate, row_dots
 from moejax.kernels.costs import jitted
+from moejax.kernels.expert_weights import (
+    Factors,
+    Weights,
+    flat,
+    times,
+    times_transposed,
+    weight_gradients,
+)
 from moejax.kernels.kept import GATE_AND_UP
 
 # Each size is compiled, forward and backward, for each bucket size of the exchange.
@@ -42,24 +50,6 @@ class Form(NamedTuple):
 
     limit: float | None = None
     met: int | None = None
-
-
-class Weights(NamedTuple):
-    """Weights of all groups (G in front), or of one; their gradients."""
-
-    w_in: jax.Array  # [D, 2, F]
-    w_out: jax.Array  # [F, D]
-    b_in: jax.Array | None = None  # [2, F], float32
-    b_out: jax.Array | None = None  # [D], float32
-
-
-def flat(weights: Weights) -> Weights:
-    """Weights of all groups or of one, with gate and up in one dimension."""
-    b_in = weights.b_in
-    return weights._replace(
-        w_in=weights.w_in.reshape(*weights.w_in.shape[:-2], -1),
-        b_in=None if b_in is None else b_in.reshape(*b_in.shape[:-2], -1),
-    )
 
 
 @dataclass(frozen=True)
@@ -105,8 +95,12 @@ def _named(which: str, function: Callable, weights: Weights, x_MD, form: Form) -
     """Returns the function under a name with its sizes, for its price."""
     M, D = x_MD.shape
     G, F = weights.w_out.shape[:2]
-    name = f"experts_{which}"
-    return jitted(function, name, M, D, F, form.met or G, limit=form.limit)
+    adapters = weights.in_adapter, weights.out_adapter
+    ranks = [0 if adapter is None else adapter.a.shape[2] for adapter in adapters]
+    if which == "backward" and any(ranks):
+        which = "frozen"
+    sizes = (M, D, F, form.met or G, *(ranks if any(ranks) else ()))
+    return jitted(function, f"experts_{which}", *sizes, limit=form.limit)
 
 
 def rows_computed(rows: float, M: int) -> float:
@@ -131,8 +125,8 @@ def blocked_mlp(
 
 def _only_forward(x_MD, weights, sizes_G, *, limit):
     def compute(block: Block, y_MD, w: Weights):
-        h_BW = block.biased(block.rows(x_MD) @ w.w_in, w.b_in)
-        y_BD = activate(h_BW, limit) @ w.w_out
+        h_BW = block.biased(times(block.rows(x_MD), w.w_in, w.in_adapter), w.b_in)
+        y_BD = times(activate(h_BW, limit), w.w_out, w.out_adapter)
         return block.write(y_MD, block.biased(y_BD, w.b_out))
 
     M, G = x_MD.shape[0], sizes_G.shape[0]
@@ -158,14 +152,23 @@ def _few_rows(x_MD: jax.Array, weights: Weights, sizes_G: jax.Array, limit) -> j
         start, y_MD = state
         group = jnp.sum(ends_G <= start, dtype=jnp.int32)
         block = Block(start, start + jnp.arange(FEW_ROWS) < ends_G[group])
-        b_in, b_out = (None if b is None else b[group] for b in weights[2:])
-        h_BW = block.biased(_in_pieces(block.rows(x_MD), weights.w_in, group), b_in)
-        y_BD = _in_pieces(activate(h_BW, limit), weights.w_out, group)
+        b_in, b_out = (None if b is None else b[group] for b in weights[2:4])
+        h_BW = _few_times(block.rows(x_MD), weights.w_in, weights.in_adapter, group)
+        h_BW = block.biased(h_BW, b_in)
+        y_BD = _few_times(activate(h_BW, limit), weights.w_out, weights.out_adapter, group)
         y_MD = block.write(y_MD, block.biased(y_BD, b_out))
         return jnp.minimum(start + FEW_ROWS, ends_G[group]), y_MD
 
     first = (jnp.int32(0), jnp.zeros_like(x_MD))
     return lax.while_loop(lambda state: state[0] < ends_G[-1], advance, first)[1][:M]
+
+
+def _few_times(x_BX, w_GXY, adapter: Factors | None, group: jax.Array) -> jax.Array:
+    """`_times` by the weights of a group, in pieces."""
+    y_BY = _in_pieces(x_BX, w_GXY, group)
+    if adapter is None:
+        return y_BY
+    return y_BY + _in_pieces(_in_pieces(x_BX, adapter.a, group), adapter.b, group)
 
 
 def _in_pieces(x_BX: jax.Array, w_GXY: jax.Array, group: jax.Array) -> jax.Array:
@@ -199,8 +202,8 @@ def _rows_forward(x_MD, weights, sizes_G, *, limit):
 
     def compute(block: Block, carry, w: Weights):
         y_MD, h_MW = carry
-        h_BW = block.biased(block.rows(x_MD) @ w.w_in, w.b_in)
-        y_BD = activate(h_BW, limit) @ w.w_out
+        h_BW = block.biased(times(block.rows(x_MD), w.w_in, w.in_adapter), w.b_in)
+        y_BD = times(activate(h_BW, limit), w.w_out, w.out_adapter)
         return block.write(y_MD, block.biased(y_BD, w.b_out)), block.write(h_MW, h_BW)
 
     M = x_MD.shape[0]
@@ -213,10 +216,10 @@ def _rows_forward(x_MD, weights, sizes_G, *, limit):
 
 
 def _blocked_backward(form, saved, dy_MD):
-    weights = saved[2]
-    sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
+    trained, _ = saved[2].split()
+    sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
     dx_MD, dots_M1, dweights = _add_gradients(form, saved, dy_MD, sums)
-    return dx_MD, jax.tree.map(lambda g, w: g.astype(w.dtype), dweights, weights), None, dots_M1
+    return dx_MD, jax.tree.map(lambda g, w: g.astype(w.dtype), dweights, trained), None, dots_M1
 
 
 def _add_gradients(form, saved, dy_MD, sums):
@@ -227,24 +230,23 @@ def _add_gradients(form, saved, dy_MD, sums):
 
 
 def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums, one_M1, *, limit):
-    """Gradients of rows and ones, and of weights added to `sums`, block by block."""
+    """Gradients of rows and ones, and of what is trained added to `sums`, block by block."""
     M = dy_MD.shape[0]
 
     def compute(block: Block, carry, w: Weights):
         (dx_MD, dots_M1), dw = carry
         dy_BD = block.rows(dy_MD)
         a_BF, pull = jax.vjp(partial(activate, limit=limit), block.rows(h_MW))
-        da_BF = dy_BD @ w.w_out.T
+        da_BF = times_transposed(dy_BD, w.w_out, w.out_adapter)
         dh_BW = pull(da_BF)[0]
         if dots_M1 is not None:
             dots_B1 = row_dots(a_BF, da_BF)
             dots_B1 += 0 if w.b_out is None else row_dots(dy_BD, w.b_out[None])
             dots_M1 = block.write(dots_M1, dots_B1)
-        part = Weights(_outer(block.rows(x_MD), dh_BW), _outer(a_BF, dy_BD))
-        if w.b_in is not None:
-            part = part._replace(b_in=_sum_rows(dh_BW), b_out=_sum_rows(dy_BD))
+        part = weight_gradients(w, block.rows(x_MD), dh_BW, a_BF, dy_BD)
         dw = part if dw is None else jax.tree.map(jnp.add, dw, part)
-        return (block.write(dx_MD, dh_BW @ w.w_in.T), dots_M1), dw
+        dx_BD = times_transposed(dh_BW, w.w_in, w.in_adapter)
+        return (block.write(dx_MD, dx_BD), dots_M1), dw
 
     def group(number, carry, w, start, end):
         rows, sums = carry
@@ -296,17 +298,6 @@ def _block_sizes(num_rows: int) -> tuple[int, ...]:
     smaller = [size for size in BLOCK_ROWS if size < num_rows]
     largest = BLOCK_ROWS[: len(smaller) + 1][-1]
     return (*(size for size in smaller if size < largest), min(largest, num_rows))
-
-
-def _outer(x_BX: jax.Array, y_BY: jax.Array) -> jax.Array:
-    """Sums the rows' outer products in float32."""
-    dims = (((0,), (0,)), ((), ()))
-    return lax.dot_general(x_BX, y_BY, dims, preferred_element_type=jnp.float32)
-
-
-def _sum_rows(x_BN: jax.Array) -> jax.Array:
-    """Sums rows in float32."""
-    return jnp.sum(x_BN.astype(jnp.float32), axis=0)
 
 
 def _each_group(compute: Callable, carry, sizes_G, weights: Weights):

@@ -22,11 +22,15 @@ import jax
 # Key of a gather's cost: bytes, those that move.
 Cost = dict[str, Any]
 
-# Matrix products: gate, up and down forward; backward each by rows and by weights.
-PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "products": 1}
+# Matrix products: gate, up and down forward; backward each by rows and by weights, and where
+# weights are frozen by rows alone.
+PRODUCTS = {"experts_forward": 3, "experts_backward": 6, "experts_frozen": 3, "products": 1}
 # Extra passes over all weights for experts in blocks: slicing the weights; in backward also their
 # gradients.
-PASSES = {"experts_forward": 2, "experts_backward": 6}
+PASSES = {"experts_forward": 2, "experts_backward": 6, "experts_frozen": 2}
+# Products with a factor of an adapter, for each product of `experts_forward` with a weight: two
+# forward; backward by rows, of both factors, and the first one again.
+ADAPTED = {"experts_forward": 1, "experts_frozen": 2.5}
 # Products of each kernel of splash attention with the width of keys, and with that of values.
 SPLASH = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2), "dkv_fused": (3, 2)}
 
@@ -35,8 +39,9 @@ def jitted(function: Callable, which: str, *sizes: int, **options: Hashable) -> 
     """Returns the function, jitted under a name that `named_cost` reads.
 
     Args:
-      which: name and meaning of the sizes: experts_forward and experts_backward (M, D, F, groups
-        that have rows), products (M, K, N), rows (number of rows, bytes moved per row),
+      which: name and meaning of the sizes: experts_forward, experts_backward, and experts_frozen,
+        which is backward by rows and adapters (M, D, F, groups that have rows, ranks of the two
+        adapters if there are any), products (M, K, N), rows (number of rows, bytes moved per row),
         attention_forward and attention_backward (FLOPs).
       options: more arguments of the function, static.
     """
@@ -63,10 +68,11 @@ def named_cost(name: str, arrays: list[Any]) -> Cost | None:
     if (match := re.fullmatch(r"attention_(?:forward|backward)_(\d+)", name)) is not None:
         dtype = next(str(x.dtype) for x in arrays if "float" in str(x.dtype))
         return {"kind": "product", "flops": float(match[1]), "dtype": dtype}
-    match = re.fullmatch(r"(experts_forward|experts_backward|products)_([0-9x]+)", name)
+    match = re.fullmatch(r"(experts_\w+?|products)_([0-9x]+)", name)
     if match is None:
         return None
     M, K, N, *groups = map(int, match[2].split("x"))
+    groups, ranks = groups[:1], groups[1:]
     floats = [x.dtype for x in arrays if "float" in str(x.dtype)]
     cost = {
         "kind": "product",
@@ -77,6 +83,9 @@ def named_cost(name: str, arrays: list[Any]) -> Cost | None:
     if groups:
         weights = 3 * groups[0] * K * N * (floats[0].itemsize if floats else 4)
         cost |= {"blocks": (M, groups[0]), "bytes": float(PASSES[match[1]] * weights)}
+    if ranks:
+        factors = ranks[0] * (K + 2 * N) + ranks[1] * (N + K)
+        cost["flops"] += 2.0 * ADAPTED[match[1]] * M * factors
     if match[1] == "experts_forward":
         cost["unread"] = 2 / 3  # gate and up: the hidden layer's input is another result
     return cost

@@ -8,11 +8,13 @@ Per device. Legend: M rows, G groups (experts), D width, F hidden, U gate and up
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.kernels.activation import activate, with_dots
-from moejax.kernels.blocked_mlp import Form, Weights, blocked_mlp, blocked_mlp_adding, flat
+from moejax.kernels.blocked_mlp import Form, blocked_mlp, blocked_mlp_adding
+from moejax.kernels.expert_weights import Factors, Weights, flat
 from moejax.kernels.grouped_matmul import (
     add_bias,
     grouped_matmul,
@@ -24,8 +26,9 @@ from moejax.kernels.kept import GATE_AND_UP
 
 # Implementations whose products round rows and weights to e4m3 first.
 IN_E4M3 = {"mosaic_e4m3": "mosaic", "reference_e4m3": "reference"}
+# Multiples of columns that kernels take: ranks of adapters are filled up to them.
+RANKS = {"mosaic": 64, "tokamax": 64, "megablox": 128}
 
-Params = tuple[jax.Array, ...]
 Biases = tuple[Float[Array, "G 2 F"], Float[Array, "G D"]]
 
 
@@ -37,6 +40,7 @@ def expert_mlp(
     *,
     implementation: str,
     biases: Biases | None = None,
+    adapters: tuple[Factors | None, Factors | None] = (None, None),
     limit: float | None = None,
     one_M1: Float[Array, "M 1"] | None = None,
     schedule: tuple[Int[Array, "C ..."], int] | None = None,
@@ -51,58 +55,85 @@ def expert_mlp(
       implementation: "mosaic", "blocked", one of `grouped_matmul`'s, or of `IN_E4M3`, whose forward
         products round what they multiply; see `kernels.select`.
       biases: float32, added to the first product before the activation, and to the second.
+      adapters: of both weights, which are frozen then, as are biases: a [G, K, A] and b [G, A, ...]
+        with products of their own, added to the weight's.
       limit: of clamped SwiGLU; None for SwiGLU.
       one_M1: ones, which are not multiplied. Their gradient is each row's result times the gradient
         of that result, float32: found from the hidden layer, without the results.
       schedule: of all C chunks, from `schedule_experts`, and the number of this one; None for none.
     """
-    if implementation == "mosaic" and biases is None and limit is None:
+    plain = biases is None and limit is None and adapters == (None, None)
+    if implementation == "mosaic" and plain:
         if schedule is None:
             schedule = schedule_experts(sizes_G, x_MD.shape[0])[None], 0
         return swiglu_mlp(x_MD, w_in_GDUF, w_out_GFD, one_M1, *schedule)
-    weights = Weights(w_in_GDUF, w_out_GFD, *(biases or ()))
+    weights = Weights(w_in_GDUF, w_out_GFD, *(biases or (None, None)), *adapters)
     if implementation == "blocked":
         return blocked_mlp(Form(limit), x_MD, weights, sizes_G, one_M1)
     weights = flat(weights)
-    if implementation in IN_E4M3:
-        multiply = partial(grouped_matmul_e4m3, implementation=IN_E4M3[implementation])
-    else:
-        multiply = partial(grouped_matmul, implementation=implementation)
+    multiply = partial(_multiply, sizes_G=sizes_G, implementation=implementation)
     # Backward keeps the activation's operand alone, instead of float32 values between.
     activated = jax.checkpoint(partial(activate, limit=limit), prevent_cse=False)
-    h_MW = multiply(x_MD, weights.w_in, sizes_G)
+    h_MW = multiply(x_MD, weights.w_in, weights.in_adapter)
     if biases is not None:
         h_MW = add_bias(h_MW, weights.b_in, sizes_G)
     a_MF = activated(checkpoint_name(h_MW, GATE_AND_UP))
     if one_M1 is not None:
         a_MF = with_dots(a_MF, one_M1)
-    y_MD = multiply(a_MF, weights.w_out, sizes_G)
+    y_MD = multiply(a_MF, weights.w_out, weights.out_adapter)
     return y_MD if biases is None else add_bias(y_MD, weights.b_out, sizes_G, one_M1)
+
+
+def _multiply(
+    x_MK: jax.Array,
+    w_GKN: jax.Array,
+    adapter: Factors | None,
+    *,
+    sizes_G: jax.Array,
+    implementation: str,
+) -> jax.Array:
+    """Multiplies rows by the weight of their group, and by its adapter; in e4m3 by the weight."""
+    plain = IN_E4M3.get(implementation, implementation)
+    of_weight = grouped_matmul if plain == implementation else grouped_matmul_e4m3
+    y_MN = of_weight(x_MK, w_GKN, sizes_G, implementation=plain)
+    if adapter is None:
+        return y_MN
+    a_GKA, b_GAN = _padded(adapter, RANKS.get(plain, 1))
+    z_MA = grouped_matmul(x_MK, a_GKA, sizes_G, implementation=plain)
+    return y_MN + grouped_matmul(z_MA, b_GAN, sizes_G, implementation=plain)
+
+
+def _padded(adapter: Factors, multiple: int) -> Factors:
+    """Widens the rank to what a kernel takes, by zeros."""
+    missing = -adapter.a.shape[2] % multiple
+    if not missing:
+        return adapter
+    return Factors(
+        jnp.pad(adapter.a, ((0, 0), (0, 0), (0, missing))),
+        jnp.pad(adapter.b, ((0, 0), (0, missing), (0, 0))),
+    )
 
 
 def expert_mlp_adding(
     x_MD: jax.Array,
-    params: Params,
-    sums: Params,
+    weights: Weights,
+    sums: Weights,
     sizes_G: jax.Array,
     *,
     limit: float | None = None,
     met: int | None = None,
     one_M1: jax.Array | None = None,
-) -> tuple[jax.Array, Params]:
+) -> tuple[jax.Array, Weights]:
     """Returns `y_MD` of the blocked form, and `sums` as they are.
 
-    Params have no gradient of their own: backward adds it in place to the gradient of the returned
+    Weights have no gradient of their own: backward adds it in place to the gradient of the returned
     sums, and returns that as the gradient of `sums`. Calls in chunks so share one array of
     gradients, and each touches the groups that it has rows for.
 
     Args:
-      params: w_in_GDUF and w_out_GFD; if experts have biases, b_in_GUF and b_out_GD follow.
-      sums: of the params' shapes, float32. Their values are never read.
+      weights: w_in_GDUF and w_out_GFD, biases and adapters.
+      sums: of what is trained of them (`Weights.split`), float32. Their values are never read.
       met: groups that are likely to have rows, for the price; None for all.
       one_M1: as in `expert_mlp`.
     """
-    form = Form(limit, met)
-    flat_sums = Weights(*sums)
-    y_MD, same = blocked_mlp_adding(form, x_MD, Weights(*params), flat_sums, sizes_G, one_M1)
-    return y_MD, tuple(x for x in same if x is not None)
+    return blocked_mlp_adding(Form(limit, met), x_MD, weights, sums, sizes_G, one_M1)

@@ -13,6 +13,7 @@ from flax import nnx
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import join_positions, split_positions
+from moejax.comm.weights.adapters import product
 from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.layout.spec import StepSpec
@@ -49,7 +50,7 @@ class PredictAhead(nnx.Module):
         embedding_BtD, h_BtD = (split_positions(x, layout) for x in (embedding_BtD, h_BtD))
         both = (self.embedding_norm(embedding_BtD), self.hidden_norm(h_BtD))
         w_UDO = gather_weight(self.w_join, self.spec)
-        joined_BtD = jnp.concatenate(both, axis=-1) @ w_UDO.reshape(-1, w_UDO.shape[2])
+        joined_BtD = product(jnp.concatenate(both, axis=-1), w_UDO)
         return join_positions(joined_BtD, layout)
 
 

@@ -11,7 +11,8 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
-from moejax.comm.weights.gather import gather_weight, whole_weight
+from moejax.comm.weights.adapters import product, shape_of
+from moejax.comm.weights.gather import gather_float32, gather_weight, whole_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
 from moejax.kernels.cached_attention import cached_attention, put
@@ -159,7 +160,7 @@ class Attention(nnx.Module):
 
         Biases are not gathered, so float32 costs nothing on the wire.
         """
-        return (x_BTHC + gather_weight(b, self.spec, "float32")).astype(x_BTHC.dtype)
+        return (x_BTHC + gather_float32(b, self.spec)).astype(x_BTHC.dtype)
 
 
 def project_to_heads(
@@ -167,17 +168,15 @@ def project_to_heads(
 ) -> Float[Array, "B T H C"]:
     """Projects to this tensor rank's heads, of queries, or of keys or values (G for H)."""
     w_DHC = gather_weight(w, spec)
-    D, H, C = w_DHC.shape
-    return (x_BTD @ w_DHC.reshape(D, H * C)).reshape(*x_BTD.shape[:2], H, C)
+    return product(x_BTD, w_DHC).reshape(*x_BTD.shape[:2], *shape_of(w_DHC)[1:])
 
 
 def project_from_heads(
     y_BTHC: Float[Array, "B T H C"], w: nnx.Param, spec: StepSpec
 ) -> Float[Array, "B t D"]:
     """Projects the heads to the width, sums over tensor, and returns the layout between blocks."""
-    w_HCD = gather_weight(w, spec)
     B, T, H, C = y_BTHC.shape
-    y_BTD = y_BTHC.reshape(B, T, H * C) @ w_HCD.reshape(H * C, -1)
+    y_BTD = product(y_BTHC.reshape(B, T, H * C), gather_weight(w, spec))
     return leave_tensor(y_BTD, spec.layout)
 
 
@@ -194,5 +193,5 @@ class FullNorm(nnx.Module):
         squares_BT11 = jnp.sum(x32 * x32, axis=(-2, -1), keepdims=True)
         squares_BT11 = wire.all_reduce(squares_BT11, self.spec.layout.tensor)
         inverse_BT11 = jax.lax.rsqrt(squares_BT11 / self.width + self.epsilon)
-        scale_HC = gather_weight(self.scale, self.spec, "float32")
+        scale_HC = gather_float32(self.scale, self.spec)
         return (x32 * inverse_BT11 * scale_HC).astype(x_BTHC.dtype)

@@ -17,6 +17,7 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
+from moejax.comm.weights.gather import Weight
 from moejax.model.block import Pattern
 from moejax.model.layers import logits
 from moejax.model.rope import angles_at, tables
@@ -93,7 +94,7 @@ def _only_repeat(group: Pattern) -> Pattern:
     return nnx.merge(graph, jax.tree.map(lambda w_1: w_1.squeeze(0), stacked))
 
 
-def _logits(model: Transformer, x_BD: jax.Array, w_Dv: jax.Array) -> jax.Array:
+def _logits(model: Transformer, x_BD: jax.Array, w_Dv: Weight) -> jax.Array:
     """Wire: logits in float32, gathered over tensor."""
     return wire.all_gather(logits(x_BD, w_Dv), model.spec.layout.tensor, dim=1)
 

@@ -14,7 +14,8 @@ from flax import nnx
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import enter_tensor_together
-from moejax.comm.weights.gather import gather_weight
+from moejax.comm.weights.adapters import Adapter, WithAdapter, product
+from moejax.comm.weights.gather import Weight, gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention import attention
 from moejax.kernels.cached_attention import cached_attention, put
@@ -121,10 +122,9 @@ class LatentAttention(nnx.Module):
         cfg = self.cfg
         projected = self._project(x_1tD, angles)
         own_BZ, Z = _kept(projected, angles)[0], projected.latent_BTZ.shape[-1]
-        w_ukv_ZHC = gather_weight(self.w_ukv, self.spec)
-        w_uk_ZHC, w_uv_ZHV = split_last(w_ukv_ZHC, cfg.value_channels)
+        w_uk_ZHC, w_uv_ZHV = _split_weight(gather_weight(self.w_ukv, self.spec), cfg.value_channels)
         plain_BHC, rotated_BHR = split_last(projected.q_BTHC[0], cfg.rotated_channels)
-        q_BHZ = jnp.einsum("bhc,zhc->bhz", plain_BHC, w_uk_ZHC)
+        q_BHZ = _into_latent(plain_BHC, w_uk_ZHC)
         kept_BSZ = put(cache[0], own_BZ, position_B)
         y_BHZ = cached_attention(
             jnp.concatenate([q_BHZ, rotated_BHR], axis=-1),
@@ -134,7 +134,7 @@ class LatentAttention(nnx.Module):
             window=self.window,
             scale=self._scale,
         )
-        y_BHV = jnp.einsum("bhz,zhv->bhv", y_BHZ, w_uv_ZHV)
+        y_BHV = _out_of_latent(y_BHZ, w_uv_ZHV)
         return project_from_heads(y_BHV[None], self.w_o, self.spec), (kept_BSZ,)
 
     @property
@@ -171,11 +171,11 @@ class LatentAttention(nnx.Module):
         """What queries are projected from: their latent, at own positions, or x itself."""
         if self.cfg.q_latent is None:
             return x_BtD
-        return self.q_norm(x_BtD @ gather_weight(self.w_dq, self.spec))
+        return self.q_norm(product(x_BtD, gather_weight(self.w_dq, self.spec)))
 
     def _key_value_source(self, x_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The latent of keys and values, and the key that rotates, at own positions."""
-        down_BtZ = x_BtD @ gather_weight(self.w_dkv, self.spec)
+        down_BtZ = product(x_BtD, gather_weight(self.w_dkv, self.spec))
         latent_BtZ, rotated_BtR = split_last(down_BtZ, self.cfg.rotated_channels)
         return self.kv_norm(latent_BtZ), rotated_BtR
 
@@ -184,6 +184,32 @@ def _kept(projected: Projected, angles: Angles) -> jax.Array:
     """What a cache keeps of each position: the latent, then the key after it was rotated."""
     rotated_BT1R = rotate(projected.rotated_BTR[:, :, None], angles)
     return jnp.concatenate([projected.latent_BTZ, rotated_BT1R[:, :, 0]], axis=-1)
+
+
+def _split_weight(w_ZHC: Weight, count: int) -> tuple[Weight, Weight]:
+    """Returns the parts of a weight that give the channels before the last `count`, and those."""
+    if not isinstance(w_ZHC, WithAdapter):
+        before, last = split_last(w_ZHC, count)
+        return before, last
+    (before, last), (a_ZA, b_AHC) = split_last(w_ZHC.weight, count), w_ZHC.adapter
+    b_before, b_last = split_last(b_AHC, count)
+    return WithAdapter(before, Adapter(a_ZA, b_before)), WithAdapter(last, Adapter(a_ZA, b_last))
+
+
+def _into_latent(q_BHC: jax.Array, w_ZHC: Weight) -> jax.Array:
+    """Multiplies each head's channels by its matrix, transposed; of an adapter by both factors."""
+    if not isinstance(w_ZHC, WithAdapter):
+        return jnp.einsum("bhc,zhc->bhz", q_BHC, w_ZHC)
+    a_ZA, b_AHC = w_ZHC.adapter
+    return _into_latent(q_BHC, w_ZHC.weight) + _into_latent(q_BHC, b_AHC) @ a_ZA.T
+
+
+def _out_of_latent(y_BHZ: jax.Array, w_ZHC: Weight) -> jax.Array:
+    """Multiplies each head's latent by its matrix; of an adapter by both factors."""
+    if not isinstance(w_ZHC, WithAdapter):
+        return jnp.einsum("bhz,zhc->bhc", y_BHZ, w_ZHC)
+    a_ZA, b_AHC = w_ZHC.adapter
+    return _out_of_latent(y_BHZ, w_ZHC.weight) + _out_of_latent(y_BHZ @ a_ZA, b_AHC)
 
 
 def split_last(x: jax.Array, count: int) -> list[jax.Array]:

@@ -10,13 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
-from moejax.comm.weights.gather import gather_weight, whole_weight
+from moejax.comm.weights.adapters import WithAdapter, product, shape_of, transposed
+from moejax.comm.weights.gather import Weight, gather_weight, whole_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.activation import clamped_swiglu
 from moejax.kernels.kept import GATE_AND_UP
 from moejax.layout.spec import StepSpec
 
-MLPWeights = tuple[Float[Array, "D 2 F"], Float[Array, "F D"]]
+MLPWeights = tuple[Weight, Weight]  # [D, 2, F] and [F, D]
 
 
 class RMSNorm(nnx.Module):
@@ -53,13 +54,13 @@ class MLP(nnx.Module):
         """Takes and returns activations in the layout between blocks. Weights: `self.weights()`."""
         x_BTD = enter_tensor(x_BtD, self.spec.layout)
         w_in_DUF, w_out_FD = weights
-        D, _, F = w_in_DUF.shape
-        h_BTW = checkpoint_name(x_BTD @ w_in_DUF.reshape(D, 2 * F), GATE_AND_UP)
+        h_BTW = checkpoint_name(product(x_BTD, w_in_DUF), GATE_AND_UP)
+        F = h_BTW.shape[-1] // 2
         if self.clamp is None:
             a_BTF = jax.nn.silu(h_BTW[..., :F]) * h_BTW[..., F:]
         else:
             a_BTF = clamped_swiglu(self.clamp, h_BTW)
-        return leave_tensor(a_BTF @ w_out_FD, self.spec.layout)
+        return leave_tensor(product(a_BTF, w_out_FD), self.spec.layout)
 
 
 class Embedding(nnx.Module):
@@ -73,30 +74,41 @@ class Embedding(nnx.Module):
             self.project = nnx.Param(normal(rngs.params(), (cfg.width, cfg.vocab_size)), dims="DV")
         self.tied = cfg.tie_embeddings
 
-    def weights(self) -> tuple[Float[Array, "v D"], Float[Array, "D v"]]:
-        """This tensor rank's rows of the table, and its slice of the output projection.
+    def weights(self) -> tuple[Weight, Weight]:
+        """This tensor rank's rows of the table [v, D], and its slice [D, v] of the projection.
 
         A tied table is gathered once, so that its gradient is reduced once.
         """
         table_vD = gather_weight(self.table, self.spec)
-        return table_vD, table_vD.T if self.tied else gather_weight(self.project, self.spec)
+        if self.tied:
+            return table_vD, transposed(table_vD)
+        return table_vD, gather_weight(self.project, self.spec)
 
-    def embed(
-        self, token_BT: Int[Array, "B T"], table_vD: Float[Array, "v D"]
-    ) -> Float[Array, "B t D"]:
+    def embed(self, token_BT: Int[Array, "B T"], table_vD: Weight) -> Float[Array, "B t D"]:
         """Looks tokens up: each tensor rank finds the rows it holds, and their sum has all rows."""
-        layout, v = self.spec.layout, table_vD.shape[0]
+        layout, v = self.spec.layout, shape_of(table_vD)[0]
         if layout.size(layout.tensor) == 1:
-            return look_up(table_vD, token_BT)
+            return rows_of(table_vD, token_BT)
         local_BT = token_BT - wire.index(layout.tensor) * v
         here_BT = (local_BT >= 0) & (local_BT < v)
-        x_BTD = look_up(table_vD, jnp.where(here_BT, local_BT, 0))
+        x_BTD = rows_of(table_vD, jnp.where(here_BT, local_BT, 0))
         return leave_tensor(jnp.where(here_BT[..., None], x_BTD, 0), layout)
 
 
-def logits(x_ND: Float[Array, "N D"], w_Dv: Float[Array, "D v"]) -> Float[Array, "N v"]:
+def logits(x_ND: Float[Array, "N D"], w_Dv: Weight) -> Float[Array, "N v"]:
     """Returns logits by this tensor rank's slice of the projection, summed in float32."""
-    return jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
+    if not isinstance(w_Dv, WithAdapter):
+        return jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
+    a_DA, b_Av = w_Dv.adapter
+    return logits(x_ND, w_Dv.weight) + logits(x_ND @ a_DA, b_Av)
+
+
+def rows_of(table_vD: Weight, token_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Returns the rows of tokens; of an adapter, its rows times its other factor, added."""
+    if not isinstance(table_vD, WithAdapter):
+        return look_up(table_vD, token_BT)
+    a_vA, b_AD = table_vD.adapter
+    return look_up(table_vD.weight, token_BT) + look_up(a_vA, token_BT) @ b_AD
 
 
 @jax.custom_vjp

@@ -13,6 +13,7 @@ from flax import nnx
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import enter_tensor
+from moejax.comm.weights.gather import Weight
 from moejax.comm.weights.residuals import without_residuals
 from moejax.config.pattern import BlockKind, layer_groups
 from moejax.config.schema import ModelConfig, MoEConfig
@@ -31,7 +32,7 @@ class Hidden(NamedTuple):
     """What the blocks leave, and what a block after them needs."""
 
     h_BtD: jax.Array  # final hidden states, normalised, in the layout between blocks
-    weights: tuple[jax.Array, jax.Array]  # of the embedding
+    weights: tuple[Weight, Weight]  # of the embedding
     stats: list[MoEStats]  # of each layer group that has experts
     angles: Angles
 
@@ -40,7 +41,7 @@ class Ahead(NamedTuple):
     """What `Transformer` returns, and the hidden states that predict the token after the next."""
 
     x_BTD: Float[Array, "B T D"]
-    w_Dv: Float[Array, "D v"]
+    w_Dv: Weight
     stats: MoEStats | None
     ahead_BTD: Float[Array, "B T D"]
 
@@ -71,11 +72,11 @@ class Transformer(nnx.Module):
         token_BT: Int[Array, "B T"],
         segment_BT: Int[Array, "B T"],
         noise: Noise | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"], MoEStats | None]:
+    ) -> tuple[Float[Array, "B T D"], Weight, MoEStats | None]:
         """Returns the final hidden states at all positions, the output projection, and statistics.
 
-        The projection is this tensor rank's slice of the vocabulary. The statistics of the expert
-        layers are stacked in layer order.
+        The projection [D, v] is this tensor rank's slice of the vocabulary. The statistics of the
+        expert layers are stacked in layer order.
 
         Args:
           segment_BT: document of each position; attention stays inside it.
@@ -152,9 +153,7 @@ class Transformer(nnx.Module):
         blocks, angles = self.groups[-1].blocks, part.angles(self.cfg)
         return [array for block in blocks for array in block.attention.keys(x_BtD, angles)]
 
-    def after_stages(
-        self, y_BtD: Float[Array, "B t D"]
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "D v"]]:
+    def after_stages(self, y_BtD: Float[Array, "B t D"]) -> tuple[Float[Array, "B T D"], Weight]:
         """Returns the final hidden states, on all tensor ranks, and the output projection."""
         return enter_tensor(self.norm(y_BtD), self.spec.layout), self.embedding.weights()[1]
 

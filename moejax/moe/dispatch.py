@@ -27,6 +27,7 @@ from moejax.comm.tokens.plan import plan_dispatch
 from moejax.comm.tokens.rounds import in_rounds
 from moejax.config.schema import MoEConfig
 from moejax.kernels.expert_mlp import expert_mlp, expert_mlp_adding
+from moejax.kernels.expert_weights import Weights
 from moejax.kernels.grouped_matmul import schedule_experts
 from moejax.kernels.kept import PLACES
 from moejax.kernels.permute import permute, take_rows, weighted_sum
@@ -34,9 +35,6 @@ from moejax.layout.layout import Layout
 from moejax.layout.route import Route, plain_route
 from moejax.layout.spec import StepSpec
 from moejax.moe.sizes import Sizes, needed, usual_sizes
-
-# w_in_eDUF and w_out_eFD; if experts have biases, b_in_eUF and b_out_eD follow, float32.
-Params = tuple[jax.Array, ...]
 
 # Each overflow round has buckets for 1/4 of the tokens at balanced load.
 ROUND_SHARE = 4
@@ -54,7 +52,7 @@ def moe_ffn(
     x_ND: Float[Array, "N D"],
     weight_NK: Float[Array, "N K"],
     expert_NK: Int[Array, "N K"],
-    params: Params,
+    weights: Weights,
     moe: MoEConfig,
     spec: StepSpec,
     *,
@@ -66,42 +64,48 @@ def moe_ffn(
     rounds of the plain route. A dropped choice (`moe.num_experts`) contributes zero.
 
     Args:
+      weights: of the experts on this device.
       limit: of the experts' clamped SwiGLU; None for SwiGLU.
     """
     layout, route = spec.layout, spec.route
     run = partial(_on_route, moe=moe, spec=spec, limit=limit)
-    operands = (x_ND, weight_NK, _with_bias_once(params, layout))
+    trained, frozen = _with_bias_once(weights, layout).split()
+    operands, others = (x_ND, weight_NK, trained), (expert_NK, frozen)
     sizes = usual_sizes(route, layout, moe, tokens=x_ND.shape[0])
     if sizes.certain and not route.trim:
-        return run(route, sizes, operands, expert_NK)
+        return run(route, sizes, operands, others)
     with jax.named_scope("routing"):
         need = needed(expert_NK, route, layout, num_experts=moe.num_experts)
     run_usual = partial(run, route, sizes, filled=need if route.trim else None)
     if sizes.certain:
-        return run_usual(operands, expert_NK)
+        return run_usual(operands, others)
     run_rounds = partial(_in_rounds, moe=moe, spec=spec, limit=limit)
     overflows = jnp.any(need > jnp.array((*sizes.rows, sizes.expert_rows)[: need.shape[0]]))
-    return lax.cond(overflows, run_rounds, run_usual, operands, expert_NK)
+    return lax.cond(overflows, run_rounds, run_usual, operands, others)
 
 
-def _with_bias_once(params: Params, layout: Layout) -> Params:
+# What is not differentiated: choices [N, K], and weights that are frozen.
+Others = tuple[jax.Array, Weights]
+
+
+def _with_bias_once(weights: Weights, layout: Layout) -> Weights:
     """Keeps the second product's bias on one tensor rank, where ranks' results are partial sums."""
-    if len(params) == 2 or not layout.hidden_over_tensor or layout.size(layout.tensor) == 1:
-        return params
-    *rest, b_out_eD = params
-    return (*rest, jnp.where(wire.index(layout.tensor) == 0, b_out_eD, 0))
+    alone = not layout.hidden_over_tensor or layout.size(layout.tensor) == 1
+    if weights.b_out is None or alone:
+        return weights
+    return weights._replace(b_out=jnp.where(wire.index(layout.tensor) == 0, weights.b_out, 0))
 
 
 def _in_rounds(
-    operands: tuple[jax.Array, jax.Array, Params],
-    expert_NK: jax.Array,
+    operands: tuple[jax.Array, jax.Array, Weights],
+    others: Others,
     *,
     moe: MoEConfig,
     spec: StepSpec,
     limit: float | None,
 ) -> jax.Array:
     """Dispatch, experts and combine in overflow rounds: as many as the fullest bucket needs."""
-    layout = spec.layout
+    layout, expert_NK = spec.layout, others[0]
     plain = plain_route(spec.route, layout)
     # `lax.cond` reserves memory for both branches in backward, so rounds use small buckets.
     sizes = usual_sizes(plain, layout, moe, tokens=-(-expert_NK.shape[0] // ROUND_SHARE))
@@ -109,33 +113,35 @@ def _in_rounds(
     peers = plain.exchanges[0].peers(layout)
     here = moe.num_experts // peers
 
-    def run_round(r: jax.Array, operands: Any, expert_NK: Any) -> jax.Array:
+    def run_round(r: jax.Array, operands: Any, others: Others) -> jax.Array:
         if not spec.rounds:
-            return _reading_all(operands, expert_NK)
+            return _reading_all(operands, others)
+        expert_NK, frozen = others
         # In each round anew: kept for backward, the ranks would be kept of usual steps too.
         ranked = rank_items(expert_NK // here, peers=peers, merge=False)
         now_NK = jnp.where(ranked.rank_MK // rows == r, expert_NK, moe.num_experts)
-        return _on_route(plain, sizes, operands, now_NK, moe=moe, spec=spec, limit=limit)
+        now = now_NK, frozen
+        return _on_route(plain, sizes, operands, now, moe=moe, spec=spec, limit=limit)
 
     with jax.named_scope("routing"):
         ranked = rank_items(expert_NK // here, peers=peers, merge=False)
         fullest = wire.all_max(jnp.max(ranked.counts_P), layout.mesh_axes)
         count = checkpoint_name(-(-fullest // rows), PLACES)
-    return in_rounds(run_round, count, operands, expert_NK)
+    return in_rounds(run_round, count, operands, others)
 
 
-def _reading_all(operands: tuple[jax.Array, jax.Array, Params], expert_NK: jax.Array) -> jax.Array:
+def _reading_all(operands: tuple[jax.Array, jax.Array, Weights], others: Others) -> jax.Array:
     """Stands for a round that is not traced: backward needs all that a round's backward needs."""
-    x_ND, *others = operands
-    leaves = jax.tree.leaves((others, expert_NK))
+    x_ND, *read = operands
+    leaves = jax.tree.leaves((read, others))
     return x_ND * sum(map(jnp.sum, leaves), jnp.zeros(())).astype(x_ND.dtype)
 
 
 def _on_route(
     route: Route,
     sizes: Sizes,
-    operands: tuple[jax.Array, jax.Array, Params],
-    expert_NK: jax.Array,
+    operands: tuple[jax.Array, jax.Array, Weights],
+    others: Others,
     *,
     moe: MoEConfig,
     spec: StepSpec,
@@ -143,10 +149,9 @@ def _on_route(
     filled: jax.Array | None = None,
 ) -> jax.Array:
     """Dispatch, experts and combine along one route whose buckets hold all choices."""
-    x_ND, weight_NK, params = operands
-    experts = _experts(
-        route, sizes, experts_here=params[0].shape[0], kernel=spec.experts, limit=limit
-    )
+    (x_ND, weight_NK, trained), (expert_NK, frozen) = operands, others
+    here = trained.joined(frozen).w_in.shape[0]
+    experts = _experts(route, sizes, experts_here=here, kernel=spec.experts, limit=limit)
     with jax.named_scope("dispatch"):
         plan = plan_dispatch(
             expert_NK,
@@ -159,7 +164,8 @@ def _on_route(
     return dispatch_compute_combine(
         x_ND,
         weight_NK,
-        params,
+        trained,
+        frozen,
         plan,
         route=route,
         layout=spec.layout,
@@ -185,7 +191,8 @@ def _experts(
             schedule = schedule_experts(sizes_e, R) if kernel == "mosaic" else None
             return slot_MK if weighs else slot_MK[:, 0], item_R, sizes_e, schedule
 
-    def compute(x_MD, weight_MK, ordered, params, sums=None):
+    def compute(x_MD, weight_MK, ordered, trained, frozen, sums=None):
+        weights = trained.joined(frozen)
         (slot_CM, item_CR, sizes_Ce, schedule_C), chunk = ordered
         slot_MK, item_R, one_R1 = slot_CM[chunk], item_CR[chunk], None
         with jax.named_scope("experts"):
@@ -196,22 +203,21 @@ def _experts(
                 x_RD = checkpoint_name(x_RD, wire.TOKEN_WIRE)
                 if weight_MK is not None:
                     one_R1 = take_rows(weight_MK, item_CR, slot_CM, chunk)
+            options = {"limit": limit, "one_M1": one_R1}
             if sums is not None:
-                met = _experts_met(x_RD.shape[0], route, sizes, experts_here)
-                options = {"limit": limit, "met": met, "one_M1": one_R1}
-                y_RD, sums = expert_mlp_adding(x_RD, params, sums, sizes_Ce[chunk], **options)
+                options["met"] = _experts_met(x_RD.shape[0], route, sizes, experts_here)
+                y_RD, sums = expert_mlp_adding(x_RD, weights, sums, sizes_Ce[chunk], **options)
             else:
-                w_in_eDUF, w_out_eFD, *biases = params
                 y_RD = expert_mlp(
                     x_RD,
-                    w_in_eDUF,
-                    w_out_eFD,
+                    weights.w_in,
+                    weights.w_out,
                     sizes_Ce[chunk],
                     implementation=kernel,
-                    biases=tuple(biases) or None,
-                    limit=limit,
-                    one_M1=one_R1,
+                    biases=weights.biases,
+                    adapters=weights.adapters,
                     schedule=None if schedule_C is None else (schedule_C, chunk),
+                    **options,
                 )
             if not weighs:
                 return take_rows(y_RD, slot_CM, item_CR, chunk), sums

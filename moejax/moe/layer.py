@@ -45,12 +45,14 @@ from moejax.comm.activations import (
     own_positions,
     split_positions,
 )
-from moejax.comm.weights.gather import gather_weight, whole_weight
+from moejax.comm.weights.adapters import WithAdapter
+from moejax.comm.weights.gather import Weight, gather_float32, gather_weight, whole_weight
 from moejax.config.schema import ModelConfig, MoEConfig
+from moejax.kernels.expert_weights import Factors, Weights
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
-from moejax.moe.dispatch import Params, drop_above, moe_ffn
+from moejax.moe.dispatch import drop_above, moe_ffn
 from moejax.moe.sizes import expert_capacity
 
 
@@ -73,15 +75,23 @@ class MoEWeights(NamedTuple):
     """Weights gathered over fsdp, in the dtype of their product; biases in float32, or none."""
 
     router_DE: Float[Array, "D E"]
-    in_eDUF: Float[Array, "e D 2 F"]
-    out_eFD: Float[Array, "e F D"]
+    in_eDUF: Weight
+    out_eFD: Weight
     bias_in_eUF: Float[Array, "e 2 F"] | None = None
     bias_out_eD: Float[Array, "e D"] | None = None
 
     @property
-    def experts(self) -> Params:
+    def experts(self) -> Weights:
         """Those of the experts."""
-        return tuple(w for w in self[1:] if w is not None)
+        parts = [_parts(w) for w in (self.in_eDUF, self.out_eFD)]
+        (w_in, in_factors), (w_out, out_factors) = parts
+        biases = self.bias_in_eUF, self.bias_out_eD
+        return Weights(w_in, w_out, *biases, in_factors, out_factors)
+
+
+def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
+    """Returns a weight and the factors of its adapter."""
+    return (w.weight, Factors(*w.adapter)) if isinstance(w, WithAdapter) else (w, None)
 
 
 class MoE(nnx.Module):
@@ -104,15 +114,15 @@ class MoE(nnx.Module):
 
     def weights(self) -> MoEWeights:
         """The weights as this device computes with them."""
-        router_DE = gather_weight(self.w_router, self.spec, "float32")
+        router_DE = gather_float32(self.w_router, self.spec)
         weights = MoEWeights(
             router_DE, gather_weight(self.w_in, self.spec), gather_weight(self.w_out, self.spec)
         )
         if not self.moe.expert_bias:
             return weights
         return weights._replace(
-            bias_in_eUF=gather_weight(self.b_in, self.spec, "float32"),
-            bias_out_eD=gather_weight(self.b_out, self.spec, "float32"),
+            bias_in_eUF=gather_float32(self.b_in, self.spec),
+            bias_out_eD=gather_float32(self.b_out, self.spec),
         )
 
     def __call__(

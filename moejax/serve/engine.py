@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.comm import gloo, wire
-from moejax.config.schema import Config, LoraConfig
+from moejax.config.schema import Config
 from moejax.layout.layout import Layout, build_layout
 from moejax.model import cached
 from moejax.serve.sampling import Sampling, draw
-from moejax.serve.weights import separate
+from moejax.serve.weights import separate, targets_apart
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep, build_step, local_bytes
 
@@ -65,7 +65,7 @@ class Engine:
         model, capacity = self.train_step.plain.model, self.capacity
 
         def body(state: TrainState, prompts: Prompts) -> cached.Cached:
-            transformer = model.merge(state.params, state.router_bias)
+            transformer = model.merge(state.params, state.router_bias, state.frozen)
             return cached.prefill(transformer, *prompts, capacity)
 
         return self._jitted(body, (self._states, self._rows), self._cached)
@@ -89,7 +89,7 @@ class Engine:
         model = self.train_step.plain.model
 
         def body(state: TrainState, rows: Rows, cache: cached.Cache) -> cached.Cached:
-            transformer = model.merge(state.params, state.router_bias)
+            transformer = model.merge(state.params, state.router_bias, state.frozen)
             return cached.decode(transformer, rows.token_B, rows.position_B, cache)
 
         specs = (self._states, self._rows, self._cached.cache)
@@ -207,7 +207,8 @@ def build_engine(
     )
     dtype = cfg.model.dtype
     stored = build_step(cfg, mesh, platform).of_weights(dtype)
-    cfg = dataclasses.replace(cfg, lora=LoraConfig())  # adapters are added to their weights
+    lora = dataclasses.replace(cfg.lora, base_dtype=dtype, targets=targets_apart(stored))
+    cfg = dataclasses.replace(cfg, lora=lora)
     apart = build_step(cfg, mesh, platform, stacked=False).of_weights(dtype)
     return Engine(stored, apart, length + tokens, sampling, allowed)
 

@@ -1,4 +1,4 @@
-"""Weights as generation holds them: adapters added, and each layer's apart.
+"""Weights as generation holds them: in the dtype of their products, and each layer's apart.
 
 A checkpoint stacks the layers of a group, which training scans. What a loop slices is copied, and
 for the few tokens of a decoding step that takes longer than their products.
@@ -8,46 +8,66 @@ from functools import partial
 
 import jax
 
-from moejax.comm.weights.adapters import WithAdapter, add_adapter, attach_adapters
+from moejax.comm.weights.adapters import Adapter
 from moejax.config.pattern import layer_groups
-from moejax.step.adapters import matrices_in
+from moejax.step.adapters import full_name, matrices_in
 from moejax.step.state import TrainState, Tree
 from moejax.step.train_step import TrainStep
 
 
 def separate(state: TrainState, stored: TrainStep) -> TrainState:
-    """Returns the state with adapters in their weights and each layer apart; deletes its arrays.
+    """Returns the state with each layer apart; deletes its arrays.
+
+    Adapters stay beside their weights, so that a text is of what the run computes.
 
     Args:
       state: of `stored`.
     """
-    params = state.params if state.frozen is None else _adapted(state, stored)
+    frozen = None if state.frozen is None else _apart(_narrowed(state.frozen, stored), stored)
     return state._replace(
-        params=_apart(params, stored), router_bias=_apart(state.router_bias, stored), frozen=None
+        params=_apart(state.params, stored),
+        router_bias=_apart(state.router_bias, stored),
+        frozen=frozen,
     )
 
 
-def _adapted(state: TrainState, stored: TrainStep) -> Tree:
-    """Adds adapters to their weights, and takes matrices to the dtype in which they multiply."""
-    model = stored.model
+def targets_apart(stored: TrainStep) -> tuple[str, ...] | None:
+    """Returns the full names of parameters with adapters, where each layer is apart.
 
-    def add(weight: jax.Array | WithAdapter, letters: str, held: jax.ShapeDtypeStruct) -> jax.Array:
-        def whole(weight: jax.Array | WithAdapter) -> jax.Array:
-            if isinstance(weight, WithAdapter):
-                weight = add_adapter(weight, letters, model.spec.adapter_scale)
-            return weight.astype(held.dtype)
+    Patterns of `lora.targets` may name groups, which have other numbers there. None if the run
+    trains all weights.
+    """
+    if stored.model.frozen_dims is None:
+        return None
+    adapters = jax.tree_util.tree_flatten_with_path(
+        stored.dims, is_leaf=lambda x: isinstance(x, Adapter)
+    )[0]
+    groups = [repeats for _, repeats in layer_groups(stored.cfg.model)]
+    return tuple(name for path, _ in adapters for name in _names_apart(full_name(path), groups))
 
-        result = jax.jit(whole, out_shardings=held.sharding)(weight).block_until_ready()
-        jax.tree.map(lambda x: x.delete(), weight)
+
+def _names_apart(name: str, groups: list[int]) -> list[str]:
+    """Returns the names of a parameter of each repeat of its group."""
+    if not name.startswith("groups."):
+        return [name]
+    _, number, rest = name.split(".", 2)
+    first = sum(groups[: int(number)])
+    return [f"groups.{first + repeat}.{rest}" for repeat in range(groups[int(number)])]
+
+
+def _narrowed(frozen: Tree, stored: TrainStep) -> Tree:
+    """Takes frozen matrices to the dtype in which they multiply."""
+    dims, dtype = stored.model.frozen_dims, stored.cfg.model.dtype
+
+    def narrow(weight: jax.Array, held: jax.ShapeDtypeStruct) -> jax.Array:
+        if weight.dtype == held.dtype:
+            return weight
+        cast = jax.jit(lambda x: x.astype(held.dtype), out_shardings=held.sharding)
+        result = cast(weight).block_until_ready()
+        weight.delete()
         return result
 
-    return jax.tree.map(
-        add,
-        attach_adapters(state.frozen, state.params),
-        model.frozen_dims,
-        matrices_in(stored.cfg.model.dtype, model.frozen_dims, stored.abstract.frozen),
-        is_leaf=lambda x: isinstance(x, WithAdapter),
-    )
+    return jax.tree.map(narrow, frozen, matrices_in(dtype, dims, stored.abstract.frozen))
 
 
 def _apart(tree: Tree, stored: TrainStep) -> Tree:

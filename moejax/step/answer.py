@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import stages
+from moejax.comm.weights.gather import Weight
 from moejax.model.ahead import next_tokens, targets_ahead
 from moejax.model.share import Share
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 from moejax.step.loss import AheadTargets, next_token_loss
 from moejax.step.staged_model import RouterParts, StagedModel, no_parts
-from moejax.step.staged_weights import put_part
 from moejax.step.state import Tree
 from moejax.step.whole_batch import NumTargets
 
@@ -48,11 +48,12 @@ class Answers:
 
     @property
     def head(self) -> Tree:
-        """Weights that answer, as far as they are trained."""
-        return self.head_of(self.staged.weights.outer)
+        """What is trained of the weights that answer."""
+        weights = self.staged.weights
+        return self.head_of(weights.trained_of(weights.outer))
 
     def head_of(self, outer: Tree) -> Tree:
-        """Returns their part of a tree like `StagedWeights.outer`."""
+        """Returns their part of a tree like what is trained of `StagedWeights.outer`."""
         tables = {"table" if self.staged.model.cfg.model.tie_embeddings else "project"}
         others = {"norm"}
         if self.num_targets is not None and self.num_targets.ahead is not None:
@@ -62,7 +63,7 @@ class Answers:
         embedding = {name: own[name] for name in sorted(tables) if trains("embedding", name)}
         return {n: outer[n] for n in sorted(others) if trains(n)} | {"embedding": embedding}
 
-    def end(self, y_BtD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def end(self, y_BtD: jax.Array) -> tuple[jax.Array, Weight]:
         """Returns final hidden states x_BTD of this stage's positions, and the projection w_Dv."""
         return self.staged.transformer(self.staged.weights.outer).after_stages(y_BtD)
 
@@ -83,7 +84,7 @@ class Answers:
         """
         staged, targets = self.staged, self.num_targets
         assert targets is not None
-        model = staged.transformer(put_part(staged.weights.outer, head))
+        model = staged.transformer(staged.weights.outer_with(head))
         x_BTD, w_Dv = model.after_stages(y_BtD)
         ahead, router_loss, router = None, jnp.zeros(()), no_parts()
         if targets.ahead is not None:

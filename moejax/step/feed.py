@@ -34,7 +34,7 @@ class Lookup:
 
     def __init__(self, staged: StagedModel):
         self.staged = staged
-        self.table = staged.weights.outer["embedding"]["table"]
+        self.table = staged.weights.trained_of(staged.weights.outer)["embedding"]["table"]
         self.trained = staged.weights.trains("embedding", "table")
 
     def first(self) -> tuple[jax.Array, None]:
@@ -74,9 +74,10 @@ class Lookup:
         """Takes what the last tick left.
 
         Returns:
-          The gradients of `outer`, without those of the loss, and the parts' sums.
+          The gradients of what is trained of `outer`, without those of the loss, and the parts'
+          sums.
         """
-        zeros = sums_like(self.staged.weights.outer)
+        zeros = sums_like(self.staged.weights.trained_of(self.staged.weights.outer))
         if not self.trained:
             return zeros, no_parts()
         back = self.move(back, dx_BtD, jnp.int32(self.staged.schedule.end), leave=True)
@@ -168,7 +169,8 @@ class Chain:
 
         back, _ = lax.scan(bring_back, back, jnp.arange(end + 1, end + staged.stages))
 
-        weights = staged.before_of(staged.weights.outer)
+        trained = staged.weights.trained_of(staged.weights.outer)
+        weights = staged.before_of(trained)
 
         def add_one(sums: Any, scanned: Any) -> tuple[Any, None]:
             j, dx_BtD = scanned
@@ -180,7 +182,7 @@ class Chain:
         none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts)
         each = jnp.arange(staged.each), back.own_JBtD
         (sums, parts), _ = lax.scan(add_one, (sums_like(weights), none), each)
-        return put_part(sums_like(staged.weights.outer), sums), parts
+        return put_part(sums_like(trained), sums), parts
 
 
 def build_feed(staged: StagedModel) -> Lookup | Chain:

@@ -81,12 +81,15 @@ class Layers:
           Its result, a slice's own keys and values, what backward needs, and parts of the loss.
         """
         index = visit.first + local
-        weights = self.staged.weights.layer(index)
+        staged = self.staged
+        weights = staged.weights.layer(index)
+        trained = staged.weights.trained_of(weights)
 
-        def run(weights: Tree, past: Past, x_BtD: jax.Array) -> Any:
-            return self.staged.in_layer(weights, past, x_BtD, visit, index)
+        def run(trained: Tree, past: Past, x_BtD: jax.Array) -> Any:
+            whole = staged.weights.put_trained(weights, trained)
+            return staged.in_layer(whole, past, x_BtD, visit, index)
 
-        (y_BtD, _, new), pull, parts = jax.vjp(run, weights, past, x_BtD, has_aux=True)
+        (y_BtD, _, new), pull, parts = jax.vjp(run, trained, past, x_BtD, has_aux=True)
         arrays, self.tree = jax.tree.flatten(pull)
         number = {id(array): n for n, array in enumerate(jax.tree.leaves((weights, past)))}
         self.places = [number.get(id(array)) for array in arrays]
@@ -106,8 +109,7 @@ class Layers:
         new = [x.astype(like.dtype) for x, like in zip(new, past, strict=True)]
         pull = jax.tree.unflatten(self.tree, arrays)
         gradients, earlier, dx_BtD = pull((back.dy_BtD, share, new))
-        trained = self.staged.weights.trained_of_layer(gradients, index)
-        sums = jax.tree.map(lambda s, g: _add_at(s, g, index), back.sums, trained)
+        sums = jax.tree.map(lambda s, g: _add_at(s, g, index), back.sums, gradients)
         more = zip(back.past, earlier, strict=True)
         return Back(dx_BtD, sums, [_add_at(x, g, local) for x, g in more])
 

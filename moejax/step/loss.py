@@ -16,6 +16,8 @@ from jax import lax
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
+from moejax.comm.weights.adapters import WithAdapter
+from moejax.comm.weights.gather import Weight
 from moejax.config.schema import MoEConfig
 from moejax.layout.layout import Axes, Layout
 from moejax.model.layers import logits
@@ -53,7 +55,7 @@ class AheadTargets(NamedTuple):
 
 def next_token_loss(
     x_BTD: Float[Array, "B T D"],
-    w_Dv: Float[Array, "D v"],
+    w_Dv: Weight,
     target_BT: Int[Array, "B T"],
     stats: MoEStats | None,
     *,
@@ -68,7 +70,7 @@ def next_token_loss(
 
     Args:
       x_BTD: final hidden states, all positions on every tensor rank.
-      w_Dv: this tensor rank's slice of the output projection.
+      w_Dv: this tensor rank's slice [D, v] of the output projection.
       target_BT: targets; -1 for none.
       stats: statistics of the expert layers, stacked; None without experts.
       num_targets: valid targets of the step, over all devices and micro-batches.
@@ -121,7 +123,7 @@ def router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.
 
 def sum_nll(
     x_BTD: Float[Array, "B T D"],
-    w_Dv: Float[Array, "D v"],
+    w_Dv: Weight,
     target_BT: Int[Array, "B T"],
     layout: Layout,
     *,
@@ -131,13 +133,14 @@ def sum_nll(
 
     Wire: three float32 per position over tensor, none in backward. Memory: chunk_tokens * v.
     """
-    chunks = _cut_in_chunks(x_BTD, w_Dv, target_BT, layout, chunk_tokens)
-    return _sum_nll(chunks, w_Dv, layout.tensor)
+    terms, weights = _terms(x_BTD, w_Dv)
+    chunks = _cut_in_chunks(terms, weights, target_BT, layout, chunk_tokens)
+    return _sum_nll(chunks, weights, layout.tensor)
 
 
 def target_nll(
     x_BTD: Float[Array, "B T D"],
-    w_Dv: Float[Array, "D v"],
+    w_Dv: Weight,
     target_BT: Int[Array, "B T"],
     layout: Layout,
     *,
@@ -147,26 +150,37 @@ def target_nll(
 
     Wire and memory: as `sum_nll`, forward only.
     """
-    chunks = _cut_in_chunks(x_BTD, w_Dv, target_BT, layout, chunk_tokens)
+    terms, weights = _terms(x_BTD, w_Dv)
+    chunks = _cut_in_chunks(terms, weights, target_BT, layout, chunk_tokens)
 
     def of_chunk(_: None, chunk: Chunks) -> tuple[None, jax.Array]:
-        return None, _chunk_nll(chunk, w_Dv, layout.tensor)[0]
+        return None, _chunk_nll(chunk, weights, layout.tensor)[0]
 
     nll_N = lax.scan(of_chunk, None, chunks)[1].reshape(-1)
     return nll_N[: target_BT.size].reshape(target_BT.shape)
 
 
-Chunks = tuple[jax.Array, jax.Array, jax.Array]
+# Arrays whose products with their weights add up to the logits: one, with an adapter two.
+Arrays = tuple[jax.Array, ...]
+Chunks = tuple[Arrays, jax.Array, jax.Array]
+
+
+def _terms(x_BTD: jax.Array, w_Dv: Weight) -> tuple[Arrays, Arrays]:
+    """Returns what is multiplied to logits, and by what: x, and x by an adapter's first factor."""
+    if not isinstance(w_Dv, WithAdapter):
+        return (x_BTD,), (w_Dv,)
+    a_DA, b_Av = w_Dv.adapter
+    return (x_BTD, x_BTD @ a_DA), (w_Dv.weight, b_Av)
 
 
 def _cut_in_chunks(
-    x_BTD: jax.Array, w_Dv: jax.Array, target_BT: jax.Array, layout: Layout, chunk_tokens: int
+    terms: Arrays, weights: Arrays, target_BT: jax.Array, layout: Layout, chunk_tokens: int
 ) -> Chunks:
-    """Returns hidden states, targets in this rank's slice of the vocabulary, and their validity.
+    """Returns `_terms`, targets in this rank's slice of the vocabulary, and their validity.
 
     Rows without a target fill the last chunk up where no chunk size divides the tokens.
     """
-    N, v = target_BT.size, w_Dv.shape[1]
+    N, v = target_BT.size, weights[0].shape[1]
     first = wire.index(layout.tensor) * v if layout.size(layout.tensor) > 1 else 0
     count, rows = _chunk_sizes(N, chunk_tokens)
     missing = count * rows - N
@@ -179,7 +193,8 @@ def _cut_in_chunks(
 
     target_N = target_BT.reshape(N)
     local_N = jnp.where(target_N >= 0, target_N - first, -1)
-    return cut(x_BTD.reshape(N, -1)), cut(local_N, -1), cut(target_N >= 0, fill=False)
+    rows_of_terms = tuple(cut(x.reshape(N, -1)) for x in terms)
+    return rows_of_terms, cut(local_N, -1), cut(target_N >= 0, fill=False)
 
 
 def _chunk_sizes(N: int, most: int) -> tuple[int, int]:
@@ -195,18 +210,18 @@ def _chunk_sizes(N: int, most: int) -> tuple[int, int]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sum_nll(chunks: Chunks, w_Dv: jax.Array, tensor: Axes) -> jax.Array:
+def _sum_nll(chunks: Chunks, weights: Arrays, tensor: Axes) -> jax.Array:
     def add(total, chunk):
-        return total + jnp.sum(_chunk_nll(chunk, w_Dv, tensor)[0]), None
+        return total + jnp.sum(_chunk_nll(chunk, weights, tensor)[0]), None
 
     return lax.scan(add, jnp.zeros(()), chunks)[0]
 
 
-def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array, ...]:
+def _chunk_nll(chunk: Chunks, weights: Arrays, tensor: Axes) -> tuple[jax.Array, ...]:
     """Returns one chunk's nats, logits, and logarithm of the softmax's denominator."""
-    x_ND, local_N, valid_N = chunk
-    v = w_Dv.shape[1]
-    logit_Nv = logits(x_ND, w_Dv)
+    terms, local_N, valid_N = chunk
+    v = weights[0].shape[1]
+    logit_Nv = sum(map(logits, terms[1:], weights[1:]), logits(terms[0], weights[0]))
     here_N = (local_N >= 0) & (local_N < v)
     safe_N = jnp.where(here_N, local_N, 0)
     chosen_N = jnp.take_along_axis(logit_Nv, safe_N[:, None], axis=1)[:, 0]
@@ -217,30 +232,39 @@ def _chunk_nll(chunk: Chunks, w_Dv: jax.Array, tensor: Axes) -> tuple[jax.Array,
     return jnp.where(valid_N, log_total_N - chosen_N, 0), logit_Nv, log_total_N
 
 
-def _sum_nll_forward(chunks: Any, w_Dv: Any, tensor: Axes):
-    """Returns the sum, and its gradients as residuals; none for a projection that is frozen.
+def _sum_nll_forward(chunks: Any, weights: Any, tensor: Axes):
+    """Returns the sum, and its gradients as residuals; none for a weight that is frozen.
 
     The arguments say of each array whether its gradient is wanted.
     """
-    trained, w_Dv = w_Dv.perturbed, w_Dv.value
+    trained = [w.perturbed for w in weights]
+    weights = tuple(w.value for w in weights)
     chunks = jax.tree.map(lambda x: x.value, chunks)
 
     def add(carry, chunk):
-        total, dw_Dv = carry
-        x_ND, local_N, valid_N = chunk
-        nll_N, logit_Nv, log_total_N = _chunk_nll(chunk, w_Dv, tensor)
+        total, sums = carry
+        terms, local_N, valid_N = chunk
+        nll_N, logit_Nv, log_total_N = _chunk_nll(chunk, weights, tensor)
         target_Nv = local_N[:, None] == jnp.arange(logit_Nv.shape[1])
         dlogit_Nv = jnp.exp(logit_Nv - log_total_N[:, None]) - target_Nv
-        dlogit_Nv = jnp.where(valid_N[:, None], dlogit_Nv, 0).astype(x_ND.dtype)
-        dx_ND = lax.dot_general(dlogit_Nv, w_Dv, (((1,), (1,)), ((), ())))
-        if trained:
-            dims = (((0,), (0,)), ((), ()))
-            dw_Dv += lax.dot_general(x_ND, dlogit_Nv, dims, preferred_element_type=jnp.float32)
-        return (total + jnp.sum(nll_N), dw_Dv), dx_ND
+        dlogit_Nv = jnp.where(valid_N[:, None], dlogit_Nv, 0).astype(terms[0].dtype)
+        dterms = tuple(lax.dot_general(dlogit_Nv, w, (((1,), (1,)), ((), ()))) for w in weights)
+        dims = (((0,), (0,)), ((), ()))
+        sums = tuple(
+            s
+            if s is None
+            else s + lax.dot_general(x, dlogit_Nv, dims, preferred_element_type=jnp.float32)
+            for s, x in zip(sums, terms, strict=True)
+        )
+        return (total + jnp.sum(nll_N), sums), dterms
 
-    zero = (jnp.zeros(()), jnp.zeros(w_Dv.shape, jnp.float32) if trained else None)
-    (total, dw_Dv), dx = lax.scan(add, zero, chunks)
-    return total, (dx, None if dw_Dv is None else dw_Dv.astype(w_Dv.dtype))
+    zeros = tuple(
+        jnp.zeros(w.shape, jnp.float32) if wanted else None
+        for w, wanted in zip(weights, trained, strict=True)
+    )
+    (total, sums), dterms = lax.scan(add, (jnp.zeros(()), zeros), chunks)
+    pairs = zip(sums, weights, strict=True)
+    return total, (dterms, tuple(s if s is None else s.astype(w.dtype) for s, w in pairs))
 
 
 def _sum_nll_backward(tensor: Axes, saved, gradient: jax.Array):
@@ -249,10 +273,9 @@ def _sum_nll_backward(tensor: Axes, saved, gradient: jax.Array):
     Every rank's copy of the sum depends on these logits. The cotangents are equal, because each
     rank contributes the same share of the same sum, so adding them needs no communication.
     """
-    dx, dw_Dv = saved
     scale = gradient * wire.size(tensor)
-    dchunks = ((dx * scale).astype(dx.dtype), None, None)
-    return dchunks, None if dw_Dv is None else (dw_Dv * scale).astype(dw_Dv.dtype)
+    dterms, dweights = jax.tree.map(lambda d: (d * scale).astype(d.dtype), saved)
+    return (dterms, None, None), dweights
 
 
 _sum_nll.defvjp(_sum_nll_forward, _sum_nll_backward, symbolic_zeros=True)

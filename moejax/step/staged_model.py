@@ -31,7 +31,7 @@ from moejax.step.forward import split_micro_batches
 from moejax.step.loss import router_losses
 from moejax.step.model import ModelDef
 from moejax.step.schedule import schedule_of
-from moejax.step.staged_weights import StagedWeights, at, put_part
+from moejax.step.staged_weights import StagedWeights, at
 from moejax.step.state import Batch, TrainState, Tree
 from moejax.step.whole_batch import keys_of
 
@@ -166,9 +166,13 @@ class StagedModel:
         return lax.dynamic_slice_in_dim(array_BT, piece * length, length, axis=1)
 
     def embed(self, table: Tree, k: jax.Array, piece: jax.Array) -> jax.Array:
-        """Looks up a slice's hidden states, where nothing else is before the stages."""
+        """Looks up a slice's hidden states, where nothing else is before the stages.
+
+        Args:
+          table: what is trained of it.
+        """
         assert self.token_MBT is not None
-        outer = put_part(self.weights.outer, {"embedding": {"table": table}})
+        outer = self.weights.outer_with({"embedding": {"table": table}})
         rows = [self.piece_of(self.row_of(x, k), piece) for x in (self.token_MBT, self.segment_MBT)]
         with jax.named_scope("embed"):
             return self.transformer(outer).before_stages(rows[0], rows[1], None)[0]
@@ -182,9 +186,9 @@ class StagedModel:
         """Returns ((hidden states, share of the routers' losses), parts) of `run_before`.
 
         Args:
-          part: the weights of `before_of`.
+          part: what is trained of the weights of `before_of`.
         """
-        x_BtD, stats = self.run_before(put_part(self.weights.outer, part), j)
+        x_BtD, stats = self.run_before(self.weights.outer_with(part), j)
         loss, parts = self.router_parts(stats)
         return (x_BtD, loss), parts
 

@@ -1,9 +1,8 @@
 """A stage's view of the weights of a model whose last layer groups are spread over stages.
 
 Per device, inside the shard_map of the training mesh. All weights enter once a step
-(`comm.weights.enter`). Adapters are trained alone, where there are any. They are added to weights
-outside of the stages' layers once a step, and to a layer's where it runs. Forward and backward see
-whole weights, and gradients of a layer's become those of its factors before they are added up.
+(`comm.weights.enter`). Adapters are trained alone, where there are any: they stand beside their
+weights, and backward gives gradients of what is trained and of nothing else.
 """
 
 from functools import partial
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm.weights.enter import add_entered, enter_weights, entered_factor_gradients
+from moejax.comm.weights.enter import adapters_in, attach_entered, enter_weights, with_adapters
 from moejax.step.model import ModelDef, layouts_of
 from moejax.step.state import TrainState, Tree
 
@@ -24,26 +23,24 @@ class StagedWeights:
       chunks: number of chunks of layers on a stage, each a layer group.
       groups: names of these groups.
       trained: what is trained of all weights: the weights, or adapters.
-      outer: weights of everything but the stages' layers.
+      outer: weights of everything but the stages' layers, with their adapters.
       layers: weights of this stage's layers, those of its chunks one after the other.
       adapters: of these layers; None if all weights are trained.
     """
 
     def __init__(self, model: ModelDef, state: TrainState, params: Tree):
         """Takes what is trained as `params`, which may have the states of codecs beside it."""
-        self.chunks, self.scale = model.cfg.model.stage_chunks, model.spec.adapter_scale
+        self.chunks = model.cfg.model.stage_chunks
         self.trained = every = enter_weights(params, model.dims, model.layouts, model.spec)
-        self.dims = model.dims if model.frozen_dims is None else model.frozen_dims
         if state.frozen is not None:
             layouts = layouts_of(state.frozen, model.cfg, model.spec)
-            every = enter_weights(state.frozen, self.dims, layouts, model.spec)
+            every = enter_weights(state.frozen, model.frozen_dims, layouts, model.spec)
         self.groups = sorted(every["groups"])[-self.chunks :]
         self.outer, self.layers = self.outer_of(every), self.stacked(every["groups"])
         self.adapters = None
         if state.frozen is not None:
             self.adapters = self.stacked(self.trained["groups"])
-            adapters, dims = self.outer_of(self.trained), self.outer_of(self.dims)
-            self.outer = add_entered(self.outer, adapters, dims, self.scale)
+            self.outer = attach_entered(self.outer, self.outer_of(self.trained))
 
     def stacked(self, groups: Tree) -> Tree:
         """Returns arrays of the stages' groups, those of the chunks one after the other."""
@@ -78,23 +75,21 @@ class StagedWeights:
     def layer(self, index: jax.Array) -> Tree:
         """Returns the weights of one of this stage's repeats, of all its chunks."""
         weights = at(self.layers, index)
-        if self.adapters is None:
-            return weights
-        return add_entered(weights, at(self.adapters, index), self._layer_dims, self.scale)
+        return (
+            weights if self.adapters is None else attach_entered(weights, at(self.adapters, index))
+        )
 
-    def trained_of_layer(self, gradients: Tree, index: jax.Array) -> Tree:
-        """Returns the gradients of what is trained, from those of a layer's weights."""
-        if self.adapters is None:
-            return gradients
-        own = at(self.adapters, index)
-        return entered_factor_gradients(gradients, own, self._layer_dims, self.scale)
+    def trained_of(self, weights: Tree) -> Tree:
+        """Returns the part of weights that is trained: all, or their adapters."""
+        return weights if self.adapters is None else adapters_in(weights)
 
-    def trained_of_outer(self, gradients: Tree) -> Tree:
-        """Returns the gradients of what is trained, from those of `outer`."""
-        if self.adapters is None:
-            return gradients
-        adapters, dims = self.outer_of(self.trained), self.outer_of(self.dims)
-        return entered_factor_gradients(gradients, adapters, dims, self.scale)
+    def put_trained(self, weights: Tree, trained: Tree) -> Tree:
+        """Returns weights with other values of what is trained of them."""
+        return trained if self.adapters is None else with_adapters(weights, trained)
+
+    def outer_with(self, part: Tree) -> Tree:
+        """Returns `outer` with other values of a part of what is trained of it."""
+        return self.put_trained(self.outer, put_part(self.trained_of(self.outer), part))
 
     def trains(self, *names: str) -> bool:
         """Whether anything is trained of a part of `outer`."""
@@ -103,10 +98,6 @@ class StagedWeights:
             part = part[name]
         return bool(jax.tree.leaves(part))
 
-    @property
-    def _layer_dims(self) -> Tree:
-        return self.dims["groups"][self.groups[0]]
-
 
 def at(stacked: Tree, index: jax.Array) -> Tree:
     """Returns one entry of stacked arrays."""
@@ -114,5 +105,5 @@ def at(stacked: Tree, index: jax.Array) -> Tree:
 
 
 def put_part(outer: Tree, part: Tree) -> Tree:
-    """Returns a tree like `StagedWeights.outer` with a part of it replaced."""
+    """Returns a tree like `StagedWeights.outer`, or its gradients, with a part of it replaced."""
     return {**outer, **part, "embedding": {**outer["embedding"], **part["embedding"]}}

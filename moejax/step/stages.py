@@ -103,7 +103,7 @@ def loss_gradients(
     end = ticks.run()
     outer, before = ticks.feed.finish(end.back, end.input_gradient)
     outer = put_part(outer, jax.tree.map(jnp.add, ticks.answers.head_of(outer), end.head))
-    summed = staged.weights.join(staged.weights.trained_of_outer(outer), end.layers)
+    summed = staged.weights.join(outer, end.layers)
     gradients = leave_gradients(summed, params, model.dims, model.layouts, model.spec)
     gradients, residuals = detach_residuals(gradients, model.dims)
     gradients = reduce_whole_gradients(model, gradients)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moejax.comm.weights.adapters import WithAdapter, add_adapter, attach_adapters
+from moejax.comm.weights.adapters import WithAdapter, add_adapter, attach_adapters, scaled
 from moejax.config.schema import MeshConfig
 from moejax.hf.load import flat, load, plan_load
 from moejax.hf.model import describe_anywhere
@@ -31,7 +31,7 @@ def added(train_step, state):
 
     def of(letters, w):
         if isinstance(w, WithAdapter):
-            return add_adapter(w, letters, scale)
+            return add_adapter(WithAdapter(w.weight, scaled(w.adapter, scale, "float32")), letters)
         return w.astype(jnp.float32)
 
     whole = attach_adapters(state.frozen, state.params)

@@ -80,9 +80,17 @@ def test_cached_decoding_is_the_forward_pass(mesh, activations, model):
     check_cached(small_config(mesh, activations=activations, model=model, moe=CERTAIN))
 
 
-def test_adapters_are_added_to_their_weights():
-    cfg = small_config((1, 1, 2, 2), model=GROUPED | {"num_kv_heads": 4}, moe=CERTAIN)
-    check_cached(dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=("moe.w_*", "*.w_q"))))
+@pytest.mark.parametrize(
+    ("mesh", "model", "targets"),
+    [
+        ((1, 1, 2, 2), GROUPED | {"num_kv_heads": 4}, ("moe.w_*", "*.w_q")),
+        ((1, 1, 1, 1), LATENT | {"num_layers": 3}, ("attention.*", "groups.1.*", "embedding.*")),
+    ],
+    ids=["grouped", "latent, by group"],
+)
+def test_adapters_stay_beside_their_weights(mesh, model, targets):
+    cfg = small_config(mesh, model=model, moe=CERTAIN)
+    check_cached(dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=targets)))
 
 
 def test_logits_in_bfloat16_are_summed_in_float32():

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from moejax.comm.stages import build_link
 from moejax.comm.weights.adapters import Adapter
+from moejax.comm.weights.enter import enter_weights
 from moejax.config.compression import build_compression
 from moejax.config.schema import CompressionConfig, LoraConfig
 from moejax.errors import InputError
@@ -20,7 +22,7 @@ from moejax.layout.layout import build_layout
 from moejax.plan.price.candidate import trace_config
 from moejax.plan.trace.reader import collectives
 from moejax.step.kept import Layers
-from moejax.step.model import check_adapters
+from moejax.step.model import check_adapters, layouts_of
 from moejax.step.state import Batch
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.restore import restore_state
@@ -660,3 +662,47 @@ def test_what_a_stage_keeps_of_a_micro_batch_are_not_its_weights(remat, monkeypa
     trace_config(config((1, 1, 2, 1), 2, 4, model={"remat": remat}), "cpu")
     assert seen
     assert not any(seen), "a matrix would be kept anew for each micro-batch"
+
+
+def test_what_a_stage_keeps_with_adapters_are_not_the_frozen_weights(monkeypatch):
+    seen = []
+    forward = Layers.forward
+
+    def noted(self, *arguments):
+        found = forward(self, *arguments)
+        weights = jax.tree_util.tree_leaves_with_path(self.staged.weights.layer(jnp.int32(0)))
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in weights]
+        matrices = {n for n, name in enumerate(names) if ".w_" in name and "adapter" not in name}
+        assert len(matrices) == 7  # of attention, router and experts
+        seen.append(matrices - set(self.places))
+        return found
+
+    monkeypatch.setattr(Layers, "forward", noted)
+    cfg = config((1, 1, 2, 1), 2, 4, model={"dtype": "bfloat16", "remat": "dots"})
+    trace_config(dataclasses.replace(cfg, lora=LoraConfig(rank=4)), "cpu")
+    assert seen
+    assert not any(seen), "a matrix would be kept anew for each micro-batch"
+
+
+def test_adapters_and_routers_enter_a_step_in_float32():
+    """What micro-batches add up to, and what a router multiplies; others enter in bfloat16."""
+    cfg = config((1, 2, 1, 1), 2, 4, model={"dtype": "bfloat16", "attention_bias": True})
+    train_step = step_for(dataclasses.replace(cfg, lora=LoraConfig(rank=4, targets=("*",))))
+    model, abstract = train_step.model, train_step.abstract
+
+    def enter(params, frozen):
+        layouts = layouts_of(frozen, model.cfg, model.spec)
+        adapters = enter_weights(params, model.dims, model.layouts, model.spec)
+        return adapters, enter_weights(frozen, model.frozen_dims, layouts, model.spec)
+
+    both = abstract.params, abstract.frozen
+    specs = jax.tree.map(lambda x: x.sharding.spec, both)
+    mapped = jax.shard_map(
+        enter, mesh=train_step.mesh, in_specs=specs, out_specs=P(), check_vma=False
+    )
+    adapters, frozen = jax.eval_shape(mapped, *both)
+    assert {str(x.dtype) for x in jax.tree.leaves(adapters)} == {"float32"}
+    for path, x in jax.tree_util.tree_leaves_with_path(frozen):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        narrow = (".w_" in name or "table" in name) and "w_router" not in name
+        assert str(x.dtype) == ("bfloat16" if narrow else "float32"), name

@@ -41,10 +41,10 @@ class Experts(NamedTuple):
 
     Attributes:
       order: choices [R, K] -> integers that `compute` needs. They are known before rows arrive.
-      compute: (rows [R, D], weights [R, K], (integers of all chunks, number of this chunk), params,
-        sums or None) -> results [R, D], and the sums, whose gradient is that of the params: see
-        `expert_mlp_adding`. Where results are weighted at the source, weights are ones [R, 1],
-        there for their gradient alone, or None.
+      compute: (rows [R, D], weights [R, K], (integers of all chunks, number of this chunk),
+        params, frozen, sums or None) -> results [R, D], and the sums, whose gradient is that of the
+        params: see `expert_mlp_adding`. Where results are weighted at the source, weights are ones
+        [R, 1], there for their gradient alone, or None.
       adds_up: whether `compute` takes sums, so that a chunk adds its gradients of the params to
         those of the chunk before. Otherwise each chunk makes its own, to be added up at the end.
     """
@@ -88,6 +88,7 @@ def dispatch_compute_combine(
     x_ND: jax.Array,
     weight_NK: jax.Array,
     params: Any,
+    frozen: Any,
     plan: DispatchPlan,
     *,
     route: Route,
@@ -99,22 +100,35 @@ def dispatch_compute_combine(
 
     Args:
       params: parameters of the experts; differentiated, as are tokens and weights.
+      frozen: parameters of the experts that are not.
       experts: those of this device, applied to the rows that arrive.
       barriers: see `run_stages`.
     """
     return _dispatch_compute_combine(
-        route, layout, experts, barriers, x_ND, weight_NK, params, plan
+        route, layout, experts, barriers, x_ND, weight_NK, params, frozen, plan
     )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _dispatch_compute_combine(route, layout, experts, barriers, x_ND, weight_NK, params, plan):
-    operands = (x_ND, weight_NK, params, plan)
+def _dispatch_compute_combine(
+    route, layout, experts, barriers, x_ND, weight_NK, params, frozen, plan
+):
+    operands = (x_ND, weight_NK, params, frozen, plan)
     return _forward(route, layout, experts, barriers, *operands, gradients=False)[0]
 
 
 def _forward(
-    route, layout, experts, barriers, x_ND, weight_NK, params, plan, *, gradients: bool = True
+    route,
+    layout,
+    experts,
+    barriers,
+    x_ND,
+    weight_NK,
+    params,
+    frozen,
+    plan,
+    *,
+    gradients: bool = True,
 ):
     chunks = route.chunks
     orders_C = _orders(experts, plan, chunks)
@@ -124,9 +138,9 @@ def _forward(
         # Tagged here, after the barrier, so that remat keeps the rows as the barrier returned them.
         arrived = _tag(arrived)
         if not gradients:
-            y_RD, _ = experts.compute(*_flat(tuple(arrived)), (orders_C, number), params)
+            y_RD, _ = experts.compute(*_flat(tuple(arrived)), (orders_C, number), params, frozen)
             return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
-        y_RD, vjp = _differentiable(experts, arrived, (orders_C, number), params)
+        y_RD, vjp = _differentiable(experts, arrived, (orders_C, number), params, frozen)
         # With equal chunks in backward the vjp is reused; otherwise the experts are recomputed.
         for_backward[number] = vjp if chunks == route.chunks_backward else arrived
         return Rows(_unflat(y_RD, arrived.x.shape[0]), None)
@@ -139,11 +153,11 @@ def _forward(
     results = _tag(run_stages(stages, [start] * chunks, barriers=barriers, accumulated={}))
     y_ND = _results_at_source(_join(results), weight_NK, plan, route, like=x_ND)
     saved = [for_backward[number] for number in range(chunks)] if gradients else None
-    return y_ND, (saved, params, plan, weight_NK)
+    return y_ND, (saved, params, frozen, plan, weight_NK)
 
 
 def _backward(route, layout, experts, barriers, saved, gradient_ND):
-    for_backward, params, plan, weight_NK = saved
+    for_backward, params, frozen, plan, weight_NK = saved
     chunks = route.chunks_backward
     orders_C: Any = None
     if chunks != route.chunks:
@@ -155,7 +169,7 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
         vjp = for_backward[number]
         if chunks != route.chunks:
             order = orders_C, number
-            vjp = _differentiable(experts, for_backward[number], order, params)[1]
+            vjp = _differentiable(experts, for_backward[number], order, params, frozen)[1]
         earlier = accumulated["params"]
         start = earlier.pop() if experts.adds_up else None
         dx_RD, dweight_RK, dparams = vjp((_flat(gradient.x), start))
@@ -174,7 +188,7 @@ def _backward(route, layout, experts, barriers, saved, gradient_ND):
     if dots:
         all_dots = _join([dots[number] for number in range(chunks)])
         dweight_NK = _weight_gradient(all_dots, weight_NK, plan, route, layout)
-    return dx_ND, dweight_NK.astype(weight_NK.dtype), dparams, None
+    return dx_ND, dweight_NK.astype(weight_NK.dtype), dparams, None, None
 
 
 _dispatch_compute_combine.defvjp(_forward, _backward)
@@ -282,14 +296,17 @@ def _orders(experts: Experts, plan: DispatchPlan, chunks: int) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, PLACES), stacked)
 
 
-def _differentiable(experts: Experts, arrived: Rows, order: Any, params: Any) -> Any:
+def _differentiable(experts: Experts, arrived: Rows, order: Any, params: Any, frozen: Any) -> Any:
     """Returns the experts' results and their vjp: gradient of results -> of their inputs."""
     x_RD, weight_RK = _flat(tuple(arrived))
     if weight_RK is None:
         weight_RK = jnp.ones((x_RD.shape[0], 1), jnp.float32)
 
     def run_experts(x_RD: jax.Array, weight_RK: jax.Array, differentiated: Any) -> Any:
-        given = (params, differentiated) if experts.adds_up else (differentiated, None)
+        if experts.adds_up:
+            given = (params, frozen, differentiated)
+        else:
+            given = (differentiated, frozen, None)
         return experts.compute(x_RD, weight_RK, order, *given)
 
     differentiated = _sums(params) if experts.adds_up else params

@@ -1,9 +1,12 @@
 """Adapters of frozen weights (LoRA): factors `a` and `b` whose product is added to a weight.
 
-Per device, inside shard_map. An adapter travels beside its weight (`WithAdapter`), so a layer sees
-one weight: the sum. The factors are parameters with dimensions of their own. `a` has the weight's
-input dimensions and A, `b` has A and the output dimensions; experts lead in both. Each dimension is
-sharded as in the weight, and A is not sharded. So a shard of the sum needs no other shards.
+Per device, inside shard_map. An adapter travels beside its weight (`WithAdapter`), as shards and as
+gathered arrays, and `product` multiplies by both. The factors are parameters with dimensions of
+their own. `a` has the weight's input dimensions and A, `b` has A and the output dimensions; experts
+lead in both. Each dimension is sharded as in the weight, and A is not sharded. So a device has the
+factors that belong to its part of the weight.
+
+Letters: A the rank; K what a product sums over, N its results, flattened.
 """
 
 from dataclasses import dataclass
@@ -25,7 +28,10 @@ class Adapter(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass
 class WithAdapter:
-    """A frozen weight's shard with the shards of its adapter's factors, on this device."""
+    """A frozen weight with its adapter's factors: shards, or what was gathered of them.
+
+    Gathered, they are in the dtype of their products, and `b` has the adapter's scale in it.
+    """
 
     weight: Any  # an array; Any because JAX builds trees of other leaves too
     adapter: Any  # an `Adapter`
@@ -57,28 +63,45 @@ def attach_adapters(frozen: Any, adapters: Any) -> Any:
     )
 
 
-def add_adapter(w: WithAdapter, dims: str, scale: float) -> jax.Array:
-    """Returns the adapted weight's shard in float32: w + scale * a b. Layers may be stacked."""
-    a_dims, b_dims = _factors(dims)
-    product = jnp.einsum(f"...{a_dims},...{b_dims}->...{dims}", *w.adapter)
-    return w.weight.astype(jnp.float32) + scale * product
+def shape_of(w: jax.Array | WithAdapter) -> tuple[int, ...]:
+    """Returns the shape of a weight, or of the weight that has an adapter."""
+    return (w.weight if isinstance(w, WithAdapter) else w).shape
 
 
-def factor_gradients(gradient: jax.Array, w: Adapter, dims: str, scale: float) -> Adapter:
-    """Returns the gradients of the factors in float32, from the gradient of the adapted weight.
+def product(x_K: jax.Array, w: jax.Array | WithAdapter) -> jax.Array:
+    """Returns x @ w for each row, [..., N]; of an adapted weight x @ w + (x @ a) @ b.
+
+    The adapter has products of its own, so that what it adds is rounded by its own size: added to
+    the weight in bfloat16, a young adapter would vanish in the weight's rounding.
 
     Args:
-      w: the factors that belong to all of `gradient`, in its dtype.
+      x_K: [..., K], where K are the dimensions that w sums over, flattened.
+      w: gathered, with its other dimensions, flattened to N, after those.
     """
+    K = x_K.shape[-1]
+    if not isinstance(w, WithAdapter):
+        return x_K @ w.reshape(K, -1)
+    z_A = x_K @ w.adapter.a.reshape(K, -1)
+    return product(x_K, w.weight) + product(z_A, w.adapter.b)
+
+
+def transposed(w: jax.Array | WithAdapter) -> jax.Array | WithAdapter:
+    """Returns a matrix of two dimensions, transposed with its adapter."""
+    if not isinstance(w, WithAdapter):
+        return w.T
+    return WithAdapter(w.weight.T, Adapter(w.adapter.b.T, w.adapter.a.T))
+
+
+def add_adapter(w: WithAdapter, dims: str) -> jax.Array:
+    """Returns the sum of a gathered weight and its adapter, in float32. Layers may be stacked."""
     a_dims, b_dims = _factors(dims)
+    a, b = (factor.astype(jnp.float32) for factor in w.adapter)
+    return w.weight.astype(jnp.float32) + jnp.einsum(f"...{a_dims},...{b_dims}->...{dims}", a, b)
 
-    def product(formula: str, *operands: jax.Array) -> jax.Array:
-        return scale * jnp.einsum(formula, *operands, preferred_element_type=jnp.float32)
 
-    return Adapter(
-        product(f"{dims},{b_dims}->{a_dims}", gradient, w.b),
-        product(f"{a_dims},{dims}->{b_dims}", w.a, gradient),
-    )
+def scaled(adapter: Adapter, scale: float, dtype: str) -> Adapter:
+    """Returns the factors in the dtype of their products, with the adapter's scale in b."""
+    return Adapter(adapter.a.astype(dtype), (scale * adapter.b).astype(dtype))
 
 
 def _factors(dims: str) -> Adapter:

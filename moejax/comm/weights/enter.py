@@ -7,17 +7,11 @@ two holds no traffic of weights.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
 
-from moejax.comm.weights.adapters import (
-    Adapter,
-    WithAdapter,
-    add_adapter,
-    factor_gradients,
-)
+from moejax.comm.weights.adapters import Adapter, WithAdapter
 from moejax.comm.weights.gather import Entered, gathered, reduced, shard_of
 from moejax.comm.weights.path import compressible
 from moejax.layout.layout import RANK, Layout
@@ -38,7 +32,7 @@ def enter_weights(params: Any, dims: Any, layouts: Any, spec: StepSpec) -> Any:
     def enter(letters: str, layout: Layout, entry: Any) -> Any:
         if layout.is_whole(letters):
             return entry
-        # The router's matrix and biases are computed with in float32, and adapters added in it.
+        # The router's matrix and biases are computed with in float32; factors are added up in it.
         half = compressible(letters) and RANK not in letters
         dtype = spec.dtype if half else "float32"
         own = replace(spec, layout=layout)
@@ -68,44 +62,36 @@ def leave_gradients(gradients: Any, params: Any, dims: Any, layouts: Any, spec: 
     return jax.tree.map(leave, dims, layouts, params, gradients)
 
 
-def add_entered(weights: Any, adapters: Any, dims: Any, scale: float) -> Any:
-    """Returns entered weights with their adapters added. Layers may be stacked.
-
-    Args:
-      adapters: for each weight an `Adapter` that entered, or None.
-    """
-
-    def added(letters: str, weight: Any, adapter: Adapter | None) -> Any:
-        if adapter is None:
-            return weight
-        own = WithAdapter(weight.whole, Adapter(*map(_whole_of, adapter)))
-        return Entered(add_adapter(own, letters, scale).astype(weight.whole.dtype))
-
-    return jax.tree.map(added, dims, weights, adapters)
+def attach_entered(weights: Any, adapters: Any) -> Any:
+    """Puts adapters that entered beside entered weights; arguments as of `attach_adapters`."""
+    return jax.tree.map(
+        lambda w, adapter: w if adapter is None else WithAdapter(w, adapter),
+        weights,
+        adapters,
+        is_leaf=_is_entry,
+    )
 
 
-def entered_factor_gradients(gradients: Any, adapters: Any, dims: Any, scale: float) -> Any:
-    """Returns the gradients of adapters, float32, from those of `add_entered`'s results.
+def adapters_in(weights: Any) -> Any:
+    """The inverse of `attach_entered`: returns the adapters, None for a weight without one."""
 
-    Arguments as of `add_entered`.
-    """
+    def adapter_of(w: Any) -> Adapter | None:
+        return w.adapter if isinstance(w, WithAdapter) else None
 
-    def factors(letters: str, gradient: Any, adapter: Adapter | None) -> Adapter | None:
-        if adapter is None:
-            return None
-        whole = gradient.whole
-        own = Adapter(*(_whole_of(x).astype(whole.dtype) for x in adapter))
-        of_layer = partial(factor_gradients, dims=letters, scale=scale)
-        for _ in range(whole.ndim - len(letters)):
-            of_layer = jax.vmap(of_layer)
-        results = zip(of_layer(whole, own), adapter, strict=True)
-        return Adapter(*(Entered(g) if isinstance(x, Entered) else g for g, x in results))
-
-    return jax.tree.map(factors, dims, gradients, adapters)
+    return jax.tree.map(adapter_of, weights, is_leaf=_is_entry)
 
 
-def _whole_of(entry: Any) -> jax.Array:
-    return entry.whole if isinstance(entry, Entered) else entry
+def with_adapters(weights: Any, adapters: Any) -> Any:
+    """Returns weights with other adapters, where they have some."""
+
+    def replaced(w: Any, adapter: Adapter | None) -> Any:
+        return w if adapter is None else WithAdapter(w.weight, adapter)
+
+    return jax.tree.map(replaced, weights, adapters, is_leaf=_is_entry)
+
+
+def _is_entry(x: Any) -> bool:
+    return isinstance(x, (Entered, WithAdapter))
 
 
 def _by_layer(one: Callable, entry: Any, letters: str) -> Callable:

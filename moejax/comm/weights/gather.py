@@ -5,9 +5,9 @@ weight's gradient (`comm.weights.reduce`), so reduction happens in the backward 
 layer. The codec's state enters beside the weight (`WithResidual`), and the next state leaves as its
 "gradient": state passes through backward without side effects.
 
-A frozen weight enters with its adapter (`WithAdapter`). The adapter is added to the weight's shard,
-so that one gather brings the sum. Backward reduces the gradients of the two factors, and none of
-the weight's size.
+A frozen weight enters with its adapter (`WithAdapter`): the weight and both factors are gathered,
+and reach the layer apart. Backward reduces the gradients of the two factors, and none of the
+weight's size.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from moejax.comm.weights.adapters import (
     WithAdapter,
     adapter_dims,
     add_adapter,
-    factor_gradients,
+    scaled,
 )
 from moejax.comm.weights.path import GatherSpec, class_of, compressible, path_of
 from moejax.comm.weights.reduce import Parts, sum_copies, sum_shards
@@ -47,38 +47,58 @@ class Entered:
     whole: Any
 
 
-def gather_weight(param: Any, spec: StepSpec, dtype: str | None = None) -> jax.Array:
-    """Returns the weight as this device computes with it: gathered over fsdp, cast to `dtype`.
+# As a layer multiplies by it: an array, or one with its adapter's factors.
+Weight = jax.Array | WithAdapter
 
-    Wire, forward: the gathered weight in `dtype`, or encoded by its codec if the gather crosses
-    nodes; nothing if it was gathered before (`WithWhole`). Backward: see `comm.weights.reduce`.
-    The gradient has the dtype of the parameter.
+
+def gather_weight(param: Any, spec: StepSpec) -> Weight:
+    """Returns the weight as this device computes with it: gathered over fsdp, in the spec's dtype.
+
+    Wire, forward: the gathered weight in that dtype, or encoded by its codec if the gather crosses
+    nodes; nothing if it was gathered before (`WithWhole`). Of an adapter both factors. Backward:
+    see `comm.weights.reduce`. The gradient has the dtype of the parameter.
 
     Args:
       param: an `nnx.Param` that holds this device's shard, as an array, a `WithResidual`, a
         `WithTotal`, a `WithWhole` or a `WithAdapter`; or `Entered`, the weight. Its metadata `dims`
         has the letters of its dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay sharded.
-      dtype: the dtype to compute in; None for the spec's.
     """
-    dims, shard = param.get_metadata("dims"), param.get_value()
-    if isinstance(shard, Entered):
-        return shard.whole
+    return _gather_param(param, spec, spec.dtype)
+
+
+def gather_float32(param: Any, spec: StepSpec) -> jax.Array:
+    """As `gather_weight`, in float32; an adapter is added to its weight, which rounds nothing."""
+    w = _gather_param(param, spec, "float32")
+    return add_adapter(w, param.get_metadata("dims")) if isinstance(w, WithAdapter) else w
+
+
+def _gather_param(param: Any, spec: StepSpec, dtype: str) -> Weight:
+    """Gathers a parameter; its factors are gathered in `dtype` too."""
+    dims, entry = param.get_metadata("dims"), param.get_value()
+    if not isinstance(entry, WithAdapter):
+        return _gather_entry(entry, dims, spec, dtype)
+    factors = adapter_dims(dims)
+    assert factors is not None, f"{dims} is no matrix"
+    weight = _gather_entry(entry.weight, dims, spec, dtype)
+    pairs = zip(entry.adapter, factors, strict=True)
+    adapter = Adapter(*(_gather_entry(own, letters, spec, dtype) for own, letters in pairs))
+    return WithAdapter(weight, scaled(adapter, spec.adapter_scale, dtype))
+
+
+def _gather_entry(entry: Any, dims: str, spec: StepSpec, dtype: str) -> jax.Array:
+    if isinstance(entry, Entered):
+        return entry.whole
     with jax.named_scope("weights"):
-        return checkpoint_name(gathered(shard, dims, spec, dtype), wire.WEIGHT_WIRE)
+        return checkpoint_name(gathered(entry, dims, spec, dtype), wire.WEIGHT_WIRE)
 
 
 def gathered(shard: Any, dims: str, spec: StepSpec, dtype: str | None) -> jax.Array:
-    """The gathered weight of a shard, in any of its forms."""
-    if not isinstance(shard, WithAdapter):
-        return _gather(shard, _spec_of(dims, spec, dtype))
-    factors = adapter_dims(dims)
-    assert factors is not None, f"{dims} is no matrix"
-    whole, a, b = (_spec_of(letters, spec, dtype) for letters in (dims, *factors))
-    return _gather_adapted(shard, AdaptedSpec(dims, spec.adapter_scale, whole, a, b))
+    """The gathered weight of a shard, in any of its forms without an adapter."""
+    return _gather(shard, _spec_of(dims, spec, dtype))
 
 
 def reduced(gradient: jax.Array, entry: Any, dims: str, spec: StepSpec) -> Any:
-    """The transpose of `gathered`: the gradient of an entry without an adapter.
+    """The transpose of `gathered`: the gradient of an entry.
 
     Args:
       gradient: of the gathered weight, on this device, in any dtype.
@@ -249,44 +269,6 @@ def empty_totals(params: Any, dims: Any, spec: StepSpec) -> Any:
         return tuple(jnp.zeros((*layers, *part.shape), jnp.float32) for part in parts)
 
     return jax.tree.map(empty, params, dims)
-
-
-@dataclass(frozen=True)
-class AdaptedSpec:
-    """How a frozen weight with an adapter is gathered, and the adapter's gradients reduced."""
-
-    dims: str  # of the weight
-    scale: float  # of the adapter
-    weight: GatherSpec
-    a: GatherSpec
-    b: GatherSpec
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_adapted(w: WithAdapter, spec: AdaptedSpec) -> jax.Array:
-    plain = WithAdapter(w.weight, Adapter(*map(shard_of, w.adapter)))
-    return _gather(add_adapter(plain, spec.dims, spec.scale), spec.weight)
-
-
-def _gather_adapted_forward(w, spec):
-    return _gather_adapted(w, spec), w.adapter
-
-
-def _gather_adapted_backward(spec, adapter, gradient):
-    """Returns the gradients of the factors; that of the weight is None.
-
-    Wire: the factor that shares the weight's gathered dimension, and both reductions.
-    """
-    with jax.named_scope("weights"):
-        whole = Adapter(_gather(shard_of(adapter.a), spec.a), _gather(shard_of(adapter.b), spec.b))
-    own = factor_gradients(gradient, whole, spec.dims, spec.scale)
-    factors = Adapter(
-        _reduced(own.a, _beside(adapter.a), spec.a), _reduced(own.b, _beside(adapter.b), spec.b)
-    )
-    return (WithAdapter(None, factors),)
-
-
-_gather_adapted.defvjp(_gather_adapted_forward, _gather_adapted_backward)
 
 
 def _gradient_codec(codecs: Codecs, dims: str) -> Codec | LowRank | None:

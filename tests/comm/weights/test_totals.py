@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
 from moejax.comm.codecs.codec import EncodeContext
-from moejax.comm.weights.gather import empty_totals, gather_weight, whole_weight
+from moejax.comm.weights.gather import empty_totals, gather_float32, whole_weight
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals
 from moejax.comm.weights.states import residual_shapes
 from moejax.comm.weights.totals import WithTotal, attach_totals
@@ -64,7 +64,7 @@ def mapped(step, dims, parts, param):
 
     def enter(entry):
         held = nnx.Param(entry, dims=dims)
-        return whole_weight(held) if layout.is_whole(dims) else gather_weight(held, spec, "float32")
+        return whole_weight(held) if layout.is_whole(dims) else gather_float32(held, spec)
 
     def pull(entry, cotangent):
         return jax.vjp(enter, entry)[1](cotangent)[0]
