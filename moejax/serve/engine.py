@@ -20,6 +20,7 @@ from moejax.comm import gloo, wire
 from moejax.config.schema import Config
 from moejax.layout.layout import Layout, build_layout
 from moejax.model import cached
+from moejax.model.layers import logits
 from moejax.serve.sampling import Sampling, draw
 from moejax.serve.weights import separate, targets_apart
 from moejax.step.state import TrainState
@@ -76,9 +77,10 @@ class Engine:
         model = self.train_step.plain.model
 
         def body(state: TrainState, token_BT: jax.Array) -> jax.Array:
-            transformer = model.merge(state.params, state.router_bias)
+            transformer = model.merge(state.params, state.router_bias, state.frozen)
             x_BTD, w_Dv, _ = transformer(token_BT, jnp.zeros_like(token_BT))
-            logit_BTv = jnp.matmul(x_BTD, w_Dv, preferred_element_type=jnp.float32)
+            logit_Nv = logits(x_BTD.reshape(-1, x_BTD.shape[2]), w_Dv)
+            logit_BTv = logit_Nv.reshape(*token_BT.shape, -1)
             return wire.all_gather(logit_BTv, self._layout.tensor, dim=2)
 
         return self._jitted(body, (self._states, self._rows), self._rows)

@@ -93,6 +93,18 @@ def test_adapters_stay_beside_their_weights(mesh, model, targets):
     check_cached(dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=targets)))
 
 
+def test_logits_of_all_positions_are_those_of_the_forward_pass_with_adapters_too():
+    cfg = small_config((1, 1, 2, 2), model=GROUPED | {"num_kv_heads": 4}, moe=CERTAIN)
+    cfg = dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=("moe.w_*", "embedding.*")))
+    state = random_state(cfg)
+    token_BT = np.random.default_rng(1).integers(0, 64, (8, 16), dtype=np.int32)
+    engine = engine_for(cfg, token_BT.tolist(), 1)
+    found_BTV = engine.logits(on_mesh(state, engine), engine.place(token_BT))
+    wanted_TBV = whole_logits(cfg, state, token_BT)
+    bound = CLOSE * np.abs(wanted_TBV).max()
+    np.testing.assert_allclose(np.swapaxes(found_BTV, 0, 1), wanted_TBV, rtol=0, atol=bound)
+
+
 def test_logits_in_bfloat16_are_summed_in_float32():
     """Rounded, the largest of some rows would be equal, and the lowest id would win.
 
