@@ -3,6 +3,8 @@
 import errno
 import math
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +12,9 @@ from safetensors.numpy import load_file
 
 from moejax.config.load import load_config
 from moejax.convert.importing import new_arrays
+from moejax.convert.pieces import write_pieces
+from moejax.hf import in_flight
+from moejax.runtime.processes import ALONE
 from moejax.train import stored
 from moejax.train.manifest import digest_of_pieces, read_manifest, weights_digest
 from moejax.train.stored import PIECE_BYTES, NewArray, PieceWriter, StoredWeights
@@ -65,6 +70,26 @@ def test_small_pieces_in_many_files_are_the_same_weights(
     assert sum(file.stat().st_size > 15_000 for file in files) >= 5
     assert command("export", "imported", "--out", "exported", "--dtype", "float32")[0] == 0
     assert_same_tensors(tmp_path / "exported", tensors_of(folder))
+
+
+def test_pieces_in_flight_hold_no_more_than_the_limit(tmp_path, monkeypatch):
+    """Each counts twice: while it is read, as many bytes of its tensors are held."""
+    array, lock, reading, most = NewArray("table", (8, 32), "float32"), threading.Lock(), [], []
+    monkeypatch.setattr(stored, "PIECE_BYTES", 128)
+    monkeypatch.setattr(in_flight, "LIMIT_BYTES", 4 * 128)
+
+    def read(part, dtype):
+        with lock:
+            reading.append(part)
+            most.append(len(reading))
+        time.sleep(0.02)
+        with lock:
+            reading.remove(part)
+        return np.zeros([stop - start for start, stop in part], dtype)
+
+    write_pieces({array: read}, tmp_path / "item", ALONE)
+    assert len(most) == 8
+    assert max(most) == 2
 
 
 def digest_of(tmp_path, name):

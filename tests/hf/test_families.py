@@ -140,6 +140,14 @@ def test_export_writes_the_keys_that_were_read(family, name):
     assert differences(from_settings(table.read(written)), cfg) == []
 
 
+@pytest.mark.parametrize(("share", "width"), [(1.0, None), (0.5, 64), (0.25, 32)])
+def test_an_export_says_how_many_channels_rotate_also_where_all_do(share, width):
+    """A file of GLM without the key would mean half of them."""
+    cfg = from_settings(read({**PUBLISHED["GLM-4.5"], "partial_rotary_factor": share}))
+    assert cfg.model.rope_width == width
+    assert family_named("glm4_moe").write(cfg, {})["partial_rotary_factor"] == share
+
+
 def test_names_are_found_and_unknown_ones_refused():
     assert [family_named(family.name) for family in FAMILIES] == list(FAMILIES)
     with pytest.raises(InputError, match="Known: mixtral, olmoe, qwen2_moe"):

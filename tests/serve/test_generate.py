@@ -75,6 +75,10 @@ def test_a_seed_decides_the_texts():
     assert texts(with_sampling(engine, Sampling(1.0, seed=6)), state, PROMPTS) != found
     assert texts(engine, state, PROMPTS[:1]) == found[:1]
     assert greedy()[2] != found
+    # A second batch draws by the numbers of its own prompts, not by those of the first.
+    both = texts(engine, state, PROMPTS + PROMPTS)
+    assert both[:4] == found
+    assert all(one != other for one, other in zip(both[4:], found, strict=True))
 
 
 @pytest.mark.usefixtures("unchecked_annotations")
