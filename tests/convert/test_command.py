@@ -1,14 +1,17 @@
 """`moejax hf import` and `export`, from folder to folder, with a run in between."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from moejax.config.fields import fields, get_value
 from moejax.config.load import load_config
+from moejax.config.schema import Config
 from moejax.convert import command as convert
-from moejax.convert.importing import free_run_dir
+from moejax.convert.importing import config_text, free_run_dir
 from moejax.train.__main__ import main as train
 from moejax.train.saved import locate
 from tests.hf.golden import cases_of
@@ -96,6 +99,24 @@ def test_the_written_config_is_the_model_and_how_to_train_it(command, model, tmp
     assert set(named["model"]) >= {"norm_epsilon", "sliding_window", "qk_norm"}
     saved = locate(cfg.checkpoint.init_from, "full")
     assert (saved.step, saved.path.name) == (0, "0")
+
+
+def test_a_written_config_says_all_of_the_model_and_of_training_what_is_not_usual():
+    """A later version may have other defaults, and the weights remain of this model."""
+    cfg = dataclasses.replace(Config(), run_dir="runs/own")
+    written = json.loads(config_text(cfg))
+    names = {f"{group}." for group in written if group != "run_dir"}
+    assert names == {"model.", "moe."}
+    assert written["run_dir"] == "runs/own"
+    whole = {n for n in fields() if n.startswith(("model.", "moe."))}
+    assert {n for n in whole if value_at(written, n) == get_value(cfg, n)} == whole
+
+
+def value_at(nested, name):
+    """The value at a dotted name of nested objects."""
+    for part in name.split("."):
+        nested = nested[part]
+    return tuple(nested) if isinstance(nested, list) else nested
 
 
 def test_weights_may_be_stored_in_two_bytes(command, model, tmp_path):

@@ -107,6 +107,9 @@ def test_fewer_hosts_are_tried_where_no_mesh_fits_and_the_others_stay_as_spares(
     assert decide(running(going), going) is None, "host 3 is a spare"
     lost = {h: s for h, s in running(going).items() if h != 1}
     assert decide(lost, going).members == (0, 2, 3), "and takes the place of a lost one"
+    fewer = decide(running(going) | {0: Status(going, ended=assign.NO_MESH)}, going)
+    assert fewer.members == (0, 1), "four did not fit before"
+    assert fewer.unfit == (4, 3)
     one = Assignment(9, 0, (0,), coordinator="a:1", unfit=(4, 3, 2))
     none = {0: Status(one, ended=assign.NO_MESH)}
     assert decide(none, one, rules=Rules(1)).code == assign.NO_MESH

@@ -7,7 +7,7 @@ import pytest
 
 from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.config.schema import LoraConfig, MeshConfig, RopeConfig
-from moejax.serve.engine import Rows
+from moejax.serve.engine import PROMPT_MULTIPLE, Rows
 from moejax.serve.generate import generate, padded
 from tests.cases import CERTAIN, small_config, step_for
 from tests.hf.golden import cases_of, loaded
@@ -91,6 +91,31 @@ def test_cached_decoding_is_the_forward_pass(mesh, activations, model):
 def test_adapters_stay_beside_their_weights(mesh, model, targets):
     cfg = small_config(mesh, model=model, moe=CERTAIN)
     check_cached(dataclasses.replace(cfg, lora=LoraConfig(rank=2, targets=targets)))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mesh", "rows"),
+    [(3, (1, 1, 1, 1), 3), (20, (1, 1, 1, 1), 8), (3, (1, 1, 2, 2), 4), (20, (1, 2, 2, 2), 8)],
+)
+def test_a_batch_has_as_many_rows_as_prompts_but_not_more_than_the_run_has(prompts, mesh, rows):
+    """8 sequences a step; rounded up to what devices share."""
+    engine = engine_for(small_config(mesh), [[1]] * prompts, 1)
+    assert engine.batch_shape[0] == rows
+
+
+@pytest.mark.parametrize(
+    ("model", "numbers"),
+    # A tensor rank has half of 4 heads, of keys and values of 4 channels; but the whole latent.
+    [(FULL, 2 * 2 * 2 * 4), (LATENT, 2 * (16 + 2))],
+)
+def test_bytes_of_a_cache_are_those_of_one_device(model, numbers):
+    """Of two blocks; 8 rows on two devices of the expert axis, and two of the tensor axis."""
+    tokens = 5000
+    engine = engine_for(
+        small_config((1, 1, 2, 2), model=model), [[1] * PROMPT_MULTIPLE] * 8, tokens
+    )
+    positions = PROMPT_MULTIPLE + tokens
+    assert engine.bytes_beside_weights() == 4 * positions * numbers * 4
 
 
 def test_logits_of_all_positions_are_those_of_the_forward_pass_with_adapters_too():

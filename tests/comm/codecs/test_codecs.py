@@ -208,6 +208,17 @@ def test_an_adaptive_codec_notes_what_each_level_would_leave_out():
     np.testing.assert_array_equal(codec.squared_errors(after), notes[-1])
 
 
+def test_an_adaptive_codec_measures_what_it_sends_with_the_error_that_it_kept():
+    """No gradient comes, so all that is sent is what was left out before."""
+    codec, kept = AdaptiveCodec((Blocks("int8"), TopK(0.01)), measures=True), draw(4, 3, 1024)
+    nothing = jnp.zeros_like(kept)
+    state = first_state(codec, nothing).at[..., :1024].set(kept)
+    _, after = codec.encode(nothing, state, FIRST)
+    wanted = [np.square(np.asarray(kept - decoded(level, kept))).sum() for level in codec.levels]
+    wanted.append(np.square(np.asarray(kept)).sum())
+    np.testing.assert_allclose(codec.squared_errors(after), wanted, rtol=1e-4)
+
+
 def decoded(codec, x):
     return codec.decode(codec.encode(x, first_state(codec, x), FIRST)[0], x.shape[-1])
 

@@ -74,6 +74,17 @@ def test_processes_of_a_host_share_its_copies_evenly():
     assert [share.sent for share in shares] == [()] * 4
 
 
+def test_processes_of_a_host_share_bytes_and_not_pieces():
+    """One piece of 16 bytes is as much as four of 4."""
+    both = frozenset({0, 1})
+    large, small = (
+        Piece("a", (0,), (4,), "float32"),
+        [Piece("b", (n,), (1,), "float32") for n in range(4)],
+    )
+    shares = place(dict.fromkeys([*small, large], both), ["a", "a"])
+    assert [list(share.kept) for share in shares] == [[large], small]
+
+
 def test_processes_of_a_host_spread_over_those_of_the_next():
     assert neighbours(["a", "a", "b", "b", "c"]) == [2, 3, 4, 4, 0]
     assert neighbours(["a", "a"]) == [None, None]
