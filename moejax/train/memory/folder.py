@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import stat
+import tempfile
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -70,9 +71,8 @@ def open_folder(folder: Path) -> None:
             with suppress(FileExistsError):
                 path.mkdir(mode=0o700)
             _check_own(path)
-        trial = folder / f"writable.{os.getpid()}"
-        trial.touch(exist_ok=False)
-        trial.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # it can be written
+            pass
     except OSError as error:
         _refuse(folder, error.strerror or str(error))
 
