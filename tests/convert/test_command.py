@@ -11,7 +11,8 @@ from moejax.config.fields import fields, get_value
 from moejax.config.load import load_config
 from moejax.config.schema import Config
 from moejax.convert import command as convert
-from moejax.convert.importing import config_text, free_run_dir
+from moejax.convert.importing import config_for, config_text, free_run_dir
+from moejax.hf.reader import Folder
 from moejax.train.__main__ import main as train
 from moejax.train.saved import locate
 from tests.hf.golden import cases_of
@@ -117,6 +118,17 @@ def value_at(nested, name):
     for part in name.split("."):
         nested = nested[part]
     return tuple(nested) if isinstance(nested, list) else nested
+
+
+@pytest.mark.parametrize(("positions", "length"), [(131_072, 2048), (2048, 2048), (64, 64)])
+def test_training_begins_with_sequences_that_the_model_has_but_no_long_ones(
+    model, tmp_path, positions, length
+):
+    path = model() / "config.json"
+    config = json.loads(path.read_text()) | {"max_position_embeddings": positions}
+    path.write_text(json.dumps(config))
+    with Folder(path.parent) as folder:
+        assert config_for(folder, tmp_path / "out", ()).data.sequence_length == length
 
 
 def test_weights_may_be_stored_in_two_bytes(command, model, tmp_path):

@@ -214,6 +214,13 @@ def test_values_that_cannot_be_computed_are_refused_by_name(name, changes, fragm
     assert fragment in str(raised.value)
 
 
+@pytest.mark.parametrize("value", [None, False])
+def test_a_value_that_means_what_is_computed_is_taken(value):
+    """Code of DeepSeek asks whether `norm_topk_prob` is true: null is not."""
+    config = PUBLISHED["DeepSeek-V2-Lite"]
+    assert read({**config, "norm_topk_prob": value}) == read(config)
+
+
 @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
 def test_positions_may_be_written_in_two_ways(where):
     scaling = {"rope_type": "linear", "factor": 4.0}

@@ -156,6 +156,8 @@ def test_hosts_that_no_mesh_fits_do_not_begin_again_and_again():
     three = Assignment(5, 0, (), unfit=(3,), needed=3)
     here = {h: Status(three) for h in range(3)}
     assert decide(here, three, rules=Rules(4, min_hosts=3)) is None, "two are too few"
+    assert decide(here, three).members == (0, 1), "all that were waited for are there"
+    assert decide({h: here[h] for h in (0, 1)}, three) is None, "one of them is not"
 
 
 @given(st.permutations([Status(Assignment(g, i, ())) for g in (1, 2) for i in (0, 1)]))

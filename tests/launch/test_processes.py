@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,6 +58,23 @@ def test_how_processes_ended_is_passed_on(tmp_path, script, code):
 )
 def test_of_several_codes_the_one_that_says_most_is_passed_on(codes, code):
     assert group.failure_of(codes) == code
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ((0, None), None),
+        ((3, None), None),  # who has stopped as asked does not end who is about to
+        ((3, 0), 3),
+        ((1, None), 1),  # who waits for it would wait for ever
+        ((0, 0), 0),
+    ],
+)
+def test_a_host_has_ended_once_a_process_failed_or_all_have_ended(codes, code):
+    some = group.Group(SimpleNamespace(), SimpleNamespace())
+    polls = [SimpleNamespace(poll=lambda code=code: code) for code in codes]
+    some._started += [SimpleNamespace(process=one) for one in polls]
+    assert some.code == code
 
 
 @pytest.mark.slow

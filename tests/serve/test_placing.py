@@ -1,0 +1,20 @@
+"""Where a model generates: stages of a run become shards, which need no more sequences."""
+
+import dataclasses
+
+from moejax.config.checks.mesh import resolve_mesh
+from moejax.config.schema import MeshConfig
+from moejax.serve.placing import without_stages
+from tests.cases import small_config
+
+
+def test_a_batch_that_is_just_enough_for_stages_is_enough_for_shards():
+    """Eight sequences: of two devices a stage one in each of four micro-batches."""
+    axes = {"stage": 2, "fsdp": 2, "schedule": "gpipe", "stage_keeps": "input"}
+    cfg = small_config(model={"num_layers": 2}, train={"batch_sequences": 8, "micro_batches": 4})
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **axes))
+    alone = without_stages(cfg)
+    assert alone.mesh == dataclasses.replace(MeshConfig(), replica=1, fsdp=4, expert=1, tensor=1)
+    assert alone.train.micro_batches == 2
+    assert resolve_mesh(alone, 4, "cpu", processes=1).mesh.fsdp == 4
+    assert without_stages(alone) == alone
