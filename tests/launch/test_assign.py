@@ -87,6 +87,36 @@ def test_a_failure_starts_all_again_and_too_many_end_the_run():
     assert decide(healthy, tired).tries == 1, "it ran for long before"
 
 
+def test_the_last_restart_that_is_allowed_is_made():
+    now = replace(RUNNING, tries=9)
+    after = decide(running(now) | {2: Status(now, ended=137)}, now)
+    assert (after.code, after.tries) == (None, 10)
+
+
+def test_the_host_whose_code_says_most_is_named():
+    """Who loses a peer ends with 1, and who waits for it as hung."""
+    ends = {0: Status(RUNNING, ended=1), 1: Status(RUNNING, ended=137)}
+    ends[2] = Status(RUNNING, ended=assign.HANG)
+    assert decide(running() | ends).why == "host 1 ended with 137"
+
+
+def test_as_many_hosts_as_must_be_there_are_enough():
+    three, four = Rules(4, min_hosts=3), Rules(4, min_hosts=4)
+    left = running(hosts=(0, 1, 3))
+    assert decide(left, rules=three).members == (0, 1, 3)
+    waits = decide(left, rules=four)
+    assert (waits.members, waits.needed, waits.code) == ((), 4, None)
+    leaves = running() | {1: Status(RUNNING, running_s=100, leaving=True)}
+    assert decide(leaves, rules=three).members == (0, 2, 3)
+    assert decide(leaves, rules=four) is None, "it goes on as long as it can"
+
+
+def test_hosts_that_are_lost_where_no_mesh_fitted_more_are_waited_for():
+    now = Assignment(6, 0, (0, 1, 2), coordinator="a:1", unfit=(4,))
+    after = decide(running(now, (0, 1)), now, rules=Rules(4, min_hosts=3))
+    assert (after.members, after.needed, after.code) == ((), 3, None)
+
+
 @pytest.mark.parametrize("code", [2, 4, 5, 8])
 def test_what_no_start_would_mend_ends_all(code):
     assert decide(running() | {3: Status(RUNNING, ended=code)}).code == code
@@ -130,6 +160,7 @@ def test_a_host_that_leaves_and_one_that_comes_change_the_run_as_planned():
     assert back.why == "host 1 joins"
     fresh = running(three, (0, 2, 3), seconds=1.0) | {1: Status()}
     assert decide(fresh, three) is None, "others may come with it"
+    assert decide(comes | {2: replace(comes[2], running_s=1.0)}, three) is None, "one has begun now"
 
 
 def test_a_planned_change_that_fails_becomes_a_restart():
@@ -190,3 +221,9 @@ def test_a_status_is_read_back_and_anything_else_is_refused():
     assert assign.from_json(json.loads(json.dumps(status.to_json()))) == status
     for wrong in (None, 3, [], {}, {"assignment": 1}, {"assignment": None, "other": 1}):
         assert assign.from_json(wrong) is None
+
+
+def test_of_one_assignment_that_with_a_coordinator_is_the_newest():
+    ready = Assignment(2, 0, (0,), coordinator="a:1")
+    both = [Status(replace(ready, coordinator="")), Status(ready)]
+    assert assign.newest(both) == assign.newest(both[::-1]) == ready
