@@ -162,7 +162,7 @@ class Skipped:
 
     @property
     def text(self) -> str:
-        """What was left out as broken, in words; "" if nothing was."""
+        """The numbers of rows and files left out as broken, in words; "" if there are none."""
         counts = {"row": self.rows, "file": self.files}
         return " and ".join(counted(n, f"broken {noun}") for noun, n in counts.items() if n)
 

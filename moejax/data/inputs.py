@@ -53,15 +53,8 @@ def find_inputs(
         if name == STDIN:
             paths.append(_standard_input(scratch, stdin_format))
         elif path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file())
-            taken = [p for p in inside if _is_known(p, endings)]
-            if not taken:
-                raise InputError(
-                    f"nothing to read. {path} holds {len(inside)} files, none with an ending of "
-                    f"{', '.join((*TEXT, *ROWS, *endings))} (.gz, .zst behind). Other text is read "
-                    f"where its ending is named, such as --ending .py, or the file itself."
-                )
-            num_left_out += len(inside) - len(taken)
+            taken, left_out = _search(path, endings)
+            num_left_out += left_out
             paths += taken
         elif path.is_file():
             paths.append(path)
@@ -78,6 +71,19 @@ def find_inputs(
             f"once. Name it once, or the directory alone."
         )
     return InputFiles(paths, num_left_out)
+
+
+def _search(folder: Path, endings: Sequence[str]) -> tuple[list[Path], int]:
+    """Returns a directory's files with known endings, and the number of its other files."""
+    inside = sorted(path for path in folder.rglob("*") if path.is_file())
+    taken = [path for path in inside if _is_known(path, endings)]
+    if not taken:
+        raise InputError(
+            f"nothing to read. {folder} holds {len(inside)} files, none with an ending of "
+            f"{', '.join((*TEXT, *ROWS, *endings))} (.gz, .zst behind). Other text is read "
+            f"where its ending is named, such as --ending .py, or the file itself."
+        )
+    return taken, len(inside) - len(taken)
 
 
 def _check_endings(endings: Sequence[str], names: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ NEAR = 0.1  # of the share: a split by hashes alone that is off by less stays
 EXACT = 0.01  # of the share: documents are exchanged until they come as near
 # Documents of other texts whose sizes are kept. Of more, hashes alone come near to any share.
 KNOWN = 1 << 18
-# Of the bytes that are meant for training, this part stays there at least.
+# Training keeps at least this part of the bytes that are meant for it.
 LEAST_LEFT = 0.5
 
 

@@ -37,22 +37,7 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
       InputError: if the config names a kernel that declines, or if `kernels` is "required" and any
         kernel declines.
     """
-    model, mesh, train, choices = cfg.model, cfg.mesh, cfg.train, {}
-    ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert
-    attends = partial(
-        select_attention,
-        hardware,
-        dtype=model.dtype,
-        width=model.head_width,
-        value_width=model.value_channels,
-        sinks=model.attention_sinks,
-        length=cfg.data.sequence_length,
-        sequences=max(1, train.batch_sequences // ranks // train.micro_batches),
-        isolated=cfg.data.isolate_documents,
-    )
-    choices["attention"] = attends()
-    if (parts := _parts_of_sequence(cfg)) > 1:
-        choices["sliced_attention"] = attends(slices=parts)
+    model, choices = cfg.model, _attention_choices(cfg, hardware)
     if model.has_experts:
         choices["experts"] = select_experts(
             hardware,
@@ -82,6 +67,27 @@ def select_kernels(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
         )
     if cfg.kernels == "required":
         _require(choices)
+    return choices
+
+
+def _attention_choices(cfg: Config, hardware: Hardware) -> dict[str, Choice]:
+    """Returns the choice for attention of whole sequences, and for that of parts if there are."""
+    model, mesh, train = cfg.model, cfg.mesh, cfg.train
+    ranks = (mesh.replica or 1) * mesh.fsdp * mesh.expert
+    attends = partial(
+        select_attention,
+        hardware,
+        dtype=model.dtype,
+        width=model.head_width,
+        value_width=model.value_channels,
+        sinks=model.attention_sinks,
+        length=cfg.data.sequence_length,
+        sequences=max(1, train.batch_sequences // ranks // train.micro_batches),
+        isolated=cfg.data.isolate_documents,
+    )
+    choices = {"attention": attends()}
+    if (parts := _parts_of_sequence(cfg)) > 1:
+        choices["sliced_attention"] = attends(slices=parts)
     return choices
 
 

@@ -84,7 +84,7 @@ def moe_ffn(
     return lax.cond(overflows, run_rounds, run_usual, operands, others)
 
 
-# What is not differentiated: choices [N, K], and weights that are frozen.
+# These have no gradient: choices [N, K], and frozen weights.
 Others = tuple[jax.Array, Weights]
 
 

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -273,34 +274,12 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
     from moejax.plan.report.doubts import small_products
     from moejax.plan.report.tables import print_ranked, print_why, speed_text
     from moejax.plan.search.refusal import nodes_text
-    from moejax.plan.search.search import search
-    from moejax.plan.search.space import Limits
 
     load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
-    console, shown = screen(), screen(stderr=True)
+    console = screen()
     for note in notes:
         console.print(note, highlight=False, soft_wrap=True)
-
-    def find(cluster: Topology) -> SearchResult:
-        device = cluster.device
-        limits = Limits(
-            cluster.devices, cluster.nodes, device.platform, cfg.plan.codecs, pinned(cfg)
-        )
-        with waiting(shown, "planning") as say:
-
-            def progress(text: str) -> None:
-                say(f"planning for {cluster.devices} devices: {text}")
-
-            return search(
-                cfg,
-                cluster,
-                limits,
-                load,
-                traces=cfg.plan.traces,
-                seconds=cfg.plan.seconds,
-                progress=progress,
-            )
-
+    find = partial(_find, cfg, load)
     result = find(topology)
     console.print(
         f"{args.config or args.hf} on {topology.name}: {topology.devices} devices on "
@@ -322,6 +301,23 @@ def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequ
     if args.fewer:
         _print_fewer(result, topology, find, console)
     _write(result, topology, load, cfg.plan.routing, args, console)
+
+
+def _find(cfg: Config, load: ExpertLoad, cluster: Topology) -> SearchResult:
+    """Searches for the plan of a cluster, and shows on a terminal how far the search is."""
+    from moejax.plan.search.search import search
+    from moejax.plan.search.space import Limits
+
+    platform = cluster.device.platform
+    limits = Limits(cluster.devices, cluster.nodes, platform, cfg.plan.codecs, pinned(cfg))
+    with waiting(screen(stderr=True), "planning") as say:
+
+        def progress(text: str) -> None:
+            say(f"planning for {cluster.devices} devices: {text}")
+
+        plan = cfg.plan
+        limit = {"traces": plan.traces, "seconds": plan.seconds}
+        return search(cfg, cluster, limits, load, **limit, progress=progress)
 
 
 def _write(

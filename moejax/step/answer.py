@@ -48,7 +48,7 @@ class Answers:
 
     @property
     def head(self) -> Tree:
-        """What is trained of the weights that answer."""
+        """Returns the trainable weights of the output head."""
         weights = self.staged.weights
         return self.head_of(weights.trained_of(weights.outer))
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm.weights.enter import adapters_in, attach_entered, enter_weights, with_adapters
+from moejax.comm.weights.adapters import attach_adapters
+from moejax.comm.weights.enter import adapters_in, enter_weights, is_entry, with_adapters
 from moejax.step.model import ModelDef, layouts_of
 from moejax.step.state import TrainState, Tree
 
@@ -40,7 +41,7 @@ class StagedWeights:
         self.adapters = None
         if state.frozen is not None:
             self.adapters = self.stacked(self.trained["groups"])
-            self.outer = attach_entered(self.outer, self.outer_of(self.trained))
+            self.outer = attach_adapters(self.outer, self.outer_of(self.trained), is_entry)
 
     def stacked(self, groups: Tree) -> Tree:
         """Returns arrays of the stages' groups, those of the chunks one after the other."""
@@ -76,7 +77,9 @@ class StagedWeights:
         """Returns the weights of one of this stage's repeats, of all its chunks."""
         weights = at(self.layers, index)
         return (
-            weights if self.adapters is None else attach_entered(weights, at(self.adapters, index))
+            weights
+            if self.adapters is None
+            else attach_adapters(weights, at(self.adapters, index), is_entry)
         )
 
     def trained_of(self, weights: Tree) -> Tree:

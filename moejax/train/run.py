@@ -33,8 +33,8 @@ class Run:
     processes: Processes = ALONE
     watch: Watch = field(default_factory=Watch)
     memory: MemoryCheckpoints | None = None  # with `checkpoint.memory_every`
-    # What was seen of losses and skipped updates up to the state that the run goes on from, or
-    # that it saves (`bad_steps`): an entry of manifests.
+    # Losses and skipped updates before the state that the run goes on from, or saves (`bad_steps`):
+    # an entry of manifests.
     recent: dict[str, Any] = field(default_factory=dict)
     base: dict[str, str] | None = None  # identity of the frozen weights, with adapters
     expert_loads: ExpertLoads | None = None  # in process 0, of a model with experts

@@ -444,5 +444,5 @@ def test_what_has_a_gradient_or_needs_none_is_accepted(values):
     "values", [{"moe.experts_per_token": 1}, {"data.sequence_length": 1}], ids=["router", "queries"]
 )
 def test_weights_that_are_not_trained_need_no_gradient(values):
-    """What was imported or saved is evaluated, and computes what it did."""
+    """Imported and saved models are evaluated, and compute the same as before."""
     check(from_dict(values), trained=False)

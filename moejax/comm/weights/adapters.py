@@ -9,6 +9,7 @@ factors that belong to its part of the weight.
 Letters: A the rank; K what a product sums over, N its results, flattened.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,16 +51,20 @@ def adapter_dims(dims: str) -> Adapter | None:
     return Adapter(experts + rest[:inputs] + RANK, experts + RANK + rest[inputs:])
 
 
-def attach_adapters(frozen: Any, adapters: Any) -> Any:
+def attach_adapters(
+    frozen: Any, adapters: Any, is_weight: Callable[[Any], bool] | None = None
+) -> Any:
     """Puts adapters beside the weights that they adapt.
 
     Args:
       adapters: an `Adapter` or None for each frozen weight.
+      is_weight: tells a weight that is a tree itself.
     """
     return jax.tree.map(
         lambda weight, adapter: weight if adapter is None else WithAdapter(weight, adapter),
         frozen,
         adapters,
+        is_leaf=is_weight,
     )
 
 

@@ -62,23 +62,13 @@ def leave_gradients(gradients: Any, params: Any, dims: Any, layouts: Any, spec: 
     return jax.tree.map(leave, dims, layouts, params, gradients)
 
 
-def attach_entered(weights: Any, adapters: Any) -> Any:
-    """Puts adapters that entered beside entered weights; arguments as of `attach_adapters`."""
-    return jax.tree.map(
-        lambda w, adapter: w if adapter is None else WithAdapter(w, adapter),
-        weights,
-        adapters,
-        is_leaf=_is_entry,
-    )
-
-
 def adapters_in(weights: Any) -> Any:
-    """The inverse of `attach_entered`: returns the adapters, None for a weight without one."""
+    """The inverse of `attach_adapters`: returns the adapters, None for a weight without one."""
 
     def adapter_of(w: Any) -> Adapter | None:
         return w.adapter if isinstance(w, WithAdapter) else None
 
-    return jax.tree.map(adapter_of, weights, is_leaf=_is_entry)
+    return jax.tree.map(adapter_of, weights, is_leaf=is_entry)
 
 
 def with_adapters(weights: Any, adapters: Any) -> Any:
@@ -87,10 +77,11 @@ def with_adapters(weights: Any, adapters: Any) -> Any:
     def replaced(w: Any, adapter: Adapter | None) -> Any:
         return w if adapter is None else WithAdapter(w.weight, adapter)
 
-    return jax.tree.map(replaced, weights, adapters, is_leaf=_is_entry)
+    return jax.tree.map(replaced, weights, adapters, is_leaf=is_entry)
 
 
-def _is_entry(x: Any) -> bool:
+def is_entry(x: Any) -> bool:
+    """Whether a node of a tree is an entered weight, with or without its adapter."""
     return isinstance(x, (Entered, WithAdapter))
 
 

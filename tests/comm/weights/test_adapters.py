@@ -114,7 +114,7 @@ def test_logits_and_rows_of_a_young_adapter_are_right(tied):
     if tied:
         both = transposed(transposed(both))
     assert error(logits(x, both), wanted) < 0.005
-    # Of a table whose rows are zero, the adapter's alone are left.
+    # The table is zero, so only the rows of its adapter are left.
     table = WithAdapter(jnp.zeros_like(w), both.adapter)
     a, b = (np.asarray(factor, np.float64) for factor in adapter)
     assert error(rows_of(table, jnp.arange(9)[None]), 2 * a[:9] @ b) < 0.005
