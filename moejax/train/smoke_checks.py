@@ -31,6 +31,7 @@ from moejax.config.schema import (
 from moejax.kernels.attention import attention
 from moejax.kernels.choice import Choice
 from moejax.kernels.expert_mlp import IN_E4M3, expert_mlp
+from moejax.kernels.expert_weights import Weights
 from moejax.kernels.quantize import dequantize, dequantize_sum, quantize
 from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from moejax.kernels.select import hardware_of, select_kernels
@@ -284,7 +285,8 @@ def _check_chunks(run: SmokeRun) -> None:
     cfg, spec, n = run.cfg, run.train_step.spec, run.mesh.size
     tokens, D, E, F = 64, cfg.model.width, cfg.moe.num_experts, cfg.moe.expert_hidden
     x, w_in = _draw(0, n * tokens, D, dtype=spec.dtype), _draw(1, E, D, 2, F) / D**0.5
-    params = w_in.astype(spec.dtype), (_draw(2, E, F, D) / F**0.5).astype(spec.dtype)
+    w_out = _draw(2, E, F, D) / F**0.5
+    params = Weights(w_in.astype(spec.dtype), w_out.astype(spec.dtype))
     weight_NK, expert_NK = jax.lax.top_k(jax.nn.softmax(_draw(3, n * tokens, E)), 2)
     axes = spec.layout.expert_owner_axes
     # A capacity that drops nothing: the program then has no rounds, which take as long to compile.

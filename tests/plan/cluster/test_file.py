@@ -135,7 +135,7 @@ REFUSED = [
     (change("pairs.1.1", 3), "`pairs[1][1]` is wrong", "0"),
     (change("pairs.0.1", 4.7), "differ by direction: 1 to 0", "asymmetric"),
     (change("node_names", ["a"]), "`node_names` is wrong", "2 names"),
-    (change("node_names", [1, 2]), "`node_names` is wrong", "texts"),
+    (change("node_names", [1, 2]), "`node_names` is wrong", "a list of strings"),
     (change("asymmetric", 1), "`asymmetric` is wrong", "true or false"),
     (change("name", ""), "`name` is wrong", "text"),
     (change("name", "a\nb"), "`name` is wrong", "text"),
