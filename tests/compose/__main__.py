@@ -9,8 +9,10 @@ Results are kept in a JSON file; a run goes on where the file ends, with the see
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import os
 import sys
+from concurrent import futures
 from pathlib import Path
 
 DEVICES = 32
@@ -29,18 +31,18 @@ def main() -> int:
         "--number", type=int, help="combinations to run now; default: all that miss"
     )
     out = Path("benchmarks/results/compose.json")
+    workers = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=workers, help="processes; default: cores")
     parser.add_argument("--out", type=Path, default=out, help=f"results; default {out}")
     args = parser.parse_args()
     # JAX reads both when it is imported.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
-    return compose(args.seed, args.number, args.out)
+    return compose(args.seed, args.number, args.out, args.workers)
 
 
-def compose(seed: int, number: int | None, out: Path) -> int:
+def compose(seed: int, number: int | None, out: Path, workers: int) -> int:
     """Goes on with the results in `out`, writes them, and the page beside them."""
-    import jax
-
     from tests.compose import page
     from tests.compose.cover import plan
     from tests.compose.features import name
@@ -54,14 +56,17 @@ def compose(seed: int, number: int | None, out: Path) -> int:
     wanted, refused = plan(seed)
     known["refused"] = [[*sorted(pair), message] for pair, message in refused.items()]
     left = [one for one in wanted if one not in done]
-    for combination in left[: len(left) if number is None else number]:
-        outcome = dataclasses.asdict(run(combination))
-        jax.clear_caches()
-        done[combination] = {"combination": combination, "outcome": outcome}
-        said = page.verdict(combination, outcome)
-        print(f"{said} in {outcome['seconds']:.0f} s: {name(combination)}", flush=True)
-        known["results"] = [done[one] for one in wanted if one in done]
-        out.write_text(json.dumps(known, indent=1) + "\n")
+    # A process for each combination: programs of an earlier one would fill its memory.
+    context = multiprocessing.get_context("spawn")
+    with futures.ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+        running = {pool.submit(run, one): one for one in left[:number]}
+        for future in futures.as_completed(running):
+            combination, outcome = running[future], dataclasses.asdict(future.result())
+            done[combination] = {"combination": combination, "outcome": outcome}
+            said = page.verdict(combination, outcome)
+            print(f"{said} in {outcome['seconds']:.0f} s: {name(combination)}", flush=True)
+            known["results"] = [done[one] for one in wanted if one in done]
+            out.write_text(json.dumps(known, indent=1) + "\n")
     results = known["results"]
     out.with_suffix(".md").write_text(page.build(results, refused, seed))
     verdicts = [page.verdict(tuple(map(tuple, r["combination"])), r["outcome"]) for r in results]

@@ -86,7 +86,7 @@ FACTORS: dict[str, dict[str, Changes]] = {
     },
     "reduction": {
         "whole gradients": NONE,
-        "pieces of 100 bytes": {"train.reduction_bytes": 100},
+        "pieces of 2,000 bytes": {"train.reduction_bytes": 2_000},
         "in bfloat16": {"train.gradient_dtype": "bfloat16"},
     },
     "recomputed": {
