@@ -13,6 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
@@ -41,11 +42,75 @@ struct Header {
   uint64_t bytes;
 };
 
+// Writes the sums of the numbers in two arrays of so many bytes.
+using Add = void (*)(const char* a, const char* b, char* sum, size_t bytes);
+
+template <typename T, typename Sum>
+void AddEach(const char* a, const char* b, char* sum, size_t bytes, Sum add) {
+  for (size_t i = 0; i < bytes; i += sizeof(T)) {
+    T x, y;
+    std::memcpy(&x, a + i, sizeof x);
+    std::memcpy(&y, b + i, sizeof y);
+    x = add(x, y);
+    std::memcpy(sum + i, &x, sizeof x);
+  }
+}
+
+template <typename T>
+void AddNumbers(const char* a, const char* b, char* sum, size_t bytes) {
+  AddEach<T>(a, b, sum, bytes, [](T x, T y) { return x + y; });
+}
+
+float FromBfloat16(uint16_t x) {
+  uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+// To the nearest, or the even one of two.
+uint16_t ToBfloat16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (x != x) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+void AddBfloat16(const char* a, const char* b, char* sum, size_t bytes) {
+  AddEach<uint16_t>(a, b, sum, bytes, [](uint16_t x, uint16_t y) {
+    return ToBfloat16(FromBfloat16(x) + FromBfloat16(y));
+  });
+}
+
+// How numbers of a type are added; null where no collective needs it.
+Add AddOf(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return AddNumbers<float>;
+    case ffi::DataType::S32:  // wraps as U32 does
+    case ffi::DataType::U32:
+      return AddNumbers<uint32_t>;
+    case ffi::DataType::BF16:
+      return AddBfloat16;
+    default:
+      return nullptr;
+  }
+}
+
+// One message of an exchange: where it lies, or comes.
+struct Part {
+  int64_t device;  // the peer
+  char* data;
+  size_t* arrived = nullptr;      // of a receive: bytes that can go on
+  const size_t* ready = nullptr;  // of a send: bytes that can go; null: all
+  const char* own = nullptr;      // of a receive: what is added to what comes
+  Add add = nullptr;
+};
+
 // One way of one exchange with one peer: the header, then the payload.
 struct Stream {
   int fd;
-  int64_t device;
-  char* data;
+  Part part;
   bool send;  // or receive
   Header header, expected;
   size_t bytes;
@@ -55,13 +120,28 @@ struct Stream {
   size_t total() const { return sizeof(Header) + bytes; }
   bool finished() const { return done == total(); }
 
+  // The position up to which it can move now.
+  size_t end() const {
+    if (done < sizeof(Header)) return sizeof(Header);
+    return part.ready ? sizeof(Header) + *part.ready : total();
+  }
+
   // Moves what the socket takes or has now; returns what went wrong, or nothing.
   std::string Move() {
-    while (!finished()) {
-      bool head = done < sizeof(Header);
-      char* at = head ? reinterpret_cast<char*>(&header) + done : data + (done - sizeof(Header));
-      size_t left = (head ? sizeof(Header) : total()) - done;
-      ssize_t n = send ? ::send(fd, at, left, MSG_NOSIGNAL) : ::recv(fd, at, left, 0);
+    while (done < end()) {
+      char piece[1 << 15];
+      bool head = done < sizeof(Header), adds = !head && part.add;
+      size_t place = head ? done : done - sizeof(Header);
+      // Numbers of 4 bytes or 2: what has come of one waits for the rest.
+      size_t rest = adds ? place % 4 : 0;
+      char* at = (head ? reinterpret_cast<char*>(&header) : part.data) + place;
+      size_t left = end() - done;
+      if (adds) {
+        std::memcpy(piece, at - rest, rest);
+        left = std::min(left, sizeof piece - rest);
+      }
+      char* to = adds ? piece + rest : at;
+      ssize_t n = send ? ::send(fd, at, left, MSG_NOSIGNAL) : ::recv(fd, to, left, 0);
       if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return "";
       if (n < 0 && errno == EINTR) continue;
       if (n == 0 || (n < 0 && (errno == ECONNRESET || errno == EPIPE))) {
@@ -69,6 +149,14 @@ struct Stream {
       }
       if (n < 0) return std::string(strerror(errno)) + ", exchange with device " + Name();
       done += static_cast<size_t>(n);
+      if (adds) {
+        size_t whole = place + n == bytes ? rest + n : (rest + n) / 4 * 4;
+        part.add(piece, part.own + place - rest, at - rest, whole);
+        std::memcpy(at - rest + whole, piece + whole, rest + n - whole);
+      }
+      if (part.arrived && !head) {
+        *part.arrived = done == total() || !adds ? done - sizeof(Header) : (place + n) / 4 * 4;
+      }
       if (!send && done == sizeof(Header) &&
           (header.number != expected.number || header.bytes != expected.bytes)) {
         return "device " + Name() + " sends message " + std::to_string(header.number) + " of " +
@@ -80,26 +168,22 @@ struct Stream {
     return "";
   }
 
-  std::string Name() const { return std::to_string(device); }
+  std::string Name() const { return std::to_string(part.device); }
 };
 
 // What goes to a peer and what comes from it, each in order.
 struct Peer {
   int fd = -1;
   uint64_t sent = 0, received = 0;  // messages
+  uint64_t bytes = 0;               // of payloads that were sent
   std::deque<Stream> ways[2];       // receives, sends
-};
-
-// What goes to a device, or comes from it.
-struct Part {
-  int64_t device;
-  char* data;
 };
 
 struct Task {
   char* receive;  // where the first part comes
   size_t bytes;   // of a part
   std::vector<Part> sends, receives;
+  std::vector<size_t> arrived = {};  // of parts that go on
   uint32_t number = 0;
   size_t open = 0;  // streams that have not ended
 };
@@ -170,6 +254,12 @@ class Device {
 
   int64_t id() const { return id_; }
 
+  // Bytes of payloads that went to a peer, when nothing is under way.
+  uint64_t Sent(int64_t peer) const {
+    auto found = peers_.find(peer);
+    return found == peers_.end() ? 0 : found->second.bytes;
+  }
+
   // Queues an exchange, behind those that have begun before; returns its number.
   uint32_t Begin(Task task) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -228,22 +318,21 @@ class Device {
   // Queues the streams of an exchange; returns what is wrong, or nothing.
   std::string Take(Task& task) {
     char* own = nullptr;
-    for (auto [device, data] : task.sends) {
-      if (device == id_) own = data;
+    for (const Part& part : task.sends) {
+      if (part.device == id_) own = part.data;
     }
     for (bool send : {true, false}) {
-      for (auto [device, data] : send ? task.sends : task.receives) {
-        if (device == id_) {
-          if (!send) std::memcpy(data, own, task.bytes);
+      for (const Part& part : send ? task.sends : task.receives) {
+        if (part.device == id_) {
+          if (!send) std::memcpy(part.data, own, task.bytes);
           continue;
         }
         ++task.open;
-        auto found = peers_.find(device);
-        if (found == peers_.end()) return "no connection to device " + std::to_string(device);
+        auto found = peers_.find(part.device);
+        if (found == peers_.end()) return "no connection to device " + std::to_string(part.device);
         Peer& peer = found->second;
         Header header{send ? peer.sent++ : peer.received++, task.bytes};
-        peer.ways[send].push_back(
-            {peer.fd, device, data, send, header, header, task.bytes, &task.open});
+        peer.ways[send].push_back({peer.fd, part, send, header, header, task.bytes, &task.open});
       }
     }
     return "";
@@ -257,6 +346,7 @@ class Device {
           std::string wrong = way.front().Move();
           if (!wrong.empty()) return wrong;
           if (!way.front().finished()) break;
+          if (way.front().send) peer.bytes += way.front().bytes;
           --*way.front().open;
           way.pop_front();
         }
@@ -271,7 +361,8 @@ class Device {
     std::vector<pollfd> waits{{wake_, POLLIN, 0}};
     for (auto& [device, peer] : peers_) {
       if (!peers) break;
-      int events = (peer.ways[0].empty() ? 0 : POLLIN) | (peer.ways[1].empty() ? 0 : POLLOUT);
+      auto can_move = [](auto& way) { return !way.empty() && way.front().done < way.front().end(); };
+      int events = (can_move(peer.ways[0]) ? POLLIN : 0) | (can_move(peer.ways[1]) ? POLLOUT : 0);
       if (events) waits.push_back({peer.fd, static_cast<short>(events), 0});
     }
     if (poll(waits.data(), waits.size(), -1) < 0 && errno != EINTR) {
@@ -346,6 +437,39 @@ ffi::Error Start(int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer after,
   return ffi::Error::Internal("this device is not connected");
 }
 
+// The same along rings of devices, for a gather (`sum` false) or a sum of which each device keeps
+// its part, [size, ...] -> [size, ...] with that part in its place. `rings` has each group in the
+// order in which parts are passed on. A part goes on while it still comes.
+ffi::Error StartRing(int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer after,
+                     ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Buffer<ffi::U32>> number,
+                     ffi::Span<const int64_t> rings, ffi::Span<const int64_t> places,
+                     int64_t size, bool sum) {
+  auto found = Devices().find(ordinal);
+  auto own = std::find(rings.begin(), rings.end(), ordinal);
+  if (found == Devices().end() || own == rings.end()) {
+    return ffi::Error::Internal("this device is not connected");
+  }
+  Add add = sum ? AddOf(x.element_type()) : nullptr;
+  if (sum && !add) return ffi::Error::Internal("numbers of this type are not added");
+  size_t n = static_cast<size_t>(size), at = own - rings.begin(), start = at / n * n;
+  char *out = static_cast<char*>(x.untyped_data()), *in = static_cast<char*>(y->untyped_data());
+  Task task{in, y->size_bytes() / n};
+  // Devices before this one in the ring, and the place of their part.
+  auto before = [&](size_t steps) { return start + (at - start + n - steps % n) % n; };
+  auto offset = [&](size_t steps) { return places[before(steps)] * task.bytes; };
+  int64_t left = rings[before(1)], right = rings[before(n - 1)];
+  if (!sum) std::memcpy(in + offset(0), out, task.bytes);
+  task.arrived.resize(n - 1);
+  task.sends.push_back({right, sum ? out + offset(1) : out});
+  for (size_t i = 0; i + 1 < n; ++i) {
+    size_t part = offset(i + 1 + sum);
+    task.receives.push_back({left, in + part, &task.arrived[i], nullptr, out + part, add});
+    if (i + 2 < n) task.sends.push_back({right, in + part, nullptr, &task.arrived[i]});
+  }
+  *number->typed_data() = found->second->Begin(std::move(task));
+  return ffi::Error::Success();
+}
+
 // The same where a device sends to one other and receives from one, or neither: `pairs` are the
 // senders and receivers in turns. Zeros come to who receives nothing.
 ffi::Error StartPairs(int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer after,
@@ -407,6 +531,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_start, Start,
                                   .Attr<ffi::Span<const int64_t>>("groups")
                                   .Attr<int64_t>("size")
                                   .Attr<bool>("gather"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_start_ring, StartRing,
+                              Begins()
+                                  .Attr<ffi::Span<const int64_t>>("rings")
+                                  .Attr<ffi::Span<const int64_t>>("places")
+                                  .Attr<int64_t>("size")
+                                  .Attr<bool>("sum"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_start_pairs, StartPairs,
                               Begins().Attr<ffi::Span<const int64_t>>("pairs"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moejax_exchange_done, Done,
@@ -443,6 +573,12 @@ extern "C" const char* moejax_device(int64_t device) {
 extern "C" void moejax_disconnect() {
   for (auto& device : Devices()) delete device.second;
   Devices().clear();
+}
+
+// Bytes of payloads that a device of this process has sent to a peer.
+extern "C" uint64_t moejax_sent(int64_t device, int64_t peer) {
+  auto found = Devices().find(device);
+  return found == Devices().end() ? 0 : found->second->Sent(peer);
 }
 
 // Gives a device the connection to a peer; returns what went wrong, or null. The connection is

@@ -33,9 +33,11 @@ SOURCE = Path(__file__).with_name("exchange.cc")
 CALLS = (
     "moejax_exchange_start",
     "moejax_exchange_start_pairs",
+    "moejax_exchange_start_ring",
     "moejax_exchange_done",
     "moejax_hold",
 )
+SUMS = (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32)  # that exchange.cc adds
 
 
 class Begun(NamedTuple):
@@ -59,12 +61,17 @@ class Begun(NamedTuple):
 class Exchange(NamedTuple):
     """The connected devices of a mesh, and the collectives that are made of exchanges.
 
+    Gathers and sums among several devices of several processes go along a ring, as NCCL's do: over
+    the link between two hosts each part passes once. Others send each part to where it belongs.
+
     Attributes:
       device_ids: of the devices, in mesh order.
+      processes: of the devices, in mesh order.
       axis_names, axis_sizes: of the mesh.
     """
 
     device_ids: tuple[int, ...]
+    processes: tuple[int, ...]
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
 
@@ -73,7 +80,7 @@ class Exchange(NamedTuple):
     def run(
         self, name: str, x: jax.Array, after: jax.Array, **params: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the collective's result, sums in the order of the devices, and its number.
+        """Returns the collective's result and its number.
 
         Args:
           name: one of `carries`, but a ppermute: that is `begin_transfer`.
@@ -95,11 +102,10 @@ class Exchange(NamedTuple):
             return jnp.concatenate(list(x_P), params["all_gather_dimension"]), number
         if name == "reduce_scatter":
             x_P = jnp.stack(jnp.split(x, size, axis=params["scatter_dimension"]))
-            x_P, number = self._swap(x_P, axes, after)
-            return jnp.sum(x_P, axis=0, dtype=x.dtype), number
+            return self._sum(x_P, axes, after)
         x_P = jnp.pad(x.reshape(-1), (0, -x.size % size)).reshape(size, -1)
-        x_P, number = self._swap(x_P, axes, after)
-        x_P, number = self._gather(jnp.sum(x_P, axis=0, dtype=x.dtype), axes, number)
+        total, number = self._sum(x_P, axes, after)
+        x_P, number = self._gather(total, axes, number)
         return x_P.reshape(-1)[: x.size].reshape(x.shape), number
 
     def _swap(
@@ -112,7 +118,23 @@ class Exchange(NamedTuple):
         self, x: jax.Array, axes: Sequence[str], after: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the devices' x, stacked: [P, ...]."""
-        return self._call(x, axes, after, (lax.axis_size(axes), *x.shape), gather=True)
+        shape = (lax.axis_size(axes), *x.shape)
+        if self._in_rings(axes):
+            return self._along_rings(x, axes, after, shape, sums=False)
+        return self._call(x, axes, after, shape, gather=True)
+
+    def _sum(
+        self, x_P: jax.Array, axes: Sequence[str], after: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the sum of the devices' x of which this device keeps its part, [...].
+
+        Along a ring it is rounded at each device, else once, in the order of the devices.
+        """
+        if self._in_rings(axes) and x_P.dtype in SUMS:
+            y_P, number = self._along_rings(x_P, axes, after, x_P.shape, sums=True)
+            return lax.dynamic_index_in_dim(y_P, lax.axis_index(axes), keepdims=False), number
+        x_P, number = self._swap(x_P, axes, after)
+        return jnp.sum(x_P, axis=0, dtype=x_P.dtype), number
 
     def _call(
         self,
@@ -123,10 +145,39 @@ class Exchange(NamedTuple):
         *,
         gather: bool,
     ) -> tuple[jax.Array, jax.Array]:
-        groups = self._groups(axes)
+        groups = self._grouped(self.device_ids, axes)
         members, size = groups.reshape(-1).astype(np.int64), np.int64(groups.shape[1])
         begun = _begin(
             "moejax_exchange_start", x, after, shape, groups=members, size=size, gather=gather
+        )
+        return begun.end(), begun.number
+
+    def _in_rings(self, axes: Sequence[str]) -> bool:
+        """Whether devices along the axes are of several processes, and several of one."""
+        members = self._grouped(self.processes, axes)[0]
+        return 1 < len(set(members)) < len(members)
+
+    def _along_rings(
+        self,
+        x: jax.Array,
+        axes: Sequence[str],
+        after: jax.Array,
+        shape: tuple[int, ...],
+        *,
+        sums: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        groups = self._grouped(self.device_ids, axes)
+        # A process's devices are neighbours, and the ring enters and leaves it once.
+        places = np.argsort(self._grouped(self.processes, axes), axis=1, kind="stable")
+        begun = _begin(
+            "moejax_exchange_start_ring",
+            x,
+            after,
+            shape,
+            rings=np.take_along_axis(groups, places, axis=1).reshape(-1).astype(np.int64),
+            places=places.reshape(-1).astype(np.int64),
+            size=np.int64(groups.shape[1]),
+            sum=sums,
         )
         return begun.end(), begun.number
 
@@ -141,15 +192,19 @@ class Exchange(NamedTuple):
     ) -> Begun:
         """Begins a ppermute. Arguments as of `run`."""
         axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-        pairs = self._groups(axes)[:, np.array(perm, int).reshape(-1, 2)]
+        pairs = self._grouped(self.device_ids, axes)[:, np.array(perm, int).reshape(-1, 2)]
         members = pairs.reshape(-1).astype(np.int64)
         return _begin("moejax_exchange_start_pairs", x, after, x.shape, pairs=members)
 
-    def _groups(self, axes: Sequence[str]) -> np.ndarray:
-        """The devices [groups, members] that communicate along the axes, in the order of parts."""
-        ids = np.array(self.device_ids).reshape(self.axis_sizes)
-        ids = np.moveaxis(ids, [self.axis_names.index(axis) for axis in axes], range(-len(axes), 0))
-        return ids.reshape(-1, lax.axis_size(axes))
+    def _grouped(self, numbers: Sequence[int], axes: Sequence[str]) -> np.ndarray:
+        """Numbers of the devices, [groups, members]: a group is of those along the axes.
+
+        Members are in the order of parts.
+        """
+        found = np.array(numbers).reshape(self.axis_sizes)
+        places = [self.axis_names.index(axis) for axis in axes]
+        found = np.moveaxis(found, places, range(-len(axes), 0))
+        return found.reshape(-1, lax.axis_size(axes))
 
 
 def _begin(
@@ -184,7 +239,8 @@ def connected(mesh: Mesh) -> Exchange | None:
     if not _connect():
         return None
     ids = tuple(int(device.id) for device in mesh.devices.flat)
-    return Exchange(ids, tuple(mesh.axis_names), tuple(mesh.devices.shape))
+    processes = tuple(int(device.process_index) for device in mesh.devices.flat)
+    return Exchange(ids, processes, tuple(mesh.axis_names), tuple(mesh.devices.shape))
 
 
 @functools.cache
@@ -240,6 +296,11 @@ def disconnect() -> None:
     _connect.cache_clear()
 
 
+def sent_bytes(device: int, peer: int) -> int:
+    """Bytes that exchanges have sent from a device of this process to another, without headers."""
+    return _library().moejax_sent(ctypes.c_int64(device), ctypes.c_int64(peer))
+
+
 @functools.cache
 def _library() -> Any:
     return load_library()
@@ -273,6 +334,7 @@ def _open(path: Path) -> Any:
         getattr(library, name)
     for tells in (library.moejax_device, library.moejax_connect):
         tells.restype = ctypes.c_char_p  # what went wrong
+    library.moejax_sent.restype = ctypes.c_uint64
     return library
 
 

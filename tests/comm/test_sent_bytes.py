@@ -1,0 +1,138 @@
+"""What crosses the link between two hosts is what is counted: no part of it goes twice.
+
+Devices of one process stand for those of several hosts, and exchanges count what they send. Counted
+is what plans are priced by: `Topology.shares` of the collectives in the traced program.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from moejax.comm import exchange, gloo
+from moejax.plan.cluster.device import Device
+from moejax.plan.cluster.topology import Link, Tier, Topology, same_links
+from moejax.plan.trace.reader import collectives
+from moejax.step.train_step import build_step
+from tests.cases import CERTAIN, place, random_batch, small_config, step_for
+
+COLLECTIVES = {
+    "all_to_all": lambda x, axes: lax.all_to_all(x, axes, 0, 0, tiled=True),
+    "all_gather": lambda x, axes: lax.all_gather(x, axes, axis=0, tiled=True),
+    "reduce_scatter": lambda x, axes: lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True),
+    "all_reduce": lax.psum,
+    "ppermute": lambda x, axes: lax.ppermute(x, axes, [(0, 1)]),
+}
+LATER = pytest.mark.exhaustive
+# Hosts, and devices of each.
+SHAPES = [(2, 4), (3, 2), pytest.param(2, 2, marks=LATER), pytest.param(4, 2, marks=LATER)]
+LINKS = same_links(Link(0.0, 1.0))
+DEVICE = Device("toy", "cpu", 2**30, {"float32": ((1.0, 1.0),)}, 1.0, 1.0, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def everything_exchanged(monkeypatch):
+    """Small arrays too."""
+    monkeypatch.setattr("moejax.comm.gloo.LARGE", 0)
+
+
+def by_hosts(mesh, hosts):
+    """The exchange of a mesh whose devices, in its order, are of so many hosts."""
+    connected = exchange.connected(mesh)
+    count = len(connected.device_ids)
+    return connected._replace(processes=tuple(d * hosts // count for d in range(count)))
+
+
+def leaving(hosts, count):
+    """Bytes that each host's devices have sent to other hosts' until now."""
+    host = np.arange(count) * hosts // count
+    sent = np.array([[exchange.sent_bytes(d, p) for p in range(count)] for d in range(count)])
+    across = np.where(host[:, None] == host[None, :], 0, sent).sum(axis=1)
+    return np.array([across[host == h].sum() for h in range(hosts)])
+
+
+def counted(kind, operand_bytes, inside, across, hosts, devices):
+    """Bytes that a host sends to others in a collective of groups of so many devices."""
+    tiers = (Tier("host", devices, LINKS), Tier("network", hosts, LINKS))
+    topology = Topology(1, "toy", "a test", DEVICE, tiers)
+    return devices * topology.shares(kind, operand_bytes, inside, across)[1]
+
+
+@pytest.mark.parametrize(("hosts", "devices"), SHAPES)
+@pytest.mark.parametrize("axes", [("host",), ("device",), ("host", "device")])
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_a_collective_sends_over_a_link_what_is_counted(kind, axes, hosts, devices):
+    count = hosts * devices
+    mesh = Mesh(np.array(jax.devices()[:count]).reshape(hosts, devices), ("host", "device"))
+    ordered = gloo.in_order(lambda x: COLLECTIVES[kind](x, axes), by_hosts(mesh, hosts))
+    mapped = jax.shard_map(
+        ordered,
+        mesh=mesh,
+        in_specs=P(mesh.axis_names),
+        out_specs=P(mesh.axis_names),
+        check_vma=False,
+    )
+    x = np.zeros((count * count * 24, 5), np.float32)
+    before = leaving(hosts, count)
+    jax.block_until_ready(jax.jit(mapped)(x))
+    sent = leaving(hosts, count) - before
+    inside = devices if "device" in axes else 1
+    across = hosts if "host" in axes else 1
+    operand = x.nbytes // count * (inside * across if kind == "all_gather" else 1)
+    wanted = counted(kind, operand, inside, across, hosts, devices)
+    if kind == "ppermute":  # one device of each group sends: of the first host, if to another
+        pass_on = across > 1 and inside == 1
+        assert list(sent) == [wanted * pass_on] + [0] * (hosts - 1)
+    else:
+        np.testing.assert_array_equal(sent, np.full(hosts, wanted))
+
+
+STEPS = {
+    "weights over all": ((1, 8, 1, 1), {}),
+    "weights over all, micro-batches": ((1, 8, 1, 1), {"micro_batches": 2}),
+    "experts inside": ((1, 2, 4, 1), {}),
+    "experts over all, dense weights gathered once": ((1, 1, 8, 1), {"gather_dense": "step"}),
+    "copies over all": ((8, 1, 1, 1), {}),
+    "activations across": ((1, 2, 1, 4), {}),
+}
+
+
+DEFAULT = "weights over all", "activations across"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in DEFAULT else LATER) for c in STEPS]
+)
+@pytest.mark.parametrize("hosts", [2, pytest.param(4, marks=LATER)])
+def test_a_step_sends_over_a_link_what_is_counted(case, hosts, monkeypatch):
+    sizes, changes = STEPS[case]
+    train = {key: value for key, value in changes.items() if key == "micro_batches"}
+    cfg = small_config(sizes, moe=CERTAIN, train={"batch_sequences": 16, **train})
+    mesh = dataclasses.replace(
+        cfg.mesh, nodes=hosts, gather_dense=changes.get("gather_dense", "use")
+    )
+    cfg = dataclasses.replace(cfg, mesh=mesh)
+    plain = step_for(cfg)
+    unordered = build_step(cfg, plain.mesh.abstract_mesh, "cpu")
+    traced = unordered.step.trace(unordered.abstract, unordered.abstract_batch())
+    monkeypatch.setattr(gloo, "is_gloo", lambda mesh: isinstance(mesh, Mesh))
+    monkeypatch.setattr(gloo, "connected", lambda mesh: by_hosts(mesh, hosts))
+    train_step, batch = step_for(cfg), random_batch(cfg)
+    state = jax.block_until_ready(train_step.init())
+    before = leaving(hosts, 8)
+    jax.block_until_ready(train_step.step(state, place(train_step, batch)))
+    sent = leaving(hosts, 8) - before
+
+    wanted, layout = 0.0, train_step.layout
+    for call in collectives(traced.jaxpr.jaxpr):
+        if call.kind in COLLECTIVES:  # largest values go another way
+            inside = layout.size(layout.inside_node(call.axes))
+            across = layout.size(layout.between_nodes(call.axes))
+            group = inside, across, hosts, 8 // hosts
+            wanted += call.calls * counted(call.kind, call.bytes, *group)
+    np.testing.assert_allclose(sent, np.full(hosts, wanted), rtol=0.03)
+    assert min(sent) >= wanted
