@@ -6,8 +6,9 @@ the gradient of each collective is its true transpose: all-gather and reduce-sca
 other's transpose, all-to-all and all-reduce are their own. See docs/decisions/0001.
 
 Each call names its mesh axes; an axis of one device costs nothing. Results are tagged TOKEN_WIRE
-(tokens) or WEIGHT_WIRE (gathered weights), so that remat policies can keep communicated values;
-tag=None leaves the tag to the caller. In "Wire" lines n is the number of devices along the axes.
+(tokens), WEIGHT_WIRE (gathered weights) or NODE_WIRE (weights gathered across nodes alone), so that
+remat policies can keep communicated values; tag=None leaves the tag to the caller. In "Wire" lines
+n is the number of devices along the axes.
 The first dimension of `x_P` counts P peers; any others may follow.
 """
 
@@ -21,6 +22,7 @@ from moejax.layout.layout import Axes
 
 TOKEN_WIRE = "token_wire"
 WEIGHT_WIRE = "weight_wire"
+NODE_WIRE = "node_wire"
 
 
 def size(axes: Axes) -> int:

@@ -78,6 +78,12 @@ class MeshConfig:
         "attention, MLPs, vocabulary: gather weights, reduce gradients at each use; or once a step",
         choices=("use", "step"),
     )
+    gather_across: str = setting(
+        "flat",
+        "weights sharded across nodes: flat, one gather over all; or across nodes first, then "
+        "inside, at each use; across once for both passes; or across once a step",
+        choices=("flat", "use", "passes", "step"),
+    )
     nodes: int | None = setting(
         None,
         "nodes that slow links join, equally many devices each; none: as many as processes",

@@ -19,6 +19,9 @@ class StepSpec:
     codecs: Codecs = NO_CODECS  # the policy's codecs for the steps of this program
     # "step": dense matrices are gathered once a step and kept, their gradients reduced once a step.
     gather_dense: str = "use"
+    # How weights sharded across nodes are gathered: "flat", or across nodes first, then inside; the
+    # first at each "use", once for both "passes" of a micro-batch, or once a "step".
+    gather_across: str = "flat"
     micro_bytes: int | None = None  # largest piece in which a gradient is reduced; None: whole
     adapter_scale: float = 1.0  # factor of the adapters' products (LoRA)
     experts: str = "blocked"  # implementation of kernels.expert_mlp

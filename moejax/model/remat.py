@@ -10,6 +10,7 @@ from moejax.comm.weights.adapters import WithAdapter
 from moejax.comm.weights.whole import attach_whole, detach_whole
 from moejax.kernels.attention import CUDNN_FORWARD
 from moejax.kernels.kept import ATTENDED, GATE_AND_UP, PLACES
+from moejax.layout.spec import StepSpec
 
 
 def _keep(*names: str) -> Callable:
@@ -32,6 +33,15 @@ REMAT_POLICIES: dict[str, Callable | None] = {
     "attention": _keep(wire.TOKEN_WIRE, ATTENDED),
     "experts": _keep(wire.TOKEN_WIRE, ATTENDED, GATE_AND_UP),
 }
+
+
+def remat_policy(remat: str, spec: StepSpec) -> Callable | None:
+    """Returns what backward keeps of a repeat, for `model.remat` and how weights are gathered."""
+    policy = REMAT_POLICIES[remat]
+    if spec.gather_across != "passes":
+        return policy
+    kept = jax.checkpoint_policies.save_only_these_names(wire.NODE_WIRE)
+    return jax.checkpoint_policies.save_from_both_policies(policy, kept) if policy else kept
 
 
 def in_turn(repeat: Callable, x_BtD: jax.Array, scanned: tuple[jax.Array, Any]) -> Any:

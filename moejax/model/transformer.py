@@ -21,7 +21,7 @@ from moejax.layout.spec import StepSpec
 from moejax.model.ahead import PredictAhead, next_tokens
 from moejax.model.block import Pattern, Slice
 from moejax.model.layers import Embedding, RMSNorm
-from moejax.model.remat import REMAT_POLICIES, in_turn
+from moejax.model.remat import in_turn, remat_policy
 from moejax.model.rope import Angles, angles_at, tables
 from moejax.model.share import Share
 from moejax.moe.layer import MoEStats
@@ -185,7 +185,7 @@ class Transformer(nnx.Module):
             return group.in_slice(x_BtD, angles, attends, noise)[:2]
 
         if self.cfg.remat != "none":
-            run = jax.checkpoint(run, policy=REMAT_POLICIES[self.cfg.remat])
+            run = jax.checkpoint(run, policy=remat_policy(self.cfg.remat, self.spec))
         with jax.named_scope("predict_ahead"):
             next_BtD = self.embedding.embed(next_BT, self.embedding.weights()[0])
             x_BtD = module.join(next_BtD, self.norm(y_BtD))
@@ -251,7 +251,7 @@ class Transformer(nnx.Module):
             return nnx.merge(graph, state)(x_BtD, segment_BT, angles, layer_noise)
 
         if self.cfg.remat != "none":
-            repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[self.cfg.remat])
+            repeat = jax.checkpoint(repeat, policy=remat_policy(self.cfg.remat, self.spec))
         if self.spec.barriers and not self.cfg.scan_layers:
             repeat = partial(in_turn, repeat)
         plain_repeats, stats = min(-(-plain_blocks // pattern), repeats), []

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.weights.adapters import attach_adapters
+from moejax.comm.weights.whole import has_whole
 from moejax.config.compression import GRADIENTS, STAGES, Codecs, build_compression
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config, MeshConfig
@@ -46,8 +47,11 @@ class ModelDef:
         return max(1, self.spec.logit_elements // vocabulary)
 
     def merge(self, params: Tree, router_bias: Tree, frozen: Tree = None) -> Transformer:
-        """Returns the model with these arrays; arguments as in `TrainState`."""
-        weights = params if frozen is None else attach_adapters(frozen, params)
+        """Returns the model with these arrays; arguments as in `TrainState`.
+
+        Beside weights may stand what enters with them: see `comm.weights.gather.gather_weight`.
+        """
+        weights = params if frozen is None else attach_adapters(frozen, params, has_whole)
         return nnx.merge(self.graph, weights, router_bias)
 
     def init(self) -> tuple[Tree, Tree]:
@@ -151,6 +155,7 @@ def build_spec(
         compression=compression,
         codecs=codecs,
         gather_dense=cfg.mesh.gather_dense,
+        gather_across=cfg.mesh.gather_across,
         micro_bytes=cfg.train.reduction_bytes,
         adapter_scale=cfg.lora.scale,
         experts=chosen.get("experts", "blocked"),

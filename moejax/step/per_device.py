@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.weights.gather import empty_totals, whole_weights
+from moejax.comm.weights.gather import empty_totals, weights_of_step
 from moejax.comm.weights.residuals import detach_residuals
 from moejax.comm.weights.totals import attach_totals
 from moejax.comm.weights.whole import attach_whole
@@ -105,9 +105,10 @@ def loss_gradients(
     `nll`, `balance` and `entropy` are this device's shares. The caller sums them over devices.
     """
     micro_batches = model.cfg.train.micro_batches
-    whole = None
     if state.frozen is None:
-        whole = whole_weights(state.params, model.dims, model.spec)
+        whole = weights_of_step(state.params, model.dims, model.spec)
+    else:
+        whole = weights_of_step(state.frozen, model.frozen_dims, model.spec)
     loss = partial(_loss_of, model, state, count_targets(model, batch), whole)
     params = with_residuals(model, state)
     if micro_batches == 1:
@@ -180,7 +181,7 @@ def _loss_of(
 
     Args:
       num_targets: of the whole batch.
-      whole: for each parameter the weight that was gathered for the step, or None; None for none.
+      whole: for each weight what was gathered of it for the step, or None.
       params: with what stands beside them.
       index: the micro-batch, counted from zero.
       rows: this device's rows of the micro-batch.
@@ -190,9 +191,12 @@ def _loss_of(
     device_rows = len(rows.token_BT) * cfg.train.micro_batches
     first_row = wire.index(layout.token_axes) * device_rows + index * len(rows.token_BT)
     noise = Noise(keys_of(model, state)[0], first_row) if cfg.moe.router.jitter else None
-    if whole is not None:
+    frozen = state.frozen
+    if frozen is None:
         params = attach_whole(params, whole)
-    transformer = model.merge(params, state.router_bias, state.frozen)
+    else:
+        frozen = attach_whole(frozen, whole)
+    transformer = model.merge(params, state.router_bias, frozen)
     return _loss(model, transformer, rows, noise, num_targets)
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from moejax.comm import stages, wire
 from moejax.layout.layout import Layout
 from moejax.model.block import Slice
-from moejax.model.remat import REMAT_POLICIES
+from moejax.model.remat import remat_policy
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
@@ -249,7 +249,7 @@ class StagedModel:
 
         remat = self.model.cfg.model.remat
         if remat != "none":
-            run = jax.checkpoint(run, policy=REMAT_POLICIES[remat])
+            run = jax.checkpoint(run, policy=remat_policy(remat, self.model.spec))
         return run(weights, past, x_BtD)
 
     def _biases(self, index: jax.Array) -> Tree:

@@ -378,6 +378,21 @@ def test_settings_that_contradict_each_other_are_refused(values, fragments):
             "with stages all weights are gathered once a step",
         ),
         (
+            {
+                "mesh.stage": 2,
+                "mesh.fsdp": 2,
+                "mesh.gather_across": "step",
+                "train.micro_batches": 2,
+            },
+            "mesh.gather_across",
+            "with stages weights are gathered once a step; take use",
+        ),
+        (
+            {"mesh.fsdp": 8, "mesh.gather_across": "passes", "model.remat": "collectives"},
+            "mesh.gather_across",
+            "keeps gathered weights",
+        ),
+        (
             {"mesh.platform": "gpu", "mesh.simulated_devices": 8},
             "mesh.simulated_devices",
             "only CPU devices",

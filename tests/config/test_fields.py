@@ -48,6 +48,7 @@ FIELD_NAMES = [
     "mesh.expert",
     "mesh.expert_weights",
     "mesh.fsdp",
+    "mesh.gather_across",
     "mesh.gather_dense",
     "mesh.nodes",
     "mesh.platform",

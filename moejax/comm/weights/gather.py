@@ -36,6 +36,7 @@ from moejax.comm.weights.residuals import WithResidual, from_floats
 from moejax.comm.weights.totals import WithTotal
 from moejax.comm.weights.whole import WithWhole, gather_whole, is_kept_whole
 from moejax.config.compression import Codecs
+from moejax.layout.layout import Axes
 from moejax.layout.spec import StepSpec
 
 
@@ -134,12 +135,21 @@ def _spec_of(dims: str, spec: StepSpec, dtype: str | None = None) -> GatherSpec:
         if spec.layout.between_nodes(path.gather)
         else None,
         whole_total=is_kept_whole(dims, spec),
+        across=spec.gather_across if path.gathers_across else "flat",
     )
 
 
-def whole_weights(params: Any, dims: Any, spec: StepSpec) -> Any:
-    """Returns the weights that are gathered once a step, for `attach_whole`; None for others."""
-    return gather_whole(params, dims, spec, lambda shard, d: _gather(shard, _spec_of(d, spec)))
+def weights_of_step(params: Any, dims: Any, spec: StepSpec) -> Any:
+    """Returns the weights that are gathered once a step, for `attach_whole`; None for others.
+
+    Whole, or across nodes alone: [S, ...], the shards of devices of equal place on S nodes.
+    """
+
+    def gather(shard: jax.Array, letters: str) -> jax.Array:
+        own = _spec_of(letters, spec)
+        return _gather(shard, own) if own.whole_total else _gather_across(shard, own)
+
+    return gather_whole(params, dims, spec, gather)
 
 
 # A parameter's shard as it enters: an array, a `WithResidual`, a `WithTotal` or a `WithWhole`.
@@ -155,23 +165,57 @@ def shard_of(w: Entry) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(w: Entry, spec: GatherSpec) -> jax.Array:
+    return _gather_now(w, spec)
+
+
+def _gather_now(w: Entry, spec: GatherSpec) -> jax.Array:
     if isinstance(w, WithWhole):
-        return w.whole
+        return w.whole if spec.whole_total else _gather_inside(w.whole, spec)
     shard, path = shard_of(w), spec.path
     if path.dim is None:
         return shard.astype(spec.dtype)
+    if spec.across != "flat":
+        return _gather_inside(_gather_across(shard, spec), spec)
     if spec.weight_codec is None:
         return wire.all_gather(
             shard.astype(spec.dtype), path.gather, dim=path.dim, tag=wire.WEIGHT_WIRE
         )
-    packed, payload = encode_packed(spec.weight_codec, shard.reshape(1, -1))
-    packed = wire.all_gather(packed, path.gather, dim=0, tag=wire.WEIGHT_WIRE)
-    shards = decode_packed(spec.weight_codec, packed, payload, shard.size, spec.dtype)
-    return jnp.concatenate(list(shards.reshape(-1, *shard.shape)), axis=path.dim)
+    shards = _gather_encoded(shard, path.gather, spec.weight_codec, spec.dtype)
+    return jnp.concatenate(list(shards), axis=path.dim)
+
+
+def _gather_across(shard: jax.Array, spec: GatherSpec) -> jax.Array:
+    """Returns the shards of the devices of equal place on all S nodes, [S, ...]."""
+    slow, _ = spec.path.split(spec.path.gather)
+    if spec.weight_codec is None:
+        x = shard.astype(spec.dtype)[None]
+        return wire.all_gather(x, slow, dim=0, tag=wire.NODE_WIRE)
+    shards = _gather_encoded(shard, slow, spec.weight_codec, spec.dtype)
+    return checkpoint_name(shards, wire.NODE_WIRE)
+
+
+def _gather_inside(x_S: jax.Array, spec: GatherSpec) -> jax.Array:
+    """Returns the whole weight from what the devices of a node have of it, each [S, ...]."""
+    _, fast = spec.path.split(spec.path.gather)
+    x_FS, dim = wire.all_gather(x_S[None], fast, dim=0, tag=wire.WEIGHT_WIRE), spec.path.dim
+    assert dim is not None, "gathered across nodes"
+    # Shards are counted over nodes first.
+    apart = jnp.moveaxis(x_FS, (1, 0), (dim, dim + 1))
+    shape = list(x_S.shape[1:])
+    shape[dim] *= x_FS.shape[0] * x_FS.shape[1]
+    return apart.reshape(shape)
+
+
+def _gather_encoded(shard: jax.Array, axes: Axes, codec: Codec, dtype: str) -> jax.Array:
+    """Returns the shards of the devices along the axes, [P, ...], decoded; own ones too."""
+    packed, payload = encode_packed(codec, shard.reshape(1, -1))
+    packed = wire.all_gather(packed, axes, dim=0, tag=wire.WEIGHT_WIRE)
+    shards = decode_packed(codec, packed, payload, shard.size, dtype)
+    return shards.reshape(-1, *shard.shape)
 
 
 def _gather_forward(w, spec):
-    return _gather(w, spec), _beside(w)
+    return _gather_now(w, spec), _beside(w)  # so that remat policies see the names inside
 
 
 def _gather_backward(spec, beside, gradient):

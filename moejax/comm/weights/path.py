@@ -28,6 +28,11 @@ class ParamPath:
         inside = tuple(axis for axis in axes if axis not in self.slow)
         return tuple(axis for axis in axes if axis in self.slow), inside
 
+    @property
+    def gathers_across(self) -> bool:
+        """Whether shards lie across nodes."""
+        return bool(self.split(self.gather)[0])
+
 
 @dataclass(frozen=True)
 class GatherSpec:
@@ -42,6 +47,7 @@ class GatherSpec:
     gradient_codec: Codec | LowRank | None = None  # across nodes, where its state stands beside
     weight_codec: Codec | None = None  # None unless the gather crosses nodes
     whole_total: bool = False  # micro-batches add the gradient up whole; the last one reduces it
+    across: str = "flat"  # as of `StepSpec.gather_across`
 
 
 def path_of(dims: str, layout: Layout) -> ParamPath:

@@ -139,10 +139,11 @@ def _keeps_nodes(spec: GatherSpec) -> bool:
     """Whether all hops across nodes are left to `sum_copies`.
 
     Shards across nodes without a codec are summed by every micro-batch: what it would have to keep
-    is as many times its shard as there are nodes.
+    is as many times its shard as there are nodes. Where their weights cross nodes once a step, it
+    keeps that much.
     """
     slow, _ = spec.path.split(spec.path.gather)
-    return spec.gradient_codec is not None or not slow
+    return spec.gradient_codec is not None or not slow or spec.across == "step"
 
 
 def _cuts(size: int, spec: GatherSpec) -> list[int]:

@@ -5,6 +5,10 @@ before the first micro-batch, all layers of a stack at once. `gather_weight` the
 there and sends nothing. The copy is the same for all micro-batches, so nothing is differentiated
 with respect to it. The gradients of these matrices are added up whole over micro-batches, and the
 last one reduces the sums (`GatherSpec.whole_total`).
+
+Where `mesh.gather_across` is "step", all other matrices whose shards lie across nodes are gathered
+across nodes then, and `gather_weight` gathers the rest inside the node. Micro-batches add up
+gradients that are summed inside the node, and the last one sends the sums to other nodes.
 """
 
 from collections.abc import Callable
@@ -27,7 +31,7 @@ class WithWhole:
     Attributes:
       weight: an array, a `WithResidual` or a `WithTotal`; Any because JAX builds trees of other
         leaves too.
-      whole: in the dtype of compute.
+      whole: in the dtype of compute; or what was gathered of it across nodes, [S, ...].
     """
 
     weight: Any
@@ -43,10 +47,19 @@ def is_kept_whole(dims: str, spec: StepSpec) -> bool:
     return spec.gather_dense == "step" and dense and path_of(dims, spec.layout).dim is not None
 
 
+def is_kept_in_node(dims: str, spec: StepSpec) -> bool:
+    """Whether a parameter with these dimension letters is gathered across nodes once a step.
+
+    Those in float32 are not, as above.
+    """
+    kept = spec.gather_across == "step" and compressible(dims) and not is_kept_whole(dims, spec)
+    return kept and path_of(dims, spec.layout).gathers_across
+
+
 def gather_whole(
     params: Any, dims: Any, spec: StepSpec, gather: Callable[[jax.Array, str], jax.Array]
 ) -> Any:
-    """Returns for each parameter the gathered weight, or None if it is gathered at each use.
+    """Returns for each parameter what is gathered of it for the step, or None.
 
     Args:
       params: this device's shards; layers may be stacked.
@@ -55,7 +68,7 @@ def gather_whole(
     """
 
     def whole(param: jax.Array, letters: str) -> jax.Array | None:
-        if not is_kept_whole(letters, spec):
+        if not (is_kept_whole(letters, spec) or is_kept_in_node(letters, spec)):
             return None
 
         def one(shard: jax.Array) -> jax.Array:
@@ -67,6 +80,11 @@ def gather_whole(
 
     with jax.named_scope("weights"):
         return jax.tree.map(whole, params, dims)
+
+
+def has_whole(x: Any) -> bool:
+    """Whether a node of a tree is a `WithWhole`."""
+    return isinstance(x, WithWhole)
 
 
 def attach_whole(params: Any, whole: Any) -> Any:
@@ -85,9 +103,6 @@ def attach_whole(params: Any, whole: Any) -> Any:
 
 def detach_whole(params: Any) -> tuple[Any, Any]:
     """The inverse of `attach_whole`."""
-
-    def has_whole(x: Any) -> bool:
-        return isinstance(x, WithWhole)
 
     def is_entry(x: Any) -> bool:
         return has_whole(x) or has_residual(x) or isinstance(x, WithTotal)

@@ -10,6 +10,8 @@ from moejax.config.schema import Config
 from moejax.errors import InputError
 
 ROUTE_SETTINGS = ("route", "route_chunks", "route_chunks_backward", "route_trim")
+# `model.remat` that gathers weights again in backward.
+RECOMPUTED = ("full", "dots", "token_collectives", "attention", "experts")
 PLANNER_SETTINGS = tuple(
     f"plan.{name}"
     for name in ("topology", "routing", "codecs", "traces", "seconds", "keep", "replan")
@@ -115,6 +117,16 @@ def _mesh_effects() -> Iterator[_Effect]:
         ("mesh.gather_dense",),
         lambda cfg: cfg.mesh.stage == 1,
         "`mesh.stage` is above 1, and with stages all weights are gathered once a step",
+    )
+    yield (
+        ("mesh.gather_across",),
+        lambda cfg: cfg.mesh.stage == 1 or cfg.mesh.gather_across == "use",
+        "`mesh.stage` is above 1, and with stages weights are gathered once a step; take use",
+    )
+    yield (
+        ("mesh.gather_across",),
+        lambda cfg: cfg.mesh.gather_across != "passes" or cfg.model.remat in RECOMPUTED,
+        "`model.remat` keeps gathered weights for backward, or all; take use",
     )
     yield (
         ("mesh.simulated_devices",),

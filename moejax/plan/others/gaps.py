@@ -54,6 +54,14 @@ def slice_gaps(cfg: Config) -> list[Gap]:
     return [Gap(f"{count} slices of a sequence", "passes whole sequences on")] if count > 1 else []
 
 
+def across_gaps(cfg: Config) -> list[Gap]:
+    """Returns the gap of weights that are gathered across nodes first, then inside."""
+    if cfg.mesh.gather_across == "flat":
+        return []
+    what = "weights gathered across nodes first, then inside the node"
+    return [Gap(what, "gathers them in one collective over all devices")]
+
+
 def reduction_gaps(cfg: Config, instead: str) -> list[Gap]:
     """Returns the gap of gradients that are reduced in pieces.
 

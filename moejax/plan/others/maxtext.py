@@ -8,6 +8,7 @@ expert and tensor do here: dense weights over fsdp and expert, experts' hidden w
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
+    across_gaps,
     chunk_gaps,
     codec_gaps,
     reduction_gaps,
@@ -227,6 +228,7 @@ def _gaps(cfg: Config, sizes: Sizes, platform: str) -> list[Gap]:
     gaps += chunk_gaps(cfg, "exchanges all tokens at once (num_moe_token_chunks is for its ring)")
     gaps += _route_gaps(cfg)
     gaps += trim_gaps(cfg)
+    gaps += across_gaps(cfg)
     if cfg.mesh.gather_dense == "step" and sizes.fsdp * sizes.expert > 1:
         gaps.append(
             Gap(

@@ -7,6 +7,7 @@ here: tensor next to each other, then expert, then the rest of data parallelism.
 
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
+    across_gaps,
     chunk_gaps,
     codec_gaps,
     reduction_gaps,
@@ -235,6 +236,7 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     gaps += chunk_gaps(cfg, overlap)
     gaps += _route_gaps(cfg)
     gaps += trim_gaps(cfg)
+    gaps += across_gaps(cfg)
     gaps += reduction_gaps(cfg, "reduces buckets of its own size (ddp-bucket-size: parameters)")
     gaps += codec_gaps(cfg)
     gaps += stage_gaps(cfg)

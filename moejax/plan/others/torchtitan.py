@@ -9,6 +9,7 @@ import math
 
 from moejax.config.schema import Config
 from moejax.plan.others.gaps import (
+    across_gaps,
     chunk_gaps,
     codec_gaps,
     reduction_gaps,
@@ -166,6 +167,7 @@ def _gaps(cfg: Config, sizes: Sizes) -> list[Gap]:
     gaps += chunk_gaps(cfg, "exchanges all tokens at once")
     gaps += _route_gaps(cfg, sizes)
     gaps += trim_gaps(cfg)
+    gaps += across_gaps(cfg)
     gaps += reduction_gaps(cfg, "reduces the weights of a block together")
     if cfg.train.gradient_dtype != "float32":
         gaps.append(Gap(f"gradients reduced in {cfg.train.gradient_dtype}", "reduces in float32"))

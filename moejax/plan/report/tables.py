@@ -62,6 +62,9 @@ def rest_parts(cfg: Config) -> list[str]:
         parts.append(f"pieces of {cfg.train.reduction_bytes / 2**20:.0f} MiB")
     if cfg.mesh.gather_dense == "step":
         parts.append("dense weights gathered once a step")
+    if cfg.mesh.gather_across != "flat":
+        how = {"use": "at each use", "passes": "once for both passes", "step": "once a step"}
+        parts.append(f"weights across nodes first, {how[cfg.mesh.gather_across]}")
     if cfg.model.remat != "none":
         parts.append(f"remat {cfg.model.remat}")
     if cfg.train.micro_batches > 1:

@@ -121,7 +121,7 @@ class Estimate:
         # micro-batches. In the dtype of compute: one block's gathered weights.
         held = (20 + 4 * (self.cfg.train.micro_batches > 1)) * self.own + self.frozen_bytes
         if self.stages == 1:
-            held += width * self._largest_block()
+            held += width * (self._largest_block() + self._kept_in_node())
         else:  # all of a stage's, and float32 sums of the gradients of what is trained
             trained = sum(self.trained) / sum(self.weights)
             held += (width + 4 * trained) * block_weights * self.cfg.model.blocks / self.stages
@@ -151,6 +151,20 @@ class Estimate:
         dense = attention_parameters(model) + 3.0 * model.width * hidden
         experts = 3.0 * moe.num_experts * model.width * moe.expert_hidden * model.has_experts
         return dense / layout.size(layout.tensor) + experts / self.expert_share
+
+    def _kept_in_node(self) -> float:
+        """Returns the parameters that a device keeps of weights that were gathered across nodes."""
+        layout, (dense, experts) = self.layout, self.weights
+        if self.cfg.mesh.gather_across not in ("passes", "step"):
+            return 0.0
+        kept = 0.0
+        for size, axes in (
+            (dense / layout.size(layout.tensor), layout.fsdp + layout.expert),
+            (experts / self.expert_share, layout.fsdp),
+        ):
+            if layout.between_nodes(axes):
+                kept += size / layout.size(layout.inside_node(axes))
+        return kept * self.cfg.model.blocks
 
     @property
     def schedule(self) -> Schedule:
@@ -290,12 +304,23 @@ class Estimate:
         wide = WIDTHS[self.cfg.train.gradient_dtype]
         every = axes + layout.replica
         inside, across = layout.inside_node(every), layout.between_nodes(every)
-        total = self._cost("all_gather", size * width, axes)
+        total = self._gathered(size * width, axes)
         total += self._cost("reduce_scatter", reduced * wide, inside)
         left = reduced * wide / layout.size(inside)
         total += self._cost("all_reduce", left, across)
         copies = layout.inside_node(layout.replica)
         return total + self._cost("all_gather", left * layout.size(copies), copies)
+
+    def _gathered(self, size: float, axes: Axes) -> float:
+        """Returns the seconds of gathering weights of a number of bytes."""
+        layout, across = self.layout, self.cfg.mesh.gather_across
+        slow, fast = layout.between_nodes(axes), layout.inside_node(axes)
+        if across == "flat" or not slow:
+            return self._cost("all_gather", size, axes)
+        first = self._cost("all_gather", size / layout.size(fast), slow)
+        if across == "step" and self.stages == 1:
+            first /= self.cfg.train.micro_batches
+        return first + self._cost("all_gather", size, fast)
 
     def _cost(self, kind: str, size: float, axes: Axes) -> float:
         layout = self.layout

@@ -250,7 +250,7 @@ class _Search:
           chunks: whether to try what comes after codecs and routes too.
         """
         best = start
-        first = (self._heavier, self._schedules, self._coded, self._dense_gathers, self._routes)
+        first = (self._heavier, self._schedules, self._coded, self._gathers, self._routes)
         for neighbours in first:
             best = self._best_of(best, neighbours(best.cfg))
         if not chunks:
@@ -300,8 +300,8 @@ class _Search:
         now, others = Estimate(cfg, self.topology), space.shorter_visits(cfg, self.limits)
         yield from (c for c in others if Estimate(c, self.topology).seconds() < now.seconds())
 
-    def _dense_gathers(self, cfg: Config) -> Iterable[Config]:
-        return space.dense_gathers(cfg, self.limits)
+    def _gathers(self, cfg: Config) -> Iterable[Config]:
+        return space.gathers(cfg, self.limits)
 
     def _pieces(self, cfg: Config) -> Iterable[Config]:
         return space.pieces(cfg, self.limits)

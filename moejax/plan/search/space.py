@@ -183,12 +183,18 @@ def pieces(cfg: Config, limits: Limits) -> Iterator[Config]:
             yield candidate
 
 
-def dense_gathers(cfg: Config, limits: Limits) -> Iterator[Config]:
-    """Yields the other way to gather dense weights and reduce their gradients."""
-    for when in _values(cfg, limits, "mesh.gather_dense", ("step", "use")):
-        candidate = resolve(change(cfg, {"mesh.gather_dense": when}), limits)
-        if candidate is not None and candidate != cfg:
-            yield candidate
+def gathers(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Yields other ways to gather weights and reduce their gradients."""
+    across = ("use", "passes", "flat")
+    if (
+        cfg.train.micro_batches > 1
+    ):  # else once a step is once for both passes, and nothing hides it
+        across = ("step", *across)
+    for name, choices in (("mesh.gather_dense", ("step", "use")), ("mesh.gather_across", across)):
+        for value in _values(cfg, limits, name, choices):
+            candidate = resolve(change(cfg, {name: value}), limits)
+            if candidate is not None and candidate != cfg:
+                yield candidate
 
 
 def orders(cfg: Config, limits: Limits) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ def test_dense_weights_are_gathered_once_a_step_where_that_is_faster():
     assert "dense weights gathered once a step" in rest_text(found.ranked[0].cfg)
     copies = space.resolve(change(model(), {"mesh.replica": 8}), limits(model(), cluster()))
     assert copies is not None
-    assert list(space.dense_gathers(copies, limits(model(), cluster()))) == []
+    assert list(space.gathers(copies, limits(model(), cluster()))) == []
 
 
 def test_chunks_are_doubled_as_far_as_they_may_be():
