@@ -123,6 +123,28 @@ def test_dense_weights_are_gathered_once_a_step_where_that_is_faster():
     assert list(space.gathers(copies, limits(model(), cluster()))) == []
 
 
+def test_weights_cross_slow_links_as_seldom_as_pays():
+    """Four micro-batches and layers recomputed: flat, weights cross nodes eight times a step."""
+    changes = {"mesh.replica": 1, "mesh.fsdp": 8, "train.micro_batches": 4, "model.remat": "full"}
+    cfg = change(model(), changes)
+    found = found_for(cfg, cluster(slow=1e6), "mesh.gather_across")
+    order = [one.cfg.mesh.gather_across for one in found.ranked]
+    assert order == ["step", "passes", "use", "flat"]
+    assert "weights across nodes first, once a step" in rest_text(found.ranked[0].cfg)
+    peaks = [one.peak.bytes for one in found.ranked]
+    assert min(peaks[:2]) > max(peaks[2:])  # half of the weights are kept
+    alone = space.resolve(
+        change(model(), {"mesh.replica": 2, "mesh.fsdp": 4}), limits(cfg, cluster())
+    )
+    assert alone is not None
+    assert (
+        list(
+            space.gathers(alone, limits(alone, cluster(), pinned=frozenset({"mesh.gather_dense"})))
+        )
+        == []
+    )
+
+
 def test_chunks_are_doubled_as_far_as_they_may_be():
     cfg, topology = model(), cluster()
     free = limits(cfg, topology)
