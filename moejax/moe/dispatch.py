@@ -1,7 +1,7 @@
 """Sends tokens to the devices that own their experts, and brings the results back.
 
-Per device. `moe_ffn` checks that the route's buckets hold this step's routing (else it runs
-overflow rounds), plans the dispatch, and defines what experts do with the rows that arrive;
+Per device. `moe_ffn` finds the choices that the route's buckets hold (the rest follows in overflow
+rounds), plans the dispatch, and defines what experts do with the rows that arrive;
 `dispatch_compute_combine` (`comm.tokens.pipeline`) moves the rows and sums each token's results by
 weight. Rows are never scattered: each rearrangement is a gather whose transpose is a gather
 (`kernels.permute`).
@@ -12,19 +12,18 @@ sorted by expert, e experts on this device, U gate and up (2), F hidden width.
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
-from moejax.comm.tokens.buckets import order_items, rank_items
+from moejax.comm.tokens.buckets import Ranked, order_items, rank_items
 from moejax.comm.tokens.pipeline import Experts, dispatch_compute_combine
 from moejax.comm.tokens.plan import plan_dispatch
-from moejax.comm.tokens.rounds import in_rounds
+from moejax.comm.tokens.rounds import with_rounds
 from moejax.config.schema import MoEConfig
 from moejax.kernels.expert_mlp import expert_mlp, expert_mlp_adding
 from moejax.kernels.expert_weights import Weights
@@ -34,7 +33,7 @@ from moejax.kernels.permute import permute, take_rows, weighted_sum
 from moejax.layout.layout import Layout
 from moejax.layout.route import Route, plain_route
 from moejax.layout.spec import StepSpec
-from moejax.moe.sizes import Sizes, needed, usual_sizes
+from moejax.moe.sizes import Sizes, fitting, needed, usual_sizes
 
 # Each overflow round has buckets for 1/4 of the tokens at balanced load.
 ROUND_SHARE = 4
@@ -60,32 +59,49 @@ def moe_ffn(
 ) -> Float[Array, "N D"]:
     """Returns each token's expert outputs, summed by weight. No choice is lost at any skew.
 
-    Runs the spec's route if the usual buckets hold every choice of every device; otherwise overflow
-    rounds of the plain route. A dropped choice (`moe.num_experts`) contributes zero.
+    Choices that the usual buckets hold take the spec's route. The others follow in overflow rounds
+    of the plain route, and are added last. A dropped choice (`moe.num_experts`) contributes zero.
 
     Args:
       weights: of the experts on this device.
       limit: of the experts' clamped SwiGLU; None for SwiGLU.
     """
-    layout, route = spec.layout, spec.route
-    run = partial(_on_route, moe=moe, spec=spec, limit=limit)
+    layout, route, E = spec.layout, spec.route, moe.num_experts
     trained, frozen = _with_bias_once(weights, layout).split()
-    operands, others = (x_ND, weight_NK, trained), (expert_NK, frozen)
-    sizes = usual_sizes(route, layout, moe, tokens=x_ND.shape[0])
-    if sizes.certain and not route.trim:
-        return run(route, sizes, operands, others)
+    operands, sizes = (x_ND, weight_NK, trained), usual_sizes(route, layout, moe, tokens=len(x_ND))
+    run = partial(_on_route, route, sizes, moe=moe, spec=spec, limit=limit)
+    need = None
     with jax.named_scope("routing"):
-        need = needed(expert_NK, route, layout, num_experts=moe.num_experts)
-    run_usual = partial(run, route, sizes, filled=need if route.trim else None)
+        if route.trim:
+            need = needed(expert_NK, route, layout, num_experts=E)
+            need = jnp.minimum(need, jnp.array((*sizes.rows, sizes.expert_rows)[: len(need)]))
     if sizes.certain:
-        return run_usual(operands, others)
-    run_rounds = partial(_in_rounds, moe=moe, spec=spec, limit=limit)
-    overflows = jnp.any(need > jnp.array((*sizes.rows, sizes.expert_rows)[: need.shape[0]]))
-    return lax.cond(overflows, run_rounds, run_usual, operands, others)
+        return run(operands, Others(expert_NK, frozen, filled=need))
+    with jax.named_scope("routing"):
+        fits = fitting(expert_NK, route, layout, sizes, num_experts=E)
+        first_NK = jnp.where(fits.first_NK, expert_NK, E)
+        rest_NK = jnp.where(fits.all_NK, E, expert_NK)
+        rounds = _Rounds(moe, spec, limit)
+        count = checkpoint_name(rounds.count(rest_NK), PLACES)
+    kept_NK = fits.all_NK if route.merges or len(route.exchanges) > 1 else None
+
+    def run_usual(operands: Any, integers: tuple[Others, Others]) -> jax.Array:
+        return run(operands, integers[0])
+
+    def run_round(r: jax.Array, operands: Any, integers: tuple[Others, Others]) -> jax.Array:
+        return rounds.run(r, operands, integers[1])
+
+    integers = Others(first_NK, frozen, kept_NK, need), Others(rest_NK, frozen)
+    return with_rounds(run_usual, run_round, count, operands, integers)
 
 
-# These have no gradient: choices [N, K], and frozen weights.
-Others = tuple[jax.Array, Weights]
+class Others(NamedTuple):
+    """Arguments of a layer's exchange that have no gradient."""
+
+    expert_NK: jax.Array
+    frozen: Weights
+    kept_NK: jax.Array | None = None  # as of `plan_dispatch`
+    filled: jax.Array | None = None
 
 
 def _with_bias_once(weights: Weights, layout: Layout) -> Weights:
@@ -96,38 +112,39 @@ def _with_bias_once(weights: Weights, layout: Layout) -> Weights:
     return weights._replace(b_out=jnp.where(wire.index(layout.tensor) == 0, weights.b_out, 0))
 
 
-def _in_rounds(
-    operands: tuple[jax.Array, jax.Array, Weights],
-    others: Others,
-    *,
-    moe: MoEConfig,
-    spec: StepSpec,
-    limit: float | None,
-) -> jax.Array:
-    """Dispatch, experts and combine in overflow rounds: as many as the fullest bucket needs."""
-    layout, expert_NK = spec.layout, others[0]
-    plain = plain_route(spec.route, layout)
-    # `lax.cond` reserves memory for both branches in backward, so rounds use small buckets.
-    sizes = usual_sizes(plain, layout, moe, tokens=-(-expert_NK.shape[0] // ROUND_SHARE))
-    (rows,) = sizes.rows
-    peers = plain.exchanges[0].peers(layout)
-    here = moe.num_experts // peers
+class _Rounds:
+    """Overflow rounds of one layer: small buckets on the plain form of its route."""
 
-    def run_round(r: jax.Array, operands: Any, others: Others) -> jax.Array:
-        if not spec.rounds:
+    def __init__(self, moe: MoEConfig, spec: StepSpec, limit: float | None):
+        self.moe, self.spec, self.limit = moe, spec, limit
+        self.route = plain_route(spec.route, spec.layout)
+        self.peers = self.route.exchanges[0].peers(spec.layout)
+
+    def sizes(self, tokens: int) -> Sizes:
+        """Buckets of a round; `lax.cond` reserves their memory in backward, so they are small."""
+        tokens = -(-tokens // ROUND_SHARE)
+        return usual_sizes(self.route, self.spec.layout, self.moe, tokens=tokens)
+
+    def _ranked(self, rest_NK: jax.Array) -> Ranked:
+        peer_NK = rest_NK // (self.moe.num_experts // self.peers)
+        return rank_items(peer_NK, peers=self.peers, merge=False)
+
+    def count(self, rest_NK: jax.Array) -> jax.Array:
+        """The number of rounds that these choices need, the same on every device."""
+        (rows,) = self.sizes(len(rest_NK)).rows
+        fullest = wire.all_max(jnp.max(self._ranked(rest_NK).counts_P), self.spec.layout.mesh_axes)
+        return -(-fullest // rows)
+
+    def run(self, r: jax.Array, operands: Any, others: Others) -> jax.Array:
+        """Dispatch, experts and combine of round r."""
+        if not self.spec.rounds:
             return _reading_all(operands, others)
-        expert_NK, frozen = others
+        rest_NK, sizes = others.expert_NK, self.sizes(len(others.expert_NK))
         # In each round anew: kept for backward, the ranks would be kept of usual steps too.
-        ranked = rank_items(expert_NK // here, peers=peers, merge=False)
-        now_NK = jnp.where(ranked.rank_MK // rows == r, expert_NK, moe.num_experts)
-        now = now_NK, frozen
-        return _on_route(plain, sizes, operands, now, moe=moe, spec=spec, limit=limit)
-
-    with jax.named_scope("routing"):
-        ranked = rank_items(expert_NK // here, peers=peers, merge=False)
-        fullest = wire.all_max(jnp.max(ranked.counts_P), layout.mesh_axes)
-        count = checkpoint_name(-(-fullest // rows), PLACES)
-    return in_rounds(run_round, count, operands, others)
+        mine_NK = self._ranked(rest_NK).rank_MK // sizes.rows[0] == r
+        now = others._replace(expert_NK=jnp.where(mine_NK, rest_NK, self.moe.num_experts))
+        chosen = {"moe": self.moe, "spec": self.spec, "limit": self.limit}
+        return _on_route(self.route, sizes, operands, now, **chosen)
 
 
 def _reading_all(operands: tuple[jax.Array, jax.Array, Weights], others: Others) -> jax.Array:
@@ -146,20 +163,20 @@ def _on_route(
     moe: MoEConfig,
     spec: StepSpec,
     limit: float | None,
-    filled: jax.Array | None = None,
 ) -> jax.Array:
     """Dispatch, experts and combine along one route whose buckets hold all choices."""
-    (x_ND, weight_NK, trained), (expert_NK, frozen) = operands, others
+    (x_ND, weight_NK, trained), frozen = operands, others.frozen
     here = trained.joined(frozen).w_in.shape[0]
     experts = _experts(route, sizes, experts_here=here, kernel=spec.experts, limit=limit)
     with jax.named_scope("dispatch"):
         plan = plan_dispatch(
-            expert_NK,
+            others.expert_NK,
             route,
             spec.layout,
             num_experts=moe.num_experts,
             rows=sizes.rows,
-            filled=filled,
+            kept_NK=others.kept_NK,
+            filled=others.filled,
         )
     return dispatch_compute_combine(
         x_ND,

@@ -1,9 +1,8 @@
 """Sizes of buckets: static, for a balanced router with some headroom.
 
 Static shapes need sizes before routing is known. The usual sizes hold `HEADROOM` times the balanced
-load. Before rows move, all devices agree (one small maximum) whether all rows fit. If not, the
-layer runs in overflow rounds of the plain route (`comm.tokens.rounds`), as many as the fullest
-bucket needs.
+load. Rows that fit them (`fitting`) take the layer's route, and the rest follows in overflow rounds
+of the plain route (`comm.tokens.rounds`), as many as its fullest bucket needs anywhere.
 
 Letters: N tokens, K choices a token, E experts, P owner groups reached after a hop, I parts of a
 bucket, J rows of one part, A = N * K assignments, X exchanges; if rows merge, one more entry for
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.annotations import Array, Int
+from moejax.annotations import Array, Bool, Int
 from moejax.comm import wire
 from moejax.comm.tokens.buckets import rank_items
 from moejax.comm.tokens.swap import PIECES
@@ -97,6 +96,80 @@ def _reach(E: int, K: int, groups: int) -> float:
     return 1 - math.comb(E - E // groups, K) / math.comb(E, K)
 
 
+class Fits(NamedTuple):
+    """Choices that the buckets of a route hold."""
+
+    first_NK: Bool[Array, "N K"]  # the first exchange's
+    all_NK: Bool[Array, "N K"]  # those of all exchanges, and of the experts
+
+
+def fitting(
+    expert_NK: Int[Array, "N K"],
+    route: Route,
+    layout: Layout,
+    sizes: Sizes,
+    *,
+    num_experts: int,
+) -> Fits:
+    """Returns the choices that fit. A choice that is dropped fits nowhere.
+
+    A bucket behind the first exchange is filled by several devices: those before this one come
+    first. Wire: their numbers of rows for each bucket; nothing if there is one exchange and no row
+    merges.
+    """
+    parts, owners, passed_axes = route.parts, 1, ()
+    fits_NK, first_NK, part_NK = expert_NK < num_experts, None, jnp.zeros_like(expert_NK)
+    for hop, rows in zip(route.exchanges, sizes.rows, strict=True):
+        owners *= hop.peers(layout)
+        now_NK = jnp.where(fits_NK, expert_NK, num_experts)
+        peer_NK = jnp.minimum(now_NK // (num_experts // owners), owners)
+        if first_NK is None:
+            by = now_NK if route.parts_by_expert else None
+            ranked = rank_items(peer_NK, peers=owners, merge=hop.merge, expert_MK=by)
+            held_NK = ranked.rank_MK < parts * rows
+            part_NK = ranked.rank_MK % parts
+            if route.parts_by_expert:  # equal runs
+                count_P = jnp.clip(ranked.counts_P, 1, parts * rows)
+                part_NK = ranked.rank_MK * parts // count_P[jnp.minimum(peer_NK, owners - 1)]
+            item_NK = ranked.peer_MK
+        else:
+            item_NK = rank_items(peer_NK, peers=owners, merge=hop.merge).peer_MK
+            held_NK = _held(item_NK, part_NK, parts, owners, passed_axes, rows)
+        if hop.merge:  # later choices of a row go with the first one of their peer
+            same_NKK = peer_NK[:, :, None] == jnp.where(item_NK < owners, item_NK, -1)[:, None, :]
+            held_NK = jnp.any(same_NKK & held_NK[:, None, :], axis=2)
+            if first_NK is None:
+                part_NK = jnp.sum(jnp.where(same_NKK, part_NK[:, None, :], 0), axis=2)
+        fits_NK &= held_NK
+        first_NK = fits_NK if first_NK is None else first_NK
+        passed_axes += hop.axes
+    if route.merges:
+        now_NK = jnp.where(fits_NK, expert_NK, num_experts)
+        peer_NK = jnp.minimum(now_NK // (num_experts // owners), owners)
+        axes = passed_axes + _gathers(route)
+        fits_NK &= _held(peer_NK, part_NK, parts, owners, axes, sizes.expert_rows)
+    assert first_NK is not None, "a route without exchanges holds every routing"
+    return Fits(first_NK, fits_NK)
+
+
+def _held(
+    peer_NK: jax.Array, part_NK: jax.Array, parts: int, peers: int, axes: Axes, rows: int
+) -> jax.Array:
+    """Whether an item is among the first `rows` of its part for its peer, over the devices."""
+    key_NK = jnp.where(peer_NK < peers, part_NK * peers + peer_NK, parts * peers)
+    ranked = rank_items(key_NK, peers=parts * peers, merge=False)
+    counts_SB = wire.all_gather(ranked.counts_P[None], axes, dim=0, tag=None)
+    earlier_S1 = (jnp.arange(wire.size(axes)) < (wire.index(axes) if axes else 0))[:, None]
+    before_B = jnp.sum(jnp.where(earlier_S1, counts_SB, 0), axis=0)
+    before_NK = before_B[jnp.minimum(key_NK, parts * peers - 1)]
+    return before_NK + ranked.rank_MK < rows
+
+
+def _gathers(route: Route) -> Axes:
+    """The mesh axes over which the route gathers rows."""
+    return tuple(axis for hop in route.hops if hop.kind == "gather" for axis in hop.axes)
+
+
 def needed(
     expert_NK: Int[Array, "N K"], route: Route, layout: Layout, *, num_experts: int
 ) -> Int[Array, " X"]:
@@ -124,8 +197,8 @@ def needed(
         passed_axes += hop.axes
     if route.merges:
         peer_NK = jnp.minimum(expert_NK // (num_experts // owners), owners)
-        gathers = tuple(axis for hop in route.hops if hop.kind == "gather" for axis in hop.axes)
-        needs.append(_fullest(peer_NK, part_NK, parts, owners, passed_axes + gathers))
+        axes = passed_axes + _gathers(route)
+        needs.append(_fullest(peer_NK, part_NK, parts, owners, axes))
     return wire.all_max(jnp.stack(needs), layout.mesh_axes)
 
 

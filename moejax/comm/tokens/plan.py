@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.annotations import Array, Int
+from moejax.annotations import Array, Bool, Int
 from moejax.comm import wire
 from moejax.comm.tokens.buckets import SlotMap, experts_of_slots, place_items
 from moejax.comm.tokens.swap import send
@@ -46,6 +46,7 @@ def plan_dispatch(
     *,
     num_experts: int,
     rows: tuple[int, ...],
+    kept_NK: Bool[Array, "N K"] | None = None,
     filled: Int[Array, " X"] | None = None,
 ) -> DispatchPlan:
     """Plans the slots of every assignment whose expert is below `num_experts`.
@@ -54,6 +55,8 @@ def plan_dispatch(
 
     Args:
       rows: J of each all-to-all hop.
+      kept_NK: choices that go on behind the first exchange; others have a slot there, and no
+        expert. None: all go on.
       filled: as in `DispatchPlan`; the same on every device.
     """
     # `span` experts lie behind this point of the route; expert numbers count within them.
@@ -76,6 +79,8 @@ def plan_dispatch(
                     expert_MK=expert_MK if route.parts_by_expert else None,
                 )
                 options = {"peers": peers, "rows": J, "per_peer": span, "merge": merge}
+                if first and kept_NK is not None:
+                    expert_MK = jnp.where(kept_NK, expert_MK, num_experts)
                 return slot_map, experts_of_slots(expert_MK, slot_map, **options)
 
             slot_map, expert_IMK = jax.vmap(bucket)(expert_IMK)

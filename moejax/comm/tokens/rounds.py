@@ -1,8 +1,8 @@
-"""Overflow rounds: when rows do not fit the buckets, the layer runs in several rounds.
+"""Overflow rounds: rows that do not fit the buckets follow the others in rounds.
 
-Per device, inside shard_map. Each round dispatches, computes and combines a share of the rows, in
-buckets of the same size, so memory does not grow with skew. Every device runs the same number of
-rounds, agreed on beforehand.
+Per device, inside shard_map. Rows that fit take the layer's route. Each round then dispatches,
+computes and combines a share of the rest, in small buckets of one size, so memory does not grow
+with skew. Every device runs the same number of rounds, agreed on beforehand; mostly none.
 """
 
 from collections.abc import Callable
@@ -16,44 +16,64 @@ from jax import lax
 # Named scope of overflow rounds in the program.
 ROUNDS = "rounds"
 
-# (number of the round, operands, integers) -> this round's share of the result, which is like the
-# first operand.
+# (operands, integers) -> the result of the rows that fit.
+Usual = Callable[[Any, Any], jax.Array]
+# (number of the round, operands, integers) -> this round's share of the result.
 Round = Callable[[jax.Array, Any, Any], jax.Array]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_rounds(run_round: Round, count: jax.Array, operands: Any, integers: Any) -> jax.Array:
-    """Returns the sum of `run_round(r, operands, integers)` over r < count, added up in float32.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def with_rounds(
+    run_usual: Usual, run_round: Round, count: jax.Array, operands: Any, integers: Any
+) -> jax.Array:
+    """Returns `run_usual(...)`, and added to it `run_round(r, ...)` for r < count, in that order.
 
-    Nothing is saved for backward: it repeats each round, with its communication. Overflow is rare.
+    If there are rounds, they are added up in float32, and rounded once. Nothing of a round is saved
+    for backward: it repeats each round, with its communication.
 
     Args:
       operands: differentiated; `integers` are not.
     """
-    start = jnp.zeros(operands[0].shape, jnp.float32)
-    with jax.named_scope(ROUNDS):
-        total = lax.fori_loop(
-            0, count, lambda r, total: total + run_round(r, operands, integers), start
-        )
-    return total.astype(operands[0].dtype)
+    y = run_usual(operands, integers)
+    return _add_rounds(run_round, count, y, operands, integers)
 
 
-def _forward(run_round, count, operands, integers):
-    return in_rounds(run_round, count, operands, integers), (count, operands, integers)
+def _add_rounds(
+    run_round: Round, count: jax.Array, y: jax.Array, operands: Any, integers: Any
+) -> jax.Array:
+    def add(y: jax.Array, operands: Any, integers: Any) -> jax.Array:
+        def one(r: jax.Array, total: jax.Array) -> jax.Array:
+            return total + run_round(r, operands, integers)
+
+        with jax.named_scope(ROUNDS):
+            total = lax.fori_loop(0, count, one, y.astype(jnp.float32))
+        return total.astype(y.dtype)
+
+    return lax.cond(count > 0, add, lambda y, *_: y, y, operands, integers)
 
 
-def _backward(run_round, saved, gradient):
-    count, operands, integers = saved
-
-    def add(r: jax.Array, total: Any) -> Any:
-        vjp = jax.vjp(lambda operands: run_round(r, operands, integers), operands)[1]
-        return jax.tree.map(jnp.add, total, vjp(gradient)[0])
-
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), operands)
-    with jax.named_scope(ROUNDS):
-        total = lax.fori_loop(0, count, add, start)
-    total = jax.tree.map(lambda g, x: g.astype(x.dtype), total, operands)
-    return None, total, None
+def _forward(run_usual, run_round, count, operands, integers):
+    y, pull = jax.vjp(lambda operands: run_usual(operands, integers), operands)
+    y = _add_rounds(run_round, count, y, operands, integers)
+    return y, (pull, count, operands, integers)
 
 
-in_rounds.defvjp(_forward, _backward)
+def _backward(run_usual, run_round, saved, gradient):
+    pull, count, operands, integers = saved
+    (gradients,) = pull(gradient)
+
+    def add(gradients: Any, gradient: jax.Array, operands: Any, integers: Any) -> Any:
+        def one(r: jax.Array, total: Any) -> Any:
+            vjp = jax.vjp(lambda operands: run_round(r, operands, integers), operands)[1]
+            return jax.tree.map(jnp.add, total, vjp(gradient)[0])
+
+        with jax.named_scope(ROUNDS):
+            wide = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
+            total = lax.fori_loop(0, count, one, wide)
+        return jax.tree.map(lambda g, x: g.astype(x.dtype), total, gradients)
+
+    arguments = (gradients, gradient, operands, integers)
+    return None, lax.cond(count > 0, add, lambda gradients, *_: gradients, *arguments), None
+
+
+with_rounds.defvjp(_forward, _backward)
