@@ -30,7 +30,7 @@ class BucketFill:
     Attributes:
       filled: filled share of the expert buffer on the busiest device; expert cost scales with it.
       filled_in_rounds: the same share in one overflow round.
-      rounds: overflow rounds of an expert layer; 0: its buckets hold all rows.
+      rounds: overflow rounds behind an expert layer; 0: its buckets hold all rows.
     """
 
     filled: float = 1.0

@@ -1,12 +1,13 @@
 """How tokens are spread over experts, and how full that makes buckets.
 
 An expert load is the share of assignments that each expert of each layer gets: even, a named skew,
-or a record of a run. It decides how many rows the busiest device computes, and whether buckets
-overflow, so that a layer needs overflow rounds (`moe.sizes`, `comm.tokens.rounds`).
+or a record of a run. It decides how many rows the busiest device computes, and how often buckets
+overflow, so that a layer has overflow rounds (`moe.sizes`, `comm.tokens.rounds`).
 
 Legend: N tokens, L layers, E experts.
 """
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from moejax.layout.route import Route, plain_route
 from moejax.moe.dispatch import ROUND_SHARE
 from moejax.moe.sizes import Sizes, expert_capacity, usual_sizes
 from moejax.plan.price.cost import BucketFill
+
+RARE = 0.01  # a chance below it is none
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,15 @@ def bucket_fills(
     """Returns pairs: a share of the expert layers, and how full their buckets are.
 
     The shares sum to one. Counts of independent draws vary: the fullest of n buckets of mean m
-    holds about m + sqrt(2 m ln n).
+    holds about m + sqrt(2 m ln n), and where buckets are small some overflow under any routing.
     """
     tokens = tokens_of(cfg, layout, route)
     sizes = usual_sizes(route, layout, cfg.moe, tokens=tokens)
-    counts: dict[BucketFill, int] = {}
+    shares: dict[BucketFill, float] = {}
     for share_E in load.share_LE:
-        fill = _layer(share_E, cfg, layout, route, sizes, tokens)
-        counts[fill] = counts.get(fill, 0) + 1
-    return [(count / len(load.share_LE), fill) for fill, count in counts.items()]
+        for chance, fill in _layer(share_E, cfg, layout, route, sizes, tokens):
+            shares[fill] = shares.get(fill, 0.0) + chance / len(load.share_LE)
+    return [(share, fill) for fill, share in shares.items()]
 
 
 def tokens_of(cfg: Config, layout: Layout, route: Route) -> int:
@@ -127,9 +130,10 @@ def tokens_of(cfg: Config, layout: Layout, route: Route) -> int:
 
 def _layer(
     share_E: tuple[float, ...], cfg: Config, layout: Layout, route: Route, sizes: Sizes, tokens: int
-) -> BucketFill:
+) -> list[tuple[float, BucketFill]]:
+    """Returns the chances of a layer: that its buckets hold all rows, and that there are rounds."""
     if not route.exchanges:
-        return BucketFill()
+        return [(1.0, BucketFill())]
     moe = cfg.moe
     rows_E = _rows(share_E, cfg, tokens)
     senders = math.prod(hop.peers(layout) for hop in route.exchanges)
@@ -140,15 +144,22 @@ def _layer(
     # The busiest device: rows from all devices that send to it, for the experts it owns.
     owned = _grouped(rows_E, senders)
     busiest = fullest([senders * ranks * rows for rows in owned], devices)
-    slots = sizes.expert_rows * route.parts
-    if sizes.certain or not _overflows(rows_E, tokens, layout, route, sizes, devices):
-        return BucketFill(filled=min(1.0, busiest / slots))
+    usual = BucketFill(filled=min(1.0, busiest / (sizes.expert_rows * route.parts)))
+    if sizes.certain:
+        return [(1.0, usual)]
+    chance, over = _overflow(rows_E, tokens, layout, route, sizes, devices)
+    if chance < RARE:
+        return [(1.0, usual)]
     plain = plain_route(route, layout)
     small = usual_sizes(plain, layout, moe, tokens=-(-tokens // ROUND_SHARE))
-    peers = plain.exchanges[0].peers(layout)
-    rounds = math.ceil(fullest(_grouped(rows_E, peers), devices * peers) / small.rows[0])
-    filled = min(1.0, busiest / (rounds * small.expert_rows))
-    return BucketFill(filled_in_rounds=filled, rounds=max(1, rounds))
+    rounds = max(1, math.ceil(over / small.rows[0]))
+    # All senders have too many rows for a popular device, one of them if it was by chance.
+    top = senders * ranks * max(owned) - sizes.expert_rows * route.parts
+    filled = min(1.0, max(top, over) / (rounds * small.expert_rows))
+    with_rounds = dataclasses.replace(usual, filled_in_rounds=filled, rounds=rounds)
+    if chance > 1 - RARE:
+        return [(1.0, with_rounds)]
+    return [(1 - chance, usual), (chance, with_rounds)]
 
 
 def _rows(share_E: tuple[float, ...], cfg: Config, tokens: int) -> list[float]:
@@ -158,22 +169,35 @@ def _rows(share_E: tuple[float, ...], cfg: Config, tokens: int) -> list[float]:
     return [min(float(max_tokens), tokens * cfg.moe.experts_per_token * share) for share in share_E]
 
 
-def _overflows(
+def _overflow(
     rows_E: list[float], tokens: int, layout: Layout, route: Route, sizes: Sizes, devices: int
-) -> bool:
-    """Whether some bucket of some exchange is too small for its rows."""
-    owners = sources = 1
+) -> tuple[float, float]:
+    """Returns the chance that a bucket anywhere is too small, and how many rows it has too many."""
+    held, over, owners, sources, total, E = 1.0, 0.0, 1, 1, sum(rows_E), len(rows_E)
+    distinct = max(0.0, E - total / tokens) / max(1, E - 1)  # a token's experts differ
     for hop, slots in zip(route.exchanges, sizes.rows, strict=True):
         owners *= hop.peers(layout)
         rows = _distinct(rows_E, tokens, owners) if hop.merge else _grouped(rows_E, owners)
-        buckets = [sources * n / route.parts for n in rows]
         # Where a token takes one slot however many of its experts are behind it, a bucket holds at
         # most every token of its senders.
-        most = sources * tokens / route.parts if hop.merge else math.inf
-        if min(most, fullest(buckets, devices * owners * route.parts)) > slots:
-            return True
+        most = sources * tokens if hop.merge else math.inf
+        room = slots * route.parts
+        if most > room:
+            count = max(1, devices * hop.peers(layout) // owners)  # buckets of each mean
+            rest = [1 - n / tokens if hop.merge else (1 - n / total) * distinct for n in rows]
+            pairs = zip(rows, rest, strict=True)
+            held *= math.prod(_holds(sources * n, own, room) ** count for n, own in pairs)
+            excess = fullest([sources * n for n in rows], count * owners) - room
+            # Of a bucket that several devices fill the last one keeps what is too much.
+            over = max(over, min(excess, max(rows)) if sources > 1 else excess)
         sources = owners
-    return False
+    return 1 - held, max(1.0, over)
+
+
+def _holds(mean: float, spread: float, room: int) -> float:
+    """Returns the chance that a count is at most `room`; its variance is `mean * spread`."""
+    deviation = math.sqrt(max(mean * spread, 1e-9))
+    return 0.5 * (1 + math.erf((room + 0.5 - mean) / deviation / math.sqrt(2)))
 
 
 def _distinct(rows_E: list[float], tokens: int, groups: int) -> list[float]:

@@ -13,10 +13,17 @@ from moejax.moe.sizes import usual_sizes
 from moejax.plan.price.routing import ExpertLoad, bucket_fills, fullest, read_expert_load, tokens_of
 from tests.cases import small_config
 
+EVEN = read_expert_load("balanced", 8)
+
+
+def of(cfg):
+    layout = build_layout(cfg.mesh)
+    return build_route(cfg.route, layout), layout
+
 
 def fills(cfg, load):
-    layout = build_layout(cfg.mesh)
-    return bucket_fills(load, cfg, layout, build_route(cfg.route, layout))
+    route, layout = of(cfg)
+    return bucket_fills(load, cfg, layout, route)
 
 
 def big(mesh=(1, 1, 8, 1), **changes):
@@ -34,6 +41,29 @@ def test_skew_overflows_and_goes_in_rounds():
     ((_, found),) = fills(big(), read_expert_load("zipf:1.5", 8))
     assert found.rounds > 1
     assert found.filled_in_rounds <= 1
+
+
+def test_small_buckets_overflow_by_chance_as_often_as_draws_do():
+    """Of 64 rows a bucket 80 fit, and one in 64 buckets has more, mostly. Of 512, 640 fit."""
+    cfg = small_config((1, 1, 8, 1), train={"batch_sequences": 128})
+    assert usual_sizes(*of(cfg), cfg.moe, tokens=256).rows == (80,)
+    rng, often = np.random.default_rng(0), 0
+    for _ in range(1000):
+        draws = rng.random((8 * 256, 8)).argsort(axis=1)[:, :2].reshape(8, -1)
+        often += max(np.bincount(own, minlength=8).max() for own in draws) > 80
+    chance = sum(share for share, fill in fills(cfg, EVEN) if fill.rounds)
+    assert 0.3 < often / 1000 < 0.7
+    assert chance == pytest.approx(often / 1000, abs=0.07)
+    assert [fill.rounds for _, fill in fills(big(), EVEN)] == [0]
+
+
+def test_what_overflows_alone_goes_in_rounds():
+    """Twice the balanced rows for one device: 0.75 of a bucket, in rounds of a quarter."""
+    share_E = (2 / 9,) + (1 / 9,) * 7
+    ((_, found),) = fills(big(), ExpertLoad("by hand", (share_E,)))
+    # 2048 tokens: 910 rows, and 90 more in the fullest of eight; 640 fit, and 160 in a round.
+    assert found.rounds == 3
+    assert found.filled == 1
 
 
 def test_a_capacity_never_overflows_and_its_fullest_device_does_no_more():
@@ -84,8 +114,7 @@ def test_a_micro_batch_is_all_that_is_routed_at_one_time():
     route = build_route(whole.route, layout)
     tokens = [tokens_of(cfg, layout, route) for cfg in (whole, parts, half)]
     assert tokens == [128, 64, 64]  # 64 sequences of 16 tokens, over eight devices
-    load = read_expert_load("zipf:0.5", 8)
-    assert fills(parts, load) == fills(half, load) != fills(whole, load)
+    assert fills(parts, EVEN) == fills(half, EVEN) != fills(whole, EVEN)
 
 
 def test_one_device_has_no_buckets():
