@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.annotations import Array, Float, Int
+from moejax.annotations import Array, Bool, Float, Int
 from moejax.comm import wire
 from moejax.comm.tokens.buckets import Ranked, order_items, rank_items
 from moejax.comm.tokens.pipeline import Experts, dispatch_compute_combine
@@ -47,6 +47,13 @@ def drop_above(
     return jnp.where(ranked.rank_MK < capacity, expert_NK, num_experts)
 
 
+class Overflow(NamedTuple):
+    """Choices that no bucket held, and the number of rounds in which they went."""
+
+    over_NK: Bool[Array, "N K"]
+    rounds: Int[Array, ""]
+
+
 def moe_ffn(
     x_ND: Float[Array, "N D"],
     weight_NK: Float[Array, "N K"],
@@ -56,8 +63,10 @@ def moe_ffn(
     spec: StepSpec,
     *,
     limit: float | None = None,
-) -> Float[Array, "N D"]:
-    """Returns each token's expert outputs, summed by weight. No choice is lost at any skew.
+) -> tuple[Float[Array, "N D"], Overflow]:
+    """Returns each token's expert outputs, summed by weight, and what overflowed.
+
+    No choice is lost at any skew.
 
     Choices that the usual buckets hold take the spec's route. The others follow in overflow rounds
     of the plain route, and are added last. A dropped choice (`moe.num_experts`) contributes zero.
@@ -76,7 +85,8 @@ def moe_ffn(
             need = needed(expert_NK, route, layout, num_experts=E)
             need = jnp.minimum(need, jnp.array((*sizes.rows, sizes.expert_rows)[: len(need)]))
     if sizes.certain:
-        return run(operands, Others(expert_NK, frozen, filled=need))
+        y_ND = run(operands, Others(expert_NK, frozen, filled=need))
+        return y_ND, Overflow(jnp.zeros(expert_NK.shape, bool), jnp.zeros((), jnp.int32))
     with jax.named_scope("routing"):
         fits = fitting(expert_NK, route, layout, sizes, num_experts=E)
         first_NK = jnp.where(fits.first_NK, expert_NK, E)
@@ -92,7 +102,8 @@ def moe_ffn(
         return rounds.run(r, operands, integers[1])
 
     integers = Others(first_NK, frozen, kept_NK, need), Others(rest_NK, frozen)
-    return with_rounds(run_usual, run_round, count, operands, integers)
+    y_ND = with_rounds(run_usual, run_round, count, operands, integers)
+    return y_ND, Overflow(rest_NK < E, count)
 
 
 class Others(NamedTuple):

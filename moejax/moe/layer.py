@@ -9,8 +9,8 @@ tensor rank takes its own positions, or all positions if the route is `replicate
 2. Choice: `moe.router.route` chooses K experts for each token and their weights. With a capacity,
    `moe.dispatch.drop_above` drops the choices above it.
 3. Bucket sizes: `moe.dispatch.moe_ffn` takes static sizes from `moe.sizes.usual_sizes`. If routing
-   could overflow them, `moe.sizes.needed` counts the rows of the fullest bucket on any device. On
-   overflow, steps 4 to 7 run in several rounds (`comm.tokens.rounds.in_rounds`).
+   could overflow them, `moe.sizes.fitting` finds the choices that fit. For the others steps 4 to 7
+   run again, in rounds of small buckets (`comm.tokens.rounds.with_rounds`).
 4. Plan: `comm.tokens.plan.plan_dispatch` gives each choice a slot in the bucket of the device that
    owns its expert (`comm.tokens.buckets`), hop after hop. It sends the expert numbers ahead.
 5. Dispatch: `comm.tokens.hops.dispatch_hop` copies tokens into buckets and sends them over one hop
@@ -52,7 +52,7 @@ from moejax.kernels.expert_weights import Factors, Weights
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router
-from moejax.moe.dispatch import drop_above, moe_ffn
+from moejax.moe.dispatch import Overflow, drop_above, moe_ffn
 from moejax.moe.sizes import expert_capacity
 
 
@@ -68,6 +68,8 @@ class MoEStats(NamedTuple):
     score_SE: Float[Array, "S E"]  # sums of scores, by span
     z: Float[Array, ""]  # this device's share of the z-loss; 0 if its weight is 0
     dropped: Int[Array, ""]  # number of dropped assignments
+    overflowed: Int[Array, ""]  # number of assignments that went in overflow rounds
+    rounds: Int[Array, ""]  # number of these rounds, the same on every device
     entropy: Float[Array, ""]  # this device's share of the scores' entropy (`router.entropy`)
 
 
@@ -149,7 +151,7 @@ class MoE(nnx.Module):
         capacity = expert_capacity(moe, tokens=x_ND.shape[0])
         if capacity is not None:
             expert_NK = drop_above(expert_NK, capacity, num_experts=moe.num_experts)
-        y_ND = moe_ffn(
+        y_ND, overflow = moe_ffn(
             x_ND,
             routing.weight_NK,
             expert_NK,
@@ -160,15 +162,17 @@ class MoE(nnx.Module):
         )
         y_BtD = y_ND.reshape(x_BtD.shape)
         if not replicated:
-            return join_positions(y_BtD, layout), self._stats(routing, logit_NE, expert_NK, B)
+            stats = self._stats(routing, logit_NE, expert_NK, overflow, B)
+            return join_positions(y_BtD, layout), stats
 
         def own_rows(x_N: jax.Array) -> jax.Array:
             own_Bt = own_positions(x_N.reshape(B, t, -1), layout)
             return own_Bt.reshape(-1, x_N.shape[1])
 
-        stats = self._stats(
-            jax.tree.map(own_rows, routing), own_rows(logit_NE), own_rows(expert_NK), B
-        )
+        own = jax.tree.map(own_rows, (routing, logit_NE, expert_NK, overflow.over_NK))
+        routing, logit_NE, expert_NK, over_NK = own
+        overflow = overflow._replace(over_NK=over_NK)
+        stats = self._stats(routing, logit_NE, expert_NK, overflow, B)
         return leave_replicated(y_BtD, layout), stats
 
     def _logits(
@@ -191,7 +195,12 @@ class MoE(nnx.Module):
         return logit_NE + whole_weight(self.b_router) if self.moe.router_bias else logit_NE
 
     def _stats(
-        self, routing: router.Routing, logit_NE: jax.Array, kept_NK: jax.Array, sequences: int
+        self,
+        routing: router.Routing,
+        logit_NE: jax.Array,
+        kept_NK: jax.Array,
+        overflow: Overflow,
+        sequences: int,
     ) -> MoEStats:
         """The layer's statistics; nothing is summed over devices here."""
         cfg = self.moe.router
@@ -204,4 +213,6 @@ class MoE(nnx.Module):
             z = router.z_loss(logit_NE, layout=self.spec.layout)
         dropped = jnp.sum(kept_NK == self.moe.num_experts, dtype=jnp.int32)
         entropy = router.entropy(routing.score_NE, layout=self.spec.layout)
-        return MoEStats(load_E, counted_SE, score_SE, z, dropped, entropy)
+        overflowed = jnp.sum(overflow.over_NK, dtype=jnp.int32)
+        counts = dropped, overflowed, overflow.rounds
+        return MoEStats(load_E, counted_SE, score_SE, z, *counts, entropy)

@@ -290,6 +290,7 @@ const ROUTING = [
   { name: "balance", title: "Load-balance loss (1 is even)" },
   { name: "router_entropy", title: "Router entropy (1: it tells no experts apart)" },
   { name: "busiest_expert", title: "Busiest expert over the mean, worst layer", format: (v) => `${round(v, 3)} x` },
+  { name: "rounds", title: "Overflow rounds in a step", exact: true, none: "No bucket overflowed." },
   { name: "dropped", title: "Assignments dropped in a step", exact: true, none: "None were dropped." },
 ];
 // Runs whose values are the same as far as both go take turns in one dashed line.

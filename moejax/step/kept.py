@@ -254,12 +254,12 @@ def build_keeper(staged: StagedModel) -> Input | Residuals:
 
 
 def _together(parts: RouterParts) -> RouterParts:
-    """Adds up what layers add to the loss's parts; loads and drops stay apart, in layer order."""
+    """Adds up what layers add to the loss's parts; counts stay apart, in layer order."""
     return RouterParts(
         jnp.sum(parts.balance),
         jnp.sum(parts.entropy),
         parts.load_LE.reshape(-1, parts.load_LE.shape[-1]),
-        parts.dropped_L.reshape(-1),
+        parts.uneven_L3.reshape(-1, 3),
     )
 
 

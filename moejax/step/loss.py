@@ -32,7 +32,8 @@ class LossParts(NamedTuple):
     balance: Float[Array, ""]  # mean over expert layers of the unweighted balance loss
     entropy: Float[Array, ""]  # mean over expert layers of the router's entropy; not in the loss
     load_LE: Int[Array, "L E"]  # assignments to each expert of each expert layer, over all devices
-    dropped_L: Int[Array, " L"]  # assignments dropped in each expert layer, over all devices
+    # Of each expert layer, over all devices: assignments dropped, those in overflow rounds, rounds.
+    uneven_L3: Int[Array, "L 3"]
     # As `nll`, of the targets that `model.predict_ahead` predicts; None without.
     ahead: Float[Array, ""] | None = None
 
@@ -90,27 +91,29 @@ def next_token_loss(
         ahead_nll = mean(ahead.x_BTD, ahead.target_BT, ahead.num_targets)
         loss = nll + ahead.coefficient * ahead_nll
     if stats is None:
-        empty = jnp.zeros((0,), jnp.int32)
-        return loss, LossParts(nll, jnp.zeros(()), jnp.zeros(()), empty[:, None], empty, ahead_nll)
-    router_loss, balance, load_LE, dropped_L = router_losses(stats, moe, layout)
+        load_LE, uneven_L3 = jnp.zeros((0, 1), jnp.int32), jnp.zeros((0, 3), jnp.int32)
+        return loss, LossParts(nll, jnp.zeros(()), jnp.zeros(()), load_LE, uneven_L3, ahead_nll)
+    router_loss, balance, load_LE, uneven_L3 = router_losses(stats, moe, layout)
     entropy = jnp.mean(stats.entropy) / micro_batches
-    parts = LossParts(nll, balance / micro_batches, entropy, load_LE, dropped_L, ahead_nll)
+    parts = LossParts(nll, balance / micro_batches, entropy, load_LE, uneven_L3, ahead_nll)
     return loss + router_loss / micro_batches, parts
 
 
 def router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.Array, ...]:
-    """Returns shares of the weighted and the mean balance loss, and all devices' load and drops.
+    """Returns shares of the weighted and the mean balance loss, and all devices' counts.
 
     Both losses are means over the expert layers, as in megablocks, so that a coefficient does not
     depend on the number of layers; `transformers` pools the layers instead.
 
-    Wire: the counts of all layers in one sum, L * (E + 1) int32 over all devices; for balance per
+    Wire: the counts of all layers in one sum, L * (E + 3) int32 over all devices; for balance per
     sequence also L * S * E over tensor.
     """
     cfg = moe.router
-    counts = jnp.concatenate([stats.load_E, stats.dropped[:, None]], axis=1)
-    counts = wire.all_reduce(counts, layout.mesh_axes)
-    load_LE, dropped_L = counts[:, :-1], counts[:, -1]
+    # All devices have as many rounds: one of them counts.
+    rounds_L = jnp.where(wire.index(layout.mesh_axes) == 0, stats.rounds, 0)
+    uneven_L3 = jnp.stack([stats.dropped, stats.overflowed, rounds_L], axis=1)
+    counts = wire.all_reduce(jnp.concatenate([stats.load_E, uneven_L3], axis=1), layout.mesh_axes)
+    load_LE, uneven_L3 = counts[:, :-3], counts[:, -3:]
     if cfg.balance_over == "batch":
         counted_LSE = load_LE[:, None]
     else:
@@ -118,7 +121,7 @@ def router_losses(stats: MoEStats, moe: MoEConfig, layout: Layout) -> tuple[jax.
     k = moe.experts_per_token
     balance = jnp.mean(balance_loss(counted_LSE, stats.score_SE, cfg, k=k, layout=layout))
     loss = cfg.balance_loss * balance + cfg.z_loss * jnp.mean(stats.z)
-    return loss, balance, load_LE, dropped_L
+    return loss, balance, load_LE, uneven_L3
 
 
 def sum_nll(

@@ -69,7 +69,7 @@ def train_step(
         balance=loss_parts.balance,
         router_entropy=loss_parts.entropy,
         load_LE=loss_parts.load_LE,
-        dropped_L=loss_parts.dropped_L,
+        uneven_L3=loss_parts.uneven_L3,
         gradient_norm=norm,
         skipped=skipped,
         ahead=loss_parts.ahead,
@@ -164,8 +164,8 @@ def _no_parts(state: TrainState, *, ahead: bool) -> LossParts:
     biases = jax.tree.leaves(state.router_bias)  # [L, E] of each layer group with experts
     L, E = sum(map(len, biases)), biases[0].shape[1] if biases else 1
     zero = jnp.zeros((), jnp.float32)
-    load_LE, dropped_L = jnp.zeros((L, E), jnp.int32), jnp.zeros((L,), jnp.int32)
-    return LossParts(zero, zero, zero, load_LE, dropped_L, zero if ahead else None)
+    load_LE, uneven_L3 = jnp.zeros((L, E), jnp.int32), jnp.zeros((L, 3), jnp.int32)
+    return LossParts(zero, zero, zero, load_LE, uneven_L3, zero if ahead else None)
 
 
 def _loss_of(

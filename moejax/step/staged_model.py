@@ -65,7 +65,7 @@ class RouterParts(NamedTuple):
     balance: jax.Array
     entropy: jax.Array
     load_LE: jax.Array
-    dropped_L: jax.Array
+    uneven_L3: jax.Array
 
 
 class StagedModel:
@@ -278,12 +278,12 @@ class StagedModel:
         zero = jnp.zeros(())
         if stats is None:
             return zero, no_parts()
-        loss, balance, load_LE, dropped_L = router_losses(
+        loss, balance, load_LE, uneven_L3 = router_losses(
             stats, self.model.cfg.moe, layout or self.layout.inside
         )
         share = len(load_LE) / self.expert_layers / self.micro_batches / slices
         entropy = jnp.mean(stats.entropy)
-        return loss * share, RouterParts(balance * share, entropy * share, load_LE, dropped_L)
+        return loss * share, RouterParts(balance * share, entropy * share, load_LE, uneven_L3)
 
 
 def no_parts() -> RouterParts:

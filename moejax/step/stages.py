@@ -187,7 +187,7 @@ class Ticks:
         parts = jax.eval_shape(lambda x: self.keeper.layers.keep_all(x, any_visit())[2], x_BtD)
         every = parts._replace(
             load_LE=_of_chunks(parts.load_LE, staged.chunks),
-            dropped_L=_of_chunks(parts.dropped_L, staged.chunks),
+            uneven_L3=_of_chunks(parts.uneven_L3, staged.chunks),
         )
         share_BtD, none_BtD = x_BtD[:, : x_BtD.shape[1] // staged.stages], jnp.zeros_like(x_BtD)
         combined = self.schedule.combined
@@ -294,7 +294,7 @@ class Ticks:
             old.balance + jnp.where(visit.valid, parts.balance, 0),
             old.entropy + jnp.where(visit.valid, parts.entropy, 0),
             of_chunk(old.load_LE, parts.load_LE),
-            of_chunk(old.dropped_L, parts.dropped_L),
+            of_chunk(old.uneven_L3, parts.uneven_L3),
         )
         return carried._replace(parts=sums)
 
@@ -345,6 +345,6 @@ def loss_parts(staged: StagedModel, before: RouterParts, end: Carried) -> LossPa
         before.balance + end.parts.balance + ahead.balance,
         before.entropy + end.parts.entropy + ahead.entropy,
         joined(before.load_LE, end.parts.load_LE, ahead.load_LE),
-        joined(before.dropped_L, end.parts.dropped_L, ahead.dropped_L),
+        joined(before.uneven_L3, end.parts.uneven_L3, ahead.uneven_L3),
         end.answered.ahead,
     )

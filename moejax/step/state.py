@@ -44,7 +44,7 @@ class Metrics(NamedTuple):
     balance: jax.Array  # load-balance loss, 1 when even
     router_entropy: jax.Array  # of a token's scores, over its largest; mean over tokens and layers
     load_LE: jax.Array  # assignments to each expert of each expert layer
-    dropped_L: jax.Array
+    uneven_L3: jax.Array  # assignments dropped, those in overflow rounds, rounds; by expert layer
     gradient_norm: jax.Array  # before clipping
     skipped: Leaf  # updates skipped so far
     ahead: Leaf = None  # nats per target of `model.predict_ahead`; None without

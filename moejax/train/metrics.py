@@ -31,7 +31,11 @@ class Report:
     balance: float  # load-balance loss: 1 is even
     router_entropy: float  # of a token's scores, over its largest: 1 tells no experts apart
     busiest_expert: float  # largest load of an expert over the mean, worst layer
-    dropped: list[int]  # assignments dropped in the step, by expert layer
+    # By expert layer: assignments dropped in the step, those that overflowed buckets, and their
+    # rounds.
+    dropped: list[int]
+    overflowed: list[int]
+    rounds: list[int]
     gradient_norm: float
     learning_rate: float  # of this step's update
     skipped: int  # updates skipped so far because they were not finite
@@ -63,6 +67,7 @@ class Report:
             f"{gigaflops:,.1f} GFLOP/s ({self.share_of_peak:.0%} of peak)" if flops else "",
             f"balance {self.balance:.3f}" if balance else "",
             f"dropped {sum(self.dropped)}",
+            f"overflow rounds {sum(self.rounds)}" if any(self.rounds) else "",
             f"skipped {self.skipped}" if self.skipped else "",
             f"{minutes}:{seconds:02d} left",
         )
@@ -105,6 +110,7 @@ class Meter:
         tokens = per_second * self.tokens_per_step
         load_LE = np.asarray(metrics.load_LE, np.float64)
         skipped = int(metrics.skipped)
+        dropped, overflowed, rounds = np.asarray(metrics.uneven_L3).T
         busiest = float((load_LE.max(axis=1) / load_LE.mean(axis=1)).max()) if load_LE.size else 1.0
         return Report(
             step=step,
@@ -115,7 +121,9 @@ class Meter:
             balance=float(metrics.balance),
             router_entropy=float(metrics.router_entropy),
             busiest_expert=busiest,
-            dropped=[int(n) for n in np.asarray(metrics.dropped_L)],
+            dropped=dropped.tolist(),
+            overflowed=overflowed.tolist(),
+            rounds=rounds.tolist(),
             gradient_norm=float(metrics.gradient_norm),
             learning_rate=float(self.schedule(max(step - 1 - skipped, 0))),
             skipped=skipped,

@@ -299,7 +299,7 @@ def _check_chunks(run: SmokeRun) -> None:
 
         def both_ways(x: jax.Array, weight_NK: jax.Array, expert_NK: jax.Array, params: Any) -> Any:
             def forward(x: jax.Array, weight_NK: jax.Array, params: Any) -> jax.Array:
-                return moe_ffn(x, weight_NK, expert_NK, params, moe, chunked)
+                return moe_ffn(x, weight_NK, expert_NK, params, moe, chunked)[0]
 
             y, pull = jax.vjp(forward, x, weight_NK, params)
             return y, pull(jnp.cos(y.astype(jnp.float32) + x.astype(jnp.float32)).astype(y.dtype))

@@ -194,7 +194,7 @@ def test_two_bytes_a_value_travel_as_two(size):
 def holds(body, *shapes):
     """For each hold of a per-device function on two devices, the shapes that it reads."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
-    ordered = in_order(body, Exchange((0, 1), ("d",), (2,)))
+    ordered = in_order(body, Exchange((0, 1), (0, 1), ("d",), (2,)))
     mapped = jax.shard_map(ordered, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     jaxpr = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     calls = [e for e in jaxpr.eqns[0].params["jaxpr"].eqns if e.primitive.name == "ffi_call"]

@@ -69,7 +69,7 @@ def compiled(mesh_config, route, K, letters=DIMS[:2], **options):
     copies = layout.size(layout.tensor) if spec.route.replicated else 1
 
     def forward(x_ND, weight_NK, expert_NK, params):
-        return moe_ffn(x_ND, weight_NK, expert_NK, Weights(*params), moe, spec)
+        return moe_ffn(x_ND, weight_NK, expert_NK, Weights(*params), moe, spec)[0]
 
     def device(x_ND, weight_NK, expert_NK, params, dy_ND):
         y_ND, pull = jax.vjp(

@@ -42,6 +42,7 @@ def report_line(step: int, loss: float, **values) -> dict:
         "balance": 1.1,
         "busiest_expert": 1.5,
         "dropped": [0, 1],
+        "rounds": [2, 0],
         "gradient_norm": 1.0 + 1.0 / (1 + step),
         "learning_rate": 1e-3,
         "skipped": 0,

@@ -217,6 +217,8 @@ def test_the_loss_is_the_mean_over_targets_plus_the_routers_losses():
         score_SE=jnp.array([[[2.0, 2.0, 2.0, 2.0]], [[4.0, 4.0, 0.0, 0.0]]]),
         z=jnp.array([3.0, 5.0]),
         dropped=jnp.array([0, 3]),
+        overflowed=jnp.array([7, 0]),
+        rounds=jnp.array([2, 0]),
         entropy=jnp.array([1.0, 0.5]),
     )
     total = float(plain(*case))
@@ -228,7 +230,7 @@ def test_the_loss_is_the_mean_over_targets_plus_the_routers_losses():
     routers = (0.5 * (1 + 2) / 2 + 0.25 * (3 + 5) / 2) / 2
     assert float(loss) == pytest.approx(total / 8 + routers, rel=1e-5)
     assert parts.load_LE.tolist() == [[2, 2, 2, 2], [8, 0, 0, 0]]
-    assert parts.dropped_L.tolist() == [0, 3]
+    assert parts.uneven_L3.tolist() == [[0, 7, 2], [3, 0, 0]]
     assert float(parts.entropy) == pytest.approx((1 + 0.5) / 2 / 2)
     # Over sequences the loss has counts of its own; what is reported is where tokens went.
     router = RouterConfig(balance_loss=0.5, z_loss=0.25, balance_over="sequence")

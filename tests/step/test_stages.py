@@ -98,7 +98,7 @@ def assert_same_gradients(cfg, tolerance=2e-5, change=lambda state: state, balan
     if parts.ahead is not None:
         np.testing.assert_allclose(parts.ahead, wanted_parts.ahead, rtol=1e-5)
     np.testing.assert_array_equal(parts.load_LE, wanted_parts.load_LE)
-    np.testing.assert_array_equal(parts.dropped_L, wanted_parts.dropped_L)
+    np.testing.assert_array_equal(parts.uneven_L3, wanted_parts.uneven_L3)
     return parts
 
 

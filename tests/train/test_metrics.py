@@ -35,7 +35,7 @@ def step_metrics(load=((1, 1, 1, 5), (2, 2, 2, 2)), loss=1.5):
         balance=jnp.array(1.25),
         router_entropy=jnp.array(0.5),
         load_LE=jnp.array(load, jnp.int32).reshape(len(load), 4),
-        dropped_L=jnp.array([0, 3], jnp.int32),
+        uneven_L3=jnp.array([[0, 0, 0], [3, 0, 0]], jnp.int32),
         gradient_norm=jnp.array(2.0),
         skipped=jnp.array(1, jnp.int32),
     )
@@ -58,6 +58,16 @@ def report(clock):
     return found.report(14, step_metrics())
 
 
+def test_what_overflowed_is_told(clock):
+    found = meter()
+    found.start(10)
+    clock.now += 2
+    uneven_L3 = jnp.array([[0, 40, 2], [0, 3, 1]], jnp.int32)
+    line = found.report(14, step_metrics()._replace(uneven_L3=uneven_L3))
+    assert (line.dropped, line.overflowed, line.rounds) == ([0, 0], [40, 3], [2, 1])
+    assert "dropped 0  overflow rounds 3  " in line.line(30)
+
+
 def test_rates_are_of_the_steps_since_the_start(clock):
     line = report(clock)
     assert line.step == 14
@@ -71,6 +81,7 @@ def test_what_the_step_measured_is_passed_on(clock):
     line = report(clock)
     assert (line.loss, line.balance, line.gradient_norm) == (1.5, 1.25, 2.0)
     assert (line.dropped, line.skipped) == ([0, 3], 1)
+    assert "overflow" not in line.line(30)
     assert line.router_entropy == 0.5
     # Of 14 steps one was skipped, so this update was the thirteenth.
     assert line.learning_rate == pytest.approx(0.12)
