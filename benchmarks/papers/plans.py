@@ -31,9 +31,8 @@ from benchmarks.papers.plans_page import clusters_page, page
 from moejax.config.checks.planned import CHOSEN
 from moejax.config.fields import change, fields, get_value
 from moejax.config.load import load_config
-from moejax.config.schema import Config, PlanConfig
+from moejax.config.schema import Config, MoEConfig, PlanConfig
 from moejax.errors import InputError
-from moejax.moe.sizes import HEADROOM
 from moejax.plan.cluster.file import known_clusters, load_topology
 from moejax.plan.cluster.topology import Link, Topology, same_links
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
@@ -83,7 +82,7 @@ def lina_cluster(nodes: int) -> Topology:
     """Lina's, as fast as its Table 1 shows it: the paper says neither links in a node nor dtype."""
     topology = load_topology(f"lina_a100:{nodes}")
     # Three of four buckets of float32, top-2.
-    sent = 3 / 4 * HEADROOM * LINA_SEQUENCES * 512 * 2 * 512 * 4
+    sent = 3 / 4 * MoEConfig().headroom * LINA_SEQUENCES * 512 * 2 * 512 * 4
     inside = same_links(Link(0.0, sent / (LINA_EXCHANGES / (4 * 12))))
     tiers = (replace(topology.tiers[0], links=inside), *topology.tiers[1:])
     return replace(

@@ -268,6 +268,12 @@ class MoEConfig:
         "dropped",
         above=0,
     )
+    headroom: float = setting(
+        1.25,
+        "rows that a bucket holds without a capacity, over the balanced number; rows above it go "
+        "in rounds",
+        at_least=1.0,
+    )
     implementation: str = setting(
         "auto",
         "implementation of the experts' matrix products; _e4m3: forward products in e4m3",

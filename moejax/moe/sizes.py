@@ -1,8 +1,9 @@
 """Sizes of buckets: static, for a balanced router with some headroom.
 
-Static shapes need sizes before routing is known. The usual sizes hold `HEADROOM` times the balanced
-load. Rows that fit them (`fitting`) take the layer's route, and the rest follows in overflow rounds
-of the plain route (`comm.tokens.rounds`), as many as its fullest bucket needs anywhere.
+Static shapes need sizes before routing is known. The usual sizes hold `moe.headroom` times the
+balanced load. Rows that fit them (`fitting`) take the layer's route, and the rest follows in
+overflow rounds of the plain route (`comm.tokens.rounds`), as many as its fullest bucket needs
+anywhere.
 
 Letters: N tokens, K choices a token, E experts, P owner groups reached after a hop, I parts of a
 bucket, J rows of one part, A = N * K assignments, X exchanges; if rows merge, one more entry for
@@ -22,9 +23,6 @@ from moejax.comm.tokens.swap import PIECES
 from moejax.config.schema import MoEConfig
 from moejax.layout.layout import Axes, Layout
 from moejax.layout.route import Route
-
-# 1.25 times the balanced load is enough for most batches of a balanced router.
-HEADROOM = 1.25
 
 
 class Sizes(NamedTuple):
@@ -57,7 +55,7 @@ def usual_sizes(route: Route, layout: Layout, moe: MoEConfig, *, tokens: int) ->
 
     def bounded(worst: int, balanced: float, sources: int) -> int:
         nonlocal certain
-        limit = math.ceil(HEADROOM * balanced)
+        limit = math.ceil(moe.headroom * balanced)
         if capacity is not None:
             limit = sources * capacity * (E // owners)
         elif limit < worst:

@@ -35,6 +35,7 @@ FREE = (
     "model.dtype",
     "model.remat",
     "model.scan_layers",
+    "moe.headroom",
     "moe.implementation",
     "lora.base_dtype",
     "kernels",

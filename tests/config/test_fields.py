@@ -108,6 +108,7 @@ FIELD_NAMES = [
     "moe.expert_bias",
     "moe.expert_hidden",
     "moe.experts_per_token",
+    "moe.headroom",
     "moe.implementation",
     "moe.num_experts",
     "moe.num_shared_experts",

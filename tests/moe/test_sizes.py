@@ -12,7 +12,7 @@ from moejax.config.schema import MeshConfig, MoEConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.layout.route import ROUTES, build_route
-from moejax.moe.sizes import HEADROOM, expert_capacity, needed, usual_sizes
+from moejax.moe.sizes import expert_capacity, needed, usual_sizes
 
 LAYOUT = build_layout(MeshConfig(expert=8, nodes=2))
 
@@ -23,16 +23,17 @@ LAYOUT = build_layout(MeshConfig(expert=8, nodes=2))
     per_peer=st.integers(1, 8),
     k=st.integers(1, 8),
     chunks=st.integers(1, 4),
+    headroom=st.sampled_from([1.0, 1.25, 2.0]),
 )
-def test_usual_sizes_hold_a_balanced_routing(name, tokens, per_peer, k, chunks):
-    moe = MoEConfig(num_experts=8 * per_peer, experts_per_token=k)
+def test_usual_sizes_hold_a_balanced_routing(name, tokens, per_peer, k, chunks, headroom):
+    moe = MoEConfig(num_experts=8 * per_peer, experts_per_token=k, headroom=headroom)
     route = build_route(name, LAYOUT, chunks=chunks)
     sizes = usual_sizes(route, LAYOUT, moe, tokens=tokens)
     assert sizes.expert_rows * route.parts >= tokens * k
     # Every token in every round-robin routing: each device sends each other as many.
     assert sizes.rows[0] * chunks * route.exchanges[0].peers(LAYOUT) >= tokens
     if not route.merges and len(sizes.rows) == 1:
-        assert sizes.rows[0] <= np.ceil(np.ceil(HEADROOM * tokens * k / 8) / chunks)
+        assert sizes.rows[0] <= np.ceil(np.ceil(headroom * tokens * k / 8) / chunks)
 
 
 @given(tokens=st.integers(1, 5000), factor=st.sampled_from([0.5, 1.0, 1.25, 8.0]))

@@ -78,6 +78,11 @@ def _expert_effects() -> Iterator[_Effect]:
         "`moe.num_shared_experts` is 0",
     )
     yield (
+        ("moe.headroom",),
+        lambda cfg: cfg.moe.capacity_factor is None,
+        "`moe.capacity_factor` is set, and buckets hold the capacity of every expert",
+    )
+    yield (
         ("moe.router.groups_per_token",),
         lambda cfg: cfg.moe.router.num_groups > 1,
         "`moe.router.num_groups` is 1",
@@ -101,7 +106,7 @@ def _axis_effects() -> Iterator[_Effect]:
         "`mesh.stage` is 1",
     )
     yield (
-        ("route_chunks", "route_chunks_backward", "route_trim"),
+        ("route_chunks", "route_chunks_backward", "route_trim", "moe.headroom"),
         lambda cfg: expert_owners(cfg.mesh) > 1 or cfg.route == "spread",
         "one device owns all experts, so nothing is exchanged",
     )

@@ -30,6 +30,7 @@ TRAINING = (
     "model.stage_chunks",
     "model.predict_ahead",
     "moe.capacity_factor",
+    "moe.headroom",
     "moe.implementation",
     "moe.router.jitter",
     "moe.router.balance_loss",

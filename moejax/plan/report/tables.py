@@ -12,7 +12,7 @@ from moejax.config.checks import AXES
 from moejax.config.checks.planned import CHOSEN, CODECS
 from moejax.config.compression import PRESETS, build_compression, describe_codecs
 from moejax.config.fields import change, get_value
-from moejax.config.schema import CompressionConfig, Config
+from moejax.config.schema import CompressionConfig, Config, MoEConfig
 from moejax.model.count import count
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan
@@ -60,6 +60,8 @@ def rest_parts(cfg: Config) -> list[str]:
     parts = []
     if cfg.train.reduction_bytes is not None:
         parts.append(f"pieces of {cfg.train.reduction_bytes / 2**20:.0f} MiB")
+    if cfg.moe.headroom != MoEConfig().headroom:
+        parts.append(f"buckets of {cfg.moe.headroom:g} times the mean")
     if cfg.mesh.gather_dense == "step":
         parts.append("dense weights gathered once a step")
     if cfg.mesh.gather_across != "flat":

@@ -23,7 +23,7 @@ from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan, frozen_garbage, price, trace_config
-from moejax.plan.price.routing import ExpertLoad
+from moejax.plan.price.routing import ExpertLoad, bucket_fills
 from moejax.plan.search import space
 from moejax.plan.search.budget import Budget, default_budget
 from moejax.plan.search.estimate import Estimate
@@ -251,7 +251,7 @@ class _Search:
         """
         best = start
         first = (self._heavier, self._schedules, self._coded, self._gathers, self._routes)
-        for neighbours in first:
+        for neighbours in (*first, self._headrooms):
             best = self._best_of(best, neighbours(best.cfg))
         if not chunks:
             return
@@ -294,6 +294,12 @@ class _Search:
 
     def _routes(self, cfg: Config) -> Iterable[Config]:
         return space.exchanges(cfg, self.limits)
+
+    def _headrooms(self, cfg: Config) -> Iterable[Config]:
+        step = self.priced[cfg].traced.train_step
+        fills = bucket_fills(self.load, cfg, step.layout, step.spec.route)
+        overflows = any(fill.rounds for _, fill in fills)
+        return space.headrooms(cfg, self.limits) if overflows else ()
 
     def _schedules(self, cfg: Config) -> Iterable[Config]:
         yield from space.schedules(cfg, self.limits)

@@ -27,6 +27,7 @@ ROWS = ("mesh.replica", "mesh.fsdp", "mesh.expert")  # axes that share a stage's
 PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
 SCHEDULES = ("1f1b", "combined_1f1b", "gpipe")
 KEEPS = ("residuals", "input")
+HEADROOMS = (1.5, 2.0, 3.0)
 # From no recomputation to all, which saves the most memory.
 REMATS = ("none", "dots", "experts", "collectives", "attention", "token_collectives", "full")
 
@@ -126,6 +127,14 @@ def exchanges(cfg: Config, limits: Limits) -> Iterator[Config]:
     for route in _values(cfg, limits, "route", tuple(reversed(ROUTES))):
         candidate = resolve(change(cfg, {"route": route}), limits)
         if candidate is not None and candidate != cfg:
+            yield candidate
+
+
+def headrooms(cfg: Config, limits: Limits) -> Iterator[Config]:
+    """Yields larger buckets, of which fewer overflow."""
+    for headroom in _values(cfg, limits, "moe.headroom", HEADROOMS):
+        candidate = resolve(change(cfg, {"moe.headroom": headroom}), limits)
+        if candidate is not None and headroom > cfg.moe.headroom:
             yield candidate
 
 

@@ -145,6 +145,19 @@ def test_weights_cross_slow_links_as_seldom_as_pays():
     )
 
 
+def test_small_buckets_are_larger_where_rounds_cost_more():
+    """Of 64 tokens with two choices 16 are for each device, and 20 fit: one has more, mostly."""
+    cfg = change(model(moe={"capacity_factor": None}), {"mesh.replica": 1, "mesh.expert": 8})
+    found = found_for(cfg, cluster(slow=1e6), "moe.headroom")
+    by_headroom = {one.cfg.moe.headroom: one.seconds for one in found.ranked}
+    assert sorted(by_headroom) == [1.25, 1.5, 2.0, 3.0]
+    assert by_headroom[2.0] < by_headroom[1.25]
+    assert found.ranked[0].cfg.moe.headroom in (1.5, 2.0)
+    assert "buckets of" in rest_text(found.ranked[0].cfg)
+    many = change(cfg, {"train.batch_sequences": 2048})
+    assert len(found_for(many, cluster(slow=1e6), "moe.headroom").ranked) == 1
+
+
 def test_chunks_are_doubled_as_far_as_they_may_be():
     cfg, topology = model(), cluster()
     free = limits(cfg, topology)
