@@ -10,7 +10,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from moejax.moe import dispatch
+from moejax.comm.tokens import rounds
 from tests.cases import (
     assert_close,
     one_device_state,
@@ -35,24 +35,25 @@ def only(path):
     """Inside, layers are traced so that their numbers are right along one path alone.
 
     Args:
-      path: "certain": there is one path, that of the route; "usual": of the two, the route's is
-        taken, everywhere; "rounds": the other is, in every layer; None: any.
+      path: "certain": no program has rounds; "usual": it has, and none is run; "rounds": some are
+        run in every layer; None: any.
     """
 
-    def cond(overflows, rounds, usually, *operands):
-        assert path != "certain", "this program may go in rounds"
+    def cond(overflows, add_rounds, usually, *operands):
+        assert path != "certain", "this program may have rounds"
         if path == "usual":
-            rounds = spoil(rounds)
+            add_rounds = spoil(add_rounds)
         if path == "rounds":
             usually = spoil(usually)
-        return jax.lax.cond(overflows, rounds, usually, *operands)
+        return jax.lax.cond(overflows, add_rounds, usually, *operands)
 
-    with mock.patch.object(dispatch, "lax", SimpleNamespace(cond=cond)):
+    patched = SimpleNamespace(cond=cond, fori_loop=jax.lax.fori_loop)
+    with mock.patch.object(rounds, "lax", patched):
         yield
 
 
 def spoil(function):
-    return lambda *operands: function(*operands) * np.nan
+    return lambda *operands: jax.tree.map(lambda x: x * np.nan, function(*operands))
 
 
 def not_constant(path, x):
