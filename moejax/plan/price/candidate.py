@@ -118,13 +118,17 @@ def trace_config(cfg: Config, platform: str, load: ExpertLoad | None = None) -> 
       load: what it will be priced for. Where this overflows no bucket, overflow rounds are not
         traced, which are a second expert layer. None: any load.
     """
-    layout = build_layout(cfg.mesh)
-    mesh, rounds = build_abstract_mesh(layout), True
-    if load is not None:
-        route = build_spec(cfg, mesh, platform, None).route
-        rounds = any(fill.rounds for _, fill in bucket_fills(load, cfg, layout, route))
+    mesh = build_abstract_mesh(build_layout(cfg.mesh))
+    rounds = load is None or may_overflow(cfg, platform, load)
     with described_cudnn():
         return trace_step(build_step(cfg, mesh, platform, rounds=rounds))
+
+
+def may_overflow(cfg: Config, platform: str, load: ExpertLoad) -> bool:
+    """Returns whether buckets overflow under a load, more than rarely."""
+    layout = build_layout(cfg.mesh)
+    route = build_spec(cfg, build_abstract_mesh(layout), platform, None).route
+    return any(fill.rounds for _, fill in bucket_fills(load, cfg, layout, route))
 
 
 def trace_step(train_step: TrainStep) -> TracedStep:

@@ -22,8 +22,14 @@ from moejax.config.fields import get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError
 from moejax.plan.cluster.topology import Topology
-from moejax.plan.price.candidate import PricedPlan, frozen_garbage, price, trace_config
-from moejax.plan.price.routing import ExpertLoad, bucket_fills
+from moejax.plan.price.candidate import (
+    PricedPlan,
+    frozen_garbage,
+    may_overflow,
+    price,
+    trace_config,
+)
+from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.search import space
 from moejax.plan.search.budget import Budget, default_budget
 from moejax.plan.search.estimate import Estimate
@@ -296,9 +302,7 @@ class _Search:
         return space.exchanges(cfg, self.limits)
 
     def _headrooms(self, cfg: Config) -> Iterable[Config]:
-        step = self.priced[cfg].traced.train_step
-        fills = bucket_fills(self.load, cfg, step.layout, step.spec.route)
-        overflows = any(fill.rounds for _, fill in fills)
+        overflows = may_overflow(cfg, self.limits.platform, self.load)
         return space.headrooms(cfg, self.limits) if overflows else ()
 
     def _schedules(self, cfg: Config) -> Iterable[Config]:
