@@ -293,7 +293,7 @@ def _show(
 ) -> None:
     """Copies a process's lines to its log and, with its name, to our output."""
     assert process.stdout is not None
-    with log:
+    with log, process.stdout:
         for line in process.stdout:
             log.write(line)
             log.flush()

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import re
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moejax import errors
+from moejax.runtime import watch
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-assign = importlib.import_module("assign")
+assign, group = map(importlib.import_module, ("assign", "group"))
 Assignment, Rules, Status = assign.Assignment, assign.Rules, assign.Status
 
 FOUR = Rules(hosts=4)
@@ -227,3 +232,63 @@ def test_of_one_assignment_that_with_a_coordinator_is_the_newest():
     ready = Assignment(2, 0, (0,), coordinator="a:1")
     both = [Status(replace(ready, coordinator="")), Status(ready)]
     assert assign.newest(both) == assign.newest(both[::-1]) == ready
+
+
+@pytest.mark.parametrize(
+    ("now", "here", "waited", "changes"),
+    [
+        # Each at its limit, and just behind it.
+        (None, {0: Status(), 1: Status()}, 300.0, False),
+        (None, {0: Status(), 1: Status()}, 300.1, True),
+        (RUNNING, running(hosts=(1, 3)), 14.9, False),
+        (RUNNING, running(hosts=(1, 3)), 15.0, True),
+        (replace(RUNNING, members=(0, 1)), running(replace(RUNNING, members=(0, 1))), 0, True),
+        (
+            replace(RUNNING, members=(0, 1)),
+            running(replace(RUNNING, members=(0, 1)), seconds=4.9),
+            0,
+            False,
+        ),
+        (
+            replace(RUNNING, members=(0, 1)),
+            running(replace(RUNNING, members=(0, 1)), seconds=5.0),
+            0,
+            True,
+        ),
+    ],
+)
+def test_what_waits_waits_no_longer_than_it_says(now, here, waited, changes):
+    assert (decide(here, now, waited=waited) is not None) == changes
+
+
+@pytest.mark.parametrize(
+    ("waited", "planned"), [(assign.PLANNED_S, None), (assign.PLANNED_S + 0.1, False)]
+)
+def test_a_planned_change_has_five_minutes_to_save(waited, planned):
+    proposed = Assignment(4, 0, (0, 2, 3), planned=True)
+    after = decide(running(proposed, ready=False), proposed, waited=waited)
+    assert after is None if planned is None else after.planned is False
+    assert assign.PLANNED_S == 300
+
+
+@pytest.mark.parametrize(("seconds", "tries"), [(600.0, 6), (600.1, 1)])
+def test_a_run_that_lasted_ten_minutes_begins_to_count_anew(seconds, tries):
+    now = replace(RUNNING, tries=5)
+    here = running(now, seconds=seconds) | {2: Status(now, ended=1)}
+    assert decide(here, now).tries == tries
+
+
+def test_exit_codes_are_those_of_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "formats" / "exit.md").read_text()
+    known = {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)}
+    said = ("done", "bad input", "asked to stop", "not all processes", "again and again", "no mesh")
+    codes = (0, 2, 3, 6, 7, 9)
+    names = ("DONE", "BAD_INPUT", "STOPPED", "MISSING", "CRASH_LOOP", "NO_MESH")
+    for text, code, name in zip(said, codes, names, strict=True):
+        assert re.search(rf"^\| {code} \| .*{text}", page, re.MULTILINE)
+        assert getattr(assign, name) == code
+    assert set(assign.FINAL) == {2, 4, 5, 8, 130} <= known
+    assert (assign.HANG, assign.SIGABRT) == (watch.HANG, 128 + signal.SIGABRT) == (124, 134)
+    assert set(group.CODES) == known
+    assert (group.STOPPED, group.HANG, errors.STOPPED) == (3, 124, 3)
+    assert group.SAID_BY_ALL == (2, 4, 8)

@@ -119,6 +119,75 @@ def test_runs_are_on_the_claim(monkeypatch, capsys, tmp_path):
     assert mounts.keys() == volumes.keys()
 
 
+def test_the_whole_manifest_is_as_kubernetes_and_jobset_document_it(monkeypatch, capsys):
+    """Every field by its name, as `make cluster` checks with their schemas."""
+
+    def field(path):
+        return {"fieldRef": {"fieldPath": path}}
+
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    container = {
+        "name": "moejax",
+        "image": "registry/moejax:1",
+        "command": ["moejax", "train"],
+        "env": [
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+            {"name": "MOEJAX_COORDINATOR", "value": "olmoe-worker-0-0.olmoe:29400"},
+            {"name": "MOEJAX_PROCESSES", "value": "4"},
+            {"name": "MOEJAX_PROCESS", "valueFrom": field(index)},
+            {"name": "POD_ADDRESS", "valueFrom": field("status.podIP")},
+            {"name": "JAX_COORDINATOR_BIND_ADDRESS", "value": "$(POD_ADDRESS):29400"},
+        ],
+        "ports": [{"name": "coordinator", "containerPort": 29400, "protocol": "TCP"}],
+        "volumeMounts": [
+            {"name": "runs", "mountPath": "/runs"},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+        "securityContext": {"allowPrivilegeEscalation": False},
+        "resources": {"limits": {"nvidia.com/gpu": "8"}},
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 90,
+        "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+        "containers": [container],
+    }
+    codes = {"containerName": "moejax", "operator": "In", "values": [2, 4]}
+    job = {
+        "completionMode": "Indexed",
+        "completions": 4,
+        "parallelism": 4,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": codes}]},
+        "template": {"spec": pod},
+    }
+    final = {
+        "name": "final",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    flags = ["--gpus", "8", "--mount", "/runs", "--grace_seconds", "90", "--max_restarts", "7"]
+    assert wanted(monkeypatch, capsys, *flags) == {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": "olmoe"},
+        "spec": {
+            "network": {
+                "enableDNSHostnames": True,
+                "publishNotReadyAddresses": True,
+                "subdomain": "olmoe",
+            },
+            "failurePolicy": {"maxRestarts": 7, "rules": [final]},
+            "replicatedJobs": [{"name": "worker", "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
 @pytest.mark.parametrize(
     "value",
     [

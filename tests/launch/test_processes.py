@@ -288,3 +288,91 @@ def test_the_users_tunables_stay(monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
     variables = processes.environment("localhost:1", 0, 1, 2)
     assert variables["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
+
+
+def test_the_guard_knows_of_each_process_until_it_has_ended(tmp_path):
+    told = []
+    guard = SimpleNamespace(
+        watch=lambda process: told.append(("watch", process.pid)),
+        forget=lambda process: told.append(("forget", process.pid)),
+    )
+    some = group.Group(SimpleNamespace(), guard)
+    some.start(
+        group.Place("one"), ["sleep", "100"], dict(os.environ), (tmp_path / "log").open("wb")
+    )
+    pid = some._started[0].process.pid
+    assert told == [("watch", pid)]
+    some.kill()
+    assert told == [("watch", pid), ("forget", pid)]
+    assert some.code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_guard_ends_what_runs_unless_its_launcher_has_ended_by_itself(ended):
+    """One process has ended before: its number may be another's, here that of one that stays."""
+    one, other = (subprocess.Popen(["sleep", "100"], start_new_session=True) for _ in range(2))
+    with one, other:
+        told = f"{one.pid}\n{other.pid}\n-{other.pid}\n{'done' * ended}\n"
+        words = [sys.executable, "-I", "-S", "-c", group.GUARD]
+        subprocess.run(words, input=told, text=True, check=True, timeout=30)
+        assert one.poll() is None if ended else one.wait(timeout=30) == -signal.SIGKILL
+        assert other.poll() is None
+        one.kill()
+        other.kill()
+
+
+def test_whoever_sleeps_before_a_restart_wakes_when_interrupted():
+    interrupts = group.Interrupts()
+    began = time.monotonic()
+    interrupts.sleep(0.2)
+    assert 0.2 <= time.monotonic() - began < 5
+    interrupts.count = 1
+    interrupts.sleep(100)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("words", "counts", "wrong"),
+    [
+        (["sh"], {"--processes": 1, "--devices": None}, None),
+        (["sh"], {"--processes": 64}, None),
+        ([], {}, "no command"),
+        (["no-such"], {}, "no program `no-such`"),
+        (["sh"], {"--processes": 0}, "--processes is 0"),
+        (["sh"], {"--processes": 65}, "--processes is 65"),
+        (["sh"], {"--processes": 2, "--devices": 65}, "--devices is 65"),
+    ],
+)
+def test_a_command_and_counts_are_looked_at_before_anything_starts(words, counts, wrong):
+    found = processes.problem(words, counts)
+    assert found is None if wrong is None else found.startswith(wrong)
+
+
+def test_the_pause_before_a_restart_doubles_and_a_long_start_begins_anew(monkeypatch):
+    """Each start lasts as long as its entry says, and ends with 1."""
+    lasts, pauses, now = [1, 1, 1, 601, 1, 1, 1, 1], [], [0.0]
+
+    class Group:
+        def __init__(self, interrupts, guard):
+            pass
+
+        def wait(self):
+            now[0] += lasts.pop(0)
+            return 1
+
+    class Interrupts(group.Interrupts):
+        def sleep(self, seconds):
+            pauses.append(seconds)
+
+    again = []
+    monkeypatch.setattr(processes, "Group", Group)
+    monkeypatch.setattr(processes, "Interrupts", Interrupts)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    code = processes._run_and_restart(lambda group, later: again.append(later), 4)
+    assert code == processes.CRASH_LOOP
+    assert pauses == [1, 2, 4, 1, 2, 4, 8]
+    assert again == [False, True, True, True, True, True, True, True]
+    lasts, now = [1] * 9, [0.0]
+    pauses.clear()
+    assert processes._run_and_restart(lambda *_: None, 7) == processes.CRASH_LOOP
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]

@@ -351,3 +351,18 @@ def test_sigterm_lets_the_host_leave_and_all_else_reaches_its_processes(
     for name in signals:
         asked._pass(signal.Signals[name], None)
     assert (asked.leaving, asked.count, heard.done) == (leaving, count, passed)
+
+
+def test_an_ipv6_address_stands_in_brackets_before_its_port(one, monkeypatch):
+    monkeypatch.setattr(supervisor, "free_port", {"127.0.0.1": 7, "::1": 8}.get)
+    assert one._free() == "127.0.0.1:7"
+    one._addresses[0] = ("::1", 1)
+    assert one._free() == "[::1]:8"
+
+
+def test_where_no_port_is_free_no_process_0_can_listen(one, monkeypatch):
+    def refuse(host):
+        raise OSError("no port")
+
+    monkeypatch.setattr(supervisor, "free_port", refuse)
+    assert one._free() == ""

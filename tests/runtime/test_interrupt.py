@@ -7,7 +7,7 @@ import time
 import pytest
 
 from moejax.errors import STOPPED
-from moejax.runtime.interrupt import STOP_SIGNALS, Interrupt, stops_at_sigterm
+from moejax.runtime.interrupt import STOP_SIGNALS, Interrupt, interruptible, stops_at_sigterm
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -60,7 +60,7 @@ def test_a_loop_in_another_thread_runs_without_handlers():
 
 PROGRAM = """
 import contextlib, ctypes, sys, time
-from moejax.runtime.interrupt import Interrupt, stops_at_sigterm
+from moejax.runtime.interrupt import STOP_SIGNALS, Interrupt, interruptible, stops_at_sigterm
 
 doing, body = sys.argv[1], sys.argv[2]
 try:
@@ -109,3 +109,27 @@ def test_sigterm_is_as_before_afterwards():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
     assert "SIGTERM" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_ctrl_c_ends_the_process_while_it_waits_in_cpp_and_asks_again_afterwards():
+    before = signal.getsignal(signal.SIGINT)
+    with interruptible():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(RuntimeError, match="inside"), interruptible():
+        raise RuntimeError("inside")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_another_thread_waits_and_is_stopped_by_no_signal():
+    """Only the main thread can set handlers."""
+    done = []
+
+    def wait():
+        with interruptible(), stops_at_sigterm(lambda: "waiting"):
+            done.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert done == [True]

@@ -5,6 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import pytest
+from jax._src import compilation_cache
+
+from moejax.runtime import program_cache
+
 PROGRAM = """
 import jax, jax.numpy as jnp
 from moejax.config.schema import MeshConfig
@@ -76,3 +82,50 @@ def test_a_home_that_cannot_be_written_is_told(tmp_path):
     directory, _, said = start_anew(tmp_path)
     assert directory == "None"
     assert "compiled programs are not kept" in said
+
+
+@pytest.mark.parametrize(
+    ("directory", "process", "seconds", "kept"),
+    [
+        ("/cache", 0, 1.0, True),
+        ("/cache", 3, 1.0, True),
+        ("/cache", 0, 0.9, False),  # less than JAX is told to keep
+        ("gs://bucket", 0, 1.0, True),
+        ("gs://bucket", 1, 1.0, False),
+    ],
+)
+def test_what_takes_long_is_kept_by_each_process_but_in_a_store_by_the_first(
+    monkeypatch, directory, process, seconds, kept
+):
+    wrote = []
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(
+        compilation_cache, "put_executable_and_time", lambda *what: wrote.append(what)
+    )
+    before = jax.config.jax_compilation_cache_dir
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    try:
+        jax.config.update("jax_compilation_cache_dir", directory)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        program_cache._write("key", seconds, "name", "backend", "program")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    assert wrote == [("key", "name", "program", "backend", int(seconds))] * kept
+
+
+def test_a_program_that_cannot_be_kept_is_a_warning(monkeypatch):
+    def full(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr(compilation_cache, "put_executable_and_time", full)
+    with pytest.warns(UserWarning, match="Error writing persistent compilation cache entry: no sp"):
+        program_cache._write("key", 1e9, "name", "backend", "program")
+
+
+def test_the_users_cache_is_where_xdg_says_or_in_the_home(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert program_cache.user_cache() == Path("/elsewhere/moejax")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert program_cache.user_cache() == Path("/home/me/.cache/moejax")

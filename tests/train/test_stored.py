@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from moejax.hf.load import flat
 from moejax.train.checkpoint import Checkpoints
-from moejax.train.stored import NewArray, PieceWriter, StoredWeights, missing_in
+from moejax.train.stored import NewArray, PieceWriter, StoredWeights, _shared_bytes, missing_in
 from tests.cases import small_config, step_for
 
 ONE, MIXED = (1, 1, 1, 1), (1, 2, 2, 2)
@@ -130,3 +130,25 @@ def test_an_unknown_path_is_no_array(tmp_path):
     writer.close()
     with pytest.raises(KeyError, match="no_such"):
         StoredWeights(tmp_path / "3").read("no_such")
+
+
+@pytest.mark.parametrize(
+    ("shape", "pieces", "whole", "rows"),
+    [
+        # A layer at a time: each has its own pieces, or two share them; a part is 8 x 6 numbers.
+        ((4, 8, 6), (1, 8, 6), (False, True, True), 0),
+        ((4, 8, 6), (2, 4, 3), (False, True, True), 2 * 8 * 6),
+        ((4, 8, 6), (2, 4, 3), (False,), 2 * 8 * 6),  # what is not said is whole
+        ((4, 7, 6), (2, 4, 3), (False,), 2 * 8 * 6),  # a piece is read to its end
+        ((4, 8, 6), (1, 4, 3), (False, False, True), 1 * 4 * 6),
+        ((4, 8, 6), (2, 4, 3), (True, True, True), 0),
+    ],
+)
+def test_two_rows_of_pieces_are_kept_where_parts_share_them(tmp_path, shape, pieces, whole, rows):
+    spec = {
+        "driver": "zarr",
+        "kvstore": f"file://{tmp_path}/",
+        "metadata": {"shape": shape, "chunks": pieces, "dtype": "<f4"},
+    }
+    array = ts.open(spec, create=True).result()
+    assert _shared_bytes(array, whole) == 2 * 4 * rows

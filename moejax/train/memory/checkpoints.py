@@ -229,8 +229,7 @@ class MemoryCheckpoints:
         """Ends the saves and removes what hosts hold: the run does not need it. All call it."""
         if self._pending is not None:
             self._pending.result()
-        self._settle()
-        self._members.processes.gather("memory")  # nobody sends any more
+        self._settle()  # all processes agree that nobody sends any more
         self.close()
         if self._members.turn[0] == 0:
             remove(self._members.folder)

@@ -20,6 +20,7 @@ from moejax.runtime.processes import ALONE, Processes
 from moejax.train.checkpoint import arrays_of
 from moejax.train.memory import checkpoints, find, members
 from moejax.train.memory.checkpoints import MemoryCheckpoints
+from moejax.train.memory.exchange import Inbox
 from moejax.train.memory.members import open_members
 from moejax.train.memory.placement import neighbours
 from moejax.train.memory.slots import Slot, names_in
@@ -295,6 +296,23 @@ def test_what_a_start_resumed_is_kept_until_a_newer_step_is_whole(tmp_path, step
     again.close()
     assert bits(resumed(tmp_path)[0]) == bits(at_step(state, steps[-1]))
     assert slot_of(members, steps[-1]).name == f"0-{(len(steps) - 1) % 2}.slot"
+
+
+def test_slots_of_another_size_are_reserved_anew_but_for_those_of_the_step_that_is_held(tmp_path):
+    """Also those that it keeps for another host: without them that host's part would be lost."""
+    found = open_members(configured(tmp_path, MESHES[0]), ALONE)
+    own, others = (
+        [Slot(found.folder, f"{name}-{n}") for n in (0, 1)] for name in ("0", "0-from-1")
+    )
+    for slot in (*own, *others):
+        slot.prepare(1000)
+        slot.commit({})
+    kept = object.__new__(MemoryCheckpoints)
+    kept._members, kept._good, kept._bytes, kept._slots = found, 0, 2000, own
+    kept._inboxes = {1: Inbox(500, others, threading.Lock())}
+    kept._reserve()
+    assert names_in(found.folder) == ["0-0", "0-from-1-0"]
+    assert [slot.stored for slot in (*own, *others)] == [1000, 2000, 1000, 500]
 
 
 def test_no_room_is_refused(tmp_path, monkeypatch):
