@@ -186,7 +186,7 @@ def _gather(
     members = _fitting(able, () if now is None else now.unfit)
     wanted = rules.hosts if now is None else now.needed
     late = waited_s > rules.gather_s
-    if len(members) >= max(rules.min_hosts, 1) and (len(able) >= wanted or late):
+    if len(members) >= rules.min_hosts and (len(able) >= wanted or late):
         return _new(now, me, members, why=f"{_hosts(len(members))} of {rules.hosts} are there")
     if late:
         why = f"{_hosts(len(able))} of {rules.hosts} came, and --min_hosts is {rules.min_hosts}"
@@ -229,12 +229,12 @@ def _restart(
     me: int, here: Mapping[int, Status], now: Assignment, why: str, rules: Rules
 ) -> Assignment:
     members = _fitting(_able(here), now.unfit)
-    if len(members) >= max(rules.min_hosts, 1):
+    if len(members) >= rules.min_hosts:
         return _new(now, me, members, why=why)
     if now.unfit and len(_able(here)) >= rules.min_hosts:
         return _new(now, me, (), code=NO_MESH, why=why)
     why += "; fewer than --min_hosts are left, and it waits for more"
-    return _new(now, me, (), needed=max(rules.min_hosts, 1), why=why)
+    return _new(now, me, (), needed=rules.min_hosts, why=why)
 
 
 def _planned(

@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
-from jax._src import compilation_cache
+from jax._src import compilation_cache, compiler
 
 from moejax.runtime import program_cache
 
@@ -129,3 +130,29 @@ def test_the_users_cache_is_where_xdg_says_or_in_the_home(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert program_cache.user_cache() == Path("/home/me/.cache/moejax")
+
+
+@pytest.mark.parametrize(("enabled", "told"), [(True, None), (True, "/told"), (False, None)])
+def test_jax_keeps_what_takes_a_tenth_of_a_second_unless_it_was_told_otherwise(
+    monkeypatch, tmp_path, enabled, told
+):
+    settings = {}
+    config = SimpleNamespace(
+        jax_enable_compilation_cache=enabled,
+        jax_compilation_cache_dir=told,
+        update=settings.__setitem__,
+    )
+    monkeypatch.setattr(program_cache, "jax", SimpleNamespace(config=config))
+    monkeypatch.setattr(compiler, "_cache_write", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    program_cache.keep_programs()
+    assert (compiler._cache_write is program_cache._write) == enabled
+    if not enabled or told:
+        assert settings == {}
+        return
+    (folder,) = (tmp_path / "moejax").iterdir()
+    assert settings == {
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_compilation_cache_dir": str(folder),
+        "jax_compilation_cache_max_size": 8 * 2**30,
+    }

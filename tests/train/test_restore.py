@@ -2,6 +2,8 @@
 
 import io
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,6 +16,8 @@ from rich.console import Console
 from moejax.config.load import to_dict
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
+from moejax.train import restore
+from moejax.train import resume as resumes
 from moejax.train.checkpoint import Checkpoints, arrays_of
 from moejax.train.manifest import (
     MANIFEST,
@@ -194,3 +198,27 @@ def test_processes_compare_together_and_say_the_same(written):
 
     one, other = everywhere(2, lambda processes: wrong_numbers(manifest, arrays, Halves(processes)))
     assert one == other == f"experts 3 and 5 of layer 1 ({NAMES.split(',')[0]}) are swapped"
+
+
+@pytest.mark.parametrize(
+    ("reduction", "files", "valid", "warned"),
+    [
+        ("same", ["reduction/a"], True, False),
+        ("other", ["reduction/a", "weights/b"], False, True),
+        ("other", ["weights/b"], False, False),  # there is nothing to drop
+        (None, ["weights/b"], False, False),
+    ],
+)
+def test_what_codecs_had_not_sent_is_read_where_it_is_valid_and_else_told(
+    monkeypatch, reduction, files, valid, warned
+):
+    asked, shown = [], io.StringIO()
+    monkeypatch.setattr(resumes, "fingerprint", lambda train_step: "same")
+    monkeypatch.setattr(
+        restore, "restore_state", lambda saved, abstract, reduction: asked.append(reduction)
+    )
+    saved = Saved(2, Path("there"), {"reduction": reduction, "files": dict.fromkeys(files)})
+    restore._read(SimpleNamespace(abstract=None), saved, Console(file=shown, width=200))
+    assert asked == [valid]
+    assert ("what codecs had not sent yet is dropped" in shown.getvalue()) == warned
+    assert shown.getvalue().startswith("resuming at step 2 from there\n")

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,8 +18,9 @@ from moejax.config.schema import CheckpointConfig
 from moejax.data.skipped import SkippedData
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
+from moejax.step.state import TrainState
 from moejax.train.checkpoint import arrays_of
-from moejax.train.memory import checkpoints, find, members
+from moejax.train.memory import checkpoints, find, members, start
 from moejax.train.memory.checkpoints import MemoryCheckpoints
 from moejax.train.memory.exchange import Inbox
 from moejax.train.memory.members import open_members
@@ -218,6 +220,110 @@ def test_memory_of_other_settings_is_not_taken_and_stops_no_start(tmp_path):
     found, said = resumed(tmp_path, init_deviation=0.5)
     assert found is None
     assert "is not taken: config differs from the checkpoint's" in said[-1]
+
+
+BASE = {"path": "/weights", "weights": "a" * 64}
+
+
+def taken_up(tmp_path, *, content=CONTENT, base=BASE, **changes):
+    """What a start with other settings goes on with from step 2 of adapters, and what it says."""
+    train_step, state = case(tmp_path)
+    facts = describe_run(train_step, CONTENT, BASE)
+    found = open_members(train_step.cfg, ALONE)
+    kept = MemoryCheckpoints(found, arrays_of(train_step.abstract), facts, partial(_tell, []))
+    save(kept, state, 2)
+    kept.close()
+    cfg = train_step.cfg
+    for group, values in changes.items():
+        cfg = dataclasses.replace(
+            cfg, **{group: dataclasses.replace(getattr(cfg, group), **values)}
+        )
+    memory, said = Memory(cfg, ALONE, None), []
+    console = Console(file=io.StringIO())
+    resumed = memory.resume(step_for(cfg), content, (), base, console, said.append)
+    return resumed, said
+
+
+OTHER_DATA = {"train": [{"name": "a", "digest": "1", "tokens": 1}], "held_out": []}
+
+
+def test_changes_that_may_be_made_are_told_where_a_step_in_memory_is_taken(tmp_path):
+    resumed, said = taken_up(
+        tmp_path,
+        content=OTHER_DATA,
+        checkpoint={"allow_changed_data": True},
+        optimizer={"learning_rate": 0.5, "warmup_steps": 0},
+    )
+    assert int(resumed.state.step) == 2
+    assert [text for text in said if "optimizer.learning_rate: " in text] != []
+    assert [text for text in said if text.startswith("learning rate after step 2: ")] != []
+    assert "data changed since the checkpoint: data.train_files: a is new" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"content": OTHER_DATA}, "data differs from the checkpoint's"),
+        ({"base": {**BASE, "weights": "b" * 64}}, "base weights differ from the checkpoint's"),
+        ({"train": {"seed": 7}}, "config differs from the checkpoint's"),
+    ],
+)
+def test_a_step_in_memory_of_another_run_is_not_taken(tmp_path, changes, why):
+    resumed, said = taken_up(tmp_path, **changes)
+    assert resumed is None
+    assert said[-1].startswith(f"step 2 in memory is not taken: {why}")
+
+
+def test_the_same_base_is_no_change(tmp_path):
+    resumed, said = taken_up(tmp_path)
+    assert int(resumed.state.step) == 2
+    assert said == []
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+def test_codec_state_that_is_not_valid_is_new_and_told_where_there_was_some(remembered):
+    kinds = {"weights/a": [[2], "float32"]} | ({"reduction/b": [[2], "int8"]} if remembered else {})
+    state, said = small_state(reduction=None), []
+    train_step = SimpleNamespace(first_reduction=lambda: "new")
+    found = SimpleNamespace(kinds=kinds)
+    assert start._with_reduction(state, train_step, found, said.append).reduction == "new"
+    assert len(said) == remembered
+    own = small_state(reduction="own")
+    assert start._with_reduction(own, train_step, found, said.append) is own
+    assert len(said) == remembered
+
+
+def small_state(*, reduction):
+    return TrainState(np.int32(2), np.int32(0), None, None, None, reduction)
+
+
+def test_a_run_is_told_once_that_its_state_is_not_kept(tmp_path):
+    train_step = step_for(configured(tmp_path, MESHES[0]))
+    recorded, shown = [], io.StringIO()
+    records = SimpleNamespace(event=lambda *event, **values: recorded.append((*event, values)))
+    memory = Memory(train_step.cfg, ALONE, None)
+    kept = memory.begin(train_step, CONTENT, BASE, records, Console(file=shown, width=200))
+    assert (kept._facts["jax"], kept._facts["base"]) == (jax.__version__, BASE)
+    assert (kept._good, kept._next) == (None, 0)
+    kept._told("memory_saved", 2, bytes=3)
+    assert shown.getvalue() == ""
+    kept._told("memory_failed", 4, text="no room")
+    kept._told("memory_failed", 6, text="again")
+    kept.close()
+    assert recorded == [
+        ("memory_saved", 2, {"bytes": 3}),
+        ("memory_failed", 4, {"text": "no room"}),
+        ("memory_failed", 6, {"text": "again"}),
+    ]
+    assert shown.getvalue() == "warning: step 4 is not kept in memory: no room\n"
+
+
+def test_without_the_setting_nothing_is_kept_in_memory(tmp_path):
+    train_step = step_for(configured(tmp_path, MESHES[0]))
+    cfg = dataclasses.replace(train_step.cfg, checkpoint=CheckpointConfig())
+    memory = Memory(cfg, ALONE, None)
+    assert not memory.found
+    assert memory.begin(train_step, CONTENT, None, None, None) is None
 
 
 def test_a_run_whose_checkpoints_were_removed_begins_anew(tmp_path):
