@@ -64,3 +64,26 @@ def test_the_command_gives_a_verdict(tmp_path, capsys):
     assert main(["--run_dir", str(tmp_path / "file" / "run"), "--coordinator", "x"]) == 1
     verdict = capsys.readouterr().out.splitlines()[-1]
     assert verdict == "not ready: directory is made, process 0 at x"
+
+
+@pytest.mark.parametrize(
+    ("error", "holds", "said"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), True, "its machine answers; nobody"),
+        (OSError(113, "No route to host"), False, "No route to host: a firewall, or the wrong"),
+        (TimeoutError(), False, "no answer within "),
+    ],
+)
+def test_why_process_0_cannot_be_reached_is_said(monkeypatch, error, holds, said):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(place_checks.socket, "create_server", _refuse)
+    monkeypatch.setattr(place_checks.socket, "create_connection", fail)
+    (finding,) = check_coordinator("127.0.0.1:9")
+    assert finding.holds == holds
+    assert finding.text.startswith(said)
+
+
+def _refuse(*_, **__):
+    raise OSError("of another machine")

@@ -1,11 +1,15 @@
 """The log of events: which steps each report is of, whatever lies between steps."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from moejax.config.schema import WatchdogConfig
 from moejax.report.goodput import REPEATED, ROLLED_BACK, read_goodput
+from moejax.runtime import watch as watch_module
 from moejax.runtime.watch import Watch
+from moejax.train import watching
 from moejax.train.watching import ProcessLog
 
 
@@ -68,3 +72,71 @@ def test_a_run_that_goes_back_begins_again_below(tmp_path, watched):
     go(watch, 5, 9)
     log.tell()
     assert reported(tmp_path) == [(1, 4), (5, 7), (5, 9)]
+
+
+def test_steps_are_told_every_ten_seconds_and_with_the_stages_that_they_took(
+    tmp_path, watched, monkeypatch
+):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(watching, "time", clock)
+    monkeypatch.setattr(watch_module, "time", clock)
+    watch, log = Watch(watched[1].ended), watched[1]
+    log._told = 0.0
+    for step in range(1, 9):
+        watch.enter("input", step)
+        clock.now += 0.5
+        watch.enter("step", step)
+        clock.now += 2.0
+    watch.enter("finish")
+    log.tell()
+    assert reported(tmp_path) == [(1, 5), (6, 8)], "the fifth ends after 12.5 seconds"
+    lines = map(json.loads, (tmp_path / "events" / "0.jsonl").read_text().splitlines())
+    steps = [line for line in lines if line["event"] == "steps"]
+    assert [(line["input_s"], line["step_s"]) for line in steps] == [(2.5, 10.0), (1.5, 6.0)]
+
+
+def test_a_stage_that_goes_on_is_told_once_with_all_its_seconds(tmp_path, watched):
+    _, log = watched
+    for seconds in (1.0, 2.0):
+        log.ended("evaluate", 4, seconds)
+    log.ended("save", 4, 0.25)
+    log.ended("evaluate", 8, 5.0)
+    log.tell()
+    lines = map(json.loads, (tmp_path / "events" / "0.jsonl").read_text().splitlines())
+    stages = [(s["stage"], s["step"], s["seconds"]) for s in lines if s["event"] == "stage"]
+    assert stages == [("evaluate", 4, 3.0), ("save", 4, 0.25), ("evaluate", 8, 5.0)]
+
+
+def test_each_stage_has_its_deadline():
+    limits = dict(start_s=1, step_s=2, evaluate_s=3, save_s=4, compile_s=5, silent_s=6)
+    found = watching.deadlines_of(WatchdogConfig(**{k: float(v) for k, v in limits.items()}))
+    assert found.silent_s == 6
+    assert found.by_stage == {
+        "start": 1,
+        "plan": 1,
+        "restore": 1,
+        "input": 2,
+        "step": 2,
+        "evaluate": 3,
+        "sample": 3,
+        "save": 4,
+        "finish": 4,
+        "compile": 5,
+    }
+
+
+def test_a_hang_is_in_the_log_with_its_stage_before_the_process_ends(
+    tmp_path, watched, monkeypatch
+):
+    watch, log = watched
+    ended = []
+    monkeypatch.setattr(watching, "end_process", lambda *what: ended.append(what))
+    go(watch, 1, 3)
+    watch.enter("save", 3)
+    watching._end(watch, log, "process 1 is behind")
+    lines = list(map(json.loads, (tmp_path / "events" / "0.jsonl").read_text().splitlines()))
+    assert lines[-2]["event"] == "steps"
+    last = lines[-1]
+    del last["time"]
+    assert last == {"event": "hang", "step": 3, "stage": "save", "text": "process 1 is behind"}
+    assert ended == [("process 1 is behind", tmp_path / "events" / "0.hang.txt")]

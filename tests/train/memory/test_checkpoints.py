@@ -25,6 +25,7 @@ from moejax.train.memory.checkpoints import MemoryCheckpoints
 from moejax.train.memory.exchange import Inbox
 from moejax.train.memory.members import open_members
 from moejax.train.memory.placement import neighbours
+from moejax.train.memory.restore import read_state
 from moejax.train.memory.slots import Slot, names_in
 from moejax.train.memory.start import Memory
 from moejax.train.resume import describe_run
@@ -456,3 +457,80 @@ def test_members_agree_and_keep_the_identity_of_the_run(tmp_path):
     assert first.begun != second.begun
     assert first.folder == second.folder
     assert first.server is None
+
+
+def test_a_slot_that_finds_no_room_fails_its_save_and_the_run_goes_on(tmp_path, monkeypatch):
+    train_step, state = case(tmp_path)
+    events = []
+    _, kept = saving(train_step, events)
+    save(kept, state, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(kept._slots[1], "prepare", _full)
+        save(kept, state, 4)
+    save(kept, state, 6)
+    kept.end()
+    assert [(event, step) for event, step, _ in events] == [
+        ("memory_saved", 2),
+        ("memory_failed", 4),
+        ("memory_saved", 6),
+    ]
+    assert events[1][2] == {"text": "process 0: no room"}
+
+
+def _full(size):
+    raise OSError("no room")
+
+
+def test_of_several_processes_that_failed_the_first_is_named_and_the_others_counted(tmp_path):
+    ends = [[4, 0.1, 0.2, 10, 5, None], [4, 0.3, 0.1, 20, 6, "full"], [4, 0, 0, 0, 0, "gone"]]
+    for failed, event in ((1, "memory_saved"), (2, "memory_failed"), (3, "memory_failed")):
+        events = []
+        kept = object.__new__(MemoryCheckpoints)
+        processes = SimpleNamespace(gather=lambda here, n=failed: ends[:n])
+        kept._members = SimpleNamespace(processes=processes, turn=(1, 2))
+        kept._told, kept._swept, kept._good, kept._next = partial(_tell, events), False, 0, 1
+        kept._pending = SimpleNamespace(result=lambda: checkpoints.Ended(*ends[0]))
+        kept._settle()
+        ((found, step, values),) = events
+        assert (found, step, kept._pending) == (event, 4, None)
+        assert (kept._good, kept._next) == ((1, 0) if failed == 1 else (0, 1))
+        if failed == 1:
+            assert values == {"bytes": 10, "sent": 5, "stall_s": 0.1, "whole_s": 0.2}
+        else:
+            more = ", and 1 processes more" if failed == 3 else ""
+            assert values == {"text": f"process 1: full{more}"}
+
+
+def test_what_a_save_took_is_that_of_the_slowest_process_and_bytes_are_added():
+    events = []
+    kept = object.__new__(MemoryCheckpoints)
+    ends = [[4, 0.1, 0.9, 10, 5, None], [4, 0.3, 0.4, 20, 6, None]]
+    kept._members = SimpleNamespace(
+        processes=SimpleNamespace(gather=lambda here: ends), turn=(1, 2)
+    )
+    kept._told, kept._swept, kept._good, kept._next = partial(_tell, events), True, None, 0
+    kept._pending = SimpleNamespace(result=lambda: checkpoints.Ended(*ends[0]))
+    kept._settle()
+    assert events == [
+        ("memory_saved", 4, {"bytes": 30, "sent": 11, "stall_s": 0.3, "whole_s": 0.9})
+    ]
+
+
+def test_arrays_of_another_kind_and_copies_that_are_not_whole_are_not_taken(tmp_path):
+    train_step, state = case(tmp_path)
+    _, kept = saving(train_step)
+    save(kept, state, 2)
+    kept.close()
+    memory = Memory(train_step.cfg, ALONE, None)
+    found = memory._found
+    key = "weights/params.norm.scale"
+    for kinds in ({**found.kinds, key: [[3], "float32"]}, {**found.kinds, key: None}):
+        other = found._replace(kinds=kinds)
+        assert read_state(other, train_step, memory._members) == (
+            None,
+            f"{key} has another shape",
+        )
+    held = found.held[0]
+    fewer = held._replace(rooms=[room for room in held.rooms if room[0].key != key])
+    _, why = read_state(found._replace(held=[fewer]), train_step, memory._members)
+    assert why.startswith("process 0: ")
