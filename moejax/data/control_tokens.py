@@ -43,7 +43,7 @@ class FileEncoder:
         content = json.loads(library.to_str())
         special = [token for token in content.get("added_tokens") or () if token["special"]]
         self.controls = frozenset(token["content"] for token in special)
-        self._ids = np.array(sorted(token["id"] for token in special), np.uint32)
+        self._ids = np.array([token["id"] for token in special], np.uint32)
         # It would add tokens that the template writes itself, and trim spaces from the offsets.
         content["post_processor"] = None
         self._library = type(library).from_str(json.dumps(content))

@@ -171,7 +171,7 @@ def factor_tensors(view: View, adapter: Adapter) -> tuple[np.ndarray, np.ndarray
     assert letters is not None, f"{view.dims} is no matrix"
     joined = "E" if view.dims[0] == view.groups[0] == "E" else ""
     one, other = view.groups[len(joined) :]
-    is_input = set(one) <= set(letters.a.removeprefix("E"))
+    is_input = set(one) <= set(letters.a)
     side_in, side_out = (one, other) if is_input else (other, one)
     a = _factor(view, letters.a, adapter.a, (joined + RANK, side_in))
     b = _factor(view, letters.b, adapter.b, (side_out, RANK + joined))

@@ -150,7 +150,10 @@ def test_adapters_on_an_import_and_of_multi_token_prediction(command, tmp_path):
         assert np.abs(whole[name] - base[name]).max() > 0.01
     code, lines = command("export", "run", "--out", "adapter", "--adapter")
     assert code == 0, lines
-    assert any("left out those of multi-token prediction (" in line for line in lines)
+    assert any(
+        "adapters of " in line and "left out those of multi-token prediction (" in line
+        for line in lines
+    )
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     # The base is a checkpoint, which peft cannot read: it is named by the folder that it is of.
     assert config["base_model_name_or_path"] == str(folder)

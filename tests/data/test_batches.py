@@ -240,6 +240,14 @@ def test_a_mixture_is_a_function_of_seed_and_step():
     assert _order(first, [7]) == _order(second, range(9))[14:16]
 
 
+def test_streams_of_a_mixture_have_orders_of_their_own():
+    """Those of the seed and of the seed after it: a resumed run goes on in the same order."""
+    streams = [(_count_up(64 * 4 + 1), 1.0), (_count_up(64 * 4 + 1), 1.0)]
+    mixed = _order(_batches(streams[0][0], mixture=streams, seed=3), range(64))
+    alone = [_order(_batches(streams[0][0], seed=seed), range(32)) for seed in (3, 4)]
+    assert sorted([mixed[0::2], mixed[1::2]]) == sorted(alone)
+
+
 def test_a_mixture_seen_once_ends_with_its_first_stream_to_end():
     streams = [(_count_up(9), 1.0), (_count_up(401), 1.0)]
     mixed = _batches(streams[0][0], mixture=streams, repeat=False)

@@ -78,6 +78,24 @@ def test_files_give_back_any_part_of_the_stream(tmp_path, format, monkeypatch):
             assert read.tolist() == expected[start : start + length]
 
 
+@pytest.mark.parametrize("num_tokens", [2, 15, 16, 17, 32, 40])
+def test_records_are_full_but_for_the_last_one_which_is_not_empty(
+    tmp_path, monkeypatch, num_tokens
+):
+    library = pytest.importorskip("array_record.python.array_record_module")
+    monkeypatch.setattr(writers, "CHUNK_TOKENS", 16)
+    left, texts = num_tokens - 1, []
+    while left:  # each document has its eos behind it
+        texts.append("x" * (min(left, 20) - 1))
+        left -= min(left, 20)
+    path = _write(tmp_path, "array_record", texts)
+    reader = library.ArrayRecordReader(str(path))
+    lengths = [len(record) // 2 for record in reader.read_all()]
+    reader.close()
+    last = num_tokens % 16
+    assert lengths == [16] * (num_tokens // 16) + [last] * (last > 0)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_several_files_are_one_stream_in_sorted_order(tmp_path, format):
     texts = {"c": ["third"], "a": ["first", "one"], "b": ["second"]}

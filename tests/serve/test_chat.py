@@ -15,7 +15,7 @@ from moejax.data.marks import TARGET
 from moejax.data.rows import Line
 from moejax.errors import InputError
 from moejax.serve.chat import open_chat
-from tests.data.chats import BYTES, CHATML, CLOSED, INST, TAGGED, THINKING, write_model
+from tests.data.chats import BYTES, CHATML, CLOSED, CONTROLS, INST, TAGGED, THINKING, write_model
 
 QUESTION = "What is a mesh?"
 
@@ -54,6 +54,9 @@ def test_what_no_template_takes_is_told(tmp_path):
     path = write_model(tmp_path, template=CHATML)
     with pytest.raises(InputError, match=r"'What <\|im_end\|>' holds '<\|im_end\|>'"):
         open_chat(path, path, None).encode("What <|im_end|>")
+    # Of several the first in the alphabet, whatever the order of a set.
+    with pytest.raises(InputError, match=r"holds '</s>'"):
+        open_chat(path, path, None).encode(" ".join(reversed(sorted(CONTROLS))))
     (tmp_path / "own.jinja").write_text("{{ raise_exception('no system message') }}")
     with pytest.raises(InputError, match=r"own\.jinja says: no system message"):
         open_chat(path, path, tmp_path / "own.jinja")

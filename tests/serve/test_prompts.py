@@ -5,11 +5,14 @@ import json
 
 import pytest
 
+from moejax.data import prepare
+from moejax.data.control_tokens import FileEncoder
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen
 from moejax.serve.prompts import encode_prompts, open_vocabulary, read_prompts
 from moejax.train.saved import Saved
 from tests.cases import small_config
+from tests.data.chats import write_model
 
 WORDS = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "<|end|>": 4}
 
@@ -70,6 +73,26 @@ def test_messages_have_the_template_beside_the_weights_and_end_as_it_ends_answer
     other.write_text("{{ messages[0].content }}")
     named = open_vocabulary(imported, None, None, chat=True, template=str(other))
     assert named.encode("b b") == [3, 3]
+
+
+def test_messages_have_the_template_beside_the_tokenizer_of_the_token_files(tmp_path):
+    """Where no weights came from elsewhere, and the run did not train on conversations."""
+    pytest.importorskip("jinja2")
+    original = write_model(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("all")
+    words = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "t"), "--tokenizer", str(original)]
+    assert prepare.main([*words, "--eval-fraction", "0"]) == 0
+    cfg = small_config(model={"vocab_size": 400})
+    files = (str(tmp_path / "t.train.bin"),)
+    data = dataclasses.replace(cfg.data, source="tokens", train_files=files)
+    cfg = dataclasses.replace(cfg, data=data)
+    chosen = Chosen(Saved(5, tmp_path / "run/checkpoints/5", {}), cfg, [])
+    with pytest.raises(InputError, match="no chat template"):
+        open_vocabulary(chosen, None, None, chat=True)
+    template = "{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    vocabulary = open_vocabulary(chosen, None, None, chat=True)
+    assert vocabulary.encode("all") == FileEncoder(original).encode("all<|end|>").token_N.tolist()
 
 
 def test_a_text_longer_than_the_models_positions_is_refused(imported):
