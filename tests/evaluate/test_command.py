@@ -2,16 +2,19 @@
 
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import shutil
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from moejax.__main__ import main as moejax
 from moejax.config.schema import DataConfig
 from moejax.data.tokens import open_files
+from moejax.evaluate import command
 from moejax.evaluate.command import main
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.evaluation import evaluate
@@ -105,6 +108,19 @@ def test_a_table_is_shown_by_default(place, capsys):
     out = capsys.readouterr().out
     assert "bits per byte" in out
     assert "46" in out
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(-1, [1, 2, 3]), (3600, [])])
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(monkeypatch, seconds, told):
+    monkeypatch.setattr(command, "SECONDS_BETWEEN_LINES", seconds)
+    for is_terminal in (False, True):
+        console = Console(force_terminal=is_terminal, file=io.StringIO())
+        with command._progress(console, 3) as advance:
+            for _ in range(3):
+                advance()
+        lines = [f"{number} of 3 batches" for number in told]
+        found = [line for line in console.file.getvalue().splitlines() if " batches" in line]
+        assert found == ([] if is_terminal else lines)
 
 
 def test_a_damaged_checkpoint_is_one_line(place, capsys, tmp_path):

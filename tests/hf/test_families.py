@@ -123,6 +123,24 @@ def test_published_configs_are_read(name):
 
 
 ALTERED = ("dtype", "torch_dtype", "transformers_version", "rope_parameters", "rope_scaling")
+# Of published files: how weights are stored, and what other keys say too.
+NOT_WRITTEN = ("quantization_config", "experts_per_token", "shared_intermediate_size")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_export_of_a_published_model_has_the_keys_of_its_file(name):
+    config = PUBLISHED[name]
+    written = family_of(config).write(from_settings(read(config)), config)
+    for key, value in config.items():
+        if key in (*ALTERED, *NOT_WRITTEN) or value is None:
+            continue
+        if key == "num_nextn_predict_layers":
+            value = 0  # is left out, unless `model.predict_ahead` asks for it
+        if key == "model_type":
+            value = family_of(config).name  # Kimi-K2 has a name of its own
+        assert written[key] == value, key
+    scaling = config.get("rope_scaling") or {}
+    assert (written["rope_scaling"] or {}) | scaling == (written["rope_scaling"] or {})
 
 
 @pytest.mark.parametrize(("family", "name"), all_cases())
