@@ -144,6 +144,8 @@ def test_a_vocabulary_with_holes_counts_its_highest_id(tmp_path):
     tokenizer = FileTokenizer(tmp_path / "t.json")
     assert tokenizer.encode("word") == [900]
     assert tokenizer.vocab_size == 901
+    # Nothing in the file says that this one is no text.
+    assert tokenizer.decode([0, 900, 0]) == "word"
 
 
 def _begun(path, single, *names):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moejax.errors import RunError
+from moejax.runtime.processes import Processes
 from moejax.serve.generate import generate
 from moejax.serve.sampling import Sampling
 from tests.cases import small_config
@@ -85,6 +86,17 @@ def test_a_seed_decides_the_texts():
 def test_a_seed_decides_the_texts_on_any_mesh():
     found = texts(*engine_and_state(), PROMPTS)
     assert texts(*engine_and_state((1, 1, 2, 2)), PROMPTS) == found
+
+
+def test_several_processes_compile_all_functions_before_the_first_is_called(monkeypatch):
+    """One that compiles while the others are in a collective lets them wait."""
+    engine, state, together = greedy()
+    monkeypatch.setattr(Processes, "gather", lambda self, value: [value] * self.count)
+    processes = Processes(0, 2)
+    found = generate(engine, state, PROMPTS, tokens=TOKENS, stops=frozenset(), processes=processes)
+    first = next(found)
+    assert (first.prompt, first.id) == (0, together[0][0])
+    assert set(processes._compiled) == {engine.prefill, engine.decode, engine.draw}
 
 
 def test_logits_that_are_not_finite_are_told():
