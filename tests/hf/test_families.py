@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moejax.config.checks import check
-from moejax.config.fields import fields
+from moejax.config.fields import change, fields
 from moejax.config.pattern import block_kinds
 from moejax.errors import InputError
 from moejax.hf.config import config_of
@@ -15,6 +15,7 @@ from moejax.hf.families import FAMILIES, family_named, family_of
 from moejax.hf.families.family import (
     TRAINING,
     differences,
+    flat_settings,
     from_settings,
 )
 from moejax.hf.reader import Folder
@@ -222,6 +223,20 @@ REFUSED = [
     ("OLMoE-1B-7B", {"head_dim": 64}, "`head_dim` is 64. In this family"),
     ("Qwen3-30B-A3B", {"decoder_sparse_step": 0}, "`decoder_sparse_step` is 0"),
     ("Qwen3-30B-A3B", {"mlp_only_layers": list(range(48))}, "leaves none of 48 layers"),
+    (
+        "Mixtral-8x7B",
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}, "max_position_embeddings": 2.5},
+        "`original_max_position_embeddings` is 2.5. Scaling of kind yarn",
+    ),
+]
+# What a family has no key for: settings of a run, and what its export says.
+WITHOUT_KEY = [
+    ("Qwen3-30B-A3B", {"model.moe_every": None}, "the model has no experts"),
+    ("DeepSeek-V3", {"moe.num_shared_experts": 0}, "`moe.num_shared_experts` is 0"),
+    ("GLM-4.5", {"model.qk_norm": "full"}, "`model.qk_norm` is full"),
+    ("Mixtral-8x7B", {"model.rope_width": 64}, "`model.rope_width` is 64, but here all channels"),
+    ("DeepSeek-V3", {"model.attention": "grouped"}, "`model.attention` is grouped"),
+    ("Mixtral-8x7B", {"moe.num_shared_experts": 1}, "no key for `moe.num_shared_experts` = 1"),
 ]
 
 
@@ -237,6 +252,38 @@ def test_a_value_that_means_what_is_computed_is_taken(value):
     """Code of DeepSeek asks whether `norm_topk_prob` is true: null is not."""
     config = PUBLISHED["DeepSeek-V2-Lite"]
     assert read({**config, "norm_topk_prob": value}) == read(config)
+
+
+@pytest.mark.parametrize(("name", "changes", "fragment"), WITHOUT_KEY, ids=str)
+def test_settings_without_a_key_of_the_family_are_refused_at_export(name, changes, fragment):
+    config = PUBLISHED[name]
+    table = family_of(config)
+    settings = flat_settings(from_settings(read(config))) | changes
+    with pytest.raises(InputError) as raised:
+        table.write(from_settings(settings), config)
+    assert fragment in str(raised.value)
+
+
+def test_all_channels_and_an_equal_width_of_values_are_written_as_none():
+    grouped = from_settings(read(PUBLISHED["Mixtral-8x7B"]))
+    named = change(grouped, {"model.rope_width": 128})
+    assert differences(grouped, named) == []
+    latent = from_settings(read({**PUBLISHED["DeepSeek-V3"], "v_head_dim": 192}))
+    assert differences(latent, change(latent, {"model.value_width": None})) == []
+    assert differences(latent, change(latent, {"model.value_width": 128})) == [
+        ("model.value_width", None, 128)
+    ]
+    # In latent attention the width is that of a part of each head, so it is not left out.
+    rotating = change(latent, {"model.rope_width": 192})
+    assert differences(latent, rotating) == [("model.rope_width", 64, 192)]
+
+
+def test_a_factor_of_cos_and_sin_is_written_as_it_was_read():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    config = {**PUBLISHED["Mixtral-8x7B"], "rope_scaling": {**yarn, "attention_factor": 1.25}}
+    written = family_of(config).write(from_settings(read(config)), config)
+    assert written["rope_scaling"]["attention_factor"] == 1.25
+    assert read(written) == read(config)
 
 
 @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])

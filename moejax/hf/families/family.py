@@ -138,8 +138,7 @@ class Family:
         refused = [text for part in always if (text := part.refusal(config))]
         settings: dict[str, Any] = {}
         for part in self.all_parts:
-            if part not in always:
-                settings |= part.read(config)
+            settings |= part.read(config)
         if not has_dense_blocks(settings):
             settings.pop("model.mlp_hidden", None)
         if settings.get("moe.router.num_groups", 1) == 1:

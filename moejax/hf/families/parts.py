@@ -92,9 +92,7 @@ class Always:
         return (self.key,)
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Refuses other values."""
-        if text := self.refusal(config):
-            raise InputError(text)
+        """Returns no settings; `Family.read` lists the refusals of all keys together."""
         return {}
 
     def refusal(self, config: Config) -> str | None:
