@@ -270,6 +270,24 @@ def test_rows_that_the_template_rewrites_can_be_left_out(tmp_path, capsys):
     assert conversations(tmp_path / "out/x.train.bin") == [("qa", "a")]
 
 
+def test_a_template_that_takes_no_example_is_remembered_without_an_end(tmp_path):
+    (tmp_path / "t.jinja").write_text(
+        "{% if messages[0].role != 'system' %}{{ raise_exception('no task') }}{% endif %}" + BYTES
+    )
+    path = write_rows(tmp_path, [{"system": "s", "prompt": "q", "completion": "a"}])
+    options = ("--chat", "--chat-template", tmp_path / "t.jinja", "--out", tmp_path / "x")
+    assert run(path, *options, "--eval-fraction", "0") == 0
+    form = read_sidecar(tmp_path / "x.train.bin").chat
+    assert (form.tokens, form.end_ids) == ({"eos_token": "<|endoftext|>"}, [])
+
+
+def test_a_template_that_no_sidecar_could_hold_is_refused(tmp_path, command, capsys):
+    (tmp_path / "bytes.jinja").write_text("{# " + "x" * 2**20 + " #}" + BYTES)
+    assert run(*command) == 2
+    assert "chat template is too large" in capsys.readouterr().err
+    assert not [path for path in (tmp_path / "out").iterdir() if path.suffix == ".json"]
+
+
 def test_token_files_remember_the_template_and_where_answers_end(tmp_path):
     path = write_model(tmp_path / "model", template=INST)
     chat = write_rows(tmp_path, rows(6))

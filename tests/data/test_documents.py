@@ -115,6 +115,23 @@ def test_rows_of_parquet_are_counted_over_all_batches(tmp_path, monkeypatch):
         next(found)
 
 
+def test_parquet_that_is_damaged_behind_its_first_rows_is_told(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(rows, "ROWS", 2)
+    file = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"text {number} " * 50 for number in range(4)]})
+    parquet.write_table(table, file, row_group_size=2, use_dictionary=False)
+    start = parquet.ParquetFile(file).metadata.row_group(1).column(0).data_page_offset
+    content = bytearray(file.read_bytes())
+    content[start : start + 60] = b"\xff" * 60
+    file.write_bytes(content)
+    found = read_documents([file], "text")
+    assert [next(found).source for _ in range(2)] == [f"{file}, row {row}" for row in (0, 1)]
+    with pytest.raises(InputError, match=r"Parquet file is damaged.*a\.parquet, after row 2"):
+        next(found)
+
+
 def test_a_column_of_numbers_is_refused_at_its_first_row(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

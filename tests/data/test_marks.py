@@ -78,6 +78,9 @@ def test_files_without_marks_are_written_as_in_format_1(tmp_path):
     assert set(facts).isdisjoint(sidecar.MARKED_FIELDS)
     assert list(facts)[-1] == "chunk_tokens"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.bin", "a.bin.json"]
+    source = read(path)
+    assert (source.num_targets, source.num_tokens) == (5, 6), "the eos that opens it is none"
+    assert read(path, write_text(tmp_path, "ab", "b")).num_targets == 5 + 4, "but between files"
     # What identifies the data of a checkpoint stays the same between versions.
     assert sidecar.read_sidecar(path).content_digest() == CONTENT_OF_TEXT
 

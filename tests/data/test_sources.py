@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,14 @@ from moejax.config.schema import DataConfig
 from moejax.data import corpus, prepare
 from moejax.data.documents import Document
 from moejax.data.sidecar import Sidecar, sidecar_of
-from moejax.data.sources import describe_sources, describe_tokens, keep_tokenizer, open_sources
-from moejax.data.tokenizer import ByteTokenizer, FileTokenizer
+from moejax.data.sources import (
+    describe_sources,
+    describe_tokens,
+    is_tokenizer_of,
+    keep_tokenizer,
+    open_sources,
+)
+from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, digest
 from moejax.data.tokens import FileSource, JoinedSource, from_documents
 from moejax.errors import InputError
 
@@ -47,6 +54,34 @@ def test_held_out_files_must_fit_the_model_too(tmp_path):
     assert open_sources(data, model_vocab=257).held_out.target_bytes == 4
     with pytest.raises(InputError, match="vocabulary 257"):
         open_sources(data, model_vocab=256)
+
+
+def test_weights_make_a_mixture_of_the_training_files_in_their_order(tmp_path):
+    names = write(tmp_path / "b.bin", "second"), write(tmp_path / "a.bin", "one")
+    data = DataConfig(source="tokens", train_files=names, train_weights=(3.0, 1.0))
+    mixture = open_sources(data, model_vocab=264).mixture
+    assert [weight for _, weight in mixture] == [3.0, 1.0]
+    read = [bytes(source.read(1, source.num_tokens - 2).tolist()) for source, _ in mixture]
+    assert read == [b"second", b"one"]
+    with pytest.raises(InputError, match="vocabulary 257"):
+        open_sources(data, model_vocab=256)
+    assert open_sources(replace(data, train_weights=()), model_vocab=264).mixture == ()
+
+
+def test_a_tokenizer_that_came_is_that_of_the_texts_unless_another_is_known(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    tokens = DataConfig(source="tokens", train_files=(write(tmp_path / "a.bin", "text"),))
+    described = describe_tokens(tokens)
+    of_bytes = {"step": 9, "data": tokens, "described": described}
+    of_it = replace(described.sidecar, tokenizer_sha256=digest(tmp_path / "tokenizer.json"))
+    for wanted, facts in (
+        (False, of_bytes),
+        (True, of_bytes | {"step": 0}),
+        (True, of_bytes | {"described": described._replace(sidecar=of_it)}),
+        (True, {"step": 9, "data": tokens, "described": None}),
+        (False, {"step": 9, "data": DataConfig(), "described": None}),
+    ):
+        assert is_tokenizer_of(tmp_path / "tokenizer.json", **facts) == wanted
 
 
 def content(tmp_path, name="a.bin", **sidecar):

@@ -97,6 +97,19 @@ def test_records_are_full_but_for_the_last_one_which_is_not_empty(
 
 
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("start", "length"), [(-1, 1), (0, 7), (6, 1), (7, 0), (3, -1)])
+def test_tokens_outside_of_a_stream_are_no_tokens(tmp_path, format, start, length):
+    joined = _open(_write(tmp_path, format, ["text"]), format)
+    assert joined.num_tokens == 6
+    for source in (joined, joined.sources[0]):
+        assert source.read(6, 0).tolist() == source.stretch(0, 0).token_N.tolist() == []
+        with pytest.raises(IndexError):
+            source.read(start, length)
+        with pytest.raises(IndexError):
+            source.stretch(start, length)
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_several_files_are_one_stream_in_sorted_order(tmp_path, format):
     texts = {"c": ["third"], "a": ["first", "one"], "b": ["second"]}
     paths = {name: _write(tmp_path, format, texts[name], name=name) for name in texts}
