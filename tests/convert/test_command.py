@@ -131,6 +131,42 @@ def test_training_begins_with_sequences_that_the_model_has_but_no_long_ones(
         assert config_for(folder, tmp_path / "out", ()).data.sequence_length == length
 
 
+def test_training_of_an_import_is_set_for_weights_that_are_trained_already(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with Folder(model()) as folder:
+        cfg = config_for(folder, tmp_path / "books", ("train.num_steps=7",))
+        length = folder.config["max_position_embeddings"]
+    wanted = {
+        "run_dir": "runs/books",
+        "checkpoint.init_from": str(tmp_path / "books"),
+        "model.dtype": "float32",
+        "optimizer.learning_rate": 1e-5,
+        "data.sequence_length": length,
+        "data.source": "tokens",
+        "data.train_files": ("data/books.train.bin",),
+        "data.eval_files": ("data/books.eval.bin",),
+        "train.num_steps": 7,
+    }
+    assert {name: get_value(cfg, name) for name in wanted} == wanted
+    usual = Config()
+    groups = ("optimizer.", "data.", "train.", "checkpoint.", "mesh.")
+    others = [n for n in fields() if n.startswith(groups) and n not in wanted]
+    assert all(get_value(cfg, name) == get_value(usual, name) for name in others)
+
+
+def test_a_folder_that_is_there_and_empty_takes_the_output(command, model, tmp_path):
+    (tmp_path / "imported").mkdir()
+    code, lines = command("import", model(), "--out", "imported")
+    assert code == 0, lines
+    assert sorted(path.name for path in (tmp_path / "imported").iterdir()) == [
+        "0",
+        "config.json",
+        "hf",
+    ]
+
+
 def test_weights_may_be_stored_in_two_bytes(command, model, tmp_path):
     folder = model()
     for dtype in ("float32", "bfloat16"):

@@ -23,6 +23,7 @@ from moejax.convert.texts import (
 from moejax.data import prepare
 from moejax.data.chat_template import load_template
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, load_library
+from moejax.errors import InputError
 from moejax.train.saved import Saved
 from tests.data.chats import CHATML, CLOSED, INST, ONE, write_model
 
@@ -145,6 +146,55 @@ def test_a_chat_model_that_began_here_writes_prompts_as_it_was_taught(tmp_path, 
     assert load_template(folder / "tokenizer.json", None).render(ONE, None, "") == wanted
     settings = read(folder, "tokenizer_config.json")
     assert settings["eos_token"] == ("<|im_end|>" if template == CHATML else "</s>")
+
+
+def test_names_of_tokens_that_a_template_writes_mean_what_they_meant_when_it_was_prepared(tmp_path):
+    """Without settings beside the tokenizer `bos_token` wrote nothing, so an export names none."""
+    model = write_model(tmp_path / "model")
+    (tmp_path / "own.jinja").write_text("{{ bos_token }}" + CHATML)
+    model.with_name("tokenizer_config.json").unlink()
+    flags = ("--chat", "--chat-template", str(tmp_path / "own.jinja"))
+    folder, _ = exported(tmp_path, prepared(tmp_path, model, *flags))
+    settings = read(folder, "tokenizer_config.json")
+    assert "bos_token" not in settings
+    assert settings["eos_token"] == "<|im_end|>"
+    wanted = load_template(model, tmp_path / "own.jinja").render(ONE, None, "")
+    assert load_template(folder / "tokenizer.json", None).render(ONE, None, "") == wanted
+
+
+def test_a_tokenizer_that_was_damaged_since_is_told(tmp_path):
+    data = prepared(tmp_path, write_model(tmp_path / "model"))
+    (tmp_path / "t.tokenizer.json").write_text('{"a": ')
+    with pytest.raises(InputError, match=r"tokenizer is damaged\..*t\.tokenizer\.json"):
+        exported(tmp_path, data)
+
+
+def test_a_template_whose_answers_end_in_no_control_token_leaves_eos_as_it_is(tmp_path):
+    model = write_model(tmp_path / "model")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    flags = ("--chat", "--chat-template", str(tmp_path / "own.jinja"))
+    folder, ids = exported(tmp_path, prepared(tmp_path, model, *flags))
+    assert read(folder, "tokenizer_config.json")["eos_token"] == "</s>"
+    assert ids["eos_token_id"] == FileTokenizer(model).eos_id
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "Unigram"])
+def test_tokens_around_documents_need_not_be_added_ones(tmp_path, kind):
+    words = ["<unk>", "</s>", "<s>", "all"]
+    if kind == "WordLevel":
+        vocabulary = {word: number for number, word in enumerate(words)}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    else:
+        scores = [(word, -float(number)) for number, word in enumerate(words)]
+        made = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unk_id=0))
+    (tmp_path / "model").mkdir()
+    made.save(str(tmp_path / "model/tokenizer.json"))
+    (tmp_path / "model/tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    folder, ids = exported(tmp_path, prepared(tmp_path, tmp_path / "model/tokenizer.json"))
+    assert ids == {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": None}
+    settings = read(folder, "tokenizer_config.json")
+    assert (settings["bos_token"], settings["eos_token"]) == ("<s>", "</s>")
+    assert load_library(folder / "tokenizer.json").encode("all").ids == [2, 3]
 
 
 def test_another_tokenizer_than_the_weights_came_with_replaces_it(tmp_path):

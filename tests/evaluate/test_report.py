@@ -75,6 +75,8 @@ def test_long_names_of_documents_are_told_apart():
     folder = "/data/" + "deep/" * 20
     names = [f"{folder}{number:04}.txt, line {number}" for number in (1, 2)]
     documents = [DocumentScore(name, 5, 4, 10.0) for name in names]
+    text = shown(Result("run/4", 4, [], SOURCE, Score(16.0, 8), documents), width=130)
+    assert f"documentsin{folder}" in "".join(text.split())
     text = shown(Result("run/4", 4, [], SOURCE, Score(16.0, 8), documents), width=70)
     for number in (1, 2):
         assert f"{number:04}.txt, line {number} " in text

@@ -105,6 +105,7 @@ def test_tensors_of_adapted_parameters_have_their_layers_factors():
 def read_safetensors(path):
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0, "so that numbers lie at multiples of their size"
     header, data = json.loads(data[8 : 8 + length]), data[8 + length :]
     assert header.pop("__metadata__") == {"format": "pt"}
     arrays = {}
@@ -154,6 +155,21 @@ def test_the_config_has_the_scale_of_training():
         config = adapter_config([], lora, base=None)
         assert config["lora_alpha"] / config["r"] == lora.scale
         assert not config["use_rslora"]
+
+
+@pytest.mark.parametrize("name", ["m", "mm", "mmm", "mmmm", "mmmmm", "mmmmmm", "m" * 7, "m" * 8])
+def test_numbers_lie_at_multiples_of_eight_whatever_the_names(tmp_path, name):
+    write_adapter(
+        tmp_path, [tensor(f"{name}.weight", VIEWS["output"])], LoraConfig(rank=2), base=None
+    )
+    assert len(read_safetensors(tmp_path / WEIGHTS)) == 2
+
+
+def test_an_adapter_of_a_tensor_that_is_no_weight_of_a_module_is_refused(tmp_path):
+    odd = tensor(f"{LAYER}self_attn.q_proj.matrix", VIEWS["queries"])
+    with pytest.raises(InputError, match=r"q_proj\.matrix has no place.*names end in \.weight"):
+        write_adapter(tmp_path, [*TENSORS, odd], LoraConfig(rank=2), base=None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_embeddings_adapter_is_refused(tmp_path):

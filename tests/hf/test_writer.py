@@ -18,7 +18,16 @@ from moejax.hf.config import config_of
 from moejax.hf.families import family_of
 from moejax.hf.load import flat, load, plan_load
 from moejax.hf.reader import Folder
-from moejax.hf.writer import check_biases, plan_files, total_elements, write_weights
+from moejax.hf.rules import Tensor
+from moejax.hf.views import View
+from moejax.hf.writer import (
+    OutFile,
+    Placed,
+    check_biases,
+    plan_files,
+    total_elements,
+    write_weights,
+)
 from moejax.runtime.processes import ALONE
 from tests.cases import step_for
 from tests.hf.golden import all_cases, cases_of, golden_folder, run_config
@@ -172,6 +181,20 @@ def test_the_index_says_where_each_tensor_is(tmp_path):
         assert file.placed[-1].stop + after.placed[0].stop > 100_000, "it had room for one more"
     with Folder(write_folder_config(tmp_path / "out", case)) as folder:
         assert set(folder.weights) == set(case["tensors"])
+
+
+@pytest.mark.parametrize("length", range(8))
+def test_a_header_ends_at_a_multiple_of_eight_and_says_its_length(length):
+    view = View("DV", (2, 3), ("V", "D"))
+    placed = Placed(Tensor("m" * (length + 1), "embedding.project", None, view), "bfloat16", 4)
+    header = OutFile("a", (placed,)).header()
+    assert len(header) % 8 == 0
+    assert int.from_bytes(header[:8], "little") == len(header) - 8
+    facts = json.loads(header[8:])
+    assert facts.pop("__metadata__") == {"format": "pt"}
+    assert facts == {
+        "m" * (length + 1): {"dtype": "BF16", "shape": [3, 2], "data_offsets": [4, 16]}
+    }
 
 
 def write_folder_config(folder, case):

@@ -60,6 +60,12 @@ def test_what_no_template_takes_is_told(tmp_path):
     (tmp_path / "own.jinja").write_text("{{ raise_exception('no system message') }}")
     with pytest.raises(InputError, match=r"own\.jinja says: no system message"):
         open_chat(path, path, tmp_path / "own.jinja")
+    # Takes the question with its answer, from which stops are read, and no question alone.
+    (tmp_path / "own.jinja").write_text(
+        "{% if messages|length < 2 %}{{ raise_exception('alone') }}{% endif %}x<|im_end|>"
+    )
+    with pytest.raises(InputError, match=r"own\.jinja says: alone"):
+        open_chat(path, path, tmp_path / "own.jinja").encode(QUESTION)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(InputError, match="no chat template"):
         open_chat(path, path, None)

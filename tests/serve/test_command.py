@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
-from moejax.__main__ import main as moejax
+import moejax
+from moejax.__main__ import main as run_moejax
 from moejax.config.checks import check, resolve_mesh
 from moejax.config.fields import change
 from moejax.config.schema import Config, PlanConfig
@@ -98,6 +100,24 @@ def test_bad_input_is_one_line(run, capsys, words, said):
     assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_texts_longer_than_those_of_training_are_warned_about(run, capsys, tmp_path):
+    longer = "texts of up to 20 tokens, and the run trained on sequences of 16"
+    words = ["--prompt", "x" * 14, "--json"]
+    found = generated(capsys, run, *words)
+    assert f"warning: {longer}" in found.err
+    (text,) = json.loads(found.out)["texts"]
+    # A later checkpoint that is damaged is passed over, and told.
+    copy = shutil.copytree(run / "checkpoints/3", tmp_path / "run/checkpoints/3").parent
+    shutil.copytree(copy / "3", copy / "5")
+    (copy / "5/manifest.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"checkpoints/5"):
+        model = moejax.load_model(tmp_path / "run")
+    assert model.step == 3
+    with pytest.warns(UserWarning, match=f"^{longer}"):
+        assert model.generate("x" * 14, tokens=5) == [text["text"]]
+
+
 def test_an_unknown_run_is_one_line(tmp_path, capsys):
     err = generated(capsys, tmp_path / "nowhere", "--prompt", "x", code=2).err
     assert "no finished checkpoint" in err
@@ -107,7 +127,7 @@ def test_an_unknown_run_is_one_line(tmp_path, capsys):
 def test_the_command_is_one_of_moejax(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["moejax", "generate", "--help"])
     with pytest.raises(SystemExit) as ended:
-        moejax()
+        run_moejax()
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert "--top-p" in out

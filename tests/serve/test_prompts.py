@@ -6,7 +6,8 @@ import json
 import pytest
 
 from moejax.data import prepare
-from moejax.data.control_tokens import FileEncoder
+from moejax.data.control_tokens import ByteEncoder, FileEncoder
+from moejax.data.tokenizer import FileTokenizer
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen
 from moejax.serve.prompts import encode_prompts, open_vocabulary, read_prompts
@@ -75,18 +76,52 @@ def test_messages_have_the_template_beside_the_weights_and_end_as_it_ends_answer
     assert named.encode("b b") == [3, 3]
 
 
+def trained(tmp_path, name, *flags):
+    """A run without weights on what `moejax prepare` writes of a file."""
+    words = [tmp_path / name, "--out", tmp_path / "t", "--eval-fraction", 0, *flags]
+    assert prepare.main(list(map(str, words))) == 0
+    cfg = small_config(model={"vocab_size": 400})
+    files = (str(tmp_path / "t.train.bin"),)
+    data = dataclasses.replace(cfg.data, source="tokens", train_files=files)
+    cfg = dataclasses.replace(cfg, data=data)
+    return Chosen(Saved(5, tmp_path / "run/checkpoints/5", {}), cfg, [])
+
+
+@pytest.mark.parametrize("of_bytes", [True, False])
+def test_messages_have_the_template_of_the_conversations_that_were_learned(tmp_path, of_bytes):
+    pytest.importorskip("jinja2")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
+    end = "<|endoftext|>" if of_bytes else "<|end|>"
+    own = "{% for m in messages %}{{ m.content + 'END' }}{% endfor %}".replace("END", end)
+    (tmp_path / "own.jinja").write_text(own)
+    model = write_model(tmp_path / "model", template="the model's")
+    flags = () if of_bytes else ("--tokenizer", model)
+    chosen = trained(
+        tmp_path, "rows.jsonl", "--chat", "--chat-template", tmp_path / "own.jinja", *flags
+    )
+    encoder = ByteEncoder() if of_bytes else FileEncoder(model)
+    found = open_vocabulary(chosen, None, None, chat=True)
+    assert found.encode("all") == encoder.encode(f"all{end}").token_N.tolist()
+    (stop,) = encoder.encode(end).token_N.tolist()
+    assert stop in found.stops
+    assert found.between == "\n"
+    assert open_vocabulary(chosen, None, None).between == ""
+    # What the command line names comes first: a template, or a tokenizer with its own.
+    (tmp_path / "other.jinja").write_text("{{ messages[0].content }}")
+    named = open_vocabulary(chosen, None, None, chat=True, template=str(tmp_path / "other.jinja"))
+    assert named.encode("all") == encoder.encode("all").token_N.tolist()
+    other = write_model(tmp_path / "other", "sentence_piece", "{{ messages[0].content + '<s>' }}")
+    named = open_vocabulary(chosen, str(other), None, chat=True)
+    assert named.encode("all") == FileEncoder(other).encode("all<s>").token_N.tolist()
+    assert named.tokenizer.eos_id == FileTokenizer(other).eos_id
+
+
 def test_messages_have_the_template_beside_the_tokenizer_of_the_token_files(tmp_path):
     """Where no weights came from elsewhere, and the run did not train on conversations."""
     pytest.importorskip("jinja2")
     original = write_model(tmp_path / "model")
     (tmp_path / "a.txt").write_text("all")
-    words = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "t"), "--tokenizer", str(original)]
-    assert prepare.main([*words, "--eval-fraction", "0"]) == 0
-    cfg = small_config(model={"vocab_size": 400})
-    files = (str(tmp_path / "t.train.bin"),)
-    data = dataclasses.replace(cfg.data, source="tokens", train_files=files)
-    cfg = dataclasses.replace(cfg, data=data)
-    chosen = Chosen(Saved(5, tmp_path / "run/checkpoints/5", {}), cfg, [])
+    chosen = trained(tmp_path, "a.txt", "--tokenizer", original)
     with pytest.raises(InputError, match="no chat template"):
         open_vocabulary(chosen, None, None, chat=True)
     template = "{% for m in messages %}{{ m.content + '<|end|>' }}{% endfor %}"
