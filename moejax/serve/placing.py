@@ -37,8 +37,6 @@ def place(chosen: Chosen, processes: Processes = ALONE) -> Placed:
 def without_stages(cfg: Config) -> Config:
     """Returns a config whose pipeline stages are shards: one token at a time fills no pipeline."""
     mesh, stages = cfg.mesh, cfg.mesh.stage
-    if stages == 1:
-        return cfg
     usual = {
         name: getattr(MeshConfig(), name) for name in ("schedule", "stage_keeps", "stage_slices")
     }

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from moejax.comm.weights.adapters import WithAdapter, add_adapter, attach_adapters, scaled
 from moejax.config.schema import MeshConfig
+from moejax.data import prepare
 from moejax.hf.load import flat, load, plan_load
 from moejax.hf.model import describe_anywhere
 from moejax.hf.reader import Folder
@@ -89,6 +90,21 @@ def test_adapters_alone_are_what_is_added(command, tmp_path):
         product = config["lora_alpha"] / config["r"] * b @ a
         np.testing.assert_allclose(whole[name], base[name] + product, rtol=1e-5, atol=1e-6)
     assert len(factors) == 2 * (len(config["target_modules"]) + len(config["target_parameters"]))
+
+
+def test_a_chat_template_goes_with_adapters(command, tmp_path):
+    folder = golden_folder(tmp_path / "base", cases_of("mixtral")["window, top 1"])
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
+    words = ["rows.jsonl", "--chat", "--chat-template", template, "--out", "t"]
+    assert prepare.main([*map(str, words), "--eval-fraction", "0"]) == 0
+    files = (str(tmp_path / "t.train.bin"),)
+    write_run(tmp_path / "run", folder, MeshConfig(), train_files=files)
+    code, lines = command("export", "run", "--out", "adapter", "--adapter")
+    assert code == 0, lines
+    assert (tmp_path / "adapter/chat_template.jinja").read_text() == template.read_text()
+    assert (tmp_path / "adapter/tokenizer.json").is_file(), "of bytes"
 
 
 def test_frozen_weights_that_moved_are_named(command, tmp_path):

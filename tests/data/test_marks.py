@@ -178,6 +178,13 @@ def test_a_sidecar_with_a_wrong_field_is_refused(tmp_path, fields):
         read(path)
 
 
+def test_answers_may_spell_no_text(tmp_path):
+    """A control token alone, say."""
+    path = write(tmp_path, "bin", PAIRS)
+    change(path, target_bytes=0)
+    assert read(path).target_bytes == 0
+
+
 def test_other_marks_are_other_data(tmp_path):
     path = write(tmp_path, "bin", PAIRS)
     before = read(path).parts()

@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from moejax.config.checks import check
-from moejax.config.fields import change
+from moejax.config.fields import change, get_value
 from moejax.config.load import to_dict
-from moejax.config.schema import CompressionConfig, Config, MeshConfig, PlanConfig
+from moejax.config.schema import CompressionConfig, Config, DataConfig, MeshConfig, PlanConfig
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import (
     Chosen,
@@ -81,6 +81,27 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(run):
 def test_what_does_not_fit_is_refused(run, step, overrides, said):
     with pytest.raises(InputError, match=said):
         choose(str(run), step, overrides, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("data.eval_files", ("other.bin",)),
+        ("data.sequence_length", 8),
+        ("data.isolate_documents", False),
+        ("train.batch_sequences", 16),
+        ("train.micro_batches", 2),
+        ("model.dtype", "bfloat16"),
+        ("moe.capacity_factor", 3.0),
+    ],
+)
+def test_what_an_evaluation_reads_may_be_set(tmp_path, name, value):
+    data = DataConfig("tokens", ("train.bin",), ("eval.bin",))
+    cfg = dataclasses.replace(small_config(model=CHECKED), data=data, plan=PlanConfig(mode="hand"))
+    write_step(tmp_path, 3, cfg)
+    assert get_value(choose(str(tmp_path), None, [], ALONE).cfg, name) != value
+    text = ",".join(value) if isinstance(value, tuple) else value
+    assert get_value(choose(str(tmp_path), None, [f"{name}={text}"], ALONE).cfg, name) == value
 
 
 def test_nothing_to_evaluate_is_told(tmp_path):

@@ -93,6 +93,27 @@ def test_documents_add_up_to_the_whole_on_any_mesh(place, capsys):
         assert nats == pytest.approx(wanted, rel=bound)
 
 
+def test_bytes_of_documents_are_open_where_the_tokenizer_is_not_here(place, capsys):
+    folder, _ = place
+    (folder / "gone").mkdir()
+    for name in ("eval.bin", "eval.bin.json"):
+        shutil.copy(folder / name, folder / "gone" / name)
+    sidecar = folder / "gone/eval.bin.json"
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"tokenizer": "t.json"}))
+    words = ["--run", folder / "run", "--data", folder / "gone/eval.bin", "--by-document", "--json"]
+    assert main([*map(str, words)]) == 0
+    shown = capsys.readouterr()
+    assert "bytes of documents are not known: no tokenizer" in shown.err
+    (document,) = json.loads(shown.out)["documents"]
+    assert (document["tokens"], document["bytes"]) == (len(TEXTS[0]) + 1, None)
+    # Texts have bytes that need no tokenizer.
+    (folder / "a.txt").write_text(TEXTS[0])
+    (document,) = scored(
+        capsys, "--run", folder / "run", "--data", folder / "a.txt", "--by-document"
+    )["documents"]
+    assert document["bytes"] == len(TEXTS[0])
+
+
 def test_texts_are_scored_as_their_token_files(place, capsys):
     folder, _ = place
     (folder / "a.txt").write_text(TEXTS[0])

@@ -138,6 +138,19 @@ def test_a_token_file_from_before_there_was_a_begin_token_is_told(tmp_path):
         assert found.notes == [], "the run was trained on such files"
 
 
+def test_weights_whose_texts_begin_with_eos_have_token_files_that_do(tmp_path):
+    pytest.importorskip("tokenizers")
+    from moejax.data import prepare
+
+    model, _, path = imported(tmp_path)
+    path.with_name("tokenizer_config.json").unlink()
+    assert FileTokenizer(path).bos_id is None
+    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "t"), "--tokenizer", str(path)]
+    assert prepare.main([*command, "--eval-fraction", "0"]) == 0
+    with open_held_out(wanted(tmp_path / "t.train.bin"), model) as found:
+        assert found.notes == []
+
+
 def test_token_files_must_be_of_the_models_tokenizer(tmp_path):
     train, other = write_text(tmp_path, "text", "train"), write_text(tmp_path, "more", "other")
     with open_held_out(wanted(other), chosen(tmp_path, trained_on(train))) as found:

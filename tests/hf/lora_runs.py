@@ -27,6 +27,7 @@ def write_run(
     *,
     weights: Path | None = None,
     predict_ahead: int = 0,
+    train_files: tuple[str, ...] = (),
     **lora,
 ) -> tuple[TrainStep, TrainState]:
     """Writes a run whose adapters are far from zero.
@@ -34,11 +35,15 @@ def write_run(
     Args:
       base: a folder of weights.
       weights: what the run began with; None: the folder.
+      train_files: token files; none: the built-in text.
     """
     with Folder(base) as folder:
         cfg = run_config(folder, mesh, sequences=tokens[0], length=tokens[1])
     cfg = dataclasses.replace(
         cfg,
+        data=dataclasses.replace(
+            cfg.data, source="tokens" if train_files else "stdlib", train_files=train_files
+        ),
         model=dataclasses.replace(cfg.model, predict_ahead=predict_ahead),
         lora=LoraConfig(**{"rank": 2, "alpha": 1.0, **lora}),
         checkpoint=CheckpointConfig(init_from=str(weights or base)),

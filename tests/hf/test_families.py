@@ -18,6 +18,7 @@ from moejax.hf.families.family import (
     flat_settings,
     from_settings,
 )
+from moejax.hf.families.rope import _share
 from moejax.hf.reader import Folder
 from tests.hf.golden import all_cases, cases_of, golden_folder
 
@@ -165,6 +166,23 @@ def test_an_export_says_how_many_channels_rotate_also_where_all_do(share, width)
     cfg = from_settings(read({**PUBLISHED["GLM-4.5"], "partial_rotary_factor": share}))
     assert cfg.model.rope_width == width
     assert family_named("glm4_moe").write(cfg, {})["partial_rotary_factor"] == share
+
+
+def test_any_count_of_rotating_channels_has_a_fraction_that_is_cut_down_to_it():
+    """As code of the families does: 0.1 * 30 is more than 3, and 29 / 100 * 100 less than 29."""
+    for head in range(1, 257):
+        for rotated in range(1, head + 1):
+            share = _share(rotated, head)
+            assert int(head * share) == rotated
+            assert share <= 1
+
+
+def test_a_number_of_first_dense_blocks_says_nothing_of_other_patterns():
+    config = {**PUBLISHED["Qwen3-30B-A3B"], "first_k_dense_replace": 0}
+    assert read(config) == read(PUBLISHED["Qwen3-30B-A3B"])
+    for pattern in ({"decoder_sparse_step": 2}, {"mlp_only_layers": [1]}):
+        with pytest.raises(InputError, match="`first_k_dense_replace` = 0 is a key whose meaning"):
+            read({**config, **pattern})
 
 
 def test_names_are_found_and_unknown_ones_refused():

@@ -203,6 +203,38 @@ def test_other_ways_to_quantise_are_refused(tmp_path, quantised):
             np.testing.assert_array_equal(opened.read(name, whole(wanted.shape)), wanted)
 
 
+def test_8_bit_floats_of_a_file_that_does_not_say_how_have_blocks_of_128(tmp_path):
+    """As DeepSeek quantises, whose files were copied without the key."""
+    values = draw("w", (130, 257)).astype(ml_dtypes.float8_e4m3fn)
+    scales = np.abs(draw("s", (2, 3))) + 1
+    tensors = {"w.weight": values, "w.weight_scale_inv": scales}
+    with Folder(write_folder(tmp_path, CONFIG, tensors)) as opened:
+        found = opened.read("w.weight", whole(values.shape))
+    spread = scales.repeat(128, 0)[:130].repeat(128, 1)[:, :257]
+    np.testing.assert_array_equal(found, values.astype(np.float32) * spread)
+
+
+def test_a_digest_of_samples_is_of_names_shapes_and_first_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "SAMPLE_BYTES", 8)
+
+    def digest(name, **changes):
+        tensors = {"x": np.arange(6, dtype=np.float32), "y": np.zeros(1, np.float32)} | changes
+        with Folder(write_folder(tmp_path / name, CONFIG, tensors)) as opened:
+            return reader.digest_of_samples(opened)
+
+    first, later = np.arange(6, dtype=np.float32), np.arange(6, dtype=np.float32)
+    first[1], later[2] = 9, 9
+    own = digest("own")
+    assert digest("later", x=later) == own, "no more is read"
+    others = [
+        digest("first", x=first),
+        digest("short", y=np.ones(1, np.float32)),
+        digest("shape", x=np.arange(6, dtype=np.float32).reshape(2, 3)),
+        digest("more", z=np.zeros(1, np.float32)),
+    ]
+    assert len({own, *others}) == 5
+
+
 def test_a_scale_beside_a_plain_weight_is_not_left_out_in_silence(tmp_path):
     """Whether the weight is to be multiplied by it cannot be known, so no parameter takes it."""
     tensors = {"w.weight": draw("w", (4, 4)), "w.weight_scale_inv": draw("s", (1, 1))}
