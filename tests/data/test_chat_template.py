@@ -178,3 +178,11 @@ def test_without_jinja_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     with pytest.raises(InputError, match=r"moejax\[hf\]"):
         ChatTemplate(FEATURES, "")
+
+
+def test_json_in_a_template_keeps_letters_and_signs_as_they_are():
+    """As transformers does: Jinja's own filter would escape for HTML, and JSON for ASCII."""
+    messages = [{"role": "user", "content": "caf\u00e9 <b> & 'x'"}]
+    assert render("{{ messages[0].content | tojson }}", messages).text == "\"caf\u00e9 <b> & 'x'\""
+    escaped = render("{{ messages[0].content | tojson(ensure_ascii=true) }}", messages).text
+    assert escaped == "\"caf\\u00e9 <b> & 'x'\""

@@ -170,3 +170,18 @@ def test_merges_that_are_left_out_at_random_are_not_cut():
     said = json.loads(_made(LEVEL, None).to_str())
     assert may_cut(said)
     assert not may_cut({**said, "model": {**said["model"], "dropout": 0.1}})
+
+
+def test_known_patterns_are_those_of_released_tokenizers():
+    """Letter by letter: those of Llama 3, Qwen 3 and gpt-oss, from their tokenizer.json."""
+    parts = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}",
+        (r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
+    )
+    o200k = (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    assert ("{1,3}".join(parts), "".join(parts), o200k) == PATTERNS
