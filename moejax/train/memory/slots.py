@@ -135,7 +135,8 @@ def names_from(process: int, sender: int) -> list[str]:
 def writer_of(name: str) -> int:
     """Returns the process that writes the slot of a name."""
     match = NAMES.fullmatch(name)
-    assert match is not None, name
+    if match is None:
+        raise ValueError(f"{name} is no slot's name")
     return int(match[1])
 
 
