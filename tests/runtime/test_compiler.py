@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moejax.runtime.compiler import compiler_options, known_options
+from moejax.runtime.compiler import compiler_options, described_cudnn, known_options
 from tests.cases import small_config, step_for
 
 KNOWN = {"xla_cpu_enable_fast_math": "False"}
@@ -60,3 +60,13 @@ def test_a_step_on_cpu_copies_no_moments():
     text = step.step.lower(step.abstract, step.abstract_batch()).compile().as_text()
     assert "%state_optimizer" in text
     assert not re.findall(r" copy\(%state_optimizer", text)
+
+
+def test_cudnn_of_the_described_gpu_is_asked_for_and_the_installed_one_afterwards():
+    import jax._src.cudnn.fused_attention_stablehlo as asked
+
+    before = asked.check_cudnn_version, asked.check_compute_capability
+    with described_cudnn():
+        assert asked.check_cudnn_version() == 9 * 10_000 + 10 * 100, "9.10.0"
+        assert asked.check_compute_capability("9.0") is True
+    assert (asked.check_cudnn_version, asked.check_compute_capability) == before

@@ -1,7 +1,9 @@
 """What a damaged or swapped checkpoint directory is taken for; a few small files, no device."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -17,6 +19,7 @@ from moejax.train.manifest import (
     stored_bytes,
     write_manifest,
 )
+from moejax.train.memory import slots
 from moejax.train.saved import newest
 
 ITEMS = ("counters", "weights", "optimizer")
@@ -186,3 +189,12 @@ def test_files_take_whole_blocks_of_a_disk():
     sizes = {"a": 0, "b": 1, "c": 4096, "d": 4097}
     manifest = {"files": {name: {"bytes": size} for name, size in sizes.items()}}
     assert stored_bytes(manifest) == (0 + 1 + 1 + 2) * 4096
+
+
+def test_formats_are_those_of_their_pages():
+    """Whoever changes one reads the old one too, and says so there."""
+    pages = Path(__file__).parents[2] / "docs" / "formats"
+    row = re.compile(r"^\| `format_version` \| (\d+)", re.MULTILINE)
+    written = {"checkpoint": FORMAT_VERSION, "memory": slots.FORMAT_VERSION}
+    for name, version in written.items():
+        assert int(row.search((pages / f"{name}.md").read_text())[1]) == version

@@ -65,6 +65,7 @@ def test_a_spike_is_told_once_and_a_level_that_stays_is_the_new_one():
         suspected.append(spikes.suspected)
     assert suspected == [True, True, False], "saves go on once it is told"
     assert told(spikes, noise(2, WINDOW - STEPS, level=9), 204) == []
+    assert (spikes.in_a_row, spikes.losses, spikes.suspected) == (0, [], False)
     # The new level: another jump from there is found, as soon as there are losses enough.
     (again,) = told(spikes, [*noise(3, LEAST, level=9), 30, 31, 32, 33], 1000)
     assert again == Spike(1000 + LEAST, 1002 + LEAST, 32.0, pytest.approx(9, abs=0.1))

@@ -97,7 +97,6 @@ class MemoryCheckpoints:
         }
         self._good = held  # the slot that must not be overwritten
         self._next = 0 if held is None else 1 - held
-        self._swept = False
         self._pending: Future[Ended] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory checkpoint")
         self._reserve()
@@ -168,9 +167,8 @@ class MemoryCheckpoints:
             self._told("memory_failed", here.step, text=failed[0] + more)
             return
         self._good, self._next = self._next, 1 - self._next
-        if not self._swept and self._members.turn[0] == 0:
+        if self._members.turn[0] == 0:
             self._sweep()
-        self._swept = True
         self._told(
             "memory_saved",
             here.step,

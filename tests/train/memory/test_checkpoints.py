@@ -488,7 +488,7 @@ def test_of_several_processes_that_failed_the_first_is_named_and_the_others_coun
         kept = object.__new__(MemoryCheckpoints)
         processes = SimpleNamespace(gather=lambda here, n=failed: ends[:n])
         kept._members = SimpleNamespace(processes=processes, turn=(1, 2))
-        kept._told, kept._swept, kept._good, kept._next = partial(_tell, events), False, 0, 1
+        kept._told, kept._good, kept._next = partial(_tell, events), 0, 1
         kept._pending = SimpleNamespace(result=lambda: checkpoints.Ended(*ends[0]))
         kept._settle()
         ((found, step, values),) = events
@@ -504,15 +504,15 @@ def test_of_several_processes_that_failed_the_first_is_named_and_the_others_coun
 def test_what_a_save_took_is_that_of_the_slowest_process_and_bytes_are_added():
     events = []
     kept = object.__new__(MemoryCheckpoints)
-    ends = [[4, 0.1, 0.9, 10, 5, None], [4, 0.3, 0.4, 20, 6, None]]
+    ends = [[4, 0.1, 0.98765, 10, 5, None], [4, 0.12344, 0.4, 20, 6, None]]
     kept._members = SimpleNamespace(
         processes=SimpleNamespace(gather=lambda here: ends), turn=(1, 2)
     )
-    kept._told, kept._swept, kept._good, kept._next = partial(_tell, events), True, None, 0
+    kept._told, kept._good, kept._next = partial(_tell, events), None, 0
     kept._pending = SimpleNamespace(result=lambda: checkpoints.Ended(*ends[0]))
     kept._settle()
     assert events == [
-        ("memory_saved", 4, {"bytes": 30, "sent": 11, "stall_s": 0.3, "whole_s": 0.9})
+        ("memory_saved", 4, {"bytes": 30, "sent": 11, "stall_s": 0.1234, "whole_s": 0.9877})
     ]
 
 
