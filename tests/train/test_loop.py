@@ -2,17 +2,21 @@ import dataclasses
 import json
 import math
 import signal
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from moejax.config.schema import CheckpointConfig
-from moejax.errors import DivergedError
+from moejax.errors import DivergedError, ReplicasError
 from moejax.runtime.processes import Processes
+from moejax.train import steps
 from moejax.train.metrics import Meter
 from moejax.train.plan_monitor import PlanMismatch
-from moejax.train.steps import run_steps
+from moejax.train.steps import compare_with_plan, run_steps
+from tests.annotations import without_annotations
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 from tests.train.running import initial_state, metrics
@@ -174,3 +178,58 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_so(training, tmp_path):
     assert (int(state.step), stopped) == (4, True)
     assert run.checkpoints.steps == [4]
     assert [event["step"] for event in events(tmp_path, "stopped")] == [4]
+
+
+@pytest.mark.parametrize(
+    ("off", "measures", "topology"),
+    [(False, False, None), (True, False, None), (True, True, "links"), (True, True, None)],
+)
+def test_steps_are_compared_with_the_plan_and_links_measured_where_that_may_be(
+    off, measures, topology
+):
+    """All processes take what process 0 measured."""
+    did = []
+
+    def during(stage, step):
+        did.append((stage, step))
+        return nullcontext()
+
+    class Monitor:
+        predicted = 0.5
+        measure = "again" if measures else None
+
+        def off(self, seconds):
+            did.append(seconds)
+            return off
+
+        def mismatch(self, seconds, progress):
+            did.append(seconds)
+            return PlanMismatch("why", topology)
+
+    run = SimpleNamespace(
+        mismatch=None,
+        processes=SimpleNamespace(gather=lambda seconds: [0.25, seconds]),
+        records=SimpleNamespace(event=lambda name, step, **more: did.append((name, step, more))),
+        display=SimpleNamespace(note=did.append, busy=nullcontext),
+        watch=SimpleNamespace(
+            during=lambda stage, step: did.append((stage, step)) or nullcontext()
+        ),
+    )
+    with without_annotations():
+        compare_with_plan(run, Monitor(), 8, 0.75)
+    told = ["why", ("note", 8, {"text": "why"})]
+    measured = [("plan", 8)] * measures
+    assert did == [("predicted", 8, {"ratio": 0.5}), 0.25, *([*measured, 0.25, *told] * off)]
+    assert (run.mismatch is not None) == (topology is not None)
+
+
+def test_copies_that_differ_are_recorded_before_the_run_ends(training, tmp_path, monkeypatch):
+    def differ(arrays, step, processes):
+        raise ReplicasError("device 3")
+
+    monkeypatch.setattr(steps, "check_replicas", differ)
+    run, _ = training(config(2))
+    with without_annotations(), pytest.raises(ReplicasError, match="device 3"):
+        steps.compare(run, 2, initial_state())
+    (told,) = events(tmp_path, "replicas_differ")
+    assert (told["step"], told["text"]) == (2, "device 3")

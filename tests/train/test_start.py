@@ -7,7 +7,10 @@ import json
 import os
 import re
 import shutil
+import threading
+import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -20,7 +23,7 @@ from moejax.config.load import describe_fields, to_dict
 from moejax.config.schema import CheckpointConfig, TrainConfig
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE
-from moejax.train import checkpoint, disk_space
+from moejax.train import checkpoint, disk_space, start
 from moejax.train.checkpoint import Checkpoints
 from moejax.train.inputs import Inputs
 from moejax.train.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
@@ -29,8 +32,17 @@ from moejax.train.opened import open_checkpoints
 from moejax.train.restore import resume, set_aside_wrong_steps
 from moejax.train.resume import describe_run
 from moejax.train.saved import Saved, newest
-from moejax.train.start import check_disk, check_keep, choose_checkpoint, finished_message
+from moejax.train.start import (
+    check_disk,
+    check_keep,
+    check_same_config,
+    choose_checkpoint,
+    claim,
+    finished_message,
+)
+from tests.annotations import without_annotations
 from tests.cases import on_nodes, small_config, step_for
+from tests.threads import everywhere
 from tests.train.running import stream
 
 LAST = {"event": "final_eval", "step": 20, "nats_per_token": 0.75, "bits_per_byte": 1.2345}
@@ -253,3 +265,75 @@ def test_a_save_that_fails_is_in_the_metrics_under_its_step(tmp_path, monkeypatc
     assert [(line["event"], line["step"], line["text"]) for line in lines] == [
         ("save_failed", 7, str(error.value))
     ]
+
+
+def test_processes_that_were_started_with_other_settings_are_told_which():
+    def check(processes):
+        cfg = small_config(train={"seed": 3 + (processes.index == 1), "num_steps": 7})
+        try:
+            check_same_config(cfg, processes)
+        except InputError as error:
+            return str(error)
+        return None
+
+    first, second = everywhere(2, check)
+    assert "different configs. 1 and 0 differ: train.seed: 4 and 3. " in first
+    assert "different configs. 0 and 1 differ: train.seed: 3 and 4. " in second
+    assert everywhere(2, lambda each: check_same_config(small_config(), each)) == [None, None]
+
+
+def test_a_run_directory_is_waited_for_as_long_as_was_said(tmp_path):
+    held = claim(tmp_path / "new" / "run")
+    began = time.monotonic()
+    with pytest.raises(InputError, match="run directory is in use"):
+        claim(tmp_path / "new" / "run")
+    assert time.monotonic() - began < 0.5 + 0.2
+    with pytest.raises(InputError, match="run directory is in use"):
+        claim(tmp_path / "new" / "run", 0.5)
+    assert time.monotonic() - began >= 0.5
+    timer = threading.Timer(0.3, held.close)
+    timer.start()
+    claim(tmp_path / "new" / "run", 20).close()
+    timer.join()
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"run directory cannot be written. .*Not a directory"):
+        claim(tmp_path / "file" / "run")
+
+
+SOURCE = Saved(7, Path("there"), {})
+
+
+@pytest.mark.parametrize(
+    ("lora", "resumed", "source", "said", "given"),
+    [
+        (False, None, None, "", "drawn"),
+        (False, None, SOURCE, "weights from there (step 7)\n", "drawn, weights of there"),
+        (False, None, Path("model"), "weights from model\n", "drawn, weights of model"),
+        (False, "resumed", None, "", "resumed"),
+        (False, "resumed", SOURCE, "", "resumed"),
+        (True, None, SOURCE, "frozen weights from there (step 7)\n", "first of weights, bias"),
+        (True, "resumed", SOURCE, "frozen weights from there (step 7)\n", "resumed on weights"),
+    ],
+)
+def test_a_run_begins_with_what_it_resumes_else_with_weights_it_was_given_else_with_drawn_ones(
+    monkeypatch, lora, resumed, source, said, given
+):
+    def name(source):
+        return source.path if isinstance(source, Saved) else source
+
+    monkeypatch.setattr(start, "read_weights", lambda *_: ("weights", "bias"))
+    monkeypatch.setattr(
+        start, "take_weights", lambda source, state, *_: f"{state}, weights of {name(source)}"
+    )
+    train_step = SimpleNamespace(
+        abstract=SimpleNamespace(frozen={} if lora else None),
+        init=lambda: "drawn",
+        first_state=lambda params, bias: f"first of {params}, {bias}",
+    )
+    shown = io.StringIO()
+    before = resumed
+    if resumed and lora:
+        before = SimpleNamespace(_replace=lambda frozen: f"resumed on {frozen}")
+    with without_annotations():
+        found = start.initial_state(train_step, before, source, Console(file=shown, width=200))
+    assert (found, shown.getvalue()) == (given, said)
