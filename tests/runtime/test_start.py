@@ -136,3 +136,125 @@ def test_where_somebody_listens_is_bad_input():
         with pytest.raises(InputError, match="in use"):
             check_can_listen(place)
     check_can_listen(place)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What joining a program sets, in a process that has joined none; nothing is started."""
+    did = {}
+    module = moejax.runtime.start
+    state = SimpleNamespace(client="client")
+    config = SimpleNamespace(update=did.__setitem__)
+    initialize = SimpleNamespace(
+        initialize=lambda **given: did.update(initialize=given),
+        shutdown=lambda: did.update(shutdown=True),
+    )
+    monkeypatch.setattr(module, "_address", "127.0.0.1")
+    monkeypatch.setattr(module, "fix_settings", lambda: None)
+    monkeypatch.setattr(module, "distributed", SimpleNamespace(global_state=state))
+    monkeypatch.setattr(
+        module,
+        "jax",
+        SimpleNamespace(
+            config=config,
+            distributed=initialize,
+            clear_caches=lambda: did.update(cleared=True),
+            extend=SimpleNamespace(
+                backend=SimpleNamespace(clear_backends=lambda: did.update(backends=True))
+            ),
+        ),
+    )
+    monkeypatch.setattr(
+        module,
+        "xla_bridge",
+        SimpleNamespace(
+            register_backend_factory=lambda *given, **more: did.update(factory=(given, more)),
+            make_cpu_client=lambda *gloo: ("cpu", *gloo),
+        ),
+    )
+    monkeypatch.setattr(module, "meet", lambda rank, at: did.update(met=(rank, at)) or "10.0.0.7")
+    for name in ("MOEJAX_ASSIGNMENT", "JAX_COORDINATOR_BIND_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    return module, did, state
+
+
+def launched(monkeypatch, coordinator, processes, process):
+    monkeypatch.setenv("MOEJAX_COORDINATOR", coordinator)
+    monkeypatch.setenv("MOEJAX_PROCESSES", str(processes))
+    monkeypatch.setenv("MOEJAX_PROCESS", str(process))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_of_several_joins_the_others_over_gloo(joined, monkeypatch, index):
+    module, did, _ = joined
+    looked_at = []
+    monkeypatch.setattr(module, "check_can_listen", looked_at.append)
+    launched(monkeypatch, "127.0.0.1:29400", 2, index)
+    found = module.join()
+    assert (found.index, found.count, found._client) == (index, 2, "client")
+    assert did["jax_cpu_collectives_implementation"] == "gloo"
+    assert did["jax_enable_preemption_service"] is False
+    assert did["met"][1] == "127.0.0.1:29400"
+    assert did["initialize"] == {
+        "coordinator_address": "127.0.0.1:29400",
+        "num_processes": 2,
+        "process_id": index,
+        "coordinator_bind_address": "127.0.0.1:29400",
+        "cluster_detection_method": "deactivate",
+    }
+    assert did["factory"] == (("cpu", module._make_cpu_client), {"fail_quietly": False})
+    assert looked_at == ["127.0.0.1:29400"] * (index == 0)
+    assert module.own_address() == "10.0.0.7"
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_process_alone_joins_nobody_and_has_no_gloo_if_it_was_one_of_several(
+    joined, monkeypatch, elastic
+):
+    module, did, _ = joined
+    if elastic:
+        monkeypatch.setenv("MOEJAX_ASSIGNMENT", "/there")
+    launched(monkeypatch, "127.0.0.1:29400", 1, 0)
+    assert module.join().count == 1
+    assert did == ({"jax_cpu_collectives_implementation": None} if elastic else {})
+
+
+def test_gloo_listens_at_the_address_that_others_reach(joined, monkeypatch):
+    module, _, state = joined
+    gloo = SimpleNamespace(make_gloo_tcp_collectives=lambda **given: given)
+    monkeypatch.setattr(module, "_jax", gloo)
+    monkeypatch.setattr(module, "_address", "10.0.0.7")
+    wanted = {"distributed_client": "client", "hostname": "10.0.0.7"}
+    assert module._make_cpu_client() == ("cpu", wanted)
+    state.client = None
+    assert module._make_cpu_client() == ("cpu",)
+
+
+@pytest.mark.parametrize("client", [None, "client"])
+def test_who_leaves_a_program_forgets_its_devices(joined, client):
+    module, did, state = joined
+    state.client = client
+    module.leave()
+    assert did == {"cleared": True, "backends": True} | ({"shutdown": True} if client else {})
+
+
+@pytest.mark.parametrize(
+    ("error", "platform", "said"),
+    [
+        (RuntimeError("no\n  GPU"), "gpu", "no gpu device. JAX says: no GPU. "),
+        (AssertionError(), None, "no usable device. JAX says: no device of that platform was"),
+    ],
+)
+def test_hardware_that_is_missing_is_told_in_one_line(monkeypatch, error, platform, said):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", fail)
+    before = jax.config.jax_platforms
+    try:
+        with pytest.raises(InputError) as raised:
+            start(MeshConfig(platform=platform))
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert str(raised.value).startswith(said)
+    assert "\n" not in str(raised.value)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moejax.config.load import to_dict
 from moejax.config.schema import Config
 from moejax.errors import InputError
+from moejax.train import manifest
 from moejax.train.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -198,3 +199,25 @@ def test_formats_are_those_of_their_pages():
     written = {"checkpoint": FORMAT_VERSION, "memory": slots.FORMAT_VERSION}
     for name, version in written.items():
         assert int(row.search((pages / f"{name}.md").read_text())[1]) == version
+
+
+def test_a_manifest_that_is_far_too_large_is_not_read(tmp_path, monkeypatch):
+    path = write_step(tmp_path, 60)
+    size = (path / MANIFEST).stat().st_size
+    monkeypatch.setattr(manifest, "MANIFEST_BYTES", size)
+    assert manifest.read_manifest(path)["step"] == 60
+    monkeypatch.setattr(manifest, "MANIFEST_BYTES", size - 1)
+    with pytest.raises(manifest.DamagedError, match=f"manifest has more than {size - 1:,} bytes"):
+        manifest.read_manifest(path)
+
+
+def test_weights_are_told_apart_by_their_numbers_and_in_older_formats_by_their_files():
+    files = {"weights/a": {"bytes": 1, "sha256": "x"}, "optimizer/b": {"bytes": 2, "sha256": "y"}}
+    assert manifest.weights_digest({"numbers": "n", "files": files}) == "n"
+    known = manifest.weights_digest({"files": files})
+    trained = {**files, "optimizer/b": {"bytes": 3, "sha256": "z"}}
+    assert manifest.weights_digest({"files": trained}) == known, "the moments are no weights"
+    other = {**files, "weights/a": {"bytes": 1, "sha256": "z"}}
+    assert manifest.weights_digest({"files": other}) != known
+    assert manifest.digest_of_pieces([1, 2]) == manifest.digest_of_pieces([2, 1]) == f"{3:064x}"
+    assert manifest.digest_of_pieces([1 << 256, 5]) == f"{5:064x}"

@@ -1,17 +1,20 @@
 """Real runs that go back: on one device, with batches whose loss is not finite."""
 
 import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from moejax.errors import DivergedError, InputError
+from moejax.runtime.watch import Watch
 from moejax.train import rollback, spikes
-from moejax.train.bad_steps import StepCheck
+from moejax.train.bad_steps import BadSteps, StepCheck
 from moejax.train.checkpoint import restore_state
 from moejax.train.manifest import MANIFEST, finished_steps, read_manifest, write_manifest
 from moejax.train.saved import newest
+from tests.annotations import without_annotations
 from tests.cases import step_for
 from tests.train.small_runs import STEPS, batch, config, events, train
 
@@ -208,3 +211,35 @@ def test_checkpoints_from_before_losses_were_kept_are_read(run, tmp_path):
     write_manifest(step, facts)
     _, seen = run("old", {})
     assert [number for number, _ in seen] == [9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("wrong", ["no checkpoint from before is whole", "data ends too early"])
+def test_a_run_that_cannot_go_back_has_diverged_and_writes_nothing(tmp_path, monkeypatch, wrong):
+    told = []
+
+    def before(run, bad):
+        if wrong.startswith("no"):
+            raise InputError(wrong)
+        return SimpleNamespace(step=4), {}
+
+    def check_enough():
+        raise InputError(wrong)
+
+    monkeypatch.setattr(rollback, "_state_before", before)
+    run = SimpleNamespace(
+        watch=Watch(),
+        record_saved=told.append,
+        checkpoints=SimpleNamespace(settle=lambda: "settled"),
+        inputs=SimpleNamespace(skipped=(), check_enough=check_enough),
+        records=SimpleNamespace(event=lambda *event: told.append(event)),
+        cfg=SimpleNamespace(run_dir=str(tmp_path)),
+    )
+    run.watch.enter("step", 8)
+    with (
+        without_annotations(),
+        pytest.raises(DivergedError, match=f"and cannot go back. losses are nan. {wrong}"),
+    ):
+        rollback.go_back(run, BadSteps(6, 7, "losses are nan"))
+    assert told == ["settled", ("diverged", 7)]
+    assert run.watch.now[0][:2] == ("restore", 8)
+    assert list(tmp_path.iterdir()) == []
