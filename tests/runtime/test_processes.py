@@ -305,3 +305,17 @@ def test_processes_share_the_simulated_devices(monkeypatch):
     assert simulated_here(MeshConfig(simulated_devices=8)) == 4
     with pytest.raises(InputError, match=r"2 processes of 4 devices.*simulated_devices is 4"):
         simulated_here(MeshConfig(simulated_devices=4))
+
+
+def test_who_is_asked_to_stop_says_so_once():
+    service, said = Service(), []
+    stop = Stop(Processes(1, 2, service))
+    publish = stop._processes.publish
+
+    def told(name, text):
+        said.append(name)
+        publish(name, text)
+
+    stop._processes.publish = told
+    assert [stop.after(step, step > 4) for step in range(1, 9)] == [False] * 8
+    assert said == [f"{stop._folder}/asked"]

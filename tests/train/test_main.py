@@ -91,3 +91,15 @@ def test_a_dry_run_estimates_memory_on_the_platform_that_its_plan_is_for(
     plain, said = peak()
     assert gpu != plain
     assert "peak memory below is that of CPUs" in said
+
+
+def test_a_config_and_all_settings_can_be_shown_and_nothing_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "train", None)
+    (tmp_path / "config.json").write_text('{"train": {"seed": 9}}')
+    words = ["--config", str(tmp_path / "config.json"), "--print_config"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["train"]["seed"] == 9
+    assert main(["--settings"]) == 0
+    assert "train.seed  (" in capsys.readouterr().out
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("moejax: error: no config. ")

@@ -2,13 +2,16 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from rich.console import Console
 
+from moejax.kernels.choice import Choice
 from moejax.train import smoke as command
 from moejax.train import smoke_checks as checks
 from moejax.train.doctor import main
 from moejax.train.smoke import smoke
+from tests.cases import small_config
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
@@ -99,3 +102,25 @@ def test_no_devices_are_an_error_of_input(capsys, monkeypatch):
 def test_it_stands_alone(capsys):
     assert main(["--smoke", "--target", "h200"]) == 2
     assert "Leave out the others" in capsys.readouterr().err
+
+
+def test_what_is_compared_of_rows_is_their_sum_over_peers_and_over_choices(monkeypatch):
+    """Quantised numbers are off by one of 127 steps to the largest of their block."""
+    compared = []
+    monkeypatch.setattr(checks, "_assert_close", lambda have, want, share: compared.append(have))
+    for check in (checks._check_quantize, checks._check_rows):
+        check(Choice("reference", ""), small_config())
+    summed, (rows_MD, y_ND) = compared
+    peers = checks._draw(0, 4, 64, 4 * checks.BLOCK)
+    step = float(jnp.abs(peers).max()) / 127
+    np.testing.assert_allclose(summed, peers.sum(0), atol=4 * step)
+    x_ND, weight_NK = checks._draw(0, 64, 8 * checks.BLOCK), jnp.abs(checks._draw(1, 64, 2))
+    weight_N1 = weight_NK.sum(1, keepdims=True)
+    step = float(jnp.abs(x_ND).max()) / 127
+    np.testing.assert_allclose(y_ND, x_ND * weight_N1, atol=step * float(weight_N1.max()))
+    assert rows_MD.shape == (128, 8 * checks.BLOCK)
+
+
+def test_rows_without_a_kernel_are_skipped_and_say_why():
+    with pytest.raises(checks.SkippedError, match="no kernel here"):
+        checks._check_rows(Choice("separate", "no kernel here"), small_config())

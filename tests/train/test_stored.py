@@ -152,3 +152,24 @@ def test_two_rows_of_pieces_are_kept_where_parts_share_them(tmp_path, shape, pie
     }
     array = ts.open(spec, create=True).result()
     assert _shared_bytes(array, whole) == 2 * 4 * rows
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "dtype", "piece"),
+    [
+        ("params.embedding.table", (300, 7), "float32", (300, 7)),
+        # 160 MB, of which a piece has 67 at most: halved twice along its longest dimension.
+        ("params.embedding.table", (40_000, 1000), "float32", (10_000, 1000)),
+        ("params.embedding.table", (40_000, 1000), "bfloat16", (20_000, 1000)),
+        ("params.embedding.table", (1000, 40_001), "float32", (1000, 10_001)),
+        ("params.embedding.table", (4096, 4096), "float32", (4096, 4096)),  # 64 MiB
+        ("params.embedding.table", (4096, 4097), "float32", (4096, 2049)),
+        # Layers, and experts of layers, lie alone.
+        ("params.groups.0.blocks.0.moe.w_in", (2, 8, 4, 6), "float32", (1, 1, 4, 6)),
+        ("params.groups.0.blocks.0.moe.shared", (2, 4, 6), "float32", (1, 4, 6)),
+        ("params.groups.0.blocks.0.attention.w_q", (2, 4, 6, 3), "float32", (1, 4, 6, 3)),
+        ("params.groups.0.blocks.0.norm.scale", (2, 4), "float32", (2, 4)),
+    ],
+)
+def test_an_array_is_cut_where_it_is_read_and_pieces_are_not_too_large(key, shape, dtype, piece):
+    assert NewArray(key, shape, dtype).piece == piece
