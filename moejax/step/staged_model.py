@@ -289,4 +289,4 @@ class StagedModel:
 def no_parts() -> RouterParts:
     """Returns the parts of no expert layers."""
     zero = jnp.zeros(())
-    return RouterParts(zero, zero, jnp.zeros((0, 1), jnp.int32), jnp.zeros((0,), jnp.int32))
+    return RouterParts(zero, zero, jnp.zeros((0, 1), jnp.int32), jnp.zeros((0, 3), jnp.int32))

@@ -59,13 +59,12 @@ class Saves(Checkpoints):
 
 def metrics(*, loss=1.0, norm=1.0, skipped=0, has_targets=None):
     """What a step gives, on the host."""
-    none = np.zeros((0, 1), np.int32)
     return Metrics(
         np.float32(loss),
         np.float32(1),
         np.float32(1),
-        none,
-        none[:, 0],
+        np.zeros((0, 1), np.int32),
+        np.zeros((0, 3), np.int32),
         np.float32(norm),
         np.int32(skipped),
         has_targets=has_targets,
