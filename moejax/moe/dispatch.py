@@ -90,7 +90,8 @@ def moe_ffn(
     with jax.named_scope("routing"):
         fits = fitting(expert_NK, route, layout, sizes, num_experts=E)
         first_NK = jnp.where(fits.first_NK, expert_NK, E)
-        rest_NK = jnp.where(fits.all_NK, E, expert_NK)
+        # Kept for backward, which would ask other devices again for what fits.
+        rest_NK = checkpoint_name(jnp.where(fits.all_NK, E, expert_NK), PLACES)
         rounds = _Rounds(moe, spec, limit)
         count = checkpoint_name(rounds.count(rest_NK), PLACES)
     kept_NK = fits.all_NK if route.merges or len(route.exchanges) > 1 else None
