@@ -102,9 +102,8 @@ def moe_ffn(
     def run_round(r: jax.Array, operands: Any, integers: tuple[Others, Others]) -> jax.Array:
         return rounds.run(r, operands, integers[1])
 
-    integers = Others(first_NK, frozen, kept_NK, need), Others(rest_NK, frozen)
-    y_ND = with_rounds(run_usual, run_round, count, operands, integers)
-    return y_ND, Overflow(rest_NK < E, count)
+    both = Others(first_NK, frozen, kept_NK, need), Others(rest_NK, frozen)
+    return with_rounds(run_usual, run_round, count, operands, both), Overflow(rest_NK < E, count)
 
 
 class Others(NamedTuple):

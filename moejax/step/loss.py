@@ -32,7 +32,7 @@ class LossParts(NamedTuple):
     balance: Float[Array, ""]  # mean over expert layers of the unweighted balance loss
     entropy: Float[Array, ""]  # mean over expert layers of the router's entropy; not in the loss
     load_LE: Int[Array, "L E"]  # assignments to each expert of each expert layer, over all devices
-    # Of each expert layer, over all devices: assignments dropped, those in overflow rounds, rounds.
+    # By expert layer, over all devices: assignments dropped, those in overflow rounds, rounds.
     uneven_L3: Int[Array, "L 3"]
     # As `nll`, of the targets that `model.predict_ahead` predicts; None without.
     ahead: Float[Array, ""] | None = None

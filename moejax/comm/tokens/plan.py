@@ -55,8 +55,7 @@ def plan_dispatch(
 
     Args:
       rows: J of each all-to-all hop.
-      kept_NK: choices that go on behind the first exchange; others have a slot there, and no
-        expert. None: all go on.
+      kept_NK: choices that go on behind the first exchange; others have no expert. None: all.
       filled: as in `DispatchPlan`; the same on every device.
     """
     # `span` experts lie behind this point of the route; expert numbers count within them.

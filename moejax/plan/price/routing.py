@@ -188,7 +188,7 @@ def _overflow(
             pairs = zip(rows, rest, strict=True)
             held *= math.prod(_holds(sources * n, own, room) ** count for n, own in pairs)
             excess = fullest([sources * n for n in rows], count * owners) - room
-            # Of a bucket that several devices fill the last one keeps what is too much.
+            # If several devices fill a bucket, the rows too many are those of the last one.
             over = max(over, min(excess, max(rows)) if sources > 1 else excess)
         sources = owners
     return 1 - held, max(1.0, over)
