@@ -1,9 +1,9 @@
 """Does the planner choose well? Its plans and others, measured on emulated clusters.
 
 Each cluster is probed before its set-ups. For each set-up the planner searches by what was probed,
-and a dozen of its plans, good and bad, run in turns beside the default of people who do not plan
-(experts over all devices, flat, no codecs). The planner may take codecs as far as `strong`, whose
-mean held-out loss is inside the band of uncompressed seeds, one seed of three just above it
+and a dozen of its plans, good and bad, run in turns beside the rules of thumb of people who do not
+plan (`moejax.plan.search.space.RULES`). The planner may take codecs as far as `strong`, whose mean
+held-out loss is inside the band of uncompressed seeds, one seed of three just above it
 (convergence.md); its best plan without any is measured too. The odd set-ups have models and numbers
 of devices that no price was made with, and are judged as a group of their own.
 
@@ -41,9 +41,7 @@ from benchmarks.emulated.planner_page import judge, page
 from benchmarks.emulated.setups import GROUPS, SETUPS, Setup, config_of, config_of_row
 from benchmarks.machine import RESULTS, ROOT, stamp
 from moejax.config.checks.planned import pinned
-from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.fields import fields
-from moejax.config.schema import Config
 from moejax.plan.cluster.file import from_json
 from moejax.plan.cluster.topology import Link, Topology
 from moejax.plan.price.candidate import PricedPlan, price, trace_config
@@ -56,7 +54,7 @@ from moejax.plan.search.result import SearchResult
 from moejax.plan.search.search import search
 from moejax.plan.search.space import Limits, meshes, plan_of
 
-PLANS = 12  # measured of each set-up, the default beside them
+PLANS = 12  # measured of each set-up, the rules of thumb beside them
 UNSEEN = 4  # one of so many, at least, is a mesh that the search did not trace
 CODECS = "strong"  # that may be chosen
 SAME = 0.005  # of a step: less is no difference
@@ -115,19 +113,10 @@ def chosen(setup: Setup, topology: Topology, found: SearchResult, count: int) ->
     first = count // 3
     plans = [*distinct[:first], *spread(distinct[first:], count - first - count // UNSEEN)]
     plans += unseen(setup, topology, found, count - len(plans))
-    for one in (plain(found), found.baseline):
+    for one in (found.plain, *found.rules.values()):
         if one is not None and all(one.cfg != other.cfg for other in plans):
             plans.append(one)
     return plans
-
-
-def plain(found: SearchResult) -> PricedPlan | None:
-    """The best by price of those without codecs."""
-    return next((one for one in found.ranked if not _codecs(one.cfg)), None)
-
-
-def _codecs(cfg: Config) -> bool:
-    return build_compression(cfg.compression) != NO_COMPRESSION
 
 
 def unseen(setup: Setup, topology: Topology, found: SearchResult, count: int) -> list[PricedPlan]:
@@ -248,8 +237,9 @@ def main() -> None:
             plans = chosen(setup, topology, found, args.plans)
             rows = measure(setup, plans, args.rounds, Path(folder))
         for row, one in zip(rows, plans, strict=True):
-            for name, other in (("default", found.baseline), ("plain", plain(found))):
-                row[name] = other is not None and one.cfg == other.cfg
+            names = [name for name, rule in found.rules.items() if rule.cfg == one.cfg]
+            row["rule"] = names[0] if names else None
+            row["plain"] = found.plain is not None and one.cfg == found.plain.cfg
         record["results"][str(setup)] = {
             "setup": asdict(setup),
             "search_seconds": found.seconds,

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from moejax.plan.search.space import RULES
+
 
 def page(record: dict[str, Any], intro: str) -> str:
     """The papers' page, below an introduction."""
@@ -17,7 +19,8 @@ def page(record: dict[str, Any], intro: str) -> str:
             f"- Chosen: {row['plan']}; {row['seconds'] * 1e3:,.1f} ms, {row['gib']:.1f} GiB.",
         ]
         if row["baseline"] != "none":
-            lines.append(f"- {row['baseline_name'].capitalize()}: {row['baseline']}.")
+            name = row["baseline_name"]
+            lines.append(f"- {name[0].upper()}{name[1:]}: {row['baseline']}.")
         lines += [f"- Why: {row['why']}."] if row["why"] else []
         lines += [f"- What differs: {row['differs']}."]
         lines += [f"- Priced {row['date']}."] if "date" in row else []
@@ -60,24 +63,21 @@ def clusters_page(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
         "bfloat16, no codecs. Nothing ran. "
         "`python -m benchmarks.papers.plans --out benchmarks/results`, "
         f"JAX {made['jax']}, {made['date']}.",
-        "Default: experts over all devices, flat exchange. Simple: the faster of FSDP over all "
-        "devices, and experts inside a node with FSDP across.",
+        "A rule of thumb's column is its time over the plan's; empty: it does not fit, or is "
+        "another rule's mesh. " + " ".join(f"{name}: {said}." for name, said in RULES.items()),
         "",
-        "| cluster | devices | plan | ms a step | GiB | tokens/s | default / chosen | "
-        "simple / chosen | search (s) |",
-        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
+        f"| cluster | devices | plan | ms a step | GiB | tokens/s | {' | '.join(RULES)} | search (s) |",
+        f"|---|---:|---|---:|---:|---:|{'---:|' * len(RULES)}---:|",
     ]
     for row in rows:
         if "refused" in row:
-            lines.append(f"| {row['cluster']} | {row['devices']} | {row['refused']} | | | | | | |")
+            empty = "| " * (len(RULES) + 4)
+            lines.append(f"| {row['cluster']} | {row['devices']} | {row['refused']} {empty}|")
             continue
-        over, simple = (
-            "" if row[name] is None else f"{row[name]:.2f}"
-            for name in ("over_default", "over_simple")
-        )
+        rules = (f"{row['rules'][name]:.2f}" if name in row["rules"] else "" for name in RULES)
         lines.append(
             f"| {row['cluster']} | {row['devices']} | {row['plan']} | {row['milliseconds']:,.0f} | "
-            f"{row['gib']:.0f} | {row['tokens_a_second']:,.0f} | {over} | {simple} | "
+            f"{row['gib']:.0f} | {row['tokens_a_second']:,.0f} | {' | '.join(rules)} | "
             f"{row['search_seconds']:.0f} |"
         )
     return "\n".join([*lines, ""])

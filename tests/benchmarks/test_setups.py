@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.emulated.planner_page import page
+from benchmarks.emulated.planner_page import judge, page
 from benchmarks.emulated.setups import GROUPS, SETUPS, config_of
 from benchmarks.machine import stamp
 from moejax.config.checks.planned import pinned
 from moejax.plan.search import space
-from moejax.plan.search.space import Limits, baseline
+from moejax.plan.search.space import Limits
 
 
 @pytest.mark.parametrize("setup", [one for one in SETUPS if one.group == "odd"], ids=str)
@@ -19,7 +19,7 @@ def test_an_odd_set_up_has_meshes_that_differ_in_what_they_move(setup):
     }
     assert devices % 3 == 0
     assert {(1, 1, devices), (1, devices, 1), (devices, 1, 1)} <= meshes
-    assert baseline(cfg, limits).mesh.expert == devices
+    assert space.rules(cfg, limits)["EP"].mesh.expert == devices
 
 
 def test_shapes_are_odd_in_each_way_that_is_asked_for():
@@ -32,8 +32,8 @@ def test_shapes_are_odd_in_each_way_that_is_asked_for():
 
 def test_each_group_has_a_table_and_a_summary_of_its_own():
     rows = [
-        {"seconds": [took] * 3, "predicted": took, "settings": {}, "default": not n, "plain": not n}
-        for n, took in enumerate((1.0, 2.0, 3.0))
+        {"seconds": [took] * 3, "predicted": took, "settings": {}, "rule": rule, "plain": took == 2}
+        for took, rule in ((1.0, None), (2.0, None), (3.0, "FSDP"), (4.0, "EP"))
     ]
     for row in rows:
         row["settings"] = {"mesh.replica": 1}
@@ -42,7 +42,20 @@ def test_each_group_has_a_table_and_a_summary_of_its_own():
         setup = next(one for one in SETUPS if one.group == group)
         results[str(setup)] = {"setup": vars(setup), "rows": rows, "search_seconds": 1.0, **stamp()}
     text = page({"clusters": {}, "results": results}, "Intro.")
+    assert text.count(" | FSDP | 3.00 | 1.50 | ") == len(GROUPS)
     assert text.count("Over 1 set-ups: regret 0.0% median") == len(GROUPS)
     assert text.index("Usual shapes:") < text.index("Odd shapes: ")
     alone = page({"clusters": {}, "results": dict(list(results.items())[:1])}, "Intro.")
     assert "Odd shapes" not in alone
+
+
+def test_where_no_rule_of_thumb_runs_the_page_says_so():
+    row = {"seconds": [1.0], "predicted": 1.0, "settings": {"mesh.replica": 1}}
+    rows = [row | {"rule": None, "plain": True}, row | {"rule": None, "plain": False}]
+    judged = judge(rows)
+    assert (judged["rule"], judged["rule_over_chosen"], judged["rule_over_plain"]) == (None,) * 3
+    setup = SETUPS[0]
+    one = {"setup": vars(setup), "rows": rows, "search_seconds": 1.0, **stamp()}
+    text = page({"clusters": {}, "results": {str(setup): one}}, "Intro.")
+    assert " | none runs | - | - | " in text
+    assert "nan" not in text

@@ -69,8 +69,7 @@ function headline() {
   document.title = `${title} - moejax plan`;
   const experts = model.experts ? `, ${model.experts} experts of hidden width ${model.expert_hidden}, ` +
     `${model.experts_per_token} for each token (${many(model.active)} parameters active)` : "";
-  const standard = data.plans.find((one) => one.name.includes("default"));
-  const simple = data.plans.find((one) => one.name.includes("simple"));
+  const rule = data.rule && data.plans.find((one) => one.name.split(" ").includes(data.rule));
   const runner = others.find((one) => /^\d/.test(one.name));
   const tile = (value, ...lines) => el("div", {}, el("strong", {}, value), lines.map((line) => el("span", {}, line)));
   const over = (other, name) => !other || other === best ? null
@@ -85,9 +84,10 @@ function headline() {
       tile(many(best.tokens_per_second), "tokens a second", `${percent(best.tokens_per_second * model.flops_per_token /
         cluster.devices / cluster.peak_flops_per_s)} of the fastest matrix product (MFU)`),
       tile(bytes(best.memory_bytes), `of ${bytes(cluster.memory_bytes)} a device`),
-      over(simple, "the simple plan"), over(standard, "the default"), over(runner, "the runner-up")),
+      over(rule, `the best rule of thumb, ${data.rule}`), over(runner, "the runner-up")),
+    el("p", { class: "soft" }, data.gain),
     el("dl", { class: "plan" }, meaning().map(([name, said]) => [el("dt", {}, name), el("dd", {}, said)])));
-  const compared = [[simple, "the simple plan"], [standard, "the default"], [runner, "the runner-up"]].filter(([one]) => one && one !== best && one.fits);
+  const compared = [[rule, data.rule], [runner, "the runner-up"]].filter(([one]) => one && one !== best && one.fits);
   main.append(el("div", { class: "pair" }, compared.map(([one, name]) => el("div", {},
     el("h3", {}, `Against ${name}: ${one.mesh}${one.route === "-" ? "" : `, ${one.route}`}`), against(one, 5)))));
 }
@@ -362,7 +362,7 @@ function timelines() {
     if (loops.length) opener(0)(loops[0][6]);
   }
   const chosen = (name) => data.timelines.find((one) => one.plan === name);
-  const called = (name) => (name === best.name ? "the chosen plan" : /^\d+$/.test(name) ? "the runner-up" : "the default");
+  const called = (name) => (name === best.name ? "the chosen plan" : name.split(" ")[0] === "2" ? "the runner-up" : name);
   const choice = el("select", { "aria-label": "plan to draw", onchange: () => show(chosen(choice.value)) },
     data.timelines.map((one) => el("option", { value: one.plan }, called(one.plan))));
   const entry = (background, text) => el("li", {}, swatch(background), text);
@@ -423,14 +423,14 @@ function plans() {
   section("The plans it was chosen from", `${meshes.toLocaleString("en")} ways to spread the model were estimated, ` +
     `${traced} programs traced and priced, ${large} of them too large, in ${round(seconds)} s. ` +
     `${cut ? `Note: ${cut}. ` : ""}Press a heading to sort, a plan to ` +
-    "open it. The default has experts over all devices, one exchange, no codecs. The simple plan is the faster of two that people " +
-    "write by hand: FSDP over all devices, and experts inside a node with FSDP across; each was made to fit.",
+    `open it. What people take without a planner stands beside them, each made to fit: ${Object.entries(data.rules)
+      .map(([name, said]) => `${name}: ${said}`).join("; ")}.`,
     el("table", { class: "plans" }, el("thead", {}, el("tr", {}, headers)), body));
 }
 function details(one) {
   if (one === best) return el("p", {}, "This is the plan that was chosen.");
   const slower = one.seconds > best.seconds * (1 + 1e-9);
-  const needs = one.changes === null ? [el("p", {}, "Only the first five plans and the default are asked.")] : !slower
+  const needs = one.changes === null ? [el("p", {}, "Only the first five plans and the best rule of thumb are asked.")] : !slower
     ? [el("p", {}, one.fits ? "Nothing: it is as fast." : "Nothing: it is as fast, but does not fit.")] : changes(one);
   if (!one.fits) {
     const available = bytes(data.cluster.memory_bytes);

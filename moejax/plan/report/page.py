@@ -22,6 +22,7 @@ from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.price.sensitivity import Steps, sensitivity
 from moejax.plan.report import tables
 from moejax.plan.search.result import SearchResult
+from moejax.plan.search.space import RULES
 from moejax.plan.trace.reader import REST
 from moejax.plan.trace.schedule import Op, Schedule
 
@@ -50,20 +51,13 @@ def embed(data: Any) -> str:
 def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> dict[str, Any]:
     """Returns the page's data. Seconds of a step, bytes of one device."""
     best, device = result.ranked[0], topology.device
-    shown = {str(index + 1): plan for index, plan in enumerate(result.ranked[:MAX_PLANS])}
-    compared = [("default", result.baseline), ("simple", result.simple)]
-    for word, one in compared:
-        if one is not None:
-            same = next((name for name, plan in shown.items() if plan.cfg == one.cfg), "")
-            shown.pop(same, None)
-            shown[f"{same} {word}".strip()] = one
-    order = [best, *(plan for plan in shown.values() if plan is not best)]
-    named = (result.baseline, result.simple)
-    asked = [plan for plan in order[1:] if plan in result.ranked[:ASKED] or plan in named]
+    ranked = [(str(index + 1), plan) for index, plan in enumerate(result.ranked[:MAX_PLANS])]
+    shown = tables.named_rows(ranked, result)
+    rule = result.rules.get(result.best_rule or "")
+    asked = [plan for _, plan in shown[1:] if plan in result.ranked[:ASKED] or plan is rule]
     steps = {id(plan): Steps(plan, topology, load) for plan in (best, *asked)}
     changes = {id(plan): sensitivity(steps[id(best)], steps[id(plan)]) for plan in asked}
-    names = {id(plan): name for name, plan in shown.items()}
-    drawn = [plan for plan in order if plan in result.ranked[:2] or plan is result.baseline]
+    drawn = [(name, plan) for name, plan in shown if plan in result.ranked[:2] or plan is rule]
     return {
         "model": _model(best),
         "cluster": {
@@ -81,8 +75,11 @@ def report_data(result: SearchResult, topology: Topology, load: ExpertLoad) -> d
             name: getattr(result, name)
             for name in ("meshes", "traced", "too_large", "seconds", "cut")
         },
-        "plans": [_plan(plan, names[id(plan)], topology, changes.get(id(plan))) for plan in order],
-        "timelines": [{"plan": names[id(plan)], **_timeline(plan)} for plan in drawn],
+        "rules": {name: RULES[name] for name in result.rules},
+        "rule": result.best_rule,
+        "gain": tables.gain_text(result),
+        "plans": [_plan(plan, name, topology, changes.get(id(plan))) for name, plan in shown],
+        "timelines": [{"plan": name, **_timeline(plan)} for name, plan in drawn],
         "traffic": _traffic(best),
         "memory": _memory(best, steps[id(best)]),
     }

@@ -17,8 +17,9 @@ from moejax.model.count import count
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import PricedPlan
 from moejax.plan.price.terms import terms, tokens_per_second, why
-from moejax.plan.search.result import SearchResult
+from moejax.plan.search.result import SearchResult, has_codecs
 from moejax.plan.search.search import MEMORY_SHARE, SAME
+from moejax.plan.search.space import RULES
 
 
 def mesh_text(cfg: Config) -> str:
@@ -85,16 +86,14 @@ def rest_parts(cfg: Config) -> list[str]:
 def print_ranked(
     result: SearchResult, topology: Topology, console: Console, max_rows: int = 8
 ) -> None:
-    """Shows the plans, the chosen one first and the others by time, the usual default last."""
+    """Shows the plans, the chosen one first and the others by time, the rules of thumb last."""
     best, table = result.ranked[0], Table(title="plans", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("mesh; route of tokens; the rest", overflow="fold")
     for name in ("GiB", "ms", "x best"):
         table.add_column(name, justify="right", no_wrap=True)
     rows, folded = shown_rows(result.ranked, max_rows)
-    named = (("simple", result.simple), ("default", result.baseline))
-    rows += [(name, plan) for name, plan in named if plan is not None]
-    for name, plan in rows:
+    for name, plan in named_rows(rows, result):
         fits = plan.peak.bytes <= result.memory_budget
         gib = f"{plan.peak.bytes / 2**30:.2f}" + "!" * (not fits)
         ratio = f"{plan.seconds / best.seconds:.2f}" if fits else "-"
@@ -106,11 +105,10 @@ def print_ranked(
     console.print(
         f"{result.meshes:,} meshes estimated, {result.traced} plans traced, {result.too_large} of "
         f"them too large (!): more than {MEMORY_SHARE:.0%} of a device's {memory:.1f} GiB; in "
-        f"{result.seconds:.1f} s. GiB is per device, ms per step. default: experts over all "
-        "devices, flat exchange, no codecs. simple: the faster of FSDP over all devices, and "
-        "experts inside a node with FSDP across.",
+        f"{result.seconds:.1f} s. GiB is per device, ms per step.",
         highlight=False,
     )
+    console.print(rules_text(result), highlight=False)
     if result.cut is not None:
         console.print(f"note: {result.cut}", highlight=False, soft_wrap=True)
 
@@ -147,6 +145,36 @@ def shown_rows(
         if not any(_is_as(plan, other) for _, other in rows):
             rows.append((str(rank + 1), plan))
     return rows, len(ranked) - len(rows)
+
+
+def named_rows(
+    rows: Sequence[tuple[str, PricedPlan]], result: SearchResult
+) -> list[tuple[str, PricedPlan]]:
+    """Returns rows with the names of rules of thumb; rules that are not among them come last."""
+    names = {plan.cfg: name for name, plan in result.rules.items()}
+    shown = {plan.cfg for _, plan in rows}
+    named = [(f"{rank} {names.get(plan.cfg, '')}".strip(), plan) for rank, plan in rows]
+    return named + [(n, plan) for n, plan in result.rules.items() if plan.cfg not in shown]
+
+
+def rules_text(result: SearchResult) -> str:
+    """Returns what the rules of thumb are, and how much faster the chosen plan is than the best."""
+    words = " ".join(f"{name}: {RULES[name]}." for name in result.rules)
+    return f"{gain_text(result)} Rules of thumb, without codecs: {words or 'none fits.'}"
+
+
+def gain_text(result: SearchResult) -> str:
+    """Returns the gain over the best rule of thumb, with and without codecs."""
+    best, plain, name = result.ranked[0], result.plain, result.best_rule
+    if name is None:
+        return "No rule of thumb fits."
+    if best.cfg == result.rules[name].cfg:
+        return f"The plan is itself a rule of thumb, {name}: no other is faster."
+    seconds = result.rules[name].seconds
+    said = f"The plan is {seconds / best.seconds:.2f} x as fast as the best rule of thumb, {name}"
+    if plain is None or not has_codecs(best):
+        return f"{said}."
+    return f"{said}; without codecs {seconds / plain.seconds:.2f} x."
 
 
 def _is_as(plan: PricedPlan, other: PricedPlan) -> bool:
@@ -197,8 +225,9 @@ def print_why(result: SearchResult, console: Console) -> None:
             table.add_row(name, f"{seconds * 1e3:,.2f}", f"{seconds / best.seconds:.0%}")
     console.print(table)
     others = [("the runner-up", plan) for plan in result.ranked[1:2]]
-    named = (("the simple plan", result.simple), ("the default", result.baseline))
-    others += [(name, plan) for name, plan in named if plan is not None]
+    rule = result.best_rule or next(iter(result.rules), None)
+    if rule is not None:
+        others.append((f"the rule of thumb {rule}", result.rules[rule]))
     for name, compared in others:
         if compared.cfg != best.cfg:
             text = sentence(best, compared, name, result.memory_budget)

@@ -82,21 +82,19 @@ class _Search:
         estimates = sorted((Estimate(cfg, self.topology) for cfg in meshes), key=Estimate.seconds)
         self.progress(f"{len(estimates):,} meshes estimated")
         with frozen_garbage():
-            baseline = self._baseline()
             cut = self._choose_both(estimates)
             self._check_found(len(estimates))
             traced = self.traced_before + self.budget.traced
-            ranked, simple = self._ranked_beside_simple()
+            ranked, rules = self._ranked_beside_rules()
         return SearchResult(
             ranked=ranked,
-            baseline=baseline,
             meshes=len(estimates),
             traced=traced,
             too_large=self.too_large,
             memory_budget=self.memory_budget,
             seconds=time.perf_counter() - began,
             cut=cut,
-            simple=simple,
+            rules=rules,
         )
 
     def _check_found(self, meshes: int) -> None:
@@ -330,46 +328,36 @@ class _Search:
             if heavier is not None:
                 yield heavier
 
-    def _baseline(self) -> PricedPlan | None:
-        """Prices the usual default, made lighter until it fits."""
-        cfg = space.baseline(self.cfg, self.limits)
-        if cfg is None:
-            return None
-        fits = self._estimate_that_fits(Estimate(cfg, self.topology))
-        plan = self._try(fits.cfg) if fits is not None else None
-        plan = plan or self._price(cfg) or self.priced[cfg]
-        # The default may break the pins, so it is no candidate. It was priced first: nothing else
-        # is lost.
-        if self.limits.pinned - set(MEMORY):
-            self.priced.clear()
-        return plan
+    def _ranked_beside_rules(self) -> tuple[list[PricedPlan], dict[str, PricedPlan]]:
+        """Returns the ranked plans, and those of `space.rules`, fastest first.
 
-    def _ranked_beside_simple(self) -> tuple[list[PricedPlan], PricedPlan | None]:
-        """Returns the ranked plans, and the faster of `space.simple`.
-
-        The two are candidates like others, unless they break the pins. They are traced whatever the
+        Rules are candidates like others, unless they break the pins. They are traced whatever the
         number of traces, but not after the time cap.
         """
         ranked = self._ranked()
-        plans = [self._fitted(cfg) for cfg in space.simple(self.cfg, self.limits)]
-        fitting = [plan for plan in plans if plan is not None]
+        configs = space.rules(self.cfg, self.limits).items()
+        found = {name: plan for name, cfg in configs if (plan := self._fitted(cfg)) is not None}
         if not self.limits.pinned - set(MEMORY):
             ranked = self._ranked()
-        return ranked, min(fitting, key=lambda plan: plan.seconds, default=None)
+
+        def order(name: str) -> tuple[bool, float]:
+            return not self._fits(found[name]), found[name].seconds
+
+        return ranked, {name: found[name] for name in sorted(found, key=order)}
 
     def _fitted(self, cfg: Config) -> PricedPlan | None:
-        """Prices a plan, made lighter until it fits; None if it does not, or time is up."""
+        """Prices a plan, made lighter until it fits, or as light as it gets; None: time is up."""
         fits = self._estimate_that_fits(Estimate(cfg, self.topology))
-        lighter = fits.cfg if fits is not None else None
+        lighter, plan = (fits.cfg if fits is not None else cfg), None
         for _ in range(3):
             if lighter is None or (self.budget.cut and lighter not in self.priced):
-                return None
+                break
             plan = self.priced.get(lighter) or self._price(lighter)
             assert plan is not None, "priced twice"
             if self._fits(plan):
-                return plan
+                break
             lighter = self._lighter(lighter, plan)
-        return None
+        return plan
 
 
 def search(

@@ -28,6 +28,15 @@ PIECES = (None, 2**20, 4 * 2**20, 30_000_000)  # bytes; 30 MB is Lina's
 SCHEDULES = ("1f1b", "combined_1f1b", "gpipe")
 KEEPS = ("residuals", "input")
 HEADROOMS = (1.5, 2.0, 3.0)
+# What people take without a planner, and what it means.
+RULES = {
+    "FSDP": "weights sharded over all devices",
+    "HSDP": "weights sharded inside a node, copies across",
+    "EP+FSDP": "experts spread inside a node, weights sharded across",
+    "EP+DP": "experts spread inside a node, copies across",
+    "TP+FSDP": "matrices cut inside a node, weights sharded across",
+    "EP": "experts spread over all devices, copies of the rest",
+}
 # From no recomputation to all, which saves the most memory.
 REMATS = ("none", "dots", "experts", "collectives", "attention", "token_collectives", "full")
 
@@ -264,29 +273,27 @@ def lighter(cfg: Config, limits: Limits) -> Iterator[Config]:
             yield candidate
 
 
-def baseline(cfg: Config, limits: Limits) -> Config | None:
-    """Returns the usual default: experts over all devices that divide them, flat, no codec.
-
-    This is DeepSpeed's layout: expert parallelism across nodes, data parallelism for the rest.
-    """
-    expert = math.gcd(cfg.moe.num_experts, limits.devices) if cfg.model.has_experts else 1
-    return _by_rule(cfg, limits, {"mesh.replica": limits.devices // expert, "mesh.expert": expert})
-
-
-def simple(cfg: Config, limits: Limits) -> list[Config]:
-    """Returns FSDP over all devices, and experts inside a node with FSDP across; flat, no codec."""
-    inside = math.gcd(cfg.moe.num_experts, limits.devices // limits.nodes)
-    experts = {1, inside} if cfg.model.has_experts else {1}
-    plans = (
-        _by_rule(cfg, limits, {"mesh.fsdp": limits.devices // n, "mesh.expert": n})
-        for n in sorted(experts)
-    )
-    return [plan for plan in plans if plan is not None]
+def rules(cfg: Config, limits: Limits) -> dict[str, Config]:
+    """Returns the plans of `RULES` that differ and break no rule of configs; flat, no codec."""
+    devices, inside = limits.devices, limits.devices // limits.nodes
+    sizes = {"FSDP": {"fsdp": devices}, "HSDP": {"fsdp": inside, "replica": limits.nodes}}
+    if cfg.model.has_experts:
+        near, far = (math.gcd(cfg.moe.num_experts, count) for count in (inside, devices))
+        sizes["EP+FSDP"] = {"expert": near, "fsdp": devices // near}
+        sizes["EP+DP"] = {"expert": near, "replica": devices // near}
+        sizes["EP"] = {"expert": far, "replica": devices // far}
+    plans = {name: _by_rule(cfg, limits, own) for name, own in sizes.items()}
+    for tensor in reversed(divisors(inside)[1:]):
+        own = {"tensor": tensor, "fsdp": devices // tensor}
+        plans["TP+FSDP"] = plans.get("TP+FSDP") or _by_rule(cfg, limits, own)
+    firsts = {plan: name for name, plan in reversed(plans.items()) if plan is not None}
+    return {name: plan for name, plan in plans.items() if plan and firsts[plan] == name}
 
 
 def _by_rule(cfg: Config, limits: Limits, sizes: dict[str, int]) -> Config | None:
     """Returns a mesh of these axes with all else at its default; None if it breaks a rule."""
-    values = dict.fromkeys(MESH, 1) | sizes | {"compression.preset": "none"}
+    mesh = {f"mesh.{axis}": size for axis, size in sizes.items()}
+    values = dict.fromkeys(MESH, 1) | mesh | {"compression.preset": "none"}
     values |= {name: fields()[name].default for name in (*EXCHANGE, *REDUCTION, *CODECS)}
     values |= {"mesh.activations": "sequence", "mesh.expert_weights": "hidden"}
     return resolve(change(cfg, values), limits)

@@ -45,16 +45,16 @@ CLUSTER = Topology(
     tiers=(Tier("inside", 4, same_links(FAST)), Tier("between", 2, same_links(SLOW))),
 )
 LOAD = read_expert_load("balanced", 8)
-MESHES = ((8, 1, 1, 1), (2, 4, 1, 1), (1, 1, 8, 1))  # the last one the default
+MESHES = ((8, 1, 1, 1), (2, 4, 1, 1), (1, 1, 8, 1))  # the last one a rule of thumb
 
 
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
     plans = [price(trace_config(_config(mesh), "cpu"), CLUSTER, LOAD) for mesh in MESHES]
-    default = plans[-1]
     ranked = sorted(plans[:-1], key=lambda one: one.seconds)
+    rules = {"EP": plans[-1]}
     return SearchResult(
-        ranked, default, meshes=9, traced=3, too_large=0, memory_budget=1e9, seconds=1.5
+        ranked, meshes=9, traced=3, too_large=0, memory_budget=1e9, seconds=1.5, rules=rules
     )
 
 
@@ -85,28 +85,20 @@ def _text(page: Path) -> str:
 
 
 def test_the_page_holds_every_plan_the_chosen_one_first(found, data):
-    assert [one["name"] for one in data["plans"]] == ["1", "2", "default"]
-    wanted = [*found.ranked, found.baseline]
+    assert [one["name"] for one in data["plans"]] == ["1", "2", "EP"]
+    wanted = [*found.ranked, found.rules["EP"]]
     for one, priced in zip(data["plans"], wanted, strict=True):
         assert one["seconds"] == priced.seconds
         assert one["terms"] == terms(priced)
         assert one["memory_bytes"] == priced.peak.bytes
 
 
-def test_a_default_that_was_ranked_is_one_row(found, tmp_path, monkeypatch):
+def test_a_rule_that_was_ranked_is_one_row(found, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "sensitivity", lambda best, other: [])  # takes its time
-    ranked = replace(found, baseline=found.ranked[1])
+    ranked = replace(found, rules={"FSDP": found.ranked[1]})
     write_report(ranked, CLUSTER, LOAD, tmp_path / "plan.html")
-    assert '"name":"2 default"' in _text(tmp_path / "plan.html")
+    assert '"name":"2 FSDP"' in _text(tmp_path / "plan.html")
     assert '"name":"2"' not in _text(tmp_path / "plan.html")
-
-
-def test_a_simple_plan_has_its_row(found, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "sensitivity", lambda best, other: [])
-    write_report(replace(found, simple=found.baseline), CLUSTER, LOAD, tmp_path / "plan.html")
-    assert '"name":"default simple"' in _text(tmp_path / "plan.html")
-    write_report(replace(found, simple=found.ranked[1]), CLUSTER, LOAD, tmp_path / "plan.html")
-    assert '"name":"2 simple"' in _text(tmp_path / "plan.html")
 
 
 def test_what_is_no_codec_is_not_listed_as_one():
@@ -119,7 +111,7 @@ def test_what_is_no_codec_is_not_listed_as_one():
 
 
 def test_a_plan_without_others_makes_a_page(found, tmp_path):
-    alone = replace(found, ranked=found.ranked[:1], baseline=None)
+    alone = replace(found, ranked=found.ranked[:1], rules={})
     write_report(alone, CLUSTER, LOAD, tmp_path / "plan.html")
     assert '"name":"1"' in _text(tmp_path / "plan.html")
 
@@ -146,8 +138,8 @@ def test_traffic_is_what_the_step_sends(found, data):
 
 def test_timelines_hold_all_that_takes_time_also_inside_loops(found, data):
     drawn = data["timelines"]
-    assert [one["plan"] for one in drawn] == ["1", "2", "default"]
-    for one, priced in zip(drawn, [*found.ranked[:2], found.baseline], strict=True):
+    assert [one["plan"] for one in drawn] == ["1", "2", "EP"]
+    for one, priced in zip(drawn, [*found.ranked[:2], found.rules["EP"]], strict=True):
         computed = _computed(one, 0)
         assert math.isclose(computed, sum(priced.main.totals.computed.values()), rel_tol=1e-5)
         assert one["nodes"][0]["seconds"] == priced.main.seconds

@@ -24,8 +24,8 @@ def pretend(seconds, gib=1.0, mesh=(1, 8, 1, 1), **values):
     return SimpleNamespace(cfg=cfg, parts=((1.0, main),), seconds=seconds, peak=peak, main=main)
 
 
-def shown(ranked, baseline=None, simple=None):
-    result = SearchResult(ranked, baseline, 9, 5, 1, 8 * 0.95 * GIB, 1.0, simple=simple)
+def shown(ranked, **rules):
+    result = SearchResult(ranked, 9, 5, 1, 8 * 0.95 * GIB, 1.0, rules=rules)
     text = StringIO()
     console = Console(file=text, width=150)
     print_ranked(result, cluster(), console)
@@ -55,19 +55,32 @@ def test_plans_that_differ_by_pieces_only_are_one_row():
     assert "pieces of 1 MiB" in shown([pretend(1.0), slower])
 
 
-def test_a_default_that_does_not_fit_is_not_compared():
-    text = shown([pretend(1.0)], pretend(0.93, gib=700.0, mesh=(8, 1, 1, 1)))
-    assert "the default (replica 8) does not fit: it needs 700.0 GiB of a device, 7.6" in text
+def test_a_rule_that_does_not_fit_is_not_compared():
+    text = shown([pretend(1.0)], EP=pretend(0.93, gib=700.0, mesh=(8, 1, 1, 1)))
+    assert "rule of thumb EP (replica 8) does not fit: it needs 700.0 GiB of a device, 7.6" in text
     assert "0.93" not in text
     assert "700.00!" in text
+    assert "No rule of thumb fits." in text
 
 
-def test_the_simple_plan_stands_beside_the_default():
-    """8.01 x of a default that nobody takes over slow links, and 1.16 x of plain FSDP."""
-    text = shown([pretend(1.0)], pretend(8.01, mesh=(1, 1, 8, 1)), pretend(1.16, mesh=(2, 4, 1, 1)))
-    assert "1.16 x as fast as the simple plan (replica 2, fsdp 4)" in text
-    assert "8.01 x as fast as the default (expert 8)" in text
-    assert "simple: the faster of FSDP over all devices" in " ".join(text.split())
+def test_the_gain_is_over_the_best_rule_of_thumb_with_and_without_codecs():
+    """8.01 x of a layout that nobody takes over slow links, and 1.16 x of plain FSDP."""
+    rules = {"FSDP": pretend(1.16, mesh=(2, 4, 1, 1)), "EP": pretend(8.01, mesh=(1, 1, 8, 1))}
+    text = " ".join(shown([pretend(1.0)], **rules).split())
+    assert "The plan is 1.16 x as fast as the best rule of thumb, FSDP. Rules" in text
+    assert "1.16 x as fast as the rule of thumb FSDP (replica 2, fsdp 4)" in text
+    assert "EP: experts spread over all devices" in text
+    assert "the rule of thumb EP" not in text
+    coded = pretend(0.5, **{"compression.dispatch": "int8"})
+    text = " ".join(shown([coded, pretend(1.0)], **rules).split())
+    assert "2.32 x as fast as the best rule of thumb, FSDP; without codecs 1.16 x." in text
+
+
+def test_a_rule_of_thumb_may_win():
+    best = pretend(1.0)
+    text = " ".join(shown([best, pretend(1.5, mesh=(8, 1, 1, 1))], FSDP=best).split())
+    assert "The plan is itself a rule of thumb, FSDP: no other is faster." in text
+    assert "1 FSDP" in text
 
 
 def test_a_preset_without_codecs_is_called_no_codec():

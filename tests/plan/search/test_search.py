@@ -43,17 +43,20 @@ def limits(cfg, topology, **changes):
     return dataclasses.replace(base, **changes)
 
 
-def found_for(cfg, topology, *free, traces=1000, **changes):
+def found_for(cfg, topology, *free, traces=1000, rules=False, **changes):
     """A search that may choose only what is named, so that it is short and always whole."""
     how = read_expert_load("balanced", cfg.moe.num_experts)
     bound = limits(cfg, topology, pinned=frozenset(CHOSEN) - set(free), **changes)
-    return search(cfg, topology, bound, how, traces=traces, seconds=1e6)
+    with pytest.MonkeyPatch.context() as patch:
+        if not rules:
+            patch.setattr(space, "rules", lambda *_: {})
+        return search(cfg, topology, bound, how, traces=traces, seconds=1e6)
 
 
 @pytest.fixture(scope="module")
 def found():
     """Four ways to spread the model over two nodes, and the routes of the two best."""
-    return found_for(model(), cluster(), "mesh.replica", "mesh.expert", "route")
+    return found_for(model(), cluster(), "mesh.replica", "mesh.expert", "route", rules=True)
 
 
 def test_every_mesh_is_a_mesh():
@@ -114,7 +117,7 @@ def test_dense_weights_are_gathered_once_a_step_where_that_is_faster():
     """Four micro-batches on two nodes: each would send dense weights and gradients again."""
     cfg = change(model(), {"mesh.replica": 1, "mesh.fsdp": 8, "train.micro_batches": 4})
     found = found_for(cfg, cluster(slow=1e6), "mesh.gather_dense")
-    assert found.traced == 3  # the default, both ways
+    assert found.traced == 2
     best, other = (one.cfg.mesh.gather_dense for one in found.ranked)
     assert (best, other) == ("step", "use")
     assert "dense weights gathered once a step" in rest_text(found.ranked[0].cfg)
@@ -205,8 +208,8 @@ def test_a_plan_that_does_not_fit_is_made_lighter_or_refused():
 @pytest.mark.exhaustive
 def test_a_twentieth_of_memory_is_left_to_the_runtime(found, monkeypatch):
     best = found.ranked[0]
-    # Nothing is free: the only plan and the default were traced already.
-    traced = {one.cfg: one.traced for one in (best, found.baseline)}
+    # Nothing is free: the only plan was traced already.
+    traced = {best.cfg: best.traced}
     monkeypatch.setattr("moejax.plan.search.search.trace_config", lambda cfg, *_: traced[cfg])
     fits, too_large = (cluster(memory=int(best.peak.bytes / share)) for share in (0.94, 0.97))
     assert [one.cfg for one in found_for(best.cfg, fits).ranked] == [best.cfg]
@@ -248,30 +251,45 @@ def test_no_mesh_is_said_in_one_line():
 
 
 @pytest.mark.parametrize(
-    ("experts", "sizes"),
-    [(8, (1, 2, 1, 8, 1)), (16, (1, 1, 1, 16, 1)), (12, (1, 4, 1, 4, 1)), (64, (1, 1, 1, 16, 1))],
+    ("experts", "near", "far"), [(8, 8, 8), (16, 8, 16), (12, 4, 4), (64, 8, 16), (3, 1, 1)]
 )
-def test_the_baseline_copies_what_is_not_experts(experts, sizes):
-    """As many expert ranks as divide both; what is left of the devices holds copies."""
+def test_rules_of_thumb_are_the_meshes_that_people_take(experts, near, far):
+    """On two nodes of eight, as many expert ranks as divide both; no rule stands twice."""
     shapes = {"mlp_hidden": 384, "vocab_size": 264}
-    train = {"batch_sequences": 16}
-    cfg = small_config(moe={"num_experts": experts}, model=shapes, train=train)
+    cfg = small_config(moe={"num_experts": experts}, model=shapes, train={"batch_sequences": 16})
     cfg = change(cfg, {"route": "two_level", "compression.preset": "strong", "mesh.fsdp": 4})
-    default = space.baseline(cfg, Limits(16, 2, "cpu"))
-    assert default is not None
-    assert tuple(get_value(default, name) for name in space.MESH) == sizes
-    assert (default.route, default.compression.preset) == ("split", "none")
+    found = space.rules(cfg, Limits(16, 2, "cpu"))
+    axes = ("mesh.replica", "mesh.fsdp", "mesh.expert", "mesh.tensor", "mesh.stage")
+    meshes = {name: tuple(get_value(one, axis) for axis in axes) for name, one in found.items()}
+    heads = cfg.model.num_heads
+    wanted = {
+        "FSDP": (1, 16, 1, 1, 1),
+        "HSDP": (2, 8, 1, 1, 1),
+        "EP+FSDP": (1, 16 // near, near, 1, 1),
+        "EP+DP": (16 // near, 1, near, 1, 1),
+        "EP": (16 // far, 1, far, 1, 1),
+        "TP+FSDP": (1, 16 // heads, 1, heads, 1),
+    }
+    if experts == 3:  # one expert rank: full sharding, and copies under one name
+        del wanted["EP+FSDP"], wanted["EP"]
+    if near == far:
+        wanted.pop("EP", None)
+    assert meshes == wanted
+    assert {(one.route, one.compression.preset) for one in found.values()} == {("split", "none")}
 
 
-def test_the_baseline_spreads_experts_over_all_devices(found):
-    assert found.baseline is not None
-    assert found.baseline.cfg.mesh.expert == 8
-    assert found.baseline.cfg.route == "split"
+def test_rules_are_priced_beside_the_plans_whatever_is_pinned(found):
+    assert list(found.rules) == sorted(found.rules, key=lambda n: found.rules[n].seconds)
+    spread = found.rules["EP"]
+    assert (spread.cfg.mesh.expert, spread.cfg.route) == (8, "split")
     # Its tokens cross the slow network and those of the best plan do not, which is worth most.
     best = found.ranked[0]
-    crossing = [one.main.totals.bytes_sent["network", "dispatch"] for one in (found.baseline, best)]
+    crossing = [one.main.totals.bytes_sent["network", "dispatch"] for one in (spread, best)]
     assert crossing[0] > crossing[1] == 0
-    assert best.seconds < 0.95 * found.baseline.seconds
+    assert best.seconds < 0.95 * spread.seconds
+    # fsdp is pinned to 1 here, so plans with it are compared and not chosen.
+    assert found.rules["FSDP"].cfg.mesh.fsdp == 8
+    assert all(one.cfg.mesh.fsdp == 1 for one in found.ranked)
 
 
 def test_skew_costs_what_a_plan_exchanges():
@@ -311,13 +329,13 @@ def test_a_plan_file_makes_the_same_config(found, tmp_path):
     assert plan.predicted["seconds"] == found.ranked[0].seconds
 
 
-def test_what_is_shown_names_the_winner_and_the_default(found):
+def test_what_is_shown_names_the_winner_and_the_best_rule(found):
     shown = StringIO()
     console = Console(file=shown, width=100)
     print_ranked(found, cluster(), console)
     print_why(found, console)
     text = shown.getvalue()
-    assert "default" in text
+    assert f"rule of thumb, {found.best_rule}" in " ".join(text.split())
     assert "meshes estimated" in text
     assert "x as fast as" in text
 
@@ -378,16 +396,8 @@ def test_a_search_that_finds_nothing_says_that_its_traces_were_few(monkeypatch):
         search(model(), cluster(), how, load, traces=2, seconds=1e6)
 
 
-def test_simple_plans_cut_weights_and_leave_experts_in_their_node():
-    cfg = change(model(), {"mesh.tensor": 2, "route": "two_level", "compression.preset": "strong"})
-    plans = space.simple(cfg, Limits(8, 2, "cpu"))
-    meshes = [(p.mesh.replica, p.mesh.fsdp, p.mesh.expert, p.mesh.tensor) for p in plans]
-    assert meshes == [(1, 8, 1, 1), (1, 2, 4, 1)]
-    assert {(p.route, p.compression.preset) for p in plans} == {("split", "none")}
-
-
-def test_the_faster_simple_plan_is_given_and_never_beats_what_was_chosen(found):
-    assert found.simple is not None
-    assert (found.simple.cfg.mesh.fsdp, found.simple.cfg.mesh.expert) in ((8, 1), (2, 4))
-    free = found_for(model(), cluster(), *CHOSEN, traces=2)
-    assert free.ranked[0].seconds <= free.simple.seconds
+@pytest.mark.exhaustive
+def test_no_rule_of_thumb_beats_what_was_chosen():
+    free = found_for(model(), cluster(), *CHOSEN, traces=2, rules=True)
+    assert free.best_rule is not None
+    assert free.ranked[0].seconds <= free.rules[free.best_rule].seconds
