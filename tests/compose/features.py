@@ -69,6 +69,7 @@ FACTORS: dict[str, dict[str, Changes]] = {
     "capacity": {
         "dropless": NONE,
         "buckets that hold all": {"moe.capacity_factor": 16.0},
+        "dropless, wide buckets": {"moe.headroom": 3.0},
     },
     "layout": {
         "sequence, hidden": NONE,
@@ -83,6 +84,12 @@ FACTORS: dict[str, dict[str, Changes]] = {
     "dense weights": {
         "gathered at each use": NONE,
         "gathered once a step": {"mesh.gather_dense": "step"},
+    },
+    "weights across nodes": {
+        "flat": NONE,
+        "at each use": {"mesh.gather_across": "use"},
+        "once for both passes": {"mesh.gather_across": "passes", "model.remat": "full"},
+        "once a step": {"mesh.gather_across": "step"},
     },
     "reduction": {
         "whole gradients": NONE,
