@@ -71,6 +71,10 @@ def build(results: list[dict[str, Any]], refused: dict[Pair, str], seed: int) ->
         for what, label in (("loss", "loss"), ("gradient", "gradients"), ("second", "next loss")):
             worst = max((outcome[what] for outcome in own), default=0.0)
             lines.append(f"| worst difference, {title}: {label} | {worst:.1e} |")
+    moved = sum(outcome.get("moved", False) for _, outcome in right)
+    lines.append(
+        f"| right for weights whose last bit differs, as a token stands at a kink | {moved} |"
+    )
     for platform_name in ("gpu", "tpu"):
         traced = sum(outcome["traced"].get(platform_name) == "traced" for _, outcome in right)
         lines.append(f"| traced for a {platform_name.upper()} | {traced} of {len(right)} |")
