@@ -66,7 +66,8 @@ def clusters_page(rows: list[dict[str, Any]], made: dict[str, Any]) -> str:
         "A rule of thumb's column is its time over the plan's; empty: it does not fit, or is "
         "another rule's mesh. " + " ".join(f"{name}: {said}." for name, said in RULES.items()),
         "",
-        f"| cluster | devices | plan | ms a step | GiB | tokens/s | {' | '.join(RULES)} | search (s) |",
+        f"| cluster | devices | plan | ms a step | GiB | tokens/s | {' | '.join(RULES)} "
+        "| search (s) |",
         f"|---|---:|---|---:|---:|---:|{'---:|' * len(RULES)}---:|",
     ]
     for row in rows:
