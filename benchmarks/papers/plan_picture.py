@@ -1,4 +1,4 @@
-r"""The README's picture: how busy compute and links are over a step, for the default and the plan.
+r"""The README's picture: how busy compute and links are over a step, for a rule and the plan.
 
     python -m moejax.plan --config configs/olmoe_1b_7b.py --topology h200:8 --report plan.html
     python -m benchmarks.papers.plan_picture plan.html --out docs/pictures/plan.svg
@@ -63,11 +63,11 @@ def busy(timeline: dict[str, Any], step: float) -> dict[str, list[float]]:
 def draw(data: dict[str, Any]) -> str:
     """The picture as SVG."""
     by_name = {one["plan"]: one for one in data["timelines"]}
-    default = next(name for name in by_name if name.endswith("default"))
+    rule = next(name for name in by_name if data["rule"] in name.split())
     plans = {plan["name"]: plan for plan in data["plans"]}
-    longest = max(plans[name]["seconds"] for name in (default, "1"))
+    longest = max(plans[name]["seconds"] for name in (rule, "1"))
     parts, y = [], TOP
-    for title, name in (("default", default), ("chosen", "1")):
+    for title, name in ((data["rule"], rule), ("chosen", "1")):
         plan = plans[name]
         lanes = busy(by_name[name], longest)
         order = sorted(lanes, key=lambda lane: lane != "compute")

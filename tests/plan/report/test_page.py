@@ -246,7 +246,7 @@ def test_the_page_draws_and_hostile_names_are_text(tab):
     assert HOSTILE.split()[0] in opened.inner_text("main")
     assert opened.locator("main script, main b script").count() == 0
     assert opened.locator("h2").count() == 5
-    assert "as fast as the default" in opened.inner_text(".tiles")
+    assert "as fast as the best rule of thumb, EP" in opened.inner_text(".tiles")
 
 
 def test_a_loop_opens_when_clicked_and_by_keyboard(tab):
@@ -337,5 +337,5 @@ def test_a_reader_of_dark_pages_gets_one(tab):
 def test_another_plan_can_be_drawn(tab):
     opened = tab()
     before = opened.locator(".panel h3").first.inner_text()
-    opened.get_by_label("plan to draw").select_option("default")
+    opened.get_by_label("plan to draw").select_option("EP")
     assert opened.locator(".panel h3").first.inner_text() != before
