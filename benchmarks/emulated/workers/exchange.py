@@ -45,6 +45,13 @@ from moejax.step.train_step import TrainStep, build_step  # noqa: E402
 # JAX's cache keeps a program by process as well. All hosts are on this machine: they share it.
 cache_key._hash_accelerator_config = lambda hashed, devices: None
 SENT = Path("/sys/class/net/net0/statistics/tx_bytes")
+COLLECTIVES = {
+    "all_to_all": partial(jax.lax.all_to_all, split_axis=0, concat_axis=0, tiled=True),
+    "all_gather": partial(wire.all_gather, dim=0),
+    "reduce_scatter": partial(wire.reduce_scatter, dim=0),
+    "all_reduce": wire.all_reduce,
+    "ppermute": partial(wire.ppermute, pairs=[(0, 1)]),  # to the next stage
+}
 
 
 class Variant(NamedTuple):
@@ -58,12 +65,15 @@ class Variant(NamedTuple):
 
 
 def build(case: dict, measure: str, settings: dict) -> Variant:
-    """Compiles one variant: all_to_all, forward, both (directions), step, or codecs of a step.
+    """Compiles one variant: collective, all_to_all, forward, both (directions), step, or codecs.
 
     Args:
-      settings: of the config; `seconds_a_row` puts waits in place of the experts.
+      settings: of the config; `seconds_a_row` puts waits in place of the experts. Of a collective
+        its kind, axes and dtype.
     """
     settings = dict(settings)
+    if measure == "collective":
+        return build_collective(case, **settings)
     with timed_experts(settings.pop("seconds_a_row", None)):
         return build_variant(case, measure, settings)
 
@@ -134,6 +144,23 @@ def build_layer(train_step: TrainStep) -> tuple[Any, Any, Callable]:
         return layer(x_BtD, layer.weights())[0]
 
     return params, specs, call
+
+
+def build_collective(case: dict, kind: str, axes: list[str], dtype: str) -> Variant:
+    """One collective of arrays of about 4 MiB a device."""
+    cfg = from_dict(case["config"])
+    train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), jax.devices()), "cpu")
+    everywhere, devices = P(train_step.layout.mesh_axes), jax.device_count()
+    columns = 2**22 // devices // jnp.dtype(dtype).itemsize
+    values = np.ones((devices * devices, columns), jnp.dtype(dtype))
+    x = place(values, train_step.mesh, everywhere)
+    operation = COLLECTIVES[kind]
+
+    def body(x: jax.Array) -> jax.Array:
+        return operation(x, tuple(axes))
+
+    program, facts = compiled(body, (everywhere,), everywhere, (x,), train_step)
+    return Variant(lambda: program(x), facts)
 
 
 def build_all_to_all(train_step: TrainStep, x: jax.Array) -> Variant:
@@ -235,13 +262,18 @@ def count(traced: Any, program: Any, train_step: TrainStep) -> dict:
 
 
 def link_bytes(call: Collective, layout: Layout) -> float:
-    """Bytes that one host's devices put on its link for a collective; rings, but for all-to-all."""
+    """Bytes that one host's devices put on its link for a collective.
+
+    Rings, but for an all-to-all, and for a transfer to the next stage, on another host.
+    """
     n, nodes = layout.size(call.axes), layout.size(layout.between_nodes(call.axes))
     if nodes == 1:
         return 0
     devices = jax.local_device_count()
     if call.kind == "all_to_all":
         return call.calls * call.bytes * (1 - 1 / nodes) * devices
+    if call.kind == "ppermute":
+        return call.calls * call.bytes * devices
     rings = devices / (n / nodes)
     turns = {"all_reduce": 2, "all_max": 2}.get(call.kind, 1)
     return call.calls * call.bytes * turns * (n - 1) / n * rings
