@@ -243,6 +243,7 @@ def main() -> None:
         record["results"][str(setup)] = {
             "setup": asdict(setup),
             "search_seconds": found.seconds,
+            "flops": topology.device.peak("float32"),
             "rows": rows,
             **stamp(),
         }

@@ -5,7 +5,13 @@ from itertools import combinations
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.emulated.setups import GROUPS, Setup, config_of_row
+from benchmarks.emulated.setups import (
+    GROUPS,
+    Setup,
+    config_of_row,
+    ratios_of,
+    real_ratios,
+)
 from moejax.plan.cluster.file import from_json
 from moejax.plan.report.tables import plan_text
 
@@ -89,7 +95,11 @@ def group(name: str, results: dict[str, Any]) -> list[str]:
     """How the plans of one group of set-ups are judged; nothing, if none was measured."""
     if not results:
         return []
-    title = {"usual": "Usual shapes", "odd": "Odd shapes: models and devices that no price knew"}
+    title = {
+        "usual": "Usual shapes",
+        "odd": "Odd shapes: models and devices that no price knew",
+        "like": "Shapes with the ratios of large models on large clusters",
+    }
     lines = [
         f"{title[name]}:",
         "",
@@ -106,7 +116,24 @@ def group(name: str, results: dict[str, Any]) -> list[str]:
             f"{ratio(j['rule_over_chosen'])} | {ratio(j['rule_over_plain'])} | "
             f"{one['search_seconds']:.0f} |"
         )
-    return [*lines, "", *summary(results), ""]
+    return [*lines, "", *summary(results), "", *(by_ratio(results) if name == "like" else [])]
+
+
+def by_ratio(results: dict[str, Any]) -> list[str]:
+    """The ratios of each set-up beside those of the model and cluster that it is like."""
+    lines = [
+        "Exchanged: the bytes that an exchange sends over those of gathering a layer's weights.",
+        "Computing: its seconds over those of gathering. Both of a layer and a micro-batch, by what",
+        "was probed, and by an H100's fastest product and 8 x 400 Gbit/s a node (slow cloud: 100).",
+        "",
+        "| set-up | exchanged | of the real one | computing | of the real one | rule / chosen |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, one in results.items():
+        ours, real = ratios_of(_setup(one), one["flops"]), real_ratios(_setup(one).model)
+        cells = " | ".join(f"{a:.2f} | {b:.2f}" for a, b in zip(ours, real, strict=True))
+        lines.append(f"| {name} | {cells} | {ratio(one['judged']['rule_over_chosen'])} |")
+    return [*lines, ""]
 
 
 def ratio(value: float | None) -> str:

@@ -3,9 +3,10 @@
 import pytest
 
 from benchmarks.emulated.planner_page import judge, page
-from benchmarks.emulated.setups import GROUPS, SETUPS, config_of
-from benchmarks.machine import stamp
+from benchmarks.emulated.setups import GROUPS, SETUPS, config_of, ratios, ratios_of, real_ratios
+from benchmarks.machine import ROOT, stamp
 from moejax.config.checks.planned import pinned
+from moejax.config.load import load_config
 from moejax.plan.search import space
 from moejax.plan.search.space import Limits
 
@@ -41,6 +42,7 @@ def test_each_group_has_a_table_and_a_summary_of_its_own():
     for group in GROUPS:
         setup = next(one for one in SETUPS if one.group == group)
         results[str(setup)] = {"setup": vars(setup), "rows": rows, "search_seconds": 1.0, **stamp()}
+        results[str(setup)]["flops"] = 1e10
     text = page({"clusters": {}, "results": results}, "Intro.")
     assert text.count(" | FSDP | 3.00 | 1.50 | ") == len(GROUPS)
     assert text.count("Over 1 set-ups: regret 0.0% median") == len(GROUPS)
@@ -59,3 +61,26 @@ def test_where_no_rule_of_thumb_runs_the_page_says_so():
     text = page({"clusters": {}, "results": {str(setup): one}}, "Intro.")
     assert " | none runs | - | - | " in text
     assert "nan" not in text
+
+
+# What eight devices on two cores reached in float32: products of 256 columns, and of 128.
+FLOPS = {256: 35e9, 128: 20e9}
+
+
+@pytest.mark.parametrize("setup", [one for one in SETUPS if one.group == "like"], ids=str)
+def test_a_set_up_has_the_ratios_of_what_it_is_like(setup):
+    ours = ratios_of(setup, FLOPS[config_of(setup).model.width])
+    real = real_ratios(setup.model)
+    assert ours[0] == pytest.approx(real[0], rel=0.08)
+    assert ours[1] == pytest.approx(real[1], rel=0.25)
+
+
+def test_ratios_are_of_a_layers_bytes():
+    """Mixtral on H100s: 8 experts of 3 x 4,096 x 14,336, two of them for each of 4,096 tokens."""
+    cfg = load_config(str(ROOT / "configs" / "mixtral_8x7b.py"), [])
+    expert, attention = 3 * 4096 * 14_336, 2 * 4096 * 4096 + 2 * 4096 * 1024
+    gathered = 8 * (8 * expert + attention)
+    exchanged, computing = ratios(cfg, 4096, 8, 769e12, 4e11, 2)
+    assert exchanged == pytest.approx(4 * 2 * 8 * 4096 * 2 * 4096 / gathered, rel=1e-3)
+    seconds = 6 * 4096 * (2 * expert + attention) / 769e12
+    assert computing == pytest.approx(seconds / (gathered / 4e11), rel=1e-3)
