@@ -123,8 +123,8 @@ def by_ratio(results: dict[str, Any]) -> list[str]:
     """The ratios of each set-up beside those of the model and cluster that it is like."""
     lines = [
         "Exchanged: the bytes that an exchange sends over those of gathering a layer's weights.",
-        "Computing: its seconds over those of gathering. Both of a layer and a micro-batch, by what",
-        "was probed, and by an H100's fastest product and 8 x 400 Gbit/s a node (slow cloud: 100).",
+        "Computing: its seconds over those of gathering. Of a layer and a micro-batch, by what was",
+        "probed, and by an H100's fastest product and 8 x 400 Gbit/s a node (slow cloud: 100).",
         "",
         "| set-up | exchanged | of the real one | computing | of the real one | rule / chosen |",
         "|---|---:|---:|---:|---:|---:|",
