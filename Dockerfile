@@ -4,7 +4,7 @@
 #   docker run --gpus all -v "$PWD/runs:/home/moejax/runs" moejax train --config tiny
 FROM python:3.13-slim-bookworm
 
-# g++ compiles the CPU exchange (moejax/comm/exchange.cc) when it is first used. Runs and caches
+# g++ compiles the CPU exchange (moejax/comm/cpu/exchange.cc) when it is first used. Runs and caches
 # belong to a user who is not root: 1000 is the first user of most hosts, who then owns what a run
 # writes to a mounted folder.
 RUN apt-get update \

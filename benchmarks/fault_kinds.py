@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moejax.checkpoint.find import newest
 from moejax.report.goodput import read_goodput
-from moejax.train.saved import newest
 from tests.faults import copies, disks, links, strangers, takeover
 from tests.faults.damage import damage
 from tests.faults.lab import STEPS, Lab, Trial, injected, kill_in_save, seeded, send, steps_again

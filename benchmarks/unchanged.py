@@ -193,9 +193,7 @@ def files(folder: Path) -> dict[str, Any]:
     text = folder / "text.txt"
     text.write_text("".join(f"{n} tokens were sent to {n % 7} experts.\n" for n in range(50_000)))
     out = folder / "tokens"
-    run(
-        ["moejax.data.prepare", str(text), "--out", str(out), "--eval-fraction", "0", "--overwrite"]
-    )
+    run(["moejax", "prepare", str(text), "--out", str(out), "--eval-fraction", "0", "--overwrite"])
     probe = ["probe", "--simulated-devices", "8", "--nodes", "2", "--quick", "--seconds", "5"]
     topology = folder / "topology.json"
     run(["moejax.plan", *probe, "--out", str(topology)])
@@ -221,7 +219,7 @@ def read_old(old: Path, folder: Path) -> dict[str, Any]:
         train(again, values(mesh, way))
         found[case.name] = state(again)
     here = old / "files"
-    run(["moejax.data.prepare", "--verify", str(here / "tokens.train.bin")])
+    run(["moejax", "prepare", "--verify", str(here / "tokens.train.bin")])
     run(["moejax.plan", "--config", TINY, "--topology", str(here / "topology.json")])
     wanted = {name: x for name, x in SMALL.items() if "eval" not in name}
     wanted |= {"run_dir": folder / "planned", "plan": here / "plan.json", "train.num_steps": 10}

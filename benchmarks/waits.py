@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.comm.exchange import compile_library
+from moejax.comm.cpu.exchange import compile_library
 from moejax.moe import dispatch
 
 NAMES = ("wait_keeps", "wait_frees", "wait_rows")

@@ -11,8 +11,8 @@ from moejax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from moejax.api import run_training as run_training
+    from moejax.checkpoint.load import load_checkpoint as load_checkpoint
     from moejax.serve.model import load_model as load_model
-    from moejax.train.weights_reader import load_checkpoint as load_checkpoint
 
 __all__ = ["load_checkpoint", "load_config", "load_model", "run_training"]
 
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return run_training
     if name == "load_checkpoint":
-        from moejax.train.weights_reader import load_checkpoint
+        from moejax.checkpoint.load import load_checkpoint
 
         return load_checkpoint
     if name == "load_model":

@@ -26,7 +26,9 @@ COMMANDS = {
     "train": Command("train a model", "moejax.train.__main__"),
     "report": Command("show what runs did, as a page", "moejax.report.command"),
     "goodput": Command("tell how a run spent its time", "moejax.report.goodput_command"),
-    "prepare": Command("turn text into token files", "moejax.data.prepare", "moejax.data.flags"),
+    "prepare": Command(
+        "turn text into token files", "moejax.data.prepare.command", "moejax.data.prepare.flags"
+    ),
     "eval": Command("score held-out text with a checkpoint", "moejax.evaluate.command"),
     "generate": Command("continue texts with a checkpoint", "moejax.serve.command"),
     "hf": Command(
@@ -39,8 +41,8 @@ COMMANDS = {
     ),
     "doctor": Command(
         "say which kernels run here, and why; --smoke, --mesh: checks",
-        "moejax.train.doctor",
-        "moejax.aot.doctor",
+        "moejax.doctor.command",
+        "moejax.doctor.machine",
     ),
     "aot": Command("compile the train step for a cluster that is not here", "moejax.aot.command"),
     "completion": Command(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from moejax.checkpoint import manifest
 from moejax.config.checks import check
 from moejax.config.fields import change
 from moejax.config.schema import Config
 from moejax.errors import InputError, exit_code, without_secrets
 from moejax.plan.search.file import load_plan
-from moejax.train import manifest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(

@@ -26,9 +26,9 @@ import numpy as np
 
 from benchmarks.cpu.mixtral import config_of, write_mixtral
 from benchmarks.machine import Clock, spread, stamp
+from moejax.checkpoint.manifest import sha256
 from moejax.convert.exporting import export_run
 from moejax.convert.importing import import_folder
-from moejax.train.manifest import sha256
 
 CONFIG = config_of(layers=6, width=1024, heads=16, experts=16, hidden=2048, vocabulary=32_000)
 BUFFER = 16 << 20  # bytes of a plain read or write

@@ -20,6 +20,7 @@ from pathlib import Path
 import jax
 
 from benchmarks.machine import describe
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.schema import (
     CheckpointConfig,
     Config,
@@ -33,10 +34,9 @@ from moejax.layout.mesh import build_mesh
 from moejax.screen import screen
 from moejax.step.state import TrainState
 from moejax.step.train_step import build_step
-from moejax.train.checkpoint import Checkpoints
-from moejax.train.display import Display
 from moejax.train.inputs import open_inputs
-from moejax.train.metrics import Meter, Records
+from moejax.train.records.display import Display
+from moejax.train.records.metrics import Meter, Records
 from moejax.train.run import Run
 from moejax.train.steps import run_steps
 

@@ -24,11 +24,11 @@ import numpy as np
 
 from benchmarks.cpu.saving import Steps, prepare
 from benchmarks.machine import describe
+from moejax.checkpoint.digests import add_up
+from moejax.checkpoint.writer import arrays_of
 from moejax.runtime.processes import ALONE
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import arrays_of
-from moejax.train.digests import add_up
 from moejax.train.memory.checkpoints import MemoryCheckpoints
 from moejax.train.memory.exchange import Inbox, Server, put
 from moejax.train.memory.members import Members

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.machine import Clock, describe, spread
-from moejax.kernels.attention import attention, attention_mask
-from moejax.kernels.expert_mlp import expert_mlp
+from moejax.kernels.attention.blocked import attention, attention_mask
+from moejax.kernels.experts.expert_mlp import expert_mlp
 
 Forms = dict[str, Callable[..., jax.Array]]
 KEPT = "moejax (blocked)"

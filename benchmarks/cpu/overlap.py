@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from benchmarks.machine import RESULTS, stamp
 from benchmarks.waits import register, wait
-from moejax.comm import exchange
+from moejax.comm.cpu import exchange
 
 CHUNKS, SECONDS, ROUNDS = 4, 0.05, 9
 KINDS = ("keeps", "frees")  # the thread

@@ -24,15 +24,15 @@ import numpy as np
 
 from benchmarks.cpu.loop import CFG
 from benchmarks.machine import describe
+from moejax.checkpoint import writer as checkpoint
+from moejax.checkpoint.digests import add_up, together
+from moejax.checkpoint.manifest import hash_files, read_manifest
+from moejax.checkpoint.writer import Checkpoints, arrays_of
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep, build_step
-from moejax.train import checkpoint
-from moejax.train.checkpoint import Checkpoints, arrays_of
-from moejax.train.digests import add_up, together
 from moejax.train.inputs import open_inputs
-from moejax.train.manifest import hash_files, read_manifest
 
 Steps = Callable[[TrainState, int], tuple[TrainState, list[float]]]
 

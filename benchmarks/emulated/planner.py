@@ -50,8 +50,7 @@ from moejax.plan.price.terms import terms
 from moejax.plan.probe.fit import fit_link
 from moejax.plan.report.tables import plan_text
 from moejax.plan.search.estimate import Estimate
-from moejax.plan.search.result import SearchResult
-from moejax.plan.search.search import search
+from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, meshes, plan_of
 
 PLANS = 12  # measured of each set-up, the rules of thumb beside them

@@ -27,10 +27,10 @@ from benchmarks.gpu.products import (
     product_e4m3,
 )
 from benchmarks.gpu.shapes import OLMOE, QWEN3, Shape, place_tokens
+from moejax.kernels.experts.grouped_matmul_e4m3 import BLOCK, dequantize_weights, quantize_weights
+from moejax.kernels.experts.quantize import Quantized, dequantize, dequantize_sum, quantize
+from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_quantize
 from moejax.kernels.formats import FORMATS, TINY
-from moejax.kernels.grouped_matmul_e4m3 import BLOCK, dequantize_weights, quantize_weights
-from moejax.kernels.quantize import Quantized, dequantize, dequantize_sum, quantize
-from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 
 EPS = float(np.finfo(np.float32).eps)
 HALF_STEP = 2.0**-8  # of bfloat16, over the value

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.gpu.case import Case, Reporter
 from benchmarks.gpu.shapes import DEEPSEEK, MIXTRAL, OLMOE, QWEN3, TINY, Shape
 from benchmarks.gpu.timing import jax_form
-from moejax.comm import gloo
+from moejax.comm.cpu import gloo
 from moejax.config.load import load_config
 from moejax.config.schema import Config
 from moejax.layout.layout import build_layout

@@ -15,10 +15,10 @@ import numpy as np
 from benchmarks.gpu.case import Case, Reporter
 from benchmarks.gpu.shapes import DEEPSEEK, MIXTRAL, MODELS, OLMOE, QWEN3, TINY, Shape, group_sizes
 from benchmarks.gpu.timing import Form, jax_form, jit_product, torch_form
-from moejax.kernels.expert_mlp import expert_mlp
-from moejax.kernels.grouped_matmul import grouped_matmul, swiglu
-from moejax.kernels.grouped_matmul_e4m3 import BLOCK, QuantizedWeights, multiply_quantized
-from moejax.kernels.quantize import Quantized
+from moejax.kernels.experts.expert_mlp import expert_mlp
+from moejax.kernels.experts.grouped_matmul import grouped_matmul, swiglu
+from moejax.kernels.experts.grouped_matmul_e4m3 import BLOCK, QuantizedWeights, multiply_quantized
+from moejax.kernels.experts.quantize import Quantized
 
 FORWARD, BY_ROWS, BY_WEIGHTS = "forward", "data gradient", "weight gradient"
 IN_E4M3 = "forward, e4m3"

@@ -15,9 +15,9 @@ from benchmarks.gpu.case import Case, Reporter
 from benchmarks.gpu.shapes import DEEPSEEK, MIXTRAL, QWEN3, TINY, Placement, Shape, place_tokens
 from benchmarks.gpu.timing import Form, jax_form, torch_form
 from moejax.kernels import permute as plain
+from moejax.kernels.experts.quantize import Quantized, dequantize_sum, quantize
+from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_quantize
 from moejax.kernels.formats import FORMATS
-from moejax.kernels.quantize import Quantized, dequantize_sum, quantize
-from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 
 PERMUTE, UNPERMUTE = "permute", "unpermute + weighted sum"
 TAKE, TAKE_WEIGHTED = "take rows of a chunk", "weighted rows to buckets"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moejax.train.spikes import Spikes
+from moejax.train.faults.spikes import Spikes
 
 STEPS = 100_000  # of each kind of noise and each threshold
 THRESHOLDS = (3.0, 4.0, 6.0, 8.0, 12.0)

@@ -39,8 +39,7 @@ from moejax.plan.price.candidate import PricedPlan, price, trace_config
 from moejax.plan.price.routing import read_expert_load
 from moejax.plan.price.terms import terms, tokens_per_second
 from moejax.plan.report.tables import plan_text, sentence
-from moejax.plan.search.result import SearchResult
-from moejax.plan.search.search import search
+from moejax.plan.search.search import SearchResult, search
 from moejax.plan.search.space import Limits, resolve
 
 MODEL = ("model.", "moe.")  # settings of a config that are the model

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from moejax.checkpoint.arrays import StoredWeights
+from moejax.checkpoint.find import Saved
+from moejax.checkpoint.source import FolderSource, Source
 from moejax.comm.weights.adapters import adapter_dims
 from moejax.config.schema import Config
 from moejax.hf.adapters import adapted_tensors, write_adapter
@@ -16,9 +19,6 @@ from moejax.hf.model import describe_anywhere
 from moejax.hf.rules import PREDICT_AHEAD, Index, ReadPart, tensors_of
 from moejax.step.adapters import matrices_in
 from moejax.step.model import ModelDef
-from moejax.train.saved import Saved
-from moejax.train.source import FolderSource, Source
-from moejax.train.stored import StoredWeights
 
 
 def adapted_parameters(model: ModelDef) -> dict[str, str]:

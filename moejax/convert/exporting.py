@@ -12,6 +12,9 @@ import jax
 from rich.console import Console
 from rich.filesize import decimal
 
+from moejax.checkpoint.arrays import StoredWeights
+from moejax.checkpoint.find import Saved, locate
+from moejax.checkpoint.source import FolderSource, Source, frozen_source
 from moejax.config.load import from_dict
 from moejax.config.schema import Config
 from moejax.convert.adapters import merged_weights, write_adapters
@@ -46,9 +49,6 @@ from moejax.hf.writer import (
 )
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
-from moejax.train.saved import Saved, locate
-from moejax.train.source import FolderSource, Source, frozen_source
-from moejax.train.stored import StoredWeights
 
 
 @dataclass(frozen=True)

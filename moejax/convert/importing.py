@@ -23,6 +23,10 @@ import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
 
+from moejax.checkpoint.arrays import NewArray, Part
+from moejax.checkpoint.disk_space import naming_full_disk, quiet_about_full_disks
+from moejax.checkpoint.manifest import digest_of_pieces
+from moejax.checkpoint.writer import save_written
 from moejax.config.checks import check
 from moejax.config.checks.gradients import has_fixed_weight
 from moejax.config.checks.paths import check_plain
@@ -40,10 +44,6 @@ from moejax.hf.origin import ORIGIN, copy_small_files, small_files
 from moejax.hf.reader import Folder
 from moejax.runtime.processes import Processes
 from moejax.runtime.start import join
-from moejax.train.disk_space import naming_full_disk, quiet_about_full_disks
-from moejax.train.manifest import digest_of_pieces
-from moejax.train.stored import NewArray, Part
-from moejax.train.written import save_written
 
 LONGEST = 2048  # positions of a sequence in the written config
 LEARNING_RATE = 1e-5  # for weights that are trained already

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from moejax.checkpoint.arrays import NewArray, Part, PieceWriter, store_of
 from moejax.hf.in_flight import map_in_flight
 from moejax.runtime.processes import Processes
-from moejax.train.stored import NewArray, Part, PieceWriter, store_of
 
 # Returns a part of an array: its bounds, and its dtype. Several threads call it.
 ReadPiece = Callable[[Part, Any], np.ndarray]

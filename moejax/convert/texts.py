@@ -10,16 +10,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moejax.checkpoint.find import Saved
 from moejax.config.schema import DataConfig
-from moejax.data.chat_template import TEMPLATE
-from moejax.data.control_tokens import BYTES_EOS
 from moejax.data.named_tokens import CONFIG, SPECIAL, read_settings
+from moejax.data.prepare.chat_template import TEMPLATE
+from moejax.data.prepare.control_tokens import BYTES_EOS
 from moejax.data.sidecar import ChatForm
 from moejax.data.sources import describe_tokens, is_tokenizer_of
 from moejax.data.tokenizer import BYTES, ByteTokenizer, Ends
 from moejax.errors import InputError, write_whole
 from moejax.hf.origin import GENERATION, copy_small_files
-from moejax.train.saved import Saved
 
 TOKENIZER, PROCESSOR_TEMPLATE = "tokenizer.json", "chat_template.json"
 EOS, BOS = "eos_token_id", "bos_token_id"

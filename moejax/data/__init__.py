@@ -1,7 +1,6 @@
-"""From text to batches. No JAX here.
+"""Token files, as a run reads them. No JAX here.
 
-Read in this order: `prepare` (the command), `rows`, `documents`, `cuts`, `tokenizer`, `writers`,
-`sidecar` (the description beside a token file), `marks` (what of it is learned), `containers`,
-`tokens` (streams), `sources` (those of a run), `corpus` (the built-in text), `batches`.
-Conversations: `chat`, `conversations`, `chat_template`, `control_tokens`, `answers`.
+Read in this order: `tokenizer` (with `cuts` and `named_tokens`), `sidecar` (the description beside
+a token file), `marks` (what of it is learned), `containers`, `tokens` (streams), `sources` (those
+of a run), `corpus` (the built-in text), `batches`, `skipped`. `prepare/` writes such files.
 """

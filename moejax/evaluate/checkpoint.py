@@ -6,6 +6,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from moejax.checkpoint.compatible import SHAPES
+from moejax.checkpoint.find import Saved, latest_intact
+from moejax.checkpoint.source import Source, frozen_source
+from moejax.checkpoint.source import read_weights as read_base
+from moejax.checkpoint.verify import restore_weights
 from moejax.config.checks import check
 from moejax.config.checks.mesh import check_batch
 from moejax.config.checks.planned import EXCHANGE, LAYOUT, MESH, STAGES
@@ -17,11 +22,6 @@ from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import Reduction, TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.numbers import restore_weights
-from moejax.train.resume import SHAPES
-from moejax.train.saved import Saved, latest_intact
-from moejax.train.source import Source, frozen_source
-from moejax.train.source import read_weights as read_base
 
 # Settings that a command reads which runs the model; all others are of training.
 FORWARD = ("model.", "moe.", "mesh.", "route", "kernels", "checkpoint.verify")

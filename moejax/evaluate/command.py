@@ -30,7 +30,7 @@ from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep, build_step
 from moejax.train.evaluation import Score, score
 from moejax.train.inputs import held_out_batches
-from moejax.train.memory_check import check_memory
+from moejax.train.records.summary import check_memory
 from moejax.train.start import check_same_config, check_simulated_devices
 
 SECONDS_BETWEEN_LINES = 10  # of progress without a terminal

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moejax.data import corpus
-from moejax.data.documents import read_documents
+from moejax.data.prepare.documents import read_documents
+from moejax.data.prepare.writers import BinWriter
 from moejax.data.sidecar import sidecar_of
 from moejax.data.sources import Described, describe_tokens, is_tokenizer_of
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, digest
 from moejax.data.tokens import JoinedSource, TokenSource, find_files, from_documents, open_files
-from moejax.data.writers import BinWriter
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen, tokenizer_beside_weights
 

@@ -13,9 +13,50 @@ from jax.sharding import AbstractMesh, Mesh
 from moejax.config.compression import BLOCKS, TOKENS, build_compression
 from moejax.config.schema import Config
 from moejax.errors import InputError
+from moejax.kernels.attention.splash import LANES
 from moejax.kernels.choice import Choice, Hardware
 from moejax.kernels.formats import TILE
-from moejax.kernels.select_tpu import megablox_declines, select_splash, select_tpu_experts
+
+
+def select_splash(
+    dtype: str, width: int, value_width: int, length: int, isolated: bool, slices: int = 1
+) -> Choice:
+    """Returns the choice of attention on TPUs; sinks and heads of two widths are taken."""
+    why_not = None
+    if dtype != "bfloat16":
+        why_not = f"it takes bfloat16, this is {dtype}"
+    elif slices > 1:
+        why_not = f"it takes all positions of a sequence at once, here are {slices} slices"
+    elif length % LANES:
+        why_not = f"it takes multiples of {LANES} positions, this is {length}"
+    elif wrong := [size for size in (width, value_width) if size % 8 or size > 256]:
+        why_not = f"heads are {wrong[0]} wide. It takes multiples of 8 up to 256"
+    if why_not is not None:
+        return Choice("blocked", "attention of our own runs everywhere", (("splash", why_not),))
+    if isolated:
+        return Choice("splash", "JAX's splash kernel, which compares documents: no mask is made")
+    return Choice("splash_whole", "JAX's splash kernel, causal by itself: no mask is made")
+
+
+def select_tpu_experts(dtype: str, width: int, hidden: int) -> Choice:
+    """Returns the choice of `expert_mlp` on TPUs."""
+    why_not = megablox_declines(Hardware("tpu"), dtype, width, hidden)
+    if why_not is None:
+        return Choice("megablox", "bfloat16 on TPU: products of groups in tiles that fit them")
+    reason = "XLA lowers it to a grouped kernel on TPU, with tiles of its own"
+    return Choice("ragged_dot", reason, (("megablox", why_not),))
+
+
+def megablox_declines(hardware: Hardware, dtype: str, width: int, hidden: int) -> str | None:
+    """Returns why megablox does not run; None if it does."""
+    if hardware.platform != "tpu":
+        return f"it is for TPUs, this is {hardware.platform}"
+    if dtype != "bfloat16":
+        return f"it is taken for bfloat16, this is {dtype}"
+    if width % LANES or hidden % LANES:
+        return f"width {width} and hidden width {hidden} must be multiples of {LANES}"
+    return None
+
 
 HOPPER = "9.0"
 # Largest mask of cuDNN's attention on a device, two bytes for each pair of positions; above it
@@ -95,7 +136,7 @@ def _parts_of_sequence(cfg: Config) -> int:
     """In how many parts queries of a sequence attend; 1: whole sequences alone.
 
     A part is a slice, or of the block of `model.predict_ahead` a stage's share: with tensor ranks
-    that have positions each, one of as many parts (`comm.stages.parts_of_share`).
+    that have positions each, one of as many parts (`comm.links.parts_of_share`).
     """
     mesh = cfg.mesh
     if mesh.stage_slices > 1:
@@ -156,7 +197,7 @@ def select_experts(
 
 
 def select_quantize(hardware: Hardware, *, block: int, stochastic: bool = False) -> Choice:
-    """Returns the implementation of `kernels.quantize`.
+    """Returns the implementation of `kernels.experts.quantize`.
 
     Args:
       stochastic: whether something is rounded at random.
@@ -184,7 +225,7 @@ def select_quantized_rows(
     dtype: str,
     choices: int,
 ) -> Choice:
-    """Returns the implementation of `kernels.quantized_rows`, or "separate" for operations in turn.
+    """Returns the implementation of `quantized_rows`, or "separate" for operations in turn.
 
     Args:
       codecs: the codec names that each class of `compression.TOKENS` uses at some step.
@@ -217,7 +258,7 @@ def select_attention(
     sinks: bool = False,
     slices: int = 1,
 ) -> Choice:
-    """Returns the implementation of `kernels.attention`.
+    """Returns the implementation of `kernels.attention.blocked`.
 
     Args:
       width: of a head's queries and keys.
@@ -225,7 +266,7 @@ def select_attention(
       isolated: whether attention stays inside documents, for which cuDNN needs a mask.
       value_width: of a head's values; None for `width`.
       sinks: whether a learned logit takes part in each softmax.
-      slices: of the positions: `kernels.sliced_attention`. More than one need a mask too.
+      slices: of the positions: `kernels.attention.sliced_attention`. More than one need a mask too.
     """
     widest, queries = max(width, value_width or width), length // slices
     if hardware.platform == "tpu":

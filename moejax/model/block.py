@@ -16,8 +16,8 @@ from moejax.annotations import Array, Float
 from moejax.comm.weights.gather import whole_weight
 from moejax.config.pattern import BlockKind
 from moejax.config.schema import ModelConfig, MoEConfig
+from moejax.kernels.attention.sliced_attention import sliced_attention
 from moejax.kernels.kept import ATTENDED
-from moejax.kernels.sliced_attention import sliced_attention
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import Attention
 from moejax.model.latent import LatentAttention
@@ -115,7 +115,7 @@ class Slice(NamedTuple):
       number: its number.
       length: its positions.
       past: of each block keys and values of earlier slices, [B, S, ...]; see
-        `kernels.sliced_attention`.
+        `kernels.attention.sliced_attention`.
     """
 
     number: jax.Array

@@ -17,8 +17,8 @@ from moejax.comm.activations import enter_tensor_together
 from moejax.comm.weights.adapters import Adapter, WithAdapter, product
 from moejax.comm.weights.gather import Weight, gather_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.attention import attention
-from moejax.kernels.cached_attention import cached_attention, put
+from moejax.kernels.attention.blocked import attention
+from moejax.kernels.attention.cached_attention import cached_attention, put
 from moejax.layout.spec import StepSpec
 from moejax.model.attention import project_from_heads, project_to_heads
 from moejax.model.layers import RMSNorm

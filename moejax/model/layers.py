@@ -13,7 +13,7 @@ from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.adapters import WithAdapter, product, shape_of, transposed
 from moejax.comm.weights.gather import Weight, gather_weight, whole_weight
 from moejax.config.schema import ModelConfig
-from moejax.kernels.activation import clamped_swiglu
+from moejax.kernels.experts.activation import clamped_swiglu
 from moejax.kernels.kept import GATE_AND_UP
 from moejax.layout.spec import StepSpec
 

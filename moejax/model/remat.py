@@ -8,7 +8,7 @@ import jax
 from moejax.comm import wire
 from moejax.comm.weights.adapters import WithAdapter
 from moejax.comm.weights.whole import attach_whole, detach_whole
-from moejax.kernels.attention import CUDNN_FORWARD
+from moejax.kernels.attention.blocked import CUDNN_FORWARD
 from moejax.kernels.kept import ATTENDED, GATE_AND_UP, PLACES
 from moejax.layout.spec import StepSpec
 

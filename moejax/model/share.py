@@ -1,7 +1,7 @@
 """Attention of a stage's share of the positions to all of them.
 
 Per device, inside shard_map. Where the loss is computed every pipeline stage has a share of each
-sequence's positions (`comm.stages.spread_positions`). A block that follows there attends from a
+sequence's positions (`comm.links.spread_positions`). A block that follows there attends from a
 share: its queries stay, and keys and values of all positions are gathered over the stages.
 """
 
@@ -11,8 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from moejax.annotations import Array, Float, Int
-from moejax.comm import stages, wire
-from moejax.kernels.sliced_attention import sliced_attention
+from moejax.comm import links as stages
+from moejax.comm import wire
+from moejax.kernels.attention.sliced_attention import sliced_attention
 from moejax.layout.layout import Layout
 
 

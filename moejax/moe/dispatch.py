@@ -25,9 +25,9 @@ from moejax.comm.tokens.pipeline import Experts, dispatch_compute_combine
 from moejax.comm.tokens.plan import plan_dispatch
 from moejax.comm.tokens.rounds import with_rounds
 from moejax.config.schema import MoEConfig
-from moejax.kernels.expert_mlp import expert_mlp, expert_mlp_adding
-from moejax.kernels.expert_weights import Weights
-from moejax.kernels.grouped_matmul import schedule_experts
+from moejax.kernels.experts.expert_mlp import expert_mlp, expert_mlp_adding
+from moejax.kernels.experts.expert_weights import Weights
+from moejax.kernels.experts.grouped_matmul import schedule_experts
 from moejax.kernels.kept import PLACES
 from moejax.kernels.permute import permute, take_rows, weighted_sum
 from moejax.layout.layout import Layout

@@ -16,7 +16,7 @@ tensor rank takes its own positions, or all positions if the route is `replicate
 5. Dispatch: `comm.tokens.hops.dispatch_hop` copies tokens into buckets and sends them over one hop
    (`comm.tokens.swap`), hop after hop, until they reach their experts.
 6. Experts: `moe.dispatch._experts` sorts the rows by expert and runs
-   `kernels.expert_mlp.expert_mlp` on them.
+   `kernels.experts.expert_mlp.expert_mlp` on them.
 7. Combine: `comm.tokens.hops.combine_hop` sends the results back, hop after hop.
    `comm.tokens.hops.combine_at_source` sums the results of each token by weight: y_ND. On routes
    that merge, weights travel with the rows and step 6 multiplies by them (also without exchange).
@@ -48,7 +48,7 @@ from moejax.comm.activations import (
 from moejax.comm.weights.adapters import WithAdapter
 from moejax.comm.weights.gather import Weight, gather_float32, gather_weight, whole_weight
 from moejax.config.schema import ModelConfig, MoEConfig
-from moejax.kernels.expert_weights import Factors, Weights
+from moejax.kernels.experts.expert_weights import Factors, Weights
 from moejax.kernels.kept import ATTENDED
 from moejax.layout.spec import StepSpec
 from moejax.moe import router

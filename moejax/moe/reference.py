@@ -57,7 +57,7 @@ def moe_reference(
 
 
 def gated(gate: jax.Array, up: jax.Array, limit: float | None) -> jax.Array:
-    """SwiGLU of gate and up, or clamped SwiGLU, in another form than `kernels.activation`."""
+    """SwiGLU of gate and up, or clamped SwiGLU, in another form than in `kernels.experts`."""
     if limit is None:
         return gate * jax.nn.sigmoid(gate) * up
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)

@@ -28,7 +28,7 @@ from moejax.errors import InputError, exit_code
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.published import Published, read_published
-from moejax.plan.search.result import SearchResult
+from moejax.plan.search.search import SearchResult
 from moejax.screen import screen, waiting
 
 EPILOG = """\
@@ -271,9 +271,8 @@ def config_to_plan(
 def _plan(cfg: Config, topology: Topology, args: argparse.Namespace, notes: Sequence[str]) -> None:
     """Searches, and shows what was found; `notes` come before it."""
     from moejax.plan.price.routing import read_expert_load
-    from moejax.plan.report.doubts import small_products
-    from moejax.plan.report.tables import print_ranked, print_why, speed_text
-    from moejax.plan.search.refusal import nodes_text
+    from moejax.plan.report.tables import print_ranked, print_why, small_products, speed_text
+    from moejax.plan.search.search import nodes_text
 
     load = read_expert_load(cfg.plan.routing, cfg.moe.num_experts)
     console = screen()
@@ -346,7 +345,7 @@ def _print_fewer(result, topology, find, console: Console) -> None:
     """Shows the best plan for half the nodes, a quarter, and so on."""
     from moejax.plan.price.terms import tokens_per_second
     from moejax.plan.report.tables import mesh_text
-    from moejax.plan.search.refusal import nodes_text
+    from moejax.plan.search.search import nodes_text
 
     best = result.ranked[0]
     rows = [(topology.nodes, best)]

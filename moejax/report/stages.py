@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from moejax.aot.hlo import computations, kind_of
 from moejax.errors import write_whole
-from moejax.train.profile import DIRECTORY, PROGRAM
+from moejax.train.records.profile import DIRECTORY, PROGRAM
 
 KEPT = "stages.json"
 STAGES = (

@@ -30,7 +30,7 @@ T = TypeVar("T")
 Json = Any
 # Waits are cut into intervals so that Ctrl-C gets through.
 POLL_MILLISECONDS = 1000
-# In errors of gloo, of our exchanges (`comm/exchange.cc`) and of NCCL.
+# In errors of gloo, of our exchanges (`comm/cpu/exchange.cc`) and of NCCL.
 PEER_GONE = (
     "Connection reset by peer",
     "Connection closed by peer",

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from moejax.data.chat import ends_of_answers
-from moejax.data.chat_template import CLOSE, OPEN, ChatTemplate, load_template
-from moejax.data.control_tokens import ByteEncoder, ControlEncoder, FileEncoder
-from moejax.data.conversations import Message
-from moejax.data.rows import BadRowError
+from moejax.data.prepare.chat import ends_of_answers
+from moejax.data.prepare.chat_template import CLOSE, OPEN, ChatTemplate, load_template
+from moejax.data.prepare.control_tokens import ByteEncoder, ControlEncoder, FileEncoder
+from moejax.data.prepare.conversations import Message
+from moejax.data.prepare.rows import BadRowError
 from moejax.data.sidecar import ChatForm
 from moejax.errors import InputError
 

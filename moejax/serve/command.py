@@ -18,7 +18,7 @@ from moejax.serve.generate import generate
 from moejax.serve.placing import check_overrides, place
 from moejax.serve.prompts import Vocabulary, encode_prompts, open_vocabulary, read_prompts
 from moejax.serve.sampling import Sampling
-from moejax.train.memory_check import check_memory
+from moejax.train.records.summary import check_memory
 from moejax.train.start import check_same_config, check_simulated_devices
 
 EPILOG = """\

@@ -18,7 +18,7 @@ from moejax.serve.placing import Placed, check_overrides, place
 from moejax.serve.prompts import encode_prompts, open_vocabulary
 from moejax.serve.sampling import Sampling
 from moejax.step.state import TrainState
-from moejax.train.memory_check import check_memory
+from moejax.train.records.summary import check_memory
 from moejax.train.start import check_simulated_devices
 
 

@@ -2,7 +2,5 @@
 
 Read in this order: `state` (what a step takes and gives), `model` (what the config chose),
 `adapters` (LoRA), `per_device` (the per-device code), `loss`, `optimizer`, `forward` (evaluation
-and sampling), `train_step` (the compiled functions). With pipeline stages: `schedule` (which tick
-does what), `staged_model` (a model as a stage sees it), `visits`, `feed` and `kept` (what a stage
-starts from and keeps), `stages` (the ticks), `staged_forward`.
+and sampling), `train_step` (the compiled functions). With pipeline stages: `pipeline/`.
 """

@@ -20,11 +20,11 @@ from moejax.layout.layout import Layout
 from moejax.model.ahead import targets_ahead
 from moejax.model.transformer import Transformer
 from moejax.moe.router import Noise, update_bias
-from moejax.step import stages
 from moejax.step.forward import split_micro_batches
 from moejax.step.loss import AheadTargets, LossParts, next_token_loss
 from moejax.step.model import ModelDef, layouts_of
 from moejax.step.optimizer import Optimizer, square_share
+from moejax.step.pipeline import ticks as stages
 from moejax.step.state import Batch, Metrics, Reduction, TrainState, Tree
 from moejax.step.whole_batch import (
     NumTargets,

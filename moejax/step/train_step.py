@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm import gloo
+from moejax.comm.cpu import gloo
 from moejax.comm.weights.path import reduction_hops
 from moejax.comm.weights.states import residual_shapes, residual_specs
 from moejax.config.compression import GRADIENTS, NO_CODECS, Codecs
@@ -22,7 +22,7 @@ from moejax.config.schema import Config
 from moejax.layout.layout import Layout
 from moejax.layout.spec import StepSpec
 from moejax.runtime.compiler import Options, compiler_options, known_options
-from moejax.step import forward, staged_forward
+from moejax.step import forward
 from moejax.step.adapters import adapter_shapes, init_adapters, matrices_in
 from moejax.step.loss import LossParts
 from moejax.step.model import (
@@ -34,6 +34,7 @@ from moejax.step.model import (
 )
 from moejax.step.optimizer import Optimizer
 from moejax.step.per_device import gradients_of, sum_shares, train_step
+from moejax.step.pipeline import forward as staged_forward
 from moejax.step.state import Batch, Reduction, TrainState, Tree
 
 

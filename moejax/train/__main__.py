@@ -18,7 +18,7 @@ from moejax.screen import screen
 if TYPE_CHECKING:
     from moejax.step.train_step import TrainStep
     from moejax.train.planning import RunPlan
-    from moejax.train.summary import Summary
+    from moejax.train.records.summary import Summary
 
 EPILOG = """\
 examples:
@@ -131,8 +131,8 @@ def dry_run(cfg: Config, console: Console) -> int:
     from moejax.step.train_step import build_step
     from moejax.train.inputs import open_inputs
     from moejax.train.planning import plan_dry, planned_devices
+    from moejax.train.records.summary import print_summary, summarize
     from moejax.train.start import check_paths
-    from moejax.train.summary import print_summary, summarize
 
     # Describing the optimizer makes a few scalars: on the CPU, to start no accelerator.
     jax.config.update("jax_platforms", "cpu")
@@ -166,8 +166,7 @@ def dry_run(cfg: Config, console: Console) -> int:
 def _dry_notes(train_step: "TrainStep", summary: "Summary", planned: "RunPlan") -> list[str]:
     """Returns what the table of a dry run leaves out, takes for granted, or warns of."""
     from moejax.config.compression import NO_COMPRESSION
-    from moejax.train.gathers import gather_note
-    from moejax.train.memory_check import memory_warnings
+    from moejax.train.records.summary import gather_note, memory_warnings
 
     notes, mesh = [], train_step.cfg.mesh
     if mesh.nodes is None and train_step.spec.compression != NO_COMPRESSION:

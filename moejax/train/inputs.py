@@ -29,7 +29,7 @@ class Inputs:
     tokenizer: Tokenizer
     vocab_size: int  # the tokenizer's; the model's may be larger
     content: Content = field(default_factory=dict)  # identifies the data
-    skipped: Sequence[SkippedData] = ()  # what the run left out, see `train.skipped_data`
+    skipped: Sequence[SkippedData] = ()  # what the run left out, see `train.records.skipped_data`
 
     def batches(
         self, train_step: TrainStep, first: int, last: int

@@ -16,9 +16,16 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from moejax.comm.exchange import disconnect
+from moejax.checkpoint.digests import forget_places
+from moejax.checkpoint.find import Saved
+from moejax.checkpoint.remote import Copies
+from moejax.checkpoint.restore import resume, set_aside_wrong_steps
+from moejax.checkpoint.source import keep_origin
+from moejax.checkpoint.writer import Checkpoints, join_orbax
+from moejax.comm.cpu.exchange import disconnect
 from moejax.config.checks import check
 from moejax.config.checks.paths import check_places
+from moejax.config.load import save_json
 from moejax.config.schema import Config
 from moejax.data.sources import keep_tokenizer
 from moejax.errors import DivergedError, ReplicasError
@@ -33,24 +40,20 @@ from moejax.screen import screen
 from moejax.step.model import check_adapters
 from moejax.step.optimizer import learning_rate
 from moejax.step.state import TrainState
-from moejax.train.bad_steps import recent_of
-from moejax.train.checkpoint import join_orbax
-from moejax.train.digests import forget_places
-from moejax.train.display import Display
 from moejax.train.evaluation import finish
+from moejax.train.faults.bad_steps import recent_of
+from moejax.train.faults.watching import watching
 from moejax.train.inputs import Inputs, open_inputs
 from moejax.train.memory.start import Memory
-from moejax.train.memory_check import memory_warnings
-from moejax.train.metrics import Meter, Records
-from moejax.train.opened import open_checkpoints, open_records, tell_note
 from moejax.train.plan_monitor import PlanMonitor
-from moejax.train.planning import kept_plan, measure
-from moejax.train.prepared import Prepared, prepare
-from moejax.train.restore import resume, set_aside_wrong_steps
+from moejax.train.planning import Prepared, kept_plan, measure, prepare
+from moejax.train.records.display import Display
+from moejax.train.records.metrics import Meter, Records
+from moejax.train.records.start_record import ExpertLoads, describe_start, highest_peak
+from moejax.train.records.summary import memory_warnings, print_summary
+from moejax.train.records.trackers import check_trackers, open_trackers
 from moejax.train.rollback import run_with_rollbacks
 from moejax.train.run import Run
-from moejax.train.saved import Saved
-from moejax.train.source import keep_origin
 from moejax.train.start import (
     base_of,
     check_disk,
@@ -65,10 +68,6 @@ from moejax.train.start import (
     leave_out,
     open_copies,
 )
-from moejax.train.start_record import ExpertLoads, describe_start, highest_peak
-from moejax.train.summary import print_summary
-from moejax.train.trackers import check_trackers
-from moejax.train.watching import watching
 
 LOCK_S = 60.0  # a run whose hosts change waits so long for the processes before to let it go
 
@@ -287,3 +286,58 @@ def _run_to_end(run: Run, state: TrainState, meter: Meter) -> RunEnd | Topology:
     if stopped and run.mismatch is not None and run.mismatch.topology is not None:
         return run.mismatch.topology
     return RunEnd(None if run.reassigned else state, stopped, run.reassigned)
+
+
+def open_checkpoints(
+    cfg: Config,
+    processes: Processes,
+    records: Records,
+    console: Console,
+    copies: Copies | None = None,
+) -> Checkpoints:
+    """Returns the run's checkpoints; failed saves and copies are recorded as soon as seen."""
+
+    def failed(step: int, text: str) -> None:
+        records.event("save_failed", step, text=text)
+
+    def copied(steps: list[int], error: str | None) -> None:
+        for step in steps:
+            records.event("copied", step)
+        if error is not None:
+            records.event("copy_failed", 0, text=error)
+            console.print(
+                f"warning: checkpoints are not copied to {cfg.checkpoint.copy_to}: {error}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    return Checkpoints(
+        Path(cfg.run_dir) / "checkpoints",
+        keep=cfg.checkpoint.keep,
+        processes=processes,
+        failed=failed,
+        copies=copies,
+        copied=copied,
+    )
+
+
+def open_records(
+    cfg: Config, notes: Sequence[str], console: Console, processes: Processes
+) -> Records:
+    """Writes the resolved config, opens the records, and shows and records the start's notes."""
+    run_dir = Path(cfg.run_dir)
+    if processes.first:
+        save_json(cfg, run_dir / "config.json")
+    trackers = open_trackers(cfg) if processes.first else None
+    records = Records(run_dir, written=processes.first, trackers=trackers)
+    for text in notes:
+        tell_note(console, records, (), text)
+    return records
+
+
+def tell_note(console: Console, records: Records, known: Sequence[str], text: str) -> None:
+    """Shows and records a note of the start, unless it is known."""
+    if text in known:
+        return
+    console.print(text, highlight=False, soft_wrap=True)
+    records.event("note", 0, text=text)

@@ -5,15 +5,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from moejax.config.checks import resolve_mesh
 from moejax.config.checks.effects import check_effects
 from moejax.config.checks.planned import CHUNKS, MODES, check_nodes, is_planned, pinned
 from moejax.config.fields import change, get_value
 from moejax.config.schema import Config, PlanConfig
 from moejax.errors import InputError, write_whole
+from moejax.layout.layout import build_layout
+from moejax.layout.mesh import build_mesh
 from moejax.plan.cluster.file import from_json, load_topology, to_text, write_topology
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.routing import read_expert_load
@@ -27,8 +30,13 @@ from moejax.plan.search.search import search
 from moejax.plan.search.space import Limits
 from moejax.runtime.assignment import changes_hosts
 from moejax.runtime.processes import Processes
-from moejax.runtime.start import platform_of
+from moejax.runtime.start import platform_of, start
+from moejax.runtime.watch import Watch
 from moejax.screen import screen, waiting
+from moejax.step.train_step import TrainStep, build_step
+from moejax.train.records.profile import name_operations
+from moejax.train.records.summary import Summary, check_memory, summarize
+from moejax.train.start import fitting
 
 PLAN, TOPOLOGY, PAGE = "plan.json", "topology.json", "plan.html"  # in the run directory
 PLANS = "plans"  # of a run whose hosts change: its plans, by devices
@@ -352,3 +360,49 @@ def save_expert_load(load_LE: Any, path: Path) -> None:
     """Writes the expert load of a run, for `--routing` and `plan.routing`."""
     counts = [[int(n) for n in layer] for layer in load_LE]
     write_whole(path, json.dumps({"load": counts}) + "\n")
+
+
+class Prepared(NamedTuple):
+    """A step, and what it was made from.
+
+    Attributes:
+      devices: of the whole program.
+      train_step: its config has everything chosen.
+      limit: bytes that a device may use.
+    """
+
+    devices: Sequence[Any]
+    planned: RunPlan
+    train_step: TrainStep
+    limit: int
+    summary: Summary
+
+
+def prepare(
+    cfg: Config,
+    processes: Processes,
+    console: Console,
+    watch: Watch,
+    *,
+    resuming: bool,
+    measured: Topology | None,
+) -> Prepared:
+    """Starts the devices, plans, and traces the step. All processes call it.
+
+    Args:
+      resuming: whether the run resumes, so that its plan is kept while it fits.
+      measured: newly measured links to plan with.
+    Raises:
+      InputError: if the devices are too few or too small.
+      NoMeshError: the same of a run whose hosts may change.
+    """
+    devices = start(cfg.mesh)
+    name_operations(cfg.profile)
+    platform = platform_of(devices)
+    with watch.during("plan"), fitting(devices):
+        planned = plan_run(cfg, devices, processes, console, resuming=resuming, measured=measured)
+        cfg = resolve_mesh(planned.cfg, len(devices), platform, processes=processes.count)
+        train_step = build_step(cfg, build_mesh(build_layout(cfg.mesh), devices), platform)
+        limit, summary = check_memory(train_step, processes), summarize(train_step)
+    processes.gather("traced")  # gloo gives up on one that comes half a minute later
+    return Prepared(devices, planned, train_step, limit, summary)

@@ -14,6 +14,17 @@ from typing import Any
 
 from rich.console import Console
 
+from moejax.checkpoint.compatible import (
+    check_resumable,
+    check_same_base,
+    check_same_data,
+    same_reduction,
+)
+from moejax.checkpoint.find import Saved, intact_before
+from moejax.checkpoint.manifest import finished_steps, read_manifest
+from moejax.checkpoint.source import Source, base_of, find_source
+from moejax.checkpoint.verify import wrong_numbers
+from moejax.checkpoint.writer import arrays_of, restore_state
 from moejax.config.checks import AXES, resolve_mesh
 from moejax.config.checks.planned import is_planned
 from moejax.config.load import from_dict
@@ -28,20 +39,10 @@ from moejax.screen import screen
 from moejax.step.model import check_adapters
 from moejax.step.state import Metrics, TrainState
 from moejax.step.train_step import TrainStep, build_step
-from moejax.train.checkpoint import arrays_of, restore_state
 from moejax.train.codec_schedule import CodecSchedule
+from moejax.train.faults.watching import deadlines_of
 from moejax.train.inputs import Inputs, open_inputs
-from moejax.train.manifest import finished_steps, read_manifest
-from moejax.train.numbers import wrong_numbers
 from moejax.train.planning import PLAN, kept_plan, plan_run
-from moejax.train.resume import (
-    check_resumable,
-    check_same_base,
-    check_same_data,
-    same_reduction,
-)
-from moejax.train.saved import Saved, intact_before
-from moejax.train.source import Source, base_of, find_source
 from moejax.train.start import (
     check_has_base,
     check_same_config,
@@ -49,7 +50,6 @@ from moejax.train.start import (
     initial_state,
     leave_out,
 )
-from moejax.train.watching import deadlines_of
 
 MEASURED = {"loss": "loss", "gradient_norm": "gradient norm"}
 

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moejax.checkpoint.restore import resume, set_aside_wrong_steps
 from moejax.data.skipped import SkippedData, skip_to
 from moejax.errors import DivergedError, InputError
 from moejax.step.state import TrainState
-from moejax.train.bad_steps import BadSteps, GoBackError, recent_of
-from moejax.train.metrics import Meter
-from moejax.train.restore import resume, set_aside_wrong_steps
+from moejax.train.faults.bad_steps import BadSteps, GoBackError, recent_of
+from moejax.train.records.metrics import Meter
+from moejax.train.records.skipped_data import write_skipped
 from moejax.train.run import Run
-from moejax.train.skipped_data import write_skipped
 from moejax.train.start import choose_checkpoint, initial_state
 from moejax.train.steps import run_steps
 

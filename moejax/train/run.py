@@ -5,18 +5,18 @@ from typing import Any
 
 from rich.console import Console
 
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.schema import Config
 from moejax.runtime.assignment import Assignment
 from moejax.runtime.processes import ALONE, Processes
 from moejax.runtime.watch import Watch
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import Checkpoints
-from moejax.train.display import Display
 from moejax.train.inputs import Inputs
 from moejax.train.memory.checkpoints import MemoryCheckpoints
-from moejax.train.metrics import Records
 from moejax.train.plan_monitor import PlanMismatch, PlanMonitor
-from moejax.train.start_record import ExpertLoads
+from moejax.train.records.display import Display
+from moejax.train.records.metrics import Records
+from moejax.train.records.start_record import ExpertLoads
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The stages of a run before its first step: checks, choice of a checkpoint, first state.
 
-Nothing here but `initial_state` touches a device; `train.restore` follows it.
+Nothing here but `initial_state` touches a device; `checkpoint.restore` follows it.
 """
 
 import json
@@ -15,6 +15,17 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from moejax.checkpoint.compatible import (
+    check_resumable,
+    check_same_base,
+    check_same_data,
+    rate_notes,
+)
+from moejax.checkpoint.disk_space import check_disk_space, check_writable
+from moejax.checkpoint.find import Saved, newest
+from moejax.checkpoint.manifest import finished_steps, stored_bytes
+from moejax.checkpoint.remote import Copies
+from moejax.checkpoint.source import Source, base_of, find_source, read_weights, take_weights
 from moejax.config.checks import resolve_mesh
 from moejax.config.checks.paths import check_folder, check_places
 from moejax.config.checks.planned import is_planned
@@ -28,19 +39,9 @@ from moejax.runtime.processes import ALONE, Processes, find_rank
 from moejax.runtime.start import simulated_here
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.copies import Copies
-from moejax.train.disk_space import check_disk_space, check_writable
 from moejax.train.inputs import Inputs
-from moejax.train.manifest import finished_steps, stored_bytes
-from moejax.train.metrics import EVALUATED, held_out_text
-from moejax.train.resume import (
-    check_resumable,
-    check_same_base,
-    check_same_data,
-    rate_notes,
-)
-from moejax.train.saved import Saved, newest
-from moejax.train.skipped_data import (
+from moejax.train.records.metrics import EVALUATED, held_out_text
+from moejax.train.records.skipped_data import (
     FILE,
     is_abandoned,
     known_skipped,
@@ -48,8 +49,7 @@ from moejax.train.skipped_data import (
     set_aside_abandoned,
     to_json,
 )
-from moejax.train.skipped_data import from_json as skipped_from_json
-from moejax.train.source import Source, base_of, find_source, read_weights, take_weights
+from moejax.train.records.skipped_data import from_json as skipped_from_json
 
 
 def check_simulated_devices(cfg: Config) -> None:

@@ -9,23 +9,23 @@ from typing import Any
 import jax
 import numpy as np
 
+from moejax.checkpoint.compatible import describe_run
+from moejax.checkpoint.writer import arrays_of
 from moejax.data.skipped import data_position
 from moejax.errors import ReplicasError
 from moejax.runtime.interrupt import Interrupt
 from moejax.runtime.processes import Stop
 from moejax.step.state import TrainState
-from moejax.train.bad_steps import RECENT, StepCheck
-from moejax.train.checkpoint import arrays_of
 from moejax.train.codec_schedule import CodecSchedule
 from moejax.train.evaluation import evaluate
-from moejax.train.metrics import Meter, losses_of
+from moejax.train.faults.bad_steps import RECENT, StepCheck
+from moejax.train.faults.replicas import check_replicas
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import save_expert_load
-from moejax.train.profile import Profile
-from moejax.train.replicas import check_replicas
-from moejax.train.resume import describe_run
+from moejax.train.records.metrics import Meter, losses_of
+from moejax.train.records.profile import Profile
+from moejax.train.records.skipped_data import ENTRY, to_json
 from moejax.train.run import Run
-from moejax.train.skipped_data import ENTRY, to_json
 
 
 def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:

@@ -5,7 +5,7 @@ import importlib.metadata
 import jax
 import pytest
 
-from moejax.aot.doctor import main
+from moejax.doctor.machine import main
 
 OLMOE = ["--config", "configs/olmoe_1b_7b.py"]
 

@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm import exchange, peers
-from moejax.comm.gloo import in_order
-from moejax.comm.peers import NotConnectedError
+from moejax.comm.cpu import exchange, peers
+from moejax.comm.cpu.gloo import in_order
+from moejax.comm.cpu.peers import NotConnectedError
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("a", "b", "c"))
 COLLECTIVES = {
@@ -37,7 +37,7 @@ def along_a_chain(x, axes):
 @pytest.fixture
 def everything_exchanged(monkeypatch):
     """Small arrays too."""
-    monkeypatch.setattr("moejax.comm.gloo.LARGE", 0)
+    monkeypatch.setattr("moejax.comm.cpu.gloo.LARGE", 0)
 
 
 def run(body):
@@ -144,7 +144,7 @@ LOST = """
 import resource, socket, struct, threading, time
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
-from moejax.comm import exchange
+from moejax.comm.cpu import exchange
 
 library = exchange._library()
 exchange._register()

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.exchange import Exchange, connected
-from moejax.comm.gloo import in_order
+from moejax.comm.cpu.exchange import Exchange, connected
+from moejax.comm.cpu.gloo import in_order
 from moejax.config.fields import change
 from tests.cases import CERTAIN, place, random_batch, small_config, step_for
 
@@ -151,10 +151,10 @@ def test_a_train_step_stays_right_and_its_collectives_are_replaced(monkeypatch, 
     plain, ordered = step_for(cfg), step_for(cfg)
     state, batch = plain.init(), place(plain, random_batch(cfg))
     wanted = plain.gradients(state, batch)
-    monkeypatch.setattr("moejax.comm.gloo.is_gloo", lambda mesh: True)
-    monkeypatch.setattr("moejax.comm.gloo.LARGE", 0)
+    monkeypatch.setattr("moejax.comm.cpu.gloo.is_gloo", lambda mesh: True)
+    monkeypatch.setattr("moejax.comm.cpu.gloo.LARGE", 0)
     if not exchanged:
-        monkeypatch.setattr("moejax.comm.gloo.connected", lambda mesh: None)
+        monkeypatch.setattr("moejax.comm.cpu.gloo.connected", lambda mesh: None)
     compiled = ordered.gradients.lower(state, batch).compile()
     got = compiled(state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), wanted, got)

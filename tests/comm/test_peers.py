@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from moejax.comm import peers
-from moejax.comm.peers import ANSWER, HELLO, NotConnectedError, accept_peers
+from moejax.comm.cpu import peers
+from moejax.comm.cpu.peers import ANSWER, HELLO, NotConnectedError, accept_peers
 from moejax.runtime.meeting import listen
 
 TOKEN = b"a token of thirty-two characters"
@@ -106,7 +106,8 @@ from moejax.runtime.start import join
 processes = join()
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
-from moejax.comm import exchange, gloo
+from moejax.comm.cpu import exchange
+from moejax.comm.cpu import gloo
 if sys.argv[1:] == ["broken"]:
     def compile_library(source, library):
         library.parent.mkdir(parents=True, exist_ok=True)

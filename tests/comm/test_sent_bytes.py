@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm import exchange, gloo
+from moejax.comm.cpu import exchange, gloo
 from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.topology import Link, Tier, Topology, same_links
 from moejax.plan.trace.reader import collectives
@@ -37,7 +37,7 @@ DEVICE = Device("toy", "cpu", 2**30, {"float32": ((1.0, 1.0),)}, 1.0, 1.0, 0.0)
 @pytest.fixture(autouse=True)
 def everything_exchanged(monkeypatch):
     """Small arrays too."""
-    monkeypatch.setattr("moejax.comm.gloo.LARGE", 0)
+    monkeypatch.setattr("moejax.comm.cpu.gloo.LARGE", 0)
 
 
 def by_hosts(mesh, hosts):

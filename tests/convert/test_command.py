@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from moejax.checkpoint.find import locate
 from moejax.config.fields import fields, get_value
 from moejax.config.load import load_config
 from moejax.config.schema import Config
@@ -14,7 +15,6 @@ from moejax.convert import command as convert
 from moejax.convert.importing import config_for, config_text, free_run_dir
 from moejax.hf.reader import Folder
 from moejax.train.__main__ import main as train
-from moejax.train.saved import locate
 from tests.hf.golden import cases_of
 from tests.hf.random_models import draw_all
 from tests.integration.runs import write_tokens

@@ -12,9 +12,9 @@ import sys
 import pytest
 
 from benchmarks.cpu.mixtral import config_of, elements, write_mixtral
+from moejax.checkpoint.arrays import FILE_BYTES, PIECE_BYTES
 from moejax.hf.in_flight import LIMIT_BYTES
 from moejax.hf.reader import Folder
-from moejax.train.stored import FILE_BYTES, PIECE_BYTES
 from tests.integration.runs import REPOSITORY
 
 WIDTH, VOCABULARY = 1024, 32_000

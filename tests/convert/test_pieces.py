@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from moejax.checkpoint import arrays as stored
+from moejax.checkpoint.arrays import PIECE_BYTES, NewArray, PieceWriter, StoredWeights
+from moejax.checkpoint.manifest import digest_of_pieces, read_manifest, weights_digest
 from moejax.config.load import load_config
 from moejax.convert.importing import new_arrays
 from moejax.convert.pieces import write_pieces
 from moejax.hf import in_flight
 from moejax.runtime.processes import ALONE
-from moejax.train import stored
-from moejax.train.manifest import digest_of_pieces, read_manifest, weights_digest
-from moejax.train.stored import PIECE_BYTES, NewArray, PieceWriter, StoredWeights
 from tests.convert.test_command import assert_same_tensors, tensors_of
 from tests.hf.random_models import write_file
 

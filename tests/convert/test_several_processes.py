@@ -7,8 +7,8 @@ import sys
 import pytest
 from safetensors.numpy import load_file
 
+from moejax.checkpoint.manifest import read_manifest, weights_digest
 from moejax.convert.command import main
-from moejax.train.manifest import read_manifest, weights_digest
 from tests.hf.golden import cases_of, golden_folder
 from tests.integration.runs import REPOSITORY, write_tokens
 from tests.integration.test_several_processes import assert_one_line_each

@@ -11,6 +11,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moejax.checkpoint.find import Saved
 from moejax.config.schema import DataConfig
 from moejax.convert.texts import (
     bytes_tokenizer,
@@ -20,11 +21,10 @@ from moejax.convert.texts import (
     write_generation,
     write_texts,
 )
-from moejax.data import prepare
-from moejax.data.chat_template import load_template
+from moejax.data.prepare.chat_template import load_template
+from moejax.data.prepare.command import command as prepare
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, load_library
 from moejax.errors import InputError
-from moejax.train.saved import Saved
 from tests.data.chats import CHATML, CLOSED, INST, ONE, write_model
 
 LIBRARY = tokenizers.Tokenizer.from_str(json.dumps(bytes_tokenizer()))

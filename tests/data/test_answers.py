@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from moejax.data.answers import ChatEncoder
-from moejax.data.chat_template import ChatTemplate, load_template
-from moejax.data.control_tokens import ByteEncoder, FileEncoder
-from moejax.data.conversations import conversation_of
 from moejax.data.marks import BEGIN, CONTEXT, TARGET
-from moejax.data.rows import BadRowError, Line
+from moejax.data.prepare.answers import ChatEncoder
+from moejax.data.prepare.chat_template import ChatTemplate, load_template
+from moejax.data.prepare.control_tokens import ByteEncoder, FileEncoder
+from moejax.data.prepare.conversations import conversation_of
+from moejax.data.prepare.rows import BadRowError, Line
 from moejax.errors import InputError
 from tests.data.chats import (
     BYTES,

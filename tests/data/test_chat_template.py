@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from moejax.data import chat_template
-from moejax.data.chat_template import ChatTemplate, load_template
-from moejax.data.rows import BadRowError
+from moejax.data.prepare import chat_template
+from moejax.data.prepare.chat_template import ChatTemplate, load_template
+from moejax.data.prepare.rows import BadRowError
 from moejax.errors import InputError
 from tests.data.chats import CHATML, FEATURES, ONE, write_model
 

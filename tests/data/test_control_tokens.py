@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
 
-from moejax.data.control_tokens import BYTES_EOS, ByteEncoder, FileEncoder
+from moejax.data.prepare.control_tokens import BYTES_EOS, ByteEncoder, FileEncoder
 from moejax.data.tokenizer import FileTokenizer
 from tests.data.chats import CONTROLS, TOKENIZERS, write_model
 

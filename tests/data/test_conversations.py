@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from moejax.data.conversations import conversation_of, read_chat_rows
-from moejax.data.rows import BadRowError, Line, ParquetRow
+from moejax.data.prepare.conversations import conversation_of, read_chat_rows
+from moejax.data.prepare.rows import BadRowError, Line, ParquetRow
 from moejax.errors import InputError
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

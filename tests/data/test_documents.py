@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.data import documents, rows
-from moejax.data.documents import Document, TextFile, rank_of, read_documents
+from moejax.data.prepare import documents, rows
+from moejax.data.prepare.documents import Document, TextFile, rank_of, read_documents
 from moejax.errors import InputError
 
 # Whole characters of 1 to 4 bytes, line ends, a byte order mark; and what is not UTF-8: a byte that

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.data import batches, prepare, sidecar, tokens
-from moejax.data.documents import Document
+from moejax.data import batches, sidecar, tokens
 from moejax.data.marks import BEGIN, CONTEXT, TARGET, MarkedDocument, marks_of
+from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError
 
@@ -57,7 +58,7 @@ PAIRS = [(b"question", b"answer"), (b"q", [*b"long answer", EOS, *b"more"]), (b"
 
 @pytest.mark.parametrize("format", KINDS)
 def test_tokens_and_marks_come_back(tmp_path, format, monkeypatch):
-    monkeypatch.setattr("moejax.data.writers.CHUNK_TOKENS", 8)
+    monkeypatch.setattr("moejax.data.prepare.writers.CHUNK_TOKENS", 8)
     source = read(write(tmp_path, format, PAIRS), format=format)
     ids = [id for prompt, answer in PAIRS for id in (*prompt, *answer)]
     marks = np.concatenate([document(*pair).mark_N for pair in PAIRS])

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.config.schema import DataConfig
-from moejax.data import prepare, tokens
+from moejax.data import tokens
 from moejax.data.batches import eval_batches
+from moejax.data.prepare.command import command as prepare
 from moejax.data.sources import open_sources
 from moejax.data.tokenizer import FileTokenizer
 from moejax.errors import InputError
@@ -328,7 +329,7 @@ def test_the_module_runs_as_a_command_without_jax(tmp_path):
         "import runpy, sys\n"
         "sys.modules['jax'] = None\n"  # an import of JAX would raise
         "sys.argv = ['prepare', *sys.argv[1:]]\n"
-        "runpy.run_module('moejax.data.prepare', run_name='__main__')\n"
+        "runpy.run_module('moejax.data.prepare.command', run_name='__main__')\n"
     )
     command = [sys.executable, "-c", program, *files, "--out", str(tmp_path / "x")]
     done = subprocess.run(

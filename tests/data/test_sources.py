@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.config.schema import DataConfig
-from moejax.data import corpus, prepare
-from moejax.data.documents import Document
+from moejax.data import corpus
+from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare.documents import Document
 from moejax.data.sidecar import Sidecar, sidecar_of
 from moejax.data.sources import (
     describe_sources,

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.data import split
-from moejax.data.documents import Document, TextFile, rank_of
-from moejax.data.split import Split, choose
+from moejax.data.prepare import split
+from moejax.data.prepare.documents import Document, TextFile, rank_of
+from moejax.data.prepare.split import Split, choose
 
 SIZES = st.dictionaries(st.floats(0, 1), st.integers(1, 1000), min_size=2, max_size=8)
 

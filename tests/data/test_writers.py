@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from moejax.data import sidecar, tokens, writers
-from moejax.data.documents import Document
+from moejax.data import sidecar, tokens
+from moejax.data.prepare import writers
+from moejax.data.prepare.documents import Document
 from moejax.errors import InputError
 
 

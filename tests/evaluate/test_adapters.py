@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.checkpoint.compatible import describe_run
+from moejax.checkpoint.find import locate
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.schema import CheckpointConfig, DataConfig, LoraConfig
 from moejax.data.tokens import open_files
 from moejax.evaluate.command import main
-from moejax.train.checkpoint import Checkpoints
 from moejax.train.evaluation import evaluate
-from moejax.train.resume import describe_run
-from moejax.train.saved import locate
 from moejax.train.start import base_of
 from tests.cases import CERTAIN, small_config, step_for
 from tests.data.test_marks import write_text

@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+from moejax.checkpoint.find import Saved
+from moejax.checkpoint.manifest import write_manifest
 from moejax.config.checks import check
 from moejax.config.fields import change, get_value
 from moejax.config.load import to_dict
@@ -18,8 +20,6 @@ from moejax.evaluate.checkpoint import (
     tokenizer_beside_weights,
 )
 from moejax.runtime.processes import ALONE
-from moejax.train.manifest import write_manifest
-from moejax.train.saved import Saved
 from tests.cases import on_nodes, small_config
 
 # A config that passes the checks of a command: those of other tests have settings without effect.

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from moejax.__main__ import main as moejax
+from moejax.checkpoint.compatible import describe_run
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.schema import DataConfig
 from moejax.data.tokens import open_files
 from moejax.evaluate import command
 from moejax.evaluate.command import main
-from moejax.train.checkpoint import Checkpoints
 from moejax.train.evaluation import evaluate
-from moejax.train.resume import describe_run
 from tests.cases import CERTAIN, small_config, step_for
 from tests.data.test_marks import write, write_text
 from tests.train.running import build_run

@@ -48,10 +48,10 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
 
-    from moejax.train import bad_steps, skips
     from moejax.train.__main__ import main as train
+    from moejax.train.faults import bad_steps
 
-    class FaultySkips(skips.Skips):
+    class FaultySkips(bad_steps.Skips):
         def after(self, step, metrics):
             mine = os.environ.get("MOEJAX_PROCESS", "0") == str(args.process)
             if mine and step >= args.step and not args.once.exists():

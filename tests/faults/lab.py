@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moejax.train.manifest import finished_steps
+from moejax.checkpoint.manifest import finished_steps
 from tests.integration.runs import REPOSITORY, describe, environment, find_member, write_config
 
 STEPS = 30

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.checkpoint.find import newest
+from moejax.checkpoint.restore import restore_state
+from moejax.checkpoint.writer import Checkpoints
 from moejax.errors import InputError
 from moejax.step.state import TrainState
-from moejax.train.checkpoint import Checkpoints
-from moejax.train.restore import restore_state
-from moejax.train.saved import newest
 from tests.cases import small_config, step_for
 from tests.faults.damage import damage, files_of, spoil
 

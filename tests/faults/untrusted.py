@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moejax.checkpoint.manifest import read_manifest, write_manifest
 from moejax.config.load import load_config
-from moejax.data.documents import read_documents
+from moejax.data.prepare.documents import read_documents
 from moejax.data.tokenizer import FileTokenizer
 from moejax.data.tokens import open_files, verify
 from moejax.errors import InputError
@@ -25,7 +26,6 @@ from moejax.plan.published import read_published
 from moejax.plan.search.file import Plan, load_plan, save_plan
 from moejax.report.goodput import read_goodput
 from moejax.report.page import page_data
-from moejax.train.manifest import read_manifest, write_manifest
 from tests.hf.golden import cases_of, golden_folder
 from tests.integration.runs import describe, write_config, write_tokens
 

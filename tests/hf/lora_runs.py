@@ -6,14 +6,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from moejax.checkpoint.source import base_of, find_source, read_weights
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.load import to_dict
 from moejax.config.schema import CheckpointConfig, LoraConfig, MeshConfig
 from moejax.hf.load import flat
 from moejax.hf.reader import Folder
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import Checkpoints
-from moejax.train.source import base_of, find_source, read_weights
 from tests.cases import step_for
 from tests.hf.golden import run_config
 from tests.hf.random_models import draw

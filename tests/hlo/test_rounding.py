@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from moejax.aot.target import TARGETS, describe_devices
-from moejax.kernels.quantize import dequantize, quantize
+from moejax.kernels.experts.quantize import dequantize, quantize
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("compiled_anew")]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from moejax.checkpoint.find import newest
+from moejax.checkpoint.writer import restore_state
 from moejax.config.load import load_config
-from moejax.data import prepare
-from moejax.data.documents import Document
+from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
-from moejax.train.checkpoint import restore_state
-from moejax.train.saved import newest
 from tests.cases import step_for
 
 REPOSITORY = Path(__file__).parents[2]

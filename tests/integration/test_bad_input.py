@@ -7,14 +7,16 @@ import sys
 import numpy as np
 import pytest
 
+from moejax.checkpoint import manifest
 from moejax.config.load import load_config, to_dict
 from moejax.config.schema import Config
-from moejax.data import prepare, sidecar
-from moejax.data.documents import Document
+from moejax.data import sidecar
+from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError
 from moejax.runtime.event_log import RunLock
-from moejax.train import manifest, prepared
+from moejax.train import planning
 from moejax.train.__main__ import main
 from moejax.train.inputs import open_inputs
 
@@ -28,7 +30,7 @@ def command(tmp_path, monkeypatch, capsys):
     def start(_):
         pytest.fail("a device was touched")
 
-    monkeypatch.setattr(prepared, "start", start)
+    monkeypatch.setattr(planning, "start", start)
 
     def run(*words, config="config.yaml"):
         code = main(["--config", config, *(f"--config.{word}" for word in words)])

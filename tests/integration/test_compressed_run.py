@@ -6,8 +6,8 @@ import signal
 import numpy as np
 import pytest
 
+from moejax.checkpoint.find import newest
 from moejax.errors import STOPPED
-from moejax.train.saved import newest
 from tests.integration.runs import (
     assert_same_end,
     describe,

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from moejax.train.manifest import finished_steps, read_manifest
+from moejax.checkpoint.manifest import finished_steps, read_manifest
 from tests.integration.runs import (
     REPOSITORY,
     assert_same_end,

@@ -8,9 +8,9 @@ import signal
 import numpy as np
 import pytest
 
+from moejax.checkpoint.manifest import finished_steps
 from moejax.errors import STOPPED
 from moejax.runtime.event_log import RunLock
-from moejax.train.manifest import finished_steps
 from tests.integration.runs import (
     REPOSITORY,
     assert_same_end,

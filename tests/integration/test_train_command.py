@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.checkpoint.find import newest
+from moejax.checkpoint.manifest import finished_steps, read_manifest
+from moejax.checkpoint.writer import restore_state
 from moejax.config.load import load_config
 from moejax.errors import STOPPED
-from moejax.train.checkpoint import restore_state
-from moejax.train.manifest import finished_steps, read_manifest
-from moejax.train.saved import newest
 from tests.cases import step_for
 from tests.integration.runs import (
     REPOSITORY,

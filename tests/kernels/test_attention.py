@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.comm.jaxprs import inner_jaxprs, opened
-from moejax.kernels.attention import _blocks, attention
+from moejax.kernels.attention.blocked import _blocks, attention
 from moejax.kernels.costs import attention_cost
 from moejax.runtime.compiler import described_cudnn
 from tests.cases import few

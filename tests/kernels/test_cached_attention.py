@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.kernels.attention import attention
-from moejax.kernels.cached_attention import cached_attention, put
+from moejax.kernels.attention.blocked import attention
+from moejax.kernels.attention.cached_attention import cached_attention, put
 
 
 @pytest.mark.parametrize("window", [None, 3])

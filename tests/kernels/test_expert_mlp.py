@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moejax.kernels import blocked_mlp
-from moejax.kernels.activation import activate
 from moejax.kernels.costs import named_cost
-from moejax.kernels.expert_mlp import expert_mlp, expert_mlp_adding
-from moejax.kernels.expert_weights import Factors, Weights
-from moejax.kernels.grouped_matmul import add_bias
-from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
+from moejax.kernels.experts import blocked_mlp
+from moejax.kernels.experts.activation import activate
+from moejax.kernels.experts.expert_mlp import expert_mlp, expert_mlp_adding
+from moejax.kernels.experts.expert_weights import Factors, Weights
+from moejax.kernels.experts.grouped_matmul import add_bias
+from moejax.kernels.experts.grouped_matmul_e4m3 import grouped_matmul_e4m3
 from tests.cases import few
 
 

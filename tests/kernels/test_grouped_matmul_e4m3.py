@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.kernels import reference
-from moejax.kernels.formats import FORMATS, TINY
-from moejax.kernels.grouped_matmul_e4m3 import (
+from moejax.kernels.experts import reference
+from moejax.kernels.experts.grouped_matmul_e4m3 import (
     BLOCK,
     FORMAT,
     dequantize_weights,
     grouped_matmul_e4m3,
     quantize_weights,
 )
-from moejax.kernels.quantize import dequantize, quantize
+from moejax.kernels.experts.quantize import dequantize, quantize
+from moejax.kernels.formats import FORMATS, TINY
 
 EPS, KIND = np.finfo(np.float32).eps, FORMATS[FORMAT]
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.kernels import reference
-from moejax.kernels.megablox import TILE_BYTES, grouped_matmul, outer_tiles, product_tiles
+from moejax.kernels.experts import reference
+from moejax.kernels.experts.megablox import TILE_BYTES, grouped_matmul, outer_tiles, product_tiles
 from moejax.plan.trace.reader import read
 
 

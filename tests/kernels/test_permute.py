@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.kernels import reference
+from moejax.kernels.experts import reference
 from moejax.kernels.permute import permute, sum_rows, take_rows, weighted_sum
 
 

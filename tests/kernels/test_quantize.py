@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
+from moejax.kernels.experts.quantize import bytes_of, dequantize, quantize
 from moejax.kernels.formats import FORMATS, TINY
-from moejax.kernels.quantize import bytes_of, dequantize, quantize
 
 EPS = np.finfo(np.float32).eps
 names = st.sampled_from(sorted(FORMATS))

@@ -1,13 +1,13 @@
-"""Both operations against `kernels.permute` and `kernels.quantize` one after the other."""
+"""Both operations against `kernels.permute` and `kernels.experts.quantize` one after the other."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moejax.kernels.experts.quantize import dequantize, quantize
+from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_quantize
 from moejax.kernels.formats import FORMATS
 from moejax.kernels.permute import rows_at, sum_rows, weighted_rows_at, weighted_sum
-from moejax.kernels.quantize import dequantize, quantize
-from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.kernels.test_permute import placement
 
 N, K, M, BLOCK = 6, 3, 13, 16

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.kernels import splash
-from moejax.kernels.attention import attention
-from moejax.kernels.splash import splash_attention
+from moejax.kernels.attention import splash
+from moejax.kernels.attention.blocked import attention
+from moejax.kernels.attention.splash import splash_attention
 from moejax.plan.trace.reader import read
 
 LENGTH = 512

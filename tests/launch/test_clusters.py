@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moejax.train.manifest import finished_steps
+from moejax.checkpoint.manifest import finished_steps
 from tests.integration.runs import assert_same_end, describe, environment, records, write_config
 from tests.launch import slurm_cluster, sshd
 

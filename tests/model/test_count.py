@@ -14,7 +14,7 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.model.count import count
 from moejax.step.train_step import build_step
-from moejax.train.summary import summarize
+from moejax.train.records.summary import summarize
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # it only traces
 CONFIGS = Path(__file__).parents[2] / "configs"

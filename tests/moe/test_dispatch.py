@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.config.compression import Codecs, CodecSpec
 from moejax.config.schema import Config, MeshConfig, MoEConfig
-from moejax.kernels.expert_weights import Weights
+from moejax.kernels.experts.expert_weights import Weights
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.layout.route import ROUTES, build_route

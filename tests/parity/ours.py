@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.load import to_dict
 from moejax.config.schema import Config, DataConfig, MeshConfig, TrainConfig
 from moejax.convert.exporting import export_run
@@ -16,7 +17,6 @@ from moejax.hf.load import flat
 from moejax.hf.writer import plan_files
 from moejax.step.state import Batch, Reduction, TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import Checkpoints
 from tests.cases import place, step_for
 
 

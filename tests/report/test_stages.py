@@ -9,7 +9,7 @@ import pytest
 
 from moejax.config.schema import ProfileConfig
 from moejax.report.stages import KEPT, Event, own_times, stage_of, stage_times
-from moejax.train.profile import PROGRAM, Profile
+from moejax.train.records.profile import PROGRAM, Profile
 
 
 @jax.jit

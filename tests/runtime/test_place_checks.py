@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from moejax.runtime import place_checks
-from moejax.runtime.place_checks import check_coordinator, check_directory
-from moejax.train.doctor import main
+from moejax.doctor import place as place_checks
+from moejax.doctor.command import main
+from moejax.doctor.place import check_coordinator, check_directory
 
 
 def test_a_good_directory_holds_and_nothing_is_left(tmp_path):

@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from moejax.data.answers import ChatEncoder
-from moejax.data.chat_template import load_template
-from moejax.data.control_tokens import ByteEncoder, FileEncoder
-from moejax.data.conversations import conversation_of
 from moejax.data.marks import TARGET
-from moejax.data.rows import Line
+from moejax.data.prepare.answers import ChatEncoder
+from moejax.data.prepare.chat_template import load_template
+from moejax.data.prepare.control_tokens import ByteEncoder, FileEncoder
+from moejax.data.prepare.conversations import conversation_of
+from moejax.data.prepare.rows import Line
 from moejax.errors import InputError
 from moejax.serve.chat import open_chat
 from tests.data.chats import BYTES, CHATML, CLOSED, CONTROLS, INST, TAGGED, THINKING, write_model

@@ -8,13 +8,13 @@ import pytest
 
 import moejax
 from moejax.__main__ import main as run_moejax
+from moejax.checkpoint.compatible import describe_run
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.checks import check, resolve_mesh
 from moejax.config.fields import change
 from moejax.config.schema import Config, PlanConfig
 from moejax.serve.command import main
 from moejax.serve.placing import without_stages
-from moejax.train.checkpoint import Checkpoints
-from moejax.train.resume import describe_run
 from tests.cases import CERTAIN, small_config, step_for
 
 TOKENS = ("--tokens", "5")

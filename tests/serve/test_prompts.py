@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from moejax.data import prepare
-from moejax.data.control_tokens import ByteEncoder, FileEncoder
+from moejax.checkpoint.find import Saved
+from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare.control_tokens import ByteEncoder, FileEncoder
 from moejax.data.tokenizer import FileTokenizer
 from moejax.errors import InputError
 from moejax.evaluate.checkpoint import Chosen
 from moejax.serve.prompts import encode_prompts, open_vocabulary, read_prompts
-from moejax.train.saved import Saved
 from tests.cases import small_config
 from tests.data.chats import write_model
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.step.feed import Chain, Returning
-from moejax.step.schedule import schedule_of
+from moejax.step.pipeline.inputs import Chain, Returning
+from moejax.step.pipeline.schedule import schedule_of
 
 NO_INPUT = -1e6  # a gradient that is of no input: of a later chunk, or of a bubble
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from moejax.plan.price.candidate import sampling_peak, trace_step
-from moejax.train.summary import human_bytes, print_summary, summarize
+from moejax.train.records.summary import human_bytes, print_summary, summarize
 from tests.cases import place, random_batch, small_config, step_for
 
 # Wide enough that activations are most of what is needed beside the state.

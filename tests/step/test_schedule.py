@@ -4,7 +4,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from moejax.step.schedule import schedule_of
+from moejax.step.pipeline.schedule import schedule_of
 
 
 @st.composite

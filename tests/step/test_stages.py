@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.stages import build_link
+from moejax.checkpoint.find import newest
+from moejax.checkpoint.restore import restore_state
+from moejax.checkpoint.writer import Checkpoints
+from moejax.comm.links import build_link
 from moejax.comm.weights.adapters import Adapter
 from moejax.comm.weights.enter import enter_weights
 from moejax.config.compression import build_compression
@@ -21,12 +24,9 @@ from moejax.errors import InputError
 from moejax.layout.layout import build_layout
 from moejax.plan.price.candidate import trace_config
 from moejax.plan.trace.reader import collectives
-from moejax.step.kept import Layers
 from moejax.step.model import check_adapters, layouts_of
+from moejax.step.pipeline.residuals import Layers
 from moejax.step.state import Batch
-from moejax.train.checkpoint import Checkpoints
-from moejax.train.restore import restore_state
-from moejax.train.saved import newest
 from tests.cases import CERTAIN, random_batch, small_config, step_for
 
 NO_BALANCE = {"balance_loss": 0.0}

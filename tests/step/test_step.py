@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moejax.checkpoint.find import newest
+from moejax.checkpoint.writer import Checkpoints, restore_state
 from moejax.step import per_device
-from moejax.train.checkpoint import Checkpoints, restore_state
-from moejax.train.saved import newest
 from tests.cases import (
     CERTAIN,
     assert_close,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm.gloo import shard_map
+from moejax.comm.cpu.gloo import shard_map
 from moejax.comm.weights.compressed import ReduceState
 from moejax.config.compression import CodecSpec
 from moejax.config.schema import MeshConfig

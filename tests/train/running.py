@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.compression import NO_COMPRESSION
 from moejax.config.schema import Config
 from moejax.data.batches import Batches
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.data.tokens import MemorySource
 from moejax.step.state import Metrics, Reduction, TrainState
-from moejax.train.checkpoint import Checkpoints
-from moejax.train.display import Display
 from moejax.train.inputs import Inputs
-from moejax.train.metrics import Records
+from moejax.train.records.display import Display
+from moejax.train.records.metrics import Records
 from moejax.train.run import Run
 from tests.cases import step_for
 

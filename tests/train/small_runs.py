@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from moejax.config.schema import CheckpointConfig, DataConfig
-from moejax.train import loop, prepared, replay
+from moejax.train import loop, planning, replay
 from moejax.train.inputs import open_inputs
 from tests.cases import CERTAIN, small_config
 from tests.train.poisoned import digest, dying, poison
@@ -105,7 +105,7 @@ def run_again(cfg, step, bad):
 
 def _share_steps(replace, jump):
     """Has runs take the step of an earlier run, where it is the same, with the config of theirs."""
-    build, summarize = prepared.build_step, prepared.summarize
+    build, summarize = planning.build_step, planning.summarize
 
     def kept(cfg, mesh, platform):
         built = BUILT.setdefault((cfg.train.num_steps, jump), {})
@@ -120,8 +120,8 @@ def _share_steps(replace, jump):
     def summary(train_step):
         return BUILT[train_step.cfg.train.num_steps, jump]["summary"]
 
-    for module in (prepared, replay):
+    for module in (planning, replay):
         replace(module, "build_step", kept)
         replace(module, "start", lambda mesh: jax.devices()[:1])
-    replace(prepared, "summarize", summary)
+    replace(planning, "summarize", summary)
     replace(loop, "measure_peak", lambda devices, dtype: 1e12)

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from moejax.checkpoint.compatible import describe_run
+from moejax.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from moejax.checkpoint.restore import resume
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.load import to_dict
 from moejax.config.schema import CheckpointConfig, LoraConfig
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
-from moejax.train.checkpoint import Checkpoints
-from moejax.train.manifest import MANIFEST, read_manifest, write_manifest
-from moejax.train.restore import resume
-from moejax.train.resume import describe_run
+from moejax.train.records.summary import summarize
 from moejax.train.start import base_of, check_paths, choose_checkpoint, initial_state
-from moejax.train.summary import summarize
 from tests.cases import CERTAIN, place, random_batch, small_config, step_for
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")

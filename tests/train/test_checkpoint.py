@@ -9,19 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moejax.comm.weights.compressed import ReduceState
-from moejax.errors import InputError, RunError
-from moejax.step.state import Reduction, TrainState
-from moejax.train import checkpoint
-from moejax.train.checkpoint import Checkpoints, restore_items, restore_state
-from moejax.train.manifest import (
+from moejax.checkpoint import writer as checkpoint
+from moejax.checkpoint.find import locate, newest
+from moejax.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     find_damage,
     finished_steps,
     read_manifest,
 )
-from moejax.train.saved import locate, newest
+from moejax.checkpoint.writer import Checkpoints, restore_items, restore_state
+from moejax.comm.weights.compressed import ReduceState
+from moejax.errors import InputError, RunError
+from moejax.step.state import Reduction, TrainState
 from tests.cases import place, random_batch, small_config, step_for
 from tests.threads import everywhere
 

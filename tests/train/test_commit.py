@@ -6,9 +6,9 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
-from moejax.train.commit import OtherProcessError, commit, prune, tell_first
-from moejax.train.digests import add_up
-from moejax.train.manifest import MANIFEST, find_damage, finished_steps, read_manifest
+from moejax.checkpoint.digests import add_up
+from moejax.checkpoint.manifest import MANIFEST, find_damage, finished_steps, read_manifest
+from moejax.checkpoint.writer import OtherProcessError, commit, prune, tell_first
 from tests.threads import everywhere
 from tests.train.test_manifest import write_step
 

@@ -12,14 +12,14 @@ import uuid
 
 import pytest
 
+from moejax.checkpoint.find import newest
+from moejax.checkpoint.manifest import MANIFEST, finished_steps
+from moejax.checkpoint.remote import Copies
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.load import to_dict
 from moejax.config.schema import CheckpointConfig
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
-from moejax.train.checkpoint import Checkpoints
-from moejax.train.copies import Copies
-from moejax.train.manifest import MANIFEST, finished_steps
-from moejax.train.saved import newest
 from moejax.train.start import choose_checkpoint, open_copies
 from tests.cases import small_config, step_for
 from tests.threads import everywhere

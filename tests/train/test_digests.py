@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moejax.train.digests import (
+from moejax.checkpoint.digests import (
     BLOCK,
     add_up,
     cell_dims,

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from moejax.checkpoint import disk_space
+from moejax.checkpoint import writer as checkpoint
+from moejax.checkpoint.disk_space import check_disk_space, check_writable, is_full, is_read_only
+from moejax.checkpoint.find import newest
+from moejax.checkpoint.manifest import MANIFEST, finished_steps
+from moejax.checkpoint.writer import Checkpoints
 from moejax.errors import InputError, NotWritableError, StorageFullError
 from moejax.runtime.processes import ALONE
-from moejax.train import checkpoint, disk_space
-from moejax.train.checkpoint import Checkpoints
-from moejax.train.disk_space import check_disk_space, check_writable, is_full, is_read_only
-from moejax.train.manifest import MANIFEST, finished_steps
-from moejax.train.saved import newest
 from tests.cases import small_config, step_for
 from tests.threads import everywhere
 

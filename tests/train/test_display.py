@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from moejax.train.display import Display
+from moejax.train.records.display import Display
 
 
 def display(*, terminal):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from moejax.data import tokens
-from moejax.train.evaluation import ASK_EVERY, evaluate, finish
-from moejax.train.sample import _drawn
+from moejax.train.evaluation import ASK_EVERY, _drawn, evaluate, finish
 from tests.cases import small_config
 from tests.data.test_marks import write
 from tests.train.running import initial_state, stream

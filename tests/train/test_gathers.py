@@ -8,8 +8,7 @@ from moejax.config.fields import change
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.step.train_step import build_step
-from moejax.train.gathers import gather_note
-from moejax.train.summary import summarize
+from moejax.train.records.summary import gather_note, summarize
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 

@@ -13,8 +13,8 @@ from moejax.config.schema import CheckpointConfig
 from moejax.errors import DivergedError, ReplicasError
 from moejax.runtime.processes import Processes
 from moejax.train import steps
-from moejax.train.metrics import Meter
 from moejax.train.plan_monitor import PlanMismatch
+from moejax.train.records.metrics import Meter
 from moejax.train.steps import compare_with_plan, run_steps
 from tests.annotations import without_annotations
 from tests.cases import small_config

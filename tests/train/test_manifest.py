@@ -9,19 +9,19 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from moejax.config.load import to_dict
-from moejax.config.schema import Config
-from moejax.errors import InputError
-from moejax.train import manifest
-from moejax.train.manifest import (
+from moejax.checkpoint import manifest
+from moejax.checkpoint.find import newest
+from moejax.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     finished_steps,
     stored_bytes,
     write_manifest,
 )
+from moejax.config.load import to_dict
+from moejax.config.schema import Config
+from moejax.errors import InputError
 from moejax.train.memory import slots
-from moejax.train.saved import newest
 
 ITEMS = ("counters", "weights", "optimizer")
 OLDEST, NEWEST = 55, 60

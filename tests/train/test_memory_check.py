@@ -3,8 +3,7 @@ import pytest
 from moejax.errors import InputError
 from moejax.model.count import Counts
 from moejax.runtime.processes import ALONE
-from moejax.train.memory_check import check_memory, memory_warnings
-from moejax.train.summary import Summary
+from moejax.train.records.summary import Summary, check_memory, memory_warnings
 from tests.cases import small_config, step_for
 
 DEVICES = 8  # that the tests simulate

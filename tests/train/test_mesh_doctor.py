@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from moejax.config.schema import MeshConfig
+from moejax.doctor import mesh as mesh_doctor
+from moejax.doctor import mesh_checks as checks
+from moejax.doctor.command import main
+from moejax.doctor.mesh_checks import WrongError, check_exchange, differing, groups_of, numbers
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.runtime.processes import ALONE
-from moejax.train import mesh_checks as checks
-from moejax.train import mesh_doctor
-from moejax.train.doctor import main
-from moejax.train.mesh_checks import WrongError, check_exchange, differing, groups_of, numbers
 from tests.integration.runs import REPOSITORY, describe, environment, write_config
 
 MESH = MeshConfig(replica=1, fsdp=2, expert=2, tensor=2, nodes=2)
@@ -182,7 +182,9 @@ FAULTS = {
 }
 PROGRAM = """
 import os, signal, sys
-from moejax.train import doctor, mesh_checks as checks, mesh_doctor
+from moejax.doctor import command as doctor
+from moejax.doctor import mesh_checks as checks
+from moejax.doctor import mesh as mesh_doctor
 rank, right = int(os.environ["MOEJAX_PROCESS"]), checks.numbers
 checks.SIZES = (2**14,)
 mesh_doctor.SILENT_S = 6

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from moejax.step.state import Metrics
-from moejax.train import metrics
-from moejax.train.display import Display
-from moejax.train.metrics import Meter, Records
+from moejax.train.records import metrics
+from moejax.train.records.display import Display
+from moejax.train.records.metrics import Meter, Records
 
 
 class Clock:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moejax.train.digests import ArrayDigests, digest_on_host
-from moejax.train.misplaced import SHOWN, differences, summary
+from moejax.checkpoint.digests import ArrayDigests, digest_on_host
+from moejax.checkpoint.verify import SHOWN, differences, summary
 
 PATH = "groups.1.blocks.{}.moe.{}"
 NAMES = [

@@ -11,7 +11,7 @@ from rich.console import Console
 from moejax.config.load import from_dict
 from moejax.config.schema import CheckpointConfig
 from moejax.runtime.processes import ALONE, Processes
-from moejax.train.opened import open_checkpoints, open_records, tell_note
+from moejax.train.loop import open_checkpoints, open_records, tell_note
 from tests.cases import small_config
 
 

@@ -8,6 +8,7 @@ import jax
 import pytest
 from rich.console import Console
 
+from moejax.checkpoint.compatible import check_resumable
 from moejax.config.checks import check
 from moejax.config.fields import change
 from moejax.config.load import to_dict
@@ -19,7 +20,6 @@ from moejax.runtime.processes import ALONE
 from moejax.train import planning
 from moejax.train.plan_monitor import WINDOW, PlanMonitor, compare
 from moejax.train.planning import PLAN, kept_plan, plan_dry, plan_run, save_expert_load
-from moejax.train.resume import check_resumable
 from tests.cases import small_config
 from tests.plan.clusters import cluster
 

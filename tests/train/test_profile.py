@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.config.schema import ProfileConfig
-from moejax.train.profile import PROGRAM, Profile
+from moejax.train.records.profile import PROGRAM, Profile
 
 
 @jax.jit

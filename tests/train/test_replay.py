@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
+from moejax.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from moejax.errors import InputError
 from moejax.runtime.event_log import RunLock
 from moejax.train import __main__, replay
-from moejax.train.manifest import MANIFEST, read_manifest, write_manifest
 from tests.train.small_runs import EVERY, STEPS, config, events, run_again, train
 
 BAD = {5, 6}

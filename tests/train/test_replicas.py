@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from moejax.checkpoint.writer import arrays_of
 from moejax.config.checks import resolve_mesh
 from moejax.errors import ReplicasError
 from moejax.runtime.processes import ALONE
-from moejax.train.checkpoint import arrays_of
-from moejax.train.replicas import check_replicas, copied, differing_copies
+from moejax.train.faults.replicas import check_replicas, copied, differing_copies
 from tests.cases import small_config, step_for
 
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("r", "t"))

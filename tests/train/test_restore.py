@@ -13,22 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from moejax.config.load import to_dict
-from moejax.errors import InputError
-from moejax.runtime.processes import ALONE
-from moejax.train import restore
-from moejax.train import resume as resumes
-from moejax.train.checkpoint import Checkpoints, arrays_of
-from moejax.train.manifest import (
+from moejax.checkpoint import compatible as resumes
+from moejax.checkpoint import restore
+from moejax.checkpoint.find import Saved, newest
+from moejax.checkpoint.manifest import (
     MANIFEST,
     find_damage,
     finished_steps,
     read_manifest,
     write_manifest,
 )
-from moejax.train.numbers import restore_weights, wrong_numbers
-from moejax.train.restore import resume
-from moejax.train.saved import Saved, newest
+from moejax.checkpoint.restore import resume
+from moejax.checkpoint.verify import restore_weights, wrong_numbers
+from moejax.checkpoint.writer import Checkpoints, arrays_of
+from moejax.config.load import to_dict
+from moejax.errors import InputError
+from moejax.runtime.processes import ALONE
 from tests.cases import few, one_device_state, small_config, spread, step_for
 from tests.threads import everywhere
 

@@ -5,12 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from moejax.config.fields import fields, get_value
-from moejax.config.load import from_dict, to_dict
-from moejax.config.schema import Config, OptimizerConfig
-from moejax.errors import InputError
-from moejax.step.optimizer import learning_rate
-from moejax.train.resume import (
+from moejax.checkpoint.compatible import (
     SHAPES,
     check_resumable,
     check_same_data,
@@ -21,6 +16,11 @@ from moejax.train.resume import (
     rate_notes,
     same_reduction,
 )
+from moejax.config.fields import fields, get_value
+from moejax.config.load import from_dict, to_dict
+from moejax.config.schema import Config, OptimizerConfig
+from moejax.errors import InputError
+from moejax.step.optimizer import learning_rate
 from tests.cases import on_nodes, small_config, step_for
 
 

@@ -7,13 +7,14 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.checkpoint.find import newest
+from moejax.checkpoint.manifest import MANIFEST, finished_steps, read_manifest, write_manifest
+from moejax.checkpoint.writer import restore_state
 from moejax.errors import DivergedError, InputError
 from moejax.runtime.watch import Watch
-from moejax.train import rollback, spikes
-from moejax.train.bad_steps import BadSteps, StepCheck
-from moejax.train.checkpoint import restore_state
-from moejax.train.manifest import MANIFEST, finished_steps, read_manifest, write_manifest
-from moejax.train.saved import newest
+from moejax.train import rollback
+from moejax.train.faults import spikes
+from moejax.train.faults.bad_steps import BadSteps, StepCheck
 from tests.annotations import without_annotations
 from tests.cases import step_for
 from tests.train.small_runs import STEPS, batch, config, events, train

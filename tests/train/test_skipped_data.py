@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from moejax.checkpoint.find import newest
+from moejax.checkpoint.manifest import MANIFEST, finished_steps, write_manifest
+from moejax.checkpoint.remote import Copies
 from moejax.data.skipped import SkippedData
 from moejax.errors import InputError
-from moejax.train.copies import Copies
-from moejax.train.manifest import MANIFEST, finished_steps, write_manifest
-from moejax.train.saved import newest
-from moejax.train.skipped_data import (
+from moejax.train.records.skipped_data import (
     FILE,
     is_abandoned,
     known_skipped,

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from moejax.doctor import smoke as command
+from moejax.doctor import smoke_checks as checks
+from moejax.doctor.command import main
+from moejax.doctor.smoke import smoke
 from moejax.kernels.choice import Choice
-from moejax.train import smoke as command
-from moejax.train import smoke_checks as checks
-from moejax.train.doctor import main
-from moejax.train.smoke import smoke
 from tests.cases import small_config
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")

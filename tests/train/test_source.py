@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.checkpoint.source import FolderSource, find_source, keep_origin, take_weights
 from moejax.config.fields import change
 from moejax.config.load import save_json
 from moejax.errors import InputError
@@ -13,7 +14,6 @@ from moejax.hf.config import config_of
 from moejax.hf.files import is_folder_of_weights
 from moejax.hf.reader import Folder
 from moejax.train.__main__ import main
-from moejax.train.source import FolderSource, find_source, keep_origin, take_weights
 from tests.cases import step_for
 from tests.hf.golden import cases_of, golden_folder, run_config
 

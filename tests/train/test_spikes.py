@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.train.spikes import LEAST, STEPS, WINDOW, Spike, Spikes
+from moejax.train.faults.spikes import LEAST, STEPS, WINDOW, Spike, Spikes
 
 SCALES = st.floats(1e-3, 1e3)
 

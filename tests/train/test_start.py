@@ -19,19 +19,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from moejax.checkpoint import disk_space
+from moejax.checkpoint import writer as checkpoint
+from moejax.checkpoint.compatible import describe_run
+from moejax.checkpoint.find import Saved, newest
+from moejax.checkpoint.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
+from moejax.checkpoint.restore import resume, set_aside_wrong_steps
+from moejax.checkpoint.writer import Checkpoints
 from moejax.config.load import describe_fields, to_dict
 from moejax.config.schema import CheckpointConfig, TrainConfig
 from moejax.errors import InputError, StorageFullError
 from moejax.runtime.processes import ALONE
-from moejax.train import checkpoint, disk_space, start
-from moejax.train.checkpoint import Checkpoints
+from moejax.train import start
 from moejax.train.inputs import Inputs
-from moejax.train.manifest import MANIFEST, read_manifest, stored_bytes, write_manifest
-from moejax.train.metrics import Records
-from moejax.train.opened import open_checkpoints
-from moejax.train.restore import resume, set_aside_wrong_steps
-from moejax.train.resume import describe_run
-from moejax.train.saved import Saved, newest
+from moejax.train.loop import open_checkpoints
+from moejax.train.records.metrics import Records
 from moejax.train.start import (
     check_disk,
     check_keep,

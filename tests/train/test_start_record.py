@@ -1,6 +1,6 @@
 import json
 
-from moejax.train.start_record import highest_peak
+from moejax.train.records.start_record import highest_peak
 
 
 def facts(device="cpu", dtype="float32"):

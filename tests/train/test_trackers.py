@@ -11,9 +11,9 @@ import pytest
 
 from moejax.config.schema import Config, TrackConfig
 from moejax.errors import InputError
-from moejax.train import trackers
-from moejax.train.metrics import Records
-from moejax.train.trackers import Trackers, check_trackers, open_trackers
+from moejax.train.records import trackers
+from moejax.train.records.metrics import Records
+from moejax.train.records.trackers import Trackers, check_trackers, open_trackers
 from tests.cases import small_config
 
 

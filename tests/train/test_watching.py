@@ -9,8 +9,8 @@ from moejax.config.schema import WatchdogConfig
 from moejax.report.goodput import REPEATED, ROLLED_BACK, read_goodput
 from moejax.runtime import watch as watch_module
 from moejax.runtime.watch import Watch
-from moejax.train import watching
-from moejax.train.watching import ProcessLog
+from moejax.train.faults import watching
+from moejax.train.faults.watching import ProcessLog
 
 
 @pytest.fixture

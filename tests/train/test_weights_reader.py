@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 import moejax
+from moejax.checkpoint.writer import Checkpoints
 from moejax.errors import InputError
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.step.train_step import build_step
-from moejax.train.checkpoint import Checkpoints
 from tests.cases import small_config
 
 

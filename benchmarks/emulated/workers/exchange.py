@@ -28,9 +28,10 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from benchmarks.waits import register, timed_experts  # noqa: E402
-from moejax.comm import gloo, wire  # noqa: E402
+from moejax.comm import wire  # noqa: E402
 from moejax.comm.codecs.build import build_codec  # noqa: E402
 from moejax.comm.codecs.codec import Codec, EncodeContext  # noqa: E402
+from moejax.comm.cpu import gloo  # noqa: E402
 from moejax.comm.tokens.swap import PIECES, send  # noqa: E402
 from moejax.comm.weights.path import class_of, compressible, parts_shape, path_of  # noqa: E402
 from moejax.config.load import from_dict  # noqa: E402
@@ -248,7 +249,7 @@ def compiled(
 
 
 def count(traced: Any, program: Any, train_step: TrainStep) -> dict:
-    """What the traced program, as it is before `comm.gloo`, sends over a host's link."""
+    """What the traced program, as it is before `comm.cpu.gloo`, sends over a host's link."""
     calls = collectives(traced.jaxpr.jaxpr)
     if train_step.spec.route.trim:  # how many of the rows travel is for the routing to say
         calls = [c for c in calls if c.kind != "all_to_all" or c.dtype.startswith("uint")]

@@ -24,7 +24,8 @@ import numpy as np  # noqa: E402
 from gaps import Gap, assign  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from moejax.comm import gloo, wire  # noqa: E402
+from moejax.comm import wire  # noqa: E402
+from moejax.comm.cpu import gloo  # noqa: E402
 
 SIZE = 512  # of the matrices in the work
 HOSTS = ("hosts",)

@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from moejax.kernels.quantize import Quantized, bytes_of, dequantize, dequantize_sum, quantize
+from moejax.kernels.experts.quantize import (
+    Quantized,
+    bytes_of,
+    dequantize,
+    dequantize_sum,
+    quantize,
+)
 
 Payload = Any  # a pytree of arrays, with the leading dimensions of the encoded array
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm.codecs.codec import Codec, EncodeContext, Payload
-from moejax.kernels.quantize import Quantized, bytes_of, dequantize, quantize
+from moejax.kernels.experts.quantize import Quantized, bytes_of, dequantize, quantize
 
 
 @dataclass(frozen=True)

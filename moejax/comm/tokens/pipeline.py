@@ -257,9 +257,9 @@ def _stages(
 ) -> dict[int, Stage]:
     """The hops of dispatch, the experts, the hops of combine: each may overlap the others.
 
-    Without barriers collectives may run one after the other (`comm.gloo`). So in a step results go
-    on before new rows come, unless they leave the experts by a hop between nodes: it would keep the
-    link waiting for the experts.
+    Without barriers collectives may run one after the other (`comm.cpu.gloo`). So in a step results
+    go on before new rows come, unless they leave the experts by a hop between nodes: it would keep
+    the link waiting for the experts.
     """
     plans = _chunk_plans(plan, chunks)
 

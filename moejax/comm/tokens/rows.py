@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from moejax.comm.codecs.codec import Blocks, Codec, Payload
 from moejax.comm.tokens.buckets import SlotMap
 from moejax.kernels import permute
-from moejax.kernels.quantize import Quantized
-from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
+from moejax.kernels.experts.quantize import Quantized
+from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_quantize
 
 
 def encode_rows(

@@ -30,7 +30,7 @@ def tile_rows(block: int) -> int:
 
 
 def quantize(x_RB: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
-    """Returns `values_RB`, uint8 [R, B * bits / 8], and `scale_R`; see `kernels.quantize`.
+    """Returns `values_RB`, uint8 [R, B * bits / 8], and `scale_R`; see `kernels.experts.quantize`.
 
     Args:
       x_RB: float32 or bfloat16, R of at least one.

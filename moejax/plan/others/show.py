@@ -14,7 +14,7 @@ from moejax.plan.others.megatron import to_megatron
 from moejax.plan.others.torchtitan import to_torchtitan
 from moejax.plan.others.translation import SHAPE, Translation
 from moejax.plan.price.routing import ExpertLoad
-from moejax.plan.search.result import SearchResult
+from moejax.plan.search.search import SearchResult
 
 TRAINERS: dict[str, Callable[[Config, Topology], Translation]] = {
     "maxtext": lambda cfg, cluster: to_maxtext(cfg, cluster.device.platform),

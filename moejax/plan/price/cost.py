@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from moejax.comm.tokens.rounds import ROUNDS
-from moejax.kernels.blocked_mlp import rows_computed
+from moejax.kernels.experts.blocked_mlp import rows_computed
 from moejax.layout.layout import Layout
 from moejax.plan.cluster.device import Device
 from moejax.plan.cluster.topology import Tier, Topology

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moejax.comm import gloo, wire
+from moejax.comm import wire
+from moejax.comm.cpu import gloo
 from moejax.layout.layout import Axes
 from moejax.plan.cluster.topology import KINDS, Link, Tier, same_links
 from moejax.plan.probe.fit import fit_link

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from moejax.comm import gloo
+from moejax.comm.cpu import gloo
 from moejax.runtime.processes import Processes
 
 Tree = Any  # a tree of arrays

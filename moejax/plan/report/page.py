@@ -21,7 +21,7 @@ from moejax.plan.price.cost import SimulatedStep
 from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.price.sensitivity import Steps, sensitivity
 from moejax.plan.report import tables
-from moejax.plan.search.result import SearchResult
+from moejax.plan.search.search import SearchResult
 from moejax.plan.search.space import RULES
 from moejax.plan.trace.reader import REST
 from moejax.plan.trace.schedule import Op, Schedule

@@ -12,7 +12,7 @@ from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config
 from moejax.layout.layout import Axes, Layout, build_layout
 from moejax.plan.cluster.topology import Topology
-from moejax.step.schedule import Schedule, schedule_of
+from moejax.step.pipeline.schedule import Schedule, schedule_of
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 # Bytes of activations that a block keeps for backward, by recomputation; rough.

@@ -12,7 +12,7 @@ from moejax.errors import InputError, write_whole
 from moejax.plan.cluster.file import PLATFORMS, SIZE_LIMIT
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.terms import to_json
-from moejax.plan.search.result import SearchResult
+from moejax.plan.search.search import SearchResult
 from moejax.plan.search.space import SETTINGS, plan_of
 
 VERSION = 1

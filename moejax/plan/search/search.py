@@ -12,12 +12,13 @@ others are wrong in different ways, so in one list one kind would hide the other
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from moejax.config.checks.planned import MEMORY, pinned
+from moejax.config.compression import NO_COMPRESSION, build_compression
 from moejax.config.fields import get_value
 from moejax.config.schema import Config
 from moejax.errors import InputError
@@ -33,9 +34,93 @@ from moejax.plan.price.routing import ExpertLoad
 from moejax.plan.search import space
 from moejax.plan.search.budget import Budget, default_budget
 from moejax.plan.search.estimate import Estimate
-from moejax.plan.search.refusal import why_none
-from moejax.plan.search.result import SearchResult
 from moejax.plan.search.space import Limits
+
+
+@dataclass
+class SearchResult:
+    """The result of a search.
+
+    Attributes:
+      ranked: plans that fit: the chosen one, which is the plainest of the equally fast, then the
+        others, fastest first.
+      meshes: number of valid meshes.
+      traced: number of traced programs.
+      too_large: number of traced plans that need too much memory.
+      memory_budget: bytes of a device that a plan may use.
+      seconds: time of the search.
+      cut: one line about the time cap if it ended the search; None: another search finds the same.
+      rules: plans of `space.RULES`, fastest first, each made lighter until it fits; those that
+        cannot fit stand at the end.
+    """
+
+    ranked: list[PricedPlan]
+    meshes: int
+    traced: int
+    too_large: int
+    memory_budget: float
+    seconds: float
+    cut: str | None = None
+    rules: dict[str, PricedPlan] = field(default_factory=dict)
+
+    @property
+    def best_rule(self) -> str | None:
+        """Name of the fastest rule of thumb; None if none fits."""
+        names = (name for name, plan in self.rules.items() if plan.peak.bytes <= self.memory_budget)
+        return next(names, None)
+
+    @property
+    def plain(self) -> PricedPlan | None:
+        """The fastest plan without codecs; None if all that fit have some."""
+        plans = sorted(self.ranked, key=lambda plan: plan.seconds)
+        return next((plan for plan in plans if not has_codecs(plan)), None)
+
+
+def has_codecs(plan: PricedPlan) -> bool:
+    """Whether a plan compresses something."""
+    return build_compression(plan.cfg.compression) != NO_COMPRESSION
+
+
+def why_none(
+    cfg: Config,
+    limits: Limits,
+    peaks: Sequence[int],
+    memory_budget: float,
+    meshes: int = 0,
+    traces: int | None = None,
+) -> str:
+    """Returns why there is no plan, and what to change.
+
+    Args:
+      peaks: bytes of a device that each traced plan needs; none: no mesh obeys the rules.
+      memory_budget: bytes of a device that a plan may use.
+      meshes: number of meshes that obey the rules.
+      traces: number of traces of the search, if they were spent; else None.
+    """
+    where = f"{limits.devices} devices on {nodes_text(limits.nodes)}"
+    names = ", ".join(sorted(limits.pinned))
+    free = f", or leave {names} to the planner" if names else ""
+    if not peaks:
+        return (
+            f"no plan for {where}. No mesh obeys all rules with train.batch_sequences = "
+            f"{cfg.train.batch_sequences} and what is pinned ({names or 'nothing'}). Change the "
+            f"batch{free}."
+        )
+    untried = traces is not None and meshes > len(peaks)
+    more = f", or look at more plans: --traces {2 * (traces or 0)}" if untried else ""
+    of = "1 mesh" if meshes == 1 else f"{meshes:,} meshes"
+    return (
+        f"no plan fits {where}. The smallest of {len(peaks)} traced plans, of {of}, "
+        f"needs {min(peaks) / 2**30:.1f} GiB of a device; {memory_budget / 2**30:.1f} GiB may be "
+        f"used. Offer more devices, a smaller train.batch_sequences or shorter sequences"
+        f"{free}{more}."
+    )
+
+
+def nodes_text(nodes: int) -> str:
+    """Returns a number of nodes as text."""
+    return "1 node" if nodes == 1 else f"{nodes} nodes"
+
 
 MEMORY_SHARE = 0.95  # share of a device's memory that a plan may use; the rest is for fragmentation
 ROUGH = 1.3  # times that budget: a plan estimated above it is made lighter before it is traced

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from moejax.checkpoint.digests import DeviceSums, add_up
 from moejax.runtime.processes import Json
-from moejax.train.digests import DeviceSums, add_up
 from moejax.train.memory.exchange import Inbox, put
 from moejax.train.memory.folder import check_room, remove
 from moejax.train.memory.members import Members

@@ -7,16 +7,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from moejax.checkpoint.compatible import same_reduction
+from moejax.checkpoint.digests import together
+from moejax.checkpoint.verify import wrong_numbers
+from moejax.checkpoint.writer import arrays_of, state_of
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import arrays_of, state_of
-from moejax.train.digests import together
 from moejax.train.memory.exchange import LocalSlot, RemoteSlot
 from moejax.train.memory.find import Found, Held
 from moejax.train.memory.members import Members
 from moejax.train.memory.placement import Piece, start_of
-from moejax.train.numbers import wrong_numbers
-from moejax.train.resume import same_reduction
 
 Source = tuple[Held, int]  # a slot, and a piece's position in its record
 

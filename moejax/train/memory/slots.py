@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moejax.train.manifest import digest_of
+from moejax.checkpoint.manifest import digest_of
 from moejax.train.memory.placement import Piece, start_of
 
 FORMAT_VERSION = 1

@@ -6,6 +6,16 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from moejax.checkpoint.compatible import (
+    check_resumable,
+    check_same_base,
+    check_same_data,
+    describe_run,
+    rate_notes,
+)
+from moejax.checkpoint.find import Saved
+from moejax.checkpoint.restore import Resumed
+from moejax.checkpoint.writer import arrays_of
 from moejax.config.schema import Config
 from moejax.data.skipped import SkippedData
 from moejax.data.sources import Content
@@ -13,22 +23,12 @@ from moejax.errors import InputError
 from moejax.runtime.processes import Processes
 from moejax.step.state import TrainState
 from moejax.step.train_step import TrainStep
-from moejax.train.checkpoint import arrays_of
 from moejax.train.memory.checkpoints import MemoryCheckpoints
 from moejax.train.memory.find import Found, find, set_aside
 from moejax.train.memory.members import Members, open_members
 from moejax.train.memory.restore import read_state
-from moejax.train.metrics import Records
-from moejax.train.restore import Resumed
-from moejax.train.resume import (
-    check_resumable,
-    check_same_base,
-    check_same_data,
-    describe_run,
-    rate_notes,
-)
-from moejax.train.saved import Saved
-from moejax.train.skipped_data import ENTRY, to_json
+from moejax.train.records.metrics import Records
+from moejax.train.records.skipped_data import ENTRY, to_json
 
 
 class Memory:

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moejax.kernels.expert_mlp import expert_mlp
+from moejax.kernels.experts.expert_mlp import expert_mlp
+from moejax.kernels.experts.grouped_matmul import grouped_matmul
+from moejax.kernels.experts.grouped_matmul_e4m3 import grouped_matmul_e4m3
+from moejax.kernels.experts.quantize import Quantized, dequantize_sum, quantize
+from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_quantize
 from moejax.kernels.formats import FORMATS
-from moejax.kernels.grouped_matmul import grouped_matmul
-from moejax.kernels.grouped_matmul_e4m3 import grouped_matmul_e4m3
-from moejax.kernels.quantize import Quantized, dequantize_sum, quantize
-from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.cases import part_of
 from tests.kernels.mosaic.described import compile_kernels
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moejax.kernels import reference
-from moejax.kernels.expert_mlp import expert_mlp
-from moejax.kernels.grouped_matmul import grouped_matmul
+from moejax.kernels.experts import reference
+from moejax.kernels.experts.expert_mlp import expert_mlp
+from moejax.kernels.experts.grouped_matmul import grouped_matmul
 from moejax.kernels.mosaic.quantize import ALIGNED
 from moejax.kernels.mosaic.tiles import ROWS, schedule_rows
 from tests.cases import few

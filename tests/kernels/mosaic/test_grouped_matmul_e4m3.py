@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moejax.kernels import reference
-from moejax.kernels.expert_mlp import expert_mlp
-from moejax.kernels.grouped_matmul_e4m3 import (
+from moejax.kernels.experts import reference
+from moejax.kernels.experts.expert_mlp import expert_mlp
+from moejax.kernels.experts.grouped_matmul_e4m3 import (
     BLOCK,
     FORMAT,
     dequantize_weights,
@@ -17,7 +17,7 @@ from moejax.kernels.grouped_matmul_e4m3 import (
     multiply_quantized,
     quantize_weights,
 )
-from moejax.kernels.quantize import dequantize, quantize
+from moejax.kernels.experts.quantize import dequantize, quantize
 from tests.cases import few
 from tests.kernels.mosaic.interpreter import interpreted
 from tests.kernels.mosaic.test_grouped_matmul import HALF_STEP, draw, exactly, run

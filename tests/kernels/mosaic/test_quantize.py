@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moejax.kernels.experts.quantize import dequantize, dequantize_sum, quantize
 from moejax.kernels.formats import FORMATS, TINY
-from moejax.kernels.quantize import dequantize, dequantize_sum, quantize
 from tests.cases import few
 from tests.kernels.mosaic.interpreter import interpreted
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_quantize
 from moejax.kernels.formats import FORMATS
 from moejax.kernels.permute import weight_at
-from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
 from tests.cases import few
 from tests.kernels.mosaic.interpreter import interpreted
 from tests.kernels.test_permute import placement

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.extend import backend
 
-from moejax.kernels import reference
-from moejax.kernels.grouped_matmul import grouped_matmul
+from moejax.kernels.experts import reference
+from moejax.kernels.experts.grouped_matmul import grouped_matmul
 from tests.kernels.mosaic.described import compile_kernels
 from tests.kernels.mosaic.interpreter import interpreted
 from tests.kernels.mosaic.test_grouped_matmul import HALF_STEP, draw, exactly

@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from moejax.plan.price.cost import SimulatedStep, Totals
-from moejax.plan.report.doubts import small_products
+from moejax.plan.report.tables import small_products
 from moejax.plan.trace.schedule import Op
 from tests.plan.clusters import cluster
 

@@ -17,7 +17,7 @@ from moejax.plan.price.terms import terms
 from moejax.plan.report import page as report
 from moejax.plan.report import tables
 from moejax.plan.report.page import SCRIPT, TEMPLATE, embed, write_report
-from moejax.plan.search.result import SearchResult
+from moejax.plan.search.search import SearchResult
 from tests.browser import open_browser, opened_pages
 from tests.cases import small_config
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from moejax.config.fields import change
 from moejax.plan.report import tables
 from moejax.plan.report.tables import print_ranked, print_why, speed_text
-from moejax.plan.search.result import SearchResult
+from moejax.plan.search.search import SearchResult
 from tests.cases import small_config
 from tests.plan.clusters import GIB, cluster
 

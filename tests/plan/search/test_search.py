@@ -22,8 +22,7 @@ from moejax.plan.report.tables import print_ranked, print_why, rest_text
 from moejax.plan.search.budget import Budget
 from moejax.plan.search.estimate import Estimate
 from moejax.plan.search.file import load_plan, plan_from, save_plan
-from moejax.plan.search.refusal import why_none
-from moejax.plan.search.search import _Search, search, space
+from moejax.plan.search.search import _Search, search, space, why_none
 from moejax.plan.search.space import Limits
 from tests.cases import small_config
 from tests.plan.clusters import cluster

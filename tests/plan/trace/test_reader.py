@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.config.schema import CompressionConfig
-from moejax.kernels.expert_mlp import expert_mlp
-from moejax.kernels.quantized_rows import dequantize_combine, permute_quantize
+from moejax.kernels.experts.expert_mlp import expert_mlp
+from moejax.kernels.experts.quantized_rows import dequantize_combine, permute_quantize
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.plan.trace.reader import collectives, read

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from moejax.checkpoint.compatible import describe_run
+from moejax.checkpoint.find import Saved
+from moejax.checkpoint.writer import arrays_of
 from moejax.config.schema import CheckpointConfig
 from moejax.data.skipped import SkippedData
 from moejax.errors import InputError
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import TrainState
-from moejax.train.checkpoint import arrays_of
 from moejax.train.memory import checkpoints, find, members, start
 from moejax.train.memory.checkpoints import MemoryCheckpoints
 from moejax.train.memory.exchange import Inbox
@@ -28,9 +30,7 @@ from moejax.train.memory.placement import neighbours
 from moejax.train.memory.restore import read_state
 from moejax.train.memory.slots import Slot, names_in
 from moejax.train.memory.start import Memory
-from moejax.train.resume import describe_run
-from moejax.train.saved import Saved
-from moejax.train.skipped_data import to_json
+from moejax.train.records.skipped_data import to_json
 from tests.cases import one_device_state, small_config, spread, step_for
 from tests.threads import everywhere
 

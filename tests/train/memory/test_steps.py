@@ -11,7 +11,7 @@ from moejax.config.checks import check
 from moejax.config.schema import CheckpointConfig, Config
 from moejax.errors import DivergedError, InputError
 from moejax.train.loop import _run_to_end
-from moejax.train.metrics import Meter
+from moejax.train.records.metrics import Meter
 from moejax.train.start import check_paths
 from moejax.train.steps import run_steps
 from tests.cases import small_config

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from moejax.train.digests import add_up
+from moejax.checkpoint.digests import add_up
 from moejax.train.memory import checkpoints
 from moejax.train.memory.checkpoints import MemoryCheckpoints
 from moejax.train.memory.exchange import Server

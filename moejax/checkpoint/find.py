@@ -1,0 +1,206 @@
+"""Finished checkpoints on disk: found, verified, set aside where they are damaged.
+
+Nothing here touches a device, and nothing reads arrays (`checkpoint.writer` does).
+"""
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moejax.checkpoint.manifest import (
+    MANIFEST,
+    DamagedError,
+    find_damage,
+    finished_steps,
+    is_step,
+    read_manifest,
+)
+from moejax.errors import InputError
+from moejax.runtime.processes import ALONE, Processes
+
+
+class Saved(NamedTuple):
+    """A finished checkpoint: its step, directory and manifest."""
+
+    step: int
+    path: Path
+    manifest: dict[str, Any]
+
+
+def newest(
+    directory: Path, verify: str, processes: Processes = ALONE
+) -> tuple[Saved | None, list[str]]:
+    """Returns the newest intact checkpoint, and notes about damaged ones that were set aside.
+
+    Touches no device. All processes verify, and return the same. A step whose files, manifest or
+    name changed is set aside, and the step before it is tried.
+
+    Raises:
+      InputError: if all are damaged, or a newer moejax wrote them.
+    """
+    notes, steps = processes.from_first(lambda: _survey(directory))
+    for step in steps:
+        path = directory / str(step)
+        saved, damage = _verified(path, verify, processes)
+        if saved is not None:
+            return saved, notes
+        notes += set_aside(path, damage, processes)
+    # Counts steps set aside by an earlier start too: else a second attempt would start anew.
+    damaged = processes.from_first(lambda: sorted(p.name for p in directory.glob("*.corrupt")))
+    if damaged:
+        raise InputError(
+            f"no whole checkpoint in {directory}. Found {'; '.join(notes) or ', '.join(damaged)}. "
+            f"A run never restarts silently from nothing. Restore the files from a copy, set "
+            f"another run_dir, or remove what was set aside to begin again."
+        )
+    return None, notes
+
+
+def _survey(directory: Path) -> tuple[list[str], list[int]]:
+    """Tidies the directory. Returns notes, and the finished steps, newest first."""
+    notes = _sweep(directory) if directory.is_dir() else []
+    return notes, sorted(finished_steps(directory), reverse=True)
+
+
+def _verified(path: Path, verify: str, processes: Processes) -> tuple[Saved | None, str]:
+    """Returns a step if it is intact, and else the damage that some process found.
+
+    Digests take long, so each process compares a share of them.
+    """
+
+    def look() -> tuple[dict[str, Any], str | None]:
+        try:
+            manifest = read_manifest(path)
+        except DamagedError as error:
+            return {}, str(error)
+        return manifest, find_damage(path, manifest, verify, (processes.index, processes.count))
+
+    manifest, damage_seen = processes.together(look)
+    damage = next(filter(None, processes.gather(damage_seen)), None)
+    if damage is not None:
+        return None, damage
+    return Saved(manifest["step"], path.absolute(), manifest), ""
+
+
+def set_aside(
+    path: Path, reason: str, processes: Processes = ALONE, *, kind: str = "corrupt"
+) -> list[str]:
+    """Renames a step so that nothing takes it for a checkpoint. Returns the notes.
+
+    Args:
+      kind: what its name then ends with.
+    """
+    return processes.from_first(partial(_set_aside, path, kind, reason))
+
+
+def _sweep(directory: Path) -> list[str]:
+    """Removes half-written steps of a killed run, and sets aside steps without digests."""
+    remove_half_written(directory)
+    notes = []
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and is_step(path.name) and not (path / MANIFEST).is_file():
+            notes += _set_aside(path, "unfinished", "no manifest")
+    return notes
+
+
+def remove_half_written(directory: Path) -> None:
+    """Removes what saves left that were killed or failed before Orbax had committed them."""
+    for left in directory.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for trial in directory.glob(".writable*"):
+        trial.unlink(missing_ok=True)
+
+
+def _set_aside(path: Path, kind: str, reason: str) -> list[str]:
+    """Renames a step's directory so that nothing takes it for a checkpoint. Returns the note."""
+    aside = path.with_name(f"{path.name}.{kind}")
+    # An earlier one of the same step is older, from before the run repeated that step.
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    return [f"checkpoint {path.name} set aside as {aside.name}: {reason}"]
+
+
+def locate(source: str, verify: str, processes: Processes = ALONE) -> Saved:
+    """Finds the checkpoint that `checkpoint.init_from` names: a run directory or one step.
+
+    Raises:
+      InputError: if there is none, or its files are damaged.
+    """
+    path = Path(processes.from_first(lambda: str(_newest_below(Path(source)))))
+    saved, damage = _verified(path, verify, processes)
+    if saved is None:
+        raise InputError(
+            f"checkpoint is damaged. {path}: {damage}. Its files must match the manifest. Copy it "
+            f"again, or name an older step."
+        )
+    return saved
+
+
+def latest_intact(
+    source: str, step: int | None, verify: str, processes: Processes = ALONE
+) -> tuple[Saved, list[str]]:
+    """Returns the newest intact checkpoint, and notes about damaged ones. Changes no file.
+
+    Args:
+      source: a run directory, its checkpoints, or one of them.
+      step: the wanted step; None for the newest.
+    Raises:
+      InputError: if there is none.
+    """
+    found = processes.from_first(lambda: [str(path) for path in _steps_below(Path(source))])
+    paths = [Path(path) for path in found if step is None or Path(path).name == str(step)]
+    if step is not None and not paths:
+        steps = ", ".join(Path(path).name for path in found) or "none"
+        raise InputError(
+            f"no checkpoint of step {step}. {source} has steps {steps}. A run keeps its newest "
+            f"ones. Name one of them, or leave --step out."
+        )
+    notes = []
+    for path in paths or [Path(source)]:
+        saved, damage = _verified(path, verify, processes)
+        if saved is not None:
+            return saved, notes
+        notes.append(f"checkpoint {path} is damaged: {damage}")
+    raise InputError(
+        f"no whole checkpoint. {'; '.join(notes)}. Files must match their manifest. Restore them "
+        f"from a copy."
+    )
+
+
+def intact_before(
+    run_dir: Path, step: int, verify: str, processes: Processes = ALONE
+) -> tuple[Saved, list[str]]:
+    """Returns a run's newest intact checkpoint before a step, and notes. Changes no file.
+
+    Raises:
+      InputError: if there is none.
+    """
+    found = processes.from_first(lambda: [str(path) for path in _steps_below(run_dir)])
+    notes = []
+    for path in map(Path, found):
+        if int(path.name) >= step:
+            continue
+        saved, damage = _verified(path, verify, processes)
+        if saved is not None:
+            return saved, notes
+        notes.append(f"checkpoint {path.name} is damaged: {damage}")
+    steps = ", ".join(Path(path).name for path in found) or "none"
+    raise InputError(
+        f"no whole checkpoint before step {step}. {run_dir} has steps {steps}"
+        f"{''.join(f'; {note}' for note in notes)}. A step is run again from one before it. Name a "
+        f"later step."
+    )
+
+
+def _newest_below(path: Path) -> Path:
+    """Returns the newest finished step of a run or checkpoints directory; else the path."""
+    return next(iter(_steps_below(path)), path)
+
+
+def _steps_below(path: Path) -> list[Path]:
+    """Returns the finished steps of a run or checkpoints directory, newest first."""
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    steps = finished_steps(path) if path.is_dir() else []
+    return [path / str(step) for step in sorted(steps, reverse=True)]

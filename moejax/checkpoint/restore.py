@@ -1,0 +1,110 @@
+"""Takes a run up where its newest checkpoint left it; checks that need devices.
+
+A checkpoint whose files are as they were written may still be of another step, or have other
+numbers than were saved. Then it is set aside as damaged files are, and the one before it is taken.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+
+from moejax.checkpoint.compatible import remembers, same_reduction
+from moejax.checkpoint.find import Saved, set_aside
+from moejax.checkpoint.verify import wrong_numbers
+from moejax.checkpoint.writer import arrays_of, restore_state, step_of_state
+from moejax.errors import InputError
+from moejax.runtime.processes import Processes
+from moejax.step.state import TrainState
+from moejax.step.train_step import TrainStep
+
+
+class Resumed(NamedTuple):
+    """A state that a run goes on from, and the entries of the manifest that came with it."""
+
+    state: TrainState
+    facts: Mapping[str, Any]
+
+
+# Chooses among the checkpoints that are left. Returns one, something else, and notes.
+Choose = Callable[[], tuple[Saved | None, Any, list[str]]]
+
+
+def set_aside_wrong_steps(
+    saved: Saved | None, train_step: TrainStep, again: Choose, processes: Processes
+) -> tuple[Saved | None, list[str]]:
+    """Sets aside checkpoints whose state has another step counter than their name.
+
+    The state can be read only on devices, so this follows `choose_checkpoint`. Returns the
+    checkpoint to resume.
+
+    Raises:
+      InputError: if none remains.
+    """
+    notes: list[str] = []
+    while saved is not None and (step := step_of_state(saved, train_step.abstract)) != saved.step:
+        notes += set_aside(saved.path, f"its state is of step {step}", processes)
+        saved, _, more = again()
+        notes += more
+    return saved, notes
+
+
+def resume(
+    train_step: TrainStep,
+    saved: Saved | None,
+    again: Choose,
+    processes: Processes,
+    console: Console,
+    note: Callable[[str], None],
+) -> Resumed | None:
+    """Returns the state of the newest checkpoint whose numbers are those that were saved.
+
+    It is None where there is no checkpoint at first.
+
+    It precedes `Checkpoints`, whose manager remembers the steps that it finds at first.
+
+    Args:
+      note: is told of checkpoints that were set aside.
+    Raises:
+      InputError: if none remains.
+    """
+    found_one = saved is not None
+    while saved is not None:
+        state = _read(train_step, saved, console)
+        wrong = wrong_numbers(saved.manifest, arrays_of(state), processes)
+        if wrong is None:
+            return Resumed(_with_reduction(state, train_step), saved.manifest)
+        jax.tree.map(lambda x: x.delete(), state)
+        notes = set_aside(
+            saved.path, f"its numbers are not those that were saved: {wrong}", processes
+        )
+        saved, _, chosen = again()
+        saved, more = set_aside_wrong_steps(saved, train_step, again, processes)
+        for text in dict.fromkeys((*notes, *chosen, *more)):
+            note(text)
+    if found_one:
+        raise InputError(
+            "no checkpoint of the run is left: the numbers of all differ from those that were "
+            "saved, so they were set aside. No run begins anew over them. Name another run_dir."
+        )
+    return None
+
+
+def _read(train_step: TrainStep, saved: Saved, console: Console) -> TrainState:
+    """Returns the state of a checkpoint; codec state only where it is still valid."""
+    console.print(f"resuming at step {saved.step} from {saved.path}", soft_wrap=True)
+    valid = same_reduction(saved.manifest, train_step)
+    if not valid and remembers(saved.manifest):
+        console.print(
+            "warning: mesh or compression differ from the checkpoint's: what codecs had not "
+            "sent yet is dropped",
+            soft_wrap=True,
+        )
+    return restore_state(saved, train_step.abstract, reduction=valid)
+
+
+def _with_reduction(state: TrainState, train_step: TrainStep) -> TrainState:
+    if state.reduction is not None:
+        return state
+    return state._replace(reduction=train_step.first_reduction())

@@ -1,0 +1,191 @@
+"""Checks that restored numbers are those that were saved, by the digests in a manifest.
+
+Files were verified before (`checkpoint.find`). This compares what is on the devices now with what
+was there at the save, so it also finds a wrong write, and a wrong restore.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from moejax.checkpoint.digests import ArrayDigests, add_up, digest_of_zeros, from_json, together
+from moejax.checkpoint.find import Saved
+from moejax.checkpoint.writer import by_key, flat, restore_items
+from moejax.errors import InputError
+from moejax.runtime.processes import Processes
+from moejax.step.state import TrainState
+
+
+def wrong_numbers(
+    manifest: Mapping[str, Any], arrays: Mapping[str, jax.Array], processes: Processes
+) -> str | None:
+    """Returns what differs from the saved numbers, in words; None if nothing does.
+
+    All processes call it, and return the same. Formats before 3 have no digests, nor have imports;
+    numbers that were cast on the way are not compared.
+    """
+    known = manifest.get("arrays")
+    if not known:
+        return None
+    saved = {key: from_json(key, facts) for key, facts in known.items()}
+    compared = {
+        key: x for key, x in arrays.items() if key in saved and saved[key].dtype == x.dtype.name
+    }
+    found = together(processes.gather(add_up(compared).here()))
+    texts = differences(saved, found)
+    return summary(texts) if texts else None
+
+
+def restore_weights(saved: Saved, abstract: TrainState, processes: Processes) -> dict[str, Any]:
+    """Reads the item `weights` of a checkpoint, shaped and sharded like that of `abstract`.
+
+    Raises:
+      InputError: in all processes, if numbers are not those that were saved.
+    """
+    weights = restore_items(saved.path, abstract, ("weights",))["weights"]
+    wrong = wrong_numbers(saved.manifest, by_key({"weights": flat(weights)}), processes)
+    if wrong is not None:
+        raise InputError(
+            f"checkpoint is damaged. {saved.path}: {wrong}. Restored numbers must be those that "
+            f"were saved. Copy it again, or name an older step."
+        )
+    return weights
+
+
+SHOWN = 4  # differences, and arrays of one, that a message names
+BLOCK = re.compile(r"groups\.(\d+)\.blocks\.(\d+)\.")
+
+
+class Cell(NamedTuple):
+    """A layer, or an expert of a layer, of one array.
+
+    Attributes:
+      key: the array's.
+      at: along the dimensions of cells.
+    """
+
+    key: str
+    at: tuple[int, ...]
+
+
+def differences(saved: Mapping[str, ArrayDigests], found: Mapping[str, ArrayDigests]) -> list[str]:
+    """Returns what differs in words, one text a difference.
+
+    Arrays that only one side has are not compared, nor are those of another dtype.
+    """
+    keys = [key for key in found if key in saved and saved[key].dtype == found[key].dtype]
+    wrong = [
+        Cell(key, tuple(int(n) for n in at))
+        for key in keys
+        for at in np.argwhere(saved[key].cells != found[key].cells)
+    ]
+    if not wrong:
+        return []
+    naming = _Naming(saved)
+    origins = _origins(saved, {_kind(saved[cell.key], cell) for cell in wrong})
+    arrays: dict[str, list[str]] = {}
+    for cell in wrong:
+        text, names = naming.describe(cell, saved, found, origins)
+        known = arrays.setdefault(text, [])
+        known += [name for name in names if name not in known]
+    return [text.format(_listed(names)) for text, names in arrays.items()]
+
+
+def summary(texts: list[str]) -> str:
+    """Returns differences as one text."""
+    rest = [f"and {len(texts) - SHOWN} differences more"] if len(texts) > SHOWN else []
+    return "; ".join(texts[:SHOWN] + rest)
+
+
+Kind = tuple[str, tuple[int, ...]]  # dtype, and the shape of a cell
+
+
+def _kind(digests: ArrayDigests, cell: Cell) -> Kind:
+    return digests.dtype, digests.shape[len(cell.at) :]
+
+
+def _origins(saved: Mapping[str, ArrayDigests], kinds: set[Kind]) -> dict[tuple[Kind, str], Cell]:
+    """Returns by digest the first cell that had it when the state was saved."""
+    origins: dict[tuple[Kind, str], Cell] = {}
+    for key, digests in saved.items():
+        kind = (digests.dtype, digests.shape[digests.cells.ndim :])
+        if kind in kinds:
+            for at in np.ndindex(digests.cells.shape):
+                origins.setdefault((kind, str(digests.cells[at])), Cell(key, at))
+    return origins
+
+
+class _Naming:
+    """The names of cells: layers are counted through all groups of blocks."""
+
+    def __init__(self, saved: Mapping[str, ArrayDigests]):
+        blocks: dict[int, int] = {}
+        repeats: dict[int, int] = {}
+        for key, digests in saved.items():
+            if key.startswith("weights/") and (found := BLOCK.search(key)):
+                group, block = int(found[1]), int(found[2])
+                blocks[group] = max(blocks.get(group, 0), block + 1)
+                repeats[group] = digests.shape[0]
+        self._pattern, self._first, first = blocks, {}, 0
+        for group in sorted(blocks):
+            self._first[group] = first
+            first += blocks[group] * repeats[group]
+
+    def describe(
+        self,
+        cell: Cell,
+        saved: Mapping[str, ArrayDigests],
+        found: Mapping[str, ArrayDigests],
+        origins: Mapping[tuple[Kind, str], Cell],
+    ) -> tuple[str, list[str]]:
+        """Returns what happened to a cell, with a hole for the arrays, and their names."""
+        now, was = str(found[cell.key].cells[cell.at]), str(saved[cell.key].cells[cell.at])
+        kind, name = _kind(saved[cell.key], cell), _name(cell.key)
+        if now == digest_of_zeros(math.prod(kind[1])):
+            return f"{self.place(cell)} ({{}}) is all zeros", [name]
+        origin = origins.get((kind, now))
+        if origin is None:
+            return f"{self.place(cell)} ({{}}) is changed", [name]
+        names = [name] if origin.key == cell.key else [name, _name(origin.key)]
+        if origin.key in found and str(found[origin.key].cells[origin.at]) == was:
+            first, second = sorted((cell, origin), key=lambda one: (one.at, one.key))
+            return f"{self._pair(first, second)} ({{}}) are swapped", sorted(names)
+        return f"{self.place(cell)} ({{}}) is a copy of {self._seen_from(origin, cell)}", names
+
+    def place(self, cell: Cell) -> str:
+        """Returns the name of a layer, or of an expert and its layer."""
+        layer = self._layer(cell)
+        return f"expert {cell.at[1]} of {layer}" if len(cell.at) == 2 else layer
+
+    def _pair(self, one: Cell, other: Cell) -> str:
+        if len(one.at) == 2 and self._layer(one) == self._layer(other):
+            return f"experts {one.at[1]} and {other.at[1]} of {self._layer(one)}"
+        return f"{self.place(one)} and {self.place(other)}"
+
+    def _seen_from(self, cell: Cell, other: Cell) -> str:
+        same = len(cell.at) == 2 and self._layer(cell) == self._layer(other)
+        return f"expert {cell.at[1]}" if same else self.place(cell)
+
+    def _layer(self, cell: Cell) -> str:
+        if not cell.at:
+            return "the array"
+        found = BLOCK.search(cell.key)
+        if found is None or int(found[1]) not in self._first:
+            return f"layer {cell.at[0]} of {_name(cell.key).split('.')[0]}"
+        group, block = int(found[1]), int(found[2])
+        return f"layer {self._first[group] + cell.at[0] * self._pattern[group] + block}"
+
+
+def _name(key: str) -> str:
+    """Returns an array's name as documented: parameters by their paths alone."""
+    item, _, path = key.partition("/")
+    return path.removeprefix("params.") if item == "weights" else f"{item}: {path}"
+
+
+def _listed(names: list[str]) -> str:
+    rest = [f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    return ", ".join(names[:SHOWN] + rest)

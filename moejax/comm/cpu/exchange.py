@@ -1,0 +1,365 @@
+"""An exchange between devices of several CPU processes, beside which a program goes on computing.
+
+XLA's CPU runtime calls gloo from the thread that runs the program: nothing computes until the bytes
+have arrived. `exchange.cc` sends and receives in a thread of each device: one call begins an
+exchange, another waits for it. It is compiled when it is first needed and kept in the user's cache;
+`comm.cpu.peers` connects the devices, and `comm.cpu.gloo` puts exchanges in place of large
+collectives.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from moejax.comm.cpu.peers import NotConnectedError, connect_all
+from moejax.runtime.program_cache import user_cache
+
+SOURCE = Path(__file__).with_name("exchange.cc")
+CALLS = (
+    "moejax_exchange_start",
+    "moejax_exchange_start_pairs",
+    "moejax_exchange_start_ring",
+    "moejax_exchange_done",
+    "moejax_hold",
+)
+SUMS = (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32)  # that exchange.cc adds
+
+
+class Begun(NamedTuple):
+    """An exchange that has begun: what it receives, what it sends, its number."""
+
+    y: jax.Array
+    x: jax.Array
+    number: jax.Array
+
+    def end(self) -> jax.Array:
+        """Waits for it where the result is used. What has begun must end, whatever is needed."""
+        done = jax.ffi.ffi_call(
+            "moejax_exchange_done",
+            jax.ShapeDtypeStruct(self.y.shape, self.y.dtype),
+            has_side_effect=True,
+            input_output_aliases={0: 0},
+        )
+        return done(self.y, self.x, self.number)
+
+
+class Exchange(NamedTuple):
+    """The connected devices of a mesh, and the collectives that are made of exchanges.
+
+    Gathers and sums among several devices of several processes go along a ring, as NCCL's do: over
+    the link between two hosts each part passes once. Others send each part to where it belongs.
+
+    Attributes:
+      device_ids: of the devices, in mesh order.
+      processes: of the devices, in mesh order.
+      axis_names, axis_sizes: of the mesh.
+    """
+
+    device_ids: tuple[int, ...]
+    processes: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+
+    carries = ("all_to_all", "all_gather", "reduce_scatter", "psum", "psum_invariant", "ppermute")
+
+    def run(
+        self, name: str, x: jax.Array, after: jax.Array, **params: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the collective's result and its number.
+
+        Args:
+          name: one of `carries`, but a ppermute: that is `begin_transfer`.
+          after: the number of the exchange before, or any scalar that this one waits for. It
+            begins when that one has begun.
+          params: of JAX's primitive.
+        """
+        axes = params.get("axis_name", params.get("axes", ()))
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        size = lax.axis_size(axes)
+        if not params.get("tiled", True):
+            raise ValueError(f"{name} that makes or drops a dimension is not carried")
+        if name == "all_to_all":
+            if not params["split_axis"] == params["concat_axis"] == 0:
+                raise ValueError(f"{name} of another dimension than the first is not carried")
+            return self._swap(x, axes, after)
+        if name == "all_gather":
+            x_P, number = self._gather(x, axes, after)
+            return jnp.concatenate(list(x_P), params["all_gather_dimension"]), number
+        if name == "reduce_scatter":
+            x_P = jnp.stack(jnp.split(x, size, axis=params["scatter_dimension"]))
+            return self._sum(x_P, axes, after)
+        x_P = jnp.pad(x.reshape(-1), (0, -x.size % size)).reshape(size, -1)
+        total, number = self._sum(x_P, axes, after)
+        x_P, number = self._gather(total, axes, number)
+        return x_P.reshape(-1)[: x.size].reshape(x.shape), number
+
+    def _swap(
+        self, x_P: jax.Array, axes: Sequence[str], after: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sends part p of the first dimension to device p; part p of the result came from it."""
+        return self._call(x_P, axes, after, x_P.shape, gather=False)
+
+    def _gather(
+        self, x: jax.Array, axes: Sequence[str], after: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the devices' x, stacked: [P, ...]."""
+        shape = (lax.axis_size(axes), *x.shape)
+        if self._in_rings(axes):
+            return self._along_rings(x, axes, after, shape, sums=False)
+        return self._call(x, axes, after, shape, gather=True)
+
+    def _sum(
+        self, x_P: jax.Array, axes: Sequence[str], after: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the sum of the devices' x of which this device keeps its part, [...].
+
+        Along a ring it is rounded at each device, else once, in the order of the devices.
+        """
+        if self._in_rings(axes) and x_P.dtype in SUMS:
+            y_P, number = self._along_rings(x_P, axes, after, x_P.shape, sums=True)
+            return lax.dynamic_index_in_dim(y_P, lax.axis_index(axes), keepdims=False), number
+        x_P, number = self._swap(x_P, axes, after)
+        return jnp.sum(x_P, axis=0, dtype=x_P.dtype), number
+
+    def _call(
+        self,
+        x: jax.Array,
+        axes: Sequence[str],
+        after: jax.Array,
+        shape: tuple[int, ...],
+        *,
+        gather: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        groups = self._grouped(self.device_ids, axes)
+        members, size = groups.reshape(-1).astype(np.int64), np.int64(groups.shape[1])
+        begun = _begin(
+            "moejax_exchange_start", x, after, shape, groups=members, size=size, gather=gather
+        )
+        return begun.end(), begun.number
+
+    def _in_rings(self, axes: Sequence[str]) -> bool:
+        """Whether devices along the axes are of several processes, and several of one."""
+        members = self._grouped(self.processes, axes)[0]
+        return 1 < len(set(members)) < len(members)
+
+    def _along_rings(
+        self,
+        x: jax.Array,
+        axes: Sequence[str],
+        after: jax.Array,
+        shape: tuple[int, ...],
+        *,
+        sums: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        groups = self._grouped(self.device_ids, axes)
+        # A process's devices are neighbours, and the ring enters and leaves it once.
+        places = np.argsort(self._grouped(self.processes, axes), axis=1, kind="stable")
+        begun = _begin(
+            "moejax_exchange_start_ring",
+            x,
+            after,
+            shape,
+            rings=np.take_along_axis(groups, places, axis=1).reshape(-1).astype(np.int64),
+            places=places.reshape(-1).astype(np.int64),
+            size=np.int64(groups.shape[1]),
+            sum=sums,
+        )
+        return begun.end(), begun.number
+
+    def begin_transfer(
+        self,
+        x: jax.Array,
+        after: jax.Array,
+        *,
+        axis_name: Any,
+        perm: Sequence[tuple[int, int]],
+        **_: Any,
+    ) -> Begun:
+        """Begins a ppermute. Arguments as of `run`."""
+        axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        pairs = self._grouped(self.device_ids, axes)[:, np.array(perm, int).reshape(-1, 2)]
+        members = pairs.reshape(-1).astype(np.int64)
+        return _begin("moejax_exchange_start_pairs", x, after, x.shape, pairs=members)
+
+    def _grouped(self, numbers: Sequence[int], axes: Sequence[str]) -> np.ndarray:
+        """Numbers of the devices, [groups, members]: a group is of those along the axes.
+
+        Members are in the order of parts.
+        """
+        found = np.array(numbers).reshape(self.axis_sizes)
+        places = [self.axis_names.index(axis) for axis in axes]
+        found = np.moveaxis(found, places, range(-len(axes), 0))
+        return found.reshape(-1, lax.axis_size(axes))
+
+
+def _begin(
+    call: str, x: jax.Array, after: jax.Array, shape: tuple[int, ...], **attributes: Any
+) -> Begun:
+    results = (jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct((), jnp.uint32))
+    start = jax.ffi.ffi_call(call, results, has_side_effect=True)
+    y, number = start(x, after, **attributes)
+    return Begun(y, x, number)
+
+
+def hold(x: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
+    """Returns x, and keeps the memory of the other arrays from being used again before this point.
+
+    XLA gives the memory of a sent array to whatever the program makes next, which then waits until
+    the array has left.
+    """
+    call = jax.ffi.ffi_call(
+        "moejax_hold",
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        has_side_effect=True,  # else it would go where nothing uses x
+        input_output_aliases={0: 0},
+    )
+    return call(x, *others)
+
+
+def connected(mesh: Mesh) -> Exchange | None:
+    """Returns the exchange of a mesh; None if it cannot be compiled here.
+
+    The first call connects all devices of the program, so every process makes it.
+    """
+    if not _connect():
+        return None
+    ids = tuple(int(device.id) for device in mesh.devices.flat)
+    processes = tuple(int(device.process_index) for device in mesh.devices.flat)
+    return Exchange(ids, processes, tuple(mesh.axis_names), tuple(mesh.devices.shape))
+
+
+@functools.cache
+def _connect() -> bool:
+    """Connects each device of this process to each other device, and registers the calls.
+
+    Returns False, and says why, if any process could not: all processes then go without.
+    """
+    try:
+        connect_all(_begin_devices, _hand_over)
+    except NotConnectedError as error:
+        print(
+            f"Collectives do not run beside compute: {error}. gloo carries them.", file=sys.stderr
+        )
+        with contextlib.suppress(NotConnectedError):
+            _library().moejax_disconnect()
+        return False
+    _register()
+    return True
+
+
+def _begin_devices() -> None:
+    library = _library()
+    for device in jax.local_devices():
+        _check(library.moejax_device(ctypes.c_int64(device.id)))
+
+
+def _hand_over(own: int, peer: int, connection: socket.socket) -> None:
+    """Gives a connection to the device whose it is."""
+    connection.setblocking(False)
+    numbers = ctypes.c_int64(own), ctypes.c_int64(peer), ctypes.c_int(connection.fileno())
+    _check(_library().moejax_connect(*numbers))
+    connection.detach()
+
+
+def _check(wrong: bytes | None) -> None:
+    if wrong is not None:
+        raise NotConnectedError(wrong.decode())
+
+
+@functools.cache
+def _register() -> None:
+    """Tells XLA of the calls, once in a process."""
+    library = _library()
+    for name in CALLS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+
+
+def disconnect() -> None:
+    """Ends the connections, because this process leaves its program. Nothing is under way then."""
+    if _connect.cache_info().currsize and _connect():
+        _library().moejax_disconnect()
+    _connect.cache_clear()
+
+
+def sent_bytes(device: int, peer: int) -> int:
+    """Bytes that exchanges have sent from a device of this process to another, without headers."""
+    return _library().moejax_sent(ctypes.c_int64(device), ctypes.c_int64(peer))
+
+
+@functools.cache
+def _library() -> Any:
+    return load_library()
+
+
+def load_library() -> Any:
+    """Loads the library from the user's cache; compiles it if it is not there or does not load.
+
+    Without a home directory it is compiled at each start.
+
+    Raises:
+      NotConnectedError: if it cannot be compiled or loaded.
+    """
+    made_of = SOURCE.read_bytes() + f"{jax.__version__} {platform.machine()}".encode()
+    name = f"exchange-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        path = (user_cache() or Path(folder)) / name
+        with contextlib.suppress(OSError, AttributeError):  # another system's, or damaged
+            return _open(path)
+        if (reason := compile_library(SOURCE, path)) is not None:
+            raise NotConnectedError(reason)
+        try:
+            return _open(path)
+        except (OSError, AttributeError) as error:
+            raise NotConnectedError(f"the library cannot be loaded: {error}") from error
+
+
+def _open(path: Path) -> Any:
+    library = ctypes.CDLL(str(path))
+    for name in CALLS:
+        getattr(library, name)
+    for tells in (library.moejax_device, library.moejax_connect):
+        tells.restype = ctypes.c_char_p  # what went wrong
+    library.moejax_sent.restype = ctypes.c_uint64
+    return library
+
+
+def compile_library(source: Path, library: Path) -> str | None:
+    """Makes a library of foreign functions; returns the reason why it could not."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return "there is no C++ compiler (g++)"
+    command = [compiler, "-O2", "-w", "-shared", "-fPIC", "-std=c++17", "-pthread"]
+    command += [f"-I{jax.ffi.include_dir()}", str(source), "-o"]
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            built = Path(folder) / library.name
+            subprocess.run(
+                [*command, str(built)],
+                check=True,
+                capture_output=True,
+                text=True,
+                errors="replace",  # of a compiler whose language is not ours
+            )
+            built.replace(library)
+    except subprocess.CalledProcessError as error:
+        return f"g++ failed: {error.stderr.strip().splitlines()[0]}"
+    except OSError as error:
+        return f"{error.filename or library.parent}: {error.strerror}"
+    return None

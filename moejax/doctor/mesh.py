@@ -1,0 +1,229 @@
+"""`moejax doctor --mesh`: whether all processes of a program are fit to run together.
+
+Every process runs all of it, and process 0 tells what was found. A check that hangs is ended by the
+watchdog, which names the process that is behind.
+"""
+
+import contextlib
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+from rich.console import Console
+
+from moejax.config.checks import check, resolve_mesh
+from moejax.config.checks.planned import is_planned
+from moejax.config.fields import change
+from moejax.config.schema import Config, MeshConfig
+from moejax.doctor.machine import show_findings, versions
+from moejax.doctor.mesh_checks import (
+    WrongError,
+    check_exchange,
+    differing,
+    groups_of,
+    measure_exchange,
+)
+from moejax.doctor.place import Finding, check_directory
+from moejax.errors import InputError
+from moejax.kernels.select import hardware_of, select_kernels
+from moejax.layout.layout import Layout, build_layout
+from moejax.layout.mesh import build_mesh
+from moejax.plan.probe.nodes import find_nodes
+from moejax.plan.probe.timer import AXES, Stopwatch
+from moejax.runtime.processes import Processes
+from moejax.runtime.start import join, platform_of, start
+from moejax.runtime.watch import Deadlines, Watch, Watchdog, end_process
+from moejax.screen import screen
+from moejax.train.start import check_same_config, check_simulated_devices
+
+SILENT_S = 20.0
+INSIDE, ACROSS = "all-to-all within a node", "all-to-all across nodes"
+STAGES = (
+    "start", "versions", "devices", "kernels", "run directory", "replica", "fsdp", "expert",
+    "tensor", "all devices", INSIDE, ACROSS,
+)  # fmt: skip
+
+
+def check_mesh(
+    cfg: Config | None, run_dir: Path | None, deadline_s: float, console: Console
+) -> int:
+    """Runs all checks, and prints a table and a verdict in process 0.
+
+    Args:
+      cfg: of the run; None: all devices on one axis, and the default model.
+      run_dir: to check; None: the config's, if there is one.
+      deadline_s: seconds of one check, after which a process that is behind counts as hung.
+
+    Returns the exit code: 0 if all holds, else 1, the same in all processes.
+
+    Raises:
+      InputError: for anything that a run would refuse.
+      MeetingError: if some processes do not come.
+    """
+    if cfg is not None:
+        check(cfg)
+        check_simulated_devices(cfg)
+    with join() as processes:
+        checks = Checks(processes, Watch(), console)
+        limits = Deadlines(dict.fromkeys(STAGES, deadline_s), min(SILENT_S, deadline_s))
+        watchdog = Watchdog(checks.watch, limits, processes, checks.hang)
+        try:
+            _check_all(checks, cfg, run_dir)
+            processes.gather("done")
+        finally:
+            watchdog.close()
+        return checks.end()
+
+
+class Checks:
+    """The checks of all processes, and what process 0 tells of them."""
+
+    def __init__(self, processes: Processes, watch: Watch, console: Console):
+        self.processes, self.watch = processes, watch
+        self.findings: list[Finding] = []
+        self._console = console if processes.first else screen(quiet=True)
+        self._apart = False  # whether the processes can no longer do the same
+
+    def run(self, name: str, stage: str, make: Callable[[], str]) -> None:
+        """Runs a check in every process and adds what was found, the same in all.
+
+        Args:
+          make: returns what holds, in words, or raises WrongError. After any other exception the
+            processes do different things, so checks after it are left out.
+        """
+        if self._apart:
+            return
+        self.watch.enter(stage)
+        apart, text = False, None
+        try:
+            holds, text = True, make()
+        except WrongError as error:
+            holds, text = False, str(error)
+        except InputError:
+            raise
+        except Exception as error:  # of any kind: it is what the check found
+            first = (str(error).strip().splitlines() or [""])[0][:200]
+            holds, apart, text = False, True, f"{type(error).__name__}: {first}"
+        said = self.processes.gather([holds, apart, text])
+        wrong = [f"process {n}: {text}" for n, (holds, _, text) in enumerate(said) if not holds]
+        self._apart = any(apart for _, apart, _ in said)
+        wrong += ["checks after it were left out"] * self._apart
+        self.findings.append(Finding(name, not wrong, "; ".join(wrong) or said[0][2]))
+
+    def hang(self, found: str) -> None:
+        """Tells what was found so far and what hangs, and ends the process."""
+        with contextlib.suppress(Exception):  # whatever happens, the process must end
+            self.findings.append(Finding("no process hangs", False, found))
+            self.end()
+        end_process(found)
+
+    def end(self) -> int:
+        """Prints the table and the verdict. Returns the exit code."""
+        return show_findings(self.findings, self._console)
+
+
+class Parts(NamedTuple):
+    """What the checks are about."""
+
+    cfg: Config
+    layout: Layout
+    mesh: Mesh
+    devices: list[Any]
+    hosts: list[str]
+
+
+def _check_all(checks: Checks, cfg: Config | None, run_dir: Path | None) -> None:
+    processes = checks.processes
+    hosts = processes.gather(socket.gethostname())
+    meeting = f"{len(hosts)}, on {', '.join(dict.fromkeys(hosts))}"
+    checks.findings.append(Finding("processes have met", True, meeting))
+    own = versions()
+    gathered = processes.gather(own)
+    text = ", ".join(f"{name} {version}" for name, version in own.items())
+    checks.run("versions are the same", "versions", lambda: _same(gathered, text))
+    if cfg is not None:
+        check_same_config(cfg, processes)
+    checks.watch.enter("start")
+    parts = _parts(cfg, hosts, processes)
+    checks.run("devices are alike", "devices", partial(_devices, parts, processes))
+    checks.run("kernels are the same", "kernels", partial(_kernels, parts, processes))
+    directory = run_dir or (None if cfg is None else Path(cfg.run_dir))
+    if directory is not None:
+        _check_directory(checks, directory)
+    for name, axes in groups_of(parts.layout):
+        size, between = parts.layout.size(axes), bool(parts.layout.between_nodes(axes))
+        label = f"all-to-all over {name} ({size}), {'across nodes' if between else 'in a node'}"
+        checks.run(label, name, partial(check_exchange, parts.mesh, axes, processes))
+    nodes = find_nodes(parts.devices, hosts, parts.cfg.mesh.nodes or processes.count)
+    watch = Stopwatch(processes, nodes.devices)
+    for axis, name in zip(reversed(AXES), (INSIDE, ACROSS), strict=True):
+        if watch.mesh.shape[axis] > 1:
+            label = f"{name} ({watch.mesh.shape[axis]})"
+            checks.run(label, name, partial(measure_exchange, watch, axis))
+
+
+def _parts(cfg: Config | None, hosts: list[str], processes: Processes) -> Parts:
+    """Starts the devices, and lays the config's mesh over them.
+
+    A config that leaves the mesh to the planner, and none, has all devices on one axis.
+    """
+    asked = MeshConfig() if cfg is None else cfg.mesh
+    devices = processes.together(lambda: start(asked))
+    platform, count = platform_of(devices), len(devices)
+    if cfg is None or is_planned(cfg):
+        dtype = "float32" if platform == "cpu" else "bfloat16"
+        used = change(Config(), {"model.dtype": dtype}) if cfg is None else cfg
+        nodes = asked.nodes or processes.count
+        used = change(used, {"mesh.replica": 1, "mesh.expert": count, "mesh.nodes": nodes})
+    else:
+        used = resolve_mesh(cfg, count, platform, processes=processes.count)
+    layout = build_layout(used.mesh)
+    return Parts(used, layout, build_mesh(layout, devices), devices, hosts)
+
+
+def _same(values: list[dict[str, Any]], text: str) -> str:
+    if (wrong := differing(values)) is not None:
+        raise WrongError(wrong)
+    return text
+
+
+def _devices(parts: Parts, processes: Processes) -> str:
+    own = [d for d in parts.devices if d.process_index == processes.index]
+    facts = {"kind": ", ".join(dict.fromkeys(d.device_kind for d in own)), "devices": len(own)}
+    text = f"{len(parts.devices)} x {facts['kind']}, {len(own)} in each process"
+    return _same(processes.gather(facts), text)
+
+
+def _kernels(parts: Parts, processes: Processes) -> str:
+    """Compares what `kernels.select` takes, which depends on what is installed."""
+    hardware = hardware_of(parts.mesh, platform_of(parts.devices))
+    chosen = processes.together(lambda: select_kernels(parts.cfg, hardware))
+    taken = {operation: choice.implementation for operation, choice in chosen.items()}
+    text = ", ".join(f"{operation}: {name}" for operation, name in taken.items())
+    return _same(processes.gather(taken), text)
+
+
+def _check_directory(checks: Checks, directory: Path) -> None:
+    """Checks the run's directory from every process; what process 0 makes for it, it removes."""
+    processes = checks.processes
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    if processes.first:
+        with contextlib.suppress(OSError):  # the check itself says why
+            directory.mkdir(parents=True, exist_ok=True)
+    processes.gather("made")
+
+    def look() -> str:
+        findings = check_directory(directory)
+        wrong = [f"{one.check}: {one.text}" for one in findings if not one.holds]
+        if wrong:
+            raise WrongError(f"{directory}: {'; '.join(wrong)}")
+        return ", ".join(f"{one.check}: {one.text}" for one in findings[1:])
+
+    checks.run(f"run directory {directory}", "run directory", look)
+    if processes.first:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()

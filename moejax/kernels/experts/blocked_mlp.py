@@ -1,0 +1,334 @@
+"""The experts in blocks, for CPUs: no row is computed for an expert that it is not bound for.
+
+Per device. Legend: M rows, B rows of a block, G groups (experts), D width, F hidden, W = 2 F gate
+and up; X and Y columns of two arrays of rows.
+
+`lax.ragged_dot` costs G times the FLOPs on CPU. The blocked form computes each group's rows and no
+others: sizes are known only at run time and shapes must be static, so a group is cut into blocks,
+and each block runs at the smallest size in `BLOCK_ROWS` that holds it. Groups without rows cost
+nothing: a chunk of tokens that meets few experts reads the weights of those alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from moejax.kernels.costs import jitted
+from moejax.kernels.experts.activation import activate, row_dots
+from moejax.kernels.experts.expert_weights import (
+    Factors,
+    Weights,
+    flat,
+    times,
+    times_transposed,
+    weight_gradients,
+)
+from moejax.kernels.kept import GATE_AND_UP
+
+# Each size is compiled, forward and backward, for each bucket size of the exchange.
+BLOCK_ROWS = (64, 128, 256, 384, 512)
+
+# A forward pass without gradients that has at most so many rows a group goes by blocks of as many,
+# and reads weights in pieces that fit into a core's cache.
+FEW_ROWS = 8
+PIECE_BYTES = 2**20
+
+
+class Form(NamedTuple):
+    """The static settings of the experts.
+
+    Attributes:
+      limit: of clamped SwiGLU; None for SwiGLU.
+      met: groups that are likely to have rows, for the price; None for all.
+    """
+
+    limit: float | None = None
+    met: int | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of a group that are computed at one time.
+
+    Attributes:
+      start: place of the first row.
+      inside_B: false for surplus rows, which belong to another group or to none.
+    """
+
+    start: jax.Array
+    inside_B: jax.Array
+
+    @classmethod
+    def at(cls, start: jax.Array, end: jax.Array, size: int, num_rows: int) -> "Block":
+        """The block of the rows from `start`, up to `end`; it begins earlier at the array's end."""
+        first = jnp.minimum(start, num_rows - size)
+        row_B = first + jnp.arange(size)
+        return cls(first, (row_B >= start) & (row_B < end))
+
+    def rows(self, x_MD: jax.Array) -> jax.Array:
+        """The block's rows of an array, zero where they are surplus."""
+        return jnp.where(self.inside_B[:, None], self._slice(x_MD), 0)
+
+    def write(self, y_MD: jax.Array, y_BD: jax.Array) -> jax.Array:
+        """Writes the block's rows; surplus rows stay as they are."""
+        y_BD = jnp.where(self.inside_B[:, None], y_BD, self._slice(y_MD))
+        return lax.dynamic_update_slice_in_dim(y_MD, y_BD, self.start, 0)
+
+    def _slice(self, x_MD: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x_MD, self.start, self.inside_B.shape[0])
+
+    def biased(self, y_BN: jax.Array, bias_N: jax.Array | None) -> jax.Array:
+        """Adds a bias in float32; surplus rows become zero."""
+        if bias_N is None:
+            return y_BN
+        biased_BN = (y_BN.astype(jnp.float32) + bias_N).astype(y_BN.dtype)
+        return jnp.where(self.inside_B[:, None], biased_BN, 0)
+
+
+def _named(which: str, function: Callable, weights: Weights, x_MD, form: Form) -> Callable:
+    """Returns the function under a name with its sizes, for its price."""
+    M, D = x_MD.shape
+    G, F = weights.w_out.shape[:2]
+    adapters = weights.in_adapter, weights.out_adapter
+    ranks = [0 if adapter is None else adapter.a.shape[2] for adapter in adapters]
+    if which == "backward" and any(ranks):
+        which = "frozen"
+    sizes = (M, D, F, form.met or G, *(ranks if any(ranks) else ()))
+    return jitted(function, f"experts_{which}", *sizes, limit=form.limit)
+
+
+def rows_computed(rows: float, M: int) -> float:
+    """Returns the rows that the blocked form computes for a group: whole blocks."""
+    sizes = _block_sizes(M)
+    whole, rest = divmod(rows, sizes[-1])
+    last = next(size for size in sizes if size >= rest) if rest or not whole else 0
+    return whole * sizes[-1] + last
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def blocked_mlp(
+    form: Form,
+    x_MD: jax.Array,
+    weights: Weights,
+    sizes_G: jax.Array,
+    one_M1: jax.Array | None,
+) -> jax.Array:
+    """Returns `expert_mlp` by blocks of rows."""
+    return _named("forward", _only_forward, weights, x_MD, form)(x_MD, weights, sizes_G)
+
+
+def _only_forward(x_MD, weights, sizes_G, *, limit):
+    def compute(block: Block, y_MD, w: Weights):
+        h_BW = block.biased(times(block.rows(x_MD), w.w_in, w.in_adapter), w.b_in)
+        y_BD = times(activate(h_BW, limit), w.w_out, w.out_adapter)
+        return block.write(y_MD, block.biased(y_BD, w.b_out))
+
+    M, G = x_MD.shape[0], sizes_G.shape[0]
+    if M <= FEW_ROWS * G:
+        return _few_rows(x_MD, weights, sizes_G, limit)
+
+    def group(_, y_MD, w, start, end):
+        return _blocks(compute, y_MD, M, start, end, w)
+
+    return _each_group(group, jnp.zeros_like(x_MD), sizes_G, weights)
+
+
+def _few_rows(x_MD: jax.Array, weights: Weights, sizes_G: jax.Array, limit) -> jax.Array:
+    """The forward pass of so few rows that reading the weights takes longer than the products.
+
+    Weights of a group without rows are not read. Those of others are read in pieces that stay in a
+    core's cache: XLA copies what a loop slices.
+    """
+    M, ends_G, weights = x_MD.shape[0], jnp.cumsum(sizes_G), flat(weights)
+    x_MD = jnp.pad(x_MD, ((0, FEW_ROWS), (0, 0)))
+
+    def advance(state):
+        start, y_MD = state
+        group = jnp.sum(ends_G <= start, dtype=jnp.int32)
+        block = Block(start, start + jnp.arange(FEW_ROWS) < ends_G[group])
+        b_in, b_out = (None if b is None else b[group] for b in weights[2:4])
+        h_BW = _few_times(block.rows(x_MD), weights.w_in, weights.in_adapter, group)
+        h_BW = block.biased(h_BW, b_in)
+        y_BD = _few_times(activate(h_BW, limit), weights.w_out, weights.out_adapter, group)
+        y_MD = block.write(y_MD, block.biased(y_BD, b_out))
+        return jnp.minimum(start + FEW_ROWS, ends_G[group]), y_MD
+
+    first = (jnp.int32(0), jnp.zeros_like(x_MD))
+    return lax.while_loop(lambda state: state[0] < ends_G[-1], advance, first)[1][:M]
+
+
+def _few_times(x_BX, w_GXY, adapter: Factors | None, group: jax.Array) -> jax.Array:
+    """`_times` by the weights of a group, in pieces."""
+    y_BY = _in_pieces(x_BX, w_GXY, group)
+    if adapter is None:
+        return y_BY
+    return y_BY + _in_pieces(_in_pieces(x_BX, adapter.a, group), adapter.b, group)
+
+
+def _in_pieces(x_BX: jax.Array, w_GXY: jax.Array, group: jax.Array) -> jax.Array:
+    """Returns x @ w[group], summed in float32 over pieces of P of X; the last begins earlier."""
+    (B, X), Y = x_BX.shape, w_GXY.shape[2]
+    most = min(X, max(1, PIECE_BYTES // (Y * w_GXY.dtype.itemsize)))
+    pieces = -(-X // most)
+    P = -(-X // pieces)
+
+    def add(number, y_BY):
+        start = jnp.minimum(number * P, X - P)
+        w_PY = lax.dynamic_slice(w_GXY, (group, start, 0), (1, P, Y))[0]
+        x_BP = lax.dynamic_slice(x_BX, (0, start), (B, P))
+        if X % P:  # what the piece before has summed counts once
+            x_BP = jnp.where(start + jnp.arange(P) >= number * P, x_BP, 0)
+        return y_BY + jnp.dot(x_BP, w_PY, preferred_element_type=jnp.float32)
+
+    y_BY = lax.fori_loop(0, pieces, add, jnp.zeros((B, Y), jnp.float32))
+    return y_BY.astype(x_BX.dtype)
+
+
+def _blocked_forward(form, x_MD, weights, sizes_G, one_M1):
+    forward = _named("forward", _rows_forward, weights, x_MD, form)
+    y_MD, h_MW = forward(x_MD, weights, sizes_G)
+    h_MW = checkpoint_name(h_MW, GATE_AND_UP)
+    return y_MD, (x_MD, h_MW, weights, sizes_G, one_M1)
+
+
+def _rows_forward(x_MD, weights, sizes_G, *, limit):
+    """As above, and keeps the input of the experts' hidden layer."""
+
+    def compute(block: Block, carry, w: Weights):
+        y_MD, h_MW = carry
+        h_BW = block.biased(times(block.rows(x_MD), w.w_in, w.in_adapter), w.b_in)
+        y_BD = times(activate(h_BW, limit), w.w_out, w.out_adapter)
+        return block.write(y_MD, block.biased(y_BD, w.b_out)), block.write(h_MW, h_BW)
+
+    M = x_MD.shape[0]
+
+    def group(_, carry, w, start, end):
+        return _blocks(compute, carry, M, start, end, w)
+
+    h_MW = jnp.zeros((M, 2 * weights.w_out.shape[1]), x_MD.dtype)
+    return _each_group(group, (jnp.zeros_like(x_MD), h_MW), sizes_G, weights)
+
+
+def _blocked_backward(form, saved, dy_MD):
+    trained, _ = saved[2].split()
+    sums = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
+    dx_MD, dots_M1, dweights = _add_gradients(form, saved, dy_MD, sums)
+    return dx_MD, jax.tree.map(lambda g, w: g.astype(w.dtype), dweights, trained), None, dots_M1
+
+
+def _add_gradients(form, saved, dy_MD, sums):
+    x_MD, h_MW, weights, sizes_G, one_M1 = saved
+    backward = _named("backward", _rows_backward, weights, dy_MD, form)
+    (dx_MD, dots_M1), sums = backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums, one_M1)
+    return dx_MD, dots_M1, sums
+
+
+def _rows_backward(x_MD, weights, sizes_G, h_MW, dy_MD, sums, one_M1, *, limit):
+    """Gradients of rows and ones, and of what is trained added to `sums`, block by block."""
+    M = dy_MD.shape[0]
+
+    def compute(block: Block, carry, w: Weights):
+        (dx_MD, dots_M1), dw = carry
+        dy_BD = block.rows(dy_MD)
+        a_BF, pull = jax.vjp(partial(activate, limit=limit), block.rows(h_MW))
+        da_BF = times_transposed(dy_BD, w.w_out, w.out_adapter)
+        dh_BW = pull(da_BF)[0]
+        if dots_M1 is not None:
+            dots_B1 = row_dots(a_BF, da_BF)
+            dots_B1 += 0 if w.b_out is None else row_dots(dy_BD, w.b_out[None])
+            dots_M1 = block.write(dots_M1, dots_B1)
+        part = weight_gradients(w, block.rows(x_MD), dh_BW, a_BF, dy_BD)
+        dw = part if dw is None else jax.tree.map(jnp.add, dw, part)
+        dx_BD = times_transposed(dh_BW, w.w_in, w.in_adapter)
+        return (block.write(dx_MD, dx_BD), dots_M1), dw
+
+    def group(number, carry, w, start, end):
+        rows, sums = carry
+        rows, dw = _blocks(compute, (rows, None), M, start, end, w)
+
+        def add(total_G, part):
+            total = lax.dynamic_index_in_dim(total_G, number, keepdims=False)
+            total = total + part.reshape(total.shape)
+            return lax.dynamic_update_index_in_dim(total_G, total, number, 0)
+
+        return rows, jax.tree.map(add, sums, dw)
+
+    dots_M1 = None if one_M1 is None else jnp.zeros_like(one_M1)
+    start = (jnp.zeros_like(dy_MD), dots_M1), sums
+    return _each_group(group, start, sizes_G, weights)
+
+
+blocked_mlp.defvjp(_blocked_forward, _blocked_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def blocked_mlp_adding(
+    form: Form,
+    x_MD: jax.Array,
+    weights: Weights,
+    sums: Weights,
+    sizes_G: jax.Array,
+    one_M1: jax.Array | None,
+) -> tuple[jax.Array, Weights]:
+    """Returns `expert_mlp_adding` by blocks of rows."""
+    return blocked_mlp(form, x_MD, weights, sizes_G, one_M1), sums
+
+
+def _adding_forward(form, x_MD, weights, sums, sizes_G, one_M1):
+    y_MD, saved = _blocked_forward(form, x_MD, weights, sizes_G, one_M1)
+    return (y_MD, sums), saved
+
+
+def _adding_backward(form, saved, gradients):
+    dx_MD, dots_M1, sums = _add_gradients(form, saved, *gradients)
+    return dx_MD, None, sums, None, dots_M1
+
+
+blocked_mlp_adding.defvjp(_adding_forward, _adding_backward)
+
+
+def _block_sizes(num_rows: int) -> tuple[int, ...]:
+    """Returns the block sizes to compile for a buffer of `M` rows; the last is at most `M`."""
+    smaller = [size for size in BLOCK_ROWS if size < num_rows]
+    largest = BLOCK_ROWS[: len(smaller) + 1][-1]
+    return (*(size for size in smaller if size < largest), min(largest, num_rows))
+
+
+def _each_group(compute: Callable, carry, sizes_G, weights: Weights):
+    """Folds `compute(group, carry, weights, start, end)` over the groups that have rows."""
+    ends_G = jnp.cumsum(sizes_G)
+
+    def advance(state):
+        start, carry = state
+        group = jnp.sum(ends_G <= start, dtype=jnp.int32)
+        w = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, group, keepdims=False), weights)
+        return ends_G[group], compute(group, carry, flat(w), start, ends_G[group])
+
+    first = (jnp.zeros((), ends_G.dtype), carry)
+    return lax.while_loop(lambda state: state[0] < ends_G[-1], advance, first)[1]
+
+
+def _blocks(compute: Callable, carry, num_rows: int, start, end, weights):
+    """Folds `compute(block, carry, weights)` over one group's blocks.
+
+    The largest size comes first, then the smallest that holds the rest.
+    """
+    sizes = _block_sizes(num_rows)
+
+    def sized(size: int, start, carry):
+        return compute(Block.at(start, end, size, num_rows), carry, weights)
+
+    def advance(state):
+        start, carry = state
+        level = jnp.sum(end - start > jnp.array(sizes[:-1]), dtype=jnp.int32)
+        carry = lax.switch(level, [partial(sized, size) for size in sizes], start, carry)
+        return start + sizes[-1], carry
+
+    # Most groups are one block: it starts the sums that others add to.
+    return lax.while_loop(lambda state: state[0] < end, advance, advance((start, carry)))[1]

@@ -1,0 +1,193 @@
+"""Looks at what each step measured: updates that were skipped, and losses that jump.
+
+All processes see the same numbers, so all come to the same end at the same step.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from moejax.checkpoint.manifest import finished_steps
+from moejax.errors import DivergedError
+from moejax.runtime.interrupt import Interrupt
+from moejax.step.state import Metrics
+from moejax.train.faults.spikes import STEPS, Spike, Spikes
+from moejax.train.records.metrics import has_targets
+from moejax.train.run import Run
+
+
+class Skipped(NamedTuple):
+    """An update that was not applied."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    in_a_row: int  # this one included
+
+    @property
+    def reason(self) -> str:
+        """Says whether loss or gradient was not finite."""
+        if math.isfinite(self.loss):
+            return f"the gradient's norm is {self.gradient_norm} (loss {self.loss:.4f})"
+        return f"the loss is {self.loss}"
+
+
+class Skips:
+    """Counts skipped updates in a row."""
+
+    def __init__(self, total: int, in_a_row: int = 0):
+        """Takes how many updates the run has skipped so far, and how many of its last ones."""
+        self._total, self.in_a_row = total, in_a_row
+
+    def after(self, step: int, metrics: Metrics) -> Skipped | None:
+        """Returns the step's skipped update, if any. Waits for the step; call in order."""
+        before, self._total = self._total, int(metrics.skipped)
+        if self._total == before:
+            self.in_a_row = 0
+            return None
+        self.in_a_row += 1
+        return Skipped(step, float(metrics.loss), float(metrics.gradient_norm), self.in_a_row)
+
+
+RECENT = "recent_losses"  # an entry of manifests: `Run.recent`
+
+
+class BadSteps(NamedTuple):
+    """Steps whose numbers are bad: the first and the last of them, and what was seen, in words."""
+
+    first: int
+    last: int
+    seen: str
+
+
+class GoBackError(Exception):
+    """Ends the loop of a run that goes back to before its bad steps; nobody else sees it."""
+
+    def __init__(self, bad: BadSteps, interrupt: Interrupt):
+        """Takes the steps, and what says whether this process was asked to stop meanwhile."""
+        super().__init__(bad.seen)
+        self.bad, self.interrupt = bad, interrupt
+
+
+def recent_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a manifest tells of the losses before it; older ones tell nothing."""
+    return facts.get(RECENT, {})
+
+
+class StepCheck:
+    """Reports bad steps of a run; has it go back, or ends it."""
+
+    def __init__(self, run: Run, skipped: int, interrupt: Interrupt):
+        """Takes how many updates were skipped so far; goes on from what `run.recent` tells."""
+        recent, self._run, self._interrupt = run.recent, run, interrupt
+        self._skips = Skips(skipped, recent.get("skipped_in_a_row", 0))
+        known = recent.get("losses", []), recent.get("high_in_a_row", 0)
+        self._spikes = Spikes(run.cfg.train.spike_threshold, *known)
+        self._running: Metrics | None = None
+        # Rarer checkpoints leave one from before a spike, as two are kept at least.
+        often = (run.cfg.checkpoint.save_every or STEPS) < STEPS
+        self._waits_for_spikes = often and run.cfg.train.on_spike == "roll_back"
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether the last steps may be bad: their checkpoints must not replace earlier ones.
+
+        Skipped updates do not change the weights, and a spike may have broken them.
+        """
+        high = self._waits_for_spikes and self._spikes.suspected
+        return self._skips.in_a_row > 0 or high
+
+    def before(self, step: int, metrics: Metrics) -> None:
+        """Takes what a step measures that runs now, and looks at the step before it.
+
+        At most one step runs while the next is prepared, so that a stop, a report or a save waits
+        for one step only. Raises as `after` does.
+        """
+        if self._running is not None:
+            self.after(step - 1, self._running)
+        self._running = metrics
+
+    def settle(self, step: int, metrics: Metrics) -> None:
+        """Looks at a step before it is saved, and has `run.recent` tell what was seen up to it.
+
+        So a start that goes on from there decides as this one would. Raises as `after` does.
+        """
+        self._running = None
+        self.after(step, metrics)
+        self._run.recent = {
+            "losses": self._spikes.losses,
+            "high_in_a_row": self._spikes.in_a_row,
+            "skipped_in_a_row": self._skips.in_a_row,
+        }
+
+    def after(self, step: int, metrics: Metrics) -> None:
+        """Takes what a step measured, which waits for it; call in order.
+
+        Raises:
+          GoBackError: if the run goes back, in all processes at the same step.
+          DivergedError: if it ends, in all processes at the same step.
+        """
+        skipped = self._skips.after(step, metrics)
+        if skipped is not None:
+            self._tell_skipped(skipped)
+            if skipped.in_a_row == self._run.cfg.train.max_skipped:
+                self._go_back_or_end(skipped)
+        elif has_targets(metrics):
+            spike = self._spikes.after(step, float(metrics.loss))
+            if spike is not None:
+                self._tell_spike(spike)
+
+    def _rollbacks_left(self) -> int:
+        return self._run.cfg.train.rollbacks - len(self._run.inputs.skipped)
+
+    def _tell_skipped(self, skipped: Skipped) -> None:
+        self._run.records.event(
+            "skipped", skipped.step, loss=skipped.loss, gradient_norm=skipped.gradient_norm
+        )
+        if skipped.in_a_row == 1:
+            self._run.display.note(
+                f"warning: update of step {skipped.step} skipped: {skipped.reason}"
+            )
+
+    def _go_back_or_end(self, skipped: Skipped) -> None:
+        first = skipped.step - skipped.in_a_row + 1
+        if self._rollbacks_left() <= 0:
+            raise diverged(self._run, skipped, first)
+        seen = f"updates of steps {first} to {skipped.step} were skipped: {skipped.reason}"
+        raise GoBackError(BadSteps(first, skipped.step, seen), self._interrupt)
+
+    def _tell_spike(self, spike: Spike) -> None:
+        """Tells a spike, and has the run go back if it should and may."""
+        run, train = self._run, self._run.cfg.train
+        run.records.event("spike", spike.step, loss=spike.loss, median=spike.median)
+        seen = (
+            f"the loss jumped at step {spike.first}: it is {spike.loss:.4f} at step {spike.step}, "
+            f"and its median was {spike.median:.4f}"
+        )
+        rolls_back = train.on_spike == "roll_back"
+        if rolls_back and self._rollbacks_left() > 0:
+            raise GoBackError(BadSteps(spike.first, spike.step, seen), self._interrupt)
+        used = f"; the run went back {train.rollbacks} times before" if rolls_back else ""
+        run.display.note(f"warning: {seen}{used}")
+
+
+def diverged(run: Run, skipped: Skipped, first: int) -> DivergedError:
+    """Returns the error of a run whose updates were skipped from step `first` on; records it."""
+    run.record_saved(run.checkpoints.wait())
+    directory = run.checkpoints.directory
+    steps = run.processes.from_first(lambda: [s for s in finished_steps(directory) if s <= first])
+    run.records.event("diverged", skipped.step)
+    good = (
+        f"The last checkpoint from before them is {directory / str(max(steps))}. Lower "
+        f"optimizer.learning_rate: the same command goes on from there, and from an older one if "
+        f"you remove it"
+        if steps
+        else "No checkpoint is from before them. Lower optimizer.learning_rate and begin again"
+    )
+    went = len(run.inputs.skipped)
+    back = f" The run went back {went} times before (train.rollbacks)." if went else ""
+    return DivergedError(
+        f"the run diverged. Updates of steps {first} to {skipped.step} were skipped: "
+        f"{skipped.reason}. train.max_skipped allows {skipped.in_a_row - 1} in a row.{back} "
+        f"{good}; or set train.max_skipped=none to go on all the same."
+    )

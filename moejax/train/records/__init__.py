@@ -1,0 +1,1 @@
+"""What a run writes about itself: metrics, events, its first lines, profiles, trackers."""

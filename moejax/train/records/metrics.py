@@ -1,0 +1,201 @@
+"""Metrics of training, and where they are recorded: JSONL and TensorBoard."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moejax.runtime.event_log import EventLog
+from moejax.step.state import Metrics
+from moejax.train.records.board import Board
+from moejax.train.records.trackers import Trackers
+
+# Values that an evaluation records, and their display.
+EVALUATED = {"bits_per_byte": "{:.3f} bits per byte", "nats_per_token": "{:.4f} nats per token"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One logged line."""
+
+    step: int
+    loss: float  # nats per target; NaN without targets
+    tokens_per_second: float
+    flops_per_second: float  # of the model, without recomputation
+    share_of_peak: float  # share of the measured peak of a large matrix product
+    balance: float  # load-balance loss: 1 is even
+    router_entropy: float  # of a token's scores, over its largest: 1 tells no experts apart
+    busiest_expert: float  # largest load of an expert over the mean, worst layer
+    # By expert layer: assignments dropped in the step, those that overflowed buckets, and their
+    # rounds.
+    dropped: list[int]
+    overflowed: list[int]
+    rounds: list[int]
+    gradient_norm: float
+    learning_rate: float  # of this step's update
+    skipped: int  # updates skipped so far because they were not finite
+    seconds_left: float
+    # of `model.predict_ahead`, nats per target; None without, NaN without targets
+    ahead_loss: float | None = None
+    without_targets: bool | None = None  # whether no position of the step had a target; None: some
+
+    def line(self, num_steps: int, width: int | None = None) -> str:
+        """Returns the report as one line of text.
+
+        Args:
+          width: of the terminal, in characters: what does not fit leaves FLOP/s out, then balance.
+        """
+        whole = self._line(num_steps, flops=True, balance=True)
+        if width is None or len(whole) <= width:
+            return whole
+        narrow = self._line(num_steps, flops=False, balance=True)
+        return narrow if len(narrow) <= width else self._line(num_steps, flops=False, balance=False)
+
+    def _line(self, num_steps: int, *, flops: bool, balance: bool) -> str:
+        minutes, seconds = divmod(int(self.seconds_left), 60)
+        gigaflops = self.flops_per_second / 1e9
+        parts = (
+            f"step {self.step}/{num_steps}",
+            "no targets" if self.without_targets else f"loss {self.loss:.4f}",
+            f"ahead {self.ahead_loss:.4f}" if self.ahead_loss is not None else "",
+            f"{self.tokens_per_second:,.0f} tok/s",
+            f"{gigaflops:,.1f} GFLOP/s ({self.share_of_peak:.0%} of peak)" if flops else "",
+            f"balance {self.balance:.3f}" if balance else "",
+            f"dropped {sum(self.dropped)}",
+            f"overflow rounds {sum(self.rounds)}" if any(self.rounds) else "",
+            f"skipped {self.skipped}" if self.skipped else "",
+            f"{minutes}:{seconds:02d} left",
+        )
+        return "  ".join(filter(None, parts))
+
+
+class Meter:
+    """Turns step metrics into reports. The clock starts when the first step is done."""
+
+    def __init__(
+        self,
+        *,
+        tokens_per_step: int,
+        flops_per_token: int,
+        peak: float,
+        num_steps: int,
+        schedule: Callable[[int], Any],
+    ) -> None:
+        """Takes the schedule of learning rates, by the updates that were applied before."""
+        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.peak, self.num_steps, self.schedule = peak, num_steps, schedule
+        self.started: tuple[float, int] | None = None
+        self._paused = 0.0
+
+    def start(self, step: int) -> None:
+        """Starts the clock after `step` steps."""
+        self.started, self._paused = (time.perf_counter(), step), 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Excludes time from the rates, such as evaluation."""
+        self._paused += seconds
+
+    def report(self, step: int, metrics: Metrics) -> Report:
+        """Fetches a step's metrics, which waits for it, and computes rates since `start`."""
+        loss, ahead = losses_of(metrics)
+        assert self.started is not None, "start comes first"
+        begin, first = self.started
+        seconds = time.perf_counter() - begin - self._paused
+        per_second = (step - first) / seconds
+        tokens = per_second * self.tokens_per_step
+        load_LE = np.asarray(metrics.load_LE, np.float64)
+        skipped = int(metrics.skipped)
+        dropped, overflowed, rounds = np.asarray(metrics.uneven_L3).T
+        busiest = float((load_LE.max(axis=1) / load_LE.mean(axis=1)).max()) if load_LE.size else 1.0
+        return Report(
+            step=step,
+            loss=loss,
+            tokens_per_second=tokens,
+            flops_per_second=tokens * self.flops_per_token,
+            share_of_peak=tokens * self.flops_per_token / self.peak,
+            balance=float(metrics.balance),
+            router_entropy=float(metrics.router_entropy),
+            busiest_expert=busiest,
+            dropped=dropped.tolist(),
+            overflowed=overflowed.tolist(),
+            rounds=rounds.tolist(),
+            gradient_norm=float(metrics.gradient_norm),
+            learning_rate=float(self.schedule(max(step - 1 - skipped, 0))),
+            skipped=skipped,
+            seconds_left=(self.num_steps - step) / per_second if per_second else 0.0,
+            ahead_loss=ahead,
+            without_targets=None if has_targets(metrics) else True,
+        )
+
+
+def has_targets(metrics: Metrics) -> bool:
+    """Whether some position of a step had a target, without which it has no loss."""
+    return metrics.has_targets is None or bool(metrics.has_targets[0])
+
+
+def losses_of(metrics: Metrics) -> tuple[float, float | None]:
+    """Returns a step's loss and that of `model.predict_ahead`, NaN for one without targets."""
+    told = [True, True] if metrics.has_targets is None else [*metrics.has_targets]
+    loss = float(metrics.loss) if told[0] else math.nan
+    if metrics.ahead is None:
+        return loss, None
+    return loss, float(metrics.ahead) if told[1] else math.nan
+
+
+def held_out_text(values: Mapping[str, float | None]) -> str:
+    """Returns an evaluation's recorded values as text."""
+    if values.get("targets") == 0:
+        return "no targets"
+    # JSON has no NaN: it was recorded as null.
+    known = {name: math.nan if value is None else value for name, value in values.items()}
+    return ", ".join(
+        template.format(known[name]) for name, template in EVALUATED.items() if name in known
+    )
+
+
+class Records:
+    """Writes reports and events to `metrics.jsonl` and TensorBoard, and tells trackers."""
+
+    def __init__(self, run_dir: Path, *, written: bool = True, trackers: Trackers | None = None):
+        """Takes whether this process writes: only process 0 does."""
+        self.trackers = trackers or Trackers({})
+        self._events = EventLog(run_dir / "metrics.jsonl" if written else Path(os.devnull))
+        self._board = Board(run_dir / "tensorboard") if written else None
+
+    def report(self, report: Report) -> None:
+        """Records a training report, without what the run has not."""
+        values = {name: value for name, value in vars(report).items() if value is not None}
+        self._events.write("step", **values)
+        scalars = {n: sum(v) if isinstance(v, list) else v for n, v in values.items()}
+        del scalars["step"]
+        scalars.pop("without_targets", None)
+        self._draw("train", report.step, scalars)
+
+    def event(self, event: str, step: int, **values: float | int | str) -> None:
+        """Records an event; its numbers go to TensorBoard too."""
+        self._events.write(event, step=step, **values)
+        self._draw(event, step, {n: v for n, v in values.items() if isinstance(v, int | float)})
+
+    def start(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Records what a start or resume is (`start_record.describe_start`)."""
+        self._events.write("start", step=step, **facts)
+
+    def _draw(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        if self._board is not None:
+            named = {f"{group}/{name}": float(value) for name, value in values.items()}
+            self._board.add(step, named)
+            if named:
+                self.trackers.log(step, named)
+
+    def close(self) -> list[str]:
+        """Closes all. Returns what trackers failed to do, in words."""
+        self.trackers.close()
+        if self._board is not None:
+            self._board.close()
+        self._events.close()
+        return self.trackers.problems()

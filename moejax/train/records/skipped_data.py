@@ -1,0 +1,134 @@
+"""What a run knows of the batches that it left out: in its directory, and in its manifests.
+
+A run that goes back to a checkpoint writes the list to `skipped_data.json` at once, so that a kill
+right afterwards does not forget it; later checkpoints have it in their manifests. Format:
+docs/formats/checkpoint.md.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moejax.checkpoint.find import Saved, set_aside
+from moejax.checkpoint.manifest import DamagedError, finished_steps, read_manifest, sync_directory
+from moejax.data.skipped import SkippedData
+from moejax.errors import InputError, writing
+
+FILE = "skipped_data.json"  # in the run directory
+ENTRY = "skipped_data"  # of a manifest
+
+
+def to_json(skipped: Sequence[SkippedData]) -> list[dict[str, int]]:
+    """Returns the list as it is written in JSON."""
+    return [{"after_step": after, "skip": skip} for after, skip in skipped]
+
+
+def from_json(listed: Any, where: Path) -> list[SkippedData]:
+    """Reads what `to_json` gave.
+
+    Raises:
+      InputError: if it is no such list; it names `where`.
+    """
+    try:
+        found = [SkippedData(entry["after_step"], entry["skip"]) for entry in listed]
+        counts = all(type(n) is int for entry in found for n in entry)
+        whole = (
+            isinstance(listed, list)
+            and counts
+            and all(entry.after_step >= 0 and entry.skip > 0 for entry in found)
+        )
+    except (TypeError, KeyError):
+        found, whole = [], False
+    if not whole:
+        raise InputError(
+            f"list of skipped data is damaged. {where} has {str(listed)[:80]}. Each entry has "
+            f"after_step, 0 or more, and skip, 1 or more. Restore it from a copy."
+        )
+    return found
+
+
+def write_skipped(run_dir: Path, skipped: Sequence[SkippedData]) -> None:
+    """Writes the list to the run directory, whole or not at all; it survives a stop of the machine.
+
+    Raises:
+      StorageFullError: the file is as it was.
+    """
+    path, beside = run_dir / FILE, run_dir / f"{FILE}.tmp"
+    with writing(path):
+        with beside.open("w", encoding="utf-8") as file:
+            json.dump(to_json(skipped), file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+        sync_directory(run_dir)
+
+
+def read_skipped(run_dir: Path) -> list[SkippedData]:
+    """Returns the list in the run directory; empty without a file.
+
+    Raises:
+      InputError: if the file holds no such list.
+    """
+    path = run_dir / FILE
+    if not path.is_file():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError):  # brackets nested thousands deep
+        listed = text
+    return from_json(listed, path)
+
+
+def known_skipped(run_dir: Path, saved: Saved | None) -> list[SkippedData]:
+    """Returns what a run left out so far: the longer of the file's list and a manifest's.
+
+    Args:
+      saved: the checkpoint that the run goes on with. Older manifests have no list: nothing was
+        left out.
+    Raises:
+      InputError: if the lists contradict each other.
+    """
+    here = read_skipped(run_dir)
+    there = [] if saved is None else from_json(saved.manifest.get(ENTRY, []), saved.path)
+    short, long = sorted((here, there), key=len)
+    if long[: len(short)] != short:
+        raise InputError(
+            f"lists of skipped data contradict each other. {run_dir / FILE} has {to_json(here)}, "
+            f"the newest checkpoint has {to_json(there)}. One must begin with the "
+            f"other. Restore the file that belongs to this run, or set another run_dir."
+        )
+    return long
+
+
+def is_abandoned(
+    manifest: Mapping[str, Any], skipped: Sequence[SkippedData], before: int | None = None
+) -> bool:
+    """Whether a checkpoint is of steps that the run went back behind.
+
+    Args:
+      skipped: what the run left out.
+      before: a step that the run goes back behind now.
+    """
+    step = manifest["step"]
+    later = skipped[len(manifest.get(ENTRY, [])) :]
+    return any(e.after_step < step for e in later) or (before is not None and step >= before)
+
+
+def set_aside_abandoned(run_dir: Path, before: int | None = None) -> list[str]:
+    """Renames checkpoints that the run went back behind, so that nothing takes them for its own.
+
+    Damaged ones stay: whoever looks for the newest checkpoint sets them aside. Returns notes.
+    """
+    notes, skipped, directory = [], read_skipped(run_dir), run_dir / "checkpoints"
+    for step in sorted(finished_steps(directory)):
+        path = directory / str(step)
+        try:
+            abandoned = is_abandoned(read_manifest(path), skipped, before)
+        except DamagedError:
+            abandoned = before is not None and step >= before
+        if abandoned:
+            notes += set_aside(path, "the run went back to before it", kind="abandoned")
+    return notes

@@ -1,0 +1,109 @@
+"""What a run records of itself: at each start what it is and sends, and its experts' load."""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from moejax.config.load import to_dict
+from moejax.layout.layout import Layout
+from moejax.plan.trace.schedule import Collective
+from moejax.runtime.event_log import EventLog
+from moejax.runtime.processes import Processes
+from moejax.step.train_step import TrainStep
+from moejax.train.records.summary import Summary
+from moejax.version import __version__
+
+SNAPSHOTS = 200  # of the experts' load that a run records, about
+
+
+def describe_start(train_step: TrainStep, summary: Summary, processes: Processes) -> dict[str, Any]:
+    """Returns the fields of a `start` event: config, devices, versions and traffic of a step."""
+    devices = jax.devices()
+    return {
+        "config": to_dict(train_step.cfg),
+        "devices": len(devices),
+        "device": devices[0].device_kind,
+        "processes": processes.count,
+        "nodes": train_step.cfg.mesh.nodes,
+        "jax": jax.__version__,
+        "moejax": __version__,
+        "parameters": summary.counts.total,
+        "tokens_per_step": summary.tokens_per_step,
+        "traffic": traffic_rows(summary.collectives, train_step.layout),
+    }
+
+
+def highest_peak(log: Path, facts: Mapping[str, Any], measured: float) -> float:
+    """Returns the largest peak in FLOP/s that starts of the run found on the same devices.
+
+    One start may find others at work on its machine, and its shares would then look better.
+
+    Args:
+      log: `metrics.jsonl`, which need not exist.
+      facts: of this start, from `describe_start`.
+      measured: by this start.
+    """
+    peaks = [measured]
+    for text in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
+        if '"event": "start"' in text and _same_products(start := json.loads(text), facts):
+            peaks.append(start.get("peak_flops_per_second") or 0.0)
+    return max(peaks)
+
+
+def _same_products(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two starts had the same devices and multiplied in the same dtype."""
+    same = all(a.get(name) == b[name] for name in ("device", "devices", "processes"))
+    return same and a["config"]["model"]["dtype"] == b["config"]["model"]["dtype"]
+
+
+def traffic_rows(collectives: list[Collective], layout: Layout) -> list[dict[str, Any]]:
+    """Returns calls and operand bytes of one device in a step, by class, kind and mesh axes.
+
+    Axes of one device are left out. The largest first.
+    """
+    totals: dict[tuple[str, str, tuple[str, ...]], list[int]] = defaultdict(lambda: [0, 0])
+    for one in collectives:
+        axes = tuple(axis for axis in one.axes if layout.size((axis,)) > 1)
+        if axes:
+            total = totals[one.traffic, one.kind, axes]
+            total[0] += one.calls
+            total[1] += one.calls * one.bytes
+    return [
+        {
+            "class": name,
+            "kind": kind,
+            "axes": list(axes),
+            "between_nodes": bool(layout.between_nodes(axes)),
+            "calls": calls,
+            "bytes": size,
+        }
+        for (name, kind, axes), (calls, size) in sorted(
+            totals.items(), key=lambda item: -item[1][1]
+        )
+    ]
+
+
+class ExpertLoads:
+    """Appends the experts' load to `experts.jsonl`, as often as a picture of the run needs."""
+
+    def __init__(self, run_dir: Path, num_steps: int):
+        """Takes the run's steps, which say how often."""
+        self._log = EventLog(run_dir / "experts.jsonl")
+        self._every, self._num_steps = num_steps / SNAPSHOTS, num_steps
+        self._last: int | None = None
+
+    def add(self, step: int, load_LE: Any) -> None:
+        """Adds the load of a step, unless the last one is too near."""
+        last = self._last
+        if last is None or not last < step < last + self._every or step == self._num_steps:
+            self._log.write("load", step=step, load=np.asarray(load_LE).tolist())
+            self._last = step
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._log.close()

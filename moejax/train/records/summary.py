@@ -1,0 +1,225 @@
+"""The summary of a run before it starts: parameters, mesh, memory, FLOPs, collectives."""
+
+import socket
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from moejax.config.compression import NO_COMPRESSION, describe_codecs
+from moejax.errors import InputError
+from moejax.layout.layout import Layout
+from moejax.layout.route import explain
+from moejax.model.count import Counts, count
+from moejax.plan.cluster.topology import Topology
+from moejax.plan.price.candidate import sampling_peak, trace_step
+from moejax.plan.trace.schedule import Collective, collectives_of
+from moejax.runtime.memory import device_memory
+from moejax.runtime.processes import Processes
+from moejax.step.train_step import TrainStep
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in numbers. Bytes are of one device."""
+
+    counts: Counts
+    bytes_by_kind: dict[str, int]
+    peaks: dict[str, int]  # peak bytes of the step, of evaluation and of sampling
+    tokens_per_step: int
+    collectives: list[Collective]
+
+
+def summarize(train_step: TrainStep) -> Summary:
+    """Traces step, evaluation and sampling; allocates nothing and needs no device."""
+    traced = trace_step(train_step)
+    schedule = traced.schedule()
+    arguments = train_step.argument_bytes()
+    lora = train_step.cfg.lora
+    trained = "weights" if lora.rank is None else "adapters"
+    by_kind = {
+        f"{trained} (float32 masters)": arguments["weights"],
+        **(
+            {f"frozen weights ({lora.base_dtype})": arguments["frozen weights"]}
+            if lora.rank is not None
+            else {}
+        ),
+        "gradients": arguments["weights"],
+        "optimizer state": arguments["optimizer"],
+        **({"codec state": codec_memory} if (codec_memory := arguments["codec memory"]) else {}),
+        "batch": arguments["batch"],
+        "logits of one chunk": _logit_bytes(train_step),
+    }
+    return Summary(
+        counts=count(train_step.cfg, train_step.parameter_sizes(), train_step.adapter_sizes()),
+        bytes_by_kind=by_kind,
+        peaks={
+            "step": traced.peak(schedule).bytes,
+            "evaluation": traced.evaluation_peak().bytes,
+            "sampling": sampling_peak(train_step).bytes,
+        },
+        tokens_per_step=train_step.cfg.train.batch_sequences * train_step.cfg.data.sequence_length,
+        collectives=collectives_of(schedule),
+    )
+
+
+def _logit_bytes(train_step: TrainStep) -> int:
+    """Bytes of the logits that exist at one time."""
+    layout, cfg = train_step.layout, train_step.cfg
+    rows = cfg.train.batch_sequences // layout.size(layout.inside.token_axes)
+    rows //= cfg.train.micro_batches
+    tokens = min(rows * cfg.data.sequence_length, train_step.model.chunk_tokens)
+    return tokens * cfg.model.vocab_size // layout.size(layout.tensor) * 4
+
+
+def print_summary(
+    summary: Summary,
+    train_step: TrainStep,
+    console: Console,
+    planned: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Shows the run as a table, with its plan, and collectives by kind and axes."""
+    counts, cfg = summary.counts, train_step.cfg
+    table = Table(title="run", show_header=False, title_justify="left")
+    table.add_row("parameters", f"{counts.total:,} total, {counts.active:,} active per token")
+    if cfg.lora.rank is not None:
+        share = f"{counts.trained:,} parameters are trained, of rank {cfg.lora.rank}"
+        table.add_row("adapters", f"{share}; {counts.total:,} are frozen")
+    table.add_row("FLOPs per token", f"{counts.flops_per_token:,} (forward and backward)")
+    mesh = " x ".join(f"{axis}={size}" for axis, size in train_step.layout.sizes)
+    table.add_row("mesh", f"{mesh} ({cfg.mesh.activations}, experts {cfg.mesh.expert_weights})")
+    for row in planned:
+        table.add_row(*row)
+    if cfg.model.has_experts:
+        table.add_row("route of tokens", explain(train_step.spec.route))
+    if train_step.spec.compression != NO_COMPRESSION:
+        table.add_row("codecs across nodes", describe_codecs(train_step.spec.codecs))
+    steps = f"{summary.tokens_per_step:,} tokens a step, {cfg.train.num_steps:,} steps"
+    table.add_row("batch", f"{cfg.train.batch_sequences} x {cfg.data.sequence_length}: {steps}")
+    for kind, size in summary.bytes_by_kind.items():
+        table.add_row(f"{kind}, a device", human_bytes(size))
+    peaks = ", ".join(f"{name} {human_bytes(size)}" for name, size in summary.peaks.items())
+    table.add_row(
+        "peak memory, a device", f"about {human_bytes(max(summary.peaks.values()))}: {peaks}"
+    )
+    for (kind, axes), (calls, size) in _by_kind(summary.collectives, train_step.layout).items():
+        table.add_row(f"{kind} over {axes}", f"{calls:,} a step, {human_bytes(size)} a device")
+    console.print(table)
+
+
+def _by_kind(
+    collectives: list[Collective], layout: Layout
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """Calls and bytes by kind and axes; axes of one device are left out."""
+    totals: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for collective in collectives:
+        key = (
+            collective.kind,
+            ", ".join(axis for axis in collective.axes if layout.size((axis,)) > 1),
+        )
+        calls, size = totals[key]
+        totals[key] = (calls + collective.calls, size + collective.calls * collective.bytes)
+    return dict(totals)
+
+
+def human_bytes(size: float) -> str:
+    """Bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+# Taken where no cluster is named: an H100 or H200 in a large product, and its network adapter.
+FLOPS_PER_S, BYTES_PER_S = 400e12, 50e9
+
+
+def gather_note(train_step: TrainStep, summary: Summary, topology: Topology | None) -> str | None:
+    """Returns a warning if gathers between nodes take longer than all products; else None.
+
+    Args:
+      topology: the cluster of the run; None: not known, and that of an H200 is assumed.
+    """
+    layout = train_step.layout
+    sent, gathers = 0.0, 0.0
+    for one in summary.collectives:
+        across = layout.size(layout.between_nodes(one.axes))
+        if one.traffic != "weights" or one.kind != "all_gather" or across == 1:
+            continue
+        inside = layout.size(layout.inside_node(one.axes))
+        count = inside * across
+        size = one.calls * one.bytes * (count - 1) / count / inside  # to another node
+        sent += size
+        if topology is None:
+            gathers += size / BYTES_PER_S
+        else:
+            group = topology.group(inside, across)
+            gathers += one.calls * max(topology.seconds(one.kind, one.bytes, *group))
+    devices = layout.size(layout.mesh_axes)
+    flops = summary.counts.flops_per_token * summary.tokens_per_step / devices
+    rate, where = FLOPS_PER_S, f"{FLOPS_PER_S / 1e12:.0f} TFLOP/s and {BYTES_PER_S / 1e9:.0f} GB/s"
+    if topology is not None:
+        rate = topology.device.product_rate(train_step.cfg.model.dtype, flops)
+        where = topology.name
+    products = flops / max(rate, 1.0)
+    if gathers <= products:
+        return None
+    return (
+        f"the step is bound by its gathers: {human_bytes(sent)} of weights cross nodes for each "
+        f"device, {gathers:,.3g} s, and all products take {products:,.3g} s ({where}). Fewer "
+        "micro-batches, shards inside a node or pipeline stages send less; moejax plan chooses "
+        "them."
+    )
+
+
+def check_memory(
+    train_step: TrainStep, processes: Processes, *, gradients: bool = True, beside: int = 0
+) -> int:
+    """Refuses a run whose state and gradients alone are more than a device has.
+
+    Args:
+      gradients: whether there will be gradients: an evaluation has none.
+      beside: bytes that a device holds beside the weights: keys and values, or copies of weights.
+    Returns:
+      The bytes that a device may use, the least over all devices.
+
+    Raises:
+      InputError: in all processes.
+    """
+    own, devices = socket.gethostname(), jax.local_devices()
+    together = processes.gather(own).count(own)
+    memory = min(device_memory(device, together * len(devices)) for device in devices)
+    limit = min(processes.gather(memory))
+    arguments = train_step.argument_bytes()
+    needed, held = (
+        sum(arguments.values()) + beside,
+        "weights and what stands beside them" if beside else "weights",
+    )
+    if gradients:  # which have the shapes of weights
+        needed, held = needed + arguments["weights"], "weights, optimizer state and gradients"
+    if needed > limit:
+        simulated = train_step.platform == "cpu"
+        whose = "its share of this machine" if simulated else "what JAX may take of it"
+        raise InputError(
+            f"the model does not fit. A device would hold {human_bytes(needed)} of {held}, "
+            f"and has {human_bytes(limit)}, {whose}. They must fit. "
+            f"Shard more (mesh.fsdp, mesh.expert, mesh.tensor) over more "
+            f"{'machines' if simulated else 'devices'}, or make the model smaller."
+        )
+    return limit
+
+
+def memory_warnings(summary: Summary, limit: int) -> list[str]:
+    """Returns a warning if the estimated peak may not fit."""
+    name, fullest = max(summary.peaks.items(), key=lambda item: item[1])
+    if fullest <= limit:
+        return []
+    return [
+        f"warning: peak memory ({name}) is about {human_bytes(fullest)}, and a device "
+        f"has {human_bytes(limit)}. If memory runs out, raise train.micro_batches, or choose "
+        f"a stronger model.remat."
+    ]
