@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Prints the path of the newest Python that moejax is tested on and that really runs here.
 #
-# usage: launch/find_python.sh [MINOR ...]      default: 13 12 11, the versions of constraints.txt
+# usage: launch/find_python.sh [MINOR ...]      default: 13 12 11 14
+#
+# 14 comes last: all wheels of constraints.txt are there for it, and the tests have not run on it.
 #
 # A name on the PATH proves nothing: pyenv puts a `python3.13` there that fails unless that version
 # is selected. So each candidate must start, have the version it claims, and be able to make a
@@ -20,7 +22,7 @@ candidates() { # candidates MINOR
 }
 
 minors=("$@")
-[ "$#" -gt 0 ] || minors=(13 12 11)
+[ "$#" -gt 0 ] || minors=(13 12 11 14)
 for minor in "${minors[@]}"; do
     while IFS= read -r python; do
         if works "$python" "$minor" "$minor"; then

@@ -138,6 +138,16 @@ def test_metadata_name_extras_licenses_and_python(built):
         assert f"{ROOT}.dist-info/licenses/{name}" in names
 
 
+@pytest.mark.parametrize("minor", [11, 12, 13, 14])
+def test_every_dependency_has_a_wheel_for_every_python_that_is_named(built, tmp_path, minor):
+    metadata = (REPOSITORY / "pyproject.toml").read_text()
+    assert f'"Programming Language :: Python :: 3.{minor}"' in metadata
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    pip += ["--python-version", f"3.{minor}", "--only-binary=:all:", "--target", tmp_path]
+    pip += ["--constraint", REPOSITORY / "constraints.txt", f"{built.wheel}[hf,data]"]
+    run(*pip, cwd=tmp_path)
+
+
 def test_what_is_installed_is_imported_not_the_sources(installed, tmp_path):
     where = run(installed / "python", "-c", "import moejax; print(moejax.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(installed.parent)
