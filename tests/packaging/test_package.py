@@ -138,8 +138,10 @@ def test_metadata_name_extras_licenses_and_python(built):
         assert f"{ROOT}.dist-info/licenses/{name}" in names
 
 
-@pytest.mark.parametrize("minor", [11, 12, 13, 14])
-def test_every_dependency_has_a_wheel_for_every_python_that_is_named(built, tmp_path, minor):
+# pip asks markers about the Python that runs it; of 3.11, `make test-311` installs everything.
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="older versions of JAX are pinned")
+@pytest.mark.parametrize("minor", [12, 13, 14])
+def test_every_dependency_has_a_wheel_for_each_python_that_is_named(built, tmp_path, minor):
     metadata = (REPOSITORY / "pyproject.toml").read_text()
     assert f'"Programming Language :: Python :: 3.{minor}"' in metadata
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
