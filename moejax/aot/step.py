@@ -16,7 +16,8 @@ from moejax.layout.layout import Axes, build_layout
 from moejax.layout.mesh import build_mesh
 from moejax.model.count import count
 from moejax.moe.sizes import usual_sizes
-from moejax.runtime.compiler import Options, described_cudnn
+from moejax.runtime.compiler import Options
+from moejax.runtime.patches import described_cudnn
 from moejax.step.train_step import TrainStep, build_step
 
 # Controls for the trainer's options: XLA's defaults, and no overlap at all.

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import future
-from orbax.checkpoint._src.futures import signaling_client, synchronization
 
 from moejax.checkpoint.arrays import FILE_BYTES, PIECE_BYTES, NewArray, apart, missing_in, store_of
 from moejax.checkpoint.digests import DeviceSums, add_up, together
@@ -39,6 +38,7 @@ from moejax.checkpoint.manifest import (
 )
 from moejax.checkpoint.remote import Copies
 from moejax.errors import InputError, RunError, StorageFullError
+from moejax.runtime.patches import let_orbax_begin_again
 from moejax.runtime.processes import ALONE, Processes
 from moejax.step.state import Reduction, TrainState
 
@@ -291,16 +291,8 @@ class Checkpoints:
 
 
 def join_orbax(processes: Processes) -> None:
-    """Lets Orbax send its messages in this program, whatever program this process was in before.
-
-    It keeps the client of the first, and all processes must have counted the same saves: one that
-    has just started has counted fewer.
-    """
-    signaling_client.get_signaling_client.cache_clear()
-    counter = synchronization.OperationIdGenerator
-    most = max(processes.gather(int(counter.get_current_operation_id())))
-    while int(counter.get_current_operation_id()) < most:
-        counter.next_operation_id()
+    """Lets Orbax send its messages in this program, whatever program this process was in before."""
+    let_orbax_begin_again(processes.gather)
 
 
 def _items(state: TrainState) -> dict[str, Any]:

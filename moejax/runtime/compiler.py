@@ -5,9 +5,7 @@ of GPUs and TPUs and what was tried without gain, docs/log.md (2026-11-24) those
 hold on JAX 0.10.2 and 0.12.0.1, those of GPUs and TPUs on 0.11.2 too.
 """
 
-import contextlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -74,26 +72,3 @@ def _knows(name: str, value: str | int, device: Any) -> bool:
         warnings.warn(message, stacklevel=2)
         return False
     return True
-
-
-@contextlib.contextmanager
-def described_cudnn() -> Iterator[None]:
-    """Lets JAX trace and lower cuDNN's attention for the described GPU where none is.
-
-    JAX asks the installed cuDNN for its version and the local GPU for its capability, not the
-    target; remove this when that changes. What a target takes, `kernels.select` has decided.
-    """
-    import jax._src.cudnn.fused_attention_stablehlo as fused_attention
-
-    answers = {
-        "check_cudnn_version": lambda: 91000,  # 9.10.0, as in H200
-        "check_compute_capability": lambda capability: True,  # heads above 128 channels need 9.0
-    }
-    asked = {name: getattr(fused_attention, name) for name in answers}
-    for name, answer in answers.items():
-        setattr(fused_attention, name, answer)
-    try:
-        yield
-    finally:
-        for name, question in asked.items():
-            setattr(fused_attention, name, question)

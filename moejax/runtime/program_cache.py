@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache, compiler
+
+from moejax.runtime.patches import keep_program, keep_programs_by
 
 MAX_BYTES = 8 << 30  # then JAX removes what was used least recently
 MIN_COMPILE_S = 0.1  # JAX keeps what takes a second, and a start has many small programs
@@ -23,7 +24,7 @@ def keep_programs() -> None:
     """
     if not jax.config.jax_enable_compilation_cache:
         return
-    compiler._cache_write = _write
+    keep_programs_by(_write)
     if jax.config.jax_compilation_cache_dir:
         return
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
@@ -55,9 +56,7 @@ def _write(key: str, compile_s: float, name: str, backend: Any, executable: Any,
         return  # a store that all processes would write to at once
     if compile_s >= jax.config.jax_persistent_cache_min_compile_time_secs:
         try:
-            compilation_cache.put_executable_and_time(
-                key, name, executable, backend, int(compile_s)
-            )
+            keep_program(key, name, executable, backend, compile_s)
         except Exception as error:
             warnings.warn(
                 f"Error writing persistent compilation cache entry: {error}", stacklevel=2

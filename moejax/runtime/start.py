@@ -10,8 +10,6 @@ from typing import Any
 import jax
 import jax.extend.backend
 import jax.numpy as jnp
-from jax._src import distributed, xla_bridge
-from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
@@ -20,6 +18,7 @@ from moejax.runtime.interrupt import interruptible
 from moejax.runtime.jax_settings import fix_settings
 from moejax.runtime.meeting import listen, meet
 from moejax.runtime.memory import take_share
+from moejax.runtime.patches import coordination_client, make_cpu_client_with
 from moejax.runtime.processes import Processes, find_rank
 from moejax.runtime.program_cache import keep_programs
 
@@ -57,7 +56,7 @@ def join() -> Processes:
     if rank.index == 0:
         check_can_listen(listens_at)
     _address = meet(rank, listens_at)
-    xla_bridge.register_backend_factory("cpu", _make_cpu_client, fail_quietly=False)
+    make_cpu_client_with(own_address)
     with interruptible():
         jax.distributed.initialize(
             coordinator_address=rank.coordinator,
@@ -68,20 +67,7 @@ def join() -> Processes:
             cluster_detection_method="deactivate",
         )
     # JAX keeps the client that sends messages to itself; Orbax takes it from here too.
-    return Processes(rank.index, rank.count, distributed.global_state.client)
-
-
-def _make_cpu_client() -> Any:
-    """Makes JAX's CPU client, whose gloo listens at `own_address`.
-
-    JAX (0.10 to 0.12) lets it listen at the address of the host's name, which may have none, or one
-    that leads back to the host itself.
-    """
-    client = distributed.global_state.client
-    if client is None:  # this process was one of several, and has left them
-        return xla_bridge.make_cpu_client()
-    gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=own_address())
-    return xla_bridge.make_cpu_client(gloo)
+    return Processes(rank.index, rank.count, coordination_client())
 
 
 def leave() -> None:
@@ -89,7 +75,7 @@ def leave() -> None:
 
     The processes of the program call it together.
     """
-    if distributed.global_state.client is not None:
+    if coordination_client() is not None:
         jax.distributed.shutdown()
     jax.clear_caches()
     jax.extend.backend.clear_backends()

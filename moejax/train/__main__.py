@@ -124,8 +124,8 @@ def dry_run(cfg: Config, console: Console) -> int:
 
     from moejax.layout.layout import build_layout
     from moejax.layout.mesh import build_abstract_mesh
-    from moejax.runtime.compiler import described_cudnn
     from moejax.runtime.jax_settings import fix_settings
+    from moejax.runtime.patches import described_cudnn
     from moejax.runtime.processes import find_rank
     from moejax.step.model import check_adapters
     from moejax.step.train_step import build_step

@@ -11,7 +11,7 @@ import pytest
 
 from moejax.aot.target import TARGETS
 from moejax.plan.trace.reader import collectives
-from moejax.runtime.compiler import described_cudnn
+from moejax.runtime.patches import described_cudnn
 from tests.hlo.described import compiled_step, described_step
 
 GIB = 2**30

@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moejax.runtime.compiler import compiler_options, described_cudnn, known_options
+from moejax.runtime.compiler import compiler_options, known_options
+from moejax.runtime.patches import described_cudnn
 from tests.cases import small_config, step_for
 
 KNOWN = {"xla_cpu_enable_fast_math": "False"}

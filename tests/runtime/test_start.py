@@ -11,6 +11,7 @@ import pytest
 import moejax.runtime.start
 from moejax.config.schema import MeshConfig
 from moejax.errors import InputError
+from moejax.runtime import patches
 from moejax.runtime.start import (
     _timed,
     check_can_listen,
@@ -151,7 +152,7 @@ def joined(monkeypatch):
     )
     monkeypatch.setattr(module, "_address", "127.0.0.1")
     monkeypatch.setattr(module, "fix_settings", lambda: None)
-    monkeypatch.setattr(module, "distributed", SimpleNamespace(global_state=state))
+    monkeypatch.setattr(patches, "distributed", SimpleNamespace(global_state=state))
     monkeypatch.setattr(
         module,
         "jax",
@@ -165,7 +166,7 @@ def joined(monkeypatch):
         ),
     )
     monkeypatch.setattr(
-        module,
+        patches,
         "xla_bridge",
         SimpleNamespace(
             register_backend_factory=lambda *given, **more: did.update(factory=(given, more)),
@@ -202,7 +203,8 @@ def test_a_process_of_several_joins_the_others_over_gloo(joined, monkeypatch, in
         "coordinator_bind_address": "127.0.0.1:29400",
         "cluster_detection_method": "deactivate",
     }
-    assert did["factory"] == (("cpu", module._make_cpu_client), {"fail_quietly": False})
+    (platform, _), more = did["factory"]
+    assert (platform, more) == ("cpu", {"fail_quietly": False})
     assert looked_at == ["127.0.0.1:29400"] * (index == 0)
     assert module.own_address() == "10.0.0.7"
 
@@ -220,14 +222,15 @@ def test_a_process_alone_joins_nobody_and_has_no_gloo_if_it_was_one_of_several(
 
 
 def test_gloo_listens_at_the_address_that_others_reach(joined, monkeypatch):
-    module, _, state = joined
+    module, did, state = joined
     gloo = SimpleNamespace(make_gloo_tcp_collectives=lambda **given: given)
-    monkeypatch.setattr(module, "_jax", gloo)
+    monkeypatch.setattr(patches, "_jax", gloo)
+    patches.make_cpu_client_with(module.own_address)
+    make = did["factory"][0][1]
     monkeypatch.setattr(module, "_address", "10.0.0.7")
-    wanted = {"distributed_client": "client", "hostname": "10.0.0.7"}
-    assert module._make_cpu_client() == ("cpu", wanted)
+    assert make() == ("cpu", {"distributed_client": "client", "hostname": "10.0.0.7"})
     state.client = None
-    assert module._make_cpu_client() == ("cpu",)
+    assert make() == ("cpu",)
 
 
 @pytest.mark.parametrize("client", [None, "client"])

@@ -20,10 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import distributed
 
 from moejax.errors import MeetingError
 from moejax.runtime.meeting import listen
+from moejax.runtime.patches import coordination_client
 from moejax.runtime.start import own_address
 
 WAIT_S = 600.0  # how long a process may take to reach its first program
@@ -93,7 +93,7 @@ def _agree(name: str, make: Callable[[], Any]) -> list[Any]:
 
 def _share(name: str, value: Any) -> list[Any]:
     """Returns the JSON values of all processes, in the order of their numbers."""
-    client = distributed.global_state.client
+    client = coordination_client()
     if client is None:
         return [value]
     folder, until = f"moejax/exchange/{name}", time.monotonic() + WAIT_S

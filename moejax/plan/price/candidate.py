@@ -16,7 +16,7 @@ from moejax.plan.price.routing import ExpertLoad, bucket_fills
 from moejax.plan.trace.memory import Peak, peak
 from moejax.plan.trace.reader import read as read_jaxpr
 from moejax.plan.trace.schedule import Schedule
-from moejax.runtime.compiler import described_cudnn
+from moejax.runtime.patches import described_cudnn
 from moejax.step.model import build_spec
 from moejax.step.train_step import TrainStep, build_step
 

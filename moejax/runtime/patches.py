@@ -1,0 +1,92 @@
+"""Private parts of other libraries that moejax replaces or reads: each in one function.
+
+All hold for JAX 0.10 to 0.12 and Orbax 0.12. When a version is added, look at each again: its
+docstring says what must be public there for it to go.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax._src import compilation_cache, compiler, distributed, xla_bridge
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def coordination_client() -> Any:
+    """Returns the client of JAX's coordination service; None outside a program of processes.
+
+    Goes when `jax.distributed` hands it out.
+    """
+    return distributed.global_state.client
+
+
+def make_cpu_client_with(address: Callable[[], str]) -> None:
+    """Has JAX make a CPU client whose gloo listens at an address, in place of the host name's.
+
+    That name may have no address, or one that leads back to the host itself. Goes when an option of
+    JAX says where gloo listens.
+    """
+
+    def make() -> Any:
+        client = coordination_client()
+        if client is None:  # this process was one of several, and has left them
+            return xla_bridge.make_cpu_client()
+        gloo = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address())
+        return xla_bridge.make_cpu_client(gloo)
+
+    xla_bridge.register_backend_factory("cpu", make, fail_quietly=False)
+
+
+def keep_programs_by(write: Callable[..., None]) -> None:
+    """Has every process keep compiled programs in its cache, by `write` in place of JAX's function.
+
+    JAX keeps them in process 0 alone, but hosts have caches of their own. Goes when an option says
+    which processes write.
+    """
+    compiler._cache_write = write
+
+
+def keep_program(key: str, name: str, executable: Any, backend: Any, seconds: float) -> None:
+    """Writes a compiled program to JAX's cache; for `keep_programs_by`, and goes with it."""
+    compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+
+
+@contextlib.contextmanager
+def described_cudnn() -> Iterator[None]:
+    """Lets JAX trace and lower cuDNN's attention for the described GPU where none is.
+
+    JAX asks the installed cuDNN for its version and the local GPU for its capability, not the
+    target; this goes when it asks the target. What a target takes, `kernels.select` has decided.
+    """
+    import jax._src.cudnn.fused_attention_stablehlo as fused_attention
+
+    answers = {
+        "check_cudnn_version": lambda: 91000,  # 9.10.0, as in H200
+        "check_compute_capability": lambda capability: True,  # heads above 128 channels need 9.0
+    }
+    asked = {name: getattr(fused_attention, name) for name in answers}
+    for name, answer in answers.items():
+        setattr(fused_attention, name, answer)
+    try:
+        yield
+    finally:
+        for name, question in asked.items():
+            setattr(fused_attention, name, question)
+
+
+def let_orbax_begin_again(agree: Callable[[int], list[int]]) -> None:
+    """Lets Orbax save in a second program of processes.
+
+    It keeps the client of the first, and all processes must have counted the same saves: one that
+    has just started has counted fewer. Goes when Orbax asks JAX for its client at each save.
+
+    Args:
+      agree: takes the number of saves of this process, and returns those of all.
+    """
+    from orbax.checkpoint._src.futures import signaling_client, synchronization
+
+    signaling_client.get_signaling_client.cache_clear()
+    counter = synchronization.OperationIdGenerator
+    most = max(agree(int(counter.get_current_operation_id())))
+    while int(counter.get_current_operation_id()) < most:
+        counter.next_operation_id()
