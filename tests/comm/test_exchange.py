@@ -83,6 +83,21 @@ def test_along_rings_too(everything_exchanged, name, axes, processes, dtype):
     assert ("moejax_exchange_start_ring" in ours.lower(x).as_text()) == in_rings
 
 
+def test_a_sum_between_two_numbers_of_bfloat16_is_the_even_one(everything_exchanged):
+    """Above 256 they are 2 apart, so 257 is as far from 256 as from 258, of which half is odd."""
+    x = np.zeros((8, 8, 8, 3), np.float32)  # device, then its rows
+    x[[0, 1]] = [[[[256]]], [[[1]]]]  # of the first ring: devices 0, 1, 4, 5
+    x[[2, 3]] = [[[[-258]]], [[[-1]]]]
+    x = x.reshape(64, 8, 3).astype(jnp.bfloat16)
+    ours = exchanged(
+        lambda x: COLLECTIVES["all_reduce"](x, ("c", "a")), processes=(0, 0, 0, 0, 1, 1, 1, 1)
+    )
+    assert "moejax_exchange_start_ring" in ours.lower(x).as_text()
+    sums = np.asarray(ours(x), np.float32).reshape(8, -1)
+    np.testing.assert_array_equal(sums[[0, 1, 4, 5]], 256)
+    np.testing.assert_array_equal(sums[[2, 3, 6, 7]], -260)
+
+
 def test_devices_are_found_in_the_order_of_the_mesh(everything_exchanged):
     """A mesh may list devices in any order."""
     mesh = Mesh(np.array(jax.devices()[:8])[::-1].reshape(2, 2, 2), ("a", "b", "c"))
@@ -197,6 +212,57 @@ def test_a_failure_is_told_before_an_exchange_is_waited_for_and_after():
     )
     assert said[:6] == [gone, gone, size, size, number, number], done.stdout + done.stderr
     assert said[6:] == ["eventfd: Too many open files", "Resource temporarily unavailable"]
+
+
+HALF = """
+import socket, struct, threading
+import jax, jax.numpy as jnp, numpy as np
+from moejax.comm import exchange
+
+library = exchange._library()
+exchange._register()
+(mine, left), (own, right) = socket.socketpair(), socket.socketpair()
+assert library.moejax_device(0) is None
+assert library.moejax_connect(0, 2, mine.detach()) is None
+assert library.moejax_connect(0, 1, own.detach()) is None
+
+def begin(x):
+    ring, size, after = np.array([0, 1, 2]), np.int64(3), jnp.uint32(0)
+    options = {"rings": ring, "places": ring, "size": size, "sum": True}
+    return exchange._begin("moejax_exchange_start_ring", x, after, x.shape, **options).end()
+
+def neighbours():
+    # Device 2 has sent one and a half of two numbers, and then sends the rest.
+    part = struct.pack("=ii", 1000, 2000)
+    left.sendall(struct.pack("=QQ", 0, 8) + part[:6])
+    first = right.recv(16 + 8 + 16 + 4, socket.MSG_WAITALL)
+    early = b""
+    right.settimeout(0.3)
+    try:
+        early = right.recv(4)
+        print("does not wait")
+    except TimeoutError:
+        print("waits")
+    right.settimeout(None)
+    left.sendall(part[6:] + struct.pack("=QQ", 1, 8) + struct.pack("=ii", 7, 8))
+    rest = early + right.recv(4 - len(early), socket.MSG_WAITALL)
+    print(*struct.unpack("=ii", first[40:] + rest))
+
+thread = threading.Thread(target=neighbours)
+thread.start()
+y = jax.jit(begin)(jnp.array([[10, 20], [70000, 80000], [1, 2]], jnp.int32))
+print(*y[0].tolist())
+thread.join()
+library.moejax_disconnect()
+"""
+
+
+def test_half_a_number_that_has_come_does_not_go_on_along_a_ring():
+    """It would go on before this device's own is added to it. A socket gives any count of bytes."""
+    command = [sys.executable, "-c", HALF]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = sorted(done.stdout.splitlines())
+    assert said == ["17 28", "71000 82000", "waits"], done.stdout + done.stderr
 
 
 def test_a_missing_compiler_is_told(monkeypatch, tmp_path):

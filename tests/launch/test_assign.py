@@ -73,6 +73,9 @@ def test_less_than_half_waits_for_more():
     alone = decide(running(hosts=(2,)))
     assert alone.members == ()
     assert alone.needed == 2
+    five = Assignment(3, 0, (0, 1, 2, 3, 4), coordinator="a:1")
+    two = decide(running(five, (3, 4)), five, rules=Rules(hosts=5))
+    assert (two.members, two.needed) == ((), 3), "the other three may go on"
     waiting = running(alone, (2,))
     assert decide(waiting, alone) is None
     both = waiting | {3: Status()}

@@ -175,6 +175,17 @@ def test_no_choice_is_lost_on_any_route_at_any_skew(name, k, data):
         assert error <= bound * max(1, np.max(np.abs(want)))
 
 
+@pytest.mark.slow
+def test_a_weight_of_zero_has_a_gradient_of_zero_and_spoils_no_other():
+    """The source divides by the weight what experts found; a score may underflow to zero."""
+    expert_NK = np.random.default_rng(5).integers(0, E, (8 * TOKENS, 1)).astype(np.int32)
+    x_ND, weight_NK, *others = random_operands(expert_NK, 5, DIMS)
+    weight_NK[::3] = 0
+    got, wanted = (run(x_ND, weight_NK, *others)[2] for run in (runner("split", 1), dense))
+    wanted = np.where(weight_NK == 0, 0, wanted)
+    np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-4, atol=1e-4)
+
+
 # Where each row meets its experts whole and its results are summed at the source, in order of
 # choice.
 SAME_ORDER = [

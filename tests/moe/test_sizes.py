@@ -46,6 +46,15 @@ def test_a_capacity_bounds_every_bucket(tokens, factor):
     assert sizes.certain
 
 
+def test_a_capacity_counts_for_each_device_that_fills_a_bucket():
+    """A device of each node fills each bucket of the second hop, to capacity if need be."""
+    moe = MoEConfig(num_experts=16, experts_per_token=2, capacity_factor=1.0)
+    sizes = usual_sizes(build_route("two_level", LAYOUT), LAYOUT, moe, tokens=16)
+    # Two choices of 16 tokens among 16 experts: capacity 2. A node has 8 experts, a device 2.
+    assert sizes.rows == (2 * 8, 2 * 2 * 2)
+    assert sizes.certain
+
+
 @pytest.mark.parametrize(
     ("tokens", "factor", "capacity"), [(8, 1.0, 2), (9, 1.0, 3), (10, 1.0, 3), (2, 0.5, 1)]
 )

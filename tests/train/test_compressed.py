@@ -143,7 +143,8 @@ def test_what_is_kept_shards_by_device_and_grows_from_nothing():
 @pytest.mark.slow
 def test_an_update_that_is_not_finite_keeps_what_was_kept():
     """The loss is not finite; then the loss is, and the norm of the gradient is not."""
-    cfg = compressed((2, 2, 2, 1), 4, "int4+feedback", model={"tie_embeddings": False})
+    changes = {"model": {"tie_embeddings": False}, "router": {"bias_update_rate": 0.01}}
+    cfg = compressed((2, 2, 2, 1), 4, "int4+feedback", **changes)
     train_step = step_for(cfg)
     state, _ = train_step.step(train_step.init(), place(train_step, random_batch(cfg)))
     good = jax.tree.map(np.asarray, state.params)
@@ -153,12 +154,14 @@ def test_an_update_that_is_not_finite_keeps_what_was_kept():
     huge["embedding"]["project"] = good["embedding"]["project"] * np.float32(1e25)
     for count, params in enumerate((infinite, huge), 1):
         state = spread(state._replace(params=params), train_step)
-        before = jax.tree.map(np.array, (params, state.reduction, state.optimizer))
+        kept = (state.reduction, state.optimizer, state.router_bias)
+        before = jax.tree.map(np.array, (params, *kept))
         state, metrics = train_step.step(state, place(train_step, random_batch(cfg)))
         assert bool(np.isfinite(metrics.loss)) == (params is huge)
         assert not np.isfinite(metrics.gradient_norm)
         assert int(metrics.skipped) == int(state.skipped) == count
-        assert_equal(before, (state.params, state.reduction, state.optimizer))
+        kept = (state.reduction, state.optimizer, state.router_bias)
+        assert_equal(before, (state.params, *kept))
 
 
 TOKENS = [

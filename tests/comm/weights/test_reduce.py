@@ -39,6 +39,28 @@ def test_a_gradient_scattered_by_rows_is_the_same_sum(gather, copies, slow, micr
     np.testing.assert_array_equal(summed(rows=True), summed(rows=False))
 
 
+@pytest.mark.parametrize(("micro_bytes", "pieces"), [(64, 8), (100, 5), (480, 1)])
+def test_a_piece_has_at_most_so_many_bytes_of_all_shards_together(micro_bytes, pieces):
+    """Four shards of 30 values, 480 bytes; pieces are equal but for the last."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), tuple(MESH))
+    path = ParamPath(1, ("fsdp", "expert"), ("replica",), ())
+    spec = GatherSpec(path, "float32", "float32", micro_bytes=micro_bytes)
+    found = jax.eval_shape(
+        jax.shard_map(
+            lambda gradient: sum_shards(gradient, spec),
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        ),
+        jax.ShapeDtypeStruct((3, 8, 5), "float32"),
+    )
+    sizes = [part.size for part in found]
+    assert len(sizes) == pieces
+    assert sum(sizes) == 30
+    assert max(sizes) * 4 * 4 <= micro_bytes
+
+
 @pytest.mark.parametrize(
     ("replica", "fsdp", "nodes", "hops"), [(1, 1, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 4, 3)]
 )
