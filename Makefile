@@ -67,7 +67,7 @@ cluster: $(VENV_CLUSTER)/.installed ## train on a real Slurm of two nodes, and t
 	$(VENV_CLUSTER)/bin/python -m pytest $(LONG) -m "cluster or exhaustive" tests/launch $(ARGS)
 
 stores: $(VENV_STORES)/.installed ## copy checkpoints to servers of S3 and Google Cloud Storage on this machine
-	$(VENV_STORES)/bin/python -m pytest tests/train/test_copies.py $(ARGS)
+	$(VENV_STORES)/bin/python -m pytest tests/checkpoint/test_remote.py $(ARGS)
 
 package: $(VENV)/.installed ## build wheel and sdist, install each in an empty environment, and use it there
 	$(VENV)/bin/python -m pytest $(LONG) -m package tests/packaging $(ARGS)

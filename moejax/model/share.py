@@ -11,8 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from moejax.annotations import Array, Float, Int
-from moejax.comm import links as stages
-from moejax.comm import wire
+from moejax.comm import links, wire
 from moejax.kernels.attention.sliced_attention import sliced_attention
 from moejax.layout.layout import Layout
 
@@ -33,7 +32,7 @@ class Share:
     def position_T(self) -> Int[Array, " T"]:
         """Its positions in the sequence."""
         position_S = jnp.arange(self.segment_BS.shape[1])
-        return stages.own_positions(position_S[None], self.layout)[0]
+        return links.own_positions(position_S[None], self.layout)[0]
 
     def attend(
         self,
@@ -51,10 +50,10 @@ class Share:
         """
         P, here = self.layout.size(self.layout.stage), wire.index(self.layout.stage)
         every = (
-            stages.join_positions(k_BTGC, self.layout),
-            stages.join_positions(v_BTGV, self.layout),
+            links.join_positions(k_BTGC, self.layout),
+            links.join_positions(v_BTGV, self.layout),
         )
-        parts = stages.parts_of_share(self.layout)
+        parts = links.parts_of_share(self.layout)
         cut = [jnp.split(x, parts, axis=1) for x in (q_BTHC, k_BTGC, v_BTGV)]
         results = [
             sliced_attention(

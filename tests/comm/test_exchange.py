@@ -217,7 +217,7 @@ def test_a_failure_is_told_before_an_exchange_is_waited_for_and_after():
 HALF = """
 import socket, struct, threading
 import jax, jax.numpy as jnp, numpy as np
-from moejax.comm import exchange
+from moejax.comm.cpu import exchange
 
 library = exchange._library()
 exchange._register()

@@ -17,8 +17,8 @@ from tests.data.test_prepare import FORMATS, _documents, _inputs, _open, _run
 def test_memory_does_not_grow_with_a_text_file(tmp_path, format):
     program = (
         "import sys\n"
-        "from moejax.data import prepare\n"
-        "assert prepare.main(sys.argv[1:]) == 0\n"
+        "from moejax.data.prepare.command import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
         # `ru_maxrss` would count the process that started this one too.
         "said = open('/proc/self/status').read()\n"
         "print(said.partition('VmHWM:')[2].split()[0])\n"

@@ -16,6 +16,7 @@ from moejax.checkpoint.writer import restore_state
 from moejax.config.load import load_config
 from moejax.errors import STOPPED
 from tests.cases import step_for
+from tests.checkpoint.test_restore import rewrite
 from tests.integration.runs import (
     REPOSITORY,
     assert_same_end,
@@ -27,7 +28,6 @@ from tests.integration.runs import (
     run_until,
 )
 from tests.runtime.test_jax_settings import HOSTILE
-from tests.train.test_restore import rewrite
 
 STEPS = 40
 CONFIG = describe(STEPS, capacity="null", simulated_devices=8, replica="null")

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm import links as stages
-from moejax.comm import wire
+from moejax.comm import links, wire
 from moejax.model.layers import logits
 from moejax.step.loss import sum_nll, target_nll
 from moejax.step.model import ModelDef
@@ -100,7 +99,7 @@ def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Arra
         return target_nll(x_BTD, w_Dv, target_BT, layout, chunk_tokens=chunk_tokens)
 
     nll = forward_through_stages(staged, answer)  # [M, rows, a share of T]
-    nll = stages.join_positions(nll.reshape(-1, nll.shape[-1]), layout)
+    nll = links.join_positions(nll.reshape(-1, nll.shape[-1]), layout)
     # Stages have the micro-batches in turn.
     nll = nll.reshape(staged.each, staged.stages, -1, T).swapaxes(0, 1).reshape(staged.stages, B, T)
     return wire.all_gather(nll[:, None], layout.inside.token_axes, dim=1).reshape(-1, T)
@@ -115,7 +114,7 @@ def logits_after(
     staged = _staged(model, state, batch, layout.size(layout.stage))
     answers = Answers(staged)
     every = jnp.broadcast_to(jnp.arange(token_BT.shape[1]), token_BT.shape)
-    here_BT = stages.own_positions(every, layout) == length - 1
+    here_BT = links.own_positions(every, layout) == length - 1
 
     def answer(y_BtD: jax.Array, k: jax.Array) -> jax.Array:
         x_BTD, w_Dv = answers.end(y_BtD)

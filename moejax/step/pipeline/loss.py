@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from moejax.comm import links as stages
+from moejax.comm import links
 from moejax.comm.weights.gather import Weight
 from moejax.model.ahead import next_tokens, targets_ahead
 from moejax.model.share import Share
@@ -71,7 +71,7 @@ class Answers:
         """Returns the targets of this stage's share of a slice's positions."""
         staged = self.staged
         target_BT = staged.piece_of(staged.row_of(staged.target_MBT, k), piece)
-        return stages.own_positions(target_BT, staged.layout)
+        return links.own_positions(target_BT, staged.layout)
 
     def loss(
         self, head: Tree, y_BtD: jax.Array, k: jax.Array, piece: jax.Array
@@ -114,7 +114,7 @@ class Answers:
         rows = (staged.token_MBT, staged.segment_MBT, staged.target_MBT)
         token_BS, segment_BS, target_BS = (staged.row_of(x, k) for x in rows)
         next_BS, ahead_BS = next_tokens(token_BS, segment_BS), targets_ahead(target_BS, segment_BS)
-        next_BT, ahead_BT = (stages.own_positions(x, staged.layout) for x in (next_BS, ahead_BS))
+        next_BT, ahead_BT = (links.own_positions(x, staged.layout) for x in (next_BS, ahead_BS))
         share, noise = Share(staged.layout, segment_BS), staged.noise(*staged.rank(k))
         x_BTD, stats = model.look_ahead_in_share(y_BtD, next_BT, share, noise)
         coefficient = staged.model.cfg.train.predict_ahead_loss

@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm import links as stages
-from moejax.comm import wire
+from moejax.comm import links, wire
 from moejax.layout.layout import Layout
 from moejax.model.block import Slice
 from moejax.model.remat import remat_policy
@@ -118,9 +117,9 @@ class StagedModel:
         every = sum(map(len, jax.tree.leaves(state.router_bias)))
         self.expert_layers = every + here * (self.stages - 1)
 
-    def link(self, traffic: Literal["stage", "stage_gradient"], x_BtD: jax.Array) -> stages.Link:
+    def link(self, traffic: Literal["stage", "stage_gradient"], x_BtD: jax.Array) -> links.Link:
         """Returns the links to other stages for arrays like x."""
-        return stages.build_link(traffic, self.layout, self.model.spec.codecs, x_BtD)
+        return links.build_link(traffic, self.layout, self.model.spec.codecs, x_BtD)
 
     def transformer(self, outer: Tree) -> Transformer:
         """Returns the model with these weights outside of the stages."""
@@ -157,7 +156,7 @@ class StagedModel:
         model, noise = self.transformer(outer), self.noise(self.stage, j)
         with jax.named_scope("embed"):
             x_BtD, stats = model.before_stages(rows.token_BT, rows.segment_BT, noise)
-        return stages.in_slices(x_BtD, self.slices, self.layout), stats
+        return links.in_slices(x_BtD, self.slices, self.layout), stats
 
     def piece_of(self, array_BT: jax.Array, piece: jax.Array) -> jax.Array:
         """Returns the positions of a slice."""

@@ -9,8 +9,8 @@ import pytest
 from moejax.checkpoint.digests import add_up
 from moejax.checkpoint.manifest import MANIFEST, find_damage, finished_steps, read_manifest
 from moejax.checkpoint.writer import OtherProcessError, commit, prune, tell_first
+from tests.checkpoint.test_manifest import write_step
 from tests.threads import everywhere
-from tests.train.test_manifest import write_step
 
 KEY = "weights/params.groups.0.blocks.0.moe.w_in"
 

@@ -22,8 +22,8 @@ from moejax.errors import InputError
 from moejax.runtime.processes import ALONE
 from moejax.train.start import choose_checkpoint, open_copies
 from tests.cases import small_config, step_for
+from tests.checkpoint.test_manifest import write_step
 from tests.threads import everywhere
-from tests.train.test_manifest import write_step
 from tests.train.test_start import NO_DATA
 
 
