@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.gpu import chunks, layers, products, shapes
 from moejax.aot.target import TARGETS, describe_devices
 from moejax.config.load import load_config
-from moejax.runtime.compiler import described_cudnn
+from moejax.runtime.patches import described_cudnn
 from tests.kernels.mosaic.described import compile_kernels
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("compiled_anew")]

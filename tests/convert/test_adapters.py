@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from moejax.comm.weights.adapters import WithAdapter, add_adapter, attach_adapters, scaled
 from moejax.config.schema import MeshConfig
-from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare import command as prepare
 from moejax.hf.load import flat, load, plan_load
 from moejax.hf.model import describe_anywhere
 from moejax.hf.reader import Folder

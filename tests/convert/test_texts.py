@@ -21,8 +21,8 @@ from moejax.convert.texts import (
     write_generation,
     write_texts,
 )
+from moejax.data.prepare import command as prepare
 from moejax.data.prepare.chat_template import load_template
-from moejax.data.prepare.command import command as prepare
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer, load_library
 from moejax.errors import InputError
 from tests.data.chats import CHATML, CLOSED, INST, ONE, write_model

@@ -14,7 +14,7 @@ pytest.importorskip("jinja2")
 from moejax.config.schema import DataConfig
 from moejax.data import tokens
 from moejax.data.marks import marks_of
-from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare import command as prepare
 from moejax.data.prepare.control_tokens import FileEncoder
 from moejax.data.sidecar import ChatForm, read_sidecar
 from moejax.data.sources import describe_tokens

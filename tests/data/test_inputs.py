@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from moejax.config.schema import DataConfig
-from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare import command as prepare
 from moejax.data.prepare.inputs import find_inputs, kind_of, open_bytes
 from moejax.data.sources import open_sources
 from moejax.errors import InputError

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moejax.data import batches, sidecar, tokens
 from moejax.data.marks import BEGIN, CONTEXT, TARGET, MarkedDocument, marks_of
-from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare import command as prepare
 from moejax.data.prepare.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError

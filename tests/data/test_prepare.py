@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moejax.config.schema import DataConfig
 from moejax.data import tokens
 from moejax.data.batches import eval_batches
-from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare import command as prepare
 from moejax.data.sources import open_sources
 from moejax.data.tokenizer import FileTokenizer
 from moejax.errors import InputError

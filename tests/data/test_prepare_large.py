@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from moejax.data.prepare import command as prepare
 from moejax.data.prepare import documents, split
-from moejax.data.prepare.command import command as prepare
 from tests.data.test_prepare import FORMATS, _documents, _inputs, _open, _run
 
 

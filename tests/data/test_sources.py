@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moejax.config.schema import DataConfig
 from moejax.data import corpus
-from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare import command as prepare
 from moejax.data.prepare.documents import Document
 from moejax.data.sidecar import Sidecar, sidecar_of
 from moejax.data.sources import (

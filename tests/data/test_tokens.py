@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moejax.config.schema import DataConfig
 from moejax.data import corpus, sidecar, tokens
+from moejax.data.prepare import command as prepare
 from moejax.data.prepare import writers
-from moejax.data.prepare.command import command as prepare
 from moejax.data.prepare.documents import Document
 from moejax.data.sources import open_sources
 from moejax.data.tokenizer import ByteTokenizer, FileTokenizer

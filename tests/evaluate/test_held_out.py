@@ -54,7 +54,7 @@ def test_texts_are_scored_by_the_models_tokenizer(tmp_path):
 
 def test_texts_take_the_tokenizer_of_the_training_files(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    from moejax.data.prepare.command import command as prepare
+    from moejax.data.prepare import command as prepare
 
     path = write_model(tmp_path / "model")
     (tmp_path / "a.txt").write_text("all")
@@ -111,7 +111,7 @@ def test_texts_of_imported_weights_begin_with_the_token_of_their_tokenizer(tmp_p
 
 def test_a_token_file_from_before_there_was_a_begin_token_is_told(tmp_path):
     pytest.importorskip("tokenizers")
-    from moejax.data.prepare.command import command as prepare
+    from moejax.data.prepare import command as prepare
 
     model, tokenizer, path = imported(tmp_path, eval_files=(str(tmp_path / "t.train.bin"),))
     command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "t"), "--tokenizer", str(path)]
@@ -140,7 +140,7 @@ def test_a_token_file_from_before_there_was_a_begin_token_is_told(tmp_path):
 
 def test_weights_whose_texts_begin_with_eos_have_token_files_that_do(tmp_path):
     pytest.importorskip("tokenizers")
-    from moejax.data.prepare.command import command as prepare
+    from moejax.data.prepare import command as prepare
 
     model, _, path = imported(tmp_path)
     path.with_name("tokenizer_config.json").unlink()

@@ -1,7 +1,7 @@
 """A disk that becomes full in the middle of a run: a real one, a small tmpfs.
 
-One that becomes read-only is tried on saves alone (tests/checkpoint/test_disk_space.py): Linux does not
-mount a file system again read-only while a run writes to its logs there.
+One that becomes read-only is tried on saves alone (tests/checkpoint/test_disk_space.py): Linux does
+not mount a file system again read-only while a run writes to its logs there.
 """
 
 import os

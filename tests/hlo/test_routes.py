@@ -11,7 +11,7 @@ from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
 from moejax.layout.route import build_route
 from moejax.plan.trace.reader import collectives
-from moejax.runtime.compiler import described_cudnn
+from moejax.runtime.patches import described_cudnn
 from moejax.step.train_step import build_step
 from tests.cases import part_of, small_config, step_for
 

@@ -13,7 +13,7 @@ import numpy as np
 from moejax.checkpoint.find import newest
 from moejax.checkpoint.writer import restore_state
 from moejax.config.load import load_config
-from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare import command as prepare
 from moejax.data.prepare.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from tests.cases import step_for

@@ -11,7 +11,7 @@ from moejax.checkpoint import manifest
 from moejax.config.load import load_config, to_dict
 from moejax.config.schema import Config
 from moejax.data import sidecar
-from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare import command as prepare
 from moejax.data.prepare.documents import Document
 from moejax.data.tokenizer import ByteTokenizer
 from moejax.errors import InputError

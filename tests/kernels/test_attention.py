@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moejax.comm.jaxprs import inner_jaxprs, opened
 from moejax.kernels.attention.blocked import _blocks, attention
 from moejax.kernels.costs import attention_cost
-from moejax.runtime.compiler import described_cudnn
+from moejax.runtime.patches import described_cudnn
 from tests.cases import few
 
 

@@ -22,7 +22,7 @@ from moejax.kernels.select import (
 )
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_abstract_mesh
-from moejax.runtime.compiler import described_cudnn
+from moejax.runtime.patches import described_cudnn
 from moejax.step.train_step import build_step
 
 HOPPER = Hardware("gpu", "9.0")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.config.schema import DataConfig, MeshConfig
-from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare import command as prepare
 from moejax.data.tokenizer import FileTokenizer
 from moejax.serve.command import main as generate
 from tests.data.chats import CHATML, ONE, write_model

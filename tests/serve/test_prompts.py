@@ -6,7 +6,7 @@ import json
 import pytest
 
 from moejax.checkpoint.find import Saved
-from moejax.data.prepare.command import command as prepare
+from moejax.data.prepare import command as prepare
 from moejax.data.prepare.control_tokens import ByteEncoder, FileEncoder
 from moejax.data.tokenizer import FileTokenizer
 from moejax.errors import InputError
