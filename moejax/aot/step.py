@@ -61,7 +61,7 @@ class CompiledStep:
     def token_exchanges(self, *, backward: bool | None = None) -> list[Exchange]:
         """Returns the all-to-alls of tokens or their gradients; `backward` None: of both passes.
 
-        Those of one number a row are left out: they are far smaller than any of rows.
+        Skips the all-to-all of router weights, which has one number a row.
         """
         floats = [
             exchange

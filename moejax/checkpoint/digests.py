@@ -117,7 +117,7 @@ def _place(sharding: NamedSharding, shape: tuple[int, ...]) -> Place:
 
 
 def forget_places() -> None:
-    """Lets go of what is kept of shardings: it holds arrays of devices that may be gone."""
+    """Clears the cache: its arrays live on devices that may be gone."""
     _place.cache_clear()
 
 

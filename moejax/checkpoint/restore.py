@@ -1,7 +1,7 @@
 """Takes a run up where its newest checkpoint left it; checks that need devices.
 
 A checkpoint whose files are as they were written may still be of another step, or have other
-numbers than were saved. Then it is set aside as damaged files are, and the one before it is taken.
+numbers than were saved. It is renamed to STEP.corrupt, and the step before it is tried.
 """
 
 from collections.abc import Callable, Mapping

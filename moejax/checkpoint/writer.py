@@ -105,8 +105,8 @@ def _name(step: Path, index: int) -> str:
 def prune(directory: Path, keep: int) -> None:
     """Removes steps that are older than the newest `keep` whole ones.
 
-    Whole are those whose manifest is as it was written and lists files of the sizes they have. What
-    is not whole counts for nothing and stays: a start looks at it again and sets it aside.
+    A step counts as complete if its manifest verifies and all file sizes match. Others stay: the
+    next start looks at them again and sets them aside.
     """
     whole = 0
     for step in sorted(finished_steps(directory), reverse=True):

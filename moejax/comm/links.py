@@ -123,7 +123,9 @@ class Link:
             return self.decode(share, self.dtype)
 
     def collect_positions(self, encoded_BtX: jax.Array) -> jax.Array:
-        """The transpose of `spread_positions`: the last stage gets all. Others get what is no use.
+        """The transpose of `spread_positions`: the last stage gets all positions.
+
+        The result on other stages is undefined.
 
         Wire: (P - 1) / P of the encoded result, to the last stage alone.
         """

@@ -117,7 +117,7 @@ class MeshConfig:
     )
     stage_keeps: str = setting(
         "residuals",
-        "of a micro-batch for backward: what model.remat keeps; or a stage's input alone",
+        "what each stage stores per micro-batch: residuals, or only its input (recomputed)",
         choices=("residuals", "input"),
     )
     stage_slices: int = setting(
@@ -138,7 +138,7 @@ class MeshConfig:
     )
     gather_dense: str = setting(
         "use",
-        "attention, MLPs, vocabulary: gather weights, reduce gradients at each use; or once a step",
+        "when dense weights are gathered and gradients reduced: at each use, or once a step",
         choices=("use", "step"),
     )
     gather_across: str = setting(

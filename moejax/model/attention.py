@@ -87,7 +87,7 @@ class Attention(nnx.Module):
 
         Args:
           angles: of these positions.
-          attend: as `sliced_attention`, with what it takes of other positions.
+          attend: attention of queries, keys and values, with cached ones bound.
         Returns:
           What a call returns, and the keys and values of these positions.
         """

@@ -200,7 +200,7 @@ def _check_sources(args: argparse.Namespace) -> None:
         )
     if args.config is None and args.hf is None:
         raise InputError(
-            "no config. Got none. A plan needs one. Add --config, or --hf for a published model."
+            "moejax plan needs --config FILE, or --hf FILE for a published model."
         )
     if args.topology is None:
         raise InputError(

@@ -87,8 +87,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     if args.config is None:
         raise InputError(
-            "no config. Got none. A run needs one. "
-            "Add --config tiny, or a file such as configs/tiny.py."
+            "moejax train needs --config FILE, for example --config tiny."
         )
     cfg, notes = load_with_notes(args.config, overrides)
     check(cfg)

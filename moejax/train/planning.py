@@ -175,7 +175,7 @@ def _with_pins(
 ) -> tuple[Config, frozenset[str]]:
     """Returns the config, and settings that keep their values.
 
-    Where arrays are there already, so are their layer groups.
+    On resume the number of chunks is fixed: it shapes the checkpoint.
     """
     if not resuming and cfg.checkpoint.init_from is None:
         return cfg, pinned(cfg)

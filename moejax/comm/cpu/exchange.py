@@ -49,7 +49,7 @@ class Begun(NamedTuple):
     number: jax.Array
 
     def end(self) -> jax.Array:
-        """Waits for it where the result is used. What has begun must end, whatever is needed."""
+        """Waits where the result is used. A started exchange must be waited for in any case."""
         done = jax.ffi.ffi_call(
             "moejax_exchange_done",
             jax.ShapeDtypeStruct(self.y.shape, self.y.dtype),

@@ -133,7 +133,7 @@ class Chain:
         return Returning(jnp.zeros_like(self.first()[0]), jnp.zeros_like(self.x_JBtD))
 
     def move(self, back: Returning, dx_BtD: jax.Array, t: jax.Array, *, leave: bool) -> Returning:
-        """Moves gradients on by one stage, and keeps one that has come back to where it is from.
+        """Sends gradients one stage toward their owner; stores those that arrived.
 
         What the first stage leaves at a tick reaches stage s s ticks later. Arguments as of
         `Lookup.move`.

@@ -1,4 +1,4 @@
-"""The loss of what the last stage left, of which each stage computes that of some positions.
+"""Loss of the last stage's hidden states: each stage computes it for its share of the positions.
 
 Per device, inside the shard_map of the training mesh. The block of `model.predict_ahead` follows
 the last stage's layers, so it runs here too, on the same share of the positions: `model.share`.

@@ -45,7 +45,7 @@ class Visit(NamedTuple):
       chunk: its number.
       piece: the slice's number.
       first: number of the chunk's first layer among those of all chunks here.
-      slot: where what is kept of it is.
+      slot: index of its saved activations.
       past_slot: where keys and values of its slices are.
       valid: whether it counts; in a bubble it does not.
     """
@@ -272,7 +272,7 @@ class StagedModel:
         """Returns a micro-batch's share of the routers' losses, and what it adds to the parts.
 
         Args:
-          slices: of which the statistics are those of one.
+          slices: number of slices in a micro-batch; `stats` covers one of them.
           layout: of the tokens that the experts saw; None: that inside a stage.
         """
         zero = jnp.zeros(())
