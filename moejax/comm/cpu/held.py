@@ -20,8 +20,8 @@ class Held(NamedTuple):
     """The arrays that stay in memory until a scope's last exchange of tokens has ended.
 
     XLA gives the memory of an array that was sent, or computed with, to what the program makes
-    next, which then waits until all that reads it has ended. The order of rows counts as well: a
-    chunk's results would come to where the next chunk's order lies, and wait for its experts.
+    next, which then waits until all that reads it has ended. The order of rows counts as well:
+    XLA may reuse a chunk's index buffer for results, which would then wait for its experts.
 
     Attributes:
       arrays: that were sent and received, and that were computed with between exchanges.
