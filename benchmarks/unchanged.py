@@ -54,7 +54,8 @@ PLANS = (
     ("qwen3_30b_a3b", "tpu_v5p:1"),
 )
 COMPILED = (("olmoe_1b_7b", 1), ("olmoe_1b_7b", 2))
-CHANGING = ("seconds", "time", "per_second", "share_of_peak", "_left")  # in names of what is timed
+# In names of what is timed, and the folder of a run, which is another in each recording.
+CHANGING = ("seconds", "time", "per_second", "share_of_peak", "_left", "run_dir")
 
 
 def code() -> Path:
