@@ -19,7 +19,7 @@ VENV_STORES := .venv-stores
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity cluster faults stores compose docs notebooks package lint format clean
+.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity cluster faults stores compose docs notebooks package lint size format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ lint: $(VENV)/.installed ## check style, Dockerfile, layers, spelling and types
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/codespell
 	$(VENV)/bin/pyright
+
+size: $(VENV)/.installed ## lines of the package by room, and what is over its budget
+	@$(VENV)/bin/python -m tests.size
 
 format: $(VENV)/.installed ## rewrite the code in the project's style
 	$(VENV)/bin/ruff check --fix

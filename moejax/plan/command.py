@@ -199,9 +199,7 @@ def _check_sources(args: argparse.Namespace) -> None:
             "one of them out."
         )
     if args.config is None and args.hf is None:
-        raise InputError(
-            "moejax plan needs --config FILE, or --hf FILE for a published model."
-        )
+        raise InputError("moejax plan needs --config FILE, or --hf FILE for a published model.")
     if args.topology is None:
         raise InputError(
             "no topology. Got none. A plan needs one. Add --topology: a file that moejax plan "

@@ -10,7 +10,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from moejax.comm.weights.adapters import attach_adapters
 from moejax.comm.weights.whole import has_whole
-from moejax.config.compression import GRADIENTS, STAGES, Codecs, build_compression
+from moejax.config.compression import (
+    GRADIENTS,
+    STAGES,
+    Codecs,
+    Compression,
+    build_compression,
+)
 from moejax.config.pattern import layer_groups
 from moejax.config.schema import Config, MeshConfig
 from moejax.errors import InputError
@@ -129,14 +135,7 @@ def build_spec(
         name: choice.implementation
         for name, choice in select_kernels(cfg, hardware_of(mesh, platform)).items()
     }
-    compression = build_compression(cfg.compression)
-    if "quantize" in chosen:
-        rows = chosen.get("quantized_rows", "separate")
-        compression = compression.with_kernels(chosen["quantize"], rows)
-    if cfg.lora.rank is not None:
-        compression = compression.without(GRADIENTS)
-    if cfg.mesh.stage == 1:
-        compression = compression.without(STAGES)
+    compression = _compression(cfg, chosen)
     codecs = codecs or compression.at(0)
     return StepSpec(
         layout=layout,
@@ -165,6 +164,19 @@ def build_spec(
         rounds=rounds,
         logit_elements=2**21 if platform == "cpu" else 2**27,
     )
+
+
+def _compression(cfg: Config, kernels: dict[str, str]) -> Compression:
+    """Returns the codecs of classes of traffic that the config's step has, by chosen kernels."""
+    compression = build_compression(cfg.compression)
+    if "quantize" in kernels:
+        rows = kernels.get("quantized_rows", "separate")
+        compression = compression.with_kernels(kernels["quantize"], rows)
+    if cfg.lora.rank is not None:
+        compression = compression.without(GRADIENTS)
+    if cfg.mesh.stage == 1:
+        compression = compression.without(STAGES)
+    return compression
 
 
 def parameter_sizes(dims: Tree, params: Tree) -> dict[str, tuple[str, int]]:

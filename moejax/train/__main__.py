@@ -86,9 +86,7 @@ def run(args: argparse.Namespace, overrides: list[str]) -> int:
         print_settings(console)
         return 0
     if args.config is None:
-        raise InputError(
-            "moejax train needs --config FILE, for example --config tiny."
-        )
+        raise InputError("moejax train needs --config FILE, for example --config tiny.")
     cfg, notes = load_with_notes(args.config, overrides)
     check(cfg)
     if args.print_config:

@@ -20,7 +20,7 @@ from moejax.checkpoint.digests import forget_places
 from moejax.checkpoint.find import Saved
 from moejax.checkpoint.remote import Copies
 from moejax.checkpoint.restore import resume, set_aside_wrong_steps
-from moejax.checkpoint.source import keep_origin
+from moejax.checkpoint.source import Source, keep_origin
 from moejax.checkpoint.writer import Checkpoints, join_orbax
 from moejax.comm.cpu.exchange import disconnect
 from moejax.config.checks import check
@@ -185,8 +185,7 @@ def train_planned(
     print_summary(summary, train_step, console, prepared.planned.rows())
     records = open_records(cfg, notes, console, processes)
     if processes.first:
-        keep_origin(source, Path(cfg.run_dir))
-        keep_tokenizer(cfg.data, Path(cfg.run_dir))
+        _keep_for_exports(cfg, source)
     base = base_of(cfg, source)
     with watch.during("restore"):
         told = partial(tell_note, console, records, notes)
@@ -203,6 +202,12 @@ def train_planned(
     run.recent = {} if resumed is None else recent_of(resumed.facts)
     _follow(run, prepared, int(state.step), monitored=measured is None)
     return _run_to_end(run, state, meter)
+
+
+def _keep_for_exports(cfg: Config, source: Source | None) -> None:
+    """Writes into the run's directory what its exports carry along."""
+    keep_origin(source, Path(cfg.run_dir))
+    keep_tokenizer(cfg.data, Path(cfg.run_dir))
 
 
 def _follow(run: Run, prepared: Prepared, step: int, *, monitored: bool) -> None:

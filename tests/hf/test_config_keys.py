@@ -7,9 +7,8 @@ import pytest
 
 from moejax.errors import InputError
 from moejax.hf.families import family_named, family_of
-from moejax.hf.families.family import STORAGE, flat_settings, from_settings
+from moejax.hf.families.family import STORAGE, flat_settings, from_settings, stated
 from moejax.hf.families.parts import Unused
-from moejax.hf.families.stated import stated
 from moejax.model.rope import frequencies, score_factor
 from tests.hf.config_keys import GOLDEN, of_positions, released, without
 from tests.hf.golden import cases_of

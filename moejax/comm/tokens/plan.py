@@ -68,19 +68,15 @@ def plan_dispatch(
 
             def bucket(expert_MK, J=J, peers=peers, span=span, first=first, merge=hop.merge):
                 peer_MK = jnp.minimum(expert_MK // span, peers)
-                num_parts = parts if first else 1  # later hops take each part as it arrived
+                sizes = {"peers": peers, "rows": J, "merge": merge}
+                by_MK = expert_MK if route.parts_by_expert else None
+                # Later hops take each part as it arrived.
                 slot_map = place_items(
-                    peer_MK,
-                    peers=peers,
-                    rows=J,
-                    parts=num_parts,
-                    merge=merge,
-                    expert_MK=expert_MK if route.parts_by_expert else None,
+                    peer_MK, parts=parts if first else 1, expert_MK=by_MK, **sizes
                 )
-                options = {"peers": peers, "rows": J, "per_peer": span, "merge": merge}
                 if first and kept_NK is not None:
                     expert_MK = jnp.where(kept_NK, expert_MK, num_experts)
-                return slot_map, experts_of_slots(expert_MK, slot_map, **options)
+                return slot_map, experts_of_slots(expert_MK, slot_map, per_peer=span, **sizes)
 
             slot_map, expert_IMK = jax.vmap(bucket)(expert_IMK)
             if first:
