@@ -36,6 +36,9 @@ def _kind_of_processor() -> str:
 CACHES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moejax-tests"
 CACHE = CACHES / _kind_of_processor()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+# Under `make test ARGS=...` these would reach every `make` that a test runs.
+for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS"):
+    os.environ.pop(name, None)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # More is cut to half of it, least recently used first, when a run begins. JAX's own bound would
