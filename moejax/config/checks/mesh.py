@@ -79,9 +79,9 @@ def _check_nodes(cfg: Config, num_devices: int) -> None:
     require(
         mesh.gather_across == "flat"
         or any(inside[axis] < getattr(mesh, axis) for axis in ("fsdp", "expert")),
-        f"`mesh.gather_across` = {mesh.gather_across} has no effect: on {mesh.nodes} nodes every "
-        "weight's shards lie inside one. Leave it at flat, or choose a mesh.fsdp or mesh.expert "
-        "that spans nodes.",
+        f"`mesh.gather_across` = {mesh.gather_across} has no effect: every weight's shards lie "
+        f"inside a node (`mesh.nodes` is {mesh.nodes}). Leave it at flat, or choose a mesh.fsdp or "
+        "mesh.expert that spans nodes.",
     )
     if cfg.model.has_experts and cfg.route.startswith("two_level"):
         own = ("expert", "tensor") if mesh.expert_weights == "folded" else ("expert",)
