@@ -23,7 +23,7 @@ COMMON = ["--config", "configs/tiny.py", "--traces", "3"]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--topology", "h200"], "no config"),
+        (["--topology", "h200"], "needs --config FILE"),
         (["--config", "configs/tiny.py"], "no topology.*h200:2.*--clusters lists"),
         (["--print_topology"], "Add --topology h200:2"),
         (["--clusters", "h300"], "Did you mean h200"),

@@ -102,4 +102,4 @@ def test_a_config_and_all_settings_can_be_shown_and_nothing_runs(tmp_path, monke
     assert main(["--settings"]) == 0
     assert "train.seed  (" in capsys.readouterr().out
     assert main([]) == 2
-    assert capsys.readouterr().err.startswith("moejax: error: no config. ")
+    assert "--config FILE" in capsys.readouterr().err
