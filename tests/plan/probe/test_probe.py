@@ -298,7 +298,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words, message, tmp_path, monkeyp
 
 def test_the_plan_command_knows_its_words(capsys):
     assert plan.main([]) == 2
-    assert "no config" in capsys.readouterr().err
+    assert "--config FILE" in capsys.readouterr().err
     assert plan.main(["probe", "--out", "nowhere/t.json"]) == 2
 
 
