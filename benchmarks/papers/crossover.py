@@ -114,9 +114,10 @@ def planned(name: str) -> dict[str, Any]:
     best = search(cfg, topology, Limits(8 * nodes, nodes, "gpu"), load).ranked[0]
     train, mesh = best.cfg.train, best.cfg.mesh
     ranks = topology.devices // mesh.stage // mesh.tensor * train.micro_batches
+    owners = mesh.expert * (mesh.tensor if mesh.expert_weights == "folded" else 1)
     return {
         "plan": plan_text(best.cfg),
-        "expert": mesh.expert,
+        "owners": owners,
         "tokens": train.batch_sequences * cfg.data.sequence_length // ranks,
         "tokens_a_second": tokens_per_second(best),
     }
@@ -184,7 +185,7 @@ def page(record: dict[str, Any]) -> str:
     ]
     for name, one in record["results"].items():
         plan = one["planned"]
-        spread = f"{plan['expert']} groups" if plan["expert"] > 1 else "nothing: no exchange"
+        spread = f"{plan['owners']} groups" if plan["owners"] > 1 else "nothing: no exchange"
         lines.append(f"| {name} | {plan['tokens']:,} | {spread} | {plan['plan']} |")
     return "\n".join(
         [*lines, "", "![The ratios by tokens a device](../../docs/pictures/crossover.svg)", ""]
@@ -206,6 +207,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axes.axhline(1, color="grey", linewidth=1)
         axes.set(xscale="log", yscale="log", title=f"{link} a node", xlabel="tokens a device")
         axes.set_xticks(TOKENS, [f"{tokens // 1024}k" for tokens in TOKENS])
+        axes.set_yticks((0.7, 1, 2, 4, 8), ("0.7", "1", "2", "4", "8"))
+        axes.minorticks_off()
     every[0].set_ylabel("step without / with an exchange")
     every[-1].legend(fontsize=7)
     figure.tight_layout()
