@@ -8,7 +8,7 @@ root, ip and tc, but for `--only train`.
 
     python -m benchmarks.emulated.overflow --out benchmarks/results
 
-About half an hour. Goes on where it was stopped.
+Goes on where it was stopped.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What is it worth that weights cross hosts first, and seldom, and is it priced truly?
+"""How much faster is a step whose weights cross hosts first, or seldom, and is its price right?
 
 A model whose weights are sharded over all devices, on emulated clusters: gathered flat, or across
 hosts first and then inside a host, at each use, once for both passes or once a step
@@ -8,7 +8,7 @@ in turns, and the kernel counts what crosses. Needs root, ip and tc.
 
     python -m benchmarks.emulated.weights --out benchmarks/results
 
-About ten minutes a cluster. Goes on where it was stopped.
+Goes on where it was stopped.
 """
 
 import argparse

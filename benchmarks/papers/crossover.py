@@ -7,8 +7,8 @@ is planned at its own batch.
 
     python -m benchmarks.papers.crossover --out benchmarks/results
 
-About fifteen minutes on two cores. Goes on where it was stopped. Draws docs/pictures/crossover.svg,
-which needs matplotlib (`pip install '.[plots]'`).
+It took 22 minutes beside other work, on two cores. Goes on where it was stopped. Draws
+docs/pictures/crossover.svg, which needs matplotlib (`pip install '.[plots]'`).
 """
 
 import argparse
@@ -31,7 +31,6 @@ from moejax.plan.cluster.file import load_topology
 from moejax.plan.cluster.topology import Topology
 from moejax.plan.price.candidate import price, trace_config
 from moejax.plan.price.routing import read_expert_load
-from moejax.plan.price.terms import tokens_per_second
 from moejax.plan.report.tables import plan_text
 from moejax.plan.search.search import search
 from moejax.plan.search.space import Limits, resolve, rules
@@ -113,13 +112,12 @@ def planned(name: str) -> dict[str, Any]:
     load = read_expert_load("balanced", cfg.moe.num_experts)
     best = search(cfg, topology, Limits(8 * nodes, nodes, "gpu"), load).ranked[0]
     train, mesh = best.cfg.train, best.cfg.mesh
-    ranks = topology.devices // mesh.stage // mesh.tensor * train.micro_batches
+    shares = topology.devices // mesh.stage * train.micro_batches
     owners = mesh.expert * (mesh.tensor if mesh.expert_weights == "folded" else 1)
     return {
         "plan": plan_text(best.cfg),
         "owners": owners,
-        "tokens": train.batch_sequences * cfg.data.sequence_length // ranks,
-        "tokens_a_second": tokens_per_second(best),
+        "tokens": train.batch_sequences * cfg.data.sequence_length // shares,
     }
 
 
