@@ -31,7 +31,7 @@ class TrackConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept of a run."""
+    """Checkpoints of a run, and copies of them."""
 
     save_every: int | None = setting(
         100, "steps between checkpoints; none: only at the end", at_least=1
