@@ -6,12 +6,20 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "moejax"
 MODULES, LINES, FUNCTION = 12, 500, 50  # of a folder, of a module, of a function
+CORE = ("config", "layout", "comm", "moe", "model", "step", "kernels")  # what a newcomer reads
+FILES = 120  # of the core
+README = 600, 90  # words and lines
 KERNELS = "mosaic"  # a kernel is one function, and as long as it has to be
 
 
 def modules() -> list[Path]:
     """Every module of the package, but for the files that only describe a folder."""
     return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+
+
+def core() -> list[Path]:
+    """Modules of the core."""
+    return [path for path in modules() if path.relative_to(PACKAGE).parts[0] in CORE]
 
 
 def lines(path: Path) -> int:
