@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -181,8 +181,25 @@ def versions() -> dict[str, str]:
 def _hardware(target: str | None) -> Hardware:
     if target is not None:
         return Hardware(TARGETS[target].platform, HOPPER if target == "h200" else None)
-    device = jax.devices()[0]
+    device = devices_here()[0]
     return Hardware(device.platform, getattr(device, "compute_capability", None))
+
+
+def devices_here() -> list[Any]:
+    """The devices of this process.
+
+    Raises:
+      InputError: in place of JAX's error, which names no setting of ours.
+    """
+    try:
+        return jax.local_devices()
+    # JAX asserts that a platform it knows nothing of has devices.
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).strip().splitlines() or ["it knows no such platform here"])[0]
+        raise InputError(
+            f"no devices. JAX says: {reason}. Set JAX_PLATFORMS to what this host has (cpu, cuda "
+            f"or tpu), and install the extra for it: docs/guide/cluster.md."
+        ) from error
 
 
 def show(cfg: Config, hardware: Hardware, console: Console) -> None:

@@ -6,14 +6,12 @@ Every check runs by itself: one that fails does not stop the others. `doctor.smo
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
+from moejax.doctor.machine import devices_here
 from moejax.doctor.smoke_checks import Check, SkippedError, smoke_checks
-from moejax.errors import InputError
 from moejax.screen import waiting
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
@@ -40,7 +38,7 @@ def smoke(console: Console, make_checks: Callable[[], Sequence[Check]] | None = 
     Raises:
       InputError: if there are no devices.
     """
-    devices = local_devices()
+    devices = devices_here()
     console.print(f"{len(devices)} x {devices[0].device_kind}", highlight=False)
     outcomes = []
     for check in (make_checks or (lambda: smoke_checks(devices)))():
@@ -51,21 +49,6 @@ def smoke(console: Console, make_checks: Callable[[], Sequence[Check]] | None = 
     for one in failed:
         console.print(f"{one.check.name} failed. {one.check.advice}", highlight=False)
     return 1 if failed else 0
-
-
-def local_devices() -> list[Any]:
-    """The devices of this process.
-
-    Raises:
-      InputError: in place of JAX's error, which names no setting of ours.
-    """
-    try:
-        return jax.local_devices()
-    except RuntimeError as error:
-        raise InputError(
-            f"no devices. JAX says: {_first_line(error)}. Set JAX_PLATFORMS to what this host has "
-            f"(cpu, cuda or tpu), and install the extra for it: docs/guide/cluster.md."
-        ) from error
 
 
 def _run(check: Check) -> Outcome:

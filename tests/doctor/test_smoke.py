@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from moejax.doctor import smoke as command
+from moejax.doctor import machine
 from moejax.doctor import smoke_checks as checks
 from moejax.doctor.command import main
 from moejax.doctor.smoke import smoke
@@ -88,12 +88,16 @@ def test_one_device_exchanges_nothing(capsys):
     assert said(capsys).count("there is one device") == 5
 
 
-def test_no_devices_are_an_error_of_input(capsys, monkeypatch):
+@pytest.mark.parametrize("flags", [["--smoke"], []])
+@pytest.mark.parametrize(
+    "raised", [RuntimeError("Unable to initialize backend 'cuda'\nmore"), AssertionError()]
+)
+def test_no_devices_are_an_error_of_input(flags, raised, capsys, monkeypatch):
     def none():
-        raise RuntimeError("Unable to initialize backend 'cuda'\nmore")
+        raise raised
 
-    monkeypatch.setattr(command.jax, "local_devices", none)
-    assert main(["--smoke"]) == 2
+    monkeypatch.setattr(machine.jax, "local_devices", none)
+    assert main(flags) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "JAX_PLATFORMS" in error
