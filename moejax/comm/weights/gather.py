@@ -111,14 +111,14 @@ def reduce_gradient(gradient: jax.Array, shard: Shard, dims: str, spec: StepSpec
 
 
 def gather_once(params: Any, dims: Any, spec: StepSpec) -> Any:
-    """Gathers before the first micro-batch, for `Shard.gathered`; None for other parameters.
+    """Gathers weights before the first micro-batch. Returns `Shard.gathered` of each, or None.
 
-    Dense matrices are gathered if `mesh.gather_dense` is "step", all layers of a stack at once.
-    Micro-batches add up their gradients in the shape of the gathered weight, and the last one
-    reduces the sums. All other matrices with shards across nodes are gathered across nodes alone,
-    [S, *shard], if `mesh.gather_across` is "step"; `gather_weight` gathers them inside the node.
-    Micro-batches add up gradients that are summed inside the node, and the last one sends the sums
-    to other nodes.
+    If `mesh.gather_dense` is "step": dense matrices, all layers of a stack at once. Micro-batches
+    add up their gradients in the shape of the gathered weight, and the last one reduces the sums.
+
+    If `mesh.gather_across` is "step": all other matrices with shards across nodes, across nodes
+    alone, [S, m, N]. `gather_weight` then gathers them inside the node. Micro-batches add up
+    gradients that are summed inside the node, and the last one sends the sums to other nodes.
 
     Args:
       params: this device's shards; layers may be stacked.

@@ -54,7 +54,7 @@ class GatherSpec:
 
 
 def path_of(dims: str, layout: Layout) -> ParamPath:
-    """The path of a parameter whose dimension letters are `dims`, e.g. "DHC"."""
+    """Returns the path of a parameter with these dimension letters, e.g. "DHC"."""
     by_dim = layout.param_axes(dims)
     never_gathered = layout.tensor + (layout.expert_owner_axes if dims[0] == "E" else ())
     gathers = {
@@ -69,7 +69,7 @@ def path_of(dims: str, layout: Layout) -> ParamPath:
 
 
 def build_gather_spec(dims: str, spec: StepSpec, dtype: str | None = None) -> GatherSpec:
-    """How a parameter with these dimension letters is gathered and its gradient reduced.
+    """Returns how a parameter with these dimension letters is gathered and its gradient reduced.
 
     Args:
       dtype: of the gathered weight; None: that of compute.
@@ -106,8 +106,8 @@ def is_gathered_once(dims: str, spec: StepSpec) -> bool:
 def crosses_nodes_once(dims: str, spec: StepSpec) -> bool:
     """Whether a parameter is gathered across nodes once a step, and inside the node at each use.
 
-    With `mesh.gather_across=step` all matrices with shards across nodes are that `is_gathered_once`
-    does not name.
+    With `mesh.gather_across=step` every matrix with shards across nodes is, unless it
+    `is_gathered_once`.
     """
     once = spec.gather_across == "step" and compressible(dims) and not is_gathered_once(dims, spec)
     return once and path_of(dims, spec.layout).gathers_across
