@@ -30,9 +30,9 @@ def enter_tensor_together(parts: Sequence[jax.Array], layout: Layout) -> Sequenc
     """`enter_tensor` of several activations [B, t, any], in one gather."""
     if not layout.sequence_sharded or layout.size(layout.tensor) == 1:
         return parts
-    whole = enter_tensor(jnp.concatenate(parts, axis=-1), layout)
+    joined = enter_tensor(jnp.concatenate(parts, axis=-1), layout)
     ends = itertools.accumulate(part.shape[-1] for part in parts[:-1])
-    return jnp.split(whole, list(ends), axis=-1)
+    return jnp.split(joined, list(ends), axis=-1)
 
 
 def leave_tensor(y_BTD: jax.Array, layout: Layout) -> jax.Array:

@@ -115,8 +115,8 @@ class Layout:
             rules |= dict.fromkeys("HGFV", self.tensor)
         return tuple(rules.get(letter, ()) for letter in dims)
 
-    def is_whole(self, dims: str) -> bool:
-        """Whether every device holds all of a parameter."""
+    def is_replicated(self, dims: str) -> bool:
+        """Whether a parameter is replicated: every device holds all of it."""
         return not any(self.param_axes(dims))
 
     def param_spec(self, dims: str, ndim: int) -> PartitionSpec:

@@ -63,7 +63,7 @@ class Route:
     replicated: bool = False  # each tensor rank starts from the tokens of all tensor ranks
     chunks: int = 1
     chunks_backward: int = 1
-    trim: bool = False  # only filled rows of buckets travel, not whole buckets
+    trim: bool = False  # only the filled rows of buckets travel
 
     @property
     def parts(self) -> int:

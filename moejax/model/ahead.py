@@ -40,7 +40,7 @@ class PredictAhead(nnx.Module):
         """Projects the next token's embedding and the hidden state to the input of the block.
 
         Takes and returns activations in the layout between blocks. Each tensor rank projects its
-        own positions with the whole matrix.
+        own positions with the unsharded matrix.
 
         Args:
           h_BtD: the model's hidden states after its final norm, as vLLM hands them to DeepSeek-V3's

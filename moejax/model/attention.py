@@ -12,7 +12,7 @@ from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
 from moejax.comm.weights.adapters import product, shape_of
-from moejax.comm.weights.gather import gather_float32, gather_weight, whole_weight
+from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention.blocked import attention
 from moejax.kernels.attention.cached_attention import cached_attention, put
@@ -145,11 +145,11 @@ class Attention(nnx.Module):
         if not self.cfg.attention_output_bias:
             return y_BtD
         # In float32, as other biases; once, to the sum over tensor.
-        return (y_BtD + whole_weight(self.b_o)).astype(y_BtD.dtype)
+        return (y_BtD + replicated_weight(self.b_o)).astype(y_BtD.dtype)
 
     def _own_sinks(self) -> jax.Array:
         """The sinks of this tensor rank's heads. Every device holds all, as a norm's scales."""
-        layout, sinks_H = self.spec.layout, whole_weight(self.sinks)
+        layout, sinks_H = self.spec.layout, replicated_weight(self.sinks)
         heads = sinks_H.shape[0] // layout.size(layout.tensor)
         if heads == sinks_H.shape[0]:
             return sinks_H

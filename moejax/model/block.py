@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.annotations import Array, Float
-from moejax.comm.weights.gather import whole_weight
+from moejax.comm.weights.gather import replicated_weight
 from moejax.config.pattern import BlockKind
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.kernels.attention.sliced_attention import sliced_attention
@@ -92,7 +92,7 @@ class Block(nnx.Module):
             with jax.named_scope("mlp"):
                 y_BtD = self.mlp(h_BtD, mlp_weights)
                 if self.shared_gate is not None:
-                    y_BtD = scale_by_gate(y_BtD, h_BtD, whole_weight(self.shared_gate))
+                    y_BtD = scale_by_gate(y_BtD, h_BtD, replicated_weight(self.shared_gate))
                 x_BtD = x_BtD + y_BtD
         return x_BtD, stats, kept
 

@@ -17,7 +17,7 @@ from flax import nnx
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor
-from moejax.comm.weights.gather import Weight
+from moejax.comm.weights.adapters import Weight
 from moejax.model.block import Pattern
 from moejax.model.layers import logits
 from moejax.model.rope import angles_at, tables

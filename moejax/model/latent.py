@@ -14,8 +14,8 @@ from flax import nnx
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import enter_tensor_together
-from moejax.comm.weights.adapters import Adapter, WithAdapter, product
-from moejax.comm.weights.gather import Weight, gather_weight
+from moejax.comm.weights.adapters import AdaptedWeight, Adapter, Weight, product
+from moejax.comm.weights.gather import gather_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.attention.blocked import attention
 from moejax.kernels.attention.cached_attention import cached_attention, put
@@ -188,17 +188,18 @@ def _kept(projected: Projected, angles: Angles) -> jax.Array:
 
 def _split_weight(w_ZHC: Weight, count: int) -> tuple[Weight, Weight]:
     """Returns the parts of a weight that give the channels before the last `count`, and those."""
-    if not isinstance(w_ZHC, WithAdapter):
+    if not isinstance(w_ZHC, AdaptedWeight):
         before, last = split_last(w_ZHC, count)
         return before, last
     (before, last), (a_ZA, b_AHC) = split_last(w_ZHC.weight, count), w_ZHC.adapter
     b_before, b_last = split_last(b_AHC, count)
-    return WithAdapter(before, Adapter(a_ZA, b_before)), WithAdapter(last, Adapter(a_ZA, b_last))
+    adapters = Adapter(a_ZA, b_before), Adapter(a_ZA, b_last)
+    return AdaptedWeight(before, adapters[0]), AdaptedWeight(last, adapters[1])
 
 
 def _into_latent(q_BHC: jax.Array, w_ZHC: Weight) -> jax.Array:
     """Multiplies each head's channels by its matrix, transposed; of an adapter by both factors."""
-    if not isinstance(w_ZHC, WithAdapter):
+    if not isinstance(w_ZHC, AdaptedWeight):
         return jnp.einsum("bhc,zhc->bhz", q_BHC, w_ZHC)
     a_ZA, b_AHC = w_ZHC.adapter
     return _into_latent(q_BHC, w_ZHC.weight) + _into_latent(q_BHC, b_AHC) @ a_ZA.T
@@ -206,7 +207,7 @@ def _into_latent(q_BHC: jax.Array, w_ZHC: Weight) -> jax.Array:
 
 def _out_of_latent(y_BHZ: jax.Array, w_ZHC: Weight) -> jax.Array:
     """Multiplies each head's latent by its matrix; of an adapter by both factors."""
-    if not isinstance(w_ZHC, WithAdapter):
+    if not isinstance(w_ZHC, AdaptedWeight):
         return jnp.einsum("bhz,zhc->bhc", y_BHZ, w_ZHC)
     a_ZA, b_AHC = w_ZHC.adapter
     return _out_of_latent(y_BHZ, w_ZHC.weight) + _out_of_latent(y_BHZ @ a_ZA, b_AHC)

@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
 from moejax.comm.activations import enter_tensor, leave_tensor
-from moejax.comm.weights.adapters import WithAdapter, product, shape_of, transposed
-from moejax.comm.weights.gather import Weight, gather_weight, whole_weight
+from moejax.comm.weights.adapters import AdaptedWeight, Weight, product, shape_of, transposed
+from moejax.comm.weights.gather import gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig
 from moejax.kernels.experts.activation import clamped_swiglu
 from moejax.kernels.kept import GATE_AND_UP
@@ -31,7 +31,7 @@ class RMSNorm(nnx.Module):
         """Normalises the last dimension."""
         x32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * inverse * whole_weight(self.scale)).astype(x.dtype)
+        return (x32 * inverse * replicated_weight(self.scale)).astype(x.dtype)
 
 
 class MLP(nnx.Module):
@@ -97,7 +97,7 @@ class Embedding(nnx.Module):
 
 def logits(x_ND: Float[Array, "N D"], w_Dv: Weight) -> Float[Array, "N v"]:
     """Returns logits by this tensor rank's slice of the projection, summed in float32."""
-    if not isinstance(w_Dv, WithAdapter):
+    if not isinstance(w_Dv, AdaptedWeight):
         return jnp.dot(x_ND, w_Dv, preferred_element_type=jnp.float32)
     a_DA, b_Av = w_Dv.adapter
     return logits(x_ND, w_Dv.weight) + logits(x_ND @ a_DA, b_Av)
@@ -105,7 +105,7 @@ def logits(x_ND: Float[Array, "N D"], w_Dv: Weight) -> Float[Array, "N v"]:
 
 def rows_of(table_vD: Weight, token_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Returns the rows of tokens; of an adapter, its rows times its other factor, added."""
-    if not isinstance(table_vD, WithAdapter):
+    if not isinstance(table_vD, AdaptedWeight):
         return look_up(table_vD, token_BT)
     a_vA, b_AD = table_vD.adapter
     return look_up(table_vD.weight, token_BT) + look_up(a_vA, token_BT) @ b_AD

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 
 from moejax.comm import wire
-from moejax.comm.weights.adapters import WithAdapter
-from moejax.comm.weights.whole import attach_whole, detach_whole
+from moejax.comm.weights.shard import attach, detach, without
 from moejax.kernels.attention.blocked import CUDNN_FORWARD
 from moejax.kernels.kept import ATTENDED, GATE_AND_UP, PLACES
 from moejax.layout.spec import StepSpec
@@ -51,12 +50,11 @@ def in_turn(repeat: Callable, x_BtD: jax.Array, scanned: tuple[jax.Array, Any]) 
     nothing is left that would hide it.
     """
     layer, state = scanned
-    entries = jax.tree.leaves(state, is_leaf=lambda entry: isinstance(entry, WithAdapter))
-    # Frozen weights have no gradient, which the tie would make zeros of their size.
-    if not any(isinstance(entry, WithAdapter) for entry in entries):
-        state, whole = detach_whole(state)
-        x_BtD, state = _tie_gradients(x_BtD, state)
-        state = attach_whole(state, whole)
+    fields = detach(state)
+    # Frozen and gathered weights have no gradient, which the tie would make zeros of their size.
+    if not jax.tree.leaves(fields.adapter):
+        x_BtD, state = _tie_gradients(x_BtD, without(state, ["gathered"]))
+        state = attach(state, gathered=fields.gathered)
     return repeat(x_BtD, (layer, state))
 
 

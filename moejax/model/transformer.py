@@ -13,8 +13,8 @@ from flax import nnx
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm.activations import enter_tensor
-from moejax.comm.weights.gather import Weight
-from moejax.comm.weights.residuals import without_residuals
+from moejax.comm.weights.adapters import Weight
+from moejax.comm.weights.shard import without
 from moejax.config.pattern import BlockKind, layer_groups
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.layout.spec import StepSpec
@@ -261,7 +261,7 @@ class Transformer(nnx.Module):
             part = (jnp.arange(repeats), stacked)
             if plain_repeats:
                 part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], part)
-            part = without_residuals(part) if stop == plain_repeats else part
+            part = without(part, ["residual"]) if stop == plain_repeats else part
             unroll = 1 if self.cfg.scan_layers else stop - start
             x_BtD, part_stats = jax.lax.scan(repeat, x_BtD, part, unroll=unroll)
             stats.append(part_stats)

@@ -45,8 +45,8 @@ from moejax.comm.activations import (
     own_positions,
     split_positions,
 )
-from moejax.comm.weights.adapters import WithAdapter
-from moejax.comm.weights.gather import Weight, gather_float32, gather_weight, whole_weight
+from moejax.comm.weights.adapters import AdaptedWeight, Weight
+from moejax.comm.weights.gather import gather_float32, gather_weight, replicated_weight
 from moejax.config.schema import ModelConfig, MoEConfig
 from moejax.kernels.experts.expert_weights import Factors, Weights
 from moejax.kernels.kept import ATTENDED
@@ -93,7 +93,7 @@ class MoEWeights(NamedTuple):
 
 def _parts(w: Weight) -> tuple[jax.Array, Factors | None]:
     """Returns a weight and the factors of its adapter."""
-    return (w.weight, Factors(*w.adapter)) if isinstance(w, WithAdapter) else (w, None)
+    return (w.weight, Factors(*w.adapter)) if isinstance(w, AdaptedWeight) else (w, None)
 
 
 class MoE(nnx.Module):
@@ -192,7 +192,7 @@ class MoE(nnx.Module):
         x_ND = x_BtD.reshape(-1, x_BtD.shape[2])
         logit_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE, precision="highest")
         logit_NE = checkpoint_name(logit_NE, ATTENDED)
-        return logit_NE + whole_weight(self.b_router) if self.moe.router_bias else logit_NE
+        return logit_NE + replicated_weight(self.b_router) if self.moe.router_bias else logit_NE
 
     def _stats(
         self,

@@ -20,7 +20,7 @@ def split_micro_batches(batch: Batch, count: int) -> Batch:
 
 
 def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
-    """Returns nats summed over the valid targets of the whole batch, by micro-batches."""
+    """Returns nats summed over the valid targets of the full batch, by micro-batches."""
     layout, micro_batches = model.layout, model.cfg.train.micro_batches
 
     def add(total: jax.Array, rows: Batch) -> tuple[jax.Array, None]:
@@ -38,7 +38,7 @@ def sum_over_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Ar
 
 
 def nll_of_targets(model: ModelDef, state: TrainState, batch: Batch) -> jax.Array:
-    """Returns nats of each target of the whole batch, by micro-batches; 0 where there is none.
+    """Returns nats of each target of the full batch, by micro-batches; 0 where there is none.
 
     Wire: beside the model's, 4 bytes a position of the batch, gathered over the token axes.
     """

@@ -16,8 +16,7 @@ from jax import lax
 
 from moejax.annotations import Array, Float, Int
 from moejax.comm import wire
-from moejax.comm.weights.adapters import WithAdapter
-from moejax.comm.weights.gather import Weight
+from moejax.comm.weights.adapters import AdaptedWeight, Weight
 from moejax.config.schema import MoEConfig
 from moejax.layout.layout import Axes, Layout
 from moejax.model.layers import logits
@@ -170,7 +169,7 @@ Chunks = tuple[Arrays, jax.Array, jax.Array]
 
 def _terms(x_BTD: jax.Array, w_Dv: Weight) -> tuple[Arrays, Arrays]:
     """Returns what is multiplied to logits, and by what: x, and x by an adapter's first factor."""
-    if not isinstance(w_Dv, WithAdapter):
+    if not isinstance(w_Dv, AdaptedWeight):
         return (x_BTD,), (w_Dv,)
     a_DA, b_Av = w_Dv.adapter
     return (x_BTD, x_BTD @ a_DA), (w_Dv.weight, b_Av)

@@ -8,8 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from moejax.comm.weights.adapters import attach_adapters
-from moejax.comm.weights.whole import has_whole
+from moejax.comm.weights.shard import attach
 from moejax.config.compression import (
     GRADIENTS,
     STAGES,
@@ -55,9 +54,9 @@ class ModelDef:
     def merge(self, params: Tree, router_bias: Tree, frozen: Tree = None) -> Transformer:
         """Returns the model with these arrays; arguments as in `TrainState`.
 
-        Beside weights may stand what enters with them: see `comm.weights.gather.gather_weight`.
+        Weights and the factors of adapters are arrays or `Shard`s.
         """
-        weights = params if frozen is None else attach_adapters(frozen, params, has_whole)
+        weights = params if frozen is None else attach(frozen, adapters=params)
         return nnx.merge(self.graph, weights, router_bias)
 
     def init(self) -> tuple[Tree, Tree]:
@@ -189,7 +188,7 @@ def parameter_sizes(dims: Tree, params: Tree) -> dict[str, tuple[str, int]]:
 
 
 def _build_model(cfg: Config, spec: StepSpec) -> Transformer:
-    # Inside a stage modules find their weights gathered: see `comm.weights.gather.enter_weights`.
+    # Inside a stage modules find their weights gathered: see `comm.weights.enter`.
     inside = replace(spec, layout=spec.layout.inside)
     return Transformer(cfg.model, cfg.moe, inside, nnx.Rngs(params=cfg.train.seed))
 

@@ -1,7 +1,7 @@
 """The optimizer: optax transformations that work on this device's shards.
 
 Per device, inside shard_map. AdamW is elementwise, so shards are independent; clipping by global
-norm and Muon need whole arrays, and their docstrings say what they communicate.
+norm and Muon need unsharded arrays, and their docstrings say what they communicate.
 """
 
 import math
@@ -41,9 +41,9 @@ def learning_rate(cfg: OptimizerConfig, num_steps: int, peak: float) -> optax.Sc
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The whole update: clip, AdamW or Muon, weight decay, schedule.
+    """The update: clip, AdamW or Muon, weight decay, schedule.
 
-    Each parameter is updated on its own and in place. Muon needs whole matrices, so it updates
+    Each parameter is updated on its own and in place. Muon needs unsharded matrices, so it updates
     stacked layers one after the other: its temporaries are those of a layer, not of the model
     (as TED's tiled optimizer does).
 
@@ -133,7 +133,7 @@ class Optimizer:
 def _layer_by_layer(apply: Callable, gradient: jax.Array, state: Any) -> Any:
     """Applies `apply` to each layer of stacked arrays, in place; counts are not stacked.
 
-    The loop carries flat layers: otherwise XLA gives the whole stack the layout that suits the
+    The loop carries flat layers: otherwise XLA gives the full stack the layout that suits the
     products inside, and copies it before and after.
     """
     index, put = jax.lax.dynamic_index_in_dim, jax.lax.dynamic_update_index_in_dim
@@ -171,7 +171,7 @@ def square_share(tree: Tree, dims: Tree, layouts: Tree) -> jax.Array:
 def _orthogonal_shard(x: Any, dims: str, layout: Layout) -> jax.Array:
     """Returns this device's shard of the orthogonal matrix nearest to an update (Muon).
 
-    Needs the whole matrix: gathers it and keeps this device's shard of the result. Wire: the
+    Needs the unsharded matrix: gathers it and keeps this device's shard of the result. Wire: the
     matrix, in float32. Source: Jordan et al. 2024, through optax.contrib.
     """
     axes_by_dim = list(enumerate(layout.param_axes(dims)))

@@ -12,29 +12,28 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import wire
-from moejax.comm.weights.gather import empty_totals, weights_of_step
+from moejax.comm.weights.gather import empty_totals, gather_once
 from moejax.comm.weights.residuals import detach_residuals
-from moejax.comm.weights.totals import attach_totals
-from moejax.comm.weights.whole import attach_whole
+from moejax.comm.weights.shard import attach
 from moejax.layout.layout import Layout
 from moejax.model.ahead import targets_ahead
 from moejax.model.transformer import Transformer
 from moejax.moe.router import Noise, update_bias
 from moejax.step.forward import split_micro_batches
-from moejax.step.loss import AheadTargets, LossParts, next_token_loss
-from moejax.step.model import ModelDef, layouts_of
-from moejax.step.optimizer import Optimizer, square_share
-from moejax.step.pipeline import ticks as stages
-from moejax.step.state import Batch, Metrics, Reduction, TrainState, Tree
-from moejax.step.whole_batch import (
+from moejax.step.full_batch import (
     NumTargets,
     choose_levels,
     count_own_targets,
     count_targets,
     keys_of,
-    reduce_whole_gradients,
+    reduce_replicated_gradients,
     with_residuals,
 )
+from moejax.step.loss import AheadTargets, LossParts, next_token_loss
+from moejax.step.model import ModelDef, layouts_of
+from moejax.step.optimizer import Optimizer, square_share
+from moejax.step.pipeline import ticks as stages
+from moejax.step.state import Batch, Metrics, Reduction, TrainState, Tree
 
 
 def train_step(
@@ -100,16 +99,16 @@ def gradients_of(
 def loss_gradients(
     model: ModelDef, state: TrainState, batch: Batch
 ) -> tuple[Tree, LossParts, Reduction]:
-    """Returns gradients of the whole batch, the loss's parts, and the new codec state.
+    """Returns gradients of the full batch, the loss's parts, and the new codec state.
 
     `nll`, `balance` and `entropy` are this device's shares. The caller sums them over devices.
     """
     micro_batches = model.cfg.train.micro_batches
     if state.frozen is None:
-        whole = weights_of_step(state.params, model.dims, model.spec)
+        gathered = gather_once(state.params, model.dims, model.spec)
     else:
-        whole = weights_of_step(state.frozen, model.frozen_dims, model.spec)
-    loss = partial(_loss_of, model, state, count_targets(model, batch), whole)
+        gathered = gather_once(state.frozen, model.frozen_dims, model.spec)
+    loss = partial(_loss_of, model, state, count_targets(model, batch), gathered)
     params = with_residuals(model, state)
     if micro_batches == 1:
         gradients, loss_parts = jax.grad(loss, has_aux=True)(params, 0, batch)
@@ -121,12 +120,12 @@ def loss_gradients(
         totals, last = jax.lax.optimization_barrier((totals, last))
 
         def last_loss(params: Tree) -> tuple[jax.Array, LossParts]:
-            return loss(attach_totals(params, totals, last=True), micro_batches - 1, last)
+            return loss(attach(params, totals=totals), micro_batches - 1, last)
 
         gradients, loss_parts = jax.grad(last_loss, has_aux=True)(params)
         loss_parts = jax.tree.map(jnp.add, earlier, loss_parts)
     gradients, residuals = detach_residuals(gradients, model.dims)
-    gradients = reduce_whole_gradients(model, gradients)
+    gradients = reduce_replicated_gradients(model, gradients)
     return gradients, loss_parts, choose_levels(model, state.reduction, residuals)
 
 
@@ -135,10 +134,10 @@ def _add_up(
 ) -> tuple[Tree, LossParts]:
     """Adds up gradients and loss of all micro-batches but the last.
 
-    What copies must send each other waits for the last: see `comm.weights.totals`.
+    Gradients cross copies of a shard in the last micro-batch alone: see `Shard.total`.
 
     Args:
-      loss: of (parameters with what stands beside them, micro-batch, rows).
+      loss: of (parameters as `Shard`s, micro-batch, rows).
     """
 
     def add(carried: Any, scanned: Any) -> tuple[Any, None]:
@@ -146,7 +145,7 @@ def _add_up(
         index, rows = scanned
 
         def own_loss(totals: Tree) -> tuple[jax.Array, LossParts]:
-            return loss(attach_totals(state.params, totals, last=False), index, rows)
+            return loss(attach(state.params, totals=totals, last=False), index, rows)
 
         own = jax.grad(own_loss, has_aux=True)(totals)
         return jax.tree.map(jnp.add, (totals, earlier), own), None
@@ -172,7 +171,7 @@ def _loss_of(
     model: ModelDef,
     state: TrainState,
     num_targets: NumTargets,
-    whole: Tree,
+    gathered: Tree,
     params: Tree,
     index: Any,
     rows: Batch,
@@ -180,9 +179,9 @@ def _loss_of(
     """Returns this device's share of a micro-batch's loss, and its parts.
 
     Args:
-      num_targets: of the whole batch.
-      whole: for each weight what was gathered of it for the step, or None.
-      params: with what stands beside them.
+      num_targets: of the full batch.
+      gathered: `Shard.gathered` of each weight, or None.
+      params: `Shard`s, with residuals and totals.
       index: the micro-batch, counted from zero.
       rows: this device's rows of the micro-batch.
     """
@@ -193,9 +192,9 @@ def _loss_of(
     noise = Noise(keys_of(model, state)[0], first_row) if cfg.moe.router.jitter else None
     frozen = state.frozen
     if frozen is None:
-        params = attach_whole(params, whole)
+        params = attach(params, gathered=gathered)
     else:
-        frozen = attach_whole(frozen, whole)
+        frozen = attach(frozen, gathered=gathered)
     transformer = model.merge(params, state.router_bias, frozen)
     return _loss(model, transformer, rows, noise, num_targets)
 

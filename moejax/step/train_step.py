@@ -1,6 +1,6 @@
 """The compiled functions of a run: the train step, gradients alone, evaluation, sampling.
 
-Each is one `jax.shard_map` of per-device code over the whole mesh.
+Each is one `jax.shard_map` of per-device code over the full mesh.
 """
 
 import math

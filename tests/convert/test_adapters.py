@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moejax.comm.weights.adapters import WithAdapter, add_adapter, attach_adapters, scaled
+from moejax.comm.weights.adapters import AdaptedWeight, add_adapter, scaled
 from moejax.config.schema import MeshConfig
 from moejax.data.prepare import command as prepare
 from moejax.hf.load import flat, load, plan_load
@@ -30,13 +30,12 @@ def added(train_step, state):
     """All weights with their adapters, by JAX."""
     scale = train_step.spec.adapter_scale
 
-    def of(letters, w):
-        if isinstance(w, WithAdapter):
-            return add_adapter(WithAdapter(w.weight, scaled(w.adapter, scale, "float32")), letters)
-        return w.astype(jnp.float32)
+    def of(letters, w, adapter):
+        if adapter is None:
+            return w.astype(jnp.float32)
+        return add_adapter(AdaptedWeight(w, scaled(adapter, scale, "float32")), letters)
 
-    whole = attach_adapters(state.frozen, state.params)
-    return flat(jax.tree.map(of, train_step.model.frozen_dims, whole))
+    return flat(jax.tree.map(of, train_step.model.frozen_dims, state.frozen, state.params))
 
 
 def read_arrays(path, cfg):

@@ -83,7 +83,8 @@ def _leave_source(
 
     item_PIJ = by_peer(item_IS, hop.peers(layout))
     if gradient and hop.split:  # tensor ranks hold partial sums of the same gradients
-        rows_PIJ = wire.reduce_scatter(encode_copies(None, item_PIJ), hop.split, dim=2, tag=None)
+        partial_PIJ = encode_copies(None, item_PIJ)
+        rows_PIJ = wire.reduce_scatter(partial_PIJ, hop.split, dim=2, tag=None)  # P I J -> P I J/n
         payload = encode(codec, rows_PIJ)
     else:
         payload = encode_copies(codec, for_peers(item_PIJ, hop, layout))

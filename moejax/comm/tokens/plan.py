@@ -30,7 +30,7 @@ class DispatchPlan(NamedTuple):
     slot_maps: tuple[SlotMap, ...]  # one for each all-to-all hop
     # After the last hop: the choices of each row; the number of experts here stands for no choice.
     expert_IMK: Int[Array, "I M K"]
-    # The most rows that any device fills in one part of a bucket; None: whole buckets travel.
+    # The most rows that any device fills in one part of a bucket; None: all rows of buckets travel.
     filled: Int[Array, " X"] | None
 
     @property

@@ -4,8 +4,8 @@ Per device, inside shard_map. Buckets have a fixed number of rows, padded, becau
 backend's all-to-all supports static shapes.
 
 Letters: P peers, I parts of a bucket, J rows of one part, j rows of a piece of it, M = P * J rows
-of a part for all peers, C copies of the rows of a peer. Other dimensions may follow: `x_PIJ` is
-[P, I, J, ...].
+of a part for all peers, C copies of the rows of a peer, n devices along the axes of a hop that
+gathers, sums or splits. Other dimensions may follow: `x_PIJ` is [P, I, J, ...].
 """
 
 import jax
@@ -42,9 +42,9 @@ def send(
       filled: rows of a bucket that travel; None for all.
     """
     if hop.kind == "gather":
-        return wire.all_gather(x_IM, hop.axes, dim=1, tag=None)
+        return wire.all_gather(x_IM, hop.axes, dim=1, tag=None)  # I M -> I n*M
     if hop.kind == "sum":
-        return wire.all_reduce(x_IM, hop.axes, tag=None) if gradient else x_IM
+        return wire.all_reduce(x_IM, hop.axes, tag=None) if gradient else x_IM  # I M -> I M
     x_PIJ = for_peers(by_peer(x_IM, hop.peers(layout)), hop, layout)
     return by_part(swap(x_PIJ, hop, filled))
 
@@ -63,9 +63,9 @@ def send_back(
     The result stays encoded, unless the hop sums copies or joins shares, which needs decoded rows.
     """
     if hop.kind == "gather":
-        return wire.reduce_scatter(y_IM, hop.axes, dim=1, tag=None)
+        return wire.reduce_scatter(y_IM, hop.axes, dim=1, tag=None)  # I n*M -> I M
     if hop.kind == "sum":
-        return y_IM if gradient else wire.all_reduce(y_IM, hop.axes, tag=None)
+        return y_IM if gradient else wire.all_reduce(y_IM, hop.axes, tag=None)  # I M -> I M
     payload = encode(codec, by_peer(y_IM, layout.size(hop.axes)))
     payload = swap_encoded(payload, hop, filled, codec)
     if not (hop.copies or hop.split):
@@ -77,7 +77,7 @@ def send_back(
     if hop.split and gradient:
         y_PIJ = _pad_share(y_PIJ, hop.split, dim=2)
     elif hop.split:
-        y_PIJ = wire.all_gather(y_PIJ, hop.split, dim=2, tag=None)
+        y_PIJ = wire.all_gather(y_PIJ, hop.split, dim=2, tag=None)  # P I J/n -> P I J
     return by_part(y_PIJ)
 
 
@@ -97,7 +97,7 @@ def swap(x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None) -> jax.Array:
     under a conditional. Rows that are not sent arrive as zeros; nobody reads them.
     """
     if filled is None:
-        return wire.all_to_all(x_PIJ, hop.axes, tag=None)
+        return wire.all_to_all(x_PIJ, hop.axes, tag=None)  # P I J -> P I J
     step = -(-x_PIJ.shape[2] // PIECES)
     steps = -(-filled // step)
     y_PIJ, start = jnp.zeros_like(x_PIJ), jnp.int32(0)
@@ -108,7 +108,7 @@ def swap(x_PIJ: jax.Array, hop: Hop, filled: jax.Array | None) -> jax.Array:
 
         def send_piece(y_PIJ: jax.Array, start=start, size=size) -> jax.Array:
             piece_PIj = lax.dynamic_slice_in_dim(x_PIJ, start, size, axis=2)
-            piece_PIj = wire.all_to_all(piece_PIj, hop.axes, tag=None)
+            piece_PIj = wire.all_to_all(piece_PIj, hop.axes, tag=None)  # P I j -> P I j
             return lax.dynamic_update_slice_in_dim(y_PIJ, piece_PIj, start, axis=2)
 
         is_sent = (steps >> digit) & 1 == 1

@@ -5,7 +5,7 @@ Here every device encodes its parts once and sends each part to the device that 
 decodes the parts, sums them in float32, and encodes the sum once more to send it back.
 
 Letters: S devices along the scatter axes, C along the axes of copies, n values of a part. For
-`LowRank`: S matrices of a rows and b columns, with factors of r columns.
+`LowRank`: S matrices of a rows and b columns, with factors of r columns; P = S C parts.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from moejax.layout.layout import Axes
 
 
 class ReduceState(NamedTuple):
-    """The codec's state for both encodings, float32; None if it has none."""
+    """A codec's state for both encodings, float32; None where the codec has none."""
 
     parts: jax.Array | None  # [S * C, p], for the parts that this device sends
     total: jax.Array | None  # [1, t], for the sum that it sends back; LowRank: right factors
@@ -31,7 +31,7 @@ class ReduceState(NamedTuple):
 def empty_state(
     codecs: Sequence[Codec | LowRank], scatter: int, copies: int, size: int
 ) -> ReduceState:
-    """The state before the first call, large enough for each of the codecs.
+    """Returns the state before the first call, large enough for each of the codecs.
 
     Args:
       scatter, copies: S and C, numbers of devices.
@@ -60,7 +60,7 @@ def reduce_parts(
     """Sums `x[s]` over all devices of both axes, for the devices at index s along `scatter`.
 
     Wire per device: all_to_all (S C - 1) e, then all_gather (C - 1) e, where e is the bytes of n
-    encoded values. For LowRank see `_reduce_low_rank`.
+    encoded values. For `LowRank`: see `_reduce_low_rank`.
 
     Args:
       x_SCn: this device's values for each index along `scatter`, cut in C parts.
@@ -81,27 +81,27 @@ def reduce_parts(
         x_SCn.reshape(S * C, n), old_state, context._replace(key=keys[0])
     )
     state = state._replace(parts=_over(state.parts, part_state))
-    arrived = unpack(wire.all_to_all(pack(payload), axes, tag=None), payload)
-    total_1n = codec.decode_sum(arrived, n)[None]
+    packed = wire.all_to_all(pack(payload), axes, tag=None)  # S*C e -> S*C e
+    total_1n = codec.decode_sum(unpack(packed, payload), n)[None]
     if C == 1:
         return total_1n, state
     old_state = _front(state.total, 1, state_size)
     payload, total_state = codec.encode(total_1n, old_state, context._replace(key=keys[1]))
-    packed = wire.all_gather(pack(payload), copies, dim=0, tag=None)
+    packed = wire.all_gather(pack(payload), copies, dim=0, tag=None)  # 1 e -> C e
     state = state._replace(total=_over(state.total, total_state))
     return codec.decode(unpack(packed, payload), n), state
 
 
-def _front(whole: jax.Array | None, rows: int, used: int) -> jax.Array:
-    """The first `used` values of each row: this codec's own; others may need more."""
-    return jnp.zeros((rows, 0)) if whole is None else whole[:, :used]
+def _front(state: jax.Array | None, rows: int, used: int) -> jax.Array:
+    """Returns the first `used` values of each row, this codec's own. Other codecs may need more."""
+    return jnp.zeros((rows, 0)) if state is None else state[:, :used]
 
 
-def _over(whole: jax.Array | None, front: jax.Array) -> jax.Array | None:
-    """Returns `whole` with the first values of each row replaced by `front`."""
-    if whole is None:
+def _over(state: jax.Array | None, front: jax.Array) -> jax.Array | None:
+    """Returns `state` with the first values of each row replaced by `front`."""
+    if state is None:
         return None
-    return jnp.concatenate([front, whole[..., front.shape[-1] :]], axis=-1)
+    return jnp.concatenate([front, state[..., front.shape[-1] :]], axis=-1)
 
 
 def _reduce_low_rank(
@@ -109,27 +109,29 @@ def _reduce_low_rank(
 ) -> tuple[jax.Array, ReduceState]:
     """`reduce_parts` by low-rank factors of S matrices [a, b], one for each index along `scatter`.
 
-    Wire per device: two all-reduces, of S a r and of S b r float32. The errors that devices keep
-    add up to the error of the sum.
+    Wire per device: two all-reduces, of S a r and of S b r float32. The errors that all devices
+    keep add up to the error of the sum.
     """
     S, C, n = x_SCn.shape
     axes = scatter + copies
     a, b, r = codec.shape(C * n)
     used = S * b * r
-    whole_SC = x_SCn.reshape(S * C, n).astype(jnp.float32) + _front(state.parts, S * C, n)
-    m_Sab = jnp.pad(whole_SC.reshape(S, C * n), ((0, 0), (0, a * b - C * n))).reshape(S, a, b)
+    compensated_Pn = x_SCn.reshape(S * C, n).astype(jnp.float32) + _front(state.parts, S * C, n)
+    padding = (0, 0), (0, a * b - C * n)
+    m_Sab = jnp.pad(compensated_Pn.reshape(S, C * n), padding).reshape(S, a, b)
     old_q_Sbr = _front(state.total, 1, used).reshape(S, b, r)
     random_Sbr = jax.random.normal(jax.random.key(0), old_q_Sbr.shape)
     q_Sbr = jnp.where(jnp.any(old_q_Sbr != 0), old_q_Sbr, random_Sbr)
-    p_Sar = wire.all_reduce(jnp.einsum("Sab,Sbr->Sar", m_Sab, q_Sbr), axes, tag=None)
+    p_Sar = jnp.einsum("Sab,Sbr->Sar", m_Sab, q_Sbr)
+    p_Sar = wire.all_reduce(p_Sar, axes, tag=None)  # S a r -> S a r
     p_Sar = jnp.linalg.qr(p_Sar)[0]
     own_Sbr = jnp.einsum("Sab,Sar->Sbr", m_Sab, p_Sar)
-    q_Sbr = wire.all_reduce(own_Sbr, axes, tag=None)
+    q_Sbr = wire.all_reduce(own_Sbr, axes, tag=None)  # S b r -> S b r
 
     def product(q_Sbr: jax.Array) -> jax.Array:
         return jnp.einsum("Sar,Sbr->Sab", p_Sar, q_Sbr).reshape(S, -1)[:, : C * n]
 
-    error = whole_SC - product(own_Sbr).reshape(S * C, n)
+    error = compensated_Pn - product(own_Sbr).reshape(S * C, n)
     index = wire.index(scatter) if scatter else 0
     total_Cn = jax.lax.dynamic_index_in_dim(product(q_Sbr), index, keepdims=False).reshape(C, n)
     part_state = _over(state.parts, error)

@@ -1,8 +1,8 @@
-"""Weights that enter once for a step of which micro-batches run in turn through stages.
+"""Weights that enter once a step, for pipeline stages that run micro-batches in turn.
 
 Per device, inside shard_map. `enter_weights` gathers every weight, whatever its layers, and
-`leave_gradients` reduces the gradients that all micro-batches added up. What happens between the
-two holds no traffic of weights.
+`leave_gradients` reduces the gradients that all micro-batches added up. Nothing between the two
+sends weights.
 """
 
 from collections.abc import Callable
@@ -11,33 +11,33 @@ from typing import Any
 
 import jax
 
-from moejax.comm.weights.adapters import Adapter, WithAdapter
-from moejax.comm.weights.gather import Entered, gathered, reduced, shard_of
+from moejax.comm.weights.gather import gather_shard, reduce_gradient
 from moejax.comm.weights.path import compressible
+from moejax.comm.weights.shard import Shard, as_shard
 from moejax.layout.layout import RANK, Layout
 from moejax.layout.spec import StepSpec
 
 
 def enter_weights(params: Any, dims: Any, layouts: Any, spec: StepSpec) -> Any:
-    """Returns all weights as this device computes with them, each an `Entered`.
+    """Returns each weight as this device computes with it: a `Shard` with `gathered` alone.
 
-    Those that every device holds stay as they are.
+    Replicated weights stay as they are.
 
     Args:
-      params: this device's shards, in any of their forms; layers may be stacked.
+      params: this device's shards, arrays or `Shard`s; layers may be stacked.
       dims: the dimension letters of each parameter.
       layouts: the layout of each parameter.
     """
 
-    def enter(letters: str, layout: Layout, entry: Any) -> Any:
-        if layout.is_whole(letters):
-            return entry
+    def enter(letters: str, layout: Layout, param: Any) -> Any:
+        if layout.is_replicated(letters):
+            return param
         # The router's matrix and biases are computed with in float32; factors are added up in it.
         half = compressible(letters) and RANK not in letters
         dtype = spec.dtype if half else "float32"
-        own = replace(spec, layout=layout)
-        gather = _by_layer(lambda shard: gathered(shard, letters, own, dtype), entry, letters)
-        return Entered(gather(entry))
+        own, shard = replace(spec, layout=layout), as_shard(param)
+        gather = _by_layer(lambda one: gather_shard(one, letters, own, dtype), shard, letters)
+        return Shard(None, gathered=gather(shard))
 
     with jax.named_scope("weights"):
         return jax.tree.map(enter, dims, layouts, params)
@@ -46,48 +46,28 @@ def enter_weights(params: Any, dims: Any, layouts: Any, spec: StepSpec) -> Any:
 def leave_gradients(gradients: Any, params: Any, dims: Any, layouts: Any, spec: StepSpec) -> Any:
     """The transpose of `enter_weights`: the gradients of the shards, reduced over their devices.
 
-    Gradients of what every device holds are not summed here.
+    Gradients of replicated weights are not summed here.
 
     Args:
-      gradients: of what `enter_weights` returned, in float32.
+      gradients: in float32, as `enter_weights` returned the weights.
     """
 
-    def leave(letters: str, layout: Layout, entry: Any, gradient: Any) -> Any:
-        if layout.is_whole(letters):
+    def leave(letters: str, layout: Layout, param: Any, gradient: Any) -> Any:
+        if layout.is_replicated(letters):
             return gradient
-        own = replace(spec, layout=layout)
-        reduce = _by_layer(lambda both: reduced(both[1], both[0], letters, own), entry, letters)
-        return reduce((entry, gradient.whole))
+        own, shard = replace(spec, layout=layout), as_shard(param)
+
+        def reduce(both: tuple[Shard, jax.Array]) -> Shard:
+            return reduce_gradient(both[1], both[0], letters, own)
+
+        return _by_layer(reduce, shard, letters)((shard, gradient.gathered))
 
     return jax.tree.map(leave, dims, layouts, params, gradients)
 
 
-def adapters_in(weights: Any) -> Any:
-    """The inverse of `attach_adapters`: returns the adapters, None for a weight without one."""
-
-    def adapter_of(w: Any) -> Adapter | None:
-        return w.adapter if isinstance(w, WithAdapter) else None
-
-    return jax.tree.map(adapter_of, weights, is_leaf=is_entry)
-
-
-def with_adapters(weights: Any, adapters: Any) -> Any:
-    """Returns weights with other adapters, where they have some."""
-
-    def replaced(w: Any, adapter: Adapter | None) -> Any:
-        return w if adapter is None else WithAdapter(w.weight, adapter)
-
-    return jax.tree.map(replaced, weights, adapters, is_leaf=is_entry)
-
-
-def is_entry(x: Any) -> bool:
-    """Whether a node of a tree is an entered weight, with or without its adapter."""
-    return isinstance(x, (Entered, WithAdapter))
-
-
-def _by_layer(one: Callable, entry: Any, letters: str) -> Callable:
-    """Maps a function of one layer over the layers that are stacked in an entry."""
-    for _ in range(shard_of(entry).ndim - len(letters)):
+def _by_layer(one: Callable, shard: Shard, letters: str) -> Callable:
+    """Maps a function of one layer over the layers that are stacked in a shard."""
+    for _ in range(shard.weight.ndim - len(letters)):
         one = _mapped(one)
     return one
 

@@ -2,15 +2,16 @@
 
 Per device, inside shard_map. `gather_weight` gathers a weight's shards; its transpose reduces the
 weight's gradient (`comm.weights.reduce`), so reduction happens in the backward pass, layer by
-layer. The codec's state enters beside the weight (`WithResidual`), and the next state leaves as its
-"gradient": state passes through backward without side effects.
+layer. A parameter is a `Shard`, which has all that this needs beside the weight.
 
-A frozen weight enters with its adapter (`WithAdapter`): the weight and both factors are gathered,
-and reach the layer apart. Backward reduces the gradients of the two factors, and none of the
-weight's size.
+A frozen weight is gathered with the factors of its adapter, and a layer gets the three apart.
+Backward reduces the gradients of the two factors, and makes none of the weight's size.
+
+Letters: a weight [M, N] is sharded along M over P devices: over S nodes, with F devices in each. A
+shard is [m, N], encoded e bytes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,50 +20,40 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from moejax.comm import wire
-from moejax.comm.codecs.build import build_codec, build_plain_codec
 from moejax.comm.codecs.codec import Codec
-from moejax.comm.codecs.low_rank import LowRank
 from moejax.comm.codecs.pack import decode_packed, encode_packed
 from moejax.comm.weights.adapters import (
+    AdaptedWeight,
     Adapter,
-    WithAdapter,
+    Weight,
     adapter_dims,
     add_adapter,
     scaled,
 )
-from moejax.comm.weights.path import GatherSpec, class_of, compressible, path_of
+from moejax.comm.weights.path import (
+    GatherSpec,
+    build_gather_spec,
+    crosses_nodes_once,
+    is_gathered_once,
+)
 from moejax.comm.weights.reduce import Parts, sum_copies, sum_shards
-from moejax.comm.weights.residuals import WithResidual, from_floats
-from moejax.comm.weights.totals import WithTotal
-from moejax.comm.weights.whole import WithWhole, gather_whole, is_kept_whole
-from moejax.config.compression import Codecs
+from moejax.comm.weights.residuals import Residual, from_floats
+from moejax.comm.weights.shard import Shard, as_shard
 from moejax.layout.layout import Axes
 from moejax.layout.spec import StepSpec
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class Entered:
-    """A weight that entered for a whole step: gathered, in the dtype of its product."""
-
-    whole: Any
-
-
-# As a layer multiplies by it: an array, or one with its adapter's factors.
-Weight = jax.Array | WithAdapter
 
 
 def gather_weight(param: Any, spec: StepSpec) -> Weight:
     """Returns the weight as this device computes with it: gathered over fsdp, in the spec's dtype.
 
     Wire, forward: the gathered weight in that dtype, or encoded by its codec if the gather crosses
-    nodes; nothing if it was gathered before (`WithWhole`). Of an adapter both factors. Backward:
-    see `comm.weights.reduce`. The gradient has the dtype of the parameter.
+    nodes; nothing if it was gathered once a step (`Shard.gathered`). Of an adapter both factors.
+    Backward: see `comm.weights.reduce`. The gradient has the dtype of the parameter.
 
     Args:
-      param: an `nnx.Param` that holds this device's shard, as an array, a `WithResidual`, a
-        `WithTotal`, a `WithWhole` or a `WithAdapter`; or `Entered`, the weight. Its metadata `dims`
-        has the letters of its dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay sharded.
+      param: an `nnx.Param` that holds this device's shard, an array or a `Shard`. Its metadata
+        `dims` has the letters of its dimensions, e.g. dims="DHC". Tensor-sharded dimensions stay
+        sharded.
     """
     return _gather_param(param, spec, spec.dtype)
 
@@ -70,232 +61,89 @@ def gather_weight(param: Any, spec: StepSpec) -> Weight:
 def gather_float32(param: Any, spec: StepSpec) -> jax.Array:
     """As `gather_weight`, in float32; an adapter is added to its weight, which rounds nothing."""
     w = _gather_param(param, spec, "float32")
-    return add_adapter(w, param.get_metadata("dims")) if isinstance(w, WithAdapter) else w
+    return add_adapter(w, param.get_metadata("dims")) if isinstance(w, AdaptedWeight) else w
+
+
+def replicated_weight(param: Any) -> jax.Array:
+    """Returns a weight that every device holds all of, as it is stored.
+
+    Sends nothing: `reduce_replicated` sums the gradients of all such weights at the end of a step.
+
+    Args:
+      param: an `nnx.Param` that holds an array, or a `Shard` with at most a total beside it.
+    """
+    shard = as_shard(param.get_value())
+    return shard.weight if shard.total is None else _replicated(shard)
 
 
 def _gather_param(param: Any, spec: StepSpec, dtype: str) -> Weight:
     """Gathers a parameter; its factors are gathered in `dtype` too."""
-    dims, entry = param.get_metadata("dims"), param.get_value()
-    if not isinstance(entry, WithAdapter):
-        return _gather_entry(entry, dims, spec, dtype)
+    dims, shard = param.get_metadata("dims"), as_shard(param.get_value())
+    weight = _gather_tagged(replace(shard, adapter=None), dims, spec, dtype)
+    if shard.adapter is None:
+        return weight
     factors = adapter_dims(dims)
     assert factors is not None, f"{dims} is no matrix"
-    weight = _gather_entry(entry.weight, dims, spec, dtype)
-    pairs = zip(entry.adapter, factors, strict=True)
-    adapter = Adapter(*(_gather_entry(own, letters, spec, dtype) for own, letters in pairs))
-    return WithAdapter(weight, scaled(adapter, spec.adapter_scale, dtype))
+    pairs = zip(map(as_shard, shard.adapter), factors, strict=True)
+    adapter = Adapter(*(_gather_tagged(own, letters, spec, dtype) for own, letters in pairs))
+    return AdaptedWeight(weight, scaled(adapter, spec.adapter_scale, dtype))
 
 
-def _gather_entry(entry: Any, dims: str, spec: StepSpec, dtype: str) -> jax.Array:
-    if isinstance(entry, Entered):
-        return entry.whole
+def _gather_tagged(shard: Shard, dims: str, spec: StepSpec, dtype: str) -> jax.Array:
+    if shard.weight is None:
+        return shard.gathered
     with jax.named_scope("weights"):
-        return checkpoint_name(gathered(entry, dims, spec, dtype), wire.WEIGHT_WIRE)
+        return checkpoint_name(gather_shard(shard, dims, spec, dtype), wire.WEIGHT_WIRE)
 
 
-def gathered(shard: Any, dims: str, spec: StepSpec, dtype: str | None) -> jax.Array:
-    """The gathered weight of a shard, in any of its forms without an adapter."""
-    return _gather(shard, _spec_of(dims, spec, dtype))
+def gather_shard(shard: Shard, dims: str, spec: StepSpec, dtype: str) -> jax.Array:
+    """Returns the gathered weight of a shard without an adapter."""
+    return _gather(shard, build_gather_spec(dims, spec, dtype))
 
 
-def reduced(gradient: jax.Array, entry: Any, dims: str, spec: StepSpec) -> Any:
-    """The transpose of `gathered`: the gradient of an entry.
+def reduce_gradient(gradient: jax.Array, shard: Shard, dims: str, spec: StepSpec) -> Shard:
+    """The transpose of `gather_shard`: returns the gradients of a shard's fields.
 
     Args:
       gradient: of the gathered weight, on this device, in any dtype.
     """
-    return _reduced(gradient, _beside(entry), _spec_of(dims, spec))
+    return _reduce(gradient, _saved(shard), build_gather_spec(dims, spec))
 
 
-def whole_weight(param: Any) -> jax.Array:
-    """Returns a weight of which every device holds all, as it is stored.
+def gather_once(params: Any, dims: Any, spec: StepSpec) -> Any:
+    """Gathers weights before the first micro-batch. Returns `Shard.gathered` of each, or None.
 
-    Sends nothing: `reduce_whole` sums the gradients of all such weights at the end of a step.
+    If `mesh.gather_dense` is "step": dense matrices, all layers of a stack at once. Micro-batches
+    add up their gradients in the shape of the gathered weight, and the last one reduces the sums.
 
-    Args:
-      param: an `nnx.Param` that holds an array or a `WithTotal`.
-    """
-    w = param.get_value()
-    return _whole(w) if isinstance(w, WithTotal) else w
-
-
-def _spec_of(dims: str, spec: StepSpec, dtype: str | None = None) -> GatherSpec:
-    """How a parameter with these dimension letters is gathered and its gradient reduced."""
-    codecs, path = spec.codecs, path_of(dims, spec.layout)
-    return GatherSpec(
-        path,
-        dtype or spec.dtype,
-        spec.gradient_dtype,
-        class_of(dims),
-        # What every device holds whole is summed by `reduce_whole`, in one piece.
-        micro_bytes=None if spec.layout.is_whole(dims) else spec.micro_bytes,
-        rows=spec.scatter_rows,
-        gradient_codec=_gradient_codec(codecs, dims) if path.slow and compressible(dims) else None,
-        weight_codec=build_plain_codec(codecs.weights if compressible(dims) else None)
-        if spec.layout.between_nodes(path.gather)
-        else None,
-        whole_total=is_kept_whole(dims, spec),
-        across=spec.gather_across if path.gathers_across else "flat",
-    )
-
-
-def weights_of_step(params: Any, dims: Any, spec: StepSpec) -> Any:
-    """Returns the weights that are gathered once a step, for `attach_whole`; None for others.
-
-    Whole, or across nodes alone: [S, ...], the shards of devices of equal place on S nodes.
-    """
-
-    def gather(shard: jax.Array, letters: str) -> jax.Array:
-        own = _spec_of(letters, spec)
-        return _gather(shard, own) if own.whole_total else _gather_across(shard, own)
-
-    return gather_whole(params, dims, spec, gather)
-
-
-# A parameter's shard as it enters: an array, a `WithResidual`, a `WithTotal` or a `WithWhole`.
-Entry = Any
-
-
-def shard_of(w: Entry) -> jax.Array:
-    """The array inside."""
-    while not isinstance(w, jax.Array):
-        w = w.weight
-    return w
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather(w: Entry, spec: GatherSpec) -> jax.Array:
-    return _gather_now(w, spec)
-
-
-def _gather_now(w: Entry, spec: GatherSpec) -> jax.Array:
-    if isinstance(w, WithWhole):
-        return w.whole if spec.whole_total else _gather_inside(w.whole, spec)
-    shard, path = shard_of(w), spec.path
-    if path.dim is None:
-        return shard.astype(spec.dtype)
-    if spec.across != "flat":
-        return _gather_inside(_gather_across(shard, spec), spec)
-    if spec.weight_codec is None:
-        return wire.all_gather(
-            shard.astype(spec.dtype), path.gather, dim=path.dim, tag=wire.WEIGHT_WIRE
-        )
-    shards = _gather_encoded(shard, path.gather, spec.weight_codec, spec.dtype)
-    return jnp.concatenate(list(shards), axis=path.dim)
-
-
-def _gather_across(shard: jax.Array, spec: GatherSpec) -> jax.Array:
-    """Returns the shards of the devices of equal place on all S nodes, [S, ...]."""
-    slow, _ = spec.path.split(spec.path.gather)
-    if spec.weight_codec is None:
-        x = shard.astype(spec.dtype)[None]
-        return wire.all_gather(x, slow, dim=0, tag=wire.NODE_WIRE)
-    shards = _gather_encoded(shard, slow, spec.weight_codec, spec.dtype)
-    return checkpoint_name(shards, wire.NODE_WIRE)
-
-
-def _gather_inside(x_S: jax.Array, spec: GatherSpec) -> jax.Array:
-    """Returns the whole weight from what the devices of a node have of it, each [S, ...]."""
-    _, fast = spec.path.split(spec.path.gather)
-    x_FS, dim = wire.all_gather(x_S[None], fast, dim=0, tag=wire.WEIGHT_WIRE), spec.path.dim
-    assert dim is not None, "gathered across nodes"
-    # Shards are counted over nodes first.
-    apart = jnp.moveaxis(x_FS, (1, 0), (dim, dim + 1))
-    shape = list(x_S.shape[1:])
-    shape[dim] *= x_FS.shape[0] * x_FS.shape[1]
-    return apart.reshape(shape)
-
-
-def _gather_encoded(shard: jax.Array, axes: Axes, codec: Codec, dtype: str) -> jax.Array:
-    """Returns the shards of the devices along the axes, [P, ...], decoded; own ones too."""
-    packed, payload = encode_packed(codec, shard.reshape(1, -1))
-    packed = wire.all_gather(packed, axes, dim=0, tag=wire.WEIGHT_WIRE)
-    shards = decode_packed(codec, packed, payload, shard.size, dtype)
-    return shards.reshape(-1, *shard.shape)
-
-
-def _gather_forward(w, spec):
-    return _gather_now(w, spec), _beside(w)  # so that remat policies see the names inside
-
-
-def _gather_backward(spec, beside, gradient):
-    return (_reduced(gradient, beside, spec),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
-
-
-@jax.custom_vjp
-def _whole(w: WithTotal) -> jax.Array:
-    return w.weight
-
-
-def _whole_forward(w):
-    return w.weight, _beside(w)
-
-
-def _whole_backward(w, gradient):
-    if w.last:
-        return (WithTotal(w.total[0] + gradient, (jnp.zeros_like(gradient),), last=True),)
-    return (WithTotal(jnp.zeros_like(gradient), (gradient,), last=False),)
-
-
-_whole.defvjp(_whole_forward, _whole_backward)
-
-
-def _beside(w: Entry) -> Entry:
-    """What stands beside a shard; of the shard itself only the dtype."""
-    if isinstance(w, WithWhole):
-        return WithWhole(_beside(w.weight), None)
-    if isinstance(w, WithTotal):
-        return replace(w, weight=_beside(w.weight), total=w.total if w.last else ())
-    if isinstance(w, WithResidual):
-        return replace(w, weight=_beside(w.weight))
-    return jnp.zeros(0, w.dtype)
-
-
-def _reduced(gradient: jax.Array, w: Entry, spec: GatherSpec) -> Entry:
-    """The gradient of a shard and of what stands beside it.
+    If `mesh.gather_across` is "step": all other matrices with shards across nodes, across nodes
+    alone, [S, m, N]. `gather_weight` then gathers them inside the node. Micro-batches add up
+    gradients that are summed inside the node, and the last one sends the sums to other nodes.
 
     Args:
-      gradient: of the gathered weight, on this device.
-      w: `_beside` of the shard.
+      params: this device's shards; layers may be stacked.
+      dims: the dimension letters of each parameter.
     """
-    if isinstance(w, WithWhole):
-        return WithWhole(_reduced(gradient, w.weight, spec), None)
-    path = spec.path
-    shape = list(gradient.shape)
-    if path.dim is not None:
-        shape[path.dim] //= wire.size(path.gather)
-    gradient = gradient.astype(spec.gradient_dtype)
-    if not isinstance(w, WithTotal):
-        return _over_copies(sum_shards(gradient, spec), tuple(shape), w, spec)
-    parts = _to_add_up(gradient, spec)
-    if not w.last:
-        own = tuple(part.astype(jnp.float32) for part in parts)
-        return WithTotal(jnp.zeros(shape, w.weight.dtype), own, last=False)
-    pairs = zip(w.total, parts, strict=True)
-    total = tuple((earlier + own).astype(spec.gradient_dtype) for earlier, own in pairs)
-    total = sum_shards(total[0], spec) if spec.whole_total else total
-    whole = _over_copies(total, tuple(shape), w.weight, spec)
-    return WithTotal(whole, jax.tree.map(jnp.zeros_like, w.total), last=True)
 
+    def gather(param: jax.Array, letters: str) -> jax.Array | None:
+        once = is_gathered_once(letters, spec)
+        if not (once or crosses_nodes_once(letters, spec)):
+            return None
 
-def _to_add_up(gradient: jax.Array, spec: GatherSpec) -> Parts:
-    """What micro-batches add up of the gradient of a gathered weight."""
-    return (gradient,) if spec.whole_total else sum_shards(gradient, spec)
+        def one(shard: jax.Array) -> jax.Array:
+            own = build_gather_spec(letters, spec)
+            return _gather(Shard(shard), own) if once else _gather_across(shard, own)
 
+        for _ in range(param.ndim - len(letters)):
+            one = jax.vmap(one)
+        return one(param)
 
-def _over_copies(parts: Parts, shape: tuple[int, ...], w: Entry, spec: GatherSpec) -> Entry:
-    """The gradient of a shard, and the next state of its codec."""
-    if not isinstance(w, WithResidual):
-        return sum_copies(parts, shape, spec, None, None)[0].astype(w.dtype)
-    total, state = sum_copies(parts, shape, spec, w.state, from_floats(w.context))
-    return WithResidual(total.astype(w.weight.dtype), state, jnp.zeros_like(w.context))
+    with jax.named_scope("weights"):
+        return jax.tree.map(gather, params, dims)
 
 
 def empty_totals(params: Any, dims: Any, spec: StepSpec) -> Any:
-    """The sums before the first micro-batch, for `attach_totals`: zeros in float32.
+    """Returns `Shard.total` before the first micro-batch: zeros in float32.
 
     Args:
       params: this device's shards; layers may be stacked.
@@ -303,19 +151,145 @@ def empty_totals(params: Any, dims: Any, spec: StepSpec) -> Any:
     """
 
     def empty(param: jax.Array, letters: str) -> Parts:
-        gather_spec = _spec_of(letters, spec)
+        gather_spec = build_gather_spec(letters, spec)
         layers = param.shape[: param.ndim - len(letters)]
         shape = list(param.shape[len(layers) :])
         if gather_spec.path.dim is not None:
             shape[gather_spec.path.dim] *= wire.size(gather_spec.path.gather)
-        whole = jax.ShapeDtypeStruct(shape, gather_spec.gradient_dtype)
-        parts = jax.eval_shape(lambda gradient: _to_add_up(gradient, gather_spec), whole)
+        gradient = jax.ShapeDtypeStruct(shape, gather_spec.gradient_dtype)
+        parts = jax.eval_shape(lambda gradient: _to_add_up(gradient, gather_spec), gradient)
         return tuple(jnp.zeros((*layers, *part.shape), jnp.float32) for part in parts)
 
     return jax.tree.map(empty, params, dims)
 
 
-def _gradient_codec(codecs: Codecs, dims: str) -> Codec | LowRank | None:
-    """The codec of the gradient of a parameter with these dimension letters."""
-    spec = getattr(codecs, class_of(dims))
-    return None if spec is None else build_codec(spec)
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(shard: Shard, spec: GatherSpec) -> jax.Array:
+    return _gather_now(shard, spec)
+
+
+def _gather_now(shard: Shard, spec: GatherSpec) -> jax.Array:
+    if shard.gathered is not None:
+        once = spec.unsharded_total
+        return shard.gathered if once else _gather_inside(shard.gathered, spec)
+    w_mN, path = shard.weight, spec.path
+    if path.dim is None:
+        return w_mN.astype(spec.dtype)
+    if spec.across != "flat":
+        return _gather_inside(_gather_across(w_mN, spec), spec)
+    if spec.weight_codec is None:
+        # M/P N -> M N
+        return wire.all_gather(
+            w_mN.astype(spec.dtype), path.gather, dim=path.dim, tag=wire.WEIGHT_WIRE
+        )
+    w_PmN = _gather_encoded(w_mN, path.gather, spec.weight_codec, spec.dtype)
+    return jnp.concatenate(list(w_PmN), axis=path.dim)
+
+
+def _gather_across(w_mN: jax.Array, spec: GatherSpec) -> jax.Array:
+    """Returns the shards of the devices of equal place on all S nodes, [S, m, N]."""
+    slow, _ = spec.path.split(spec.path.gather)
+    if spec.weight_codec is None:
+        x_1mN = w_mN.astype(spec.dtype)[None]
+        return wire.all_gather(x_1mN, slow, dim=0, tag=wire.NODE_WIRE)  # 1 m N -> S m N
+    w_SmN = _gather_encoded(w_mN, slow, spec.weight_codec, spec.dtype)
+    return checkpoint_name(w_SmN, wire.NODE_WIRE)
+
+
+def _gather_inside(w_SmN: jax.Array, spec: GatherSpec) -> jax.Array:
+    """Returns the gathered weight [M, N]; each device of a node has shards of all S nodes."""
+    _, fast = spec.path.split(spec.path.gather)
+    dim = spec.path.dim
+    assert dim is not None, "gathered across nodes"
+    # 1 S m N -> F S m N
+    w_FSmN = wire.all_gather(w_SmN[None], fast, dim=0, tag=wire.WEIGHT_WIRE)
+    # Shards are counted over nodes first.
+    apart = jnp.moveaxis(w_FSmN, (1, 0), (dim, dim + 1))
+    shape = list(w_SmN.shape[1:])
+    shape[dim] *= w_FSmN.shape[0] * w_FSmN.shape[1]
+    return apart.reshape(shape)
+
+
+def _gather_encoded(w_mN: jax.Array, axes: Axes, codec: Codec, dtype: str) -> jax.Array:
+    """Returns the shards of the P devices along the axes, [P, m, N], decoded; own ones too."""
+    packed_1e, payload = encode_packed(codec, w_mN.reshape(1, -1))
+    packed_Pe = wire.all_gather(packed_1e, axes, dim=0, tag=wire.WEIGHT_WIRE)  # 1 e -> P e
+    shards = decode_packed(codec, packed_Pe, payload, w_mN.size, dtype)
+    return shards.reshape(-1, *w_mN.shape)
+
+
+def _gather_forward(shard, spec):
+    return _gather_now(shard, spec), _saved(shard)  # so that remat policies see the names inside
+
+
+def _gather_backward(spec, saved, gradient):
+    return (_reduce(gradient, saved, spec),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+@jax.custom_vjp
+def _replicated(shard: Shard) -> jax.Array:
+    return shard.weight
+
+
+def _replicated_forward(shard):
+    return shard.weight, _saved(shard)
+
+
+def _replicated_backward(saved, gradient):
+    if saved.last:
+        summed = saved.total[0] + gradient
+        return (Shard(summed, total=(jnp.zeros_like(gradient),)),)
+    return (Shard(jnp.zeros_like(gradient), total=(gradient,), last=False),)
+
+
+_replicated.defvjp(_replicated_forward, _replicated_backward)
+
+
+def _saved(shard: Shard) -> Shard:
+    """Returns what backward needs of a shard: of the weight itself the dtype alone."""
+    total = shard.total if shard.last or shard.total is None else ()
+    empty = jnp.zeros(0, shard.weight.dtype)
+    return replace(shard, weight=empty, total=total, gathered=None)
+
+
+def _reduce(gradient: jax.Array, saved: Shard, spec: GatherSpec) -> Shard:
+    """Returns the gradients of a shard's fields.
+
+    Args:
+      gradient: of the gathered weight, [M, N], on this device.
+      saved: `_saved` of the shard.
+    """
+    path, shape = spec.path, list(gradient.shape)
+    if path.dim is not None:
+        shape[path.dim] //= wire.size(path.gather)
+    gradient = gradient.astype(spec.gradient_dtype)
+    if saved.total is None:
+        return _reduce_over_copies(sum_shards(gradient, spec), tuple(shape), saved, spec)
+    parts = _to_add_up(gradient, spec)
+    if not saved.last:
+        own = tuple(part.astype(jnp.float32) for part in parts)
+        return Shard(jnp.zeros(shape, saved.weight.dtype), total=own, last=False)
+    pairs = zip(saved.total, parts, strict=True)
+    total = tuple((earlier + own).astype(spec.gradient_dtype) for earlier, own in pairs)
+    total = sum_shards(total[0], spec) if spec.unsharded_total else total
+    reduced = _reduce_over_copies(total, tuple(shape), saved, spec)
+    return replace(reduced, total=jax.tree.map(jnp.zeros_like, saved.total))
+
+
+def _to_add_up(gradient: jax.Array, spec: GatherSpec) -> Parts:
+    """Returns the parts of a gradient [M, N] that micro-batches add up."""
+    return (gradient,) if spec.unsharded_total else sum_shards(gradient, spec)
+
+
+def _reduce_over_copies(
+    parts: Parts, shape: tuple[int, ...], saved: Shard, spec: GatherSpec
+) -> Shard:
+    """Returns the gradient of a shard, and the next state of its codec."""
+    residual, dtype = saved.residual, saved.weight.dtype
+    if residual is None:
+        return Shard(sum_copies(parts, shape, spec, None, None)[0].astype(dtype))
+    total, state = sum_copies(parts, shape, spec, residual.state, from_floats(residual.context))
+    return Shard(total.astype(dtype), Residual(state, jnp.zeros_like(residual.context)))

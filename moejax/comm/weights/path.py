@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from moejax.comm.codecs.build import build_codec, build_plain_codec
 from moejax.comm.codecs.codec import Codec
 from moejax.comm.codecs.low_rank import LowRank
 from moejax.layout.layout import RANK, Axes, Layout, is_product
+from moejax.layout.spec import StepSpec
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class ParamPath:
       dim: the dimension whose shards are gathered; None if no dimension is gathered.
       gather: mesh axes that shard `dim`.
       copies: mesh axes whose devices hold copies of a shard.
-      slow: those of `gather` and `copies` that cross nodes.
+      slow: the axes of `gather` and `copies` that cross nodes.
     """
 
     dim: int | None
@@ -42,16 +44,17 @@ class GatherSpec:
     dtype: str  # of the gathered weight
     gradient_dtype: str
     traffic: str = "dense_gradient"  # class of traffic of the gradient
-    micro_bytes: int | None = None  # largest piece in which the gradient is reduced; None: whole
+    micro_bytes: int | None = None  # largest piece of the gradient in a collective; None: all of it
     rows: bool = False  # whether the gradient is scattered by rows: see `reduce._scatter`
-    gradient_codec: Codec | LowRank | None = None  # across nodes, where its state stands beside
+    gradient_codec: Codec | LowRank | None = None  # across nodes, if the `Shard` has its state
     weight_codec: Codec | None = None  # None unless the gather crosses nodes
-    whole_total: bool = False  # micro-batches add the gradient up whole; the last one reduces it
+    # Micro-batches add up gradients of the gathered weight, and the last one reduces the sum.
+    unsharded_total: bool = False
     across: str = "flat"  # as of `StepSpec.gather_across`
 
 
 def path_of(dims: str, layout: Layout) -> ParamPath:
-    """The path of a parameter whose dimension letters are `dims`, e.g. "DHC"."""
+    """Returns the path of a parameter with these dimension letters, e.g. "DHC"."""
     by_dim = layout.param_axes(dims)
     never_gathered = layout.tensor + (layout.expert_owner_axes if dims[0] == "E" else ())
     gathers = {
@@ -65,11 +68,56 @@ def path_of(dims: str, layout: Layout) -> ParamPath:
     return ParamPath(dim, gather, copies, layout.between_nodes(gather + copies))
 
 
+def build_gather_spec(dims: str, spec: StepSpec, dtype: str | None = None) -> GatherSpec:
+    """Returns how a parameter with these dimension letters is gathered and its gradient reduced.
+
+    Args:
+      dtype: of the gathered weight; None: that of compute.
+    """
+    codecs, path, small = spec.codecs, path_of(dims, spec.layout), not compressible(dims)
+    gradient_codec = None if small or not path.slow else getattr(codecs, class_of(dims))
+    return GatherSpec(
+        path,
+        dtype or spec.dtype,
+        spec.gradient_dtype,
+        class_of(dims),
+        # Gradients of replicated parameters are summed by `reduce_replicated`, in one piece.
+        micro_bytes=None if spec.layout.is_replicated(dims) else spec.micro_bytes,
+        rows=spec.scatter_rows,
+        gradient_codec=None if gradient_codec is None else build_codec(gradient_codec),
+        weight_codec=build_plain_codec(None if small else codecs.weights)
+        if spec.layout.between_nodes(path.gather)
+        else None,
+        unsharded_total=is_gathered_once(dims, spec),
+        across=spec.gather_across if path.gathers_across else "flat",
+    )
+
+
+def is_gathered_once(dims: str, spec: StepSpec) -> bool:
+    """Whether a parameter is gathered once a step, before the first micro-batch.
+
+    With `mesh.gather_dense=step` dense matrices are. The router's matrix and biases are not: they
+    are small, and are gathered in float32.
+    """
+    dense = class_of(dims) == "dense_gradient" and compressible(dims)
+    return spec.gather_dense == "step" and dense and path_of(dims, spec.layout).dim is not None
+
+
+def crosses_nodes_once(dims: str, spec: StepSpec) -> bool:
+    """Whether a parameter is gathered across nodes once a step, and inside the node at each use.
+
+    With `mesh.gather_across=step` every matrix with shards across nodes is, unless it
+    `is_gathered_once`.
+    """
+    once = spec.gather_across == "step" and compressible(dims) and not is_gathered_once(dims, spec)
+    return once and path_of(dims, spec.layout).gathers_across
+
+
 def reduction_hops(dims: str, layout: Layout) -> int:
     """The number of collectives, one after the other, that sum a gradient without a codec.
 
-    Across nodes: over the gather axes inside the node, over those between nodes, over the copies
-    between nodes. `sum_shards` and `sum_copies` have the rest, which stays inside the node.
+    Up to three: over the gather axes inside the node, over the gather axes between nodes, over the
+    copies between nodes. Not counted: the collectives over copies inside the node.
     """
     path = path_of(dims, layout)
     slow, fast = path.split(path.gather)
@@ -83,9 +131,9 @@ def class_of(dims: str) -> str:
 
 
 def compressible(dims: str) -> bool:
-    """False for the router, never compressed, and for what is too small to gain.
+    """Whether codecs encode a parameter: matrices, but not the router's.
 
-    Small are biases, norm scales, and the factors of adapters.
+    Biases, norm scales and factors of adapters are too small to gain.
     """
     return is_product(dims) and dims != "DE" and RANK not in dims
 

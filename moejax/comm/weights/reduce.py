@@ -2,13 +2,14 @@
 
 Per device, inside shard_map. Gradients are summed inside the node first, so that only sums cross
 the slow link; then across nodes, through a codec if there is one; then gathered inside the node.
-`sum_shards` has the hops that every micro-batch needs, `sum_copies` those that a step needs once.
+Every micro-batch takes the hops of `sum_shards`, and only the last one those of `sum_copies`.
 
-Parameters that every device holds whole (norm scales) are too small for a collective each:
-`reduce_whole` sums their gradients in one all-reduce at the end.
+Replicated parameters (norm scales) are too small for a collective each: `reduce_replicated` sums
+their gradients in one all-reduce at the end.
 
-Letters: a gradient is gathered over S slow and F fast devices; its shard has C copies across nodes
-and c copies inside each. A shard has m values, a part of it for one copy has n.
+Letters: a weight is sharded over S nodes with F devices each; its shard has C copies across nodes
+and c copies inside each. A shard has m values, a part of it for one copy has n. Where dimensions
+stay apart, a gradient is [M, N] and its shard [M / F, N].
 """
 
 import math
@@ -30,20 +31,21 @@ def sum_shards(gradient: jax.Array, spec: GatherSpec) -> Parts:
     """Sums the gradient of a gathered weight over the devices that hold its shards.
 
     Each device keeps its shard's gradient, not yet summed over copies, in pieces of at most
-    `micro_bytes`: micro-batches add these up. `sum_copies` takes the other hops.
+    `micro_bytes`. Micro-batches add these up, and `sum_copies` takes the other hops.
 
     Wire, on one node: reduce-scatter over the gather axes. Across nodes: reduce-scatter inside the
     node over the gather axes; and if shards lie across nodes and there is no codec, reduce-scatter
     inside the node over the copies, so that only sums cross nodes, and across nodes.
 
     Returns:
-      on one node one array in the shape of the shard, or [m] for each piece; across nodes [S, m]
+      On one node one array in the shape of the shard, or [m] for each piece. Across nodes [S, m]
       for each piece if all hops across nodes are left, else [C, n].
     """
     path = spec.path
     with jax.named_scope(spec.traffic):
         if not path.slow and spec.micro_bytes is None:
             if path.dim is not None:
+                # M N -> M/F N
                 gradient = wire.reduce_scatter(gradient, path.gather, dim=path.dim)
             return (gradient,)
         slow, fast = path.split(path.gather)
@@ -58,9 +60,9 @@ def sum_copies(
     state: ReduceState | None,
     context: EncodeContext | None,
 ) -> tuple[jax.Array, ReduceState | None]:
-    """Sums what `sum_shards` left over the copies: the shard's gradient, over all devices.
+    """Sums the parts of `sum_shards` over the copies.
 
-    Returns it and the next state of the codec.
+    Returns the shard's gradient, summed over all devices, and the next state of the codec.
 
     Wire, on one node: all-reduce over the copies. Across nodes: the reduce-scatters that
     `sum_shards` left; all-reduce over the copies across nodes (with a codec: `reduce_parts`);
@@ -72,7 +74,7 @@ def sum_copies(
     path, size = spec.path, math.prod(shape)
     with jax.named_scope(spec.traffic):
         if not path.slow and spec.micro_bytes is None:
-            return wire.all_reduce(parts[0], path.copies), state
+            return wire.all_reduce(parts[0], path.copies), state  # M/F N -> M/F N
         if spec.gradient_codec is not None and state is not None and context is not None:
             (slow, _), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
             x_SCn = _split_copies(parts[0], wire.size(slow_copies), fast_copies)
@@ -94,7 +96,7 @@ def sum_copies(
 # There can be thousands of equal pieces: jitted, they are traced once, and `inline` leaves no call.
 @partial(jax.jit, static_argnames="spec", inline=True)
 def _sum_shard_piece(piece: jax.Array, spec: GatherSpec) -> jax.Array:
-    """Sums a piece of `sum_shards`, [S, F, ...], as far as that does."""
+    """Takes the hops of `sum_shards` for a piece [S, F, ...]."""
     path = spec.path
     (slow, fast), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
     x_Sm = _scatter(piece, fast, spec)
@@ -106,7 +108,7 @@ def _sum_shard_piece(piece: jax.Array, spec: GatherSpec) -> jax.Array:
         return _scatter(x_Sm[None], slow, spec).reshape(1, -1)
     x_Sm = x_Sm.reshape(x_Sm.shape[0], -1)
     x_SCn = _split_copies(x_Sm, wire.size(slow_copies), fast_copies)
-    return wire.reduce_scatter(x_SCn, slow, dim=0)[0]
+    return wire.reduce_scatter(x_SCn, slow, dim=0)[0]  # S C n -> 1 C n
 
 
 def _pieces(gradient: jax.Array, spec: GatherSpec, S: int, F: int) -> list[jax.Array]:
@@ -130,17 +132,18 @@ def _scatter(x: jax.Array, axes: Axes, spec: GatherSpec) -> jax.Array:
     """
     S, F, *inner = x.shape
     if not spec.rows:
-        return wire.reduce_scatter(x.reshape(S, F, -1), axes, dim=1).reshape(S, -1)
+        x_SFm = x.reshape(S, F, -1)
+        return wire.reduce_scatter(x_SFm, axes, dim=1).reshape(S, -1)  # S F m -> S 1 m
     rows = jnp.moveaxis(x, 1, 0).reshape(F * S * inner[0], *inner[1:])
-    return wire.reduce_scatter(rows, axes, dim=0).reshape(S, *inner)
+    return wire.reduce_scatter(rows, axes, dim=0).reshape(S, *inner)  # F*S*r N -> S*r N, r rows
 
 
 def _keeps_nodes(spec: GatherSpec) -> bool:
     """Whether all hops across nodes are left to `sum_copies`.
 
-    Shards across nodes without a codec are summed by every micro-batch: what it would have to keep
-    is as many times its shard as there are nodes. Where their weights cross nodes once a step, it
-    keeps that much.
+    Without a codec every micro-batch sums shards across nodes: to leave that hop, it would keep as
+    many times its shard as there are nodes. It keeps that much where weights cross nodes once a
+    step.
     """
     slow, _ = spec.path.split(spec.path.gather)
     return spec.gradient_codec is not None or not slow or spec.across == "step"
@@ -149,7 +152,7 @@ def _keeps_nodes(spec: GatherSpec) -> bool:
 def _cuts(size: int, spec: GatherSpec) -> list[int]:
     """Positions that cut `size` values of a shard into equal pieces of at most `micro_bytes`.
 
-    A piece's bytes are those of all shards. What a codec encodes is not cut.
+    A piece's bytes are those of all shards. With a codec there is one piece.
     """
     if spec.micro_bytes is None or spec.gradient_codec is not None:
         return []
@@ -165,33 +168,36 @@ def _sum_piece(part: jax.Array, size: int, spec: GatherSpec) -> jax.Array:
     path = spec.path
     (slow, _), (slow_copies, fast_copies) = path.split(path.gather), path.split(path.copies)
     if not path.slow:
-        return wire.all_reduce(part, fast_copies)
+        return wire.all_reduce(part, fast_copies)  # m -> m
     if _keeps_nodes(spec):
         x_SCn = _split_copies(part, wire.size(slow_copies), fast_copies)
-        part = wire.reduce_scatter(x_SCn, slow, dim=0)[0]
-    return _join_copies(wire.all_reduce(part, slow_copies), fast_copies, size)
+        part = wire.reduce_scatter(x_SCn, slow, dim=0)[0]  # S C n -> 1 C n
+    total_Cn = wire.all_reduce(part, slow_copies)  # C n -> C n
+    return _join_copies(total_Cn, fast_copies, size)
 
 
 def _split_copies(x_Sm: jax.Array, num_slow: int, fast_copies: Axes) -> jax.Array:
     """Sums over the copies inside the node; each keeps its part for each copy across, [S, C, n]."""
     S, c = x_Sm.shape[0], wire.size(fast_copies)
     x_Sm = jnp.pad(x_Sm, ((0, 0), (0, -x_Sm.shape[1] % (num_slow * c))))
-    x_Scn = wire.reduce_scatter(x_Sm.reshape(S, c, -1), fast_copies, dim=1)
-    return x_Scn.reshape(S, num_slow, -1)
+    # S c C*n -> S 1 C*n
+    x_S1m = wire.reduce_scatter(x_Sm.reshape(S, c, -1), fast_copies, dim=1)
+    return x_S1m.reshape(S, num_slow, -1)
 
 
 def _join_copies(x_Cn: jax.Array, fast_copies: Axes, size: int) -> jax.Array:
     """Gathers the parts of the copies inside the node; returns [m]."""
-    return wire.all_gather(x_Cn.reshape(1, -1), fast_copies, dim=0).reshape(-1)[:size]
+    x_cm = wire.all_gather(x_Cn.reshape(1, -1), fast_copies, dim=0)  # 1 C*n -> c C*n
+    return x_cm.reshape(-1)[:size]
 
 
-def reduce_whole(gradients: list[jax.Array], layout: Layout) -> list[jax.Array]:
-    """Sums the gradients of parameters that every device holds whole, in one all-reduce."""
+def reduce_replicated(gradients: list[jax.Array], layout: Layout) -> list[jax.Array]:
+    """Sums the gradients of replicated parameters over all devices, in one all-reduce."""
     if not gradients:
         return []
     flat = jnp.concatenate([g.reshape(-1) for g in gradients])
     with jax.named_scope("dense_gradient"):
-        flat = wire.all_reduce(flat, layout.mesh_axes)
+        flat = wire.all_reduce(flat, layout.mesh_axes)  # n -> n, the values of all parameters
     ends = [int(sum(g.size for g in gradients[: i + 1])) for i in range(len(gradients))]
     parts = jnp.split(flat, ends[:-1])
     return [part.reshape(g.shape) for part, g in zip(parts, gradients, strict=True)]

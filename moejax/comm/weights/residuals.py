@@ -1,13 +1,13 @@
-"""Codec states that travel through the backward pass beside the weights.
+"""States of gradient codecs on their way through the backward pass, beside their weights.
 
-Per device, inside shard_map. The codec of a weight's gradient has a state. It enters forward beside
-the weight, and the next state leaves backward as its "gradient". The `EncodeContext` enters too.
+Per device, inside shard_map. Training keeps a codec's state with a dimension of devices, which a
+device has one entry of. `attach_residuals` takes that dimension away and adds the `EncodeContext`;
+`detach_residuals` puts it back.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,29 +15,26 @@ import jax.numpy as jnp
 from moejax.comm import wire
 from moejax.comm.codecs.codec import EncodeContext
 from moejax.comm.weights.compressed import ReduceState
+from moejax.comm.weights.shard import attach, detach
 from moejax.layout.layout import Layout
 
 
-@jax.tree_util.register_dataclass
-@dataclass
-class WithResidual:
-    """A parameter's shard with the state of its gradient's codec, on this device.
+class Residual(NamedTuple):
+    """The state of the codec of one weight's gradient, on this device."""
 
-    Differentiating with respect to it gives the reduced gradient and the next state.
-    """
-
-    weight: Any  # an array; Any because JAX builds trees of other leaves too
     state: Any  # a `ReduceState`
-    context: Any  # an `EncodeContext` as float32, which JAX can differentiate: see `to_floats`
+    context: Any  # [6], an `EncodeContext` as float32, which JAX can differentiate: `to_floats`
 
 
 def attach_residuals(
     params: Any, states: Any, dims: Any, context: EncodeContext, layout: Layout
 ) -> Any:
-    """Puts codec states beside the parameters whose gradients have a codec.
+    """Returns the parameters as `Shard`s, with codec states where their gradients have a codec.
 
     Args:
-      dims: the dimension letters of each parameter; leading dimensions without one are layers.
+      params: arrays [*layers, *shard].
+      states: a `ReduceState` of arrays [*layers, 1, ...] for each parameter, or None.
+      dims: the dimension letters of each parameter, without layers.
       context: its key is the same on all devices. Each parameter, layer and device gets its own.
     """
     numbers = itertools.count()
@@ -46,19 +43,32 @@ def attach_residuals(
     def floats(number: jax.Array) -> jax.Array:
         return to_floats(context._replace(key=jax.random.fold_in(key, number)))
 
-    def attach(param: jax.Array, letters: str, state: ReduceState | None) -> Any:
+    def enter(param: jax.Array, letters: str, state: ReduceState | None) -> Residual | None:
         if state is None:
-            return param
+            return None
         layers = param.shape[: param.ndim - len(letters)]
         own_state = jax.tree.map(lambda s: jnp.squeeze(s, len(layers)), state)
         own = jnp.array([next(numbers) for _ in range(math.prod(layers))])
-        return WithResidual(param, own_state, jax.vmap(floats)(own).reshape(*layers, -1))
+        return Residual(own_state, jax.vmap(floats)(own).reshape(*layers, -1))
 
-    return jax.tree.map(attach, params, dims, states)
+    return attach(params, residuals=jax.tree.map(enter, params, dims, states))
+
+
+def detach_residuals(gradients: Any, dims: Any) -> tuple[Any, Any]:
+    """The inverse of `attach_residuals`: returns the gradients of weights, and the next states."""
+    found = detach(gradients)
+
+    def leave(gradient: jax.Array, letters: str, residual: Residual | None) -> ReduceState | None:
+        if residual is None:
+            return None
+        stack = gradient.ndim - len(letters)
+        return jax.tree.map(lambda s: jnp.expand_dims(s, stack), residual.state)
+
+    return found.weight, jax.tree.map(leave, found.weight, dims, found.residual)
 
 
 def to_floats(context: EncodeContext) -> jax.Array:
-    """A context as float32, which holds each half of a 32-bit word exactly."""
+    """Returns a context as float32, which holds each half of a 32-bit word exactly."""
     step = jnp.asarray(context.step).astype(jnp.uint32)
     words = jnp.concatenate([step[None], jax.random.key_data(context.key)])
     return jnp.concatenate([words >> 16, words & 0xFFFF]).astype(jnp.float32)
@@ -69,31 +79,3 @@ def from_floats(floats: jax.Array) -> EncodeContext:
     high, low = jnp.split(floats.astype(jnp.uint32), 2)
     words = (high << 16) | low
     return EncodeContext(words[0].astype(jnp.int32), jax.random.wrap_key_data(words[1:]))
-
-
-def detach_residuals(gradients: Any, dims: Any) -> tuple[Any, Any]:
-    """The inverse of `attach_residuals`: returns gradients, and the next states."""
-
-    def state(gradient: Any, letters: str) -> Any:
-        if not isinstance(gradient, WithResidual):
-            return None
-        stack = gradient.weight.ndim - len(letters)
-        return jax.tree.map(lambda s: jnp.expand_dims(s, stack), gradient.state)
-
-    def weight(gradient: Any) -> jax.Array:
-        return gradient.weight if isinstance(gradient, WithResidual) else gradient
-
-    return (
-        jax.tree.map(weight, gradients, is_leaf=has_residual),
-        jax.tree.map(state, gradients, dims, is_leaf=has_residual),
-    )
-
-
-def has_residual(x: Any) -> bool:
-    """Whether a codec's state stands beside a weight."""
-    return isinstance(x, WithResidual)
-
-
-def without_residuals(tree: Any) -> Any:
-    """Drops the states: gradients of these weights are reduced without a codec."""
-    return jax.tree.map(lambda x: x.weight if has_residual(x) else x, tree, is_leaf=has_residual)

@@ -18,10 +18,11 @@ from moejax.layout.spec import StepSpec
 
 
 def residual_shapes(spec: StepSpec, param: Any, dims: str, layout: Layout) -> Any:
-    """Shapes of the codec state of a parameter's gradient, or None; see `TrainState`.
+    """Returns shapes of the codec state of a parameter's gradient, or None; see `TrainState`.
 
     Args:
-      layout: that of the parameter.
+      param: an array or its shape; layers may be stacked.
+      layout: of the parameter.
     """
     policy = spec.compression
     path = path_of(dims, layout)
@@ -40,7 +41,7 @@ def residual_shapes(spec: StepSpec, param: Any, dims: str, layout: Layout) -> An
 
 
 def residual_specs(states: Any, params: Any, dims: Any, layouts: Any) -> Any:
-    """Shardings of the arrays of `residual_shapes`: each device holds its own state.
+    """Returns shardings of the arrays of `residual_shapes`: each device holds its own state.
 
     Args:
       layouts: the layout of each parameter.

@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from moejax.comm import links
-from moejax.comm.weights.gather import Weight
+from moejax.comm.weights.adapters import Weight
 from moejax.model.ahead import next_tokens, targets_ahead
 from moejax.model.share import Share
 from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
+from moejax.step.full_batch import NumTargets
 from moejax.step.loss import AheadTargets, next_token_loss
 from moejax.step.pipeline.model import RouterParts, StagedModel, no_parts
 from moejax.step.state import Tree
-from moejax.step.whole_batch import NumTargets
 
 
 class AnswerParts(NamedTuple):
@@ -40,7 +40,7 @@ class Answers:
     """Losses of micro-batches that have left the last stage.
 
     Attributes:
-      num_targets: of the whole batch; None where no loss is wanted.
+      num_targets: of the full batch; None where no loss is wanted.
     """
 
     def __init__(self, staged: StagedModel, num_targets: NumTargets | None = None):

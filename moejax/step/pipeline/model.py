@@ -28,12 +28,12 @@ from moejax.model.transformer import Transformer
 from moejax.moe.layer import MoEStats
 from moejax.moe.router import Noise
 from moejax.step.forward import split_micro_batches
+from moejax.step.full_batch import keys_of
 from moejax.step.loss import router_losses
 from moejax.step.model import ModelDef
 from moejax.step.pipeline.schedule import schedule_of
 from moejax.step.pipeline.weights import StagedWeights, at
 from moejax.step.state import Batch, TrainState, Tree
-from moejax.step.whole_batch import keys_of
 
 Past = list[jax.Array]  # keys and values: `Slice.past`
 

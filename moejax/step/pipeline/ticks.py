@@ -29,6 +29,13 @@ from jax import lax
 from moejax.comm import wire
 from moejax.comm.weights.enter import leave_gradients
 from moejax.comm.weights.residuals import detach_residuals
+from moejax.step.full_batch import (
+    NumTargets,
+    choose_levels,
+    count_targets,
+    reduce_replicated_gradients,
+    with_residuals,
+)
 from moejax.step.loss import LossParts
 from moejax.step.model import ModelDef
 from moejax.step.pipeline.inputs import add, build_feed, get, sums_like
@@ -47,13 +54,6 @@ from moejax.step.pipeline.visits import (
 )
 from moejax.step.pipeline.weights import put_part
 from moejax.step.state import Batch, Reduction, TrainState, Tree
-from moejax.step.whole_batch import (
-    NumTargets,
-    choose_levels,
-    count_targets,
-    reduce_whole_gradients,
-    with_residuals,
-)
 
 
 class Carried(NamedTuple):
@@ -92,7 +92,7 @@ class Carried(NamedTuple):
 def loss_gradients(
     model: ModelDef, state: TrainState, batch: Batch
 ) -> tuple[Tree, LossParts, Reduction]:
-    """Returns gradients of the whole batch, the loss's parts, and the new codec state.
+    """Returns gradients of the full batch, the loss's parts, and the new codec state.
 
     `nll`, `balance` and `entropy` are this device's shares. The caller sums them over devices.
     """
@@ -106,7 +106,7 @@ def loss_gradients(
     summed = staged.weights.join(outer, end.layers)
     gradients = leave_gradients(summed, params, model.dims, model.layouts, model.spec)
     gradients, residuals = detach_residuals(gradients, model.dims)
-    gradients = reduce_whole_gradients(model, gradients)
+    gradients = reduce_replicated_gradients(model, gradients)
     return (
         gradients,
         loss_parts(staged, before, end),

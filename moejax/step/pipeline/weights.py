@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moejax.comm.weights.adapters import attach_adapters
-from moejax.comm.weights.enter import adapters_in, enter_weights, is_entry, with_adapters
+from moejax.comm.weights.enter import enter_weights
+from moejax.comm.weights.shard import attach, detach
 from moejax.step.model import ModelDef, layouts_of
 from moejax.step.state import TrainState, Tree
 
@@ -41,7 +41,7 @@ class StagedWeights:
         self.adapters = None
         if state.frozen is not None:
             self.adapters = self.stacked(self.trained["groups"])
-            self.outer = attach_adapters(self.outer, self.outer_of(self.trained), is_entry)
+            self.outer = attach(self.outer, adapters=self.outer_of(self.trained))
 
     def stacked(self, groups: Tree) -> Tree:
         """Returns arrays of the stages' groups, those of the chunks one after the other."""
@@ -76,19 +76,17 @@ class StagedWeights:
     def layer(self, index: jax.Array) -> Tree:
         """Returns the weights of one of this stage's repeats, of all its chunks."""
         weights = at(self.layers, index)
-        return (
-            weights
-            if self.adapters is None
-            else attach_adapters(weights, at(self.adapters, index), is_entry)
-        )
+        if self.adapters is None:
+            return weights
+        return attach(weights, adapters=at(self.adapters, index))
 
     def trained_of(self, weights: Tree) -> Tree:
         """Returns the part of weights that is trained: all, or their adapters."""
-        return weights if self.adapters is None else adapters_in(weights)
+        return weights if self.adapters is None else detach(weights).adapter
 
     def put_trained(self, weights: Tree, trained: Tree) -> Tree:
         """Returns weights with other values of what is trained of them."""
-        return trained if self.adapters is None else with_adapters(weights, trained)
+        return trained if self.adapters is None else attach(weights, adapters=trained)
 
     def outer_with(self, part: Tree) -> Tree:
         """Returns `outer` with other values of a part of what is trained of it."""

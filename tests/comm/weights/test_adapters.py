@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from moejax.comm.weights.adapters import (
+    AdaptedWeight,
     Adapter,
-    WithAdapter,
     adapter_dims,
     add_adapter,
-    attach_adapters,
     product,
     scaled,
     transposed,
@@ -76,7 +75,7 @@ def test_a_product_is_that_with_the_sum_of_weight_and_adapter(dims):
     whole = whole.reshape(x.shape[1], -1).astype(np.float64)
 
     def run(x, adapter):
-        return product(x, WithAdapter(jnp.asarray(weight), scaled(adapter, SCALE, "float32")))
+        return product(x, AdaptedWeight(jnp.asarray(weight), scaled(adapter, SCALE, "float32")))
 
     y, pull = jax.vjp(run, jnp.asarray(x), Adapter(jnp.asarray(a), jnp.asarray(b)))
     np.testing.assert_allclose(y, x @ whole, rtol=1e-4, atol=1e-4)
@@ -96,13 +95,13 @@ def test_what_a_young_adapter_adds_in_bfloat16_is_right(inputs, outputs):
     x, w, adapter, wanted = young()
     a, b = adapter.a.reshape(*inputs, -1), adapter.b.reshape(-1, *outputs)
     both = scaled(Adapter(a, b), 2.0, "bfloat16")
-    got = product(x, WithAdapter(w.reshape(*inputs, *outputs), both))
+    got = product(x, AdaptedWeight(w.reshape(*inputs, *outputs), both))
     assert error(got, wanted) < 0.005
 
 
 def test_the_bar_above_tells_a_sum_of_weights_from_two_products():
     x, w, adapter, wanted = young()
-    both = WithAdapter(w, scaled(adapter, 2.0, "bfloat16"))
+    both = AdaptedWeight(w, scaled(adapter, 2.0, "bfloat16"))
     merged = add_adapter(both, "DV").astype(jnp.bfloat16)
     assert 0.15 < error(x @ merged, wanted) < 0.35
 
@@ -110,12 +109,12 @@ def test_the_bar_above_tells_a_sum_of_weights_from_two_products():
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_and_rows_of_a_young_adapter_are_right(tied):
     x, w, adapter, wanted = young()
-    both = WithAdapter(w, scaled(adapter, 2.0, "bfloat16"))
+    both = AdaptedWeight(w, scaled(adapter, 2.0, "bfloat16"))
     if tied:
         both = transposed(transposed(both))
     assert error(logits(x, both), wanted) < 0.005
     # The table is zero, so only the rows of its adapter are left.
-    table = WithAdapter(jnp.zeros_like(w), both.adapter)
+    table = AdaptedWeight(jnp.zeros_like(w), both.adapter)
     a, b = (np.asarray(factor, np.float64) for factor in adapter)
     assert error(rows_of(table, jnp.arange(9)[None]), 2 * a[:9] @ b) < 0.005
 
@@ -145,13 +144,4 @@ def error(got, wanted):
 def test_the_sum_of_a_weight_and_its_adapter_is_float32():
     weight = jnp.ones((1, 1), jnp.bfloat16)
     adapter = Adapter(jnp.full((1, 1), 2.0**-6), jnp.full((1, 1), 2.0**-6))
-    assert float(add_adapter(WithAdapter(weight, adapter), "DV")[0, 0]) == 1 + 2.0**-12
-
-
-def test_weights_without_an_adapter_stay_as_they_are():
-    frozen = {"norm": jnp.ones(2), "w": jnp.ones((2, 2))}
-    adapter = Adapter(jnp.ones((2, 1)), jnp.ones((1, 2)))
-    attached = attach_adapters(frozen, {"norm": None, "w": adapter})
-    assert attached["norm"] is frozen["norm"]
-    assert attached["w"].weight is frozen["w"]
-    assert attached["w"].adapter is adapter
+    assert float(add_adapter(AdaptedWeight(weight, adapter), "DV")[0, 0]) == 1 + 2.0**-12

@@ -36,8 +36,9 @@ def carried_keys(step, key):
         carried = attach_residuals(
             params, states, DIMS, EncodeContext(step, jax.random.key(key)), LAYOUT
         )
-        moments = [jax.vmap(from_floats)(carried["query"].context)]
-        moments += [jax.tree.map(lambda x: x[None], from_floats(carried["table"].context))]
+        floats = {name: shard.residual.context for name, shard in carried.items()}
+        moments = [jax.vmap(from_floats)(floats["query"])]
+        moments += [jax.tree.map(lambda x: x[None], from_floats(floats["table"]))]
         words = [jax.random.key_data(one.key) for one in moments]
         return jnp.concatenate(words)[None]
 

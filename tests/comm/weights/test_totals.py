@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.comm import wire
 from moejax.comm.codecs.codec import EncodeContext
-from moejax.comm.weights.gather import empty_totals, gather_float32, whole_weight
+from moejax.comm.weights.gather import empty_totals, gather_float32, replicated_weight
 from moejax.comm.weights.residuals import attach_residuals, detach_residuals
+from moejax.comm.weights.shard import attach
 from moejax.comm.weights.states import residual_shapes
-from moejax.comm.weights.totals import WithTotal, attach_totals
 from moejax.config.schema import CompressionConfig
 from tests.cases import small_config, step_for
 
@@ -64,7 +64,7 @@ def mapped(step, dims, parts, param):
 
     def enter(entry):
         held = nnx.Param(entry, dims=dims)
-        return whole_weight(held) if layout.is_whole(dims) else gather_float32(held, spec)
+        return replicated_weight(held) if layout.is_replicated(dims) else gather_float32(held, spec)
 
     def pull(entry, cotangent):
         return jax.vjp(enter, entry)[1](cotangent)[0]
@@ -74,19 +74,17 @@ def mapped(step, dims, parts, param):
         state = jax.tree.map(lambda s: s[None], state)
         context = EncodeContext(jnp.int32(3), jax.random.key(1))
         own = jax.random.fold_in(jax.random.key(7), wire.index(layout.mesh_axes))
-        whole = jax.eval_shape(enter, shard).shape
-        drawn = jax.random.randint(own, (PARTS, *whole), -50, 50).astype(jnp.float32)
+        gathered = jax.eval_shape(enter, shard).shape
+        drawn = jax.random.randint(own, (PARTS, *gathered), -50, 50).astype(jnp.float32)
         entry = attach_residuals(shard, state, dims, context, layout)
         if parts == 1:
             found = pull(entry, drawn.sum(axis=0))
         else:
             total = empty_totals(shard, dims, spec)
             for cotangent in drawn[:-1]:
-                own = pull(attach_totals(shard, total, last=False), cotangent).total
+                own = pull(attach(shard, totals=total, last=False), cotangent).total
                 total = jax.tree.map(jnp.add, total, own)
-            found = pull(attach_totals(entry, total, last=True), drawn[-1])
-            assert isinstance(found, WithTotal)
-            found = found.weight
+            found = pull(attach(entry, totals=total), drawn[-1])
         return jax.tree.map(lambda x: x[None], detach_residuals(found, dims))
 
     return jax.shard_map(

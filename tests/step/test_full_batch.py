@@ -14,8 +14,8 @@ from moejax.config.compression import CodecSpec
 from moejax.config.schema import MeshConfig
 from moejax.layout.layout import build_layout
 from moejax.layout.mesh import build_mesh
+from moejax.step.full_batch import choose_levels
 from moejax.step.state import Reduction
-from moejax.step.whole_batch import choose_levels
 
 # Of 10 squares each device loses so many at level 1: each tensor rank has shards of its own.
 LOST = np.array([9, 1, 9, 1], np.float32)  # replica 0: tensor 0 and 1, replica 1: the same

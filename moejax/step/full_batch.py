@@ -1,4 +1,4 @@
-"""What a step does once for all of its micro-batches, around their losses and gradients.
+"""The parts of a step that are done once for its full batch, around micro-batches' gradients.
 
 Per device, inside the shard_map of the training mesh.
 """
@@ -12,7 +12,7 @@ from moejax.comm import wire
 from moejax.comm.codecs.adaptive import choose_level
 from moejax.comm.codecs.build import build_codec
 from moejax.comm.codecs.codec import EncodeContext
-from moejax.comm.weights.reduce import reduce_whole
+from moejax.comm.weights.reduce import reduce_replicated
 from moejax.comm.weights.residuals import attach_residuals
 from moejax.comm.weights.states import sum_squared_errors
 from moejax.config.compression import GRADIENTS
@@ -22,7 +22,7 @@ from moejax.step.state import Batch, Reduction, TrainState, Tree
 
 
 class NumTargets(NamedTuple):
-    """Numbers of valid targets of the whole batch, at least 1; float32."""
+    """Numbers of valid targets of the full batch, at least 1; float32."""
 
     next: jax.Array
     ahead: jax.Array | None  # of the tokens after the next; None without `model.predict_ahead`
@@ -50,7 +50,7 @@ def count_own_targets(model: ModelDef, batch: Batch) -> list[jax.Array]:
 
 
 def with_residuals(model: ModelDef, state: TrainState) -> Tree:
-    """Returns the parameters, those whose gradients have a codec with its state."""
+    """Returns the parameters as `Shard`s, with the states of their gradients' codecs."""
     context = EncodeContext(state.step, keys_of(model, state)[1])
     residuals = state.reduction.residuals
     return attach_residuals(state.params, residuals, model.dims, context, model.layout)
@@ -62,14 +62,15 @@ def keys_of(model: ModelDef, state: TrainState) -> jax.Array:
     return jax.random.split(key)
 
 
-def reduce_whole_gradients(model: ModelDef, gradients: Tree) -> Tree:
-    """Sums the gradients of parameters that every device holds whole, such as norm scales."""
+def reduce_replicated_gradients(model: ModelDef, gradients: Tree) -> Tree:
+    """Sums the gradients of replicated parameters, such as norm scales."""
     leaves, tree = jax.tree.flatten(gradients)
     both = list(zip(jax.tree.leaves(model.dims), jax.tree.leaves(model.layouts), strict=True))
     for layout in dict.fromkeys((model.layout, model.layout.inside)):
-        whole = [i for i, (d, own) in enumerate(both) if own == layout and own.is_whole(d)]
-        sums = reduce_whole([leaves[i] for i in whole], layout)
-        for i, total in zip(whole, sums, strict=True):
+        of_layout = [(i, dims) for i, (dims, own) in enumerate(both) if own == layout]
+        replicated = [i for i, dims in of_layout if layout.is_replicated(dims)]
+        sums = reduce_replicated([leaves[i] for i in replicated], layout)
+        for i, total in zip(replicated, sums, strict=True):
             leaves[i] = total
     return jax.tree.unflatten(tree, leaves)
 
