@@ -19,27 +19,27 @@ VENV_STORES := .venv-stores
 PARITY_TESTS := beartype hypothesis jaxtyping pytest pytest-xdist
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-models test-all test-311 aot aot-tpu parity cluster faults stores compose docs notebooks package lint size format clean
+.PHONY: help install train test test-all test-hardware test-311 aot aot-tpu parity cluster faults stores compose docs notebooks package lint size format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed ## make .venv with moejax and its tools (PYTHON=... to choose)
 
 train: $(VENV)/.installed ## train a small model (CONFIG=..., ARGS=--config.train.num_steps=50)
 	$(VENV)/bin/python -m moejax.train --config $(CONFIG) $(ARGS)
 
-test: $(VENV)/.installed ## run the tests on eight simulated CPU devices, of each grid a part (ARGS=tests/moe)
+test: $(VENV)/.installed ## run the tests that a change must pass, on eight simulated CPU devices (ARGS=tests/moe)
 	$(VENV)/bin/python -m pytest $(SPREAD) $(ARGS)
 
-test-models: $(VENV)/.installed ## run the tests of import, export, adapters, evaluation and generation (ARGS=tests/hf)
-	$(VENV)/bin/python -m pytest $(SPREAD) -m "models and not exhaustive" $(ARGS)
+test-all: $(VENV)/.installed ## run all tests that need nothing else, as CI does (CASES=every: of the largest grids every case, hours)
+	$(VENV)/bin/python -m pytest $(LONG) $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity and not package and not cluster and not faults$(if $(CASES),, and not exhaustive)$(if $(REST), and slow)" $(ARGS)
 
-test-all: $(VENV)/.installed ## the same, with all cases of every grid; takes longer
-	$(VENV)/bin/python -m pytest $(LONG) $(SPREAD) -m "not accelerator and not aot and not aot_tpu and not parity and not package and not cluster and not faults" $(ARGS)
+test-hardware: $(VENV)/.installed ## check kernels, collectives and a small run on the GPUs here (JAX_PLATFORMS=tpu: TPUs)
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cuda} $(VENV)/bin/python -m pytest $(LONG) -m accelerator tests/hardware $(ARGS)
 
-test-311: $(VENV_311)/.installed ## run the quick tests on Python 3.11, with its older JAX
-	$(VENV_311)/bin/python -m pytest $(SPREAD) -m "not slow and not accelerator and not aot and not aot_tpu and not parity and not models and not package and not cluster and not faults and not exhaustive" $(ARGS)
+test-311: $(VENV_311)/.installed ## run the tests of `make test` on Python 3.11, with its older JAX
+	$(VENV_311)/bin/python -m pytest $(SPREAD) $(ARGS)
 
 aot: $(VENV_AOT)/.installed ## compile step and kernels for described H200s and test what came out (ARGS="-m aot": all cases)
 	$(VENV_AOT)/bin/python -m pytest $(LONG) $(SPREAD) -m "aot and not exhaustive" tests/hlo tests/kernels tests/benchmarks $(ARGS)

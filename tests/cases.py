@@ -48,7 +48,7 @@ CERTAIN = {"capacity_factor": 16.0}
 def part_of(first: Sequence, second: Sequence, parts: int = 2) -> list:
     """Parameters of every pair; one part, that has every value of both, is always run.
 
-    The others are for `make test-all`.
+    The others are for `make test-all CASES=every`.
     """
     pairs = []
     for (row, one), (column, other) in product(enumerate(first), enumerate(second)):

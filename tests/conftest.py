@@ -106,17 +106,15 @@ LONGEST = (
 )
 
 
-# What comes in and goes out of the trainer: files of other libraries, adapters, evaluation and
-# generation. `make test-models` and CI run these, so that `make test` stays within ten minutes.
-MODELS = (
+# Folders, files and tests that `make test` leaves out, beside tests that bear the mark themselves:
+# they catch little for their seconds, or what they catch is at the border of the house. Measured
+# with an empty compile cache, and with mistakes put into the code (docs/log.md).
+SLOW: tuple[str, ...] = (
+    # Files of other libraries, adapters, evaluation and generation.
     "convert/",
     "evaluate/",
     "hf/",
     "serve/",
-    "integration/test_adapter_run.py",
-    "model/test_ahead.py",
-    "step/test_adapters.py",
-    "train/test_adapters.py",
 )
 
 
@@ -124,10 +122,18 @@ MODELS = (
 def pytest_collection_modifyitems(items):
     tests = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(tests) and str(item.path.relative_to(tests)).startswith(MODELS):
-            item.add_marker("models")
+        if item.nodeid.removeprefix("tests/").startswith(SLOW):
+            item.add_marker("slow")
     turn = {tests / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: turn.get(item.path, len(turn)))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if "not slow" in config.option.markexpr:
+        terminalreporter.write_line(
+            "left out: slow tests (make test-all), and what needs a GPU (make test-hardware) or "
+            "another environment (CONTRIBUTING.md)"
+        )
 
 
 def make_room(folder: Path, limit: int) -> None:

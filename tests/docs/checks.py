@@ -148,7 +148,7 @@ def _make(words: list[str], made: Made) -> Iterator[str]:
     target = words[0]
     if not re.search(rf"^{re.escape(target)}:.*##", (ROOT / "Makefile").read_text(), re.MULTILINE):
         raise BadCommandError(f"the Makefile has no target {target}")
-    if target in ("train", "test", "test-models", "test-all", "aot", "parity"):
+    if target in ("train", "test", "test-all", "test-hardware", "aot", "parity"):
         yield from _walk(recipe(words), made)
 
 

@@ -2,7 +2,7 @@
 
 `checks.py` checks flags, settings and files of all of them. What is not run has a reason in
 `NOT_RUN`. Quick ones run in `make test`, the others, which compile or train more, in
-`make test-all`.
+`make test-all CASES=every`.
 """
 
 import ast
@@ -48,7 +48,7 @@ NOT_RUN = {
     "*plan --hf *": "models that others published; tests/plan/test_published.py",
     "*--as maxtext*": "minutes; tests/plan/test_command.py runs it on a small model",
 }
-# What `make test` runs; `make test-all` runs all that can be.
+# What `make test` runs; `make test-all CASES=every` runs all that can be.
 QUICK = {
     "docs/guide/first_run.md": ("*: make train", "*--settings*", "*--print_config*"),
     "docs/guide/data.md": ("*moejax prepare*",),

@@ -33,7 +33,7 @@ def all_cases(only: str = "", always: tuple[str, ...] = tuple(FAMILIES)) -> list
     """Parameters (family, case) of every golden model whose case begins with `only`.
 
     Args:
-      always: families that are not left to `make test-all`.
+      always: families that are not left to `make test-all CASES=every`.
     """
     params = []
     for family in FAMILIES:

@@ -29,7 +29,7 @@ CASES = [
 ]
 
 
-# A plain route, and a merging one over two hops; the others are for `make test-all`.
+# A plain route, and a merging one over two hops; the others are for `make test-all CASES=every`.
 USUAL = [("split", (1, 1, 4, 2), 1, "hidden"), ("two_level_merge", (1, 1, 4, 2), 2, "whole")]
 
 

@@ -150,7 +150,7 @@ RARELY |= {name: 1 for name in TRIMMED}
 
 
 def with_choices():
-    """Each route with one K; with the other for `make test-all`, but a merging one."""
+    """Each route with one K; with the other for `make test-all CASES=every`, but a merging one."""
     for name, k in product([*sorted(ROUTES), *TRIMMED], [1, 8]):
         often = RARELY.get(name) != k and name not in TRIMMED[1:]
         rare = () if often else pytest.mark.exhaustive

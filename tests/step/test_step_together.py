@@ -1,7 +1,7 @@
 """Mesh, layout, route, routing and kind of model, all at once, against the one-device oracle.
 
 Each value of each stands in at least one case, so a default run compiles few programs.
-test_step_meshes and test_step_routes take them one by one, for `make test-all`.
+test_step_meshes and test_step_routes take them one by one, for `make test-all CASES=every`.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ CASES = [
     Case((2, 1, 4, 1), 4, route="two_level", k=8, path="usual"),
 ]
 
-# Routes and kinds of which others have a case; for `make test-all`.
+# Routes and kinds of which others have a case; for `make test-all CASES=every`.
 RARE = [CASES[number] for number in (10, 11, 12)]
 
 

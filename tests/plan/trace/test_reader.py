@@ -277,7 +277,7 @@ CODECS = {
     "expert_gradient": "topk:0.1",
     "weights": "int8",
 }
-USUAL = ("combine", "dense_gradient")  # the others are for `make test-all`
+USUAL = ("combine", "dense_gradient")  # the others are for `make test-all CASES=every`
 
 
 @pytest.mark.slow
