@@ -14,14 +14,13 @@ from moejax.data.skipped import SkippedData, skip_to
 from moejax.errors import DivergedError, InputError
 from moejax.step.state import TrainState
 from moejax.train.faults.bad_steps import BadSteps, GoBackError, recent_of
-from moejax.train.records.metrics import Meter
 from moejax.train.records.skipped_data import write_skipped
 from moejax.train.run import Run
 from moejax.train.start import choose_checkpoint, initial_state
 from moejax.train.steps import run_steps
 
 
-def run_with_rollbacks(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
+def run_with_rollbacks(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     """Runs the loop, and goes back where it asks for that. Returns the same as `run_steps`.
 
     Raises:
@@ -29,18 +28,18 @@ def run_with_rollbacks(run: Run, state: TrainState, meter: Meter) -> tuple[Train
     """
     while True:
         try:
-            return run_steps(run, state, meter)
+            return run_steps(run, state)
         except GoBackError as asked:
             bad, interrupt = asked.bad, asked.interrupt
         # Here the loop's frames are gone, and with them the state that they held on the devices.
         state = go_back(run, bad)
         step = int(state.step)
         if any(run.processes.gather(interrupt.requested)):
-            run.mismatch = None
+            run.new_links = None
             run.display.note(f"stopped at step {step}; run the same command to go on")
             run.records.event("stopped", step)
             return state, True
-        meter.start(step)
+        run.meter.start(step)
 
 
 def go_back(run: Run, bad: BadSteps) -> TrainState:

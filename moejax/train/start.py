@@ -255,8 +255,10 @@ def check_disk(
 
 
 @contextmanager
-def fitting(devices: Sequence[Any]) -> Iterator[None]:
-    """Tells apart, where hosts of a run may change, that no mesh fits those there are.
+def no_mesh_errors(devices: Sequence[Any]) -> Iterator[None]:
+    """Says in an error of its own that no mesh fits the devices, if a run's hosts may change.
+
+    Its supervisor then tries other hosts.
 
     Raises:
       NoMeshError: in place of an InputError.

@@ -22,13 +22,13 @@ from moejax.train.faults.bad_steps import RECENT, StepCheck
 from moejax.train.faults.replicas import check_replicas
 from moejax.train.plan_monitor import PlanMonitor
 from moejax.train.planning import save_expert_load
-from moejax.train.records.metrics import Meter, losses_of
+from moejax.train.records.metrics import losses_of
 from moejax.train.records.profile import Profile
 from moejax.train.records.skipped_data import ENTRY, to_json
 from moejax.train.run import Run
 
 
-def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bool]:
+def run_steps(run: Run, state: TrainState) -> tuple[TrainState, bool]:
     """Runs the loop. Returns the state, and whether it was asked to stop early.
 
     Raises:
@@ -40,7 +40,7 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
     stopping = Stop(run.processes)
     profile = Profile(cfg.profile, Path(cfg.run_dir), process=run.processes.index)
     shown, saving = "", (cfg.checkpoint.save_every, cfg.checkpoint.memory_every)
-    if meter.started is None:  # not after going back: it is compiled then
+    if run.meter.started is None:  # not after going back: it is compiled then
         compile_step(run, schedule, step, state)
     with (
         closing(profile),
@@ -56,11 +56,11 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             profile.before(step + 1)
             state, metrics = run_step(state, batch)
             step += 1
-            end_profile(run, profile, meter, step, metrics, schedule.program)
+            end_profile(run, profile, step, metrics, schedule.program)
             check.before(step, metrics)
             run.display.step(step)
-            if meter.started is None or step == last or step % cfg.train.log_every == 0:
-                report(run, meter, step, metrics)
+            if run.meter.started is None or step == last or step % cfg.train.log_every == 0:
+                report(run, step, metrics)
             stop = stopping.after(step, interrupt.requested or run.hosts_change)
             if step == last or stop or due(step, *saving):
                 check.settle(step, metrics)
@@ -70,11 +70,11 @@ def run_steps(run: Run, state: TrainState, meter: Meter) -> tuple[TrainState, bo
             else:
                 between_saves(run, step, state, suspicious=check.suspicious)
             run.record_saved(run.checkpoints.finished())
-            if step < last and (stop or (saves and run.mismatch is not None)):
+            if step < last and (stop or (saves and run.new_links is not None)):
                 stop_early(run, step, interrupt.requested)
                 return state, True
             if due(step, cfg.train.eval_every) and step < last:
-                evaluate_part(run, state, step, meter, lambda: interrupt.requested)
+                evaluate_part(run, state, step, lambda: interrupt.requested)
             run.watch.enter("input", step + 1)
     return state, False
 
@@ -94,9 +94,7 @@ def show_codecs(run: Run, step: int, codecs: str, shown: str) -> str:
     return codecs
 
 
-def evaluate_part(
-    run: Run, state: TrainState, step: int, meter: Meter, asked: Callable[[], bool]
-) -> None:
+def evaluate_part(run: Run, state: TrainState, step: int, asked: Callable[[], bool]) -> None:
     """Evaluates on a part of the held-out text; rates leave out the time it takes."""
     began = time.perf_counter()
 
@@ -105,13 +103,12 @@ def evaluate_part(
 
     with run.watch.during("evaluate", step):
         evaluate(run, state, step, run.cfg.train.eval_batches, given_up)
-    meter.pause(time.perf_counter() - began)
+    run.meter.pause(time.perf_counter() - began)
 
 
 def end_profile(
     run: Run,
     profile: Profile,
-    meter: Meter,
     step: int,
     metrics: Any,
     program: Callable[[], str],
@@ -119,7 +116,7 @@ def end_profile(
     """Ends the profile if `step` was its last; rates leave out the time to write its trace."""
     began = time.perf_counter()
     if profile.after(step, metrics.loss, program):
-        meter.pause(time.perf_counter() - began)
+        run.meter.pause(time.perf_counter() - began)
         text = f"profile: xprof --logdir {profile.directory}"
         note(run, "profile", step, text, directory=str(profile.directory))
 
@@ -134,11 +131,11 @@ def stop_early(run: Run, step: int, asked: bool) -> None:
     why = run.assignment.proposed if run.assignment is not None else None
     asked_by, whys = zip(*run.processes.gather([asked, why]), strict=True)
     if any(asked_by):
-        run.mismatch = None
+        run.new_links = None
         run.display.note(f"stopped at step {step}; run the same command to go on")
         run.records.event("stopped", step)
     elif why := next(filter(None, whys), None):
-        run.mismatch, run.reassigned = None, True
+        run.new_links, run.reassigned = None, True
         run.display.note(f"step {step}  hosts change: {why}")
         run.records.event("hosts_change", step, text=why)
     else:
@@ -156,8 +153,9 @@ def due(step: int, *every: int | None) -> bool:
     return any(one is not None and step % one == 0 for one in every)
 
 
-def report(run: Run, meter: Meter, step: int, metrics: Any) -> None:
+def report(run: Run, step: int, metrics: Any) -> None:
     """Shows and records the step's metrics. The first call starts the clock."""
+    meter = run.meter
     if meter.started is None:
         run.records.event("first_step", step, loss=losses_of(metrics)[0])
         meter.start(step)
@@ -190,8 +188,7 @@ def compare_with_plan(run: Run, monitor: PlanMonitor, step: int, seconds: float)
             mismatch = monitor.mismatch(seconds, progress)
     run.display.note(mismatch.text)
     run.records.event("note", step, text=mismatch.text)
-    if mismatch.topology is not None:
-        run.mismatch = mismatch
+    run.new_links = mismatch.topology
 
 
 def compare(run: Run, step: int, state: TrainState) -> None:
